@@ -1,0 +1,46 @@
+# make quickstart   set up, then reinforcement learning of a small MoE on two CPU cores
+# make check        set up, then lint, types and all tests
+# make bench        the benchmarks; results under docs/results/
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.ready-$(shell cat requirements/cpu.txt setup.py | cksum | cut -d ' ' -f 1)
+# The CPU build; where the package index offers only the CUDA build, name a wheel or a URL of the CPU build here.
+TORCH ?= torch==2.13.0
+export OMP_NUM_THREADS ?= 1
+
+.PHONY: setup quickstart check lint test bench faults clean
+
+setup: $(STAMP)
+
+$(STAMP):
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check $(TORCH) uv
+	$(BIN)/uv pip install --quiet --system-certs --python $(BIN)/python --no-deps -r requirements/cpu.txt \
+		|| $(BIN)/pip install --quiet --no-deps -r requirements/cpu.txt  # slower, but knows pip's configuration
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
+	rm -f $(VENV)/.ready-*
+	touch $@
+
+quickstart: setup
+	$(BIN)/torchrun --standalone --nproc-per-node 2 launch/train_moe.py quickstart \
+		--name quickstart-$(shell date +%Y%m%d-%H%M%S) $(ARGS)
+
+check: lint test
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+test: setup
+	$(BIN)/python -m pytest -q
+
+bench: setup
+	$(BIN)/python -m benchmarks.run $(ARGS)
+
+faults: setup
+	$(BIN)/python -m benchmarks.faults $(ARGS)
+
+clean:
+	rm -rf $(VENV) .cache runs .pytest_cache .mypy_cache .ruff_cache

@@ -1,0 +1,186 @@
+"""A short run of the main job that can be killed in a chosen phase, and what it leaves behind.
+
+Processes are found by descent from the launcher, by session, and by a mark in their environment: a process whose
+parent died, or that left the session, is still found.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+
+from specactor.metrics import Value, read_metrics
+from specactor.run_folder import RunFolder, Status
+
+ROOT = Path(__file__).resolve().parent.parent
+SHORT = (
+    *("--warmup.steps", "20", "5", "--eval.problems", "16", "--checkpoint.every", "1", "--checkpoint.export", "False"),
+    *("--rollout.prompts-per-step", "8", "--data.train.size", "1000", "--data.eval.size", "100"),
+)
+"""The quickstart, cut short: it need not learn."""
+ENGINE_HOST = "specactor.rollout.sglang.host"
+_MARK = "SPECACTOR_DISTURBED_RUN"
+_POLL_S = 0.0003
+"""Phases may last a few milliseconds; a rollout lasts longer, and is what precedes them."""
+_ROLLOUT_POLL_S = 0.02
+_UNCOMPARED = ("time/", "memory/")
+_RATES = ("_per_s",)
+
+
+@dataclass
+class Belongings:
+    """What a run held at some moment: nothing of it may be there after the run."""
+
+    processes: set[psutil.Process] = field(default_factory=set)
+    sessions: set[int] = field(default_factory=set)
+    shared: set[Path] = field(default_factory=set)
+    ports: set[int] = field(default_factory=set)
+
+
+class Job:
+    """One launch. Rank 0 writes ``status.json``, by which phases are recognised."""
+
+    def __init__(self, base: Path, name: str, *options: str) -> None:
+        self.folder = RunFolder(root=base / "runs" / name)
+        self.log = base / f"{name}-{uuid.uuid4().hex[:6]}.log"
+        self.belongings = Belongings()
+        self._mark = uuid.uuid4().hex
+        self.folder.status.unlink(missing_ok=True)
+        command = [
+            *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"),
+            *(str(ROOT / "launch" / "train_moe.py"), "quickstart", "--name", name, "--output-dir", str(base / "runs")),
+            *("--warmup.cache-dir", str(base / "cache"), *SHORT, *options),
+        ]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "WANDB_MODE": "offline", _MARK: self._mark}
+        with self.log.open("w") as log:
+            self.launcher = subprocess.Popen(
+                command, cwd=ROOT, env=environment, stdout=log, stderr=log, start_new_session=True
+            )
+
+    def wait_for(self, phase: str, step: int, *, timeout_s: float = 240.0) -> Status:
+        """Until the run is in `phase` of RL step `step` (1 is the first) or of a later one.
+
+        Raises RuntimeError when the run ends before, or the time is over.
+        """
+        finished = step if phase == "checkpoint" else step - 1
+        deadline = time.monotonic() + timeout_s
+        while time.monotonic() < deadline:
+            status = self.folder.read_status()
+            if status is not None and status.phase == phase and status.step >= finished:
+                return status
+            if self.launcher.poll() is not None:
+                raise RuntimeError(f"ended before {phase} of step {step}:\n{self.output()}")
+            time.sleep(_ROLLOUT_POLL_S if phase == "rollout" else _POLL_S)
+        raise RuntimeError(f"{phase} of step {step} was not reached within {timeout_s:g} s:\n{self.output()}")
+
+    def record(self) -> None:
+        """Add what the run holds now to its belongings."""
+        mine, known = self.belongings, {p.pid for p in self.belongings.processes}
+        for process in psutil.process_iter():
+            try:
+                if process.pid not in known and not self._owns(process):
+                    continue
+                mine.processes.add(process)
+                if process.pid == os.getsid(process.pid):
+                    mine.sessions.add(process.pid)
+                mine.ports |= {c.laddr.port for c in process.net_connections("inet") if c.status == psutil.CONN_LISTEN}
+                maps = Path(f"/proc/{process.pid}/maps").read_text().splitlines()
+            except (psutil.Error, OSError):
+                continue
+            mine.shared |= {Path(line.split()[5]) for line in maps if " /dev/shm/" in line and "deleted" not in line}
+
+    def kill(self, pid: int) -> None:
+        os.kill(pid, signal.SIGKILL)
+
+    def wait(self, timeout_s: float) -> int:
+        """Exit code of the launcher. Raises TimeoutExpired when the run goes on for longer, after ending it."""
+        try:
+            return self.launcher.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            self.end()
+            raise
+
+    def end(self) -> None:
+        """Kill whatever is left of the run: for runs that failed their test."""
+        self.record()
+        for process in self.belongings.processes:
+            if process.is_running():
+                process.kill()
+        self.launcher.wait(10)
+
+    def output(self) -> str:
+        return self.log.read_text(errors="replace")
+
+    def messages(self) -> list[str]:
+        """The lines by which the job itself reports a failure."""
+        return [line for line in self.output().splitlines() if line.startswith("specactor:")]
+
+    def left(self, within_s: float) -> list[str]:
+        """What of the belongings is still there when the time is over."""
+        deadline = time.monotonic() + within_s
+        while True:
+            left = self._left()
+            if not left or time.monotonic() > deadline:
+                return left
+            time.sleep(0.2)
+
+    def victim(self, name: str) -> int:
+        """Process of: scheduler, engine host, rank 0, rank 1, launcher."""
+        status = self.folder.read_status()
+        assert status is not None
+        if name == "launcher":
+            return status.launcher_pid
+        if name.startswith("rank "):
+            return status.rank_pids[int(name.removeprefix("rank "))]
+        rank = psutil.Process(status.rank_pids[0])
+        host = next(h for g in rank.children() if ENGINE_HOST in g.cmdline() for h in g.children())
+        if name == "engine host":
+            return host.pid
+        return next(p.pid for p in host.children(recursive=True) if "scheduler" in p.name() + " ".join(p.cmdline()))
+
+    def _owns(self, process: psutil.Process) -> bool:
+        if process.pid == self.launcher.pid or process.ppid() in {p.pid for p in self.belongings.processes}:
+            return True
+        return os.getsid(process.pid) in self.belongings.sessions or process.environ().get(_MARK) == self._mark
+
+    def _left(self) -> list[str]:
+        self.record()
+        mine = self.belongings
+        alive = [about for process in mine.processes if (about := _living(process))]
+        pids = {str(p.pid) for p in mine.processes}
+        named = [p for p in Path("/dev/shm").iterdir() if pids & set(p.name.split("_"))]
+        folders = [p for p in Path("/tmp").glob("specactor-*") if pids & set(p.name.split("-"))]
+        listening = {
+            c.laddr.port for c in psutil.net_connections("tcp") if c.status == psutil.CONN_LISTEN and c.pid is None
+        }
+        return [
+            *alive,
+            *(str(path) for path in {*named, *folders, *(p for p in mine.shared if p.exists())}),
+            *(f"port {port}" for port in mine.ports & listening),
+        ]
+
+
+def _living(process: psutil.Process) -> str:
+    """What the process is; empty when it has ended, or ends while it is looked at."""
+    try:
+        if process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
+            return f"process {process.pid} {' '.join(process.cmdline())[:80]}"
+    except psutil.Error:
+        pass
+    return ""
+
+
+def compared(folder: RunFolder) -> list[dict[str, Value]]:
+    """The lines of metrics.jsonl without what a clock or a memory counter says."""
+    return [
+        {k: v for k, v in line.items() if not k.startswith(_UNCOMPARED) and not k.endswith(_RATES)}
+        for line in read_metrics(folder.root)
+    ]

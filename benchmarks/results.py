@@ -1,0 +1,76 @@
+"""Where a benchmark's figures go: a table on the terminal and a page under docs/results/, with date and machine."""
+
+from __future__ import annotations
+
+import datetime
+import platform
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from statistics import median
+
+import psutil
+from rich.console import Console
+from rich.table import Table
+
+RESULTS = Path(__file__).resolve().parent.parent / "docs" / "results"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """One benchmark's table."""
+
+    title: str
+    intro: str
+    """What was run, and how a row is to be read."""
+    columns: tuple[str, ...]
+    rows: Sequence[Sequence[str]]
+    notes: str = ""
+    """What explains the figures, aims that were missed included."""
+
+
+def machine() -> str:
+    """One line: date, processor, memory, versions."""
+    model = next(
+        (
+            line.partition(":")[2].strip()
+            for line in Path("/proc/cpuinfo").read_text().splitlines()
+            if line.startswith("model name")
+        ),
+        platform.processor(),
+    )
+    packages = ", ".join(f"{name} {version(name)}" for name in ("torch", "megatron-core", "sglang", "transformers"))
+    return (
+        f"{datetime.date.today()}, {psutil.cpu_count()} cores of {model}, "
+        f"{psutil.virtual_memory().total / 2**30:.0f} GiB, no GPU, {packages}"
+    )
+
+
+def publish(name: str, result: Result) -> None:
+    """Print the table and write ``docs/results/<name>.md``."""
+    table = Table(title=result.title, caption=machine())
+    for column in result.columns:
+        table.add_column(column, justify="left" if column == result.columns[0] else "right")
+    for row in result.rows:
+        table.add_row(*row)
+    Console(width=160).print(table)
+    lines = [
+        f"# {result.title}",
+        "",
+        result.intro,
+        "",
+        "| " + " | ".join(result.columns) + " |",
+        "|" + " --- |" * len(result.columns),
+        *("| " + " | ".join(row) + " |" for row in result.rows),
+        "",
+        *([result.notes, ""] if result.notes else []),
+        f"Measured: {machine()}.",
+    ]
+    RESULTS.mkdir(parents=True, exist_ok=True)
+    (RESULTS / f"{name}.md").write_text("\n".join(lines) + "\n")
+
+
+def spread(values: Sequence[float], form: str = "{:.2f}") -> str:
+    """median (minimum-maximum)."""
+    return f"{form.format(median(values))} ({form.format(min(values))}-{form.format(max(values))})"

@@ -1,0 +1,52 @@
+"""Runs benchmarks one after the other, each in processes of its own; results go to docs/results/.
+
+python -m benchmarks.run [NAME ...]
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+
+BENCHMARKS = {
+    "weights_sync": "seconds and GB/s of bringing new weights from the trainer to the engines",
+    "trainer_speed": "training tokens per second, beside a plain PyTorch loop on the same cores",
+}
+"""Module in this package -> what it measures."""
+
+
+def run(names: Sequence[str]) -> list[str]:
+    """Run each, also after one has failed; returns the names of those that failed."""
+    failed = []
+    for name in names:
+        print(f"== {name}: {BENCHMARKS[name]}", flush=True)
+        if subprocess.run([sys.executable, "-m", f"benchmarks.{name}"], cwd=ROOT, check=False).returncode != 0:
+            failed.append(name)
+    return failed
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Exit code: 0 when all benchmarks went through."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.run",
+        description="Runs the named benchmarks, or all. Results go to docs/results/NAME.md.",
+        epilog="\n".join(["benchmarks:", *(f"  {name:16}{text}" for name, text in BENCHMARKS.items())]),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("names", nargs="*", metavar="NAME", help="one of those below")
+    names = parser.parse_args(arguments).names or list(BENCHMARKS)
+    if unknown := [name for name in names if name not in BENCHMARKS]:
+        parser.error(f"NAME: got {', '.join(unknown)}, expected one of {', '.join(BENCHMARKS)}")
+    failed = run(names)
+    if failed:
+        print(f"failed: {', '.join(failed)}", file=sys.stderr)
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,117 @@
+"""Weight sync: a 100 M-parameter model from trainer ranks into an engine, beside memcpy and SGLang's own load.
+
+python -m benchmarks.weights_sync
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from benchmarks.recipes import HUNDRED_MILLION
+from benchmarks.results import Result, publish, spread
+from specactor.data.tiny_model import make_tiny_model
+
+ROOT = Path(__file__).resolve().parent.parent
+LIMIT_S = 300
+MIB = 2**20
+LAYOUTS = {
+    "1 rank": {"world": 1, "expert": 1, "tensor": 1, "bucket_bytes": 256 * MIB},
+    "EP2": {"world": 2, "expert": 2, "tensor": 1, "bucket_bytes": 128 * MIB},
+    "EP2, small buckets": {"world": 2, "expert": 2, "tensor": 1, "bucket_bytes": 64 * MIB},
+    "DP2": {"world": 2, "expert": 1, "tensor": 1, "bucket_bytes": 128 * MIB},
+    "TP2": {"world": 2, "expert": 1, "tensor": 2, "bucket_bytes": 128 * MIB},
+}
+COLUMNS = (
+    "Trainer",
+    "engine TP",
+    "bucket MiB x 2",
+    "rounds",
+    "sync s",
+    "sync GB/s",
+    "memcpy GB/s",
+    "of memcpy",
+    "SGLang load of tensors s",
+    "SGLang load from disk s",
+    "gather GB/s",
+    "extra memory per bucket",
+)
+
+
+def measure(model_dir: Path, options: dict[str, Any]) -> dict[str, Any]:
+    """What rank 0 of a run saw."""
+    torchrun = ["-m", "torch.distributed.run", "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
+    script = ["-m", "benchmarks.weights_sync_rank", str(model_dir), json.dumps(options)]
+    done = subprocess.run(
+        [sys.executable, *torchrun, "--nproc-per-node", str(options["world"]), *script],
+        cwd=ROOT,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore"},
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+        check=False,
+    )
+    for line in done.stdout.splitlines():
+        if line.startswith("RESULT "):
+            seen: dict[str, Any] = json.loads(line.removeprefix("RESULT "))
+            return seen
+    raise RuntimeError(f"the run of {options} gave no result. Its end:\n{done.stderr[-3000:]}")
+
+
+def row(name: str, options: dict[str, Any], seen: dict[str, Any]) -> tuple[str, ...]:
+    bucket = options["bucket_bytes"]
+    return (
+        name,
+        str(options["engine_tensor"]),
+        str(bucket // MIB),
+        str(seen["num_rounds"]),
+        spread(seen["seconds"]),
+        spread(seen["gb_per_s"]),
+        spread(seen["memcpy_gb_per_s"]),
+        f"{median(seen['gb_per_s']) / median(seen['memcpy_gb_per_s']):.0%}",
+        spread(seen["tensor_load_s"]),
+        spread(seen["disk_load_s"]),
+        spread(seen["gather_gb_per_s"]),
+        f"{max(seen['extra_bytes']) / bucket:.2f}",
+    )
+
+
+def main() -> None:
+    rows = []
+    with tempfile.TemporaryDirectory() as folder:
+        model_dir = Path(folder) / "model"
+        make_tiny_model(HUNDRED_MILLION, 0, model_dir)
+        for engine_tensor in (1, 2):
+            for name, layout in LAYOUTS.items():
+                options = {**layout, "engine_tensor": engine_tensor, "repetitions": 7}
+                rows.append(row(name, options, measure(model_dir, options)))
+    publish(
+        "weights_sync",
+        Result(
+            title="Weight sync of a 100 M-parameter model in float32",
+            intro=(
+                "Trainer ranks push their weights into one running engine; median (minimum-maximum) of 7 pushes. Every "
+                "push checks all digests, loads with SGLang's loader and reads every written region back. memcpy "
+                "copies the same bytes once, in rank 0. `SGLang load of tensors` is the model's `load_weights` from "
+                "tensors in the engine's own memory, `from disk` the same from mapped safetensors files in the page "
+                "cache; neither checks anything. `extra memory` is the highest growth of a trainer rank's resident "
+                "memory during pushes, in buckets; it may be 2."
+            ),
+            columns=COLUMNS,
+            rows=rows,
+            notes=(
+                "The aim is half of memcpy's rate. A push passes over the bytes five times (digest and copy by the "
+                "trainer; digest, copy and comparison by the engine), where memcpy passes once."
+            ),
+        ),
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,122 @@
+"""One trainer rank of the weight sync benchmark (under torchrun). Rank 0 prints one JSON line."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+
+import msgspec
+import torch
+
+from benchmarks.recipes import sync_config
+from specactor.parallel import groups
+from specactor.parallel.collective import Collective
+from specactor.parallel.layout import ModelShape, check
+from specactor.rollout.pool import EnginePool
+from specactor.rollout.sglang.engine import Engine, EngineSpec
+from specactor.trainer.policy import PolicyTrainer
+from specactor.trainer.shards import RankShards
+from specactor.weights_sync.sender import WeightSender
+
+
+def private_bytes(name: str) -> int:
+    """A figure of this process from smaps_rollup, in bytes."""
+    for line in Path("/proc/self/smaps_rollup").read_text().splitlines():
+        if line.startswith(name + ":"):
+            return int(line.split()[1]) * 1024
+    raise KeyError(name)
+
+
+def reset_peak() -> None:
+    Path("/proc/self/clear_refs").write_text("5")
+
+
+def peak_rss() -> int:
+    """Peak resident bytes since `reset_peak`."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("VmHWM:"):
+            return int(line.split()[1]) * 1024
+    raise KeyError("VmHWM")
+
+
+def memcpy_rates(num_bytes: int, repetitions: int) -> list[float]:
+    """GB/s of copying as many bytes, in pages that exist."""
+    source, target = torch.ones(num_bytes, dtype=torch.uint8), torch.ones(num_bytes, dtype=torch.uint8)
+    rates = []
+    for _ in range(repetitions):
+        start = time.perf_counter()
+        target.copy_(source)
+        rates.append(num_bytes / (time.perf_counter() - start) / 1e9)
+    return rates
+
+
+def engine_loads(engine: Engine, model_dir: Path, repetitions: int) -> dict[str, list[float]]:
+    """Seconds of SGLang's own load of the model, from memory and from disk; the slowest rank counts."""
+    seconds: dict[str, list[float]] = {"tensor_load_s": [], "disk_load_s": []}
+    for _ in range(repetitions):
+        replies = engine.rank_call(
+            "specactor.weights_sync.inspection:seconds_to_load", str(model_dir).encode(), timeout_s=300
+        )
+        pairs = [msgspec.json.decode(reply, type=tuple[float, float]) for reply in replies]
+        seconds["tensor_load_s"].append(max(memory for memory, _ in pairs))
+        seconds["disk_load_s"].append(max(disk for _, disk in pairs))
+    return seconds
+
+
+def main() -> None:
+    model_dir, options = Path(sys.argv[1]), json.loads(sys.argv[2])
+    config = sync_config(str(model_dir), **options)
+    layout = check(config, options["world"], ModelShape.read(model_dir))
+    groups.init(layout, config.parallel, seed=0)
+    collective = Collective(torch.device("cpu"))
+    trainer = PolicyTrainer(config, layout, model_dir)
+    specs = [
+        EngineSpec(
+            index=0,
+            model_dir=str(model_dir),
+            dtype="float32",
+            tensor_parallel=options["engine_tensor"],
+            devices=tuple(range(options["engine_tensor"])),
+            config=config.rollout.engine,
+            context_length=512,
+            log_file=str(model_dir.parent / "engine.log"),
+        )
+    ]
+    with EnginePool(specs if collective.rank == 0 else []) as pool:
+        collective.together("engine start", pool.wait_ready)
+        sender = WeightSender(config.weights_sync, collective)
+        source = RankShards(trainer.policy)
+        reports, gathers = [], []
+        sender.push(source, pool.engines, version=1)  # warms up; allocates the buckets
+        sender.close()
+        before = private_bytes("Rss")
+        reset_peak()
+        for repetition in range(options["repetitions"]):
+            reports.append(sender.push(source, pool.engines, version=2 + repetition))
+        extra = peak_rss() - before
+        for _ in range(options["repetitions"]):
+            collective.barrier()
+            start = time.perf_counter()
+            num_bytes = sum(tensor.numel() * tensor.element_size() for _, tensor in trainer.named_weights())
+            gathers.append(num_bytes / (time.perf_counter() - start) / 1e9)
+        extras = collective.gather(extra, int)
+        if collective.rank == 0:
+            seen = {
+                "num_bytes": reports[0].num_bytes,
+                "num_rounds": reports[0].num_rounds,
+                "seconds": [r.seconds for r in reports],
+                "gb_per_s": [r.gb_per_s for r in reports],
+                "gather_gb_per_s": gathers,
+                "extra_bytes": extras,
+                "memcpy_gb_per_s": memcpy_rates(reports[0].num_bytes, options["repetitions"]),
+                **engine_loads(pool.engines[0], model_dir, options["repetitions"]),
+            }
+            print("RESULT " + json.dumps(seen), flush=True)
+        sender.close()
+    groups.destroy()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Recipes and their parts; `specactor recipes` lists them."""

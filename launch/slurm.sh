@@ -1,0 +1,36 @@
+#!/usr/bin/env bash
+#SBATCH --job-name=specactor
+#SBATCH --nodes=2
+#SBATCH --ntasks-per-node=1
+#SBATCH --gpus-per-node=8
+#SBATCH --cpus-per-task=96
+#SBATCH --exclusive
+#SBATCH --time=24:00:00
+#SBATCH --output=%x-%j.log
+#SBATCH --requeue
+#
+# Start a run on a Slurm cluster, from the repository, with the environment activated:
+#
+#   sbatch --nodes 4 launch/slurm.sh qwen3_30b_a3b --model.path /models/Qwen3-30B-A3B --output-dir /shared/runs
+#
+# One torchrun per node starts one rank per GPU; the ranks meet at the job's first node (see launch/multi_node.sh).
+# The job id names the meeting, so jobs that share a node do not mix. A requeued job continues from its last
+# checkpoint, because of --resume auto.
+set -euo pipefail
+
+if [[ $# -lt 1 ]]; then
+    echo "usage: sbatch launch/slurm.sh RECIPE [--key.path value ...]" >&2
+    exit 2
+fi
+: "${SLURM_JOB_ID:?start this script with sbatch}"
+
+# Slurm runs a copy of this file, so the repository is where sbatch was called.
+root=${SLURM_SUBMIT_DIR:?}
+hosts=$(scontrol show hostnames "$SLURM_JOB_NODELIST")
+
+export NODES=$SLURM_NNODES
+export HEAD="${hosts%%$'\n'*}:$((29500 + SLURM_JOB_ID % 1000))"
+export RUN_ID=$SLURM_JOB_ID
+export GPUS=${GPUS:-${SLURM_GPUS_ON_NODE:-8}}
+
+exec srun --kill-on-bad-exit=1 --wait=60 "$root/launch/multi_node.sh" "$@" --resume auto

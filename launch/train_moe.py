@@ -1,0 +1,80 @@
+"""Start one rank of a training run.
+
+    torchrun --nproc-per-node N launch/train_moe.py RECIPE [--key.path value ...]
+    python launch/train_moe.py RECIPE --help
+
+Only what must happen before anything else is imported happens here; the run itself is `specactor.job.run`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import signal
+import sys
+import warnings
+
+PR_SET_PDEATHSIG = 1
+
+
+def die_with_launcher() -> None:
+    """Ask Linux to kill this rank when torchrun dies, however torchrun dies."""
+    if sys.platform != "linux" or "LOCAL_RANK" not in os.environ:
+        return
+    launcher = os.getppid()
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != launcher:  # it died before the line above
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def set_environment() -> None:
+    """What libraries read once, when they are imported; what the user has set stays."""
+    # torchrun sets OMP_NUM_THREADS=1 by itself. More threads than cores wait for each other in spin locks.
+    for name, value in (
+        ("OMP_NUM_THREADS", "1"),
+        ("CUDA_DEVICE_MAX_CONNECTIONS", "1"),  # Megatron-core overlaps tensor parallelism with one queue per device
+        ("TOKENIZERS_PARALLELISM", "false"),
+        ("HF_HUB_OFFLINE", "1"),
+        ("WANDB_SILENT", "true"),
+    ):
+        os.environ.setdefault(name, value)
+
+
+def quiet_libraries() -> None:
+    """Hide what `specactor doctor` says better, and what is no business of the user."""
+    warnings.filterwarnings("ignore", module=r"(megatron|mbridge)\b")
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed\b")
+    # With expert parallelism ranks legitimately hold different optimizers; resuming is tested per layout.
+    logging.getLogger("megatron.core.dist_checkpointing.validation").setLevel(logging.ERROR)
+
+
+def main() -> int:
+    die_with_launcher()
+    set_environment()
+    quiet_libraries()
+    from specactor.recipes import load_or_exit
+
+    config = load_or_exit(sys.argv[1:], quiet=os.environ.get("RANK", "0") != "0")
+    if "RANK" not in os.environ:
+        command = f"torchrun --nproc-per-node N launch/train_moe.py {' '.join(sys.argv[1:])}"
+        print(f"error: launcher: got plain python, expected torchrun. Use: {command}", file=sys.stderr)
+        return 2
+
+    from specactor.cpu import megatron
+
+    megatron.install()  # before megatron.core is imported; does nothing where there is a GPU
+
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    from specactor.parallel.failure import failure_guard, launcher_store
+
+    store = launcher_store(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
+    with failure_guard(rank, store) as failures:
+        from specactor.job import run
+
+        run(config, rank=rank, world=world, failures=failures)
+    return 0
+
+
+if __name__ == "__main__":  # saving a checkpoint starts processes that import this file
+    sys.exit(main())

@@ -1,0 +1,232 @@
+"""The path of one RL step: `SpecActor.step`. (`job.run` builds an actor and steps it until the run is done.)
+
+Every rank executes the same lines; a rank's own share of the work (driving its
+engines, scoring some responses) happens inside `Collective.together`, after which all ranks go on with the same values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+from transformers import PreTrainedTokenizerBase
+
+from specactor import measurements
+from specactor.config import Config
+from specactor.data.dataset import Dataset
+from specactor.data.stream import PromptStream
+from specactor.data.verifiers import get_verifier
+from specactor.errors import AgreementError, EngineError, WeightSyncError
+from specactor.parallel.collective import Collective
+from specactor.progress import Progress
+from specactor.rollout.pool import EnginePool
+from specactor.rollout.requests import greedy_requests, group_requests
+from specactor.trainer.advantages import group_advantages, informative, shape_overlong
+from specactor.trainer.policy import PolicyTrainer, TrainStats
+from specactor.trainer.schedule import learning_rate
+from specactor.types import Problem, RolloutRequest, ScoredGroup, TrainSequence, Trajectory
+from specactor.weights_sync.sender import SyncReport, WeightSender, WeightSource
+
+
+class SpecActor:
+    """The policy in training, its engines, and where the run stands."""
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        trainer: PolicyTrainer,
+        pool: EnginePool,
+        sender: WeightSender,
+        weights: WeightSource,
+        collective: Collective,
+        tokenizer: PreTrainedTokenizerBase,
+        train_data: Dataset,
+        eval_data: Dataset,
+        progress: Progress,
+    ) -> None:
+        self.config = config
+        self.trainer = trainer
+        self.pool = pool
+        self.sender = sender
+        self.weights = weights
+        self.collective = collective
+        self.tokenizer = tokenizer
+        self.train_data = train_data
+        self.eval_data = eval_data
+        self.progress = progress
+        self.prompts = PromptStream(len(train_data), config.seed)
+        self.steps_done = 0
+        self.version = 0
+
+    def step(self) -> dict[str, float]:
+        """One RL step: policy version v -> v + 1. Returns its metrics, but for times and memory; equal on all ranks."""
+        groups = self.collect()
+        batch = self.learnable(groups)
+        with self.progress.phase("train"):
+            stats = self.train(batch)
+        with self.progress.phase("sync"):
+            report = self.sync()
+        self.steps_done += 1
+        return measurements.of_step(groups, batch, stats, report, version=self.version)
+
+    def collect(self) -> list[ScoredGroup]:
+        """Prompts -> responses -> rewards, until there are enough groups to learn from (DAPO: dynamic sampling)."""
+        want = self.config.rollout.prompts_per_step
+        dynamic = self.config.algorithm.dynamic_sampling
+        rounds = 1 + self.config.algorithm.max_resample_rounds if dynamic else 1
+        groups: list[ScoredGroup] = []
+        spare: list[ScoredGroup] = []
+        for _ in range(rounds):
+            problems = [self.train_data[i] for i in self.prompts.take(want - len(groups))]
+            with self.progress.phase("rollout"):
+                requests = group_requests(
+                    problems,
+                    config=self.config.rollout,
+                    run_seed=self.config.seed,
+                    step=self.steps_done,
+                    first_group=len(groups) + len(spare),
+                )
+                trajectories = self.rollout(requests)
+            with self.progress.phase("reward"):
+                scored = self.score_groups(problems, trajectories)
+            for group in scored:
+                (groups if not dynamic or informative(group.rewards) else spare).append(group)
+            if len(groups) == want:
+                break
+        return groups + spare[: want - len(groups)]
+
+    def rollout(self, requests: Sequence[RolloutRequest]) -> list[Trajectory]:
+        """All responses, in the order of the requests, on every rank. Lost engines are replaced on the way."""
+        engines = self.config.parallel.engines
+        own = {engine.index for engine in self.pool.engines}
+        pending = [request for request in requests if request.group_id % engines in own]
+        finished: list[Trajectory] = []
+        while True:
+            outcome = self.collective.together(
+                "rollout", partial(self.pool.generate, pending, on_finished=self.progress.response)
+            )
+            finished += outcome.finished
+            pending = list(outcome.unfinished)
+            if not self.collective.any(bool(pending)):
+                break
+            self.sync()
+        everyone = self.collective.gather(finished, list[Trajectory])
+        by_id = {t.request_id: t for part in everyone for t in part}
+        cut = next((t for t in by_id.values() if t.finish_reason == "abort"), None)
+        if cut is not None:
+            raise EngineError(
+                f"request {cut.request_id}: SGLang aborted it after {len(cut.token_ids)} tokens, expected an end. "
+                "See the engine's log in the run's folder; a larger rollout.engine.max_total_tokens may help."
+            )
+        return [by_id[request.request_id] for request in requests]
+
+    def score_groups(self, problems: Sequence[Problem], trajectories: Sequence[Trajectory]) -> list[ScoredGroup]:
+        """Every rank scores its share; groups keep the order of the problems."""
+        size = len(trajectories) // len(problems)
+        scores = self.score([problems[i // size] for i in range(len(trajectories))], trajectories)
+        a, limit = self.config.algorithm, self.config.rollout.max_new_tokens
+        rewards = [
+            shape_overlong(score, len(t.token_ids), limit, a.overlong_buffer, a.overlong_penalty)
+            for score, t in zip(scores, trajectories, strict=True)
+        ]
+        cuts = [slice(i * size, (i + 1) * size) for i in range(len(problems))]
+        return [
+            ScoredGroup(
+                problem=problem,
+                trajectories=tuple(trajectories[cut]),
+                scores=tuple(scores[cut]),
+                rewards=tuple(rewards[cut]),
+            )
+            for problem, cut in zip(problems, cuts, strict=True)
+        ]
+
+    def score(self, problems: Sequence[Problem], trajectories: Sequence[Trajectory]) -> list[float]:
+        """The verifier's score of each response, on every rank."""
+        rank, world = self.collective.rank, self.collective.world
+
+        def own_share() -> list[float]:
+            return [
+                get_verifier(problem.verifier)(
+                    self.tokenizer.decode(list(trajectory.token_ids), skip_special_tokens=True), problem
+                )
+                for problem, trajectory in list(zip(problems, trajectories, strict=True))[rank::world]
+            ]
+
+        shares = self.collective.gather(self.collective.together("reward", own_share), list[float])
+        return [shares[i % world][i // world] for i in range(len(trajectories))]
+
+    def learnable(self, groups: Sequence[ScoredGroup]) -> list[TrainSequence]:
+        """Groups -> sequences with advantages."""
+        advantages = group_advantages([list(g.rewards) for g in groups], self.config.algorithm.advantage)
+        return [
+            TrainSequence(
+                token_ids=t.prompt_ids + t.token_ids,
+                prompt_len=len(t.prompt_ids),
+                advantage=advantage,
+                rollout_logprobs=t.logprobs,
+                group_id=group_id,
+            )
+            for group_id, (group, of_group) in enumerate(zip(groups, advantages, strict=True))
+            for t, advantage in zip(group.trajectories, of_group, strict=True)
+        ]
+
+    def train(self, batch: Sequence[TrainSequence]) -> TrainStats:
+        """One or more optimizer updates: the policy moves to its next version."""
+        self.pool.release_memory()
+        self.trainer.reload()
+        stats = self.trainer.train_step(batch, learning_rate=learning_rate(self.steps_done, self.config.train))
+        if not stats.logprob_gap_max <= self.config.train.max_logprob_gap:  # nan is no agreement either
+            raise AgreementError(
+                f"train.max_logprob_gap: at step {self.steps_done + 1} the engine and the trainer differ by "
+                f"{stats.logprob_gap_max:.2e} in the log-probability of a sampled token, more than "
+                f"{self.config.train.max_logprob_gap:.2e}. In float32 this means wrong weights or a wrong model in one "
+                "of them; in bfloat16 allow more with --train.max-logprob-gap, and keep algorithm.tis_cap on."
+            )
+        self.version += 1
+        self.trainer.offload()
+        self.pool.resume_memory()
+        return stats
+
+    def sync(self) -> SyncReport:
+        """Bring every engine to the policy's version; replace engines that died."""
+        cause: WeightSyncError | None = None
+        for _ in range(self.config.rollout.engine.max_restarts + 1):
+            replaced = self.collective.together("engine restart", self.pool.restart_lost)
+            for index in sorted(i for part in self.collective.gather(replaced, tuple[int, ...]) for i in part):
+                self.progress.note(f"engine {index} had died and was started again")
+            try:
+                report = self.sender.push(self.weights, self.pool.engines, version=self.version)
+            except WeightSyncError as error:
+                if not self.collective.any(self.pool.any_lost()):
+                    raise
+                self.progress.note(f"{error} Trying again.")
+                cause = error
+                continue
+            self.pool.set_version(self.version)
+            return report
+        raise WeightSyncError(
+            f"rollout.engine.max_restarts: engines were lost in {self.config.rollout.engine.max_restarts + 1} weight "
+            f"syncs in a row. Their logs are in the run's folder, under engines/. The last one: {cause}"
+        ) from cause
+
+    def evaluate(self) -> list[ScoredGroup]:
+        """The greedy policy's response to each held-out problem, in groups of one."""
+        problems = [self.eval_data[i] for i in range(min(self.config.eval.problems, len(self.eval_data)))]
+        with self.progress.phase("eval"):
+            requests = greedy_requests(problems, max_new_tokens=self.config.rollout.max_new_tokens)
+            trajectories = self.rollout(requests)
+            scores = self.score(problems, trajectories)
+        return [
+            ScoredGroup(problem=problem, trajectories=(trajectory,), scores=(score,), rewards=(score,))
+            for problem, trajectory, score in zip(problems, trajectories, scores, strict=True)
+        ]
+
+    def state(self) -> dict[str, object]:
+        """What a checkpoint keeps beside the trainer's own state."""
+        return {"steps_done": self.steps_done, "version": self.version, "prompts": self.prompts.state()}
+
+    def restore(self, state: dict[str, object]) -> None:
+        self.steps_done = int(str(state["steps_done"]))
+        self.version = int(str(state["version"]))
+        self.prompts.restore(state["prompts"])

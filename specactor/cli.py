@@ -1,0 +1,72 @@
+"""The ``specactor`` command. Training itself is started by torchrun, with launch/train_moe.py."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Sequence
+
+import specactor
+
+Command = Callable[[list[str]], int]
+
+
+def doctor(argv: list[str]) -> int:
+    """Say whether a run could start here, what is used, and the remedy for what is missing."""
+    from rich.console import Console
+
+    from specactor.doctor import examine, report
+    from specactor.recipes import load_or_exit
+
+    config = load_or_exit(argv, prog="specactor doctor") if argv else None
+    return report(examine(config, os.environ), Console())
+
+
+def recipes(argv: list[str]) -> int:
+    """List the recipes, or with a recipe and overrides print the resolved config as JSON."""
+    import json
+
+    from specactor.recipes import load_or_exit, to_json, usage
+
+    if not argv:
+        print(usage("torchrun --nproc-per-node N launch/train_moe.py"))
+    else:
+        print(json.dumps(to_json(load_or_exit(argv, prog="specactor recipes")), indent=2))
+    return 0
+
+
+def version(argv: list[str]) -> int:
+    """Print the version."""
+    print(f"specactor {specactor.__version__}")
+    return 0
+
+
+COMMANDS: dict[str, Command] = {"doctor": doctor, "recipes": recipes, "version": version}
+"""Name -> function of the arguments after the name; its docstring is its help."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point. Returns the exit code: 0 fine, 1 a problem was found, 2 the command line is wrong."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    parser = argparse.ArgumentParser(
+        prog="specactor",
+        description=specactor.__doc__,
+        epilog="Train with: torchrun --nproc-per-node N launch/train_moe.py RECIPE [--key.path value ...]",
+    )
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    for name, function in COMMANDS.items():
+        about = (function.__doc__ or "").partition("\n")[0]
+        sub = commands.add_parser(name, help=about, description=about, add_help=False)
+        sub.add_argument("rest", nargs=argparse.REMAINDER, metavar="[RECIPE [--key.path value ...]]")
+    if len(words) == 2 and words[0] in COMMANDS and words[1] in ("-h", "--help"):
+        print(f"usage: specactor {words[0]} [RECIPE [--key.path value ...]]\n\n{COMMANDS[words[0]].__doc__}")
+        return 0
+    if words and words[0] in COMMANDS:
+        return COMMANDS[words[0]](words[1:])
+    parser.parse_args(words)
+    return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,162 @@
+"""Arithmetic of SGLang's decoding on a CPU: sampling noise, attention over the KV pool, experts, small matrix products.
+
+Invariants, each with a test in tests/cpu/test_sglang_ops.py:
+- `murmur_hash32` is MurmurHash3 (32 bit, length 16) of the blocks (seed low, seed high, position, column);
+- every function gives the same bits for a request whatever other requests are computed beside it.
+
+The second holds because (a) a row of a float32 matrix product has the same bits in every product of at least
+`MIN_ROWS` rows, so smaller products are filled up with rows of zeros, (b) padding keys get weight exactly 0 and the
+number of keys is rounded up to `KEY_BLOCK`, (c) everything else works on rows alone.
+
+Shape legend: B requests, T tokens, V vocabulary, S slots of the KV pool, L keys (padded), H query heads, N key-value
+heads, D head size, E experts, K experts per token, M hidden size, F expert width.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+MIN_ROWS = 4
+"""A matrix product with fewer rows takes other kernels (dot products), which round differently."""
+KEY_BLOCK = 16
+"""Numbers of keys are rounded up to a multiple of this."""
+
+_Words = np.ndarray[tuple[int, ...], np.dtype[np.uint32]]
+_U32_MAX = float(2**32 - 1)
+
+
+def _scramble(block: _Words) -> _Words:
+    """The part of a MurmurHash3 round that does not depend on the state."""
+    k = block * np.uint32(0xCC9E2D51)
+    return ((k << np.uint32(15)) | (k >> np.uint32(17))) * np.uint32(0x1B873593)
+
+
+def _absorb(state: _Words, scrambled: _Words) -> _Words:
+    h = state ^ scrambled
+    return ((h << np.uint32(13)) | (h >> np.uint32(19))) * np.uint32(5) + np.uint32(0xE6546B64)
+
+
+@functools.lru_cache(maxsize=4)
+def _scrambled_columns(num_columns: int) -> _Words:
+    return _scramble(np.arange(num_columns, dtype=np.uint32))
+
+
+def _hash_words(seed: Tensor, positions: Tensor, scrambled_columns: _Words) -> _Words:
+    seed_B = seed.to(torch.int64).numpy()
+    state_B = _absorb(np.zeros(len(seed_B), np.uint32), _scramble(seed_B.astype(np.uint32)))
+    state_B = _absorb(state_B, _scramble((seed_B >> 32).astype(np.uint32)))
+    state_B = _absorb(state_B, _scramble(positions.numpy().astype(np.uint32)))
+    h_BV = _absorb(state_B[:, None], scrambled_columns[None, :]) ^ np.uint32(16)
+    h_BV = (h_BV ^ (h_BV >> np.uint32(16))) * np.uint32(0x85EBCA6B)
+    h_BV = (h_BV ^ (h_BV >> np.uint32(13))) * np.uint32(0xC2B2AE35)
+    return h_BV ^ (h_BV >> np.uint32(16))
+
+
+def murmur_hash32(seed: Tensor, positions: Tensor, col_indices: Tensor) -> Tensor:
+    """Noise bits per (request seed, position, vocabulary column).
+
+    Args: seed [B] of 64-bit integers, positions [B], col_indices [V]. Returns uint32 [B, V].
+    Source: MurmurHash3_x86_32 with the four blocks and the length 16 that SGLang's Triton kernel of this name uses.
+    """
+    return torch.from_numpy(_hash_words(seed, positions, _scramble(col_indices.numpy().astype(np.uint32))))
+
+
+def sample_with_noise(logprobs: Tensor, seed: Tensor, positions: Tensor) -> Tensor:
+    """argmax_v [log p_t(v) + G(seed, t, v)], G Gumbel(0, 1): a sample of p that depends on (seed, position) alone.
+
+    Args: logprobs [B, V] (unnormalised log weights are fine), seed [B], positions [B]. Returns int64 [B, 1].
+    Same bits as `sglang.srt.layers.sampler.multinomial_with_seed`, which compiles itself with a C++ compiler on first
+    use. Source: Gumbel-max trick; the noise is in float64 so that its tail is not cut.
+    """
+    words_BV = _hash_words(seed, positions, _scrambled_columns(logprobs.shape[1]))
+    x_BV = torch.from_numpy(words_BV.astype(np.float64)).div_(_U32_MAX)
+    x_BV.log_().clamp_(min=torch.finfo(torch.float64).min, max=-(2.0**-32)).neg_()
+    x_BV.log_().neg_().add_(logprobs)
+    return x_BV.argmax(dim=1, keepdim=True)
+
+
+def round_up(count: int, block: int) -> int:
+    """Smallest multiple of `block` that is >= count."""
+    return (count + block - 1) // block * block
+
+
+def key_slots(req_to_token: Tensor, req_pool_indices: Tensor, seq_lens: Tensor, longest: int) -> tuple[Tensor, Tensor]:
+    """Where each request's keys lie in the KV pool, padded to a common length.
+
+    Args: req_to_token [requests, context], req_pool_indices [B], seq_lens [B], longest = max(seq_lens).
+    Returns slots [B * L] (slot 0 for padding) and bias [B, 1, 1, L] (0 for keys, -inf for padding).
+    """
+    num_keys = round_up(longest, KEY_BLOCK)
+    width = min(num_keys, req_to_token.shape[1])
+    slots_BL = req_to_token[req_pool_indices, :width].long()
+    if width < num_keys:
+        slots_BL = functional.pad(slots_BL, (0, num_keys - width))
+    padding_BL = torch.arange(num_keys)[None, :] >= seq_lens[:, None]
+    bias_BL = torch.zeros(padding_BL.shape).masked_fill_(padding_BL, float("-inf"))
+    return slots_BL.masked_fill_(padding_BL, 0).view(-1), bias_BL[:, None, None, :]
+
+
+def decode_attention(q_BHD: Tensor, k_SND: Tensor, v_SND: Tensor, slots: Tensor, bias: Tensor, scale: float) -> Tensor:
+    """Attention of one new token per request over its own keys, all requests at once.
+
+    Args: q [B, H, D]; k, v [S, N, D] the pool; slots [B * L], bias [B, 1, 1, L] from `key_slots`. Returns [B, H, Dv].
+    The H / N query heads that share a key head are given to the kernel as that head's queries.
+    """
+    batch, num_heads, _ = q_BHD.shape
+    num_kv_heads = k_SND.shape[1]
+    k_BNLD = k_SND.index_select(0, slots).view(batch, -1, num_kv_heads, k_SND.shape[2]).transpose(1, 2)
+    v_BNLD = v_SND.index_select(0, slots).view(batch, -1, num_kv_heads, v_SND.shape[2]).transpose(1, 2)
+    q_BNGD = q_BHD.view(batch, num_kv_heads, num_heads // num_kv_heads, -1)
+    out_BNGD = functional.scaled_dot_product_attention(q_BNGD, k_BNLD, v_BNLD, attn_mask=bias, scale=scale)
+    return out_BNGD.reshape(batch, num_heads, v_SND.shape[2])
+
+
+def fill_rows(x_TM: Tensor) -> Tensor:
+    """Rows of zeros below x until there are MIN_ROWS."""
+    return functional.pad(x_TM, (0, 0, 0, MIN_ROWS - x_TM.shape[0]))
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x [T, M] or [..., M] times weight [out, M] transposed, with the same bits for a row whatever T is."""
+    rows = x.numel() // x.shape[-1]
+    if rows >= MIN_ROWS or rows == 0:
+        return functional.linear(x, weight, bias)
+    return functional.linear(fill_rows(x.reshape(rows, -1)), weight, bias)[:rows].view(*x.shape[:-1], -1)
+
+
+def experts(x_TM: Tensor, weights_TK: Tensor, ids_TK: Tensor, w13_EFM: Tensor, w2_EMF: Tensor) -> Tensor:
+    """Weighted sum of SwiGLU experts. Ids of -1 (experts of other ranks under expert parallelism) contribute nothing.
+
+    Args: x [T, M]; weights [T, K]; ids [T, K]; w13 [E, 2F, M] gate over up; w2 [E, M, F]. Returns [T, M].
+    Tokens are sorted by expert. A product of fewer than MIN_ROWS rows runs on into the rows after it, whose experts
+    overwrite what it leaves there.
+    """
+    num_tokens, top_k = ids_TK.shape
+    num_experts, width = w13_EFM.shape[0], w2_EMF.shape[2]
+    flat = ids_TK.reshape(-1)
+    order = flat.argsort(stable=True)
+    counts = torch.bincount(flat + 1, minlength=num_experts + 1).tolist()
+    total = flat.numel()
+    sorted_x = functional.pad(x_TM[order // top_k], (0, 0, 0, MIN_ROWS))
+    hidden = sorted_x.new_empty(total + MIN_ROWS, 2 * width)
+    out = sorted_x.new_empty(total + MIN_ROWS, x_TM.shape[1])
+    spans = []
+    start = counts[0]
+    for expert, count in enumerate(counts[1:]):
+        if count:
+            stop = start + max(count, MIN_ROWS)
+            torch.mm(sorted_x[start:stop], w13_EFM[expert].t(), out=hidden[start:stop])
+            spans.append((expert, start, stop))
+            start += count
+    gated = functional.silu(hidden[:, :width]).mul_(hidden[:, width:])
+    for expert, first, stop in spans:
+        torch.mm(gated[first:stop], w2_EMF[expert].t(), out=out[first:stop])
+    out[: counts[0]] = 0.0
+    unsorted = torch.empty_like(out[:total])
+    unsorted[order] = out[:total]
+    return unsorted.view(num_tokens, top_k, -1).mul_(weights_TK.unsqueeze(-1)).sum(dim=1)

@@ -1,0 +1,40 @@
+"""Lets torchvision be imported beside a CPU build of torch; SGLang and transformers import it unasked.
+
+Its x86 wheel is built against CUDA: the C++ operators load beside a CUDA build of torch alone, and elsewhere the Python
+side registers fake kernels for operators that do not exist. Their schemas are all that it needs.
+"""
+
+from __future__ import annotations
+
+import importlib.abc
+import importlib.machinery
+import sys
+from collections.abc import Sequence
+from types import ModuleType
+from typing import Any
+
+
+class _Schemas(importlib.abc.MetaPathFinder):
+    """Defines the missing schemas just before torchvision is imported, and leaves the import itself alone."""
+
+    library: Any = None
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if fullname == "torchvision":
+            sys.meta_path.remove(self)
+            import torch
+
+            if torch.version.cuda is not None:  # the operators load, also on a machine without a GPU
+                return None
+            _Schemas.library = torch.library.Library("torchvision", "DEF")  # type: ignore[no-untyped-call]
+            for name in ("nms", "qnms"):
+                _Schemas.library.define(name + "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+        return None
+
+
+def install() -> None:
+    """Watch for the import of torchvision in this process; does nothing where it was imported already."""
+    if "torchvision" not in sys.modules and _Schemas.library is None:
+        sys.meta_path.insert(0, _Schemas())

@@ -1,0 +1,221 @@
+"""Problems of a task or a file, all checked before anything is trained.
+
+A file has the columns prompt, answer and verifier, all of them text; every further column goes to `Problem.metadata`.
+The verifier reasoning-gym needs the column ``entry`` (a whole reasoning-gym entry), and takes ``task`` and ``params``.
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import islice
+from pathlib import Path
+from typing import overload
+
+import msgspec
+from transformers import PreTrainedTokenizerBase
+
+from specactor.config import SourceConfig
+from specactor.data import verifiers
+from specactor.data.files import Row, read_rows
+from specactor.errors import DataError
+from specactor.types import Problem
+
+COLUMNS = ("prompt", "answer", "verifier")
+MAX_LISTED = 5
+"""Bad rows that one error lists; all are counted."""
+TOKENIZED_TOGETHER = 1024
+
+
+class Dataset(Sequence[Problem]):
+    """Problems in a fixed order; problem i has index i."""
+
+    def __init__(self, problems: Iterable[Problem]) -> None:
+        self._problems = tuple(problems)
+
+    def __len__(self) -> int:
+        return len(self._problems)
+
+    @overload
+    def __getitem__(self, index: int) -> Problem: ...
+    @overload
+    def __getitem__(self, index: slice) -> tuple[Problem, ...]: ...
+    def __getitem__(self, index: int | slice) -> Problem | tuple[Problem, ...]:
+        return self._problems[index]
+
+    def without(self, held_out: Dataset) -> Dataset:
+        """The problems whose prompts are not among `held_out`, numbered anew. Raises DataError when none is left."""
+        prompts = {problem.prompt_ids for problem in held_out}
+        kept = [problem for problem in self._problems if problem.prompt_ids not in prompts]
+        if not kept:
+            raise DataError(
+                f"data.train: all {len(self)} prompts are among the {len(held_out)} of data.eval, expected others. "
+                "Evaluate on fewer problems, or draw from a larger task."
+            )
+        return Dataset(replace(problem, index=index) for index, problem in enumerate(kept))
+
+    @cached_property
+    def digest(self) -> str:
+        """Hexadecimal hash of all that the problems hold."""
+        return hashlib.blake2b(msgspec.json.encode(self._problems, order="sorted"), digest_size=16).hexdigest()
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Draft:
+    """A row on its way to a Problem."""
+
+    where: str
+    prompt: str = ""
+    answer: str = ""
+    verifier: str = ""
+    metadata: dict[str, object]
+    reason: str = ""
+
+
+def build_dataset(source: SourceConfig, tokenizer: PreTrainedTokenizerBase, *, max_prompt_tokens: int) -> Dataset:
+    """All problems of `source` with their tokens.
+
+    Raises DataError that counts the bad rows and lists the first ones, each with its place, field and reason;
+    ConfigError for an unknown task or parameter.
+    """
+    name = f"task {source.task}" if source.task else source.path
+    drafts = _task_drafts(source) if source.task else _file_drafts(source)
+    problems: list[Problem] = []
+    bad: list[str] = []
+    num_bad = 0
+    while together := list(islice(drafts, TOKENIZED_TOGETHER)):
+        for draft, ids in zip(together, _tokenize(together, tokenizer), strict=True):
+            problem = _problem(len(problems) + num_bad, draft, ids)
+            reason = draft.reason or _objection(problem, tokenizer, max_prompt_tokens)
+            if not reason:
+                problems.append(problem)
+                continue
+            num_bad += 1
+            if num_bad <= MAX_LISTED:
+                bad.append(f"{name}, {draft.where}: {reason}{'' if reason.endswith('?') else '.'}")
+    if num_bad:
+        raise DataError(_report(name, bad, num_bad, num_bad + len(problems)))
+    if not problems:
+        raise DataError(f"{name}: got no rows, expected at least one. Check the path.")
+    return Dataset(problems)
+
+
+def _report(name: str, bad: Sequence[str], num_bad: int, num_rows: int) -> str:
+    if num_bad == 1:
+        return bad[0]
+    more = [f"and {num_bad - len(bad)} more"] if num_bad > len(bad) else []
+    return "\n  ".join([f"{name}: {num_bad} of {num_rows} rows are bad. Correct or remove them.", *bad, *more])
+
+
+def _task_drafts(source: SourceConfig) -> Iterator[_Draft]:
+    from specactor.data import reasoning  # takes two seconds, and files do without it
+
+    task = reasoning.create_task(source.task, source.params, size=source.size, seed=source.seed)
+    for i in range(source.size):
+        entry = task[i]
+        prompt, reason = _prompt(source, entry["question"], entry["metadata"])
+        yield _Draft(
+            where=f"problem {i}",
+            prompt=prompt,
+            answer=entry["answer"] or "",  # some tasks have no single answer
+            verifier="reasoning-gym",
+            metadata=reasoning.metadata_of(source.task, source.params, entry),
+            reason=reason,
+        )
+
+
+def _file_drafts(source: SourceConfig) -> Iterator[_Draft]:
+    for row in read_rows(Path(source.path)):
+        metadata = {name: value for name, value in row.columns.items() if name not in COLUMNS}
+        reason = row.reason or _wrong_column(row)
+        prompt = ""
+        if not reason:
+            prompt, reason = _prompt(source, row.columns["prompt"], metadata)
+        if reason:
+            yield _Draft(where=row.where, metadata=metadata, reason=reason)
+        else:
+            answer, verifier = row.columns["answer"], row.columns["verifier"]
+            yield _Draft(where=row.where, prompt=prompt, answer=answer, verifier=verifier, metadata=metadata)
+
+
+def _wrong_column(row: Row) -> str:
+    """What is wrong with the row's own columns; empty when nothing is."""
+    for name in COLUMNS:
+        if name not in row.columns:
+            nearest = difflib.get_close_matches(name, row.columns, n=1)
+            hint = f". Did you mean {nearest[0]}? Rename it" if nearest else ". Add it"
+            return f"{name}: missing, expected a text{hint}"
+        value = row.columns[name]
+        if not isinstance(value, str):
+            return f"{name}: got {str(value)[:80]} ({type(value).__name__}), expected a text. Put it in quotes"
+        if not value.strip():
+            return f"{name}: got {value!r}, expected a text that is not empty. Remove the row"
+    return ""
+
+
+def _prompt(source: SourceConfig, prompt: str, values: Mapping[str, object]) -> tuple[str, str]:
+    """The finished prompt, or what is wrong with it."""
+    try:
+        text = source.prompt_template.format_map({**values, "prompt": prompt})
+    except KeyError as error:
+        known = ", ".join(["prompt", *values])
+        return "", f"prompt_template: got {{{error.args[0]}}}, expected one of {known}. Correct data.*.prompt_template"
+    return (text.replace(" ", "") if source.remove_spaces else text), ""
+
+
+def _tokenize(drafts: Sequence[_Draft], tokenizer: PreTrainedTokenizerBase) -> list[tuple[int, ...]]:
+    """Ids of every prompt; none for a prompt that is not a Unicode text, or of a draft that is bad already."""
+    texts = ["" if draft.reason or not _is_unicode(draft.prompt) else draft.prompt for draft in drafts]
+    return [tuple(ids) for ids in tokenizer(texts)["input_ids"]]
+
+
+def _problem(index: int, draft: _Draft, prompt_ids: tuple[int, ...]) -> Problem:
+    return Problem(
+        index=index,
+        prompt=draft.prompt,
+        prompt_ids=prompt_ids,
+        answer=draft.answer,
+        verifier=draft.verifier,
+        metadata=draft.metadata,
+    )
+
+
+def _objection(problem: Problem, tokenizer: PreTrainedTokenizerBase, max_prompt_tokens: int) -> str:
+    """Why a problem cannot be used; empty when it can."""
+    ids = problem.prompt_ids
+    if not _is_unicode(problem.prompt):
+        return "prompt: not a Unicode text (a surrogate without its partner). Correct its \\u escapes"
+    if not _is_unicode(problem.answer):
+        return "answer: not a Unicode text (a surrogate without its partner). Correct its \\u escapes"
+    if not ids:
+        return f"prompt: got {problem.prompt!r}, which has no tokens. Remove the row"
+    if tokenizer.unk_token_id is not None and tokenizer.unk_token_id in ids:
+        unknown = _unknown(problem.prompt, tokenizer)
+        return f"prompt: the tokenizer has no token for {unknown}. Replace it, or use a model that knows it"
+    if len(ids) > max_prompt_tokens:
+        return (
+            f"prompt: got {len(ids)} tokens, expected at most {max_prompt_tokens} (the model's context less "
+            "rollout.max_new_tokens). Shorten it, or lower rollout.max_new_tokens"
+        )
+    try:
+        verifiers.get_verifier(problem.verifier)
+    except DataError as error:
+        return f"verifier: {str(error).removesuffix('.')}"
+    return verifiers.unscorable(problem) or ""
+
+
+def _unknown(text: str, tokenizer: PreTrainedTokenizerBase) -> str:
+    """The first character that becomes the unknown token by itself, or the whole text where it takes several."""
+    alone = (c for c in text if tokenizer.unk_token_id in tokenizer.encode(c, add_special_tokens=False))
+    return repr(next(alone, text[:80]))
+
+
+def _is_unicode(text: str) -> bool:
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        return False
+    return True

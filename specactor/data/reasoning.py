@@ -1,0 +1,101 @@
+"""reasoning-gym: problems of a task by its name and parameters, and the task's own scoring."""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import fields
+from functools import lru_cache
+from typing import Any
+
+import reasoning_gym
+from reasoning_gym.factory import DATASETS
+
+from specactor.errors import ConfigError, DataError
+from specactor.types import Problem
+
+Entry = dict[str, Any]
+"""A problem as reasoning-gym makes it: question, answer, metadata."""
+
+
+def create_task(task: str, params: Mapping[str, object], *, size: int, seed: int) -> Any:
+    """A reasoning-gym data set of `size` entries; entry i is drawn with seed + i.
+
+    Raises ConfigError for an unknown task or parameter (with the nearest known one) and for refused values.
+    """
+    if task not in DATASETS:
+        raise ConfigError.at("data.*.task", task, "the name of a reasoning-gym task", _did_you_mean(task, DATASETS))
+    known = [item.name for item in fields(DATASETS[task][1])]
+    for name in params:
+        if name in ("size", "seed"):
+            raise ConfigError.at("data.*.params", name, "a parameter of the task", f"Set data.*.{name} instead.")
+        if name not in known:
+            raise ConfigError.at(
+                "data.*.params", name, f"a parameter of {task} ({', '.join(known)})", _did_you_mean(name, known)
+            )
+    try:
+        return reasoning_gym.create_dataset(task, size=size, seed=seed, **params)
+    except (AssertionError, TypeError, ValueError) as error:  # what the tasks' own validation raises
+        raise ConfigError.at(
+            "data.*.params", dict(params), f"values that {task} accepts", f"reasoning-gym says: {error}."
+        ) from error
+
+
+def metadata_of(task: str, params: Mapping[str, object], entry: Entry) -> dict[str, object]:
+    """What a Problem must carry for `score`."""
+    return {"task": task, "params": dict(params), "entry": entry}
+
+
+def score(answer: str, problem: Problem) -> float:
+    """The task's own score of `answer`, for a problem whose metadata holds task, params and entry.
+
+    Some scorers raise on a text that they cannot read. That is the response's fault, and scores 0, where the same
+    scorer accepts the problem's own answer; otherwise the problem is at fault, and the error is raised.
+    """
+    task, params, entry = _of(problem)
+    score_answer = _scorer(task, json.dumps(params, sort_keys=True))
+    try:
+        return score_answer(answer, entry)
+    except Exception:  # the scorers' parsing raises ValueError, KeyError and more, undocumented
+        if entry["answer"] is None or score_answer(entry["answer"], entry) < 1.0:
+            raise
+        return 0.0
+
+
+def unscorable(problem: Problem) -> str | None:
+    """Why `score` could never work on this problem; None when it can."""
+    try:
+        task, params, entry = _of(problem)
+        create_task(task, params, size=1, seed=0)
+    except (DataError, ConfigError) as error:
+        return str(error)
+    for name, kind in (("question", str), ("answer", str | None), ("metadata", dict)):
+        if name not in entry or not isinstance(entry[name], kind):
+            return f"entry: {name} is missing or of a wrong type. Write the whole reasoning-gym entry"
+    return None
+
+
+def _of(problem: Problem) -> tuple[str, dict[str, object], Entry]:
+    entry = problem.metadata.get("entry")
+    if not isinstance(entry, dict):
+        raise DataError("entry: missing, expected the reasoning-gym entry (question, answer, metadata)")
+    params = problem.metadata.get("params") or {}
+    if not isinstance(params, dict):
+        raise DataError("params: expected an object with the parameters of the reasoning-gym task")
+    source = entry.get("metadata")
+    task = problem.metadata.get("task") or (source.get("source_dataset") if isinstance(source, dict) else None)
+    if not isinstance(task, str):
+        raise DataError("task: missing, expected the name of a reasoning-gym task")
+    return task, params, entry
+
+
+@lru_cache(maxsize=64)
+def _scorer(task: str, params: str) -> Callable[[str, Entry], float]:
+    scorer: Callable[[str, Entry], float] = create_task(task, json.loads(params), size=1, seed=0).score_answer
+    return scorer
+
+
+def _did_you_mean(name: str, known: Iterable[str]) -> str:
+    nearest = difflib.get_close_matches(name, list(known), n=1)
+    return f"Did you mean {nearest[0]}?" if nearest else "See the list of tasks of reasoning-gym."

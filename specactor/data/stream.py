@@ -1,0 +1,84 @@
+"""In which order problems are drawn, and the seed of each response. PURE.
+
+The order is a function of (number of problems, seed) alone: epoch after epoch, each a fresh permutation. A stream that
+is restored from its state goes on exactly as the stream that the state was taken from.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Mapping
+
+from specactor.errors import CheckpointError, ConfigError
+
+
+class PromptStream:
+    """Indices of problems, without end. Within an epoch none comes twice; one `take` may span several epochs."""
+
+    def __init__(self, dataset_len: int, seed: int) -> None:
+        """Raises ConfigError when there is nothing to draw from."""
+        if dataset_len < 1:
+            raise ConfigError.at("data.train", dataset_len, "at least one problem", "Give a file or task that has one.")
+        self.dataset_len = dataset_len
+        self.seed = seed
+        self._move(epoch=0, position=0)
+
+    def take(self, num_indices: int) -> tuple[int, ...]:
+        """The next `num_indices` problems."""
+        taken: list[int] = []
+        while len(taken) < num_indices:
+            if self._position == self.dataset_len:
+                self._move(epoch=self._epoch + 1, position=0)
+            part = self._order[self._position : self._position + num_indices - len(taken)]
+            self._position += len(part)
+            taken += part
+        return tuple(taken)
+
+    def state(self) -> dict[str, int]:
+        """Where the stream stands; small, and plain enough for JSON."""
+        return {
+            "dataset_len": self.dataset_len,
+            "seed": self.seed,
+            "epoch": self._epoch,
+            "position": self._position,
+        }
+
+    def restore(self, state: object) -> None:
+        """Continue from a `state`. Raises CheckpointError when it is of another data set, another seed or damaged."""
+        keys = ("dataset_len", "seed", "epoch", "position")
+        if not isinstance(state, Mapping) or any(type(state.get(key)) is not int for key in keys):
+            raise CheckpointError(
+                f"data position: got {state!r}, expected integers {', '.join(keys)}. Resume from another checkpoint."
+            )
+        for key, own, remedy in (
+            ("dataset_len", self.dataset_len, "Resume with the data that the run started with."),
+            ("seed", self.seed, "Resume with the seed that the run started with."),
+        ):
+            if state[key] != own:
+                raise CheckpointError(
+                    f"data position: {key}: got {state[key]}, expected {own} as in this run. {remedy}"
+                )
+        if state["epoch"] < 0 or not 0 <= state["position"] <= self.dataset_len:
+            raise CheckpointError(
+                f"data position: got epoch {state['epoch']}, position {state['position']}, expected epoch >= 0 and "
+                f"position 0..{self.dataset_len}. Resume from another checkpoint."
+            )
+        self._move(epoch=state["epoch"], position=state["position"])
+
+    def _move(self, *, epoch: int, position: int) -> None:
+        self._epoch = epoch
+        self._position = position
+        self._order = list(range(self.dataset_len))
+        random.Random(_hash(b"epoch", self.seed, epoch)).shuffle(self._order)
+
+
+def request_seed(run_seed: int, step: int, problem_index: int, sample_index: int) -> int:
+    """Seed in [0, 2**31) of one response; a stable hash, so that a resumed run asks for the same tokens again."""
+    return _hash(b"request", run_seed, step, problem_index, sample_index) >> 33
+
+
+def _hash(purpose: bytes, *numbers: int) -> int:
+    """64 bits that depend on every number and on nothing else."""
+    packed = b"".join(number.to_bytes(8, "little", signed=True) for number in numbers)
+    return int.from_bytes(hashlib.blake2b(packed, digest_size=8, person=purpose).digest(), "little")

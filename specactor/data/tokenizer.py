@@ -1,0 +1,69 @@
+"""A tokenizer with one token per character, made on the spot; and the loading of any model's tokenizer.
+
+Invariants, each with a test: a text of printable ASCII characters and newlines has one token per character and decodes
+to itself, whatever it spells (``<eos>`` written in a prompt is five characters, never the end of a sequence); any other
+character is ``<unk>``; nothing is added around a text.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tokenizers import AddedToken, Tokenizer, decoders, models
+from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+from specactor.errors import ConfigError
+
+SPECIAL_TOKENS = ("<pad>", "<bos>", "<eos>", "<unk>")
+"""Ids 0 to 3."""
+CHARACTERS = ("\n", *(chr(code) for code in range(0x20, 0x7F)))
+VOCAB_SIZE = -(-(len(SPECIAL_TOKENS) + len(CHARACTERS)) // 8) * 8
+"""104: 100 tokens, filled up with reserved ones to a multiple of 8, so that tensor parallelism divides it."""
+
+
+def make_char_tokenizer(folder: Path) -> None:
+    """Writes tokenizer.json and tokenizer_config.json for `transformers.AutoTokenizer` into `folder`."""
+    used = len(SPECIAL_TOKENS) + len(CHARACTERS)
+    reserved = tuple(f"<reserved_{i}>" for i in range(VOCAB_SIZE - used))
+    ids = {token: i for i, token in enumerate((*SPECIAL_TOKENS, *CHARACTERS, *reserved))}
+    characters = Tokenizer(models.BPE(vocab=ids, merges=[], unk_token="<unk>", fuse_unk=False))
+    characters.decoder = decoders.Fuse()
+    special = [AddedToken(token, special=True, normalized=False) for token in (*SPECIAL_TOKENS, *reserved)]
+    characters.add_special_tokens(special)
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=characters,
+        pad_token="<pad>",
+        bos_token="<bos>",
+        eos_token="<eos>",
+        unk_token="<unk>",
+        split_special_tokens=True,
+        clean_up_tokenization_spaces=False,
+    )
+    tokenizer.save_pretrained(str(folder))
+
+
+def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
+    """The tokenizer of a Hugging Face model folder; nothing is downloaded, no code of the folder is run.
+
+    Raises ConfigError when there is none, or when it has no end-of-sequence token.
+    """
+    try:
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+            str(folder), local_files_only=True, trust_remote_code=False
+        )
+    except (OSError, ValueError) as error:
+        reason = str(error).strip().partition("\n")[0]
+        raise ConfigError.at(
+            "model.path",
+            str(folder),
+            "a folder with a tokenizer in Hugging Face format",
+            f"Copy tokenizer.json and tokenizer_config.json there. transformers says: {reason}",
+        ) from error
+    if tokenizer.eos_token_id is None:
+        raise ConfigError.at(
+            "model.path",
+            str(folder),
+            "a tokenizer with an end-of-sequence token",
+            "Set eos_token in its tokenizer_config.json.",
+        )
+    return tokenizer

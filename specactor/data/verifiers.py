@@ -1,0 +1,138 @@
+"""Scores of responses, by the name of a verifier. A score is in [0, 1]; 1 is a solved problem.
+
+| name | a response scores 1 when |
+| --- | --- |
+| exact | its answer is the problem's answer, character for character |
+| number | its answer is the same number: 0.50, 1/2 and 5e-1 are equal, 0.333 and 1/3 are not |
+| math-verify | the math-verify library finds it equal; it looks for the answer by its own rules (boxed, $...$, last) |
+| reasoning-gym | the task's own scorer says so; it may give parts of a point, for an answer inside a longer text too |
+| module:function | the function (response, problem) -> score says so |
+
+**The answer of a response** (exact, number, reasoning-gym) is the text after its last '#', without blanks around it; of
+a response without '#' it is the whole text without blanks around it. So `1246a623b...1h#7` answers 7, as does
+`#### 7`. Where the problem's own answer contains '#', the whole response is the answer.
+
+A response that cannot be read as what the verifier compares scores 0. A verifier that fails in any other way is a
+DataError that names the problem: a wrong reward must not train a model silently.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import math
+import re
+from collections.abc import Callable
+from fractions import Fraction
+from functools import lru_cache
+
+from specactor.data import math_answers
+from specactor.errors import DataError
+from specactor.types import Problem
+
+Verifier = Callable[[str, Problem], float]
+
+MAX_NUMBER_LENGTH = 200
+"""Characters of the longest text that is read as a number."""
+NUMBER = re.compile(r"([+-]?(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)?(?:\.[0-9]*)?(?:[eE][+-]?[0-9]{1,3})?)(?:/([0-9]+))?")
+
+
+def answer_of(response: str, problem: Problem) -> str:
+    """The part of a response that is compared; see the head of this module."""
+    return response.strip() if "#" in problem.answer else response.rpartition("#")[2].strip()
+
+
+@lru_cache(maxsize=256)
+def get_verifier(name: str) -> Verifier:
+    """The scoring function of that name. Raises DataError when there is none; the function raises it as said above."""
+    if name in BUILT_IN:
+        return _checked(name, BUILT_IN[name])
+    module, colon, function_name = name.partition(":")
+    if not colon:
+        nearest = difflib.get_close_matches(name, BUILT_IN, n=1)
+        hint = f"Did you mean {nearest[0]}?" if nearest else "Name one of them, or write module:function."
+        raise DataError(f"got {name!r}, expected one of {', '.join(BUILT_IN)}, or module:function. {hint}")
+    try:
+        function = getattr(importlib.import_module(module), function_name)
+    except (ImportError, AttributeError, SyntaxError, ValueError) as error:
+        raise DataError(
+            f"got {name!r}, expected the import path of a function. Put its folder on PYTHONPATH. "
+            f"It failed with: {error}."
+        ) from error
+    if not callable(function):
+        raise DataError(f"got {name!r}, which is a {type(function).__name__}, expected a function. Name another.")
+    return _checked(name, function)
+
+
+def unscorable(problem: Problem) -> str | None:
+    """Why the problem's verifier could never score a response 1; None when nothing is known against it."""
+    if problem.verifier == "number" and _number(problem.answer) is None:
+        return f"answer: got {problem.answer!r}, expected a number. Use the verifier exact for other answers"
+    if problem.verifier == "math-verify" and not math_answers.shared.readable(problem.answer):
+        return f"answer: got {problem.answer!r}, expected an expression that math-verify can read"
+    if problem.verifier == "reasoning-gym":
+        from specactor.data import reasoning  # takes two seconds
+
+        return reasoning.unscorable(problem)
+    return None
+
+
+def _checked(name: str, function: Verifier) -> Verifier:
+    def verify(response: str, problem: Problem) -> float:
+        who = f"verifier {name}: problem {problem.index} (answer {problem.answer[:80]!r})"
+        try:
+            score = function(response, problem)
+        except Exception as error:  # code of others, which may raise anything; the run must say on which problem
+            raise DataError(
+                f"{who}: it raised {type(error).__name__}: {error}, on the response {response[:200]!r}. "
+                "Correct the verifier, or remove the problem."
+            ) from error
+        try:
+            value = float(score)
+        except (TypeError, ValueError):
+            value = math.nan
+        if not 0.0 <= value <= 1.0:
+            raise DataError(f"{who}: it returned {score!r}, expected a number in [0, 1]. Correct the verifier.")
+        return value
+
+    return verify
+
+
+def _exact(response: str, problem: Problem) -> float:
+    return float(answer_of(response, problem) == problem.answer.strip())
+
+
+def _same_number(response: str, problem: Problem) -> float:
+    right = _number(problem.answer)
+    if right is None:
+        raise DataError(f"the problem's answer {problem.answer!r} is not a number")
+    return float(_number(answer_of(response, problem)) == right)
+
+
+def _number(text: str) -> Fraction | None:
+    """The exact value of a decimal number or a fraction of one; None when the text is not a number."""
+    match = NUMBER.fullmatch(text.strip()) if len(text) <= MAX_NUMBER_LENGTH else None
+    if match is None:
+        return None
+    try:
+        return Fraction(match[1].replace(",", "")) / int(match[2] or "1")
+    except (ValueError, ZeroDivisionError):
+        return None
+
+
+def _math(response: str, problem: Problem) -> float:
+    return float(math_answers.shared.equal(problem.answer, response))
+
+
+def _reasoning(response: str, problem: Problem) -> float:
+    from specactor.data import reasoning  # takes two seconds
+
+    return reasoning.score(answer_of(response, problem), problem)
+
+
+BUILT_IN: dict[str, Verifier] = {
+    "exact": _exact,
+    "number": _same_number,
+    "math-verify": _math,
+    "reasoning-gym": _reasoning,
+}

@@ -1,0 +1,231 @@
+"""Whether a run could start here: what was found, what is used instead of what is missing, and the remedy.
+
+Nothing that may crash is imported, so the doctor also works where SGLang or Megatron-core do not.
+"""
+
+from __future__ import annotations
+
+import shutil
+import socket
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+
+from packaging.requirements import Requirement
+from packaging.version import Version
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from specactor.config import Config
+from specactor.errors import ConfigError
+from specactor.parallel.devices import Devices, detect
+from specactor.parallel.layout import ModelShape
+
+GIB = 2**30
+MIN_DISK_BYTES = 2 * GIB
+"""Room for checkpoints and the exported model of a small run."""
+MIN_MEMORY_BYTES = 6 * GIB
+"""Two trainer ranks and one engine of a tiny model."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finding:
+    """One row: a component that is fine, is replaced by something else, or stops a run from starting."""
+
+    component: str
+    found: str
+    used: str = ""
+    """What serves in its place."""
+    remedy: str = ""
+    """What to do about it."""
+    fatal: bool = False
+    """No run can start."""
+
+
+def examine(config: Config | None, environ: Mapping[str, str]) -> list[Finding]:
+    """All findings about this machine, and about `config` where one is given."""
+    devices = detect(environ)
+    found = [_python(), *pinned(), plugin(), *_hardware(devices), *_optional(devices), *_places(config), loopback()]
+    return found + (_recipe(config) if config else [])
+
+
+def report(findings: list[Finding], console: Console) -> int:
+    """Print the table, and the remedies of what is fatal. Returns the exit code: 0 when a run could start, else 1."""
+    table = Table(title="specactor doctor", title_justify="left")
+    for heading in ("", "component", "found", "used instead", "remedy"):
+        table.add_column(heading, overflow="fold")
+    for item in findings:
+        mark = "[red]no[/]" if item.fatal else "[yellow]--[/]" if item.used else "[green]ok[/]"
+        table.add_row(mark, *map(escape, (item.component, item.found, item.used, item.remedy)))
+    console.print(table)
+    fatal = [item for item in findings if item.fatal]
+    for item in fatal:
+        console.print(
+            f"error: {item.component}: {item.found}. {item.remedy}", style="red", soft_wrap=True, markup=False
+        )
+    console.print("A run cannot start." if fatal else "A run can start.", style="bold")
+    return 1 if fatal else 0
+
+
+def _python() -> Finding:
+    found = ".".join(map(str, sys.version_info[:3]))
+    ok = (3, 11) <= sys.version_info[:2] < (3, 13)
+    return Finding(component="Python", found=found, fatal=not ok, remedy="" if ok else "Use Python 3.11 or 3.12.")
+
+
+def pinned() -> list[Finding]:
+    """Every required package, in the version that this package's own metadata asks for."""
+    findings = []
+    for line in metadata.requires("specactor") or []:
+        need = Requirement(line)
+        if need.marker is not None and not need.marker.evaluate({"extra": ""}):
+            continue
+        try:
+            version = metadata.version(need.name)
+        except metadata.PackageNotFoundError:
+            version = "missing"
+        # A local part such as +cpu names a build of the same version.
+        ok = version != "missing" and need.specifier.contains(Version(version).public, prereleases=True)
+        exact = any(spec.operator == "==" for spec in need.specifier)
+        if not ok or exact or need.name == "torch":
+            findings.append(_requirement(need, version, ok))
+    return findings
+
+
+def _requirement(need: Requirement, version: str, ok: bool) -> Finding:
+    flag = "" if need.name == "torch" else "--no-deps "
+    remedy = f"{sys.executable} -m pip install {flag}'{need.name}{need.specifier}'"
+    expected = "" if ok else f", expected {need.specifier}"
+    return Finding(component=need.name, found=version + expected, fatal=not ok, remedy="" if ok else remedy)
+
+
+def plugin() -> Finding:
+    """Whether SGLang would load this package's plugin."""
+    names = [point.name for point in metadata.entry_points(group="sglang.srt.plugins")]
+    ok = "specactor" in names
+    return Finding(
+        component="SGLang plugin",
+        found="registered" if ok else "not registered",
+        fatal=not ok,
+        remedy="" if ok else f"{sys.executable} -m pip install --no-deps -e . (in the repository)",
+    )
+
+
+def _hardware(devices: Devices) -> list[Finding]:
+    memory = devices.memory_bytes
+    low = memory < MIN_MEMORY_BYTES
+    findings = [
+        Finding(component="CPU", found=f"{devices.cores} cores"),
+        Finding(
+            component="memory",
+            found=f"{memory / GIB:.1f} GiB",
+            fatal=low,
+            remedy=f"Use a machine with at least {MIN_MEMORY_BYTES // GIB} GiB." if low else "",
+        ),
+    ]
+    if not devices.gpus:
+        return [*findings, Finding(component="GPU", found="none", used="CPU platform: gloo, float32, shared memory")]
+    first = devices.gpus[0]
+    text = f"{len(devices.gpus)} x {first.name}, {first.memory_bytes / GIB:.0f} GiB: NCCL, CUDA IPC, CUDA graphs"
+    return [*findings, Finding(component="GPU", found=text)]
+
+
+def _optional(devices: Devices) -> list[Finding]:
+    """Packages that make a run faster; one that is installed and broken stops Megatron-core from importing."""
+    gpu = bool(devices.gpus)
+    instead = {
+        "transformer_engine": ("PyTorch layers", "pip install 'transformer-engine[pytorch]'"),
+        "apex": ("PyTorch's AdamW", "build NVIDIA's apex from its source; the one on PyPI is another project"),
+        "sgl_kernel": ("PyTorch reference of its operators", "pip install sgl-kernel"),
+        "deepspeed": ("not needed", "pip install 'specactor[deepspeed]'"),
+        "torch_memory_saver": ("engine memory stays allocated during training", "pip install torch-memory-saver"),
+    }
+    findings = []
+    for module, package in devices.packages.items():
+        used, install = instead[module]
+        broken = bool(package.version) and not package.works
+        harmful = broken and module in ("transformer_engine", "apex")
+        if package.works:
+            findings.append(Finding(component=module, found=package.version))
+        elif harmful:
+            text = f"{package.version}, but does not import: {package.problem}"
+            remedy = f"{sys.executable} -m pip uninstall {module.replace('_', '-')} (Megatron-core fails with it)"
+            findings.append(Finding(component=module, found=text, remedy=remedy, fatal=True))
+        else:
+            text = f"{package.version}, broken: {package.problem}" if broken else package.problem or "missing"
+            worth_it = gpu or module == "deepspeed"
+            findings.append(Finding(component=module, found=text, used=used, remedy=install if worth_it else ""))
+    key = devices.wandb_key
+    findings.append(
+        Finding(
+            component="wandb key",
+            found="present" if key else "none",
+            used="" if key else "offline runs, in the run's folder",
+            remedy="" if key else "wandb login",
+        )
+    )
+    return findings
+
+
+def _places(config: Config | None) -> list[Finding]:
+    """Room where weights travel and where runs are kept."""
+    buckets = 2 * config.weights_sync.bucket_bytes * config.parallel.engines if config else 128 * 2**20
+    folder = _existing(Path(config.output_dir if config else "runs").absolute())
+    return [
+        room(
+            "shared memory", Path("/dev/shm"), buckets, "Enlarge it (docker run --shm-size 1g), or use smaller buckets."
+        ),
+        room("disk", folder, MIN_DISK_BYTES, "Free some room, or choose another --output-dir."),
+    ]
+
+
+def room(component: str, folder: Path, need_bytes: int, remedy: str) -> Finding:
+    """Whether `folder` has `need_bytes` free."""
+    if not folder.is_dir():
+        return Finding(component=component, found=f"{folder} does not exist", fatal=True, remedy=remedy)
+    free = shutil.disk_usage(folder).free
+    ok = free >= need_bytes
+    found = f"{free / GIB:.1f} GiB free in {folder}" + ("" if ok else f", expected {need_bytes / GIB:.2f} GiB")
+    return Finding(component=component, found=found, fatal=not ok, remedy="" if ok else remedy)
+
+
+def _existing(folder: Path) -> Path:
+    return folder if folder.is_dir() or folder == folder.parent else _existing(folder.parent)
+
+
+def loopback() -> Finding:
+    """Whether processes of this machine can talk over 127.0.0.1."""
+    try:
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            server.settimeout(5)
+            with socket.create_connection(server.getsockname(), timeout=5) as client, server.accept()[0] as peer:
+                client.sendall(b"x")
+                peer.settimeout(5)
+                ok = peer.recv(1) == b"x"
+        return Finding(component="loopback", found="works" if ok else "wrong data", fatal=not ok)
+    except OSError as error:
+        remedy = "Allow TCP on 127.0.0.1 in this container or firewall; torchrun and SGLang need it."
+        return Finding(component="loopback", found=str(error), fatal=True, remedy=remedy)
+
+
+def _recipe(config: Config) -> list[Finding]:
+    """Whether the model and the data files of a recipe can be read."""
+    findings = []
+    if config.model.path:
+        try:
+            shape = ModelShape.read(Path(config.model.path))
+            kind = f"{shape.num_experts} experts" if shape.num_experts else "dense"
+            findings.append(Finding(component="model", found=f"{config.model.path}: {shape.num_layers} layers, {kind}"))
+        except (ConfigError, OSError, ValueError, KeyError) as error:
+            remedy = "Download a model in Hugging Face format, and give its folder with --model.path."
+            findings.append(Finding(component="model", found=str(error), fatal=True, remedy=remedy))
+    else:
+        findings.append(Finding(component="model", found="a tiny model, made on the spot"))
+    for name, source in (("data.train", config.data.train), ("data.eval", config.data.eval)):
+        if source.path and not Path(source.path).is_file():
+            remedy = f"Correct --{name}.path."
+            findings.append(Finding(component=name, found=f"{source.path} is not a file", fatal=True, remedy=remedy))
+    return findings

@@ -1,0 +1,207 @@
+"""A whole run on one rank: build the actor, step it until done, leave nothing behind."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from specactor import measurements
+from specactor.actor import SpecActor
+from specactor.config import Config
+from specactor.data.dataset import Dataset, build_dataset
+from specactor.data.tokenizer import VOCAB_SIZE, load_tokenizer
+from specactor.metrics import Tracker, read_metrics, rss_bytes
+from specactor.parallel import groups
+from specactor.parallel.collective import Collective
+from specactor.parallel.failure import Failures, Member
+from specactor.parallel.layout import Layout, ModelShape, check, engine_owner, longest_prompt
+from specactor.progress import Progress, summary_rows
+from specactor.recipes import to_json
+from specactor.rollout.pool import EnginePool
+from specactor.rollout.sglang.engine import EngineSpec
+from specactor.run_folder import RunFolder, Status, checkpoint_to_resume
+from specactor.trainer import checkpoint
+from specactor.trainer.policy import PolicyTrainer
+from specactor.trainer.shards import GatheredWeights, RankShards
+from specactor.trainer.warmup import find_solver, initial_model, warmed_up_model
+from specactor.weights_sync.sender import WeightSender, WeightSource
+
+
+def run(config: Config, *, rank: int, world: int, failures: Failures) -> None:
+    """Train the policy of `config`. Called on every rank; raises SpecActorError on every rank when one fails.
+
+    `failures` is told who takes part.
+    """
+    layout = check(config, world, model_shape(config))
+    groups.init(layout, config.parallel, seed=config.seed)
+    with ExitStack() as stack:
+        stack.callback(groups.destroy)
+        collective = Collective(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+        members = collective.gather(Member.here(), Member)
+        failures.know(members)
+        folder = RunFolder.of(config)
+        resume = collective.together("run folder", lambda: checkpoint_to_resume(config, folder))
+        note_phase = _status_writer(folder, config.train.steps, members) if rank == 0 else None
+        progress = stack.enter_context(
+            Progress(
+                config.train.steps,
+                enabled=rank == 0 and config.tracking.progress,
+                quiet=rank != 0,
+                on_phase=note_phase,
+            )
+        )
+        actor = _build(config, layout, folder, collective, progress, stack)
+        if resume is not None:
+            actor.restore(checkpoint.load(actor.trainer, resume))
+            progress.resume(actor.steps_done)
+        tracker = None
+        if rank == 0:
+            tracker = stack.enter_context(
+                Tracker(folder.root, to_json(config), config.tracking, resume_step=actor.steps_done)
+            )
+        with progress.phase("sync"):
+            actor.sync()
+        _train(actor, folder, tracker)
+        if note_phase is not None:
+            note_phase("done", actor.steps_done)
+
+
+def _status_writer(folder: RunFolder, steps: int, members: Sequence[Member]) -> Callable[[str, int], None]:
+    """Keeps ``status.json`` up to date; for rank 0, whose parent is the launcher."""
+    launcher, ranks = os.getppid(), tuple(member.pid for member in members)
+
+    def write(phase: str, step: int) -> None:
+        folder.write_status(Status(phase=phase, step=step, steps=steps, launcher_pid=launcher, rank_pids=ranks))
+
+    return write
+
+
+def model_shape(config: Config) -> ModelShape:
+    """Of the model that will be trained, before it exists. Raises ConfigError when it cannot be read."""
+    if config.model.tiny is not None:
+        return ModelShape.of_tiny(config.model.tiny, VOCAB_SIZE)
+    return ModelShape.read(Path(config.model.path))
+
+
+def _build(
+    config: Config,
+    layout: Layout,
+    folder: RunFolder,
+    collective: Collective,
+    progress: Progress,
+    stack: ExitStack,
+) -> SpecActor:
+    """Model, data, engines and trainer. The engines start while the model is warmed up."""
+    with progress.phase("data", announce=True):
+        start = initial_model(config, collective)
+        tokenizer = load_tokenizer(start)
+        train_data, eval_data = collective.together("data", lambda: _problems(config, tokenizer))
+    pool = stack.enter_context(EnginePool(_own_engines(config, start, folder, collective.rank)))
+    with progress.phase("warm-up", announce=True):
+        base = warmed_up_model(config, layout, start, train_data, tokenizer, collective, progress)
+        trainer = PolicyTrainer(config, layout, base)
+    sender = WeightSender(config.weights_sync, collective)
+    stack.callback(sender.close)
+    with progress.phase("engines", announce=True):
+        collective.together("engine start", pool.wait_ready)
+    return SpecActor(
+        config,
+        trainer=trainer,
+        pool=pool,
+        sender=sender,
+        weights=_weights(trainer, pool, collective),
+        collective=collective,
+        tokenizer=tokenizer,
+        train_data=train_data,
+        eval_data=eval_data,
+        progress=progress,
+    )
+
+
+def _problems(config: Config, tokenizer: PreTrainedTokenizerBase) -> tuple[Dataset, Dataset]:
+    """Problems to learn from, and held-out ones, none of which is among the first."""
+    room = longest_prompt(config, model_shape(config).max_position)
+    train = build_dataset(config.data.train, tokenizer, max_prompt_tokens=room)
+    held_out = build_dataset(config.data.eval, tokenizer, max_prompt_tokens=room)
+    if config.warmup.solver:
+        find_solver(config.warmup.solver)  # a wrong path is found before anything is started
+    return train.without(Dataset(held_out[: config.eval.problems])) if config.eval.problems else train, held_out
+
+
+def _weights(trainer: PolicyTrainer, pool: EnginePool, collective: Collective) -> WeightSource:
+    """Ranks of one machine share their buckets; over several machines each owner of engines gathers the model."""
+    machine = Path("/proc/sys/kernel/random/boot_id").read_text()
+    if len(set(collective.gather(machine, str))) == 1:
+        return RankShards(trainer.policy)
+    return GatheredWeights(trainer.policy, owns_engines=bool(pool.engines))
+
+
+def _own_engines(config: Config, model_dir: Path, folder: RunFolder, rank: int) -> list[EngineSpec]:
+    """The engines that this rank starts, drives and stops."""
+    p = config.parallel
+    return [
+        EngineSpec(
+            index=index,
+            model_dir=str(model_dir.resolve()),
+            dtype=config.model.dtype,
+            tensor_parallel=p.engine_tensor,
+            devices=tuple(range(rank, rank + p.engine_tensor)),
+            config=config.rollout.engine,
+            context_length=model_shape(config).max_position,
+            log_file=str((folder.engines / f"engine-{index}.log").resolve()),
+            random_seed=config.seed,
+        )
+        for index in range(p.engines)
+        if engine_owner(index, engine_tensor=p.engine_tensor) == rank
+    ]
+
+
+def _train(actor: SpecActor, folder: RunFolder, tracker: Tracker | None) -> None:
+    """Step until done; evaluate, log and save when due; export at the end."""
+    config, progress = actor.config, actor.progress
+    if actor.steps_done == 0 and config.eval.problems:
+        _log(actor, tracker, 0, {"weights/version": actor.version} | _evaluate(actor, folder))
+    while actor.steps_done < config.train.steps:
+        metrics = actor.step()
+        done = actor.steps_done
+        last = done == config.train.steps
+        if config.eval.problems and (last or (config.eval.every and done % config.eval.every == 0)):
+            metrics |= _evaluate(actor, folder)
+        _log(actor, tracker, done, metrics)
+        if last or (config.checkpoint.every and done % config.checkpoint.every == 0):
+            with progress.phase("checkpoint"):
+                checkpoint.save(actor.trainer, folder.checkpoints, done, actor.state(), keep=config.checkpoint.keep)
+    places = {"run": str(folder.root), "checkpoint": str(checkpoint.latest(folder.checkpoints) or "none")}
+    if config.checkpoint.export:
+        with progress.phase("export", announce=True):
+            actor.trainer.export_hf(folder.export)
+        places["Hugging Face export"] = str(folder.export)
+    if tracker is not None:
+        lines = read_metrics(folder.root)
+        tracker.summary({k: v for k, v in lines[-1].items() if k != "step"} if lines else {})
+        progress.summary(summary_rows(lines, seconds=progress.total_seconds, places=places))
+
+
+def _evaluate(actor: SpecActor, folder: RunFolder) -> dict[str, float]:
+    """Held-out accuracy; rank 0 writes the responses beside the metrics."""
+    groups = actor.evaluate()
+    if actor.collective.rank == 0:
+        folder.write_evaluation(actor.steps_done, groups, actor.tokenizer)
+    return {"accuracy/eval": measurements.accuracy([group.scores[0] for group in groups])}
+
+
+def _log(actor: SpecActor, tracker: Tracker | None, step: int, metrics: dict[str, float]) -> None:
+    """Add times and memory, which are this rank's and all ranks' largest; write on rank 0."""
+    engines = sum(rss_bytes(engine.pid, children=True) for engine in actor.pool.engines if engine.alive)
+    memory = actor.collective.gather((rss_bytes(), engines), tuple[int, int])
+    metrics |= measurements.of_time(metrics, actor.progress.seconds())
+    metrics["memory/rank_rss_bytes"] = max(rank for rank, _ in memory)
+    metrics["memory/engine_rss_bytes"] = sum(of_engines for _, of_engines in memory)
+    if tracker is not None:
+        tracker.log(step, metrics)
+        actor.progress.step_line(step, metrics)

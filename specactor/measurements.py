@@ -1,0 +1,77 @@
+"""Metrics of one step from what the step produced. PURE. The names and their meanings are in `specactor.metrics`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from statistics import fmean, pstdev
+from typing import TYPE_CHECKING
+
+from specactor.trainer.advantages import informative
+from specactor.types import ScoredGroup, TrainSequence
+
+if TYPE_CHECKING:  # both import torch
+    from specactor.trainer.policy import TrainStats
+    from specactor.weights_sync.sender import SyncReport
+
+SOLVED = 0.999
+"""A response counts as correct from this score on."""
+
+
+def accuracy(scores: Sequence[float]) -> float:
+    """Share of responses that are correct."""
+    return fmean(score >= SOLVED for score in scores)
+
+
+def of_step(
+    groups: Sequence[ScoredGroup],
+    batch: Sequence[TrainSequence],
+    stats: TrainStats,
+    report: SyncReport,
+    *,
+    version: int,
+) -> dict[str, float]:
+    """What is logged for a step, but for times and memory."""
+    trajectories = [t for g in groups for t in g.trajectories]
+    lengths = sorted(len(t.token_ids) for t in trajectories)
+    rewards = [r for g in groups for r in g.rewards]
+    return {
+        "reward/mean": fmean(rewards),
+        "reward/std": pstdev(rewards),
+        "reward/uninformative_groups": fmean(not informative(g.rewards) for g in groups),
+        "accuracy/train": accuracy([s for g in groups for s in g.scores]),
+        "response/length_mean": fmean(lengths),
+        "response/length_p95": lengths[(len(lengths) * 95 - 1) // 100],
+        "response/length_max": lengths[-1],
+        "response/cut_fraction": fmean(t.finish_reason == "length" for t in trajectories),
+        "policy/loss": stats.loss,
+        "policy/entropy": stats.entropy,
+        "policy/clip_fraction": stats.clip_fraction,
+        "policy/kl": stats.kl,
+        "policy/grad_norm": stats.grad_norm,
+        "policy/learning_rate": stats.learning_rate,
+        "agreement/logprob_gap_max": stats.logprob_gap_max,
+        "agreement/logprob_gap_mean": stats.logprob_gap_mean,
+        "rollout/tokens": sum(lengths),
+        "rollout/responses": len(lengths),
+        "train/tokens": sum(len(s.token_ids) for s in batch),
+        "train/sequences": len(batch),
+        "train/microbatches": stats.num_microbatches,
+        "weights/version": version,
+        "sync/bytes": report.num_bytes,
+        "sync/buckets": report.num_rounds,
+        "sync/gb_per_s": report.gb_per_s,
+    }
+
+
+def of_time(metrics: Mapping[str, float], seconds: Mapping[str, float]) -> dict[str, float]:
+    """Seconds by phase, and what follows from them."""
+    spent = {f"time/{phase}_s": value for phase, value in seconds.items()}
+    rates = {
+        "rollout/tokens_per_s": ("rollout/tokens", "rollout"),
+        "train/tokens_per_s": ("train/tokens", "train"),
+    }
+    return spent | {
+        name: metrics[tokens] / seconds[phase]
+        for name, (tokens, phase) in rates.items()
+        if tokens in metrics and seconds.get(phase)
+    }

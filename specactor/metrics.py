@@ -1,0 +1,260 @@
+"""What is measured in a run: the names and units of all metrics, and where they are written.
+
+Invariants: a name that is not in `METRICS` is refused, so names never drift; ``metrics.jsonl`` after a resume equals
+the file of an undisturbed run; wandb can neither stop nor delay training beyond a stated bound.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import math
+import os
+import uuid
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal
+
+import psutil  # type: ignore[import-untyped]
+
+from specactor.config import TrackingConfig
+from specactor.errors import SpecActorError
+
+Value = float | int | str
+
+METRICS: dict[str, str] = {
+    "reward/mean": "mean reward of the step's responses",
+    "reward/std": "standard deviation of the rewards of the step's responses",
+    "reward/uninformative_groups": "share of groups whose rewards are all equal",
+    "accuracy/train": "share of the step's responses that are right",
+    "accuracy/eval": "share of held-out problems answered right, greedily",
+    "response/length_mean": "tokens per response, mean",
+    "response/length_p95": "tokens per response, 95th percentile",
+    "response/length_max": "tokens per response, longest",
+    "response/cut_fraction": "share of responses cut at rollout.max_new_tokens",
+    "policy/loss": "what the optimizer minimises",
+    "policy/entropy": "nats per response token, under the policy that trained",
+    "policy/clip_fraction": "share of response tokens (gspo: sequences) whose ratio was clipped",
+    "policy/kl": "nats per response token towards the reference model, with algorithm.kl",
+    "policy/grad_norm": "global gradient norm before clipping",
+    "policy/learning_rate": "of the step's last optimizer update",
+    "agreement/logprob_gap_max": "largest |engine - trainer| log-probability of a sampled token, nats",
+    "agreement/logprob_gap_mean": "mean |engine - trainer| log-probability of the sampled tokens, nats",
+    "time/rollout_s": "seconds of generation",
+    "time/reward_s": "seconds of scoring",
+    "time/train_s": "seconds of forward, backward and optimizer",
+    "time/sync_s": "seconds of the weight sync",
+    "time/checkpoint_s": "seconds of saving",
+    "time/eval_s": "seconds of the held-out evaluation",
+    "time/data_s": "seconds of making or reading problems and the model, in the line of the first step",
+    "time/warm-up_s": "seconds of the supervised warm-up, in the line of the first step",
+    "time/engines_s": "seconds of waiting for engines to start, in the line of the first step",
+    "rollout/tokens": "response tokens generated",
+    "rollout/tokens_per_s": "response tokens per second of generation",
+    "rollout/responses": "responses generated",
+    "train/tokens": "prompt and response tokens trained on",
+    "train/tokens_per_s": "prompt and response tokens per second of training",
+    "train/microbatches": "forward passes per rank",
+    "train/sequences": "sequences trained on",
+    "weights/version": "policy version that the engines hold after the step",
+    "sync/bytes": "bytes of weights sent",
+    "sync/gb_per_s": "10^9 bytes of weights per second of the sync",
+    "sync/buckets": "buckets sent",
+    "memory/rank_rss_bytes": "resident memory of the largest trainer rank",
+    "memory/engine_rss_bytes": "resident memory of all engine processes of the job",
+}
+"""Name -> unit and meaning. Shares lie in 0..1."""
+
+WANDB_INIT_S = 30
+WANDB_FINISH_S = 60
+"""Longest waits for wandb when a run starts and ends; it uploads in a process of its own in between."""
+
+
+class Tracker:
+    """Writes the metrics of one run; lives on rank 0 only.
+
+    ``config_json`` is saved as config.json and sent to wandb. ``resume_step`` is the number of steps that the
+    checkpoint holds: lines of later steps, and a line that a crash cut short, are removed; 0 starts the file anew.
+    """
+
+    def __init__(
+        self, run_dir: Path, config_json: Mapping[str, Any], tracking: TrackingConfig, resume_step: int = 0
+    ) -> None:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        self.run_dir = run_dir
+        _write_whole(run_dir / "config.json", json.dumps(config_json, indent=2) + "\n")
+        _cut(run_dir / "metrics.jsonl", resume_step)
+        self._file = (run_dir / "metrics.jsonl").open("a")
+        self._last_step = resume_step or -1
+        self._run = _start_wandb(run_dir, config_json, tracking, resuming=resume_step > 0)
+
+    def __enter__(self) -> Tracker:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close(exit_code=0 if kind is None else 1)
+
+    def log(self, step: int, metrics: Mapping[str, Value]) -> None:
+        """Append one line, on disk when this returns. SpecActorError: an unknown name, or a step seen before."""
+        for name in metrics:
+            _known(name)
+        if step <= self._last_step:
+            raise SpecActorError(
+                f"metrics: got step {step} after {self._last_step}, expected a later one. Log a step once."
+            )
+        self._last_step = step
+        self._file.write(json.dumps({"step": step, **{k: _finite(v) for k, v in metrics.items()}}) + "\n")
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        if self._run is not None:
+            self._to_wandb(lambda run: run.log(dict(metrics), step=step))
+
+    def summary(self, values: Mapping[str, Value]) -> None:
+        """Write what the whole run achieved: summary.json, and wandb's summary."""
+        _write_whole(
+            self.run_dir / "summary.json", json.dumps({k: _finite(v) for k, v in values.items()}, indent=2) + "\n"
+        )
+        if self._run is not None:
+            self._to_wandb(lambda run: run.summary.update(dict(values)))
+
+    @property
+    def wandb_mode(self) -> Literal["online", "offline", "off"]:
+        """Where wandb writes now; off as well after it failed."""
+        if self._run is None:
+            return "off"
+        return "offline" if self._run.offline else "online"
+
+    def close(self, exit_code: int = 0) -> None:
+        """Close the files; waits at most `WANDB_FINISH_S` for uploads. May be called twice."""
+        self._file.close()
+        if self._run is not None:
+            self._to_wandb(lambda run: run.finish(exit_code=exit_code))
+            self._run = None
+
+    def _to_wandb(self, call: Any) -> None:
+        try:
+            call(self._run)
+        except Exception as error:  # wandb is another process, whose failure must never end the training
+            self._run = None
+            warnings.warn(f"wandb stopped ({error}); metrics go on in {self.run_dir / 'metrics.jsonl'}", stacklevel=3)
+
+
+def read_metrics(run_dir: Path) -> list[dict[str, Value]]:
+    """The lines of metrics.jsonl, each with its "step"; a number that was not finite is nan."""
+    lines = _whole_lines(run_dir / "metrics.jsonl")
+    return [{k: math.nan if v is None else v for k, v in json.loads(line).items()} for line in lines]
+
+
+def rss_bytes(pid: int | None = None, *, children: bool = False) -> int:
+    """Resident memory of a process (this one by default), with its descendants if asked; 0 for one that is gone.
+
+    Memory that processes share is counted in each of them.
+    """
+    try:
+        root = psutil.Process(pid)
+        family = [root, *(root.children(recursive=True) if children else [])]
+    except psutil.NoSuchProcess:
+        return 0
+    total = 0
+    for process in family:
+        try:
+            total += process.memory_info().rss
+        except psutil.NoSuchProcess:
+            continue
+    return total
+
+
+def _known(name: str) -> None:
+    if name not in METRICS:
+        nearest = difflib.get_close_matches(name, METRICS, n=1)
+        hint = f"Did you mean {nearest[0]}?" if nearest else "Add it, with its unit, to specactor.metrics.METRICS."
+        raise SpecActorError(f"metrics: got the unknown name {name!r}. {hint}")
+
+
+def _finite(value: Value) -> Value | None:
+    """JSON has no nan and no infinity: both become null."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _whole_lines(file: Path) -> list[str]:
+    """Lines up to the first that a crash cut short."""
+    kept = []
+    for line in file.read_text().splitlines(keepends=True) if file.exists() else []:
+        if not line.endswith("\n"):
+            break
+        kept.append(line)
+    return kept
+
+
+def _cut(file: Path, resume_step: int) -> None:
+    """Keep the lines up to `resume_step`, or none at 0, atomically."""
+    kept = [line for line in _whole_lines(file) if resume_step and json.loads(line)["step"] <= resume_step]
+    _write_whole(file, "".join(kept))
+
+
+def _write_whole(file: Path, text: str) -> None:
+    """Replace a file so that a crash leaves the old or the new one."""
+    fresh = file.with_name(file.name + ".tmp")
+    with fresh.open("w") as handle:
+        handle.write(text)
+        handle.flush()
+        os.fsync(handle.fileno())
+    fresh.replace(file)
+
+
+def _start_wandb(run_dir: Path, config_json: Mapping[str, Any], tracking: TrackingConfig, *, resuming: bool) -> Any:
+    """A wandb run, or None when it is off or cannot start even offline."""
+    if tracking.wandb == "off":
+        return None
+    import wandb  # takes a second
+
+    online = tracking.wandb == "online" or (tracking.wandb == "auto" and _has_key(wandb))
+    id_file = run_dir / "wandb_id.txt"
+    run_id = id_file.read_text().strip() if resuming and id_file.exists() else uuid.uuid4().hex[:12]
+    id_file.write_text(run_id + "\n")
+    settings = wandb.Settings(
+        silent=True,
+        console="off",
+        disable_git=True,
+        save_code=False,
+        x_disable_stats=True,
+        init_timeout=WANDB_INIT_S,
+        finish_timeout=WANDB_FINISH_S,
+    )
+    for mode in ("online", "offline") if online else ("offline",):
+        try:
+            return wandb.init(
+                dir=str(run_dir),
+                project=tracking.project,
+                name=run_dir.name,
+                id=run_id,
+                resume="allow" if mode == "online" else None,
+                mode=mode,
+                config=dict(config_json),
+                settings=settings,
+            )
+        except Exception as error:  # wandb is another process, or a server: its failure must never end the training
+            rest = "goes on offline" if mode == "online" else "is off; metrics.jsonl goes on"
+            wandb.teardown()  # else the id counts as in use
+            warnings.warn(f"wandb could not start {mode} ({_first_line(error)}); it {rest}", stacklevel=3)
+    return None
+
+
+def _has_key(wandb: Any) -> bool:
+    """Whether wandb finds credentials, without a prompt and without the network."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            wandb.setup(settings=wandb.Settings(silent=True))
+            return bool(wandb.login(prompt=False, verify=False))
+    except Exception as error:  # a malformed key, for example; said once, and the run goes on offline
+        warnings.warn(f"wandb: {_first_line(error)}; it goes on offline", stacklevel=4)
+        return False
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0]

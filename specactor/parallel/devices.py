@@ -1,0 +1,139 @@
+"""What this machine has: accelerators, memory, and the optional packages that really work here.
+
+Invariants: a package that crashes on import (PyPI's transformer-engine without a GPU) or that is another project of
+the same name (PyPI's apex) is never imported into this process; a probe has a bound in time.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import netrc
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+
+import psutil  # type: ignore[import-untyped]
+
+PROBE_S = 120
+"""Longest import of an optional package."""
+
+PROBES = {
+    "transformer_engine": ("transformer-engine", "import transformer_engine.pytorch as m; m.Linear, m.LayerNorm"),
+    "apex": ("apex", "from apex.optimizers import FusedAdam"),
+    "sgl_kernel": ("sgl-kernel", "import sgl_kernel"),
+    "deepspeed": ("deepspeed", "import deepspeed; deepspeed.initialize"),
+    "torch_memory_saver": ("torch-memory-saver", "import torch_memory_saver"),
+}
+"""Module -> (its distribution, a statement that succeeds where it works)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gpu:
+    """One accelerator."""
+
+    name: str
+    memory_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Package:
+    """An optional package. ``works`` is false where it is missing, and where it is installed but does not import."""
+
+    version: str
+    """Empty where it is missing."""
+    works: bool
+    problem: str = ""
+    """Last line of the error with which it failed to import."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Devices:
+    """What was found on this machine."""
+
+    gpus: tuple[Gpu, ...]
+    cores: int
+    """CPU cores that this process may use."""
+    memory_bytes: int
+    """Of the machine, or of its container where that is less."""
+    packages: dict[str, Package]
+    """By module name, see `PROBES`."""
+    wandb_key: bool
+    """Whether wandb would find credentials."""
+
+    def has(self, module: str) -> bool:
+        """Whether an optional package works here."""
+        return self.packages[module].works
+
+
+def detect(environ: Mapping[str, str] | None = None) -> Devices:
+    """Look at this machine. Takes seconds where optional packages are installed: each is tried in a process of its own.
+
+    ``environ``: variables that may hold wandb's key; none are looked at by default.
+    """
+    with ThreadPoolExecutor(max_workers=2) as pool:
+        found = dict(zip(PROBES, pool.map(probe, PROBES), strict=True))
+    return Devices(
+        gpus=gpus(),
+        cores=len(os.sched_getaffinity(0)),
+        memory_bytes=_memory_bytes(),
+        packages=found,
+        wandb_key=wandb_key(environ or {}, Path.home()),
+    )
+
+
+def gpus() -> tuple[Gpu, ...]:
+    """The accelerators that torch can use; none with torch's CPU build, also under the CPU platform."""
+    if importlib.util.find_spec("torch") is None:
+        return ()
+    import torch
+
+    if torch.version.cuda is None or not torch.cuda.is_available():
+        return ()
+    all_properties = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
+    return tuple(Gpu(name=each.name, memory_bytes=each.total_memory) for each in all_properties)
+
+
+def probe(module: str) -> Package:
+    """Whether an optional package is installed, and imports in a process of its own."""
+    distribution, statement = PROBES[module]
+    if importlib.util.find_spec(module) is None:
+        return Package(version="", works=False)
+    try:
+        version = metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return Package(version="", works=False, problem="a module of this name, but not the package")
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", statement], capture_output=True, text=True, timeout=PROBE_S, stdin=subprocess.DEVNULL
+        )
+    except subprocess.TimeoutExpired:
+        return Package(version=version, works=False, problem=f"its import took more than {PROBE_S} s")
+    if done.returncode == 0:
+        return Package(version=version, works=True)
+    lines = done.stderr.strip().splitlines()
+    return Package(version=version, works=False, problem=lines[-1] if lines else f"died with {done.returncode}")
+
+
+def wandb_key(environ: Mapping[str, str], home: Path, host: str = "api.wandb.ai") -> bool:
+    """Whether wandb's key is in the environment or in a netrc file. The key itself goes nowhere."""
+    if environ.get("WANDB_API_KEY"):
+        return True
+    for file in (Path(environ.get("NETRC", home / ".netrc")), home / "_netrc"):
+        try:
+            if netrc.netrc(str(file)).authenticators(host):
+                return True
+        except (OSError, netrc.NetrcParseError):
+            continue
+    return False
+
+
+def _memory_bytes() -> int:
+    total = int(psutil.virtual_memory().total)
+    limit = Path("/sys/fs/cgroup/memory.max")
+    text = limit.read_text().strip() if limit.exists() else "max"
+    return min(total, int(text)) if text.isdigit() else total

@@ -1,0 +1,193 @@
+"""All ranks fail together, with one message that names the rank and the cause.
+
+Invariants: of one failure there is one report, on stderr; the first to report takes a ticket from the launcher's
+store. A rank that fails only because a peer did gives that peer time to report first, and else reports what it knows.
+A rank that torchrun ends (SIGTERM) because another was killed says so, also from within a collective, and is gone at
+once. After Ctrl-C every rank is gone within `GRACE_S`.
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Protocol
+
+import msgspec
+
+from specactor.errors import PeerFailedError, SpecActorError
+
+GRACE_S = 10.0
+"""How long a rank that lost a peer waits for that peer's own report, and an interrupted one for an orderly end."""
+RESUME = "Continue with the same command and --resume auto."
+
+_TICKETS = "specactor/failed_ranks"
+_LOOK_EVERY_S = 0.1
+_NOTICE_S = 1.0
+"""Longest time between a peer's closed connections and its end."""
+
+
+class Store(Protocol):
+    """The part of torch.distributed.Store that is needed."""
+
+    def add(self, key: str, amount: int) -> int: ...
+
+
+class Member(msgspec.Struct, frozen=True, kw_only=True):
+    """Where a rank lives."""
+
+    machine: str
+    pid: int
+
+    @classmethod
+    def here(cls) -> Member:
+        """Of this process."""
+        return cls(machine=Path("/proc/sys/kernel/random/boot_id").read_text().strip(), pid=os.getpid())
+
+    def gone(self) -> bool:
+        """Whether the process has ended. Only for members on this machine."""
+        try:
+            return Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
+        except (FileNotFoundError, ProcessLookupError):
+            return True
+
+
+def launcher_store(address: str, port: int) -> Store | None:
+    """The store that torchrun keeps for its ranks; None where it cannot be reached."""
+    import torch.distributed as dist
+
+    try:
+        store: Store = dist.TCPStore(address, port, is_master=False, timeout=datetime.timedelta(seconds=5))  # type: ignore[attr-defined]
+    except RuntimeError:
+        return None
+    return store
+
+
+class Failures:
+    """What this rank knows of failures, and its one report."""
+
+    def __init__(self, rank: int, store: Store | None) -> None:
+        self.rank = rank
+        self._store = store
+        self._members: Sequence[Member] = ()
+        self._reported = threading.Lock()  # taken for good by the first report of this rank
+
+    def know(self, members: Sequence[Member]) -> None:
+        """All ranks of the job, in their order: a report can then name one that was killed."""
+        self._members = members
+
+    def report(self, message: str, *, trace: str = "") -> None:
+        """Print, unless this or another rank has reported already."""
+        if self._reported.acquire(blocking=False) and self._tickets(1) == 1:
+            print(f"{trace}specactor: rank {self.rank}: {message}", file=sys.stderr, flush=True)
+
+    def wait_for_report(self) -> None:
+        """Until another rank has reported, for at most `GRACE_S`."""
+        deadline = time.monotonic() + GRACE_S
+        while self._store is not None and time.monotonic() < deadline and self._tickets(0) == 0:
+            time.sleep(_LOOK_EVERY_S)
+
+    def lost(self) -> str:
+        """Says which ranks of this machine are gone; empty when none is."""
+        mine = Member.here()
+        deadline = time.monotonic() + _NOTICE_S
+        while True:
+            gone = [(rank, m.pid) for rank, m in enumerate(self._members) if m.machine == mine.machine and m.gone()]
+            if gone or not self._members or time.monotonic() > deadline:
+                return ", ".join(f"rank {rank} (process {pid})" for rank, pid in gone)
+            time.sleep(_LOOK_EVERY_S)
+
+    def on_sigterm(self) -> None:
+        """torchrun ends this rank: because another is gone, or because someone ended torchrun."""
+        lost = self.lost()
+        self.report(f"{lost} was killed or crashed. {RESUME}" if lost else f"ended by SIGTERM. {RESUME}")
+        os._exit(128 + signal.SIGTERM)
+
+    def on_sigint(self) -> None:
+        """The main thread gets KeyboardInterrupt; one that is stuck in a library must not outlive it."""
+        time.sleep(GRACE_S)
+        os._exit(128 + signal.SIGINT)
+
+    def _tickets(self, more: int) -> int:
+        """Reports so far, after adding `more`."""
+        if self._store is None:
+            return more
+        try:
+            return self._store.add(_TICKETS, more)
+        except (RuntimeError, OSError):  # the launcher is gone, and so is anyone who could report instead
+            return 1
+
+
+@contextmanager
+def failure_guard(rank: int, store: Store | None) -> Iterator[Failures]:
+    """Turn any error of the body into one report on stderr and exit code 1 (130 after Ctrl-C, 143 after SIGTERM)."""
+    failures = Failures(rank, store)
+    with _signals({signal.SIGTERM: failures.on_sigterm, signal.SIGINT: failures.on_sigint}):
+        try:
+            yield failures
+        except KeyboardInterrupt:
+            if rank == 0:
+                failures.report(f"interrupted. {RESUME}")
+            raise SystemExit(130) from None
+        except PeerFailedError as error:
+            failures.wait_for_report()
+            failures.report(str(error))
+            raise SystemExit(1) from None
+        except SpecActorError as error:
+            failures.report(f"{type(error).__name__}: {error}")
+            raise SystemExit(1) from None
+        except Exception as error:  # the process boundary: whatever happened must be reported once
+            trace = traceback.format_exc()
+            message = f"{type(error).__name__}: {error}"
+            if _is_lost_peer(error):
+                lost = failures.lost()
+                failures.wait_for_report()
+                if lost:
+                    trace, message = "", f"{lost} was killed or crashed. {RESUME}"
+            failures.report(message, trace=trace)
+            raise SystemExit(1) from None
+
+
+@contextmanager
+def _signals(actions: dict[signal.Signals, Callable[[], None]]) -> Iterator[None]:
+    """Run the action of a signal in a thread, also while the main thread is inside a library call.
+
+    SIGTERM no longer ends the process by itself; SIGINT still raises KeyboardInterrupt in the main thread.
+    """
+    ours, theirs = socket.socketpair()
+    theirs.setblocking(False)
+
+    def watch() -> None:
+        while numbers := ours.recv(1):
+            action = actions.get(signal.Signals(numbers[0]))
+            if action is not None:
+                action()
+
+    before = signal.signal(signal.SIGTERM, lambda number, frame: None)
+    wakeup = signal.set_wakeup_fd(theirs.fileno(), warn_on_full_buffer=False)
+    watcher = threading.Thread(target=watch, name="signals", daemon=True)
+    watcher.start()
+    try:
+        yield
+    finally:
+        signal.set_wakeup_fd(wakeup)
+        signal.signal(signal.SIGTERM, before)
+        theirs.close()
+        watcher.join(_NOTICE_S)
+        ours.close()
+
+
+def _is_lost_peer(error: Exception) -> bool:
+    """Whether the error is what a collective raises when another rank is gone."""
+    return isinstance(error, RuntimeError) and any(
+        text in str(error)
+        for text in ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Timed out")
+    )

@@ -1,0 +1,54 @@
+"""Process groups of a trainer rank: torch.distributed, Megatron's parallel state, random seeds.
+
+Invariant: every wait in a collective is bounded by ``parallel.timeout_s``.
+"""
+
+from __future__ import annotations
+
+import datetime
+
+import torch
+import torch.distributed as dist
+
+from specactor.config import ParallelConfig
+from specactor.cpu import megatron as cpu_platform
+from specactor.parallel.layout import Layout
+
+
+def init(layout: Layout, parallel: ParallelConfig, *, seed: int) -> torch.device:
+    """Join the job that torchrun started and set up all groups of `layout`; returns this rank's device.
+
+    Uses NCCL with a GPU, gloo without. A default process group that exists already is used as it is. Collective.
+    """
+    cpu_platform.install()
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+    gpu = torch.cuda.is_available()
+    if not dist.is_initialized():
+        timeout = datetime.timedelta(seconds=parallel.timeout_s)
+        dist.init_process_group("nccl" if gpu else "gloo", timeout=timeout)
+    device = torch.device("cuda", dist.get_rank() % torch.cuda.device_count()) if gpu else torch.device("cpu")
+    if gpu:
+        torch.cuda.set_device(device)
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=layout.tensor,
+        pipeline_model_parallel_size=layout.pipeline,
+        virtual_pipeline_model_parallel_size=parallel.virtual_pipeline,
+        context_parallel_size=layout.context,
+        expert_model_parallel_size=layout.expert,
+        expert_tensor_parallel_size=layout.expert_tensor,
+        distributed_timeout_minutes=max(1, round(parallel.timeout_s / 60)),
+    )
+    torch.manual_seed(seed)
+    model_parallel_cuda_manual_seed(seed)
+    return device
+
+
+def destroy(*, keep_process_group: bool = False) -> None:
+    """Leave all groups; with `keep_process_group` another layout can be set up in the same processes."""
+    from megatron.core import parallel_state
+
+    parallel_state.destroy_model_parallel()
+    if not keep_process_group and dist.is_initialized():
+        dist.destroy_process_group()

@@ -1,0 +1,226 @@
+"""Which rank holds what. PURE: integers in, integers out.
+
+Invariants: every rank has exactly one coordinate; the product of all dimensions is the world size; a layout that
+Megatron-core would refuse is refused here first, with the way out.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from specactor.config import Config, TinyModelConfig
+from specactor.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelShape:
+    """What a layout must divide. Read from a Hugging Face ``config.json``."""
+
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    num_experts: int
+    """0 for a dense model."""
+    vocab_size: int
+    max_position: int
+
+    @classmethod
+    def of_tiny(cls, tiny: TinyModelConfig, vocab_size: int) -> ModelShape:
+        return cls(
+            num_layers=tiny.num_layers,
+            num_heads=tiny.num_heads,
+            num_kv_heads=tiny.num_kv_heads,
+            num_experts=tiny.num_experts,
+            vocab_size=vocab_size,
+            max_position=tiny.max_position,
+        )
+
+    @classmethod
+    def read(cls, model_dir: Path) -> ModelShape:
+        """Raises ConfigError when the folder is no Hugging Face model."""
+        file = model_dir / "config.json"
+        if not file.is_file():
+            raise ConfigError.at(
+                "model.path",
+                str(model_dir),
+                "a folder with config.json",
+                "Give the folder of a model in Hugging Face format.",
+            )
+        try:
+            return cls._of(json.loads(file.read_text()))
+        except (json.JSONDecodeError, KeyError) as error:
+            problem = f"{type(error).__name__}: {error}"
+            raise ConfigError.at(
+                "model.path", str(file), "the config.json of a language model", f"It has {problem}."
+            ) from None
+
+    @classmethod
+    def _of(cls, raw: dict[str, Any]) -> ModelShape:
+        return cls(
+            num_layers=raw["num_hidden_layers"],
+            num_heads=raw["num_attention_heads"],
+            num_kv_heads=raw.get("num_key_value_heads", raw["num_attention_heads"]),
+            num_experts=raw.get("num_experts") or raw.get("num_local_experts") or 0,
+            vocab_size=raw["vocab_size"],
+            max_position=raw["max_position_embeddings"],
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """Sizes of the trainer's dimensions for one world size."""
+
+    world: int
+    tensor: int
+    pipeline: int
+    context: int
+    expert: int
+    expert_tensor: int
+
+    @property
+    def data(self) -> int:
+        """Copies of the dense part that see different sequences."""
+        return self.world // (self.tensor * self.pipeline * self.context)
+
+
+def check(config: Config, world: int, shape: ModelShape) -> Layout:
+    """The layout of `config` on `world` ranks. Raises ConfigError for one that cannot run."""
+    p = config.parallel
+
+    def require(ok: bool, name: str, got: object, expected: str, remedy: str) -> None:
+        if not ok:
+            raise ConfigError.at(name, got, expected, remedy)
+
+    dense = p.tensor * p.pipeline * p.context
+    require(
+        world % dense == 0,
+        "torchrun --nproc-per-node",
+        world,
+        f"a multiple of tensor x pipeline x context = {dense}",
+        "Start more ranks, or lower one of --parallel.tensor, --parallel.pipeline, --parallel.context.",
+    )
+    moe = p.expert * p.expert_tensor * p.pipeline
+    require(
+        world % moe == 0,
+        "torchrun --nproc-per-node",
+        world,
+        f"a multiple of expert x expert_tensor x pipeline = {moe}",
+        "Start more ranks, or lower --parallel.expert.",
+    )
+    require(
+        p.expert == 1 or shape.num_experts > 0,
+        "parallel.expert",
+        p.expert,
+        "1 for a dense model",
+        "Use --parallel.expert 1.",
+    )
+    require(
+        shape.num_experts % p.expert == 0,
+        "parallel.expert",
+        p.expert,
+        f"a divisor of the model's {shape.num_experts} experts",
+        "Choose a divisor.",
+    )
+    require(
+        shape.num_experts == 0 or p.expert > 1 or p.expert_tensor == p.tensor,
+        "parallel.expert_tensor",
+        p.expert_tensor,
+        f"parallel.tensor = {p.tensor} when parallel.expert = 1",
+        f"Use --parallel.expert-tensor {p.tensor}, or --parallel.expert > 1.",
+    )
+    require(
+        shape.num_heads % p.tensor == 0 and shape.num_kv_heads % p.tensor == 0,
+        "parallel.tensor",
+        p.tensor,
+        f"a divisor of {shape.num_heads} heads and {shape.num_kv_heads} key-value heads",
+        "Choose a smaller tensor parallelism.",
+    )
+    require(
+        shape.vocab_size % p.tensor == 0,
+        "parallel.tensor",
+        p.tensor,
+        f"a divisor of the vocabulary of {shape.vocab_size}",
+        "Choose a divisor.",
+    )
+    chunks = p.pipeline * (p.virtual_pipeline or 1)
+    require(
+        shape.num_layers % chunks == 0,
+        "parallel.pipeline",
+        p.pipeline,
+        f"a divisor (times virtual_pipeline) of the model's {shape.num_layers} layers",
+        "Choose a divisor.",
+    )
+    require(
+        shape.num_heads % p.engine_tensor == 0,
+        "parallel.engine_tensor",
+        p.engine_tensor,
+        f"a divisor of {shape.num_heads} heads",
+        "Choose a divisor.",
+    )
+    require(
+        p.engines * p.engine_tensor <= world,
+        "parallel.engines",
+        p.engines,
+        f"engines x engine_tensor <= {world} ranks",
+        "Engines run on the trainer's own devices: start fewer, or more ranks.",
+    )
+    layout = Layout(
+        world=world,
+        tensor=p.tensor,
+        pipeline=p.pipeline,
+        context=p.context,
+        expert=p.expert,
+        expert_tensor=p.expert_tensor,
+    )
+    per_update = config.rollout.prompts_per_step * config.rollout.group_size // config.train.updates_per_step
+    require(
+        per_update >= layout.data,
+        "rollout.prompts_per_step",
+        config.rollout.prompts_per_step,
+        f"at least {layout.data} sequences per update, one per data-parallel rank",
+        "Ask for more prompts, or use fewer data-parallel ranks.",
+    )
+    require(
+        config.rollout.max_new_tokens < shape.max_position,
+        "rollout.max_new_tokens",
+        config.rollout.max_new_tokens,
+        f"< the model's context length {shape.max_position}",
+        "Shorten the responses.",
+    )
+    return layout
+
+
+ENGINE_RESERVED_TOKENS = 2
+"""SGLang keeps this many tokens of a sequence's room for itself."""
+
+
+def longest_prompt(config: Config, max_position: int) -> int:
+    """Tokens that a prompt may have, so that prompt and response fit model, KV cache and micro-batch.
+
+    Raises ConfigError when that is none at all.
+    """
+    p = config.parallel
+    padding = 2 * p.context * p.tensor if p.context > 1 else p.tensor
+    rooms = {
+        f"the model's context length {max_position}": max_position - ENGINE_RESERVED_TOKENS,
+        "train.tokens_per_microbatch": config.train.tokens_per_microbatch * p.context - padding,
+    }
+    if config.rollout.engine.max_total_tokens is not None:
+        rooms["rollout.engine.max_total_tokens"] = config.rollout.engine.max_total_tokens - ENGINE_RESERVED_TOKENS
+    limit, room = min(rooms.items(), key=lambda item: item[1])
+    if room <= config.rollout.max_new_tokens:
+        raise ConfigError.at(
+            "rollout.max_new_tokens",
+            config.rollout.max_new_tokens,
+            f"< {room}, so that a prompt fits beside it ({limit})",
+            "Shorten the responses, or raise that limit.",
+        )
+    return room - config.rollout.max_new_tokens
+
+
+def engine_owner(engine: int, *, engine_tensor: int) -> int:
+    """Rank that starts, drives and stops an engine, which runs on the devices of ranks owner..owner+engine_tensor-1."""
+    return engine * engine_tensor

@@ -1,0 +1,313 @@
+"""A run is a recipe: a function that returns a `Config`, with dotted overrides from the command line.
+
+    load(["quickstart", "--rollout.group-size", "16"])      a module of examples/
+    load(["mine/recipe.py:small", "--seed", "1"])           a file, and optionally its function
+
+Invariants: what is wrong is one `ConfigError` of one line; ``from_json(to_json(config)) == config``; no torch import.
+"""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import importlib
+import importlib.util
+import json
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields, is_dataclass, replace
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+
+import msgspec
+import tyro
+
+# The one contact with a private name of tyro, whose version is pinned: its public interface can only print a box.
+from tyro import _errors as tyro_errors
+
+from specactor.config import Config
+from specactor.errors import ConfigError
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+Tree = TypeVar("Tree", bound="DataclassInstance")
+
+EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
+QUIET_EXIT_S = 3.0
+Scalar = str | int | float | bool
+USUAL_NAMES = {
+    "lr": "train.learning_rate",
+    "tp": "parallel.tensor",
+    "pp": "parallel.pipeline",
+    "vpp": "parallel.virtual_pipeline",
+    "ep": "parallel.expert",
+    "etp": "parallel.expert_tensor",
+    "cp": "parallel.context",
+}
+"""Short names that other systems use, and the field that is meant."""
+
+
+def recipes() -> dict[str, str]:
+    """Name of every recipe in examples/ -> first line of its docstring. Nothing is imported."""
+    found = {}
+    for file in sorted(EXAMPLES.glob("*.py")):
+        tree = ast.parse(file.read_text())
+        if any(isinstance(node, ast.FunctionDef) and node.name == "recipe" for node in tree.body):
+            found[file.stem] = (ast.get_docstring(tree) or "").partition("\n")[0]
+    return found
+
+
+def usage(prog: str) -> str:
+    """What to type, and the recipes there are."""
+    known = recipes()
+    width = max((len(name) for name in known), default=0)
+    lines = [f"usage: {prog} RECIPE [--key.path value ...]", "", "RECIPE is a file.py[:function], or one of:"]
+    lines += [f"  {name:<{width}}  {line}" for name, line in known.items()]
+    return "\n".join([*lines, "", f"Every setting of a recipe: {prog} RECIPE --help"])
+
+
+def load(argv: Sequence[str], *, prog: str = "train_moe.py") -> Config:
+    """The config of the recipe ``argv[0]`` with the overrides ``argv[1:]``.
+
+    Raises ConfigError for an unknown recipe or key, a bad value, or settings that cannot work; prints and raises
+    SystemExit(0) for ``--help``.
+    """
+    if argv and argv[0] in ("-h", "--help"):
+        print(usage(prog))
+        raise SystemExit(0)
+    if not argv or argv[0].startswith("-"):
+        raise ConfigError(
+            f"RECIPE: got {argv[0] if argv else 'nothing'}, expected the name of a recipe.\n{usage(prog)}"
+        )
+    return override(_build(argv[0]), argv[1:], prog=f"{prog} {argv[0]}")
+
+
+def load_or_exit(argv: Sequence[str], *, prog: str = "train_moe.py", quiet: bool = False) -> Config:
+    """`load` for a process entry point: a ConfigError is printed without a traceback, and the process exits with 2.
+
+    ``quiet``: exit without printing, for the ranks that would only repeat what rank 0 says, and a little later than it:
+    torchrun ends all ranks as soon as one has exited.
+    """
+    try:
+        return load(argv, prog=prog)
+    except ConfigError as error:
+        if quiet:
+            time.sleep(QUIET_EXIT_S)
+        else:
+            print(f"error: {error}", file=sys.stderr, flush=True)
+        raise SystemExit(2) from None
+
+
+def override(config: Config, argv: Sequence[str], *, prog: str = "train_moe.py") -> Config:
+    """`config` with ``--key.path value`` pairs applied; '-' and '_' mean the same in a key."""
+    flags = [word.partition("=")[0] for word in argv]
+    if "--model.path" in flags and config.model.tiny is not None:  # a folder takes the tiny model's place
+        config = replace(config, model=replace(config.model, tiny=None, path="given on the command line"))
+
+    def reject(event: tyro_errors.ParseErrorEvent) -> NoReturn:
+        raise ConfigError(_one_line(event, argv, config))
+
+    registry = tyro.constructors.ConstructorRegistry()
+    registry.primitive_rule(_key_values)
+    with tyro_errors.on_parse_error(reject):
+        return tyro.cli(
+            Config,
+            prog=prog,
+            args=list(argv),
+            default=config,
+            config=(tyro.conf.AvoidSubcommands, tyro.conf.FlagConversionOff),
+            registry=registry,
+        )
+
+
+def to_json(config: Config) -> dict[str, Any]:
+    """The config as plain dicts, lists and scalars, ready for ``json.dumps``."""
+    plain: dict[str, Any] = json.loads(json.dumps(msgspec.to_builtins(config)))  # tuples become lists
+    return plain
+
+
+def from_json(plain: Mapping[str, Any]) -> Config:
+    """The config that `to_json` was given. Raises ConfigError for unknown keys, wrong types and invalid settings."""
+    try:
+        config = _whole(msgspec.convert(plain, Config))
+    except msgspec.ValidationError as error:
+        if isinstance(error.__cause__, ConfigError):
+            raise error.__cause__ from None
+        raise ConfigError(f"config: {error}. Correct the file, or start from a recipe.") from None
+    _refuse_unknown(plain, to_json(config), "")
+    return config
+
+
+def _whole(tree: Tree) -> Tree:
+    """The same tree with every field set on its object: msgspec leaves defaults to the class, unseen by its encoder."""
+    changed: dict[str, Any] = {}
+    for item in fields(tree):
+        part = getattr(tree, item.name)
+        if is_dataclass(part) and not isinstance(part, type):
+            changed[item.name] = _whole(part)
+    return replace(tree, **changed)
+
+
+def _refuse_unknown(given: Mapping[str, Any], known: Mapping[str, Any], prefix: str) -> None:
+    for key, value in given.items():
+        if key not in known:
+            nearest = difflib.get_close_matches(key, known, n=1)
+            hint = f"Did you mean {prefix}{nearest[0]}?" if nearest else "Remove it."
+            raise ConfigError(f"config: unknown key {prefix}{key}. {hint}")
+        if isinstance(value, Mapping) and isinstance(known[key], Mapping):
+            _refuse_unknown(value, known[key], f"{prefix}{key}.")
+
+
+def _build(name: str) -> Config:
+    """Runs the recipe function that `name` stands for."""
+    where, _, function_name = name.partition(":")
+    module = _module(where)
+    function: Callable[[], Config] | None = getattr(module, function_name or "recipe", None)
+    if function is None:
+        raise ConfigError.at(
+            "RECIPE",
+            name,
+            f"a function {function_name or 'recipe'}() -> Config in {module.__file__}",
+            "Name it after a colon.",
+        )
+    config = function()
+    if not isinstance(config, Config):
+        raise ConfigError.at(
+            "RECIPE", name, f"a function that returns a Config, not {type(config).__name__}", "Correct it."
+        )
+    return config
+
+
+def _module(where: str) -> ModuleType:
+    """Imports a recipe, with the folders on the path from which its ``module:function`` settings are imported."""
+    _importable(EXAMPLES.parent)
+    if not where.endswith(".py"):
+        known = recipes()
+        if where in known:
+            return importlib.import_module(f"examples.{where}")
+        nearest = difflib.get_close_matches(where, known, n=1)
+        hint = f"Did you mean {nearest[0]}?" if nearest else "Or give a file.py[:function]."
+        raise ConfigError.at("RECIPE", where, f"one of {', '.join(known)}", hint)
+    file = Path(where).resolve()
+    if not file.is_file():
+        raise ConfigError.at("RECIPE", where, "a file that exists", "Check the path.")
+    if file.parent == EXAMPLES:
+        return importlib.import_module(f"examples.{file.stem}")
+    _importable(file.parent)
+    spec = importlib.util.spec_from_file_location(file.stem, file)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules.setdefault(file.stem, module)
+    spec.loader.exec_module(module)
+    return module
+
+
+def _importable(folder: Path) -> None:
+    if str(folder) not in sys.path:
+        sys.path.insert(0, str(folder))
+
+
+def _key_values(info: tyro.constructors.PrimitiveTypeInfo) -> tyro.constructors.PrimitiveConstructorSpec[Any] | None:
+    """tyro rule: a dict is ``--data.train.params max_n=9999 lazy=true``, and replaces the recipe's whole dict."""
+    if info.type != dict[str, Scalar]:
+        return None
+    return tyro.constructors.PrimitiveConstructorSpec(
+        nargs="*",
+        metavar="[KEY=VALUE ...]",
+        instance_from_str=_parse_pairs,
+        is_instance=lambda value: isinstance(value, dict),
+        str_from_instance=lambda value: [f"{key}={_show(item)}" for key, item in value.items()],
+    )
+
+
+def _parse_pairs(words: list[str]) -> dict[str, Scalar]:
+    pairs: dict[str, Scalar] = {}
+    for word in words:
+        key, equals, text = word.partition("=")
+        if not key or not equals:
+            raise ValueError(f"{word!r} is not KEY=VALUE")
+        try:
+            value = json.loads(text)
+        except json.JSONDecodeError:
+            value = {"True": True, "False": False}.get(text, text)
+        pairs[key] = value if isinstance(value, Scalar) else text
+    return pairs
+
+
+def _show(value: Scalar) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def _one_line(event: tyro_errors.ParseErrorEvent, argv: Sequence[str], config: Config) -> str:
+    """What tyro objects to, in the house form."""
+    if isinstance(event, tyro_errors.UnrecognizedArgs):
+        return _unknown_key(event.tokens[0], config)
+    argument = getattr(event, "argument", None)
+    if argument is None:  # a ConfigError of the tree itself
+        return event.message if isinstance(event, tyro_errors.InstantiationFailure) else str(event)
+    choices = event.choices if isinstance(event, tyro_errors.InvalidChoice) else ()
+    expected = f"one of {', '.join(choices)}" if choices else argument.lowered.metavar
+    flag = argument.lowered.name_or_flags[-1]
+    key = flag.removeprefix("--").replace("-", "_")
+    return f"{key}: got {_given(flag, argv)}, expected {expected}. Its meaning: {event.prog} --help"
+
+
+def _given(flag: str, argv: Sequence[str]) -> str:
+    """The value after `flag` on the command line, as the user wrote it."""
+    for i, word in enumerate(argv):
+        name, equals, value = word.partition("=")
+        if name.replace("_", "-") == flag.replace("_", "-"):
+            rest = [value] if equals else list(argv[i + 1 : i + 2])
+            return repr(rest[0]) if rest and not rest[0].startswith("--") else "no value"
+    return "no value"
+
+
+def _unknown_key(token: str, config: Config) -> str:
+    if not token.startswith("--"):
+        return (
+            f"command line: got {token!r}, expected --key.path value. Put two dashes before a key, one value after it."
+        )
+    key = token.partition("=")[0].removeprefix("--").replace("-", "_")
+    owner = next((name for name in _keys(config) if key.startswith(f"{name}.")), None)
+    if owner:
+        flag = "--" + owner.replace("_", "-")
+        return (
+            f"unknown setting {token}. Write {flag} {key.removeprefix(owner + '.')}=VALUE, all pairs after one {flag}."
+        )
+    nearest = nearest_keys(key, config)
+    hint = (
+        f"Did you mean {' or '.join('--' + name.replace('_', '-') for name in nearest)}?" if nearest else "See --help."
+    )
+    return f"unknown setting --{key.replace('_', '-')}. {hint}"
+
+
+def nearest_keys(key: str, config: Config) -> list[str]:
+    """At most two fields of `config` that `key` may stand for, the best first."""
+    wrong_section, _, wrong_leaf = key.rpartition(".")
+    if wrong_leaf in USUAL_NAMES:
+        return [USUAL_NAMES[wrong_leaf]]
+
+    def likeness(name: str) -> float:
+        section, _, leaf = name.rpartition(".")
+        same = difflib.SequenceMatcher(None, wrong_leaf, leaf).ratio()
+        if leaf in wrong_leaf or (len(wrong_leaf) > 2 and wrong_leaf in leaf):
+            same = max(same, 0.9)
+        return same + (0.3 * difflib.SequenceMatcher(None, wrong_section, section).ratio() if wrong_section else 0)
+
+    ranked = sorted(_keys(config), key=likeness, reverse=True)
+    best = likeness(ranked[0])
+    return [name for name in ranked[:2] if likeness(name) >= max(0.75, best - 0.05)]
+
+
+def _keys(tree: DataclassInstance, prefix: str = "") -> list[str]:
+    """Dotted path of every leaf of a tree of dataclasses."""
+    found: list[str] = []
+    for item in fields(tree):
+        value = getattr(tree, item.name)
+        path = prefix + item.name
+        found += _keys(value, f"{path}.") if is_dataclass(value) and not isinstance(value, type) else [path]
+    return found

@@ -1,0 +1,188 @@
+"""The engines that one trainer rank owns: started together, driven together, replaced when they die.
+
+Invariants: after `generate`, finished and unfinished requests together are exactly the ones asked for, each once; an
+engine that died costs time and never a request; after `stop` nothing of any engine is left, also when starting failed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from types import TracebackType
+
+from specactor.errors import EngineError
+from specactor.rollout.assignment import assign, merge
+from specactor.rollout.sglang.engine import Engine, EngineDied, EngineSpec
+from specactor.types import RolloutRequest, Trajectory
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolloutOutcome:
+    """What became of the requests of one `EnginePool.generate`."""
+
+    finished: list[Trajectory]
+    unfinished: list[RolloutRequest]
+    """Of engines that died; restart those, sync weights, and generate these again."""
+    lost_engines: tuple[int, ...]
+    """Indices (`EngineSpec.index`) of the engines that died."""
+
+
+class EnginePool:
+    """A rank may own no engine at all: then every method does nothing."""
+
+    def __init__(self, specs: Sequence[EngineSpec]) -> None:
+        """Starts all engines at once; they are not ready before `wait_ready`."""
+        self._restarts = dict.fromkeys((spec.index for spec in specs), 0)
+        self.engines: list[Engine] = []
+        try:
+            for spec in specs:
+                self.engines.append(Engine.start(spec))
+        except BaseException:
+            self.stop()
+            raise
+
+    def __enter__(self) -> EnginePool:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    def wait_ready(self) -> None:
+        """Until all engines take requests. Raises EngineError, and stops all, when one does not start."""
+        starting = [engine for engine in self.engines if engine.ready is None]
+        if not starting:
+            return
+        with ThreadPoolExecutor(max_workers=len(starting)) as threads:
+            futures = [threads.submit(e.wait_ready, e.spec.config.start_timeout_s) for e in starting]
+            try:
+                wait(futures, return_when=FIRST_EXCEPTION)
+                for future in futures:
+                    if future.done():
+                        future.result()
+            except BaseException:
+                self.stop()  # which also ends the waiting for the others
+                raise
+
+    def generate(
+        self, requests: Sequence[RolloutRequest], *, on_finished: Callable[[Trajectory], None] | None = None
+    ) -> RolloutOutcome:
+        """Generates on the engines that are alive; `on_finished` is called by one thread at a time.
+
+        Raises EngineError when a request cannot be served. Without a living engine all requests come back unfinished.
+        """
+        merge(requests, [])  # refuses ids that are not unique before anything runs
+        self.wait_ready()
+        alive = [engine for engine in self.engines if engine.alive]
+        delivered: list[Trajectory] = []
+        if requests and alive:
+            parts = assign(requests, len(alive))
+            work = [(engine, part) for engine, part in zip(alive, parts, strict=True) if part]
+            delivered = self._generate_on(work, _one_at_a_time(on_finished))
+        finished, unfinished = merge(requests, delivered)
+        return RolloutOutcome(finished=finished, unfinished=unfinished, lost_engines=self.lost())
+
+    def lost(self) -> tuple[int, ...]:
+        """Indices of the engines that died and were not restarted yet."""
+        return tuple(engine.index for engine in self.engines if not engine.alive)
+
+    def any_lost(self) -> bool:
+        return bool(self.lost())
+
+    def restart_lost(self) -> tuple[int, ...]:
+        """Replaces every engine that died; the new ones hold the weights of their model folder until the next sync.
+
+        Returns their indices. Raises EngineError, with the end of the log, for an engine that died too often.
+        """
+        lost = self.lost()
+        for position, engine in enumerate(self.engines):
+            if engine.alive:
+                continue
+            engine.kill()
+            limit = engine.spec.config.max_restarts
+            if self._restarts[engine.index] >= limit:
+                raise EngineError(
+                    f"rollout.engine.max_restarts: engine {engine.index} died {limit + 1} times, allowed are {limit} "
+                    f"restarts. The end of its log, {engine.spec.log_file}:\n{engine.log_tail()}"
+                )
+            self._restarts[engine.index] += 1
+            self.engines[position] = Engine.start(engine.spec)
+        self.wait_ready()
+        return lost
+
+    def flush(self) -> None:
+        """Drop the KV and prefix caches."""
+        self._on_living(Engine.flush)
+
+    def release_memory(self) -> None:
+        """Free the devices' memory for the trainer, where the platform can."""
+        self._on_living(Engine.release_memory)
+
+    def resume_memory(self) -> None:
+        """Take the memory again; the weights are undefined until the next sync."""
+        self._on_living(Engine.resume_memory)
+
+    def set_version(self, version: int) -> None:
+        """States which weights the engines hold now."""
+        for engine in self.engines:
+            engine.set_version(version)
+
+    def stop(self) -> None:
+        """Ends all engines and everything below them. May be called again."""
+        self._each(self.engines, Engine.stop)
+
+    def _generate_on(
+        self, work: Sequence[tuple[Engine, list[RolloutRequest]]], notify: Callable[[Trajectory], None]
+    ) -> list[Trajectory]:
+        """All that the engines delivered, also those that died on the way."""
+
+        def run(engine: Engine, part: list[RolloutRequest]) -> list[Trajectory]:
+            try:
+                return engine.generate(part, on_finished=notify)
+            except EngineDied as death:
+                return death.finished
+
+        with ThreadPoolExecutor(max_workers=len(work)) as threads:
+            futures = [threads.submit(run, engine, part) for engine, part in work]
+            try:
+                return [trajectory for future in futures for trajectory in future.result()]
+            except EngineError:
+                self._each([engine for engine, _ in work], Engine.abort)
+                raise
+            except BaseException:  # an interrupt, or an error of `on_finished`: nobody will ask for the rest
+                self._each([engine for engine, _ in work], Engine.kill)
+                raise
+
+    def _on_living(self, action: Callable[[Engine], object]) -> None:
+        """An engine that dies on the way is left to `restart_lost`."""
+
+        def run(engine: Engine) -> None:
+            with contextlib.suppress(EngineDied):
+                action(engine)
+
+        self._each([engine for engine in self.engines if engine.alive], run)
+
+    @staticmethod
+    def _each(engines: Sequence[Engine], action: Callable[[Engine], object]) -> None:
+        """In parallel; waits for all, then raises the first error."""
+        if not engines:
+            return
+        with ThreadPoolExecutor(max_workers=len(engines)) as threads:
+            futures = [threads.submit(action, engine) for engine in engines]
+        for future in futures:
+            future.result()
+
+
+def _one_at_a_time(notify: Callable[[Trajectory], None] | None) -> Callable[[Trajectory], None]:
+    lock = threading.Lock()
+
+    def call(trajectory: Trajectory) -> None:
+        if notify is not None:
+            with lock:
+                notify(trajectory)
+
+    return call

@@ -1,0 +1,47 @@
+"""Which responses to ask for. PURE: problems in, requests out.
+
+A request's seed depends on the run, the step, the problem and the sample alone, so the same step asks for the same
+tokens again after a resume, on any number of engines.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from specactor.config import RolloutConfig
+from specactor.data.stream import request_seed
+from specactor.types import Problem, RolloutRequest, SamplingParams
+
+
+def group_requests(
+    problems: Sequence[Problem], *, config: RolloutConfig, run_seed: int, step: int, first_group: int = 0
+) -> list[RolloutRequest]:
+    """`config.group_size` requests per problem, group by group."""
+    sampling = SamplingParams(
+        temperature=config.temperature,
+        top_p=config.top_p,
+        top_k=config.top_k,
+        max_new_tokens=config.max_new_tokens,
+    )
+    return [
+        RolloutRequest(
+            request_id=f"{step}.{group}.{sample}",
+            prompt_ids=problem.prompt_ids,
+            sampling=sampling,
+            seed=request_seed(run_seed, step, problem.index, sample),
+            group_id=group,
+        )
+        for group, problem in enumerate(problems, start=first_group)
+        for sample in range(config.group_size)
+    ]
+
+
+def greedy_requests(problems: Sequence[Problem], *, max_new_tokens: int) -> list[RolloutRequest]:
+    """One greedy request per problem, for evaluation."""
+    sampling = SamplingParams(temperature=0.0, max_new_tokens=max_new_tokens)
+    return [
+        RolloutRequest(
+            request_id=f"eval.{position}", prompt_ids=problem.prompt_ids, sampling=sampling, seed=0, group_id=position
+        )
+        for position, problem in enumerate(problems)
+    ]

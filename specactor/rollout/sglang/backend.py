@@ -1,0 +1,229 @@
+"""SGLang's engine as the host uses it. All contact with SGLang on the host's side is in this file.
+
+Decisions:
+- token ids in, token ids and log-probabilities out: no tokenizer, and no detokenizer process;
+- deterministic mode: a request's noise depends on (seed, position) alone;
+- a batch is one message to the scheduler, so the same batch is always admitted in the same way;
+- log-probabilities are log_softmax(logits / temperature) of the emitted token, before top-p and top-k. That is what
+  SGLang returns in this mode, and what a trainer computes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import multiprocessing
+import os
+import time
+from collections.abc import AsyncIterator, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from specactor.errors import EngineError
+from specactor.parallel.layout import ENGINE_RESERVED_TOKENS
+from specactor.rollout.sglang import guard, rank_calls
+from specactor.rollout.sglang.protocol import EngineSpec
+from specactor.types import FinishReason, RolloutRequest
+
+_FLUSH_TRIES = 20
+_FLUSH_PAUSE_S = 0.1
+PROGRESS_TOKENS = 64
+"""A running request reports after this many tokens."""
+
+
+def server_args(spec: EngineSpec, *, gpu: bool, memory_release: bool) -> dict[str, Any]:
+    """Arguments of `sglang.Engine` for one engine; `EngineConfig.extra_args` has the last word."""
+    config = spec.config
+    arguments: dict[str, Any] = {
+        "model_path": spec.model_dir,
+        "dtype": spec.dtype,
+        "tp_size": spec.tensor_parallel,
+        "context_length": spec.context_length,
+        "max_running_requests": config.max_running_requests,
+        "max_total_tokens": config.max_total_tokens,
+        "mem_fraction_static": config.memory_fraction,
+        "random_seed": spec.random_seed,
+        "skip_tokenizer_init": True,
+        "enable_deterministic_inference": True,
+        "sampling_backend": "pytorch",
+        "sleep_on_idle": True,
+        "stream_interval": PROGRESS_TOKENS,
+        "incremental_streaming_output": False,
+        "log_level": "warning",
+        "enable_memory_saver": memory_release,
+    }
+    if not gpu:
+        arguments |= {
+            "device": "cpu",
+            "attention_backend": "torch_native",
+            "disable_cuda_graph": True,
+            "disable_overlap_schedule": True,  # there is no device to overlap with
+            "disable_custom_all_reduce": True,
+            # SGLang sizes the pool of a CPU by the machine's memory, which it shares with the trainer.
+            "max_total_tokens": config.max_total_tokens or config.max_running_requests * spec.context_length,
+        }
+    return arguments | dict(config.extra_args)
+
+
+class Backend:
+    """A running SGLang engine; its coroutines run on `loop`."""
+
+    def __init__(self, spec: EngineSpec) -> None:
+        """Starts the engine and returns when it takes requests. Call it in the main thread."""
+        started = time.monotonic()
+        self.gpu = torch.cuda.is_available()
+        self.memory_release = self.gpu and find_spec("torch_memory_saver") is not None
+        self._spec = spec
+        self._engine = _engine_class(fork=not self.gpu)(
+            **server_args(spec, gpu=self.gpu, memory_release=self.memory_release)
+        )
+        info = self._engine._scheduler_init_result.scheduler_infos[0]
+        self.kv_tokens: int = info["max_total_num_tokens"]
+        self.max_sequence_tokens = min(spec.context_length, self.kv_tokens) - ENGINE_RESERVED_TOKENS
+        self.scheduler_pids: list[int] = list(self._engine.get_all_child_pids())
+        self.loop = self._engine.loop
+        self._num_calls = 0
+        self._num_batches = 0
+        self.start_s = time.monotonic() - started
+
+    async def generate(self, requests: Sequence[RolloutRequest]) -> AsyncIterator[tuple[int, dict[str, Any] | None]]:
+        """Yields (index, response) as requests finish, and (index, None) as signs of progress before.
+
+        A response has token_ids, logprobs and finish_reason. Raises EngineError for requests that SGLang refuses.
+        """
+        from sglang.srt.managers.io_struct import GenerateReqInput
+
+        self._num_batches += 1
+        batch = GenerateReqInput(
+            input_ids=[list(request.prompt_ids) for request in requests],
+            sampling_params=[_sampling(request) for request in requests],
+            rid=[f"{self._num_batches}.{i}" for i in range(len(requests))],
+            return_logprob=True,
+            logprob_start_len=-1,
+            stream=True,
+        )
+        try:
+            async for out in self._engine.tokenizer_manager.generate_request(batch, None):
+                index = int(out["meta_info"]["id"].rpartition(".")[2])
+                reason = out["meta_info"]["finish_reason"]
+                yield index, None if reason is None else _response(out, reason)
+        except ValueError as error:
+            raise EngineError(f"SGLang refused the batch: {error}") from error
+
+    def abort_all(self) -> None:
+        """Ends every request; they finish with reason ``abort`` and the tokens they have."""
+        self._engine.tokenizer_manager.abort_request(abort_all=True)
+
+    async def pause(self) -> None:
+        """Stop between two steps; requests keep their state."""
+        from sglang.srt.managers.io_struct import PauseGenerationReqInput
+
+        await self._engine.tokenizer_manager.pause_generation(PauseGenerationReqInput(mode="in_place"))
+
+    async def resume(self) -> None:
+        """Go on after `pause`."""
+        from sglang.srt.managers.io_struct import ContinueGenerationReqInput
+
+        await self._engine.tokenizer_manager.continue_generation(ContinueGenerationReqInput())
+
+    async def flush(self) -> None:
+        """Forget all keys and values. Raises EngineError when requests are running.
+
+        The last response is delivered a moment before the scheduler counts itself as idle: that moment is waited for.
+        """
+        for _ in range(_FLUSH_TRIES):
+            if (await self._engine.tokenizer_manager.flush_cache()).success:
+                return
+            await asyncio.sleep(_FLUSH_PAUSE_S)
+        raise EngineError("flush: requests are still running. Abort them or wait for them first.")
+
+    async def release_memory(self) -> None:
+        """Give weights and KV cache back to the device. Does nothing where the platform cannot."""
+        from sglang.srt.managers.io_struct import ReleaseMemoryOccupationReqInput
+
+        if self.memory_release:
+            await self._engine.tokenizer_manager.release_memory_occupation(ReleaseMemoryOccupationReqInput(), None)
+
+    async def resume_memory(self) -> None:
+        """Take the memory again; the contents of the weights are undefined until the next weight sync."""
+        from sglang.srt.managers.io_struct import ResumeMemoryOccupationReqInput
+
+        if self.memory_release:
+            await self._engine.tokenizer_manager.resume_memory_occupation(ResumeMemoryOccupationReqInput(), None)
+
+    def rank_call(self, name: str, payload: bytes, timeout_s: float) -> list[bytes]:
+        """Runs a registered function in every rank; blocks, so call it in a thread, one call at a time.
+
+        Raises EngineError when a rank fails, and TimeoutError when a rank does not come back.
+        """
+        from sglang.srt.managers.io_struct import RpcReqInput, sock_recv, sock_send
+
+        self._num_calls += 1
+        folder = Path(os.environ["TMPDIR"]) / f"call-{self._num_calls}"
+        folder.mkdir()
+        try:
+            (folder / rank_calls.PAYLOAD_FILE).write_bytes(payload)
+            channel = self._engine.send_to_rpc
+            parameters = {"name": name, "folder": str(folder)}
+            sock_send(channel, RpcReqInput(method=rank_calls.METHOD, parameters=parameters))
+            if not channel.poll(int(timeout_s * 1000)):
+                raise TimeoutError(f"rank call {name!r} did not come back within {timeout_s:g} s")
+            result = sock_recv(channel)
+            if not result.success:
+                raise EngineError(f"rank call {name!r}: {result.message}")
+            return rank_calls.read_replies(folder, self._spec.tensor_parallel)
+        finally:
+            for file in folder.iterdir():
+                file.unlink()
+            folder.rmdir()
+
+    def shutdown(self) -> None:
+        self._engine.shutdown()
+
+
+def _engine_class(*, fork: bool) -> Any:
+    from sglang.srt.entrypoints.engine import Engine
+    from sglang.srt.managers.load_snapshot import shm_path_for
+
+    class TokenEngine(Engine):  # type: ignore[misc]
+        """Without the detokenizer process, which has nothing to do when there is no text."""
+
+        @classmethod
+        def _launch_detokenizer_subprocesses(cls, **_: Any) -> tuple[list[Any], list[str]]:
+            return [], []
+
+        @classmethod
+        def _launch_scheduler_processes(cls, server_args: Any, port_args: Any, *args: Any, **kwargs: Any) -> Any:
+            shared = Path(os.environ["TMPDIR"]) / guard.SHARED_FILES
+            with open(shared, "a") as file:  # schedulers are killed before they can unlink it
+                file.write(shm_path_for(port_args.instance_id) + "\n")
+            # Without CUDA a forked scheduler is safe here (one thread, no sockets yet) and spares it the imports.
+            if fork:
+                multiprocessing.set_start_method("fork", force=True)
+            return super()._launch_scheduler_processes(server_args, port_args, *args, **kwargs)
+
+    return TokenEngine
+
+
+def _sampling(request: RolloutRequest) -> dict[str, Any]:
+    sampling = request.sampling
+    return {
+        "temperature": sampling.temperature,
+        "max_new_tokens": sampling.max_new_tokens,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
+        "stop_token_ids": list(sampling.stop_token_ids) or None,
+        "ignore_eos": sampling.ignore_eos,
+        "sampling_seed": request.seed,
+    }
+
+
+def _response(out: dict[str, Any], reason: dict[str, Any]) -> dict[str, Any]:
+    kinds: dict[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
+    tokens = [int(token) for token in out["output_ids"]]
+    logprobs = [float(entry[0]) for entry in out["meta_info"].get("output_token_logprobs") or []]
+    if len(tokens) != len(logprobs):
+        raise EngineError(f"SGLang returned {len(logprobs)} log-probabilities for {len(tokens)} tokens")
+    return {"token_ids": tokens, "logprobs": logprobs, "finish_reason": kinds[reason["type"]]}

@@ -1,0 +1,397 @@
+"""A rollout engine as its trainer rank sees it: a child process behind a socket. No SGLang here.
+
+Invariants: no wait is unbounded; a death of the host, of a scheduler or of SGLang is an `EngineDied` that carries the
+responses finished before it; after `stop` or `kill` no process of the engine is left.
+"""
+
+from __future__ import annotations
+
+import queue
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Collection, Sequence
+from pathlib import Path
+from typing import IO
+
+from specactor.cpu import sglang as cpu
+from specactor.errors import EngineError
+from specactor.rollout.sglang import guard
+from specactor.rollout.sglang.protocol import (
+    Command,
+    Done,
+    EngineSpec,
+    Failed,
+    Finished,
+    FromHost,
+    Generate,
+    ProtocolError,
+    RankCall,
+    RankReplies,
+    Ready,
+    Start,
+    StartFailed,
+    decode_from_host,
+    frame,
+    read_frame,
+)
+from specactor.types import RolloutRequest, Trajectory, VersionSpan
+
+__all__ = ["Engine", "EngineDied", "EngineSpec"]
+
+_COMMAND_TIMEOUT_S = 60.0
+_STOP_TIMEOUT_S = 10.0
+_LOG_TAIL_LINES = 20
+_SEND_TIMEOUT_S = 60
+_START_CALL = 0
+
+
+class EngineDied(EngineError):  # noqa: N818  (an event, like StopIteration)
+    """The engine is gone, or was ended because it made no progress. ``finished`` holds what it had delivered."""
+
+    def __init__(self, message: str, finished: Sequence[Trajectory] = ()) -> None:
+        super().__init__(message)
+        self.finished = list(finished)
+
+
+class Engine:
+    """One engine. Methods may be called from several threads; calls that overlap are told apart by number."""
+
+    def __init__(self, spec: EngineSpec, process: subprocess.Popen[bytes], connection: socket.socket) -> None:
+        """Use `Engine.start`."""
+        self.spec = spec
+        self.ready: Ready | None = None
+        self._process = process
+        self._connection = connection
+        self._send_lock = threading.Lock()
+        self._lock = threading.Lock()
+        self._inboxes: dict[int, queue.Queue[FromHost | None]] = {_START_CALL: queue.Queue()}
+        self._next_call = _START_CALL + 1
+        self._dead = threading.Event()
+        self._version = 0
+        self._counts = {"requests": 0, "tokens": 0, "generate_s": 0.0}
+        self._reader = threading.Thread(target=self._read, name=f"engine-{spec.index}", daemon=True)
+        self._reader.start()
+
+    @classmethod
+    def start(cls, spec: EngineSpec) -> Engine:
+        """Starts the host process and returns at once; `wait_ready` tells how it went."""
+        ours, theirs = socket.socketpair()
+        seconds = struct.pack("ll", _SEND_TIMEOUT_S, 0)
+        ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, seconds)
+        with theirs, _open_log(spec.log_file) as log:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "specactor.rollout.sglang.host", "--fd", str(theirs.fileno())],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env=_environment(spec),
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,
+            )
+        engine = cls(spec, process, ours)
+        engine._send(Start(spec=spec))
+        return engine
+
+    @property
+    def index(self) -> int:
+        return self.spec.index
+
+    @property
+    def pid(self) -> int:
+        """Of the guard around the host; leader of the session that all the engine's processes are in."""
+        return self._process.pid
+
+    @property
+    def alive(self) -> bool:
+        """Whether the host still answers, as far as is known."""
+        return not self._dead.is_set()
+
+    @property
+    def version(self) -> int:
+        """Of the weights that the engine holds."""
+        return self._version
+
+    def set_version(self, version: int) -> None:
+        """States which weights were put into the engine; the trajectories of later calls carry it."""
+        self._version = version
+
+    def stats(self) -> dict[str, float]:
+        """Requests and tokens generated, seconds spent in `generate`, and seconds that the start took."""
+        return {**self._counts, "start_s": self.ready.start_s if self.ready else 0.0}
+
+    def wait_ready(self, timeout_s: float) -> None:
+        """Until the engine takes requests. Raises EngineError, with the end of the log, when it does not."""
+        if self.ready is not None:
+            return
+        try:
+            message = self._inboxes[_START_CALL].get(timeout=timeout_s)
+        except queue.Empty:
+            self.kill()
+            raise EngineError(
+                self._with_log(f"did not start within {timeout_s:g} s. Raise rollout.engine.start_timeout_s.")
+            ) from None
+        if isinstance(message, Ready):
+            self.ready = message
+            return
+        self.kill()
+        reason = message.message if isinstance(message, StartFailed) else "the process died"
+        raise EngineError(self._with_log(f"did not start: {reason}."))
+
+    def generate(
+        self,
+        requests: Sequence[RolloutRequest],
+        *,
+        on_finished: Callable[[Trajectory], None] | None = None,
+        timeout_s: float | None = None,
+    ) -> list[Trajectory]:
+        """Responses in the order of `requests`; `on_finished` sees each as it comes, in the caller's thread.
+
+        Raises EngineDied when the engine dies or shows no progress for `rollout.engine.request_timeout_s`, and
+        EngineError, the engine being unharmed, when a request cannot be served or `timeout_s` for all is over.
+        """
+        if not requests:
+            return []
+        self._check_lengths(requests)
+        started = time.monotonic()
+        deadline = None if timeout_s is None else started + timeout_s
+        finished: dict[int, Trajectory] = {}
+        call, inbox = self._open_call()
+        try:
+            self._send(Generate(call=call, requests=list(requests)))
+            while True:
+                try:
+                    message = self._next(inbox, deadline)
+                except EngineDied as death:
+                    raise EngineDied(str(death), list(finished.values())) from None
+                if isinstance(message, Done):
+                    break
+                if isinstance(message, Failed):
+                    raise EngineError(f"engine {self.index}: {message.message}")
+                if isinstance(message, Finished):
+                    trajectory = self._trajectory(requests[message.request], message)
+                    finished[message.request] = trajectory
+                    if on_finished is not None:
+                        on_finished(trajectory)
+        finally:
+            self._close_call(call)
+        self._count(finished.values(), time.monotonic() - started)
+        return [finished[i] for i in range(len(requests))]
+
+    def rank_call(self, name: str, payload: bytes, *, timeout_s: float) -> list[bytes]:
+        """Runs a function of `rank_calls` in every tensor-parallel rank, between two steps; one answer per rank.
+
+        Raises EngineError, the engine being unharmed, when it raised on a rank; a rank that does not come back within
+        `timeout_s` costs the engine its life (EngineDied).
+        """
+        call, inbox = self._open_call()
+        try:
+            self._send(RankCall(call=call, name=name, payload=payload, timeout_s=timeout_s))
+            message = self._answer(inbox, timeout_s)
+        finally:
+            self._close_call(call)
+        if isinstance(message, RankReplies):
+            return message.replies
+        raise EngineError(f"engine {self.index}: rank call {name!r}: {_text(message)}")
+
+    def flush(self) -> None:
+        """Drop the KV and prefix cache."""
+        self._command("flush")
+
+    def abort(self) -> None:
+        """End all running requests; their `generate` returns them with finish reason ``abort``."""
+        self._command("abort")
+
+    def pause(self) -> None:
+        """Hold generation between two steps until `resume`."""
+        self._command("pause")
+
+    def resume(self) -> None:
+        self._command("resume")
+
+    def ping(self) -> None:
+        """Raises EngineDied unless the host answers."""
+        self._command("ping")
+
+    def release_memory(self) -> bool:
+        """Free the device's memory until `resume_memory`; False where the platform cannot, and nothing happens."""
+        self._command("release_memory")
+        return self.ready is not None and self.ready.memory_release
+
+    def resume_memory(self) -> None:
+        """Take the device's memory again. The weights are undefined until the next weight sync."""
+        self._command("resume_memory")
+
+    def stop(self) -> None:
+        """Orderly end; falls back to `kill`. Harmless when the engine is gone."""
+        if self._process.poll() is None and self.alive and self.ready is not None:
+            try:
+                self._send(Command(call=self._open_call()[0], verb="shutdown"))
+            except EngineDied:
+                pass
+            else:
+                self._reap(_STOP_TIMEOUT_S)
+        self.kill()
+
+    def kill(self) -> None:
+        """Immediate end of every process of the engine. Harmless when it is gone."""
+        for end in (signal.SIGTERM, signal.SIGKILL):  # the guard ends its tree on SIGTERM
+            if self._process.poll() is None:
+                self._process.send_signal(end)
+                self._reap(_STOP_TIMEOUT_S)
+        self._reader.join(timeout=_STOP_TIMEOUT_S)
+        self._mark_dead()
+        self._connection.close()
+        guard.sweep(self.pid)  # the guard does it, unless it was killed itself
+
+    def _reap(self, timeout_s: float) -> None:
+        try:
+            self._process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            return
+
+    def _command(self, verb: str) -> None:
+        call, inbox = self._open_call()
+        try:
+            self._send(Command(call=call, verb=verb))
+            message = self._answer(inbox, _COMMAND_TIMEOUT_S)
+        finally:
+            self._close_call(call)
+        if not isinstance(message, Done):
+            raise EngineError(f"engine {self.index}: {_text(message)}")
+
+    def _check_lengths(self, requests: Sequence[RolloutRequest]) -> None:
+        if self.ready is None:
+            raise EngineError(f"engine {self.index} is not ready. Call wait_ready first.")
+        limit = self.ready.max_sequence_tokens
+        for request in requests:
+            prompt, new = len(request.prompt_ids), request.sampling.max_new_tokens
+            if not 1 <= prompt <= limit - new:
+                raise EngineError(
+                    f"request {request.request_id}: prompt of {prompt} tokens and rollout.max_new_tokens = {new}, "
+                    f"expected 1 <= prompt <= {limit} - max_new_tokens: engine {self.index} has a context of "
+                    f"{self.spec.context_length} and a KV pool of {self.ready.kv_tokens} tokens. Shorten one of them, "
+                    "or raise rollout.engine.max_total_tokens."
+                )
+
+    def _trajectory(self, request: RolloutRequest, message: Finished) -> Trajectory:
+        return Trajectory(
+            request_id=request.request_id,
+            group_id=request.group_id,
+            prompt_ids=request.prompt_ids,
+            token_ids=tuple(message.token_ids),
+            logprobs=tuple(message.logprobs),
+            finish_reason=message.finish_reason,
+            spans=(VersionSpan(version=self._version, start=0, end=len(message.token_ids)),),
+        )
+
+    def _count(self, done: Collection[Trajectory], seconds: float) -> None:
+        with self._lock:
+            self._counts["requests"] += len(done)
+            self._counts["tokens"] += sum(len(t.token_ids) for t in done)
+            self._counts["generate_s"] += seconds
+
+    def _open_call(self) -> tuple[int, queue.Queue[FromHost | None]]:
+        with self._lock:
+            call, self._next_call = self._next_call, self._next_call + 1
+            inbox = self._inboxes[call] = queue.Queue()
+        if not self.alive:
+            inbox.put(None)
+        return call, inbox
+
+    def _close_call(self, call: int) -> None:
+        with self._lock:
+            self._inboxes.pop(call, None)
+
+    def _next(self, inbox: queue.Queue[FromHost | None], deadline: float | None) -> FromHost:
+        """Next message of a generation: bounded by progress, and by the deadline if there is one."""
+        patience = self.spec.config.request_timeout_s
+        left = float("inf") if deadline is None else deadline - time.monotonic()
+        try:
+            message = inbox.get(timeout=max(0.0, min(patience, left)))
+        except queue.Empty:
+            if left <= patience:
+                self.abort()
+                raise EngineError(f"engine {self.index}: generation was not over in time and was aborted") from None
+            self.kill()
+            raise EngineDied(
+                self._with_log(
+                    f"made no progress for {patience:g} s and was ended. Raise rollout.engine.request_timeout_s if it "
+                    "was only slow."
+                )
+            ) from None
+        if message is None:
+            raise self._death()
+        return message
+
+    def _answer(self, inbox: queue.Queue[FromHost | None], timeout_s: float) -> FromHost:
+        try:
+            message = inbox.get(timeout=timeout_s)
+        except queue.Empty:
+            self.kill()
+            raise EngineDied(self._with_log(f"did not answer within {timeout_s:g} s and was ended.")) from None
+        if message is None:
+            raise self._death()
+        return message
+
+    def _send(self, message: Start | Generate | RankCall | Command) -> None:
+        data = frame(message)
+        try:
+            with self._send_lock:
+                self._connection.sendall(data)
+        except OSError:
+            self._mark_dead()
+            if not isinstance(message, Start):
+                raise self._death() from None
+
+    def _read(self) -> None:
+        """Thread: hands every message to the call that it belongs to, until the host is gone."""
+        try:
+            while (body := read_frame(self._connection)) is not None:
+                message = decode_from_host(body)
+                call = _START_CALL if isinstance(message, Ready | StartFailed) else message.call
+                with self._lock:
+                    inbox = self._inboxes.get(call)
+                if inbox is not None:
+                    inbox.put(message)
+        except (ProtocolError, OSError):
+            pass  # the two ends are out of step, or the socket was closed: either way the engine is lost
+        self._mark_dead()
+
+    def _mark_dead(self) -> None:
+        self._dead.set()
+        with self._lock:
+            for inbox in self._inboxes.values():
+                inbox.put(None)
+
+    def _death(self) -> EngineDied:
+        self._reap(_STOP_TIMEOUT_S)
+        return EngineDied(self._with_log("died."))
+
+    def _with_log(self, what: str) -> str:
+        return f"engine {self.index} {what} The end of its log, {self.spec.log_file}:\n{self.log_tail()}"
+
+    def log_tail(self) -> str:
+        """Last lines of the engine's log."""
+        try:
+            lines = Path(self.spec.log_file).read_text(errors="replace").splitlines()
+        except FileNotFoundError:
+            return "(no log)"
+        return "\n".join(f"  | {line}" for line in lines[-_LOG_TAIL_LINES:])
+
+
+def _text(message: FromHost) -> str:
+    return message.message if isinstance(message, Failed) else f"unexpected answer {type(message).__name__}"
+
+
+def _open_log(path: str) -> IO[bytes]:
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    return open(path, "ab")
+
+
+def _environment(spec: EngineSpec) -> dict[str, str]:
+    return cpu.process_environment(spec.devices)

@@ -1,0 +1,172 @@
+"""The process around an engine host that leaves nothing behind. POSIX only: no SGLang, no torch.
+
+The process that a trainer rank starts becomes the guard; the host is its only child. Invariants:
+- when the guard has exited, every process below it is gone, and so are the engine's temporary folder and its files in
+  /dev/shm: the end of the stream that the trainer rank then sees means that the devices are free;
+- when the trainer rank dies, in whatever way, the guard sees the end of the stream and ends the host within
+  `GRACE_S`; when the guard itself is killed, the kernel kills the host, and SGLang's own guard its schedulers.
+
+As a child subreaper (PR_SET_CHILD_SUBREAPER) the guard inherits grandchildren whose parents died.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import os
+import select
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+GRACE_S = 5.0
+"""Time that the host has for an orderly end."""
+TEMPORARY = Path("/tmp")
+"""Where temporary folders are made; sockets in them allow no long path."""
+SHARED_FILES = "shared-files"
+"""File in the temporary folder that lists the files in /dev/shm that go with it, one path or pattern per line."""
+_SHARED = Path("/dev/shm")
+_LOOK_EVERY_S = 0.25
+_PREFIX = "specactor-engine-"
+_SETTLE_S = 60.0
+"""A folder younger than this may belong to a guard that has not locked it yet."""
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+
+
+def run_guarded(connection_fd: int, host: Callable[[], None]) -> None:
+    """Forks: the child runs `host` and exits; the caller's process guards it and exits. Does not return."""
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    sweep()
+    folder = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-", dir=TEMPORARY))
+    lock = os.open(folder / ".lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC)
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    os.environ["TMPDIR"] = str(folder)
+    guard_pid = os.getpid()
+    # A signal must be pending, and not lost, from before the fork on.
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD, signal.SIGTERM, signal.SIGINT})
+    host_pid = os.fork()
+    if host_pid == 0:
+        os.close(lock)
+        _become_host(guard_pid)
+        host()
+        sys.stdout.flush()
+        os._exit(0)
+    _watch(connection_fd, host_pid, folder)
+    _end_descendants()
+    _remove(folder)
+    os._exit(0)
+
+
+def _become_host(guard_pid: int) -> None:
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != guard_pid:
+        os._exit(1)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD, signal.SIGTERM, signal.SIGINT})
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    tempfile.tempdir = None
+
+
+def _watch(connection_fd: int, host_pid: int, folder: Path) -> None:
+    """Until the host is dead, or its time is up after the trainer rank is gone or has sent SIGTERM."""
+    poll = select.poll()
+    poll.register(connection_fd, select.POLLRDHUP)
+    deadline = None
+    noted: set[int] = set()
+    while not _exited(host_pid):
+        if deadline is None and poll.poll(0):
+            deadline = time.monotonic() + GRACE_S
+        if deadline is not None and time.monotonic() > deadline:
+            return
+        _note_pids(folder, noted)
+        waited = signal.sigtimedwait({signal.SIGCHLD, signal.SIGTERM, signal.SIGINT}, _LOOK_EVERY_S)
+        if waited is not None and waited.si_signo == signal.SIGTERM:
+            return
+
+
+def _note_pids(folder: Path, noted: set[int]) -> None:
+    """Adds new descendants to the list of shared files: SGLang puts the pid of the creator into their names."""
+    new = set(descendants(os.getpid())) - noted
+    if new:
+        noted |= new
+        with open(folder / SHARED_FILES, "a") as file:
+            file.write("".join(f"/dev/shm/sgl_shm_*_{pid}_*\n" for pid in sorted(new)))
+
+
+def _exited(pid: int) -> bool:
+    try:
+        return os.waitpid(pid, os.WNOHANG)[0] == pid
+    except ChildProcessError:
+        return True
+
+
+def _end_descendants() -> None:
+    """SIGKILL until there is no child left; orphans become children of the guard on the way."""
+    while True:
+        for pid in descendants(os.getpid()):
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                continue
+        try:
+            os.waitpid(-1, os.WNOHANG)
+        except ChildProcessError:
+            return
+        time.sleep(0.005)
+
+
+def descendants(pid: int) -> list[int]:
+    """Children of all generations, zombies included."""
+    found = []
+    for task in Path(f"/proc/{pid}/task").glob("*/children"):
+        try:
+            children = task.read_text().split()
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        for child in map(int, children):
+            found += [child, *descendants(child)]
+    return found
+
+
+def _remove(folder: Path) -> None:
+    """The temporary folder, and the files in shared memory that its list names."""
+    try:
+        patterns = (folder / SHARED_FILES).read_text().split()
+    except FileNotFoundError:
+        patterns = []
+    for pattern in map(Path, patterns):
+        if pattern.parent == _SHARED:
+            for file in _SHARED.glob(pattern.name):
+                file.unlink(missing_ok=True)
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def sweep(pid: int | None = None) -> None:
+    """Removes what killed guards left behind: nobody holds the lock in their folders any more.
+
+    With the pid of one guard, which must be dead, its folder alone; else all that are not brand-new.
+    """
+    for folder in TEMPORARY.glob(f"{_PREFIX}{'' if pid is None else f'{pid}-'}*"):
+        try:
+            about = folder.stat()
+            if about.st_uid != os.getuid() or (pid is None and time.time() - about.st_mtime < _SETTLE_S):
+                continue
+            lock = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC)
+        except (FileNotFoundError, PermissionError, NotADirectoryError):
+            continue
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _remove(folder)
+        except BlockingIOError:
+            continue
+        finally:
+            os.close(lock)
+
+
+def _prctl(option: int, value: int) -> None:
+    if ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), f"prctl({option}, {value})")

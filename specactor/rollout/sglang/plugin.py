@@ -1,0 +1,24 @@
+"""SpecActor's plugin for SGLang (entry point ``sglang.srt.plugins``), loaded in the host and in every scheduler.
+
+SGLang only logs a plugin that fails, so the host asserts by a rank call that `register` ran in every scheduler.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from specactor.cpu import sglang as cpu
+from specactor.rollout.sglang import rank_calls
+from specactor.weights_sync import messages
+from specactor.weights_sync.receiver import Receiver
+
+
+def register() -> None:
+    """Called once per process by SGLang."""
+    if not torch.cuda.is_available():
+        cpu.install()
+    receiver = Receiver()
+    rank_calls.RANK_CALLS.update(
+        {messages.CHECK: receiver.check, messages.LOAD: receiver.load, messages.COMMIT: receiver.commit}
+    )
+    rank_calls.install()

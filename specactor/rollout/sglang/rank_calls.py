@@ -1,0 +1,125 @@
+"""Functions that run inside every rank of an engine, beside the model, and are called by name from the trainer.
+
+All contact with SGLang's scheduler that these need is in this file. SGLang runs a method of its `Scheduler` on all
+ranks, at a point between two steps, and reports only rank 0's error. So `_run` catches errors itself and every rank
+writes its answer to a file of its own in the folder of the call.
+"""
+
+from __future__ import annotations
+
+import importlib
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+
+from specactor.errors import EngineError
+
+METHOD = "specactor_call"
+"""Name under which SGLang finds `_run` on its scheduler."""
+PAYLOAD_FILE = "payload"
+
+
+class Reply(msgspec.Struct, frozen=True, kw_only=True):
+    """One rank's answer: ``error`` is empty, or ``value`` is."""
+
+    value: bytes = b""
+    error: str = ""
+
+
+class RankContext:
+    """What a rank call may use."""
+
+    def __init__(self, scheduler: Any) -> None:
+        from sglang.srt.runtime_context import get_parallel
+
+        self._scheduler = scheduler
+        self.tp_rank: int = get_parallel().tp_rank
+        self.tp_size: int = get_parallel().tp_size
+        self.model: torch.nn.Module = scheduler.tp_worker.model_runner.model
+
+    def flush_cache(self) -> None:
+        """Forget all keys and values; their memory stays. Raises EngineError while requests are running."""
+        if not self._scheduler.flush_cache(empty_cache=False):  # giving memory back collects all garbage: 0.4 s
+            raise EngineError("flush_cache: requests are still running. Abort them or wait for them first.")
+
+    def begin_weight_update(self) -> None:
+        """Bring parameters into the layout in which checkpoints are loaded. All ranks must call it."""
+        from sglang.srt.managers.io_struct import BeginWeightUpdateReqInput
+
+        self._check(self._scheduler.weight_updater.begin_weight_update(BeginWeightUpdateReqInput(selector="target")))
+
+    def end_weight_update(self) -> None:
+        """Bring parameters back into the layout that computes. All ranks must call it."""
+        from sglang.srt.managers.io_struct import EndWeightUpdateReqInput
+
+        self._check(self._scheduler.weight_updater.end_weight_update(EndWeightUpdateReqInput()))
+
+    @staticmethod
+    def _check(result: Any) -> None:
+        if not result.success:
+            raise EngineError(f"SGLang refused the weight update: {result.message}")
+
+
+def _identify(context: RankContext, payload: bytes) -> bytes:
+    """Proof that the plugin is at work in this rank: echoes the payload with the rank."""
+    return msgspec.json.encode({"tp_rank": context.tp_rank, "tp_size": context.tp_size, "echo": payload.decode()})
+
+
+RankFunction = Callable[[RankContext, bytes], bytes]
+RANK_CALLS: dict[str, RankFunction] = {"identify": _identify}
+
+
+def find(name: str) -> RankFunction:
+    """The function of a registered name, or of a path ``specactor.module:function``. Raises EngineError."""
+    if name in RANK_CALLS:
+        return RANK_CALLS[name]
+    module, _, function = name.partition(":")
+    if function and module.startswith("specactor."):
+        found: RankFunction = getattr(importlib.import_module(module), function)
+        return found
+    raise EngineError(
+        f"rank call {name!r} is not registered, expected one of {sorted(RANK_CALLS)} or 'specactor.module:function'. "
+        "Add it to specactor/rollout/sglang/rank_calls.py."
+    )
+
+
+def reply_file(folder: Path, tp_rank: int) -> Path:
+    return folder / f"reply-{tp_rank}"
+
+
+def read_replies(folder: Path, tp_size: int) -> list[bytes]:
+    """Every rank's answer. Raises EngineError that names each rank that failed and why."""
+    replies = []
+    for rank in range(tp_size):
+        file = reply_file(folder, rank)
+        if not file.exists():
+            raise EngineError(f"rank {rank} did not answer: the plugin of specactor is not active in it")
+        replies.append(msgspec.msgpack.decode(file.read_bytes(), type=Reply))
+    errors = [f"rank {rank}: {reply.error}" for rank, reply in enumerate(replies) if reply.error]
+    if errors:
+        raise EngineError("; ".join(errors))
+    return [reply.value for reply in replies]
+
+
+def _run(scheduler: Any, name: str, folder: str) -> None:
+    """Body of the method on SGLang's scheduler."""
+    context = RankContext(scheduler)
+    try:
+        payload = (Path(folder) / PAYLOAD_FILE).read_bytes()
+        with torch.no_grad():
+            reply = Reply(value=find(name)(context, payload))
+    except Exception as error:  # the boundary of the process: whatever a call raises must reach the caller
+        traceback.print_exc()
+        reply = Reply(error=f"{type(error).__name__}: {error}")
+    reply_file(Path(folder), context.tp_rank).write_bytes(msgspec.msgpack.encode(reply))
+
+
+def install() -> None:
+    """Adds the method to SGLang's scheduler."""
+    from sglang.srt.managers.scheduler import Scheduler
+
+    setattr(Scheduler, METHOD, lambda self, name, folder: _run(self, name, folder))

@@ -1,0 +1,127 @@
+"""What a run leaves on disk, and the rule for starting in a folder that already holds one."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from transformers import PreTrainedTokenizerBase
+
+from specactor.config import Config
+from specactor.errors import CheckpointError, ConfigError
+from specactor.trainer import checkpoint
+from specactor.types import ScoredGroup
+
+
+@dataclass(frozen=True, kw_only=True)
+class Status:
+    """Where a run is right now: what ``status.json`` holds."""
+
+    phase: str
+    """As the progress display names it; "" between two phases, "done" after the last."""
+    step: int
+    """Finished RL steps: those with a line in ``metrics.jsonl``."""
+    steps: int
+    """RL steps of the whole run."""
+    launcher_pid: int
+    """Process of torchrun on the machine of rank 0."""
+    rank_pids: tuple[int, ...]
+    """Process of every trainer rank, on its machine."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunFolder:
+    """Paths of one run."""
+
+    root: Path
+
+    @classmethod
+    def of(cls, config: Config) -> RunFolder:
+        return cls(root=Path(config.output_dir) / config.name)
+
+    @property
+    def metrics(self) -> Path:
+        """One JSON object per step."""
+        return self.root / "metrics.jsonl"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.root / "checkpoints"
+
+    @property
+    def export(self) -> Path:
+        """The final policy in Hugging Face format."""
+        return self.root / "export"
+
+    @property
+    def engines(self) -> Path:
+        """Logs of the rollout engines."""
+        return self.root / "engines"
+
+    @property
+    def status(self) -> Path:
+        """The `Status` of a run that is going on, or the last before it ended."""
+        return self.root / "status.json"
+
+    def write_status(self, status: Status) -> None:
+        """Replace the status: a reader sees the old or the new one, whole. Not forced to the disk."""
+        self.root.mkdir(parents=True, exist_ok=True)
+        fresh = self.status.with_name("status.json.tmp")
+        fresh.write_text(json.dumps(asdict(status)) + "\n")
+        fresh.replace(self.status)
+
+    def read_status(self) -> Status | None:
+        """None before the run's first phase."""
+        try:
+            fields = json.loads(self.status.read_text())
+        except FileNotFoundError:
+            return None
+        return Status(**fields | {"rank_pids": tuple(fields["rank_pids"])})
+
+    def evaluation(self, step: int) -> Path:
+        """Held-out problems and the policy's greedy responses after `step` RL steps, one JSON object per line."""
+        return self.root / "evaluations" / f"step-{step:06}.jsonl"
+
+    def write_evaluation(self, step: int, groups: Sequence[ScoredGroup], tokenizer: PreTrainedTokenizerBase) -> None:
+        lines = [
+            {
+                "problem": group.problem.index,
+                "prompt": group.problem.prompt,
+                "prompt_ids": group.problem.prompt_ids,
+                "answer": group.problem.answer,
+                "response": tokenizer.decode(list(group.trajectories[0].token_ids), skip_special_tokens=True),
+                "token_ids": group.trajectories[0].token_ids,
+                "score": group.scores[0],
+            }
+            for group in groups
+        ]
+        file = self.evaluation(step)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def checkpoint_to_resume(config: Config, folder: RunFolder) -> Path | None:
+    """The checkpoint that `config.resume` asks for; None to start at step 0.
+
+    Raises ConfigError when the folder holds a run and resume is off, CheckpointError when a named one is missing.
+    """
+    if config.resume == "off":
+        if folder.metrics.exists():
+            raise ConfigError.at(
+                "name",
+                config.name,
+                f"a run that does not exist yet in {config.output_dir}",
+                "Continue it with --resume auto, choose another --name, or remove the folder.",
+            )
+        return None
+    if config.resume == "auto":
+        return checkpoint.latest(folder.checkpoints)
+    path = Path(config.resume)
+    if not path.is_dir():
+        raise CheckpointError(
+            f"resume: got {config.resume!r}, expected off, auto or the folder of a checkpoint. "
+            f"Checkpoints of this run are in {folder.checkpoints}."
+        )
+    return path

@@ -1,0 +1,262 @@
+"""Checkpoints of the whole training state: policy, optimizer, random states, and what the caller needs to go on.
+
+A checkpoint is a folder ``step-000010`` with Megatron's distributed format, ``rng-<rank>.safetensors`` and
+``state.json``.
+
+Invariants:
+1. A folder is renamed into place as the last act of saving, after everything in it is on disk: a folder with that
+   name is whole.
+2. Every file's size and digest are in ``state.json`` and are checked before anything is loaded.
+3. All ranks save and load, or all ranks raise.
+4. After `load` under the same layout in float32, training goes on bit for bit as if it had not stopped.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+
+from specactor.errors import CheckpointError, PeerFailedError
+from specactor.parallel.collective import Collective
+
+if TYPE_CHECKING:
+    from specactor.trainer.policy import PolicyTrainer
+
+FORMAT = 1
+_NAME = re.compile(r"step-(\d{6,})")
+_MODEL_FIELDS = (
+    "model_type",
+    "vocab_size",
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "intermediate_size",
+    "moe_intermediate_size",
+    "num_experts",
+    "tie_word_embeddings",
+)
+
+
+def latest(root: Path) -> Path | None:
+    """The newest whole checkpoint in `root`; removes what an interrupted save left behind. Not collective."""
+    if not root.is_dir():
+        return None
+    for stale in root.glob("step-*.tmp"):
+        shutil.rmtree(stale, ignore_errors=True)
+    found = _checkpoints(root)
+    return found[-1] if found else None
+
+
+def save(trainer: PolicyTrainer, root: Path, step: int, state: dict[str, Any], *, keep: int = 2) -> Path:
+    """Write ``root/step-<step>``, then remove all but the newest `keep`, and those of later steps. Collective.
+
+    Later steps are of a history that was left by resuming from an earlier checkpoint.
+
+    `state` is the caller's, the same on all ranks, of JSON types. Raises CheckpointError where the disk fails.
+    """
+    from specactor.trainer import dist_checkpoint
+
+    collective = Collective(trainer.device)
+    target = root / f"step-{step:06d}"
+    folder = target.with_name(target.name + ".tmp")
+    first = dist.get_rank() == 0
+
+    def prepare() -> None:
+        if first:
+            shutil.rmtree(folder, ignore_errors=True)
+            folder.mkdir(parents=True)
+
+    _on_all(collective, f"{target}: could not be written", prepare)
+    dist_checkpoint.save(trainer.chunks, trainer.optimizer, folder)
+    _on_all(collective, f"{target}: could not be written", lambda: _save_rng(folder))
+    files = _on_all(collective, f"{target}: could not be written", lambda: _digests(folder, fsync=True))
+    digests = {name: digest for part in collective.gather(files, dict[str, str]) for name, digest in part.items()}
+
+    def commit() -> None:
+        if first:
+            about = {"format": FORMAT, "step": step, "state": state, "files": digests} | _identity(trainer)
+            _write_durably(folder / "state.json", json.dumps(about))
+            _fsync(folder)
+            shutil.rmtree(target, ignore_errors=True)
+            os.rename(folder, target)
+            _fsync(root)
+            found = _checkpoints(root)
+            history = found[: found.index(target) + 1]
+            for other in [*found[len(history) :], *history[:-keep]]:
+                shutil.rmtree(other, ignore_errors=True)
+
+    _on_all(collective, f"{target}: could not be written", commit)
+    return target
+
+
+def load(trainer: PolicyTrainer, path: Path) -> dict[str, Any]:
+    """Restore `trainer` from a checkpoint folder; returns the caller's state. Collective.
+
+    Under another layout than it was saved with, random states are not restored (nothing in the policy draws from them).
+    Raises CheckpointError for a checkpoint that is missing, damaged, of another model, or of a layout that cannot
+    be loaded; the trainer is then unchanged, unless Megatron itself failed half-way.
+    """
+    from specactor.trainer import dist_checkpoint
+
+    collective = Collective(trainer.device)
+    about = _on_all(collective, "", lambda: _read(trainer, path))
+    dist_checkpoint.load(trainer.chunks, trainer.optimizer, path)
+    if about["layout"] == asdict(trainer.layout):
+        _on_all(collective, f"{path}: could not be loaded", lambda: _load_rng(path))
+    return dict(about["state"])
+
+
+def _on_all(collective: Collective, what: str, work: Callable[[], Any]) -> Any:
+    """Local work on every rank; where it fails on one, CheckpointError on all."""
+    try:
+        return collective.together("checkpoint", work)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{what}: {error}. Free disk space, or use another folder.") from error
+    except PeerFailedError as error:
+        raise CheckpointError(str(error)) from error
+
+
+def _checkpoints(root: Path) -> list[Path]:
+    """Whole checkpoints, oldest first."""
+    steps = {int(match[1]): path for path in root.iterdir() if (match := _NAME.fullmatch(path.name))}
+    return [steps[step] for step in sorted(steps)]
+
+
+def _identity(trainer: PolicyTrainer) -> dict[str, Any]:
+    """What must fit when a checkpoint is loaded."""
+    hf = trainer.policy.bridge.hf_config
+    return {
+        "layout": asdict(trainer.layout),
+        "virtual_pipeline": trainer.config.parallel.virtual_pipeline,
+        "model": {name: getattr(hf, name, None) for name in _MODEL_FIELDS} | {"dtype": trainer.config.model.dtype},
+        "distributed_optimizer": trainer.config.train.distributed_optimizer,
+    }
+
+
+def _read(trainer: PolicyTrainer, path: Path) -> dict[str, Any]:
+    """``state.json`` of a checkpoint that is whole and can be loaded into `trainer`."""
+    file = path / "state.json"
+    if not path.is_dir() or not file.is_file():
+        there = "no such folder" if not path.is_dir() else "a folder without state.json"
+        raise CheckpointError(
+            f"{path}: got {there}, expected a checkpoint folder named step-<number>. Give one, or use --resume auto."
+        )
+    try:
+        about: dict[str, Any] = json.loads(file.read_text())
+    except ValueError as error:
+        raise CheckpointError(
+            f"{file}: is not JSON ({error}). The checkpoint is damaged: use an earlier one."
+        ) from error
+    if about.get("format") != FORMAT:
+        raise CheckpointError(
+            f"{path}: got format {about.get('format')}, expected {FORMAT}. Use the version that wrote it."
+        )
+    _check_identity(about, _identity(trainer), path)
+    _check_files(about["files"], path)
+    return about
+
+
+def _check_identity(saved: dict[str, Any], now: dict[str, Any], path: Path) -> None:
+    for name, value in now["model"].items():
+        if saved["model"].get(name) != value:
+            raise CheckpointError(
+                f"{path}: is of another model: {name} is {saved['model'].get(name)}, expected {value}. "
+                "Give --model.path the model that the checkpoint was trained from."
+            )
+    old, new = saved["layout"]["expert"], now["layout"]["expert"]
+    if now["model"]["num_experts"] and (old == 1) != (new == 1):
+        can = "1" if old == 1 else f"> 1 (a divisor of {now['model']['num_experts']} experts)"
+        raise CheckpointError(
+            f"{path}: was saved with parallel.expert = {old} and cannot be loaded with {new}: Megatron keeps the "
+            f"experts' optimizer state apart only if parallel.expert > 1. Layouts with --parallel.expert {can} would "
+            "work, with any tensor, pipeline, context and data parallelism."
+        )
+    if saved["distributed_optimizer"] != now["distributed_optimizer"]:
+        raise CheckpointError(
+            f"{path}: was saved with train.distributed_optimizer = {saved['distributed_optimizer']}, expected "
+            f"{now['distributed_optimizer']}. Use --train.distributed-optimizer {saved['distributed_optimizer']}."
+        )
+
+
+def _share(names: list[str]) -> list[str]:
+    """The files that this rank reads; every file is read by one rank."""
+    return sorted(names)[dist.get_rank() :: dist.get_world_size()]
+
+
+def _digests(folder: Path, *, fsync: bool = False) -> dict[str, str]:
+    """Size and digest of this rank's share of the files."""
+    names = _share([file.name for file in folder.iterdir()])
+    if fsync:
+        for name in names:
+            _fsync(folder / name)
+    return {name: _digest(folder / name) for name in names}
+
+
+def _digest(file: Path) -> str:
+    with file.open("rb") as stream:
+        return f"{file.stat().st_size} {hashlib.file_digest(stream, hashlib.blake2b).hexdigest()[:32]}"
+
+
+def _check_files(files: dict[str, str], path: Path) -> None:
+    for name in _share(list(files)):
+        file = path / name
+        if not file.is_file():
+            raise CheckpointError(f"{file}: is missing. The checkpoint is damaged: use an earlier one.")
+        got, expected = _digest(file), files[name]
+        if got != expected:
+            sizes = f"{got.split()[0]} bytes, expected {expected.split()[0]}"
+            what = (
+                f"got {sizes}"
+                if got.split()[0] != expected.split()[0]
+                else "its content has changed since it was saved"
+            )
+            raise CheckpointError(f"{file}: {what}. The checkpoint is damaged: use an earlier one.")
+
+
+def _save_rng(folder: Path) -> None:
+    from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+
+    states = {"torch": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        states["cuda"] = torch.cuda.get_rng_state()
+    states |= {f"tracker.{name}": state for name, state in get_cuda_rng_tracker().get_states().items()}
+    states = {name: state.cpu().clone() for name, state in states.items()}
+    save_file(states, folder / f"rng-{dist.get_rank():05d}.safetensors")
+
+
+def _load_rng(folder: Path) -> None:
+    from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+
+    states = load_file(folder / f"rng-{dist.get_rank():05d}.safetensors")
+    torch.set_rng_state(states["torch"])
+    if "cuda" in states and torch.cuda.is_available():
+        torch.cuda.set_rng_state(states["cuda"])
+    tracked = {name.removeprefix("tracker."): state for name, state in states.items() if name.startswith("tracker.")}
+    get_cuda_rng_tracker().set_states(tracked)
+
+
+def _write_durably(file: Path, text: str) -> None:
+    file.write_text(text)
+    _fsync(file)
+
+
+def _fsync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

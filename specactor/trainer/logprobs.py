@@ -1,0 +1,107 @@
+"""Log-probabilities and entropies of tokens over a vocabulary that is sharded over ranks.
+
+Shapes: T tokens; V entries of the vocabulary on this rank (rank r of the group holds ids r*V .. (r+1)*V - 1).
+
+No rank ever holds the whole vocabulary. One buffer of shape (T, V), at least float32, is made: the softmax, which the
+backward pass turns into the gradient in place. A second backward pass through the same graph is therefore an error of
+autograd ("modified by an inplace operation"), never a wrong gradient.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+CHUNK_ELEMENTS = 2**20
+"""Rows are worked through in chunks of about this many elements, which bounds temporaries to 4 MiB in float32."""
+
+
+def vocab_parallel_logprobs(
+    logits_TV: Tensor, targets_T: Tensor, *, temperature: float, group: dist.ProcessGroup | None
+) -> tuple[Tensor, Tensor]:
+    """Log-probability of each target, and entropy of each distribution, of softmax(logits / temperature), in nats.
+
+    Args:
+        logits_TV: this rank's shard of the vocabulary; the rows are the same tokens on every rank of `group`.
+        targets_T: int64 ids in the whole vocabulary, the same on every rank of `group`.
+        group: ranks that share the vocabulary; None: this rank holds all of it.
+
+    Returns:
+        (logprobs_T, entropy_T), at least float32, the same on every rank. The gradient of logprobs_T reaches this
+        rank's logits without communication; entropy_T carries none.
+    """
+    if group is not None and dist.get_world_size(group) == 1:
+        group = None
+    outputs: tuple[Tensor, Tensor] = _VocabParallelLogprobs.apply(  # type: ignore[no-untyped-call]
+        logits_TV, targets_T, temperature, group
+    )
+    return outputs
+
+
+class _VocabParallelLogprobs(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, logits_TV: Tensor, targets_T: Tensor, temperature: float, group: dist.ProcessGroup | None
+    ) -> tuple[Tensor, Tensor]:
+        local_T, mine_T = _local_targets(targets_T, logits_TV.shape[1], group)
+        buffer_TV = logits_TV.to(torch.promote_types(logits_TV.dtype, torch.float32), copy=True).div_(temperature)
+        max_T = _all_reduce(buffer_TV.amax(dim=-1), dist.ReduceOp.MAX, group)
+        target_T = (buffer_TV.gather(1, local_T[:, None])[:, 0] - max_T).masked_fill_(~mine_T, 0.0)
+        sum_T, moment_T = _exponentiate(buffer_TV, max_T)
+        sum_T, moment_T, target_T = _all_reduce(
+            torch.stack([sum_T, moment_T, target_T]), dist.ReduceOp.SUM, group
+        ).unbind()
+        entropy_T = sum_T.log() - moment_T / sum_T  # H = log Z - sum p x, with p = exp(x) / Z
+        if ctx.needs_input_grad[0]:
+            ctx.save_for_backward(buffer_TV.div_(sum_T[:, None]), local_T, mine_T)
+        ctx.temperature, ctx.dtype = temperature, logits_TV.dtype
+        ctx.mark_non_differentiable(entropy_T)
+        ctx.set_materialize_grads(False)
+        return target_T - sum_T.log(), entropy_T
+
+    @staticmethod
+    @once_differentiable
+    def backward(
+        ctx: Any, grad_T: Tensor | None, _grad_entropy_T: Tensor | None
+    ) -> tuple[Tensor | None, None, None, None]:
+        """d logprob / d logit_v = (1[v = target] - p_v) / temperature."""
+        if grad_T is None:
+            return None, None, None, None
+        grad_TV, local_T, mine_T = ctx.saved_tensors
+        grad_T = grad_T / ctx.temperature
+        grad_TV.mul_(-grad_T[:, None])
+        grad_TV.scatter_add_(1, local_T[:, None], (grad_T * mine_T)[:, None])
+        return grad_TV.to(ctx.dtype), None, None, None
+
+
+def _local_targets(targets_T: Tensor, shard_size: int, group: dist.ProcessGroup | None) -> tuple[Tensor, Tensor]:
+    """Column of each target in this rank's shard (0 where it is elsewhere), and whether it is here."""
+    start = 0 if group is None else dist.get_rank(group) * shard_size
+    local_T = targets_T - start
+    mine_T = (local_T >= 0) & (local_T < shard_size)
+    return local_T.masked_fill(~mine_T, 0), mine_T
+
+
+def _exponentiate(buffer_TV: Tensor, max_T: Tensor) -> tuple[Tensor, Tensor]:
+    """Turns logits into exp(x), x = logit - max, in place; returns sums over this shard of exp(x) and exp(x) x."""
+    sum_T, moment_T = torch.empty_like(max_T), torch.empty_like(max_T)
+    rows = max(1, CHUNK_ELEMENTS // max(1, buffer_TV.shape[1]))
+    lowest = torch.finfo(buffer_TV.dtype).min  # a logit of -inf would make exp(x) x = 0 * inf
+    for start in range(0, buffer_TV.shape[0], rows):
+        part = slice(start, start + rows)
+        x_CV = buffer_TV[part].sub_(max_T[part, None]).clamp_(min=lowest)
+        exp_CV = x_CV.exp()
+        sum_T[part] = exp_CV.sum(dim=-1)
+        moment_T[part] = x_CV.mul_(exp_CV).sum(dim=-1)
+        buffer_TV[part] = exp_CV
+    return sum_T, moment_T
+
+
+def _all_reduce(tensor: Tensor, op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup | None) -> Tensor:
+    if group is not None and tensor.numel() > 0:
+        dist.all_reduce(tensor, op, group=group)
+    return tensor

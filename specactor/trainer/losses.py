@@ -1,0 +1,159 @@
+"""Losses of the policy, token by token, as pure functions of tensors.
+
+Shapes: T packed response tokens of one micro-batch on this rank, S sequences of the micro-batch. Prompt and padding
+tokens are not among the T. Log-probabilities are natural, at the sampling temperature.
+
+The loss of an optimizer update is sum over all its tokens, on all ranks, of ``weight * loss``, with the weights of
+`token_weights`. These follow from the whole update's lengths, so the loss does not depend on how sequences are
+spread over ranks and micro-batches.
+"""
+# ruff: noqa: N802 (names of functions end in the shape that they return)
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Literal, assert_never
+
+import torch
+from torch import Tensor
+
+from specactor.errors import DataError
+
+LossKind = Literal["ppo_clip", "gspo", "cispo"]
+Aggregation = Literal["sequence_mean", "token_mean", "fixed_length"]
+KlKind = Literal["k1", "k3"]
+
+MAX_LOG_RATIO = 20.0
+"""Log-ratios are held within +-20 before exp: e^20 = 5e8 is beyond any useful ratio and keeps float32 finite."""
+
+
+def policy_loss_T(
+    logprobs_T: Tensor,
+    old_logprobs_T: Tensor,
+    advantages_T: Tensor,
+    *,
+    kind: LossKind,
+    clip_low: float,
+    clip_high: float,
+    sequence_T: Tensor,
+    num_sequences: int,
+    sum_over_context: Callable[[Tensor], Tensor],
+) -> tuple[Tensor, Tensor]:
+    """Loss of every token, and whether clipping changed that token's gradient.
+
+    With r = exp(logprob - old), bounds [1 - clip_low, 1 + clip_high] and advantage A:
+
+    - ppo_clip: max(-A r, -A clip(r)), arXiv 1707.06347 eq. 7. GRPO uses it; DAPO (arXiv 2503.14476) with
+      clip_high > clip_low.
+    - gspo: the same with one ratio per sequence, s = exp(mean over its tokens of logprob - old), arXiv 2507.18071
+      eq. 7, in the token form of eq. 13-14: the value of s, the gradient of each token's own log-probability. With
+      aggregation = sequence_mean its gradient is that of the sequence objective. Clip ranges are much
+      smaller here (3e-4 to 4e-4 in the paper).
+    - cispo: -stopgrad(clip(r)) A logprob, arXiv 2506.13585 eq. 4: a clipped token keeps its gradient, with a
+      bounded weight. The paper has no lower bound: bring clip_low near 1.
+
+    Args:
+        old_logprobs_T: of the policy that sampled, as the trainer computes them; no gradient flows into them.
+        advantages_T: equal for all tokens of a sequence.
+        sequence_T: int64, 0 <= sequence_T < num_sequences; the sequence of each token. Ranks of one context-parallel
+            group number the sequences alike. Read by gspo only, like the two that follow.
+        sum_over_context: sums a float tensor of shape (S) over the context-parallel group (in place or not); the
+            identity without context parallelism. It is called the same number of times on every rank, also with T = 0.
+
+    Returns:
+        (loss_T, clipped_T): floats that carry the gradient; bool.
+    """
+    old_logprobs_T, advantages_T = old_logprobs_T.detach(), advantages_T.detach()
+    log_ratio_T = logprobs_T - old_logprobs_T
+    match kind:
+        case "ppo_clip":
+            return _pessimistic(_ratio(log_ratio_T), advantages_T, clip_low, clip_high)
+        case "gspo":
+            mean_S = _sequence_mean_S(log_ratio_T.detach(), sequence_T, num_sequences, sum_over_context)
+            own_T = logprobs_T - logprobs_T.detach()  # zero, with the gradient of logprobs
+            return _pessimistic(_ratio(mean_S)[sequence_T] * own_T.exp(), advantages_T, clip_low, clip_high)
+        case "cispo":
+            ratio_T = _ratio(log_ratio_T.detach())
+            weight_T = ratio_T.clamp(1 - clip_low, 1 + clip_high)
+            return -weight_T * advantages_T * logprobs_T, (weight_T != ratio_T) & (advantages_T != 0)
+        case _:
+            assert_never(kind)
+
+
+def token_weights(response_lens: Sequence[int], aggregation: Aggregation, max_new_tokens: int) -> list[float]:
+    """Weight of each token of every sequence; `response_lens` are those of the *whole* update, from all ranks.
+
+    With S sequences: sequence_mean 1 / (S len), GRPO; token_mean 1 / (all tokens), DAPO; fixed_length
+    1 / (S max_new_tokens), Dr.GRPO. A sequence without tokens counts in S and has weight 0 under sequence_mean.
+    Raises DataError when no sequence has a token, or for a negative length.
+    """
+    num_sequences, total = len(response_lens), sum(response_lens)
+    if total == 0 or min(response_lens) < 0:
+        raise DataError(
+            f"response lengths: got {list(response_lens)[:8]} in {num_sequences} sequences, expected lengths >= 0 and "
+            "at least one token. Leave out an update that has nothing to learn from."
+        )
+    match aggregation:
+        case "sequence_mean":
+            return [1 / (num_sequences * n) if n else 0.0 for n in response_lens]
+        case "token_mean":
+            return [1 / total] * num_sequences
+        case "fixed_length":
+            return [1 / (num_sequences * max_new_tokens)] * num_sequences
+        case _:
+            assert_never(aggregation)
+
+
+def kl_T(logprobs_T: Tensor, ref_logprobs_T: Tensor, kind: KlKind) -> Tensor:
+    """Estimate of KL(policy || reference) from every sampled token, to be added to its loss.
+
+    With d = reference - policy log-probability (J. Schulman, "Approximating KL Divergence", 2020):
+
+    - k1 = -d: unbiased, may be negative. Differentiated as it stands, its gradient has expectation zero and restrains
+      nothing. So the gradient here is that of k2 = d^2 / 2, which, over tokens that the policy sampled, is an
+      unbiased gradient of KL(policy || reference) of the next-token distributions at the visited prefixes.
+    - k3 = exp(d) - 1 - d: unbiased, never negative, less variance; GRPO's (arXiv 2402.03300 eq. 4). Its gradient is an
+      unbiased one of KL(reference || policy): alike near the reference, different far from it.
+    """
+    d_T = ref_logprobs_T.detach() - logprobs_T
+    match kind:
+        case "k1":
+            k2_T = d_T.square() / 2
+            return -d_T.detach() + (k2_T - k2_T.detach())
+        case "k3":
+            d_T = d_T.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+            return torch.expm1(d_T) - d_T
+        case _:
+            assert_never(kind)
+
+
+def tis_weights_T(trainer_logprobs_T: Tensor, engine_logprobs_T: Tensor, cap: float) -> Tensor:
+    """Truncated importance sampling: min(exp(trainer - engine), cap), without gradient; multiplies the loss.
+
+    It corrects for tokens sampled by an engine whose probabilities differ from the trainer's at the *same* weights, so
+    `trainer_logprobs_T` are those before the update, the ``old_logprobs_T`` of `policy_loss_T`. The truncation bounds
+    the variance for a little bias (Yao et al., "Your efficient RL framework secretly brings you off-policy RL
+    training", 2025; Ionides, "Truncated importance sampling", 2008).
+    """
+    return (trainer_logprobs_T.detach() - engine_logprobs_T.detach()).exp().clamp(max=cap)
+
+
+def _ratio(log_ratio: Tensor) -> Tensor:
+    return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+
+
+def _pessimistic(ratio_T: Tensor, advantages_T: Tensor, clip_low: float, clip_high: float) -> tuple[Tensor, Tensor]:
+    """max(-A r, -A clip(r)): the bound holds only where passing it would *lower* the loss."""
+    low, high = 1 - clip_low, 1 + clip_high
+    clipped_T = ((advantages_T > 0) & (ratio_T > high)) | ((advantages_T < 0) & (ratio_T < low))
+    return -advantages_T * torch.where(clipped_T, ratio_T.detach().clamp(low, high), ratio_T), clipped_T
+
+
+def _sequence_mean_S(
+    values_T: Tensor, sequence_T: Tensor, num_sequences: int, sum_over_context: Callable[[Tensor], Tensor]
+) -> Tensor:
+    """Mean of `values_T` over the tokens of each sequence, on whatever ranks these are (nan where it has none)."""
+    zeros_S = values_T.new_zeros(num_sequences)
+    sum_S = sum_over_context(zeros_S.index_add(0, sequence_T, values_T))
+    count_S = sum_over_context(zeros_S.index_add(0, sequence_T, torch.ones_like(values_T)))
+    return sum_S / count_S

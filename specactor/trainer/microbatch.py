@@ -1,0 +1,191 @@
+"""One packed micro-batch as tensors: sequences, one after the other, each padded to what the layout divides.
+
+Shapes: T packed tokens on this rank, N sequences, R those of the T positions whose *next* token belongs to a response.
+Under context parallelism this rank holds chunks r and 2C-1-r of every sequence's 2C chunks.
+
+Invariants: over the ranks of a context-parallel group every response token is in exactly one R; padding is in none.
+"""
+
+# ruff: noqa: N815 - tensor fields carry shape suffixes
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+import torch
+from megatron.core.packed_seq_params import PackedSeqParams
+from torch import Tensor
+
+from specactor.trainer.packing import padded_len
+from specactor.types import TrainSequence
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What divides a micro-batch on this rank."""
+
+    context: int
+    context_rank: int
+    tensor: int
+
+    @property
+    def sequence_multiple(self) -> int:
+        """Every sequence's padded length is a multiple of this."""
+        return 2 * self.context if self.context > 1 else 1
+
+    @property
+    def total_multiple(self) -> int:
+        """The micro-batch's length is: sequence parallelism cuts it evenly."""
+        return max(self.sequence_multiple, self.context * self.tensor * (2 if self.context > 1 else 1))
+
+
+@dataclass(frozen=True)
+class Item:
+    """A sequence with what its tokens weigh; `first` numbers its first response token among all of the step's."""
+
+    sequence: TrainSequence
+    first: int
+    weight: float
+    old_logprobs: Tensor | None = None
+    ref_logprobs: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    tokens_1T: Tensor
+    positions_1T: Tensor
+    packed: PackedSeqParams
+    rows_R: Tensor
+    """Which of the T positions predict a response token."""
+    targets_R: Tensor
+    sequence_R: Tensor
+    """Number of the sequence in this micro-batch."""
+    source_R: Tensor
+    """Number of the response token among all of the step's."""
+    weights_R: Tensor
+    advantages_R: Tensor
+    rollout_R: Tensor | None
+    old_R: Tensor | None
+    ref_R: Tensor | None
+    num_sequences: int
+
+
+def items_of(
+    sequences: Sequence[TrainSequence],
+    weights: list[float],
+    old: list[Tensor] | None,
+    ref: list[Tensor] | None,
+) -> list[Item]:
+    """Items of one update; `weights` are per token, `old` and `ref` log-probabilities per sequence (response_len)."""
+    firsts = accumulate((s.response_len for s in sequences), initial=0)
+    none = [None] * len(sequences)
+    return [
+        Item(sequence, first, weight, old_logprobs, ref_logprobs)
+        for sequence, first, weight, old_logprobs, ref_logprobs in zip(
+            sequences, firsts, weights, old or none, ref or none, strict=False
+        )
+    ]
+
+
+def build(items: Sequence[Item], shape: Shape, device: torch.device) -> MicroBatch:
+    """Pack `items`; without any, padding that takes part in every collective and learns nothing."""
+    lengths = [len(item.sequence.token_ids) for item in items]
+    padded = [padded_len(length, shape.sequence_multiple) for length in lengths] or [shape.total_multiple]
+    padded[-1] += -sum(padded) % shape.total_multiple
+    tokens = _tokens(items, padded)
+    rows_T, positions_T = _local_rows(padded, shape)
+    where = _responses(items, padded, rows_T)
+    mine = where.mine
+
+    def per_sequence(values: list[float]) -> Tensor:
+        return torch.tensor(values, dtype=torch.float32)[where.sequence[mine]].to(device)
+
+    def per_token(values: Sequence[Any]) -> Tensor | None:
+        lens = [item.sequence.response_len for item in items]
+        if not items or any(value is None or len(value) != n for value, n in zip(values, lens, strict=True)):
+            return None
+        return torch.cat([torch.as_tensor(value, dtype=torch.float32) for value in values])[mine].to(device)
+
+    return MicroBatch(
+        tokens_1T=tokens[rows_T][None].to(device),
+        positions_1T=positions_T[None].to(device),
+        packed=_packed(padded, device),
+        rows_R=where.local_row[mine].to(device),
+        targets_R=tokens[where.row[mine] + 1].to(device),
+        sequence_R=where.sequence[mine].to(device),
+        source_R=where.source[mine],
+        weights_R=per_sequence([item.weight for item in items]),
+        advantages_R=per_sequence([item.sequence.advantage for item in items]),
+        rollout_R=per_token([item.sequence.rollout_logprobs for item in items]),
+        old_R=per_token([item.old_logprobs for item in items]),
+        ref_R=per_token([item.ref_logprobs for item in items]),
+        num_sequences=len(items),
+    )
+
+
+def _tokens(items: Sequence[Item], padded: list[int]) -> Tensor:
+    """All tokens of the micro-batch, on whatever rank they will be; padding is token 0."""
+    flat: list[int] = []
+    for item, size in zip(items, padded, strict=False):
+        flat += item.sequence.token_ids
+        flat += [0] * (size - len(item.sequence.token_ids))
+    return torch.tensor(flat or [0] * sum(padded), dtype=torch.int64)
+
+
+@dataclass(frozen=True)
+class _Responses:
+    """Of every response token of the micro-batch, in order."""
+
+    row: Tensor
+    """Row of the whole micro-batch that predicts it."""
+    local_row: Tensor
+    """The same among this rank's rows; -1: it is on another rank."""
+    mine: Tensor
+    """Which of the tokens are predicted on this rank."""
+    sequence: Tensor
+    source: Tensor
+
+
+def _responses(items: Sequence[Item], padded: list[int], rows_T: Tensor) -> _Responses:
+    starts = accumulate(padded, initial=0)
+    count = torch.tensor([item.sequence.response_len for item in items], dtype=torch.int64)
+    begin = [start + item.sequence.prompt_len - 1 for item, start in zip(items, starts, strict=False)]
+    first = [item.first for item in items]
+    sequence = torch.arange(len(items)).repeat_interleave(count)
+    within = torch.arange(len(sequence)) - (count.cumsum(0) - count)[sequence]
+    row = torch.tensor(begin, dtype=torch.int64)[sequence] + within
+    place = torch.full((sum(padded),), -1, dtype=torch.int64)
+    place[rows_T] = torch.arange(len(rows_T))
+    local_row = place[row]
+    mine = (local_row >= 0).nonzero()[:, 0]
+    return _Responses(row, local_row, mine, sequence, torch.tensor(first, dtype=torch.int64)[sequence] + within)
+
+
+def _packed(padded: list[int], device: torch.device) -> PackedSeqParams:
+    boundaries = torch.tensor([0, *accumulate(padded)], dtype=torch.int32, device=device)
+    return PackedSeqParams(
+        qkv_format="thd",
+        cu_seqlens_q=boundaries,
+        cu_seqlens_kv=boundaries,
+        cu_seqlens_q_padded=boundaries,
+        cu_seqlens_kv_padded=boundaries,
+        max_seqlen_q=max(padded),
+        max_seqlen_kv=max(padded),
+    )
+
+
+def _local_rows(padded: list[int], shape: Shape) -> tuple[Tensor, Tensor]:
+    """(rows of the whole micro-batch that this rank holds, their positions in their sequences)."""
+    lengths_N = torch.tensor(padded)
+    starts_T = (lengths_N.cumsum(0) - lengths_N).repeat_interleave(lengths_N)
+    position_T = torch.arange(len(starts_T)) - starts_T
+    rows_T = torch.arange(len(starts_T))
+    if shape.context == 1:
+        return rows_T, position_T
+    chunk_T = position_T // (lengths_N // (2 * shape.context)).repeat_interleave(lengths_N)
+    last = 2 * shape.context - 1
+    mine = ((chunk_T == shape.context_rank) | (chunk_T == last - shape.context_rank)).nonzero()[:, 0]
+    return rows_T[mine], position_T[mine]

@@ -1,0 +1,170 @@
+"""The policy as a Megatron-core GPTModel: built from, loaded from and exported to Hugging Face format.
+
+mbridge knows how the two formats relate for TransformerEngine's layer spec, used where a GPU and TransformerEngine
+are present. Elsewhere Megatron's local spec is built, which holds the same tensors under other names: `_SpecNames`
+shows them to mbridge under the names it expects. Contact with mbridge is in this file and in `shards`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import io
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from specactor.config import TrainConfig
+from specactor.cpu import megatron as cpu_platform
+from specactor.errors import ConfigError
+
+cpu_platform.install()
+
+import mbridge  # noqa: E402
+from mbridge.core.util import unwrap_model  # noqa: E402
+from megatron.core import parallel_state  # noqa: E402
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec  # noqa: E402
+from transformers import AutoConfig  # noqa: E402
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+def has_transformer_engine() -> bool:
+    """Whether the fused layer spec can be used: a GPU and an importable TransformerEngine."""
+    return torch.cuda.is_available() and importlib.util.find_spec("transformer_engine") is not None
+
+
+@dataclass(frozen=True)
+class Policy:
+    """This rank's part of the model: one chunk, or one per virtual pipeline stage."""
+
+    chunks: list[Any]
+    bridge: Any
+    config: Any
+    """Megatron's TransformerConfig."""
+    source_dir: Path
+    local_spec: bool
+
+    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Every (Hugging Face name, whole tensor) of the model, on every rank, one at a time. Collective.
+
+        A tensor may share memory with the model's own: use or copy it before taking the next, and never write into it.
+        """
+        seen = set()
+        with torch.no_grad():
+            for name, tensor in self.bridge.export_weights(self.for_bridge()):
+                if name not in seen:  # a tied output layer comes again from the last pipeline stage
+                    seen.add(name)
+                    yield name, tensor
+
+    def for_bridge(self) -> list[Any]:
+        return [_SpecNames(chunk) for chunk in self.chunks] if self.local_spec else self.chunks
+
+
+def build(model_dir: Path, *, dtype: str, train: TrainConfig) -> Policy:
+    """The model of a Hugging Face folder with its weights, spread by Megatron's parallel state. Collective.
+
+    Raises ConfigError for a model type or a rotary embedding that cannot be represented.
+    """
+    local_spec = not has_transformer_engine()
+    bridge = _make_bridge(model_dir, DTYPES[dtype], local_spec, train.recompute)
+    with contextlib.redirect_stdout(io.StringIO()):  # it prints parameter counts
+        chunks = bridge.get_model(bf16=dtype == "bfloat16", use_cpu_initialization=local_spec)
+    policy = Policy(chunks, bridge, bridge.config, model_dir, local_spec)
+    with torch.no_grad():
+        bridge.load_weights(policy.for_bridge(), str(model_dir), memory_efficient=True)
+    return policy
+
+
+def read_hf_config(model_dir: Path) -> Any:
+    """The folder's configuration with ``rope_theta`` where mbridge reads it.
+
+    transformers 5 keeps it in ``rope_parameters``; mbridge then builds another model without an error.
+    """
+    if not (model_dir / "config.json").is_file():
+        raise ConfigError.at(
+            "model.path", str(model_dir), "a folder with config.json", "Give the folder of a Hugging Face model."
+        )
+    config = AutoConfig.from_pretrained(model_dir)
+    rope = getattr(config, "rope_parameters", None) or {}
+    if rope.get("rope_type", "default") != "default":
+        raise ConfigError.at(
+            "model.path",
+            rope["rope_type"],
+            "the default rotary embedding",
+            "Scaled rotary embeddings are not supported: train with the model's original context length.",
+        )
+    if "rope_theta" in rope:
+        config.rope_theta = rope["rope_theta"]
+    return config
+
+
+def _make_bridge(model_dir: Path, dtype: torch.dtype, local_spec: bool, recompute: str) -> Any:
+    hf_config = read_hf_config(model_dir)
+    known = mbridge.AutoBridge.list_supported_models()
+    if hf_config.model_type not in known:
+        raise ConfigError.at(
+            "model.path", hf_config.model_type, f"one of {sorted(known)}", "Choose a model of a supported type."
+        )
+    bridge = mbridge.AutoBridge.from_config(hf_config, dtype=dtype)
+    pipelined = parallel_state.get_pipeline_model_parallel_world_size() > 1
+    settings: dict[str, Any] = {
+        "attention_dropout": 0.0,
+        "hidden_dropout": 0.0,
+        "moe_aux_loss_coeff": 0.0,
+        "moe_token_dispatcher_type": "alltoall",
+        "calculate_per_token_loss": True,  # gradients are summed, not averaged: weights are global
+        "variable_seq_lengths": pipelined,  # micro-batches differ in length
+    }
+    if getattr(hf_config, "num_experts", None) or getattr(hf_config, "num_local_experts", None):
+        settings["moe_router_dtype"] = "fp32"
+    if recompute == "full":
+        settings |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    elif recompute == "selective":
+        settings |= {"recompute_granularity": "selective"}
+    if local_spec:
+        fusions = ("masked_softmax_fusion", "bias_activation_fusion", "bias_dropout_fusion", "persist_layer_norm")
+        settings |= dict.fromkeys((*fusions, "gradient_accumulation_fusion"), False)
+        settings |= {"use_cpu_initialization": True, "moe_grouped_gemm": False, "moe_shared_expert_overlap": False}
+    bridge.set_extra_args(**settings)
+    if local_spec:
+        bridge.has_vp_stage = True
+        bridge._get_transformer_layer_spec = lambda vp_stage=None: get_gpt_decoder_block_spec(
+            bridge.config, use_transformer_engine=False, vp_stage=vp_stage
+        )
+    return bridge
+
+
+class _SpecNames:
+    """A chunk of the local spec whose parameters bear the names of TransformerEngine's spec."""
+
+    def __init__(self, chunk: Any) -> None:
+        module = unwrap_model(chunk)
+        self.decoder = module.decoder
+        experts = {index for index, layer in enumerate(module.decoder.layers) if hasattr(layer.mlp, "router")}
+        self._state = {_fused_name(name, experts): tensor for name, tensor in module.state_dict().items()}
+        self._parameters = [(_fused_name(name, experts), parameter) for name, parameter in module.named_parameters()]
+
+    def state_dict(self) -> dict[str, Tensor]:
+        return self._state
+
+    def named_parameters(self) -> list[tuple[str, Tensor]]:
+        return self._parameters
+
+
+def _fused_name(name: str, expert_layers: set[int]) -> str:
+    """The name in TransformerEngine's spec of a tensor of the local spec; norms are fused into what follows them."""
+    match = re.match(r"decoder\.layers\.(\d+)\.(.*)", name)
+    if match is None:
+        return name
+    layer, rest = int(match[1]), match[2]
+    rest = rest.replace("input_layernorm.", "self_attention.linear_qkv.layer_norm_")
+    if layer not in expert_layers:
+        rest = rest.replace("pre_mlp_layernorm.", "mlp.linear_fc1.layer_norm_")
+    rest = re.sub(r"mlp\.experts\.local_experts\.(\d+)\.(linear_fc[12])\.weight", r"mlp.experts.\2.weight\1", rest)
+    return f"decoder.layers.{layer}.{rest}"

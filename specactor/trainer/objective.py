@@ -1,0 +1,110 @@
+"""What one micro-batch contributes to the loss and to the statistics of an update.
+
+Shapes: T packed tokens of this rank, V its shard of the vocabulary, R response positions among the T.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from torch import Tensor
+
+from specactor.config import AlgorithmConfig
+from specactor.trainer.logprobs import vocab_parallel_logprobs
+from specactor.trainer.losses import kl_T, policy_loss_T, tis_weights_T
+from specactor.trainer.microbatch import MicroBatch
+
+
+@dataclass(kw_only=True)
+class Sums:
+    """Sums over response tokens of this rank (``gap_max``: the maximum)."""
+
+    loss: float = 0.0
+    entropy: float = 0.0
+    clipped: float = 0.0
+    kl: float = 0.0
+    gap: float = 0.0
+    gap_tokens: float = 0.0
+    tokens: float = 0.0
+    gap_max: float = 0.0
+
+    def add(self, values: dict[str, Tensor]) -> None:
+        for name, value in values.items():
+            old, new = getattr(self, name), float(value)
+            setattr(self, name, _larger(old, new) if name == "gap_max" else old + new)
+
+
+def reduce_over_ranks(parts: list[Sums], extra: float, device: torch.device) -> tuple[Sums, float]:
+    """(sums over all ranks and updates, rank 0's `extra`), the same bits on every rank. Collective.
+
+    Ranks that repeat another's tokens (tensor parallelism) or see none (earlier pipeline stages) contribute nothing.
+    """
+    names = [field.name for field in fields(Sums)]
+    counts = parallel_state.get_tensor_model_parallel_rank() == 0
+    rows = [[getattr(part, name) if counts else 0.0 for name in names] for part in parts]
+    local = torch.tensor([*[value for row in rows for value in row], extra], dtype=torch.float64, device=device)
+    gathered = [torch.empty_like(local) for _ in range(dist.get_world_size())]
+    dist.all_gather(gathered, local)
+    extra = float(gathered[0][-1])
+    table = torch.stack(gathered).cpu()[:, :-1].reshape(-1, len(names))
+    total = dict(zip(names, table.sum(dim=0).tolist(), strict=True))
+    return Sums(**total | {"gap_max": float(table[:, names.index("gap_max")].max())}), extra
+
+
+def sum_over_context(values_S: Tensor) -> Tensor:
+    """Sum over the ranks that hold parts of the same sequences."""
+    if parallel_state.get_context_parallel_world_size() > 1:
+        dist.all_reduce(values_S, group=parallel_state.get_context_parallel_group())
+    return values_S
+
+
+def response_logprobs(batch: MicroBatch, logits_1TV: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    """(log-probabilities, entropies) of the response tokens, (R) each."""
+    logits_RV = logits_1TV[0].index_select(0, batch.rows_R)
+    group = parallel_state.get_tensor_model_parallel_group()
+    return vocab_parallel_logprobs(logits_RV, batch.targets_R, temperature=temperature, group=group)
+
+
+@dataclass(frozen=True)
+class PolicyObjective:
+    """The reinforcement-learning loss; a callable (micro-batch, logits) -> (loss, named sums)."""
+
+    algorithm: AlgorithmConfig
+    temperature: float
+
+    def __call__(self, batch: MicroBatch, logits_1TV: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        algorithm = self.algorithm
+        logprobs_R, entropy_R = response_logprobs(batch, logits_1TV, self.temperature)
+        old_R = logprobs_R.detach() if batch.old_R is None else batch.old_R
+        loss_R, clipped_R = policy_loss_T(
+            logprobs_R,
+            old_R,
+            batch.advantages_R,
+            kind=algorithm.loss,
+            clip_low=algorithm.clip_low,
+            clip_high=algorithm.clip_high,
+            sequence_T=batch.sequence_R,
+            num_sequences=batch.num_sequences,
+            sum_over_context=sum_over_context,
+        )
+        sums = {"entropy": entropy_R.sum(), "clipped": clipped_R.sum(), "tokens": torch.tensor(len(loss_R))}
+        if batch.rollout_R is not None and len(loss_R):
+            gap_R = (old_R - batch.rollout_R).abs()
+            sums |= {"gap": gap_R.sum(), "gap_max": gap_R.max(), "gap_tokens": sums["tokens"]}
+            if algorithm.tis_cap is not None:
+                loss_R = loss_R * tis_weights_T(old_R, batch.rollout_R, algorithm.tis_cap)
+        if batch.ref_R is not None and algorithm.kl != "off":
+            penalty_R = kl_T(logprobs_R, batch.ref_R, algorithm.kl)
+            loss_R = loss_R + algorithm.kl_coef * penalty_R
+            sums["kl"] = penalty_R.detach().sum()
+        loss = (loss_R * batch.weights_R).sum()
+        return loss, sums | {"loss": loss.detach()}
+
+
+def _larger(a: float, b: float) -> float:
+    """The maximum; nan when either is."""
+    return a if math.isnan(a) or a > b else b

@@ -1,0 +1,98 @@
+"""Which sequences are trained together. PURE: integers in, integers out.
+
+Invariants of a plan, a list of micro-batches per data-parallel rank:
+1. Every sequence is in exactly one micro-batch.
+2. Every rank has the same number of micro-batches, a multiple of `multiple_of`: pipeline schedules and the collectives
+   of expert parallelism count on it.
+3. No micro-batch holds more than `tokens_per_microbatch` tokens.
+4. A micro-batch is empty only if there are fewer sequences than micro-batches; then as few are empty as can be, they
+   come last, and the trainer runs them as padding of weight 0.
+5. Micro-batches differ by at most the longest sequence, and so do the ranks' sums: the n-th
+   micro-batches of all ranks, which run at the same time, are neighbours in size.
+6. Equal arguments give equal plans, on every rank and machine.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+
+from specactor.errors import ConfigError, DataError
+
+
+def padded_len(length: int, multiple: int) -> int:
+    """`length` rounded up to a multiple of `multiple`: what context and sequence parallelism need of each sequence."""
+    return -(-length // multiple) * multiple
+
+
+def balance(
+    lengths: Sequence[int], ranks: int, tokens_per_microbatch: int, *, multiple_of: int = 1
+) -> list[list[list[int]]]:
+    """Per data-parallel rank, its micro-batches; per micro-batch, indices into `lengths`, ascending.
+
+    Args:
+        lengths: tokens of each sequence as it will be packed (see `padded_len`), >= 1.
+        multiple_of: the number of micro-batches per rank is a multiple of it (interleaved pipelines need their
+            number of stages).
+
+    The longest sequence goes first, each into the emptiest micro-batch (Graham's LPT rule, SIAM J. Appl. Math. 17,
+    1969: the largest is at most 4/3 of the best possible), with the fewest micro-batches for which that rule fits.
+    Raises ConfigError for a sequence longer than a micro-batch, DataError for one without tokens.
+    """
+    _check_lengths(lengths, tokens_per_microbatch)
+    per_rank = padded_len(max(1, -(-_fewest_bins(lengths, tokens_per_microbatch) // ranks)), multiple_of)
+    while (bins := _pack(lengths, ranks * per_rank, tokens_per_microbatch)) is None:
+        per_rank += multiple_of  # ends: with a micro-batch for every sequence the rule fits
+    return _deal(bins, lengths, ranks)
+
+
+def _check_lengths(lengths: Sequence[int], capacity: int) -> None:
+    for i, length in enumerate(lengths):
+        if length < 1:
+            raise DataError(f"sequence {i}: got {length} tokens, expected >= 1. Leave empty sequences out.")
+        if length > capacity:
+            raise ConfigError.at(
+                "train.tokens_per_microbatch",
+                capacity,
+                f">= {length}, the packed length of sequence {i}",
+                f"Use --train.tokens-per-microbatch {length} or more, or shorten prompts and responses.",
+            )
+
+
+def _fewest_bins(lengths: Sequence[int], capacity: int) -> int:
+    """A lower bound on bins: of items longer than capacity / (k+1), a bin holds at most k."""
+    bound = -(-sum(lengths) // capacity)
+    for k in range(1, 9):
+        large = sum(1 for length in lengths if length * (k + 1) > capacity)
+        bound = max(bound, -(-large // k))
+    return bound
+
+
+def _pack(lengths: Sequence[int], num_bins: int, capacity: int) -> list[list[int]] | None:
+    """LPT into `num_bins` bins; None when a sequence does not fit into the emptiest one."""
+    bins: list[list[int]] = [[] for _ in range(num_bins)]
+    heap = [(0, b) for b in range(num_bins)]  # (tokens, bin): ties go to the first bin
+    for i in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        tokens, b = heap[0]
+        if tokens + lengths[i] > capacity:
+            return None
+        bins[b].append(i)
+        heapq.heapreplace(heap, (tokens + lengths[i], b))
+    return [sorted(members) for members in bins]
+
+
+def _deal(bins: list[list[int]], lengths: Sequence[int], ranks: int) -> list[list[list[int]]]:
+    """Round by round the `ranks` largest bins left; in a round the larger goes to the rank with fewer tokens so far."""
+
+    def tokens(members: list[int]) -> int:
+        return sum(lengths[i] for i in members)
+
+    largest_first = sorted(bins, key=lambda members: (-tokens(members), members))
+    plan: list[list[list[int]]] = [[] for _ in range(ranks)]
+    load = [0] * ranks
+    for start in range(0, len(bins), ranks):
+        neediest_first = sorted(range(ranks), key=lambda r: (load[r], r))
+        for rank, members in zip(neediest_first, largest_first[start : start + ranks], strict=True):
+            plan[rank].append(members)
+            load[rank] += tokens(members)
+    return plan

@@ -1,0 +1,136 @@
+"""The model that reinforcement learning starts from: read, made on the spot, or warmed up on worked solutions.
+
+What is made is kept in a folder named by the hash of everything that went into it, so a second run starts from the
+same bits at once. A folder appears under its name only when it is whole.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import inspect
+import random
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+import msgspec
+from transformers import PreTrainedTokenizerBase
+
+from specactor.config import Config
+from specactor.data.dataset import Dataset
+from specactor.data.tiny_model import make_tiny_model
+from specactor.errors import ConfigError
+from specactor.parallel.collective import Collective
+from specactor.parallel.layout import Layout
+from specactor.progress import Progress
+from specactor.trainer.policy import PolicyTrainer
+from specactor.trainer.schedule import linear_decay
+from specactor.types import Problem, TrainSequence
+
+Solver = Callable[[Problem, random.Random, int], str]
+
+
+def initial_model(config: Config, collective: Collective) -> Path:
+    """Folder of the model that is read, or of the tiny one, made by rank 0 where it is not cached."""
+    if config.model.tiny is None:
+        return Path(config.model.path)
+    tiny = config.model.tiny
+    folder = Path(config.warmup.cache_dir) / f"model-{_hash(asdict(tiny), config.seed)}"
+
+    def make() -> None:
+        if collective.rank == 0 and not folder.exists():
+            make_tiny_model(tiny, config.seed, folder)
+
+    collective.together("making the model", make)
+    return folder
+
+
+def warmed_up_model(
+    config: Config,
+    layout: Layout,
+    start: Path,
+    problems: Dataset,
+    tokenizer: PreTrainedTokenizerBase,
+    collective: Collective,
+    progress: Progress,
+) -> Path:
+    """Folder of the model after the supervised warm-up; trains it where it is not cached. Collective."""
+    if not config.warmup.solver:
+        return start
+    solver = find_solver(config.warmup.solver)
+    recipe = {**asdict(config.warmup), "cache_dir": ""}
+    source = Path(inspect.getfile(solver)).read_text()
+    train = config.train
+    optimizer = (train.weight_decay, train.adam_betas, train.adam_eps, train.grad_clip, config.model.dtype)
+    key = _hash(
+        *(recipe, _content(start), config.seed, problems.digest, config.rollout.max_new_tokens, source),
+        *(optimizer, asdict(layout)),
+    )
+    folder = Path(config.warmup.cache_dir) / f"warmup-{key}"
+    if not collective.any(not folder.exists()):
+        return folder
+    trainer = PolicyTrainer(config, layout, start)
+    total = sum(config.warmup.steps)
+    for done, (stage, rate) in enumerate(_rates(config)):
+        batch = solved_batch(config, problems, solver, tokenizer, stage=stage, step=done)
+        loss = trainer.supervised_step(batch, learning_rate=rate)
+        progress.count(done + 1, total, loss=loss)
+    trainer.export_hf(folder)
+    return folder
+
+
+def find_solver(path: str) -> Solver:
+    """The function at ``module:function``. Raises ConfigError when there is none."""
+    module, _, name = path.partition(":")
+    try:
+        found: Solver = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError.at(
+            "warmup.solver", path, "the import path module:function of a function", f"It failed with: {error}."
+        ) from error
+    return found
+
+
+def solved_batch(
+    config: Config,
+    problems: Sequence[Problem],
+    solver: Solver,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    stage: int,
+    step: int,
+) -> list[TrainSequence]:
+    """`warmup.batch_size` problems with their worked solutions; the same for the same seed, stage and step."""
+    rng = random.Random(f"{config.seed}/{stage}/{step}")
+    batch = []
+    for _ in range(config.warmup.batch_size):
+        problem = problems[rng.randrange(len(problems))]
+        response = tokenizer.encode(solver(problem, rng, stage), add_special_tokens=False)
+        batch.append(
+            TrainSequence(
+                token_ids=(*problem.prompt_ids, *response, tokenizer.eos_token_id), prompt_len=len(problem.prompt_ids)
+            )
+        )
+    return batch
+
+
+def _rates(config: Config) -> Iterator[tuple[int, float]]:
+    """(stage, learning rate) of every supervised step."""
+    for stage, (steps, peak) in enumerate(zip(config.warmup.steps, config.warmup.learning_rates, strict=True)):
+        for step in range(steps):
+            yield stage, linear_decay(step, steps, peak)
+
+
+def _content(model: Path) -> list[tuple[str, int, str]]:
+    """Of a model's folder: names and sizes of its files, and what the small ones hold."""
+    small = 2**20
+    return [
+        (file.name, file.stat().st_size, file.read_bytes().hex() if file.stat().st_size < small else "")
+        for file in sorted(model.iterdir())
+        if file.is_file()
+    ]
+
+
+def _hash(*parts: object) -> str:
+    return hashlib.blake2b(msgspec.json.encode(parts, order="sorted"), digest_size=8).hexdigest()

@@ -1,0 +1,102 @@
+"""Core types on the host side: frozen, keyword-only, no tensors.
+
+Lengths count tokens; times are seconds; log-probabilities are natural logarithms.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+FinishReason = Literal["stop", "length", "abort"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Problem:
+    """One task for the policy: the text of a prompt, and what is needed to score a response."""
+
+    index: int
+    """Position in its data set; stable across runs, part of a request's seed."""
+    prompt: str
+    prompt_ids: tuple[int, ...]
+    answer: str
+    verifier: str
+    """Name under which ``specactor.data.verifiers`` finds the scoring function."""
+    metadata: dict[str, object]
+    """What the verifier needs beyond the answer (a reasoning-gym entry, columns of a file)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingParams:
+    """How tokens are drawn. ``top_k = -1`` and ``top_p = 1`` leave the distribution whole."""
+
+    temperature: float
+    max_new_tokens: int
+    top_p: float = 1.0
+    top_k: int = -1
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolloutRequest:
+    """One response to generate. Equal requests at equal weights give equal tokens, whatever else runs."""
+
+    request_id: str
+    prompt_ids: tuple[int, ...]
+    sampling: SamplingParams
+    seed: int
+    """0 <= seed < 2**31; keys the sampling noise together with the position."""
+    group_id: int
+    """Requests of one group answer the same prompt."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class VersionSpan:
+    """Tokens [start, end) of a response were generated at one policy version."""
+
+    version: int
+    start: int
+    end: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trajectory:
+    """A finished response."""
+
+    request_id: str
+    group_id: int
+    prompt_ids: tuple[int, ...]
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    """Of each emitted token under the policy at the sampling temperature; one per token."""
+    finish_reason: FinishReason
+    spans: tuple[VersionSpan, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScoredGroup:
+    """The responses to one prompt, and what each earned."""
+
+    problem: Problem
+    trajectories: tuple[Trajectory, ...]
+    scores: tuple[float, ...]
+    """The verifier's, in [0, 1]."""
+    rewards: tuple[float, ...]
+    """Scores after shaping: what is learned from."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainSequence:
+    """One sequence to learn from: ``token_ids`` = prompt + response; the loss is on the response."""
+
+    token_ids: tuple[int, ...]
+    prompt_len: int
+    advantage: float = 0.0
+    rollout_logprobs: tuple[float, ...] = ()
+    """The engine's, one per response token; empty in supervised training."""
+    group_id: int = 0
+
+    @property
+    def response_len(self) -> int:
+        return len(self.token_ids) - self.prompt_len

@@ -1,0 +1,32 @@
+"""Digests of tensors: a flipped bit anywhere changes them."""
+
+from __future__ import annotations
+
+import torch
+import xxhash
+
+
+def digest(tensor: torch.Tensor) -> int:
+    """64-bit digest of the tensor's bytes in row-major order, the same for the same bytes on every host device.
+
+    XXH3 on the host. On a GPU the bytes stay there: sum of word_i * (2 i + 1) modulo 2**64, for which the change
+    of a single bit, 2**k * odd, is never zero; such digests are compared with digests made the same way only.
+    """
+    flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
+    return digest_of(flat.numpy().data if flat.device.type == "cpu" else flat)
+
+
+def digest_of(raw: memoryview | torch.Tensor) -> int:
+    """As `digest`, of bytes: on the host as a memoryview, on a GPU as a contiguous uint8 tensor."""
+    return int(xxhash.xxh3_64_intdigest(raw)) if isinstance(raw, memoryview) else _device_digest(raw)
+
+
+def _device_digest(flat: torch.Tensor) -> int:
+    """The digest of a GPU tensor, in pieces that bound the extra memory to 64 MiB."""
+    total = torch.zeros((), dtype=torch.int64, device=flat.device)
+    piece = 8 * 2**20
+    for start in range(0, flat.numel(), piece):
+        words = flat[start : start + piece].to(torch.int64)
+        index = torch.arange(start, start + words.numel(), device=flat.device, dtype=torch.int64)
+        total += (words * (2 * index + 1)).sum()
+    return int(total.item()) & (2**64 - 1)

@@ -1,0 +1,207 @@
+"""The engine's end of a weight sync: runs inside every engine rank, as rank calls.
+
+Invariants: nothing is loaded before its digest was compared with the source's (the sender compares again, after the
+load, what was not compared in the same call); what was loaded is read back from the
+parameters and compared bit for bit; a version is committed only if every element of every parameter was written.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator
+from typing import Any, NamedTuple, Protocol
+
+import msgspec
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from specactor.weights_sync.buckets import Slot
+from specactor.weights_sync.digest import digest_of
+from specactor.weights_sync.memory import Address, HostAddress, open_address
+from specactor.weights_sync.messages import Bucket, CheckReply, Commit, Round
+
+_MAX_VIEWS = 256
+"""Mapped buckets that are kept: two per rank of the trainer on this host."""
+
+_libc = ctypes.CDLL(None)
+_libc.memcmp.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
+
+_COPY = torch.ops.aten.copy_.default
+_FILLS = (torch.ops.aten.fill_.Scalar, torch.ops.aten.fill_.Tensor, torch.ops.aten.zero_.default)
+
+
+class EngineRank(Protocol):
+    """What the receiver needs of the engine rank that it runs in."""
+
+    model: torch.nn.Module
+    tp_rank: int
+
+    def begin_weight_update(self) -> None: ...
+
+    def end_weight_update(self) -> None: ...
+
+    def flush_cache(self) -> None: ...
+
+
+class _WriteAudit(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes every write while a model loads weights, so that it can be compared with its source afterwards."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._fills: list[torch.Tensor] = []
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # nothing is compiled here, and the wrapper would double the cost of every operation
+
+    def take(self) -> tuple[list[tuple[torch.Tensor, torch.Tensor]], list[torch.Tensor]]:
+        """(target, source) of every copy and the target of every fill since the last call."""
+        copies, fills = self._copies, self._fills
+        self._copies, self._fills = [], []
+        return copies, fills
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func is _COPY:
+            self._copies.append((args[0], args[1]))
+        elif func in _FILLS:
+            self._fills.append(args[0])
+        return result
+
+
+class _Mismatch(Exception):  # noqa: N818
+    """What is wrong with the tensor at hand."""
+
+
+class _Arrived(NamedTuple):
+    """A tensor in a bucket, and its bytes as they are hashed the fastest."""
+
+    slot: Slot
+    tensor: torch.Tensor
+    raw: memoryview | torch.Tensor
+
+
+def _check(arrived: _Arrived) -> None:
+    if digest_of(arrived.raw) != arrived.slot.digest:
+        raise _Mismatch(f"{arrived.slot.name} arrived with a wrong digest")
+
+
+class Receiver:
+    """State of one engine rank between the messages of a sync."""
+
+    def __init__(self) -> None:
+        self._views: dict[Address, torch.Tensor] = {}
+        self._written: dict[int, dict[tuple[int, tuple[int, ...]], int]] = {}
+        self._open_version: int | None = None
+        self._at = ""
+        """Name of the tensor that is being loaded."""
+
+    def check(self, rank: EngineRank, payload: bytes) -> bytes:
+        """Answer a `Round`: do its bytes have the digests that they had at their source?"""
+        try:
+            for bucket in msgspec.msgpack.decode(payload, type=Round).buckets:
+                for arrived in self._arrived(bucket):
+                    _check(arrived)
+        except _Mismatch as mismatch:
+            return msgspec.msgpack.encode(CheckReply(problem=str(mismatch)))
+        return msgspec.msgpack.encode(CheckReply())
+
+    def load(self, rank: EngineRank, payload: bytes) -> bytes:
+        """Answer a `Round`: check each tensor unless that was done, load it, read it back."""
+        message = msgspec.msgpack.decode(payload, type=Round)
+        for bucket in message.buckets:
+            if self._open_version != bucket.version:
+                self._begin(rank, bucket.version)
+            tensors = self._arrived(bucket)
+            self._at = ""
+            try:
+                with torch.no_grad(), _WriteAudit() as audit:
+                    rank.model.load_weights(self._fed(tensors, audit, check=not message.checked))  # type: ignore[operator]
+                    self._read_back(audit)
+            except _Mismatch as mismatch:
+                return msgspec.msgpack.encode(CheckReply(problem=str(mismatch)))
+            except Exception as error:  # the model's loader met something that it cannot load, whatever it raises
+                return msgspec.msgpack.encode(CheckReply(problem=f"{self._at}: {type(error).__name__}: {error}"))
+        return msgspec.msgpack.encode(CheckReply())
+
+    def commit(self, rank: EngineRank, payload: bytes) -> bytes:
+        """Answer a `Commit`: is the whole model at this version? Drops the caches of the old one."""
+        commit = msgspec.msgpack.decode(payload, type=Commit)
+        if self._open_version != commit.version:
+            return msgspec.msgpack.encode(CheckReply(problem=f"version {commit.version} was never loaded"))
+        problem = self._unwritten(rank.model)
+        rank.end_weight_update()
+        rank.flush_cache()
+        self._open_version = None
+        self._written = {}
+        return msgspec.msgpack.encode(CheckReply(problem=problem))
+
+    def _begin(self, rank: EngineRank, version: int) -> None:
+        if self._open_version is None:
+            rank.begin_weight_update()
+        self._open_version = version
+        self._written = {}
+
+    def _arrived(self, bucket: Bucket) -> list[_Arrived]:
+        """The bucket's tensors, without a copy."""
+        data = self._open(bucket.address)
+        host = data.numpy().data if data.device.type == "cpu" else None
+        arrived = []
+        for slot in bucket.slots:
+            end = slot.offset + slot.num_bytes
+            if slot.num_bytes < 0 or end > data.numel():
+                raise _Mismatch(f"{slot.name} of shape {slot.shape} does not fit its bucket")
+            raw = data[slot.offset : end]
+            tensor = raw.view(getattr(torch, slot.dtype)).view(slot.shape)
+            arrived.append(_Arrived(slot, tensor, raw if host is None else host[slot.offset : end]))
+        return arrived
+
+    def _fed(self, tensors: list[_Arrived], audit: _WriteAudit, *, check: bool) -> Iterator[tuple[str, torch.Tensor]]:
+        """To the model's loader, each checked just before and read back just after: both find the bytes in the
+        processor's cache. Creates no tensors, which would cost as much as the copying."""
+        for arrived in tensors:
+            if check:
+                _check(arrived)
+            self._at = arrived.slot.name
+            yield arrived.slot.name, arrived.tensor
+            self._read_back(audit)
+
+    def _open(self, address: Address) -> torch.Tensor:
+        if not isinstance(address, HostAddress):  # a device handle would keep the sender's memory alive
+            return open_address(address)
+        if address not in self._views:
+            if len(self._views) >= _MAX_VIEWS:  # of senders that are gone
+                self._views.clear()
+            self._views[address] = open_address(address)
+        return self._views[address]
+
+    def _read_back(self, audit: _WriteAudit) -> None:
+        """Compare what was written with its source, and count its elements."""
+        copies, fills = audit.take()
+        for target, source in copies:
+            if not _same_bits(target, source):
+                raise _Mismatch(f"{self._at}: a region of shape {tuple(target.shape)} is not what was loaded into it")
+        for region in [target for target, _ in copies] + fills:
+            key = (int(region.storage_offset()), tuple(region.shape))
+            self._written.setdefault(region.untyped_storage().data_ptr(), {})[key] = region.numel()
+
+    def _unwritten(self, model: torch.nn.Module) -> str:
+        for name, parameter in model.named_parameters():
+            regions = self._written.get(parameter.untyped_storage().data_ptr(), {})
+            count = sum(regions.values())
+            if count < parameter.numel():
+                return f"{name} was written in {count} of {parameter.numel()} elements: the trainer sent too little"
+        return ""
+
+
+def _same_bits(target: torch.Tensor, source: torch.Tensor) -> bool:
+    """Whether a copy holds its source; both are on one device."""
+    if source.dtype != target.dtype or source.shape != target.shape:
+        source = source.to(target.dtype).expand_as(target)
+    if target.device.type == "cpu" and target.is_contiguous() and source.is_contiguous():
+        num_bytes = target.numel() * target.element_size()
+        return bool(_libc.memcmp(target.data_ptr(), source.data_ptr(), num_bytes) == 0)
+    return torch.equal(target, source)

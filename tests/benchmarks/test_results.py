@@ -1,0 +1,30 @@
+"""The page that a benchmark leaves."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks import results
+
+
+def test_publishes_terminal_table_and_page(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(results, "RESULTS", tmp_path / "results")
+
+    results.publish(
+        "speed",
+        results.Result(title="Speed", intro="What.", columns=("who", "tokens/s"), rows=[["us", "5"]], notes="Why."),
+    )
+
+    page = (tmp_path / "results" / "speed.md").read_text()
+    assert page.startswith("# Speed\n\nWhat.\n\n| who | tokens/s |\n| --- | --- |\n| us | 5 |\n\nWhy.\n")
+    assert "torch " in page
+    assert "GiB" in page
+    assert "us" in capsys.readouterr().out
+
+
+def test_spread_is_median_and_range() -> None:
+    assert results.spread([3.0, 1.0, 2.0], "{:.1f}") == "2.0 (1.0-3.0)"

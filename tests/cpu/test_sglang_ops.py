@@ -1,0 +1,151 @@
+"""The arithmetic of decoding on a CPU against plain references, and its promise of the same bits in any company."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch.nn import functional
+
+from specactor.cpu import sglang_ops as ops
+
+HEADS, KV_HEADS, HEAD_DIM, SLOTS = 4, 2, 16, 4000
+
+
+def murmur3_x86_32(blocks: list[int]) -> int:
+    """MurmurHash3 in Python's integers, from its published description; seed 0."""
+    mask, h = 0xFFFFFFFF, 0
+    for k in blocks:
+        k = k * 0xCC9E2D51 & mask
+        k = (k << 15 | k >> 17) & mask
+        h ^= k * 0x1B873593 & mask
+        h = (h << 13 | h >> 19) & mask
+        h = (h * 5 + 0xE6546B64) & mask
+    h ^= 4 * len(blocks)
+    for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35), (16, 1)):
+        h = (h ^ h >> shift) * factor & mask
+    return h
+
+
+def test_the_reference_hash_is_murmur3() -> None:
+    assert murmur3_x86_32([]) == 0
+    assert murmur3_x86_32([0x87654321]) == 0xF55B516B  # published test vectors of MurmurHash3_x86_32
+    assert murmur3_x86_32([0]) == 0x2362F9DE
+
+
+def test_hash_equals_the_reference() -> None:
+    seeds, positions = [0, 1, 2**31 - 1, 2**33 + 5], [0, 7, 4096, 131_071]
+    got = ops.murmur_hash32(torch.tensor(seeds), torch.tensor(positions), torch.arange(50))
+    assert got.dtype == torch.uint32
+    for row, (seed, position) in enumerate(zip(seeds, positions, strict=True)):
+        want = [murmur3_x86_32([seed & 0xFFFFFFFF, seed >> 32, position, column]) for column in range(50)]
+        assert got[row].tolist() == want
+
+
+def test_samples_equal_a_gumbel_argmax_in_python() -> None:
+    torch.manual_seed(0)
+    logprobs = torch.log_softmax(3 * torch.randn(20, 40), dim=-1)
+    seeds, positions = torch.arange(20) * 1_000_003, torch.arange(20) * 3
+    got = ops.sample_with_noise(logprobs, seeds, positions).view(-1)
+    for row in range(20):
+        hashes = [murmur3_x86_32([int(seeds[row]), 0, int(positions[row]), v]) for v in range(40)]
+        u = np.clip(np.log(np.array(hashes) / (2**32 - 1)), None, -(2.0**-32))
+        assert int(got[row]) == int(np.argmax(logprobs[row].double().numpy() - np.log(-u)))
+
+
+def test_samples_follow_the_distribution() -> None:
+    probs = torch.tensor([0.5, 0.25, 0.125, 0.1, 0.025])
+    n = 40_000
+    draws = ops.sample_with_noise(probs.log().expand(n, 5), torch.arange(n), torch.full((n,), 11)).view(-1)
+    counts = torch.bincount(draws, minlength=5)
+    assert torch.all((counts - n * probs).abs() < 5 * (n * probs * (1 - probs)).sqrt())
+
+
+def test_excluded_tokens_are_never_drawn() -> None:
+    probs = torch.tensor([0.0, 1.0, 0.0]).expand(5000, 3)
+    draws = ops.sample_with_noise(probs.log(), torch.arange(5000), torch.zeros(5000, dtype=torch.long))
+    assert torch.all(draws == 1)
+
+
+class Pool:
+    """A KV pool with requests scattered over it; slot 0 holds rubbish, as padding may read it."""
+
+    def __init__(self, lengths: list[int]) -> None:
+        torch.manual_seed(1)
+        self.k, self.v = torch.randn(2, SLOTS, KV_HEADS, HEAD_DIM)
+        self.k[0], self.v[0] = 1e4, 1e4
+        self.lengths = torch.tensor(lengths)
+        self.q = torch.randn(len(lengths), HEADS, HEAD_DIM)
+        width = max(lengths) + 3
+        self.req_to_token = (torch.randperm(SLOTS - 1)[: len(lengths) * width] + 1).view(len(lengths), width).int()
+
+    def attend(self, rows: torch.Tensor, longest: int | None = None) -> torch.Tensor:
+        lengths = self.lengths[rows]
+        slots, bias = ops.key_slots(self.req_to_token, rows, lengths, longest or int(lengths.max()))
+        return ops.decode_attention(self.q[rows], self.k, self.v, slots, bias, 0.3)
+
+
+def test_decode_attention_equals_softmax_of_scores() -> None:
+    pool = Pool([1, 5, 16, 17, 40, 64])
+    got = pool.attend(torch.arange(6))
+    for b, n in enumerate(pool.lengths.tolist()):
+        slots = pool.req_to_token[b, :n].long()
+        for head in range(HEADS):
+            k, v = pool.k[slots, head // 2], pool.v[slots, head // 2]
+            want = torch.softmax(0.3 * k @ pool.q[b, head], dim=0) @ v
+            torch.testing.assert_close(got[b, head], want, atol=1e-5, rtol=1e-5)
+
+
+def test_attention_gives_the_same_bits_in_any_company() -> None:
+    pool = Pool([1, 5, 16, 17, 40, 64, 90, 3])
+    together = pool.attend(torch.arange(8))
+    for b, n in enumerate(pool.lengths.tolist()):
+        assert torch.equal(pool.attend(torch.tensor([b]))[0], together[b])
+        assert torch.equal(pool.attend(torch.tensor([b]), longest=n + 100)[0], together[b])
+    slots, bias = ops.key_slots(pool.req_to_token, torch.arange(8), pool.lengths + 1, 91)
+    wrong = ops.decode_attention(pool.q, pool.k, pool.v, slots, bias, 0.3)
+    assert not torch.equal(wrong, together), "one key too many must show"
+
+
+@pytest.mark.parametrize(("out", "width"), [(48, 64), (96, 64), (4, 64), (128, 128)])
+def test_linear_gives_the_same_bits_in_any_company(out: int, width: int) -> None:
+    torch.manual_seed(2)
+    weight, x = torch.randn(out, width), torch.randn(70, width)
+    want = functional.linear(x, weight)
+    for rows in range(1, 70):
+        assert torch.equal(ops.linear(x[:rows], weight), want[:rows]), rows
+        assert torch.equal(ops.linear(x[70 - rows :], weight), want[70 - rows :]), rows
+    torch.testing.assert_close(want.double(), x.double() @ weight.double().T, atol=1e-4, rtol=1e-4)
+
+
+def reference_experts(x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, w13: torch.Tensor, w2: torch.Tensor):  # type: ignore[no-untyped-def]
+    out = torch.zeros_like(x)
+    for t in range(len(x)):
+        for k, e in enumerate(ids[t].tolist()):
+            if e >= 0:
+                gate, up = (w13[e] @ x[t]).chunk(2)
+                out[t] += weights[t, k] * (w2[e] @ (functional.silu(gate) * up))
+    return out
+
+
+@pytest.mark.parametrize("num_tokens", [1, 2, 3, 7, 33])
+@pytest.mark.parametrize("missing", [False, True])
+def test_experts_equal_a_loop_over_tokens(num_tokens: int, missing: bool) -> None:
+    torch.manual_seed(num_tokens)
+    w13, w2 = torch.randn(6, 2 * 24, 32), torch.randn(6, 32, 24)
+    x, weights = torch.randn(num_tokens, 32), torch.rand(num_tokens, 2)
+    ids = torch.stack([torch.randperm(6)[:2] for _ in range(num_tokens)])
+    if missing:
+        ids[torch.rand(ids.shape) < 0.4] = -1
+    got = ops.experts(x, weights, ids, w13, w2)
+    torch.testing.assert_close(got, reference_experts(x, weights, ids, w13, w2), atol=1e-4, rtol=1e-4)
+
+
+def test_experts_give_the_same_bits_in_any_company() -> None:
+    torch.manual_seed(3)
+    w13, w2 = torch.randn(8, 2 * 32, 64), torch.randn(8, 64, 32)
+    x, weights = torch.randn(50, 64), torch.rand(50, 2)
+    ids = torch.stack([torch.randperm(8)[:2] for _ in range(50)])
+    together = ops.experts(x, weights, ids, w13, w2)
+    for rows in ([0], [49], [3, 4], list(range(20, 40)), [7, 1, 30]):
+        assert torch.equal(ops.experts(x[rows], weights[rows], ids[rows], w13, w2), together[rows])

@@ -1,0 +1,315 @@
+"""Problems of tasks and files; and a table of bad data, each with its one-line error."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+import reasoning_gym
+from transformers import PreTrainedTokenizerBase
+
+from specactor.config import SourceConfig
+from specactor.data.dataset import MAX_LISTED, Dataset, build_dataset
+from specactor.errors import ConfigError, DataError
+
+GOOD: dict[str, Any] = {"prompt": "2+2=", "answer": "4", "verifier": "exact"}
+COUNT_BITS: dict[str, Any] = {"task": "count_bits", "params": {"max_n": 9999}}
+
+
+def build(tokenizer: PreTrainedTokenizerBase, *, room: int = 100, **source: Any) -> Dataset:
+    return build_dataset(SourceConfig(**source), tokenizer, max_prompt_tokens=room)
+
+
+def write_lines(path: Path, *lines: Mapping[str, object] | str | bytes) -> Path:
+    raw = [
+        line if isinstance(line, bytes) else (line if isinstance(line, str) else json.dumps(line)).encode()
+        for line in lines
+    ]
+    path.write_bytes(b"".join(line + b"\n" for line in raw))
+    return path
+
+
+def write_parquet(path: Path, rows: list[dict[str, object]]) -> Path:
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    return path
+
+
+# Good data
+
+
+def test_a_task_gives_the_problems_of_reasoning_gym(tokenizer: PreTrainedTokenizerBase) -> None:
+    data = build(tokenizer, **COUNT_BITS, size=20, seed=5)
+    reference = reasoning_gym.create_dataset("count_bits", max_n=9999, size=20, seed=5)
+    assert len(data) == 20
+    for i, (problem, entry) in enumerate(zip(data, reference, strict=True)):
+        assert (problem.index, problem.prompt, problem.answer) == (i, entry["question"], entry["answer"])
+        assert problem.verifier == "reasoning-gym"
+        assert problem.metadata == {"task": "count_bits", "params": {"max_n": 9999}, "entry": entry}
+        assert tokenizer.decode(problem.prompt_ids) == entry["question"]
+
+
+def test_a_template_may_use_the_metadata_of_a_task(tokenizer: PreTrainedTokenizerBase) -> None:
+    data = build(tokenizer, **COUNT_BITS, size=20, prompt_template="{number}=")
+    entries = [problem.metadata["entry"] for problem in data]
+    assert [problem.prompt for problem in data] == [f"{e['metadata']['number']}=" for e in entries]  # type: ignore[index]
+
+
+def test_a_task_without_a_single_answer(tokenizer: PreTrainedTokenizerBase) -> None:
+    data = build(tokenizer, task="graph_color", size=2, room=5000)
+    assert [problem.answer for problem in data] == ["", ""]
+    assert [problem.metadata["entry"]["answer"] for problem in data] == [None, None]  # type: ignore[index]
+
+
+def test_spaces_can_be_left_out(tokenizer: PreTrainedTokenizerBase) -> None:
+    params = {"operators": "+", "max_digits": 2, "allow_parentheses": False, "allow_negation": False}
+    template = {"prompt_template": "{expression} =", "remove_spaces": True}
+    data = build(tokenizer, task="basic_arithmetic", params=params, size=2, seed=5, **template)
+    assert [problem.prompt for problem in data] == ["94+45+88+94+83+67=", "7+4+0+0+2+10="]
+
+
+def test_columns_of_a_file_go_to_the_metadata_and_into_the_template(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    path = write_lines(tmp_path / "a.jsonl", {**GOOD, "hint": "add {prompt}", "level": 3}, "", {**GOOD, "hint": "x"})
+    data = build(tokenizer, path=str(path), prompt_template="{{{hint}}} {prompt}")
+    assert [problem.prompt for problem in data] == ["{add {prompt}} 2+2=", "{x} 2+2="]
+    assert [problem.metadata for problem in data] == [{"hint": "add {prompt}", "level": 3}, {"hint": "x"}]
+    assert [problem.index for problem in data] == [0, 1]
+    assert (data[0].answer, data[0].verifier) == ("4", "exact")
+
+
+def test_parquet_and_jsonl_give_the_same_problems(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    rows = [{"prompt": f"{n}+1=", "answer": str(n + 1), "verifier": "number", "level": n % 3} for n in range(1500)]
+    lines = write_lines(tmp_path / "a.jsonl", *rows)
+    table = write_parquet(tmp_path / "a.parquet", rows)
+    from_lines, from_table = build(tokenizer, path=str(lines)), build(tokenizer, path=str(table))
+    assert list(from_lines) == list(from_table)
+    assert from_lines.digest == from_table.digest
+    assert [problem.index for problem in from_table] == list(range(1500))
+    assert from_table[1400].prompt == "1400+1="
+
+
+def test_the_digest_tells_data_apart(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    one = build(tokenizer, path=str(write_lines(tmp_path / "1.jsonl", GOOD)))
+    two = build(tokenizer, path=str(write_lines(tmp_path / "2.jsonl", {**GOOD, "answer": "5"})))
+    assert one.digest != two.digest
+
+
+def test_a_prompt_may_be_exactly_as_long_as_there_is_room(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    path = write_lines(tmp_path / "a.jsonl", {**GOOD, "prompt": "x" * 7})
+    assert len(build(tokenizer, room=7, path=str(path))[0].prompt_ids) == 7
+
+
+def test_special_tokens_in_a_prompt_are_mere_text(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    path = write_lines(tmp_path / "a.jsonl", {**GOOD, "prompt": "<eos>"})
+    assert tokenizer.eos_token_id not in build(tokenizer, path=str(path))[0].prompt_ids
+
+
+# Bad rows: (line, what the error says after "FILE, line 2: ")
+
+MISSING_ANSWER = {"prompt": "2+2=", "verifier": "exact"}
+BAD_ROWS: dict[str, tuple[Mapping[str, object] | str | bytes, str]] = {
+    "a column is missing": (MISSING_ANSWER, "answer: missing, expected a text. Add it."),
+    "a column is misspelt": (
+        {**MISSING_ANSWER, "anwser": "4"},
+        "answer: missing, expected a text. Did you mean anwser? Rename it.",
+    ),
+    "an answer is a number": ({**GOOD, "answer": 4}, "answer: got 4 (int), expected a text. Put it in quotes."),
+    "a prompt is null": ({**GOOD, "prompt": None}, "prompt: got None (NoneType), expected a text. Put it in quotes."),
+    "a prompt is empty": ({**GOOD, "prompt": ""}, "prompt: got '', expected a text that is not empty. Remove the row."),
+    "a prompt is blank": (
+        {**GOOD, "prompt": " \n"},
+        "prompt: got ' \\n', expected a text that is not empty. Remove the row.",
+    ),
+    "a prompt is too long": (
+        {**GOOD, "prompt": "x" * 101},
+        "prompt: got 101 tokens, expected at most 100 (the model's context less rollout.max_new_tokens). "
+        "Shorten it, or lower rollout.max_new_tokens.",
+    ),
+    "a character has no token": (
+        {**GOOD, "prompt": "2 × 2 ="},
+        "prompt: the tokenizer has no token for '×'. Replace it, or use a model that knows it.",
+    ),
+    "half a surrogate pair in a prompt": (
+        '{"prompt": "\\ud83d", "answer": "4", "verifier": "exact"}',
+        "prompt: not a Unicode text (a surrogate without its partner). Correct its \\u escapes.",
+    ),
+    "half a surrogate pair in an answer": (
+        '{"prompt": "2", "answer": "\\ud83d", "verifier": "exact"}',
+        "answer: not a Unicode text (a surrogate without its partner). Correct its \\u escapes.",
+    ),
+    "an unknown verifier": (
+        {**GOOD, "verifier": "exakt"},
+        "verifier: got 'exakt', expected one of exact, number, math-verify, reasoning-gym, or module:function. "
+        "Did you mean exact?",
+    ),
+    "a verifier's module is missing": (
+        {**GOOD, "verifier": "no_such_module:score"},
+        "verifier: got 'no_such_module:score', expected the import path of a function. Put its folder on PYTHONPATH. "
+        "It failed with: No module named 'no_such_module'.",
+    ),
+    "a verifier's function is missing": (
+        {**GOOD, "verifier": "json:score"},
+        "verifier: got 'json:score', expected the import path of a function. Put its folder on PYTHONPATH. "
+        "It failed with: module 'json' has no attribute 'score'.",
+    ),
+    "a verifier is no function": (
+        {**GOOD, "verifier": "math:pi"},
+        "verifier: got 'math:pi', which is a float, expected a function. Name another.",
+    ),
+    "an answer is no number": (
+        {**GOOD, "verifier": "number", "answer": "four"},
+        "answer: got 'four', expected a number. Use the verifier exact for other answers.",
+    ),
+    "an answer is not mathematical": (
+        {**GOOD, "verifier": "math-verify", "answer": "???"},
+        "answer: got '???', expected an expression that math-verify can read.",
+    ),
+    "a reasoning-gym row without its entry": (
+        {**GOOD, "verifier": "reasoning-gym"},
+        "entry: missing, expected the reasoning-gym entry (question, answer, metadata).",
+    ),
+    "a reasoning-gym row without its task": (
+        {**GOOD, "verifier": "reasoning-gym", "entry": {"question": "q", "answer": "4", "metadata": {}}},
+        "task: missing, expected the name of a reasoning-gym task.",
+    ),
+    "a reasoning-gym row with half an entry": (
+        {**GOOD, "verifier": "reasoning-gym", "task": "count_bits", "entry": {"answer": "4", "metadata": {}}},
+        "entry: question is missing or of a wrong type. Write the whole reasoning-gym entry.",
+    ),
+    "broken JSON": (
+        '{"prompt": "2+2=" "answer"',
+        "broken JSON at position 18: Expecting ',' delimiter. Write one JSON object per line.",
+    ),
+    "not an object": ('["2+2=", "4"]', 'got list, expected an object. Write {"prompt": ..., "answer": ..., ...}.'),
+    "not UTF-8": (b'{"prompt": "\xe9"}', "got byte 0xe9 at position 12, expected UTF-8. Convert the file."),
+    "nested too deeply": ("[" * 100_000, "JSON nested too deeply. Write one flat JSON object per line."),
+}
+
+
+@pytest.mark.parametrize(("line", "message"), BAD_ROWS.values(), ids=BAD_ROWS)
+def test_a_bad_row_is_one_line_with_file_line_field_and_reason(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerBase, line: Mapping[str, object] | str | bytes, message: str
+) -> None:
+    path = write_lines(tmp_path / "bad.jsonl", GOOD, line, GOOD)
+    with pytest.raises(DataError) as caught:
+        build(tokenizer, path=str(path))
+    assert str(caught.value) == f"{path}, line 2: {message}"
+
+
+def test_a_bad_row_of_a_parquet_file(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    path = write_parquet(tmp_path / "bad.parquet", [GOOD, {**GOOD, "answer": None}])
+    with pytest.raises(DataError) as caught:
+        build(tokenizer, path=str(path))
+    assert str(caught.value) == f"{path}, row 2: answer: missing, expected a text. Add it."
+
+
+def test_a_name_that_the_template_wants_and_a_row_lacks(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    path = write_lines(tmp_path / "a.jsonl", {**GOOD, "hint": "x"}, GOOD)
+    with pytest.raises(DataError) as caught:
+        build(tokenizer, path=str(path), prompt_template="{hint} {prompt}")
+    assert str(caught.value) == (
+        f"{path}, line 2: prompt_template: got {{hint}}, expected one of prompt. Correct data.*.prompt_template."
+    )
+
+
+def test_all_bad_rows_are_counted_and_the_first_are_listed(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    lines = [GOOD if n % 2 else {**GOOD, "answer": n} for n in range(3000)]
+    path = write_lines(tmp_path / "bad.jsonl", *lines)
+    with pytest.raises(DataError) as caught:
+        build(tokenizer, path=str(path))
+    head, *listed, rest = str(caught.value).split("\n")
+    assert head == f"{path}: 1500 of 3000 rows are bad. Correct or remove them."
+    places = [line.strip().partition(": ")[0] for line in listed]
+    assert places == [f"{path}, line {n}" for n in (1, 3, 5, 7, 9)]
+    assert len(listed) == MAX_LISTED
+    assert rest.strip() == "and 1495 more"
+
+
+# Files and tasks that are bad as a whole
+
+
+def test_files_that_cannot_be_read(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    (tmp_path / "torn.parquet").write_bytes(write_parquet(tmp_path / "a.parquet", [GOOD]).read_bytes()[:-20])
+    (tmp_path / "table.csv").write_text("prompt,answer\n")
+    (tmp_path / "empty.jsonl").write_text("\n\n")
+    for name, message in {
+        "torn.parquet": "torn.parquet: not a readable parquet file. Write it again. pyarrow says: ",
+        "table.csv": "table.csv: got '.csv', expected a .jsonl or .parquet file. Convert it.",
+        "empty.jsonl": "empty.jsonl: got no rows, expected at least one. Check the path.",
+        "missing.jsonl": "missing.jsonl: no such file. Check the path; it is relative to",
+    }.items():
+        with pytest.raises(DataError) as caught:
+            build(tokenizer, path=str(tmp_path / name))
+        assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        (
+            {"task": "count_bitz"},
+            "data.*.task: got 'count_bitz', expected the name of a reasoning-gym task. Did you mean count_bits?",
+        ),
+        (
+            {"task": "count_bits", "params": {"maxn": 9}},
+            "data.*.params: got 'maxn', expected a parameter of count_bits (min_n, max_n, size, seed). "
+            "Did you mean max_n?",
+        ),
+        (
+            {"task": "count_bits", "params": {"seed": 9}},
+            "data.*.params: got 'seed', expected a parameter of the task. Set data.*.seed instead.",
+        ),
+        (
+            {"task": "count_bits", "params": {"max_n": -1}},
+            "data.*.params: got {'max_n': -1}, expected values that count_bits accepts. "
+            "reasoning-gym says: min_n must be between 1 and max_n.",
+        ),
+        (
+            {"task": "count_bits", "params": {"max_n": "many"}},
+            "data.*.params: got {'max_n': 'many'}, expected values that count_bits accepts.",
+        ),
+        (
+            {"task": "count_bits", "prompt_template": "{prompt"},
+            "data.*.prompt_template: got '{prompt', expected a text with {prompt}",
+        ),
+        (
+            {"task": "count_bits", "prompt_template": "Go."},
+            "data.*.prompt_template: got 'Go.', expected a text with {prompt}",
+        ),
+        (
+            {"task": "count_bits", "prompt_template": "{prompt.__class__}"},
+            "data.*.prompt_template: got '{prompt.__class__}', expected a text with {prompt}",
+        ),
+    ],
+)
+def test_a_task_that_cannot_be_built(tokenizer: PreTrainedTokenizerBase, source: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        build(tokenizer, **source, size=3)
+    assert str(caught.value).startswith(message)
+
+
+def test_a_prompt_of_a_task_that_is_too_long(tokenizer: PreTrainedTokenizerBase) -> None:
+    with pytest.raises(DataError, match=r"(?s)task count_bits: 3 of 3 rows are bad.*problem 0: prompt: got 7\d tokens"):
+        build(tokenizer, room=20, **COUNT_BITS, size=3)
+
+
+def test_a_template_name_that_a_task_lacks(tokenizer: PreTrainedTokenizerBase) -> None:
+    with pytest.raises(DataError, match=r"problem 0: prompt_template: got \{numbr\}, expected one of prompt, .*number"):
+        build(tokenizer, **COUNT_BITS, size=1, prompt_template="{numbr}=")
+
+
+def test_held_out_prompts_are_left_out_and_the_rest_is_numbered_anew(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    rows = [{"prompt": p, "answer": "1", "verifier": "exact"} for p in ("a", "b", "c", "b")]
+    train = build(tokenizer, path=str(write_lines(tmp_path / "train.jsonl", *rows)))
+    held_out = build(tokenizer, path=str(write_lines(tmp_path / "eval.jsonl", rows[1])))
+    assert [(p.index, p.prompt) for p in train.without(held_out)] == [(0, "a"), (1, "c")]
+    with pytest.raises(DataError, match=r"data.train: all 1 prompts are among the 4 of data.eval"):
+        held_out.without(train)

@@ -1,0 +1,57 @@
+"""One short run of the main job from the command line, shared by the tests of this folder."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+SHORT = (
+    *("--train.steps", "2", "--warmup.steps", "40", "10", "--eval.problems", "64", "--checkpoint.every", "1"),
+    *("--rollout.prompts-per-step", "8", "--data.train.size", "2000", "--data.eval.size", "200"),
+)
+"""The quickstart, cut short: it need not learn."""
+
+
+@dataclass(frozen=True)
+class Launched:
+    """A finished launch."""
+
+    folder: Path
+    code: int
+    output: str
+
+
+class Launcher:
+    """Starts the main job as a user does; all launches share one cache of warmed-up models."""
+
+    def __init__(self, base: Path) -> None:
+        self.base = base
+
+    def run(self, name: str, *options: str, recipe: str = "quickstart", ranks: int = 2) -> Launched:
+        command = [
+            *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)),
+            *(str(ROOT / "launch" / "train_moe.py"), recipe, "--name", name, "--output-dir", str(self.base / "runs")),
+            *("--warmup.cache-dir", str(self.base / "cache"), *SHORT, *options),
+        ]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "WANDB_MODE": "offline"}
+        done = subprocess.run(
+            command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=280, check=False
+        )
+        return Launched(self.base / "runs" / name, done.returncode, done.stdout + done.stderr)
+
+
+@pytest.fixture(scope="session")
+def launcher(tmp_path_factory: pytest.TempPathFactory) -> Launcher:
+    return Launcher(tmp_path_factory.mktemp("end_to_end"))
+
+
+@pytest.fixture(scope="session")
+def finished(launcher: Launcher) -> Launched:
+    """Two steps of the quickstart, to the end."""
+    return launcher.run("finished")

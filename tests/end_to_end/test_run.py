@@ -1,0 +1,108 @@
+"""The main job from the command line: what it leaves, and that it is what it says."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+
+from specactor.cpu.sglang import environment
+from specactor.metrics import METRICS, read_metrics
+from tests.end_to_end.conftest import Launched, Launcher
+
+REFERENCE = Path(__file__).with_name("greedy_reference.py")
+TIMES = ("time/", "memory/")
+RATES = ("_per_s",)
+
+
+def deterministic(folder: Path) -> list[dict[str, object]]:
+    """The lines of metrics.jsonl without what a clock or a memory counter says."""
+    return [
+        {k: v for k, v in line.items() if not k.startswith(TIMES) and not k.endswith(RATES)}
+        for line in read_metrics(folder)
+    ]
+
+
+def test_a_run_ends_well_and_says_what_it_did(finished: Launched) -> None:
+    assert finished.code == 0, finished.output
+    assert "held-out accuracy" in finished.output
+    assert "Warning" not in finished.output
+    for phase in ("data", "warm-up", "engines", "export"):
+        assert phase in finished.output
+
+
+def test_every_step_is_logged_under_known_names(finished: Launched) -> None:
+    lines = read_metrics(finished.folder)
+    assert [line["step"] for line in lines] == [0, 1, 2]
+    assert all(name in METRICS for line in lines for name in line if name != "step")
+    wanted = {
+        *("reward/mean", "accuracy/train", "response/length_mean", "policy/entropy", "policy/clip_fraction"),
+        *("agreement/logprob_gap_max", "agreement/logprob_gap_mean", "time/rollout_s", "time/reward_s"),
+        *("time/train_s", "time/sync_s", "rollout/tokens_per_s", "weights/version", "sync/bytes", "sync/gb_per_s"),
+        *("memory/rank_rss_bytes", "memory/engine_rss_bytes"),
+    }
+    assert all(wanted <= set(line) for line in lines[1:])
+    assert [line["weights/version"] for line in lines] == [0, 1, 2]
+    assert {"accuracy/eval"} <= set(lines[0]) & set(lines[-1])
+
+
+def test_every_metric_that_is_declared_is_logged(finished: Launched) -> None:
+    seen = {name for line in read_metrics(finished.folder) for name in line}
+    assert set(METRICS) - seen == set()
+
+
+def test_engine_and_trainer_agree_on_the_sampled_tokens(finished: Launched) -> None:
+    gaps = [float(str(line["agreement/logprob_gap_max"])) for line in read_metrics(finished.folder)[1:]]
+    assert 0 < max(gaps) < 1e-4
+
+
+def test_the_run_folder_holds_config_tracking_checkpoint_and_export(finished: Launched) -> None:
+    folder = finished.folder
+    config = json.loads((folder / "config.json").read_text())
+    assert config["train"]["steps"] == 2
+    assert list((folder / "wandb").glob("offline-run-*/*.wandb"))
+    assert sorted(p.name for p in (folder / "checkpoints").iterdir()) == ["step-000001", "step-000002"]
+    assert (folder / "export" / "model.safetensors").exists() or list((folder / "export").glob("*.safetensors"))
+    assert (folder / "summary.json").exists()
+
+
+def test_the_exported_model_answers_greedily_like_the_engine(finished: Launched) -> None:
+    """transformers in a clean process, token for token, on 64 held-out prompts."""
+    evaluated = finished.folder / "evaluations" / "step-000002.jsonl"
+    command = [sys.executable, str(REFERENCE), str(finished.folder / "export"), str(evaluated)]
+    done = subprocess.run(
+        command, env={**os.environ, **environment([0])}, capture_output=True, text=True, timeout=280, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout.splitlines()[-1]) == {"prompts": 64, "different": []}
+
+
+def test_nothing_of_the_run_is_left(finished: Launched) -> None:
+    mine = str(finished.folder.parent)
+    left = [p.pid for p in psutil.process_iter(["cmdline"]) if mine in " ".join(p.info["cmdline"] or [])]
+    assert left == []
+
+
+def test_a_finished_run_is_not_overwritten(finished: Launched, launcher: Launcher) -> None:
+    again = launcher.run("finished")
+    assert again.code != 0
+    assert "Continue it with --resume auto, choose another --name, or remove the folder." in again.output
+
+
+def test_resuming_for_another_step_gives_what_one_longer_run_gives(finished: Launched, launcher: Launcher) -> None:
+    """Also from the cached warm-up, which must give the same start as the run that made it."""
+    before = deterministic(finished.folder)
+    resumed = launcher.run("finished", "--resume", "auto", "--train.steps", "3")
+    assert resumed.code == 0, resumed.output
+    straight = launcher.run("straight", "--train.steps", "3")
+    assert straight.code == 0, straight.output
+    longer = deterministic(straight.folder)
+    assert deterministic(resumed.folder)[3] == longer[3]
+    ignored = {"accuracy/eval"}  # the shorter run evaluated after its last step
+    assert [{k: v for k, v in line.items() if k not in ignored} for line in before] == [
+        {k: v for k, v in line.items() if k not in ignored} for line in longer[:3]
+    ]

@@ -1,0 +1,128 @@
+"""Processes of a run are killed: it goes on or resumes with identical metrics, says what happened, leaves nothing.
+
+The whole table, every victim in every phase, is `make faults`.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from benchmarks.disturbed_run import Job, compared
+from specactor.metrics import Value
+from specactor.parallel.failure import RESUME
+
+STEPS = ("--train.steps", "3", "--resume", "auto", "--tracking.wandb", "off")
+END_S = 30.0
+LEFT_S = 15.0
+
+Start = Callable[..., Job]
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """All runs share one cache of warmed-up models."""
+    return tmp_path_factory.mktemp("faults")
+
+
+@pytest.fixture(scope="module")
+def undisturbed(base: Path) -> list[dict[str, Value]]:
+    job = Job(base, "undisturbed", *STEPS)
+    assert job.wait(200) == 0, job.output()
+    assert job.left(LEFT_S) == []
+    return compared(job.folder)
+
+
+@pytest.fixture
+def start(base: Path, undisturbed: list[dict[str, Value]]) -> Iterator[Start]:
+    jobs: list[Job] = []
+
+    def go(name: str, *options: str) -> Job:
+        jobs.append(Job(base, name, *STEPS, *options))
+        return jobs[-1]
+
+    yield go
+    for job in jobs:
+        if job.launcher.poll() is None:
+            job.end()
+
+
+def strike(job: Job, victim: str, phase: str, step: int) -> int:
+    """SIGKILL in that phase; returns the process."""
+    job.wait_for("rollout", step)
+    pid = job.victim(victim)
+    job.record()
+    job.wait_for(phase, step)
+    job.kill(pid)
+    return pid
+
+
+def test_an_engine_whose_scheduler_dies_is_replaced(start: Start, undisturbed: list[dict[str, Value]]) -> None:
+    job = start("scheduler")
+    strike(job, "scheduler", "rollout", 2)
+    assert job.wait(200) == 0, job.output()
+    assert "engine 0 had died and was started again" in job.output()
+    assert compared(job.folder) == undisturbed
+    assert job.left(LEFT_S) == []
+
+
+def test_after_the_death_of_a_rank_resuming_gives_the_same_metrics(
+    start: Start, undisturbed: list[dict[str, Value]]
+) -> None:
+    """The launcher is killed too, while the resumed run saves a checkpoint."""
+    job = start("killed")
+    pid = strike(job, "rank 1", "train", 2)
+    assert job.wait(END_S) != 0
+    assert job.messages() == [f"specactor: rank 0: rank 1 (process {pid}) was killed or crashed. {RESUME}"]
+    assert job.left(LEFT_S) == []
+    job = start("killed")
+    strike(job, "launcher", "checkpoint", 2)
+    assert job.wait(END_S) != 0
+    assert job.left(LEFT_S) == []
+    job = start("killed")
+    assert job.wait(200) == 0, job.output()
+    assert compared(job.folder) == undisturbed
+
+
+def test_ctrl_c_ends_the_run_and_says_how_to_continue(start: Start) -> None:
+    job = start("interrupted")
+    job.wait_for("rollout", 1)
+    job.record()
+    os.killpg(job.launcher.pid, signal.SIGINT)
+    assert job.wait(20) != 0
+    assert job.messages() == [f"specactor: rank 0: interrupted. {RESUME}"]
+    assert job.left(LEFT_S) == []
+
+
+def test_an_engine_that_dies_too_often_ends_the_run_with_one_error(start: Start) -> None:
+    job = start("too-often", "--rollout.engine.max-restarts", "0")
+    strike(job, "engine host", "rollout", 1)
+    assert job.wait(END_S) != 0
+    [message] = job.messages()
+    assert "rollout.engine.max_restarts: engine 0 died 1 times, allowed are 0 restarts" in message
+    assert job.left(LEFT_S) == []
+
+
+def test_half_a_checkpoint_is_never_loaded(base: Path, start: Start, undisturbed: list[dict[str, Value]]) -> None:
+    """A folder that was not renamed yet is removed; a file that was cut short is an error that names it."""
+    folder = base / "runs" / "half"
+    shutil.copytree(base / "runs" / "undisturbed", folder)
+    checkpoints = folder / "checkpoints"
+    newest = checkpoints / "step-000003"
+    newest.rename(checkpoints / "step-000003.tmp")
+    job = start("half")
+    assert job.wait(200) == 0, job.output()
+    assert compared(job.folder) == undisturbed  # step 3 was done again, from step 2
+    largest = max(newest.iterdir(), key=lambda file: file.stat().st_size)
+    os.truncate(largest, largest.stat().st_size // 2)
+    job = start("half")
+    assert job.wait(200) != 0
+    [message] = job.messages()
+    assert largest.name in message
+    assert "The checkpoint is damaged: use an earlier one." in message
+    assert job.left(LEFT_S) == []

@@ -1,0 +1,48 @@
+"""Run by test_collective on every rank: exercises `Collective` and prints one JSON line per rank."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+
+import torch
+import torch.distributed as dist
+
+from specactor.errors import EngineError, PeerFailedError
+from specactor.parallel import collective as module
+from specactor.parallel.collective import Collective
+from specactor.types import VersionSpan
+
+
+def main() -> None:
+    dist.init_process_group("gloo")
+    module.HEARTBEAT_S = 0.2
+    collective = Collective(torch.device("cpu"))
+    rank = collective.rank
+    seen: dict[str, object] = {"rank": rank}
+    seen["bytes"] = [len(part) for part in collective.gather_bytes(b"x" * (rank * 1000))]
+    spans = collective.gather([VersionSpan(version=rank, start=0, end=1)], list[VersionSpan])
+    seen["spans"] = [span.version for part in spans for span in part]
+    seen["any"] = [collective.any(rank == 1), collective.any(False)]
+    start = time.monotonic()
+    seen["together"] = collective.together("long", lambda: time.sleep(1.0 * rank) or rank)
+    seen["waited"] = time.monotonic() - start
+    try:
+        collective.together("doomed", lambda: fail() if rank == 1 else "fine")
+    except PeerFailedError as error:
+        seen["error"] = f"PeerFailedError: {error}"
+    except EngineError as error:
+        seen["error"] = f"EngineError: {error}"
+    seen["after"] = collective.together("next", lambda: "goes on")
+    print(json.dumps(seen), flush=True)
+    dist.destroy_process_group()
+
+
+def fail() -> str:
+    time.sleep(0.5)
+    raise EngineError("the engine is out of paper")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,56 @@
+"""What is detected, tried on this machine and on made-up packages."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from specactor.parallel.devices import PROBES, detect, gpus, probe, wandb_key
+
+
+def test_this_machine() -> None:
+    found = detect()
+    assert found.cores == len(os.sched_getaffinity(0))
+    assert 2**30 < found.memory_bytes < 2**50
+    assert set(found.packages) == set(PROBES)
+    assert len(found.gpus) == (torch.cuda.device_count() if torch.version.cuda else 0)
+    assert found.wandb_key in (True, False)
+    assert all(found.has(name) == package.works for name, package in found.packages.items())
+
+
+def test_the_cpu_platform_is_no_gpu() -> None:
+    if torch.version.cuda is not None:
+        pytest.skip("torch has CUDA")
+    code = (
+        "from specactor.cpu import torch_cuda; torch_cuda.install();"
+        "from specactor.parallel.devices import gpus; print(gpus())"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.stdout.strip() == "()", done.stderr
+    assert gpus() == ()
+
+
+def test_a_shim_of_the_same_name_is_not_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "torch_memory_saver.py").write_text("raise SystemExit('imported')\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    found = probe("torch_memory_saver")
+    assert (found.works, found.version) == (False, "")
+    assert found.problem == "a module of this name, but not the package"
+    assert "torch_memory_saver" not in sys.modules
+
+
+def test_wandb_keys(tmp_path: Path) -> None:
+    assert not wandb_key({}, tmp_path)
+    assert wandb_key({"WANDB_API_KEY": "k"}, tmp_path)
+    (tmp_path / ".netrc").write_text("machine api.wandb.ai login user password secret\n")
+    (tmp_path / ".netrc").chmod(0o600)
+    assert wandb_key({}, tmp_path)
+    (tmp_path / ".netrc").write_text("machine example.org login user password secret\n")
+    assert not wandb_key({}, tmp_path)
+    (tmp_path / ".netrc").write_text("nonsense\n")
+    assert not wandb_key({}, tmp_path)

@@ -1,0 +1,110 @@
+"""One failure, one report."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from specactor.errors import EngineError, PeerFailedError
+from specactor.parallel import failure
+from specactor.parallel.failure import Member, failure_guard
+
+
+class Tickets:
+    """A store in memory."""
+
+    def __init__(self, taken: int = 0) -> None:
+        self.taken = taken
+
+    def add(self, key: str, amount: int) -> int:
+        self.taken += amount
+        return self.taken
+
+
+def leave(rank: int, store: Tickets | None, error: BaseException) -> int:
+    with pytest.raises(SystemExit) as exit_, failure_guard(rank, store):
+        raise error
+    return int(str(exit_.value.code))
+
+
+def test_the_first_failing_rank_reports_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    store = Tickets()
+    assert leave(1, store, EngineError("gone")) == 1
+    assert leave(0, store, EngineError("gone too")) == 1
+    assert capsys.readouterr().err == "specactor: rank 1: EngineError: gone\n"
+
+
+def test_a_rank_told_of_a_peers_failure_is_silent(capsys: pytest.CaptureFixture[str]) -> None:
+    assert leave(0, Tickets(taken=1), PeerFailedError("rank 1 failed")) == 1
+    assert capsys.readouterr().err == ""
+
+
+def test_it_speaks_for_a_peer_that_does_not(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(failure, "GRACE_S", 0.2)
+    assert leave(0, Tickets(), PeerFailedError("data: rank 1 failed: x")) == 1
+    assert capsys.readouterr().err == "specactor: rank 0: data: rank 1 failed: x\n"
+
+
+def test_a_bug_is_reported_with_its_traceback(capsys: pytest.CaptureFixture[str]) -> None:
+    assert leave(0, None, ZeroDivisionError("x")) == 1
+    err = capsys.readouterr().err
+    assert "Traceback" in err
+    assert err.endswith("specactor: rank 0: ZeroDivisionError: x\n")
+
+
+LOST = RuntimeError("Connection closed by peer [127.0.0.1]")
+
+
+def test_a_rank_that_lost_its_peer_lets_the_peer_report(capsys: pytest.CaptureFixture[str]) -> None:
+    store = Tickets()
+    peer = threading.Timer(0.3, store.add, ("", 1))
+    peer.start()
+    started = time.monotonic()
+    assert leave(0, store, LOST) == 1
+    assert 0.25 < time.monotonic() - started < failure.GRACE_S / 2
+    assert capsys.readouterr().err == ""
+
+
+def test_a_killed_peer_is_named(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(failure, "GRACE_S", 0.2)
+    here = Member.here()
+    with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]) as peer:
+        peer.kill()  # stays a zombie until it is waited for: gone all the same
+        members = [here, Member(machine=here.machine, pid=peer.pid), Member(machine="elsewhere", pid=peer.pid)]
+        with pytest.raises(SystemExit), failure_guard(0, Tickets()) as failures:  # noqa: PT012
+            failures.know(members)
+            raise LOST
+    message = f"specactor: rank 0: rank 1 (process {peer.pid}) was killed or crashed. {failure.RESUME}\n"
+    assert capsys.readouterr().err == message
+
+
+STUCK = """
+import ctypes, threading
+from specactor.parallel.failure import Member, failure_guard
+with failure_guard(0, None):
+    print("in", flush=True)
+    ctypes.CDLL(None).pause() if {library} else threading.Event().wait()
+"""
+
+
+@pytest.mark.parametrize("library", [True, False])
+def test_sigterm_is_reported_also_from_within_a_library_call(library: bool) -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", STUCK.format(library=library)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as rank:
+        assert rank.stdout is not None
+        assert rank.stdout.readline() == "in\n"
+        rank.terminate()
+        _, err = rank.communicate(timeout=10)
+    assert (rank.returncode, err) == (143, f"specactor: rank 0: ended by SIGTERM. {failure.RESUME}\n")
+
+
+def test_ctrl_c_says_how_to_continue(capsys: pytest.CaptureFixture[str]) -> None:
+    assert leave(0, Tickets(), KeyboardInterrupt()) == 130
+    assert "--resume auto" in capsys.readouterr().err

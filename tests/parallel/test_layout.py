@@ -1,0 +1,216 @@
+"""Layouts: what divides what, and the way out when it does not."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from specactor.config import Config, ParallelConfig
+from specactor.errors import ConfigError
+from specactor.parallel.layout import ModelShape, check, engine_owner, longest_prompt
+from specactor.recipes import load
+
+MOE = ModelShape(num_layers=4, num_heads=4, num_kv_heads=2, num_experts=8, vocab_size=96, max_position=512)
+DENSE = replace(MOE, num_experts=0)
+
+
+QUICKSTART = load(["quickstart"])
+
+
+def config(**parallel: Any) -> Config:
+    return replace(QUICKSTART, parallel=ParallelConfig(**parallel))
+
+
+@pytest.mark.parametrize(
+    ("world", "parallel", "data"),
+    [
+        (1, {}, 1),
+        (2, {}, 2),
+        (2, {"expert": 2}, 2),
+        (2, {"tensor": 2, "expert_tensor": 2}, 1),
+        (2, {"pipeline": 2}, 1),
+        (2, {"context": 2}, 1),
+        (4, {"tensor": 2, "expert": 2}, 2),
+        (4, {"tensor": 2, "pipeline": 2, "expert_tensor": 2}, 1),
+        (4, {"pipeline": 2, "expert": 2}, 2),
+        (2, {"pipeline": 2, "virtual_pipeline": 2}, 1),
+        (4, {"expert": 4, "engines": 2, "engine_tensor": 2}, 4),
+    ],
+)
+def test_layouts_that_work(world: int, parallel: dict[str, int], data: int) -> None:
+    assert check(config(**parallel), world, MOE).data == data
+
+
+@pytest.mark.parametrize(
+    ("world", "parallel", "shape", "message"),
+    [
+        (
+            3,
+            {"tensor": 2, "expert_tensor": 2},
+            MOE,
+            "torchrun --nproc-per-node: got 3, expected a multiple of tensor x pipeline x context = 2. "
+            "Start more ranks, or lower one of --parallel.tensor, --parallel.pipeline, --parallel.context.",
+        ),
+        (
+            2,
+            {"expert": 4},
+            MOE,
+            "torchrun --nproc-per-node: got 2, expected a multiple of expert x expert_tensor x pipeline = 4. "
+            "Start more ranks, or lower --parallel.expert.",
+        ),
+        (
+            2,
+            {"expert": 2},
+            DENSE,
+            "parallel.expert: got 2, expected 1 for a dense model. Use --parallel.expert 1.",
+        ),
+        (
+            3,
+            {"expert": 3},
+            MOE,
+            "parallel.expert: got 3, expected a divisor of the model's 8 experts. Choose a divisor.",
+        ),
+        (
+            2,
+            {"tensor": 2},
+            MOE,
+            "parallel.expert_tensor: got 1, expected parallel.tensor = 2 when parallel.expert = 1. "
+            "Use --parallel.expert-tensor 2, or --parallel.expert > 1.",
+        ),
+        (
+            4,
+            {"tensor": 4, "expert_tensor": 4},
+            MOE,
+            "parallel.tensor: got 4, expected a divisor of 4 heads and 2 key-value heads. "
+            "Choose a smaller tensor parallelism.",
+        ),
+        (
+            2,
+            {"tensor": 2, "expert_tensor": 2},
+            replace(MOE, vocab_size=97),
+            "parallel.tensor: got 2, expected a divisor of the vocabulary of 97. Choose a divisor.",
+        ),
+        (
+            3,
+            {"pipeline": 3},
+            MOE,
+            "parallel.pipeline: got 3, expected a divisor (times virtual_pipeline) of the model's 4 layers. "
+            "Choose a divisor.",
+        ),
+        (
+            2,
+            {"engines": 2, "engine_tensor": 2},
+            MOE,
+            "parallel.engines: got 2, expected engines x engine_tensor <= 2 ranks. "
+            "Engines run on the trainer's own devices: start fewer, or more ranks.",
+        ),
+        (
+            4,
+            {"engine_tensor": 3},
+            MOE,
+            "parallel.engine_tensor: got 3, expected a divisor of 4 heads. Choose a divisor.",
+        ),
+        (
+            256,
+            {},
+            MOE,
+            "rollout.prompts_per_step: got 16, expected at least 256 sequences per update, one per data-parallel rank. "
+            "Ask for more prompts, or use fewer data-parallel ranks.",
+        ),
+        (
+            1,
+            {},
+            replace(MOE, max_position=64),
+            "rollout.max_new_tokens: got 64, expected < the model's context length 64. Shorten the responses.",
+        ),
+    ],
+)
+def test_layouts_that_do_not(world: int, parallel: dict[str, int], shape: ModelShape, message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        check(config(**parallel), world, shape)
+    assert str(caught.value) == message
+
+
+SIZES = st.sampled_from([1, 2, 3, 4])
+
+
+@given(world=st.integers(1, 16), tensor=SIZES, pipeline=SIZES, context=SIZES, expert=SIZES, expert_tensor=SIZES)
+def test_an_accepted_layout_uses_every_rank(
+    world: int, tensor: int, pipeline: int, context: int, expert: int, expert_tensor: int
+) -> None:
+    sizes = {"tensor": tensor, "pipeline": pipeline, "context": context, "expert": expert}
+    try:
+        layout = check(config(**sizes, expert_tensor=expert_tensor), world, MOE)
+    except ConfigError:
+        return
+    assert layout.data * tensor * pipeline * context == world
+    assert world % (expert * expert_tensor * pipeline) == 0
+
+
+def test_shape_of_a_model_folder(tmp_path: Path) -> None:
+    raw = {
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "num_experts": 8,
+        "vocab_size": 96,
+        "max_position_embeddings": 512,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    assert ModelShape.read(tmp_path) == MOE
+    del raw["num_experts"]
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    assert ModelShape.read(tmp_path) == DENSE
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (None, "expected a folder with config.json. Give the folder of a model in Hugging Face format."),
+        ("{", "expected the config.json of a language model. It has JSONDecodeError"),
+        ('{"vocab_size": 3}', "It has KeyError: 'num_hidden_layers'."),
+    ],
+)
+def test_a_folder_without_a_model(tmp_path: Path, text: str | None, message: str) -> None:
+    if text is not None:
+        (tmp_path / "config.json").write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        ModelShape.read(tmp_path)
+    assert str(caught.value).startswith("model.path: got ")
+    assert message in str(caught.value)
+
+
+def test_engines_start_at_multiples_of_their_size() -> None:
+    assert [engine_owner(i, engine_tensor=2) for i in range(3)] == [0, 2, 4]
+
+
+@pytest.mark.parametrize(
+    ("microbatch", "kv", "expected"),
+    [(8192, None, 512 - 2 - 64), (8192, 300, 300 - 2 - 64), (100, 300, 100 - 1 - 64)],
+)
+def test_a_prompt_must_fit_model_cache_and_micro_batch_beside_the_response(
+    microbatch: int, kv: int | None, expected: int
+) -> None:
+    base = config()
+    engine = replace(base.rollout.engine, max_total_tokens=kv)
+    run = replace(
+        base,
+        rollout=replace(base.rollout, max_new_tokens=64, engine=engine),
+        train=replace(base.train, tokens_per_microbatch=microbatch),
+    )
+    assert longest_prompt(run, 512) == expected
+
+
+def test_no_room_for_any_prompt_names_the_limit() -> None:
+    base = config()
+    run = replace(
+        base, rollout=replace(base.rollout, max_new_tokens=64), train=replace(base.train, tokens_per_microbatch=65)
+    )
+    with pytest.raises(ConfigError, match=r"rollout.max_new_tokens: got 64, expected < 64, so that a prompt fits.*"):
+        longest_prompt(run, 512)

@@ -1,0 +1,44 @@
+"""Which responses are asked for."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from specactor.config import RolloutConfig
+from specactor.rollout.requests import greedy_requests, group_requests
+from specactor.types import Problem
+
+PROBLEMS = [
+    Problem(index=i, prompt=f"{i}=", prompt_ids=(i + 1, 9), answer="1", verifier="exact", metadata={})
+    for i in (5, 3, 8)
+]
+CONFIG = RolloutConfig(prompts_per_step=3, group_size=4, temperature=0.7, max_new_tokens=16)
+
+
+def test_groups_are_whole_and_in_the_order_of_the_problems() -> None:
+    requests = group_requests(PROBLEMS, config=CONFIG, run_seed=1, step=2, first_group=10)
+    assert [r.group_id for r in requests] == [10] * 4 + [11] * 4 + [12] * 4
+    assert [r.prompt_ids for r in requests[::4]] == [p.prompt_ids for p in PROBLEMS]
+    assert len({r.request_id for r in requests}) == len({r.seed for r in requests}) == 12
+    assert {r.sampling.temperature for r in requests} == {0.7}
+
+
+def test_seeds_depend_on_run_step_problem_and_sample_alone() -> None:
+    def seeds(problems: list[Problem], run_seed: int, step: int, first_group: int = 0) -> list[int]:
+        requests = group_requests(problems, config=CONFIG, run_seed=run_seed, step=step, first_group=first_group)
+        return [r.seed for r in requests]
+
+    base = seeds(PROBLEMS, 1, 2)
+    assert seeds(PROBLEMS[::-1], 1, 2, first_group=7) == base[8:] + base[4:8] + base[:4]
+    assert not set(base) & set(seeds(PROBLEMS, 1, 3))
+    assert not set(base) & set(seeds(PROBLEMS, 2, 2))
+    assert not set(base[:4]) & set(seeds([replace(PROBLEMS[0], index=6)], 1, 2))
+
+
+def test_evaluation_is_greedy_with_one_response_per_problem() -> None:
+    requests = greedy_requests(PROBLEMS, max_new_tokens=9)
+    assert [(r.sampling.temperature, r.sampling.max_new_tokens, r.group_id) for r in requests] == [
+        (0.0, 9, 0),
+        (0.0, 9, 1),
+        (0.0, 9, 2),
+    ]

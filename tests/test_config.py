@@ -1,0 +1,141 @@
+"""Wrong settings: each is one line with the rule, the value and the way out."""
+
+from __future__ import annotations
+
+import pytest
+
+from specactor.errors import ConfigError
+from specactor.recipes import load
+
+WRONG: list[tuple[str, str]] = [
+    ("--train.lr 1", "unknown setting --train.lr. Did you mean --train.learning-rate?"),
+    ("--rollout.grup_size 4", "unknown setting --rollout.grup-size. Did you mean --rollout.group-size?"),
+    ("--wandb off", "unknown setting --wandb. Did you mean --tracking.wandb?"),
+    ("--parallel.tp 2", "unknown setting --parallel.tp. Did you mean --parallel.tensor?"),
+    ("--steps 3", "unknown setting --steps. Did you mean --warmup.steps or --train.steps?"),
+    ("--zzz 3", "unknown setting --zzz. See --help."),
+    ("seed 3", "command line: got 'seed', expected --key.path value. Put two dashes before a key, one value after it."),
+    (
+        "--data.train.params.max_n 3",
+        "unknown setting --data.train.params.max_n. Write --data.train.params max_n=VALUE, all pairs after one "
+        "--data.train.params.",
+    ),
+    (
+        "--data.train.params 3",
+        "data.train.params: got '3', expected [KEY=VALUE ...]. Its meaning: train_moe.py quickstart --help",
+    ),
+    (
+        "--rollout.group-size many",
+        "rollout.group_size: got 'many', expected INT. Its meaning: train_moe.py quickstart --help",
+    ),
+    ("--seed", "seed: got no value, expected INT. Its meaning: train_moe.py quickstart --help"),
+    (
+        "--model.dtype float16",
+        "model.dtype: got 'float16', expected one of float32, bfloat16. Its meaning: train_moe.py quickstart --help",
+    ),
+    (
+        "--rollout.group-size 1",
+        "rollout.group_size: got 1, expected >= 2 with algorithm.advantage = grpo. "
+        "Advantages compare the responses of a group.",
+    ),
+    (
+        "--rollout.temperature 0",
+        "rollout.temperature: got 0.0, expected > 0. Reinforcement learning needs samples; 1.0 is the policy itself.",
+    ),
+    (
+        "--rollout.max-new-tokens 512",
+        "rollout.max_new_tokens: got 512, expected < the model's context length 512. "
+        "Shorten the responses, or raise model.tiny.max_position.",
+    ),
+    (
+        "--train.tokens-per-microbatch 64",
+        "train.tokens_per_microbatch: got 64, expected > rollout.max_new_tokens = 64. "
+        "One micro-batch must hold the longest prompt and response.",
+    ),
+    (
+        "--train.updates-per-step 3",
+        "train.updates_per_step: got 3, expected a divisor of rollout.prompts_per_step = 16. "
+        "Groups are never split between updates.",
+    ),
+    ("--algorithm.kl k3", "algorithm.kl_coef: got 0.0, expected > 0 with algorithm.kl = k3. Set both, or neither."),
+    (
+        "--algorithm.kl-coef 0.1",
+        "algorithm.kl_coef: got 0.1, expected 0 with algorithm.kl = off. Set both, or neither.",
+    ),
+    (
+        "--algorithm.overlong-buffer 64",
+        "algorithm.overlong_buffer: got 64, expected < rollout.max_new_tokens = 64. Shorten the buffer.",
+    ),
+    (
+        "--algorithm.tis-cap 0.5",
+        "algorithm.tis_cap: got 0.5, expected >= 1 or None. Use None to switch truncated importance sampling off.",
+    ),
+    (
+        "--warmup.steps 550",
+        "warmup.learning_rates: got (0.003, 0.001), expected one per stage (1 in warmup.steps). "
+        "Give both lists the same length.",
+    ),
+    (
+        "--warmup.solver solve",
+        "warmup.solver: got 'solve', expected module:function, with at least one stage in warmup.steps. "
+        "Write the import path with a colon, or leave it empty to skip the warm-up.",
+    ),
+    (
+        "--data.train.path x.jsonl",
+        "data.*.task: got 'count_bits', expected exactly one of task and path. "
+        "Name a reasoning-gym task, or give a .jsonl or .parquet file.",
+    ),
+    (
+        "--data.eval.seed 10",
+        "data.eval.seed: got 10, expected at least 20000 away from data.train.seed = 0. "
+        "reasoning-gym draws problem i with seed + i, so near seeds share problems.",
+    ),
+    (
+        "--data.train.prompt-template Q:",
+        "data.*.prompt_template: got 'Q:', expected a text with {prompt}, or the {name} of a task's metadata or of a "
+        "column. Put {prompt} where the problem's text belongs, and write {{ and }} for braces.",
+    ),
+    (
+        "--eval.problems 513",
+        "eval.problems: got 513, expected <= data.eval.size = 512. Evaluate on fewer problems, or draw more.",
+    ),
+    (
+        "--rollout.engine.max-total-tokens 64",
+        "rollout.engine.max_total_tokens: got 64, expected > rollout.max_new_tokens = 64. "
+        "The KV cache must hold at least one whole response: enlarge it, or use None.",
+    ),
+    (
+        "--model.tiny.num-layers 0",
+        "model.tiny.num_layers: got 0, expected >= 1. Leave it out for the default.",
+    ),
+    (
+        "--model.tiny.experts-per-token 9",
+        "model.tiny.experts_per_token: got 9, expected 1..8 (num_experts). Lower it, or raise model.tiny.num_experts.",
+    ),
+    (
+        "--parallel.virtual-pipeline 2",
+        "parallel.virtual_pipeline: got 2, expected >= 2, with parallel.pipeline >= 2. "
+        "Leave it out, or use pipeline parallelism.",
+    ),
+    (
+        "--parallel.tensor 0",
+        "parallel.tensor: got 0, expected >= 1. Use 1 to switch this kind of parallelism off.",
+    ),
+    ("--name a/b", "name: got 'a/b', expected a folder name without '/'. Put the folder above it in --output-dir."),
+    (
+        "--weights-sync.bucket-bytes 10",
+        "weights_sync.bucket_bytes: got 10, expected >= 65536. It must hold the largest tensor, or it is raised to it.",
+    ),
+    (
+        "--train.adam-betas 0.9 1.0",
+        "train.adam_betas: got (0.9, 1.0), expected in [0, 1) each. Use for example 0.9 0.95.",
+    ),
+]
+
+
+@pytest.mark.parametrize(("words", "message"), WRONG, ids=[words.replace(" ", "_") for words, _ in WRONG])
+def test_a_wrong_setting_is_one_line(words: str, message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(["quickstart", *words.split()])
+    assert str(caught.value) == message
+    assert "\n" not in message

@@ -1,0 +1,100 @@
+"""The doctor: what it finds here, and on machines made worse on purpose, in processes of their own."""
+
+from __future__ import annotations
+
+import io
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from rich.console import Console
+
+from specactor.doctor import Finding, loopback, report, room
+
+COMMAND = str(Path(sys.executable).parent / "specactor")
+
+
+def specactor(*words: str, cwd: Path | None = None, **environ: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [COMMAND, *words],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        cwd=cwd,
+        env=os.environ | {"COLUMNS": "160"} | environ,
+    )
+
+
+def test_the_doctor_finds_this_machine_fit() -> None:
+    done = specactor("doctor", "quickstart")
+    assert done.returncode == 0, done.stdout
+    assert "A run can start." in done.stdout
+    for component in ("sglang", "megatron-core", "torch", "GPU", "apex", "transformer_engine", "wandb key", "model"):
+        assert component in done.stdout
+
+
+def distribution(site: Path, name: str, version: str) -> None:
+    """Metadata as pip writes them; the module itself is not needed."""
+    folder = site / f"{name.replace('-', '_')}-{version}.dist-info"
+    folder.mkdir(parents=True)
+    (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+
+
+def test_the_doctor_names_the_remedy_for_a_wrong_version(tmp_path: Path) -> None:
+    distribution(tmp_path, "sglang", "0.5.9")
+    done = specactor("doctor", PYTHONPATH=str(tmp_path))
+    assert done.returncode == 1
+    assert "error: sglang: 0.5.9, expected ==0.5.23." in done.stdout
+    assert "-m pip install --no-deps 'sglang==0.5.23'" in done.stdout
+    assert "A run cannot start." in done.stdout
+    assert done.stdout.count("error:") == 1
+
+
+def test_the_doctor_finds_packages_that_break_others(tmp_path: Path) -> None:
+    distribution(tmp_path, "transformer-engine", "2.9.0")
+    (tmp_path / "transformer_engine").mkdir()
+    (tmp_path / "transformer_engine/__init__.py").write_text("raise RuntimeError('no CUDA [here]')\n")
+    distribution(tmp_path, "apex", "0.9.10")
+    (tmp_path / "apex.py").write_text("")
+    done = specactor("doctor", PYTHONPATH=str(tmp_path))
+    assert done.returncode == 1
+    assert "but does not import: RuntimeError: no CUDA [here]. " in done.stdout
+    assert "pip uninstall transformer-engine" in done.stdout
+    assert "'apex' is not a package. " in done.stdout
+    assert "pip uninstall apex" in done.stdout
+
+
+def test_the_doctor_reads_the_model_of_a_recipe(tmp_path: Path) -> None:
+    done = specactor("doctor", "qwen3_8b", "--model.path", str(tmp_path), cwd=tmp_path)
+    assert done.returncode == 1
+    assert "expected a folder with config.json" in done.stdout
+    assert "error: data.train: data/math_train.jsonl is not a file. Correct --data.train.path." in done.stdout
+
+
+def test_a_missing_package_is_fatal_and_extras_are_not(tmp_path: Path) -> None:
+    distribution(tmp_path, "specactor", "0")
+    with (tmp_path / "specactor-0.dist-info/METADATA").open("a") as file:
+        file.write("Requires-Dist: absent==1.0\nRequires-Dist: extra==1; extra == 'gpu'\n")
+    code = "from specactor.doctor import pinned; print([(f.component, f.fatal, f.found) for f in pinned()])"
+    environ = os.environ | {"PYTHONPATH": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, env=environ)
+    assert done.stdout.strip() == "[('absent', True, 'missing, expected ==1.0')]", done.stderr
+
+
+def test_room_and_loopback(tmp_path: Path) -> None:
+    assert not room("disk", tmp_path, 1, "x").fatal
+    full = room("disk", tmp_path, 2**60, "Free some room.")
+    assert full.fatal
+    assert "expected 1073741824.00 GiB" in full.found
+    assert room("shared memory", tmp_path / "none", 1, "x").fatal
+    assert loopback().found == "works"
+
+
+def test_the_report_without_a_terminal_has_no_control_codes() -> None:
+    out = io.StringIO()
+    findings = [Finding(component="a", found="1"), Finding(component="b", found="[x]", fatal=True, remedy="Do [this].")]
+    assert report(findings, Console(file=out, width=100)) == 1
+    assert "\x1b" not in out.getvalue()
+    assert "error: b: [x]. Do [this]." in out.getvalue()
+    assert report(findings[:1], Console(file=out)) == 0

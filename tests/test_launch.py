@@ -1,0 +1,153 @@
+"""Starting a run: help without torchrun, errors in one line, no rank that outlives its launcher."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+LAUNCH = Path(__file__).resolve().parent.parent / "launch"
+TRAIN = str(LAUNCH / "train_moe.py")
+
+
+def start(*words: str, **environ: str) -> subprocess.CompletedProcess[str]:
+    clean = {k: v for k, v in os.environ.items() if k not in ("RANK", "LOCAL_RANK", "WORLD_SIZE")}
+    return subprocess.run(
+        [sys.executable, *words], capture_output=True, text=True, timeout=60, env=clean | {"COLUMNS": "80"} | environ
+    )
+
+
+def test_help_needs_neither_torchrun_nor_torch() -> None:
+    done = start("-X", "importtime", TRAIN, "quickstart", "--help")
+    assert done.returncode == 0
+    assert "--rollout.group-size INT" in done.stdout
+    assert "Responses per prompt" in done.stdout
+    imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
+    assert "specactor.config" in imported
+    assert not imported & {"torch", "megatron", "sglang", "wandb"}
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["quickstart", "--train.lr", "1"], "error: unknown setting --train.lr. Did you mean --train.learning-rate?\n"),
+        (
+            ["quickstart"],
+            "error: launcher: got plain python, expected torchrun. "
+            "Use: torchrun --nproc-per-node N launch/train_moe.py quickstart\n",
+        ),
+    ],
+)
+def test_a_mistake_is_one_line_and_exit_code_2(words: list[str], message: str) -> None:
+    done = start(TRAIN, *words)
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", message)
+
+
+def test_only_rank_0_says_what_is_wrong() -> None:
+    done = start(TRAIN, "quickstart", "--train.lr", "1", RANK="1")
+    assert (done.returncode, done.stderr) == (2, "")
+
+
+def test_without_a_recipe_they_are_listed() -> None:
+    done = start(TRAIN)
+    assert done.returncode == 2
+    assert re.search(r"\n  quickstart +Tiny mixture of experts", done.stderr)
+    assert start(TRAIN, "--help").returncode == 0
+
+
+RANK = """
+import importlib.util, sys, time
+spec = importlib.util.spec_from_file_location("train_moe", sys.argv[1])
+train_moe = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(train_moe)
+if len(sys.argv) > 3:
+    train_moe.die_with_launcher()
+open(sys.argv[2], "w").write(str(__import__("os").getpid()))
+time.sleep(60)
+"""
+LAUNCHER = "import subprocess, sys; subprocess.run([sys.executable, '-c', *sys.argv[1:]])"
+
+
+@pytest.mark.parametrize("guarded", [True, False])
+def test_a_rank_dies_with_a_launcher_that_is_killed(tmp_path: Path, guarded: bool) -> None:
+    pid_file = tmp_path / "pid"
+    launcher = subprocess.Popen(
+        [sys.executable, "-c", LAUNCHER, RANK, TRAIN, str(pid_file), *(["guarded"] if guarded else [])],
+        env=os.environ | {"LOCAL_RANK": "0"},
+    )
+    deadline = time.monotonic() + 30
+    while not (pid_file.exists() and pid_file.read_text()):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    rank = psutil.Process(int(pid_file.read_text()))
+    launcher.send_signal(signal.SIGKILL)
+    launcher.wait(10)
+    try:
+        rank.wait(2)
+        alive = False
+    except psutil.TimeoutExpired:
+        alive = True
+        rank.kill()
+        rank.wait(10)
+    assert alive is not guarded  # without the guard the rank would live on
+
+
+@pytest.mark.parametrize("script", sorted(LAUNCH.glob("*.sh")), ids=lambda path: path.name)
+def test_scripts_are_well_formed(script: Path) -> None:
+    assert os.access(script, os.X_OK)
+    subprocess.run(["bash", "-n", str(script)], check=True, timeout=20)
+    if shutil.which("shellcheck"):
+        subprocess.run(["shellcheck", str(script)], check=True, timeout=60)
+
+
+def fake(folder: Path, name: str, body: str) -> None:
+    folder.mkdir(exist_ok=True)
+    (folder / name).write_text(f"#!/usr/bin/env bash\n{body}\n")
+    (folder / name).chmod(0o755)
+
+
+def run_script(script: str, tmp_path: Path, *words: str, **environ: str) -> subprocess.CompletedProcess[str]:
+    path = {"PATH": f"{tmp_path / 'bin'}:/usr/bin:/bin"}
+    return subprocess.run(
+        ["bash", str(LAUNCH / script), *words], capture_output=True, text=True, timeout=20, env=path | environ
+    )
+
+
+def test_the_multi_node_script_calls_torchrun(tmp_path: Path) -> None:
+    fake(tmp_path / "bin", "torchrun", 'echo "$@"')
+    done = run_script("multi_node.sh", tmp_path, "quickstart", "--seed", "3", NODES="2", HEAD="h:1", GPUS="4")
+    options = (
+        "--nnodes 2 --nproc-per-node 4 --rdzv-backend c10d --rdzv-endpoint h:1 --rdzv-id specactor --max-restarts 0"
+    )
+    assert done.stdout == f"{options} {TRAIN} quickstart --seed 3\n"
+    missing = run_script("multi_node.sh", tmp_path, "quickstart", HEAD="h:1")
+    assert missing.returncode != 0
+    assert "set NODES to the number of nodes" in missing.stderr
+    assert run_script("multi_node.sh", tmp_path, NODES="2", HEAD="h:1").returncode == 2
+
+
+def test_the_slurm_script_starts_every_node(tmp_path: Path) -> None:
+    fake(tmp_path / "bin", "torchrun", 'echo "$@"')
+    fake(tmp_path / "bin", "scontrol", "printf 'node7\\nnode8\\n'")
+    fake(tmp_path / "bin", "srun", 'while [[ $1 == --* ]]; do shift; done; exec "$@"')
+    slurm = {
+        "SLURM_JOB_ID": "1042",
+        "SLURM_NNODES": "2",
+        "SLURM_JOB_NODELIST": "node[7-8]",
+        "SLURM_SUBMIT_DIR": str(LAUNCH.parent),
+        "SLURM_GPUS_ON_NODE": "8",
+    }
+    done = run_script("slurm.sh", tmp_path, "qwen3_8b", **slurm)
+    assert done.returncode == 0, done.stderr
+    assert "--nnodes 2 --nproc-per-node 8" in done.stdout
+    assert "--rdzv-endpoint node7:29542 --rdzv-id 1042" in done.stdout
+    assert done.stdout.strip().endswith("qwen3_8b --resume auto")
+    assert run_script("slurm.sh", tmp_path, "qwen3_8b").returncode != 0

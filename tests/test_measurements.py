@@ -1,0 +1,76 @@
+"""Metrics of a step, on a step worked out by hand."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import SimpleNamespace
+
+import pytest
+
+from specactor import measurements
+from specactor.metrics import METRICS
+from specactor.types import FinishReason, Problem, ScoredGroup, TrainSequence, Trajectory
+from specactor.weights_sync.sender import SyncReport
+
+PROBLEM = Problem(index=0, prompt="", prompt_ids=(1,), answer="", verifier="exact", metadata={})
+STATS = SimpleNamespace(  # a TrainStats; its module would bring Megatron into this process
+    loss=0.5,
+    grad_norm=2.0,
+    entropy=1.0,
+    clip_fraction=0.1,
+    logprob_gap_max=1e-6,
+    logprob_gap_mean=1e-7,
+    kl=0.0,
+    tokens=6,
+    num_microbatches=1,
+    learning_rate=1e-4,
+)
+
+
+@dataclass
+class Response:
+    length: int
+    finish: FinishReason = "stop"
+
+
+def group(responses: list[Response], scores: tuple[float, ...], rewards: tuple[float, ...]) -> ScoredGroup:
+    trajectories = tuple(
+        Trajectory(
+            request_id="",
+            group_id=0,
+            prompt_ids=(1,),
+            token_ids=(2,) * r.length,
+            logprobs=(0.0,) * r.length,
+            finish_reason=r.finish,
+            spans=(),
+        )
+        for r in responses
+    )
+    return ScoredGroup(problem=PROBLEM, trajectories=trajectories, scores=scores, rewards=rewards)
+
+
+def test_a_step_by_hand() -> None:
+    groups = [
+        group([Response(1), Response(5, "length")], (1.0, 0.0), (1.0, -0.5)),
+        group([Response(2), Response(4)], (1.0, 1.0), (1.0, 1.0)),
+    ]
+    batch = [TrainSequence(token_ids=(1,) * 4, prompt_len=1)] * 3
+    report = SyncReport(num_bytes=10**9, num_rounds=2, seconds=0.5)
+    seen = measurements.of_step(groups, batch, STATS, report, version=7)
+    assert set(seen) <= set(METRICS)
+    assert seen["reward/mean"] == pytest.approx(2.5 / 4)
+    assert seen["accuracy/train"] == 0.75
+    assert seen["reward/uninformative_groups"] == 0.5
+    assert (seen["response/length_mean"], seen["response/length_max"], seen["response/length_p95"]) == (3, 5, 5)
+    assert seen["response/cut_fraction"] == 0.25
+    assert (seen["rollout/tokens"], seen["train/tokens"], seen["train/sequences"]) == (12, 12, 3)
+    assert (seen["weights/version"], seen["sync/gb_per_s"]) == (7, 2.0)
+
+
+def test_rates_come_from_the_seconds_of_their_phase() -> None:
+    seen = measurements.of_time({"rollout/tokens": 100.0, "train/tokens": 60.0}, {"rollout": 2.0, "sync": 1.0})
+    assert seen == {"time/rollout_s": 2.0, "time/sync_s": 1.0, "rollout/tokens_per_s": 50.0}
+
+
+def test_nearly_full_marks_count_as_correct_and_parts_do_not() -> None:
+    assert measurements.accuracy([1.0, 0.9995, 0.99, 0.0]) == 0.5

@@ -1,0 +1,178 @@
+"""Metrics: names, the file that survives a crash, and the real wandb, offline."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import struct
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from specactor.config import TrackingConfig
+from specactor.errors import SpecActorError
+from specactor.metrics import METRICS, Tracker, read_metrics, rss_bytes
+
+OFF = TrackingConfig(wandb="off")
+
+
+def log_steps(run_dir: Path, done: int, last: int) -> None:
+    """Steps 0..last of a new run (done = 0), or the steps after `done` of a resumed one."""
+    with Tracker(run_dir, {"name": "x"}, OFF, resume_step=done) as tracker:
+        for step in range(done + 1 if done else 0, last + 1):
+            tracker.log(step, {"reward/mean": step / 7, "weights/version": step})
+
+
+def test_a_resumed_file_equals_an_undisturbed_one(tmp_path: Path) -> None:
+    log_steps(tmp_path / "whole", 0, 9)
+    log_steps(tmp_path / "cut", 0, 7)  # the checkpoint holds steps 1..4; 5..7 are done again
+    with (tmp_path / "cut/metrics.jsonl").open("a") as file:
+        file.write('{"step": 8, "rew')  # killed in the middle of a line
+    log_steps(tmp_path / "cut", 4, 9)
+    assert (tmp_path / "cut/metrics.jsonl").read_bytes() == (tmp_path / "whole/metrics.jsonl").read_bytes()
+    assert [line["step"] for line in read_metrics(tmp_path / "cut")] == list(range(10))
+
+
+def test_a_new_run_starts_a_new_file(tmp_path: Path) -> None:
+    log_steps(tmp_path, 0, 3)
+    log_steps(tmp_path, 0, 1)
+    assert len(read_metrics(tmp_path)) == 2
+    assert json.loads((tmp_path / "config.json").read_text()) == {"name": "x"}
+
+
+def test_a_line_is_on_disk_when_log_returns(tmp_path: Path) -> None:
+    tracker = Tracker(tmp_path, {}, OFF)
+    tracker.log(0, {"reward/mean": 0.5})
+    assert read_metrics(tmp_path) == [{"step": 0, "reward/mean": 0.5}]
+    tracker.close()
+
+
+def test_numbers_that_json_lacks_are_null_in_the_file(tmp_path: Path) -> None:
+    tracker = Tracker(tmp_path, {}, OFF)
+    tracker.log(0, {"policy/kl": math.inf})
+    tracker.close()
+    assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 0, "policy/kl": null}\n'
+    assert math.isnan(float(read_metrics(tmp_path)[0]["policy/kl"]))
+
+
+def test_unknown_names_and_repeated_steps_are_refused(tmp_path: Path) -> None:
+    tracker = Tracker(tmp_path, {}, OFF)
+    with pytest.raises(SpecActorError, match=r"unknown name 'reward/meen'. Did you mean reward/mean\?"):
+        tracker.log(0, {"reward/meen": 1})
+    assert read_metrics(tmp_path) == []
+    tracker.log(0, {"reward/mean": 1})
+    with pytest.raises(SpecActorError, match="got step 0 after 0"):
+        tracker.log(0, {"reward/mean": 1})
+    tracker.close()
+
+
+def test_every_name_is_grouped_and_explained() -> None:
+    for name, meaning in METRICS.items():
+        assert name.count("/") == 1
+        assert len(meaning) > 10
+        assert not name.endswith("_s") or "second" in meaning
+
+
+def test_summary_is_kept(tmp_path: Path) -> None:
+    tracker = Tracker(tmp_path, {}, OFF)
+    tracker.summary({"accuracy before": 0.5})
+    tracker.close()
+    tracker.close()
+    assert json.loads((tmp_path / "summary.json").read_text()) == {"accuracy before": 0.5}
+
+
+def run_python(code: str, cwd: Path, **environ: str) -> subprocess.CompletedProcess[str]:
+    clean = {key: value for key, value in os.environ.items() if not key.startswith("WANDB")}
+    home = {"HOME": str(cwd), "WANDB_CACHE_DIR": str(cwd / "cache"), "WANDB_CONFIG_DIR": str(cwd / "config")}
+    return subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)],
+        cwd=cwd,
+        env=clean | home | environ,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+def records(file: Path) -> Iterator[bytes]:
+    """Records of a .wandb file: a header of 7 bytes, then LevelDB's log format in blocks of 32 KiB."""
+    data, at, parts = file.read_bytes(), 7, b""
+    assert data[:4] == b":W&B"
+    while at + 7 <= len(data):
+        if 32768 - at % 32768 < 7:  # the rest of a block that cannot hold a header is padding
+            at += 32768 - at % 32768
+            continue
+        _, length, kind = struct.unpack_from("<IHB", data, at)
+        parts += data[at + 7 : at + 7 + length]
+        at += 7 + length
+        if kind in (1, 4):  # whole, or last part
+            yield parts
+            parts = b""
+
+
+def history(file: Path) -> list[dict[str, float]]:
+    """Metrics in a .wandb file."""
+    from wandb.proto import wandb_internal_pb2
+
+    rows = []
+    for data in records(file):
+        items = wandb_internal_pb2.Record.FromString(data).history.item
+        if items:
+            rows.append({"/".join(i.nested_key) or i.key: json.loads(i.value_json) for i in items})
+    return rows
+
+
+def test_wandb_offline_writes_a_run_and_a_resume_keeps_its_id(tmp_path: Path) -> None:
+    code = """
+        from pathlib import Path
+        from specactor.config import TrackingConfig
+        from specactor.metrics import Tracker
+        for done in (0, 1):
+            tracker = Tracker(Path("run"), {"seed": 7}, TrackingConfig(), resume_step=done)
+            assert tracker.wandb_mode == "offline", tracker.wandb_mode
+            for step in (0, 1) if done == 0 else (2, 3):
+                tracker.log(step, {"reward/mean": step / 2})
+            tracker.summary({"best": 1.0})
+            tracker.close()
+    """
+    done = run_python(code, tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "wandb" not in done.stdout + done.stderr  # quiet
+    files = sorted(tmp_path.glob("run/wandb/offline-run-*/run-*.wandb"))
+    assert len({file.name for file in files}) == 1
+    assert (tmp_path / "run/wandb_id.txt").read_text().strip() in files[0].name
+    rows = [row for file in files for row in history(file)]
+    assert [(row["_step"], row["reward/mean"]) for row in rows] == [(0, 0.0), (1, 0.5), (2, 1.0), (3, 1.5)]
+    assert not any(str(tmp_path) in " ".join(p.info["cmdline"] or []) for p in psutil.process_iter(["cmdline"]))
+
+
+def test_wandb_that_cannot_start_online_is_a_warning(tmp_path: Path) -> None:
+    code = """
+        import specactor.metrics
+        from pathlib import Path
+        from specactor.config import TrackingConfig
+        specactor.metrics.WANDB_INIT_S = 1
+        tracker = specactor.metrics.Tracker(Path("run"), {}, TrackingConfig(wandb="online"))
+        tracker.log(0, {"reward/mean": 1.0})
+        print(tracker.wandb_mode)
+        tracker.close()
+    """
+    done = run_python(code, tmp_path, WANDB_API_KEY="a" * 40, WANDB_BASE_URL="http://127.0.0.1:9")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "offline"
+    assert "wandb could not start online" in done.stderr
+    assert "it goes on offline" in done.stderr
+    assert read_metrics(tmp_path / "run") == [{"step": 0, "reward/mean": 1.0}]
+
+
+def test_memory_of_a_process_tree() -> None:
+    block = bytearray(os.urandom(2**20) * 50)
+    assert rss_bytes() > len(block)
+    assert rss_bytes(children=True) >= rss_bytes() * 0.9
+    assert rss_bytes(2**22 + 1) == 0

@@ -1,0 +1,188 @@
+"""Recipes: every one loads, round-trips through JSON, and fits its world size."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import math
+import subprocess
+import sys
+from dataclasses import fields, is_dataclass, replace
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from specactor.config import Config
+from specactor.errors import ConfigError
+from specactor.parallel.layout import ModelShape, check
+from specactor.recipes import EXAMPLES, from_json, load, override, recipes, to_json
+
+NAMES = sorted(recipes())
+SHAPES = {
+    "qwen3_30b_a3b": ModelShape(
+        num_layers=48, num_heads=32, num_kv_heads=4, num_experts=128, vocab_size=151_936, max_position=40_960
+    ),
+    "qwen3_8b": ModelShape(
+        num_layers=36, num_heads=32, num_kv_heads=8, num_experts=0, vocab_size=151_936, max_position=40_960
+    ),
+}
+WORLDS = {"qwen3_30b_a3b": 64, "qwen3_8b": 8}
+
+
+def shape(config: Config) -> ModelShape:
+    tiny = config.model.tiny
+    if tiny is None:
+        return SHAPES[config.name]
+    return ModelShape(
+        num_layers=tiny.num_layers,
+        num_heads=tiny.num_heads,
+        num_kv_heads=tiny.num_kv_heads,
+        num_experts=tiny.num_experts,
+        vocab_size=96,
+        max_position=tiny.max_position,
+    )
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_recipe_is_named_explained_and_fits_its_world(name: str) -> None:
+    config = load([name])
+    assert config.name == name
+    assert recipes()[name].endswith(".")
+    layout = check(config, WORLDS.get(name, 2), shape(config))
+    assert layout.world == WORLDS.get(name, 2)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_recipe_survives_json_exactly(name: str) -> None:
+    config = load([name])
+    assert from_json(json.loads(json.dumps(to_json(config)))) == config
+
+
+def test_every_family_has_a_recipe() -> None:
+    algorithms = [load([name]).algorithm for name in NAMES]
+    assert {a.advantage for a in algorithms} == {"grpo", "dr_grpo", "rloo", "reinforce_pp"}
+    assert {a.loss for a in algorithms} == {"ppo_clip", "gspo", "cispo"}
+    assert {a.aggregation for a in algorithms} == {"sequence_mean", "token_mean", "fixed_length"}
+    assert {a.kl for a in algorithms} >= {"off", "k3"}
+    assert any(a.dynamic_sampling and a.overlong_buffer and a.clip_high > a.clip_low for a in algorithms)
+
+
+def test_overrides_of_every_kind() -> None:
+    words = (
+        "grpo --rollout.group-size 16 --rollout.prompts_per_step=4 --model.tiny.num_layers 2 --algorithm.tis-cap None "
+        "--tracking.progress False --warmup.steps 5 6 --data.train.params max_n=7 exact=true ratio=0.5 word=a=b "
+        "--data.eval.params --train.max-logprob-gap inf --rollout.engine.extra-args page_size=1"
+    )
+    config = load(words.split())
+    assert (config.rollout.group_size, config.rollout.prompts_per_step) == (16, 4)
+    assert config.model.tiny is not None
+    assert config.model.tiny.num_layers == 2
+    assert config.algorithm.tis_cap is None
+    assert config.tracking.progress is False
+    assert config.warmup.steps == (5, 6)
+    assert config.data.train.params == {"max_n": 7, "exact": True, "ratio": 0.5, "word": "a=b"}
+    assert config.data.eval.params == {}
+    assert config.rollout.engine.extra_args == {"page_size": 1}
+    assert math.isinf(config.train.max_logprob_gap)
+    assert from_json(json.loads(json.dumps(to_json(config)))) == config
+
+
+def test_a_model_folder_takes_the_place_of_the_tiny_model() -> None:
+    model = load(["quickstart", "--model.path", "/models/x"]).model
+    assert (model.path, model.tiny) == ("/models/x", None)
+
+
+@settings(max_examples=10, deadline=None)
+@given(seed=st.integers(0, 2**31 - 1), rate=st.floats(1e-9, 1.0), steps=st.integers(0, 10**6))
+def test_values_reach_the_config_exactly(seed: int, rate: float, steps: int) -> None:
+    words = ["--seed", str(seed), "--train.learning_rate", repr(rate), "--train.steps", str(steps)]
+    config = override(load(["quickstart"]), words)
+    assert (config.seed, config.train.learning_rate, config.train.steps) == (seed, rate, steps)
+    assert from_json(json.loads(json.dumps(to_json(config)))) == config
+
+
+def test_a_file_of_ones_own(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "from dataclasses import replace\nfrom examples import quickstart\n"
+        "def recipe(): return replace(quickstart.recipe(), name='mine')\n"
+        "def small(): return replace(recipe(), name='small')\n"
+        "def wrong(): return 3\n"
+    )
+    assert load([str(file)]).name == "mine"
+    assert load([f"{file}:small", "--seed", "3"]).seed == 3
+    with pytest.raises(ConfigError, match=r"expected a function that returns a Config, not int. Correct it."):
+        load([f"{file}:wrong"])
+    with pytest.raises(
+        ConfigError, match=r"expected a function big\(\) -> Config in .*mine.py. Name it after a colon."
+    ):
+        load([f"{file}:big"])
+    with pytest.raises(ConfigError, match=r"RECIPE: got '.*none.py', expected a file that exists. Check the path."):
+        load([str(tmp_path / "none.py")])
+
+
+def test_an_unknown_recipe_suggests_the_nearest() -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(["quikstart"])
+    assert str(caught.value) == f"RECIPE: got 'quikstart', expected one of {', '.join(NAMES)}. Did you mean quickstart?"
+
+
+def test_json_of_an_older_version_gets_the_defaults() -> None:
+    config = load(["quickstart"])
+    plain = to_json(config)
+    del plain["tracking"], plain["train"]["schedule"]
+    assert from_json(plain) == config
+    assert to_json(from_json(plain)) == to_json(config)
+
+
+def test_json_that_no_run_wrote() -> None:
+    plain = to_json(load(["quickstart"]))
+    with pytest.raises(ConfigError, match=r"config: unknown key train.step. Did you mean train.steps\?"):
+        from_json(plain | {"train": {"step": 3}})
+    with pytest.raises(ConfigError, match=r"config: Expected `int`, got `str` - at `\$.seed`. Correct the file"):
+        from_json(plain | {"seed": "x"})
+    with pytest.raises(ConfigError, match=r"^seed: got -1, expected 0..2\*\*31-1."):
+        from_json(plain | {"seed": -1})
+
+
+def test_every_field_has_a_meaning_in_the_help() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", "from specactor.recipes import load; load(['quickstart', '--help'])"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env={"COLUMNS": "80"},
+    )
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    flags = 0
+    for line, after in pairwise(lines):
+        if line.startswith("│ --"):
+            flags += 1
+            assert not after.strip("│ ").startswith("(default"), f"no meaning: {line}"
+    assert flags == count_leaves(load(["quickstart"]))
+
+
+def count_leaves(tree: object) -> int:
+    assert is_dataclass(tree)
+    values = [getattr(tree, item.name) for item in fields(tree)]
+    return sum(count_leaves(value) if is_dataclass(value) else 1 for value in values)
+
+
+def test_the_custom_reward(tmp_path: Path) -> None:
+    subprocess.run([sys.executable, str(EXAMPLES / "custom_reward.py"), str(tmp_path)], check=True, timeout=60)
+    rows = [json.loads(line) for line in (tmp_path / "train.jsonl").read_text().splitlines()]
+    held_out = [json.loads(line) for line in (tmp_path / "eval.jsonl").read_text().splitlines()]
+    assert not {row["prompt"] for row in rows} & {row["prompt"] for row in held_out}
+    assert rows[0]["answer"] == rows[0]["prompt"][:-1][::-1]
+    load(["custom_reward"])
+    module_name, function_name = rows[0]["verifier"].split(":")
+    score = getattr(importlib.import_module(module_name), function_name)
+    from specactor.types import Problem
+
+    problem = Problem(index=0, prompt="37=", prompt_ids=(1,), answer="73", verifier=rows[0]["verifier"], metadata={})
+    assert [score(text, problem) for text in ("73", "7", "3", "731", "")] == [1.0, 0.45, 0.0, pytest.approx(0.6), 0.0]
+    assert score("2", replace(problem, answer="1")) == 0

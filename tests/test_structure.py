@@ -1,0 +1,72 @@
+"""What decides is pure: it imports without torch, engines or trainers, and reads neither clock nor environment."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).resolve().parent.parent / "specactor"
+PURE = [
+    "config",
+    "errors",
+    "measurements",
+    "types",
+    "data.stream",
+    "parallel.layout",
+    "rollout.assignment",
+    "rollout.requests",
+    "trainer.advantages",
+    "trainer.packing",
+    "trainer.schedule",
+    "weights_sync.buckets",
+    "weights_sync.plan",
+]
+BLOCKED = ("torch", "megatron", "mbridge", "sglang", "transformers", "wandb", "rich", "zmq")
+IMPURE = {"time", "os", "socket", "subprocess", "threading", "secrets"}
+
+SCRIPT = """
+import importlib, importlib.abc, sys
+class Block(importlib.abc.MetaPathFinder):
+    def find_spec(self, fullname, path=None, target=None):
+        if fullname.partition(".")[0] in {blocked!r}:
+            raise ImportError(f"{{fullname}} is blocked")
+sys.meta_path.insert(0, Block())
+for name in {pure!r}:
+    importlib.import_module("specactor." + name)
+"""
+
+
+def file_of(module: str) -> Path:
+    return PACKAGE / (module.replace(".", "/") + ".py")
+
+
+def run(pure: list[str]) -> subprocess.CompletedProcess[str]:
+    script = SCRIPT.format(blocked=BLOCKED, pure=pure)
+    return subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
+
+
+def test_pure_modules_need_no_engine_trainer_or_tensor() -> None:
+    done = run(PURE)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_block_works() -> None:
+    done = run(["weights_sync.sender"])
+    assert "torch is blocked" in done.stderr
+
+
+@pytest.mark.parametrize("module", PURE)
+def test_pure_modules_read_no_clock_and_no_environment(module: str) -> None:
+    tree = ast.parse(file_of(module).read_text())
+    names = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
+    names |= {str(node.module) for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
+    assert not {name.partition(".")[0] for name in names} & IMPURE
+
+
+def test_files_stay_readable() -> None:
+    long = [path.name for path in PACKAGE.rglob("*.py") if len(path.read_text().splitlines()) > 400]
+    assert long == ["config.py"], "config.py is the one tree of settings; everything else fits on a few screens"

@@ -1,0 +1,143 @@
+"""One start of 1, 2 and 4 trainer ranks serves all tests of the policy trainer."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+LIMIT_S = 240
+
+EVERY_CASE = ["grpo", "dapo", "gspo_sequence_mean", "gspo_token_mean", "grpo_updates"]
+FEW_CASES = ["grpo", "gspo_token_mean"]
+
+LAYOUTS_2 = {
+    "TP2": {"tensor": 2, "expert_tensor": 2},
+    "PP2": {"pipeline": 2},
+    "PP2xVPP2": {"pipeline": 2, "virtual_pipeline": 2},
+    "EP2": {"expert": 2},
+    "CP2": {"context": 2},
+    "DP2": {},
+    "TP2xEP2": {"tensor": 2, "expert": 2},
+}
+LAYOUTS_4 = {
+    "TP2xEP2 of 4": {"tensor": 2, "expert": 2},
+    "TP2xPP2": {"tensor": 2, "expert_tensor": 2, "pipeline": 2},
+    "PP2xEP2": {"pipeline": 2, "expert": 2},
+    "TP2xCP2": {"tensor": 2, "expert_tensor": 2, "context": 2},
+}
+DENSE_2 = {"TP2": {"tensor": 2}, "PP2": {"pipeline": 2}}
+
+
+def environment() -> dict[str, str]:
+    return os.environ | {
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": str(ROOT),
+        "HF_HUB_OFFLINE": "1",
+        "PYTHONWARNINGS": "ignore",
+    }
+
+
+def run(command: list[str]) -> None:
+    """Bounded in time; nothing that it started is left."""
+    process = subprocess.Popen(
+        command, cwd=ROOT, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
+    )
+    try:
+        output, _ = process.communicate(timeout=LIMIT_S)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        output, _ = process.communicate()
+    assert process.returncode == 0, output.decode()[-6000:]
+
+
+def launch(world: int, spec: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """Results by name of the entries of `spec`, from `world` ranks."""
+    (folder / "spec.json").write_text(json.dumps({name: entry | {"world": world} for name, entry in spec.items()}))
+    torchrun = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--rdzv-backend",
+        "c10d",
+        "--rdzv-endpoint",
+        "localhost:0",
+    ]
+    script = ["-m", "tests.trainer.layout_script", str(folder / "spec.json"), str(folder / "results.json")]
+    run([*torchrun, "--nproc-per-node", str(world), *script])
+    outcome = json.loads((folder / "results.json").read_text())
+    assert outcome["alike"], "ranks disagree about a result"
+    results: dict[str, Any] = outcome["results"]
+    return results
+
+
+@pytest.fixture(scope="session")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder with the models moe, dense and tied, and what transformers makes of them."""
+    folder = tmp_path_factory.mktemp("reference")
+    run([sys.executable, "-m", "tests.trainer.reference_script", str(folder)])
+    return folder
+
+
+@pytest.fixture(scope="session")
+def two_ranks(reference: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    moe, folder = str(reference / "moe"), tmp_path_factory.mktemp("two")
+    spec: dict[str, Any] = {
+        name: {"check": "layout", "model": moe, "parallel": parallel, "cases": EVERY_CASE}
+        for name, parallel in LAYOUTS_2.items()
+    }
+    spec["EP2"] |= {"more": True, "export": str(folder / "exported")}
+    for model in ("dense", "tied"):
+        for name, parallel in DENSE_2.items():
+            entry = {"check": "layout", "model": str(reference / model), "parallel": parallel, "cases": FEW_CASES}
+            spec[f"{model} {name}"] = entry
+    for mistake in ("no_gradient_sync", "mean_per_rank"):
+        spec[mistake] = {"check": "wrong", "mistake": mistake, "model": moe}
+    for name in ("TP2", "EP2", "PP2xVPP2", "DP2"):
+        spec[f"save {name}"] = {"check": "save", "model": moe, "parallel": LAYOUTS_2[name], "root": str(folder / name)}
+    tp2, ep2 = str(folder / "TP2" / "step-000002"), str(folder / "EP2" / "step-000002")
+    spec["TP2 -> PP2"] = {"check": "load", "model": moe, "parallel": LAYOUTS_2["PP2"], "path": tp2}
+    spec["EP2 -> TP2xEP2"] = {"check": "load", "model": moe, "parallel": LAYOUTS_2["TP2xEP2"], "path": ep2}
+    spec["TP2 -> EP2"] = {"check": "load", "model": moe, "parallel": LAYOUTS_2["EP2"], "path": tp2}
+    return launch(2, spec, folder) | {"checkpoints": {"TP2": tp2, "EP2": ep2}}
+
+
+@pytest.fixture(scope="session")
+def one_rank(reference: Path, two_ranks: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    from tests.trainer.damage import damaged
+
+    moe, folder = str(reference / "moe"), tmp_path_factory.mktemp("one")
+    entry = {"check": "layout", "model": moe, "cases": EVERY_CASE}
+    tp2, ep2 = two_ranks["checkpoints"]["TP2"], two_ranks["checkpoints"]["EP2"]
+    spec: dict[str, Any] = {
+        "single": entry | {"more": True, "export": str(folder / "exported")},
+        "recompute full": entry | {"train": {"recompute": "full"}},
+        "recompute selective": entry | {"train": {"recompute": "selective"}},
+        "plain optimizer": entry | {"train": {"distributed_optimizer": False}},
+        "one micro-batch": entry | {"train": {"tokens_per_microbatch": 4096}},
+        "dense": entry | {"model": str(reference / "dense"), "cases": FEW_CASES},
+        "tied": entry | {"model": str(reference / "tied"), "cases": FEW_CASES},
+        "rope_theta": {"check": "wrong", "mistake": "rope_theta", "model": moe},
+        "TP2 -> 1": {"check": "load", "model": moe, "path": tp2},
+        "errors": {"check": "errors", "model": moe, "paths": damaged(Path(tp2), folder / "damaged") | {"EP2": ep2}},
+        "foreign": {"check": "load", "model": str(reference / "dense"), "path": tp2},
+        "other optimizer": {"check": "load", "model": moe, "path": tp2, "train": {"distributed_optimizer": False}},
+        "keep": {"check": "keep", "model": moe, "root": str(folder / "kept")},
+    }
+    return launch(1, spec, folder)
+
+
+@pytest.fixture(scope="session")
+def four_ranks(reference: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    spec = {
+        name: {"check": "layout", "model": str(reference / "moe"), "parallel": parallel, "cases": FEW_CASES}
+        for name, parallel in LAYOUTS_4.items()
+    }
+    return launch(4, spec, tmp_path_factory.mktemp("four"))

@@ -1,0 +1,267 @@
+"""One trainer rank that runs many checks under many layouts in one start; rank 0 writes the results as JSON.
+
+torchrun ... -m tests.trainer.layout_script SPEC.json RESULTS.json
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from specactor.parallel import groups
+from specactor.parallel.layout import Layout
+from tests.trainer import policy_cases as cases
+
+groups.cpu_platform.install()
+
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+from megatron.core import parallel_state  # noqa: E402
+from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region  # noqa: E402
+from safetensors.torch import load_file  # noqa: E402
+
+from specactor.errors import SpecActorError  # noqa: E402
+from specactor.trainer import checkpoint, model, optimizer  # noqa: E402
+from specactor.trainer.microbatch import items_of  # noqa: E402
+from specactor.trainer.objective import PolicyObjective  # noqa: E402
+from specactor.trainer.policy import PolicyTrainer  # noqa: E402
+
+SEQUENCES = cases.sequences()
+
+
+def make(entry: dict[str, Any]) -> PolicyTrainer:
+    config = cases.config(entry["model"], entry.get("parallel", {}), entry.get("train"))
+    p = config.parallel
+    layout = Layout(
+        world=dist.get_world_size() if dist.is_initialized() else int(entry["world"]),
+        tensor=p.tensor,
+        pipeline=p.pipeline,
+        context=p.context,
+        expert=p.expert,
+        expert_tensor=p.expert_tensor,
+    )
+    groups.init(layout, p, seed=0)
+    return PolicyTrainer(config, layout, Path(entry["model"]))
+
+
+def use(trainer: PolicyTrainer, case: cases.Case) -> None:
+    trainer.config = cases.with_case(trainer.config, case)
+    trainer._objective = PolicyObjective(case.algorithm, cases.TEMPERATURE)
+    trainer._reference = []
+    if case.algorithm.kl != "off":
+        trainer.take_reference()
+
+
+def step(trainer: PolicyTrainer, rate: float) -> dict[str, Any]:
+    return asdict(trainer.train_step(SEQUENCES, learning_rate=rate))
+
+
+@torch.no_grad()
+def logits_difference(trainer: PolicyTrainer, reference: Path) -> float:
+    """Largest |logit - transformers' logit| at any response position."""
+    found = torch.zeros(sum(s.response_len for s in SEQUENCES), cases.VOCAB)
+
+    def keep(batch: Any, logits_1TV: torch.Tensor) -> torch.Tensor:
+        whole = gather_from_tensor_model_parallel_region(logits_1TV)
+        if parallel_state.get_tensor_model_parallel_rank() == 0:
+            found[batch.source_R] = whole[0, batch.rows_R]
+        return logits_1TV.sum()
+
+    trainer._run(items_of(SEQUENCES, [0.0] * len(SEQUENCES), None, None), keep, forward_only=True)
+    dist.all_reduce(found)
+    return float((found - load_file(reference)["logits_RV"]).abs().max())
+
+
+def wrong_weights(trainer: PolicyTrainer, folder: Path) -> list[str]:
+    """Names of exported tensors that are missing, foreign, or differ in any bit from the loaded file."""
+    expected = load_file(folder / "model.safetensors")
+    wrong = []
+    for name, tensor in trainer.named_weights():
+        if name not in expected or not torch.equal(expected.pop(name), tensor):
+            wrong.append(name)
+    return wrong + sorted(expected)
+
+
+def restore(trainer: PolicyTrainer, snapshot: list[torch.Tensor]) -> None:
+    """The loaded weights and a fresh optimizer."""
+    with torch.no_grad():
+        for parameter, kept in zip(trainer._parameters(), snapshot, strict=True):
+            parameter.copy_(kept)
+    trainer.reset_optimizer()
+
+
+def check_layout(entry: dict[str, Any]) -> dict[str, Any]:
+    trainer = make(entry)
+    folder = Path(entry["model"])
+    snapshot = [p.detach().clone() for p in trainer._parameters()]
+    result: dict[str, Any] = {
+        "logits": logits_difference(trainer, folder.parent / f"{folder.name}.logits"),
+        "wrong_weights": wrong_weights(trainer, folder),
+    }
+    for name in entry["cases"]:
+        restore(trainer, snapshot)
+        use(trainer, cases.CASES[name])
+        result[name] = step(trainer, cases.CASES[name].rate)
+    if entry.get("more"):
+        restore(trainer, snapshot)
+        result |= more_checks(trainer, entry)
+    return result
+
+
+def more_checks(trainer: PolicyTrainer, entry: dict[str, Any]) -> dict[str, Any]:
+    """KL, supervised steps, log-probabilities, and an export after training, under one layout."""
+    result: dict[str, Any] = {
+        "logprobs": trainer.logprobs(SEQUENCES),
+        "supervised_before": trainer.supervised_step(SEQUENCES, learning_rate=0.0),
+    }
+    algorithm = replace(cases.CASES["grpo"].algorithm, kl="k3", kl_coef=0.1)
+    use(trainer, cases.Case(algorithm, 1, cases.LEARNING_RATE))
+    result["kl"] = [step(trainer, cases.LEARNING_RATE) for _ in range(2)]
+    trainer.reset_optimizer()
+    result["supervised"] = [trainer.supervised_step(SEQUENCES, learning_rate=3e-3) for _ in range(3)]
+    target = Path(entry["export"])
+    trainer.export_hf(target)
+    if dist.get_rank() == 0:
+        result["exported"] = sorted(file.name for file in target.iterdir())
+    result["wrong_export"] = wrong_weights(trainer, target)
+    return result
+
+
+def check_wrong(entry: dict[str, Any]) -> dict[str, Any]:
+    """A mistake put in on purpose; the tests that pass without it must fail with it."""
+    if entry["mistake"] == "rope_theta":
+        right = model.read_hf_config
+
+        def ignoring_theta(folder: Path) -> Any:
+            config = right(folder)
+            config.rope_theta = 10000.0
+            return config
+
+        model.read_hf_config = ignoring_theta
+        trainer = make(entry)
+        model.read_hf_config = right
+    else:
+        trainer = make(entry)
+    use(trainer, cases.CASES["grpo"])
+    if entry["mistake"] == "no_gradient_sync":
+        trainer.policy.config.finalize_model_grads_func = lambda *_, **__: None
+    if entry["mistake"] == "mean_per_rank":
+        objective = trainer._objective
+
+        def per_rank(batch: Any, logits: torch.Tensor) -> Any:
+            share = 1 / dist.get_world_size() / float(batch.weights_R.sum())
+            return objective(replace(batch, weights_R=batch.weights_R * share), logits)
+
+        trainer._objective = per_rank  # type: ignore[assignment]
+    folder = Path(entry["model"])
+    return {"logits": logits_difference(trainer, folder.parent / f"{folder.name}.logits"), "grpo": step(trainer, 0.0)}
+
+
+def check_save(entry: dict[str, Any]) -> dict[str, Any]:
+    """Train, save, go on; then load into a fresh trainer and go on from there."""
+    trainer = make(entry)
+    use(trainer, cases.CASES["grpo"])
+    before = [step(trainer, cases.LEARNING_RATE) for _ in range(2)]
+    torch.rand(3)
+    saved = checkpoint.save(trainer, Path(entry["root"]), 2, {"position": [1, 2.5], "name": "x"})
+    drawn = torch.rand(2).tolist()
+    undisturbed = [step(trainer, cases.LEARNING_RATE) for _ in range(3)]
+    fresh = PolicyTrainer(trainer.config, trainer.layout, Path(entry["model"]))
+    use(fresh, cases.CASES["grpo"])
+    state = checkpoint.load(fresh, saved)
+    result = {
+        "before": before,
+        "undisturbed": undisturbed,
+        "state": state,
+        "same_random_numbers": torch.rand(2).tolist() == drawn,
+        "shared_steps": shared_steps(fresh),
+        "resumed": [step(fresh, cases.LEARNING_RATE) for _ in range(3)],
+    }
+    return result
+
+
+def shared_steps(trainer: PolicyTrainer) -> int:
+    """Adam step tensors that stand for more than one parameter."""
+    steps = [s["step"].data_ptr() for part in optimizer.torch_adams(trainer.optimizer) for s in part.state.values()]
+    return len(steps) - len(set(steps))
+
+
+def check_load(entry: dict[str, Any]) -> dict[str, Any]:
+    trainer = make(entry)
+    use(trainer, cases.CASES["grpo"])
+    try:
+        state = checkpoint.load(trainer, Path(entry["path"]))
+    except SpecActorError as error:
+        return {"error": f"{type(error).__name__}: {error}"}
+    return {"state": state, "resumed": [step(trainer, cases.LEARNING_RATE) for _ in range(3)]}
+
+
+def check_errors(entry: dict[str, Any]) -> dict[str, Any]:
+    """Loads that must fail, all into one trainer, which stays usable."""
+    trainer = make(entry)
+    use(trainer, cases.CASES["grpo"])
+    result: dict[str, Any] = {}
+    for name, path in entry["paths"].items():
+        try:
+            checkpoint.load(trainer, Path(path))
+            result[name] = "loaded"
+        except SpecActorError as error:
+            result[name] = f"{type(error).__name__}: {error}"
+    result["afterwards"] = step(trainer, 0.0)
+    return result
+
+
+def check_keep(entry: dict[str, Any]) -> dict[str, Any]:
+    trainer = make(entry)
+    root = Path(entry["root"])
+    stale = root / "step-000009.tmp"
+    if dist.get_rank() == 0:
+        stale.mkdir(parents=True)
+        (stale / "state.json").write_text("{}")
+    for number in (1, 2, 3, 3):
+        checkpoint.save(trainer, root, number, {}, keep=2)
+    latest = checkpoint.latest(root)
+    left = sorted(p.name for p in root.iterdir())
+    checkpoint.save(trainer, root, 2, {}, keep=1)
+    return {"latest": str(latest), "left": left, "rewound": sorted(p.name for p in root.iterdir())}
+
+
+CHECKS = {
+    "layout": check_layout,
+    "wrong": check_wrong,
+    "save": check_save,
+    "load": check_load,
+    "errors": check_errors,
+    "keep": check_keep,
+}
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    spec = json.loads(Path(sys.argv[1]).read_text())
+    results = {}
+    for name, entry in spec.items():
+        results[name] = CHECKS[entry["check"]](entry)
+        groups.destroy(keep_process_group=True)
+    gathered = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, json.dumps(results, sort_keys=True))
+    if dist.get_rank() == 0:
+        out = {"results": results, "alike": len({text for text in map(without_exported, gathered)}) == 1}
+        Path(sys.argv[2]).write_text(json.dumps(out))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def without_exported(text: str | None) -> str:
+    """What one rank alone looks up is not compared."""
+    results = json.loads(text or "{}")
+    for result in results.values():
+        result.pop("exported", None)
+    return json.dumps(results, sort_keys=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,92 @@
+"""What the policy tests train on: the same sequences and settings for transformers and for every layout."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, replace
+from typing import Any
+
+from specactor.config import (
+    AlgorithmConfig,
+    Config,
+    DataConfig,
+    ModelConfig,
+    ParallelConfig,
+    RolloutConfig,
+    SourceConfig,
+    TrainConfig,
+)
+from specactor.types import TrainSequence
+
+VOCAB = 96
+LEARNING_RATE = 2e-3
+TEMPERATURE = 0.8
+NUM_SEQUENCES = 12
+
+
+def sequences(seed: int = 0) -> list[TrainSequence]:
+    """Of 3 groups; lengths 9 to 40, so that nothing divides evenly; engine log-probabilities are made up."""
+    rng = random.Random(seed)
+    made = []
+    for i in range(NUM_SEQUENCES):
+        prompt, response = rng.randint(2, 10), rng.randint(7, 30)
+        made.append(
+            TrainSequence(
+                token_ids=tuple(rng.randrange(3, VOCAB) for _ in range(prompt + response)),
+                prompt_len=prompt,
+                advantage=rng.uniform(-1, 1),
+                rollout_logprobs=tuple(rng.uniform(-6, -3) for _ in range(response)),
+                group_id=i // 4,
+            )
+        )
+    return made
+
+
+@dataclass(frozen=True)
+class Case:
+    """One way to learn; `rate` 0 leaves the weights as they are."""
+
+    algorithm: AlgorithmConfig
+    updates: int
+    rate: float
+
+
+CASES = {
+    "grpo": Case(AlgorithmConfig(aggregation="sequence_mean"), 1, 0.0),
+    "dapo": Case(AlgorithmConfig(aggregation="token_mean", clip_high=0.28, tis_cap=1.5), 1, 0.0),
+    "gspo_sequence_mean": Case(
+        AlgorithmConfig(loss="gspo", aggregation="sequence_mean", clip_low=0.002, clip_high=0.002, tis_cap=None),
+        3,
+        LEARNING_RATE,
+    ),
+    "gspo_token_mean": Case(
+        AlgorithmConfig(loss="gspo", aggregation="token_mean", clip_low=0.1, clip_high=0.1, tis_cap=None),
+        3,
+        LEARNING_RATE,
+    ),
+    "grpo_updates": Case(AlgorithmConfig(aggregation="sequence_mean", clip_low=0.02, clip_high=0.02), 3, LEARNING_RATE),
+}
+"""A case with updates changes the weights, so each starts from the loaded model and a fresh optimizer."""
+
+
+def config(model_dir: str, parallel: dict[str, Any], train: dict[str, Any] | None = None) -> Config:
+    return Config(
+        name="test",
+        model=ModelConfig(path=model_dir, dtype="float32"),
+        data=DataConfig(train=SourceConfig(task="count_bits"), eval=SourceConfig(task="count_bits", seed=10**7)),
+        parallel=ParallelConfig(timeout_s=120, **parallel),
+        rollout=RolloutConfig(temperature=TEMPERATURE, max_new_tokens=32, prompts_per_step=3, group_size=4),
+        train=TrainConfig(
+            **{
+                "learning_rate": LEARNING_RATE,
+                "tokens_per_microbatch": 128,
+                "adam_eps": 1e-4,  # a rounding error of a tiny gradient must not decide a step of full size
+                "grad_clip": 0.5,
+            }
+            | (train or {})
+        ),
+    )
+
+
+def with_case(base: Config, case: Case) -> Config:
+    return replace(base, algorithm=case.algorithm, train=replace(base.train, updates_per_step=case.updates))

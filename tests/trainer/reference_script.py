@@ -1,0 +1,130 @@
+"""Models, and what transformers and autograd make of them, without any of the trainer: run in a process of its own.
+
+python -m tests.trainer.reference_script FOLDER
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from pathlib import Path
+
+from specactor.cpu import torchvision_ops
+
+torchvision_ops.install()
+
+import torch  # noqa: E402
+from safetensors.torch import save_file  # noqa: E402
+from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM  # noqa: E402  # noqa: E402
+
+from specactor.types import TrainSequence  # noqa: E402
+from tests.trainer import policy_cases as cases  # noqa: E402
+
+SHAPE = {
+    "vocab_size": cases.VOCAB,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 128,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 300.0},
+    "rms_norm_eps": 1e-6,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+MOE = {"moe_intermediate_size": 32, "num_experts": 4, "num_experts_per_tok": 2, "norm_topk_prob": True}
+
+
+def main(root: Path) -> None:
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    save_model(Qwen3MoeForCausalLM(Qwen3MoeConfig(**SHAPE, **MOE, tie_word_embeddings=False)), root / "moe")
+    save_model(Qwen3ForCausalLM(Qwen3Config(**SHAPE, tie_word_embeddings=False)), root / "dense")
+    save_model(Qwen3ForCausalLM(Qwen3Config(**SHAPE, tie_word_embeddings=True)), root / "tied")
+    for name in ("moe", "dense", "tied"):
+        save_file({"logits_RV": all_logits(root / name)}, root / f"{name}.logits")
+    results = {name: learn(root / "moe", case) for name, case in cases.CASES.items()}
+    (root / "reference.json").write_text(json.dumps(results))
+
+
+def save_model(model: torch.nn.Module, folder: Path) -> None:
+    """With weights far from their initialisation, so that every one of them matters."""
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if "norm" in name:
+                weight.add_(0.1 * torch.randn_like(weight))
+            elif "gate.weight" in name:
+                weight.copy_(0.3 * torch.randn_like(weight))
+            else:
+                weight.mul_(3)
+    model.save_pretrained(folder)
+    (folder / "vocabulary.txt").write_text("stands for a tokenizer's file\n")
+
+
+def load(folder: Path) -> torch.nn.Module:
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+
+
+def logits_of(model: torch.nn.Module, s: TrainSequence) -> torch.Tensor:
+    """(response, V): sequences one at a time, nothing packed or padded."""
+    return model(torch.tensor([s.token_ids])).logits[0, s.prompt_len - 1 : -1]
+
+
+@torch.no_grad()
+def all_logits(folder: Path) -> torch.Tensor:
+    model = load(folder)
+    return torch.cat([logits_of(model, s) for s in cases.sequences()])
+
+
+def logprobs_of(model: torch.nn.Module, s: TrainSequence) -> torch.Tensor:
+    logprobs = torch.log_softmax(logits_of(model, s).double() / cases.TEMPERATURE, dim=-1)
+    return logprobs[range(s.response_len), list(s.token_ids[s.prompt_len :])]
+
+
+def sequence_loss(case: cases.Case, s: TrainSequence, new: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
+    """Sum over the tokens of one response, written from the papers: GRPO, arXiv 2402.03300; GSPO, arXiv 2507.18071."""
+    algorithm = case.algorithm
+    difference = new - old
+    ratio = torch.exp(difference.mean().expand_as(new) if algorithm.loss == "gspo" else difference)
+    bounded = torch.clip(ratio, 1 - algorithm.clip_low, 1 + algorithm.clip_high)
+    gain = torch.minimum(ratio * s.advantage, bounded * s.advantage)
+    if algorithm.tis_cap is not None:
+        engine = torch.tensor(s.rollout_logprobs, dtype=torch.float64)
+        gain = gain * torch.clip(torch.exp(old - engine), max=algorithm.tis_cap)
+    return -gain.sum()
+
+
+def learn(folder: Path, case: cases.Case) -> dict[str, float]:
+    model = load(folder)
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=max(case.rate, 1e-12), betas=(0.9, 0.95), eps=1e-4, weight_decay=0.0
+    )
+    every = cases.sequences()
+    groups = sorted({s.group_id for s in every})
+    size = len(groups) // case.updates
+    with torch.no_grad():
+        old = {id(s): logprobs_of(model, s) for s in every}
+    losses, norms = [], []
+    for k in range(case.updates):
+        part = [s for s in every if s.group_id in groups[k * size : (k + 1) * size]]
+        tokens = sum(s.response_len for s in part)
+        optimizer.zero_grad()
+        loss = torch.zeros((), dtype=torch.float64)
+        for s in part:
+            mean = case.algorithm.aggregation == "sequence_mean"
+            weight = 1 / (len(part) * s.response_len) if mean else 1 / tokens
+            loss = loss + weight * sequence_loss(case, s, logprobs_of(model, s), old[id(s)])
+        loss.backward()
+        squares = [float(p.grad.double().square().sum()) for p in model.parameters() if p.grad is not None]
+        losses.append(loss.item())
+        norms.append(math.sqrt(sum(squares)))
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+    return {"loss": sum(losses) / len(losses), "grad_norm": sum(norms) / len(norms)}
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,99 @@
+"""Save and load: exact under the same layout, equal under others, and clear errors for what cannot be loaded."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from specactor.trainer import checkpoint
+
+SAVED = ["save TP2", "save EP2", "save PP2xVPP2", "save DP2"]
+
+
+@pytest.mark.parametrize("name", SAVED)
+def test_resumed_training_is_identical_to_the_last_bit(two_ranks: dict[str, Any], name: str) -> None:
+    result = two_ranks[name]
+    assert result["resumed"] == result["undisturbed"]
+    assert result["resumed"][0]["loss"] != result["resumed"][1]["loss"]
+    assert result["same_random_numbers"]
+
+
+@pytest.mark.parametrize("name", SAVED)
+def test_every_parameter_counts_its_own_adam_steps(two_ranks: dict[str, Any], name: str) -> None:
+    assert two_ranks[name]["shared_steps"] == 0
+
+
+def test_the_callers_state_comes_back(two_ranks: dict[str, Any]) -> None:
+    assert two_ranks["save TP2"]["state"] == {"position": [1, 2.5], "name": "x"}
+
+
+@pytest.mark.parametrize(
+    ("saved", "loaded"), [("save TP2", "TP2 -> PP2"), ("save EP2", "EP2 -> TP2xEP2"), ("save TP2", "TP2 -> 1")]
+)
+def test_another_layout_goes_on_from_there(
+    one_rank: dict[str, Any], two_ranks: dict[str, Any], saved: str, loaded: str
+) -> None:
+    result = (one_rank if loaded in one_rank else two_ranks)[loaded]
+    assert "error" not in result, result
+    for got, expected in zip(result["resumed"], two_ranks[saved]["undisturbed"], strict=True):
+        assert got["loss"] == pytest.approx(expected["loss"], rel=1e-4)
+        assert got["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-4)
+
+
+def test_expert_parallelism_cannot_be_switched_on_or_off(one_rank: dict[str, Any], two_ranks: dict[str, Any]) -> None:
+    on, off = two_ranks["TP2 -> EP2"]["error"], one_rank["errors"]["EP2"]
+    assert "CheckpointError" in on
+    assert "parallel.expert = 1 and cannot be loaded with 2" in on
+    assert "Layouts with --parallel.expert 1 would work" in on
+    assert "parallel.expert = 2 and cannot be loaded with 1" in off
+    assert "Layouts with --parallel.expert > 1 (a divisor of 4 experts) would work" in off
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        ("truncated", "bytes, expected"),
+        ("flipped", "its content has changed since it was saved"),
+        ("missing file", "is missing. The checkpoint is damaged"),
+        ("no state", "a folder without state.json"),
+        ("bad json", "is not JSON"),
+        ("other format", "got format 99, expected 1"),
+        ("no folder", "got no such folder, expected a checkpoint folder named step-<number>"),
+    ],
+)
+def test_damage_is_an_error_that_names_the_file(one_rank: dict[str, Any], damage: str, message: str) -> None:
+    error = one_rank["errors"][damage]
+    assert error.startswith("CheckpointError: ")
+    assert message in error
+    assert "step-0000" in error
+
+
+def test_a_failed_load_leaves_the_trainer_as_it_was(one_rank: dict[str, Any]) -> None:
+    assert one_rank["errors"]["afterwards"]["loss"] == one_rank["single"]["grpo"]["loss"]
+
+
+def test_a_foreign_model_is_an_error_that_names_the_difference(one_rank: dict[str, Any]) -> None:
+    assert "is of another model: model_type is qwen3_moe, expected qwen3" in one_rank["foreign"]["error"]
+
+
+def test_another_kind_of_optimizer_is_an_error(one_rank: dict[str, Any]) -> None:
+    assert "train.distributed_optimizer = True, expected False" in one_rank["other optimizer"]["error"]
+
+
+def test_only_the_newest_are_kept_and_unfinished_ones_removed(one_rank: dict[str, Any]) -> None:
+    assert one_rank["keep"]["left"] == ["step-000002", "step-000003"]
+    assert one_rank["keep"]["latest"].endswith("step-000003")
+
+
+def test_going_on_from_an_earlier_step_leaves_nothing_of_the_later_ones(one_rank: dict[str, Any]) -> None:
+    assert one_rank["keep"]["rewound"] == ["step-000002"]
+
+
+def test_latest_ignores_what_is_not_a_whole_checkpoint(tmp_path: Path) -> None:
+    for name in ("step-000005", "step-000012", "step-000020.tmp", "step-x", "other"):
+        (tmp_path / name).mkdir()
+    assert checkpoint.latest(tmp_path) == tmp_path / "step-000012"
+    assert not (tmp_path / "step-000020.tmp").exists()
+    assert checkpoint.latest(tmp_path / "absent") is None

@@ -1,0 +1,70 @@
+"""Several ranks: every layout learns the same as a single process, and exports what was loaded."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.trainer.conftest import DENSE_2, EVERY_CASE, FEW_CASES, LAYOUTS_2, LAYOUTS_4
+
+
+def assert_same_step(got: dict[str, Any], expected: dict[str, Any]) -> None:
+    """All statistics but those that count this rank's micro-batches."""
+    for name, value in expected.items():
+        if name != "num_microbatches":
+            assert got[name] == pytest.approx(value, rel=1e-5, abs=1e-7, nan_ok=True), name
+
+
+@pytest.mark.parametrize("case", EVERY_CASE)
+@pytest.mark.parametrize("name", LAYOUTS_2)
+def test_two_ranks_learn_like_one(one_rank: dict[str, Any], two_ranks: dict[str, Any], name: str, case: str) -> None:
+    assert_same_step(two_ranks[name][case], one_rank["single"][case])
+
+
+@pytest.mark.parametrize("case", FEW_CASES)
+@pytest.mark.parametrize("name", LAYOUTS_4)
+def test_four_ranks_learn_like_one(one_rank: dict[str, Any], four_ranks: dict[str, Any], name: str, case: str) -> None:
+    assert_same_step(four_ranks[name][case], one_rank["single"][case])
+
+
+@pytest.mark.parametrize("case", FEW_CASES)
+@pytest.mark.parametrize("name", DENSE_2)
+@pytest.mark.parametrize("model", ["dense", "tied"])
+def test_dense_models_learn_like_one(
+    one_rank: dict[str, Any], two_ranks: dict[str, Any], model: str, name: str, case: str
+) -> None:
+    assert_same_step(two_ranks[f"{model} {name}"][case], one_rank[model][case])
+
+
+def everything(two_ranks: dict[str, Any], four_ranks: dict[str, Any]) -> dict[str, Any]:
+    names = [*LAYOUTS_2, *(f"{model} {name}" for model in ("dense", "tied") for name in DENSE_2)]
+    return {name: two_ranks[name] for name in names} | {name: four_ranks[name] for name in LAYOUTS_4}
+
+
+def test_logits_equal_transformers(two_ranks: dict[str, Any], four_ranks: dict[str, Any]) -> None:
+    differences = {name: result["logits"] for name, result in everything(two_ranks, four_ranks).items()}
+    assert max(differences.values()) < 1e-5, differences
+
+
+def test_exported_weights_are_the_loaded_ones_bit_for_bit(
+    two_ranks: dict[str, Any], four_ranks: dict[str, Any]
+) -> None:
+    wrong = {name: result["wrong_weights"] for name, result in everything(two_ranks, four_ranks).items()}
+    assert not any(wrong.values()), wrong
+
+
+def test_other_methods_agree_with_one_rank(one_rank: dict[str, Any], two_ranks: dict[str, Any]) -> None:
+    got, expected = two_ranks["EP2"], one_rank["single"]
+    for a, b in zip(got["logprobs"], expected["logprobs"], strict=True):
+        assert a == pytest.approx(b, abs=1e-5)
+    assert got["supervised"] == pytest.approx(expected["supervised"], rel=1e-4)
+    for a, b in zip(got["kl"], expected["kl"], strict=True):
+        assert a["loss"] == pytest.approx(b["loss"], rel=1e-4)
+    assert got["wrong_export"] == []
+
+
+@pytest.mark.parametrize("mistake", ["no_gradient_sync", "mean_per_rank"])
+def test_a_mistake_would_be_noticed(one_rank: dict[str, Any], two_ranks: dict[str, Any], mistake: str) -> None:
+    with pytest.raises(AssertionError):
+        assert_same_step(two_ranks[mistake]["grpo"], one_rank["single"]["grpo"])

@@ -1,0 +1,126 @@
+"""One process: losses and gradients against transformers and autograd, and the trainer's other duties."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from specactor.errors import DataError
+from specactor.trainer.updates import checked, split
+from specactor.types import TrainSequence
+from tests.trainer import policy_cases as cases
+from tests.trainer.conftest import EVERY_CASE
+
+SINGLE = ["single", "recompute full", "recompute selective", "plain optimizer", "one micro-batch"]
+
+
+@pytest.mark.parametrize("name", SINGLE)
+@pytest.mark.parametrize("case", EVERY_CASE)
+def test_loss_and_gradient_equal_autograd_through_transformers(
+    reference: Path, one_rank: dict[str, Any], name: str, case: str
+) -> None:
+    expected = json.loads((reference / "reference.json").read_text())[case]
+    got = one_rank[name][case]
+    assert got["loss"] == pytest.approx(expected["loss"], rel=1e-5)
+    assert got["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-5)
+
+
+@pytest.mark.parametrize("name", [*SINGLE, "dense", "tied"])
+def test_logits_equal_transformers(one_rank: dict[str, Any], name: str) -> None:
+    assert one_rank[name]["logits"] < 1e-5
+
+
+def test_ignoring_rope_theta_would_be_noticed(one_rank: dict[str, Any]) -> None:
+    assert one_rank["rope_theta"]["logits"] > 1e-2
+    assert one_rank["rope_theta"]["grpo"]["loss"] != pytest.approx(one_rank["single"]["grpo"]["loss"], rel=1e-5)
+
+
+@pytest.mark.parametrize("name", [*SINGLE, "dense", "tied"])
+def test_exported_weights_are_the_loaded_ones_bit_for_bit(one_rank: dict[str, Any], name: str) -> None:
+    assert one_rank[name]["wrong_weights"] == []
+
+
+def test_recomputation_changes_nothing(one_rank: dict[str, Any]) -> None:
+    for name in ("recompute full", "recompute selective"):
+        for case in EVERY_CASE:
+            assert one_rank[name][case] == pytest.approx(one_rank["single"][case], rel=1e-6, nan_ok=True)
+
+
+def test_statistics(one_rank: dict[str, Any]) -> None:
+    stats = one_rank["single"]["grpo"]
+    gaps = [
+        abs(engine - trainer)
+        for s, logprobs in zip(cases.sequences(), one_rank["single"]["logprobs"], strict=True)
+        for engine, trainer in zip(s.rollout_logprobs, logprobs, strict=True)
+    ]
+    assert stats["logprob_gap_max"] == pytest.approx(max(gaps), abs=1e-5)
+    assert stats["logprob_gap_mean"] == pytest.approx(sum(gaps) / len(gaps), abs=1e-5)
+    assert stats["tokens"] == len(gaps)
+    assert stats["clip_fraction"] == 0.0
+    assert 0 < stats["entropy"] < math.log(cases.VOCAB)
+    assert stats["num_microbatches"] > 1
+    assert one_rank["one micro-batch"]["grpo"]["num_microbatches"] == 1
+    assert one_rank["single"]["gspo_sequence_mean"]["clip_fraction"] > 0
+    assert one_rank["single"]["gspo_sequence_mean"]["num_microbatches"] >= 3
+
+
+def test_kl_starts_at_zero_and_grows_as_the_policy_leaves_the_reference(one_rank: dict[str, Any]) -> None:
+    first, second = one_rank["single"]["kl"]
+    assert first["kl"] == pytest.approx(0.0, abs=1e-6)
+    assert second["kl"] > 1e-4
+    assert first["loss"] == pytest.approx(one_rank["single"]["grpo"]["loss"], abs=1e-6)
+
+
+def test_supervised_steps_learn(one_rank: dict[str, Any]) -> None:
+    losses = one_rank["single"]["supervised"]
+    assert losses[0] > losses[1] > losses[2]
+
+
+def test_supervised_loss_is_over_a_constant_number_of_tokens(one_rank: dict[str, Any], reference: Path) -> None:
+    """Of the loaded model it is -sum(log-probabilities) / (sequences x 32)."""
+    logprobs = torch.log_softmax(load_file(reference / "moe.logits")["logits_RV"].double(), dim=-1)
+    targets = torch.tensor([token for s in cases.sequences() for token in s.token_ids[s.prompt_len :]])
+    total = logprobs.gather(1, targets[:, None]).sum().item()
+    assert one_rank["single"]["supervised_before"] == pytest.approx(-total / (cases.NUM_SEQUENCES * 32), rel=1e-5)
+
+
+def test_a_trained_policy_is_exported_as_a_whole_folder(one_rank: dict[str, Any]) -> None:
+    assert one_rank["single"]["exported"] == [
+        "config.json",
+        "generation_config.json",
+        "model.safetensors",
+        "vocabulary.txt",
+    ]
+    assert one_rank["single"]["wrong_export"] == []
+
+
+def test_updates_split_groups_without_tearing_them() -> None:
+    shares = split(cases.sequences(), 2)
+    assert [sorted({s.group_id for s in share}) for share in shares] == [[0, 1], [2]] or [
+        sorted({s.group_id for s in share}) for share in shares
+    ] == [[0], [1, 2]]
+    assert sum(len(share) for share in shares) == cases.NUM_SEQUENCES
+    with pytest.raises(DataError, match="updates_per_step: got 4, expected at most 3 groups"):
+        split(cases.sequences(), 4)
+
+
+@pytest.mark.parametrize(
+    ("sequence", "message"),
+    [
+        (TrainSequence(token_ids=(1, 2), prompt_len=0), "sequence 0: got a prompt of 0 in 2 tokens"),
+        (TrainSequence(token_ids=(1, 2), prompt_len=3), "sequence 0: got a prompt of 3 in 2 tokens"),
+        (
+            TrainSequence(token_ids=(1, 2, 3), prompt_len=1, rollout_logprobs=(-1.0,)),
+            "sequence 0: got 1 rollout log-probabilities, expected one for each of its 2",
+        ),
+    ],
+)
+def test_a_sequence_that_cannot_be_learned_is_named(sequence: TrainSequence, message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        checked([sequence])

@@ -1,0 +1,55 @@
+"""Learning rates: pinned values, bounds, continuity."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from specactor.config import TrainConfig
+from specactor.trainer.schedule import learning_rate, linear_decay
+
+
+def rates(**settings: object) -> list[float]:
+    train = TrainConfig(**settings)  # type: ignore[arg-type]
+    return [learning_rate(step, train) for step in range(train.steps + 2)]
+
+
+def test_constant() -> None:
+    assert rates(steps=3, learning_rate=2e-4) == [2e-4] * 5
+    assert rates(steps=4, learning_rate=1.0, warmup_steps=4, min_learning_rate=0.5)[:5] == [0.25, 0.5, 0.75, 1.0, 1.0]
+
+
+def test_linear() -> None:
+    got = rates(steps=6, learning_rate=1.0, min_learning_rate=0.2, warmup_steps=2, schedule="linear")
+    assert got == pytest.approx([0.5, 1.0, 1.0, 0.8, 0.6, 0.4, 0.2, 0.2])
+
+
+def test_cosine() -> None:
+    got = rates(steps=4, learning_rate=1.0, schedule="cosine")
+    half = math.sqrt(0.5)
+    assert got == pytest.approx([1.0, (1 + half) / 2, 0.5, (1 - half) / 2, 0.0, 0.0])
+
+
+@settings(deadline=None)
+@given(
+    steps=st.integers(0, 50),
+    warmup=st.integers(0, 60),
+    schedule=st.sampled_from(["constant", "linear", "cosine"]),
+    low=st.floats(0, 1e-3),
+)
+def test_rises_then_falls_within_its_bounds(steps: int, warmup: int, schedule: str, low: float) -> None:
+    got = rates(steps=steps, learning_rate=1e-3, min_learning_rate=low, warmup_steps=warmup, schedule=schedule)
+    assert all(0 < rate <= 1e-3 * (1 + 1e-12) for rate in got[:steps])
+    rise, fall = got[:warmup], got[warmup:]
+    assert rise == sorted(rise)
+    assert fall == sorted(fall, reverse=True)
+    assert not fall or fall[0] <= 1e-3 or fall[0] == pytest.approx(1e-3)
+    assert all(rate >= low - 1e-18 for rate in fall)
+
+
+def test_a_warmup_stage_decays_to_a_tenth() -> None:
+    assert [linear_decay(step, 4, 1.0) for step in range(5)] == pytest.approx([1.0, 0.7, 0.4, 0.1, 0.1])
+    assert linear_decay(0, 1, 3e-3) == 3e-3

@@ -1,0 +1,284 @@
+"""One trainer rank that pushes weights into real engines under many layouts; rank 0 writes the results as JSON.
+
+torchrun ... -m tests.weights_sync.sync_script MODEL_DIR LAYOUTS_AS_JSON FAULTS(0|1) FOLDER
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from specactor.parallel import groups
+
+groups.cpu_platform.install()
+
+
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+from torch import Tensor  # noqa: E402
+
+from specactor.config import EngineConfig, WeightsSyncConfig  # noqa: E402
+from specactor.errors import WeightSyncError  # noqa: E402
+from specactor.parallel.collective import Collective  # noqa: E402
+from specactor.parallel.layout import Layout  # noqa: E402
+from specactor.rollout.pool import EnginePool  # noqa: E402
+from specactor.rollout.sglang.engine import Engine, EngineSpec  # noqa: E402
+from specactor.trainer.policy import PolicyTrainer  # noqa: E402
+from specactor.trainer.shards import GatheredWeights, RankShards  # noqa: E402
+from specactor.types import RolloutRequest, SamplingParams  # noqa: E402
+from specactor.weights_sync import sender as sender_module  # noqa: E402
+from specactor.weights_sync.sender import WeightSender, WeightSource  # noqa: E402
+from tests.trainer import policy_cases as cases  # noqa: E402
+
+INSPECTION = "specactor.weights_sync.inspection"
+TINY_BUCKET = 2**16
+Edit = Callable[[str, Tensor], Iterable[tuple[str, Tensor]]]
+Pack = Callable[..., Any]
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    bench = Bench(Path(sys.argv[1]), Path(sys.argv[4]))
+    results: dict[str, Any] = {}
+    with bench.pool:
+        bench.collective.together("start", bench.pool.wait_ready)
+        for name, parallel in json.loads(sys.argv[2]).items():
+            results[name] = bench.layout(name, parallel)
+            if sys.argv[3] == "1" and name == "EP2":
+                results["faults"] = bench.faults()
+            groups.destroy(keep_process_group=True)
+    if bench.collective.rank == 0:
+        Path(sys.argv[4], "results.json").write_text(json.dumps(results))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+class Bench:
+    """The engines, which outlive the layouts, and the trainer of the layout at hand."""
+
+    def __init__(self, model_dir: Path, folder: Path) -> None:
+        self.model_dir, self.folder = model_dir, folder
+        self.collective = Collective(torch.device("cpu"))
+        self.version = 0
+        self.trainer: PolicyTrainer
+        specs = [
+            EngineSpec(
+                index=index,
+                model_dir=str(model_dir),
+                dtype="float32",
+                tensor_parallel=index + 1,
+                devices=tuple(range(index + 1)),
+                config=EngineConfig(max_running_requests=8, max_total_tokens=1024, max_restarts=9),
+                context_length=64,
+                log_file=str(folder / f"engine-{index}.log"),
+            )
+            for index in (0, 1)
+        ]
+        self.pool = EnginePool(specs if self.collective.rank == 0 else [])
+
+    def layout(self, name: str, parallel: dict[str, Any]) -> dict[str, Any]:
+        config = cases.config(str(self.model_dir), parallel)
+        p = config.parallel
+        sizes = {key: getattr(p, key) for key in ("tensor", "pipeline", "context", "expert", "expert_tensor")}
+        layout = Layout(world=self.collective.world, **sizes)
+        groups.init(layout, p, seed=0)
+        self.trainer = PolicyTrainer(config, layout, self.model_dir)
+        self.trainer.train_step(cases.sequences(len(name)), learning_rate=2e-3)
+        before = self.answers()
+        shards, gathered = RankShards(self.trainer.policy), self.gathered()
+        result = {"union": self.union(shards), "gathered_union": self.union(gathered)}
+        result["one_host"] = self.push(shards)
+        after = self.answers()
+        self.on_engines(Engine.flush)
+        result |= {"changed": before != after or self.collective.rank > 0, "cache_dropped": after == self.answers()}
+        result["wrong"] = self.compare(name)
+        result["several_hosts"] = self.push(gathered, bucket_bytes=TINY_BUCKET)
+        result["wrong_several_hosts"] = self.compare(name)
+        return result
+
+    def gathered(self) -> GatheredWeights:
+        return GatheredWeights(self.trainer.policy, owns_engines=self.collective.rank == 0)
+
+    def push(self, source: WeightSource, *, first: int | None = None, **config: Any) -> dict[str, Any]:
+        """A push to the first engines; what came of it on every rank."""
+        self.version += 1
+        sender = WeightSender(WeightsSyncConfig(**config), self.collective)
+        try:
+            report = asdict(sender.push(source, self.pool.engines[:first], version=self.version))
+            report.pop("seconds")
+        except WeightSyncError as error:
+            report = {"error": str(error)}
+        finally:
+            sender.close()
+        everyone = self.collective.gather(json.dumps(report), str)
+        return {"alike": len(set(everyone)) == 1, **report}
+
+    def answers(self) -> list[Any]:
+        """Greedy tokens with log-probabilities of every engine."""
+        sampling = SamplingParams(temperature=0.0, max_new_tokens=8, ignore_eos=True)
+        requests = [
+            RolloutRequest(
+                request_id=str(i), prompt_ids=tuple(range(5 + i, 25 + i)), sampling=sampling, seed=i, group_id=i
+            )
+            for i in range(2)
+        ]
+        found = self.on_engines(lambda engine: engine.generate(requests))
+        return [[(t.token_ids, t.logprobs) for t in trajectories] for trajectories in found]
+
+    def on_engines(self, ask: Callable[[Engine], Any]) -> list[Any]:
+        return self.collective.together("ask", lambda: [ask(engine) for engine in self.pool.engines if engine.alive])
+
+    def compare(self, name: str) -> list[str]:
+        """Parameters of engine ranks that differ from what SGLang's own loader makes of the exported policy."""
+        target = self.folder / name
+        self.trainer.export_hf(target)
+
+        def ask(engine: Engine) -> list[str]:
+            found = engine.rank_call(f"{INSPECTION}:digests", b"", timeout_s=60)
+            wanted = engine.rank_call(f"{INSPECTION}:digests_of_folder", str(target).encode(), timeout_s=60)
+            pairs = [(json.loads(a), json.loads(b)) for a, b in zip(found, wanted, strict=True)]
+            assert all(pairs[0])
+            return [n for a, b in pairs for n in a if a[n] != b[n]]
+
+        return [n for names in self.on_engines(ask) for n in names]
+
+    def union(self, source: WeightSource) -> dict[str, Any]:
+        """What all ranks hand over, against `named_weights`."""
+        found = [(n, sha256(t)) for tensors in source.rounds(TINY_BUCKET) for n, t in tensors]
+        every = [tuple(pair) for part in self.collective.gather(json.dumps(found), str) for pair in json.loads(part)]
+        wanted = [(n, sha256(t)) for n, t in self.trainer.named_weights()]
+        return {"equal": sorted(every) == sorted(wanted), "once": len({n for n, _ in every}) == len(every)}
+
+    def faults(self) -> dict[str, Any]:
+        """Every fault, on a rank that is not the first where it can be; the engines answer as before it."""
+        shards = RankShards(self.trainer.policy)
+        self.push(shards)
+        before = self.answers()
+        results: dict[str, Any] = {}
+        for name, bucket_bytes, number in (("flip", 2**26, 0), ("flip in the last round", TINY_BUCKET, -1)):
+            rounds = sum(1 for tensors in shards.rounds(bucket_bytes * 15 // 16) if list(tensors) is not None)
+            with replaced("_pack", flipping(number < 0 or self.collective.rank == 1, number % rounds)):
+                results[name] = self.push(shards, bucket_bytes=bucket_bytes)
+            results[name] |= {"rounds": rounds, "unharmed": self.answers() == before}
+        victim = self.victim()
+        swap = Edited(shards, swapping(victim))
+        self.push(swap)
+        results["wrong name"] = {"victims": self.compare("EP2")}
+        kills: dict[str, Callable[[], dict[str, Any]]] = {
+            "missing": lambda: self.push(Edited(shards, without(victim)), first=1),
+            "shape": lambda: self.push(Edited(shards, cut(victim)), first=1),
+            "flip while loading": lambda: self.push_with_late_flip(shards),
+            "killed": lambda: self.push(Edited(shards, self.killing(victim)), first=1),
+            "timeout": lambda: self.push(shards, first=1, timeout_s=1e-4),
+        }
+        for name, act in kills.items():
+            result = act()
+            lost = self.collective.any(self.pool.any_lost())
+            self.collective.together("restart", self.pool.restart_lost)
+            again = self.push(shards)
+            results[name] = result | {"lost": lost, "again": "error" not in again and self.answers() == before}
+        return results
+
+    def push_with_late_flip(self, source: WeightSource) -> dict[str, Any]:
+        flips = self.collective.rank == 1
+
+        def late(original: Pack) -> Pack:
+            def resend(push: Any) -> None:
+                if flips:
+                    push._buffers[0].data[push._packed[0].slots[0].offset] ^= 1
+                original(push)
+
+            return resend
+
+        with replaced("resend", late):
+            return self.push(source, first=1)
+
+    def victim(self) -> str:
+        return "model.layers.1.mlp.experts.3.down_proj.weight"
+
+    def killing(self, victim: str) -> Edit:
+        """The engine's scheduler dies while the second half of the stream is packed."""
+
+        def edit(name: str, tensor: Tensor) -> Iterable[tuple[str, Tensor]]:
+            if self.pool.engines and "layers.1" in name and self.pool.engines[0].alive:
+                ready = self.pool.engines[0].ready
+                assert ready is not None
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(ready.scheduler_pids[0], signal.SIGKILL)
+            yield name, tensor
+
+        return edit
+
+
+class Edited:
+    """A source with some tensors changed."""
+
+    one_host = True
+
+    def __init__(self, source: RankShards, edit: Edit) -> None:
+        self._source, self._edit = source, edit
+
+    def rounds(self, capacity_bytes: int) -> Iterator[Iterator[tuple[str, Tensor]]]:
+        for tensors in self._source.rounds(capacity_bytes):
+            yield (pair for name, tensor in tensors for pair in self._edit(name, tensor))
+
+
+def without(victim: str) -> Edit:
+    return lambda name, tensor: [] if name == victim else [(name, tensor)]
+
+
+def cut(victim: str) -> Edit:
+    return lambda name, tensor: [(name, tensor[:-1] if name == victim else tensor)]
+
+
+def swapping(victim: str) -> Edit:
+    """Two experts in each other's place: right bytes under wrong names."""
+    other = victim.replace("experts.3", "experts.2")
+    names = {victim: other, other: victim}
+    return lambda name, tensor: [(names.get(name, name), tensor)]
+
+
+def flipping(here: bool, number: int) -> Callable[[Pack], Pack]:
+    """A bit of the last tensor changes between packing and reading, in the round of this number."""
+
+    def wrap(original: Pack) -> Pack:
+        def pack(push: Any, side: int, tensors: Any) -> Any:
+            bucket = original(push, side, tensors)
+            if here and bucket is not None and push.num_rounds == number:
+                push._buffers[side].data[bucket.slots[-1].offset + 5] ^= 64
+            return bucket
+
+        return pack
+
+    return wrap
+
+
+class replaced:  # noqa: N801  (reads as a phrase)
+    """A method of the sender's push wrapped for a while."""
+
+    def __init__(self, method: str, wrap: Callable[[Pack], Pack]) -> None:
+        self._method, self._original = method, getattr(sender_module._Push, method)
+        self._wrapped = wrap(self._original)
+
+    def __enter__(self) -> None:
+        setattr(sender_module._Push, self._method, self._wrapped)
+
+    def __exit__(self, *_: object) -> None:
+        setattr(sender_module._Push, self._method, self._original)
+
+
+def sha256(tensor: Tensor) -> str:
+    return hashlib.sha256(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().data).hexdigest()
+
+
+if __name__ == "__main__":
+    main()

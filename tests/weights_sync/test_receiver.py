@@ -1,0 +1,153 @@
+"""The receiver against loaders that are wrong on purpose, and buckets that were damaged."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+
+import msgspec
+import pytest
+import torch
+
+from specactor.weights_sync.buckets import Slot, aligned
+from specactor.weights_sync.digest import digest
+from specactor.weights_sync.memory import HostBuffer
+from specactor.weights_sync.messages import Bucket, CheckReply, Commit, Round
+from specactor.weights_sync.receiver import Receiver
+
+Loader = Callable[[torch.nn.Parameter, str, torch.Tensor], None]
+
+
+def right(parameter: torch.nn.Parameter, name: str, tensor: torch.Tensor) -> None:
+    parameter.data[int(name[-1])].copy_(tensor)
+
+
+def skips_one(parameter: torch.nn.Parameter, name: str, tensor: torch.Tensor) -> None:
+    if name != "expert.2":
+        right(parameter, name, tensor)
+
+
+def twice_into_one(parameter: torch.nn.Parameter, name: str, tensor: torch.Tensor) -> None:
+    parameter.data[0 if name == "expert.2" else int(name[-1])].copy_(tensor)
+
+
+def half(parameter: torch.nn.Parameter, name: str, tensor: torch.Tensor) -> None:
+    parameter.data[int(name[-1])][:2].copy_(tensor[:2])
+
+
+def changes_it_afterwards(parameter: torch.nn.Parameter, name: str, tensor: torch.Tensor) -> None:
+    right(parameter, name, tensor)
+    if name == "expert.2":
+        parameter.data[2, 1, 1] += 1
+
+
+def raises(parameter: torch.nn.Parameter, name: str, tensor: torch.Tensor) -> None:
+    if name == "expert.2":
+        raise ValueError("no such shape")
+    right(parameter, name, tensor)
+
+
+class Rank:
+    """An engine rank with one parameter, [experts 4, rows 3, columns 5]."""
+
+    tp_rank = 0
+
+    def __init__(self, loader: Loader) -> None:
+        class Model(torch.nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.experts = torch.nn.Parameter(torch.zeros(4, 3, 5))
+
+            def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+                for name, tensor in weights:
+                    loader(self.experts, name, tensor)
+
+        self.model: torch.nn.Module = Model()
+        self.flushed = 0
+
+    def begin_weight_update(self) -> None: ...
+
+    def end_weight_update(self) -> None: ...
+
+    def flush_cache(self) -> None:
+        self.flushed += 1
+
+
+@pytest.fixture
+def bucket() -> Iterator[tuple[HostBuffer, Bucket, list[torch.Tensor]]]:
+    buffer = HostBuffer(4096)
+    tensors = [torch.randn(3, 5) for _ in range(4)]
+    slots, used = [], 0
+    for i, tensor in enumerate(tensors):
+        slot = Slot(name=f"expert.{i}", dtype="float32", shape=(3, 5), offset=aligned(used), digest=digest(tensor))
+        used = slot.offset + slot.num_bytes
+        buffer.data[slot.offset : used].copy_(tensor.view(-1).view(torch.uint8))
+        slots.append(slot)
+    yield buffer, Bucket(version=3, address=buffer.address(), slots=tuple(slots)), tensors
+    buffer.close()
+
+
+def problem(reply: bytes) -> str:
+    return msgspec.msgpack.decode(reply, type=CheckReply).problem
+
+
+def message(bucket: Bucket, *, checked: bool = False) -> bytes:
+    return msgspec.msgpack.encode(Round(buckets=(bucket,), checked=checked))
+
+
+COMMIT = msgspec.msgpack.encode(Commit(version=3))
+
+
+@pytest.mark.parametrize("checked", [False, True])
+def test_what_was_sent_is_in_the_model(bucket: tuple[HostBuffer, Bucket, list[torch.Tensor]], checked: bool) -> None:
+    rank, receiver = Rank(right), Receiver()
+    assert problem(receiver.check(rank, message(bucket[1]))) == ""
+    assert not rank.model.get_parameter("experts").any()
+    assert problem(receiver.load(rank, message(bucket[1], checked=checked))) == ""
+    assert problem(receiver.commit(rank, COMMIT)) == ""
+    assert torch.equal(rank.model.get_parameter("experts"), torch.stack(bucket[2]))
+    assert rank.flushed == 1
+
+
+@pytest.mark.parametrize("checked", [False, True])
+@pytest.mark.parametrize(
+    ("loader", "expected"),
+    [
+        (skips_one, "experts was written in 45 of 60 elements"),
+        (twice_into_one, "experts was written in 45 of 60 elements"),
+        (half, "experts was written in 40 of 60 elements"),
+        (changes_it_afterwards, "expert.2: a region of shape (3, 5) is not what was loaded"),
+        (raises, "expert.2: ValueError: no such shape"),
+    ],
+)
+def test_a_wrong_loader_is_noticed(
+    bucket: tuple[HostBuffer, Bucket, list[torch.Tensor]], loader: Loader, expected: str, checked: bool
+) -> None:
+    rank, receiver = Rank(loader), Receiver()
+    found = problem(receiver.load(rank, message(bucket[1], checked=checked)))
+    assert expected in (found or problem(receiver.commit(rank, COMMIT)))
+
+
+@pytest.mark.parametrize("byte", [0, 17, 59])
+def test_a_flipped_bit_is_named_before_its_tensor_is_loaded(
+    bucket: tuple[HostBuffer, Bucket, list[torch.Tensor]], byte: int
+) -> None:
+    buffer, sent, _ = bucket
+    buffer.data[sent.slots[1].offset + byte] ^= 16
+    rank, receiver = Rank(right), Receiver()
+    for call in (receiver.check, receiver.load):
+        assert problem(call(rank, message(sent))) == "expert.1 arrived with a wrong digest"
+    assert not rank.model.get_parameter("experts")[1].any()
+
+
+def test_a_version_that_was_never_loaded_is_not_committed() -> None:
+    assert "never loaded" in problem(Receiver().commit(Rank(right), COMMIT))
+
+
+def test_an_update_that_was_broken_off_does_not_count_for_the_next(
+    bucket: tuple[HostBuffer, Bucket, list[torch.Tensor]],
+) -> None:
+    rank, receiver = Rank(right), Receiver()
+    assert problem(receiver.load(rank, message(bucket[1]))) == ""
+    later = Bucket(version=4, address=bucket[1].address, slots=bucket[1].slots[:1])
+    assert problem(receiver.load(rank, message(later))) == ""
+    assert "15 of 60" in problem(receiver.commit(rank, msgspec.msgpack.encode(Commit(version=4))))

@@ -1,0 +1,129 @@
+"""Megatron's shards to real engines, bit for bit, under every layout; and faults on the way."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from specactor.config import TinyModelConfig
+from specactor.data.tiny_model import make_tiny_model
+
+ROOT = Path(__file__).parents[2]
+LAYOUTS: dict[int, dict[str, dict[str, int]]] = {
+    2: {
+        "TP2": {"tensor": 2, "expert_tensor": 2},
+        "PP2": {"pipeline": 2},
+        "CP2": {"context": 2},
+        "DP2": {},
+        "TP2xEP2": {"tensor": 2, "expert": 2},
+        "EP2": {"expert": 2},
+    },
+    4: {
+        "TP2xPP2": {"tensor": 2, "expert_tensor": 2, "pipeline": 2},
+        "PP2xEP2": {"pipeline": 2, "expert": 2},
+    },
+}
+CASES = [(world, name) for world, layouts in LAYOUTS.items() for name in layouts]
+VICTIM = "model.layers.1.mlp.experts.3.down_proj.weight"
+
+
+@pytest.fixture(scope="session")
+def results(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, Any]]:
+    folder = tmp_path_factory.mktemp("sync")
+    shape = TinyModelConfig(num_layers=2, hidden_size=64, head_dim=16, num_experts=4, expert_size=64)
+    make_tiny_model(shape, 0, folder / "model")
+    return {world: run(world, folder) for world in LAYOUTS}
+
+
+def run(world: int, folder: Path) -> dict[str, Any]:
+    """One start of trainer ranks and engines. Bounded in time; nothing of it is left."""
+    own = folder / str(world)
+    own.mkdir()
+    torchrun = ["-m", "torch.distributed.run", "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
+    script = ["-m", "tests.weights_sync.sync_script", str(folder / "model"), json.dumps(LAYOUTS[world])]
+    command = [sys.executable, *torchrun, "--nproc-per-node", str(world), *script, str(int(world == 2)), str(own)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore"}
+    with open(own / "log", "wb") as log:
+        process = subprocess.Popen(
+            command, cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+        )
+        try:
+            code = process.wait(400)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            code = process.wait()
+    assert code == 0, (own / "log").read_text(errors="replace")[-6000:]
+    found: dict[str, Any] = json.loads((own / "results.json").read_text())
+    return found
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(("world", "name"), CASES)
+def test_every_engine_rank_holds_the_trainers_weights(
+    results: dict[int, dict[str, Any]], world: int, name: str
+) -> None:
+    result = results[world][name]
+    for push in ("one_host", "several_hosts"):
+        assert "error" not in result[push], result[push]
+        assert result[push]["alike"]
+        assert result[push]["num_bytes"] == result["one_host"]["num_bytes"] > 0
+    assert result["one_host"]["num_rounds"] == 1
+    assert result["several_hosts"]["num_rounds"] > 2
+    assert result["wrong"] == []
+    assert result["wrong_several_hosts"] == []
+
+
+@pytest.mark.parametrize(("world", "name"), CASES)
+def test_ranks_together_hand_over_every_tensor_once(results: dict[int, dict[str, Any]], world: int, name: str) -> None:
+    assert results[world][name]["union"] == {"equal": True, "once": True}
+    assert results[world][name]["gathered_union"] == {"equal": True, "once": True}
+
+
+@pytest.mark.parametrize(("world", "name"), CASES)
+def test_nothing_of_the_old_policy_is_left_in_the_caches(
+    results: dict[int, dict[str, Any]], world: int, name: str
+) -> None:
+    assert results[world][name]["changed"]
+    assert results[world][name]["cache_dropped"]
+
+
+@pytest.mark.parametrize("fault", ["flip", "flip in the last round"])
+def test_a_flipped_bit_leaves_the_engines_at_the_old_version(results: dict[int, dict[str, Any]], fault: str) -> None:
+    result = results[2]["faults"][fault]
+    assert result["alike"]
+    assert "failed in its check stage" in result["error"]
+    assert "arrived with a wrong digest" in result["error"]
+    assert ".weight" in result["error"]
+    assert result["unharmed"]
+    assert (result["rounds"] > 2) == (fault == "flip in the last round")
+
+
+def test_the_comparison_sees_two_experts_in_each_others_place(results: dict[int, dict[str, Any]]) -> None:
+    assert results[2]["faults"]["wrong name"]["victims"]
+
+
+@pytest.mark.parametrize(
+    ("fault", "expected"),
+    [
+        ("missing", "elements: the trainer sent too little"),
+        ("shape", VICTIM),
+        ("flip while loading", "changed while it was loaded"),
+        ("killed", "engine 0"),
+        ("timeout", "engine 0"),
+    ],
+)
+def test_an_engine_that_may_hold_a_mixture_is_replaced(
+    results: dict[int, dict[str, Any]], fault: str, expected: str
+) -> None:
+    result = results[2]["faults"][fault]
+    assert result["alike"]
+    assert expected in result["error"]
+    assert result["lost"]
+    assert result["again"]
