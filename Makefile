@@ -16,7 +16,7 @@ setup: $(STAMP)
 $(STAMP):
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --disable-pip-version-check $(TORCH) uv
-	$(BIN)/uv pip install --quiet --system-certs --python $(BIN)/python --no-deps -r requirements/cpu.txt \
+	$(BIN)/uv pip install --quiet --compile-bytecode --system-certs --python $(BIN)/python --no-deps -r requirements/cpu.txt \
 		|| $(BIN)/pip install --quiet --no-deps -r requirements/cpu.txt  # slower, but knows pip's configuration
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
 	rm -f $(VENV)/.ready-*

@@ -6,6 +6,7 @@ parent died, or that left the session, is still found.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -31,6 +32,7 @@ _MARK = "SPECACTOR_DISTURBED_RUN"
 _POLL_S = 0.0003
 """Phases may last a few milliseconds; a rollout lasts longer, and is what precedes them."""
 _ROLLOUT_POLL_S = 0.02
+_APPEARS_S = 60.0
 _UNCOMPARED = ("time/", "memory/")
 _RATES = ("_per_s",)
 
@@ -141,10 +143,19 @@ class Job:
         if name.startswith("rank "):
             return status.rank_pids[int(name.removeprefix("rank "))]
         rank = psutil.Process(status.rank_pids[0])
-        host = next(h for g in rank.children() if ENGINE_HOST in g.cmdline() for h in g.children())
-        if name == "engine host":
-            return host.pid
-        return next(p.pid for p in host.children(recursive=True) if "scheduler" in p.name() + " ".join(p.cmdline()))
+        deadline = time.monotonic() + _APPEARS_S
+        while time.monotonic() < deadline:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                hosts = [h for g in rank.children() if ENGINE_HOST in g.cmdline() for h in g.children()]
+                found = (
+                    hosts
+                    if name == "engine host"
+                    else [p for h in hosts for p in h.children(recursive=True) if _schedules(p)]
+                )
+                if found:
+                    return found[0].pid
+            time.sleep(_ROLLOUT_POLL_S)
+        raise RuntimeError(f"no {name} within {_APPEARS_S:g} s:\n{self.output()}")
 
     def _owns(self, process: psutil.Process) -> bool:
         if process.pid == self.launcher.pid or process.ppid() in {p.pid for p in self.belongings.processes}:
@@ -158,14 +169,16 @@ class Job:
         pids = {str(p.pid) for p in mine.processes}
         named = [p for p in Path("/dev/shm").iterdir() if pids & set(p.name.split("_"))]
         folders = [p for p in Path("/tmp").glob("specactor-*") if pids & set(p.name.split("-"))]
-        listening = {
-            c.laddr.port for c in psutil.net_connections("tcp") if c.status == psutil.CONN_LISTEN and c.pid is None
-        }
+        listening = {c.laddr.port for c in psutil.net_connections("tcp") if c.status == psutil.CONN_LISTEN}
         return [
             *alive,
             *(str(path) for path in {*named, *folders, *(p for p in mine.shared if p.exists())}),
             *(f"port {port}" for port in mine.ports & listening),
         ]
+
+
+def _schedules(process: psutil.Process) -> bool:
+    return "scheduler" in process.name() + " ".join(process.cmdline())
 
 
 def _living(process: psutil.Process) -> str:

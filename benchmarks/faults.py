@@ -1,7 +1,8 @@
 """Kill every kind of process in every phase: the run goes on, or resumes, with identical metrics and nothing left.
 
-One run per victim: it is disturbed in step 2 in one phase, in step 3 in the next, and so on. Where the kill ends the
-run, it is continued with ``--resume auto``. So the last steps of a row's run have been through five faults.
+One run per victim: it is disturbed in every phase of the start, then in step 2 in one phase, in step 3 in the next, and
+so on, and in the export. Where the kill ends the run, it is continued with ``--resume auto``. So the last steps of a
+row's run have been through all faults.
 
     python -m benchmarks.faults [--victims scheduler "rank 1" ...] [--folder DIR]
 """
@@ -10,24 +11,37 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
 import subprocess
 import tempfile
 import time
 from pathlib import Path
+from typing import NamedTuple
 
 from benchmarks.disturbed_run import Job, compared
 from benchmarks.results import Result, publish
+from specactor.metrics import Value
 from specactor.run_folder import RunFolder
 
 PHASES = ("rollout", "reward", "train", "sync", "checkpoint")
+STEPS = len(PHASES) + 2
+START = (("data", 0), ("warm-up", 0), ("engines", 0), ("eval", 0))
+STRIKES = (*START, *((phase, step) for step, phase in enumerate(PHASES, start=2)), ("export", STEPS))
+"""(phase, RL step), in the order in which they come; step 0 is before the first."""
+ENGINE_STRIKES = tuple(strike for strike in STRIKES if strike[0] not in ("data", "warm-up", "engines"))
+"""While an engine can be used."""
 ENGINES = ("scheduler", "engine host")
 FATAL = ("rank 0", "rank 1", "launcher")
-STEPS = len(PHASES) + 2
 ATTEMPTS = 4
 """A phase of milliseconds may be over before the signal arrives; then it is tried again."""
 END_S = 30.0
 LEFT_S = 15.0
-OPTIONS = ("--train.steps", str(STEPS), "--rollout.engine.max-restarts", "30", "--resume", "auto")
+MESSAGE = 160
+"""Characters of a message that the table shows."""
+OPTIONS = (
+    *("--train.steps", str(STEPS), "--rollout.engine.max-restarts", "30", "--resume", "auto"),
+    *("--checkpoint.export", "True"),
+)
 COLUMNS = ("killed", "in phase", "of step", "the run", "its message", "over after", "step's metrics", "left behind")
 
 
@@ -64,59 +78,73 @@ def undisturbed(base: Path) -> list[dict[str, object]]:
 
 
 def survive(base: Path, victim: str, reference: list[dict[str, object]]) -> list[list[str]]:
-    """One run, its engine killed once per phase; it must complete by itself."""
-    job = Job(base, f"without-{victim.replace(' ', '-')}", *OPTIONS)
-    landed = {}
-    for position, phase in enumerate(PHASES):
-        landed[phase] = _strike(job, victim, phase, position + 2)
+    """An engine killed once while it starts, and once per phase of the run that then goes on by itself."""
+    name = f"without-{victim.replace(' ', '-')}"
+    table = [_killed(base, name, victim, ("engines", 0))]
+    job = Job(base, name, *OPTIONS)
+    hits = [_strike(job, victim, phase, step) for phase, step in ENGINE_STRIKES]
     try:
         code: int | str = job.wait(240)
     except subprocess.TimeoutExpired:
         code = "hung"
-    left = job.left(LEFT_S)
-    lines = compared(job.folder)
+    left = _list(job.left(LEFT_S))
     restarts = job.output().count("had died and was started again")
-    said = f"engine 0 had died and was started again ({restarts} of {len(PHASES)})"
+    said = f"engine 0 had died and was started again ({restarts} of {len(ENGINE_STRIKES)})"
     end = "completed" if code == 0 else f"ended with {code}"
-    return [
-        [victim, where, str(step), end, said, "-", _same(lines, reference, step), _list(left)]
-        for where, step in landed.values()
-    ]
+    table += [Row(hit, end, said, "-", left) for hit in hits]
+    return _table(victim, table, compared(job.folder), reference, finish="")
 
 
 def resume(base: Path, victim: str, reference: list[dict[str, object]]) -> list[list[str]]:
     """A run that is killed once per phase and continued each time."""
     name = f"without-{victim.replace(' ', '-')}"
-    struck = []
-    for position, phase in enumerate(PHASES):
+    table = []
+    for strike in STRIKES:
         for _ in range(ATTEMPTS):
-            job = Job(base, name, *OPTIONS)
-            where, step = _strike(job, victim, phase, position + 2)
-            killed = time.monotonic()
-            try:
-                end = f"ended with {job.wait(END_S)}"
-            except subprocess.TimeoutExpired:
-                end = f"hung for {END_S:g} s"
-            spent = f"{time.monotonic() - killed:.1f} s"
-            messages = [m.partition(": ")[2] for m in job.messages()]
-            left = job.left(LEFT_S)
-            struck.append((where, step, end, " / ".join(messages) or "-", spent, left))
-            if where == phase:
+            table.append(_killed(base, name, victim, strike))
+            if table[-1].hit[0] == strike[0]:
                 break
     last = Job(base, name, *OPTIONS)
     code = last.wait(240)
     left_at_end = last.left(LEFT_S)
-    lines = compared(last.folder)
-    finish = "resumed, completed" if code == 0 else f"resumed, ended with {code}"
-    return [
-        [victim, where, str(step), f"{end}; {finish}", said, spent, _same(lines, reference, step), _list(left)]
-        for where, step, end, said, spent, left in struck
-    ] + ([[victim, "-", "-", finish, "-", "-", "-", _list(left_at_end)]] if left_at_end else [])
+    finish = "; resumed, completed" if code == 0 else f"; resumed, ended with {code}"
+    if left_at_end:
+        table.append(Row(("-", STEPS), "", "-", "-", _list(left_at_end)))
+    return _table(victim, table, compared(last.folder), reference, finish=finish)
+
+
+class Row(NamedTuple):
+    """What one strike did."""
+
+    hit: tuple[str, int]
+    end: str
+    said: str
+    seconds: str
+    left: str
+
+
+def _killed(base: Path, name: str, victim: str, strike: tuple[str, int]) -> Row:
+    """Start the run, or continue it, and strike; the run ends of it."""
+    if strike[0] == "warm-up":  # else a warmed-up model of another run is taken
+        shutil.rmtree(base / "cache", ignore_errors=True)
+    job = Job(base, name, *OPTIONS)
+    hit = _strike(job, victim, *strike)
+    killed = time.monotonic()
+    try:
+        end = f"ended with {job.wait(END_S)}"
+    except subprocess.TimeoutExpired:
+        end = f"hung for {END_S:g} s"
+    spent = f"{time.monotonic() - killed:.1f} s"
+    said = " / ".join(" ".join(m.partition(": ")[2].split())[:MESSAGE] for m in job.messages()) or "-"
+    return Row(hit, end, said, spent, _list(job.left(LEFT_S)))
 
 
 def _strike(job: Job, victim: str, phase: str, step: int) -> tuple[str, int]:
     """Kill the victim in the phase of that step or a later one; returns where it was hit."""
-    job.wait_for("rollout", step)
+    if step > 0:
+        job.wait_for("rollout", min(step, STEPS))
+    else:
+        job.wait_for(phase, step)
     pid = job.victim(victim)
     job.record()
     job.wait_for(phase, step)
@@ -124,10 +152,28 @@ def _strike(job: Job, victim: str, phase: str, step: int) -> tuple[str, int]:
     after = job.folder.read_status()
     assert after is not None
     where = after.phase or f"after {phase}"
-    return where, after.step + (where not in ("checkpoint", "after checkpoint"))
+    before_next = where in (*(phase for phase, _ in START), "checkpoint", "after checkpoint", "export")
+    return where, after.step + (not before_next)
 
 
-def _same(lines: list[dict[str, float | int | str]], reference: list[dict[str, object]], step: int) -> str:
+def _table(
+    victim: str,
+    table: list[Row],
+    lines: list[dict[str, Value]],
+    reference: list[dict[str, object]],
+    *,
+    finish: str,
+) -> list[list[str]]:
+    return [
+        [
+            *(victim, row.hit[0], str(row.hit[1]), row.end + finish, row.said, row.seconds),
+            *(_same(lines, reference, row.hit[1]), row.left),
+        ]
+        for row in table
+    ]
+
+
+def _same(lines: list[dict[str, Value]], reference: list[dict[str, object]], step: int) -> str:
     """Whether the line of `step` and all lines are those of the undisturbed run."""
     if len(lines) != len(reference):
         return f"different: {len(lines)} lines, expected {len(reference)}"
@@ -148,8 +194,9 @@ def _result(table: list[list[str]]) -> Result:
         intro=(
             "The quickstart, cut short to "
             f"{STEPS} steps of 64 responses on two trainer ranks and one engine, a checkpoint after every step. "
-            "SIGKILL to one process in one phase; one run per kind of process, struck once per phase, in steps 2, 3, "
-            "... An engine is replaced and the run goes on; for a rank or the launcher the run ends, and the same "
+            "SIGKILL to one process in one phase; one run per kind of process, struck once per phase: in those of the "
+            "start, in one of step 2, of step 3, ..., and in the export. An engine that is in use is replaced and the "
+            "run goes on; for a rank or the launcher, and for an engine that starts, the run ends, and the same "
             "command with `--resume auto` continues it. All metrics but times, rates and memory are compared with an "
             f"undisturbed run. Left behind: processes, files in /dev/shm, temporary folders of engines and listening "
             f"ports, {LEFT_S:g} s after the end."

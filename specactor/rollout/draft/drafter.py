@@ -1,0 +1,51 @@
+"""What every draft method looks like to the engine.
+
+Invariant: a drafter can change speed and never a token. Whatever it proposes, however wrong, late or stale, is compared
+with the target's own sample and kept only where the two are equal; an exception that it raises is logged and costs its
+drafts.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class DraftSequence:
+    """A running request, as drafters see it. The engine appends to `output_ids`; a drafter only reads."""
+
+    request_id: str
+    prompt_ids: tuple[int, ...]
+    output_ids: list[int] = field(default_factory=list)
+    """Committed tokens, the target's own."""
+    seed: int = 0
+    """Of the request's noise."""
+    temperature: float = 1.0
+
+
+class Drafter(ABC):
+    """A draft method. One object serves all requests of an engine; its methods are called from one thread."""
+
+    name: str
+    """As recipes and metrics call it."""
+
+    @abstractmethod
+    def propose(self, sequences: Sequence[DraftSequence], windows: Sequence[int]) -> list[list[int]]:
+        """For each sequence at most `windows[i]` tokens that may follow its output; fewer or none where it has no idea.
+
+        All sequences are open. Windows may be 0.
+        """
+
+    def open(self, sequence: DraftSequence) -> None:  # noqa: B027  (optional)
+        """A request starts; nothing of it was committed yet."""
+
+    def commit(self, sequence: DraftSequence, tokens: Sequence[int]) -> None:  # noqa: B027  (optional)
+        """`tokens` were appended to `sequence.output_ids`, drafted or not."""
+
+    def close(self, sequence: DraftSequence) -> None:  # noqa: B027  (optional)
+        """The request has ended, or was aborted."""
+
+    def policy_changed(self) -> None:  # noqa: B027  (optional)
+        """The target has new weights; no request is running."""
