@@ -25,6 +25,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
+from benchmarks.results import machine
 from specactor.metrics import Value, read_metrics
 
 SMOOTHING = 5
@@ -245,7 +246,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     plt.close(figure)
     text = table(runs, out.name + ".png")
     out.with_name(out.name + ".md").write_text(
-        f"# {out.name.replace('_', ' ').capitalize()}: runs and curves\n\n{text}"
+        f"# {out.name.replace('_', ' ').capitalize()}: runs and curves\n\n{text}\nMeasured: {machine()}.\n"
     )
     print(text)
 

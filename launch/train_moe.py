@@ -44,6 +44,7 @@ def set_environment() -> None:
 def quiet_libraries() -> None:
     """Hide what `specactor doctor` says better, and what is no business of the user."""
     warnings.filterwarnings("ignore", module=r"(megatron|mbridge)\b")
+    warnings.filterwarnings("ignore", category=SyntaxWarning)  # of libraries that are compiled on their first import
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed\b")
     # With expert parallelism ranks legitimately hold different optimizers; resuming is tested per layout.
     logging.getLogger("megatron.core.dist_checkpointing.validation").setLevel(logging.ERROR)
@@ -65,14 +66,14 @@ def main() -> int:
 
     megatron.install()  # before megatron.core is imported; does nothing where there is a GPU
 
-    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    rank, local_rank, world = (int(os.environ[name]) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"))
     from specactor.parallel.failure import failure_guard, launcher_store
 
     store = launcher_store(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
     with failure_guard(rank, store) as failures:
         from specactor.job import run
 
-        run(config, rank=rank, world=world, failures=failures)
+        run(config, rank=rank, local_rank=local_rank, world=world, failures=failures)
     return 0
 
 

@@ -77,6 +77,7 @@ class SpecActor:
         rounds = 1 + self.config.algorithm.max_resample_rounds if dynamic else 1
         groups: list[ScoredGroup] = []
         spare: list[ScoredGroup] = []
+        asked: list[Problem] = []
         for _ in range(rounds):
             problems = [self.train_data[i] for i in self.prompts.take(want - len(groups))]
             with self.progress.phase("rollout"):
@@ -85,8 +86,9 @@ class SpecActor:
                     config=self.config.rollout,
                     run_seed=self.config.seed,
                     step=self.steps_done,
-                    first_group=len(groups) + len(spare),
+                    earlier=asked,
                 )
+                asked += problems
                 trajectories = self.rollout(requests)
             with self.progress.phase("reward"):
                 scored = self.score_groups(problems, trajectories)

@@ -13,6 +13,9 @@ from typing import Literal
 
 from specactor.errors import ConfigError
 
+MAX_WINDOW = 16
+"""Draft tokens per request and round."""
+
 
 def _require(ok: bool, name: str, got: object, expected: str, remedy: str) -> None:
     if not ok:
@@ -274,6 +277,71 @@ class EngineConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class SpeculationConfig:
+    """Drafting ahead of the policy. It changes the speed of a rollout and never a token."""
+
+    mode: Literal["off", "coupled", "auto"] = "off"
+    """off: plain decoding; coupled: draft, then verify, on the engine's own devices; auto: coupled with the drafter, or
+    off, whichever is predicted to be faster, round by round."""
+    drafters: tuple[str, ...] = ("suffix",)
+    """Draft methods, by name (suffix, ngram, model) or as the import path of a class, ``package.module:Class``."""
+    window: int | None = None
+    """Draft tokens per request and round; None: chosen per request from its past acceptance and measured costs."""
+    max_window: int = 8
+    """Largest window that is ever chosen."""
+    draft_model: str = ""
+    """Folder of a dense model in Hugging Face format with the policy's tokenizer, for the drafter ``model``."""
+    cost_table: str = ""
+    """File that ``specactor profile`` wrote; empty: costs are measured while the engine runs."""
+    history_tokens: int = 1_000_000
+    """Tokens of earlier responses that a text drafter keeps."""
+
+    def __post_init__(self) -> None:
+        _require(
+            1 <= self.max_window <= MAX_WINDOW,
+            "rollout.speculation.max_window",
+            self.max_window,
+            f"1..{MAX_WINDOW}",
+            "Use rollout.speculation.mode off to disable speculation.",
+        )
+        _require(
+            self.window is None or 0 <= self.window <= self.max_window,
+            "rollout.speculation.window",
+            self.window,
+            f"None or 0..{self.max_window} (rollout.speculation.max_window)",
+            "Use None to have it chosen.",
+        )
+        _require(
+            bool(self.drafters),
+            "rollout.speculation.drafters",
+            self.drafters,
+            "at least one",
+            "Use rollout.speculation.mode off to disable speculation.",
+        )
+        _require(
+            len(set(self.drafters)) == len(self.drafters),
+            "rollout.speculation.drafters",
+            self.drafters,
+            "every name once",
+            "Remove the second one.",
+        )
+        _require(
+            "model" not in self.drafters or bool(self.draft_model),
+            "rollout.speculation.draft_model",
+            self.draft_model,
+            "a folder, since rollout.speculation.drafters has model",
+            "Name a model, or take model out of the drafters.",
+        )
+        _require(
+            self.history_tokens >= 0,
+            "rollout.speculation.history_tokens",
+            self.history_tokens,
+            ">= 0",
+            "Use 0 to keep nothing of earlier steps.",
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
 class RolloutConfig:
     """Responses of one RL step."""
 
@@ -290,6 +358,7 @@ class RolloutConfig:
     max_new_tokens: int = 128
     """Longest response in tokens."""
     engine: EngineConfig = field(default_factory=EngineConfig)
+    speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
 
     def __post_init__(self) -> None:
         _require(
@@ -550,10 +619,10 @@ class Config:
 
     def __post_init__(self) -> None:
         _require(
-            bool(self.name) and "/" not in self.name,
+            self.name not in ("", ".", "..") and "/" not in self.name,
             "name",
             self.name,
-            "a folder name without '/'",
+            "a folder name without '/', not . or ..",
             "Put the folder above it in --output-dir.",
         )
         _require(0 <= self.seed < 2**31, "seed", self.seed, "0..2**31-1", "Choose a non-negative seed.")

@@ -24,6 +24,10 @@ class CheckpointError(SpecActorError):
     """A checkpoint that is missing, unfinished, foreign, or of a layout that cannot be loaded."""
 
 
+class PlanError(SpecActorError):
+    """A measurement, prediction or table that speculation cannot be planned with."""
+
+
 class EngineError(SpecActorError):
     """A rollout engine failed: did not start, died, timed out, or refused a request."""
 

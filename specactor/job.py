@@ -32,10 +32,10 @@ from specactor.trainer.warmup import find_solver, initial_model, warmed_up_model
 from specactor.weights_sync.sender import WeightSender, WeightSource
 
 
-def run(config: Config, *, rank: int, world: int, failures: Failures) -> None:
+def run(config: Config, *, rank: int, local_rank: int, world: int, failures: Failures) -> None:
     """Train the policy of `config`. Called on every rank; raises SpecActorError on every rank when one fails.
 
-    `failures` is told who takes part.
+    `local_rank` numbers the ranks of a host, and its devices; `failures` is told who takes part.
     """
     layout = check(config, world, model_shape(config))
     groups.init(layout, config.parallel, seed=config.seed)
@@ -55,7 +55,7 @@ def run(config: Config, *, rank: int, world: int, failures: Failures) -> None:
                 on_phase=note_phase,
             )
         )
-        actor = _build(config, layout, folder, collective, progress, stack)
+        actor = _build(config, layout, folder, collective, local_rank, progress, stack)
         if resume is not None:
             actor.restore(checkpoint.load(actor.trainer, resume))
             progress.resume(actor.steps_done)
@@ -93,6 +93,7 @@ def _build(
     layout: Layout,
     folder: RunFolder,
     collective: Collective,
+    local_rank: int,
     progress: Progress,
     stack: ExitStack,
 ) -> SpecActor:
@@ -101,7 +102,7 @@ def _build(
         start = initial_model(config, collective)
         tokenizer = load_tokenizer(start)
         train_data, eval_data = collective.together("data", lambda: _problems(config, tokenizer))
-    pool = stack.enter_context(EnginePool(_own_engines(config, start, folder, collective.rank)))
+    pool = stack.enter_context(EnginePool(_own_engines(config, start, folder, collective.rank, local_rank)))
     with progress.phase("warm-up", announce=True):
         base = warmed_up_model(config, layout, start, train_data, tokenizer, collective, progress)
         trainer = PolicyTrainer(config, layout, base)
@@ -141,7 +142,7 @@ def _weights(trainer: PolicyTrainer, pool: EnginePool, collective: Collective) -
     return GatheredWeights(trainer.policy, owns_engines=bool(pool.engines))
 
 
-def _own_engines(config: Config, model_dir: Path, folder: RunFolder, rank: int) -> list[EngineSpec]:
+def _own_engines(config: Config, model_dir: Path, folder: RunFolder, rank: int, local_rank: int) -> list[EngineSpec]:
     """The engines that this rank starts, drives and stops."""
     p = config.parallel
     return [
@@ -150,8 +151,9 @@ def _own_engines(config: Config, model_dir: Path, folder: RunFolder, rank: int) 
             model_dir=str(model_dir.resolve()),
             dtype=config.model.dtype,
             tensor_parallel=p.engine_tensor,
-            devices=tuple(range(rank, rank + p.engine_tensor)),
+            devices=tuple(range(local_rank, local_rank + p.engine_tensor)),
             config=config.rollout.engine,
+            speculation=config.rollout.speculation,
             context_length=model_shape(config).max_position,
             log_file=str((folder.engines / f"engine-{index}.log").resolve()),
             random_seed=config.seed,

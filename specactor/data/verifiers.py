@@ -22,6 +22,7 @@ import difflib
 import importlib
 import math
 import re
+import threading
 from collections.abc import Callable
 from fractions import Fraction
 from functools import lru_cache
@@ -34,6 +35,8 @@ Verifier = Callable[[str, Problem], float]
 
 MAX_NUMBER_LENGTH = 200
 """Characters of the longest text that is read as a number."""
+MAX_SCORE_S = 60.0
+"""Longest wait for one score."""
 NUMBER = re.compile(r"([+-]?(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)?(?:\.[0-9]*)?(?:[eE][+-]?[0-9]{1,3})?)(?:/([0-9]+))?")
 
 
@@ -81,7 +84,12 @@ def _checked(name: str, function: Verifier) -> Verifier:
     def verify(response: str, problem: Problem) -> float:
         who = f"verifier {name}: problem {problem.index} (answer {problem.answer[:80]!r})"
         try:
-            score = function(response, problem)
+            score = _bounded(function, response, problem)
+        except TimeoutError:
+            raise DataError(
+                f"{who}: no score within {MAX_SCORE_S:g} s, on the response {response[:200]!r}. "
+                "Correct the verifier, or remove the problem."
+            ) from None
         except Exception as error:  # code of others, which may raise anything; the run must say on which problem
             raise DataError(
                 f"{who}: it raised {type(error).__name__}: {error}, on the response {response[:200]!r}. "
@@ -96,6 +104,29 @@ def _checked(name: str, function: Verifier) -> Verifier:
         return value
 
     return verify
+
+
+def _bounded(function: Verifier, response: str, problem: Problem) -> float:
+    """The function's result. Raises what it raises, and TimeoutError when it does not come back: others wait for us."""
+    if function in (_exact, _same_number):
+        return function(response, problem)
+    results: list[float] = []
+    errors: list[Exception] = []
+
+    def call() -> None:
+        try:
+            results.append(function(response, problem))
+        except Exception as error:  # handed to the caller's thread, which raises it
+            errors.append(error)
+
+    thread = threading.Thread(target=call, name="verifier", daemon=True)
+    thread.start()
+    thread.join(MAX_SCORE_S)
+    if errors:
+        raise errors[0]
+    if not results:
+        raise TimeoutError
+    return results[0]
 
 
 def _exact(response: str, problem: Problem) -> float:

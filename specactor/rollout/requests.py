@@ -1,7 +1,7 @@
 """Which responses to ask for. PURE: problems in, requests out.
 
 A request's seed depends on the run, the step, the problem and the sample alone, so the same step asks for the same
-tokens again after a resume, on any number of engines.
+tokens again after a resume, on any number of engines. A problem that a step asks for again gets further samples.
 """
 
 from __future__ import annotations
@@ -14,9 +14,15 @@ from specactor.types import Problem, RolloutRequest, SamplingParams
 
 
 def group_requests(
-    problems: Sequence[Problem], *, config: RolloutConfig, run_seed: int, step: int, first_group: int = 0
+    problems: Sequence[Problem],
+    *,
+    config: RolloutConfig,
+    run_seed: int,
+    step: int,
+    earlier: Sequence[Problem] = (),
 ) -> list[RolloutRequest]:
-    """`config.group_size` requests per problem, group by group."""
+    """`config.group_size` requests per problem, group by group. `earlier`: what the same step has asked for before."""
+    asked = [problem.index for problem in (*earlier, *problems)]
     sampling = SamplingParams(
         temperature=config.temperature,
         top_p=config.top_p,
@@ -28,10 +34,12 @@ def group_requests(
             request_id=f"{step}.{group}.{sample}",
             prompt_ids=problem.prompt_ids,
             sampling=sampling,
-            seed=request_seed(run_seed, step, problem.index, sample),
+            seed=request_seed(
+                run_seed, step, problem.index, sample + config.group_size * asked[:group].count(problem.index)
+            ),
             group_id=group,
         )
-        for group, problem in enumerate(problems, start=first_group)
+        for group, problem in enumerate(problems, start=len(earlier))
         for sample in range(config.group_size)
     ]
 

@@ -30,15 +30,17 @@ _WEIGHTS = (".safetensors", ".bin", ".pt", ".safetensors.index.json")
 
 
 class FolderWriter:
-    """Tensors one by one into ``target.tmp``; `finish` makes it ``target``."""
+    """Tensors one by one into a folder beside ``target``; `finish` makes it ``target``."""
 
     def __init__(self, target: Path, max_file_bytes: int) -> None:
         self._target, self._max_file_bytes = target, max_file_bytes
-        self._folder = target.with_name(target.name + ".tmp")
+        self._folder = target.with_name(f"{target.name}.tmp-{os.getpid()}")  # another run may write the same target
         self._files: list[list[str]] = []
         self._pending: dict[str, Tensor] = {}
         self._pending_bytes = self._total_bytes = 0
-        shutil.rmtree(self._folder, ignore_errors=True)
+        for left in target.parent.glob(f"{target.name}.tmp-*"):
+            if not Path("/proc", left.name.rpartition("-")[2]).exists() or left == self._folder:
+                shutil.rmtree(left, ignore_errors=True)
         self._folder.mkdir(parents=True)
 
     def add(self, name: str, tensor: Tensor) -> None:

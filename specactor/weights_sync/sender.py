@@ -24,7 +24,7 @@ from specactor.config import WeightsSyncConfig
 from specactor.errors import EngineError, WeightSyncError
 from specactor.parallel.collective import Collective
 from specactor.weights_sync.buckets import Slot, aligned
-from specactor.weights_sync.digest import digest
+from specactor.weights_sync.digest import copy_with_digest, digest
 from specactor.weights_sync.memory import SharedBuffer, allocate
 from specactor.weights_sync.messages import CHECK, COMMIT, LOAD, Bucket, CheckReply, Commit, Round
 
@@ -157,15 +157,23 @@ class _Push:
 
     def resend(self) -> None:
         """Have the buckets loaded as they are, and check that they still were what they had been: in all that time
-        nothing else wrote them, so what was wrong while it was loaded is wrong afterwards."""
-        for buckets in self._sent:
+        nothing else wrote them, so what was wrong while it was loaded is wrong afterwards.
+
+        A bucket is checked while the next one is loaded.
+        """
+        for side, buckets in enumerate(self._sent):
             self._submit(LOAD, Round(buckets=buckets, checked=True))
-        self._wait()
-        self._collective.barrier()  # the other ranks' engines have read this rank's buckets, too
-        for side, bucket in self._packed.items():
-            for slot in bucket.slots:
-                if digest(self._buffers[side].data[slot.offset : slot.offset + slot.num_bytes]) != slot.digest:
-                    self.problem = self.problem or f"{slot.name} changed while it was loaded"
+            if side > 0:
+                self._recheck(side - 1)
+            self._wait()
+            self._collective.barrier()  # the other ranks' engines have read this rank's buckets, too
+        self._recheck(len(self._sent) - 1)
+
+    def _recheck(self, side: int) -> None:
+        bucket = self._packed.get(side)
+        for slot in bucket.slots if bucket is not None else ():
+            if digest(self._buffers[side].data[slot.offset : slot.offset + slot.num_bytes]) != slot.digest:
+                self.problem = self.problem or f"{slot.name} changed while it was loaded"
 
     def commit(self) -> None:
         """Finish on all engines; where a rank has met a problem before, end all engines instead.
@@ -197,18 +205,19 @@ class _Push:
         slots: list[Slot] = []
         used = 0
         for name, tensor in tensors:
-            source = tensor.detach().contiguous()
-            slot = Slot(
-                name=name,
-                dtype=str(tensor.dtype).removeprefix("torch."),
-                shape=tuple(tensor.shape),
-                offset=aligned(used),
-                digest=digest(source),
-            )
-            used = slot.offset + slot.num_bytes
+            source = tensor.detach().contiguous().view(-1).view(torch.uint8)
+            offset = aligned(used)
+            used = offset + source.numel()
             data = self._room(side, used, source.device)
-            data[slot.offset : used].copy_(source.view(-1).view(torch.uint8))
-            slots.append(slot)
+            slots.append(
+                Slot(
+                    name=name,
+                    dtype=str(tensor.dtype).removeprefix("torch."),
+                    shape=tuple(tensor.shape),
+                    offset=offset,
+                    digest=copy_with_digest(data[offset:used], source),
+                )
+            )
         if not slots:
             return None
         return Bucket(version=self.version, address=self._buffers[side].address(), slots=tuple(slots))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from specactor.config import RolloutConfig
@@ -16,7 +17,9 @@ CONFIG = RolloutConfig(prompts_per_step=3, group_size=4, temperature=0.7, max_ne
 
 
 def test_groups_are_whole_and_in_the_order_of_the_problems() -> None:
-    requests = group_requests(PROBLEMS, config=CONFIG, run_seed=1, step=2, first_group=10)
+    requests = group_requests(
+        PROBLEMS, config=CONFIG, run_seed=1, step=2, earlier=[replace(PROBLEMS[0], index=i) for i in range(10, 20)]
+    )
     assert [r.group_id for r in requests] == [10] * 4 + [11] * 4 + [12] * 4
     assert [r.prompt_ids for r in requests[::4]] == [p.prompt_ids for p in PROBLEMS]
     assert len({r.request_id for r in requests}) == len({r.seed for r in requests}) == 12
@@ -24,15 +27,24 @@ def test_groups_are_whole_and_in_the_order_of_the_problems() -> None:
 
 
 def test_seeds_depend_on_run_step_problem_and_sample_alone() -> None:
-    def seeds(problems: list[Problem], run_seed: int, step: int, first_group: int = 0) -> list[int]:
-        requests = group_requests(problems, config=CONFIG, run_seed=run_seed, step=step, first_group=first_group)
+    def seeds(problems: list[Problem], run_seed: int, step: int, earlier: Sequence[Problem] = ()) -> list[int]:
+        requests = group_requests(problems, config=CONFIG, run_seed=run_seed, step=step, earlier=earlier)
         return [r.seed for r in requests]
 
     base = seeds(PROBLEMS, 1, 2)
-    assert seeds(PROBLEMS[::-1], 1, 2, first_group=7) == base[8:] + base[4:8] + base[:4]
+    assert seeds(PROBLEMS[::-1], 1, 2, [replace(PROBLEMS[0], index=6)]) == base[8:] + base[4:8] + base[:4]
     assert not set(base) & set(seeds(PROBLEMS, 1, 3))
     assert not set(base) & set(seeds(PROBLEMS, 2, 2))
     assert not set(base[:4]) & set(seeds([replace(PROBLEMS[0], index=6)], 1, 2))
+
+
+def test_a_problem_that_a_step_asks_for_twice_gets_new_samples() -> None:
+    problem = PROBLEMS[0]
+    once = group_requests([problem], config=CONFIG, run_seed=1, step=2)
+    again = group_requests([problem], config=CONFIG, run_seed=1, step=2, earlier=[problem])
+    both = group_requests([problem, problem], config=CONFIG, run_seed=1, step=2)
+    assert [r.seed for r in both] == [r.seed for r in (*once, *again)]
+    assert len({r.seed for r in both}) == 2 * CONFIG.group_size
 
 
 def test_evaluation_is_greedy_with_one_response_per_problem() -> None:

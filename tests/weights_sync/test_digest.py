@@ -49,3 +49,11 @@ def test_the_device_form_is_the_same_in_one_piece_and_in_many() -> None:
     index = torch.arange(data.numel(), dtype=torch.int64)
     whole = int((data.to(torch.int64) * (2 * index + 1)).sum()) & (2**64 - 1)
     assert module._device_digest(data) == whole
+
+
+@pytest.mark.parametrize("num_bytes", [1, 255, 256 * 1024, 256 * 1024 + 1, 1_000_003])
+def test_a_copy_in_pieces_has_the_digest_of_the_whole(num_bytes: int) -> None:
+    source = torch.randint(0, 256, (num_bytes,), dtype=torch.uint8, generator=torch.Generator().manual_seed(num_bytes))
+    target = torch.zeros(num_bytes, dtype=torch.uint8)
+    assert module.copy_with_digest(target, source) == digest(source)
+    assert torch.equal(target, source)

@@ -54,6 +54,11 @@ def server_args(spec: EngineSpec, *, gpu: bool, memory_release: bool) -> dict[st
         "log_level": "warning",
         "enable_memory_saver": memory_release,
     }
+    reserve = 0
+    if spec.speculation.mode != "off":
+        rows = spec.speculation.max_window + 1
+        reserve = 2 * rows * config.max_running_requests  # SGLang sets aside two rounds per request
+        arguments |= {"speculative_algorithm": "SPECACTOR", "speculative_num_draft_tokens": rows}
     if not gpu:
         arguments |= {
             "device": "cpu",
@@ -62,7 +67,7 @@ def server_args(spec: EngineSpec, *, gpu: bool, memory_release: bool) -> dict[st
             "disable_overlap_schedule": True,  # there is no device to overlap with
             "disable_custom_all_reduce": True,
             # SGLang sizes the pool of a CPU by the machine's memory, which it shares with the trainer.
-            "max_total_tokens": config.max_total_tokens or config.max_running_requests * spec.context_length,
+            "max_total_tokens": config.max_total_tokens or config.max_running_requests * spec.context_length + reserve,
         }
     return arguments | dict(config.extra_args)
 

@@ -20,7 +20,7 @@ from typing import IO
 
 from specactor.cpu import sglang as cpu
 from specactor.errors import EngineError
-from specactor.rollout.sglang import guard
+from specactor.rollout.sglang import guard, speculation_calls
 from specactor.rollout.sglang.protocol import (
     Command,
     Done,
@@ -394,4 +394,4 @@ def _open_log(path: str) -> IO[bytes]:
 
 
 def _environment(spec: EngineSpec) -> dict[str, str]:
-    return cpu.process_environment(spec.devices)
+    return cpu.process_environment(spec.devices) | speculation_calls.start_environment(spec.speculation)

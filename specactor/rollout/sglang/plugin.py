@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 
 from specactor.cpu import sglang as cpu
-from specactor.rollout.sglang import rank_calls
+from specactor.rollout.sglang import rank_calls, speculation, speculation_calls
 from specactor.weights_sync import messages
 from specactor.weights_sync.receiver import Receiver
 
@@ -21,4 +21,8 @@ def register() -> None:
     rank_calls.RANK_CALLS.update(
         {messages.CHECK: receiver.check, messages.LOAD: receiver.load, messages.COMMIT: receiver.commit}
     )
+    rank_calls.RANK_CALLS.update(
+        {speculation_calls.CONFIGURE: speculation_calls.configure, speculation_calls.REPORT: speculation_calls.report}
+    )
     rank_calls.install()
+    speculation.register(speculation_calls.starting_speculator)

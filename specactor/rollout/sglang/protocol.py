@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from specactor.config import EngineConfig
+from specactor.config import EngineConfig, SpeculationConfig
 from specactor.errors import EngineError
 from specactor.types import FinishReason, RolloutRequest
 
@@ -43,6 +43,7 @@ class EngineSpec:
     devices: tuple[int, ...]
     """One core (without a GPU) or one GPU per tensor-parallel rank."""
     config: EngineConfig = field(default_factory=EngineConfig)
+    speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
     context_length: int
     """Longest sequence in tokens, prompt included."""
     log_file: str

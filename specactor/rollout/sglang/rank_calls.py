@@ -40,6 +40,7 @@ class RankContext:
         self.tp_rank: int = get_parallel().tp_rank
         self.tp_size: int = get_parallel().tp_size
         self.model: torch.nn.Module = scheduler.tp_worker.model_runner.model
+        self.draft_worker: Any = scheduler.draft_worker
 
     def flush_cache(self) -> None:
         """Forget all keys and values; their memory stays. Raises EngineError while requests are running."""

@@ -1,0 +1,68 @@
+"""What speculation did, in counts and seconds. PURE.
+
+Invariants: emitted = accepted + verifies; accepted <= drafted, at every position; adding is exact, so counts of
+engines, ranks and steps can be summed in any order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import msgspec
+
+from specactor.config import MAX_WINDOW
+
+
+class Counts(msgspec.Struct, kw_only=True):
+    """What happened since the last report. Sums of several engines' counts are again counts."""
+
+    rounds: int = 0
+    """Verification rounds."""
+    speculative_rounds: int = 0
+    """Of them, with any draft token."""
+    verifies: int = 0
+    """Requests that took part in a speculative round, summed over rounds."""
+    emitted: int = 0
+    """Tokens that those emitted, in those rounds."""
+    drafted: int = 0
+    accepted: int = 0
+    drafted_at: list[int] = msgspec.field(default_factory=lambda: [0] * MAX_WINDOW)
+    """Per position in the draft, how often a token was drafted there."""
+    accepted_at: list[int] = msgspec.field(default_factory=lambda: [0] * MAX_WINDOW)
+    draft_s: float = 0.0
+    verify_s: float = 0.0
+    """Of speculative rounds: forward pass, sampling and bookkeeping."""
+    plain_s: float = 0.0
+    """Of the other rounds."""
+    failures: int = 0
+    """Exceptions of drafters."""
+
+    @property
+    def wasted(self) -> int:
+        return self.drafted - self.accepted
+
+    def add(self, drafted: int, accepted: int) -> None:
+        """One request of a speculative round."""
+        self.verifies += 1
+        self.emitted += accepted + 1
+        self.drafted += drafted
+        self.accepted += accepted
+        for position in range(drafted):
+            self.drafted_at[position] += 1
+        for position in range(accepted):
+            self.accepted_at[position] += 1
+
+    def __add__(self, other: Counts) -> Counts:
+        mine, theirs = msgspec.structs.asdict(self), msgspec.structs.asdict(other)
+        return Counts(
+            **{
+                name: [a + b for a, b in zip(value, theirs[name], strict=True)]
+                if isinstance(value, list)
+                else value + theirs[name]
+                for name, value in mine.items()
+            }
+        )
+
+
+def total(counts: Iterable[Counts]) -> Counts:
+    return sum(counts, Counts())

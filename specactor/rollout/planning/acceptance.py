@@ -1,0 +1,220 @@
+"""How many draft tokens of each running request will be accepted. PURE: counts in, probabilities out.
+
+A verify of a request is three counts: the drafter was *asked* for a window, *drafted* that many tokens or fewer, and
+the first `accepted` of them were confirmed. Two conditional probabilities per position j = 1..max_window describe it:
+
+    c_j = P(drafted >= j  | asked >= j,   accepted >= j - 1)      coverage: is there a draft token at all
+    a_j = P(accepted >= j | drafted >= j, accepted >= j - 1)      acceptance
+    survival_j = P(accepted >= j | asked >= j) = prod_{k <= j} c_k a_k
+
+The product is the chain rule and assumes no independence. That is why coverage, too, is conditional on what was
+accepted before: the long proposals of a text drafter are its good matches, and P(drafted >= j) times
+P(accepted >= j | drafted >= j) of all rounds would count that twice.
+
+What a verify shows (right-censoring): positions up to `accepted` were proposed and accepted. At accepted + 1 the
+draft token was rejected if there was one, and missing if one was asked for. Whatever lies behind was cut off
+by that first failure or by the window, so nothing is known of it. Counting it as rejected, as accepted / drafted does,
+would make a long window look bad because it is long, and a short one good.
+
+Estimates are Beta means with exponentially forgotten counts:
+- position 1 has the prior mean `prior_rate`; the prior mean of a later a_j is `prior_decay` times the estimate of
+  a_{j-1}, so positions that no window reaches follow those that it does. Coverage is believed (prior mean 1) until
+  drafts are missing, else a drafter that is asked for one token would never show that it has two;
+- a request has Beta counts of its own, whose prior mean is the drafter's `rate`. They are compared with what the
+  drafter's a_j promised at the positions that this request tried, and the odds of all its a_j are scaled by the odds
+  ratio. A new request, and one that does just what the drafter does on average, has the ratio 1 at any window.
+
+Invariants: an outcome changes estimates after `observe` and never before; reading changes nothing; survival is in
+[0, 1] and does not increase with j; a verify without a rejection never lowers the drafter's acceptance, and one that
+rejects the first draft token never raises it; equal calls give equal bits.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from specactor.errors import PlanError
+
+
+class _Positions:
+    """Forgotten Beta counts of "went on at position j, having come so far", j = 0..size - 1."""
+
+    __slots__ = ("_decay", "_first", "_hits", "_keep", "_trials", "_weight")
+
+    def __init__(self, *, size: int, first: float, decay: float | None, weight: float, memory: float) -> None:
+        """`first`: prior mean at position 0, of `weight` trials. `decay`: of the next position's prior mean by the
+        estimate at this one; None: all have `first`. `memory`: trials of a position that count."""
+        self._first, self._decay, self._weight, self._keep = first, decay, weight, 1.0 - 1.0 / memory
+        self._hits = [0.0] * size
+        self._trials = [0.0] * size
+
+    def means(self) -> list[float]:
+        prior, weight, decay = self._first, self._weight, self._decay
+        out = []
+        for hits, trials in zip(self._hits, self._trials, strict=True):
+            mean = (hits + weight * prior) / (trials + weight)
+            out.append(mean)
+            if decay is not None:
+                prior = decay * mean
+        return out
+
+    def add(self, hits: int, *, missed: bool) -> float:
+        """Positions before `hits` went on; if `missed`, position `hits` did not. Returns how many hits the estimates
+        before this call promised at these positions."""
+        prior, weight, decay, keep = self._first, self._weight, self._decay, self._keep
+        all_hits, all_trials = self._hits, self._trials
+        promised = 0.0
+        for j in range(hits + missed):
+            had, trials = all_hits[j], all_trials[j]
+            mean = (had + weight * prior) / (trials + weight)
+            promised += mean
+            if decay is not None:
+                prior = decay * mean
+            all_hits[j] = had * keep + (j < hits)
+            all_trials[j] = trials * keep + 1.0
+        return promised
+
+    def overall(self) -> float:
+        """Mean over all trials of all positions."""
+        return (sum(self._hits) + self._weight * self._first) / (sum(self._trials) + self._weight)
+
+    def scale(self, weight: float) -> None:
+        self._hits = [x * weight for x in self._hits]
+        self._trials = [x * weight for x in self._trials]
+
+
+@dataclass(kw_only=True, eq=False, slots=True)
+class AcceptanceModel:
+    """What one drafter achieves, overall and for each running request."""
+
+    max_window: int
+    """Positions kept apart. Draft tokens beyond are not looked at."""
+    prior_rate: float = 0.7
+    """Believed a_1 of a drafter nobody has seen; hopeful, so that it is tried. In (0, 1)."""
+    prior_decay: float = 0.97
+    """Believed a_j / a_{j-1}. In (0, 1]."""
+    prior_weight: float = 8.0
+    """Trials per position that the prior is worth."""
+    memory: float = 2000.0
+    """Trials of a position that count; older ones fade (half after 0.7 times this)."""
+    request_weight: float = 16.0
+    """Trials that the drafter's rate is worth against a request's own."""
+    request_memory: float = 64.0
+    """Verifies of a request that count: text changes on the way."""
+
+    _acceptance: _Positions = field(init=False, repr=False)
+    _coverage: _Positions = field(init=False, repr=False)
+    _requests: dict[str, tuple[float, float, float]] = field(init=False, repr=False, default_factory=dict)
+    """(accepted, trials, promised by the drafter's estimates), forgotten, of each request."""
+    _asked: float = field(init=False, repr=False, default=0.0)
+    _drafted: float = field(init=False, repr=False, default=0.0)
+    _known: tuple[list[float], list[float], float] | None = field(init=False, repr=False, default=None)
+    """(a, c, rate): a cache of what follows from the counts."""
+
+    def __post_init__(self) -> None:
+        if self.max_window < 1:
+            raise PlanError(f"max_window: got {self.max_window}, expected >= 1. Use mode off to disable speculation.")
+        if not 0 < self.prior_rate < 1 or not 0 < self.prior_decay <= 1:
+            got = (self.prior_rate, self.prior_decay)
+            raise PlanError(f"(prior_rate, prior_decay): got {got}, expected probabilities in (0, 1) and (0, 1].")
+        if min(self.prior_weight, self.request_weight) <= 0 or min(self.memory, self.request_memory) < 1:
+            raise PlanError("weights and memories of AcceptanceModel: expected weights > 0 and memories >= 1.")
+        size, weight, memory = self.max_window, self.prior_weight, self.memory
+        self._acceptance = _Positions(
+            size=size, first=self.prior_rate, decay=self.prior_decay, weight=weight, memory=memory
+        )
+        self._coverage = _Positions(size=size, first=1.0, decay=None, weight=weight, memory=memory)
+
+    @property
+    def rate(self) -> float:
+        """P(a draft token is accepted | those before it were), over all positions. It is more than
+        accept_rate = accepted / drafted, which also counts the draft tokens behind a rejected one."""
+        return self._estimates()[2]
+
+    @property
+    def coverage(self) -> float:
+        """drafted / asked of late; 1 before the first verify that says what was asked."""
+        return self._drafted / self._asked if self._asked else 1.0
+
+    def observe(self, request_id: str, drafted: int, accepted: int, *, asked: int | None = None) -> None:
+        """A verify has ended. All counts are draft tokens; `asked` None: not known, and coverage learns nothing.
+
+        Nothing changes if nothing was drafted, except coverage. Raises PlanError unless accepted <= drafted <= asked.
+        """
+        if not 0 <= accepted <= drafted or (asked is not None and asked < drafted):
+            got = (accepted, drafted, asked)
+            raise PlanError(f"(accepted, drafted, asked): got {got}, expected 0 <= accepted <= drafted <= asked.")
+        hits = min(accepted, self.max_window)
+        inside = accepted < self.max_window
+        if asked:
+            keep = 1.0 - 1.0 / self.memory
+            self._asked = self._asked * keep + asked
+            self._drafted = self._drafted * keep + drafted
+            reached = hits + (inside and drafted > accepted)
+            self._coverage.add(reached, missed=inside and drafted == accepted < asked)
+            self._known = None
+        if not drafted:
+            return
+        rejected = inside and drafted > accepted
+        promised = self._acceptance.add(hits, missed=rejected)
+        self._known = None
+        own_accepted, own_trials, own_promised = self._requests.get(request_id, (0.0, 0.0, 0.0))
+        keep = 1.0 - 1.0 / self.request_memory
+        self._requests[request_id] = (
+            own_accepted * keep + hits,
+            own_trials * keep + hits + rejected,
+            own_promised * keep + promised,
+        )
+
+    def survival(self, request_id: str, max_window: int, *, drafted: int | None = None) -> list[float]:
+        """P(the first j draft tokens are proposed and accepted) for j = 1..max_window; not increasing.
+
+        A request that was never observed has the drafter's mean. `drafted`: the number of draft tokens where they are
+        there already (a text drafter costs so little that it can be asked before windows are chosen): the list then
+        has min(drafted, max_window) entries and holds acceptance alone.
+        """
+        if not 0 <= max_window <= self.max_window:
+            raise PlanError(f"max_window: got {max_window}, expected 0..{self.max_window}, as the model was made with.")
+        acceptance, coverage, rate = self._estimates()
+        scale = self._odds_ratio(request_id, rate)
+        survived = 1.0
+        out = []
+        if drafted is None:
+            for j in range(max_window):
+                odds = acceptance[j] * scale
+                survived *= odds / (odds + 1.0 - acceptance[j]) * coverage[j]
+                out.append(survived)
+        else:
+            for a in acceptance[: min(drafted, max_window)]:
+                odds = a * scale
+                survived *= odds / (odds + 1.0 - a)
+                out.append(survived)
+        return out
+
+    def forget(self, request_id: str) -> None:
+        """The request has ended. What it taught about the drafter stays."""
+        self._requests.pop(request_id, None)
+
+    def new_version(self, weight: float) -> None:
+        """The drafter or the policy has changed: what was seen is worth `weight` (0..1) of what it was."""
+        if not 0 <= weight <= 1:
+            raise PlanError(f"new_version: got weight {weight}, expected 0 (know nothing) .. 1 (as before).")
+        self._acceptance.scale(weight)
+        self._coverage.scale(weight)
+        self._asked, self._drafted = self._asked * weight, self._drafted * weight
+        self._requests = {name: (a * weight, n * weight, p * weight) for name, (a, n, p) in self._requests.items()}
+        self._known = None
+
+    def _estimates(self) -> tuple[list[float], list[float], float]:
+        if self._known is None:
+            self._known = (self._acceptance.means(), self._coverage.means(), self._acceptance.overall())
+        return self._known
+
+    def _odds_ratio(self, request_id: str, rate: float) -> float:
+        """Odds of the request's rate over the odds of what the drafter promised at the same positions; > 0."""
+        own = self._requests.get(request_id)
+        if own is None:
+            return 1.0
+        accepted, trials, promised = own
+        yes, no = self.request_weight * rate, self.request_weight * (1.0 - rate)
+        return (accepted + yes) * (trials - promised + no) / ((trials - accepted + no) * (promised + yes))

@@ -1,0 +1,279 @@
+"""Seconds of a round: measured tables, interpolated, and corrected while the engine runs. PURE: numbers in and out.
+
+A round of B requests costs `draft_s + verify_s`, without speculation `plain_s`. The three are tables, not lines:
+float32 kernels jump between 1 and 2 tokens, and a MoE touches more experts as tokens grow.
+
+Invariants: a `Grid` gives back what was measured at its own points; between them it is bilinear; beyond the last
+point it goes on with the last slope and never decreases; below the first it is constant; it is never negative. A table
+is a value: it is checked when made, and `from_json(to_json(table)) == table`. Nothing here reads a clock: seconds are
+passed in.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import combinations, pairwise
+from math import isfinite
+from statistics import median
+
+import msgspec
+import numpy as np
+
+from specactor.errors import PlanError
+
+VERSION = 1
+"""Of the file. A table of another version is refused: it may mean something else."""
+Point = tuple[int, int, float]
+"""(requests, total, seconds): a measured round. `total` is rows of a forward (a verify), or requests * window (a
+draft)."""
+MAX_NODES = 12
+"""Points of an axis that `fit` makes at most; ragged rounds have a different number of tokens per request each."""
+REMEASURE = "Measure the table again."
+
+
+@dataclass(frozen=True, kw_only=True)
+class Grid:
+    """Seconds over (requests, tokens or window per request)."""
+
+    requests: tuple[float, ...]
+    per_request: tuple[float, ...]
+    seconds: tuple[tuple[float, ...], ...]
+    """[requests][per_request]"""
+
+    def __post_init__(self) -> None:
+        for name, axis in (("requests", self.requests), ("per_request", self.per_request)):
+            if not axis or axis[0] <= 0 or not all(map(isfinite, axis)) or any(a >= b for a, b in pairwise(axis)):
+                raise PlanError(f"grid.{name}: got {axis}, expected rising positive numbers. {REMEASURE}")
+        shape = (len(self.requests), len(self.per_request))
+        if len(self.seconds) != shape[0] or any(len(row) != shape[1] for row in self.seconds):
+            lengths = [len(row) for row in self.seconds]
+            raise PlanError(f"grid.seconds: got rows of {lengths}, expected {shape[0]} of {shape[1]}. {REMEASURE}")
+        wrong = [x for row in self.seconds for x in row if not (isfinite(x) and x > 0)]
+        if wrong:
+            raise PlanError(f"grid.seconds: got {wrong[0]}, expected positive seconds. {REMEASURE}")
+
+    def at(self, requests: float, per_request: float) -> float:
+        """Seconds there: bilinear inside, see the module's invariants outside."""
+        low, high, t = _bracket(self.requests, requests)
+        left, right, u = _bracket(self.per_request, per_request)
+        first, second = self.seconds[low], self.seconds[high]
+        a = _line(first[left], first[right], u)
+        b = _line(second[left], second[right], u)
+        if t <= 1.0:
+            return a * (1.0 - t) + b * t
+        rise = max(b - a, 0.0)
+        if u > 1.0:  # beyond both axes the slope along one must not fall along the other
+            rise = max(rise, second[right] - first[right])
+        return b + rise * (t - 1.0)
+
+    @classmethod
+    def fit(cls, points: Iterable[Point]) -> Grid:
+        """A grid of a few measured rounds.
+
+        Its axes are 1 and the measured values (thinned to MAX_NODES). A cell holds the median of the points next to
+        it, each carried there by the ratio of the model's values; a cell without points holds the model itself:
+            seconds = c0 + c1 requests + c2 total,   c >= 0, least squares of relative errors.
+        Raises PlanError for fewer than two distinct (requests, total), or points that cannot be.
+        """
+        points = list(points)
+        wrong = [p for p in points if p[0] < 1 or p[1] < 1 or not (isfinite(p[2]) and p[2] > 0)]
+        if wrong:
+            raise PlanError(f"fit: got the point {wrong[0]}, expected (requests >= 1, total >= 1, seconds > 0).")
+        distinct = {p[:2] for p in points}
+        if len(distinct) < 2:
+            raise PlanError(
+                f"fit: got {len(distinct)} distinct (requests, total), expected at least 2. Measure more rounds."
+            )
+        model = _fit_line(points)
+        requests = _axis(p[0] for p in points)
+        per_request = _axis(p[1] / p[0] for p in points)
+        cells: dict[tuple[int, int], list[float]] = {}
+        for n, total, seconds in points:
+            i, j = _nearest(requests, n), _nearest(per_request, total / n)
+            carried = seconds * _value(model, requests[i], per_request[j]) / _value(model, n, total / n)
+            cells.setdefault((i, j), []).append(carried)
+        return cls(
+            requests=requests,
+            per_request=per_request,
+            seconds=tuple(
+                tuple(median(cells.get((i, j)) or [_value(model, n, k)]) for j, k in enumerate(per_request))
+                for i, n in enumerate(requests)
+            ),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class CostTable:
+    """What rounds of one model cost on one device. Pure: wrap `verify_s` in functools.cache where it is asked often."""
+
+    version: int = VERSION
+    model: str
+    device: str
+    date: str
+    verify: Grid
+    """One target forward in which each request has `per_request` tokens."""
+    plain: Grid
+    """The engine's ordinary decode step, one token per request, with none of speculation's overhead."""
+    drafters: Mapping[str, Grid]
+    """By name: drafting `per_request` tokens for each request."""
+
+    def __post_init__(self) -> None:
+        if self.version != VERSION:
+            raise PlanError(f"cost table: got version {self.version}, expected {VERSION}. {REMEASURE}")
+
+    def verify_s(self, requests: int, tokens: int) -> float:
+        """Seconds of one forward with `tokens` rows in all, 1 + window of each request. Windows may differ: a ragged
+        round costs what an even one with as many rows does (and tokens / requests is a fraction)."""
+        if not 1 <= requests <= tokens:
+            raise PlanError(f"verify_s: got {tokens} tokens of {requests} requests, expected at least one of each.")
+        return self.verify.at(requests, tokens / requests)
+
+    def plain_s(self, requests: int) -> float:
+        """Seconds of a decode step without speculation."""
+        if requests < 1:
+            raise PlanError(f"plain_s: got {requests} requests, expected at least 1.")
+        return self.plain.at(requests, 1.0)
+
+    def draft_s(self, drafter: str, requests: int, window: int) -> float:
+        """Seconds of drafting, where `window` is the largest of the round. A window of 0 costs nothing."""
+        grid = self.drafters.get(drafter)
+        if grid is None:
+            raise PlanError(
+                f"cost table: got drafter {drafter!r}, expected one of {sorted(self.drafters)}. {REMEASURE}"
+            )
+        if requests < 1 or window < 0:
+            raise PlanError(f"draft_s: got {requests} requests and window {window}, expected >= 1 and >= 0.")
+        return grid.at(requests, window) if window else 0.0
+
+    def to_json(self) -> str:
+        return msgspec.json.format(msgspec.json.encode(self)).decode()
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> CostTable:
+        """Raises PlanError for another version, and for what is no table."""
+        try:
+            version = msgspec.json.decode(text, type=_Header).version
+            if version != VERSION:
+                raise PlanError(f"cost table: got version {version}, expected {VERSION}. {REMEASURE}")
+            return msgspec.json.decode(text, type=cls)
+        except msgspec.DecodeError as error:
+            raise PlanError(f"cost table: {error}. {REMEASURE}") from error
+
+    @classmethod
+    def fit(
+        cls,
+        points: Iterable[Point],
+        *,
+        plain: Iterable[Point] = (),
+        drafters: Mapping[str, Iterable[Point]] | None = None,
+        model: str = "",
+        device: str = "",
+        date: str = "",
+    ) -> CostTable:
+        """A table of rounds measured in a running engine; how, and errors: see `Grid.fit`.
+
+        `points` are verifies. `plain` are decode steps (total = requests); without them a plain step is taken to cost
+        what a verify of one token per request does.
+        """
+        verify = Grid.fit(points)
+        plain = list(plain)
+        column = tuple((verify.at(n, 1.0),) for n in verify.requests)
+        without = Grid(requests=verify.requests, per_request=(1.0,), seconds=column)
+        return cls(
+            model=model,
+            device=device,
+            date=date,
+            verify=verify,
+            plain=Grid.fit(plain) if plain else without,
+            drafters={name: Grid.fit(found) for name, found in (drafters or {}).items()},
+        )
+
+
+@dataclass(kw_only=True, eq=False, slots=True)
+class Correction:
+    """How rounds of each kind ("off", or a drafter's name) compare with the table's prediction of them.
+
+    It scales whole rounds, so it cannot change which windows are best for a drafter, but which drafter is. The factor
+    is the median of the last `memory` ratios: a stall (a prefill between, a garbage collection) moves a mean but not a
+    median. It stays within `BOUNDS`, and is 1 until `MIN_RATIOS` rounds of that kind were seen.
+    """
+
+    memory: int = 31
+
+    _ratios: dict[str, deque[float]] = field(init=False, repr=False, default_factory=dict)
+
+    def observe(self, kind: str, *, predicted_s: float, measured_s: float) -> None:
+        """A round has ended. `predicted_s` is the table's, without this correction."""
+        if not (predicted_s > 0 and measured_s > 0):
+            raise PlanError(f"{kind}: got {predicted_s} s predicted, {measured_s} s measured, expected both > 0.")
+        if kind not in self._ratios:
+            self._ratios[kind] = deque(maxlen=self.memory)
+        self._ratios[kind].append(measured_s / predicted_s)
+
+    def factor(self, kind: str) -> float:
+        """Measured over predicted; what a prediction of that kind is to be multiplied by."""
+        ratios = self._ratios.get(kind, ())
+        if len(ratios) < MIN_RATIOS:
+            return 1.0
+        return min(max(median(ratios), BOUNDS[0]), BOUNDS[1])
+
+
+BOUNDS = (0.25, 4.0)
+MIN_RATIOS = 5
+
+
+class _Header(msgspec.Struct):
+    version: int
+
+
+def _bracket(axis: Sequence[float], x: float) -> tuple[int, int, float]:
+    """(left, right, t): x lies at t between these nodes; t > 1 beyond the last, 0 below the first and if there is
+    only one."""
+    last = len(axis) - 1
+    if x <= axis[0] or last == 0:
+        return 0, min(1, last), 0.0
+    right = min(bisect_right(axis, x), last)
+    return right - 1, right, (x - axis[right - 1]) / (axis[right] - axis[right - 1])
+
+
+def _line(a: float, b: float, t: float) -> float:
+    """a at t = 0, b at t = 1, exactly; beyond 1 the same slope, but not falling."""
+    return a * (1.0 - t) + b * t if t <= 1.0 else b + max(b - a, 0.0) * (t - 1.0)
+
+
+def _axis(values: Iterable[float]) -> tuple[float, ...]:
+    """1 and the distinct values; if there are more than MAX_NODES, that many of them, evenly by rank."""
+    nodes = sorted({1.0, *map(float, values)})
+    if len(nodes) > MAX_NODES:
+        nodes = [nodes[round(k * (len(nodes) - 1) / (MAX_NODES - 1))] for k in range(MAX_NODES)]
+    return tuple(nodes)
+
+
+def _nearest(axis: Sequence[float], x: float) -> int:
+    return min(range(len(axis)), key=lambda i: abs(axis[i] - x))
+
+
+def _value(model: tuple[float, float, float], requests: float, per_request: float) -> float:
+    return model[0] + model[1] * requests + model[2] * requests * per_request
+
+
+def _fit_line(points: Sequence[Point]) -> tuple[float, float, float]:
+    """(c0, c1, c2) >= 0 with the least sum of ((c0 + c1 requests + c2 total) / seconds - 1)^2.
+
+    Exact: the optimum is the plain least-squares solution on the terms that it uses, and there are seven sets of them.
+    """
+    seconds_P = np.array([p[2] for p in points])
+    terms_P3 = np.array([(1.0, p[0], p[1]) for p in points]) / seconds_P[:, None]
+    best, best_error = (0.0, 0.0, 0.0), float("inf")
+    for used in (list(c) for size in (1, 2, 3) for c in combinations(range(3), size)):
+        solved = np.linalg.lstsq(terms_P3[:, used], np.ones(len(points)), rcond=None)[0]
+        error = float(np.square(terms_P3[:, used] @ solved - 1.0).sum())
+        if solved.min() >= 0 and error < best_error * (1 - 1e-9):
+            full = [0.0, 0.0, 0.0]
+            for term, value in zip(used, solved.tolist(), strict=True):
+                full[term] = value
+            best, best_error = (full[0], full[1], full[2]), error
+    return best

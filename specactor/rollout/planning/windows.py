@@ -1,0 +1,188 @@
+"""Which draft window each request gets this round, and which drafter. PURE: predictions in, choices out.
+
+A round of B requests with windows w_i emits sum_i (1 + sum_{j <= w_i} s_ij) tokens on average, s_ij = P(the first j
+draft tokens of request i are accepted), and takes verify_s(B, sum_i (1 + w_i)) + draft_s(max_i w_i) seconds. The
+windows with the most emitted tokens per second are found exactly: emitted is a sum of terms that do not increase with
+j, and seconds depend on the number of rows and the deepest window alone. So for each depth and number of rows the best
+rows are those of largest s_ij; every number of rows under every depth is looked at. Stopping at the first row that does
+not pay would be wrong: costs jump (float32 kernels between 1 and 2 tokens), and what is beyond the jump can pay for it.
+
+Invariants: no windows have a higher predicted speed than the chosen ones, if draft_s does not fall with depth (if it
+does, it is taken as its running maximum). Equal input gives equal windows; under one depth the fewest rows among equals
+are chosen, rows of small j first, then of small i. Higher s_ij never lower the predicted speed.
+
+Shape legend: B requests, W max_window, N rows beyond the first of each request, in order of choice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain, repeat
+
+import numpy as np
+from numpy.typing import NDArray
+
+from specactor.errors import PlanError
+
+OFF = "off"
+"""The name of plain decoding among drafters."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """Windows, and what is expected of a round with them."""
+
+    windows: tuple[int, ...]
+    """Draft tokens to verify of each request; 0: a plain step."""
+    emitted: float
+    """Tokens, all requests together."""
+    round_s: float
+    drafter: str = ""
+    """As `choose` names it; OFF for plain decoding."""
+    reason: str = ""
+    """For logs: "off: 512 tok/s; suffix 498"."""
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.emitted / self.round_s
+
+    @property
+    def depth(self) -> int:
+        """The largest window."""
+        return max(self.windows)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Option:
+    """A drafter's best, for `choose`."""
+
+    choice: Choice
+    factor: float = 1.0
+    """Measured over predicted seconds of such rounds (`costs.Correction`)."""
+
+
+def choose_windows(
+    survivals: Sequence[Sequence[float]],
+    *,
+    verify_s: Callable[[int, int], float],
+    draft_s: Callable[[int], float],
+    max_window: int,
+) -> Choice:
+    """The windows of highest predicted speed for one drafter.
+
+    survivals[i][j-1] = P(the first j draft tokens of request i are accepted), not increasing with j; a list shorter
+    than max_window bounds that request's window. verify_s(B, rows): seconds of the forward, asked for every number of
+    rows, so it should be cached; draft_s(depth): seconds of drafting, depth 0 included.
+    Raises PlanError without requests, and for survivals or seconds that cannot be.
+    """
+    num_requests = len(survivals)
+    if num_requests == 0 or max_window < 0:
+        raise PlanError(f"choose_windows: got {num_requests} requests, max_window {max_window}; expected >= 1, >= 0.")
+    survival_N, row_N = _rows_in_order(survivals, max_window)
+    depth_N = row_N // num_requests
+    num_rows = len(row_N)
+    asked = range(num_requests, num_requests + num_rows + 1)
+    verify_N1 = np.fromiter(map(verify_s, repeat(num_requests), asked), np.float64, num_rows + 1)
+    if not verify_N1.min() > 0:
+        raise PlanError(f"verify_s: got {verify_N1.min()}, expected positive seconds. Measure the cost table again.")
+
+    prices = _rising(draft_s, int(depth_N.max()) + 1 if num_rows else 0)
+    best_count, best_cap = 0, 0
+    best_speed = num_requests / (float(verify_N1[0]) + prices[0])
+    for cap in range(1, len(prices)):
+        if cap + 1 < len(prices) and prices[cap + 1] <= prices[cap]:
+            continue  # the next depth has all these rows and more, at the same price
+        within_N = survival_N if cap + 1 == len(prices) else survival_N[depth_N < cap]
+        emitted_N = within_N.cumsum()
+        emitted_N += num_requests
+        speed_N = emitted_N / (verify_N1[1 : len(within_N) + 1] + prices[cap])
+        top = int(speed_N.argmax())
+        if speed_N[top] > best_speed:
+            best_count, best_cap, best_speed = top + 1, cap, float(speed_N[top])
+    chosen_N = row_N[depth_N < best_cap][:best_count]
+    windows = np.bincount(chosen_N % num_requests, minlength=num_requests).tolist()
+    return Choice(
+        windows=tuple(windows),
+        emitted=num_requests + float(survival_N[depth_N < best_cap][:best_count].sum()),
+        round_s=float(verify_N1[best_count]) + prices[best_cap],
+    )
+
+
+def fixed_windows(
+    survivals: Sequence[Sequence[float]],
+    *,
+    window: int,
+    verify_s: Callable[[int, int], float],
+    draft_s: Callable[[int], float],
+) -> Choice:
+    """The same window for all requests (less where the list of survivals ends), and what it is expected to bring."""
+    if not survivals or window < 0:
+        raise PlanError(f"fixed_windows: got {len(survivals)} requests, window {window}; expected >= 1, >= 0.")
+    windows = tuple(min(window, len(s)) for s in survivals)
+    emitted = len(windows) + sum(sum(s[:w]) for s, w in zip(survivals, windows, strict=True))
+    seconds = verify_s(len(windows), len(windows) + sum(windows)) + draft_s(max(windows))
+    return Choice(windows=windows, emitted=emitted, round_s=seconds)
+
+
+def choose(
+    options: Mapping[str, Option], *, requests: int, plain_s: float, current: str = OFF, margin: float = 0.02
+) -> Choice:
+    """The fastest of plain decoding (`plain_s` a step, corrected by the caller) and every drafter's best.
+
+    `current` is what the last round did; it is kept unless another is faster by more than `margin`, so that noise does
+    not switch to and fro. Among equals plain decoding wins, then the first name. The Choice has `drafter`, `reason`,
+    and seconds after correction.
+    """
+    if requests < 1 or not plain_s > 0 or margin < 0 or OFF in options:
+        raise PlanError(
+            f"choose: got {requests} requests, plain_s {plain_s}, margin {margin}, drafters {sorted(options)}; "
+            f"expected >= 1, > 0, >= 0 and none called {OFF!r}."
+        )
+    choices = {OFF: Choice(windows=(0,) * requests, emitted=float(requests), round_s=plain_s)}
+    for name in sorted(options):
+        choice = options[name].choice
+        if len(choice.windows) != requests:
+            raise PlanError(f"{name}: got windows of {len(choice.windows)} requests, expected {requests}.")
+        choices[name] = replace(choice, round_s=choice.round_s * options[name].factor)
+    speeds = {name: choice.tokens_per_s for name, choice in choices.items()}
+    ranked = sorted(speeds, key=lambda name: -speeds[name])  # stable: off first among equals, then by name
+    picked = ranked[0]
+    if current in speeds and speeds[picked] <= speeds[current] * (1 + margin):
+        picked = current
+    others = "".join(f"; {name} {speeds[name]:.0f}" for name in ranked if name != picked)
+    return replace(choices[picked], drafter=picked, reason=f"{picked}: {speeds[picked]:.0f} tok/s{others}")
+
+
+def _rows_in_order(
+    survivals: Sequence[Sequence[float]], max_window: int
+) -> tuple[NDArray[np.float64], NDArray[np.intp]]:
+    """(survival, row) of all rows that may be verified, best first; row = (j - 1) * B + i."""
+    num_requests = len(survivals)
+    lengths = [min(len(s), max_window) for s in survivals]
+    num_rows = sum(lengths)
+    if num_rows == num_requests * max_window:
+        padded = (s if len(s) == max_window else s[:max_window] for s in survivals)
+    else:
+        padded = ([*s[:n], *repeat(-1.0, max_window - n)] for s, n in zip(survivals, lengths, strict=True))
+    flat = np.fromiter(chain.from_iterable(padded), np.float64, num_requests * max_window)
+    survival_WB = flat.reshape(num_requests, max_window).T
+    if not (survival_WB[1:] <= survival_WB[:-1]).all():
+        raise PlanError("survivals: got a list that rises (or NaN), expected P(first j accepted), falling with j.")
+    by_depth = survival_WB.ravel()  # rows of equal survival then keep the order of j, and windows are prefixes
+    row_N = (-by_depth).argsort(kind="stable")[:num_rows]
+    survival_N = by_depth[row_N]
+    if num_rows and not (survival_N[0] <= 1.0 and survival_N[-1] >= 0.0):
+        raise PlanError(f"survivals: got {survival_N[0]} .. {survival_N[-1]}, expected probabilities.")
+    return survival_N, row_N
+
+
+def _rising(draft_s: Callable[[int], float], depth: int) -> list[float]:
+    """Seconds of drafting for depth 0, 1, .., depth; never falling, never negative."""
+    prices: list[float] = []
+    for d in range(depth + 1):
+        seconds = draft_s(d)
+        if not seconds >= 0:
+            raise PlanError(f"draft_s({d}): got {seconds}, expected seconds >= 0. Measure the cost table again.")
+        prices.append(max(seconds, prices[-1]) if prices else seconds)
+    return prices

@@ -1,0 +1,274 @@
+"""The speculative algorithm SPECACTOR of an SGLang engine, registered by the plugin.
+
+A decode round: ask the `Speculator` for drafts, verify all requests' rows in one forward pass of the target, in which
+SGLang's own sampler draws every row's token with the noise of (request seed, position), and keep what equals it. So the
+tokens and log-probabilities are those that SGLang's plain decoding of the same requests gives.
+
+Under tensor parallelism rank 0 drafts, and the others follow what it says.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import takewhile
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from sglang.srt.managers.utils import GenerationBatchResult
+from sglang.srt.runtime_context import get_parallel, get_spec
+from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
+from sglang.srt.speculative.spec_info import SpecInput, SpecInputType, SpeculativeAlgorithm
+from sglang.srt.speculative.spec_registry import CustomSpecAlgo
+
+from specactor.rollout.draft.drafter import DraftSequence
+from specactor.rollout.draft.speculator import Speculator
+from specactor.rollout.draft.verification import DraftTree, accepted_path, chain
+from specactor.rollout.sglang.rows import Branches, Rows, spread
+
+NAME = "SPECACTOR"
+_NOTHING = DraftTree()
+
+
+class Algorithm(CustomSpecAlgo):  # type: ignore[misc]
+    """What SGLang asks of a speculative algorithm, beyond what it asks by default."""
+
+    create_future_map = SpeculativeAlgorithm.create_future_map
+
+    def has_draft_kv(self) -> bool:
+        return False
+
+    def carries_draft_hidden_states(self) -> bool:
+        return False
+
+    def need_topk(self) -> bool:
+        return False
+
+    def get_platform_worker_cls(self) -> None:
+        return None
+
+    def handle_server_args(self, arguments: Any) -> None:
+        arguments.disable_overlap_schedule = True  # a round's drafts need the tokens of the one before
+        arguments.enable_mixed_chunk = False
+        arguments.speculative_eagle_topk = 1
+        arguments.speculative_num_steps = arguments.speculative_num_draft_tokens - 1
+
+
+class _Carried(SpecInput):  # type: ignore[misc]
+    """What SGLang carries with a batch from round to round: nothing, since requests hold all state."""
+
+    def __init__(self) -> None:
+        super().__init__(SpecInputType.NGRAM_VERIFY)
+
+    def filter_batch(self, *_: Any, **__: Any) -> None:
+        pass
+
+    def merge_batch(self, _: Any) -> None:
+        pass
+
+
+@dataclass(slots=True)
+class _Running:
+    """A request in the decode batch, and its view for drafters."""
+
+    req: Any
+    sequence: DraftSequence
+
+
+class Worker(BaseSpecWorker):  # type: ignore[misc]
+    """Runs every batch of one engine rank."""
+
+    def __init__(self, server_args: Any, gpu_id: int, nccl_port: int, target_worker: Any) -> None:
+        super().__init__()
+        self._target_worker = target_worker
+        self._draft_worker = None
+        self._max_rows = int(get_spec().speculative_num_draft_tokens)
+        self._vocab_size = int(target_worker.model_runner.model_config.vocab_size)
+        self._running: dict[str, _Running] = {}
+        self.speculator: Speculator | None = None
+        """None: plain decoding."""
+
+    @property
+    def max_window(self) -> int:
+        return self._max_rows - 1
+
+    def use(self, speculator: Speculator | None) -> None:
+        """Draft like this from the next round on."""
+        self._running.clear()
+        self.speculator = speculator
+
+    def alloc_memory_pool(self, **pools: Any) -> None:
+        super().alloc_memory_pool(**pools)
+        self._pool, _ = self._target_worker.get_memory_pool()
+        self._branches = Branches(self._pool)
+
+    def clear_cache_pool(self) -> None:
+        """SGLang drops all keys and values: the weights may be others from now on."""
+        for rid in list(self._running):
+            self._close(rid)
+        if self.speculator is not None:
+            self.speculator.policy_changed()
+
+    def note_request_finished(self, *, rid: str, natural_stop: bool) -> None:
+        if self.speculator is not None and rid in self._running:
+            self._close(rid)
+
+    def forward_batch_generation(
+        self, batch: Any, on_publish: Any = None, pp_proxy_tensors: Any = None
+    ) -> GenerationBatchResult:
+        """One batch of the scheduler; it undoes what is changed in `batch`."""
+        if not batch.forward_mode.is_decode():
+            return self._prefill(batch, pp_proxy_tensors)
+        base = batch.seq_lens
+        reqs = batch.reqs
+        running = self._follow(reqs)
+        trees = self._drafts(reqs, running)
+        rows = Rows.of(trees)
+        batch.spec_info = None
+        started = time.perf_counter()
+        spread(batch, rows, req_to_token=self._pool.req_to_token)
+        try:
+            self._branches.place(batch, rows)
+            result = self._target_worker.forward_batch_generation(batch, pp_proxy_tensors=pp_proxy_tensors)
+            samples = result.next_token_ids.tolist()
+        finally:
+            self._branches.give_back()
+        paths = [
+            accepted_path(tree, samples[first:last])
+            for tree, first, last in zip(trees, rows.starts, rows.starts[1:], strict=False)
+        ]
+        for req, tree, path, length in zip(reqs, trees, paths, base.tolist(), strict=True):
+            self._branches.keep(req, length, tree, path)
+        if self.speculator is not None:
+            self.speculator.learn(
+                [r.sequence for r in running],
+                [tree.num_rows - 1 for tree in trees],
+                [len(path) - 1 for path in paths],
+                verify_s=time.perf_counter() - started,
+            )
+        return self._emit(result, rows, paths, base)
+
+    def _prefill(self, batch: Any, pp_proxy_tensors: Any) -> GenerationBatchResult:
+        result = self._target_worker.forward_batch_generation(batch, pp_proxy_tensors=pp_proxy_tensors)
+        result.accept_lens = torch.ones(len(batch.reqs), dtype=torch.int32, device=batch.seq_lens.device)
+        result.new_seq_lens = batch.seq_lens
+        result.next_draft_input = _Carried()
+        result.speculative_num_draft_tokens = self._max_rows
+        return result
+
+    def _follow(self, reqs: Sequence[Any]) -> list[_Running]:
+        """Tell the drafters which requests run and what was committed since the last round."""
+        if self.speculator is None:
+            return []
+        present = {req.rid for req in reqs}
+        for rid in [rid for rid in self._running if rid not in present]:
+            self._close(rid)  # retracted or aborted: if it comes back, it is opened again
+        for req in reqs:
+            if req.rid not in self._running:
+                self._open(req)
+            self._commit(self._running[req.rid])
+        return [self._running[req.rid] for req in reqs]
+
+    def _open(self, req: Any) -> None:
+        assert self.speculator is not None
+        sampling = req.sampling_params
+        sequence = DraftSequence(
+            request_id=req.rid,
+            prompt_ids=tuple(req.origin_input_ids),
+            seed=sampling.sampling_seed or 0,
+            temperature=0.0 if sampling.top_k == 1 else sampling.temperature,
+        )
+        self._running[req.rid] = _Running(req, sequence)
+        self.speculator.open(sequence)
+
+    def _commit(self, running: _Running) -> None:
+        assert self.speculator is not None
+        fresh = list(running.req.output_ids[len(running.sequence.output_ids) :])
+        if fresh:
+            running.sequence.output_ids.extend(fresh)
+            self.speculator.commit(running.sequence, fresh)
+
+    def _close(self, rid: str) -> None:
+        assert self.speculator is not None
+        running = self._running.pop(rid)
+        self._commit(running)
+        self.speculator.close(running.sequence)
+
+    def _drafts(self, reqs: Sequence[Any], running: Sequence[_Running]) -> list[DraftTree]:
+        """What to verify for each request; the same on all ranks."""
+        drafts: list[list[int]] = [[] for _ in reqs]
+        if self.speculator is None:
+            return [_NOTHING] * len(reqs)
+        if get_parallel().tp_rank == 0:
+            limits = [min(self._max_rows - 1, self._wanted(req) - 1) for req in reqs]
+            proposed = self.speculator.propose([r.sequence for r in running], limits)
+            drafts = [list(takewhile(self._exists, draft)) for draft in proposed]
+        return [chain(draft) if draft else _NOTHING for draft in self._agreed(drafts)]
+
+    def _exists(self, token: int) -> bool:
+        return 0 <= token < self._vocab_size
+
+    @staticmethod
+    def _wanted(req: Any) -> int:
+        """Tokens that the request may still emit."""
+        return int(req.sampling_params.max_new_tokens) - len(req.output_ids)
+
+    def _agreed(self, drafts: list[list[int]]) -> list[list[int]]:
+        """Rank 0's drafts."""
+        parallel = get_parallel()
+        if parallel.tp_size == 1:
+            return drafts
+        group = parallel.tp_group
+        padded = torch.full((len(drafts), self._max_rows), -1, dtype=torch.int64)
+        for row, draft in zip(padded, drafts, strict=True):
+            row[: len(draft)] = torch.tensor(draft, dtype=torch.int64)
+        dist.broadcast(padded, src=group.ranks[0], group=group.cpu_group)
+        return [[token for token in row if token >= 0] for row in padded.tolist()]
+
+    def _emit(
+        self, result: GenerationBatchResult, rows: Rows, paths: Sequence[Sequence[int]], base: torch.Tensor
+    ) -> GenerationBatchResult:
+        """The round as SGLang's result: per request, its emitted tokens padded to the longest."""
+        device = base.device
+        width = max(len(path) for path in paths)
+        kept = torch.tensor(
+            [
+                first + path[min(j, len(path) - 1)]
+                for first, path in zip(rows.starts, paths, strict=False)
+                for j in range(width)
+            ],
+            dtype=torch.int64,
+            device=device,
+        )
+        lengths = torch.tensor([len(path) for path in paths], dtype=torch.int32, device=device)
+        output = result.logits_output
+        if output.next_token_logprobs is not None:
+            output.next_token_logprobs = output.next_token_logprobs[kept].view(len(paths), width)
+        order = kept.tolist()
+        for name in ("top_logprobs", "token_ids_logprobs"):
+            for kind in ("val", "idx"):
+                values = getattr(output, f"next_token_{name}_{kind}")
+                if values:
+                    setattr(output, f"next_token_{name}_{kind}", [values[row] for row in order])
+        if output.hidden_states is not None:
+            output.hidden_states = output.hidden_states[kept]
+        result.next_token_ids = result.next_token_ids[kept]
+        result.accept_lens = lengths
+        result.new_seq_lens = base + lengths
+        result.next_draft_input = _Carried()
+        result.speculative_num_draft_tokens = self._max_rows
+        result.speculative_output_stride = width
+        return result
+
+
+def register(make_speculator: Callable[[], Speculator | None]) -> None:
+    """Make the algorithm known to SGLang; `make_speculator` gives each worker that starts its own."""
+
+    class StartedWorker(Worker):
+        def __init__(self, *arguments: Any, **named: Any) -> None:
+            super().__init__(*arguments, **named)
+            self.use(make_speculator())
+
+    SpeculativeAlgorithm.register(NAME, supports_overlap=True, spec_class=Algorithm)(lambda _: StartedWorker)

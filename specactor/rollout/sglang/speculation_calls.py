@@ -1,0 +1,63 @@
+"""Rank calls about speculation: what an engine rank should do from now on, and what it has done."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import msgspec
+
+from specactor.config import SpeculationConfig
+from specactor.errors import EngineError
+from specactor.rollout.draft.counts import Counts
+from specactor.rollout.draft.speculator import Speculator, make_drafters
+
+CONFIGURE = "speculation.configure"
+"""Rank call: from the next round on, speculate like this. Payload: a `SpeculationConfig` as JSON."""
+REPORT = "speculation.report"
+"""Rank call: `Report` since the last one, of rank 0. No payload."""
+START = "SPECACTOR_SPECULATION"
+"""Environment variable by which an engine's processes get the configuration that they start with."""
+
+Report = dict[str, Counts]
+"""Counts per drafter."""
+
+
+def start_environment(config: SpeculationConfig) -> dict[str, str]:
+    return {START: msgspec.json.encode(config).decode()}
+
+
+def starting_speculator() -> Speculator | None:
+    """Of a worker that starts."""
+    text = os.environ.get(START)
+    return make_speculator(msgspec.json.decode(text, type=SpeculationConfig)) if text else None
+
+
+def make_speculator(config: SpeculationConfig) -> Speculator | None:
+    return None if config.mode == "off" else Speculator(config, make_drafters(config))
+
+
+def configure(rank: Any, payload: bytes) -> bytes:
+    """Answer `CONFIGURE`. Requests that are running are drafted for as if they had just begun."""
+    worker = _worker(rank)
+    config = msgspec.json.decode(payload, type=SpeculationConfig)
+    if config.max_window > worker.max_window:
+        raise EngineError(
+            f"rollout.speculation.max_window: got {config.max_window}, but this engine was started with "
+            f"{worker.max_window}. Start it with the larger one."
+        )
+    worker.use(make_speculator(config))
+    return b""
+
+
+def report(rank: Any, payload: bytes) -> bytes:
+    """Answer `REPORT`."""
+    speculator = _worker(rank).speculator
+    return msgspec.json.encode(speculator.report() if speculator is not None else {})
+
+
+def _worker(rank: Any) -> Any:
+    worker = rank.draft_worker
+    if worker is None:
+        raise EngineError("speculation: this engine was started with rollout.speculation.mode off. Start it with auto.")
+    return worker

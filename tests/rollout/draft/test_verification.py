@@ -1,0 +1,100 @@
+"""What is kept of a draft is what decoding one token at a time emits; wrong versions of the rule are caught."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from specactor.rollout.draft.verification import DraftTree, accepted_path, chain, merged
+
+VOCAB = 3
+Draw = tuple[int, ...]
+Accept = Callable[[DraftTree, Sequence[int]], list[int]]
+
+drafts = st.lists(st.lists(st.integers(0, VOCAB - 1), max_size=4), max_size=4)
+
+
+def target(prefix: Sequence[int]) -> int:
+    """A sampled token: with keyed noise it is a function of the prefix."""
+    return hash((tuple(prefix), "noise")) % VOCAB
+
+
+def plain(length: int) -> list[int]:
+    out: list[int] = []
+    while len(out) < length:
+        out.append(target(out))
+    return out
+
+
+def emitted(tree: DraftTree, accept: Accept = accepted_path) -> list[int]:
+    """One round from an empty prefix: what every row samples, and what the rule keeps."""
+    prefixes: list[list[int]] = [[]]
+    for token, parent in zip(tree.tokens, tree.parents, strict=True):
+        prefixes.append([*prefixes[parent], token])
+    samples = [target(prefix) for prefix in prefixes]
+    return [samples[row] for row in accept(tree, samples)]
+
+
+@given(drafts)
+def test_a_round_emits_a_beginning_of_plain_decoding(several: list[list[int]]) -> None:
+    out = emitted(merged(several))
+    assert out == plain(len(out))
+
+
+@given(drafts)
+def test_a_tree_accepts_as_much_as_the_best_of_its_chains(several: list[list[int]]) -> None:
+    assert len(emitted(merged(several))) == max([len(emitted(chain(d))) for d in several], default=1)
+
+
+def test_every_position_of_rejection() -> None:
+    right = plain(6)
+    for length, wrong in itertools.product(range(6), range(6)):
+        draft = right[:length]
+        if wrong < length:
+            draft[wrong] = (draft[wrong] + 1) % VOCAB
+        assert emitted(chain(draft)) == right[: min(length, wrong) + 1]
+
+
+def test_common_beginnings_are_held_once() -> None:
+    tree = merged([[1, 2, 0], [1, 2, 1], [2]])
+    assert tree == DraftTree((1, 2, 0, 1, 2), (0, 1, 2, 2, 0))
+    assert tree.depths() == [0, 1, 2, 3, 3, 1]
+    assert not tree.is_chain
+    assert chain([5, 6]).is_chain
+    assert chain([]).num_rows == 1
+
+
+def test_rows_come_after_their_parents() -> None:
+    tree = merged([[0, 1], [0, 2, 1], [1]])
+    assert all(parent < row for row, parent in enumerate(tree.parents, start=1))
+
+
+def _no_bonus(tree: DraftTree, samples: Sequence[int]) -> list[int]:
+    return accepted_path(tree, samples)[:-1] or [0, 0]
+
+
+def _one_too_many(tree: DraftTree, samples: Sequence[int]) -> list[int]:
+    path = accepted_path(tree, samples)
+    return path + [path[-1] + 1] * (path[-1] + 1 < tree.num_rows)
+
+
+def _skips_a_mismatch(tree: DraftTree, samples: Sequence[int]) -> list[int]:
+    return [0] + [r for r, (t, p) in enumerate(zip(tree.tokens, tree.parents, strict=True), 1) if t == samples[p]]
+
+
+def _wrong_branch(tree: DraftTree, samples: Sequence[int]) -> list[int]:
+    path = [0]
+    for row, token in enumerate(tree.tokens, start=1):
+        if token == samples[path[-1]]:  # forgets to ask whose child it is
+            path.append(row)
+    return path
+
+
+@pytest.mark.parametrize("wrong", [_no_bonus, _one_too_many, _skips_a_mismatch, _wrong_branch])
+def test_wrong_rules_are_caught(wrong: Accept) -> None:
+    trees = [merged(several) for several in itertools.product([plain(3), [0, 1, 2], [1, 1], [2, 0, 2], []], repeat=2)]
+    assert any(emitted(tree, wrong) != plain(len(emitted(tree, wrong))) for tree in trees)
