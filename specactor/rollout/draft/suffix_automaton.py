@@ -28,7 +28,7 @@ ROOT = 0
 _NONE = ROOT
 """No transition leads to the root, so its number marks a missing target."""
 COUNTED = 8
-"""A token is counted for this many contexts, the longest. From 4 to 16 they gave the same accept_length within 0.5 %."""
+"""A token is counted for this many contexts, the longest. 4, 8 and 16 gave the same accept_length within 0.5 %."""
 
 
 class SuffixAutomaton:

@@ -24,7 +24,11 @@ Report = dict[str, Counts]
 
 
 def start_environment(config: SpeculationConfig) -> dict[str, str]:
-    return {START: msgspec.json.encode(config).decode()}
+    """Of the processes of an engine that starts."""
+    return {
+        START: msgspec.json.encode(config).decode(),
+        "SGLANG_EAGER_INPUT_NO_COPY": "1",  # the buffers are made for one row per request
+    }
 
 
 def starting_speculator() -> Speculator | None:

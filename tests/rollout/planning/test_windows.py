@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import time
 import timeit
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -10,7 +11,7 @@ from itertools import accumulate, pairwise, product
 from operator import mul
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specactor.errors import PlanError
@@ -92,11 +93,13 @@ def check_best(
     assert speed_of(survivals, windows, verify, draft) == pytest.approx(best, rel=1e-9)
 
 
+@settings(deadline=None)
 @given(rounds())
 def test_no_windows_are_predicted_faster(case: tuple[Survivals, list[float], list[float], int]) -> None:
     check_best(shipped, *case)
 
 
+@settings(deadline=None)
 @given(rounds(), st.floats(0, 3), st.floats(0, 0.2))
 def test_nor_with_a_jump_between_one_and_two_tokens(
     case: tuple[Survivals, list[float], list[float], int], jump: float, slope: float
@@ -123,6 +126,7 @@ def test_wrong_choosers_are_caught(
         check_best(wrong, *case)
 
 
+@settings(deadline=None)
 @given(rounds())
 def test_what_is_predicted_is_what_the_windows_give(case: tuple[Survivals, list[float], list[float], int]) -> None:
     survivals, verify, draft, max_window = case
@@ -141,6 +145,7 @@ def test_what_is_predicted_is_what_the_windows_give(case: tuple[Survivals, list[
     assert chosen(*case) == choice
 
 
+@settings(deadline=None)
 @given(rounds(), st.floats(0, 1))
 def test_more_acceptance_never_lowers_the_predicted_speed(
     case: tuple[Survivals, list[float], list[float], int], share: float
@@ -160,8 +165,11 @@ def test_drafting_that_gets_cheaper_with_depth_is_priced_at_its_maximum() -> Non
 def test_among_equals_the_fewest_rows_and_the_first_requests() -> None:
     assert shipped([[0.0, 0.0]], [1.0] * 3, [0.0] * 3, 2) == (0,)
     assert shipped([[0.5, 0.5]] * 3, [1.0, 1.1, 1.2, *[9.0] * 9], [0.0] * 3, 2) == (1, 1, 0)
-    ten_are_cheap = [1.0] * 11 + [9.0] * 200
-    assert shipped([[0.5] * 3] * 64, ten_are_cheap, [0.0] * 4, 3) == (1,) * 10 + (0,) * 54
+    many = [[(1.0, 0.5)[i % 3 > 0]] * 3 for i in range(64)]
+    in_order = sorted((-s[j], j, i) for i, s in enumerate(many) for j in range(3))
+    cheap = 100
+    expected = tuple(sum(i == k for *_, i in in_order[:cheap]) for k in range(64))
+    assert shipped(many, [1.0] * (cheap + 1) + [9.0] * 200, [0.0] * 4, 3) == expected
 
 
 def test_survivals_from_the_model_fit() -> None:
@@ -233,6 +241,7 @@ def test_the_current_choice_is_kept_for_less_than_the_margin(speed: float, curre
     assert drafter({"suffix": option(speed)}, current=current) == expected
 
 
+@settings(deadline=None)
 @given(st.lists(st.floats(98.1, 101.9), min_size=2, max_size=20))
 def test_noise_within_the_margin_never_switches(speeds: list[float]) -> None:
     current = "off"
@@ -241,6 +250,7 @@ def test_noise_within_the_margin_never_switches(speeds: list[float]) -> None:
         assert current == "off"
 
 
+@settings(deadline=None)
 @given(st.dictionaries(st.sampled_from("abc"), st.floats(1, 1000)), st.sampled_from(["off", "a", "gone"]))
 def test_no_choice_loses_more_than_the_margin(speeds: dict[str, float], current: str) -> None:
     picked = choose({n: option(s) for n, s in speeds.items()}, requests=2, plain_s=0.02, current=current)
@@ -267,7 +277,7 @@ def test_choices_that_cannot_be_are_refused() -> None:
 
 
 def test_a_decision_takes_a_small_part_of_a_decode_step() -> None:
-    """64 requests, windows up to 8: 0.2 ms where it was measured; the bound leaves room for a busy machine."""
+    """64 requests, windows up to 8: about 0.25 ms where it was measured; the bound leaves room for a busy machine."""
     model = AcceptanceModel(max_window=8)
     requests = [f"r{i}" for i in range(64)]
     for i, request in enumerate(requests):
@@ -278,4 +288,4 @@ def test_a_decision_takes_a_small_part_of_a_decode_step() -> None:
         survivals = [model.survival(request, 8) for request in requests]
         choose_windows(survivals, verify_s=verify_s, draft_s=lambda depth: 1e-4 * depth, max_window=8)
 
-    assert min(timeit.repeat(decide, number=10, repeat=10)) / 10 < 1.5e-3
+    assert min(timeit.repeat(decide, timer=time.process_time, number=20, repeat=10)) / 20 < 1.5e-3

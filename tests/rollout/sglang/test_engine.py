@@ -40,6 +40,17 @@ def test_a_request_does_not_feel_its_batch_mates(engine: Engine) -> None:
         assert alone.logprobs == together[i].logprobs  # `sglang_ops` promises bits, not only tokens
 
 
+def test_a_request_does_not_feel_how_its_batch_mates_are_sampled(engine: Engine) -> None:
+    """Also greedy, top-p and top-k requests side by side are what each is among its like."""
+    kinds: list[dict[str, object]] = [{}, {"top_p": 0.8}, {"top_k": 7}, {"top_p": 0.9, "top_k": 12}, {"top_k": 1}]
+    batch = [request(i, **kinds[i % 5]) for i in range(30)]
+    together = engine.generate(batch)
+    for kind in range(5):
+        engine.flush()
+        alike = engine.generate(batch[kind::5])
+        assert [(t.token_ids, t.logprobs) for t in alike] == [(t.token_ids, t.logprobs) for t in together[kind::5]]
+
+
 def test_the_order_of_a_batch_does_not_matter(engine: Engine) -> None:
     batch = [request(i) for i in range(40)]  # more than run at once
     forward = {t.request_id: t.token_ids for t in engine.generate(batch)}

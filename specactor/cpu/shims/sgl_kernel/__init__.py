@@ -1,10 +1,12 @@
-"""What plain decoding in SGLang asks of the `sgl_kernel` package on a CPU, in PyTorch.
+"""What decoding in SGLang asks of the `sgl_kernel` package on a CPU, in PyTorch.
 
 The published wheels of that package hold CUDA code, and its CPU build needs AVX512 or AMX. This stand-in is seen only
 by the processes of an engine without a GPU (`specactor.cpu.sglang.environment`).
 `torch.ops.sgl_kernel.convert_weight_packed` is left undefined on purpose: its absence makes SGLang take its
-torch-native paths. Kernels that plain decoding never calls can be imported, and name themselves when they are called.
+torch-native paths. Kernels that are never called here can be imported, and name themselves when they are called.
 """
+
+import ctypes
 
 import torch
 
@@ -15,6 +17,22 @@ __version__ = "0.0.0+specactor"
 _library = torch.library.Library("sgl_kernel", "FRAGMENT")
 _library.define("murmur_hash32_cpu(Tensor seed, Tensor positions, Tensor col_indices) -> Tensor")
 _library.impl("murmur_hash32_cpu", murmur_hash32, "CPU")
+
+
+def assign_req_to_token_pool_cpu(rows, req_to_token, starts, ends, slots, _):
+    """Write `slots`, which lie one request after the other, to columns [start, end) of each request's row."""
+    counts = (ends - starts).long()
+    owner = torch.repeat_interleave(torch.arange(len(counts)), counts)
+    column = torch.arange(len(owner)) - (counts.cumsum(0) - counts)[owner] + starts.long()[owner]
+    req_to_token[rows.long()[owner], column] = slots[: len(owner)].to(req_to_token.dtype)
+
+
+def copy_all_layer_kv_cache_cpu(data_ptrs, strides, targets, sources):
+    """In every layer's buffer, copy the slots `sources` to `targets`; all are read before any is written."""
+    for base, stride in zip(data_ptrs.tolist(), strides.tolist(), strict=True):
+        slots = [ctypes.string_at(base + slot * stride, stride) for slot in sources.tolist()]
+        for slot, data in zip(targets.tolist(), slots, strict=True):
+            ctypes.memmove(base + slot * stride, data, stride)
 
 
 def __getattr__(name):

@@ -1,0 +1,255 @@
+"""What a suffix drafter drafts and from where; and both drafters of text under random calls."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Iterable
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from specactor.errors import ConfigError
+from specactor.rollout.draft.drafter import Drafter, DraftSequence
+from specactor.rollout.draft.ngram import NgramDrafter
+from specactor.rollout.draft.suffix import TOKENS_PER_MATCH, SuffixDrafter
+
+PROMPT = (91, 92, 93)
+Both = SuffixDrafter | NgramDrafter
+
+
+def start(drafter: Drafter, name: str, prompt: tuple[int, ...] = PROMPT, output: Iterable[int] = ()) -> DraftSequence:
+    sequence = DraftSequence(request_id=name, prompt_ids=prompt)
+    drafter.open(sequence)
+    commit(drafter, sequence, output)
+    return sequence
+
+
+def commit(drafter: Drafter, sequence: DraftSequence, tokens: Iterable[int]) -> None:
+    tokens = list(tokens)
+    sequence.output_ids.extend(tokens)
+    drafter.commit(sequence, tokens)
+
+
+def draft(drafter: Drafter, sequence: DraftSequence, window: int = 8) -> list[int]:
+    return drafter.propose([sequence], [window])[0]
+
+
+def test_drafts_from_the_prompt_and_the_own_output() -> None:
+    drafter = SuffixDrafter()
+    assert draft(drafter, start(drafter, "a", (1, 2, 3, 4, 5, 6), [9, 2, 3])) == [4, 5, 6, 9]
+    own = start(drafter, "b", (1,), [10, 11, 12, 13, 14, 10, 11])
+    assert draft(drafter, own) == [12, 13, 14, 10]
+
+
+def test_drafts_from_running_group_mates_as_their_text_appears() -> None:
+    drafter = SuffixDrafter()
+    ahead, behind = start(drafter, "a"), start(drafter, "b")
+    assert draft(drafter, behind) == []
+    commit(drafter, ahead, [1, 2])
+    assert draft(drafter, behind) == [1, 2], "both are at the end of the same prompt"
+    commit(drafter, ahead, [3, 4])
+    commit(drafter, behind, [1])
+    assert draft(drafter, behind) == [2, 3, 4]
+    assert draft(drafter, ahead) == []
+
+
+def test_the_majority_of_the_group_decides() -> None:
+    drafter = SuffixDrafter()
+    for name, output in (("a", [1, 5, 6]), ("b", [1, 5, 7]), ("c", [1, 4, 4])):
+        start(drafter, name, output=output)
+    assert draft(drafter, start(drafter, "d"))[:2] == [1, 5]
+
+
+def test_drafts_from_earlier_steps_after_the_policy_has_changed() -> None:
+    drafter = SuffixDrafter()
+    drafter.close(start(drafter, "0", output=range(1, 7)))
+    drafter.policy_changed()
+    assert draft(drafter, start(drafter, "1")) == [1, 2, 3, 4, 5, 6]
+
+
+def test_a_request_that_is_begun_again_is_foretold_by_its_first_attempt() -> None:
+    """After a retract, with and without a close, or with the engine's next process."""
+    output = [random.Random(1).randrange(50) for _ in range(60)]
+    for closed in (True, False):
+        drafter = SuffixDrafter()
+        first = start(drafter, "a", output=output)
+        if closed:
+            drafter.close(first)
+        again = start(drafter, "a", output=output[:7])
+        while len(again.output_ids) < 60:
+            at = len(again.output_ids)
+            proposed = draft(drafter, again)
+            assert proposed[: 60 - at] == output[at : at + 8]
+            commit(drafter, again, proposed)
+        drafter.close(again)
+
+
+def test_a_request_may_be_opened_with_output() -> None:
+    drafter = SuffixDrafter()
+    drafter.open(DraftSequence(request_id="a", prompt_ids=PROMPT, output_ids=[1, 2, 3]))
+    assert draft(drafter, start(drafter, "b", output=[1])) == [2, 3]
+
+
+def test_other_prompts_help_where_the_group_does_not() -> None:
+    drafter = SuffixDrafter()
+    start(drafter, "a", (1,), [5, 6, 7, 8, 9])
+    assert draft(drafter, start(drafter, "b", (2,), [6, 7])) == [], "a match of two tokens is too short for the corpus"
+    assert draft(drafter, start(drafter, "c", (2,), [5, 6, 7])) == [8, 9]
+    start(drafter, "d", (2,), [5, 6, 7, 1])
+    assert draft(drafter, start(drafter, "e", (2,), [5, 6, 7])) == [1], "the group goes before the corpus"
+
+
+def test_a_draft_is_bounded_by_the_match_and_by_the_window() -> None:
+    drafter = SuffixDrafter()
+    start(drafter, "a", output=range(20))
+    for length in (1, 2, 3, 4):
+        sequence = start(drafter, f"b{length}", output=[50 + length, *range(length)])
+        assert draft(drafter, sequence, 16) == list(range(length, length + TOKENS_PER_MATCH * length))
+        assert draft(drafter, sequence, 1) == [length]
+        assert draft(drafter, sequence, 0) == []
+
+
+def test_min_match() -> None:
+    drafter = SuffixDrafter(min_match=2)
+    start(drafter, "a", output=range(20))
+    assert draft(drafter, start(drafter, "b", output=[50, 7])) == []
+    assert draft(drafter, start(drafter, "c", output=[50, 7, 8])) == [9, 10, 11, 12]
+
+
+def test_refuses_what_cannot_work() -> None:
+    with pytest.raises(ConfigError, match="min_match"):
+        SuffixDrafter(min_match=0)
+    with pytest.raises(ConfigError, match="max_tokens"):
+        SuffixDrafter(max_tokens=-1)
+
+
+def test_the_group_used_longest_ago_is_forgotten_first() -> None:
+    drafter = SuffixDrafter(max_tokens=40)  # 10 of them for the corpus
+    for prompt in (1, 2, 3):
+        drafter.close(start(drafter, "a", (prompt,), range(100 * prompt, 100 * prompt + 9)))
+    drafter.close(start(drafter, "b", (1,)))
+    drafter.close(start(drafter, "c", (4,), range(400, 409)))
+    assert draft(drafter, start(drafter, "d", (1,)), 2) == [100, 101]
+    assert draft(drafter, start(drafter, "e", (3,)), 2) == [300, 301]
+    assert draft(drafter, start(drafter, "f", (2,)), 2) == []
+
+
+def test_ended_responses_of_a_running_group_are_forgotten_oldest_first() -> None:
+    drafter = SuffixDrafter(max_tokens=60)
+    running = start(drafter, "run", output=[80, 81, 80])
+    for i in range(8):
+        drafter.close(start(drafter, str(i), output=[10 * i + j for j in range(8)]))
+    assert drafter.num_tokens <= 60
+    assert draft(drafter, start(drafter, "x", output=[73]), 2) == [74, 75]
+    assert draft(drafter, start(drafter, "y", output=[3]), 2) == []
+    assert draft(drafter, running) == [81, 80], "its text was moved to the new automaton"
+
+
+def test_nothing_of_earlier_steps_is_kept_with_a_history_of_0() -> None:
+    for make in (SuffixDrafter, NgramDrafter):
+        drafter: Both = make(max_tokens=0)
+        first, second = start(drafter, "a", output=[1, 2, 3, 1]), start(drafter, "b", output=[5])
+        assert draft(drafter, first, 2) == [2, 3]
+        drafter.close(first)
+        drafter.close(second)
+        assert drafter.num_tokens == 0
+        assert draft(drafter, start(drafter, "c")) == []
+
+
+@pytest.mark.parametrize("make", [SuffixDrafter, NgramDrafter])
+def test_ten_thousand_tokens_in_one_request(make: Callable[[], Both]) -> None:
+    rng = random.Random(0)
+    drafter = make()
+    sequence = start(drafter, "a")
+    slowest = 0.0
+    for _ in range(2_500):
+        started = time.thread_time()
+        draft(drafter, sequence)
+        commit(drafter, sequence, [rng.randrange(200) for _ in range(4)])
+        slowest = max(slowest, time.thread_time() - started)
+    assert drafter.num_tokens >= 10_000
+    assert slowest < 0.1, "no round may build everything again; one takes about 0.00001 s"
+
+
+OPERATIONS = st.lists(
+    st.tuples(
+        st.sampled_from(["open", "commit", "commit", "close", "propose"]),
+        st.integers(0, 5),
+        st.integers(0, 2),
+        st.lists(st.integers(0, 3), max_size=6),
+    ),
+    max_size=60,
+)
+"""(what, request, its prompt, tokens). Requests are closed in any order, opened twice, committed to after their end."""
+PROMPTS: tuple[tuple[int, ...], ...] = ((), (7,), (1, 2, 3, 1, 2))
+
+
+def play(drafter: Both, max_tokens: int, operations: list[tuple[str, int, int, list[int]]]) -> list[list[list[int]]]:
+    """All drafts. Checks after every call that they are possible, and how many tokens are held."""
+    running: dict[str, DraftSequence] = {}
+    drafts = []
+    seen: set[int] = set()
+    for what, number, prompt, tokens in operations:
+        name = str(number)
+        sequence = running.get(name) or DraftSequence(request_id=name, prompt_ids=PROMPTS[prompt])
+        if what == "open":
+            running[name] = sequence = DraftSequence(request_id=name, prompt_ids=PROMPTS[prompt], output_ids=tokens[:2])
+            drafter.open(sequence)
+            seen |= {*sequence.prompt_ids, *sequence.output_ids}
+        elif what == "commit":
+            commit(drafter, sequence, tokens)
+            seen |= set(tokens) if name in running else set()
+        elif what == "close":
+            drafter.close(sequence)
+            running.pop(name, None)
+        else:
+            windows = [(number + i) % 5 for i in range(len(running))]
+            drafts.append(drafter.propose(list(running.values()), windows))
+            assert all(len(d) <= w and seen.issuperset(d) for d, w in zip(drafts[-1], windows, strict=True))
+        assert drafter.num_tokens <= bound(drafter, max_tokens, running.values())
+    for sequence in running.values():
+        drafter.close(sequence)
+    assert drafter.num_tokens <= max_tokens
+    return drafts
+
+
+def bound(drafter: Both, max_tokens: int, running: Iterable[DraftSequence]) -> int:
+    outputs = sum(len(sequence.output_ids) for sequence in running)
+    if isinstance(drafter, NgramDrafter):
+        return max(max_tokens, outputs + sum(len(sequence.prompt_ids) for sequence in running))
+    prompts = sum(map(len, {sequence.prompt_ids for sequence in running}))
+    corpus = max_tokens // 4
+    return max(max_tokens, 2 * (outputs + prompts) + corpus)
+
+
+@settings(deadline=None, max_examples=150)
+@given(OPERATIONS, st.sampled_from([0, 12, 40, 1000]))
+def test_any_calls_in_any_order(operations: list[tuple[str, int, int, list[int]]], max_tokens: int) -> None:
+    for make in (SuffixDrafter, NgramDrafter):
+        drafts = play(make(max_tokens=max_tokens), max_tokens, operations)
+        assert play(make(max_tokens=max_tokens), max_tokens, operations) == drafts, "equal calls, equal drafts"
+
+
+class NeverForgets(SuffixDrafter):
+    """Wrong."""
+
+    def _forget(self) -> None:
+        pass
+
+
+class NeverCloses(SuffixDrafter):
+    """Wrong."""
+
+    def close(self, sequence: DraftSequence) -> None:
+        pass
+
+
+@pytest.mark.parametrize("wrong", [NeverForgets, NeverCloses])
+def test_the_bound_catches_wrong_versions(wrong: type[SuffixDrafter]) -> None:
+    operations = [("open" if i % 4 == 0 else "commit", i % 3, 1, [i % 4] * 6) for i in range(40)]
+    operations += [("close", i % 3, 1, []) for i in range(3)]
+    with pytest.raises(AssertionError):
+        play(wrong(max_tokens=40), 40, operations)
+    play(SuffixDrafter(max_tokens=40), 40, operations)
