@@ -91,6 +91,7 @@ def survive(base: Path, victim: str, reference: list[dict[str, object]]) -> list
     restarts = job.output().count("had died and was started again")
     said = f"engine 0 had died and was started again ({restarts} of {len(ENGINE_STRIKES)})"
     end = "completed" if code == 0 else f"ended with {code}"
+    table = [row._replace(end=f"{row.end}; resumed, {end}") for row in table]
     table += [Row(hit, end, said, "-", left) for hit in hits]
     return _table(victim, table, compared(job.folder), reference, finish="")
 

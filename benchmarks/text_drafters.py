@@ -306,12 +306,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
         Result(
             title="Drafters over text",
             intro=(
-                f"{PROMPTS} prompts x {GROUP_SIZE} responses, {RUNNING} requests running together, window {WINDOW}; step "
-                "2 asks for the same prompts again. The responses were written by a random author, not by a model: "
-                "`phrases` are random tokens in parts that recur, `sums` the quickstart's worked sums in characters, "
-                "`reasoning` sums of reasoning-gym thought aloud, in BPE. Times are processor time of all threads; "
-                "`round` is one propose for all running requests and the commits after it, median; SGLang's corpus "
-                "takes in committed text at the next propose. Memory is of Python objects, per token of a response."
+                f"{PROMPTS} prompts x {GROUP_SIZE} responses, {RUNNING} requests running together, window {WINDOW}; "
+                "step 2 asks for the same prompts again. The responses were written by a random author, not by a "
+                "model: `phrases` are random tokens in parts that recur, `sums` the quickstart's worked sums in "
+                "characters, `reasoning` sums of reasoning-gym thought aloud, in BPE. Times are processor time of all "
+                "threads; `round` is one propose for all running requests and the commits after it, median. Memory is "
+                "of Python objects, per token of a response, after step 1."
             ),
             columns=(
                 "Text",
@@ -325,6 +325,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 "bytes/token",
             ),
             rows=rows,
+            notes=(
+                "SGLang's corpus takes in committed text at the next propose, in a thread of its own that may run "
+                "beside the model; and part of its time goes into taking a chain from its tree, which SGLang's own "
+                "verification does not need. `last_follower` is the example of a user's own drafter; it forgets after "
+                "each step."
+            ),
         ),
     )
 

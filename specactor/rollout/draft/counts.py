@@ -6,7 +6,7 @@ engines, ranks and steps can be summed in any order.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import msgspec
 
@@ -30,10 +30,12 @@ class Counts(msgspec.Struct, kw_only=True):
     """Per position in the draft, how often a token was drafted there."""
     accepted_at: list[int] = msgspec.field(default_factory=lambda: [0] * MAX_WINDOW)
     draft_s: float = 0.0
+    """Also of drafts that were then not verified."""
     verify_s: float = 0.0
-    """Of speculative rounds: forward pass, sampling and bookkeeping."""
-    plain_s: float = 0.0
-    """Of the other rounds."""
+    """Forward pass, sampling and bookkeeping."""
+    predicted_s: float = 0.0
+    measured_s: float = 0.0
+    """Of the rounds for which a time was predicted: that prediction, and what they took."""
     failures: int = 0
     """Exceptions of drafters."""
 
@@ -41,8 +43,29 @@ class Counts(msgspec.Struct, kw_only=True):
     def wasted(self) -> int:
         return self.drafted - self.accepted
 
-    def add(self, drafted: int, accepted: int) -> None:
-        """One request of a speculative round."""
+    def round(
+        self,
+        drafted: Sequence[int],
+        accepted: Sequence[int],
+        *,
+        verify_s: float,
+        draft_s: float,
+        predicted_s: float = 0.0,
+    ) -> None:
+        """One round; counts per request. `predicted_s` is 0 where nothing was predicted."""
+        self.rounds += 1
+        self.draft_s += draft_s
+        self.verify_s += verify_s
+        if predicted_s > 0:
+            self.predicted_s += predicted_s
+            self.measured_s += verify_s + draft_s
+        if not any(drafted):
+            return
+        self.speculative_rounds += 1
+        for of_draft, of_accepted in zip(drafted, accepted, strict=True):
+            self._request(of_draft, of_accepted)
+
+    def _request(self, drafted: int, accepted: int) -> None:
         self.verifies += 1
         self.emitted += accepted + 1
         self.drafted += drafted
@@ -54,14 +77,13 @@ class Counts(msgspec.Struct, kw_only=True):
 
     def __add__(self, other: Counts) -> Counts:
         mine, theirs = msgspec.structs.asdict(self), msgspec.structs.asdict(other)
-        return Counts(
-            **{
-                name: [a + b for a, b in zip(value, theirs[name], strict=True)]
-                if isinstance(value, list)
-                else value + theirs[name]
-                for name, value in mine.items()
-            }
-        )
+        summed = {
+            name: [a + b for a, b in zip(value, theirs[name], strict=True)]
+            if isinstance(value, list)
+            else value + theirs[name]
+            for name, value in mine.items()
+        }
+        return msgspec.convert(summed, Counts)
 
 
 def total(counts: Iterable[Counts]) -> Counts:

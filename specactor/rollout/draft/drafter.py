@@ -30,6 +30,8 @@ class Drafter(ABC):
 
     name: str
     """As recipes and metrics call it."""
+    drafts_first: bool = True
+    """Whether drafting costs so little that it comes before windows are chosen, at the largest window."""
 
     @abstractmethod
     def propose(self, sequences: Sequence[DraftSequence], windows: Sequence[int]) -> list[list[int]]:

@@ -141,7 +141,7 @@ class Worker(BaseSpecWorker):  # type: ignore[misc]
         ]
         for req, tree, path, length in zip(reqs, trees, paths, base.tolist(), strict=True):
             self._branches.keep(req, length, tree, path)
-        if self.speculator is not None:
+        if self.speculator is not None and get_parallel().tp_rank == 0:
             self.speculator.learn(
                 [r.sequence for r in running],
                 [tree.num_rows - 1 for tree in trees],
@@ -203,8 +203,8 @@ class Worker(BaseSpecWorker):  # type: ignore[misc]
             return [_NOTHING] * len(reqs)
         if get_parallel().tp_rank == 0:
             limits = [min(self._max_rows - 1, self._wanted(req) - 1) for req in reqs]
-            proposed = self.speculator.propose([r.sequence for r in running], limits)
-            drafts = [list(takewhile(self._exists, draft)) for draft in proposed]
+            decision = self.speculator.decide([r.sequence for r in running], limits)
+            drafts = [list(takewhile(self._exists, draft)) for draft in decision.drafts]
         return [chain(draft) if draft else _NOTHING for draft in self._agreed(drafts)]
 
     def _exists(self, token: int) -> bool:

@@ -10,6 +10,7 @@ import pytest
 
 from specactor.config import EngineConfig, SpeculationConfig
 from specactor.rollout.draft.counts import Counts
+from specactor.rollout.planning.windows import OFF as OFF_NAME
 from specactor.rollout.sglang.engine import Engine, EngineSpec
 from specactor.rollout.sglang.speculation_calls import CONFIGURE, REPORT
 from specactor.types import RolloutRequest, Trajectory
@@ -30,8 +31,9 @@ def configure(engine: Engine, config: SpeculationConfig) -> None:
 
 def report(engine: Engine) -> Counts:
     """Of the only drafter, on rank 0."""
-    [counts] = msgspec.json.decode(engine.rank_call(REPORT, b"", timeout_s=30)[0], type=dict[str, Counts]).values()
-    return counts
+    counts = msgspec.json.decode(engine.rank_call(REPORT, b"", timeout_s=30)[0], type=dict[str, Counts])
+    [name] = set(counts) - {OFF_NAME}
+    return counts[name]
 
 
 @pytest.fixture(scope="module", params=[1, 2], ids=["tp1", "tp2"])

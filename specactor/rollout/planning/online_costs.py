@@ -1,0 +1,112 @@
+"""Costs of rounds as they are measured while an engine runs. PURE: seconds are passed in.
+
+Until enough different rounds were seen there is no table, and whoever asks must try some (`wanted`). Then the table is
+fitted again as rounds come, at intervals that grow, so fitting costs less and less of the time.
+
+Invariants: bounded memory; equal observations give equal tables; a table that was given is never replaced, only
+corrected by `Correction`.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from functools import cache
+
+from specactor.errors import PlanError
+from specactor.rollout.planning.costs import Correction, CostTable, Point
+from specactor.rollout.planning.windows import OFF
+
+MAX_POINTS = 1024
+"""Rounds that are remembered, of each kind."""
+FIRST_FIT = 12
+"""Rounds after which the first table is fitted."""
+GROWTH = 2
+"""The next fit comes when this many times as many rounds were seen."""
+MAX_INTERVAL = 2048
+"""Rounds between two fits, at most."""
+TRIED = (0, 2, 4, 1)
+"""Windows to try, in turns, while there is no table; those beyond the largest are cut to it."""
+
+
+class OnlineCosts:
+    """Of one engine."""
+
+    def __init__(self, table: CostTable | None = None) -> None:
+        self._given = table
+        self.correction = Correction()
+        self._verifies: deque[Point] = deque(maxlen=MAX_POINTS)
+        self._plain: deque[Point] = deque(maxlen=MAX_POINTS)
+        self._drafts: dict[str, deque[Point]] = {}
+        self._rounds = 0
+        self._next_fit = FIRST_FIT
+        self._use(table)
+
+    @property
+    def table(self) -> CostTable | None:
+        return self._table
+
+    def wanted(self, max_window: int) -> int:
+        """A window to try while there is no table."""
+        return min(TRIED[self._rounds % len(TRIED)], max_window)
+
+    def verify_s(self, requests: int, rows: int) -> float:
+        """Seconds of one forward pass over `rows` rows. Raises PlanError while there is no table."""
+        return self._verify(requests, rows)
+
+    def plain_s(self, requests: int) -> float:
+        """Seconds of a plain step, corrected."""
+        return self._known().plain_s(requests) * self.correction.factor(OFF)
+
+    def draft_s(self, drafter: str, requests: int) -> Callable[[int], float]:
+        """Seconds of drafting by depth; nothing for a drafter that was not measured yet."""
+        table = self._known()
+        if drafter not in table.drafters:
+            return lambda depth: 0.0
+        return lambda depth: table.draft_s(drafter, requests, depth)
+
+    def observe(
+        self, drafter: str, *, requests: int, rows: int, depth: int, verify_s: float, draft_s: float, predicted_s: float
+    ) -> None:
+        """A round has ended. `rows` of all requests; `depth`, the largest window; `predicted_s`: uncorrected, or 0."""
+        self._rounds += 1
+        if rows == requests:
+            self._plain.append((requests, requests, verify_s))
+        self._verifies.append((requests, rows, verify_s))
+        if depth and draft_s > 0:
+            self._drafts.setdefault(drafter, deque(maxlen=MAX_POINTS)).append((requests, requests * depth, draft_s))
+        if predicted_s > 0:
+            self.correction.observe(drafter, predicted_s=predicted_s, measured_s=verify_s + draft_s)
+        if self._given is None and self._rounds >= self._next_fit:
+            self._fit()
+
+    def _fit(self) -> None:
+        self._next_fit = self._rounds + min(self._rounds * (GROWTH - 1), MAX_INTERVAL)
+        try:
+            self._use(
+                CostTable.fit(
+                    self._verifies,
+                    plain=_varied(self._plain),
+                    drafters={name: points for name, points in self._drafts.items() if _varied(points)},
+                )
+            )
+        except PlanError:
+            return  # all rounds were alike: the next ones will not be
+        self.correction = Correction()
+
+    def _use(self, table: CostTable | None) -> None:
+        self._table = table
+        self._verify: Callable[[int, int], float] = cache(self._known().verify_s) if table else self._no_table
+
+    def _known(self) -> CostTable:
+        if self._table is None:
+            raise PlanError("costs: no table yet. Ask for `wanted` windows until there is one.")
+        return self._table
+
+    def _no_table(self, requests: int, rows: int) -> float:
+        raise PlanError("costs: no table yet. Ask for `wanted` windows until there is one.")
+
+
+def _varied(points: Sequence[Point] | deque[Point]) -> Sequence[Point] | deque[Point]:
+    """The points, if there are two different ones, which a fit needs; else none."""
+    return points if len({point[:2] for point in points}) > 1 else ()
