@@ -15,6 +15,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 BENCHMARKS = {
     "weights_sync": "seconds and GB/s of bringing new weights from the trainer to the engines",
+    "text_drafters": "cost and accept_length of drafters that look things up in text",
     "trainer_speed": "training tokens per second, beside a plain PyTorch loop on the same cores",
 }
 """Module in this package -> what it measures."""

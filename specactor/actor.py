@@ -19,6 +19,7 @@ from specactor.data.verifiers import get_verifier
 from specactor.errors import AgreementError, EngineError, WeightSyncError
 from specactor.parallel.collective import Collective
 from specactor.progress import Progress
+from specactor.rollout.draft.counts import Counts, added
 from specactor.rollout.pool import EnginePool
 from specactor.rollout.requests import greedy_requests, group_requests
 from specactor.trainer.advantages import group_advantages, informative, shape_overlong
@@ -62,13 +63,15 @@ class SpecActor:
     def step(self) -> dict[str, float]:
         """One RL step: policy version v -> v + 1. Returns its metrics, but for times and memory; equal on all ranks."""
         groups = self.collect()
+        speculation = self.speculation()
         batch = self.learnable(groups)
         with self.progress.phase("train"):
             stats = self.train(batch)
         with self.progress.phase("sync"):
             report = self.sync()
         self.steps_done += 1
-        return measurements.of_step(groups, batch, stats, report, version=self.version)
+        metrics = measurements.of_step(groups, batch, stats, report, version=self.version)
+        return metrics | measurements.of_speculation(speculation)
 
     def collect(self) -> list[ScoredGroup]:
         """Prompts -> responses -> rewards, until there are enough groups to learn from (DAPO: dynamic sampling)."""
@@ -97,6 +100,13 @@ class SpecActor:
             if len(groups) == want:
                 break
         return groups + spare[: want - len(groups)]
+
+    def speculation(self) -> dict[str, Counts]:
+        """What speculation did in all engines since the last call, per drafter; equal on all ranks."""
+        if self.config.rollout.speculation.mode == "off":
+            return {}
+        own = self.collective.together("speculation", self.pool.speculation_counts)
+        return added(self.collective.gather(own, dict[str, Counts]))
 
     def rollout(self, requests: Sequence[RolloutRequest]) -> list[Trajectory]:
         """All responses, in the order of the requests, on every rank. Lost engines are replaced on the way."""
@@ -219,6 +229,7 @@ class SpecActor:
             requests = greedy_requests(problems, max_new_tokens=self.config.rollout.max_new_tokens)
             trajectories = self.rollout(requests)
             scores = self.score(problems, trajectories)
+            self.speculation()  # a step's counts are of its own rollout
         return [
             ScoredGroup(problem=problem, trajectories=(trajectory,), scores=(score,), rewards=(score,))
             for problem, trajectory, score in zip(problems, trajectories, scores, strict=True)

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from statistics import fmean, pstdev
 from typing import TYPE_CHECKING
 
+from specactor.rollout.draft.counts import Counts
 from specactor.trainer.advantages import informative
 from specactor.types import ScoredGroup, TrainSequence
 
@@ -60,6 +61,39 @@ def of_step(
         "sync/bytes": report.num_bytes,
         "sync/buckets": report.num_rounds,
         "sync/gb_per_s": report.gb_per_s,
+    }
+
+
+def of_speculation(counts: Mapping[str, Counts]) -> dict[str, float]:
+    """What speculation did in a step, per drafter, and for plain rounds under their own name."""
+    rounds = sum(of.rounds for of in counts.values())
+    return {
+        f"speculation/{name}/{key}": value
+        for name, of in counts.items()
+        if of.rounds
+        for key, value in _of_drafter(of, rounds).items()
+    }
+
+
+def _of_drafter(counts: Counts, rounds: int) -> dict[str, float]:
+    always: dict[str, float] = {
+        "share_of_rounds": counts.rounds / rounds,
+        "draft_s": counts.draft_s,
+        "verify_s": counts.verify_s,
+        "predicted_s": counts.predicted_s,
+        "measured_s": counts.measured_s,
+    }
+    if not counts.drafted:
+        return always
+    used = [j for j, drafted in enumerate(counts.drafted_at) if drafted]
+    return always | {
+        "drafted": counts.drafted,
+        "accepted": counts.accepted,
+        "wasted": counts.wasted,
+        "accept_rate": counts.accepted / counts.drafted,
+        "accept_length": counts.emitted / counts.verifies,
+        **{f"drafted_at_{j + 1}": counts.drafted_at[j] for j in used},
+        **{f"accepted_at_{j + 1}": counts.accepted_at[j] for j in used},
     }
 
 

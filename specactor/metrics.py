@@ -10,6 +10,7 @@ import difflib
 import json
 import math
 import os
+import re
 import uuid
 import warnings
 from collections.abc import Mapping
@@ -66,6 +67,22 @@ METRICS: dict[str, str] = {
     "memory/engine_rss_bytes": "resident memory of all engine processes of the job",
 }
 """Name -> unit and meaning. Shares lie in 0..1."""
+
+SPECULATION: dict[str, str] = {
+    "share_of_rounds": "share of decode rounds for which this drafter was chosen (off: plain decoding)",
+    "drafted": "draft tokens that were verified",
+    "accepted": "draft tokens that the policy confirmed",
+    "wasted": "drafted - accepted",
+    "accept_rate": "accepted / drafted",
+    "accept_length": "tokens emitted per request and speculative round",
+    "draft_s": "seconds of drafting, also of drafts that were not verified",
+    "verify_s": "seconds of forward passes and sampling",
+    "predicted_s": "seconds that were predicted for rounds, where they were predicted",
+    "measured_s": "seconds that those rounds took",
+    "drafted_at_J": "draft tokens at position J of a draft",
+    "accepted_at_J": "of them, accepted",
+}
+"""Last part of ``speculation/DRAFTER/...`` -> unit and meaning, with rollout.speculation."""
 
 WANDB_INIT_S = 30
 WANDB_FINISH_S = 60
@@ -169,6 +186,9 @@ def rss_bytes(pid: int | None = None, *, children: bool = False) -> int:
 
 
 def _known(name: str) -> None:
+    family, _, rest = name.partition("/")
+    if family == "speculation" and re.sub(r"_at_[0-9]+$", "_at_J", rest.rpartition("/")[2]) in SPECULATION:
+        return
     if name not in METRICS:
         nearest = difflib.get_close_matches(name, METRICS, n=1)
         hint = f"Did you mean {nearest[0]}?" if nearest else "Add it, with its unit, to specactor.metrics.METRICS."

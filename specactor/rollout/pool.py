@@ -15,6 +15,7 @@ from types import TracebackType
 
 from specactor.errors import EngineError
 from specactor.rollout.assignment import assign, merge
+from specactor.rollout.draft.counts import Counts, added
 from specactor.rollout.sglang.engine import Engine, EngineDied, EngineSpec
 from specactor.types import RolloutRequest, Trajectory
 
@@ -125,6 +126,12 @@ class EnginePool:
     def resume_memory(self) -> None:
         """Take the memory again; the weights are undefined until the next sync."""
         self._on_living(Engine.resume_memory)
+
+    def speculation_counts(self) -> dict[str, Counts]:
+        """What speculation did in all living engines since the last call, per drafter."""
+        parts: list[dict[str, Counts]] = []
+        self._on_living(lambda engine: parts.append(engine.speculation_counts()))
+        return added(parts)
 
     def set_version(self, version: int) -> None:
         """States which weights the engines hold now."""

@@ -15,7 +15,7 @@ from specactor.metrics import METRICS, read_metrics
 from tests.end_to_end.conftest import Launched, Launcher
 
 REFERENCE = Path(__file__).with_name("greedy_reference.py")
-TIMES = ("time/", "memory/")
+TIMES = ("time/", "memory/", "speculation/")
 RATES = ("_per_s",)
 
 
@@ -33,6 +33,19 @@ def test_a_run_ends_well_and_says_what_it_did(finished: Launched) -> None:
     assert "Warning" not in finished.output
     for phase in ("data", "warm-up", "engines", "export"):
         assert phase in finished.output
+
+
+def test_speculation_changes_neither_tokens_nor_rewards_nor_losses(finished: Launched, launcher: Launcher) -> None:
+    auto = launcher.run("speculating", "--rollout.speculation.mode", "auto")
+    assert auto.code == 0, auto.output
+    assert deterministic(auto.folder) == deterministic(finished.folder)
+    responses = [
+        (folder / "evaluations" / "step-000002.jsonl").read_text() for folder in (auto.folder, finished.folder)
+    ]
+    assert responses[0] == responses[1]
+    lines = read_metrics(auto.folder)[1:]
+    assert all(any(name.startswith("speculation/suffix/") for name in line) for line in lines)
+    assert any(float(str(line.get("speculation/suffix/accepted", 0))) > 0 for line in lines)
 
 
 def test_every_step_is_logged_under_known_names(finished: Launched) -> None:

@@ -6,7 +6,7 @@ engines, ranks and steps can be summed in any order.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
 
@@ -86,5 +86,10 @@ class Counts(msgspec.Struct, kw_only=True):
         return msgspec.convert(summed, Counts)
 
 
-def total(counts: Iterable[Counts]) -> Counts:
-    return sum(counts, Counts())
+def added(parts: Iterable[Mapping[str, Counts]]) -> dict[str, Counts]:
+    """Sums per drafter."""
+    sums: dict[str, Counts] = {}
+    for part in parts:
+        for name, counts in part.items():
+            sums[name] = sums.get(name, Counts()) + counts
+    return sums

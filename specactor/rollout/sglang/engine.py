@@ -18,8 +18,11 @@ from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import IO
 
+import msgspec
+
 from specactor.cpu import sglang as cpu
 from specactor.errors import EngineError
+from specactor.rollout.draft.counts import Counts
 from specactor.rollout.sglang import guard, speculation_calls
 from specactor.rollout.sglang.protocol import (
     Command,
@@ -83,13 +86,14 @@ class Engine:
         ours, theirs = socket.socketpair()
         seconds = struct.pack("ll", _SEND_TIMEOUT_S, 0)
         ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, seconds)
+        environment = cpu.process_environment(spec.devices) | speculation_calls.start_environment(spec.speculation)
         with theirs, _open_log(spec.log_file) as log:
             process = subprocess.Popen(
                 [sys.executable, "-m", "specactor.rollout.sglang.host", "--fd", str(theirs.fileno())],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                env=_environment(spec),
+                env=environment,
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,
             )
@@ -213,9 +217,12 @@ class Engine:
     def resume(self) -> None:
         self._command("resume")
 
-    def ping(self) -> None:
-        """Raises EngineDied unless the host answers."""
-        self._command("ping")
+    def speculation_counts(self) -> dict[str, Counts]:
+        """What speculation did since the last call, per drafter; nothing from an engine that was started without it."""
+        if self.spec.speculation.mode == "off":
+            return {}
+        reply = self.rank_call(speculation_calls.REPORT, b"", timeout_s=_COMMAND_TIMEOUT_S)[0]  # rank 0 decides
+        return msgspec.json.decode(reply, type=dict[str, Counts])
 
     def release_memory(self) -> bool:
         """Free the device's memory until `resume_memory`; False where the platform cannot, and nothing happens."""
@@ -377,10 +384,8 @@ class Engine:
 
     def log_tail(self) -> str:
         """Last lines of the engine's log."""
-        try:
-            lines = Path(self.spec.log_file).read_text(errors="replace").splitlines()
-        except FileNotFoundError:
-            return "(no log)"
+        file = Path(self.spec.log_file)
+        lines = file.read_text(errors="replace").splitlines() if file.exists() else ["(no log)"]
         return "\n".join(f"  | {line}" for line in lines[-_LOG_TAIL_LINES:])
 
 
@@ -391,7 +396,3 @@ def _text(message: FromHost) -> str:
 def _open_log(path: str) -> IO[bytes]:
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     return open(path, "ab")
-
-
-def _environment(spec: EngineSpec) -> dict[str, str]:
-    return cpu.process_environment(spec.devices) | speculation_calls.start_environment(spec.speculation)

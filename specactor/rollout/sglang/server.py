@@ -140,8 +140,6 @@ class _Server:
 
     async def _command(self, verb: str) -> None:
         match verb:
-            case "ping":
-                pass
             case "abort":
                 self._backend.abort_all()
             case "pause":

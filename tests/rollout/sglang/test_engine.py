@@ -238,10 +238,9 @@ def test_rank_call_while_generating(engine: Engine) -> None:
     assert tokens(box) == want
 
 
-def test_memory_and_ping(engine: Engine) -> None:
+def test_memory_comes_and_goes(engine: Engine) -> None:
     assert engine.release_memory() == (engine.ready is not None and engine.ready.memory_release)
     engine.resume_memory()
-    engine.ping()
 
 
 def test_bad_model_folder_is_an_error_at_once(make_spec: Callable[..., EngineSpec], tmp_path) -> None:  # type: ignore[no-untyped-def]

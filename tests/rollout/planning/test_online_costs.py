@@ -1,0 +1,78 @@
+"""Costs that are learned while an engine runs: right after a few rounds, bounded; a given table is only corrected."""
+
+from __future__ import annotations
+
+import pytest
+
+from specactor.errors import PlanError
+from specactor.rollout.planning.costs import CostTable
+from specactor.rollout.planning.online_costs import FIRST_FIT, MAX_POINTS, OnlineCosts
+from specactor.rollout.planning.windows import OFF
+
+
+def true_s(requests: int, rows: int) -> float:
+    return 1e-3 + 1e-4 * requests + 5e-5 * rows
+
+
+def play(costs: OnlineCosts, rounds: int, *, requests: int = 4, slower: float = 1.0) -> None:
+    """Rounds with the windows that are wanted, or 3."""
+    for _ in range(rounds):
+        window = costs.wanted(8) if costs.table is None else 3
+        rows = requests * (1 + window)
+        predicted = costs.verify_s(requests, rows) if costs.table else 0.0
+        costs.observe(
+            "suffix" if window else OFF,
+            requests=requests,
+            rows=rows,
+            depth=window,
+            verify_s=slower * true_s(requests, rows),
+            draft_s=0.0,
+            predicted_s=predicted,
+        )
+
+
+def test_a_table_is_there_after_a_few_different_rounds_and_is_right() -> None:
+    costs = OnlineCosts()
+    with pytest.raises(PlanError, match="no table yet"):
+        costs.verify_s(1, 1)
+    play(costs, FIRST_FIT)
+    assert costs.table is not None
+    for rows in (4, 8, 12, 20):
+        assert costs.verify_s(4, rows) == pytest.approx(true_s(4, rows), rel=0.05)
+    assert costs.plain_s(4) == pytest.approx(true_s(4, 4), rel=0.05)
+
+
+def test_windows_to_try_differ_and_stay_within_the_largest() -> None:
+    costs = OnlineCosts()
+    tried = set()
+    for _ in range(FIRST_FIT):
+        tried.add(costs.wanted(2))
+        play(costs, 1)
+    assert tried == {0, 1, 2}
+
+
+def test_rounds_that_are_all_alike_give_no_table() -> None:
+    costs = OnlineCosts()
+    for _ in range(50):
+        costs.observe(OFF, requests=4, rows=4, depth=0, verify_s=1e-3, draft_s=0.0, predicted_s=0.0)
+    assert costs.table is None
+
+
+def test_memory_is_bounded() -> None:
+    costs = OnlineCosts()
+    play(costs, 3 * MAX_POINTS)
+    assert len(costs._verifies) == MAX_POINTS
+
+
+def test_a_given_table_is_corrected_and_never_replaced() -> None:
+    table = CostTable.fit([(n, n * k, true_s(n, n * k)) for n in (1, 4, 16) for k in (1, 2, 4, 8)])
+    costs = OnlineCosts(table)
+    play(costs, 100, slower=2.0)
+    assert costs.table is table
+    assert costs.correction.factor("suffix") == pytest.approx(2.0, rel=0.05)
+
+
+def test_a_drafter_that_was_not_measured_costs_nothing_yet() -> None:
+    costs = OnlineCosts()
+    play(costs, FIRST_FIT)
+    assert costs.draft_s("suffix", 4)(8) == 0.0
