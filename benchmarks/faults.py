@@ -136,7 +136,8 @@ def _killed(base: Path, name: str, victim: str, strike: tuple[str, int]) -> Row:
     except subprocess.TimeoutExpired:
         end = f"hung for {END_S:g} s"
     spent = f"{time.monotonic() - killed:.1f} s"
-    said = " / ".join(" ".join(m.partition(": ")[2].split())[:MESSAGE] for m in job.messages()) or "-"
+    messages = [" ".join(m.partition(": ")[2].split()).replace(f"{base}/", "") for m in job.messages()]
+    said = " / ".join(m[:MESSAGE] for m in messages) or "-"
     return Row(hit, end, said, spent, _list(job.left(LEFT_S)))
 
 
@@ -149,7 +150,10 @@ def _strike(job: Job, victim: str, phase: str, step: int) -> tuple[str, int]:
     pid = job.victim(victim)
     job.record()
     job.wait_for(phase, step)
-    job.kill(pid)
+    try:
+        job.kill(pid)
+    except ProcessLookupError:  # it was still dying of the strike before
+        job.kill(job.victim(victim))
     after = job.folder.read_status()
     assert after is not None
     where = after.phase or f"after {phase}"

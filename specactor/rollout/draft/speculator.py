@@ -168,7 +168,8 @@ class Speculator:
         return report
 
     def _fixed(self, sequences: Sequence[DraftSequence], windows: list[int]) -> Decision:
-        drafter = next(iter(self.drafters))
+        """The first drafter that works."""
+        drafter = next((name for name in self.drafters if self._failures[name] < FAILURES), next(iter(self.drafters)))
         drafts, seconds = self._draft(drafter, sequences, windows)
         if not any(windows):
             drafter = OFF
