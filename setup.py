@@ -13,6 +13,7 @@ setup(
     install_requires=[
         "hypothesis>=6",
         "math-verify>=0.9",
+        "matplotlib>=3.10",
         "mbridge==0.15.1",
         "megatron-core==0.16.1",
         "msgspec>=0.22",

@@ -36,14 +36,36 @@ def recipes(argv: list[str]) -> int:
     return 0
 
 
+def report(argv: list[str]) -> int:
+    """Write one HTML page of a run: its recipe, results and metrics over steps; by default RUN/report.html."""
+    from pathlib import Path
+
+    from specactor.errors import DataError
+    from specactor.report import write
+
+    parser = argparse.ArgumentParser(prog="specactor report", description=report.__doc__)
+    parser.add_argument("run", type=Path, metavar="RUN", help="folder of the run, for example runs/quickstart")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="the page; by default RUN/report.html")
+    options = parser.parse_args(argv)
+    try:
+        print(write(options.run, options.out))
+    except (DataError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
 def version(argv: list[str]) -> int:
     """Print the version."""
     print(f"specactor {specactor.__version__}")
     return 0
 
 
-COMMANDS: dict[str, Command] = {"doctor": doctor, "recipes": recipes, "version": version}
+COMMANDS: dict[str, Command] = {"doctor": doctor, "recipes": recipes, "report": report, "version": version}
 """Name -> function of the arguments after the name; its docstring is its help."""
+ARGUMENTS = {"report": "RUN [--out FILE]"}
+"""Name -> what follows it, where that is not a recipe."""
+RECIPE = "[RECIPE [--key.path value ...]]"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -58,9 +80,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name, function in COMMANDS.items():
         about = (function.__doc__ or "").partition("\n")[0]
         sub = commands.add_parser(name, help=about, description=about, add_help=False)
-        sub.add_argument("rest", nargs=argparse.REMAINDER, metavar="[RECIPE [--key.path value ...]]")
+        sub.add_argument("rest", nargs=argparse.REMAINDER, metavar=ARGUMENTS.get(name, RECIPE))
     if len(words) == 2 and words[0] in COMMANDS and words[1] in ("-h", "--help"):
-        print(f"usage: specactor {words[0]} [RECIPE [--key.path value ...]]\n\n{COMMANDS[words[0]].__doc__}")
+        print(f"usage: specactor {words[0]} {ARGUMENTS.get(words[0], RECIPE)}\n\n{COMMANDS[words[0]].__doc__}")
         return 0
     if words and words[0] in COMMANDS:
         return COMMANDS[words[0]](words[1:])

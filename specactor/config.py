@@ -291,6 +291,9 @@ class SpeculationConfig:
     """Largest window that is ever chosen."""
     draft_model: str = ""
     """Folder of a dense model in Hugging Face format with the policy's tokenizer, for the drafter ``model``."""
+    sharpen: Literal["fitted", "shared", "greedy"] = "fitted"
+    """How the drafter ``model`` samples. shared: with the policy's own noise; greedy: its likeliest token; fitted: with
+    that noise, its log-probabilities times a factor that is fitted to what was accepted before."""
     cost_table: str = ""
     """File that ``specactor profile`` wrote; empty: costs are measured while the engine runs."""
     history_tokens: int = 1_000_000
@@ -622,7 +625,7 @@ class Config:
             self.name not in ("", ".", "..") and "/" not in self.name,
             "name",
             self.name,
-            "a folder name without '/', not . or ..",
+            "a folder name without '/', and not '.' or '..'",
             "Put the folder above it in --output-dir.",
         )
         _require(0 <= self.seed < 2**31, "seed", self.seed, "0..2**31-1", "Choose a non-negative seed.")

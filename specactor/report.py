@@ -2,7 +2,7 @@
 
 Invariants: the page needs nothing but itself, as its own security policy says (no script, no network); texts that come
 from files reach it escaped, or inside a picture; the same files give the same page; a metric that is missing is not
-drawn, and a value that was not finite is a hole in its curve.
+drawn; a value that was not finite is a hole in its curve, and adds nothing to a stack or a sum.
 """
 
 from __future__ import annotations
@@ -21,56 +21,56 @@ from typing import Any
 from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
+from matplotlib.ticker import AutoLocator, MaxNLocator
 
 from specactor.config import MAX_WINDOW
 from specactor.errors import DataError
 from specactor.metrics import Value, read_metrics
 
 ENDS = 5
-"""Steps of the moving average of a noisy curve, and of the averages at its two ends."""
-MARKED = 60
+"""Steps that are averaged at each end of the rewards."""
+MARKED = 20
 """Most points of a curve that also get a mark each; a single point would be invisible without."""
+START = ("data", "warm-up", "engines")
+"""Phases before the steps, at a start or resume."""
 PHASES = dict(
     rollout="#4c6a92", reward="#d9a441", train="#7fa7c9", sync="#c0504d", eval="#b8c4a0", checkpoint="#9a9a9a"
 )
-"""Phases of an RL step in their order, with their colours. Those of `START` come before it, at a start or resume."""
-START = ("data", "warm-up", "engines")
-TINY = dict(num_layers="layers", hidden_size="wide", num_experts="experts", experts_per_token="per token")
-LAYOUT = ("tensor", "pipeline", "virtual_pipeline", "context", "expert", "expert_tensor")
-GAP = "agreement/logprob_gap_max"
-
-RC: dict[str, Any] = {f"axes.spines.{side}": False for side in ("top", "right")} | {
-    "axes.grid": True,
-    "axes.axisbelow": True,
-    "grid.alpha": 0.25,
-    "legend.frameon": False,
-    "svg.hashsalt": "specactor",  # else ids, and with them pages, differ from call to call
-}
+"""Phases of an RL step in their order, with their colours."""
+TINY = ("num_layers", "hidden_size", "num_experts", "experts_per_token")
+SIZES = ("tensor", "pipeline", "virtual_pipeline", "context", "expert", "expert_tensor")
+EVAL, GAP = "accuracy/eval", "agreement/logprob_gap_max"
+BARE: Any = {"axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "axes.axisbelow": True}
+LOOK: Any = BARE | {"grid.alpha": 0.25, "legend.frameon": False, "svg.hashsalt": "specactor", "text.parse_math": False}
+"""Of all plots. The salt makes ids the same from call to call; a name with "$" is no formula."""
 POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
 STYLE = """
-:root { color-scheme: light; }
-body { margin: 0; background: #f5f6f8; color: #1d2430; font: 16px/1.5 system-ui, sans-serif; }
+:root { color-scheme: light; font: 16px/1.5 system-ui, sans-serif; }
+body { margin: 0; background: #f5f6f8; color: #1d2430; }
 main { max-width: 84rem; margin: auto; padding: 1rem clamp(.75rem, 3vw, 2rem) 3rem; }
-h1 { margin: .5rem 0 0; font-size: 1.7rem; overflow-wrap: anywhere; }
-h2 { margin: 2rem 0 .7rem; font-size: 1.2rem; }
+h1 { margin: .5rem 0 0; font-size: 1.7rem; overflow-wrap: anywhere; } h2 { margin: 2rem 0 .7rem; font-size: 1.2rem; }
 .grid { display: grid; gap: .9rem; grid-template-columns: repeat(auto-fit, minmax(min(100%, 23rem), 1fr)); }
-.card { margin: 0; padding: .8rem .9rem; background: #fff; border: 1px solid #dfe3e8; border-radius: .5rem; overflow-x: auto; }
-.wide { grid-column: 1 / -1; }
-figcaption, caption { font-weight: 600; text-align: left; }
+.card { margin: 0; padding: .8rem .9rem; background: #fff; border: 1px solid #dfe3e8; border-radius: .5rem; }
+.card { overflow-x: auto; } .wide { grid-column: 1 / -1; } figcaption, caption { font-weight: 600; text-align: left; }
 header p, small, thead th, tbody th { color: #5b6574; font-weight: 400; margin: 0; }
-img { display: block; width: 100%; max-width: 34rem; margin: .4rem auto 0; }
+img { display: block; width: 100%; max-width: 34rem; margin: .4rem auto 0; } details { margin-top: 2rem; }
 table { width: 100%; border-collapse: collapse; font-size: .93rem; font-variant-numeric: tabular-nums; }
 th, td { text-align: left; vertical-align: top; padding: .28rem .8rem .28rem 0; border-top: 1px solid #edf0f3; }
-td { overflow-wrap: anywhere; }
-.numbers td, .numbers th + th { text-align: right; white-space: nowrap; }
-details { margin-top: 2rem; }
-pre { overflow-x: auto; font-size: .82rem; }
+td, pre { overflow-wrap: anywhere; white-space: pre-wrap; }
+.numbers td, .numbers th + th { text-align: right; } .numbers td { white-space: nowrap; }
+thead th { vertical-align: bottom; }
+"""
+PAGE = """<!doctype html>
+<html lang="en"><head><meta charset="utf-8"><meta http-equiv="Content-Security-Policy" content="{policy}">
+<meta name="viewport" content="width=device-width, initial-scale=1"><title>{title}</title><style>{style}</style></head>
+<body><main>{body}</main></body></html>
 """
 
-Draw = Callable[[Axes], None]
+Draw = Callable[[Axes, "Run"], None]
 Panel = tuple[str, str, Draw]
-"""Title, unit and what draws it; a panel whose axes stay empty is left out."""
+"""Title, unit, and what draws it; a panel whose axes stay empty is left out."""
+Curve = tuple[str, str, str, str]
+"""Label, metric, colour and matplotlib's style of line."""
 Rows = list[tuple[str, ...]]
 
 
@@ -83,42 +83,36 @@ class Run:
     """config.json; empty when there is none."""
     lines: Sequence[Mapping[str, Value]]
     """Of metrics.jsonl, in order of their step; the line of step 0 is from before the first RL step."""
-    num_ranks: int
-    """0 when it is not known."""
     has_summary: bool
 
     @classmethod
     def read(cls, folder: Path) -> Run:
-        """Raises DataError when the folder is not a run's, or holds a file that a run does not write."""
-        expected = "expected the folder of a run, with metrics.jsonl. Name for example runs/quickstart"
+        """Raises DataError when the folder is not a run's, or a file in it is not what a run writes."""
+        expected = "expected the folder of a run, with lines in metrics.jsonl. Name for example runs/quickstart."
         if not (folder / "metrics.jsonl").is_file():
-            raise DataError(f"{folder}: got no metrics.jsonl, {expected}.")
+            raise DataError(f"{folder}: got no metrics.jsonl, {expected}")
         try:
             lines = sorted(read_metrics(folder), key=lambda line: int(line["step"]))
-            config, status = (_json(folder / name) for name in ("config.json", "status.json"))
+            file = folder / "config.json"
+            config = dict(json.loads(file.read_text())) if file.exists() else {}
         except (ValueError, TypeError, AttributeError, KeyError) as error:
-            raise DataError(f"{folder}: got a file that no run writes ({error!r}), {expected}.") from None
+            raise DataError(f"{folder}: got a file that no run writes ({error!r}), {expected}") from None
         if not lines:
-            raise DataError(f"{folder}: got no line in metrics.jsonl, {expected}, or wait for its first step.")
-        return cls(
-            name=str(config.get("name") or folder.resolve().name),
-            config=config,
-            lines=lines,
-            num_ranks=len(status.get("rank_pids") or ()),
-            has_summary=(folder / "summary.json").exists(),
-        )
+            raise DataError(f"{folder}: got an empty metrics.jsonl, {expected}")
+        name = str(config.get("name") or folder.resolve().name)
+        return cls(name=name, config=config, lines=lines, has_summary=(folder / "summary.json").exists())
 
-    def points(self, metric: str) -> tuple[list[int], list[float]]:
-        """(steps, values) where the metric was logged; nan where it was not finite."""
-        logged = [(int(line["step"]), line[metric]) for line in self.lines if metric in line]
-        kept = [(step, float(value)) for step, value in logged if isinstance(value, int | float)]
-        return [step for step, _ in kept], [value if math.isfinite(value) else math.nan for _, value in kept]
+    def points(self, metric: str) -> dict[int, float]:
+        """Step -> value where the metric was logged, in order; nan where it was not finite."""
+        logged = {int(line["step"]): line[metric] for line in self.lines if metric in line}
+        numbers = {step: float(value) for step, value in logged.items() if isinstance(value, int | float)}
+        return {step: value if math.isfinite(value) else math.nan for step, value in numbers.items()}
 
     def finite(self, metric: str) -> dict[int, float]:
         """Step -> value where the metric was logged and finite, in order."""
-        return {step: value for step, value in zip(*self.points(metric), strict=True) if math.isfinite(value)}
+        return {step: value for step, value in self.points(metric).items() if math.isfinite(value)}
 
-    def total(self, *metrics: str) -> list[float]:
+    def totals(self, *metrics: str) -> list[float]:
         """Sums over the steps at which all of the metrics are finite; nan when there is no such step."""
         found = [self.finite(metric) for metric in metrics]
         steps = [step for step in found[0] if all(step in of for of in found)]
@@ -132,6 +126,12 @@ class Run:
         return value
 
     @property
+    def state(self) -> str:
+        done, wanted = int(self.lines[-1]["step"]), self.setting("train.steps")
+        finished = self.has_summary and (wanted is None or done >= wanted)
+        return f"{'Finished' if finished else 'Not finished'}: {done} of {'?' if wanted is None else wanted} steps"
+
+    @property
     def drafters(self) -> dict[str, str]:
         """Names under ``speculation/`` with their colours; "off", rounds of plain decoding, is grey."""
         keys = [key for line in self.lines for key in line if key.startswith("speculation/")]
@@ -141,44 +141,26 @@ class Run:
 
 def page(run: Run) -> str:
     """The whole page."""
-    parts = [
-        f"<header><h1>{escape(run.name)}</h1><p>{escape(_state(run))}</p></header>",
-        f'<h2>Run</h2><div class="grid">{_table("Recipe", facts(run))}{_table("Results", results(run))}',
-        f"{_table('Seconds', seconds(run))}</div>",
-        f'<h2>Training</h2><div class="grid">{_figures(training(run))}</div>',
-    ]
+    tables = _table("Recipe", facts(run)) + _table("Results", results(run)) + _table("Seconds", seconds(run))
+    sections = {"Run": tables, "Training": _figures(run, training())}
     if run.drafters:
-        totals = _table("Over the whole run", drafting(run), wide=True)
-        parts.append(f'<h2>Speculation</h2><div class="grid">{totals}{_figures(speculation(run))}</div>')
-    if run.config:
-        text = escape(json.dumps(run.config, indent=2))
-        parts.append(f"<details><summary>The whole configuration</summary><pre>{text}</pre></details>")
-    return (
-        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
-        f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>{escape(run.name)}</title><style>{STYLE}</style></head>\n<body><main>"
-        + "\n".join(parts)
-        + "</main></body></html>\n"
-    )
-
-
-def _state(run: Run) -> str:
-    done, wanted = int(run.lines[-1]["step"]), run.setting("train.steps")
-    finished = run.has_summary and (wanted is None or done >= wanted)
-    return f"{'Finished' if finished else 'Not finished'}: {done} of {'?' if wanted is None else wanted} steps"
+        sections["Speculation"] = _table("Over the run, means over its steps", drafting(run)) + _figures(
+            run, speculation(run)
+        )
+    body = f"<header><h1>{escape(run.name)}</h1><p>{escape(run.state)}</p></header>"
+    body += "".join(f'<h2>{title}</h2>\n<div class="grid">{cards}</div>\n' for title, cards in sections.items())
+    body += f"<details><summary>config.json</summary><pre>{escape(json.dumps(run.config, indent=2))}</pre></details>"
+    return PAGE.format(policy=POLICY, title=escape(run.name), style=STYLE, body=body)
 
 
 def facts(run: Run) -> Rows:
     """What was run: (name, value), without settings that config.json lacks."""
-    get = run.setting
-    tiny = [f"{get(f'model.tiny.{key}')} {unit}" for key, unit in TINY.items() if get("model.tiny")]
-    mode = get("rollout.speculation.mode")
+    get, mode = run.setting, run.setting("rollout.speculation.mode")
+    tiny = [f"{key.replace('_', ' ')} {get(f'model.tiny.{key}')}" for key in TINY if get("model.tiny")]
     rows: dict[str, Iterable[Any]] = {
-        "Model": [*([get("model.path")] if get("model.path") else tiny), get("model.dtype")],
+        "Model": [get("model.path") or ", ".join(tiny) or None, get("model.dtype")],
         "Task": [get("data.train.path") or get("data.train.task")],
-        "Layout": [f"{name} {size}" for name in LAYOUT if (size := get(f"parallel.{name}")) not in (None, 1)],
-        "Ranks": [run.num_ranks or None],
+        "Layout": [f"{name} {size}" for name in SIZES if (size := get(f"parallel.{name}")) not in (None, 1)],
         "Engines": [get("parallel.engines")],
         "Algorithm": [get(f"algorithm.{key}") for key in ("advantage", "loss", "aggregation")],
         "Speculation": [mode, *((get("rollout.speculation.drafters") or ()) if mode != "off" else ())],
@@ -191,91 +173,90 @@ def facts(run: Run) -> Rows:
 
 def results(run: Run) -> Rows:
     """What was reached: (name, value); a dash where the run has no such figure."""
-    held_out = [f"{value:.3f} after step {step}" for step, value in run.finite("accuracy/eval").items()]
-    rewards = list(run.finite("reward/mean").values())
-    reward = f"{fmean(rewards):.3f}, mean of {len(rewards)} steps" if rewards else "-"
+    held_out = run.finite(EVAL)
+    last = max(held_out, default=0)
+    rewards, gaps = list(run.finite("reward/mean").values()), run.finite(GAP)
+    reward = f"{fmean(rewards):.3f} on average" if rewards else "-"
     if len(rewards) >= 2 * ENDS:
         reward = f"{fmean(rewards[:ENDS]):.3f} in the first {ENDS} steps, {fmean(rewards[-ENDS:]):.3f} in the last"
-    gaps = run.points(GAP)[1]
-    holes = sum(map(math.isnan, gaps))
-    gap = f"{max(run.finite(GAP).values(), default=math.nan):.1e} nats" + f"; not finite at {holes} steps" * bool(holes)
-    bound = run.setting("train.max_logprob_gap")
+    logged, bound = len(run.points(GAP)), run.setting("train.max_logprob_gap")
+    holes = f", not finite at {logged - len(gaps)} of {logged} steps" if len(gaps) < logged else ""
+    gap = _number(max(gaps.values(), default=math.nan), form=".1e") + holes
     return [
-        ("Held-out accuracy before", held_out[0] if held_out else "-"),
-        ("Held-out accuracy after", held_out[-1] if len(held_out) > 1 else "-"),
+        ("Held-out accuracy before", f"{held_out[0]:.3f}" if 0 in held_out else "-"),
+        ("Held-out accuracy after", f"{held_out[last]:.3f} after step {last}" if last else "-"),
         ("Reward", reward),
-        ("Rollout tokens/s", _number(*run.total("rollout/tokens", "time/rollout_s"), form=",.0f")),
-        ("Largest engine-trainer gap", gap if gaps else "-"),
-        ("Bound of the gap", f"{bound:g} nats" if isinstance(bound, int | float) else "-"),
+        ("Rollout tokens/s", _number(*run.totals("rollout/tokens", "time/rollout_s"), form=",.0f")),
+        ("Largest engine-trainer gap, nats", gap),
+        ("Bound of that gap", "-" if bound is None else f"{bound}"),
     ]
 
 
 def seconds(run: Run) -> Rows:
-    """A heading, and per phase its seconds in all and per RL step, where it belongs to one."""
+    """A heading, then per phase its seconds in all, and per RL step where it belongs to one."""
     steps = max(1, sum(int(line["step"]) > 0 for line in run.lines))
     rows: Rows = [("phase", "in all", "per RL step")]
     for phase in (*START, *PHASES):
-        spent = run.finite(f"time/{phase}_s")
-        in_steps = sum(value for step, value in spent.items() if step > 0)
-        if spent:
-            rows.append((phase, f"{sum(spent.values()):,.1f}", f"{in_steps / steps:,.3f}" if phase in PHASES else "-"))
+        if spent := run.finite(f"time/{phase}_s"):
+            in_steps = sum(value for step, value in spent.items() if step > 0) / steps
+            rows.append((phase, f"{sum(spent.values()):,.1f}", f"{in_steps:,.3f}" if phase in PHASES else "-"))
     return rows
 
 
 def drafting(run: Run) -> Rows:
-    """A heading, and what each drafter did over the run; of values that cannot be summed the mean over steps."""
-    counts, means, times = (
-        ("drafted", "accepted", "wasted"),
-        ("accept_length", "share_of_rounds"),
-        ("draft_s", "verify_s"),
-    )
-    rows: Rows = [("drafter", *counts, "accept_rate", *means, *times, "predicted_s / measured_s")]
+    """A heading, then what each drafter did over the run. A step without a drafter counts as a share of 0."""
+    sums = {"drafted": ",.0f", "accepted": ",.0f", "wasted": ",.0f", "draft_s": ",.2f", "verify_s": ",.2f"}
+    head = ("drafter", *sums, "predicted_s / measured_s", "accept_rate", "mean accept_length", "mean share_of_rounds")
+    rows: Rows = [tuple(word.replace("_", " ") for word in head)]
+    shares = {name: run.finite(f"speculation/{name}/share_of_rounds") for name in run.drafters}
+    steps = len(set().union(*shares.values()))
     for name in run.drafters:
         key = f"speculation/{name}/".__add__
-        values = [run.finite(key(part)).values() for part in means]
-        row = [_number(*run.total(key(part)), form=",.0f") for part in counts]
-        row += [_number(*run.total(key("accepted"), key("drafted")), form=".3f")]
-        row += [f"{fmean(of):.3f}" if of else "-" for of in values]
-        row += [_number(*run.total(key(part)), form=",.2f") for part in times]
-        rows.append((name, *row, _number(*run.total(key("predicted_s"), key("measured_s")), form=".3f")))
+        row = [_number(*run.totals(key(part)), form=form) for part, form in sums.items()]
+        for part, whole in (("predicted_s", "measured_s"), ("accepted", "drafted")):
+            row.append(_number(*run.totals(key(part), key(whole)), form=".3f"))
+        length = fmean(run.finite(key("accept_length")).values() or [math.nan])
+        rows.append((name, *row, _number(length, form=".3f"), _number(sum(shares[name].values()), steps, form=".3f")))
     return rows
 
 
-def training(run: Run) -> list[Panel]:
-    lengths = {"mean": "response/length_mean", "95 %": "response/length_p95", "longest": "response/length_max"}
-    memory = {"largest trainer rank": "memory/rank_rss_bytes", "engines": "memory/engine_rss_bytes"}
-    phases = [(phase, colour, 1.0, f"time/{phase}_s") for phase, colour in PHASES.items()]
+def training() -> list[Panel]:
+    right = [("training samples", "accuracy/train", "C0", "-"), ("held-out, greedy", EVAL, "C1", "o")]
+    lengths = [("mean", "mean", "C0", "-"), ("95th percentile", "p95", "C0", "--"), ("longest", "max", "C0", ":")]
+    tokens = [(label, f"response/length_{key}", colour, style) for label, key, colour, style in lengths]
+    memory = [
+        ("largest rank", "memory/rank_rss_bytes", "C0", "-"),
+        ("all engines", "memory/engine_rss_bytes", "C1", "-"),
+    ]
+    phases = [(phase, f"time/{phase}_s", colour, "") for phase, colour in PHASES.items()]
     return [
-        ("Accuracy", "share of right answers", _accuracy(run)),
-        ("Reward", f"mean per step, and over {ENDS} steps", lambda axes: _noisy(axes, run, "reward/mean")),
-        ("Response length", "tokens", _curves(run, lengths)),
-        ("Entropy", "nats per response token", _curves(run, {"": "policy/entropy"})),
-        ("Engine against trainer", "largest |log-probability gap|, nats", _gap(run)),
-        ("Seconds per phase", "stacked", _stack(run, phases)),
-        ("Rollout speed", "response tokens per second", _curves(run, {"": "rollout/tokens_per_s"})),
-        ("Memory", "resident GiB", _curves(run, memory, unit=2**30)),
+        ("Accuracy", "share of right answers", _curves(right, top=1.02)),
+        ("Reward", "mean", _curves([("", "reward/mean", "C0", "-")], bottom=None)),
+        ("Response length", "tokens", _curves(tokens)),
+        ("Entropy", "nats per response token", _curves([("", "policy/entropy", "C0", "-")])),
+        ("Engine against trainer", "largest gap, nats", _gap),
+        ("Seconds per phase", "of each RL step, stacked", _stack(phases)),
+        ("Rollout speed", "response tokens/s", _curves([("", "rollout/tokens_per_s", "C0", "-")])),
+        ("Memory", "resident GiB", _curves(memory, unit=2**30)),
     ]
 
 
 def speculation(run: Run) -> list[Panel]:
-    names = run.drafters
+    def of(*parts: tuple[str, str, str]) -> list[Curve]:
+        """Of every drafter, from (label with {}, last part of the metric, style)."""
+        pairs = [(name, colour, part) for name, colour in run.drafters.items() for part in parts]
+        return [(label.format(n), f"speculation/{n}/{key}", colour, style) for n, colour, (label, key, style) in pairs]
 
-    def of(part: str, label: str = "{}") -> dict[str, str]:
-        return {label.format(name): f"speculation/{name}/{part}" for name in names}
-
-    shades = [("{}", 1.0, "accepted"), ("{}, wasted", 0.35, "wasted")]
-    counts = [(s.format(n), names[n], alpha, f"speculation/{n}/{part}") for n in names for s, alpha, part in shades]
-    shares = [(name, colour, 1.0, f"speculation/{name}/share_of_rounds") for name, colour in names.items()]
-    colours = list(names.values())
+    tokens = of(("{}: accepted", "accepted", ""), ("{}: wasted", "wasted", "pale"))
+    seconds = of(("{}: draft", "draft_s", "--"), ("{}: verify", "verify_s", "-"))
     return [
-        ("accept_rate", "accepted / drafted", _curves(run, of("accept_rate"), colours)),
-        ("accept_length", "emitted / verifies", _curves(run, of("accept_length"), colours)),
-        ("Draft tokens", "per step: drafted = accepted + wasted", _stack(run, counts)),
-        ("Acceptance by position", "accepted / drafted there", _by_position(run)),
-        ("Share of rounds", "stacked", _stack(run, shares)),
-        ("Drafting", "seconds per step", _curves(run, of("draft_s"), colours)),
-        ("Verifying", "seconds per step", _curves(run, of("verify_s"), colours)),
-        ("Predicted against measured", "seconds of rounds, a point per step", _predictions(run)),
+        ("Accept rate", "accepted / drafted", _curves(of(("{}", "accept_rate", "-")), top=1.02)),
+        ("Accept length", "emitted / verifies", _curves(of(("{}", "accept_length", "-")))),
+        ("Draft tokens", "drafted, per step", _stack(tokens)),
+        ("Acceptance by position", "accepted / drafted", _by_position),
+        ("Share of rounds", "stacked", _stack(of(("{}", "share_of_rounds", "")))),
+        ("Drafting and verifying", "seconds per step", _curves(seconds)),
+        ("Rounds", "seconds, predicted and measured", _predictions),
     ]
 
 
@@ -284,157 +265,115 @@ def _number(value: float, over: float = 1.0, *, form: str) -> str:
     return format(value / over, form) if over and math.isfinite(value / over) else "-"
 
 
-def _table(title: str, rows: Rows, *, wide: bool = False) -> str:
-    """A card; rows of more than two cells are numbers, under a heading."""
-    head, body = ("", rows) if len(rows[0]) == 2 else (_cells(rows[0], "th"), rows[1:])
-    kind = f"card{' numbers' * bool(head)}{' wide' * wide}"
-    lines = "".join(_cells(row, "td") for row in body)
-    return (
-        f'<div class="{kind}"><table><caption>{escape(title)}</caption>'
-        f"<thead>{head}</thead><tbody>{lines}</tbody></table></div>"
-    )
+def _table(title: str, rows: Rows) -> str:
+    """A card. Rows of two cells are names and texts; longer ones are numbers, under a heading."""
+    if not rows:
+        return ""
+    cells = [[escape(cell) for cell in row] for row in rows]
+    head = cells.pop(0) if len(cells[0]) > 2 else []
+    kind = "card" + " numbers" * bool(head) + " wide" * (len(head) > 3)
+    body = "".join(f"<tr><th>{name}</th><td>{'</td><td>'.join(rest)}</td></tr>\n" for name, *rest in cells)
+    top = f"<thead><tr><th>{'</th><th>'.join(head)}</th></tr></thead>" * bool(head)
+    return f'<div class="{kind}"><table><caption>{title}</caption>{top}<tbody>{body}</tbody></table></div>'
 
 
-def _cells(row: Sequence[str], tag: str) -> str:
-    return f"<tr><th>{escape(row[0])}</th>" + "".join(f"<{tag}>{escape(cell)}</{tag}>" for cell in row[1:]) + "</tr>\n"
-
-
-def _figures(panels: Sequence[Panel]) -> str:
-    """A card per panel that draws something. Pictures are data URLs: their ids cannot meet, their texts run nothing."""
+def _figures(run: Run, panels: Sequence[Panel]) -> str:
+    """A card per panel. As images, pictures share no ids with each other, and nothing in them could run."""
     cards = []
     for title, unit, draw in panels:
-        with rc_context(RC):
-            figure = Figure(figsize=(4.8, 2.9), layout="constrained")
-            axes = figure.add_subplot()
-            draw(axes)
+        with rc_context(LOOK):
+            figure = Figure(figsize=(4.2, 2.7), layout="constrained")
+            axes = figure.add_subplot(xlabel="RL step")
+            axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
+            draw(axes, run)
             if not axes.has_data():
                 continue
-            labels = axes.get_legend_handles_labels()[1]
-            if any(labels):
-                figure.legend(loc="outside upper left", ncols=3 if sum(map(len, labels)) < 90 else 1, fontsize=9)
-            if not axes.get_xlabel():
-                axes.set_xlabel("RL step")
-            axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+            if labels := axes.get_legend_handles_labels()[1]:
+                figure.legend(loc="outside upper left", ncols=max(1, 66 // (max(map(len, labels)) + 7)), fontsize=9)
             file = io.BytesIO()
             figure.savefig(file, format="svg", metadata={"Date": None})
-        picture = base64.b64encode(file.getvalue()).decode()
-        cards.append(
-            f'<figure class="card"><figcaption>{escape(title)} <small>{escape(unit)}</small></figcaption>'
-            f'<img alt="{escape(title)}" src="data:image/svg+xml;base64,{picture}"></figure>\n'
-        )
+        data = base64.b64encode(file.getvalue()).decode()
+        caption = f"<figcaption>{escape(title)} <small>{escape(unit)}</small></figcaption>"
+        image = f'<img alt="{escape(title)}, {escape(unit)}" src="data:image/svg+xml;base64,{data}">'
+        cards.append(f'<figure class="card">{caption}{image}</figure>\n')
     return "".join(cards)
 
 
-def _label(name: str) -> str:
-    """As matplotlib shows it literally: "$" would start a formula."""
-    return name.replace("$", r"\$")
-
-
-def _curves(run: Run, metrics: Mapping[str, str], colours: Sequence[str] = (), unit: float = 1.0) -> Draw:
-    """A curve per metric, from label -> name."""
-
-    def draw(axes: Axes) -> None:
-        for i, (label, metric) in enumerate(metrics.items()):
-            steps, values = run.points(metric)
+def _curves(curves: Sequence[Curve], *, unit: float = 1, bottom: float | None = 0, top: float | None = None) -> Draw:
+    def draw(axes: Axes, run: Run) -> None:
+        for label, metric, colour, style in curves:
             if run.finite(metric):
-                mark = "." if len(steps) <= MARKED else ""
-                colour = colours[i] if colours else f"C{i}"
-                axes.plot(steps, [v / unit for v in values], marker=mark, color=colour, lw=1.4, label=_label(label))
-        axes.set_ylim(bottom=0)
+                steps, values = zip(*run.points(metric).items(), strict=True)
+                mark = "." if len(steps) <= MARKED and style != "o" else ""
+                axes.plot(steps, [value / unit for value in values], mark + style, color=colour, lw=1.4, label=label)
+        axes.set_ylim(bottom, top)
 
     return draw
 
 
-def _noisy(axes: Axes, run: Run, metric: str) -> None:
-    """Every value pale, and their centred moving average, whose window is cut at both ends."""
-    found, half = run.finite(metric), ENDS // 2
-    if found:
-        steps, values = list(found), list(found.values())
-        mark = "." if len(steps) <= MARKED else ""
-        axes.plot(steps, values, marker=mark, color="C0", alpha=0.3, lw=1)
-        axes.plot(
-            steps, [fmean(values[max(0, i - half) : i + half + 1]) for i in range(len(values))], color="C0", lw=1.6
-        )
+def _stack(layers: Sequence[Curve]) -> Draw:
+    """Columns of RL steps, the first layer lowest."""
 
-
-def _accuracy(run: Run) -> Draw:
-    def draw(axes: Axes) -> None:
-        _noisy(axes, run, "accuracy/train")
-        for line, label in zip(axes.lines, ("training samples", f"over {ENDS} steps"), strict=False):
-            line.set_label(label)
-        if found := run.finite("accuracy/eval"):
-            link = ":" if len(found) > 2 else ""  # between two points it would suggest a course
-            axes.plot(
-                list(found), list(found.values()), f"o{link}", color="C1", label="held-out, greedy", clip_on=False
-            )
-        axes.set_ylim(0, 1.02)
-
-    return draw
-
-
-def _gap(run: Run) -> Draw:
-    """Whole decades, with the bound."""
-
-    def draw(axes: Axes) -> None:
-        steps, values = run.points(GAP)
-        shown = [value for value in values if value > 0]
-        if not shown:
-            return
-        axes.plot(steps, [v if v > 0 else math.nan for v in values], marker="." if len(steps) <= MARKED else "")
-        bound = run.setting("train.max_logprob_gap")
-        if isinstance(bound, int | float) and math.isfinite(bound):
-            axes.axhline(bound, color="black", linestyle="--", lw=1, label="the run stops above")
-            shown.append(bound)
-        axes.set_yscale("log")
-        axes.set_ylim(10 ** math.floor(math.log10(min(shown))), 2 * 10 ** math.ceil(math.log10(max(shown)) - 1e-9))
-
-    return draw
-
-
-def _stack(run: Run, layers: Sequence[tuple[str, str, float, str]]) -> Draw:
-    """Columns of RL steps, from (label, colour, opacity, metric) of each layer, the lowest first."""
-
-    def draw(axes: Axes) -> None:
-        found = [run.finite(metric) for *_, metric in layers]
+    def draw(axes: Axes, run: Run) -> None:
+        found = [run.finite(metric) for _, metric, *_ in layers]
         steps = sorted({step for of in found for step in of if step > 0})
         columns = range(steps[0], steps[-1] + 1) if steps else range(0)
-        below = [0.0] * len(columns)
-        for (label, colour, alpha, _), of in zip(layers, found, strict=True):
+        edges, below = [step - 0.5 for step in (*columns, columns.stop)], [0.0] * len(columns)
+        for (label, _, colour, style), of in zip(layers, found, strict=True):
             top = [base + of.get(step, 0.0) for base, step in zip(below, columns, strict=True)]
             if top != below:
-                edges = [columns[0] - 0.5, *(step + 0.5 for step in columns)]
-                axes.stairs(top, edges, baseline=below, fill=True, color=colour, alpha=alpha, label=_label(label))
+                alpha = 0.35 if style == "pale" else 1.0
+                axes.stairs(top, edges, baseline=below, fill=True, color=colour, alpha=alpha, lw=0, label=label)
             below = top
 
     return draw
 
 
-def _by_position(run: Run) -> Draw:
+def _gap(axes: Axes, run: Run) -> None:
+    """Whole decades, with the bound."""
+    shown = [value for value in run.finite(GAP).values() if value > 0]
+    if not shown:
+        return
+    _curves([("", GAP, "C0", "-")], bottom=None)(axes, run)
+    bound = run.setting("train.max_logprob_gap")
+    if isinstance(bound, int | float) and 0 < bound < math.inf:
+        axes.axhline(bound, color="black", ls="--", lw=1, label="a run stops above")
+        shown.append(bound)
+    axes.set_yscale("log")
+    axes.set_ylim(10 ** math.floor(math.log10(min(shown))), 2 * 10 ** math.ceil(math.log10(max(shown)) - 1e-9))
+    axes.yaxis.set_major_formatter("{x:.0e}")
+    axes.yaxis.set_minor_formatter("")
+
+
+def _by_position(axes: Axes, run: Run) -> None:
     """A bar per position and drafter, from sums over the run."""
-
-    def draw(axes: Axes) -> None:
-        width = 0.8 / len(run.drafters)
-        for i, (name, colour) in enumerate(run.drafters.items()):
-            key = f"speculation/{name}/".__add__
-            sums = {j: run.total(key(f"accepted_at_{j}"), key(f"drafted_at_{j}")) for j in range(1, MAX_WINDOW + 1)}
-            shares = {j + width * (i + 0.5) - 0.4: a / d for j, (a, d) in sums.items() if d > 0}
-            if shares:
-                axes.bar(list(shares), list(shares.values()), width, color=colour, label=_label(name))
-        axes.set(xlabel="position in the draft", ylim=(0, 1.02))
-
-    return draw
+    width = 0.8 / len(run.drafters)
+    for i, (name, colour) in enumerate(run.drafters.items()):
+        key = f"speculation/{name}/".__add__
+        sums = {j: run.totals(key(f"accepted_at_{j}"), key(f"drafted_at_{j}")) for j in range(1, MAX_WINDOW + 1)}
+        shares = {j + width * (i + 0.5) - 0.4: a / d for j, (a, d) in sums.items() if d > 0}
+        if shares:
+            axes.bar(list(shares), list(shares.values()), width, color=colour, label=name)
+    axes.set(xlabel="position in the draft", ylim=(0, 1.02))
 
 
-def _predictions(run: Run) -> Draw:
-    def draw(axes: Axes) -> None:
-        for name, colour in run.drafters.items():
-            predicted, measured = (run.finite(f"speculation/{name}/{part}_s") for part in ("predicted", "measured"))
-            steps = [step for step in predicted if measured.get(step)]
-            if steps:
-                x, y = [predicted[s] for s in steps], [measured[s] for s in steps]
-                axes.plot(x, y, "o", markersize=4, alpha=0.6, color=colour, label=_label(name))
-        if axes.lines:
-            axes.axline((0, 0), slope=1, color="black", linestyle="--", lw=1, label="equal")
-            axes.set(xlabel="predicted", ylabel="measured", xlim=(0, None), ylim=(0, None))
+def _predictions(axes: Axes, run: Run) -> None:
+    """A point per drafter and step."""
+    for name, colour in run.drafters.items():
+        predicted, measured = (run.finite(f"speculation/{name}/{key}") for key in ("predicted_s", "measured_s"))
+        steps = [step for step in predicted if measured.get(step)]
+        if steps:
+            x, y = ([of[step] for step in steps] for of in (predicted, measured))
+            axes.plot(x, y, "o", ms=3.5, alpha=0.6, color=colour, label=name)
+    if axes.lines:
+        axes.axline((0, 0), slope=1, color="black", ls="--", lw=1, label="equal")
+        axes.set(xlabel="predicted", ylabel="measured", xlim=(0, None), ylim=(0, None))
+        axes.xaxis.set_major_locator(AutoLocator())
 
-    return draw
+
+def write(folder: Path, out: Path | None = None) -> Path:
+    """Write the page of the run in `folder` to `out`, by default its report.html, and return that path."""
+    text, file = page(Run.read(folder)), out or folder / "report.html"
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(text, encoding="utf-8", errors="xmlcharrefreplace")
+    return file

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from importlib import metadata
+from pathlib import Path
 
 import pytest
 
@@ -25,6 +26,8 @@ def test_version_and_recipes(capsys: pytest.CaptureFixture[str]) -> None:
     [
         (["--help"], 0, "Say whether a run could start here"),
         (["doctor", "--help"], 0, "usage: specactor doctor [RECIPE"),
+        (["report", "--help"], 0, "usage: specactor report RUN [--out FILE]"),
+        (["report"], 2, "required: RUN"),
         ([], 2, "required: COMMAND"),
         (["docter"], 2, "invalid choice: 'docter'"),
         (["doctor", "quikstart"], 2, "Did you mean quickstart?"),
@@ -38,3 +41,20 @@ def test_what_the_command_says(words: list[str], code: int, text: str, capsys: p
     assert got == code
     said = capsys.readouterr()
     assert text in said.out + said.err
+
+
+def test_report_writes_a_page_and_prints_its_path(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "reward/mean": 0.5}\n')
+    elsewhere = tmp_path / "pages" / "run.html"
+    assert main(["report", str(tmp_path)]) == 0
+    assert main(["report", str(tmp_path), "--out", str(elsewhere)]) == 0
+    assert capsys.readouterr().out.split() == [str(tmp_path / "report.html"), str(elsewhere)]
+    assert elsewhere.read_text() == (tmp_path / "report.html").read_text()
+
+
+def test_report_of_what_is_no_run_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["report", str(tmp_path)]) == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert said.err.count("\n") == 1
+    assert said.err.startswith(f"error: {tmp_path}: got no metrics.jsonl, expected ")

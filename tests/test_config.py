@@ -121,7 +121,11 @@ WRONG: list[tuple[str, str]] = [
         "--parallel.tensor 0",
         "parallel.tensor: got 0, expected >= 1. Use 1 to switch this kind of parallelism off.",
     ),
-    ("--name a/b", "name: got 'a/b', expected a folder name without '/'. Put the folder above it in --output-dir."),
+    (
+        "--name a/b",
+        "name: got 'a/b', expected a folder name without '/', and not '.' or '..'. "
+        "Put the folder above it in --output-dir.",
+    ),
     (
         "--weights-sync.bucket-bytes 10",
         "weights_sync.bucket_bytes: got 10, expected >= 65536. It must hold the largest tensor, or it is raised to it.",

@@ -162,7 +162,7 @@ class Footprint:
         pids = [pid for pid in {*self.pids, *_session(self.guard_pid)} if process_exists(pid)]
         return [*pids, *(path for path in [*self.folders, *self.shared_files] if path.exists())]
 
-    def assert_gone(self, *, within_s: float = 12.0) -> None:
+    def assert_gone(self, *, within_s: float = 40.0) -> None:
         deadline = time.monotonic() + within_s
         while left := self.left():
             assert time.monotonic() < deadline, f"left behind: {left}"

@@ -7,6 +7,9 @@ Modes: with a fixed window every request gets it. Otherwise windows are those of
 (`planning.windows`), from each request's past acceptance and the measured costs of rounds; in mode auto plain decoding
 is among the choices, and so is every drafter. While decoding is plain, drafts are made now and then for the record and
 compared with what is emitted, so that a drafter that has become good is noticed.
+
+One rank of an engine decides. A drafter that computes on all ranks together (one that does not draft first) is only
+chosen by `decide`; its drafts are then made by `draft`, on every rank with the same arguments.
 """
 
 from __future__ import annotations
@@ -49,6 +52,8 @@ class Decision:
     """The largest window that was drafted."""
     drafts: list[list[int]]
     """Per request; at most its window."""
+    together: bool = False
+    """The drafts are still to be made, by `Speculator.draft`."""
     predicted_s: float = 0.0
     """Of the whole round, uncorrected; 0 where nothing is known."""
     draft_s: float = 0.0
@@ -135,6 +140,14 @@ class Speculator:
             self._decision = self._best(sequences, caps)
         return self._decision
 
+    def draft(self, drafter: str, sequences: Sequence[DraftSequence], windows: Sequence[int]) -> list[list[int]]:
+        """The drafts of a decision that left them to all ranks; those that did not decide must call it too."""
+        drafts, seconds = self._draft(drafter, sequences, windows)
+        if self._decision.together:
+            self._decision.drafts = drafts
+            self._decision.draft_s += seconds
+        return drafts
+
     def learn(
         self, sequences: Sequence[DraftSequence], drafted: Sequence[int], accepted: Sequence[int], *, verify_s: float
     ) -> None:
@@ -169,11 +182,15 @@ class Speculator:
 
     def _fixed(self, sequences: Sequence[DraftSequence], windows: list[int]) -> Decision:
         """The first drafter that works."""
-        drafter = next((name for name in self.drafters if self._failures[name] < FAILURES), next(iter(self.drafters)))
-        drafts, seconds = self._draft(drafter, sequences, windows)
-        if not any(windows):
-            drafter = OFF
-        return Decision(drafter=drafter, windows=windows, depth=max(windows, default=0), drafts=drafts, draft_s=seconds)
+        name = next((name for name in self.drafters if self._failures[name] < FAILURES), OFF)
+        if name == OFF or not any(windows):
+            return Decision(drafter=OFF, windows=[0] * len(windows), drafts=[[] for _ in windows])
+        decision = Decision(drafter=name, windows=windows, depth=max(windows), drafts=[[] for _ in windows])
+        if self.drafters[name].drafts_first:
+            decision.drafts, decision.draft_s = self._draft(name, sequences, windows)
+        else:
+            decision.together = True
+        return decision
 
     def _resting(self) -> bool:
         """Whether plain decoding goes on without another look."""
@@ -210,13 +227,13 @@ class Speculator:
                 draft_s=sum(spent.values()),
             )
         windows = list(choice.windows)
-        if name not in drafts:
-            drafts[name], spent[name] = self._draft(name, sequences, windows)
+        together = name not in drafts
         return Decision(
             drafter=name,
             windows=windows,
-            depth=max(caps if self.drafters[name].drafts_first else windows),
-            drafts=[draft[:window] for draft, window in zip(drafts[name], windows, strict=True)],
+            depth=max(windows if together else caps),
+            drafts=[draft[:w] for draft, w in zip(drafts.get(name, [[] for _ in windows]), windows, strict=True)],
+            together=together,
             predicted_s=choice.round_s / options[name].factor,
             draft_s=sum(spent.values()),
         )
@@ -317,8 +334,12 @@ def _make(name: str, config: SpeculationConfig) -> Drafter:
             from specactor.rollout.draft.ngram import NgramDrafter
 
             return NgramDrafter(max_tokens=config.history_tokens)
+        case "model":
+            from specactor.rollout.sglang.draft_model import DraftModel
+
+            return DraftModel(config.sharpen)
     raise ConfigError.at(
-        "rollout.speculation.drafters", name, "suffix, ngram, or package.module:Class", "Choose one of these."
+        "rollout.speculation.drafters", name, "suffix, ngram, model, or package.module:Class", "Choose one of these."
     )
 
 

@@ -4,7 +4,8 @@ A decode round: ask the `Speculator` for drafts, verify all requests' rows in on
 SGLang's own sampler draws every row's token with the noise of (request seed, position), and keep what equals it. So the
 tokens and log-probabilities are those that SGLang's plain decoding of the same requests gives.
 
-Under tensor parallelism rank 0 drafts, and the others follow what it says.
+Under tensor parallelism rank 0 decides what is drafted, and the others follow what it says. Text drafters draft on rank
+0 alone; a draft model runs on all ranks together, and rank 0's tokens are verified.
 """
 
 from __future__ import annotations
@@ -23,9 +24,12 @@ from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
 from sglang.srt.speculative.spec_info import SpecInput, SpecInputType, SpeculativeAlgorithm
 from sglang.srt.speculative.spec_registry import CustomSpecAlgo
 
+from specactor.errors import EngineError
 from specactor.rollout.draft.drafter import DraftSequence
 from specactor.rollout.draft.speculator import Speculator
 from specactor.rollout.draft.verification import DraftTree, accepted_path, chain
+from specactor.rollout.sglang import draft_forward
+from specactor.rollout.sglang.draft_model import DraftModel
 from specactor.rollout.sglang.rows import Branches, Rows, spread
 
 NAME = "SPECACTOR"
@@ -84,6 +88,10 @@ class Worker(BaseSpecWorker):  # type: ignore[misc]
         super().__init__()
         self._target_worker = target_worker
         self._draft_worker = None
+        if get_spec().speculative_draft_model_path is not None:
+            self._draft_worker = draft_forward.load(
+                server_args, gpu_id=gpu_id, nccl_port=nccl_port, target_worker=target_worker
+            )
         self._max_rows = int(get_spec().speculative_num_draft_tokens)
         self._vocab_size = int(target_worker.model_runner.model_config.vocab_size)
         self._running: dict[str, _Running] = {}
@@ -96,6 +104,14 @@ class Worker(BaseSpecWorker):  # type: ignore[misc]
 
     def use(self, speculator: Speculator | None) -> None:
         """Draft like this from the next round on."""
+        for drafter in speculator.drafters.values() if speculator is not None else ():
+            if isinstance(drafter, DraftModel):
+                if self._draft_worker is None:
+                    raise EngineError(
+                        "rollout.speculation.drafters: got model, but this engine was started without a draft model. "
+                        "Start it with rollout.speculation.draft_model."
+                    )
+                drafter.attach(self._draft_worker.model_runner, lambda rid: self._running[rid].req)
         self._running.clear()
         self.speculator = speculator
 
@@ -103,6 +119,17 @@ class Worker(BaseSpecWorker):  # type: ignore[misc]
         super().alloc_memory_pool(**pools)
         self._pool, _ = self._target_worker.get_memory_pool()
         self._branches = Branches(self._pool)
+
+    def init_cuda_graphs(self) -> None:
+        if self._draft_worker is not None:
+            self._draft_worker.init_cuda_graphs(capture_decode_cuda_graph=False)
+
+    def _draft_model_runners(self) -> tuple[Any, ...]:
+        return () if self._draft_worker is None else (self._draft_worker.model_runner,)
+
+    def weight_update_runners(self) -> list[tuple[str, Any]]:
+        """Whose weights SGLang may update: the draft model is not the policy, and never gets the policy's."""
+        return []
 
     def clear_cache_pool(self) -> None:
         """SGLang drops all keys and values: the weights may be others from now on."""
@@ -198,14 +225,29 @@ class Worker(BaseSpecWorker):  # type: ignore[misc]
 
     def _drafts(self, reqs: Sequence[Any], running: Sequence[_Running]) -> list[DraftTree]:
         """What to verify for each request; the same on all ranks."""
-        drafts: list[list[int]] = [[] for _ in reqs]
         if self.speculator is None:
             return [_NOTHING] * len(reqs)
+        sequences = [r.sequence for r in running]
+        who: list[int] = []
+        drafts: list[list[int]] = [[] for _ in reqs]
         if get_parallel().tp_rank == 0:
             limits = [min(self._max_rows - 1, self._wanted(req) - 1) for req in reqs]
-            decision = self.speculator.decide([r.sequence for r in running], limits)
-            drafts = [list(takewhile(self._exists, draft)) for draft in decision.drafts]
-        return [chain(draft) if draft else _NOTHING for draft in self._agreed(drafts)]
+            decision = self.speculator.decide(sequences, limits)
+            if decision.together:
+                who = [list(self.speculator.drafters).index(decision.drafter)]
+                drafts = [[window] for window in decision.windows]
+            else:
+                drafts = self._cut(decision.drafts)
+        who, *drafts = self._agreed([who, *drafts])
+        if who:
+            drafter = list(self.speculator.drafters)[who[0]]
+            made = self.speculator.draft(drafter, sequences, [window for [window] in drafts])
+            drafts = self._agreed(self._cut(made))
+        return [chain(draft) if draft else _NOTHING for draft in drafts]
+
+    def _cut(self, drafts: Sequence[Sequence[int]]) -> list[list[int]]:
+        """Up to the first token that does not exist."""
+        return [list(takewhile(self._exists, draft)) for draft in drafts]
 
     def _exists(self, token: int) -> bool:
         return 0 <= token < self._vocab_size
@@ -215,17 +257,17 @@ class Worker(BaseSpecWorker):  # type: ignore[misc]
         """Tokens that the request may still emit."""
         return int(req.sampling_params.max_new_tokens) - len(req.output_ids)
 
-    def _agreed(self, drafts: list[list[int]]) -> list[list[int]]:
-        """Rank 0's drafts."""
+    def _agreed(self, lists: list[list[int]]) -> list[list[int]]:
+        """Rank 0's lists; they hold no negative numbers, and each at most a window of them."""
         parallel = get_parallel()
         if parallel.tp_size == 1:
-            return drafts
+            return lists
         group = parallel.tp_group
-        padded = torch.full((len(drafts), self._max_rows), -1, dtype=torch.int64)
-        for row, draft in zip(padded, drafts, strict=True):
-            row[: len(draft)] = torch.tensor(draft, dtype=torch.int64)
+        padded = torch.full((len(lists), self._max_rows), -1, dtype=torch.int64)
+        for row, values in zip(padded, lists, strict=True):
+            row[: len(values)] = torch.tensor(values, dtype=torch.int64)
         dist.broadcast(padded, src=group.ranks[0], group=group.cpu_group)
-        return [[token for token in row if token >= 0] for row in padded.tolist()]
+        return [[value for value in row if value >= 0] for row in padded.tolist()]
 
     def _emit(
         self, result: GenerationBatchResult, rows: Rows, paths: Sequence[Sequence[int]], base: torch.Tensor

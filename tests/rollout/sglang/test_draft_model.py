@@ -1,0 +1,165 @@
+"""A draft model equal to its target is right always, and any other one changes no token."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from specactor.config import EngineConfig, SpeculationConfig
+from specactor.errors import EngineError
+from specactor.rollout.draft.counts import Counts
+from specactor.rollout.sglang.engine import Engine, EngineSpec
+from specactor.types import RolloutRequest
+from tests.rollout.conftest import request, start_script
+from tests.rollout.sglang.test_speculation import batch as batch_of_all_kinds
+from tests.rollout.sglang.test_speculation import configure, facts, report
+
+WRONG = "tests.rollout.sglang.wrong_draft_models"
+MAX_WINDOW = 8
+OFF = SpeculationConfig(mode="off", max_window=MAX_WINDOW)
+
+
+@pytest.fixture(scope="module")
+def dense_dir(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return make_dense(tmp_path_factory.mktemp("dense"))
+
+
+@pytest.fixture(scope="module")
+def other_dir(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return make_dense(tmp_path_factory.mktemp("other"), "seed=5", "num_hidden_layers=1")
+
+
+def make_dense(folder: Path, *fields: str) -> str:
+    with start_script("sglang/make_dense.py", str(folder), *fields) as process:
+        assert process.wait(120) == 0
+    return str(folder)
+
+
+def speculation(draft_dir: str, window: int | None, *, drafter: str = "model", **fields: object) -> SpeculationConfig:
+    return SpeculationConfig(
+        mode="coupled",
+        drafters=(drafter,),
+        window=window,
+        max_window=MAX_WINDOW,
+        draft_model=draft_dir,
+        **fields,  # type: ignore[arg-type]
+    )
+
+
+def start(spec: EngineSpec) -> Iterator[Engine]:
+    engine = Engine.start(spec)
+    try:
+        engine.wait_ready(120)
+        yield engine
+    finally:
+        engine.stop()
+
+
+def fields_of(ranks: int, draft_dir: str) -> dict[str, object]:
+    return {
+        "tensor_parallel": ranks,
+        "devices": tuple(range(ranks)),
+        "config": EngineConfig(max_running_requests=32, max_total_tokens=6144, start_timeout_s=120),
+        "speculation": speculation(draft_dir, 3),
+    }
+
+
+@pytest.fixture(scope="module", params=[1, 2], ids=["tp1", "tp2"])
+def twins(request: pytest.FixtureRequest, make_spec: Callable[..., EngineSpec], dense_dir: str) -> Iterator[Engine]:
+    """An engine whose draft model has the target's weights."""
+    yield from start(make_spec(20 + request.param, model_dir=dense_dir, **fields_of(request.param, dense_dir)))
+
+
+@pytest.fixture(scope="module", params=[1, 2], ids=["tp1", "tp2"])
+def strangers(request: pytest.FixtureRequest, make_spec: Callable[..., EngineSpec], other_dir: str) -> Iterator[Engine]:
+    """A mixture of experts, and a draft model that has nothing to do with it."""
+    yield from start(make_spec(30 + request.param, **fields_of(request.param, other_dir)))
+
+
+def batch(temperature: float, count: int = 40) -> list[RolloutRequest]:
+    """More requests than run at once, of several lengths."""
+    return [request(i, temperature=temperature, new=20 + i % 23) for i in range(count)]
+
+
+def counts_of(engine: Engine, config: SpeculationConfig, requests: list[RolloutRequest]) -> Counts:
+    configure(engine, config)
+    report(engine)
+    engine.generate(requests)
+    return report(engine)
+
+
+def accept_rate(counts: Counts) -> float:
+    assert counts.drafted > 100
+    return counts.accepted / counts.drafted
+
+
+@pytest.mark.parametrize("window", [1, 3, 8])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_the_target_itself_as_drafter_is_always_right(
+    twins: Engine, dense_dir: str, temperature: float, window: int
+) -> None:
+    config = speculation(dense_dir, window, sharpen="shared")
+    for _ in range(2):  # the second time, prompts are in the prefix cache
+        counts = counts_of(twins, config, batch(temperature))
+        assert accept_rate(counts) >= 0.999
+        assert counts.accepted_at[window - 1] > 0
+        assert counts.failures == 0
+    twins.flush()
+    assert accept_rate(counts_of(twins, config, batch(temperature))) >= 0.999
+
+
+def test_tokens_of_rounds_without_a_draft_are_shown_later(twins: Engine, dense_dir: str) -> None:
+    twins.flush()
+    config = speculation(dense_dir, 3, drafter=f"{WRONG}:Rests")
+    assert accept_rate(counts_of(twins, config, batch(1.0))) >= 0.999
+
+
+@pytest.mark.parametrize("mistake", ["SkipsTheFirstToken", "SeesTheLastTokenAlone", "TakesTheNextNoise"])
+def test_mistakes_are_noticed(twins: Engine, dense_dir: str, mistake: str) -> None:
+    twins.flush()
+    counts = counts_of(twins, speculation(dense_dir, 3, drafter=f"{WRONG}:{mistake}"), batch(1.0))
+    assert counts.failures == 0
+    assert accept_rate(counts) < 0.99
+
+
+@pytest.mark.parametrize(("drafter", "right"), [("Errs", True), ("ErrsAndKeeps", False)])
+def test_what_was_rejected_is_forgotten(twins: Engine, dense_dir: str, drafter: str, right: bool) -> None:
+    twins.flush()
+    requests = batch(1.0)
+    counts = counts_of(twins, speculation(dense_dir, 8, drafter=f"{WRONG}:{drafter}"), requests)
+    assert counts.failures == 0
+    assert (counts.accepted >= 0.998 * accepted_if_right(requests, window=8)) == right
+
+
+def accepted_if_right(requests: list[RolloutRequest], *, window: int) -> int:
+    """Draft tokens that are accepted of a drafter that errs after positions 3, 7, 11... and rests at 4, 8, 12..."""
+    accepted = 0
+    for r in requests:
+        last, left = len(r.prompt_ids), r.sampling.max_new_tokens - 1
+        while left:
+            right = min(window, left - 1, (3 - last) % 4) if last % 4 else 0
+            accepted += right
+            last += right + 1
+            left -= right + 1
+    return accepted
+
+
+@pytest.mark.parametrize("sharpen", ["fitted", "shared", "greedy"])
+@pytest.mark.parametrize("window", [1, 4, 8])
+def test_any_draft_model_changes_no_token(strangers: Engine, other_dir: str, window: int, sharpen: str) -> None:
+    requests = batch_of_all_kinds()
+    configure(strangers, OFF)
+    strangers.flush()
+    plain = facts(strangers.generate(requests))
+    configure(strangers, speculation(other_dir, window, sharpen=sharpen))
+    assert facts(strangers.generate(requests)) == plain
+    counts = report(strangers)
+    assert 0 < counts.accepted < counts.drafted
+    assert counts.failures == 0
+
+
+def test_an_engine_without_a_draft_model_refuses_it(engine: Engine, other_dir: str) -> None:
+    with pytest.raises(EngineError, match="Start it with"):
+        configure(engine, speculation(other_dir, 3))
