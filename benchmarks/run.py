@@ -16,7 +16,10 @@ ROOT = Path(__file__).resolve().parent.parent
 BENCHMARKS = {
     "weights_sync": "seconds and GB/s of bringing new weights from the trainer to the engines",
     "text_drafters": "cost and accept_length of drafters that look things up in text",
+    "equality": "speculation on and off, token for token",
+    "acceptance": "how often a draft model is right, and how often it could be",
     "trainer_speed": "training tokens per second, beside a plain PyTorch loop on the same cores",
+    "speculation_speed": "tokens per second of plain SGLang, its own speculation, and ours",
 }
 """Module in this package -> what it measures."""
 

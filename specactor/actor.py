@@ -226,7 +226,13 @@ class SpecActor:
         """The greedy policy's response to each held-out problem, in groups of one."""
         problems = [self.eval_data[i] for i in range(min(self.config.eval.problems, len(self.eval_data)))]
         with self.progress.phase("eval"):
-            requests = greedy_requests(problems, max_new_tokens=self.config.rollout.max_new_tokens)
+            rollout = self.config.rollout
+            requests = greedy_requests(
+                problems,
+                max_new_tokens=rollout.max_new_tokens,
+                stop=rollout.stop,
+                stop_token_ids=rollout.stop_token_ids,
+            )
             trajectories = self.rollout(requests)
             scores = self.score(problems, trajectories)
             self.speculation()  # a step's counts are of its own rollout

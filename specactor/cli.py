@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import inspect
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -10,6 +11,7 @@ from collections.abc import Callable, Sequence
 import specactor
 
 Command = Callable[[list[str]], int]
+PROFILE_LIMIT_S = 300.0
 
 
 def doctor(argv: list[str]) -> int:
@@ -55,15 +57,67 @@ def report(argv: list[str]) -> int:
     return 0
 
 
+def profile(argv: list[str]) -> int:
+    """Measure what rounds of a recipe's engine cost, and write the table; by default RUN/costs.json.
+
+    --out FILE       where to write it
+    --limit SECONDS  longest time to measure; the engine's start comes on top (default: 300)
+
+    One engine of the recipe is started, on its model, its tensor parallelism and this machine, and measured over
+    requests and tokens per request, and over requests and windows for every drafter of rollout.speculation.drafters.
+    Speculation reads the table with --rollout.speculation.cost-table FILE. Ctrl-C leaves nothing behind.
+    """
+    from pathlib import Path
+
+    from specactor.recipes import load_or_exit
+
+    parser = argparse.ArgumentParser(prog="specactor profile", add_help=False, allow_abbrev=False)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--limit", type=_positive, default=PROFILE_LIMIT_S, metavar="SECONDS")
+    options, rest = parser.parse_known_args(argv)
+    config = load_or_exit(rest, prog="specactor profile")
+
+    from rich.console import Console
+
+    from specactor import profile as profiling
+    from specactor.errors import ConfigError, SpecActorError
+
+    try:
+        profiling.run(config, out=options.out, limit_s=options.limit, console=Console())
+    except (SpecActorError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2 if isinstance(error, ConfigError) else 1
+    except KeyboardInterrupt:
+        print("interrupted; nothing was written", file=sys.stderr)
+        return 130
+    return 0
+
+
+def _positive(text: str) -> float:
+    value = float(text)
+    if not value > 0:
+        raise argparse.ArgumentTypeError(f"got {text}, expected seconds > 0")
+    return value
+
+
 def version(argv: list[str]) -> int:
     """Print the version."""
     print(f"specactor {specactor.__version__}")
     return 0
 
 
-COMMANDS: dict[str, Command] = {"doctor": doctor, "recipes": recipes, "report": report, "version": version}
+COMMANDS: dict[str, Command] = {
+    "doctor": doctor,
+    "profile": profile,
+    "recipes": recipes,
+    "report": report,
+    "version": version,
+}
 """Name -> function of the arguments after the name; its docstring is its help."""
-ARGUMENTS = {"report": "RUN [--out FILE]"}
+ARGUMENTS = {
+    "profile": "RECIPE [--out FILE] [--limit SECONDS] [--key.path value ...]",
+    "report": "RUN [--out FILE]",
+}
 """Name -> what follows it, where that is not a recipe."""
 RECIPE = "[RECIPE [--key.path value ...]]"
 
@@ -82,7 +136,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sub = commands.add_parser(name, help=about, description=about, add_help=False)
         sub.add_argument("rest", nargs=argparse.REMAINDER, metavar=ARGUMENTS.get(name, RECIPE))
     if len(words) == 2 and words[0] in COMMANDS and words[1] in ("-h", "--help"):
-        print(f"usage: specactor {words[0]} {ARGUMENTS.get(words[0], RECIPE)}\n\n{COMMANDS[words[0]].__doc__}")
+        print(f"usage: specactor {words[0]} {ARGUMENTS.get(words[0], RECIPE)}\n\n{inspect.getdoc(COMMANDS[words[0]])}")
         return 0
     if words and words[0] in COMMANDS:
         return COMMANDS[words[0]](words[1:])

@@ -15,6 +15,12 @@ from specactor.errors import ConfigError
 
 MAX_WINDOW = 16
 """Draft tokens per request and round."""
+SGLANG_DRAFTERS = ("eagle", "eagle3", "mtp", "nextn", "standalone")
+"""Draft methods of SGLang that are refused by name."""
+_INEXACT = (
+    "SGLang's own speculation does not keep the text: on a GPU it accepts drafts by coins that plain decoding does not "
+    "toss, on a CPU it takes the likeliest token at any temperature. Use rollout.speculation."
+)
 
 
 def _require(ok: bool, name: str, got: object, expected: str, remedy: str) -> None:
@@ -239,10 +245,14 @@ class EngineConfig:
     """Longest wait for any sign of progress from a running engine."""
     max_restarts: int = 3
     """Times that one engine may be restarted in a run before the run fails."""
+    routed_experts: bool = False
+    """Return with every response which experts computed its tokens, for routing replay."""
     extra_args: dict[str, str | int | float | bool] = field(default_factory=dict)
     """Further SGLang server arguments, by name."""
 
     def __post_init__(self) -> None:
+        own = sorted(name for name in self.extra_args if name.replace("-", "_").startswith("speculative_"))
+        _require(not own, "rollout.engine.extra_args", own, "no speculative_* argument", _INEXACT)
         _require(
             self.max_running_requests >= 1,
             "rollout.engine.max_running_requests",
@@ -288,7 +298,9 @@ class SpeculationConfig:
     window: int | None = None
     """Draft tokens per request and round; None: chosen per request from its past acceptance and measured costs."""
     max_window: int = 8
-    """Largest window that is ever chosen."""
+    """Largest window that is ever chosen, and most draft tokens of a tree."""
+    merge: bool = False
+    """Verify what all drafters but ``model`` draft for a request at once, in a tree; else what one of them drafts."""
     draft_model: str = ""
     """Folder of a dense model in Hugging Face format with the policy's tokenizer, for the drafter ``model``."""
     sharpen: Literal["fitted", "shared", "greedy"] = "fitted"
@@ -320,6 +332,14 @@ class SpeculationConfig:
             self.drafters,
             "at least one",
             "Use rollout.speculation.mode off to disable speculation.",
+        )
+        foreign = [name for name in self.drafters if name.lower() in SGLANG_DRAFTERS]
+        _require(
+            not foreign,
+            "rollout.speculation.drafters",
+            foreign,
+            "suffix, ngram, model, or package.module:Class",
+            f"{_INEXACT.removesuffix('Use rollout.speculation.')}A draft model is used with the drafter model.",
         )
         _require(
             len(set(self.drafters)) == len(self.drafters),
@@ -358,6 +378,18 @@ class RolloutConfig:
     """Sample from the most likely tokens that hold this much probability; 1: from all."""
     top_k: int = -1
     """Sample from this many most likely tokens; -1: from all."""
+    min_p: float = 0.0
+    """Sample from tokens at least this many times as likely as the likeliest; 0: from all."""
+    frequency_penalty: float = 0.0
+    """Taken off a token's logit for every time that the response has it. Penalties switch drafting off."""
+    presence_penalty: float = 0.0
+    """Taken off a token's logit once the response has it."""
+    repetition_penalty: float = 1.0
+    """Divides a token's positive logit, multiplies a negative one, once the response has it."""
+    stop: tuple[str, ...] = ()
+    """Texts that end a response; the token that completes one is its last."""
+    stop_token_ids: tuple[int, ...] = ()
+    """Tokens that end a response, besides the model's own."""
     max_new_tokens: int = 128
     """Longest response in tokens."""
     engine: EngineConfig = field(default_factory=EngineConfig)
@@ -388,6 +420,25 @@ class RolloutConfig:
             self.top_k,
             "-1 or >= 1",
             "Use -1 to keep the whole distribution.",
+        )
+        _require(0 <= self.min_p <= 1, "rollout.min_p", self.min_p, "in [0, 1]", "Use 0 to keep all tokens.")
+        for name in ("frequency_penalty", "presence_penalty"):
+            value = getattr(self, name)
+            _require(-2 <= value <= 2, f"rollout.{name}", value, "in [-2, 2]", "Use 0 for no penalty.")
+        _require(
+            0 < self.repetition_penalty <= 2,
+            "rollout.repetition_penalty",
+            self.repetition_penalty,
+            "in (0, 2]",
+            "Use 1 for no penalty.",
+        )
+        _require(all(self.stop), "rollout.stop", self.stop, "texts that are not empty", "Leave the empty one out.")
+        _require(
+            min(self.stop_token_ids, default=0) >= 0,
+            "rollout.stop_token_ids",
+            self.stop_token_ids,
+            ">= 0 each",
+            "Use ids of the model's tokenizer.",
         )
         _require(
             self.max_new_tokens >= 1,
@@ -656,6 +707,18 @@ class Config:
             self.train.tokens_per_microbatch,
             f"> rollout.max_new_tokens = {self.rollout.max_new_tokens}",
             "One micro-batch must hold the longest prompt and response.",
+        )
+        penalties = {
+            f"rollout.{name}": getattr(self.rollout, name)
+            for name, off in (("frequency_penalty", 0), ("presence_penalty", 0), ("repetition_penalty", 1))
+            if getattr(self.rollout, name) != off
+        }
+        _require(
+            not penalties or self.train.max_logprob_gap == float("inf"),
+            "train.max_logprob_gap",
+            self.train.max_logprob_gap,
+            f"inf with {', '.join(penalties)}",
+            "The engine's log-probabilities hold the penalties, the trainer's do not: leave the penalties out.",
         )
         cache = self.rollout.engine.max_total_tokens
         _require(

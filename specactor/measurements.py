@@ -70,7 +70,7 @@ def of_speculation(counts: Mapping[str, Counts]) -> dict[str, float]:
     return {
         f"speculation/{name}/{key}": value
         for name, of in counts.items()
-        if of.rounds
+        if of.rounds or of.drafted
         for key, value in _of_drafter(of, rounds).items()
     }
 
@@ -91,7 +91,7 @@ def _of_drafter(counts: Counts, rounds: int) -> dict[str, float]:
         "accepted": counts.accepted,
         "wasted": counts.wasted,
         "accept_rate": counts.accepted / counts.drafted,
-        "accept_length": counts.emitted / counts.verifies,
+        **({"accept_length": counts.emitted / counts.verifies} if counts.verifies else {}),
         **{f"drafted_at_{j + 1}": counts.drafted_at[j] for j in used},
         **{f"accepted_at_{j + 1}": counts.accepted_at[j] for j in used},
     }

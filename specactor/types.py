@@ -28,14 +28,39 @@ class Problem:
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """How tokens are drawn. ``top_k = -1`` and ``top_p = 1`` leave the distribution whole."""
+    """How tokens are drawn. The defaults leave the distribution whole.
+
+    Penalties and biases are applied first, then the temperature, then top-k, top-p and min-p together.
+    """
 
     temperature: float
     max_new_tokens: int
     top_p: float = 1.0
     top_k: int = -1
+    min_p: float = 0.0
+    """Only tokens that are at least this many times as likely as the likeliest."""
+    frequency_penalty: float = 0.0
+    """Taken off a token's logit for every time that it was emitted."""
+    presence_penalty: float = 0.0
+    """Taken off a token's logit once it was emitted."""
+    repetition_penalty: float = 1.0
+    """Divides a token's positive logit, multiplies a negative one, once it was emitted."""
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    """(token, what is added to its logit)."""
+    stop: tuple[str, ...] = ()
+    """Texts that end a response; the token that completes one is its last."""
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    """Also of `stop_token_ids`."""
+    json_schema: str = ""
+    """Engines refuse requests with this, `regex` or `ebnf`: they have no grammars."""
+    regex: str = ""
+    ebnf: str = ""
+
+    @property
+    def has_penalties(self) -> bool:
+        """Whether a token's distribution depends on how often tokens were emitted."""
+        return (self.frequency_penalty, self.presence_penalty, self.repetition_penalty) != (0.0, 0.0, 1.0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,6 +97,9 @@ class Trajectory:
     """Of each emitted token under the policy at the sampling temperature; one per token."""
     finish_reason: FinishReason
     spans: tuple[VersionSpan, ...]
+    routed_experts: bytes = b""
+    """Experts that the pass that produced each token chose, in every layer: int32 [tokens, layers, experts per token],
+    little endian, in C order. Empty unless ``rollout.engine.routed_experts`` asks for it."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -66,6 +66,38 @@ WRONG: list[tuple[str, str]] = [
         "--algorithm.overlong-buffer 64",
         "algorithm.overlong_buffer: got 64, expected < rollout.max_new_tokens = 64. Shorten the buffer.",
     ),
+    ("--rollout.min-p 1.5", "rollout.min_p: got 1.5, expected in [0, 1]. Use 0 to keep all tokens."),
+    (
+        "--rollout.frequency-penalty 3",
+        "rollout.frequency_penalty: got 3.0, expected in [-2, 2]. Use 0 for no penalty.",
+    ),
+    (
+        "--rollout.repetition-penalty 0",
+        "rollout.repetition_penalty: got 0.0, expected in (0, 2]. Use 1 for no penalty.",
+    ),
+    (
+        "--rollout.presence-penalty 0.5 --rollout.repetition-penalty 1.1",
+        "train.max_logprob_gap: got 0.0001, expected inf with rollout.presence_penalty, rollout.repetition_penalty. "
+        "The engine's log-probabilities hold the penalties, the trainer's do not: leave the penalties out.",
+    ),
+    (
+        "--rollout.stop-token-ids 5 -1",
+        "rollout.stop_token_ids: got (5, -1), expected >= 0 each. Use ids of the model's tokenizer.",
+    ),
+    ("--rollout.json-schema {}", "unknown setting --rollout.json-schema. See --help."),
+    (
+        "--rollout.engine.extra-args speculative_algorithm=EAGLE",
+        "rollout.engine.extra_args: got ['speculative_algorithm'], expected no speculative_* argument. SGLang's own "
+        "speculation does not keep the text: on a GPU it accepts drafts by coins that plain decoding does not toss, on "
+        "a CPU it takes the likeliest token at any temperature. Use rollout.speculation.",
+    ),
+    (
+        "--rollout.speculation.drafters suffix EAGLE3 mtp",
+        "rollout.speculation.drafters: got ['EAGLE3', 'mtp'], expected suffix, ngram, model, or package.module:Class. "
+        "SGLang's own speculation does not keep the text: on a GPU it accepts drafts by coins that plain decoding does "
+        "not toss, on a CPU it takes the likeliest token at any temperature. A draft model is used with the drafter "
+        "model.",
+    ),
     (
         "--algorithm.tis-cap 0.5",
         "algorithm.tis_cap: got 0.5, expected >= 1 or None. Use None to switch truncated importance sampling off.",

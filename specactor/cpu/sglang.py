@@ -68,6 +68,7 @@ def install() -> None:
 
     _allow_seeded_sampling()
     _install_attention()
+    _allow_capture_of_experts()
     layers = "sglang.srt.layers"
     replacements: dict[str, Callable[..., Any]] = {
         # The batch-invariant kernels of the deterministic mode are Triton's; `sglang_ops` is invariant by itself.
@@ -99,6 +100,17 @@ def _allow_seeded_sampling() -> None:
     ):
         if "torch_native" not in names:
             names.append("torch_native")
+
+
+def _allow_capture_of_experts() -> None:
+    """The experts of every slot are kept in memory that SGLang registers with CUDA, on a CPU too."""
+    from sglang.srt.mem_cache.pool_host.common import ALLOC_MEMORY_FUNCS
+
+    ALLOC_MEMORY_FUNCS["cpu"] = _plain_memory
+
+
+def _plain_memory(shape: tuple[int, ...], dtype: torch.dtype, **_: object) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype)
 
 
 def _install_attention() -> None:

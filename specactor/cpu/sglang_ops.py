@@ -25,6 +25,9 @@ MIN_ROWS = 4
 """A matrix product with fewer rows takes other kernels (dot products), which round differently."""
 KEY_BLOCK = 16
 """Numbers of keys are rounded up to a multiple of this."""
+ROWS_AT_ONCE = 64
+"""Requests whose keys are gathered together. More do not stay in the cache, and their memory is asked of the system
+anew at every layer: 576 rows of 64 keys took 16.5 ms in one piece and 3.2 ms in pieces."""
 
 _Words = np.ndarray[tuple[int, ...], np.dtype[np.uint32]]
 _U32_MAX = float(2**32 - 1)
@@ -108,6 +111,14 @@ def decode_attention(q_BHD: Tensor, k_SND: Tensor, v_SND: Tensor, slots: Tensor,
     The H / N query heads that share a key head are given to the kernel as that head's queries.
     """
     batch, num_heads, _ = q_BHD.shape
+    if batch > ROWS_AT_ONCE:
+        width = bias.shape[-1]
+        out_BHD = q_BHD.new_empty(batch, num_heads, v_SND.shape[2])
+        for first in range(0, batch, ROWS_AT_ONCE):
+            part = slice(first, first + ROWS_AT_ONCE)
+            keys = slots[first * width : (first + ROWS_AT_ONCE) * width]
+            out_BHD[part] = decode_attention(q_BHD[part], k_SND, v_SND, keys, bias[part], scale)
+        return out_BHD
     num_kv_heads = k_SND.shape[1]
     k_BNLD = k_SND.index_select(0, slots).view(batch, -1, num_kv_heads, k_SND.shape[2]).transpose(1, 2)
     v_BNLD = v_SND.index_select(0, slots).view(batch, -1, num_kv_heads, v_SND.shape[2]).transpose(1, 2)

@@ -27,6 +27,12 @@ def group_requests(
         temperature=config.temperature,
         top_p=config.top_p,
         top_k=config.top_k,
+        min_p=config.min_p,
+        frequency_penalty=config.frequency_penalty,
+        presence_penalty=config.presence_penalty,
+        repetition_penalty=config.repetition_penalty,
+        stop=config.stop,
+        stop_token_ids=config.stop_token_ids,
         max_new_tokens=config.max_new_tokens,
     )
     return [
@@ -44,9 +50,15 @@ def group_requests(
     ]
 
 
-def greedy_requests(problems: Sequence[Problem], *, max_new_tokens: int) -> list[RolloutRequest]:
+def greedy_requests(
+    problems: Sequence[Problem],
+    *,
+    max_new_tokens: int,
+    stop: tuple[str, ...] = (),
+    stop_token_ids: tuple[int, ...] = (),
+) -> list[RolloutRequest]:
     """One greedy request per problem, for evaluation."""
-    sampling = SamplingParams(temperature=0.0, max_new_tokens=max_new_tokens)
+    sampling = SamplingParams(temperature=0.0, max_new_tokens=max_new_tokens, stop=stop, stop_token_ids=stop_token_ids)
     return [
         RolloutRequest(
             request_id=f"eval.{position}", prompt_ids=problem.prompt_ids, sampling=sampling, seed=0, group_id=position

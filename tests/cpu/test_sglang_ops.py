@@ -102,6 +102,8 @@ def test_attention_gives_the_same_bits_in_any_company() -> None:
     for b, n in enumerate(pool.lengths.tolist()):
         assert torch.equal(pool.attend(torch.tensor([b]))[0], together[b])
         assert torch.equal(pool.attend(torch.tensor([b]), longest=n + 100)[0], together[b])
+    many = pool.attend(torch.arange(8).repeat(25))  # in several pieces, the last one smaller
+    assert torch.equal(many, together.repeat(25, 1, 1))
     slots, bias = ops.key_slots(pool.req_to_token, torch.arange(8), pool.lengths + 1, 91)
     wrong = ops.decode_attention(pool.q, pool.k, pool.v, slots, bias, 0.3)
     assert not torch.equal(wrong, together), "one key too many must show"

@@ -47,6 +47,23 @@ def test_a_problem_that_a_step_asks_for_twice_gets_new_samples() -> None:
     assert len({r.seed for r in both}) == 2 * CONFIG.group_size
 
 
+def test_sampling_options_are_those_of_the_settings() -> None:
+    options = {
+        "top_p": 0.9,
+        "top_k": 5,
+        "min_p": 0.1,
+        "frequency_penalty": 0.2,
+        "presence_penalty": 0.3,
+        "repetition_penalty": 1.4,
+        "stop": ("x",),
+        "stop_token_ids": (7,),
+    }
+    [request, *_] = group_requests(PROBLEMS, config=replace(CONFIG, **options), run_seed=1, step=2)  # type: ignore[arg-type]
+    assert {name: getattr(request.sampling, name) for name in options} == options
+    [request, *_] = greedy_requests(PROBLEMS, max_new_tokens=9, stop=("x",), stop_token_ids=(7,))
+    assert (request.sampling.stop, request.sampling.stop_token_ids) == (("x",), (7,))
+
+
 def test_evaluation_is_greedy_with_one_response_per_problem() -> None:
     requests = greedy_requests(PROBLEMS, max_new_tokens=9)
     assert [(r.sampling.temperature, r.sampling.max_new_tokens, r.group_id) for r in requests] == [

@@ -1,7 +1,10 @@
 """What speculation did, in counts and seconds. PURE.
 
 Invariants: emitted = accepted + verifies; accepted <= drafted, at every position; adding is exact, so counts of
-engines, ranks and steps can be summed in any order.
+engines, ranks, steps and drafters can be summed in any order.
+
+Where several drafters' tokens are verified in one tree, the round, its verifies and bonus tokens are those of the
+drafter that leads it, and every draft token is its drafter's.
 """
 
 from __future__ import annotations
@@ -68,11 +71,19 @@ class Counts(msgspec.Struct, kw_only=True):
     def _request(self, drafted: int, accepted: int) -> None:
         self.verifies += 1
         self.emitted += accepted + 1
+        self._tokens(0, drafted, accepted)
+
+    def beside(self, first: int, drafted: int, accepted: int) -> None:
+        """Draft tokens, of one request, from position `first` on, in a round that another drafter leads."""
+        self.emitted += accepted
+        self._tokens(first, drafted, accepted)
+
+    def _tokens(self, first: int, drafted: int, accepted: int) -> None:
         self.drafted += drafted
         self.accepted += accepted
-        for position in range(drafted):
+        for position in range(first, first + drafted):
             self.drafted_at[position] += 1
-        for position in range(accepted):
+        for position in range(first, first + accepted):
             self.accepted_at[position] += 1
 
     def __add__(self, other: Counts) -> Counts:

@@ -4,8 +4,11 @@ A round verifies, per request, a tree of draft tokens below the last committed t
 committed token) and then the draft tokens, parents before children; the target's answer to a row is the token that it
 samples after that row's path, with the noise of (request seed, position).
 
-Invariant: `accepted_path` returns the rows along which the draft tokens equal the target's samples, so the samples on
-those rows are exactly the tokens that decoding one at a time would have emitted. What was drafted cannot change them.
+Invariants:
+- `accepted_path` returns the rows along which the draft tokens equal the target's samples, so the samples on those rows
+  are exactly the tokens that decoding one at a time would have emitted. What was drafted cannot change them;
+- a draft token that several drafts share is one row, and the credit of the first of them: credits add up to the rows of
+  the tree, and to those that were accepted.
 """
 
 from __future__ import annotations
@@ -43,21 +46,99 @@ def chain(tokens: Sequence[int]) -> DraftTree:
     return DraftTree(tuple(tokens), tuple(range(len(tokens))))
 
 
-def merged(drafts: Sequence[Sequence[int]]) -> DraftTree:
-    """The tree of several chains; common beginnings are held once."""
+def merged(
+    drafts: Sequence[Sequence[int]], *, max_tokens: int | None = None, max_branches: int | None = None
+) -> DraftTree:
+    """The tree of several chains; common beginnings are held once.
+
+    Earlier drafts come first. One that would exceed `max_tokens` draft tokens is cut; one that would need more than
+    `max_branches` branches is cut where it leaves the others. None: no bound.
+    """
     tokens: list[int] = []
     parents: list[int] = []
     children: dict[tuple[int, int], int] = {}
+    branches = 0
     for draft in drafts:
         row = 0
         for token in draft:
             child = children.get((row, token))
             if child is None:
+                is_branch = row != len(tokens)
+                if len(tokens) == max_tokens or (is_branch and branches == max_branches):
+                    break
+                branches += is_branch
                 tokens.append(token)
                 parents.append(row)
                 child = children[row, token] = len(tokens)
             row = child
     return DraftTree(tuple(tokens), tuple(parents))
+
+
+def branches(tree: DraftTree) -> list[list[int]]:
+    """The paths from the root to the leaves, without the one on which every row follows the row before, if any.
+
+    A row that is on several paths has the same ancestors on all of them.
+    """
+    inner = set(tree.parents)
+    paths = []
+    for leaf in range(1, tree.num_rows):
+        if leaf in inner:
+            continue
+        path = [leaf]
+        while path[-1] != 0:
+            path.append(tree.parents[path[-1] - 1])
+        if path[0] != len(path) - 1:
+            paths.append(path[::-1])
+    return paths
+
+
+def held(tree: DraftTree, draft: Sequence[int]) -> int:
+    """How many tokens of a draft, from its first on, the tree has."""
+    rows = {(parent, token): row for row, (token, parent) in enumerate(zip(tree.tokens, tree.parents, strict=True), 1)}
+    row = 0
+    for depth, token in enumerate(draft):
+        if (row, token) not in rows:
+            return depth
+        row = rows[row, token]
+    return len(draft)
+
+
+@dataclass(frozen=True, slots=True)
+class Credit:
+    """What one draft of a tree brought that those before it did not."""
+
+    first: int
+    """Draft tokens that it shares with an earlier draft."""
+    drafted: int
+    """Those that follow, which are its own."""
+    accepted: int
+    """Of its own."""
+    agreed: int
+    """Of all that it has, the shared ones included."""
+    reached: bool
+    """Whether its own were put to the test: what it shares was accepted, and no earlier draft went on rightly."""
+
+
+def credits_of(drafts: Sequence[Sequence[int]], accepted: Sequence[int]) -> list[Credit]:
+    """Per draft of a tree. Args: the drafts, as far as the tree holds them; the draft tokens that were accepted."""
+    credits: list[Credit] = []
+    best = 0  # accepted tokens that the drafts so far have
+    for i, draft in enumerate(drafts):
+        first = max((common(draft, other) for other in drafts[:i]), default=0)
+        right = common(draft, accepted)
+        credits.append(Credit(first, len(draft) - first, max(0, right - first), right, right >= first >= best))
+        best = max(best, right)
+    return credits
+
+
+def common(some: Sequence[int], others: Sequence[int]) -> int:
+    """Length of the common beginning."""
+    length = 0
+    for a, b in zip(some, others, strict=False):
+        if a != b:
+            break
+        length += 1
+    return length
 
 
 def accepted_path(tree: DraftTree, samples: Sequence[int]) -> list[int]:

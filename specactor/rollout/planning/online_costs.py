@@ -46,6 +46,16 @@ class OnlineCosts:
     def table(self) -> CostTable | None:
         return self._table
 
+    @property
+    def verifies(self) -> list[Point]:
+        """Of the rounds that are remembered, plain ones too."""
+        return list(self._verifies)
+
+    @property
+    def drafts(self) -> dict[str, list[Point]]:
+        """The same, per drafter."""
+        return {name: list(points) for name, points in self._drafts.items()}
+
     def wanted(self, max_window: int) -> int:
         """A window to try while there is no table."""
         return min(TRIED[self._rounds % len(TRIED)], max_window)

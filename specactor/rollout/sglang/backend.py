@@ -1,7 +1,7 @@
 """SGLang's engine as the host uses it. All contact with SGLang on the host's side is in this file.
 
 Decisions:
-- token ids in, token ids and log-probabilities out: no tokenizer, and no detokenizer process;
+- token ids in, token ids and log-probabilities out: no detokenizer process, and a tokenizer only for stop strings;
 - deterministic mode: a request's noise depends on (seed, position) alone;
 - a batch is one message to the scheduler, so the same batch is always admitted in the same way;
 - log-probabilities are log_softmax(logits / temperature) of the emitted token, before top-p and top-k. That is what
@@ -23,7 +23,7 @@ import torch
 
 from specactor.errors import EngineError
 from specactor.parallel.layout import ENGINE_RESERVED_TOKENS
-from specactor.rollout.sglang import guard, rank_calls
+from specactor.rollout.sglang import guard, rank_calls, routed_experts, stopping
 from specactor.rollout.sglang.protocol import EngineSpec
 from specactor.types import FinishReason, RolloutRequest
 
@@ -54,6 +54,8 @@ def server_args(spec: EngineSpec, *, gpu: bool, memory_release: bool) -> dict[st
         "log_level": "warning",
         "enable_memory_saver": memory_release,
     }
+    if config.routed_experts:
+        arguments["enable_return_routed_experts"] = True
     reserve = 0
     if spec.speculation.mode != "off":
         rows = spec.speculation.max_window + 1
@@ -98,24 +100,32 @@ class Backend:
     async def generate(self, requests: Sequence[RolloutRequest]) -> AsyncIterator[tuple[int, dict[str, Any] | None]]:
         """Yields (index, response) as requests finish, and (index, None) as signs of progress before.
 
-        A response has token_ids, logprobs and finish_reason. Raises EngineError for requests that SGLang refuses.
+        A response has token_ids, logprobs, finish_reason and routed_experts. Raises EngineError for requests
+        that SGLang or this engine refuses.
         """
         from sglang.srt.managers.io_struct import GenerateReqInput
 
         self._num_batches += 1
+        _refuse_grammars(requests)
+        manager = self._engine.tokenizer_manager
+        if manager.tokenizer is None and any(request.sampling.stop for request in requests):
+            manager.tokenizer = stopping.Text(manager.server_args.tokenizer_path or self._spec.model_dir)
+        start = min(len(request.prompt_ids) for request in requests) - 1
         batch = GenerateReqInput(
             input_ids=[list(request.prompt_ids) for request in requests],
             sampling_params=[_sampling(request) for request in requests],
             rid=[f"{self._num_batches}.{i}" for i in range(len(requests))],
             return_logprob=True,
             logprob_start_len=-1,
+            return_routed_experts=self._spec.config.routed_experts,
+            routed_experts_start_len=start,
             stream=True,
         )
         try:
-            async for out in self._engine.tokenizer_manager.generate_request(batch, None):
+            async for out in manager.generate_request(batch, None):
                 index = int(out["meta_info"]["id"].rpartition(".")[2])
                 reason = out["meta_info"]["finish_reason"]
-                yield index, None if reason is None else _response(out, reason)
+                yield index, None if reason is None else _response(out, reason, start=start)
         except ValueError as error:
             raise EngineError(f"SGLang refused the batch: {error}") from error
 
@@ -214,6 +224,18 @@ def _engine_class(*, fork: bool) -> Any:
     return TokenEngine
 
 
+def _refuse_grammars(requests: Sequence[RolloutRequest]) -> None:
+    """Raises EngineError for a request with a grammar: every draft token would need a mask of its own."""
+    for request in requests:
+        for option in ("json_schema", "regex", "ebnf"):
+            value = getattr(request.sampling, option)
+            if value:
+                raise EngineError(
+                    f"request {request.request_id}: sampling.{option}: got {value!r}, expected none: engines have no "
+                    "grammars. Leave it out, and score the form of a response in its verifier."
+                )
+
+
 def _sampling(request: RolloutRequest) -> dict[str, Any]:
     sampling = request.sampling
     return {
@@ -221,16 +243,27 @@ def _sampling(request: RolloutRequest) -> dict[str, Any]:
         "max_new_tokens": sampling.max_new_tokens,
         "top_p": sampling.top_p,
         "top_k": sampling.top_k,
+        "min_p": sampling.min_p,
+        "frequency_penalty": sampling.frequency_penalty,
+        "presence_penalty": sampling.presence_penalty,
+        "repetition_penalty": sampling.repetition_penalty,
+        "logit_bias": {str(token): bias for token, bias in sampling.logit_bias} or None,
+        "stop": list(sampling.stop) or None,
         "stop_token_ids": list(sampling.stop_token_ids) or None,
         "ignore_eos": sampling.ignore_eos,
         "sampling_seed": request.seed,
     }
 
 
-def _response(out: dict[str, Any], reason: dict[str, Any]) -> dict[str, Any]:
+def _response(out: dict[str, Any], reason: dict[str, Any], *, start: int) -> dict[str, Any]:
     kinds: dict[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
     tokens = [int(token) for token in out["output_ids"]]
     logprobs = [float(entry[0]) for entry in out["meta_info"].get("output_token_logprobs") or []]
     if len(tokens) != len(logprobs):
         raise EngineError(f"SGLang returned {len(logprobs)} log-probabilities for {len(tokens)} tokens")
-    return {"token_ids": tokens, "logprobs": logprobs, "finish_reason": kinds[reason["type"]]}
+    return {
+        "token_ids": tokens,
+        "logprobs": logprobs,
+        "finish_reason": kinds[reason["type"]],
+        "routed_experts": routed_experts.of_response(out["meta_info"], num_tokens=len(tokens), start=start),
+    }

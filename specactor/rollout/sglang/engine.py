@@ -293,6 +293,7 @@ class Engine:
             token_ids=tuple(message.token_ids),
             logprobs=tuple(message.logprobs),
             finish_reason=message.finish_reason,
+            routed_experts=message.routed_experts,
             spans=(VersionSpan(version=self._version, start=0, end=len(message.token_ids)),),
         )
 

@@ -8,7 +8,15 @@ from __future__ import annotations
 import torch
 
 from specactor.cpu import sglang as cpu
-from specactor.rollout.sglang import rank_calls, sampling, speculation, speculation_calls
+from specactor.rollout.sglang import (
+    penalties,
+    rank_calls,
+    routed_experts,
+    sampling,
+    speculation,
+    speculation_calls,
+    stopping,
+)
 from specactor.weights_sync import messages
 from specactor.weights_sync.receiver import Receiver
 
@@ -17,7 +25,8 @@ def register() -> None:
     """Called once per process by SGLang."""
     if not torch.cuda.is_available():
         cpu.install()
-    sampling.install()
+    for part in (sampling, penalties, stopping, routed_experts):
+        part.install()
     receiver = Receiver()
     rank_calls.RANK_CALLS.update(
         {messages.CHECK: receiver.check, messages.LOAD: receiver.load, messages.COMMIT: receiver.commit}

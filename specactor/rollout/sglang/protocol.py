@@ -88,6 +88,7 @@ class Finished(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     token_ids: list[int]
     logprobs: list[float]
     finish_reason: FinishReason
+    routed_experts: bytes = b""
 
 
 class Progress(msgspec.Struct, tag=True, frozen=True, kw_only=True):

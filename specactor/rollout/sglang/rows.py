@@ -4,7 +4,7 @@ A row reads the keys of its request's committed tokens and of its own path, so t
 time verify a tree, with the same bits, whatever windows the batch mixes. All contact with SGLang's batch that this
 needs is in this file.
 
-Shape legend: B requests, R rows of all requests, C columns of the page table (one KV slot per token of a request).
+Shape legend: B requests, R rows of all requests, M rows that read through a borrowed row of the page table.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specactor.rollout.draft.verification import DraftTree
+from specactor.rollout.draft.verification import DraftTree, branches
 
 _PER_REQUEST = ("temperatures", "top_ps", "top_ks", "min_ps", "sampling_seed", "logit_bias")
 _PENALTIES = ("acc_additive_penalties", "acc_scaling_penalties")
@@ -40,6 +40,11 @@ class Rows:
     def total(self) -> int:
         return self.starts[-1]
 
+    @property
+    def drafted(self) -> bool:
+        """Whether any request has a draft token. If not, rows are requests, and all the arranging can be spared."""
+        return self.total > len(self.trees)
+
 
 def spread(batch: Any, rows: Rows, *, req_to_token: Tensor) -> None:
     """Turn a decode batch of B requests into one of R rows, in place.
@@ -48,27 +53,28 @@ def spread(batch: Any, rows: Rows, *, req_to_token: Tensor) -> None:
     """
     device = batch.seq_lens.device
     trees, reqs = rows.trees, batch.reqs
-    owner = [i for i, tree in enumerate(trees) for _ in range(tree.num_rows)]
-    owner_R = torch.tensor(owner, dtype=torch.int64, device=device)
-    place_R = torch.tensor([r for tree in trees for r in range(tree.num_rows)], dtype=torch.int64, device=device)
-    depth_R = torch.tensor([d for tree in trees for d in tree.depths()], dtype=torch.int64, device=device)
     tokens = [t for req, tree in zip(reqs, trees, strict=True) for t in (req.output_ids[-1], *tree.tokens)]
-    base_R = batch.seq_lens[owner_R]
-    pool_R = batch.req_pool_indices[owner_R]
-    batch.out_cache_loc = req_to_token[pool_R, base_R + place_R].to(torch.int64)
-    batch.req_pool_indices = pool_R
-    batch.seq_lens = base_R + depth_R + 1
-    batch.seq_lens_cpu = batch.seq_lens.cpu()
-    batch.seq_lens_sum = None
-    batch.orig_seq_lens = batch.seq_lens.to(batch.orig_seq_lens.dtype)
     batch.input_ids = torch.tensor(tokens, dtype=torch.int64, device=device)
-    if rows.total > len(reqs):
+    place_R: Tensor | int = 0
+    depth_R: Tensor | int = 0
+    if rows.drafted:
+        owner = [i for i, tree in enumerate(trees) for _ in range(tree.num_rows)]
+        owner_R = torch.tensor(owner, dtype=torch.int64, device=device)
+        place_R = torch.tensor([r for tree in trees for r in range(tree.num_rows)], dtype=torch.int64, device=device)
+        depth_R = torch.tensor([d for tree in trees for d in tree.depths()], dtype=torch.int64, device=device)
+        batch.seq_lens = batch.seq_lens[owner_R]
+        batch.req_pool_indices = batch.req_pool_indices[owner_R]
         batch.sampling_info = _spread_sampling(batch.sampling_info, owner_R)
         batch.reqs = [reqs[i] for i in owner]
         for name in ("top_logprobs_nums", "token_ids_logprobs"):
             values = getattr(batch, name)
             if values:
                 setattr(batch, name, [values[i] for i in owner])
+    batch.out_cache_loc = req_to_token[batch.req_pool_indices, batch.seq_lens + place_R].to(torch.int64)
+    batch.seq_lens = batch.seq_lens + depth_R + 1
+    batch.seq_lens_cpu = batch.seq_lens.cpu()
+    batch.seq_lens_sum = None
+    batch.orig_seq_lens = batch.seq_lens.to(batch.orig_seq_lens.dtype)
 
 
 def _spread_sampling(info: Any, owner_R: Tensor) -> Any:
@@ -84,33 +90,42 @@ def _spread_sampling(info: Any, owner_R: Tensor) -> Any:
 class Branches:
     """Page-table rows for the branches of trees, borrowed for one round from requests that are not there.
 
-    Rows of the batch that are not on their request's first path read through such a row: the request's committed slots,
-    then those of the row's own ancestors.
+    Row r of a request writes to its (r + 1)-th free slot. A row whose ancestors are not the rows before it, and so not
+    in the slots before, reads through a borrowed page-table row: the request's committed slots, then those of its path.
     """
 
-    def __init__(self, pool: Any) -> None:
+    def __init__(self, pool: Any, *, page_size: int) -> None:
         self._pool = pool
+        self._page_size = page_size
         self._borrowed: list[int] = []
 
     def room(self) -> int:
-        """Branches that can be had."""
-        return len(self._pool.free_slots)
+        """Branches that can be had: none with pages of several slots, which a path cannot pick from."""
+        return len(self._pool.free_slots) if self._page_size == 1 else 0
 
     def place(self, batch: Any, rows: Rows) -> None:
-        """Give every row that is off its request's first path a page-table row. `batch` was `spread` before."""
-        table = self._pool.req_to_token
-        for i, tree in enumerate(rows.trees):
+        """Give every branch a page-table row. `batch` was `spread` before."""
+        homes: list[int] = []
+        moves: list[tuple[int, int, int]] = []  # (borrowed row, column, column of the same slot in the request's row)
+        readers: list[tuple[int, int]] = []  # (row of the batch, borrowed row)
+        for tree, first in zip(rows.trees, rows.starts, strict=False):
             if tree.is_chain:
                 continue
-            first = rows.starts[i]
             base = int(batch.seq_lens_cpu[first]) - 1
-            home = int(batch.req_pool_indices[first])
-            slots = table[home, base : base + tree.num_rows].clone()
-            for path in _paths(tree):
+            for path in branches(tree):
                 row = self._borrow()
-                table[row, :base] = table[home, :base]
-                table[row, base : base + len(path)] = slots[torch.tensor(path, device=slots.device)]
-                batch.req_pool_indices[[first + r for r in path if r > 0]] = row
+                homes.append(batch.reqs[first].kv.req_pool_idx)
+                off = [(depth, r) for depth, r in enumerate(path) if depth != r]
+                moves += [(row, base + depth, base + r) for depth, r in off]
+                readers += [(first + r, row) for _, r in off]
+        if not homes:
+            return
+        table, device = self._pool.req_to_token, self._pool.req_to_token.device
+        table[self._borrowed] = table[homes]
+        row_M, column_M, source_M = torch.tensor(moves, device=device).unbind(1)
+        table[row_M, column_M] = table[row_M, source_M]
+        reader_M, borrowed_M = torch.tensor(readers, device=device).unbind(1)
+        batch.req_pool_indices[reader_M] = borrowed_M
 
     def keep(self, req: Any, base: int, tree: DraftTree, path: Sequence[int]) -> None:
         """Bring the slots of an accepted path, rows in order, to where the request's next tokens are looked for."""
@@ -123,29 +138,10 @@ class Branches:
         span.copy_(span[torch.tensor(order, device=span.device)])
 
     def give_back(self) -> None:
-        self._pool.free_slots.extend(self._borrowed)
+        self._pool.free_slots.extend(reversed(self._borrowed))
         self._borrowed = []
 
     def _borrow(self) -> int:
         row: int = self._pool.free_slots.pop()
         self._borrowed.append(row)
         return row
-
-
-def _paths(tree: DraftTree) -> list[list[int]]:
-    """From the root to every leaf. A row that is on several has the same ancestors on all of them."""
-    inner = set(tree.parents)
-    paths = []
-    for leaf in range(1, tree.num_rows):
-        if leaf in inner:
-            continue
-        path = [leaf]
-        while path[-1] != 0:
-            path.append(tree.parents[path[-1] - 1])
-        paths.append(path[::-1])
-    return paths
-
-
-def num_branches(tree: DraftTree) -> int:
-    """Page-table rows that the tree needs."""
-    return 0 if tree.is_chain else tree.num_rows - len(set(tree.parents) | {0})

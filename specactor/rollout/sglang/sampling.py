@@ -1,9 +1,15 @@
-"""A request's token does not depend on how its batch mates are sampled.
+"""A request's token does not depend on how its batch mates are sampled, and min-p works with a seed.
 
 SGLang samples a whole batch with one routine. If any request of the batch has top-p or top-k, the noise of all is keyed
 by the rank of a token among the sorted probabilities and no longer by its id, so a request without either
 gets other tokens in such company than alone. Here each kind of request is sampled by the routine that it has when all
 of the batch are of its kind, which is what SGLang does with a batch of one.
+
+SGLang refuses min-p in the deterministic mode (an assertion that ends the engine): its weights are not normalised then.
+The Gumbel-max trick does not need them to be. Tokens below the threshold, which is relative to the likeliest token, get
+probability 0 before the sort; top-k and top-p keep or drop the others exactly as in SGLang's own order of the three.
+
+Shape legend: R rows, V vocabulary.
 """
 
 from __future__ import annotations
@@ -33,6 +39,8 @@ def sample_by_kind(
     """(token ids [R] of int32, what SGLang captures of its sampling masks). Args: probs [R, V], positions [R]."""
     if simple or info.sampling_seed is None or info.sampling_mask_batch_indices is not None:
         return original(sampler, probs, info, positions, simple)
+    if info.need_min_p_sampling:
+        probs, info = _without_the_unlikely(probs, info)
     greedy_R = info.top_ks <= 1
     simple_R = _unfiltered(info)
     if not bool((greedy_R | simple_R).any()):
@@ -44,6 +52,14 @@ def sample_by_kind(
             part, _ = original(sampler, probs[rows], _of_rows(info, rows), positions[rows], is_simple)
             tokens_R[rows] = part.to(torch.int32)
     return tokens_R, None
+
+
+def _without_the_unlikely(probs_RV: Tensor, info: Any) -> tuple[Tensor, Any]:
+    """min-p applied: the remaining probabilities, and parameters that do not ask for it again."""
+    threshold_R = probs_RV.max(dim=-1).values * info.min_ps
+    applied = copy.copy(info)
+    applied.need_min_p_sampling = False
+    return probs_RV.masked_fill(probs_RV < threshold_R[:, None], 0.0), applied
 
 
 def _unfiltered(info: Any) -> Tensor:

@@ -13,7 +13,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import takewhile
 from typing import Any
 
 import torch
@@ -30,6 +29,7 @@ from specactor.rollout.draft.speculator import Speculator
 from specactor.rollout.draft.verification import DraftTree, accepted_path, chain
 from specactor.rollout.sglang import draft_forward
 from specactor.rollout.sglang.draft_model import DraftModel
+from specactor.rollout.sglang.penalties import has_penalties
 from specactor.rollout.sglang.rows import Branches, Rows, spread
 
 NAME = "SPECACTOR"
@@ -112,13 +112,15 @@ class Worker(BaseSpecWorker):  # type: ignore[misc]
                         "Start it with rollout.speculation.draft_model."
                     )
                 drafter.attach(self._draft_worker.model_runner, lambda rid: self._running[rid].req)
+        if speculator is not None:
+            speculator.vocab_size = self._vocab_size
         self._running.clear()
         self.speculator = speculator
 
     def alloc_memory_pool(self, **pools: Any) -> None:
         super().alloc_memory_pool(**pools)
-        self._pool, _ = self._target_worker.get_memory_pool()
-        self._branches = Branches(self._pool)
+        self._pool, slots = self._target_worker.get_memory_pool()
+        self._branches = Branches(self._pool, page_size=slots.page_size)
 
     def init_cuda_graphs(self) -> None:
         if self._draft_worker is not None:
@@ -157,25 +159,30 @@ class Worker(BaseSpecWorker):  # type: ignore[misc]
         started = time.perf_counter()
         spread(batch, rows, req_to_token=self._pool.req_to_token)
         try:
-            self._branches.place(batch, rows)
+            if rows.drafted:
+                self._branches.place(batch, rows)
             result = self._target_worker.forward_batch_generation(batch, pp_proxy_tensors=pp_proxy_tensors)
             samples = result.next_token_ids.tolist()
         finally:
             self._branches.give_back()
-        paths = [
-            accepted_path(tree, samples[first:last])
-            for tree, first, last in zip(trees, rows.starts, rows.starts[1:], strict=False)
-        ]
-        for req, tree, path, length in zip(reqs, trees, paths, base.tolist(), strict=True):
-            self._branches.keep(req, length, tree, path)
+        paths = self._accepted(reqs, rows, samples, base.tolist()) if rows.drafted else [[0]] * len(reqs)
         if self.speculator is not None and get_parallel().tp_rank == 0:
             self.speculator.learn(
                 [r.sequence for r in running],
-                [tree.num_rows - 1 for tree in trees],
-                [len(path) - 1 for path in paths],
+                [[tree.tokens[row - 1] for row in path[1:]] for tree, path in zip(trees, paths, strict=True)],
                 verify_s=time.perf_counter() - started,
             )
         return self._emit(result, rows, paths, base)
+
+    def _accepted(
+        self, reqs: Sequence[Any], rows: Rows, samples: Sequence[int], lengths: Sequence[int]
+    ) -> list[list[int]]:
+        """Per request the rows that are kept; their slots are brought to where its next tokens look for them."""
+        paths = []
+        for i, (req, tree, length) in enumerate(zip(reqs, rows.trees, lengths, strict=True)):
+            paths.append(accepted_path(tree, samples[rows.starts[i] : rows.starts[i + 1]]))
+            self._branches.keep(req, length, tree, paths[-1])
+        return paths
 
     def _prefill(self, batch: Any, pp_proxy_tensors: Any) -> GenerationBatchResult:
         result = self._target_worker.forward_batch_generation(batch, pp_proxy_tensors=pp_proxy_tensors)
@@ -229,28 +236,24 @@ class Worker(BaseSpecWorker):  # type: ignore[misc]
             return [_NOTHING] * len(reqs)
         sequences = [r.sequence for r in running]
         who: list[int] = []
-        drafts: list[list[int]] = [[] for _ in reqs]
+        lists: list[list[int]] = [[] for _ in reqs]
         if get_parallel().tp_rank == 0:
-            limits = [min(self._max_rows - 1, self._wanted(req) - 1) for req in reqs]
-            decision = self.speculator.decide(sequences, limits)
+            limits = [
+                0 if has_penalties(req.sampling_params) else min(self._max_rows - 1, self._wanted(req) - 1)
+                for req in reqs
+            ]
+            decision = self.speculator.decide(sequences, limits, max_branches=self._branches.room())
             if decision.together:
                 who = [list(self.speculator.drafters).index(decision.drafter)]
-                drafts = [[window] for window in decision.windows]
+                lists = [[window] for window in decision.windows]
             else:
-                drafts = self._cut(decision.drafts)
-        who, *drafts = self._agreed([who, *drafts])
+                lists = [_to_list(tree) for tree in decision.trees]
+        who, *lists = self._agreed([who, *lists])
         if who:
             drafter = list(self.speculator.drafters)[who[0]]
-            made = self.speculator.draft(drafter, sequences, [window for [window] in drafts])
-            drafts = self._agreed(self._cut(made))
-        return [chain(draft) if draft else _NOTHING for draft in drafts]
-
-    def _cut(self, drafts: Sequence[Sequence[int]]) -> list[list[int]]:
-        """Up to the first token that does not exist."""
-        return [list(takewhile(self._exists, draft)) for draft in drafts]
-
-    def _exists(self, token: int) -> bool:
-        return 0 <= token < self._vocab_size
+            made = self.speculator.draft(drafter, sequences, [window for [window] in lists])
+            lists = self._agreed([_to_list(chain(draft)) for draft in made])
+        return [_to_tree(values) for values in lists]
 
     @staticmethod
     def _wanted(req: Any) -> int:
@@ -258,12 +261,12 @@ class Worker(BaseSpecWorker):  # type: ignore[misc]
         return int(req.sampling_params.max_new_tokens) - len(req.output_ids)
 
     def _agreed(self, lists: list[list[int]]) -> list[list[int]]:
-        """Rank 0's lists; they hold no negative numbers, and each at most a window of them."""
+        """Rank 0's lists; they hold no negative numbers, and each at most a tree."""
         parallel = get_parallel()
         if parallel.tp_size == 1:
             return lists
         group = parallel.tp_group
-        padded = torch.full((len(lists), self._max_rows), -1, dtype=torch.int64)
+        padded = torch.full((len(lists), 2 * self._max_rows), -1, dtype=torch.int64)
         for row, values in zip(padded, lists, strict=True):
             row[: len(values)] = torch.tensor(values, dtype=torch.int64)
         dist.broadcast(padded, src=group.ranks[0], group=group.cpu_group)
@@ -273,36 +276,45 @@ class Worker(BaseSpecWorker):  # type: ignore[misc]
         self, result: GenerationBatchResult, rows: Rows, paths: Sequence[Sequence[int]], base: torch.Tensor
     ) -> GenerationBatchResult:
         """The round as SGLang's result: per request, its emitted tokens padded to the longest."""
-        device = base.device
         width = max(len(path) for path in paths)
-        kept = torch.tensor(
-            [
-                first + path[min(j, len(path) - 1)]
-                for first, path in zip(rows.starts, paths, strict=False)
-                for j in range(width)
-            ],
-            dtype=torch.int64,
-            device=device,
-        )
-        lengths = torch.tensor([len(path) for path in paths], dtype=torch.int32, device=device)
+        if rows.drafted:
+            padded = [[*path, *[path[-1]] * (width - len(path))] for path in paths]
+            _keep(result, [start + row for start, path in zip(rows.starts, padded, strict=False) for row in path])
         output = result.logits_output
         if output.next_token_logprobs is not None:
-            output.next_token_logprobs = output.next_token_logprobs[kept].view(len(paths), width)
-        order = kept.tolist()
-        for name in ("top_logprobs", "token_ids_logprobs"):
-            for kind in ("val", "idx"):
-                values = getattr(output, f"next_token_{name}_{kind}")
-                if values:
-                    setattr(output, f"next_token_{name}_{kind}", [values[row] for row in order])
-        if output.hidden_states is not None:
-            output.hidden_states = output.hidden_states[kept]
-        result.next_token_ids = result.next_token_ids[kept]
+            output.next_token_logprobs = output.next_token_logprobs.view(len(paths), width)
+        lengths = torch.tensor([len(path) for path in paths], dtype=torch.int32, device=base.device)
         result.accept_lens = lengths
         result.new_seq_lens = base + lengths
         result.next_draft_input = _Carried()
         result.speculative_num_draft_tokens = self._max_rows
         result.speculative_output_stride = width
         return result
+
+
+def _keep(result: GenerationBatchResult, rows: list[int]) -> None:
+    """Of what the target returned per row, these rows, in this order."""
+    kept = torch.tensor(rows, dtype=torch.int64, device=result.next_token_ids.device)
+    output = result.logits_output
+    if output.next_token_logprobs is not None:
+        output.next_token_logprobs = output.next_token_logprobs[kept]
+    for name in ("top_logprobs", "token_ids_logprobs"):
+        for kind in ("val", "idx"):
+            values = getattr(output, f"next_token_{name}_{kind}")
+            if values:
+                setattr(output, f"next_token_{name}_{kind}", [values[row] for row in rows])
+    if output.hidden_states is not None:
+        output.hidden_states = output.hidden_states[kept]
+    result.next_token_ids = result.next_token_ids[kept]
+
+
+def _to_list(tree: DraftTree) -> list[int]:
+    return [*tree.tokens, *tree.parents]
+
+
+def _to_tree(values: Sequence[int]) -> DraftTree:
+    half = len(values) // 2
+    return DraftTree(tuple(values[:half]), tuple(values[half:])) if half else _NOTHING
 
 
 def register(make_speculator: Callable[[], Speculator | None]) -> None:

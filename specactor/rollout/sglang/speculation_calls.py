@@ -10,17 +10,31 @@ import msgspec
 from specactor.config import SpeculationConfig
 from specactor.errors import EngineError
 from specactor.rollout.draft.counts import Counts
-from specactor.rollout.draft.speculator import Speculator, make_drafters
+from specactor.rollout.draft.named import make_drafters
+from specactor.rollout.draft.speculator import Speculator
+from specactor.rollout.planning.costs import Point
+from specactor.rollout.planning.online_costs import OnlineCosts
 
 CONFIGURE = "speculation.configure"
 """Rank call: from the next round on, speculate like this. Payload: a `SpeculationConfig` as JSON."""
 REPORT = "speculation.report"
 """Rank call: `Report` since the last one, of rank 0. No payload."""
+ROUNDS = f"{__name__}:rounds"
+"""Rank call: `Rounds` since `CONFIGURE`, of rank 0. No payload."""
 START = "SPECACTOR_SPECULATION"
 """Environment variable by which an engine's processes get the configuration that they start with."""
 
 Report = dict[str, Counts]
 """Counts per drafter."""
+
+
+class Rounds(msgspec.Struct, frozen=True, kw_only=True):
+    """Seconds of rounds, the latest of them if there were many."""
+
+    verifies: list[Point]
+    """Plain steps too."""
+    drafts: dict[str, list[Point]]
+    """Per drafter."""
 
 
 def start_environment(config: SpeculationConfig) -> dict[str, str]:
@@ -58,6 +72,13 @@ def report(rank: Any, payload: bytes) -> bytes:
     """Answer `REPORT`."""
     speculator = _worker(rank).speculator
     return msgspec.json.encode(speculator.report() if speculator is not None else {})
+
+
+def rounds(rank: Any, payload: bytes) -> bytes:
+    """Answer `ROUNDS`."""
+    speculator = _worker(rank).speculator
+    costs = speculator.costs if speculator is not None else OnlineCosts()
+    return msgspec.json.encode(Rounds(verifies=costs.verifies, drafts=costs.drafts))
 
 
 def _worker(rank: Any) -> Any:

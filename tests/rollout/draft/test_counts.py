@@ -36,3 +36,22 @@ def test_counts_are_consistent(rounds: list[list[tuple[int, int]]]) -> None:
 def test_sums_of_parts_are_the_whole(one: list[list[tuple[int, int]]], two: list[list[tuple[int, int]]]) -> None:
     assert of(one) + of(two) == of(one + two)
     assert added([{"a": of(one)}, {"a": of(two), "b": of(one)}]) == {"a": of(one + two), "b": of(one)}
+
+
+@given(requests, st.lists(st.tuples(st.integers(0, 8), st.integers(0, 8), st.integers(0, 8)), max_size=5))
+def test_a_round_of_several_drafters_adds_up(lead: list[tuple[int, int]], beside: list[tuple[int, int, int]]) -> None:
+    others = Counts()
+    for first, drafted, accepted in beside:
+        others.beside(first, drafted, min(drafted, accepted))
+    assert others.emitted == others.accepted + others.verifies
+    assert (others.drafted, others.accepted) == (sum(others.drafted_at), sum(others.accepted_at))
+    assert all(a <= d for a, d in zip(others.accepted_at, others.drafted_at, strict=True))
+    both = of([lead]) + others
+    assert both.emitted == both.accepted + both.verifies
+
+
+def test_positions_of_draft_tokens_beside_others() -> None:
+    counts = Counts()
+    counts.beside(2, 3, 1)
+    assert counts.drafted_at[:6] == [0, 0, 1, 1, 1, 0]
+    assert counts.accepted_at[:6] == [0, 0, 1, 0, 0, 0]

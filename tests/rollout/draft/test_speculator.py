@@ -9,9 +9,11 @@ import pytest
 
 from specactor.config import SpeculationConfig
 from specactor.errors import ConfigError
+from specactor.rollout.draft.counts import Counts
 from specactor.rollout.draft.drafter import Drafter, DraftSequence
-from specactor.rollout.draft.speculator import FAILURES, LOOK_EVERY, Speculator, make_drafters
-from specactor.rollout.draft.verification import accepted_path, chain
+from specactor.rollout.draft.named import make_drafters
+from specactor.rollout.draft.speculator import FAILURES, LOOK_EVERY, Speculator
+from specactor.rollout.draft.verification import accepted_path
 from specactor.rollout.planning.windows import OFF
 
 STEP_S, ROW_S = 1e-3, 1e-4
@@ -51,9 +53,18 @@ def truth(sequence: DraftSequence, position: int) -> int:
 class World:
     """An engine that knows only costs and true tokens, on a clock of its own."""
 
-    def __init__(self, config: SpeculationConfig, *drafters: Drafter, requests: int = 4, row_s: float = ROW_S) -> None:
+    def __init__(
+        self,
+        config: SpeculationConfig,
+        *drafters: Drafter,
+        requests: int = 4,
+        row_s: float = ROW_S,
+        max_branches: int = 0,
+    ) -> None:
         self.now = 0.0
+        self.rows = 0
         self.row_s = row_s
+        self.max_branches = max_branches
         self.speculator = Speculator(config, drafters, clock=lambda: self.now)
         self.sequences = [DraftSequence(request_id=str(i), prompt_ids=(1,), seed=i) for i in range(requests)]
         for sequence in self.sequences:
@@ -63,26 +74,45 @@ class World:
         """Tokens per second."""
         started, tokens = self.now, 0
         for _ in range(rounds):
-            decision = self.speculator.decide(self.sequences, [100] * len(self.sequences))
-            assert all(len(d) <= w for d, w in zip(decision.drafts, decision.windows, strict=True))
-            accepted = []
-            for sequence, draft in zip(self.sequences, decision.drafts, strict=True):
+            decision = self.speculator.decide(
+                self.sequences, [100] * len(self.sequences), max_branches=self.max_branches
+            )
+            lists = [decision.drafts, *decision.beside.values()]
+            assert all(len(d) <= w for drafts in lists for d, w in zip(drafts, decision.windows, strict=True))
+            emitted = []
+            for sequence, tree in zip(self.sequences, decision.trees, strict=True):
                 start = len(sequence.output_ids)
-                samples = [truth(sequence, start + j) for j in range(len(draft) + 1)]
-                fresh = [samples[row] for row in accepted_path(chain(draft), samples)]
-                accepted.append(len(fresh) - 1)
+                samples = [truth(sequence, start + depth) for depth in tree.depths()]
+                fresh = [samples[row] for row in accepted_path(tree, samples)]
+                emitted.append(fresh)
                 sequence.output_ids += fresh
                 tokens += len(fresh)
-            rows = len(self.sequences) + sum(map(len, decision.drafts))
+            rows = sum(tree.num_rows for tree in decision.trees)
+            self.rows += rows
             verify_s = STEP_S + self.row_s * rows
             self.now += verify_s
-            self.speculator.learn(self.sequences, [len(d) for d in decision.drafts], accepted, verify_s=verify_s)
-            for sequence, more in zip(self.sequences, accepted, strict=True):
-                self.speculator.commit(sequence, sequence.output_ids[-more - 1 :])
+            self.speculator.learn(self.sequences, [fresh[:-1] for fresh in emitted], verify_s=verify_s)
+            for sequence, fresh in zip(self.sequences, emitted, strict=True):
+                self.speculator.commit(sequence, fresh)
         return tokens / (self.now - started)
 
     def plain_speed(self) -> float:
         return len(self.sequences) / (STEP_S + self.row_s * len(self.sequences))
+
+
+class Sometimes(Drafter):
+    """Right at every position but those of a class of remainders."""
+
+    def __init__(self, name: str, every: int, wrong: int) -> None:
+        self.name, self.every, self.wrong = name, every, wrong
+
+    def propose(self, sequences: Sequence[DraftSequence], windows: Sequence[int]) -> list[list[int]]:
+        return [self._draft(s, w) for s, w in zip(sequences, windows, strict=True)]
+
+    def _draft(self, sequence: DraftSequence, window: int) -> list[int]:
+        start = len(sequence.output_ids)
+        places = range(start, start + window)
+        return [truth(sequence, t) + (t % self.every == self.wrong) for t in places]
 
 
 def auto(**fields: object) -> SpeculationConfig:
@@ -178,3 +208,108 @@ def test_the_future_is_not_seen() -> None:
 def test_unknown_drafters_are_refused(name: str) -> None:
     with pytest.raises(ConfigError, match=r"rollout.speculation.drafters: got"):
         make_drafters(SpeculationConfig(drafters=(name,)))
+
+
+def complements() -> list[Drafter]:
+    return [Sometimes("one", 3, 0), Sometimes("two", 4, 1), Sometimes("three", 5, 2)]
+
+
+def merging(window: int | None, **fields: object) -> SpeculationConfig:
+    return SpeculationConfig(**{"mode": "coupled", "merge": True, "window": window, "max_window": 12, **fields})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("window", [4, None])
+def test_drafters_that_err_at_different_places_are_better_together(window: int | None) -> None:
+    world = World(merging(window), *complements(), row_s=1e-6, max_branches=100)
+    alone = World(merging(window, merge=False), *complements(), row_s=1e-6)
+    speeds = []
+    for one in (world, alone):
+        one.play(60)
+        speeds.append(one.play(60))
+    assert speeds[0] > 1.3 * speeds[1]
+    report = world.speculator.report()
+    assert min(report[name].accepted for name in ("one", "two", "three")) > 0
+
+
+def test_credits_of_several_drafters_add_up_to_what_was_emitted() -> None:
+    world = World(merging(4), *complements(), max_branches=100)
+    world.play(50)
+    total = sum(world.speculator.report().values(), Counts())
+    assert total.emitted == sum(len(s.output_ids) for s in world.sequences)
+    assert total.emitted == total.accepted + total.verifies
+    assert total.drafted == world.rows - total.verifies
+    assert total.verifies == total.rounds * len(world.sequences)
+
+
+def test_rows_beside_others_are_bought_only_where_they_pay() -> None:
+    drafted = []
+    for row_s in (1e-6, 1e-3):
+        world = World(merging(None), *complements(), row_s=row_s, max_branches=100)
+        world.play(100)
+        world.speculator.report()
+        world.play(50)
+        report = world.speculator.report()
+        drafted.append((report["two"].drafted + report["three"].drafted) / 50)
+    assert drafted[0] > 2 * drafted[1]
+
+
+def test_without_room_for_branches_one_drafter_drafts() -> None:
+    world = World(merging(4), *complements(), max_branches=0)
+    world.play(20)
+    report = world.speculator.report()
+    assert report["one"].drafted == 20 * 4 * 4
+    assert report["two"].drafted == report["three"].drafted == 0
+
+
+def test_a_broken_drafter_leaves_the_others_together() -> None:
+    world = World(merging(4), Broken(), *complements(), max_branches=100)
+    world.play(20)
+    report = world.speculator.report()
+    assert report["broken"].failures == FAILURES
+    assert report["one"].rounds == 20
+    assert report["two"].accepted > 0
+
+
+@pytest.mark.parametrize("wrong", [[], [[1], [2], [3], [4], [5]], [[1], None, [2], [3]]])
+def test_malformed_drafts_are_a_failure_and_no_harm(wrong: list[list[int]]) -> None:
+    coin = Coin(1.0)
+    coin.propose = lambda sequences, windows: wrong  # type: ignore[method-assign]
+    world = World(SpeculationConfig(mode="coupled", window=2), coin)
+    world.play(5)
+    assert world.speculator.report()["coin"].failures == FAILURES
+
+
+def test_drafts_end_before_a_token_that_does_not_exist() -> None:
+    world = World(SpeculationConfig(mode="coupled", window=4), Coin(1.0))
+    world.speculator.vocab_size = truth(world.sequences[0], 2)
+    assert [len(d) for d in world.speculator.decide(world.sequences[:1], [8]).drafts] == [2]
+
+
+class Told(Coin):
+    """Notes what it is told, and checks that it knows all whenever it is asked."""
+
+    def __init__(self) -> None:
+        super().__init__(0.0)
+        self.known: dict[str, list[int]] = {}
+        self.commits = 0
+
+    def commit(self, sequence: DraftSequence, tokens: Sequence[int]) -> None:
+        self.known.setdefault(sequence.request_id, []).extend(tokens)
+        self.commits += 1
+
+    def propose(self, sequences: Sequence[DraftSequence], windows: Sequence[int]) -> list[list[int]]:
+        assert all(self.known.get(s.request_id, []) == s.output_ids for s in sequences)
+        return super().propose(sequences, windows)
+
+
+def test_drafters_are_told_late_while_decoding_is_plain_and_miss_nothing() -> None:
+    told = Told()
+    world = World(auto(), told)
+    world.play(200)
+    assert world.speculator.report()[OFF].rounds > 150
+    before = told.commits
+    world.play(10 * LOOK_EVERY)
+    assert told.commits - before < 10 * LOOK_EVERY  # a quarter: of 4 requests, every round
+    for sequence in world.sequences:
+        world.speculator.close(sequence)
+        assert told.known[sequence.request_id] == sequence.output_ids

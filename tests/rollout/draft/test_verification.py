@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specactor.rollout.draft.verification import DraftTree, accepted_path, chain, merged
+from specactor.rollout.draft.verification import DraftTree, accepted_path, branches, chain, held, merged
 
 VOCAB = 3
 Draw = tuple[int, ...]
@@ -69,6 +69,36 @@ def test_common_beginnings_are_held_once() -> None:
     assert not tree.is_chain
     assert chain([5, 6]).is_chain
     assert chain([]).num_rows == 1
+
+
+@given(drafts, st.integers(0, 9), st.integers(0, 4))
+def test_bounded_trees(several: list[list[int]], max_tokens: int, max_branches: int) -> None:
+    tree = merged(several, max_tokens=max_tokens, max_branches=max_branches)
+    assert len(tree.tokens) <= max_tokens
+    assert len(branches(tree)) <= max_branches
+    assert merged([draft[: held(tree, draft)] for draft in several]) == tree
+    assert merged(several, max_tokens=100, max_branches=100) == merged(several)
+
+
+@given(drafts)
+def test_every_row_is_on_the_first_path_or_on_a_branch(several: list[list[int]]) -> None:
+    tree = merged(several)
+    paths = branches(tree)
+    depths = tree.depths()
+    for path in paths:
+        assert [tree.parents[row - 1] for row in path[1:]] == path[:-1]
+    straight = {0}
+    for row, parent in enumerate(tree.parents, 1):
+        if parent in straight and depths[row] == row:
+            straight.add(row)
+    assert {row for path in paths for row in path} | straight == set(range(tree.num_rows))
+    assert (paths == []) == tree.is_chain
+
+
+def test_branches_by_hand() -> None:
+    tree = merged([[1, 2, 0], [1, 2, 1], [2], [2, 2]])
+    assert branches(tree) == [[0, 1, 2, 4], [0, 5, 6]]
+    assert [held(tree, draft) for draft in ([1, 2, 1], [1, 0], [2, 2, 2], [0], [])] == [3, 1, 2, 0, 0]
 
 
 def test_rows_come_after_their_parents() -> None:

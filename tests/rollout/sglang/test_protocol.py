@@ -49,6 +49,9 @@ def test_messages_to_the_host_arrive_as_they_were(message: p.ToHost) -> None:
     "message",
     [
         p.Finished(call=1, request=0, token_ids=[1], logprobs=[-0.1], finish_reason="stop"),
+        p.Finished(
+            call=1, request=0, token_ids=[1], logprobs=[-0.1], finish_reason="length", routed_experts=b"\x00\xff"
+        ),
         p.RankReplies(call=2, replies=[b"a", b""]),
         p.Failed(call=3, message="no"),
         p.StartFailed(message="no"),

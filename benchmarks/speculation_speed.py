@@ -1,0 +1,393 @@
+"""Speed of rollouts: plain SGLang, SGLang's own speculation, and ours with every drafter, on the same requests.
+
+    python -m benchmarks.speculation_speed [--quick] [--models A B heavy] [--batches 1 4 ...] [--profile]
+
+Invariants: all contestants emit as many tokens for each request, and ours and plain SGLang the same tokens, which is
+checked; one engine computes at a time, the others sleep; contestants take turns, and what is compared was measured
+within one repetition.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from statistics import median
+
+import msgspec
+import psutil  # type: ignore[import-untyped]
+
+from benchmarks import speculation_speed_host as host
+from benchmarks.results import publish
+from benchmarks.speculation_speed_models import Shape, grow
+from benchmarks.speculation_speed_table import Cell, result
+from benchmarks.trained_models import CACHE, Models, task_models, task_recipe
+from specactor.config import EngineConfig, SpeculationConfig
+from specactor.cpu import sglang as cpu
+from specactor.data.dataset import build_dataset
+from specactor.data.tokenizer import load_tokenizer
+from specactor.rollout.draft.counts import Counts
+from specactor.rollout.sglang import speculation_calls
+from specactor.rollout.sglang.engine import Engine, EngineSpec
+from specactor.rollout.sglang.protocol import Start
+from specactor.rollout.sglang.speculation_calls import REPORT
+from specactor.types import RolloutRequest, SamplingParams
+
+GROUP_SIZE = 8
+BATCHES = (1, 2, 4, 8, 16, 32, 64)
+FULL = {"A": (BATCHES, 7), "B": (BATCHES, 7), "heavy": (BATCHES, 5)}
+"""Model -> batches, repetitions."""
+QUICK = {"B": (BATCHES, 5), "heavy": ((1, 16), 3)}
+MAX_NEW_TOKENS = 64
+MAX_WINDOW = 8
+CONTEXT = 160
+LIMIT_S = 300.0
+"""Longest wait for one cell."""
+
+OURS: dict[str, SpeculationConfig | None] = {
+    "off": None,
+    "suffix": SpeculationConfig(mode="coupled", drafters=("suffix",)),
+    "ngram": SpeculationConfig(mode="coupled", drafters=("ngram",)),
+    "trees": SpeculationConfig(mode="coupled", drafters=("suffix", "ngram"), merge=True),
+    "model": SpeculationConfig(mode="coupled", drafters=("model",), draft_model="made later"),
+    "auto": SpeculationConfig(mode="auto", drafters=("suffix", "ngram", "model"), merge=True, draft_model="made later"),
+}
+"""Contestants that share one engine; off: it is able to speculate, and does not."""
+BUILTINS: dict[str, dict[str, str | int | float | bool]] = {
+    "SGLang NGRAM": {"speculative_algorithm": "NGRAM", "speculative_num_draft_tokens": 8},
+    "SGLang STANDALONE": {
+        "speculative_algorithm": "STANDALONE",
+        "speculative_num_steps": 3,
+        "speculative_eagle_topk": 1,
+        "speculative_num_draft_tokens": 4,
+    },
+}
+PLAIN = "plain"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """What every contestant does in one cell and repetition: calls of `batch` requests, one after the other."""
+
+    batch: int
+    repetition: int
+    phases: dict[str, list[RolloutRequest]]
+    """cold: prompts that were never seen; warm: further responses to them."""
+
+    def calls(self, phase: str) -> Iterator[list[RolloutRequest]]:
+        requests = self.phases[phase]
+        for start in range(0, len(requests), self.batch):
+            yield requests[start : start + self.batch]
+
+
+@dataclass(kw_only=True)
+class Contestant:
+    """A way to generate on an engine."""
+
+    name: str
+    engine: Engine
+    speculation: SpeculationConfig | None = None
+    """None: the engine's own way."""
+    clock: Callable[[Engine], float] = lambda engine: time.perf_counter()
+    seconds: dict[tuple[str, int, int], float] = field(default_factory=dict)
+    """By (phase, batch, repetition)."""
+    counts: dict[tuple[str, int], list[int]] = field(default_factory=dict)
+    """[emitted, verifies] by (phase, batch)."""
+
+    def begin(self) -> None:
+        if self.speculation is not None:
+            message = host.Switch(name=self.name, config=self.speculation)
+            self.engine.rank_call(host.SWITCH, msgspec.json.encode(message), timeout_s=60)
+
+    def run(self, work: Work, expected: dict[str, tuple[int, ...]]) -> None:
+        """Both phases, timed. Raises SystemExit when a response is not what plain decoding emits."""
+        self.begin()
+        for phase in work.phases:
+            self._accepted()
+            seconds = 0.0
+            tokens: dict[str, tuple[int, ...]] = {}
+            for requests in work.calls(phase):
+                started = self.clock(self.engine)
+                responses = self.engine.generate(requests, timeout_s=LIMIT_S)
+                seconds += self.clock(self.engine) - started
+                tokens |= {response.request_id: response.token_ids for response in responses}
+            self._check(tokens, expected)
+            if work.repetition >= 0:
+                self.seconds[phase, work.batch, work.repetition] = seconds
+                counts = self.counts.setdefault((phase, work.batch), [0, 0])
+                counts[:] = [a + b for a, b in zip(counts, self._accepted(), strict=True)]
+
+    def _check(self, tokens: dict[str, tuple[int, ...]], expected: dict[str, tuple[int, ...]]) -> None:
+        for name, emitted in tokens.items():
+            same = len(emitted) == len(expected[name]) if self.name in BUILTINS else emitted == expected[name]
+            if not same:
+                raise SystemExit(f"{self.name}: response {name} is {emitted}, expected {expected[name]}")
+
+    def _accepted(self) -> tuple[int, int]:
+        """(emitted, verifies) since the last call."""
+        if self.name in BUILTINS:
+            emitted, verifies = msgspec.json.decode(self.engine.rank_call(host.ACCEPTED, b"", timeout_s=60)[0])
+            return emitted, verifies
+        if self.speculation is None:
+            return 0, 0
+        report = msgspec.json.decode(self.engine.rank_call(REPORT, b"", timeout_s=60)[0], type=dict[str, Counts])
+        return sum(c.emitted for c in report.values()), sum(c.verifies for c in report.values())
+
+
+def processor_s(engine: Engine) -> float:
+    """Processor time that the engine's schedulers have used, all threads."""
+    assert engine.ready is not None
+    files = [file for pid in engine.ready.scheduler_pids for file in Path(f"/proc/{pid}/task").glob("*/schedstat")]
+    return sum(int(file.read_text().split()[0]) for file in files) / 1e9
+
+
+# --------------------------------------------------------------------------------------------------------- requests
+
+
+def works(models: Models, task: str, batches: Sequence[int], repetitions: int) -> list[Work]:
+    """Work of all cells; repetition -1 is a warm-up, which nobody times. No two cells share a prompt."""
+    source = replace(task_recipe(task).data.train, size=4000)
+    prompts = [p.prompt_ids for p in build_dataset(source, load_tokenizer(models.target), max_prompt_tokens=80)]
+    prompts = list(dict.fromkeys(prompts))
+    made: list[Work] = []
+    for repetition in range(-1, repetitions):
+        for batch in batches:
+            groups = [(len(made), g, prompts.pop()) for g in range(max(1, batch // GROUP_SIZE))]
+            made.append(
+                Work(
+                    batch=batch,
+                    repetition=repetition,
+                    phases={
+                        phase: [_request(phase, *group, sample) for group in groups for sample in range(GROUP_SIZE)]
+                        for phase in ("cold", "warm")
+                    },
+                )
+            )
+    return made
+
+
+def _request(phase: str, work: int, group: int, prompt: tuple[int, ...], sample: int) -> RolloutRequest:
+    seed = ((work * 64 + group) * 2 + (phase == "warm")) * GROUP_SIZE + sample
+    return RolloutRequest(
+        request_id=f"{work}.{phase}.{group}.{sample}",
+        prompt_ids=prompt,
+        sampling=SamplingParams(temperature=1.0, max_new_tokens=MAX_NEW_TOKENS),
+        seed=1 + seed * 7919 % (2**31 - 1),
+        group_id=group,
+    )
+
+
+def fixed_lengths(work: Work, expected: dict[str, tuple[int, ...]]) -> Work:
+    """The same, each response as long as plain decoding's, and not ended by what another sampler may emit."""
+
+    def fixed(request: RolloutRequest) -> RolloutRequest:
+        length = len(expected[request.request_id])
+        return replace(request, sampling=replace(request.sampling, max_new_tokens=length, ignore_eos=True))
+
+    return replace(work, phases={phase: [fixed(r) for r in requests] for phase, requests in work.phases.items()})
+
+
+def reference(engine: Engine, todo: Sequence[Work]) -> dict[str, tuple[int, ...]]:
+    """What plain decoding emits, by request."""
+    requests = [request for work in todo for phase in work.phases.values() for request in phase]
+    return {t.request_id: t.token_ids for t in engine.generate(requests)}
+
+
+# ---------------------------------------------------------------------------------------------------------- engines
+
+
+def start(index: int, models: Models, batch: int, folder: Path, **overrides: object) -> Engine:
+    """An engine in the host of this benchmark; `overrides` are fields of EngineSpec, or `builtin`."""
+    builtin = dict(overrides.pop("builtin", {}))  # type: ignore[call-overload]
+    if builtin.get("speculative_algorithm") == "STANDALONE":
+        builtin["speculative_draft_model_path"] = str(models.draft)
+    spec = EngineSpec(
+        index=index,
+        model_dir=str(models.target),
+        dtype="float32",
+        devices=(0,),
+        config=EngineConfig(
+            max_running_requests=batch,
+            max_total_tokens=batch * (CONTEXT + 3 * (MAX_WINDOW + 1)) + 1024,
+            extra_args={"disable_radix_cache": True},
+        ),
+        context_length=CONTEXT,
+        log_file=str(folder / f"engine-{index}.log"),
+        **overrides,  # type: ignore[arg-type]
+    )
+    ours, theirs = socket.socketpair()
+    environment = cpu.process_environment(spec.devices) | speculation_calls.start_environment(spec.speculation)
+    if builtin:
+        environment[host.BUILTIN] = json.dumps(builtin)
+    with theirs, Path(spec.log_file).open("wb") as log:
+        process = subprocess.Popen(
+            [sys.executable, "-m", host.__name__, "--fd", str(theirs.fileno())],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            env=environment,
+            pass_fds=[theirs.fileno()],
+            start_new_session=True,
+        )
+    engine = Engine(spec, process, ours)
+    engine._send(Start(spec=spec))
+    return engine
+
+
+@contextmanager
+def contestants(models: Models, batch: int, folder: Path, names: Sequence[str]) -> Iterator[list[Contestant]]:
+    """Their engines run until the end of the context."""
+    ways = {
+        name: replace(way or SpeculationConfig(), max_window=MAX_WINDOW, draft_model=str(models.draft))
+        for name, way in OURS.items()
+    }
+    with ExitStack() as stack:
+
+        def started(index: int, **overrides: object) -> Engine:
+            engine = start(index, models, batch, folder, **overrides)
+            stack.callback(engine.stop)
+            engine.wait_ready(engine.spec.config.start_timeout_s)
+            return engine
+
+        made = [Contestant(name=PLAIN, engine=started(0))]
+        if any(name in OURS for name in names):
+            engine = started(1, speculation=ways["auto"])
+            made += [Contestant(name=n, engine=engine, speculation=way) for n, way in ways.items() if n in names]
+        for index, (name, arguments) in enumerate(BUILTINS.items(), start=2):
+            if name in names:
+                made.append(Contestant(name=name, engine=started(index, builtin=arguments)))
+        yield made
+
+
+def contest(players: Sequence[Contestant], todo: Sequence[Work], model: str) -> list[Cell]:
+    """All work by all contestants, in turns; the first contestant is plain SGLang."""
+    expected = reference(players[0].engine, todo)
+    began = time.monotonic()
+    for number, work in enumerate(todo, start=1):
+        fixed = fixed_lengths(work, expected)
+        for player in players if number % 2 else players[::-1]:
+            player.run(fixed, expected)
+        if number % 7 == 0 or number == len(todo):
+            print(f"{model}: {number} of {len(todo)} rounds, {time.monotonic() - began:.0f} s", flush=True)
+    measured = [work for work in todo if work.repetition >= 0]
+    tokens = {
+        (phase, work.batch, work.repetition): sum(len(expected[request.request_id]) for request in requests)
+        for work in measured
+        for phase, requests in work.phases.items()
+    }
+    keys = dict.fromkeys((phase, work.batch) for work in measured for phase in work.phases)
+    return [_cell(model, *key, player, players[0], tokens) for key in keys for player in players]
+
+
+def profiles(players: Sequence[Contestant], todo: Sequence[Work]) -> Iterator[tuple[str, int, host.Profile]]:
+    """(contestant, batch, profile of the last repetition), after the others warmed it up."""
+    expected = reference(players[0].engine, todo)
+    last = max(work.repetition for work in todo)
+    for work in todo:
+        fixed = fixed_lengths(work, expected)
+        for player in players:
+            if work.repetition < last:
+                player.run(fixed, expected)
+                continue
+            player.begin()
+            player.engine.rank_call(host.PROFILE, b"begin", timeout_s=60)
+            for phase in fixed.phases:
+                for requests in fixed.calls(phase):
+                    player.engine.generate(requests, timeout_s=LIMIT_S)
+            [answer] = player.engine.rank_call(host.PROFILE, b"end", timeout_s=60)
+            yield player.name, work.batch, msgspec.json.decode(answer, type=host.Profile)
+
+
+def profile_line(model: str, name: str, batch: int, profile: host.Profile) -> str:
+    """Milliseconds per round (prefills count as rounds) of the parts of a round, and of SGLang around it."""
+    parts = dict(profile.parts_s)
+    parts["decide"] = parts.pop("decide and draft", 0.0) - parts.get("draft", 0.0)
+    around = profile.total_s - parts.pop("worker", parts.get("target", 0.0))
+    parts.pop("run_batch", None)
+    parts.pop("prefill", None)  # it is in target
+    listed = {"total": profile.total_s, "SGLang around": around, **parts}
+    shown = ", ".join(f"{part} {seconds / max(1, profile.batches) * 1e3:.2f}" for part, seconds in listed.items())
+    return f"{model}, batch {batch}, {name}: {profile.batches} rounds; ms per round: {shown}"
+
+
+def _cell(
+    model: str, phase: str, batch: int, player: Contestant, plain: Contestant, tokens: dict[tuple[str, int, int], int]
+) -> Cell:
+    emitted, verifies = player.counts[phase, batch]
+    mine = [key for key in tokens if key[:2] == (phase, batch)]
+    return Cell(
+        model=model,
+        phase=phase,
+        batch=batch,
+        name=player.name,
+        tokens_per_s=median(tokens[key] / player.seconds[key] for key in mine),
+        ratio=median(plain.seconds[key] / player.seconds[key] for key in mine),
+        accept_length=emitted / verifies if verifies else 0.0,
+        repetitions=len(mine),
+    )
+
+
+# ------------------------------------------------------------------------------------------------------------- main
+
+
+def model_pair(name: str) -> Models:
+    """The trained pair of a task; heavy: task B's target with 100 M parameters."""
+    if name != "heavy":
+        return task_models("A" if name == "A" else "B")
+    small = task_models("B")
+    folder = CACHE / f"grown-{small.target.name}"
+    if not folder.exists():
+        unfinished = folder.with_name(f".{folder.name}-{os.getpid()}")
+        grow(small.target, unfinished, Shape())
+        unfinished.rename(folder)
+    return Models(target=folder, draft=small.draft)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--quick", action="store_true", help="models B and heavy, few repetitions: about 8 minutes")
+    parser.add_argument("--models", nargs="+", choices=list(FULL))
+    parser.add_argument("--batches", nargs="+", type=int)
+    parser.add_argument("--repetitions", type=int)
+    parser.add_argument("--contestants", nargs="+", choices=[*OURS, *BUILTINS], default=[*OURS, *BUILTINS])
+    parser.add_argument(
+        "--processor-time", action="store_true", help="of the scheduler, not of the clock: for a machine that is busy"
+    )
+    parser.add_argument("--profile", action="store_true", help="print where a round's time goes, and measure nothing")
+    options = parser.parse_args(arguments)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))  # so that engines are stopped
+    load = psutil.cpu_percent(interval=2.0) / 100 * (psutil.cpu_count() or 1)
+    plan = {model: FULL[model] for model in options.models} if options.models else QUICK if options.quick else FULL
+    measured: list[Cell] = []
+    for model, (batches, repetitions) in plan.items():
+        batches, repetitions = options.batches or batches, options.repetitions or repetitions
+        models = model_pair(model)
+        todo = works(models, "A" if model == "A" else "B", batches, repetitions)
+        with (
+            tempfile.TemporaryDirectory(prefix="speculation-speed-") as temporary,
+            contestants(models, max(*batches, GROUP_SIZE), Path(temporary), options.contestants) as players,
+        ):
+            for player in players if options.processor_time else ():
+                player.clock = processor_s
+            if options.profile:
+                for name, batch, profile in profiles(players, todo):
+                    print(profile_line(model, name, batch, profile), flush=True)
+            else:
+                measured += contest(players, todo, model)
+    if options.profile:
+        return
+    publish("speculation_speed", result(measured, load))
+
+
+if __name__ == "__main__":
+    main()

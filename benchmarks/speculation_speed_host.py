@@ -1,0 +1,138 @@
+"""Process that hosts an engine under measurement: ``python -m benchmarks.speculation_speed_host --fd N``.
+
+It is SpecActor's own host, with what a benchmark needs besides: kernels for SGLang's own algorithms, and rank calls
+that switch between ways to speculate, each with its own history, and that profile the scheduler. The engine's scheduler
+is forked from it and inherits all of this.
+"""
+
+from __future__ import annotations
+
+import argparse
+import cProfile
+import json
+import os
+import pstats
+import time
+from typing import Any
+
+import msgspec
+
+from specactor.config import SpeculationConfig
+from specactor.rollout.sglang import guard
+
+SWITCH = "speculation_speed.switch"
+"""Rank call: go on as the contestant of this name. Payload: `Switch` as JSON."""
+PROFILE = "speculation_speed.profile"
+"""Rank call: begin a profile (payload b"begin"), or end it (b"end"); the answer is a `Profile` as JSON."""
+ACCEPTED = "speculation_speed.accepted"
+"""Rank call: [emitted tokens, verifies] of SGLang's own algorithm since the last call, as JSON."""
+BUILTIN = "SPECULATION_SPEED_BUILTIN"
+"""Environment variable of an engine that runs SGLang's own algorithm: arguments of SGLang's server, as JSON. They are
+refused in EngineConfig, since they change the text."""
+PARTS = {
+    ("tp_worker.py", "forward_batch_generation"): "target",
+    ("speculation.py", "forward_batch_generation"): "worker",
+    ("speculation.py", "_follow"): "commits",
+    ("speculation.py", "_drafts"): "decide and draft",
+    ("speculator.py", "_draft"): "draft",
+    ("speculator.py", "learn"): "learn",
+    ("rows.py", "spread"): "spread",
+    ("rows.py", "place"): "spread",
+    ("speculation.py", "_accepted"): "accept and emit",
+    ("speculation.py", "_emit"): "accept and emit",
+    ("speculation.py", "_prefill"): "prefill",
+    ("scheduler.py", "run_batch"): "run_batch",
+}
+"""(File, function) -> the name under which its time is reported, what it calls included."""
+
+
+class Profile(msgspec.Struct, kw_only=True, frozen=True):
+    """Of the scheduler. Seconds are of the processor, and the profiler makes Python look slower than it is."""
+
+    batches: int
+    """Prefills and rounds."""
+    total_s: float
+    parts_s: dict[str, float]
+
+
+class Switch(msgspec.Struct, kw_only=True, frozen=True):
+    """A way to speculate."""
+
+    name: str
+    config: SpeculationConfig
+
+
+_kept: dict[str, Any] = {}
+_profile: cProfile.Profile | None = None
+
+
+def switch(rank: Any, payload: bytes) -> bytes:
+    """Answer `SWITCH`: what the contestant learned when it ran before is still there."""
+    from specactor.rollout.sglang.speculation_calls import make_speculator
+
+    message = msgspec.json.decode(payload, type=Switch)
+    if message.name not in _kept:
+        _kept[message.name] = make_speculator(message.config)
+    rank.draft_worker.use(_kept[message.name])
+    return b""
+
+
+def profile(rank: Any, payload: bytes) -> bytes:
+    """Answer `PROFILE`."""
+    global _profile
+    if payload == b"begin":
+        _profile = cProfile.Profile(time.process_time)
+        _profile.enable()
+        return b""
+    if _profile is None:
+        return b""
+    _profile.disable()
+    stats: Any = pstats.Stats(_profile)
+    _profile = None
+    parts: dict[str, float] = {}
+    batches = 0
+    for (path, _, function), (calls, _, _, spent, _) in stats.stats.items():
+        part = PARTS.get((path.rpartition("/")[2], function))
+        if part is not None:
+            parts[part] = parts.get(part, 0.0) + spent
+        if part == "run_batch":
+            batches = calls
+    return msgspec.json.encode(Profile(batches=batches, total_s=stats.total_tt, parts_s=parts))
+
+
+def _host(fd: int) -> None:
+    import socket
+
+    from specactor.rollout.sglang import rank_calls, server
+
+    rank_calls.RANK_CALLS.update({SWITCH: switch, PROFILE: profile})
+    if os.environ.get(BUILTIN):
+        _use_builtin(json.loads(os.environ[BUILTIN]))
+    server.run(socket.socket(fileno=fd))
+
+
+def _use_builtin(arguments: dict[str, str | int]) -> None:
+    from benchmarks import speculation_speed_kernels as kernels
+    from specactor.rollout.sglang import backend, rank_calls
+
+    rank_calls.RANK_CALLS[ACCEPTED] = lambda rank, payload: msgspec.json.encode(kernels.accepted())
+    own = backend.server_args
+    backend.server_args = lambda spec, **device: own(spec, **device) | arguments
+    kernels.install()
+    from sglang.srt.plugins import load_plugins
+
+    load_plugins()
+    kernels.connect()
+
+
+def main() -> None:
+    """Entry point; does not return."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--fd", type=int, required=True, help="inherited socket to the benchmark")
+    fd: int = parser.parse_args().fd
+    os.set_inheritable(fd, False)
+    guard.run_guarded(fd, lambda: _host(fd))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,45 @@
+"""A trainer rank of a warm-up, under torchrun: python -m benchmarks.trained_models_rank TASK. Prints RESULT FOLDER.
+
+The steps are those by which a run makes the model that reinforcement learning starts from, so the two share the cache.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import torch
+
+from benchmarks.trained_models import task_recipe
+from specactor.data.dataset import Dataset, build_dataset
+from specactor.data.tokenizer import load_tokenizer
+from specactor.job import model_shape
+from specactor.parallel import groups
+from specactor.parallel.collective import Collective
+from specactor.parallel.layout import check, longest_prompt
+from specactor.progress import Progress
+from specactor.trainer.warmup import initial_model, warmed_up_model
+
+
+def main() -> None:
+    config = task_recipe(sys.argv[1])
+    shape = model_shape(config)
+    layout = check(config, int(os.environ["WORLD_SIZE"]), shape)
+    groups.init(layout, config.parallel, seed=config.seed)
+    collective = Collective(torch.device("cpu"))
+    start = initial_model(config, collective)
+    tokenizer = load_tokenizer(start)
+    room = longest_prompt(config, shape.max_position)
+    held_out = build_dataset(config.data.eval, tokenizer, max_prompt_tokens=room)
+    problems = build_dataset(config.data.train, tokenizer, max_prompt_tokens=room).without(
+        Dataset(held_out[: config.eval.problems])
+    )
+    progress = Progress(1, enabled=False, quiet=True)
+    folder = warmed_up_model(config, layout, start, problems, tokenizer, collective, progress)
+    if collective.rank == 0:
+        print(f"RESULT {folder}", flush=True)
+    groups.destroy()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,174 @@
+"""``specactor profile``: starts one engine of a recipe, measures its rounds, and writes them as a cost table.
+
+Invariants: what cannot be profiled is refused before an engine starts; the table appears under its name only when it is
+whole; after an error or an interrupt neither a file nor a process is left.
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from statistics import median
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from specactor.config import Config
+from specactor.data.tiny_model import make_tiny_model
+from specactor.errors import ConfigError
+from specactor.parallel.devices import gpus
+from specactor.parallel.layout import ModelShape
+from specactor.rollout.draft.named import make_drafters
+from specactor.rollout.planning.cells import Check, cells, checks, cost_table
+from specactor.rollout.planning.costs import CostTable, Grid
+from specactor.rollout.profile import PASSES, Sizes, measure
+from specactor.rollout.sglang.engine import Engine, EngineSpec
+
+
+def run(config: Config, *, out: Path | None, limit_s: float, console: Console) -> Path:
+    """Measure, print, and write the table. Returns its file, by default costs.json in the folder of the run.
+
+    Measuring takes at most about `limit_s`; the engine's start comes on top, `rollout.engine.start_timeout_s` at most.
+
+    Raises SpecActorError for what cannot be profiled, and when an engine fails.
+    """
+    _check(config)
+    file = out or Path(config.output_dir) / config.name / "costs.json"
+    with tempfile.TemporaryDirectory(prefix="specactor-profile-") as folder:
+        model_dir = Path(config.model.path)
+        if config.model.tiny is not None:
+            console.print("making the tiny model; its weights are random, which changes no speed")
+            model_dir = Path(folder) / "model"
+            make_tiny_model(config.model.tiny, config.seed, model_dir)
+        shape = ModelShape.read(model_dir)
+        sizes = Sizes.of(config.rollout, vocab=shape.vocab_size, context=shape.max_position - 2)
+        console.print("starting the engine")
+        engine = Engine.start(_spec(config, model_dir, shape.max_position, Path(folder)))
+        try:
+            engine.wait_ready(config.rollout.engine.start_timeout_s)
+            table, errors = _profile(config, engine, sizes, limit_s, console)
+        finally:
+            engine.stop()
+    _write(file, table)
+    _show(table, errors, console)
+    console.print(f"Use it with --rollout.speculation.cost-table {file}", soft_wrap=True, highlight=False)
+    return file
+
+
+def _check(config: Config) -> None:
+    """Refuse what has no model yet, and what this machine cannot hold."""
+    if config.model.tiny is None and not (Path(config.model.path) / "config.json").is_file():
+        raise ConfigError.at(
+            "model.path",
+            config.model.path,
+            "a folder with config.json",
+            "Give the folder of a Hugging Face model. A run writes its own to RUN/export: "
+            f"torchrun --nproc-per-node N launch/train_moe.py {config.name}",
+        )
+    speculation = config.rollout.speculation
+    if "model" in speculation.drafters and not (Path(speculation.draft_model) / "config.json").is_file():
+        raise ConfigError.at(
+            "rollout.speculation.draft_model",
+            speculation.draft_model,
+            "a folder with config.json",
+            "Give the folder of a Hugging Face model, or take model out of rollout.speculation.drafters.",
+        )
+    found = len(gpus())
+    if 0 < found < config.parallel.engine_tensor:
+        raise ConfigError.at(
+            "parallel.engine_tensor",
+            config.parallel.engine_tensor,
+            f"at most the {found} GPUs of this machine",
+            "Profile on a machine with more.",
+        )
+    make_drafters(speculation)
+
+
+def _spec(config: Config, model_dir: Path, context: int, folder: Path) -> EngineSpec:
+    """Like an engine of the run, but that it speculates in any case."""
+    ranks = config.parallel.engine_tensor
+    return EngineSpec(
+        index=0,
+        model_dir=str(model_dir.resolve()),
+        dtype=config.model.dtype,
+        tensor_parallel=ranks,
+        devices=tuple(range(ranks)),
+        config=config.rollout.engine,
+        speculation=replace(config.rollout.speculation, mode="coupled", cost_table=""),
+        context_length=context,
+        log_file=str(folder / "engine.log"),
+        random_seed=config.seed,
+    )
+
+
+def _profile(
+    config: Config, engine: Engine, sizes: Sizes, limit_s: float, console: Console
+) -> tuple[CostTable, list[Check]]:
+    assert engine.ready is not None
+    speculation = config.rollout.speculation
+    chosen = cells(
+        max_requests=sizes.most_requests(config.rollout, engine.ready.kv_tokens),
+        max_window=speculation.max_window,
+        drafters=speculation.drafters,
+    )
+    console.print(
+        f"measuring {len(chosen)} kinds of rounds, {PASSES} times if that takes less than {limit_s:g} s",
+        highlight=False,
+    )
+    with _bar(console, PASSES * len(chosen)) as advance:
+        measured = measure(engine, config.rollout, chosen, sizes, limit_s=limit_s, on_cell=advance)
+    table = cost_table(
+        measured,
+        model=config.model.path or f"tiny model of {config.name}",
+        device=f"{config.parallel.engine_tensor} x {gpus()[0].name if gpus() else f'core of {os.cpu_count()}'}",
+        date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+    )
+    return table, checks(measured, table)
+
+
+@contextmanager
+def _bar(console: Console, total: int) -> Iterator[Callable[[int], None]]:
+    columns = (TextColumn("{task.completed}/{task.total}"), BarColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task("", total=total)
+        yield lambda done: progress.update(task, completed=done)
+
+
+def _write(file: Path, table: CostTable) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    fresh = file.with_name(f"{file.name}.tmp")
+    fresh.write_text(table.to_json() + "\n")
+    fresh.replace(file)
+
+
+def _show(table: CostTable, errors: list[Check], console: Console) -> None:
+    console.print(_seconds("verification, ms (1: a plain step)", "tokens per request", table.verify))
+    for name, grid in table.drafters.items():
+        console.print(_seconds(f"drafting of {name}, ms", "window", grid))
+    if errors:
+        of_all = [check.error for check in errors]
+        worst = max(errors, key=lambda check: check.error)
+        who, where = worst.cell.drafter or "verification", worst.cell
+        console.print(
+            f"{len(errors)} kinds of rounds that the table does not have: median error {median(of_all):.1%}, largest "
+            f"{worst.error:.1%} ({who}, {where.requests} requests, window {where.window}: predicted "
+            f"{1e3 * worst.predicted_s:.2f} ms, measured {1e3 * worst.measured_s:.2f} ms)",
+            soft_wrap=True,
+            highlight=False,
+        )
+
+
+def _seconds(title: str, columns: str, grid: Grid) -> Table:
+    table = Table(title=title, title_justify="left", caption=f"columns: {columns}", caption_justify="left")
+    table.add_column("requests", justify="right")
+    for per_request in grid.per_request:
+        table.add_column(f"{per_request:g}", justify="right")
+    for requests, row in zip(grid.requests, grid.seconds, strict=True):
+        table.add_row(f"{requests:g}", *(f"{1e3 * seconds:.2f}" for seconds in row))
+    return table

@@ -1,0 +1,53 @@
+"""The drafters that a configuration names.
+
+Built-in ones are imported when they are asked for: only `model` needs SGLang.
+"""
+
+from __future__ import annotations
+
+import importlib
+
+from specactor.config import SpeculationConfig
+from specactor.errors import ConfigError
+from specactor.rollout.draft.drafter import Drafter
+
+
+def make_drafters(config: SpeculationConfig) -> list[Drafter]:
+    """The drafters that a configuration names. Raises ConfigError for a name that is not known or cannot be loaded."""
+    return [_make(name, config) for name in config.drafters]
+
+
+def _make(name: str, config: SpeculationConfig) -> Drafter:
+    module, _, attribute = name.partition(":")
+    if attribute:
+        return _imported(name, module, attribute)
+    match name:
+        case "suffix":
+            from specactor.rollout.draft.suffix import SuffixDrafter
+
+            return SuffixDrafter(max_tokens=config.history_tokens)
+        case "ngram":
+            from specactor.rollout.draft.ngram import NgramDrafter
+
+            return NgramDrafter(max_tokens=config.history_tokens)
+        case "model":
+            from specactor.rollout.sglang.draft_model import DraftModel
+
+            return DraftModel(config.sharpen)
+    raise ConfigError.at(
+        "rollout.speculation.drafters", name, "suffix, ngram, model, or package.module:Class", "Choose one of these."
+    )
+
+
+def _imported(name: str, module: str, attribute: str) -> Drafter:
+    try:
+        found = getattr(importlib.import_module(module), attribute)()
+    except (ImportError, AttributeError, TypeError) as error:
+        raise ConfigError.at(
+            "rollout.speculation.drafters", name, "the import path of a Drafter, package.module:Class", f"{error}."
+        ) from error
+    if not isinstance(found, Drafter):
+        raise ConfigError.at(
+            "rollout.speculation.drafters", name, "a subclass of specactor.rollout.draft.drafter.Drafter", "Fix it."
+        )
+    return found

@@ -1,0 +1,45 @@
+"""Which experts computed each emitted token, for routing replay.
+
+SGLang notes the experts of every row that it computes beside the row's slot of the KV pool, and reads the slots of a
+request when it ends. A verification round writes each row at a slot of its own, and the request keeps the slots of the
+accepted rows: so what is read is of accepted rows alone. The row that produced the first token is the prompt's last.
+"""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Callable
+from typing import Any
+
+from specactor.errors import EngineError
+
+
+def install() -> None:
+    """Registers the hook with SGLang's plugin registry. Call it from a plugin."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    target = "sglang.srt.state_capturer.routed_experts.RoutedExpertsCapturer.__init__"
+    HookRegistry.register(target, _make_room, HookType.AROUND)
+
+
+def _make_room(original: Callable[..., None], capturer: Any, *arguments: Any, **named: Any) -> None:
+    """SGLang reserves one row per running request, or per token of a prefill; a round of drafts can have more."""
+    from sglang.srt.runtime_context import get_spec
+
+    rows = get_spec().speculative_num_draft_tokens or 1
+    original(capturer, *arguments, **named | {"max_running_requests": rows * named["max_running_requests"]})
+
+
+def of_response(meta_info: dict[str, Any], *, num_tokens: int, start: int) -> bytes:
+    """int32 [num_tokens, layers, experts per token]; empty when none were asked for, or there are no tokens.
+
+    `start`: position in prompt and response of the first row in `meta_info`. Raises EngineError when rows are missing.
+    """
+    encoded = meta_info.get("routed_experts")
+    if encoded is None or num_tokens == 0:
+        return b""
+    found = base64.b64decode(encoded)
+    num_rows = meta_info["prompt_tokens"] + num_tokens - 1 - start
+    if not found or len(found) % num_rows:
+        raise EngineError(f"SGLang returned {len(found)} bytes of routed experts, expected {num_rows} rows")
+    return found[-num_tokens * (len(found) // num_rows) :]

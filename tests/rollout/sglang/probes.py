@@ -1,0 +1,263 @@
+"""What tests look at and change inside an engine, as rank calls; engines get them by loading a drafter of this file."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import time
+import types
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from sglang.srt.layers import sampler
+from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
+from sglang.srt.sampling.penaltylib import (
+    BatchedFrequencyPenalizer,
+    BatchedPenalizerOrchestrator,
+    BatchedPresencePenalizer,
+    BatchedRepetitionPenalizer,
+)
+from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
+from sglang.srt.sampling.sampling_params import SamplingParams
+
+from specactor.rollout.draft.drafter import DraftSequence
+from specactor.rollout.sglang import sampling, speculation, stopping
+from specactor.rollout.sglang.rank_calls import RANK_CALLS
+from specactor.rollout.sglang.speculation import Worker
+from tests.rollout.sglang.drafters import HalfRight, Memory
+
+_texts: dict[tuple[tuple[int, ...], int], list[int]] = {}
+_seen = {"retracted": 0, "chunked": 0, "cached": 0, "longest_prefill": 0}
+_undo: list[Callable[[], None]] = []
+
+
+class Right(Memory):
+    """Right about all that any of these drafters saw before."""
+
+    name = "right"
+
+    def __init__(self) -> None:
+        self._texts = _texts
+
+
+class Learning(Right):
+    """Forgets all, and learns anew."""
+
+    name = "learning"
+
+    def __init__(self) -> None:
+        _texts.clear()
+        super().__init__()
+
+
+class Half(HalfRight):
+    name = "half"
+
+    def __init__(self) -> None:
+        self._texts = _texts
+
+
+class Slow(Half):
+    """Gives a test time to come in between."""
+
+    name = "slow"
+    pause_s = 0.04
+
+    def propose(self, sequences: Sequence[DraftSequence], windows: Sequence[int]) -> list[list[int]]:
+        time.sleep(self.pause_s)
+        return super().propose(sequences, windows)
+
+
+def call(function: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    """Registers function(context, argument), both ways JSON, as the rank call probe.NAME."""
+
+    def answer(context: Any, payload: bytes) -> bytes:
+        return json.dumps(function(context, json.loads(payload or b"null"))).encode()
+
+    RANK_CALLS[f"probe.{function.__name__}"] = answer
+    return function
+
+
+@call
+def seen(context: Any, _: object) -> dict[str, int]:
+    """Since the last call: requests retracted, prefills of a part of a prompt, tokens found in the prefix cache, tokens
+    of the longest prefill of one request."""
+    counts = dict(_seen)
+    for name in _seen:
+        _seen[name] = 0
+    return counts
+
+
+@call
+def free(context: Any, _: object) -> list[int]:
+    """Slots of the KV pool, and rows of the page table, that nothing uses."""
+    scheduler = context._scheduler
+    return [scheduler.token_to_kv_pool_allocator.available_size(), len(scheduler.req_to_token_pool.free_slots)]
+
+
+@call
+def lengths(context: Any, _: object) -> list[int]:
+    """Tokens that the running requests have emitted."""
+    return [len(req.output_ids) for req in context._scheduler.running_batch.reqs]
+
+
+@call
+def change_weights(context: Any, _: object) -> None:
+    """Another policy; a second call brings the first one back."""
+    with torch.no_grad():
+        context.model.lm_head.weight.neg_()
+
+
+@call
+def change_weights_at(context: Any, length: int) -> None:
+    """Between two rounds of plain decoding, as soon as the only request has emitted `length` tokens."""
+    right = Worker.forward_batch_generation
+
+    def watched(worker: Any, batch: Any, *arguments: Any, **named: Any) -> Any:
+        if batch.forward_mode.is_decode() and len(batch.reqs[0].output_ids) == length:
+            heal(context, None)
+            change_weights(context, None)
+        return right(worker, batch, *arguments, **named)
+
+    _patch(Worker, "forward_batch_generation", watched)
+
+
+@call
+def min_p_filters_alike(context: Any, _: object) -> bool:
+    """Whether ours and SGLang's min-p, which works without seeds only, leave the same probabilities of random rows."""
+    rows, vocab = 400, 50
+    generator = torch.Generator().manual_seed(3)
+    probs = (3 * torch.randn(rows, vocab, generator=generator)).softmax(-1)
+    info = types.SimpleNamespace(min_ps=torch.rand(rows, generator=generator) ** 2, need_min_p_sampling=True)
+    top_ks = torch.randint(1, vocab, (rows,), generator=generator)
+    top_ps = torch.rand(rows, generator=generator).clamp(min=0.1)
+
+    def left(probs: torch.Tensor, need_min_p: bool) -> torch.Tensor:
+        answer = sampler.top_k_top_p_min_p_sampling_from_probs_torch(
+            probs.clone(), top_ks, top_ps, info.min_ps, need_min_p, None, torch.zeros(rows), return_filtered_probs=True
+        )
+        return torch.zeros(rows, vocab).scatter_(1, answer[2].long(), answer[1])
+
+    theirs = left(probs, True)
+    assert not torch.equal(theirs, left(probs, False))
+    return torch.equal(left(sampling._without_the_unlikely(probs, info)[0], False), theirs)
+
+
+class _Batch:
+    """As much of a batch as penalties look at."""
+
+    device = "cpu"
+
+    def __init__(self, params: SamplingParams) -> None:
+        self.reqs = [types.SimpleNamespace(sampling_params=params)]
+
+
+@call
+def penalties_in_two_orders(context: Any, _: object) -> list[bool]:
+    """Whether logits are the same whatever order penalties lie in: with the plugin, and without."""
+    vocab = 40
+    batch = _Batch(SamplingParams(frequency_penalty=0.7, presence_penalty=0.3, repetition_penalty=1.3))
+    kinds = [BatchedFrequencyPenalizer, BatchedPresencePenalizer, BatchedRepetitionPenalizer]
+
+    def penalized(order: list[type], apply: Callable[..., None]) -> torch.Tensor:
+        orchestrator = BatchedPenalizerOrchestrator(vocab, batch, order)
+        for token in (3, 5, 3, 7, 3):
+            orchestrator.cumulate_output_tokens(torch.tensor([token]))
+        logits = torch.linspace(-3, 3, vocab)[None].clone()
+        apply(orchestrator, logits)
+        return logits
+
+    apply = BatchedPenalizerOrchestrator.apply
+    return [
+        torch.equal(penalized(kinds, function), penalized(kinds[::-1], function))
+        for function in (apply, apply.__wrapped__)
+    ]
+
+
+@call
+def heal(context: Any, _: object) -> None:
+    """Undo the wrong versions."""
+    while _undo:
+        _undo.pop()()
+
+
+@call
+def break_with(context: Any, name: str) -> None:
+    """Put a wrong version of this file in place of the right one."""
+    WRONG[name]()
+
+
+def _patch(owner: Any, name: str, wrong: Any) -> None:
+    kept = vars(owner)[name]
+    setattr(owner, name, wrong)
+    _undo.append(lambda: setattr(owner, name, kept))
+
+
+def _original(owner: Any, name: str) -> Any:
+    """What the plugin has wrapped."""
+    return getattr(owner, name).__wrapped__
+
+
+def stops_by_the_round() -> None:
+    """SGLang's own search for stop strings."""
+    own = _original(Req, "update_finish_state")
+
+    def wrong(req: Any, new_tokens: int = 1) -> None:
+        if req.sampling_params.stop_strs:
+            req.tokenizer = stopping._text()
+        own(req, new_tokens)
+
+    _patch(Req, "update_finish_state", wrong)
+
+
+def drafts_with_penalties() -> None:
+    _patch(speculation, "has_penalties", lambda _: False)
+
+
+def forgets_penalties() -> None:
+    """SGLang's own: a retracted request counts anew."""
+    own = _original(SamplingBatchInfo, "from_schedule_batch")
+    _patch(SamplingBatchInfo, "from_schedule_batch", classmethod(own))
+
+
+def experts_of_the_row_after() -> None:
+    """As if slots and rows were numbered differently."""
+    capturer = importlib.import_module("sglang.srt.state_capturer.base").BaseTopkCapturer
+    right = capturer.on_forward_end
+
+    def wrong(self: Any, forward_batch: Any, *arguments: Any, **named: Any) -> Any:
+        if forward_batch.forward_mode.is_decode():
+            rows = len(forward_batch.out_cache_loc)
+            self.device_cache.buffer[:rows] = self.device_cache.buffer[:rows].roll(1, dims=0)
+        return right(self, forward_batch, *arguments, **named)
+
+    _patch(capturer, "on_forward_end", wrong)
+
+
+WRONG = {
+    wrong.__name__: wrong
+    for wrong in (stops_by_the_round, drafts_with_penalties, forgets_penalties, experts_of_the_row_after)
+}
+
+
+def _count() -> None:
+    retract, extend = ScheduleBatch.retract_decode, ScheduleBatch.prepare_for_extend
+
+    def retract_decode(batch: Any) -> Any:
+        result = retract(batch)
+        _seen["retracted"] += len(result[0])
+        return result
+
+    def prepare_for_extend(batch: Any) -> Any:
+        result = extend(batch)
+        _seen["chunked"] += batch.chunked_req is not None
+        _seen["cached"] += sum(batch.prefix_lens)
+        _seen["longest_prefill"] = max(_seen["longest_prefill"], *batch.extend_lens)
+        return result
+
+    ScheduleBatch.retract_decode = retract_decode
+    ScheduleBatch.prepare_for_extend = prepare_for_extend
+
+
+_count()

@@ -1,0 +1,420 @@
+"""Every sampling option and every interruption: with speculation as without.
+
+One engine that speculates, with a KV pool too small for what is asked of it and prefills in small parts, beside the
+plain engine of all tests. Prefills in parts round differently, so log-probabilities are equal to 1e-5 and not bitwise.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tokenizers import Regex, Tokenizer, decoders, models
+
+from specactor.config import EngineConfig, SpeculationConfig
+from specactor.errors import EngineError
+from specactor.rollout.sglang.engine import Engine, EngineSpec
+from specactor.types import RolloutRequest, Trajectory
+from tests.rollout.conftest import VOCAB, request
+from tests.rollout.sglang.test_speculation import configure, report
+
+PROBES = "tests.rollout.sglang.probes"
+WINDOW = 6
+CHUNK = 48
+POOL = 900
+LAYERS, EXPERTS_PER_TOKEN = 2, 2
+EOS = 1
+MERGES = [("a", "b"), ("c", "d"), ("ab", "c"), ("ab", "cd"), ("d", "a")]
+
+
+def drafter(name: str, *, window: int = WINDOW) -> SpeculationConfig:
+    return SpeculationConfig(mode="coupled", drafters=(f"{PROBES}:{name}",), window=window, max_window=WINDOW)
+
+
+OFF = drafter("Learning", window=0)
+"""Plain decoding; the drafters remember what it gave, and nothing else."""
+
+
+def make_tokenizer(folder: Path) -> Tokenizer:
+    """Four letters and what `MERGES` makes of them; all other tokens are spelled like a letter."""
+    tokens = ["<pad>", "<eos>", "<bos>", *"abcd", *(left + right for left, right in MERGES)]
+    tokens += ["abcd"[i % 4] + str(i) for i in range(VOCAB - len(tokens))]
+    tokenizer = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=MERGES))
+    tokenizer.decoder = decoders.Sequence([decoders.Replace(Regex("[0-9]"), ""), decoders.Fuse()])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": "<eos>",
+        "clean_up_tokenization_spaces": False,
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    return tokenizer
+
+
+@pytest.fixture(scope="module")
+def folder(model_dir: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The model with a tokenizer."""
+    copy = tmp_path_factory.mktemp("text") / "model"
+    shutil.copytree(model_dir, copy)
+    make_tokenizer(copy)
+    return copy
+
+
+@pytest.fixture(scope="module")
+def started(make_spec: Callable[..., EngineSpec], folder: Path) -> Iterator[Engine]:
+    spec = make_spec(
+        20,
+        model_dir=str(folder),
+        config=EngineConfig(
+            max_running_requests=16,
+            max_total_tokens=POOL,
+            start_timeout_s=120,
+            routed_experts=True,
+            extra_args={"chunked_prefill_size": CHUNK, "schedule_conservativeness": 0.2},  # takes too many requests in
+        ),
+        speculation=OFF,
+    )
+    engine = Engine.start(spec)
+    try:
+        engine.wait_ready(120)
+        yield engine
+    finally:
+        engine.stop()
+
+
+@pytest.fixture
+def speculating(started: Engine) -> Iterator[Engine]:
+    started.flush()
+    yield started
+    probe(started, "heal")
+
+
+def probe(engine: Engine, name: str, argument: object = None) -> Any:
+    return json.loads(engine.rank_call(f"probe.{name}", json.dumps(argument).encode(), timeout_s=60)[0])
+
+
+def run(engine: Engine, config: SpeculationConfig, requests: Sequence[RolloutRequest]) -> list[Trajectory]:
+    """From empty caches."""
+    engine.flush()
+    configure(engine, config)
+    return engine.generate(requests)
+
+
+def rehearsed(engine: Engine, requests: Sequence[RolloutRequest]) -> list[Trajectory]:
+    """With half of the drafts wrong, after they were learned from plain decoding of the same engine."""
+    run(engine, OFF, requests)
+    trajectories = run(engine, drafter("Half"), requests)
+    counts = report(engine)
+    assert 0 < counts.accepted < counts.drafted
+    return trajectories
+
+
+def assert_same(ours: Sequence[Trajectory], expected: Sequence[Trajectory]) -> None:
+    assert [(t.token_ids, t.finish_reason) for t in ours] == [(t.token_ids, t.finish_reason) for t in expected]
+    for mine, other in zip(ours, expected, strict=True):
+        np.testing.assert_allclose(mine.logprobs, other.logprobs, atol=1e-5, rtol=0)
+
+
+def differs(ours: Sequence[Trajectory], expected: Sequence[Trajectory]) -> bool:
+    return [t.token_ids for t in ours] != [t.token_ids for t in expected]
+
+
+OPTIONS: list[dict[str, object]] = [
+    {},
+    {"min_p": 0.1},
+    {"min_p": 0.4},
+    {"min_p": 0.05, "top_p": 0.9, "top_k": 20},
+    {"frequency_penalty": 1.1},
+    {"presence_penalty": -1.5},
+    {"repetition_penalty": 1.7},
+    {"frequency_penalty": -0.6, "presence_penalty": 0.8, "repetition_penalty": 0.8, "min_p": 0.02},
+    {"logit_bias": ((7, 4.0), (50, -3.0))},
+    {"logit_bias": ((EOS, 2.5),), "ignore_eos": False},
+    {"stop_token_ids": tuple(range(3, VOCAB, 9)), "ignore_eos": False},
+    {"ignore_eos": False},
+]
+
+
+def with_options(count: int = 36) -> list[RolloutRequest]:
+    return [request(i, temperature=(0.0, 0.7, 1.2)[i % 3], new=6 + i % 31, **OPTIONS[i % 12]) for i in range(count)]  # type: ignore[arg-type]
+
+
+def test_all_options_side_by_side(speculating: Engine, engine: Engine) -> None:
+    requests = with_options()
+    expected = engine.generate(requests)
+    assert_same(rehearsed(speculating, requests), expected)
+    assert {t.finish_reason for t in expected} == {"stop", "length"}
+
+
+@pytest.mark.parametrize("options", OPTIONS[1:11], ids=lambda options: "+".join(options))
+def test_an_option_matters_and_needs_no_company(engine: Engine, options: dict[str, object]) -> None:
+    alone = [request(i, new=20, **options) for i in range(6)]  # type: ignore[arg-type]
+    mixed = engine.generate([*alone, *(request(i, new=20, top_k=5) for i in range(6, 9)), request(9, min_p=0.2)])
+    assert not differs([engine.generate([one])[0] for one in alone], mixed[:6])
+    assert differs(mixed[:6], engine.generate([request(i, new=20) for i in range(6)]))
+
+
+def test_min_p_keeps_what_is_likely(engine: Engine) -> None:
+    """1: the likeliest token alone; 0.3: no token under 0.3 times the likeliest, but others than that one."""
+    greedy = engine.generate([request(i, temperature=0.0) for i in range(8)])
+    assert not differs(engine.generate([request(i, min_p=1.0) for i in range(8)]), greedy)
+    first = [request(i, new=1, min_p=0.3) for i in range(64)]
+    tops = engine.generate([request(i, new=1, min_p=1.0) for i in range(64)])
+    gaps = [t.logprobs[0] - top.logprobs[0] for t, top in zip(engine.generate(first), tops, strict=True)]
+    assert min(gaps) >= np.log(0.3) - 1e-5
+    assert min(gaps) < np.log(0.7)
+
+
+def test_min_p_leaves_what_sglang_leaves(speculating: Engine) -> None:
+    assert probe(speculating, "min_p_filters_alike")
+
+
+def test_requests_with_penalties_are_not_drafted_for(speculating: Engine) -> None:
+    requests = [request(i, new=20, frequency_penalty=1.0) for i in range(8)]
+    run(speculating, OFF, requests)
+    run(speculating, drafter("Right"), requests)
+    assert report(speculating).drafted == 0
+
+
+def test_penalties_are_applied_in_one_order(speculating: Engine) -> None:
+    """SGLang's order differs from process to process."""
+    assert probe(speculating, "penalties_in_two_orders") == [True, False]
+
+
+def test_wrong_version_drafts_with_penalties(speculating: Engine, engine: Engine) -> None:
+    requests = [request(i, new=30, frequency_penalty=1.0, repetition_penalty=1.5) for i in range(8)]
+    expected = engine.generate(requests)
+    run(speculating, OFF, requests)
+    assert not differs(run(speculating, drafter("Right"), requests), expected)
+    probe(speculating, "break_with", "drafts_with_penalties")
+    assert differs(run(speculating, drafter("Right"), requests), expected)
+
+
+@pytest.mark.parametrize("option", ["json_schema", "regex", "ebnf"])
+def test_grammars_are_refused_by_name(speculating: Engine, option: str) -> None:
+    with pytest.raises(EngineError, match=rf"sampling\.{option}: got .* expected none"):
+        speculating.generate([request(0, **{option: "x"})])  # type: ignore[arg-type]
+    assert len(speculating.generate([request(0)])[0].token_ids) == 24
+
+
+def test_stop_strings_without_a_tokenizer_are_refused_by_name(engine: Engine) -> None:
+    with pytest.raises(EngineError, match=r"rollout\.stop: needs a tokenizer .* rollout\.stop_token_ids"):
+        engine.generate([request(0, stop=("a",))])
+    assert len(engine.generate([request(0)])[0].token_ids) == 24
+
+
+# Ends inside a chain
+
+
+@pytest.mark.parametrize("ends", [{}, {"stop_token_ids": tuple(range(4, VOCAB, 11))}], ids=["eos", "stop-ids"])
+def test_ends_inside_an_accepted_chain(speculating: Engine, engine: Engine, ends: dict[str, object]) -> None:
+    bias: dict[str, object] = {"logit_bias": ((EOS, 2.0),), **ends}
+    requests = [request(i, new=40, ignore_eos=False, **bias) for i in range(16)]  # type: ignore[arg-type]
+    expected = engine.generate(requests)
+    run(speculating, OFF, [replace(r, sampling=replace(r.sampling, ignore_eos=True)) for r in requests])
+    ours = run(speculating, drafter("Right"), requests)
+    assert_same(ours, expected)
+    assert sum(t.finish_reason == "stop" for t in ours) > 8
+    counts = report(speculating)
+    after_prefill = sum(len(t.token_ids) - 1 for t in ours)
+    assert counts.emitted > after_prefill + 8  # the chains went past the ends
+
+
+def test_longest_response_is_reached_inside_a_chain(speculating: Engine, engine: Engine) -> None:
+    requests = [request(i, new=1 + i) for i in range(16)]
+    run(speculating, OFF, [request(i, new=40) for i in range(16)])
+    ours = run(speculating, drafter("Right"), requests)
+    assert_same(ours, engine.generate(requests))
+    assert [len(t.token_ids) for t in ours] == list(range(1, 17))
+    counts = report(speculating)
+    assert counts.accepted == counts.drafted > 0
+
+
+# Stop strings
+
+STOPS = [("ab",), ("abc",), ("dd", "abcd"), ("cab", "bd"), ("daab",)]
+
+
+def cut(tokens: tuple[int, ...], stops: Sequence[str], tokenizer: Tokenizer) -> int:
+    """Tokens that plain decoding emits: after each it looks at the last few, one more than the longest stop has."""
+    few = 1 + max(len(tokenizer.encode(stop, add_special_tokens=False).ids) for stop in stops)
+    for length in range(1, len(tokens) + 1):
+        text = tokenizer.decode(list(tokens[max(0, length - few) : length]), skip_special_tokens=False)
+        if any(stop in text for stop in stops):
+            return length
+    return len(tokens)
+
+
+def test_stop_strings(speculating: Engine, engine: Engine, folder: Path) -> None:
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    endless = [request(i, new=50, ignore_eos=i % 2 == 0) for i in range(30)]
+    requests = [replace(r, sampling=replace(r.sampling, stop=STOPS[i % len(STOPS)])) for i, r in enumerate(endless)]
+    plain = engine.generate(endless)
+    lengths = [cut(t.token_ids, r.sampling.stop, tokenizer) for t, r in zip(plain, requests, strict=True)]
+    expected = [t.token_ids[:n] for t, n in zip(plain, lengths, strict=True)]
+    assert 10 < sum(n < 50 for n in lengths) < 30
+    assert [t.token_ids for t in run(speculating, OFF, endless)] == [t.token_ids for t in plain]
+    assert [t.token_ids for t in run(speculating, OFF, requests)] == expected
+    for name in ("Right", "Half"):
+        ours = run(speculating, drafter(name), requests)
+        assert [t.token_ids for t in ours] == expected
+        assert [len(t.logprobs) for t in ours] == lengths
+        assert [t.finish_reason == "stop" for t in ours] == [
+            n < len(t.token_ids) or t.finish_reason == "stop" for n, t in zip(lengths, plain, strict=True)
+        ]
+    run(speculating, OFF, endless)  # the drafters know again what would come after the ends
+    probe(speculating, "break_with", "stops_by_the_round")
+    assert [t.token_ids for t in run(speculating, OFF, requests)] == expected
+    assert [t.token_ids for t in run(speculating, drafter("Right"), requests)] != expected
+
+
+# Interruptions
+
+
+def test_retracted_requests(speculating: Engine, engine: Engine) -> None:
+    """More than the pool holds: requests are thrown out, and come back."""
+    options: list[dict[str, object]] = [{}, {"frequency_penalty": 0.9}, {"top_p": 0.8}, {"repetition_penalty": 1.6}]
+    endless = {"ignore_eos": False, "logit_bias": ((EOS, -50.0),)}  # room is kept for all of a request without an end
+    requests = [request(i, new=100, **endless, **options[i % 4]) for i in range(16)]  # type: ignore[arg-type]
+    expected = engine.generate(requests)
+    for config in (OFF, drafter("Half"), drafter("Right")):
+        probe(speculating, "seen")
+        assert_same(run(speculating, config, requests), expected)
+        assert probe(speculating, "seen")["retracted"] > 0
+    assert report(speculating).accepted > 0
+    probe(speculating, "break_with", "forgets_penalties")
+    ours = run(speculating, drafter("Half"), requests)
+    assert probe(speculating, "seen")["retracted"] > 0
+    assert differs(ours, expected)
+
+
+def test_prefill_in_parts_and_cached_prefixes(speculating: Engine, engine: Engine) -> None:
+    stem = tuple(3 + (11 * j * j + 5 * j) % (VOCAB - 3) for j in range(CHUNK + 52))
+    requests = [
+        replace(r, prompt_ids=stem[: 100 - 7 * (i % 4)] + r.prompt_ids, sampling=replace(r.sampling, max_new_tokens=20))
+        for i, r in enumerate(with_options(8))
+    ]
+    expected = engine.generate(requests)
+    rehearsed(speculating, requests[:4])
+    probe(speculating, "seen")
+    assert_same(run(speculating, drafter("Half"), requests), expected)
+    counts = probe(speculating, "seen")
+    assert counts["chunked"] > 0
+    assert counts["longest_prefill"] <= CHUNK
+    again = speculating.generate(requests)  # without a flush
+    assert_same(again, expected)
+    assert probe(speculating, "seen")["cached"] >= sum(len(r.prompt_ids) - 1 for r in requests)
+    longer = [replace(r, prompt_ids=r.prompt_ids + t.token_ids[:12]) for r, t in zip(requests, expected, strict=True)]
+    assert_same(speculating.generate(longer), engine.generate(longer))
+    assert probe(speculating, "seen")["cached"] >= sum(len(r.prompt_ids) - 2 for r in longer)
+
+
+def in_background(engine: Engine, requests: Sequence[RolloutRequest]) -> tuple[threading.Thread, list[Trajectory]]:
+    answers: list[Trajectory] = []
+    thread = threading.Thread(target=lambda: answers.extend(engine.generate(requests)))
+    thread.start()
+    return thread, answers
+
+
+def wait_for_tokens(engine: Engine, count: int) -> None:
+    """Until each running request has emitted that many."""
+    deadline = time.monotonic() + 60
+    while min(probe(engine, "lengths"), default=0) < count:
+        assert time.monotonic() < deadline
+
+
+def test_abort_in_the_middle(speculating: Engine, engine: Engine) -> None:
+    requests = [request(i, new=100) for i in range(6)]
+    expected = engine.generate(requests)
+    run(speculating, OFF, requests)
+    speculating.flush()
+    configure(speculating, drafter("Slow"))
+    before = probe(speculating, "free")
+    thread, answers = in_background(speculating, requests)
+    wait_for_tokens(speculating, 10)
+    speculating.abort()
+    thread.join(60)
+    assert [t.finish_reason for t in answers] == ["abort"] * 6
+    for ours, whole in zip(answers, expected, strict=True):
+        count = len(ours.token_ids)
+        assert 10 <= count < 100
+        assert ours.token_ids == whole.token_ids[:count]
+        assert len(experts(ours)) == count
+        np.testing.assert_allclose(ours.logprobs, whole.logprobs[:count], atol=1e-5, rtol=0)
+    speculating.flush()
+    assert probe(speculating, "free") == before
+    assert_same(run(speculating, drafter("Half"), requests), expected)
+
+
+def test_pause_and_go_on(speculating: Engine, engine: Engine) -> None:
+    requests = [replace(r, sampling=replace(r.sampling, max_new_tokens=60, ignore_eos=True)) for r in with_options(12)]
+    expected = engine.generate(requests)
+    run(speculating, OFF, requests)
+    speculating.flush()
+    configure(speculating, drafter("Slow"))
+    thread, answers = in_background(speculating, requests)
+    wait_for_tokens(speculating, 2)
+    speculating.pause()
+    held = probe(speculating, "lengths")
+    time.sleep(0.2)
+    assert probe(speculating, "lengths") == held
+    assert min(held) >= 2
+    speculating.resume()
+    thread.join(60)
+    assert_same(answers, expected)
+
+
+def test_pause_change_the_weights_and_go_on(speculating: Engine) -> None:
+    """The response goes on with the new weights and the keys that it has, as if plain decoding had changed there."""
+    wanted = [request(0, new=100)]
+    [old] = run(speculating, OFF, wanted)
+    speculating.flush()
+    before = probe(speculating, "free")
+    configure(speculating, drafter("Slow"))
+    thread, answers = in_background(speculating, wanted)
+    wait_for_tokens(speculating, 20)
+    speculating.pause()
+    [held] = probe(speculating, "lengths")
+    assert 20 <= held < 100
+    probe(speculating, "change_weights")
+    speculating.resume()
+    thread.join(60)
+    probe(speculating, "change_weights")
+    speculating.flush()
+    assert probe(speculating, "free") == before
+    probe(speculating, "change_weights_at", held)
+    [expected] = run(speculating, OFF, wanted)
+    probe(speculating, "change_weights")
+    assert_same(answers, [expected])
+    assert expected.token_ids[:held] == old.token_ids[:held]
+    assert expected.token_ids[held:] != old.token_ids[held:]
+    assert_same(run(speculating, drafter("Half"), wanted), [old])
+
+
+# Routing replay
+
+
+def experts(trajectory: Trajectory) -> np.ndarray[Any, np.dtype[np.int32]]:
+    found = np.frombuffer(trajectory.routed_experts, dtype="<i4")
+    return found.reshape(len(trajectory.token_ids), LAYERS, EXPERTS_PER_TOKEN)
+
+
+def test_experts_of_every_emitted_token(speculating: Engine, engine: Engine) -> None:
+    requests = with_options(24)
+    plain = run(speculating, OFF, requests)
+    assert len({tuple(row.ravel()) for t in plain for row in experts(t)}) > 4
+    for ours, expected in zip(rehearsed(speculating, requests), plain, strict=True):
+        np.testing.assert_array_equal(experts(ours), experts(expected))
+    probe(speculating, "break_with", "experts_of_the_row_after")
+    wrong = run(speculating, drafter("Half"), requests)
+    assert [t.token_ids for t in wrong] == [t.token_ids for t in plain]
+    assert any(t.routed_experts != p.routed_experts for t, p in zip(wrong, plain, strict=True))
+    assert {t.routed_experts for t in engine.generate(requests)} == {b""}
