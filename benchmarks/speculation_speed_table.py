@@ -40,24 +40,26 @@ class Cell:
 
 
 def misses(cells: Sequence[Cell]) -> dict[str, list[str]]:
-    """Every aim, and where it was missed. Aims about built-ins are left out where none was measured."""
+    """Every aim, and where it was missed. Aims of which no cell was measured are left out."""
     auto = [cell for cell in cells if cell.name == AUTO]
     own = {(cell.model, cell.phase, cell.batch): cell.ratio for cell in auto}
     builtins = [cell for cell in cells if cell.name.startswith("SGLang ")]
-    aims = {
-        f"auto at least {SMALL_BATCH_AIM} of plain at batch 1-{SMALL_BATCH}": [
-            _place(cell, cell.ratio) for cell in auto if cell.batch <= SMALL_BATCH and cell.ratio < SMALL_BATCH_AIM
-        ],
-        f"auto at least {MIDDLE_BATCH_AIM} of plain at batch {MIDDLE_BATCH}": [
-            _place(cell, cell.ratio) for cell in auto if cell.batch == MIDDLE_BATCH and cell.ratio < MIDDLE_BATCH_AIM
-        ],
-        f"auto never under {FLOOR} of plain": [_place(cell, cell.ratio) for cell in auto if cell.ratio < FLOOR],
-    }
-    if builtins and auto:
+    small = [cell for cell in auto if cell.batch <= SMALL_BATCH]
+    middle = [cell for cell in auto if cell.batch == MIDDLE_BATCH]
+    beside = [cell for cell in builtins if (cell.model, cell.phase, cell.batch) in own]
+    aims: dict[str, list[str]] = {}
+    for text, cells_of_aim, aim in (
+        (f"auto at least {SMALL_BATCH_AIM} of plain at batch 1-{SMALL_BATCH}", small, SMALL_BATCH_AIM),
+        (f"auto at least {MIDDLE_BATCH_AIM} of plain at batch {MIDDLE_BATCH}", middle, MIDDLE_BATCH_AIM),
+        (f"auto never under {FLOOR} of plain", auto, FLOOR),
+    ):
+        if cells_of_aim:
+            aims[text] = [_place(cell, cell.ratio) for cell in cells_of_aim if cell.ratio < aim]
+    if beside:
         aims["auto at least every SGLang built-in at every batch"] = [
-            f"{_place(cell, own[key])} against {cell.name}'s {cell.ratio:.2f}"
-            for cell in builtins
-            if (key := (cell.model, cell.phase, cell.batch)) in own and own[key] < cell.ratio
+            f"{_place(cell, own[cell.model, cell.phase, cell.batch])} against {cell.name}'s {cell.ratio:.2f}"
+            for cell in beside
+            if own[cell.model, cell.phase, cell.batch] < cell.ratio
         ]
     return aims
 
@@ -80,8 +82,8 @@ def table(cells: Sequence[Cell]) -> tuple[tuple[str, ...], list[list[str]]]:
     return ("model", "step", "batch", *names), rows
 
 
-def result(cells: Sequence[Cell], load: float) -> Result:
-    """The page."""
+def result(cells: Sequence[Cell], load: float, clock: str) -> Result:
+    """The page. Args: load average before the start; what measured the seconds."""
     columns, rows = table(cells)
     per_model = ", ".join(f"{model} {n}" for model, n in {cell.model: cell.repetitions for cell in cells}.items())
     verdicts = [
@@ -92,7 +94,7 @@ def result(cells: Sequence[Cell], load: float) -> Result:
         intro=(
             "Tokens per second of plain SGLang; for all others the ratio to it in the same repetition, and "
             "accept_length in brackets. Medians of repetitions in which all take turns on the same core (number per "
-            f"model: {per_model}). "
+            f"model: {per_model}), by {clock}. "
             "Models, float32: the quickstart's after its warm-up on task A (count_bits, little entropy) and on task B "
             "(sums, more entropy), and `heavy`, B's with 100 M parameters (the same function, grown by weights that "
             "add nothing); the draft model is one dense layer that was distilled from the target. Temperature 1. A "
@@ -118,8 +120,8 @@ def result(cells: Sequence[Cell], load: float) -> Result:
                 "",
                 "SGLang's NGRAM (8 rows per verify) and STANDALONE (3 steps, topk 1) run on stand-ins for the CPU "
                 "kernels that are not published, one attention call per layer and batch, and with the rejection "
-                "sampling that SGLang has on GPUs (on CPUs it emits the likeliest token at any temperature). Busy "
-                f"cores before the start: {load:.1f}. Where a round's time goes: "
+                "sampling that SGLang has on GPUs (on CPUs it emits the likeliest token at any temperature). Load "
+                f"average before the start: {load:.1f}. Where a round's time goes: "
                 "`python -m benchmarks.speculation_speed --profile`.",
             ]
         ),

