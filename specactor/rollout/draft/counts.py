@@ -65,20 +65,16 @@ class Counts(msgspec.Struct, kw_only=True):
         if not any(drafted):
             return
         self.speculative_rounds += 1
-        for of_draft, of_accepted in zip(drafted, accepted, strict=True):
-            self._request(of_draft, of_accepted)
-
-    def _request(self, drafted: int, accepted: int) -> None:
-        self.verifies += 1
-        self.emitted += accepted + 1
-        self._tokens(0, drafted, accepted)
+        self.verifies += len(drafted)
+        self.emitted += len(accepted) + sum(accepted)
+        self.drafted += sum(drafted)
+        self.accepted += sum(accepted)
+        _add_at(self.drafted_at, drafted)
+        _add_at(self.accepted_at, accepted)
 
     def beside(self, first: int, drafted: int, accepted: int) -> None:
         """Draft tokens, of one request, from position `first` on, in a round that another drafter leads."""
         self.emitted += accepted
-        self._tokens(first, drafted, accepted)
-
-    def _tokens(self, first: int, drafted: int, accepted: int) -> None:
         self.drafted += drafted
         self.accepted += accepted
         for position in range(first, first + drafted):
@@ -95,6 +91,18 @@ class Counts(msgspec.Struct, kw_only=True):
             for name, value in mine.items()
         }
         return msgspec.convert(summed, Counts)
+
+
+def _add_at(positions: list[int], lengths: Sequence[int]) -> None:
+    """Adds the tokens of all requests, `lengths` of each, at their positions."""
+    longest = max(lengths)
+    ending = [0] * (longest + 1)
+    for length in lengths:
+        ending[length] += 1
+    reaching = 0
+    for position in range(longest - 1, -1, -1):
+        reaching += ending[position + 1]
+        positions[position] += reaching
 
 
 def added(parts: Iterable[Mapping[str, Counts]]) -> dict[str, Counts]:

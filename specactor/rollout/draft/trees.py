@@ -14,8 +14,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
+from operator import itemgetter
 
-from specactor.rollout.draft.verification import Credit, branches, common, held, merged
+from specactor.rollout.draft.verification import Credit, common, held
 from specactor.rollout.planning.acceptance import AcceptanceModel
 
 AFTER_RATE = 0.3
@@ -28,12 +30,17 @@ Drafts = dict[str, list[list[int]]]
 def fitted(drafts: Mapping[str, Sequence[Sequence[int]]], *, max_tokens: int, max_branches: int) -> Drafts:
     """The drafts, as far as the requests' trees can hold them. Drafters without any are left out."""
     names = [name for name, lists in drafts.items() if any(lists)]
+    of_requests = list(zip(*(drafts[name] for name in names), strict=True))
+    if max_branches >= (len(names) - 1) * len(of_requests) and all(
+        sum(map(len, of_request)) <= max_tokens for of_request in of_requests
+    ):
+        return {name: [list(draft) for draft in drafts[name]] for name in names}
     out: Drafts = {name: [] for name in names}
-    for of_request in zip(*(drafts[name] for name in names), strict=True):
-        tree = merged(of_request, max_tokens=max_tokens, max_branches=max_branches)
-        max_branches -= len(branches(tree))
-        for name, draft in zip(names, of_request, strict=True):
-            out[name].append(list(draft[: held(tree, draft)]))
+    for of_request in of_requests:
+        lengths, branches = held(of_request, max_tokens=max_tokens, max_branches=max_branches)
+        max_branches -= branches
+        for name, draft, length in zip(names, of_request, lengths, strict=True):
+            out[name].append(list(draft[:length]))
     return out
 
 
@@ -45,23 +52,34 @@ def survivals(
     Args: alone[k][j], P(the first j + 1 tokens of draft k are accepted); after[k][j], P(the first j + 1 of its own are
     accepted), given that what it shares is, and no earlier draft goes on rightly.
     """
-    left: dict[tuple[int, ...], float] = {(): 1.0}  # P(the target comes to a node and leaves all drafts there)
-    inner: set[tuple[int, ...]] = set()
+    left = [1.0]  # per node, the root first: P(the target comes there and leaves all drafts)
+    inner = [False]  # per node, whether a draft goes on there
+    paths: list[list[int]] = []  # the nodes on each draft's path
     out = []
     for k, draft in enumerate(drafts):
-        first = max((common(draft, other) for other in drafts[:k]), default=0)
-        start = tuple(draft[:first])
-        if start in inner:
+        path = [0]
+        for other, nodes in zip(drafts, paths, strict=False):
+            first = common(draft, other)
+            if first >= len(path):
+                path = nodes[: first + 1]
+        first, start = len(path) - 1, path[-1]
+        if inner[start]:
             given = after[k]
         else:
             come = alone[k][first - 1] if first else 1.0
             given = [p / come if come > 0 else 0.0 for p in alone[k][first:]]
-        own = [left[start] * p for p in given[: len(draft) - first]]
-        for depth, p in enumerate(own, first):
-            parent = tuple(draft[:depth])
-            inner.add(parent)
-            left[parent] = max(0.0, left[parent] - p)
-            left[tuple(draft[: depth + 1])] = p
+        reach = left[start]
+        own = [reach * p for p in given[: len(draft) - first]]
+        if own:
+            left[start] = max(0.0, reach - own[0])
+            inner[start] = True
+            paths.append([*path, *range(len(left), len(left) + len(own))])
+            left += [max(0.0, p - next_p) for p, next_p in pairwise(own)]
+            left.append(own[-1])
+            inner += [True] * (len(own) - 1)
+            inner.append(False)
+        else:
+            paths.append(path)
         out.append(own)
     return out
 
@@ -75,19 +93,19 @@ class Candidates:
     """Per request, of all draft tokens, falling."""
     owners: list[list[str]]
     """Per request, whose these tokens are."""
+    shared: dict[str, list[int]]
+    """Per drafter and request, the tokens that an earlier draft has, too."""
 
     def chosen(self, windows: Sequence[int]) -> Drafts:
         """The drafts, cut to the likeliest `windows[i]` tokens of each request's tree."""
-        out: Drafts = {name: [] for name in self.drafts}
-        for i, window in enumerate(windows):
-            owners = self.owners[i][:window]
-            before: list[list[int]] = []
-            for name, lists in self.drafts.items():
-                own = owners.count(name)
-                first = max((common(lists[i], other) for other in before), default=0)
-                before.append(lists[i])
-                out[name].append(lists[i][: first + own] if own else [])
-        return fitted(out, max_tokens=sum(windows), max_branches=sum(map(len, self.survivals)))
+        owners = [of_request[:window] for of_request, window in zip(self.owners, windows, strict=True)]
+        out: Drafts = {}
+        for name, lists in self.drafts.items():
+            own = [of_request.count(name) for of_request in owners]
+            if any(own):
+                parts = zip(lists, self.shared[name], own, strict=True)
+                out[name] = [draft[: first + n] if n else [] for draft, first, n in parts]
+        return out
 
 
 class Merging:
@@ -102,19 +120,22 @@ class Merging:
     ) -> Candidates:
         """Args: the requests' ids; what was drafted; each drafter's acceptance alone."""
         held_drafts = fitted(drafts, max_tokens=len(drafts) * self._max_window, max_branches=max_branches)
-        all_survivals, all_owners = [], []
-        for i, request_id in enumerate(ids):
-            of_request = {name: lists[i] for name, lists in held_drafts.items()}
-            rows = survivals(
-                list(of_request.values()),
-                [_survival(acceptance[name], request_id, draft) for name, draft in of_request.items()],
-                [_survival(self._after[name], request_id, draft) for name, draft in of_request.items()],
-            )
-            pairs = [(p, name) for name, own in zip(of_request, rows, strict=True) for p in own]
-            pairs.sort(key=lambda pair: -pair[0])  # stable: a token never comes before its parent
-            all_survivals.append([p for p, _ in pairs[: self._max_window]])
-            all_owners.append([name for _, name in pairs[: self._max_window]])
-        return Candidates(drafts=held_drafts, survivals=all_survivals, owners=all_owners)
+        names = list(held_drafts)
+        alone = [_survivals(acceptance[name], ids) for name in names]
+        # The first draft has no draft before it.
+        after = [_survivals(self._after[name], ids) if k else alone[0] for k, name in enumerate(names)]
+        all_survivals: list[list[float]] = []
+        all_owners: list[list[str]] = []
+        shared: dict[str, list[int]] = {name: [] for name in names}
+        for i in range(len(ids)):
+            of_request = [held_drafts[name][i] for name in names]
+            rows = survivals(of_request, [lists[i] for lists in alone], [lists[i] for lists in after])
+            for name, draft, own in zip(names, of_request, rows, strict=True):
+                shared[name].append(len(draft) - len(own))
+            chances, owners = _in_order(names, rows)
+            all_survivals.append(chances[: self._max_window])
+            all_owners.append(owners[: self._max_window])
+        return Candidates(drafts=held_drafts, survivals=all_survivals, owners=all_owners, shared=shared)
 
     def learn(self, request_id: str, credits: Mapping[str, Credit]) -> None:
         """A request's tree was verified."""
@@ -131,5 +152,20 @@ class Merging:
             model.new_version(weight)
 
 
-def _survival(model: AcceptanceModel, request_id: str, draft: Sequence[int]) -> list[float]:
-    return model.survival(request_id, model.max_window, drafted=len(draft))
+def _in_order(names: Sequence[str], rows: Sequence[list[float]]) -> tuple[list[float], list[str]]:
+    """(probabilities, whose) of all drafts' own tokens, best first; a token never comes before its parent."""
+    filled = [(name, own) for name, own in zip(names, rows, strict=True) if own]
+    if len(filled) == 1:
+        name, own = filled[0]
+        return own, [name] * len(own)
+    pairs = [(-p, name) for name, own in filled for p in own]
+    pairs.sort(key=itemgetter(0))  # stable
+    return [-p for p, _ in pairs], [name for _, name in pairs]
+
+
+def _survivals(model: AcceptanceModel, ids: Sequence[str]) -> list[list[float]]:
+    """Per request, of draft tokens that are there."""
+    if len(ids) == 1:
+        return [model.survival(ids[0], model.max_window, drafted=model.max_window)]
+    table: list[list[float]] = model.survivals(ids, covered=True).tolist()
+    return table

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,9 +42,12 @@ class DraftTree:
         return self.parents == tuple(range(len(self.parents)))
 
 
+_NOTHING = DraftTree()
+
+
 def chain(tokens: Sequence[int]) -> DraftTree:
     """One draft token after the other."""
-    return DraftTree(tuple(tokens), tuple(range(len(tokens))))
+    return DraftTree(tuple(tokens), tuple(range(len(tokens)))) if tokens else _NOTHING
 
 
 def merged(
@@ -54,24 +58,49 @@ def merged(
     Earlier drafts come first. One that would exceed `max_tokens` draft tokens is cut; one that would need more than
     `max_branches` branches is cut where it leaves the others. None: no bound.
     """
-    tokens: list[int] = []
-    parents: list[int] = []
-    children: dict[tuple[int, int], int] = {}
-    branches = 0
+    grown = _Growing(max_tokens, max_branches)
     for draft in drafts:
+        grown.add(draft)
+    return DraftTree(tuple(grown.tokens), tuple(grown.parents))
+
+
+def held(
+    drafts: Sequence[Sequence[int]], *, max_tokens: int | None = None, max_branches: int | None = None
+) -> tuple[list[int], int]:
+    """(how many tokens of each draft, from its first on, that tree has; an upper bound of its branches)"""
+    grown = _Growing(max_tokens, max_branches)
+    return [grown.add(draft) for draft in drafts], grown.branches
+
+
+class _Growing:
+    """A tree to which chains are added."""
+
+    __slots__ = ("_children", "_max_branches", "_max_tokens", "branches", "parents", "tokens")
+
+    def __init__(self, max_tokens: int | None, max_branches: int | None) -> None:
+        self.tokens: list[int] = []
+        self.parents: list[int] = []
+        self.branches = 0
+        """Rows that do not follow the row before; at least the number of `branches`."""
+        self._children: dict[tuple[int, int], int] = {}
+        self._max_tokens, self._max_branches = max_tokens, max_branches
+
+    def add(self, draft: Sequence[int]) -> int:
+        """Tokens of the draft that the tree has now."""
+        tokens, children = self.tokens, self._children
         row = 0
-        for token in draft:
+        for depth, token in enumerate(draft):
             child = children.get((row, token))
             if child is None:
                 is_branch = row != len(tokens)
-                if len(tokens) == max_tokens or (is_branch and branches == max_branches):
-                    break
-                branches += is_branch
+                if len(tokens) == self._max_tokens or (is_branch and self.branches == self._max_branches):
+                    return depth
+                self.branches += is_branch
                 tokens.append(token)
-                parents.append(row)
+                self.parents.append(row)
                 child = children[row, token] = len(tokens)
             row = child
-    return DraftTree(tuple(tokens), tuple(parents))
+        return len(draft)
 
 
 def branches(tree: DraftTree) -> list[list[int]]:
@@ -92,19 +121,7 @@ def branches(tree: DraftTree) -> list[list[int]]:
     return paths
 
 
-def held(tree: DraftTree, draft: Sequence[int]) -> int:
-    """How many tokens of a draft, from its first on, the tree has."""
-    rows = {(parent, token): row for row, (token, parent) in enumerate(zip(tree.tokens, tree.parents, strict=True), 1)}
-    row = 0
-    for depth, token in enumerate(draft):
-        if (row, token) not in rows:
-            return depth
-        row = rows[row, token]
-    return len(draft)
-
-
-@dataclass(frozen=True, slots=True)
-class Credit:
+class Credit(NamedTuple):
     """What one draft of a tree brought that those before it did not."""
 
     first: int
@@ -121,6 +138,9 @@ class Credit:
 
 def credits_of(drafts: Sequence[Sequence[int]], accepted: Sequence[int]) -> list[Credit]:
     """Per draft of a tree. Args: the drafts, as far as the tree holds them; the draft tokens that were accepted."""
+    if len(drafts) == 1:
+        right = common(drafts[0], accepted)
+        return [Credit(0, len(drafts[0]), right, right, True)]
     credits: list[Credit] = []
     best = 0  # accepted tokens that the drafts so far have
     for i, draft in enumerate(drafts):
@@ -133,12 +153,10 @@ def credits_of(drafts: Sequence[Sequence[int]], accepted: Sequence[int]) -> list
 
 def common(some: Sequence[int], others: Sequence[int]) -> int:
     """Length of the common beginning."""
-    length = 0
-    for a, b in zip(some, others, strict=False):
+    for length, (a, b) in enumerate(zip(some, others, strict=False)):
         if a != b:
-            break
-        length += 1
-    return length
+            return length
+    return min(len(some), len(others))
 
 
 def accepted_path(tree: DraftTree, samples: Sequence[int]) -> list[int]:

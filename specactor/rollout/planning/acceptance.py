@@ -31,9 +31,16 @@ rejects the first draft token never raises it; equal calls give equal bits.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+from numpy.typing import NDArray
+
 from specactor.errors import PlanError
+
+_UNKNOWN = (0.0, 0.0, 0.0)
+"""Counts of a request that was never observed."""
 
 
 class _Positions:
@@ -158,7 +165,7 @@ class AcceptanceModel:
         rejected = inside and drafted > accepted
         promised = self._acceptance.add(hits, missed=rejected)
         self._known = None
-        own_accepted, own_trials, own_promised = self._requests.get(request_id, (0.0, 0.0, 0.0))
+        own_accepted, own_trials, own_promised = self._requests.get(request_id, _UNKNOWN)
         keep = 1.0 - 1.0 / self.request_memory
         self._requests[request_id] = (
             own_accepted * keep + hits,
@@ -190,6 +197,24 @@ class AcceptanceModel:
                 survived *= odds / (odds + 1.0 - a)
                 out.append(survived)
         return out
+
+    def survivals(self, request_ids: Sequence[str], *, covered: bool) -> NDArray[np.float64]:
+        """`survival` of many requests at once, with the same bits; [requests][max_window]. `covered`: of draft tokens
+        that are there already, so acceptance alone."""
+        acceptance, coverage, rate = self._estimates()
+        a_W = np.array(acceptance)
+        own_B3 = np.array([self._requests.get(name, _UNKNOWN) for name in request_ids]).reshape(-1, 3)
+        accepted_B, trials_B, promised_B = own_B3.T
+        yes, no = self.request_weight * rate, self.request_weight * (1.0 - rate)
+        scale_B = (
+            (accepted_B + yes) * (trials_B - promised_B + no) / ((trials_B - accepted_B + no) * (promised_B + yes))
+        )
+        odds_BW = scale_B[:, None] * a_W
+        step_BW = odds_BW / (odds_BW + 1.0 - a_W)
+        if not covered:
+            step_BW *= np.array(coverage)
+        survived_BW: NDArray[np.float64] = step_BW.cumprod(axis=1)
+        return survived_BW
 
     def forget(self, request_id: str) -> None:
         """The request has ended. What it taught about the drafter stays."""

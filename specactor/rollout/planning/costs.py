@@ -18,14 +18,17 @@ from dataclasses import dataclass, field
 from itertools import combinations, pairwise
 from math import isfinite
 from statistics import median
+from typing import TypeVar
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
 from specactor.errors import PlanError
 
 VERSION = 1
 """Of the file. A table of another version is refused: it may mean something else."""
+Number = TypeVar("Number", float, NDArray[np.float64])
 Point = tuple[int, int, float]
 """(requests, total, seconds): a measured round. `total` is rows of a forward (a verify), or requests * window (a
 draft)."""
@@ -69,6 +72,24 @@ class Grid:
             rise = max(rise, second[right] - first[right])
         return b + rise * (t - 1.0)
 
+    def along(self, requests: float, per_request_N: NDArray[np.float64]) -> NDArray[np.float64]:
+        """`at` of many tokens or windows per request."""
+        axis = np.array(self.per_request)
+        last = len(axis) - 1
+        left_N = np.searchsorted(axis, per_request_N, side="right").clip(1, max(last, 1)) - 1
+        right_N = np.minimum(left_N + 1, last)
+        width_N = np.where(right_N > left_N, axis[right_N] - axis[left_N], 1.0)
+        u_N = np.where((per_request_N <= axis[0]) | (last == 0), 0.0, (per_request_N - axis[left_N]) / width_N)
+        low, high, t = _bracket(self.requests, requests)
+        first, second = np.array(self.seconds[low]), np.array(self.seconds[high])
+        a_N = _lines(first[left_N], first[right_N], u_N)
+        b_N = _lines(second[left_N], second[right_N], u_N)
+        if t <= 1.0:
+            return a_N * (1.0 - t) + b_N * t
+        rise_N = np.maximum(b_N - a_N, 0.0)
+        rise_N = np.where(u_N > 1.0, np.maximum(rise_N, second[right_N] - first[right_N]), rise_N)
+        return b_N + rise_N * (t - 1.0)
+
     @classmethod
     def fit(cls, points: Iterable[Point]) -> Grid:
         """A grid of a few measured rounds.
@@ -90,10 +111,13 @@ class Grid:
         model = _fit_line(points)
         requests = _axis(p[0] for p in points)
         per_request = _axis(p[1] / p[0] for p in points)
+        points_P3 = np.array(points)
+        n_P, each_P = points_P3[:, 0], points_P3[:, 1] / points_P3[:, 0]
+        i_P, j_P = _nearest(requests, n_P), _nearest(per_request, each_P)
+        there_P = _value(model, np.array(requests)[i_P], np.array(per_request)[j_P])
+        carried_P = points_P3[:, 2] * there_P / _value(model, n_P, each_P)
         cells: dict[tuple[int, int], list[float]] = {}
-        for n, total, seconds in points:
-            i, j = _nearest(requests, n), _nearest(per_request, total / n)
-            carried = seconds * _value(model, requests[i], per_request[j]) / _value(model, n, total / n)
+        for i, j, carried in zip(i_P.tolist(), j_P.tolist(), carried_P.tolist(), strict=True):
             cells.setdefault((i, j), []).append(carried)
         return cls(
             requests=requests,
@@ -130,6 +154,12 @@ class CostTable:
         if not 1 <= requests <= tokens:
             raise PlanError(f"verify_s: got {tokens} tokens of {requests} requests, expected at least one of each.")
         return self.verify.at(requests, tokens / requests)
+
+    def verify_curve(self, requests: int, max_tokens: int) -> NDArray[np.float64]:
+        """`verify_s` for tokens = requests, .., max_tokens."""
+        if not 1 <= requests <= max_tokens:
+            raise PlanError(f"verify_curve: got {max_tokens} tokens of {requests} requests, expected one of each.")
+        return self.verify.along(requests, np.arange(requests, max_tokens + 1) / requests)
 
     def plain_s(self, requests: int) -> float:
         """Seconds of a decode step without speculation."""
@@ -204,6 +234,8 @@ class Correction:
     memory: int = 31
 
     _ratios: dict[str, deque[float]] = field(init=False, repr=False, default_factory=dict)
+    _factors: dict[str, float] = field(init=False, repr=False, default_factory=dict)
+    """Those that were asked for since the last round of their kind."""
 
     def observe(self, kind: str, *, predicted_s: float, measured_s: float) -> None:
         """A round has ended. `predicted_s` is the table's, without this correction."""
@@ -212,13 +244,16 @@ class Correction:
         if kind not in self._ratios:
             self._ratios[kind] = deque(maxlen=self.memory)
         self._ratios[kind].append(measured_s / predicted_s)
+        self._factors.pop(kind, None)
 
     def factor(self, kind: str) -> float:
         """Measured over predicted; what a prediction of that kind is to be multiplied by."""
-        ratios = self._ratios.get(kind, ())
-        if len(ratios) < MIN_RATIOS:
-            return 1.0
-        return min(max(median(ratios), BOUNDS[0]), BOUNDS[1])
+        known = self._factors.get(kind)
+        if known is None:
+            ratios = self._ratios.get(kind, ())
+            known = min(max(median(ratios), BOUNDS[0]), BOUNDS[1]) if len(ratios) >= MIN_RATIOS else 1.0
+            self._factors[kind] = known
+        return known
 
 
 BOUNDS = (0.25, 4.0)
@@ -244,6 +279,10 @@ def _line(a: float, b: float, t: float) -> float:
     return a * (1.0 - t) + b * t if t <= 1.0 else b + max(b - a, 0.0) * (t - 1.0)
 
 
+def _lines(a_N: NDArray[np.float64], b_N: NDArray[np.float64], t_N: NDArray[np.float64]) -> NDArray[np.float64]:
+    return np.where(t_N <= 1.0, a_N * (1.0 - t_N) + b_N * t_N, b_N + np.maximum(b_N - a_N, 0.0) * (t_N - 1.0))
+
+
 def _axis(values: Iterable[float]) -> tuple[float, ...]:
     """1 and the distinct values; if there are more than MAX_NODES, that many of them, evenly by rank."""
     nodes = sorted({1.0, *map(float, values)})
@@ -252,11 +291,13 @@ def _axis(values: Iterable[float]) -> tuple[float, ...]:
     return tuple(nodes)
 
 
-def _nearest(axis: Sequence[float], x: float) -> int:
-    return min(range(len(axis)), key=lambda i: abs(axis[i] - x))
+def _nearest(axis: Sequence[float], x_P: NDArray[np.float64]) -> NDArray[np.intp]:
+    """Of the nodes, the first among equals."""
+    nearest_P: NDArray[np.intp] = np.abs(np.array(axis) - x_P[:, None]).argmin(axis=1)
+    return nearest_P
 
 
-def _value(model: tuple[float, float, float], requests: float, per_request: float) -> float:
+def _value(model: tuple[float, float, float], requests: Number, per_request: Number) -> Number:
     return model[0] + model[1] * requests + model[2] * requests * per_request
 
 

@@ -11,7 +11,10 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, lru_cache
+
+import numpy as np
+from numpy.typing import NDArray
 
 from specactor.errors import PlanError
 from specactor.rollout.planning.costs import Correction, CostTable, Point
@@ -25,6 +28,8 @@ GROWTH = 2
 """The next fit comes when this many times as many rounds were seen."""
 MAX_INTERVAL = 2048
 """Rounds between two fits, at most."""
+CURVES = 256
+"""Numbers of requests whose costs are kept at hand."""
 TRIED = (0, 2, 4, 1)
 """Windows to try, in turns, while there is no table; those beyond the largest are cut to it."""
 
@@ -64,16 +69,20 @@ class OnlineCosts:
         """Seconds of one forward pass over `rows` rows. Raises PlanError while there is no table."""
         return self._verify(requests, rows)
 
+    def verify_curve(self, requests: int, max_rows: int) -> NDArray[np.float64]:
+        """`verify_s` for rows = requests, .., max_rows; not to be written to."""
+        return self._curve(requests, max_rows)
+
     def plain_s(self, requests: int) -> float:
         """Seconds of a plain step, corrected."""
-        return self._known().plain_s(requests) * self.correction.factor(OFF)
+        return self._plain_s(requests) * self.correction.factor(OFF)
 
     def draft_s(self, drafter: str, requests: int) -> Callable[[int], float]:
         """Seconds of drafting by depth; nothing for a drafter that was not measured yet."""
         table = self._known()
         if drafter not in table.drafters:
             return lambda depth: 0.0
-        return lambda depth: table.draft_s(drafter, requests, depth)
+        return lambda depth: self._draft_s(drafter, requests, depth)
 
     def observe(
         self, drafter: str, *, requests: int, rows: int, depth: int, verify_s: float, draft_s: float, predicted_s: float
@@ -106,15 +115,15 @@ class OnlineCosts:
 
     def _use(self, table: CostTable | None) -> None:
         self._table = table
-        self._verify: Callable[[int, int], float] = cache(self._known().verify_s) if table else self._no_table
+        self._verify = cache(lambda requests, rows: self._known().verify_s(requests, rows))
+        self._plain_s = cache(lambda requests: self._known().plain_s(requests))
+        self._draft_s = cache(lambda drafter, requests, depth: self._known().draft_s(drafter, requests, depth))
+        self._curve = lru_cache(CURVES)(lambda requests, rows: self._known().verify_curve(requests, rows))
 
     def _known(self) -> CostTable:
         if self._table is None:
             raise PlanError("costs: no table yet. Ask for `wanted` windows until there is one.")
         return self._table
-
-    def _no_table(self, requests: int, rows: int) -> float:
-        raise PlanError("costs: no table yet. Ask for `wanted` windows until there is one.")
 
 
 def _varied(points: Sequence[Point] | deque[Point]) -> Sequence[Point] | deque[Point]:

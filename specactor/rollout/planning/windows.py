@@ -17,7 +17,7 @@ Shape legend: B requests, W max_window, N rows beyond the first of each request,
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import chain, repeat
 
 import numpy as np
@@ -79,34 +79,84 @@ def choose_windows(
     num_requests = len(survivals)
     if num_requests == 0 or max_window < 0:
         raise PlanError(f"choose_windows: got {num_requests} requests, max_window {max_window}; expected >= 1, >= 0.")
-    survival_N, row_N = _rows_in_order(survivals, max_window)
-    depth_N = row_N // num_requests
-    num_rows = len(row_N)
+    if num_requests == 1:
+        return _window_of_one(survivals[0][:max_window], verify_s=verify_s, draft_s=draft_s)
+    survival_BW, lengths = padded(survivals, max_window)
+    num_rows = sum(lengths)
     asked = range(num_requests, num_requests + num_rows + 1)
     verify_N1 = np.fromiter(map(verify_s, repeat(num_requests), asked), np.float64, num_rows + 1)
+    return best_windows(survival_BW, lengths, verify_N1=verify_N1, draft_s=draft_s)
+
+
+def padded(survivals: Sequence[Sequence[float]], max_window: int) -> tuple[NDArray[np.float64], list[int]]:
+    """(survivals [B][W], entries of each request that count), as `best_windows` takes them."""
+    num_requests = len(survivals)
+    lengths = [min(len(s), max_window) for s in survivals]
+    if sum(lengths) == num_requests * max_window:
+        rows = (s if len(s) == max_window else s[:max_window] for s in survivals)
+    else:
+        rows = ([*s[:n], *repeat(0.0, max_window - n)] for s, n in zip(survivals, lengths, strict=True))
+    flat = np.fromiter(chain.from_iterable(rows), np.float64, num_requests * max_window)
+    return flat.reshape(num_requests, max_window), lengths
+
+
+def best_windows(
+    survival_BW: NDArray[np.float64],
+    lengths: Sequence[int],
+    *,
+    verify_N1: NDArray[np.float64],
+    draft_s: Callable[[int], float],
+) -> Choice:
+    """`choose_windows` of tables: survivals (of request i, the first `lengths[i]` count), and seconds of a forward
+    with 0, 1, .. sum(lengths) rows beyond the first of each request (more are not looked at)."""
+    num_requests = len(lengths)
+    survival_N, row_N = _rows_in_order(survival_BW, lengths)
+    num_rows = len(row_N)
+    depth_N = row_N // num_requests
+    verify_N1 = verify_N1[: num_rows + 1]
     if not verify_N1.min() > 0:
         raise PlanError(f"verify_s: got {verify_N1.min()}, expected positive seconds. Measure the cost table again.")
-
     prices = _rising(draft_s, int(depth_N.max()) + 1 if num_rows else 0)
     best_count, best_cap = 0, 0
     best_speed = num_requests / (float(verify_N1[0]) + prices[0])
-    for cap in range(1, len(prices)):
-        if cap + 1 < len(prices) and prices[cap + 1] <= prices[cap]:
-            continue  # the next depth has all these rows and more, at the same price
+    # A depth at the price of the next is left out: that has all these rows and more.
+    caps = [cap for cap in range(1, len(prices)) if cap + 1 == len(prices) or prices[cap + 1] > prices[cap]]
+    for cap in caps:
         within_N = survival_N if cap + 1 == len(prices) else survival_N[depth_N < cap]
-        emitted_N = within_N.cumsum()
-        emitted_N += num_requests
-        speed_N = emitted_N / (verify_N1[1 : len(within_N) + 1] + prices[cap])
+        speed_N = within_N.cumsum()
+        speed_N += num_requests
+        speed_N /= verify_N1[1 : len(within_N) + 1] + prices[cap]
         top = int(speed_N.argmax())
         if speed_N[top] > best_speed:
             best_count, best_cap, best_speed = top + 1, cap, float(speed_N[top])
-    chosen_N = row_N[depth_N < best_cap][:best_count]
-    windows = np.bincount(chosen_N % num_requests, minlength=num_requests).tolist()
+    chosen_N = (depth_N < best_cap).nonzero()[0][:best_count]
+    windows = np.bincount(row_N[chosen_N] % num_requests, minlength=num_requests).tolist()
     return Choice(
         windows=tuple(windows),
-        emitted=num_requests + float(survival_N[depth_N < best_cap][:best_count].sum()),
+        emitted=num_requests + float(survival_N[chosen_N].sum()),
         round_s=float(verify_N1[best_count]) + prices[best_cap],
     )
+
+
+def _window_of_one(
+    survival: Sequence[float], *, verify_s: Callable[[int, int], float], draft_s: Callable[[int], float]
+) -> Choice:
+    """`choose_windows` for one request: rows are depths, so there is nothing to order."""
+    prices = _rising(draft_s, len(survival))
+    verify = [verify_s(1, rows) for rows in range(1, len(survival) + 2)]
+    if not all(seconds > 0 for seconds in verify):
+        raise PlanError(f"verify_s: got {min(verify)}, expected positive seconds. Measure the cost table again.")
+    emitted, best_window, best_emitted, best_speed = 1.0, 0, 1.0, 1.0 / (verify[0] + prices[0])
+    before = 1.0
+    for window, p in enumerate(survival, 1):
+        if not 0.0 <= p <= before:
+            raise PlanError(f"survivals: got {p} after {before}, expected probabilities, falling with j.")
+        before = p
+        emitted += p
+        speed = emitted / (verify[window] + prices[window])
+        if speed > best_speed:
+            best_window, best_emitted, best_speed = window, emitted, speed
+    return Choice(windows=(best_window,), emitted=best_emitted, round_s=verify[best_window] + prices[best_window])
 
 
 def fixed_windows(
@@ -139,34 +189,36 @@ def choose(
             f"choose: got {requests} requests, plain_s {plain_s}, margin {margin}, drafters {sorted(options)}; "
             f"expected >= 1, > 0, >= 0 and none called {OFF!r}."
         )
-    choices = {OFF: Choice(windows=(0,) * requests, emitted=float(requests), round_s=plain_s)}
+    speeds, seconds = {OFF: requests / plain_s}, {OFF: plain_s}
     for name in sorted(options):
         choice = options[name].choice
         if len(choice.windows) != requests:
             raise PlanError(f"{name}: got windows of {len(choice.windows)} requests, expected {requests}.")
-        choices[name] = replace(choice, round_s=choice.round_s * options[name].factor)
-    speeds = {name: choice.tokens_per_s for name, choice in choices.items()}
+        seconds[name] = choice.round_s * options[name].factor
+        speeds[name] = choice.emitted / seconds[name]
     ranked = sorted(speeds, key=lambda name: -speeds[name])  # stable: off first among equals, then by name
     picked = ranked[0]
     if current in speeds and speeds[picked] <= speeds[current] * (1 + margin):
         picked = current
     others = "".join(f"; {name} {speeds[name]:.0f}" for name in ranked if name != picked)
-    return replace(choices[picked], drafter=picked, reason=f"{picked}: {speeds[picked]:.0f} tok/s{others}")
+    return Choice(
+        windows=(0,) * requests if picked == OFF else options[picked].choice.windows,
+        emitted=float(requests) if picked == OFF else options[picked].choice.emitted,
+        round_s=seconds[picked],
+        drafter=picked,
+        reason=f"{picked}: {speeds[picked]:.0f} tok/s{others}",
+    )
 
 
 def _rows_in_order(
-    survivals: Sequence[Sequence[float]], max_window: int
+    survival_BW: NDArray[np.float64], lengths: Sequence[int]
 ) -> tuple[NDArray[np.float64], NDArray[np.intp]]:
     """(survival, row) of all rows that may be verified, best first; row = (j - 1) * B + i."""
-    num_requests = len(survivals)
-    lengths = [min(len(s), max_window) for s in survivals]
+    num_requests, max_window = survival_BW.shape
     num_rows = sum(lengths)
-    if num_rows == num_requests * max_window:
-        padded = (s if len(s) == max_window else s[:max_window] for s in survivals)
-    else:
-        padded = ([*s[:n], *repeat(-1.0, max_window - n)] for s, n in zip(survivals, lengths, strict=True))
-    flat = np.fromiter(chain.from_iterable(padded), np.float64, num_requests * max_window)
-    survival_WB = flat.reshape(num_requests, max_window).T
+    survival_WB = survival_BW.T
+    if num_rows < num_requests * max_window:
+        survival_WB = np.where(np.arange(max_window)[:, None] < np.array(lengths), survival_WB, -1.0)
     if not (survival_WB[1:] <= survival_WB[:-1]).all():
         raise PlanError("survivals: got a list that rises (or NaN), expected P(first j accepted), falling with j.")
     by_depth = survival_WB.ravel()  # rows of equal survival then keep the order of j, and windows are prefixes
