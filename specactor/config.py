@@ -15,6 +15,8 @@ from specactor.errors import ConfigError
 
 MAX_WINDOW = 16
 """Draft tokens per request and round."""
+DRAFTERS = "suffix, ngram, ngram_2, ngram_3, model, or package.module:Class"
+"""What `rollout.speculation.drafters` may name."""
 SGLANG_DRAFTERS = ("eagle", "eagle3", "mtp", "nextn", "standalone")
 """Draft methods of SGLang that are refused by name."""
 _INEXACT = (
@@ -294,7 +296,7 @@ class SpeculationConfig:
     """off: plain decoding; coupled: draft, then verify, on the engine's own devices; auto: coupled with the drafter, or
     off, whichever is predicted to be faster, round by round."""
     drafters: tuple[str, ...] = ("suffix",)
-    """Draft methods, by name (suffix, ngram, model) or as the import path of a class, ``package.module:Class``."""
+    """Draft methods: suffix, ngram, ngram_2, ngram_3, model, or the import path of a class, ``package.module:Class``."""
     window: int | None = None
     """Draft tokens per request and round; None: chosen per request from its past acceptance and measured costs."""
     max_window: int = 8
@@ -338,7 +340,7 @@ class SpeculationConfig:
             not foreign,
             "rollout.speculation.drafters",
             foreign,
-            "suffix, ngram, model, or package.module:Class",
+            DRAFTERS,
             f"{_INEXACT.removesuffix('Use rollout.speculation.')}A draft model is used with the drafter model.",
         )
         _require(

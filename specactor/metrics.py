@@ -75,7 +75,7 @@ SPECULATION: dict[str, str] = {
     "wasted": "drafted - accepted",
     "accept_rate": "accepted / drafted",
     "accept_length": "tokens emitted per request and speculative round",
-    "draft_s": "seconds of drafting, also of drafts that were not verified",
+    "draft_s": "seconds of drafting and of deciding on it, also of drafts that were not verified",
     "verify_s": "seconds of forward passes and sampling",
     "predicted_s": "seconds that were predicted for rounds, where they were predicted",
     "measured_s": "seconds that those rounds took",

@@ -33,7 +33,7 @@ class Counts(msgspec.Struct, kw_only=True):
     """Per position in the draft, how often a token was drafted there."""
     accepted_at: list[int] = msgspec.field(default_factory=lambda: [0] * MAX_WINDOW)
     draft_s: float = 0.0
-    """Also of drafts that were then not verified."""
+    """With the choice of what to verify; also of drafts that were then not verified."""
     verify_s: float = 0.0
     """Forward pass, sampling and bookkeeping."""
     predicted_s: float = 0.0

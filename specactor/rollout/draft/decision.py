@@ -27,13 +27,15 @@ class Decision:
     predicted_s: float = 0.0
     """Of the whole round, uncorrected; 0 where nothing is known."""
     draft_s: float = 0.0
+    """Of drafting, and of deciding what to verify."""
 
     @property
     def trees(self) -> list[DraftTree]:
         """Per request."""
         if not self.beside:
             return [chain(draft) for draft in self.drafts]
-        return [merged(of_request) for of_request in zip(self.drafts, *self.beside.values(), strict=True)]
+        of_requests = ([draft for draft in of if draft] for of in zip(self.drafts, *self.beside.values(), strict=True))
+        return [merged(drafts) if len(drafts) > 1 else chain(drafts[0] if drafts else ()) for drafts in of_requests]
 
     def take(self, drafts: Drafts) -> None:
         """Verify all of these. The first drafter leads."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import importlib
 
-from specactor.config import SpeculationConfig
+from specactor.config import DRAFTERS, SpeculationConfig
 from specactor.errors import ConfigError
 from specactor.rollout.draft.drafter import Drafter
 
@@ -26,16 +26,19 @@ def _make(name: str, config: SpeculationConfig) -> Drafter:
             from specactor.rollout.draft.suffix import SuffixDrafter
 
             return SuffixDrafter(max_tokens=config.history_tokens)
-        case "ngram":
+        case "ngram" | "ngram_2" | "ngram_3":
             from specactor.rollout.draft.ngram import NgramDrafter
 
-            return NgramDrafter(max_tokens=config.history_tokens)
+            return NgramDrafter(max_tokens=config.history_tokens, rank=int(name[6:] or 1) - 1)
         case "model":
             from specactor.rollout.sglang.draft_model import DraftModel
 
             return DraftModel(config.sharpen)
     raise ConfigError.at(
-        "rollout.speculation.drafters", name, "suffix, ngram, model, or package.module:Class", "Choose one of these."
+        "rollout.speculation.drafters",
+        name,
+        DRAFTERS,
+        "Choose one of these.",
     )
 
 

@@ -1,9 +1,14 @@
-"""Prompt lookup: what followed the last few tokens when they were seen last, in a request's group and own text.
+"""Prompt lookup: what followed the last few tokens when they were seen last, in any text.
 
-Invariants: the longest n-gram decides, of its places the newest; a draft is a piece of one text; an index holds at most
-its limit of tokens and forgets the oldest first; each added token costs constant time, the forgetting included.
+A draft is a piece of a text. It begins where the longest known n-gram at the end of the request's text was followed by
+something: at the newest place in the request's group, all requests with equal prompts, or else in any text.
 
-Source: prompt lookup decoding (A. Saxena, 2023), widened to the texts of all requests with the same prompt.
+Invariants, tested against a search through the texts: the longest n-gram decides, of its places the group's newest, and
+then the newest of all; drafts of different ranks begin with different tokens; an index holds at most its limit of
+tokens and forgets the oldest first; each added token costs constant time, the forgetting included.
+
+Source: prompt lookup decoding (A. Saxena, 2023), widened to the texts of all requests. That n-grams give several
+branches of a tree is in lookahead decoding (arXiv 2402.02057) and in SGLang's NGRAM.
 """
 
 from __future__ import annotations
@@ -15,16 +20,20 @@ from dataclasses import dataclass
 from specactor.errors import ConfigError
 from specactor.rollout.draft.drafter import Drafter, DraftSequence
 
+TOKENS_PER_MATCH = 2
+"""Draft tokens per token of an n-gram that is shorter than the longest: what follows a short one is a guess."""
+
 
 class Text:
-    """A growing text whose n-grams are found by texts of the same scope."""
+    """A growing text of a group."""
 
-    __slots__ = ("ids", "scope")
+    __slots__ = ("group", "ids")
 
-    def __init__(self, scope: int, context: Sequence[int]) -> None:
-        """`context` precedes the text: its n-grams are not indexed."""
-        self.scope = scope
+    def __init__(self, context: Sequence[int], group: int | None = None) -> None:
+        """`context` precedes the text: its n-grams are not indexed. `group`: a number < 0, which no token has; None:
+        the text is found by all alike."""
         self.ids = list(context)
+        self.group = group
 
 
 @dataclass(slots=True)
@@ -39,12 +48,12 @@ _Place = tuple[Text, int]
 
 
 class NgramIndex:
-    """The newest place of every n-gram of `min_n` to `max_n` tokens."""
+    """The newest place of every n-gram of `min_n` to `max_n` tokens, and the newest with another token there."""
 
     def __init__(self, *, min_n: int, max_n: int) -> None:
         self.min_n = min_n
         self.max_n = max_n
-        self._places: dict[tuple[int, ...], _Place] = {}
+        self._places: dict[tuple[int, ...], tuple[_Place, _Place | None]] = {}
         self._oldest_first: deque[_Place] = deque()
 
     @property
@@ -54,29 +63,50 @@ class NgramIndex:
 
     def add(self, text: Text, tokens: Sequence[int]) -> None:
         """Append to a text."""
-        ids, scope, places = text.ids, text.scope, self._places
-        sizes = range(self.min_n, self.max_n + 1)
+        ids, places, oldest_first = text.ids, self._places, self._oldest_first
+        max_n = self.max_n
         for token in tokens:
             end = len(ids)
             place = (text, end)
-            for n in sizes:
-                if n > end:
-                    break
-                places[(scope, *ids[end - n :])] = place
+            context = tuple(ids[-max_n:])
+            for key in self._keys(context, text.group):
+                known = places.get(key)
+                if known is None:
+                    places[key] = (place, None)
+                else:
+                    newest, other = known
+                    places[key] = (place, other if newest[0].ids[newest[1]] == token else newest)
             ids.append(token)
-            self._oldest_first.append(place)
+            oldest_first.append(place)
 
-    def find(self, text: Text, window: int) -> list[int]:
-        """At most `window` tokens that followed the end of `text` elsewhere, and at most two per token that matches.
+    def find(
+        self, context: Sequence[int], window: int, *, group: int | None = None, longer_than: int = 0, rank: int = 0
+    ) -> list[int]:
+        """At most `window` tokens that may follow `context`, by n-grams of more than `longer_than` tokens.
 
-        A match of `max_n` tokens may be longer than is known, and gives the whole window.
+        Rank 0: at most `TOKENS_PER_MATCH` per token of the n-gram found first; one of `max_n` tokens may be longer than
+        is known, and gives the whole window. Rank k: a draft that begins with another token than those of lower ranks;
+        the longer the n-gram, the likelier is rank 0, and the shorter this draft.
         """
-        ids = text.ids
-        for n in range(min(self.max_n, len(ids)), self.min_n - 1, -1):
-            place = self._places.get((text.scope, *ids[-n:]))
-            if place is not None:
-                found, start = place
-                return found.ids[start : start + (window if n == self.max_n else min(window, 2 * n))]
+        end = tuple(context[-self.max_n :])
+        others: list[int] = []  # first tokens of lower ranks
+        room = 0
+        for key in self._keys(end, group):
+            n = len(key) - (key[0] == group)
+            if n <= longer_than:
+                break
+            known = self._places.get(key)
+            if known is None:
+                continue
+            room = room or (window - n if rank else window if n == self.max_n else min(window, TOKENS_PER_MATCH * n))
+            if room <= 0:
+                break
+            for place in known:
+                if place is None or (token := place[0].ids[place[1]]) in others:
+                    continue
+                if len(others) == rank:
+                    return place[0].ids[place[1] : place[1] + room]
+                others.append(token)
         return []
 
     def shrink(self, max_tokens: int) -> None:
@@ -85,27 +115,49 @@ class NgramIndex:
         while len(self._oldest_first) > max_tokens:
             place = self._oldest_first.popleft()
             text, end = place
-            for n in range(self.min_n, min(self.max_n, end) + 1):
-                key = (text.scope, *text.ids[end - n : end])
-                if places.get(key) is place:  # not seen again since
+            context = tuple(text.ids[max(0, end - self.max_n) : end])
+            for key in self._keys(context, text.group):
+                known = places.get(key)
+                if known is None:
+                    continue
+                if known[0] is place:  # not seen again since, so the other place is forgotten too
                     del places[key]
+                elif known[1] is place:
+                    places[key] = (known[0], None)
+
+    def _keys(self, end: tuple[int, ...], group: int | None) -> list[tuple[int, ...]]:
+        """Of the n-grams that `end` ends with, the longest first; of each the group's own before all texts'."""
+        starts = range(len(end) - self.min_n + 1)
+        if group is None:
+            return [end[start:] for start in starts]
+        keys = []
+        for start in starts:
+            key = end[start:]
+            keys += [(group, *key), key]
+        return keys
 
 
 class NgramDrafter(Drafter):
-    """Holds at most `max_tokens`, or as many as the running requests have with their prompts, if those are more."""
+    """Drafts of one rank. Those of rank 1 and 2 are for trees, beside a draft of rank 0 or of another drafter.
+
+    Holds at most `max_tokens`, or as many as the running requests have with their prompts, if those are more."""
 
     name = "ngram"
 
-    def __init__(self, *, max_tokens: int = 1_000_000, min_n: int = 1, max_n: int = 4) -> None:
+    def __init__(self, *, max_tokens: int = 1_000_000, min_n: int = 1, max_n: int = 4, rank: int = 0) -> None:
         if not 1 <= min_n <= max_n:
             raise ConfigError.at("NgramDrafter.min_n", min_n, f"1..{max_n} (max_n)", "Lower it, or raise max_n.")
         if max_tokens < 0:
             raise ConfigError.at("NgramDrafter.max_tokens", max_tokens, ">= 0", "Use 0 to keep only what is running.")
+        if rank < 0:
+            raise ConfigError.at("NgramDrafter.rank", rank, ">= 0", "Leave it out for the likeliest draft.")
+        self.name = "ngram" if rank == 0 else f"ngram_{rank + 1}"
         self._max_tokens = max_tokens
+        self._rank = rank
         self._index = NgramIndex(min_n=min_n, max_n=max_n)
         self._running: dict[str, _Request] = {}
         self._running_tokens = 0
-        self._group_sizes: dict[int, int] = {}  # scope -> running requests
+        self._group_sizes: dict[int, int] = {}  # group -> running requests
 
     @property
     def num_tokens(self) -> int:
@@ -114,12 +166,13 @@ class NgramDrafter(Drafter):
 
     def open(self, sequence: DraftSequence) -> None:
         self.close(sequence)
-        prompt, scope = sequence.prompt_ids, hash(sequence.prompt_ids)
-        request = _Request(Text(scope, prompt[-self._index.max_n :]))
+        prompt = sequence.prompt_ids
+        group = -1 - abs(hash(prompt))
+        request = _Request(Text(prompt[-self._index.max_n :], group))
         self._running[sequence.request_id] = request
-        self._group_sizes[scope] = self._group_sizes.get(scope, 0) + 1
-        if self._group_sizes[scope] == 1:
-            self._index.add(Text(scope, ()), prompt)
+        self._group_sizes[group] = self._group_sizes.get(group, 0) + 1
+        if self._group_sizes[group] == 1:
+            self._index.add(Text((), group), prompt)
         self._count(request, len(prompt))
         self._append(request, sequence.output_ids)
 
@@ -132,18 +185,21 @@ class NgramDrafter(Drafter):
         request = self._running.pop(sequence.request_id, None)
         if request is None:
             return
-        scope = request.text.scope
-        self._group_sizes[scope] -= 1
-        if not self._group_sizes[scope]:
-            del self._group_sizes[scope]
+        group = request.text.group
+        assert group is not None
+        self._group_sizes[group] -= 1
+        if not self._group_sizes[group]:
+            del self._group_sizes[group]
         self._count(request, -request.num_tokens)
 
     def propose(self, sequences: Sequence[DraftSequence], windows: Sequence[int]) -> list[list[int]]:
-        find, running = self._index.find, self._running
-        return [
-            find(running[sequence.request_id].text, window) if window and sequence.request_id in running else []
-            for sequence, window in zip(sequences, windows, strict=True)
-        ]
+        find, running, rank = self._index.find, self._running, self._rank
+        drafts = []
+        for sequence, window in zip(sequences, windows, strict=True):
+            request = running.get(sequence.request_id) if window else None
+            text = request.text if request is not None else None
+            drafts.append(find(text.ids, window, group=text.group, rank=rank) if text is not None else [])
+        return drafts
 
     def _append(self, request: _Request, tokens: Sequence[int]) -> None:
         self._index.add(request.text, tokens)

@@ -19,24 +19,25 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from itertools import takewhile
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
 
 from specactor.config import SpeculationConfig
 from specactor.rollout.draft.counts import Counts
 from specactor.rollout.draft.decision import Decision
 from specactor.rollout.draft.drafter import Drafter, DraftSequence
+from specactor.rollout.draft.looks import Look, Rest
 from specactor.rollout.draft.trees import Candidates, Drafts, Merging, fitted
-from specactor.rollout.draft.verification import credits_of
+from specactor.rollout.draft.verification import Credit, credits_of, existing
 from specactor.rollout.planning.acceptance import AcceptanceModel
 from specactor.rollout.planning.costs import CostTable
 from specactor.rollout.planning.online_costs import OnlineCosts
-from specactor.rollout.planning.windows import OFF, Choice, Option, choose, choose_windows
+from specactor.rollout.planning.windows import OFF, Choice, Option, best_windows, choose, choose_windows, padded
 
-LOOK_EVERY = 16
-"""Rounds of plain decoding between two looks at what drafting would bring."""
 NEW_POLICY_WEIGHT = 0.5
 """What evidence about acceptance is worth after the policy has changed."""
 FAILURES = 3
@@ -46,23 +47,13 @@ _LOG = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
-class _Look:
-    """A draft that is not verified but compared with what is emitted later."""
-
-    drafter: str
-    start: int
-    tokens: list[int]
-    asked: int
-
-
-@dataclass(slots=True)
 class _State:
     """Of a running request."""
 
     sequence: DraftSequence
     told: int
     """Tokens of its output that the drafters know."""
-    look: _Look | None = field(default=None)
+    look: Look | None = None
 
 
 class Speculator:
@@ -87,23 +78,26 @@ class Speculator:
         self._current = OFF
         self._states: dict[str, _State] = {}
         self._failures = dict.fromkeys(self.drafters, 0)
-        self._rounds_off = 0
+        self._rest = Rest()
         self._at_rest = False
         self._decision = Decision(drafter=OFF, windows=[], drafts=[])
 
     def open(self, sequence: DraftSequence) -> None:
         self._states[sequence.request_id] = _State(sequence, told=len(sequence.output_ids))
         for drafter in self.drafters.values():
-            self._guarded(drafter, lambda d=drafter: d.open(sequence))  # type: ignore[misc]
+            self._guarded(drafter, drafter.open, sequence)
 
     def commit(self, sequence: DraftSequence, tokens: Sequence[int]) -> None:
         """`tokens` were appended to the sequence's output. While decoding is plain, drafters are told later, and of
         many tokens at once."""
-        if not self._at_rest:
-            self._tell(self._states[sequence.request_id])
         state = self._states[sequence.request_id]
-        if state.look is not None and len(sequence.output_ids) >= state.look.start + state.look.asked:
-            self._compare(state)
+        if not self._at_rest:
+            self._tell(state)
+        look = state.look
+        if look is not None and len(sequence.output_ids) >= look.start + look.asked:
+            state.look = None
+            for name, drafted, agreed in look.agreed(sequence.output_ids):
+                self.acceptance[name].observe(sequence.request_id, drafted, agreed, asked=look.asked)
 
     def close(self, sequence: DraftSequence) -> None:
         self._tell(self._states[sequence.request_id])
@@ -112,12 +106,13 @@ class Speculator:
             acceptance.forget(sequence.request_id)
         self.merging.forget(sequence.request_id)
         for drafter in self.drafters.values():
-            self._guarded(drafter, lambda d=drafter: d.close(sequence))  # type: ignore[misc]
+            self._guarded(drafter, drafter.close, sequence)
 
     def policy_changed(self) -> None:
         for acceptance in self.acceptance.values():
             acceptance.new_version(NEW_POLICY_WEIGHT)
         self.merging.new_version(NEW_POLICY_WEIGHT)
+        self._rest.forget()
         for drafter in self.drafters.values():
             self._guarded(drafter, drafter.policy_changed)
 
@@ -127,62 +122,92 @@ class Speculator:
         `max_branches`: of all trees together; with none, trees are chains.
         """
         caps = [max(0, min(limit, self.config.max_window)) for limit in limits]
-        if self.config.window is not None:
-            self._decision = self._fixed(sequences, [min(cap, self.config.window) for cap in caps], max_branches)
-        elif self.costs.table is None:
-            self._decision = self._fixed(
-                sequences, [min(cap, self.costs.wanted(self.config.max_window)) for cap in caps], max_branches
-            )
-        elif self._resting():
+        requests = len(sequences)
+        known = self.config.window is None and self.costs.table is not None
+        if known and (not any(caps) or self._resting()):
             self._at_rest = True
-            self._decision = Decision(drafter=OFF, windows=[0] * len(caps), drafts=[[] for _ in caps])
+            self._decision = self._plain(requests)
+            return self._decision
+        self._wake()
+        started = self._clock()
+        if known:
+            decision = self._best(sequences, caps, max_branches)
         else:
-            self._wake()
-            self._decision = self._best(sequences, caps, max_branches)
-        return self._decision
+            window = self.config.window
+            most = self.costs.wanted(self.config.max_window) if window is None else window
+            decision = self._fixed(sequences, [min(cap, most) for cap in caps], max_branches)
+        decision.draft_s = self._clock() - started
+        self._decision = decision
+        return decision
 
     def draft(self, drafter: str, sequences: Sequence[DraftSequence], windows: Sequence[int]) -> list[list[int]]:
         """The drafts of a decision that left them to all ranks; those that did not decide must call it too."""
-        drafts, seconds = self._draft(drafter, sequences, windows)
+        started = self._clock()
+        drafts = self._draft(drafter, sequences, windows)
         if self._decision.together:
             self._decision.drafts = drafts
-            self._decision.draft_s += seconds
+            self._decision.draft_s += self._clock() - started
         return drafts
 
     def learn(self, sequences: Sequence[DraftSequence], accepted: Sequence[Sequence[int]], *, verify_s: float) -> None:
         """What became of the drafts of the last `decide`: per request, the draft tokens that were accepted."""
-        decision = self._decision
+        decision, requests = self._decision, len(sequences)
+        if decision.drafter == OFF:
+            self._account((), (), requests=requests, rows=requests, verify_s=verify_s)
+            return
         names = [decision.drafter, *decision.beside]
         every = list(zip(decision.drafts, *decision.beside.values(), strict=True))
         credits = [credits_of(drafts, right) for drafts, right in zip(every, accepted, strict=True)]
-        self.counts[decision.drafter].round(
-            [own.drafted for own, *_ in credits],
-            [own.accepted for own, *_ in credits],
+        lead = [own[0] for own in credits]
+        beside = [(name, own[k]) for k, name in enumerate(names[1:], 1) for own in credits if own[k].drafted]
+        self._account(
+            [credit.drafted for credit in lead],
+            [credit.accepted for credit in lead],
+            requests=requests,
+            rows=requests + sum(credit.drafted for credit in lead) + sum(credit.drafted for _, credit in beside),
             verify_s=verify_s,
-            draft_s=decision.draft_s,
-            predicted_s=self._corrected(decision),
         )
-        for own in credits:
-            for name, credit in zip(names[1:], own[1:], strict=True):
-                self.counts[name].beside(credit.first, credit.drafted, credit.accepted)
+        for name, credit in beside:
+            self.counts[name].beside(credit.first, credit.drafted, credit.accepted)
+        self._observe(sequences, names, every, credits)
+
+    def _account(
+        self, drafted: Sequence[int], accepted: Sequence[int], *, requests: int, rows: int, verify_s: float
+    ) -> None:
+        """Counts and costs of the round. Args: of the drafter that leads, per request; of all, in sum."""
+        decision, draft_s = self._decision, self._decision.draft_s
+        predicted_s = decision.predicted_s * self.costs.correction.factor(decision.drafter)
+        self.counts[decision.drafter].round(
+            drafted, accepted, verify_s=verify_s, draft_s=draft_s, predicted_s=predicted_s
+        )
         self.costs.observe(
             decision.drafter,
-            requests=len(sequences),
-            rows=len(sequences) + sum(credit.drafted for own in credits for credit in own),
+            requests=requests,
+            rows=rows,
             depth=decision.depth,
             verify_s=verify_s,
-            draft_s=decision.draft_s,
+            draft_s=0.0 if decision.drafter == OFF else draft_s,  # a look is no part of what plain decoding costs
             predicted_s=decision.predicted_s,
         )
-        if decision.drafter == OFF:
-            return
+
+    def _observe(
+        self,
+        sequences: Sequence[DraftSequence],
+        names: Sequence[str],
+        every: Sequence[tuple[list[int], ...]],
+        credits: Sequence[list[Credit]],
+    ) -> None:
+        """What the last decision's drafts say of their drafters' acceptance. `every`: per request, its drafts."""
+        decision = self._decision
         cut = self.drafters[decision.drafter].drafts_first  # then a short draft may only have been cut by the window
+        models = [self.acceptance[name] for name in names]
         for i, sequence in enumerate(sequences):
-            for name, draft, credit in zip(names, every[i], credits[i], strict=True):
+            for model, draft, credit in zip(models, every[i], credits[i], strict=True):
                 asked = None if cut else max(decision.windows[i], len(draft))
-                self.acceptance[name].observe(sequence.request_id, len(draft), credit.agreed, asked=asked)
+                if draft or asked:
+                    model.observe(sequence.request_id, len(draft), credit.agreed, asked=asked)
             if decision.beside:
-                self.merging.learn(sequence.request_id, dict(zip(names, credits[i], strict=True)))
+                self.merging.learn(sequence.request_id, zip(names, credits[i], strict=True))
 
     def report(self) -> dict[str, Counts]:
         """Counts per drafter, and of plain rounds, since the last report."""
@@ -198,23 +223,27 @@ class Speculator:
         if not self.drafters[name].drafts_first:
             decision.together = True
         elif self.config.merge:
-            drafts, spent = self._first_drafts(sequences, windows)
+            drafts = self._first_drafts(sequences, windows)
             decision.take(fitted(drafts, max_tokens=self.config.max_window, max_branches=max_branches))
-            decision.draft_s = sum(spent.values())
         else:
-            decision.drafts, decision.draft_s = self._draft(name, sequences, windows)
+            decision.drafts = self._draft(name, sequences, windows)
         return decision
 
-    def _first_drafts(
-        self, sequences: Sequence[DraftSequence], windows: Sequence[int]
-    ) -> tuple[Drafts, dict[str, float]]:
-        """(drafts, seconds) of all drafters that draft first and work."""
-        drafts: Drafts = {}
-        spent: dict[str, float] = {}
-        for name, drafter in self.drafters.items():
-            if drafter.drafts_first and self._failures[name] < FAILURES:
-                drafts[name], spent[name] = self._draft(name, sequences, windows)
-        return drafts, spent
+    def _plain(self, requests: int) -> Decision:
+        return Decision(
+            drafter=OFF,
+            windows=[0] * requests,
+            drafts=[[] for _ in range(requests)],
+            predicted_s=self.costs.plain_s(requests) / self.costs.correction.factor(OFF),
+        )
+
+    def _first_drafts(self, sequences: Sequence[DraftSequence], windows: Sequence[int]) -> Drafts:
+        """Of all drafters that draft first and work."""
+        return {
+            name: self._draft(name, sequences, windows)
+            for name, drafter in self.drafters.items()
+            if drafter.drafts_first and self._failures[name] < FAILURES
+        }
 
     def _tell(self, state: _State) -> None:
         """The drafters get what was committed since they were told."""
@@ -222,7 +251,7 @@ class Speculator:
         state.told = len(sequence.output_ids)
         if tokens:
             for drafter in self.drafters.values():
-                self._guarded(drafter, lambda d=drafter: d.commit(sequence, tokens))  # type: ignore[misc]
+                self._guarded(drafter, drafter.commit, sequence, tokens)
 
     def _wake(self) -> None:
         """Drafters are about to be asked again."""
@@ -235,13 +264,13 @@ class Speculator:
         """Whether plain decoding goes on without another look."""
         if self.config.mode != "auto" or self._current != OFF:
             return False
-        self._rounds_off += 1
-        return self._rounds_off % LOOK_EVERY != 0
+        return not self._rest.over()
 
     def _best(self, sequences: Sequence[DraftSequence], caps: list[int], max_branches: int) -> Decision:
         """The drafter and windows of the highest predicted speed. Drafters of text draft before the choice."""
         requests = len(sequences)
-        drafts, spent = self._first_drafts(sequences, caps)
+        started = self._clock()
+        drafts = self._first_drafts(sequences, caps)
         options = {
             name: Option(
                 choice=self._windows(name, sequences, caps, drafts.get(name)), factor=self.costs.correction.factor(name)
@@ -249,23 +278,24 @@ class Speculator:
             for name in self.drafters
             if self._failures[name] < FAILURES and not (self.config.merge and name in drafts)
         }
-        trees = self._tree_candidates(sequences, drafts, max_branches) if self.config.merge else None
-        if trees is not None:
+        trees = None
+        if self.config.merge:
+            ids = [sequence.request_id for sequence in sequences]
+            trees = self.merging.candidates(ids, drafts, self.acceptance, max_branches=max_branches)
+        if trees is not None and trees.drafts:
             lead = next(iter(trees.drafts))
             options[lead] = Option(
-                choice=self._tree_sizes(trees, caps, spent), factor=self.costs.correction.factor(lead)
+                choice=self._tree_sizes(trees, caps, drafts), factor=self.costs.correction.factor(lead)
             )
         choice = self._choose(options, requests)
         name = choice.drafter
-        if name == OFF:
+        if not any(choice.windows):
             self._look(sequences, drafts, caps)
-            return Decision(
-                drafter=OFF,
-                windows=[0] * requests,
-                drafts=[[] for _ in sequences],
-                predicted_s=self.costs.verify_s(requests, requests),
-                draft_s=sum(spent.values()),
-            )
+        if name == OFF:
+            rates = {drafter: model.rate for drafter, model in self.acceptance.items()}
+            self._rest.looked(rates, look_s=self._clock() - started, plain_s=self.costs.plain_s(requests))
+            return self._plain(requests)
+        self._rest.forget()
         windows = list(choice.windows)
         together = name not in drafts
         decision = Decision(
@@ -275,50 +305,51 @@ class Speculator:
             drafts=[draft[:w] for draft, w in zip(drafts.get(name, [[] for _ in windows]), windows, strict=True)],
             together=together,
             predicted_s=choice.round_s / options[name].factor,
-            draft_s=sum(spent.values()),
         )
         if trees is not None and not together:
             decision.take(trees.chosen(windows))
         return decision
 
-    def _tree_candidates(
-        self, sequences: Sequence[DraftSequence], drafts: Drafts, max_branches: int
-    ) -> Candidates | None:
-        """None where nothing was drafted."""
-        ids = [sequence.request_id for sequence in sequences]
-        trees = self.merging.candidates(ids, drafts, self.acceptance, max_branches=max_branches)
-        return trees if trees.drafts else None
-
-    def _tree_sizes(self, trees: Candidates, caps: Sequence[int], spent: Mapping[str, float]) -> Choice:
-        """Draft tokens of each request's tree."""
-        draft_s = sum(self.costs.draft_s(name, len(caps))(max(caps)) for name in spent)
-        return choose_windows(
-            trees.survivals,
-            verify_s=self.costs.verify_s,
-            draft_s=lambda depth: draft_s,
-            max_window=self.config.max_window,
-        )
+    def _tree_sizes(self, trees: Candidates, caps: Sequence[int], names: Iterable[str]) -> Choice:
+        """Draft tokens of each request's tree, for which all of `names` have drafted."""
+        requests, window = len(caps), self.config.max_window
+        seconds = sum(self.costs.draft_s(name, requests)(max(caps)) for name in names)
+        if requests == 1:
+            return choose_windows(
+                trees.survivals, verify_s=self.costs.verify_s, draft_s=lambda depth: seconds, max_window=window
+            )
+        survival_BW, lengths = padded(trees.survivals, window)
+        return best_windows(survival_BW, lengths, verify_N1=self._verify_curve(requests), draft_s=lambda depth: seconds)
 
     def _windows(
         self, name: str, sequences: Sequence[DraftSequence], caps: Sequence[int], drafts: list[list[int]] | None
     ) -> Choice:
         """Of one drafter. `drafts`: if they are there already."""
-        acceptance = self.acceptance[name]
-        lengths = None if drafts is None else [len(draft) for draft in drafts]
-        survivals = [
-            acceptance.survival(s.request_id, cap, drafted=None if lengths is None else lengths[i])
-            for i, (s, cap) in enumerate(zip(sequences, caps, strict=True))
-        ]
-        draft_s = self.costs.draft_s(name, len(sequences))
-        if lengths is not None:
+        model, requests = self.acceptance[name], len(sequences)
+        lengths = caps if drafts is None else [len(draft) for draft in drafts]
+        draft_s = self.costs.draft_s(name, requests)
+        if drafts is not None:
             spent_s = draft_s(max(caps))
             draft_s = lambda depth: spent_s  # noqa: E731
-        return choose_windows(survivals, verify_s=self.costs.verify_s, draft_s=draft_s, max_window=max(caps))
+        if requests == 1:
+            drafted = None if drafts is None else lengths[0]
+            survival = model.survival(sequences[0].request_id, caps[0], drafted=drafted)
+            return choose_windows(
+                [survival], verify_s=self.costs.verify_s, draft_s=draft_s, max_window=self.config.max_window
+            )
+        survival_BW = model.survivals([s.request_id for s in sequences], covered=drafts is not None)
+        return best_windows(survival_BW, lengths, verify_N1=self._verify_curve(requests), draft_s=draft_s)
+
+    def _verify_curve(self, requests: int) -> NDArray[np.float64]:
+        """Seconds of a forward, by draft tokens of all requests."""
+        return self.costs.verify_curve(requests, requests * (1 + self.config.max_window))
 
     def _choose(self, options: dict[str, Option], requests: int) -> Choice:
         # In mode coupled drafting is wanted, and plain decoding is no choice.
         plain_s = self.costs.plain_s(requests) if self.config.mode == "auto" or not options else float("inf")
         choice = choose(options, requests=requests, plain_s=plain_s, current=self._current)
+        if self.config.mode == "auto" and not any(choice.windows):
+            choice = replace(choice, drafter=OFF)  # a drafter that is asked and never verified
         if choice.drafter != self._current:
             _LOG.info("speculation: %s", choice.reason)
         self._current = choice.drafter
@@ -328,49 +359,30 @@ class Speculator:
         self, sequences: Sequence[DraftSequence], drafts: dict[str, list[list[int]]], caps: Sequence[int]
     ) -> None:
         """Keep what was drafted and not verified, for comparison."""
-        for name, of_drafter in drafts.items():
-            for sequence, draft, cap in zip(sequences, of_drafter, caps, strict=True):
-                state = self._states[sequence.request_id]
-                if cap and state.look is None:
-                    state.look = _Look(name, len(sequence.output_ids), draft, cap)
+        for i, (sequence, cap) in enumerate(zip(sequences, caps, strict=True)):
+            state = self._states[sequence.request_id]
+            if cap and drafts and state.look is None:
+                of_request = {name: lists[i] for name, lists in drafts.items()}
+                state.look = Look(start=len(sequence.output_ids), asked=cap, drafts=of_request)
 
-    def _compare(self, state: _State) -> None:
-        look, state.look = state.look, None
-        assert look is not None
-        emitted = state.sequence.output_ids[look.start : look.start + len(look.tokens)]
-        accepted = next((j for j, (a, b) in enumerate(zip(look.tokens, emitted, strict=True)) if a != b), len(emitted))
-        self.acceptance[look.drafter].observe(
-            state.sequence.request_id, len(look.tokens), accepted, asked=max(look.asked, len(look.tokens))
-        )
-
-    def _draft(
-        self, name: str, sequences: Sequence[DraftSequence], windows: Sequence[int]
-    ) -> tuple[list[list[int]], float]:
-        """(drafts, seconds)"""
-        started = self._clock()
+    def _draft(self, name: str, sequences: Sequence[DraftSequence], windows: Sequence[int]) -> list[list[int]]:
         drafts: list[list[int]] = [[] for _ in sequences]
         drafter = self.drafters[name]
 
         def ask() -> None:
             proposed = zip(drafter.propose(sequences, windows), windows, strict=True)
-            drafts[:] = [list(takewhile(self._exists, draft[:window])) for draft, window in proposed]
+            drafts[:] = [existing(list(draft[:window]), self.vocab_size) for draft, window in proposed]
 
         if any(windows) and self._failures[name] < FAILURES:
             self._guarded(drafter, ask)
-        return drafts, self._clock() - started
+        return drafts
 
-    def _exists(self, token: int) -> bool:
-        return token >= 0 and (self.vocab_size is None or token < self.vocab_size)
-
-    def _corrected(self, decision: Decision) -> float:
-        return decision.predicted_s * self.costs.correction.factor(decision.drafter)
-
-    def _guarded(self, drafter: Drafter, action: Callable[[], object]) -> None:
+    def _guarded(self, drafter: Drafter, action: Callable[..., object], *args: object) -> None:
         """A drafter that raises costs its drafts and no more."""
         if self._failures[drafter.name] >= FAILURES:
             return
         try:
-            action()
+            action(*args)
         except Exception:
             self.counts[drafter.name].failures += 1
             self._failures[drafter.name] += 1

@@ -12,7 +12,7 @@ those of all tokens that follow one token add up to at most its own; only the pa
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from operator import itemgetter
@@ -137,9 +137,9 @@ class Merging:
             all_owners.append(owners[: self._max_window])
         return Candidates(drafts=held_drafts, survivals=all_survivals, owners=all_owners, shared=shared)
 
-    def learn(self, request_id: str, credits: Mapping[str, Credit]) -> None:
+    def learn(self, request_id: str, credits: Iterable[tuple[str, Credit]]) -> None:
         """A request's tree was verified."""
-        for name, credit in credits.items():
+        for name, credit in credits:
             if credit.reached and credit.drafted:
                 self._after[name].observe(request_id, credit.drafted, credit.accepted)
 

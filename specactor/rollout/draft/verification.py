@@ -13,8 +13,10 @@ Invariants:
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import NamedTuple
 
 
@@ -136,6 +138,9 @@ class Credit(NamedTuple):
     """Whether its own were put to the test: what it shares was accepted, and no earlier draft went on rightly."""
 
 
+_NO_CREDIT = Credit(0, 0, 0, 0, False)
+
+
 def credits_of(drafts: Sequence[Sequence[int]], accepted: Sequence[int]) -> list[Credit]:
     """Per draft of a tree. Args: the drafts, as far as the tree holds them; the draft tokens that were accepted."""
     if len(drafts) == 1:
@@ -144,11 +149,22 @@ def credits_of(drafts: Sequence[Sequence[int]], accepted: Sequence[int]) -> list
     credits: list[Credit] = []
     best = 0  # accepted tokens that the drafts so far have
     for i, draft in enumerate(drafts):
+        if not draft:
+            credits.append(_NO_CREDIT)
+            continue
         first = max((common(draft, other) for other in drafts[:i]), default=0)
         right = common(draft, accepted)
         credits.append(Credit(first, len(draft) - first, max(0, right - first), right, right >= first >= best))
         best = max(best, right)
     return credits
+
+
+def existing(tokens: list[int], vocab_size: int | None) -> list[int]:
+    """Those before the first that does not exist. None: all but negative ones do."""
+    size = sys.maxsize if vocab_size is None else vocab_size
+    if not tokens or (min(tokens) >= 0 and max(tokens) < size):
+        return tokens
+    return list(takewhile(lambda token: 0 <= token < size, tokens))
 
 
 def common(some: Sequence[int], others: Sequence[int]) -> int:

@@ -92,13 +92,19 @@ def test_a_request_may_be_opened_with_output() -> None:
     assert draft(drafter, start(drafter, "b", output=[1])) == [2, 3]
 
 
-def test_other_prompts_help_where_the_group_does_not() -> None:
+def test_other_prompts_help_where_they_know_a_longer_match() -> None:
     drafter = SuffixDrafter()
-    start(drafter, "a", (1,), [5, 6, 7, 8, 9])
-    assert draft(drafter, start(drafter, "b", (2,), [6, 7])) == [], "a match of two tokens is too short for the corpus"
-    assert draft(drafter, start(drafter, "c", (2,), [5, 6, 7])) == [8, 9]
-    start(drafter, "d", (2,), [5, 6, 7, 1])
-    assert draft(drafter, start(drafter, "e", (2,), [5, 6, 7])) == [1], "the group goes before the corpus"
+    first = start(drafter, "a", (1,), [5, 6, 7, 8, 9])
+    assert draft(drafter, start(drafter, "b", (2,), [5, 6, 7])) == [], (
+        "only responses that have ended are in the corpus"
+    )
+    drafter.close(first)
+    assert draft(drafter, start(drafter, "c", (3,), [7])) == [], "a match of one token is too short for the corpus"
+    assert draft(drafter, start(drafter, "d", (3,), [6, 7])) == [8, 9]
+    assert draft(drafter, start(drafter, "e", (5, 6), [7])) == [8, 9], "the end of the prompt is part of the match"
+    start(drafter, "f", (4,), [6, 7, 1])
+    assert draft(drafter, start(drafter, "g", (4,), [6, 7]))[0] == 1, "of equal matches the group's goes first"
+    assert draft(drafter, start(drafter, "h", (4,), [5, 6, 7]))[0] == 8, "the longer match goes first"
 
 
 def test_a_draft_is_bounded_by_the_match_and_by_the_window() -> None:

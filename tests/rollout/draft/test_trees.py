@@ -146,9 +146,9 @@ def test_drafters_that_err_together_are_worth_less() -> None:
 
     before = chance()
     for _ in range(50):
-        merging.learn("x", dict(zip("ab", credits_of([[1, 2], [3]], []), strict=True)))
+        merging.learn("x", zip("ab", credits_of([[1, 2], [3]], []), strict=True))
     worse = chance()
     for _ in range(200):
-        merging.learn("x", dict(zip("ab", credits_of([[1, 2], [3]], [3]), strict=True)))
+        merging.learn("x", zip("ab", credits_of([[1, 2], [3]], [3]), strict=True))
     assert worse < before / 2
     assert chance() > before

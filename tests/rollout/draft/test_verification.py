@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specactor.rollout.draft.verification import DraftTree, accepted_path, branches, chain, held, merged
+from specactor.rollout.draft.verification import DraftTree, accepted_path, branches, chain, existing, held, merged
 
 VOCAB = 3
 Draw = tuple[int, ...]
@@ -76,7 +76,11 @@ def test_bounded_trees(several: list[list[int]], max_tokens: int, max_branches: 
     tree = merged(several, max_tokens=max_tokens, max_branches=max_branches)
     assert len(tree.tokens) <= max_tokens
     assert len(branches(tree)) <= max_branches
-    assert merged([draft[: held(tree, draft)] for draft in several]) == tree
+    lengths, num_branches = held(several, max_tokens=max_tokens, max_branches=max_branches)
+    assert merged([draft[:length] for draft, length in zip(several, lengths, strict=True)]) == tree
+    assert len(branches(tree)) <= num_branches <= max_branches
+    for draft, length in zip(several, lengths, strict=True):
+        assert length == len(draft) or merged([*several, draft[: length + 1]], max_tokens=100) != tree
     assert merged(several, max_tokens=100, max_branches=100) == merged(several)
 
 
@@ -98,7 +102,17 @@ def test_every_row_is_on_the_first_path_or_on_a_branch(several: list[list[int]])
 def test_branches_by_hand() -> None:
     tree = merged([[1, 2, 0], [1, 2, 1], [2], [2, 2]])
     assert branches(tree) == [[0, 1, 2, 4], [0, 5, 6]]
-    assert [held(tree, draft) for draft in ([1, 2, 1], [1, 0], [2, 2, 2], [0], [])] == [3, 1, 2, 0, 0]
+    assert held([[1, 2, 0], [1, 2, 1], [2], [2, 2]]) == ([3, 3, 1, 2], 2)
+    assert held([[1, 2, 0], [1, 2, 1], [2], [1]], max_branches=1) == ([3, 3, 0, 1], 1)
+    assert held([[1, 2, 0], [1, 2, 1], [2]], max_tokens=2) == ([2, 2, 0], 0)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "size", "left"),
+    [([], 5, []), ([4, 0], 5, [4, 0]), ([4, 5, 1], 5, [4]), ([5], 5, []), ([1, -1, 2], None, [1]), ([9], None, [9])],
+)
+def test_tokens_before_one_that_does_not_exist(tokens: list[int], size: int | None, left: list[int]) -> None:
+    assert existing(tokens, size) == left
 
 
 def test_rows_come_after_their_parents() -> None:

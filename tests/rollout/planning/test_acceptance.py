@@ -52,6 +52,16 @@ def test_survival_is_a_falling_probability(history: list[Verify], weight: float)
         model.new_version(weight)
 
 
+@settings(deadline=None)
+@given(HISTORIES, st.floats(0, 1))
+def test_many_requests_at_once_have_the_same_bits(history: list[Verify], weight: float) -> None:
+    model = learn(AcceptanceModel(max_window=W, memory=10), history)
+    model.new_version(weight)
+    ids = ["c", "new", "a", "b"]
+    assert model.survivals(ids, covered=False).tolist() == [model.survival(name, W) for name in ids]
+    assert model.survivals(ids, covered=True).tolist() == [model.survival(name, W, drafted=W) for name in ids]
+
+
 # --- only the past ----------------------------------------------------------------------------------------------------
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -35,6 +36,21 @@ TABLE = CostTable(
     plain=grid_of((1, 4), (1,), (0.009,), (0.012,)),
     drafters={"suffix": grid_of((1, 4), (1, 8), (0.001, 0.002), (0.001, 0.004))},
 )
+
+
+@settings(deadline=None)
+@given(grids(), st.floats(0.5, 100), st.lists(st.floats(0.1, 100), min_size=1, max_size=8))
+def test_many_at_once_are_as_one_by_one(grid: Grid, requests: float, per_request: list[float]) -> None:
+    points = [*per_request, *grid.per_request]
+    for n in (requests, *grid.requests):
+        assert grid.along(n, np.array(points)).tolist() == [grid.at(n, k) for k in points]
+
+
+def test_a_curve_of_a_table_needs_a_token_for_each_request() -> None:
+    assert TABLE.verify_curve(2, 12).tolist() == [TABLE.verify_s(2, rows) for rows in range(2, 13)]
+    for wrong in ((0, 0), (3, 2)):
+        with pytest.raises(PlanError, match="verify_curve: got"):
+            TABLE.verify_curve(*wrong)
 
 
 @settings(deadline=None)

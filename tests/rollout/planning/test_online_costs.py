@@ -42,6 +42,16 @@ def test_a_table_is_there_after_a_few_different_rounds_and_is_right() -> None:
     assert costs.plain_s(4) == pytest.approx(true_s(4, 4), rel=0.05)
 
 
+def test_a_curve_is_what_its_points_are() -> None:
+    costs = OnlineCosts()
+    with pytest.raises(PlanError, match="no table yet"):
+        costs.verify_curve(1, 1)
+    play(costs, FIRST_FIT)
+    assert costs.verify_curve(3, 27).tolist() == pytest.approx([costs.verify_s(3, rows) for rows in range(3, 28)])
+    play(costs, 4 * FIRST_FIT, slower=3.0)  # fitted again: no old curve is kept
+    assert costs.verify_curve(3, 27).tolist() == pytest.approx([costs.verify_s(3, rows) for rows in range(3, 28)])
+
+
 def test_windows_to_try_differ_and_stay_within_the_largest() -> None:
     costs = OnlineCosts()
     tried = set()

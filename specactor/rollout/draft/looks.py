@@ -1,0 +1,74 @@
+"""Drafts made while decoding is plain: not verified, but compared with what is emitted. PURE: seconds are passed in.
+
+So a drafter that has become good is noticed.
+
+Invariants: what looks cost is bounded. Looks come every LOOK_EVERY rounds at first; while they find nothing, the time
+between two doubles, up to LOOK_AT_LEAST_EVERY rounds, and a look that took long is followed by as many rounds as make
+it LOOK_SHARE of them, up to MAX_REST. Only the past is used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import ceil
+
+from specactor.rollout.draft.verification import common
+
+LOOK_EVERY = 16
+"""Rounds of plain decoding before the first look, and between looks while they find something."""
+LOOK_AT_LEAST_EVERY = 64
+"""Rounds between looks that find nothing."""
+LOOK_SHARE = 0.005
+"""Of the seconds of plain decoding, what looks may take."""
+MAX_REST = 4096
+"""Rounds between two looks, however long they take."""
+RISE = 1.1
+"""A look has found something if a drafter's estimated acceptance has risen by this factor."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Look:
+    """What was drafted for one request."""
+
+    start: int
+    """Tokens of its output then."""
+    asked: int
+    drafts: Mapping[str, Sequence[int]]
+    """Per drafter; at most `asked` tokens."""
+
+    def agreed(self, output_ids: Sequence[int]) -> Iterator[tuple[str, int, int]]:
+        """(drafter, draft tokens, how many of them equal what was emitted). The output has all `asked` positions."""
+        emitted = output_ids[self.start : self.start + self.asked]
+        for name, draft in self.drafts.items():
+            yield name, len(draft), common(draft, emitted)
+
+
+class Rest:
+    """When to look again."""
+
+    def __init__(self) -> None:
+        self.forget()
+
+    def forget(self) -> None:
+        """Drafting pays, or may pay now: plain decoding, if it comes again, is looked at soon."""
+        self._rounds, self._interval = 0, LOOK_EVERY
+        self._lowest: dict[str, float] = {}
+
+    def over(self) -> bool:
+        """A plain round is to come; whether to look in it."""
+        self._rounds += 1
+        return self._rounds >= self._interval
+
+    def looked(self, rates: Mapping[str, float], *, look_s: float, plain_s: float) -> None:
+        """Drafting would still not pay.
+
+        Args: each drafter's acceptance as estimated before this look; seconds of the look, and of a plain round.
+        """
+        if any(rate > RISE * self._lowest.get(name, rate) for name, rate in rates.items()):
+            interval, self._lowest = LOOK_EVERY, {}
+        else:
+            interval = min(2 * self._interval, LOOK_AT_LEAST_EVERY)
+        self._lowest = {name: min(rate, self._lowest.get(name, rate)) for name, rate in rates.items()}
+        self._interval = min(max(interval, ceil(look_s / (LOOK_SHARE * plain_s))), MAX_REST)
+        self._rounds = 0
