@@ -296,7 +296,7 @@ class SpeculationConfig:
     """off: plain decoding; coupled: draft, then verify, on the engine's own devices; auto: coupled with the drafter, or
     off, whichever is predicted to be faster, round by round."""
     drafters: tuple[str, ...] = ("suffix",)
-    """Draft methods: suffix, ngram, ngram_2, ngram_3, model, or the import path of a class, ``package.module:Class``."""
+    """Draft methods: suffix, ngram, ngram_2, ngram_3, model, or the import path of a class, ``package.module:Name``."""
     window: int | None = None
     """Draft tokens per request and round; None: chosen per request from its past acceptance and measured costs."""
     max_window: int = 8
