@@ -34,7 +34,7 @@ lint: setup
 	$(BIN)/mypy
 
 test: setup
-	$(BIN)/python -m pytest -q
+	$(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder
 
 bench: setup
 	$(BIN)/python -m benchmarks.run $(ARGS)

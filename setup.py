@@ -34,7 +34,7 @@ setup(
     extras_require={
         "gpu": ["transformer-engine[pytorch]"],
         "deepspeed": ["deepspeed==0.19.8"],
-        "dev": ["pytest", "pytest-timeout", "ruff", "mypy"],
+        "dev": ["pytest", "pytest-timeout", "pytest-xdist", "ruff", "mypy"],
     },
     entry_points={
         "console_scripts": ["specactor = specactor.cli:main"],

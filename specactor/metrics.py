@@ -76,7 +76,7 @@ SPECULATION: dict[str, str] = {
     "accept_rate": "accepted / drafted",
     "accept_length": "tokens emitted per request and speculative round",
     "draft_s": "seconds of drafting and of deciding on it, also of drafts that were not verified",
-    "verify_s": "seconds of forward passes and sampling",
+    "verify_s": "seconds of the rest of the rounds: forward pass, sampling, scheduling",
     "predicted_s": "seconds that were predicted for rounds, where they were predicted",
     "measured_s": "seconds that those rounds took",
     "drafted_at_J": "draft tokens at position J of a draft",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -22,6 +23,11 @@ from specactor.types import RolloutRequest, SamplingParams
 HERE = Path(__file__).parent
 VOCAB = 96
 CONTEXT = 160
+
+
+def heed_interrupts() -> None:
+    """In a child, before it starts: whoever runs the tests in the background has Ctrl-C ignored."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def start_script(script: str, *args: str) -> subprocess.Popen[str]:

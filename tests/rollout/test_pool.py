@@ -18,7 +18,7 @@ from specactor.errors import EngineError
 from specactor.rollout.pool import EnginePool, RolloutOutcome
 from specactor.rollout.sglang.engine import Engine, EngineSpec
 from specactor.types import RolloutRequest, Trajectory
-from tests.rollout.conftest import Footprint, request
+from tests.rollout.conftest import Footprint, heed_interrupts, request
 
 BATCH = [request(i, new=30 + 13 * i % 60) for i in range(32)]  # they end one by one
 
@@ -149,6 +149,7 @@ class Parent:
         self.process = subprocess.Popen(
             [sys.executable, "-m", "tests.rollout.parent_script", msgspec.json.encode(spec).decode(), str(folder)],
             stderr=subprocess.DEVNULL,
+            preexec_fn=heed_interrupts,
         )
 
     def wait_for(self, name: str) -> str:

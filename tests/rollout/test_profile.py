@@ -25,7 +25,7 @@ from specactor.rollout.planning.costs import CostTable
 from specactor.rollout.profile import FILLER, PASSES, ROUNDS_PER_PASS, Sizes, measure
 from specactor.rollout.sglang.speculation_calls import CONFIGURE, ROUNDS, Rounds
 from specactor.types import RolloutRequest
-from tests.rollout.conftest import process_exists
+from tests.rollout.conftest import heed_interrupts, process_exists
 from tests.rollout.sglang.test_draft_model import make_dense
 
 CONFIG = RolloutConfig(
@@ -204,6 +204,7 @@ def test_an_interrupt_leaves_nothing(model_dir: str, tmp_path: Path) -> None:
         stderr=subprocess.PIPE,
         text=True,
         env={**os.environ, "TMPDIR": str(temporary)},
+        preexec_fn=heed_interrupts,
     ) as process:
         assert process.stdout is not None
         assert "starting the engine" in process.stdout.readline()

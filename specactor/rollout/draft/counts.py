@@ -35,7 +35,7 @@ class Counts(msgspec.Struct, kw_only=True):
     draft_s: float = 0.0
     """With the choice of what to verify; also of drafts that were then not verified."""
     verify_s: float = 0.0
-    """Forward pass, sampling and bookkeeping."""
+    """The rest of the rounds: forward pass, sampling, the engine's own scheduling."""
     predicted_s: float = 0.0
     measured_s: float = 0.0
     """Of the rounds for which a time was predicted: that prediction, and what they took."""

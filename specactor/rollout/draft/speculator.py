@@ -149,9 +149,11 @@ class Speculator:
             self._decision.draft_s += self._clock() - started
         return drafts
 
-    def learn(self, sequences: Sequence[DraftSequence], accepted: Sequence[Sequence[int]], *, verify_s: float) -> None:
-        """What became of the drafts of the last `decide`: per request, the draft tokens that were accepted."""
+    def learn(self, sequences: Sequence[DraftSequence], accepted: Sequence[Sequence[int]], *, round_s: float) -> None:
+        """What became of the drafts of the last `decide`: per request, the draft tokens that were accepted; and the
+        seconds of the whole round."""
         decision, requests = self._decision, len(sequences)
+        verify_s = max(round_s - decision.draft_s, 1e-6)
         if decision.drafter == OFF:
             self._account((), (), requests=requests, rows=requests, verify_s=verify_s)
             return

@@ -94,6 +94,8 @@ class Worker(BaseSpecWorker):  # type: ignore[misc]
             )
         self._max_rows = int(get_spec().speculative_num_draft_tokens)
         self._vocab_size = int(target_worker.model_runner.model_config.vocab_size)
+        self._ended: float | None = None
+        """When the round before ended, if this batch follows it at once."""
         self._running: dict[str, _Running] = {}
         self.speculator: Speculator | None = None
         """None: plain decoding."""
@@ -152,11 +154,11 @@ class Worker(BaseSpecWorker):  # type: ignore[misc]
             return self._prefill(batch, pp_proxy_tensors)
         base = batch.seq_lens
         reqs = batch.reqs
+        began = self._ended or time.perf_counter()  # what SGLang does between two rounds belongs to the second
         running = self._follow(reqs)
         trees = self._drafts(reqs, running)
         rows = Rows.of(trees)
         batch.spec_info = None
-        started = time.perf_counter()
         spread(batch, rows, req_to_token=self._pool.req_to_token)
         try:
             if rows.drafted:
@@ -166,11 +168,12 @@ class Worker(BaseSpecWorker):  # type: ignore[misc]
         finally:
             self._branches.give_back()
         paths = self._accepted(reqs, rows, samples, base.tolist()) if rows.drafted else [[0]] * len(reqs)
+        self._ended = time.perf_counter()
         if self.speculator is not None and get_parallel().tp_rank == 0:
             self.speculator.learn(
                 [r.sequence for r in running],
                 [[tree.tokens[row - 1] for row in path[1:]] for tree, path in zip(trees, paths, strict=True)],
-                verify_s=time.perf_counter() - started,
+                round_s=self._ended - began,
             )
         return self._emit(result, rows, paths, base)
 
@@ -185,6 +188,7 @@ class Worker(BaseSpecWorker):  # type: ignore[misc]
         return paths
 
     def _prefill(self, batch: Any, pp_proxy_tensors: Any) -> GenerationBatchResult:
+        self._ended = None
         result = self._target_worker.forward_batch_generation(batch, pp_proxy_tensors=pp_proxy_tensors)
         result.accept_lens = torch.ones(len(batch.reqs), dtype=torch.int32, device=batch.seq_lens.device)
         result.new_seq_lens = batch.seq_lens

@@ -95,7 +95,9 @@ class World:
             self.rows += rows
             verify_s = STEP_S + self.row_s * rows
             self.now += verify_s
-            self.speculator.learn(self.sequences, [fresh[:-1] for fresh in emitted], verify_s=verify_s)
+            self.speculator.learn(
+                self.sequences, [fresh[:-1] for fresh in emitted], round_s=decision.draft_s + verify_s
+            )
             for sequence, fresh in zip(self.sequences, emitted, strict=True):
                 self.speculator.commit(sequence, fresh)
         return tokens / (self.now - started)
