@@ -14,8 +14,7 @@ import json
 import os
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -33,6 +32,7 @@ from specactor.data.tokenizer import load_tokenizer
 from specactor.rollout.draft.counts import Counts
 from specactor.rollout.planning.sharpening import GRID
 from specactor.rollout.sglang.engine import Engine, EngineSpec
+from specactor.rollout.sglang.running import running
 from specactor.rollout.sglang.speculation_calls import CONFIGURE, REPORT
 from specactor.types import RolloutRequest, SamplingParams, Trajectory
 
@@ -143,26 +143,18 @@ def speculation(way: str, window: int, models: Models) -> SpeculationConfig:
     )
 
 
-@contextmanager
-def engine(models: Models, config: Config, folder: Path) -> Iterator[Engine]:
-    started = Engine.start(
-        EngineSpec(
-            index=0,
-            model_dir=str(models.target),
-            dtype="float32",
-            devices=(0,),
-            config=EngineConfig(max_running_requests=64, max_total_tokens=16_384),
-            speculation=speculation("Fitted", max(WINDOWS), models),
-            context_length=512,
-            log_file=str(folder / "engine.log"),
-            random_seed=config.seed,
-        )
+def engine_spec(models: Models, config: Config, folder: Path) -> EngineSpec:
+    return EngineSpec(
+        index=0,
+        model_dir=str(models.target),
+        dtype="float32",
+        devices=(0,),
+        config=EngineConfig(max_running_requests=64, max_total_tokens=16_384),
+        speculation=speculation("Fitted", max(WINDOWS), models),
+        context_length=512,
+        log_file=str(folder / "engine.log"),
+        random_seed=config.seed,
     )
-    try:
-        started.wait_ready(config.rollout.engine.start_timeout_s)
-        yield started
-    finally:
-        started.stop()
 
 
 def part(started: Engine, requests: Sequence[RolloutRequest], log: Path) -> tuple[Part, list[Trajectory]]:
@@ -206,7 +198,7 @@ def measure(task: Task, group_size: int) -> TaskResult:
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "drafts"
         os.environ[LOG] = str(log)
-        with engine(models, config, Path(folder)) as started:
+        with running(engine_spec(models, config, Path(folder))) as started:
             for window in WINDOWS:
                 for way in WAYS:
                     began = time.monotonic()

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -25,6 +24,7 @@ from specactor.data.stream import request_seed
 from specactor.data.tokenizer import load_tokenizer
 from specactor.rollout.draft.counts import Counts
 from specactor.rollout.sglang.engine import Engine, EngineSpec
+from specactor.rollout.sglang.running import running
 from specactor.rollout.sglang.speculation_calls import CONFIGURE, REPORT
 from specactor.types import RolloutRequest, SamplingParams, Trajectory
 
@@ -86,16 +86,6 @@ class Tally:
     def count(self, counts: Counts) -> None:
         self.drafted += counts.drafted
         self.accepted += counts.accepted
-
-
-@contextmanager
-def running(spec: EngineSpec) -> Iterator[Engine]:
-    engine = Engine.start(spec)
-    try:
-        engine.wait_ready(spec.config.start_timeout_s)
-        yield engine
-    finally:
-        engine.stop()
 
 
 def requests(model_dir: Path, temperature: float, **filters: float | int) -> list[RolloutRequest]:

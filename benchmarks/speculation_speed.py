@@ -13,8 +13,6 @@ import argparse
 import json
 import os
 import signal
-import socket
-import subprocess
 import sys
 import tempfile
 import time
@@ -32,13 +30,10 @@ from benchmarks.speculation_speed_models import Shape, grow
 from benchmarks.speculation_speed_table import Cell, result
 from benchmarks.trained_models import CACHE, Models, task_models, task_recipe
 from specactor.config import EngineConfig, SpeculationConfig
-from specactor.cpu import sglang as cpu
 from specactor.data.dataset import build_dataset
 from specactor.data.tokenizer import load_tokenizer
 from specactor.rollout.draft.counts import Counts
-from specactor.rollout.sglang import speculation_calls
 from specactor.rollout.sglang.engine import Engine, EngineSpec
-from specactor.rollout.sglang.protocol import Start
 from specactor.rollout.sglang.speculation_calls import REPORT
 from specactor.types import RolloutRequest, SamplingParams
 
@@ -226,23 +221,8 @@ def start(index: int, models: Models, batch: int, folder: Path, **overrides: obj
         log_file=str(folder / f"engine-{index}.log"),
         **overrides,  # type: ignore[arg-type]
     )
-    ours, theirs = socket.socketpair()
-    environment = cpu.process_environment(spec.devices) | speculation_calls.start_environment(spec.speculation)
-    if builtin:
-        environment[host.BUILTIN] = json.dumps(builtin)
-    with theirs, Path(spec.log_file).open("wb") as log:
-        process = subprocess.Popen(
-            [sys.executable, "-m", host.__name__, "--fd", str(theirs.fileno())],
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=log,
-            env=environment,
-            pass_fds=[theirs.fileno()],
-            start_new_session=True,
-        )
-    engine = Engine(spec, process, ours)
-    engine._send(Start(spec=spec))
-    return engine
+    environment = {host.BUILTIN: json.dumps(builtin)} if builtin else {}
+    return Engine.start(spec, host=host.__name__, **environment)
 
 
 @contextmanager

@@ -29,6 +29,7 @@ from specactor.rollout.planning.cells import Check, cells, checks, cost_table
 from specactor.rollout.planning.costs import CostTable, Grid
 from specactor.rollout.profile import PASSES, Sizes, measure
 from specactor.rollout.sglang.engine import Engine, EngineSpec
+from specactor.rollout.sglang.running import running
 
 
 def run(config: Config, *, out: Path | None, limit_s: float, console: Console) -> Path:
@@ -49,12 +50,8 @@ def run(config: Config, *, out: Path | None, limit_s: float, console: Console) -
         shape = ModelShape.read(model_dir)
         sizes = Sizes.of(config.rollout, vocab=shape.vocab_size, context=shape.max_position - 2)
         console.print("starting the engine")
-        engine = Engine.start(_spec(config, model_dir, shape.max_position, Path(folder)))
-        try:
-            engine.wait_ready(config.rollout.engine.start_timeout_s)
+        with running(_spec(config, model_dir, shape.max_position, Path(folder))) as engine:
             table, errors = _profile(config, engine, sizes, limit_s, console)
-        finally:
-            engine.stop()
     _write(file, table)
     _show(table, errors, console)
     console.print(f"Use it with --rollout.speculation.cost-table {file}", soft_wrap=True, highlight=False)

@@ -36,16 +36,15 @@ def test_a_run_ends_well_and_says_what_it_did(finished: Launched) -> None:
 
 
 def test_speculation_changes_neither_tokens_nor_rewards_nor_losses(finished: Launched, launcher: Launcher) -> None:
-    auto = launcher.run("speculating", "--rollout.speculation.mode", "auto")
-    assert auto.code == 0, auto.output
-    assert deterministic(auto.folder) == deterministic(finished.folder)
+    window = ("--rollout.speculation.window", "4")  # fixed: whether `auto` drafts depends on the machine's speed
+    drafted = launcher.run("speculating", "--rollout.speculation.mode", "coupled", *window)
+    assert drafted.code == 0, drafted.output
+    assert deterministic(drafted.folder) == deterministic(finished.folder)
     responses = [
-        (folder / "evaluations" / "step-000002.jsonl").read_text() for folder in (auto.folder, finished.folder)
+        (folder / "evaluations" / "step-000002.jsonl").read_text() for folder in (drafted.folder, finished.folder)
     ]
     assert responses[0] == responses[1]
-    lines = read_metrics(auto.folder)[1:]
-    assert all(any(name.startswith("speculation/suffix/") for name in line) for line in lines)
-    assert any(float(str(line.get("speculation/suffix/accepted", 0))) > 0 for line in lines)
+    assert all(float(str(line["speculation/suffix/accepted"])) > 0 for line in read_metrics(drafted.folder)[1:])
 
 
 def test_every_step_is_logged_under_known_names(finished: Launched) -> None:

@@ -81,15 +81,15 @@ class Engine:
         self._reader.start()
 
     @classmethod
-    def start(cls, spec: EngineSpec) -> Engine:
-        """Starts the host process and returns at once; `wait_ready` tells how it went."""
+    def start(cls, spec: EngineSpec, *, host: str = "specactor.rollout.sglang.host", **environment: str) -> Engine:
+        """Starts the host process, a module, and returns at once; `wait_ready` tells how it went."""
         ours, theirs = socket.socketpair()
         seconds = struct.pack("ll", _SEND_TIMEOUT_S, 0)
         ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, seconds)
-        environment = cpu.process_environment(spec.devices) | speculation_calls.start_environment(spec.speculation)
+        environment |= cpu.process_environment(spec.devices) | speculation_calls.start_environment(spec.speculation)
         with theirs, _open_log(spec.log_file) as log:
             process = subprocess.Popen(
-                [sys.executable, "-m", "specactor.rollout.sglang.host", "--fd", str(theirs.fileno())],
+                [sys.executable, "-m", host, "--fd", str(theirs.fileno())],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,

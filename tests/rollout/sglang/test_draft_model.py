@@ -11,6 +11,7 @@ from specactor.config import EngineConfig, SpeculationConfig
 from specactor.errors import EngineError
 from specactor.rollout.draft.counts import Counts
 from specactor.rollout.sglang.engine import Engine, EngineSpec
+from specactor.rollout.sglang.running import running
 from specactor.types import RolloutRequest
 from tests.rollout.conftest import request, start_script
 from tests.rollout.sglang.test_speculation import batch as batch_of_all_kinds
@@ -48,15 +49,6 @@ def speculation(draft_dir: str, window: int | None, *, drafter: str = "model", *
     )
 
 
-def start(spec: EngineSpec) -> Iterator[Engine]:
-    engine = Engine.start(spec)
-    try:
-        engine.wait_ready(120)
-        yield engine
-    finally:
-        engine.stop()
-
-
 def fields_of(ranks: int, draft_dir: str) -> dict[str, object]:
     return {
         "tensor_parallel": ranks,
@@ -69,13 +61,15 @@ def fields_of(ranks: int, draft_dir: str) -> dict[str, object]:
 @pytest.fixture(scope="module", params=[1, 2], ids=["tp1", "tp2"])
 def twins(request: pytest.FixtureRequest, make_spec: Callable[..., EngineSpec], dense_dir: str) -> Iterator[Engine]:
     """An engine whose draft model has the target's weights."""
-    yield from start(make_spec(20 + request.param, model_dir=dense_dir, **fields_of(request.param, dense_dir)))
+    with running(make_spec(20 + request.param, model_dir=dense_dir, **fields_of(request.param, dense_dir))) as engine:
+        yield engine
 
 
 @pytest.fixture(scope="module", params=[1, 2], ids=["tp1", "tp2"])
 def strangers(request: pytest.FixtureRequest, make_spec: Callable[..., EngineSpec], other_dir: str) -> Iterator[Engine]:
     """A mixture of experts, and a draft model that has nothing to do with it."""
-    yield from start(make_spec(30 + request.param, **fields_of(request.param, other_dir)))
+    with running(make_spec(30 + request.param, **fields_of(request.param, other_dir))) as engine:
+        yield engine
 
 
 def batch(temperature: float, count: int = 40) -> list[RolloutRequest]:

@@ -22,6 +22,7 @@ from tokenizers import Regex, Tokenizer, decoders, models
 from specactor.config import EngineConfig, SpeculationConfig
 from specactor.errors import EngineError
 from specactor.rollout.sglang.engine import Engine, EngineSpec
+from specactor.rollout.sglang.running import running
 from specactor.types import RolloutRequest, Trajectory
 from tests.rollout.conftest import VOCAB, request
 from tests.rollout.sglang.test_speculation import configure, report
@@ -82,12 +83,8 @@ def started(make_spec: Callable[..., EngineSpec], folder: Path) -> Iterator[Engi
         ),
         speculation=OFF,
     )
-    engine = Engine.start(spec)
-    try:
-        engine.wait_ready(120)
+    with running(spec) as engine:
         yield engine
-    finally:
-        engine.stop()
 
 
 @pytest.fixture

@@ -18,6 +18,7 @@ import pytest
 from specactor.config import EngineConfig, SpeculationConfig
 from specactor.rollout.draft.verification import accepted_path, chain
 from specactor.rollout.sglang.engine import Engine, EngineSpec
+from specactor.rollout.sglang.running import running
 from specactor.types import RolloutRequest, SamplingParams
 from tests.rollout.conftest import VOCAB, start_script
 from tests.rollout.law import Law, Reference, Response, Sample, entropy, p_values, surprise
@@ -74,18 +75,13 @@ def reference(model_dir: str) -> Iterator[Reference]:
 
 @pytest.fixture(scope="module")
 def speculating(make_spec: Callable[..., EngineSpec]) -> Iterator[Engine]:
-    engine = Engine.start(
-        make_spec(
-            40,
-            config=EngineConfig(max_running_requests=RUNNING, max_total_tokens=16_384, start_timeout_s=120),
-            speculation=speculation(),
-        )
+    spec = make_spec(
+        40,
+        config=EngineConfig(max_running_requests=RUNNING, max_total_tokens=16_384, start_timeout_s=120),
+        speculation=speculation(),
     )
-    try:
-        engine.wait_ready(120)
+    with running(spec) as engine:
         yield engine
-    finally:
-        engine.stop()
 
 
 def sampled(engine: Engine, count: int, *, at_once: int = AT_ONCE, **sampling: object) -> list[Sample]:

@@ -12,6 +12,7 @@ import pytest
 
 from specactor.config import EngineConfig, SpeculationConfig
 from specactor.rollout.sglang.engine import Engine, EngineSpec
+from specactor.rollout.sglang.running import running
 from specactor.types import RolloutRequest, Trajectory
 from tests.rollout.conftest import VOCAB, request
 from tests.rollout.sglang.test_speculation import OFF, configure, report
@@ -101,13 +102,9 @@ def engine(make_spec: Callable[..., EngineSpec]) -> Iterator[Engine]:
         config=EngineConfig(max_running_requests=32, max_total_tokens=6144, start_timeout_s=120),
         speculation=version("right"),
     )
-    engine = Engine.start(spec)
-    try:
-        engine.wait_ready(120)
+    with running(spec) as engine:
         engine.generate(batch())
         yield engine
-    finally:
-        engine.stop()
 
 
 @pytest.fixture(scope="module")

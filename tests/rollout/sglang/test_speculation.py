@@ -12,6 +12,7 @@ from specactor.config import EngineConfig, SpeculationConfig
 from specactor.rollout.draft.counts import Counts
 from specactor.rollout.planning.windows import OFF as OFF_NAME
 from specactor.rollout.sglang.engine import Engine, EngineSpec
+from specactor.rollout.sglang.running import running
 from specactor.rollout.sglang.speculation_calls import CONFIGURE, REPORT
 from specactor.types import RolloutRequest, Trajectory
 from tests.rollout.conftest import request
@@ -47,12 +48,8 @@ def speculating(request: pytest.FixtureRequest, make_spec: Callable[..., EngineS
         config=EngineConfig(max_running_requests=32, max_total_tokens=6144, start_timeout_s=120),
         speculation=replace(OFF, mode="coupled", drafters=(f"{HERE}:Constant",)),
     )
-    engine = Engine.start(spec)
-    try:
-        engine.wait_ready(120)
+    with running(spec) as engine:
         yield engine
-    finally:
-        engine.stop()
 
 
 def batch(count: int = 50) -> list[RolloutRequest]:

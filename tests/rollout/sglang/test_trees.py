@@ -88,9 +88,7 @@ def engine(
         config=EngineConfig(max_running_requests=32, max_total_tokens=6144, start_timeout_s=240),
         speculation=trees(RIGHT, draft_model=dense),
     )
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(WITNESS, str(witness))
-        started = Engine.start(spec)
+    started = Engine.start(spec, **{WITNESS: str(witness)})
     try:
         started.wait_ready(240)
         started.generate(batch())
