@@ -1,0 +1,74 @@
+"""What the processes of a rollout did when, for Perfetto (https://ui.perfetto.dev). PURE: times are passed in.
+
+Times are seconds of `time.perf_counter`, which on Linux is one clock for all processes of a host (CLOCK_MONOTONIC); the
+clocks of two hosts are unrelated, and their spans must not be put into one trace.
+
+Invariants: bounded memory (the oldest spans go first); a recorder that is off keeps nothing and costs one comparison;
+every span of a trace lies at or after its start, and lanes of one process that overlap in time have names of their own.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+
+import msgspec
+
+CAPACITY = 100_000
+"""Spans that a recorder keeps."""
+Detail = int | float | str
+
+
+class Span(msgspec.Struct, frozen=True, array_like=True):
+    """Something that took time, or, with `end_s == start_s`, that happened."""
+
+    lane: str
+    """Of the process: what stands beside another lane goes on at the same time."""
+    name: str
+    start_s: float
+    end_s: float
+    details: dict[str, Detail] = {}
+
+
+class Recorder:
+    """The spans of one process."""
+
+    def __init__(self, *, on: bool = False, capacity: int = CAPACITY) -> None:
+        self.on = on
+        self._spans: deque[Span] = deque(maxlen=capacity)
+
+    def span(self, lane: str, name: str, start_s: float, end_s: float, **details: Detail) -> None:
+        if self.on:
+            self._spans.append(Span(lane, name, start_s, max(start_s, end_s), details))
+
+    def instant(self, lane: str, name: str, at_s: float, **details: Detail) -> None:
+        self.span(lane, name, at_s, at_s, **details)
+
+    def take(self) -> list[Span]:
+        """The spans since the last call."""
+        taken = list(self._spans)
+        self._spans.clear()
+        return taken
+
+
+def chrome_trace(processes: Mapping[str, Sequence[Span]]) -> bytes:
+    """The spans of each process (by its name) as JSON in Chrome's trace event format; time 0 is the first start."""
+    origin = min((span.start_s for spans in processes.values() for span in spans), default=0.0)
+    events: list[dict[str, object]] = []
+    for pid, (process, spans) in enumerate(processes.items(), 1):
+        events.append({"ph": "M", "name": "process_name", "pid": pid, "args": {"name": process}})
+        lanes = {lane: tid for tid, lane in enumerate(dict.fromkeys(span.lane for span in spans), 1)}
+        events += [
+            {"ph": "M", "name": "thread_name", "pid": pid, "tid": tid, "args": {"name": lane}}
+            for lane, tid in lanes.items()
+        ]
+        events += [_event(span, pid=pid, tid=lanes[span.lane], origin=origin) for span in spans]
+    return msgspec.json.encode({"traceEvents": events, "displayTimeUnit": "ms"})
+
+
+def _event(span: Span, *, pid: int, tid: int, origin: float) -> dict[str, object]:
+    """Chrome counts in microseconds."""
+    common = {"name": span.name, "pid": pid, "tid": tid, "ts": (span.start_s - origin) * 1e6, "args": span.details}
+    if span.end_s == span.start_s:
+        return {"ph": "i", "s": "t", **common}
+    return {"ph": "X", "dur": (span.end_s - span.start_s) * 1e6, **common}
