@@ -19,6 +19,8 @@ BENCHMARKS = {
     "equality": "speculation on and off, token for token",
     "acceptance": "how often a draft model is right, and how often it could be",
     "trainer_speed": "training tokens per second, beside a plain PyTorch loop on the same cores",
+    "paper_plans": "plans at the paper's scale, predicted from published device figures",
+    "draft_protocol": "milliseconds per round that talking to a drafter process costs an engine",
     "speculation_speed": "tokens per second of plain SGLang, its own speculation, and ours",
 }
 """Module in this package -> what it measures."""

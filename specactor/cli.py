@@ -93,6 +93,36 @@ def profile(argv: list[str]) -> int:
     return 0
 
 
+def plan(argv: list[str]) -> int:
+    """Rank plans of a rollout, plain, coupled and decoupled, for a model and a cluster. Needs no GPU."""
+    from rich.console import Console
+
+    from specactor import plan as planning
+    from specactor.errors import ConfigError, SpecActorError
+
+    try:
+        planning.run(argv, Console())
+    except SpecActorError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2 if isinstance(error, ConfigError) else 1
+    return 0
+
+
+def simulate(argv: list[str]) -> int:
+    """Simulate RL steps of a cluster in virtual time, with the engines' own planner. Needs no GPU."""
+    from rich.console import Console
+
+    from specactor import simulate as simulating
+    from specactor.errors import ConfigError, SpecActorError
+
+    try:
+        simulating.command(argv, Console())
+    except SpecActorError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2 if isinstance(error, ConfigError) else 1
+    return 0
+
+
 def _positive(text: str) -> float:
     value = float(text)
     if not value > 0:
@@ -108,15 +138,19 @@ def version(argv: list[str]) -> int:
 
 COMMANDS: dict[str, Command] = {
     "doctor": doctor,
+    "plan": plan,
     "profile": profile,
     "recipes": recipes,
     "report": report,
+    "simulate": simulate,
     "version": version,
 }
 """Name -> function of the arguments after the name; its docstring is its help."""
 ARGUMENTS = {
+    "plan": "[--model NAME|FOLDER] [--devices N] [--requests N] [--cost-table FILE] [...]",
     "profile": "RECIPE [--out FILE] [--limit SECONDS] [--key.path value ...]",
     "report": "RUN [--out FILE]",
+    "simulate": "[--model NAME|FOLDER] [--devices N] [--modes MODE ...] [--replay RUN] [--out FILE] [...]",
 }
 """Name -> what follows it, where that is not a recipe."""
 RECIPE = "[RECIPE [--key.path value ...]]"
@@ -135,7 +169,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         about = (function.__doc__ or "").partition("\n")[0]
         sub = commands.add_parser(name, help=about, description=about, add_help=False)
         sub.add_argument("rest", nargs=argparse.REMAINDER, metavar=ARGUMENTS.get(name, RECIPE))
-    if len(words) == 2 and words[0] in COMMANDS and words[1] in ("-h", "--help"):
+    own_help = words[:1] in (["plan"], ["simulate"])  # every setting is listed there
+    if len(words) == 2 and words[0] in COMMANDS and words[1] in ("-h", "--help") and not own_help:
         print(f"usage: specactor {words[0]} {ARGUMENTS.get(words[0], RECIPE)}\n\n{inspect.getdoc(COMMANDS[words[0]])}")
         return 0
     if words and words[0] in COMMANDS:

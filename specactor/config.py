@@ -15,7 +15,7 @@ from specactor.errors import ConfigError
 
 MAX_WINDOW = 16
 """Draft tokens per request and round."""
-DRAFTERS = "suffix, ngram, ngram_2, ngram_3, model, or package.module:Class"
+DRAFTERS = "suffix, ngram, ngram_2, ngram_3, model, decoupled, or package.module:Class"
 """What `rollout.speculation.drafters` may name."""
 SGLANG_DRAFTERS = ("eagle", "eagle3", "mtp", "nextn", "standalone")
 """Draft methods of SGLang that are refused by name."""
@@ -214,6 +214,11 @@ class ParallelConfig:
     """Rollout engines of the job, spread over its nodes."""
     engine_tensor: int = 1
     """Tensor parallelism of each engine."""
+    drafters: int = 0
+    """Drafter processes on each host, for rollout.speculation.mode decoupled; each serves all engines of its host."""
+    drafter_devices: tuple[int, ...] = ()
+    """The GPU of each drafter process, or without GPUs its CPU core; empty: the devices after those of the host's
+    ranks, and from the first one again where there are no more."""
     timeout_s: float = 600.0
     """Longest wait in one collective."""
 
@@ -221,6 +226,21 @@ class ParallelConfig:
         for name in ("tensor", "pipeline", "expert", "expert_tensor", "context", "engines", "engine_tensor"):
             value = getattr(self, name)
             _require(value >= 1, f"parallel.{name}", value, ">= 1", "Use 1 to switch this kind of parallelism off.")
+        _require(self.drafters >= 0, "parallel.drafters", self.drafters, ">= 0", "Use 0 for none.")
+        _require(
+            len(self.drafter_devices) in (0, self.drafters),
+            "parallel.drafter_devices",
+            self.drafter_devices,
+            f"one for each of {self.drafters} in parallel.drafters, or none",
+            "Leave it out to have them chosen.",
+        )
+        _require(
+            min(self.drafter_devices, default=0) >= 0,
+            "parallel.drafter_devices",
+            self.drafter_devices,
+            ">= 0 each",
+            "Give numbers of GPUs, or of CPU cores.",
+        )
         _require(self.timeout_s > 0, "parallel.timeout_s", self.timeout_s, "> 0", "Give seconds, for example 600.")
         _require(
             self.virtual_pipeline is None or (self.virtual_pipeline >= 2 and self.pipeline >= 2),
@@ -292,11 +312,13 @@ class EngineConfig:
 class SpeculationConfig:
     """Drafting ahead of the policy. It changes the speed of a rollout and never a token."""
 
-    mode: Literal["off", "coupled", "auto"] = "off"
-    """off: plain decoding; coupled: draft, then verify, on the engine's own devices; auto: coupled with the drafter, or
-    off, whichever is predicted to be faster, round by round."""
+    mode: Literal["off", "coupled", "decoupled", "auto"] = "off"
+    """off: plain decoding; coupled: draft, then verify, on the engine's own devices; decoupled: verify what processes
+    of their own (parallel.drafters) have drafted ahead; auto: the drafter, or off, whichever is predicted to be
+    faster, round by round."""
     drafters: tuple[str, ...] = ("suffix",)
-    """Draft methods: suffix, ngram, ngram_2, ngram_3, model, or the import path of a class, ``package.module:Name``."""
+    """Draft methods: suffix, ngram, ngram_2, ngram_3, model, decoupled, or the import path of a class,
+    ``package.module:Name``. Mode decoupled puts decoupled before them where it is not named."""
     window: int | None = None
     """Draft tokens per request and round; None: chosen per request from its past acceptance and measured costs."""
     max_window: int = 8
@@ -304,14 +326,34 @@ class SpeculationConfig:
     merge: bool = False
     """Verify what all drafters but ``model`` draft for a request at once, in a tree; else what one of them drafts."""
     draft_model: str = ""
-    """Folder of a dense model in Hugging Face format with the policy's tokenizer, for the drafter ``model``."""
+    """Folder of a dense model in Hugging Face format with the policy's tokenizer, for the drafters ``model`` and
+    ``decoupled``."""
+    drafter_kv_tokens: int | None = None
+    """Size of a drafter process's KV cache in tokens; None: without GPUs room for all requests that its host's engines
+    run at once, else SGLang decides from rollout.engine.memory_fraction."""
     sharpen: Literal["fitted", "shared", "greedy"] = "fitted"
-    """How the drafter ``model`` samples. shared: with the policy's own noise; greedy: its likeliest token; fitted: with
+    """How a draft model samples. shared: with the policy's own noise; greedy: its likeliest token; fitted: with
     that noise, its log-probabilities times a factor that is fitted to what was accepted before."""
     cost_table: str = ""
     """File that ``specactor profile`` wrote; empty: costs are measured while the engine runs."""
     history_tokens: int = 1_000_000
     """Tokens of earlier responses that a text drafter keeps."""
+
+    @property
+    def draft_methods(self) -> tuple[str, ...]:
+        """All drafters of an engine, the first to be preferred."""
+        named = self.mode != "decoupled" or "decoupled" in self.drafters
+        return self.drafters if named else ("decoupled", *self.drafters)
+
+    @property
+    def is_decoupled(self) -> bool:
+        """Whether processes of their own draft."""
+        return self.mode != "off" and "decoupled" in self.draft_methods
+
+    @property
+    def drafts_in_engine(self) -> bool:
+        """Whether engines hold the draft model."""
+        return bool(self.draft_model) and (not self.is_decoupled or "model" in self.drafters)
 
     def __post_init__(self) -> None:
         _require(
@@ -351,11 +393,26 @@ class SpeculationConfig:
             "Remove the second one.",
         )
         _require(
-            "model" not in self.drafters or bool(self.draft_model),
-            "rollout.speculation.draft_model",
-            self.draft_model,
-            "a folder, since rollout.speculation.drafters has model",
-            "Name a model, or take model out of the drafters.",
+            self.mode != "coupled" or "decoupled" not in self.drafters,
+            "rollout.speculation.drafters",
+            self.drafters,
+            "no decoupled in rollout.speculation.mode coupled",
+            "Use mode decoupled, or auto.",
+        )
+        for name in ("model", "decoupled"):
+            _require(
+                name not in self.draft_methods or bool(self.draft_model),
+                "rollout.speculation.draft_model",
+                self.draft_model,
+                f"a folder, since {name} is among the drafters",
+                f"Name a model, or take {name} out of rollout.speculation.drafters and mode.",
+            )
+        _require(
+            self.drafter_kv_tokens is None or self.drafter_kv_tokens >= 1,
+            "rollout.speculation.drafter_kv_tokens",
+            self.drafter_kv_tokens,
+            ">= 1 or None",
+            "Use None to have it chosen.",
         )
         _require(
             self.history_tokens >= 0,
@@ -721,6 +778,14 @@ class Config:
             self.train.max_logprob_gap,
             f"inf with {', '.join(penalties)}",
             "The engine's log-probabilities hold the penalties, the trainer's do not: leave the penalties out.",
+        )
+        decoupled = self.rollout.speculation.is_decoupled
+        _require(
+            decoupled == (self.parallel.drafters > 0),
+            "parallel.drafters",
+            self.parallel.drafters,
+            ">= 1, since decoupled is among the drafters" if decoupled else "0, since nothing is drafted in them",
+            "Set it together with mode decoupled, or decoupled among the drafters, of rollout.speculation.",
         )
         cache = self.rollout.engine.max_total_tokens
         _require(

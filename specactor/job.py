@@ -18,10 +18,14 @@ from specactor.data.tokenizer import VOCAB_SIZE, load_tokenizer
 from specactor.metrics import Tracker, read_metrics, rss_bytes
 from specactor.parallel import groups
 from specactor.parallel.collective import Collective
+from specactor.parallel.devices import gpus
 from specactor.parallel.failure import Failures, Member
 from specactor.parallel.layout import Layout, ModelShape, check, engine_owner, longest_prompt
 from specactor.progress import Progress, summary_rows
 from specactor.recipes import to_json
+from specactor.rollout.decoupled.access import DrafterAccess
+from specactor.rollout.drafter_pool import DrafterPool
+from specactor.rollout.drafter_specs import Host, Offer, access, make_specs, offer
 from specactor.rollout.pool import EnginePool
 from specactor.rollout.sglang.engine import EngineSpec
 from specactor.run_folder import RunFolder, Status, checkpoint_to_resume
@@ -55,7 +59,7 @@ def run(config: Config, *, rank: int, local_rank: int, world: int, failures: Fai
                 on_phase=note_phase,
             )
         )
-        actor = _build(config, layout, folder, collective, local_rank, progress, stack)
+        actor = _build(config, layout, folder, collective, members, local_rank, progress, stack)
         if resume is not None:
             actor.restore(checkpoint.load(actor.trainer, resume))
             progress.resume(actor.steps_done)
@@ -93,22 +97,25 @@ def _build(
     layout: Layout,
     folder: RunFolder,
     collective: Collective,
+    members: Sequence[Member],
     local_rank: int,
     progress: Progress,
     stack: ExitStack,
 ) -> SpecActor:
-    """Model, data, engines and trainer. The engines start while the model is warmed up."""
+    """Model, data, drafters, engines and trainer. Drafters and engines start while the model is warmed up."""
     with progress.phase("data", announce=True):
         start = initial_model(config, collective)
         tokenizer = load_tokenizer(start)
         train_data, eval_data = collective.together("data", lambda: _problems(config, tokenizer))
-    pool = stack.enter_context(EnginePool(_own_engines(config, start, folder, collective.rank, local_rank)))
+    drafters, access_of = _drafters(config, folder, collective, members, local_rank, stack)
+    pool = stack.enter_context(EnginePool(_own_engines(config, start, folder, collective.rank, local_rank, access_of)))
     with progress.phase("warm-up", announce=True):
         base = warmed_up_model(config, layout, start, train_data, tokenizer, collective, progress)
         trainer = PolicyTrainer(config, layout, base)
     sender = WeightSender(config.weights_sync, collective)
     stack.callback(sender.close)
     with progress.phase("engines", announce=True):
+        collective.together("drafter start", drafters.wait_ready)
         collective.together("engine start", pool.wait_ready)
     return SpecActor(
         config,
@@ -142,7 +149,45 @@ def _weights(trainer: PolicyTrainer, pool: EnginePool, collective: Collective) -
     return GatheredWeights(trainer.policy, owns_engines=bool(pool.engines))
 
 
-def _own_engines(config: Config, model_dir: Path, folder: RunFolder, rank: int, local_rank: int) -> list[EngineSpec]:
+def _drafters(
+    config: Config,
+    folder: RunFolder,
+    collective: Collective,
+    members: Sequence[Member],
+    local_rank: int,
+    stack: ExitStack,
+) -> tuple[DrafterPool, Callable[[int], DrafterAccess]]:
+    """The drafters that this rank starts: those of its host, if it is the host's first rank. And how an engine that
+    this rank starts reaches the drafters of its host."""
+    machine = members[collective.rank].machine
+    here = [rank for rank, member in enumerate(members) if member.machine == machine]
+    owners = [engine_owner(i, engine_tensor=config.parallel.engine_tensor) for i in range(config.parallel.engines)]
+    found = len(gpus())
+    host = Host(
+        ranks=len(here),
+        engines=sum(owner in here for owner in owners),
+        devices=tuple(range(found)) or tuple(sorted(os.sched_getaffinity(0))),
+        has_gpus=found > 0,
+    )
+    max_position = model_shape(config).max_position
+    specs = collective.together(
+        "drafters",
+        lambda: make_specs(config, host, max_position=max_position, log_dir=folder.engines) if local_rank == 0 else [],
+    )
+    own, told = offer(specs, machine)
+    pool = stack.enter_context(DrafterPool(own))
+    offers = collective.gather(told, Offer)
+    return pool, lambda engine: access(offers, machine=machine, engine=engine)
+
+
+def _own_engines(
+    config: Config,
+    model_dir: Path,
+    folder: RunFolder,
+    rank: int,
+    local_rank: int,
+    access_of: Callable[[int], DrafterAccess],
+) -> list[EngineSpec]:
     """The engines that this rank starts, drives and stops."""
     p = config.parallel
     return [
@@ -154,6 +199,7 @@ def _own_engines(config: Config, model_dir: Path, folder: RunFolder, rank: int, 
             devices=tuple(range(local_rank, local_rank + p.engine_tensor)),
             config=config.rollout.engine,
             speculation=config.rollout.speculation,
+            drafters=access_of(index),
             context_length=model_shape(config).max_position,
             log_file=str((folder.engines / f"engine-{index}.log").resolve()),
             random_seed=config.seed,

@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from specactor.config import Config
+from specactor.config import Config, SpeculationConfig
 from specactor.data.tiny_model import make_tiny_model
 from specactor.errors import ConfigError
 from specactor.parallel.devices import gpus
@@ -68,7 +68,7 @@ def _check(config: Config) -> None:
             "Give the folder of a Hugging Face model. A run writes its own to RUN/export: "
             f"torchrun --nproc-per-node N launch/train_moe.py {config.name}",
         )
-    speculation = config.rollout.speculation
+    speculation = _profiled(config.rollout.speculation)
     if "model" in speculation.drafters and not (Path(speculation.draft_model) / "config.json").is_file():
         raise ConfigError.at(
             "rollout.speculation.draft_model",
@@ -87,6 +87,12 @@ def _check(config: Config) -> None:
     make_drafters(speculation)
 
 
+def _profiled(speculation: SpeculationConfig) -> SpeculationConfig:
+    """What drafter processes draft costs an engine nothing that could be measured ahead of a run."""
+    drafters = tuple(name for name in speculation.drafters if name != "decoupled") or ("suffix",)
+    return replace(speculation, mode="coupled", drafters=drafters, cost_table="")
+
+
 def _spec(config: Config, model_dir: Path, context: int, folder: Path) -> EngineSpec:
     """Like an engine of the run, but that it speculates in any case."""
     ranks = config.parallel.engine_tensor
@@ -97,7 +103,7 @@ def _spec(config: Config, model_dir: Path, context: int, folder: Path) -> Engine
         tensor_parallel=ranks,
         devices=tuple(range(ranks)),
         config=config.rollout.engine,
-        speculation=replace(config.rollout.speculation, mode="coupled", cost_table=""),
+        speculation=_profiled(config.rollout.speculation),
         context_length=context,
         log_file=str(folder / "engine.log"),
         random_seed=config.seed,
@@ -108,7 +114,7 @@ def _profile(
     config: Config, engine: Engine, sizes: Sizes, limit_s: float, console: Console
 ) -> tuple[CostTable, list[Check]]:
     assert engine.ready is not None
-    speculation = config.rollout.speculation
+    speculation = _profiled(config.rollout.speculation)
     chosen = cells(
         max_requests=sizes.most_requests(config.rollout, engine.ready.kv_tokens),
         max_window=speculation.max_window,

@@ -94,10 +94,44 @@ WRONG: list[tuple[str, str]] = [
     (
         "--rollout.speculation.drafters suffix EAGLE3 mtp",
         "rollout.speculation.drafters: got ['EAGLE3', 'mtp'], expected suffix, ngram, ngram_2, ngram_3, "
-        "model, or package.module:Class. "
+        "model, decoupled, or package.module:Class. "
         "SGLang's own speculation does not keep the text: on a GPU it accepts drafts by coins that plain decoding does "
         "not toss, on a CPU it takes the likeliest token at any temperature. A draft model is used with the drafter "
         "model.",
+    ),
+    (
+        "--rollout.speculation.mode decoupled --parallel.drafters 1",
+        "rollout.speculation.draft_model: got '', expected a folder, since decoupled is among the drafters. Name a "
+        "model, or take decoupled out of rollout.speculation.drafters and mode.",
+    ),
+    (
+        "--rollout.speculation.mode decoupled --rollout.speculation.draft-model x",
+        "parallel.drafters: got 0, expected >= 1, since decoupled is among the drafters. Set it together with mode "
+        "decoupled, or decoupled among the drafters, of rollout.speculation.",
+    ),
+    (
+        "--parallel.drafters 2",
+        "parallel.drafters: got 2, expected 0, since nothing is drafted in them. Set it together with mode decoupled, "
+        "or decoupled among the drafters, of rollout.speculation.",
+    ),
+    ("--parallel.drafters -1", "parallel.drafters: got -1, expected >= 0. Use 0 for none."),
+    (
+        "--parallel.drafters 2 --parallel.drafter-devices 1",
+        "parallel.drafter_devices: got (1,), expected one for each of 2 in parallel.drafters, or none. Leave it out to "
+        "have them chosen.",
+    ),
+    (
+        "--parallel.drafters 1 --parallel.drafter-devices -1",
+        "parallel.drafter_devices: got (-1,), expected >= 0 each. Give numbers of GPUs, or of CPU cores.",
+    ),
+    (
+        "--rollout.speculation.mode coupled --rollout.speculation.drafters decoupled",
+        "rollout.speculation.drafters: got ('decoupled',), expected no decoupled in rollout.speculation.mode coupled. "
+        "Use mode decoupled, or auto.",
+    ),
+    (
+        "--rollout.speculation.drafter-kv-tokens 0",
+        "rollout.speculation.drafter_kv_tokens: got 0, expected >= 1 or None. Use None to have it chosen.",
     ),
     (
         "--algorithm.tis-cap 0.5",

@@ -11,8 +11,10 @@ from pathlib import Path
 import psutil
 
 from specactor.cpu.sglang import environment
+from specactor.data.tokenizer import VOCAB_SIZE
 from specactor.metrics import METRICS, read_metrics
 from tests.end_to_end.conftest import Launched, Launcher
+from tests.rollout.conftest import start_script
 
 REFERENCE = Path(__file__).with_name("greedy_reference.py")
 TIMES = ("time/", "memory/", "speculation/")
@@ -45,6 +47,19 @@ def test_speculation_changes_neither_tokens_nor_rewards_nor_losses(finished: Lau
     ]
     assert responses[0] == responses[1]
     assert all(float(str(line["speculation/suffix/accepted"])) > 0 for line in read_metrics(drafted.folder)[1:])
+
+
+def test_drafter_processes_change_nothing_either(finished: Launched, launcher: Launcher, tmp_path: Path) -> None:
+    with start_script("sglang/make_dense.py", str(tmp_path), f"vocab_size={VOCAB_SIZE}") as process:
+        assert process.wait(120) == 0
+    speculation = ("--rollout.speculation.mode", "decoupled", "--rollout.speculation.draft-model", str(tmp_path))
+    window = ("--rollout.speculation.drafters", "decoupled", "--rollout.speculation.window", "4")
+    drafted = launcher.run("decoupled", *speculation, *window, "--parallel.drafters", "2")
+    assert drafted.code == 0, drafted.output
+    assert deterministic(drafted.folder) == deterministic(finished.folder)
+    assert all(float(str(line["speculation/decoupled/drafted"])) > 0 for line in read_metrics(drafted.folder)[1:])
+    assert {file.name for file in (drafted.folder / "engines").iterdir()} >= {"drafter-0.log", "drafter-1.log"}
+    assert "specactor-drafter" not in Path("/proc/net/unix").read_text()
 
 
 def test_every_step_is_logged_under_known_names(finished: Launched) -> None:

@@ -41,6 +41,8 @@ class Counts(msgspec.Struct, kw_only=True):
     """Of the rounds for which a time was predicted: that prediction, and what they took."""
     failures: int = 0
     """Exceptions of drafters."""
+    rested: int = 0
+    """Of the rounds, those that were known to be plain before they began, and took the engine's plain path."""
 
     @property
     def wasted(self) -> int:

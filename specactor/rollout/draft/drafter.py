@@ -26,7 +26,10 @@ class DraftSequence:
 
 
 class Drafter(ABC):
-    """A draft method. One object serves all requests of an engine; its methods are called from one thread."""
+    """A draft method. One object serves all requests of an engine; its methods are called from one thread.
+
+    While decoding is plain, one that drafts first hears of requests later, of those that ended too, and of prompts that
+    nobody asks it for perhaps never. Whatever it is asked for was opened, and all its tokens committed."""
 
     name: str
     """As recipes and metrics call it."""

@@ -4,7 +4,9 @@ So a drafter that has become good is noticed.
 
 Invariants: what looks cost is bounded. Looks come every LOOK_EVERY rounds at first; while they find nothing, the time
 between two doubles, up to LOOK_AT_LEAST_EVERY rounds, and a look that took long is followed by as many rounds as make
-it LOOK_SHARE of them, up to MAX_REST. Only the past is used.
+it LOOK_SHARE of them, up to MAX_REST. Beside these there are looks in every round as long as rounds with drafts have
+saved more than such looks cost: with few requests, a round in which nobody has a draft is no sign that drafting does
+not pay. Only the past is used.
 """
 
 from __future__ import annotations
@@ -21,6 +23,10 @@ LOOK_AT_LEAST_EVERY = 64
 """Rounds between looks that find nothing."""
 LOOK_SHARE = 0.005
 """Of the seconds of plain decoding, what looks may take."""
+SAVINGS_SHARE = 0.5
+"""Of the seconds that drafting saved, what looks in every round may take."""
+MOST_IN_A_ROW = 32
+"""Looks in every round, one after the other, that savings pay for at most."""
 MAX_REST = 4096
 """Rounds between two looks, however long they take."""
 RISE = 1.1
@@ -48,27 +54,47 @@ class Rest:
     """When to look again."""
 
     def __init__(self) -> None:
+        self._saved_s = 0.0
         self.forget()
 
     def forget(self) -> None:
         """Drafting pays, or may pay now: plain decoding, if it comes again, is looked at soon."""
-        self._rounds, self._interval = 0, LOOK_EVERY
+        self._rounds, self._interval, self._pause = 0, LOOK_EVERY, LOOK_EVERY
         self._lowest: dict[str, float] = {}
+
+    def saved(self, seconds: float) -> None:
+        """By a round with drafts, over plain decoding of what it emitted; less than 0: lost."""
+        self._saved_s = max(0.0, self._saved_s + SAVINGS_SHARE * seconds)
+
+    @property
+    def left(self) -> int:
+        """Plain rounds that come without a look."""
+        return max(0, self._pause - self._rounds - 1)
+
+    @property
+    def is_long(self) -> bool:
+        """Whether this is no look in every round."""
+        return self._pause >= LOOK_EVERY
 
     def over(self) -> bool:
         """A plain round is to come; whether to look in it."""
         self._rounds += 1
-        return self._rounds >= self._interval
+        return self._rounds >= self._pause
 
     def looked(self, rates: Mapping[str, float], *, look_s: float, plain_s: float) -> None:
-        """Drafting would still not pay.
+        """Drafting would not pay in this round.
 
         Args: each drafter's acceptance as estimated before this look; seconds of the look, and of a plain round.
         """
+        self._rounds = 0
+        self._saved_s = min(self._saved_s, MOST_IN_A_ROW * look_s)
+        if self._saved_s > look_s > 0:
+            self._saved_s -= look_s
+            self._pause = 1
+            return
         if any(rate > RISE * self._lowest.get(name, rate) for name, rate in rates.items()):
             interval, self._lowest = LOOK_EVERY, {}
         else:
             interval = min(2 * self._interval, LOOK_AT_LEAST_EVERY)
         self._lowest = {name: min(rate, self._lowest.get(name, rate)) for name, rate in rates.items()}
-        self._interval = min(max(interval, ceil(look_s / (LOOK_SHARE * plain_s))), MAX_REST)
-        self._rounds = 0
+        self._interval = self._pause = min(max(interval, ceil(look_s / (LOOK_SHARE * plain_s))), MAX_REST)

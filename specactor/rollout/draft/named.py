@@ -6,18 +6,22 @@ Built-in ones are imported when they are asked for: only `model` needs SGLang.
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable
 
 from specactor.config import DRAFTERS, SpeculationConfig
 from specactor.errors import ConfigError
 from specactor.rollout.draft.drafter import Drafter
 
 
-def make_drafters(config: SpeculationConfig) -> list[Drafter]:
-    """The drafters that a configuration names. Raises ConfigError for a name that is not known or cannot be loaded."""
-    return [_make(name, config) for name in config.drafters]
+def make_drafters(config: SpeculationConfig, *, connect: Callable[[], Drafter] | None = None) -> list[Drafter]:
+    """The drafters that a configuration names. Raises ConfigError for a name that is not known or cannot be loaded.
+
+    `connect` gives the drafter `decoupled`; without it there are no drafter processes.
+    """
+    return [_make(name, config, connect) for name in config.draft_methods]
 
 
-def _make(name: str, config: SpeculationConfig) -> Drafter:
+def _make(name: str, config: SpeculationConfig, connect: Callable[[], Drafter] | None) -> Drafter:
     module, _, attribute = name.partition(":")
     if attribute:
         return _imported(name, module, attribute)
@@ -34,6 +38,12 @@ def _make(name: str, config: SpeculationConfig) -> Drafter:
             from specactor.rollout.sglang.draft_model import DraftModel
 
             return DraftModel(config.sharpen)
+        case "decoupled":
+            if connect is None:
+                raise ConfigError.at(
+                    "rollout.speculation.drafters", name, "drafters in the engine", "Here are no drafter processes."
+                )
+            return connect()
     raise ConfigError.at(
         "rollout.speculation.drafters",
         name,

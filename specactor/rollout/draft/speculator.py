@@ -6,7 +6,8 @@ A drafter that raises costs its drafts and nothing else. Whatever is decided, to
 Modes: with a fixed window every request gets it. Otherwise windows are those of the highest predicted speed
 (`planning.windows`), from each request's past acceptance and the measured costs of rounds; in mode auto plain decoding
 is among the choices, and so is every drafter. While decoding is plain, drafts are made now and then for the record and
-compared with what is emitted, so that a drafter that has become good is noticed.
+compared with what is emitted, so that a drafter that has become good is noticed. In between the engine need not ask
+(`rest`), and drafters hear of nothing (`listeners`).
 
 With `merge`, the drafters that draft first propose together: what they draft for a request is one tree (`trees`). The
 first of them that drafted anything leads the round.
@@ -19,41 +20,41 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-
-import numpy as np
-from numpy.typing import NDArray
 
 from specactor.config import SpeculationConfig
 from specactor.rollout.draft.counts import Counts
 from specactor.rollout.draft.decision import Decision
 from specactor.rollout.draft.drafter import Drafter, DraftSequence
-from specactor.rollout.draft.looks import Look, Rest
+from specactor.rollout.draft.listeners import Listeners
+from specactor.rollout.draft.looks import MAX_REST, Look, Rest
+from specactor.rollout.draft.options import Costs, Part, of_drafter, of_trees
 from specactor.rollout.draft.trees import Candidates, Drafts, Merging, fitted
 from specactor.rollout.draft.verification import Credit, credits_of, existing
 from specactor.rollout.planning.acceptance import AcceptanceModel
 from specactor.rollout.planning.costs import CostTable
 from specactor.rollout.planning.online_costs import OnlineCosts
-from specactor.rollout.planning.windows import OFF, Choice, Option, best_windows, choose, choose_windows, padded
+from specactor.rollout.planning.windows import OFF, Choice, Option, choose
 
 NEW_POLICY_WEIGHT = 0.5
 """What evidence about acceptance is worth after the policy has changed."""
-FAILURES = 3
-"""A drafter that raised this often is not asked again."""
+LOOK_WEIGHT = 0.5
+"""What evidence about acceptance is worth after a rest, when a look brings new."""
+LOOKED_AT = 16
+"""Requests that a look drafts for, of more."""
 
 _LOG = logging.getLogger(__name__)
 
 
-@dataclass(slots=True)
-class _State:
-    """Of a running request."""
+@dataclass(frozen=True, kw_only=True)
+class _Drafted:
+    """What was drafted for some requests, and what each way to go on would bring."""
 
-    sequence: DraftSequence
-    told: int
-    """Tokens of its output that the drafters know."""
-    look: Look | None = None
+    drafts: Drafts
+    trees: Candidates | None
+    options: dict[str, Option]
 
 
 class Speculator:
@@ -76,37 +77,34 @@ class Speculator:
         self.costs = OnlineCosts(_table(config))
         self._clock = clock
         self._current = OFF
-        self._states: dict[str, _State] = {}
-        self._failures = dict.fromkeys(self.drafters, 0)
+        self._listeners = Listeners(drafters, max_tokens=config.history_tokens, on_failure=self._failed)
+        self._looks: dict[str, Look | None] = {}  # of the running requests
         self._rest = Rest()
-        self._at_rest = False
+        self._num_looks = 0
+        self._is_steady = False
+        """Whether the drafters have nothing to catch up with in this round, so that its times are those of others."""
         self._decision = Decision(drafter=OFF, windows=[], drafts=[])
 
     def open(self, sequence: DraftSequence) -> None:
-        self._states[sequence.request_id] = _State(sequence, told=len(sequence.output_ids))
-        for drafter in self.drafters.values():
-            self._guarded(drafter, drafter.open, sequence)
+        self._looks[sequence.request_id] = None
+        self._listeners.open(sequence)
 
     def commit(self, sequence: DraftSequence, tokens: Sequence[int]) -> None:
         """`tokens` were appended to the sequence's output. While decoding is plain, drafters are told later, and of
         many tokens at once."""
-        state = self._states[sequence.request_id]
-        if not self._at_rest:
-            self._tell(state)
-        look = state.look
+        self._listeners.commit(sequence)
+        look = self._looks[sequence.request_id]
         if look is not None and len(sequence.output_ids) >= look.start + look.asked:
-            state.look = None
+            self._looks[sequence.request_id] = None
             for name, drafted, agreed in look.agreed(sequence.output_ids):
                 self.acceptance[name].observe(sequence.request_id, drafted, agreed, asked=look.asked)
 
     def close(self, sequence: DraftSequence) -> None:
-        self._tell(self._states[sequence.request_id])
-        del self._states[sequence.request_id]
+        del self._looks[sequence.request_id]
         for acceptance in self.acceptance.values():
             acceptance.forget(sequence.request_id)
         self.merging.forget(sequence.request_id)
-        for drafter in self.drafters.values():
-            self._guarded(drafter, drafter.close, sequence)
+        self._listeners.close(sequence)
 
     def policy_changed(self) -> None:
         for acceptance in self.acceptance.values():
@@ -114,7 +112,7 @@ class Speculator:
         self.merging.new_version(NEW_POLICY_WEIGHT)
         self._rest.forget()
         for drafter in self.drafters.values():
-            self._guarded(drafter, drafter.policy_changed)
+            self._listeners.call(drafter, drafter.policy_changed)
 
     def decide(self, sequences: Sequence[DraftSequence], limits: Sequence[int], *, max_branches: int = 0) -> Decision:
         """Drafts for the next round, of at most `limits[i]` tokens for request i; none where verifying would not pay.
@@ -125,20 +123,40 @@ class Speculator:
         requests = len(sequences)
         known = self.config.window is None and self.costs.table is not None
         if known and (not any(caps) or self._resting()):
-            self._at_rest = True
+            self._listeners.pause()
             self._decision = self._plain(requests)
             return self._decision
-        self._wake()
         started = self._clock()
         if known:
             decision = self._best(sequences, caps, max_branches)
         else:
+            self._listeners.resume()
             window = self.config.window
             most = self.costs.wanted(self.config.max_window) if window is None else window
             decision = self._fixed(sequences, [min(cap, most) for cap in caps], max_branches)
         decision.draft_s = self._clock() - started
         self._decision = decision
         return decision
+
+    @property
+    def rest(self) -> int:
+        """After `decide`: rounds from the next on that will be plain, whatever comes; `decide` need not be asked, and
+        nothing committed, until these are over."""
+        if self.config.window is not None:
+            return 0 if self.config.window else MAX_REST
+        if self.costs.table is None:
+            return int(self.costs.plain_is_next())
+        return self._rest.left if self._may_rest() else 0
+
+    def rested(self, requests: int, *, round_s: float) -> None:
+        """A plain round has ended, of those that `rest` promised; its seconds."""
+        if self.config.window is None:  # with a window of 0 drafters listen, so that they know of what others will ask
+            self._listeners.pause()
+        if self._may_rest():
+            self._rest.over()
+        self.counts[OFF].rested += 1
+        self._decision = self._plain(requests)
+        self._account((), (), requests=requests, rows=requests, verify_s=round_s)
 
     def draft(self, drafter: str, sequences: Sequence[DraftSequence], windows: Sequence[int]) -> list[list[int]]:
         """The drafts of a decision that left them to all ranks; those that did not decide must call it too."""
@@ -169,6 +187,9 @@ class Speculator:
             rows=requests + sum(credit.drafted for credit in lead) + sum(credit.drafted for _, credit in beside),
             verify_s=verify_s,
         )
+        if self._current != OFF and self.costs.table is not None:
+            emitted = requests + sum(map(len, accepted))
+            self._rest.saved(self.costs.plain_s(requests) * emitted / requests - round_s)
         for name, credit in beside:
             self.counts[name].beside(credit.first, credit.drafted, credit.accepted)
         self._observe(sequences, names, every, credits)
@@ -179,6 +200,7 @@ class Speculator:
         """Counts and costs of the round. Args: of the drafter that leads, per request; of all, in sum."""
         decision, draft_s = self._decision, self._decision.draft_s
         predicted_s = decision.predicted_s * self.costs.correction.factor(decision.drafter)
+        is_usual = decision.drafter == OFF or self._is_steady
         self.counts[decision.drafter].round(
             drafted, accepted, verify_s=verify_s, draft_s=draft_s, predicted_s=predicted_s
         )
@@ -188,8 +210,9 @@ class Speculator:
             rows=rows,
             depth=decision.depth,
             verify_s=verify_s,
-            draft_s=0.0 if decision.drafter == OFF else draft_s,  # a look is no part of what plain decoding costs
-            predicted_s=decision.predicted_s,
+            # A look is no part of what plain decoding costs, and catching up no part of what drafting does.
+            draft_s=0.0 if decision.drafter == OFF or not is_usual else draft_s,
+            predicted_s=decision.predicted_s if is_usual else 0.0,
         )
 
     def _observe(
@@ -218,7 +241,7 @@ class Speculator:
 
     def _fixed(self, sequences: Sequence[DraftSequence], windows: list[int], max_branches: int) -> Decision:
         """The first drafter that works, or all that draft first."""
-        name = next((name for name in self.drafters if self._failures[name] < FAILURES), OFF)
+        name = next((name for name in self.drafters if self._listeners.works(name)), OFF)
         if name == OFF or not any(windows):
             return Decision(drafter=OFF, windows=[0] * len(windows), drafts=[[] for _ in windows])
         decision = Decision(drafter=name, windows=windows, depth=max(windows), drafts=[[] for _ in windows])
@@ -232,11 +255,12 @@ class Speculator:
         return decision
 
     def _plain(self, requests: int) -> Decision:
+        known = self.costs.table is not None
         return Decision(
             drafter=OFF,
             windows=[0] * requests,
             drafts=[[] for _ in range(requests)],
-            predicted_s=self.costs.plain_s(requests) / self.costs.correction.factor(OFF),
+            predicted_s=self.costs.plain_s(requests) / self.costs.correction.factor(OFF) if known else 0.0,
         )
 
     def _first_drafts(self, sequences: Sequence[DraftSequence], windows: Sequence[int]) -> Drafts:
@@ -244,58 +268,33 @@ class Speculator:
         return {
             name: self._draft(name, sequences, windows)
             for name, drafter in self.drafters.items()
-            if drafter.drafts_first and self._failures[name] < FAILURES
+            if drafter.drafts_first and self._listeners.works(name)
         }
 
-    def _tell(self, state: _State) -> None:
-        """The drafters get what was committed since they were told."""
-        sequence, tokens = state.sequence, state.sequence.output_ids[state.told :]
-        state.told = len(sequence.output_ids)
-        if tokens:
-            for drafter in self.drafters.values():
-                self._guarded(drafter, drafter.commit, sequence, tokens)
-
-    def _wake(self) -> None:
-        """Drafters are about to be asked again."""
-        if self._at_rest:
-            self._at_rest = False
-            for state in self._states.values():
-                self._tell(state)
+    def _may_rest(self) -> bool:
+        """Whether plain decoding goes on until the next look."""
+        return self.costs.table is not None and self.config.mode == "auto" and self._current == OFF
 
     def _resting(self) -> bool:
         """Whether plain decoding goes on without another look."""
-        if self.config.mode != "auto" or self._current != OFF:
-            return False
-        return not self._rest.over()
+        return self._may_rest() and not self._rest.over()
 
     def _best(self, sequences: Sequence[DraftSequence], caps: list[int], max_branches: int) -> Decision:
-        """The drafter and windows of the highest predicted speed. Drafters of text draft before the choice."""
+        """The drafter and windows of the highest predicted speed."""
         requests = len(sequences)
         started = self._clock()
-        drafts = self._first_drafts(sequences, caps)
-        options = {
-            name: Option(
-                choice=self._windows(name, sequences, caps, drafts.get(name)), factor=self.costs.correction.factor(name)
-            )
-            for name in self.drafters
-            if self._failures[name] < FAILURES and not (self.config.merge and name in drafts)
-        }
-        trees = None
-        if self.config.merge:
-            ids = [sequence.request_id for sequence in sequences]
-            trees = self.merging.candidates(ids, drafts, self.acceptance, max_branches=max_branches)
-        if trees is not None and trees.drafts:
-            lead = next(iter(trees.drafts))
-            options[lead] = Option(
-                choice=self._tree_sizes(trees, caps, drafts), factor=self.costs.correction.factor(lead)
-            )
+        if requests > LOOKED_AT and self._may_rest() and not self._is_promising(sequences, caps, max_branches):
+            return self._plain(requests)
+        self._is_steady = not self._listeners.later
+        self._listeners.resume()
+        drafted = self._drafted(sequences, caps, max_branches, self.costs)
+        drafts, options, trees = drafted.drafts, drafted.options, drafted.trees
         choice = self._choose(options, requests)
         name = choice.drafter
         if not any(choice.windows):
             self._look(sequences, drafts, caps)
         if name == OFF:
-            rates = {drafter: model.rate for drafter, model in self.acceptance.items()}
-            self._rest.looked(rates, look_s=self._clock() - started, plain_s=self.costs.plain_s(requests))
+            self._looked(started, requests)
             return self._plain(requests)
         self._rest.forget()
         windows = list(choice.windows)
@@ -312,39 +311,50 @@ class Speculator:
             decision.take(trees.chosen(windows))
         return decision
 
-    def _tree_sizes(self, trees: Candidates, caps: Sequence[int], names: Iterable[str]) -> Choice:
-        """Draft tokens of each request's tree, for which all of `names` have drafted."""
-        requests, window = len(caps), self.config.max_window
-        seconds = sum(self.costs.draft_s(name, requests)(max(caps)) for name in names)
-        if requests == 1:
-            return choose_windows(
-                trees.survivals, verify_s=self.costs.verify_s, draft_s=lambda depth: seconds, max_window=window
-            )
-        survival_BW, lengths = padded(trees.survivals, window)
-        return best_windows(survival_BW, lengths, verify_N1=self._verify_curve(requests), draft_s=lambda depth: seconds)
+    def _is_promising(self, sequences: Sequence[DraftSequence], caps: Sequence[int], max_branches: int) -> bool:
+        """Look at some of the requests, others every time: whether drafting would pay if all were like them."""
+        requests, started = len(sequences), self._clock()
+        which = [(self._num_looks * LOOKED_AT + k) % requests for k in range(LOOKED_AT)]
+        self._num_looks += 1
+        some, some_caps = [sequences[i] for i in which], [caps[i] for i in which]
+        self._listeners.resume(some)
+        costs = Part(self.costs, sample=LOOKED_AT, requests=requests)
+        drafted = self._drafted(some, some_caps, max_branches, costs)
+        plain_s = self.costs.plain_s(requests) * LOOKED_AT / requests
+        if any(choose(drafted.options, requests=LOOKED_AT, plain_s=plain_s).windows):
+            return True
+        self._look(some, drafted.drafts, some_caps)
+        self._looked(started, requests)
+        return False
 
-    def _windows(
-        self, name: str, sequences: Sequence[DraftSequence], caps: Sequence[int], drafts: list[list[int]] | None
-    ) -> Choice:
-        """Of one drafter. `drafts`: if they are there already."""
-        model, requests = self.acceptance[name], len(sequences)
-        lengths = caps if drafts is None else [len(draft) for draft in drafts]
-        draft_s = self.costs.draft_s(name, requests)
-        if drafts is not None:
-            spent_s = draft_s(max(caps))
-            draft_s = lambda depth: spent_s  # noqa: E731
-        if requests == 1:
-            drafted = None if drafts is None else lengths[0]
-            survival = model.survival(sequences[0].request_id, caps[0], drafted=drafted)
-            return choose_windows(
-                [survival], verify_s=self.costs.verify_s, draft_s=draft_s, max_window=self.config.max_window
-            )
-        survival_BW = model.survivals([s.request_id for s in sequences], covered=drafts is not None)
-        return best_windows(survival_BW, lengths, verify_N1=self._verify_curve(requests), draft_s=draft_s)
+    def _looked(self, started: float, requests: int) -> None:
+        rates = {drafter: model.rate for drafter, model in self.acceptance.items()}
+        self._rest.looked(rates, look_s=self._clock() - started, plain_s=self.costs.plain_s(requests))
 
-    def _verify_curve(self, requests: int) -> NDArray[np.float64]:
-        """Seconds of a forward, by draft tokens of all requests."""
-        return self.costs.verify_curve(requests, requests * (1 + self.config.max_window))
+    def _drafted(
+        self, sequences: Sequence[DraftSequence], caps: Sequence[int], max_branches: int, costs: Costs
+    ) -> _Drafted:
+        """Drafters of text draft; and what all would bring."""
+        drafts = self._first_drafts(sequences, caps)
+        options = {
+            name: Option(
+                choice=of_drafter(name, self.acceptance[name], costs, sequences, caps, drafts.get(name)),
+                factor=self.costs.correction.factor(name),
+            )
+            for name in self.drafters
+            if self._listeners.works(name) and not (self.config.merge and name in drafts)
+        }
+        trees = None
+        if self.config.merge:
+            ids = [sequence.request_id for sequence in sequences]
+            trees = self.merging.candidates(ids, drafts, self.acceptance, max_branches=max_branches)
+        if trees is not None and trees.drafts:
+            lead = next(iter(trees.drafts))
+            options[lead] = Option(
+                choice=of_trees(trees, costs, caps, drafts, max_window=self.config.max_window),
+                factor=self.costs.correction.factor(lead),
+            )
+        return _Drafted(drafts=drafts, trees=trees, options=options)
 
     def _choose(self, options: dict[str, Option], requests: int) -> Choice:
         # In mode coupled drafting is wanted, and plain decoding is no choice.
@@ -360,12 +370,13 @@ class Speculator:
     def _look(
         self, sequences: Sequence[DraftSequence], drafts: dict[str, list[list[int]]], caps: Sequence[int]
     ) -> None:
-        """Keep what was drafted and not verified, for comparison."""
+        """Keep what was drafted and not verified, for comparison. Looks are few, so old evidence makes way."""
+        for name in drafts if self._rest.is_long else ():
+            self.acceptance[name].new_version(LOOK_WEIGHT)
         for i, (sequence, cap) in enumerate(zip(sequences, caps, strict=True)):
-            state = self._states[sequence.request_id]
-            if cap and drafts and state.look is None:
+            if cap and drafts and self._looks[sequence.request_id] is None:
                 of_request = {name: lists[i] for name, lists in drafts.items()}
-                state.look = Look(start=len(sequence.output_ids), asked=cap, drafts=of_request)
+                self._looks[sequence.request_id] = Look(start=len(sequence.output_ids), asked=cap, drafts=of_request)
 
     def _draft(self, name: str, sequences: Sequence[DraftSequence], windows: Sequence[int]) -> list[list[int]]:
         drafts: list[list[int]] = [[] for _ in sequences]
@@ -375,25 +386,12 @@ class Speculator:
             proposed = zip(drafter.propose(sequences, windows), windows, strict=True)
             drafts[:] = [existing(list(draft[:window]), self.vocab_size) for draft, window in proposed]
 
-        if any(windows) and self._failures[name] < FAILURES:
-            self._guarded(drafter, ask)
+        if any(windows) and self._listeners.works(name):
+            self._listeners.call(drafter, ask)
         return drafts
 
-    def _guarded(self, drafter: Drafter, action: Callable[..., object], *args: object) -> None:
-        """A drafter that raises costs its drafts and no more."""
-        if self._failures[drafter.name] >= FAILURES:
-            return
-        try:
-            action(*args)
-        except Exception:
-            self.counts[drafter.name].failures += 1
-            self._failures[drafter.name] += 1
-            _LOG.exception(
-                "drafter %s failed (%d of %d); its drafts are lost, nothing else",
-                drafter.name,
-                self._failures[drafter.name],
-                FAILURES,
-            )
+    def _failed(self, name: str) -> None:
+        self.counts[name].failures += 1
 
 
 def _table(config: SpeculationConfig) -> CostTable | None:

@@ -12,6 +12,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import cache, lru_cache
+from itertools import islice
+from statistics import median
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,6 +32,8 @@ MAX_INTERVAL = 2048
 """Rounds between two fits, at most."""
 CURVES = 256
 """Numbers of requests whose costs are kept at hand."""
+UNFITTED = 8
+"""Rounds that tell what drafting costs while they are too much alike for the table."""
 TRIED = (0, 2, 4, 1)
 """Windows to try, in turns, while there is no table; those beyond the largest are cut to it."""
 
@@ -65,6 +69,10 @@ class OnlineCosts:
         """A window to try while there is no table."""
         return min(TRIED[self._rounds % len(TRIED)], max_window)
 
+    def plain_is_next(self) -> bool:
+        """Whether a plain round is `wanted` after the round that goes on."""
+        return TRIED[(self._rounds + 1) % len(TRIED)] == 0
+
     def verify_s(self, requests: int, rows: int) -> float:
         """Seconds of one forward pass over `rows` rows. Raises PlanError while there is no table."""
         return self._verify(requests, rows)
@@ -78,11 +86,13 @@ class OnlineCosts:
         return self._plain_s(requests) * self.correction.factor(OFF)
 
     def draft_s(self, drafter: str, requests: int) -> Callable[[int], float]:
-        """Seconds of drafting by depth; nothing for a drafter that was not measured yet."""
-        table = self._known()
-        if drafter not in table.drafters:
-            return lambda depth: 0.0
-        return lambda depth: self._draft_s(drafter, requests, depth)
+        """Seconds of drafting by depth; nothing for a drafter that was not measured yet, and in proportion to the draft
+        tokens for one that is not in the table yet."""
+        if drafter in self._known().drafters:
+            return lambda depth: self._draft_s(drafter, requests, depth)
+        latest = list(islice(reversed(self._drafts.get(drafter, ())), UNFITTED))
+        token_s = median(seconds / total for _, total, seconds in latest) if latest else 0.0
+        return lambda depth: token_s * requests * depth
 
     def observe(
         self, drafter: str, *, requests: int, rows: int, depth: int, verify_s: float, draft_s: float, predicted_s: float

@@ -61,7 +61,7 @@ def server_args(spec: EngineSpec, *, gpu: bool, memory_release: bool) -> dict[st
         rows = spec.speculation.max_window + 1
         reserve = 2 * rows * config.max_running_requests  # SGLang sets aside two rounds per request
         arguments |= {"speculative_algorithm": "SPECACTOR", "speculative_num_draft_tokens": rows}
-        if spec.speculation.draft_model:
+        if spec.speculation.drafts_in_engine:
             arguments["speculative_draft_model_path"] = spec.speculation.draft_model
     if not gpu:
         arguments |= {

@@ -12,7 +12,7 @@ Invariants:
   scheduler has reserved their slots;
 - ranks that are asked for the same drafts in the same order give the same ones: nothing else has an influence.
 
-Shape legend: B requests that want another token, R rows, V vocabulary, K likeliest tokens.
+Shape legend: B requests that want another token, V vocabulary.
 """
 
 from __future__ import annotations
@@ -26,11 +26,9 @@ import torch
 from torch import Tensor
 
 from specactor.rollout.draft.drafter import Drafter, DraftSequence
-from specactor.rollout.planning.sharpening import TOP, Lane, Record, Sharpening
-from specactor.rollout.sglang.draft_forward import DraftForward
-
-MAX_ROWS = 512
-"""Rows of one pass over tokens that were not seen yet."""
+from specactor.rollout.planning.sharpening import Lane, Record, Sharpening
+from specactor.rollout.sglang import draft_sampling
+from specactor.rollout.sglang.draft_forward import DraftForward, common
 
 
 @dataclass(slots=True)
@@ -94,7 +92,7 @@ class DraftModel(Drafter):
     def commit(self, sequence: DraftSequence, tokens: Sequence[int]) -> None:
         seen = self._seen[sequence.request_id]
         if seen.cached == _length(sequence) - len(tokens):
-            seen.cached += _common(seen.fed, tokens)
+            seen.cached += common(seen.fed, tokens)
         seen.fed = []
         self._record.commit(sequence.request_id, tokens)
 
@@ -151,28 +149,15 @@ class DraftModel(Drafter):
 
     def _catch_up(self, lanes: _Lanes) -> Tensor:
         """Show the model all that it has not seen. Returns the logits after the last committed tokens."""
-        rows: list[tuple[int, int, int]] = []
-        last = []
-        for lane, sequence in enumerate(lanes.sequences):
-            start = min(self._seen[sequence.request_id].cached, _length(sequence) - 1)
-            rows += [(token, lane, start + j) for j, token in enumerate(_text(sequence, start))]
-            last.append(len(rows) - 1)
-        pieces = []
-        for first in range(0, len(rows), MAX_ROWS):
-            tokens_R, lanes_R, positions_R = torch.tensor(rows[first : first + MAX_ROWS], dtype=torch.int64).unbind(1)
-            wanted = [row - first for row in last if first <= row < first + MAX_ROWS]
-            device = self._forward.device
-            pieces.append(self._rows(tokens_R.to(device), lanes.table[lanes_R.to(device)], positions_R, wanted))
+        starts = [
+            min(self._seen[sequence.request_id].cached, last)
+            for sequence, last in zip(lanes.sequences, lanes.base.tolist(), strict=True)
+        ]
+        texts = [_text(sequence, start) for sequence, start in zip(lanes.sequences, starts, strict=True)]
+        logits_BV = self._forward.after(texts, lanes.table, starts)
         for sequence in lanes.sequences:
             self._seen[sequence.request_id].cached = _length(sequence)
-        return torch.cat([piece for piece in pieces if piece is not None])
-
-    def _rows(self, tokens_R: Tensor, table_R: Tensor, positions_R: Tensor, wanted: list[int]) -> Tensor | None:
-        if not wanted:
-            self._forward.fill(tokens_R, table_R, positions_R)
-            return None
-        wanted_B = None if len(wanted) == len(tokens_R) else torch.tensor(wanted, device=tokens_R.device)
-        return self._forward.logits(tokens_R, table_R, positions_R, wanted_B)
+        return logits_BV
 
     def _step(self, tokens_B: Tensor, lanes: _Lanes, depth: int) -> Tensor:
         """Logits after the draft tokens `tokens_B`, the depth-th of their requests."""
@@ -180,22 +165,20 @@ class DraftModel(Drafter):
         return self._forward.logits(tokens_B, lanes.table[:count], lanes.base[:count] + depth)
 
     def _sample(self, logits_BV: Tensor, lanes: _Lanes, depth: int) -> Tensor:
-        """argmax_v [beta log q(v) + G(seed, position, v)], the position being that of the token before. int64 [B]."""
-        from sglang.srt.layers import sampler
-
-        count, beta = len(logits_BV), self.beta
+        """int64 [B]"""
+        count = len(logits_BV)
         if all(lanes.is_greedy[:count]):
             return logits_BV.argmax(dim=1)
-        logq_BV = (logits_BV.float() / lanes.temperatures[:count]).log_softmax(dim=1)
+        logq_BV = draft_sampling.log_probabilities(logits_BV, lanes.temperatures[:count])
         if self._sharpen == "fitted":
-            likely = logq_BV.topk(min(TOP, logq_BV.shape[1]), dim=1)
-            self._record.add(likely.values.cpu().numpy(), likely.indices.cpu().numpy())
-        greedy_B = logq_BV.argmax(dim=1)
-        if math.isinf(beta):
-            return greedy_B
-        positions_B = (lanes.base[:count] + depth).to(logits_BV.device)
-        shared_B1 = sampler.multinomial_with_seed(beta * logq_BV, lanes.seeds[:count], positions_B)
-        return torch.where(lanes.greedy[:count], greedy_B, shared_B1.view(-1))
+            self._record.add(*draft_sampling.likeliest(logq_BV))
+        return draft_sampling.draw(
+            logq_BV,
+            beta=self.beta,
+            seeds_B=lanes.seeds[:count],
+            positions_B=(lanes.base[:count] + depth).to(logits_BV.device),
+            greedy_B=lanes.greedy[:count],
+        )
 
 
 def _length(sequence: DraftSequence) -> int:
@@ -208,13 +191,6 @@ def _text(sequence: DraftSequence, start: int) -> list[int]:
     if start >= prompt:
         return sequence.output_ids[start - prompt :]
     return [*sequence.prompt_ids[start:], *sequence.output_ids]
-
-
-def _common(draft: Sequence[int], tokens: Sequence[int]) -> int:
-    """Length of the common beginning."""
-    return next(
-        (j for j, (a, b) in enumerate(zip(draft, tokens, strict=False)) if a != b), min(len(draft), len(tokens))
-    )
 
 
 def _is_greedy(sequence: DraftSequence, req: Any) -> bool:

@@ -7,23 +7,17 @@ responses finished before it; after `stop` or `kill` no process of the engine is
 from __future__ import annotations
 
 import queue
-import signal
-import socket
-import struct
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Collection, Sequence
-from pathlib import Path
-from typing import IO
 
 import msgspec
 
 from specactor.cpu import sglang as cpu
 from specactor.errors import EngineError
 from specactor.rollout.draft.counts import Counts
-from specactor.rollout.sglang import guard, speculation_calls
+from specactor.rollout.sglang import speculation_calls
+from specactor.rollout.sglang.guarded import END_TIMEOUT_S, Guarded
 from specactor.rollout.sglang.protocol import (
     Command,
     Done,
@@ -47,9 +41,6 @@ from specactor.types import RolloutRequest, Trajectory, VersionSpan
 __all__ = ["Engine", "EngineDied", "EngineSpec"]
 
 _COMMAND_TIMEOUT_S = 60.0
-_STOP_TIMEOUT_S = 10.0
-_LOG_TAIL_LINES = 20
-_SEND_TIMEOUT_S = 60
 _START_CALL = 0
 
 
@@ -64,12 +55,12 @@ class EngineDied(EngineError):  # noqa: N818  (an event, like StopIteration)
 class Engine:
     """One engine. Methods may be called from several threads; calls that overlap are told apart by number."""
 
-    def __init__(self, spec: EngineSpec, process: subprocess.Popen[bytes], connection: socket.socket) -> None:
+    def __init__(self, spec: EngineSpec, process: Guarded) -> None:
         """Use `Engine.start`."""
         self.spec = spec
         self.ready: Ready | None = None
         self._process = process
-        self._connection = connection
+        self._connection = process.connection
         self._send_lock = threading.Lock()
         self._lock = threading.Lock()
         self._inboxes: dict[int, queue.Queue[FromHost | None]] = {_START_CALL: queue.Queue()}
@@ -83,21 +74,8 @@ class Engine:
     @classmethod
     def start(cls, spec: EngineSpec, *, host: str = "specactor.rollout.sglang.host", **environment: str) -> Engine:
         """Starts the host process, a module, and returns at once; `wait_ready` tells how it went."""
-        ours, theirs = socket.socketpair()
-        seconds = struct.pack("ll", _SEND_TIMEOUT_S, 0)
-        ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, seconds)
-        environment |= cpu.process_environment(spec.devices) | speculation_calls.start_environment(spec.speculation)
-        with theirs, _open_log(spec.log_file) as log:
-            process = subprocess.Popen(
-                [sys.executable, "-m", host, "--fd", str(theirs.fileno())],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                env=environment,
-                pass_fds=[theirs.fileno()],
-                start_new_session=True,
-            )
-        engine = cls(spec, process, ours)
+        environment |= cpu.process_environment(spec.devices) | speculation_calls.start_environment(spec)
+        engine = cls(spec, Guarded(host, environment=environment, log_file=spec.log_file))
         engine._send(Start(spec=spec))
         return engine
 
@@ -235,31 +213,22 @@ class Engine:
 
     def stop(self) -> None:
         """Orderly end; falls back to `kill`. Harmless when the engine is gone."""
-        if self._process.poll() is None and self.alive and self.ready is not None:
+        if not self._process.exited and self.alive and self.ready is not None:
             try:
                 self._send(Command(call=self._open_call()[0], verb="shutdown"))
             except EngineDied:
                 pass
             else:
-                self._reap(_STOP_TIMEOUT_S)
+                self._process.reap()
         self.kill()
 
     def kill(self) -> None:
         """Immediate end of every process of the engine. Harmless when it is gone."""
-        for end in (signal.SIGTERM, signal.SIGKILL):  # the guard ends its tree on SIGTERM
-            if self._process.poll() is None:
-                self._process.send_signal(end)
-                self._reap(_STOP_TIMEOUT_S)
-        self._reader.join(timeout=_STOP_TIMEOUT_S)
+        self._process.end()
+        self._reader.join(timeout=END_TIMEOUT_S)
         self._mark_dead()
         self._connection.close()
-        guard.sweep(self.pid)  # the guard does it, unless it was killed itself
-
-    def _reap(self, timeout_s: float) -> None:
-        try:
-            self._process.wait(timeout_s)
-        except subprocess.TimeoutExpired:
-            return
+        self._process.sweep()
 
     def _command(self, verb: str) -> None:
         call, inbox = self._open_call()
@@ -377,7 +346,7 @@ class Engine:
                 inbox.put(None)
 
     def _death(self) -> EngineDied:
-        self._reap(_STOP_TIMEOUT_S)
+        self._process.reap()
         return EngineDied(self._with_log("died."))
 
     def _with_log(self, what: str) -> str:
@@ -385,15 +354,8 @@ class Engine:
 
     def log_tail(self) -> str:
         """Last lines of the engine's log."""
-        file = Path(self.spec.log_file)
-        lines = file.read_text(errors="replace").splitlines() if file.exists() else ["(no log)"]
-        return "\n".join(f"  | {line}" for line in lines[-_LOG_TAIL_LINES:])
+        return self._process.log_tail()
 
 
 def _text(message: FromHost) -> str:
     return message.message if isinstance(message, Failed) else f"unexpected answer {type(message).__name__}"
-
-
-def _open_log(path: str) -> IO[bytes]:
-    Path(path).parent.mkdir(parents=True, exist_ok=True)
-    return open(path, "ab")

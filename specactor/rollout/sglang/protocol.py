@@ -18,6 +18,7 @@ import msgspec
 
 from specactor.config import EngineConfig, SpeculationConfig
 from specactor.errors import EngineError
+from specactor.rollout.decoupled.access import DrafterAccess
 from specactor.types import FinishReason, RolloutRequest
 
 VERSION = 1
@@ -44,6 +45,8 @@ class EngineSpec:
     """One core (without a GPU) or one GPU per tensor-parallel rank."""
     config: EngineConfig = field(default_factory=EngineConfig)
     speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
+    drafters: DrafterAccess = field(default_factory=DrafterAccess)
+    """Processes that draft for it, in mode decoupled."""
     context_length: int
     """Longest sequence in tokens, prompt included."""
     log_file: str

@@ -2,10 +2,12 @@
 
 A decode round: ask the `Speculator` for drafts, verify all requests' rows in one forward pass of the target, in which
 SGLang's own sampler draws every row's token with the noise of (request seed, position), and keep what equals it. So the
-tokens and log-probabilities are those that SGLang's plain decoding of the same requests gives.
+tokens and log-probabilities are those that SGLang's plain decoding of the same requests gives. Rounds that are known to
+have no drafts before they begin take SGLang's own path (`plain_rounds`).
 
 Under tensor parallelism rank 0 decides what is drafted, and the others follow what it says. Text drafters draft on rank
-0 alone; a draft model runs on all ranks together, and rank 0's tokens are verified.
+0 alone; a draft model runs on all ranks together, and rank 0's tokens are verified. How many plain rounds follow
+comes with the drafts, so that those need no agreement.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ from specactor.errors import EngineError
 from specactor.rollout.draft.drafter import DraftSequence
 from specactor.rollout.draft.speculator import Speculator
 from specactor.rollout.draft.verification import DraftTree, accepted_path, chain
-from specactor.rollout.sglang import draft_forward
+from specactor.rollout.sglang import draft_forward, plain_rounds
 from specactor.rollout.sglang.draft_model import DraftModel
 from specactor.rollout.sglang.penalties import has_penalties
 from specactor.rollout.sglang.rows import Branches, Rows, spread
@@ -97,6 +99,8 @@ class Worker(BaseSpecWorker):  # type: ignore[misc]
         self._ended: float | None = None
         """When the round before ended, if this batch follows it at once."""
         self._running: dict[str, _Running] = {}
+        self._plain_left = 0
+        """Rounds from now on that are plain; the same on all ranks."""
         self.speculator: Speculator | None = None
         """None: plain decoding."""
 
@@ -117,6 +121,7 @@ class Worker(BaseSpecWorker):  # type: ignore[misc]
         if speculator is not None:
             speculator.vocab_size = self._vocab_size
         self._running.clear()
+        self._plain_left = 0
         self.speculator = speculator
 
     def alloc_memory_pool(self, **pools: Any) -> None:
@@ -139,6 +144,7 @@ class Worker(BaseSpecWorker):  # type: ignore[misc]
         """SGLang drops all keys and values: the weights may be others from now on."""
         for rid in list(self._running):
             self._close(rid)
+        self._plain_left = 0
         if self.speculator is not None:
             self.speculator.policy_changed()
 
@@ -146,15 +152,21 @@ class Worker(BaseSpecWorker):  # type: ignore[misc]
         if self.speculator is not None and rid in self._running:
             self._close(rid)
 
+    def decodes_plainly(self) -> bool:
+        """Whether the next round of decoding is a plain one."""
+        return self.speculator is None or self._plain_left > 0
+
     def forward_batch_generation(
         self, batch: Any, on_publish: Any = None, pp_proxy_tensors: Any = None
     ) -> GenerationBatchResult:
         """One batch of the scheduler; it undoes what is changed in `batch`."""
         if not batch.forward_mode.is_decode():
             return self._prefill(batch, pp_proxy_tensors)
+        if batch.spec_algorithm.is_none():
+            return self._plain_round(batch, pp_proxy_tensors)
         base = batch.seq_lens
         reqs = batch.reqs
-        began = self._ended or time.perf_counter()  # what SGLang does between two rounds belongs to the second
+        began = self._began()
         running = self._follow(reqs)
         trees = self._drafts(reqs, running)
         rows = Rows.of(trees)
@@ -169,7 +181,8 @@ class Worker(BaseSpecWorker):  # type: ignore[misc]
             self._branches.give_back()
         paths = self._accepted(reqs, rows, samples, base.tolist()) if rows.drafted else [[0]] * len(reqs)
         self._ended = time.perf_counter()
-        if self.speculator is not None and get_parallel().tp_rank == 0:
+        if get_parallel().tp_rank == 0:
+            assert self.speculator is not None
             self.speculator.learn(
                 [r.sequence for r in running],
                 [[tree.tokens[row - 1] for row in path[1:]] for tree, path in zip(trees, paths, strict=True)],
@@ -187,6 +200,21 @@ class Worker(BaseSpecWorker):  # type: ignore[misc]
             self._branches.keep(req, length, tree, paths[-1])
         return paths
 
+    def _began(self) -> float:
+        """When the round began that runs now: what SGLang does between two rounds belongs to the second."""
+        return self._ended or time.perf_counter()
+
+    def _plain_round(self, batch: Any, pp_proxy_tensors: Any) -> GenerationBatchResult:
+        began = self._began()
+        self._attend(batch.reqs)
+        self._plain_left -= 1
+        batch.input_ids = plain_rounds.last_tokens(batch)
+        result = self._target_worker.forward_batch_generation(batch, pp_proxy_tensors=pp_proxy_tensors)
+        self._ended = time.perf_counter()
+        if self.speculator is not None and get_parallel().tp_rank == 0:
+            self.speculator.rested(len(batch.reqs), round_s=self._ended - began)
+        return result
+
     def _prefill(self, batch: Any, pp_proxy_tensors: Any) -> GenerationBatchResult:
         self._ended = None
         result = self._target_worker.forward_batch_generation(batch, pp_proxy_tensors=pp_proxy_tensors)
@@ -198,16 +226,23 @@ class Worker(BaseSpecWorker):  # type: ignore[misc]
 
     def _follow(self, reqs: Sequence[Any]) -> list[_Running]:
         """Tell the drafters which requests run and what was committed since the last round."""
+        self._attend(reqs)
+        running = [self._running[req.rid] for req in reqs]
+        for request in running:
+            self._commit(request)
+        return running
+
+    def _attend(self, reqs: Sequence[Any]) -> None:
+        """Open and close requests, so that those which run are open."""
         if self.speculator is None:
-            return []
-        present = {req.rid for req in reqs}
-        for rid in [rid for rid in self._running if rid not in present]:
-            self._close(rid)  # retracted or aborted: if it comes back, it is opened again
+            return
         for req in reqs:
             if req.rid not in self._running:
                 self._open(req)
-            self._commit(self._running[req.rid])
-        return [self._running[req.rid] for req in reqs]
+        if len(self._running) > len(reqs):
+            present = {req.rid for req in reqs}
+            for rid in [rid for rid in self._running if rid not in present]:
+                self._close(rid)  # retracted or aborted: if it comes back, it is opened again
 
     def _open(self, req: Any) -> None:
         assert self.speculator is not None
@@ -236,10 +271,10 @@ class Worker(BaseSpecWorker):  # type: ignore[misc]
 
     def _drafts(self, reqs: Sequence[Any], running: Sequence[_Running]) -> list[DraftTree]:
         """What to verify for each request; the same on all ranks."""
-        if self.speculator is None:
-            return [_NOTHING] * len(reqs)
+        assert self.speculator is not None
         sequences = [r.sequence for r in running]
         who: list[int] = []
+        rest = [0]
         lists: list[list[int]] = [[] for _ in reqs]
         if get_parallel().tp_rank == 0:
             limits = [
@@ -252,7 +287,8 @@ class Worker(BaseSpecWorker):  # type: ignore[misc]
                 lists = [[window] for window in decision.windows]
             else:
                 lists = [_to_list(tree) for tree in decision.trees]
-        who, *lists = self._agreed([who, *lists])
+            rest = [self.speculator.rest]
+        who, [self._plain_left], *lists = self._agreed([who, rest, *lists])
         if who:
             drafter = list(self.speculator.drafters)[who[0]]
             made = self.speculator.draft(drafter, sequences, [window for [window] in lists])
@@ -329,4 +365,9 @@ def register(make_speculator: Callable[[], Speculator | None]) -> None:
             super().__init__(*arguments, **named)
             self.use(make_speculator())
 
+    def decodes_plainly(scheduler: Any) -> bool:
+        worker = scheduler.draft_worker
+        return isinstance(worker, Worker) and worker.decodes_plainly()
+
+    plain_rounds.install(decodes_plainly)
     SpeculativeAlgorithm.register(NAME, supports_overlap=True, spec_class=Algorithm)(lambda _: StartedWorker)

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import os
+from functools import partial
 from typing import Any
 
 import msgspec
 
 from specactor.config import SpeculationConfig
 from specactor.errors import EngineError
+from specactor.rollout.decoupled.access import DrafterAccess
 from specactor.rollout.draft.counts import Counts
+from specactor.rollout.draft.drafter import Drafter
 from specactor.rollout.draft.named import make_drafters
 from specactor.rollout.draft.speculator import Speculator
 from specactor.rollout.planning.costs import Point
 from specactor.rollout.planning.online_costs import OnlineCosts
+from specactor.rollout.sglang.protocol import EngineSpec
 
 CONFIGURE = "speculation.configure"
 """Rank call: from the next round on, speculate like this. Payload: a `SpeculationConfig` as JSON."""
@@ -23,6 +27,8 @@ ROUNDS = f"{__name__}:rounds"
 """Rank call: `Rounds` since `CONFIGURE`, of rank 0. No payload."""
 START = "SPECACTOR_SPECULATION"
 """Environment variable by which an engine's processes get the configuration that they start with."""
+DRAFTERS = "SPECACTOR_DRAFTERS"
+"""Environment variable by which they know where drafter processes are: a `DrafterAccess` as JSON."""
 
 Report = dict[str, Counts]
 """Counts per drafter."""
@@ -37,10 +43,11 @@ class Rounds(msgspec.Struct, frozen=True, kw_only=True):
     """Per drafter."""
 
 
-def start_environment(config: SpeculationConfig) -> dict[str, str]:
+def start_environment(spec: EngineSpec) -> dict[str, str]:
     """Of the processes of an engine that starts."""
     return {
-        START: msgspec.json.encode(config).decode(),
+        START: msgspec.json.encode(spec.speculation).decode(),
+        DRAFTERS: msgspec.json.encode(spec.drafters).decode(),
         "SGLANG_EAGER_INPUT_NO_COPY": "1",  # the buffers are made for one row per request
     }
 
@@ -52,7 +59,25 @@ def starting_speculator() -> Speculator | None:
 
 
 def make_speculator(config: SpeculationConfig) -> Speculator | None:
-    return None if config.mode == "off" else Speculator(config, make_drafters(config))
+    if config.mode == "off":
+        return None
+    return Speculator(config, make_drafters(config, connect=partial(_connect, config)))
+
+
+def _connect(config: SpeculationConfig) -> Drafter:
+    """The drafter processes, as a drafter. One rank of an engine is connected with them."""
+    from sglang.srt.runtime_context import get_parallel
+
+    from specactor.rollout.decoupled.decoupled import connect
+
+    access = msgspec.json.decode(os.environ.get(DRAFTERS, "{}"), type=DrafterAccess)
+    if not access.endpoints:
+        raise EngineError(
+            f"rollout.speculation.drafters: got {config.draft_methods}, but this engine was started without drafter "
+            "processes. Start it with parallel.drafters >= 1."
+        )
+    endpoints = access.endpoints if get_parallel().tp_rank == 0 else ()
+    return connect(endpoints, engine=access.engine, window=config.max_window, keys=access.keys)
 
 
 def configure(rank: Any, payload: bytes) -> bytes:

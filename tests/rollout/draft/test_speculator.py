@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import time
 import timeit
 from collections.abc import Sequence
@@ -14,30 +13,11 @@ from specactor.errors import ConfigError
 from specactor.rollout.draft import looks
 from specactor.rollout.draft.counts import Counts
 from specactor.rollout.draft.drafter import Drafter, DraftSequence
+from specactor.rollout.draft.listeners import FAILURES
 from specactor.rollout.draft.looks import LOOK_EVERY
 from specactor.rollout.draft.named import make_drafters
-from specactor.rollout.draft.speculator import FAILURES, Speculator
-from specactor.rollout.draft.verification import accepted_path
 from specactor.rollout.planning.windows import OFF
-
-STEP_S, ROW_S = 1e-3, 1e-4
-
-
-class Coin(Drafter):
-    """Right with a probability, per token."""
-
-    name = "coin"
-
-    def __init__(self, right: float) -> None:
-        self.right = right
-        self.coins = random.Random(0)
-
-    def propose(self, sequences: Sequence[DraftSequence], windows: Sequence[int]) -> list[list[int]]:
-        return [self._draft(s, w) for s, w in zip(sequences, windows, strict=True)]
-
-    def _draft(self, sequence: DraftSequence, window: int) -> list[int]:
-        start = len(sequence.output_ids)
-        return [truth(sequence, start + j) + (self.coins.random() >= self.right) for j in range(window)]
+from tests.rollout.draft.world import STEP_S, Coin, World, auto, truth
 
 
 class Broken(Coin):
@@ -48,62 +28,6 @@ class Broken(Coin):
 
     def propose(self, sequences: Sequence[DraftSequence], windows: Sequence[int]) -> list[list[int]]:
         raise RuntimeError("a bug")
-
-
-def truth(sequence: DraftSequence, position: int) -> int:
-    return 2 * ((7 * position + sequence.seed) % 40)
-
-
-class World:
-    """An engine that knows only costs and true tokens, on a clock of its own."""
-
-    def __init__(
-        self,
-        config: SpeculationConfig,
-        *drafters: Drafter,
-        requests: int = 4,
-        row_s: float = ROW_S,
-        max_branches: int = 0,
-    ) -> None:
-        self.now = 0.0
-        self.rows = 0
-        self.row_s = row_s
-        self.max_branches = max_branches
-        self.speculator = Speculator(config, drafters, clock=lambda: self.now)
-        self.sequences = [DraftSequence(request_id=str(i), prompt_ids=(1,), seed=i) for i in range(requests)]
-        for sequence in self.sequences:
-            self.speculator.open(sequence)
-
-    def play(self, rounds: int) -> float:
-        """Tokens per second."""
-        started, tokens = self.now, 0
-        for _ in range(rounds):
-            decision = self.speculator.decide(
-                self.sequences, [100] * len(self.sequences), max_branches=self.max_branches
-            )
-            lists = [decision.drafts, *decision.beside.values()]
-            assert all(len(d) <= w for drafts in lists for d, w in zip(drafts, decision.windows, strict=True))
-            emitted = []
-            for sequence, tree in zip(self.sequences, decision.trees, strict=True):
-                start = len(sequence.output_ids)
-                samples = [truth(sequence, start + depth) for depth in tree.depths()]
-                fresh = [samples[row] for row in accepted_path(tree, samples)]
-                emitted.append(fresh)
-                sequence.output_ids += fresh
-                tokens += len(fresh)
-            rows = sum(tree.num_rows for tree in decision.trees)
-            self.rows += rows
-            verify_s = STEP_S + self.row_s * rows
-            self.now += verify_s
-            self.speculator.learn(
-                self.sequences, [fresh[:-1] for fresh in emitted], round_s=decision.draft_s + verify_s
-            )
-            for sequence, fresh in zip(self.sequences, emitted, strict=True):
-                self.speculator.commit(sequence, fresh)
-        return tokens / (self.now - started)
-
-    def plain_speed(self) -> float:
-        return len(self.sequences) / (STEP_S + self.row_s * len(self.sequences))
 
 
 class Sometimes(Drafter):
@@ -119,10 +43,6 @@ class Sometimes(Drafter):
         start = len(sequence.output_ids)
         places = range(start, start + window)
         return [truth(sequence, t) + (t % self.every == self.wrong) for t in places]
-
-
-def auto(**fields: object) -> SpeculationConfig:
-    return SpeculationConfig(**{"mode": "auto", "max_window": 8, **fields})  # type: ignore[arg-type]
 
 
 def test_good_drafts_are_used_and_pay() -> None:
@@ -360,33 +280,3 @@ def test_deciding_takes_a_small_part_of_a_round(merge: bool) -> None:
         world.speculator.decide(world.sequences, [100] * 64, max_branches=1000)
 
     assert min(timeit.repeat(decide, timer=time.process_time, number=5, repeat=10)) / 5 < 10e-3
-
-
-class Told(Coin):
-    """Notes what it is told, and checks that it knows all whenever it is asked."""
-
-    def __init__(self) -> None:
-        super().__init__(0.0)
-        self.known: dict[str, list[int]] = {}
-        self.commits = 0
-
-    def commit(self, sequence: DraftSequence, tokens: Sequence[int]) -> None:
-        self.known.setdefault(sequence.request_id, []).extend(tokens)
-        self.commits += 1
-
-    def propose(self, sequences: Sequence[DraftSequence], windows: Sequence[int]) -> list[list[int]]:
-        assert all(self.known.get(s.request_id, []) == s.output_ids for s in sequences)
-        return super().propose(sequences, windows)
-
-
-def test_drafters_are_told_late_while_decoding_is_plain_and_miss_nothing() -> None:
-    told = Told()
-    world = World(auto(), told)
-    world.play(200)
-    assert world.speculator.report()[OFF].rounds > 150
-    before = told.commits
-    world.play(10 * LOOK_EVERY)
-    assert told.commits - before < 10 * LOOK_EVERY  # a quarter: of 4 requests, every round
-    for sequence in world.sequences:
-        world.speculator.close(sequence)
-        assert told.known[sequence.request_id] == sequence.output_ids

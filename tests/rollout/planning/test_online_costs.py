@@ -86,3 +86,30 @@ def test_a_drafter_that_was_not_measured_costs_nothing_yet() -> None:
     costs = OnlineCosts()
     play(costs, FIRST_FIT)
     assert costs.draft_s("suffix", 4)(8) == 0.0
+
+
+def test_a_drafter_whose_rounds_were_alike_costs_what_they_did() -> None:
+    costs = OnlineCosts()
+    for _ in range(2 * FIRST_FIT):
+        window = costs.wanted(8)
+        rows = 1 + window
+        costs.observe(
+            "model" if window else OFF,
+            requests=1,
+            rows=rows,
+            depth=8 if window else 0,
+            verify_s=true_s(1, rows),
+            draft_s=0.016 if window else 0.0,
+            predicted_s=0.0,
+        )
+    assert costs.table is not None
+    assert "model" not in costs.table.drafters
+    assert [costs.draft_s("model", 1)(depth) for depth in (0, 4, 8)] == pytest.approx([0.0, 0.008, 0.016])
+
+
+def test_a_plain_round_that_comes_next_is_foretold() -> None:
+    costs = OnlineCosts()
+    for _ in range(8):
+        foretold = costs.plain_is_next()
+        play(costs, 1)
+        assert foretold == (costs.wanted(8) == 0)

@@ -110,6 +110,22 @@ def test_liars_change_no_token(speculating: Engine, plain: list[tuple[object, ..
     assert (counts.drafted == 0) == (drafter == "Raises")
 
 
+def test_plain_rounds_between_rounds_with_drafts_change_no_token(
+    speculating: Engine, plain: list[tuple[object, ...]]
+) -> None:
+    """The first rounds of mode auto take turns: draft tokens, none on the plain path, and so on."""
+    configure(speculating, SpeculationConfig(mode="auto", drafters=(f"{HERE}:HalfRight",), max_window=MAX_WINDOW))
+    for _ in range(4):  # in the first, the drafter learns what will come
+        speculating.flush()
+        assert facts(speculating.generate(batch())) == plain
+    counts = msgspec.json.decode(speculating.rank_call(REPORT, b"", timeout_s=30)[0], type=dict[str, Counts])
+    plainly = counts.pop(OFF_NAME)
+    [drafted] = counts.values()
+    assert plainly.rested > 3
+    assert drafted.speculative_rounds > 3
+    assert drafted.accepted > 0
+
+
 def test_batch_mates_and_order_change_nothing(speculating: Engine, plain: list[tuple[object, ...]]) -> None:
     requests = batch()
     run(speculating, speculation("HalfRight", 6), requests)

@@ -1,0 +1,285 @@
+"""``specactor plan``: which devices of a cluster verify, which draft, and with what window. Needs no GPU.
+
+Costs are predicted from published figures of devices and models, or read from a table that ``specactor profile``
+measured. The search itself is `rollout.planning.search`.
+
+Invariants: what is wrong on the command line is one ConfigError or PlanError of one line; nothing is written.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+import msgspec
+import tyro
+from rich.console import Console
+from rich.table import Table
+
+# A private name of tyro, whose version is pinned: its public interface can only print a box.
+from tyro import _errors as tyro_errors
+
+from specactor.errors import ConfigError, DataError
+from specactor.rollout.planning.candidates import Candidates, from_figures, from_table
+from specactor.rollout.planning.costs import CostTable
+from specactor.rollout.planning.devices import DEVICES, device
+from specactor.rollout.planning.plans import Branches, Cluster, RolloutPlan
+from specactor.rollout.planning.rounds import survival_of
+from specactor.rollout.planning.search import search
+from specactor.rollout.planning.shapes import DRAFTERS, SHAPES, TransformerShape
+
+PROG = "specactor plan"
+NUMBERS = ("x off", "tok/s/device", "verifiers", "drafters", "idle", "per engine", "weights", "KV", "messages")
+"""Columns."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanOptions:
+    """Ranks plans of a rollout: plain decoding, coupled and decoupled speculation."""
+
+    model: str = "Qwen2.5-32B"
+    """The target: a built-in shape, or a folder with a Hugging Face config.json."""
+    drafters: tuple[str, ...] = ()
+    """Draft models, named like the target; none: those that are built in for it. With --cost-table: names in the
+    table; none: all."""
+    device: str = "H100"
+    """Published figures to predict from."""
+    devices: int = 256
+    """Of the cluster, all of them: idle ones are charged."""
+    requests: int = 8192
+    """That are there to run at once, in the whole cluster."""
+    context: int = 4096
+    """Tokens of a request in the KV cache, on average over the rollout."""
+    acceptance: tuple[str, ...] = ("0.8",)
+    """P(a draft token is accepted): one number, or TEMPERATURE:NUMBER several times, interpolated. With several
+    drafters it holds for all; NAME=NUMBER gives one of them its own."""
+    temperature: float = 1.0
+    """At which the policy is sampled. Only chooses among the TEMPERATURE:NUMBER of --acceptance."""
+    max_window: int = 16
+    """Largest window to consider."""
+    engine_devices: tuple[int, ...] = ()
+    """Devices of one verifier to consider; none: 1, 2, 4, 8, where they hold the model. With --cost-table: of the
+    engine that was measured (default 1)."""
+    drafter_devices: tuple[int, ...] = (1, 2)
+    """Devices of one decoupled drafter to consider."""
+    message_us: float = 100.0
+    """Microseconds from a commit's departure to the arrival of what it changes, without drafting."""
+    branches: int = 0
+    """Further drafts per request for outcomes of a verify before it has ended (decoupled only)."""
+    branch_hit_rate: float = 0.5
+    """P(the outcome is among them). Measure it."""
+    cost_table: str = ""
+    """File that ``specactor profile`` wrote; in place of --model, --device and --context."""
+    top: int = 10
+    """Plans to show."""
+    json: bool = False
+    """Print the plans as JSON."""
+
+
+def parse(argv: Sequence[str]) -> PlanOptions:
+    """Raises ConfigError for what is wrong with the command line; prints and raises SystemExit(0) for ``--help``."""
+
+    def reject(event: tyro_errors.ParseErrorEvent) -> NoReturn:
+        raise ConfigError(_one_line(event, argv))
+
+    with tyro_errors.on_parse_error(reject):
+        options = tyro.cli(PlanOptions, prog=PROG, args=list(argv))
+    for name in ("devices", "requests", "context", "max_window", "top"):
+        if getattr(options, name) < 1:
+            raise ConfigError.at(name, getattr(options, name), ">= 1", f"Its meaning: {PROG} --help")
+    if options.branches < 0:
+        raise ConfigError.at("branches", options.branches, ">= 0", "Use 0 for none.")
+    if options.device.lower() not in map(str.lower, DEVICES):
+        raise ConfigError.at(
+            "device", options.device, f"one of {', '.join(DEVICES)}", "For others measure: specactor profile RECIPE."
+        )
+    if options.temperature < 0 or options.message_us < 0:
+        raise ConfigError.at(
+            "temperature, message_us", (options.temperature, options.message_us), ">= 0", f"Its meaning: {PROG} --help"
+        )
+    return options
+
+
+def plans(options: PlanOptions) -> list[RolloutPlan]:
+    """Ranked. Raises ConfigError, DataError and PlanError for what cannot be planned."""
+    return search(
+        Cluster(devices=options.devices, requests=options.requests, message_s=options.message_us * 1e-6),
+        *_candidates(options),
+        max_window=options.max_window,
+        branches=Branches(count=options.branches, hit_rate=options.branch_hit_rate),
+    )
+
+
+def run(argv: Sequence[str], console: Console) -> None:
+    """Print the plans. Raises SpecActorError."""
+    options = parse(argv)
+    ranked = plans(options)[: options.top]
+    if options.json:
+        print(json.dumps([msgspec.to_builtins(plan) for plan in ranked], indent=2))
+    else:
+        _show(options, ranked, console)
+
+
+def acceptance_at(words: Sequence[str], drafter: str, temperature: float) -> float:
+    """P(a draft token is accepted) of a drafter, from the words of --acceptance.
+
+    The drafter's own NAME=NUMBER comes before plain numbers; between TEMPERATURE:NUMBER values it is linear, and
+    constant beyond them. Raises ConfigError.
+    """
+    points: dict[float, float] = {}
+    own: float | None = None
+    for word in words:
+        name, equals, value = word.rpartition("=")
+        at, colon, number = value.rpartition(":")
+        try:
+            rate, where = float(number), float(at) if colon else 0.0
+        except ValueError:
+            rate = -1.0
+        if not 0 <= rate <= 1 or (equals and colon):
+            raise ConfigError.at(
+                "acceptance", word, "NUMBER, TEMPERATURE:NUMBER or NAME=NUMBER with numbers in 0..1", "Correct it."
+            )
+        if equals:
+            own = rate if name == drafter else own
+        else:
+            points[where] = rate
+    if own is not None:
+        return own
+    if not points:
+        raise ConfigError.at("acceptance", " ".join(words), f"a number for {drafter}", f"Add {drafter}=NUMBER.")
+    known = sorted(points)
+    right = next((t for t in known if t >= temperature), known[-1])
+    left = next((t for t in reversed(known) if t <= temperature), known[0])
+    share = (temperature - left) / (right - left) if left < right else 0.0
+    return points[left] + share * (points[right] - points[left])
+
+
+def _candidates(options: PlanOptions) -> tuple[Sequence[Any], Sequence[Any]]:
+    found = _measured(options) if options.cost_table else _predicted(options)
+    return found.verifiers, found.drafters
+
+
+def _predicted(options: PlanOptions) -> Candidates:
+    target = _shape(options.model)
+    names = options.drafters or DRAFTERS.get(target.name, ())
+    shapes = [_shape(name, "drafters") for name in names]
+    return from_figures(
+        target,
+        shapes,
+        device(options.device),
+        survivals=_survivals(options, [shape.name for shape in shapes]),
+        context=options.context,
+        max_requests=max(options.requests, 1),
+        sizes=options.engine_devices,
+        drafter_sizes=options.drafter_devices,
+    )
+
+
+def _measured(options: PlanOptions) -> Candidates:
+    try:
+        table = CostTable.from_json(Path(options.cost_table).read_bytes())
+    except OSError as error:
+        raise DataError(
+            f"cost_table: got {options.cost_table!r}, expected a file that specactor profile wrote ({error.strerror}). "
+            "Run specactor profile RECIPE."
+        ) from None
+    names = options.drafters or tuple(table.drafters)
+    if unknown := sorted(set(names) - set(table.drafters)):
+        raise ConfigError.at(
+            "drafters", unknown, f"names in the table: {sorted(table.drafters)}", "Leave them out, or measure them."
+        )
+    if len(options.engine_devices) > 1:
+        raise ConfigError.at(
+            "engine_devices",
+            options.engine_devices,
+            "one number with --cost-table",
+            "Give the measured engine's.",
+        )
+    kept = CostTable(
+        model=table.model,
+        device=table.device,
+        date=table.date,
+        verify=table.verify,
+        plain=table.plain,
+        drafters={name: table.drafters[name] for name in names},
+    )
+    return from_table(kept, devices=(options.engine_devices or (1,))[0], survivals=_survivals(options, names))
+
+
+def _survivals(options: PlanOptions, names: Sequence[str]) -> Mapping[str, tuple[float, ...]]:
+    return {
+        name: survival_of(acceptance_at(options.acceptance, name, options.temperature), options.max_window)
+        for name in names
+    }
+
+
+def _shape(name: str, setting: str = "model") -> TransformerShape:
+    """Built in, or of a folder."""
+    if name in SHAPES:
+        return SHAPES[name]
+    file = Path(name) / "config.json"
+    try:
+        config = json.loads(file.read_text())
+    except (OSError, ValueError):
+        raise ConfigError.at(
+            setting, name, f"a folder with config.json or one of {', '.join(SHAPES)}", "Check the name or the path."
+        ) from None
+    return TransformerShape.of_config(config, Path(name).name)
+
+
+def _show(options: PlanOptions, ranked: Sequence[RolloutPlan], console: Console) -> None:
+    what = options.cost_table or f"{options.model} on {options.device}, published figures"
+    table = Table(
+        title=f"{what}: {options.devices} devices, {options.requests} requests",
+        title_justify="left",
+        caption="x off: speed over the fastest plain decoding. tok/s/device: of all devices, idle ones too. verifiers, "
+        "drafters: number x devices each. per engine: requests at once on a verifier. weights, KV: GB per device of a "
+        "verifier / drafter.",
+        caption_justify="left",
+    )
+    for column in ("plan", *NUMBERS, "why"):
+        table.add_column(column, justify="right" if column in NUMBERS else "left", overflow="fold")
+    for plan in ranked:
+        table.add_row(*_row(plan))
+    console.print(table)
+
+
+def _row(plan: RolloutPlan) -> tuple[str, ...]:
+    drafting = plan.drafters.engines > 0
+    extra = f" +{plan.branches} branches ({plan.branch_gain:.2f}x)" if plan.branches else ""
+    return (
+        "off" if plan.mode == "off" else f"{plan.mode} {plan.draft.drafter} w={plan.window}{extra}",
+        f"{plan.speedup:.2f}",
+        f"{plan.tokens_per_s_per_device:.0f}",
+        f"{plan.verifiers.engines} x {plan.verifiers.devices_each}",
+        f"{plan.drafters.engines} x {plan.drafters.devices_each}" if drafting else "-",
+        str(plan.idle_devices),
+        str(plan.requests_per_engine),
+        _gigabytes(plan.verifiers.weights_bytes, plan.drafters.weights_bytes, drafting),
+        _gigabytes(plan.verifiers.kv_bytes, plan.drafters.kv_bytes, drafting),
+        f"{plan.message_bytes_per_s / 1e6:.1f} MB/s" if drafting else "-",
+        plan.reason,
+    )
+
+
+def _gigabytes(verifier: float, drafter: float, drafting: bool) -> str:
+    if not verifier:
+        return "?"
+    return f"{verifier / 1e9:.1f}" + (f" / {drafter / 1e9:.1f}" if drafting else "")
+
+
+def _one_line(event: tyro_errors.ParseErrorEvent, argv: Sequence[str]) -> str:
+    """What tyro objects to, in the house form."""
+    if isinstance(event, tyro_errors.UnrecognizedArgs):
+        return f"unknown setting {event.tokens[0]}. Those there are: {PROG} --help"
+    argument = getattr(event, "argument", None)
+    if argument is None:
+        return str(event)
+    flag = argument.lowered.name_or_flags[-1]
+    after = next((argv[i + 1 : i + 2] for i, word in enumerate(argv) if word.replace("_", "-") == flag), [])
+    got = repr(after[0]) if after else "no value"
+    key = flag.removeprefix("--").replace("-", "_")
+    return f"{key}: got {got}, expected {argument.lowered.metavar}. Its meaning: {PROG} --help"

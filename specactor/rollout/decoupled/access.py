@@ -1,0 +1,19 @@
+"""How an engine reaches the drafter processes that draft for it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from specactor.rollout.decoupled.transport import EngineKeys
+
+
+@dataclass(frozen=True, kw_only=True)
+class DrafterAccess:
+    """Of one engine. Without endpoints there are no drafter processes."""
+
+    endpoints: tuple[str, ...] = ()
+    """One per drafter; they need not be there yet."""
+    keys: EngineKeys | None = None
+    """None: connections are open to everybody on this host."""
+    engine: str = "engine"
+    """A name that no other engine has, the same after a restart."""

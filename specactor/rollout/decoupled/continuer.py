@@ -1,0 +1,44 @@
+"""What continues texts in a drafter process: the draft model, or a stand-in for it in tests and benchmarks.
+
+Invariant: what it answers can change speed and never a token, since the engine verifies all of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+
+@dataclass(slots=True, kw_only=True)
+class Lane:
+    """A request that wants further tokens. The continuer only reads."""
+
+    key: Hashable
+    """Of the request, among the requests of all engines."""
+    prompt_ids: Sequence[int]
+    """Not empty."""
+    tokens: Sequence[int]
+    """Output so far: committed tokens, then draft tokens ahead of them."""
+    seed: int
+    """Of the request's noise."""
+    temperature: float
+    """0: the likeliest token is wanted."""
+    agreed: int
+    """Leading tokens of `tokens` that are what they were in the last call for this key; keys and values of later ones
+    may be dropped. 0 in the first call."""
+    committed: int = 0
+    """Leading tokens of `tokens` that the target emitted."""
+
+
+class Continuer(Protocol):
+    """One object serves all requests of a drafter process; its methods are called from one thread."""
+
+    version: int
+    """Of the weights that it drafts with."""
+
+    def extend(self, lanes: Sequence[Lane]) -> list[list[int]]:
+        """For each lane one or more tokens that may follow; none where it cannot go on. Keys are unique in a call."""
+
+    def forget(self, key: Hashable) -> None:
+        """The request is over; a key that is not known is ignored."""

@@ -1,0 +1,188 @@
+"""The drafter `decoupled`: what processes of their own have drafted for this engine's requests.
+
+For the engine it is one more draft method. `open`, `commit` and `close` become messages, `propose` returns what has
+arrived. A round never waits for a drafter, but for as long as measured rounds say that waiting wins (`patience`).
+
+Invariants: what drafters send, or do not send, changes speed and never a token; nothing here blocks.
+"""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from specactor.rollout.decoupled.patience import MAX_WAIT_S, Patience
+from specactor.rollout.decoupled.tails import Tails
+from specactor.rollout.decoupled.transport import EngineKeys, Link, ZmqLink, new_session
+from specactor.rollout.draft.drafter import Drafter, DraftSequence
+
+_LONGEST_ROUND_S = 1.0
+"""What takes longer between two rounds was something else."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """What happened since the start."""
+
+    drafters: int
+    """That answer now."""
+    version: int
+    """Oldest weights among them."""
+    proposed: int
+    """Draft tokens handed to the engine."""
+    branched: int
+    """Times that a branch of a tail was right where the tail was not."""
+    drafted_ahead: int
+    """Tokens that drafters drafted for this engine, as they say."""
+    wasted_ahead: int
+    """Of them, thrown away before or after they were sent."""
+    waited_s: float
+    """In rounds, for drafts."""
+    waits: int
+    dropped: dict[str, int]
+    """Frames and tails, by reason: `stale`, `late`, `future`, `repeated`, `foreign`, `malformed`, `unsent`, ..."""
+
+
+class Decoupled(Drafter):
+    """Call `stop` in the end; else it happens when the object goes."""
+
+    name = "decoupled"
+
+    def __init__(
+        self,
+        session: int,
+        link: Link,
+        *,
+        engine: str,
+        window: int,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Use `connect`."""
+        self.tails = Tails(session, engine=engine, num_drafters=link.num_drafters, window=window)
+        self.patience = Patience()
+        self._link = link
+        self._clock = clock
+        self._given: dict[str, int] = {}
+        """Requests that got a draft in the last round, and the output that they had."""
+        self._is_behind = False
+        """Drafters have just been told of what was decoded plainly, without them."""
+        self._ended_s: float | None = None
+        self._proposed = 0
+        self._waited_s = 0.0
+        self._waits = 0
+        self._finalizer = weakref.finalize(self, link.close)
+
+    def open(self, sequence: DraftSequence) -> None:
+        self.tails.open(
+            sequence.request_id, sequence.prompt_ids, sequence.output_ids, sequence.seed, sequence.temperature
+        )
+
+    def commit(self, sequence: DraftSequence, tokens: Sequence[int]) -> None:
+        self.tails.commit(sequence.request_id)
+        if len(tokens) > self.tails.window + 1:
+            self._is_behind = True
+
+    def close(self, sequence: DraftSequence) -> None:
+        self.tails.close(sequence.request_id)
+        self._given.pop(sequence.request_id, None)
+        self._send(self._clock())  # there may be no next round
+
+    def propose(self, sequences: Sequence[DraftSequence], windows: Sequence[int]) -> list[list[int]]:
+        now_s = self._clock()
+        self._learn(sequences, now_s)
+        self._send(now_s)
+        self._receive(now_s)
+        names = [sequence.request_id for sequence in sequences]
+        drafts = self.tails.drafts(names, windows)
+        self._wait_for(names, windows, drafts)
+        self._given = {s.request_id: len(s.output_ids) for s, tokens in zip(sequences, drafts, strict=True) if tokens}
+        self._proposed += sum(map(len, drafts))
+        self._ended_s = self._clock()
+        return drafts
+
+    def report(self) -> Report:
+        tails = self.tails
+        return Report(
+            drafters=len(tails.live),
+            version=tails.version,
+            proposed=self._proposed,
+            branched=tails.branched,
+            drafted_ahead=tails.drafted,
+            wasted_ahead=tails.wasted,
+            waited_s=self._waited_s,
+            waits=self._waits,
+            dropped=dict(tails.drops.counts),
+        )
+
+    def stop(self) -> None:
+        """Tell the drafters that all is over, and disconnect."""
+        if self._finalizer.alive:
+            self.tails.close_all()
+            self._send(self._clock())
+            self._finalizer()
+
+    def _learn(self, sequences: Sequence[DraftSequence], now_s: float) -> None:
+        """From the round that has ended."""
+        given = self._given
+        if given:
+            self.patience.emitted(
+                emitted
+                for s in sequences
+                if s.request_id in given and (emitted := len(s.output_ids) - given[s.request_id]) > 0
+            )
+        if self._ended_s is not None and now_s - self._ended_s < _LONGEST_ROUND_S:
+            self.patience.rounds(now_s - self._ended_s)
+
+    def _send(self, now_s: float) -> None:
+        for drafter in range(self._link.num_drafters):
+            for frame in self.tails.outgoing(drafter, now_s):
+                if not self._link.send(drafter, frame):
+                    self.tails.drops.expect("unsent")
+
+    def _receive(self, now_s: float) -> None:
+        tails = self.tails
+        for drafter, frame in self._link.receive():
+            tails.receive(drafter, frame, now_s)
+        tails.tick(now_s)
+        if tails.waits_s:
+            self.patience.answers(tails.waits_s)
+            tails.waits_s.clear()
+
+    def _wait_for(self, names: Sequence[str], windows: Sequence[int], drafts: list[list[int]]) -> None:
+        """Put drafts that come while waiting for them pays into `drafts`.
+
+        After rounds without drafters, what they would have had by now is waited for: such a round is a look at how good
+        they are, and looks are rare in proportion to what they cost.
+        """
+        behind, self._is_behind = self._is_behind, False
+        enough = list(windows) if behind else [min(1, window) for window in windows]
+        missing = [i for i, count in enumerate(enough) if len(drafts[i]) < count]
+        if not missing or not self.tails.live:
+            return
+        wait_s, expected = (MAX_WAIT_S, 0.0) if behind else self.patience.bound(len(names), len(missing))
+        if wait_s <= 0:
+            return
+        began_s = now_s = self._clock()
+        before = len(missing)
+        while missing and (left_s := began_s + wait_s - now_s) > 0 and self._link.wait(left_s):
+            now_s = self._clock()
+            self._receive(now_s)
+            found = self.tails.drafts([names[i] for i in missing], [windows[i] for i in missing])
+            for i, draft in zip(missing, found, strict=True):
+                drafts[i] = draft
+            missing = [i for i in missing if len(drafts[i]) < enough[i]]
+        if not behind:
+            self.patience.kept(expected, before - len(missing))
+        self._waited_s += self._clock() - began_s
+        self._waits += 1
+
+
+def connect(endpoints: Sequence[str], *, engine: str, window: int, keys: EngineKeys | None = None) -> Decoupled:
+    """To drafters at these endpoints, which need not be there yet.
+
+    Args: a name of the engine that no other engine has, the same after a restart; the most draft tokens of a verify.
+    """
+    session = new_session()
+    return Decoupled(session, ZmqLink(session, endpoints, keys=keys), engine=engine, window=window)

@@ -1,0 +1,93 @@
+"""A drafter process: ``python -m specactor.rollout.decoupled.main --fd N``, N an inherited socket to its owner.
+
+It becomes the guard of its own child, which alone imports torch and SGLang. The owner sends a `DrafterSpec` as one line
+of JSON and gets a `Started` back; then the socket is silent, and its end is the end of the process. Standard output and
+error are the log.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import traceback
+from socket import socket
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from specactor.rollout.sglang import guard
+
+if TYPE_CHECKING:
+    from specactor.rollout.decoupled.continuer import Continuer
+    from specactor.rollout.decoupled.spec import DrafterSpec
+
+_UNBOUNDED = 1 << 40
+
+
+def main() -> None:
+    """Entry point; does not return."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--fd", type=int, required=True, help="inherited socket to the owner")
+    fd: int = parser.parse_args().fd
+    os.set_inheritable(fd, False)
+    guard.run_guarded(fd, lambda: _draft(socket(fileno=fd)))
+
+
+def _draft(owner: socket) -> None:
+    from specactor.rollout.decoupled.process import Ready, serve
+    from specactor.rollout.decoupled.spec import DrafterSpec, Started
+
+    line = owner.makefile("rb").readline()
+    if not line:
+        return  # the owner is gone
+
+    def tell(started: Started) -> None:
+        owner.sendall(msgspec.json.encode(started) + b"\n")
+
+    def ready(told: Ready) -> None:
+        tell(Started(endpoint=told.endpoint, pid=told.pid, version=told.version))
+
+    try:
+        spec = msgspec.json.decode(line, type=DrafterSpec)
+        if spec.core is not None:
+            os.sched_setaffinity(0, {spec.core})
+        continuer, max_tokens = _continuer(spec)
+        serve(
+            continuer,
+            endpoint=spec.endpoint,
+            keys=spec.keys,
+            max_tokens=max_tokens,
+            owner_fd=owner.fileno(),
+            on_ready=ready,
+        )
+    except Exception as error:  # the boundary of the process: the owner reports it, if it still waits
+        traceback.print_exc()
+        tell(Started(error=f"{type(error).__name__}: {error}"))
+
+
+def _continuer(spec: DrafterSpec) -> tuple[Continuer, int]:
+    """With the tokens of all texts that it has room for."""
+    if spec.continuer != "model":
+        module, _, attribute = spec.continuer.partition(":")
+        made: Continuer = getattr(importlib.import_module(module), attribute)(spec)
+        return made, spec.kv_tokens or _UNBOUNDED
+    from specactor.rollout.sglang.draft_forward import load_alone
+    from specactor.rollout.sglang.draft_slots import BLOCK_TOKENS
+    from specactor.rollout.sglang.model_continuer import ModelContinuer
+
+    runner = load_alone(
+        spec.model_dir,
+        dtype=spec.dtype,
+        max_tokens=spec.kv_tokens and spec.kv_tokens + spec.max_requests * BLOCK_TOKENS,
+        max_requests=spec.max_requests,
+        context_length=spec.context_length,
+        memory_fraction=spec.memory_fraction,
+        random_seed=spec.random_seed,
+    )
+    continuer = ModelContinuer(runner, steps=spec.steps, sharpen=spec.sharpen)
+    return continuer, spec.kv_tokens or continuer.max_tokens
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,204 @@
+"""What an engine and a drafter process say to each other: records, and the frames that carry them.
+
+A frame is: magic (4 bytes), version of the protocol (1), 3 bytes of zero, session of the sender (8), session of the
+receiver (8, 0 where it is not known), number of the frame (8), all little endian; then a MessagePack array of records,
+each an array that begins with its kind. A session stands for one incarnation of a process: milliseconds of the clock
+when it started, then random bits. Frames of a session are numbered upwards from 1.
+
+Invariants: `decode_*` raises `FrameError` for whatever `frames` does not write, and nothing else; nothing is unpickled;
+no frame is larger than MAX_FRAME_BYTES; what a record says stays true when other frames are lost, since it names the
+position that it speaks of.
+
+Requests go by a number that an engine gives out once per session, so that a message about a request that has ended
+can never be taken for one about a later request. Positions count output tokens: the first one has position 0.
+"""
+
+from __future__ import annotations
+
+import struct
+import sys
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated, TypeVar
+
+import msgspec
+from msgspec import Meta
+
+from specactor.config import MAX_WINDOW
+from specactor.errors import SpecActorError
+
+MAGIC = b"SADP"
+VERSION = 1
+MAX_FRAME_BYTES = 16 << 20
+MAX_TAIL_TOKENS = 2 * MAX_WINDOW
+"""A window in the hands of the verifier, and a window ahead of it."""
+MAX_BRANCHES = MAX_WINDOW
+NO_SESSION = 0
+_HEADER = struct.Struct("<4sB3xQQQ")
+LARGEST = (1 << 63) - 1
+TOKEN_BYTES = 4
+
+Number = Annotated[int, Meta(ge=0, le=LARGEST)]
+Token = Annotated[int, Meta(ge=0, lt=1 << 31)]
+Packed = Annotated[bytes, Meta(max_length=TOKEN_BYTES * MAX_TAIL_TOKENS)]
+"""Tokens of 4 bytes each, little endian: a tail is mostly replaced by a later one before it is looked into."""
+
+
+class FrameError(SpecActorError):
+    """Bytes that are not a frame of this protocol."""
+
+
+class _Record(
+    msgspec.Struct, frozen=True, kw_only=True, array_like=True, forbid_unknown_fields=True, tag_field="kind", gc=False
+):
+    pass
+
+
+class Beat(_Record, frozen=True, tag=0):
+    """Engine: I am alive, and this is what you should hold for me. Whatever else you hold for me is over."""
+
+    engine: Annotated[str, Meta(min_length=1, max_length=128)]
+    """Stays the same when the engine is started again; its session does not."""
+    requests: list[tuple[Number, Number, Number]]
+    """Number, tokens of the prompt, output tokens that you were told of."""
+
+
+class Open(_Record, frozen=True, tag=1):
+    """Engine: mirror this request; also when you do already."""
+
+    request: Number
+    prompt_ids: list[Token]
+    output_ids: list[Token]
+    """What is committed so far."""
+    seed: Annotated[int, Meta(ge=-LARGEST, le=LARGEST)]
+    temperature: Annotated[float, Meta(ge=0.0)]
+    """0: the likeliest token is wanted."""
+    window: Annotated[int, Meta(ge=1, le=MAX_WINDOW)]
+    """The most draft tokens that a verify takes."""
+
+
+class Commit(_Record, frozen=True, tag=2):
+    """Engine: these tokens are committed, from this position on."""
+
+    request: Number
+    position: Number
+    tokens: list[Token]
+
+
+class Close(_Record, frozen=True, tag=3):
+    """Engine: the request is over."""
+
+    request: Number
+
+
+class Pulse(_Record, frozen=True, tag=16):
+    """Drafter: I am alive. The answer to a beat."""
+
+    version: Number
+    """Of the weights that I draft with."""
+    requests: Number
+    """That I mirror, of all engines."""
+    drafted: Number
+    """Tokens drafted for you so far, in this session of yours."""
+    wasted: Number
+    """Of them, thrown away."""
+
+
+class Branch(_Record, frozen=True, tag=17):
+    """What would follow if of the tail `accepted` tokens are right, and `bonus` comes in place of the next one."""
+
+    accepted: Number
+    bonus: Token
+    tokens: Packed
+
+
+class Tail(_Record, frozen=True, tag=18):
+    """Drafter: what may follow the output at a position up to which the engine has committed."""
+
+    request: Number
+    base: Number
+    """Position of the first token."""
+    tokens: Packed
+    version: Number
+    """Of the weights that drafted it."""
+    wait_us: Number = 0
+    """Microseconds from the commit that left nothing of the last tail to this one; 0 where it was otherwise."""
+    branches: Annotated[list[Branch], Meta(max_length=MAX_BRANCHES)] = []
+
+
+class Resend(_Record, frozen=True, tag=19):
+    """Drafter: these requests of yours I do not know, or not up to where you are: open them again."""
+
+    requests: list[Number]
+
+
+ToDrafter = Beat | Open | Commit | Close
+ToEngine = Pulse | Tail | Resend
+Record = TypeVar("Record", ToDrafter, ToEngine)
+
+_ENCODER = msgspec.msgpack.Encoder()
+_TO_DRAFTER: msgspec.msgpack.Decoder[list[ToDrafter]] = msgspec.msgpack.Decoder(list[ToDrafter])
+_TO_ENGINE: msgspec.msgpack.Decoder[list[ToEngine]] = msgspec.msgpack.Decoder(list[ToEngine])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Header:
+    """Of a frame."""
+
+    sender: int
+    receiver: int
+    number: int
+
+
+def encode(header: Header, records: Sequence[ToDrafter] | Sequence[ToEngine]) -> bytes:
+    """One frame. Raises FrameError when it would be too large."""
+    start = _HEADER.pack(MAGIC, VERSION, header.sender, header.receiver, header.number)
+    data = start + _ENCODER.encode(records)
+    if len(data) > MAX_FRAME_BYTES:
+        raise FrameError(f"frame of {len(data)} bytes, at most {MAX_FRAME_BYTES}. Send the records in several frames.")
+    return data
+
+
+def decode_to_drafter(data: bytes) -> tuple[Header, list[ToDrafter]]:
+    """What an engine sent. Raises FrameError."""
+    return _decode(data, _TO_DRAFTER)
+
+
+def decode_to_engine(data: bytes) -> tuple[Header, list[ToEngine]]:
+    """What a drafter sent. Raises FrameError."""
+    return _decode(data, _TO_ENGINE)
+
+
+def _decode(data: bytes, decoder: msgspec.msgpack.Decoder[list[Record]]) -> tuple[Header, list[Record]]:
+    if not _HEADER.size <= len(data) <= MAX_FRAME_BYTES:
+        raise FrameError(f"frame of {len(data)} bytes, expected {_HEADER.size}..{MAX_FRAME_BYTES}")
+    magic, version, sender, receiver, number = _HEADER.unpack_from(data)
+    if magic != MAGIC or version != VERSION:
+        raise FrameError(
+            f"frame begins with {magic!r}, version {version}; expected {MAGIC!r}, version {VERSION}. "
+            "Both ends must run one version."
+        )
+    if not (1 <= sender <= LARGEST and receiver <= LARGEST and 1 <= number <= LARGEST):
+        raise FrameError(f"frame {number} of session {sender} to {receiver}, expected positive numbers below 2^63")
+    try:
+        records = decoder.decode(memoryview(data)[_HEADER.size :])
+    except (msgspec.MsgspecError, ValueError, OverflowError, RecursionError) as error:
+        raise FrameError(f"undecodable frame: {error}") from error
+    return Header(sender=sender, receiver=receiver, number=number), records
+
+
+def pack(tokens: Sequence[int]) -> bytes:
+    """Tokens as they are in a tail."""
+    values = array("i", tokens)
+    if sys.byteorder == "big":
+        values.byteswap()
+    return values.tobytes()
+
+
+def unpack(data: bytes) -> list[int]:
+    """The tokens; what remains after the last whole one is left out. As of every drafter, they may not exist."""
+    values = array("i", data[: len(data) & -TOKEN_BYTES])
+    if sys.byteorder == "big":
+        values.byteswap()
+    return values.tolist()

@@ -1,0 +1,269 @@
+"""The drafter's end: what it knows of the requests of all engines, and what it has drafted ahead of them.
+
+PURE: frames and seconds in, frames out. Events and what they do: docs/decoupled.md.
+
+Invariants:
+- those of `mirror`, for every request;
+- prompts, committed and draft tokens of all mirrors, with room for those that may yet be drafted, are at most
+  `max_tokens`. The request that was told of longest ago goes first; it comes back when there is room;
+- a request that its engine does not list any more, or whose engine is silent for `SILENT_S`, is forgotten.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import cast
+
+from specactor.config import MAX_WINDOW
+from specactor.rollout.decoupled import messages
+from specactor.rollout.decoupled.branches import Guesses
+from specactor.rollout.decoupled.continuer import Lane
+from specactor.rollout.decoupled.messages import Beat, Close, Commit, Open, Pulse, Resend
+from specactor.rollout.decoupled.mirror import AHEAD, Key, Mirror
+from specactor.rollout.decoupled.order import Drops, Numbering
+
+SILENT_S = 30.0
+MAX_SESSIONS = 1024
+
+
+@dataclass(slots=True)
+class _Session:
+    """One incarnation of an engine."""
+
+    number: int
+    engine: str
+    heard_s: float
+    frame: int = 0
+    """Number of the last frame that counted."""
+    mirrors: dict[int, Mirror] = field(default_factory=dict)
+    drafted: int = 0
+    wasted: int = 0
+    pulse: bool = False
+    """A beat is to be answered."""
+    resend: set[int] = field(default_factory=set)
+    """Requests to be asked for."""
+
+
+class Mirrors:
+    """All requests of all engines that one drafter process serves."""
+
+    def __init__(self, session: int, *, max_tokens: int, branching: bool = False) -> None:
+        """`branching`: guess what follows where a draft may be wrong."""
+        self.session = session
+        self.max_tokens = max_tokens
+        self._branching = branching
+        self.drops = Drops("drafter")
+        self._out = Numbering(session)  # one for all engines: it outlasts an engine that was forgotten and comes back
+        self._sessions: dict[int, _Session] = {}
+        self._engines: dict[str, int] = {}
+        self._oldest: OrderedDict[Key, Mirror] = OrderedDict()
+        """The one that was told of longest ago first."""
+        self._reserved = 0
+        self._forgotten: list[Key] = []
+
+    @property
+    def num_tokens(self) -> int:
+        """Held, with room for those that may yet be drafted."""
+        return self._reserved
+
+    @property
+    def num_requests(self) -> int:
+        return len(self._oldest)
+
+    @property
+    def sessions(self) -> list[int]:
+        return list(self._sessions)
+
+    # ------------------------------------------------------------------------------------------------ what arrives
+
+    def receive(self, sender: int, data: bytes, now_s: float) -> None:
+        """A frame from the connection of session `sender`."""
+        try:
+            header, records = messages.decode_to_drafter(data)
+        except messages.FrameError as error:
+            self.drops.add("malformed", str(error))
+            return
+        session = self._session(sender, header, records, now_s)
+        if session is None:
+            return
+        session.heard_s = now_s
+        for record in records:
+            match record:
+                case Commit():
+                    self._commit(session, record, now_s)
+                case Open():
+                    self._open(session, record, now_s)
+                case Close():
+                    self._forget((session.number, record.request))
+                case Beat():
+                    self._beat(session, record)
+
+    def _session(
+        self, sender: int, header: messages.Header, records: Sequence[messages.ToDrafter], now_s: float
+    ) -> _Session | None:
+        """Whose frame it is; None if it does not count."""
+        if header.sender != sender:
+            self.drops.add("foreign", f"session {header.sender} in the name of {sender}")
+            return None
+        session = self._sessions.get(sender)
+        if session is None:
+            beat = records[0] if records else None
+            if not isinstance(beat, Beat) or len(self._sessions) >= MAX_SESSIONS:
+                self.drops.add("unannounced", f"session {sender}")
+                return None
+            if sender < self._engines.get(beat.engine, 0):
+                self.drops.add("foreign", f"session {sender} of {beat.engine}, which has been started again since")
+                return None
+            session = self._begin(sender, beat.engine, now_s)
+        if header.number <= session.frame:
+            self.drops.add("repeated", f"frame {header.number} of {session.engine} after {session.frame}")
+            return None
+        session.frame = header.number
+        return session
+
+    def _begin(self, number: int, engine: str, now_s: float) -> _Session:
+        """A new incarnation of an engine: what its last one asked for is over."""
+        if engine in self._engines:
+            self._end(self._sessions[self._engines[engine]])
+        session = _Session(number=number, engine=engine, heard_s=now_s)
+        self._sessions[number] = session
+        self._engines[engine] = number
+        return session
+
+    def _end(self, session: _Session) -> None:
+        for request in list(session.mirrors):
+            self._forget((session.number, request))
+        del self._sessions[session.number]
+        del self._engines[session.engine]
+
+    def _beat(self, session: _Session, beat: Beat) -> None:
+        """Drop what is not listed; ask for what is missing, as far as there is room; and send all tails once more,
+        since they may have been lost."""
+        session.pulse = True
+        listed = {request for request, _, _ in beat.requests}
+        for request in [request for request in session.mirrors if request not in listed]:
+            self._forget((session.number, request))
+        free = self.max_tokens - self._reserved
+        for request, prompt, committed in beat.requests:
+            mirror = session.mirrors.get(request)
+            if mirror is None:
+                size = prompt + committed + AHEAD * MAX_WINDOW + (Guesses.bound(MAX_WINDOW) if self._branching else 0)
+                if size <= free:
+                    free -= size
+                    session.resend.add(request)
+            elif mirror.committed < committed or not mirror.complete:
+                mirror.complete = False
+                session.resend.add(request)
+            else:
+                mirror.unsent = mirror.num_ahead > 0
+
+    def _open(self, session: _Session, record: Open, now_s: float) -> None:
+        key = (session.number, record.request)
+        session.resend.discard(record.request)
+        known = session.mirrors.get(record.request)
+        if known is not None and known.tokens[: known.committed] == record.output_ids[: known.committed]:
+            known.complete = True
+            known.unsent = known.num_ahead > 0
+            self._commit(session, Commit(request=record.request, position=0, tokens=record.output_ids), now_s)
+            return
+        self._forget(key)
+        mirror = Mirror(
+            key=key,
+            opening=record,
+            tokens=record.output_ids.copy(),
+            committed=len(record.output_ids),
+            guesses=Guesses(record.window) if self._branching else None,
+            emptied_s=now_s,
+        )
+        session.mirrors[record.request] = mirror
+        self._oldest[key] = mirror
+        self._account(mirror)
+
+    def _commit(self, session: _Session, record: Commit, now_s: float) -> None:
+        mirror = session.mirrors.get(record.request)
+        if mirror is None:
+            return  # evicted or never opened; the next beat says whether it is wanted
+        if record.position > mirror.committed:
+            mirror.complete = False
+            session.resend.add(record.request)
+            return
+        fresh = record.tokens[mirror.committed - record.position :]
+        if not fresh:
+            return
+        session.wasted += mirror.commit(fresh, now_s)
+        self._oldest.move_to_end(mirror.key)
+        self._account(mirror)
+
+    # -------------------------------------------------------------------------------------------------- what drafts
+
+    def wanted(self, max_lanes: int) -> list[Lane]:
+        """Requests that want another token, those with the fewest tokens ahead first; where none does, those that want
+        a guess. They are valid until the next call of another method."""
+        ready = [mirror for mirror in self._oldest.values() if mirror.wants_token]
+        if not ready and self._branching:
+            ready = [mirror for mirror in self._oldest.values() if mirror.wants_guess]
+        if len(ready) > max_lanes:
+            ready.sort(key=lambda mirror: mirror.num_ahead)
+            del ready[max_lanes:]
+        return [mirror.lane() for mirror in ready]
+
+    def extended(
+        self,
+        lanes: Sequence[Lane],
+        drafts: Sequence[Sequence[int]],
+        runner_ups: Sequence[Sequence[int]] | None = None,
+    ) -> None:
+        """What the continuer answered for `wanted`, and its second choices if it has any."""
+        for lane, draft, beside in zip(lanes, drafts, runner_ups or [()] * len(lanes), strict=True):
+            key = cast(Key, lane.key)
+            self._sessions[key[0]].drafted += self._oldest[key].extended(lane, draft, beside)
+
+    def forgotten(self) -> list[Key]:
+        """Requests that are over, since the last call."""
+        keys, self._forgotten = self._forgotten, []
+        return keys
+
+    # -------------------------------------------------------------------------------------------------- what leaves
+
+    def outgoing(self, session: int, *, version: int, now_s: float) -> list[bytes]:
+        """Frames for one engine. Args: version of the drafter's weights."""
+        peer = self._sessions[session]
+        records: list[messages.ToEngine] = []
+        if peer.pulse:
+            peer.pulse = False
+            records.append(Pulse(version=version, requests=self.num_requests, drafted=peer.drafted, wasted=peer.wasted))
+        if peer.resend:
+            records.append(Resend(requests=sorted(peer.resend)))
+            peer.resend.clear()
+        records += [m.tail(version=version, now_s=now_s) for m in peer.mirrors.values() if m.unsent]
+        return self._out.frames(records, self.drops, receiver=session)
+
+    def tick(self, now_s: float) -> None:
+        """Time has passed."""
+        for session in list(self._sessions.values()):
+            if now_s - session.heard_s > SILENT_S:
+                self._end(session)
+
+    # ---------------------------------------------------------------------------------------------------- the bound
+
+    def _account(self, mirror: Mirror) -> None:
+        """Count the mirror, and make room for it."""
+        size = mirror.most_held
+        self._reserved += size - mirror.reserved
+        mirror.reserved = size
+        while self._reserved > self.max_tokens:
+            key = next(iter(self._oldest))
+            self.drops.add("evicted", f"more than max_tokens = {self.max_tokens}: raise it, or add drafters")
+            self._forget(key)
+
+    def _forget(self, key: Key) -> None:
+        mirror = self._oldest.pop(key, None)
+        if mirror is None:
+            return
+        session = self._sessions[key[0]]
+        del session.mirrors[key[1]]
+        session.wasted += mirror.num_ahead + (mirror.guesses.clear() if mirror.guesses else 0)
+        self._reserved -= mirror.reserved
+        self._forgotten.append(key)

@@ -1,0 +1,137 @@
+"""What a drafter process does: hear engines, draft for the requests that want a token, send what was drafted.
+
+Invariants: nothing is done while no request wants a token; the process ends on SIGTERM, at the end of the stream from
+its owner, and when its parent is dead; a frame of any content is dropped or obeyed and never ends it. When the
+continuer raises, the process ends with that exception: its owner starts another.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import socket
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+import msgspec
+
+from specactor.rollout.decoupled.branches import RunnerUps
+from specactor.rollout.decoupled.continuer import Continuer
+from specactor.rollout.decoupled.mirrors import Mirrors
+from specactor.rollout.decoupled.transport import DrafterKeys, Hub, new_session
+
+IDLE_S = 0.5
+"""Between two looks at the parent and at engines that have fallen silent."""
+MAX_LANES = 256
+"""Requests per call of the continuer."""
+
+_LOG = logging.getLogger(__name__)
+
+
+class Ready(msgspec.Struct, frozen=True, kw_only=True):
+    """The process listens."""
+
+    endpoint: str
+    """Where; as asked for, but with the number of the port."""
+    pid: int
+    version: int
+    """Of the weights that it drafts with."""
+
+
+def serve(
+    continuer: Continuer,
+    *,
+    endpoint: str,
+    on_ready: Callable[[Ready], None],
+    keys: DrafterKeys | None = None,
+    max_tokens: int = 4_000_000,
+    max_lanes: int = MAX_LANES,
+    owner_fd: int | None = None,
+) -> None:
+    """Runs until it is to end; to be called from the main thread.
+
+    Args: where to listen; bound of all requests' tokens; a file of whose end the process shall not outlive. Raises
+    ConfigError for an endpoint that cannot be had.
+    """
+    parent = os.getppid()
+    hub = Hub(endpoint, keys=keys)
+    loop = Loop(continuer, hub, max_tokens=max_tokens, max_lanes=max_lanes)
+    try:
+        with _termination() as terminated:
+            files = [terminated] if owner_fd is None else [terminated, owner_fd]
+            on_ready(Ready(endpoint=hub.endpoint, pid=os.getpid(), version=continuer.version))
+            while os.getppid() == parent:
+                if hub.wait(0.0 if loop.busy else IDLE_S, files):
+                    break
+                loop.turn()
+    finally:
+        hub.close()
+    _LOG.info("drafter process %d ends", os.getpid())
+
+
+class Loop:
+    """One turn after the other."""
+
+    def __init__(
+        self,
+        continuer: Continuer,
+        hub: Hub,
+        *,
+        max_tokens: int,
+        max_lanes: int = MAX_LANES,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._guessing: RunnerUps | None = continuer if isinstance(continuer, RunnerUps) else None
+        self.mirrors = Mirrors(new_session(), max_tokens=max_tokens, branching=self._guessing is not None)
+        self.busy = False
+        """The next turn need not wait for anything to arrive."""
+        self._continuer = continuer
+        self._hub = hub
+        self._max_lanes = max_lanes
+        self._clock = clock
+
+    def turn(self) -> None:
+        """Take in what has arrived, draft for one batch, send."""
+        mirrors, continuer = self.mirrors, self._continuer
+        now_s = self._clock()
+        for session, frame in self._hub.receive():
+            mirrors.receive(session, frame, now_s)
+        mirrors.tick(now_s)
+        for key in mirrors.forgotten():
+            continuer.forget(key)
+        self._send()  # an engine that asks whether anybody is here need not wait for the draft
+        lanes = mirrors.wanted(self._max_lanes)
+        if lanes:
+            drafts = continuer.extend(lanes)
+            mirrors.extended(lanes, drafts, None if self._guessing is None else self._guessing.runner_ups())
+            self._send()
+        self.busy = bool(lanes)
+
+    def _send(self) -> None:
+        now_s = self._clock()
+        for session in self.mirrors.sessions:
+            for frame in self.mirrors.outgoing(session, version=self._continuer.version, now_s=now_s):
+                if not self._hub.send(session, frame):
+                    self.mirrors.drops.expect("unsent")
+
+
+@contextmanager
+def _termination() -> Iterator[int]:
+    """A file that can be read once SIGTERM has come; the signal does nothing else."""
+    ours, signals = socket.socketpair()
+
+    def nothing(number: int, frame: FrameType | None) -> None:
+        pass
+
+    with ours, signals:
+        signals.setblocking(False)
+        before = signal.signal(signal.SIGTERM, nothing)
+        wake = signal.set_wakeup_fd(signals.fileno(), warn_on_full_buffer=False)
+        try:
+            yield ours.fileno()
+        finally:
+            signal.set_wakeup_fd(wake)
+            signal.signal(signal.SIGTERM, before)

@@ -1,0 +1,58 @@
+"""One drafter process to start, and how its start went."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import msgspec
+
+from specactor.rollout.decoupled.transport import DrafterKeys
+
+
+@dataclass(frozen=True, kw_only=True)
+class DrafterSpec:
+    """Sizes None: SGLang decides."""
+
+    index: int
+    """Of the drafter on its host."""
+    endpoint: str
+    """Where it listens, the same after a restart."""
+    keys: DrafterKeys | None = None
+    model_dir: str
+    """Folder of a dense model in Hugging Face format."""
+    dtype: str
+    """float32 or bfloat16."""
+    device: int
+    """A GPU, or without GPUs a core."""
+    core: int | None = None
+    """That it stays on; filled in by the owner."""
+    context_length: int
+    """Longest text in tokens."""
+    kv_tokens: int | None = None
+    """Size of the KV cache."""
+    max_requests: int
+    """Texts whose keys are held at once."""
+    memory_fraction: float = 0.5
+    """Share of a GPU's memory for weights and KV cache."""
+    sharpen: Literal["fitted", "shared", "greedy"] = "fitted"
+    steps: int = 1
+    """Draft tokens per text and pass through the loop."""
+    continuer: str = "model"
+    """What drafts: the model, or the import path of a class, ``package.module:Name``, which gets this spec."""
+    random_seed: int = 0
+    log_file: str
+    start_timeout_s: float = 180.0
+    """Longest wait for it to listen."""
+    max_restarts: int = 3
+    """Times that it may be started again."""
+
+
+class Started(msgspec.Struct, frozen=True, kw_only=True):
+    """A drafter process tells its owner. ``error`` is empty if it listens."""
+
+    endpoint: str = ""
+    pid: int = 0
+    version: int = 0
+    """Of the weights that it drafts with."""
+    error: str = ""

@@ -1,0 +1,378 @@
+"""The engine's end: which drafter serves which request, and what it has drafted for it.
+
+PURE: frames and seconds in, frames out. Events and what they do: docs/decoupled.md.
+
+Invariants:
+- a draft is the end of a tail whose tokens, from its base up to where the request is now, are the request's own; so no
+  draft token ever stands on another prefix than the one that it was drafted for;
+- a request is with one drafter or with none, and only that drafter's tails count;
+- a drafter that does not answer for `SILENT_S` is gone: its requests go to the others. When it answers again, or is
+  there for the first time, or in a new incarnation, it is told all that it should hold;
+- what is kept here is one tail per open request, of bounded size.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from specactor.rollout.decoupled import messages
+from specactor.rollout.decoupled.branches import chain
+from specactor.rollout.decoupled.messages import (
+    NO_SESSION,
+    TOKEN_BYTES,
+    Beat,
+    Close,
+    Commit,
+    FrameError,
+    Open,
+    Pulse,
+    Resend,
+    Tail,
+)
+from specactor.rollout.decoupled.order import Drops, Numbering
+
+BEAT_EVERY_S = 0.25
+SILENT_S = 1.0
+REOPEN_EVERY_S = 0.1
+"""A request is opened again at most so often, whatever its drafter says."""
+
+
+@dataclass(slots=True, eq=False)
+class _Request:
+    """One open request."""
+
+    number: int
+    name: str
+    prompt_ids: Sequence[int]
+    output_ids: list[int]
+    """The engine's own list; it grows."""
+    seed: int
+    temperature: float
+    drafter: int | None = None
+    told: int = 0
+    """Output tokens that the drafter was told of."""
+    opened_s: float = float("-inf")
+    tail: Tail | None = None
+    tokens: list[int] | None = None
+    """Of the tail, once somebody has looked."""
+
+
+@dataclass(slots=True)
+class _Drafter:
+    """One drafter process, in whatever incarnation."""
+
+    out: Numbering
+    session: int = NO_SESSION
+    """Of the incarnation that was heard last."""
+    frame: int = 0
+    """Number of its last frame."""
+    live: bool = False
+    asked_s: float | None = None
+    """Since when a beat is unanswered."""
+    beat_s: float = float("-inf")
+    """When the last beat was sent."""
+    others: int = 0
+    """Requests of other engines there, as it said last."""
+    requests: dict[int, _Request] = field(default_factory=dict)
+    unopened: dict[int, _Request] = field(default_factory=dict)
+    """Of those, the ones that it must be told of."""
+    grown: dict[int, _Request] = field(default_factory=dict)
+    """Of those, the ones with new tokens."""
+    closed: list[int] = field(default_factory=list)
+    """Numbers that it need not hold any longer."""
+    version: int = 0
+    drafted: int = 0
+    wasted: int = 0
+
+    @property
+    def load(self) -> int:
+        return self.others + len(self.requests)
+
+
+def _load(drafter: _Drafter) -> int:
+    return drafter.load
+
+
+class Tails:
+    """All open requests of one engine, and the drafters that may draft for it."""
+
+    def __init__(self, session: int, *, engine: str, num_drafters: int, window: int) -> None:
+        """Args: the engine's name, the same after a restart; the most draft tokens of a verify."""
+        self.session = session
+        self.engine = engine
+        self.window = window
+        self.drops = Drops(f"engine {engine}")
+        self.branched = 0
+        """Times that a branch was right where the tail was not."""
+        self.waits_s: deque[float] = deque(maxlen=256)
+        """Seconds from a commit that left nothing of a tail to the next tail, as the drafters measured; taken and
+        cleared by whoever wants them."""
+        self._drafters = [_Drafter(out=Numbering(session)) for _ in range(num_drafters)]
+        self._requests: dict[str, _Request] = {}
+        self._by_number: dict[int, _Request] = {}
+        self._next = 1
+
+    @property
+    def num_requests(self) -> int:
+        return len(self._requests)
+
+    @property
+    def num_tokens(self) -> int:
+        """Held in tails."""
+        return sum(
+            len(request.tail.tokens) // TOKEN_BYTES for request in self._requests.values() if request.tail is not None
+        )
+
+    @property
+    def live(self) -> list[int]:
+        """Drafters that answer."""
+        return [index for index, drafter in enumerate(self._drafters) if drafter.live]
+
+    @property
+    def version(self) -> int:
+        """Oldest weights that a live drafter drafts with; 0 when there is none."""
+        return min((drafter.version for drafter in self._drafters if drafter.live), default=0)
+
+    @property
+    def drafted(self) -> int:
+        """Tokens that the drafters have drafted for this engine, as far as they have said."""
+        return sum(drafter.drafted for drafter in self._drafters)
+
+    @property
+    def wasted(self) -> int:
+        """Of those, what they threw away."""
+        return sum(drafter.wasted for drafter in self._drafters)
+
+    # --------------------------------------------------------------------------------------------- what the engine does
+
+    def open(self, name: str, prompt_ids: Sequence[int], output_ids: list[int], seed: int, temperature: float) -> None:
+        """A request starts. `output_ids` is read again whenever something is to be sent or drafted."""
+        self.close(name)
+        request = _Request(self._next, name, prompt_ids, output_ids, seed, temperature)
+        self._next += 1
+        self._requests[name] = self._by_number[request.number] = request
+        self._place(request)
+
+    def commit(self, name: str) -> None:
+        """The request's output has grown."""
+        request = self._requests.get(name)
+        if request is not None and request.drafter is not None:
+            self._drafters[request.drafter].grown[request.number] = request
+
+    def close(self, name: str) -> None:
+        """The request is over; one that is not known is ignored."""
+        request = self._requests.pop(name, None)
+        if request is not None:
+            del self._by_number[request.number]
+            self._leave(request)
+
+    def close_all(self) -> None:
+        """The engine ends. What is sent then tells every drafter so, also those that seem to be gone."""
+        for name in list(self._requests):
+            self.close(name)
+        for drafter in self._drafters:
+            drafter.beat_s = float("-inf")
+
+    def drafts(self, names: Sequence[str], windows: Sequence[int]) -> list[list[int]]:
+        """What may follow each request's output: at most `windows[i]` tokens of request i."""
+        drafts: list[list[int]] = []
+        find = self._requests.get
+        stale = 0
+        for name, window in zip(names, windows, strict=True):
+            request = find(name)
+            if request is None or request.tail is None:
+                drafts.append([])
+                continue
+            tokens = request.tokens
+            if tokens is None:
+                tokens = request.tokens = messages.unpack(request.tail.tokens)
+            known = request.output_ids[request.tail.base :]
+            start = len(known)
+            if tokens[:start] != known:
+                tokens = self._other_way(request, known)
+                stale += not tokens
+            drafts.append(tokens[start : start + window])
+        self.drops.expect("stale", stale)
+        return drafts
+
+    def _other_way(self, request: _Request, known: list[int]) -> list[int]:
+        """Through the tail's branches, if one begins with what is known; else the tail is of no use any longer."""
+        assert request.tail is not None
+        tail = request.tail
+        tokens = chain(messages.unpack(tail.tokens), tail.branches, known) if tail.branches else []
+        if tokens:
+            request.tokens = tokens
+            self.branched += 1
+        else:
+            request.tail = request.tokens = None
+        return tokens
+
+    # ---------------------------------------------------------------------------------------------------- what arrives
+
+    def receive(self, index: int, data: bytes, now_s: float) -> None:
+        """A frame from drafter `index`."""
+        try:
+            header, records = messages.decode_to_engine(data)
+        except FrameError as error:
+            self.drops.add("malformed", str(error))
+            return
+        drafter = self._drafters[index]
+        if header.receiver != self.session or (drafter.live and header.sender < drafter.session):
+            self.drops.add("foreign", f"session {header.sender} to {header.receiver}")
+            return
+        if header.sender != drafter.session:
+            self._meet(index, header.sender)
+        elif header.number <= drafter.frame:
+            self.drops.add("repeated", f"frame {header.number} of drafter {index} after {drafter.frame}")
+            return
+        drafter.frame = header.number
+        drafter.asked_s = None
+        tails = [record for record in records if type(record) is Tail]
+        self._tails(index, tails)
+        for record in records if len(tails) < len(records) else ():
+            match record:
+                case Resend():
+                    self._resend(index, record, now_s)
+                case Pulse():
+                    drafter.version = record.version
+                    drafter.others = max(0, record.requests - len(drafter.requests))
+                    drafter.drafted, drafter.wasted = record.drafted, record.wasted
+        if not drafter.live:
+            drafter.live = True
+            self._balance()
+
+    def _meet(self, index: int, session: int) -> None:
+        """A drafter in a new incarnation: it knows nothing yet."""
+        drafter = self._drafters[index]
+        drafter.session, drafter.frame = session, 0
+        drafter.closed.clear()
+        for request in drafter.requests.values():
+            request.told, request.tail = 0, None
+            drafter.unopened[request.number] = request
+
+    def _tails(self, index: int, tails: Sequence[Tail]) -> None:
+        """There are hundreds per round, so this is one loop without calls."""
+        find = self._by_number.get
+        late = stale = 0
+        for tail in tails:
+            request = find(tail.request)
+            if request is None or request.drafter != index:
+                late += 1
+                continue
+            if tail.wait_us:
+                self.waits_s.append(tail.wait_us / 1e6)
+            base, last = tail.base, request.tail
+            if base > request.told:
+                self.drops.add("future", f"tail at {base} from drafter {index}, which was told of {request.told}")
+            elif base + len(tail.tokens) // TOKEN_BYTES <= len(request.output_ids) or (
+                last is not None and base < last.base
+            ):
+                stale += 1
+            else:
+                request.tail, request.tokens = tail, None
+        self.drops.expect("late", late)
+        self.drops.expect("stale", stale)
+
+    def _resend(self, index: int, record: Resend, now_s: float) -> None:
+        drafter = self._drafters[index]
+        for number in record.requests:
+            request = drafter.requests.get(number)
+            if request is not None and now_s - request.opened_s >= REOPEN_EVERY_S:
+                drafter.unopened[number] = request
+
+    # ------------------------------------------------------------------------------------------------------ what leaves
+
+    def outgoing(self, index: int, now_s: float) -> list[bytes]:
+        """Frames for one drafter."""
+        drafter = self._drafters[index]
+        records: list[messages.ToDrafter] = []
+        if now_s - drafter.beat_s >= BEAT_EVERY_S:
+            records.append(self._beat(drafter, now_s))
+        elif not drafter.live:
+            return []
+        records += [Close(request=number) for number in drafter.closed]
+        for number, request in drafter.unopened.items():
+            records.append(self._opening(request, now_s))
+            drafter.grown.pop(number, None)
+        for number, request in drafter.grown.items():
+            fresh = request.output_ids[request.told :]
+            records.append(Commit(request=number, position=request.told, tokens=fresh))
+            request.told += len(fresh)
+        drafter.closed.clear()
+        drafter.unopened.clear()
+        drafter.grown.clear()
+        return drafter.out.frames(records, self.drops, receiver=drafter.session)
+
+    def _beat(self, drafter: _Drafter, now_s: float) -> Beat:
+        drafter.beat_s = now_s
+        if drafter.asked_s is None:
+            drafter.asked_s = now_s
+        held = [(number, len(request.prompt_ids), request.told) for number, request in drafter.requests.items()]
+        return Beat(engine=self.engine, requests=held)
+
+    def _opening(self, request: _Request, now_s: float) -> Open:
+        request.opened_s = now_s
+        request.told = len(request.output_ids)
+        return Open(
+            request=request.number,
+            prompt_ids=list(request.prompt_ids),
+            output_ids=request.output_ids,
+            seed=request.seed,
+            temperature=request.temperature,
+            window=self.window,
+        )
+
+    def tick(self, now_s: float) -> None:
+        """Time has passed, and what had arrived was received."""
+        for drafter in self._drafters:
+            if drafter.live and drafter.asked_s is not None and now_s - drafter.asked_s > SILENT_S:
+                drafter.live = False
+                drafter.others = 0
+                requests = list(drafter.requests.values())
+                for request in requests:
+                    self._leave(request)
+                drafter.closed.clear()  # it will be told what it should hold
+                for request in requests:
+                    self._place(request)
+
+    # ------------------------------------------------------------------------------------------------------------ where
+
+    def _place(self, request: _Request) -> None:
+        """With the live drafter of least load; with none if none is live."""
+        live = self.live
+        if not live:
+            return
+        index = min(live, key=lambda i: (self._drafters[i].load, i))
+        drafter = self._drafters[index]
+        request.drafter, request.told, request.opened_s = index, 0, float("-inf")
+        drafter.requests[request.number] = drafter.unopened[request.number] = request
+
+    def _balance(self) -> None:
+        """A drafter has come: requests without one are placed, and others move until loads differ by one at most."""
+        for request in self._requests.values():
+            if request.drafter is None:
+                self._place(request)
+        while True:
+            loads = [self._drafters[index] for index in self.live]
+            lightest = min(loads, key=_load)
+            heaviest = max((drafter for drafter in loads if drafter.requests), key=_load, default=lightest)
+            if heaviest.load - lightest.load <= 1:
+                return
+            request = heaviest.requests[
+                next(reversed(heaviest.requests))
+            ]  # the youngest has the least to be read again
+            self._leave(request)
+            self._place(request)
+
+    def _leave(self, request: _Request) -> None:
+        """The request is not with its drafter any longer."""
+        if request.drafter is None:
+            return
+        drafter = self._drafters[request.drafter]
+        del drafter.requests[request.number]
+        drafter.grown.pop(request.number, None)
+        if drafter.unopened.pop(request.number, None) is None or request.told:
+            drafter.closed.append(request.number)
+        request.drafter = request.tail = request.tokens = None

@@ -1,0 +1,263 @@
+"""Frames between engines and drafter processes over ZeroMQ.
+
+An engine has a DEALER socket per drafter, a drafter one ROUTER socket. Sending and receiving never block: the network's
+side of a socket is a thread of ZeroMQ's own, outside Python, behind a queue of bounded length. Where the queue is full,
+or nobody is connected, a frame is dropped and counted, and the protocol repairs the loss.
+
+Invariants: without keys a drafter listens on this host only (loopback, or a name in Linux's abstract namespace, which
+leaves no file behind); with keys both ends prove theirs (CURVE), and what they say is encrypted; nothing that arrives
+is interpreted here beyond the name of the connection.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import secrets
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import zmq
+from zmq.auth.thread import ThreadAuthenticator
+
+from specactor.errors import ConfigError
+from specactor.rollout.decoupled.messages import LARGEST, MAX_FRAME_BYTES
+
+QUEUE_FRAMES = 256
+"""Of a socket, in each direction."""
+RECONNECT_MS = 20
+MAX_RECONNECT_MS = 250
+_RECEIVE_FRAMES = 1024
+"""Of one socket, at a time."""
+_LOOK_EVERY_S = 1e-4
+_RANDOM_BITS = 22
+_LINGER_MS = 100
+"""Of an engine that closes: its last words."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineKeys:
+    """CURVE keys of a job's engines, Z85."""
+
+    public: str
+    secret: str = field(repr=False)
+    drafter_public: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class DrafterKeys:
+    """CURVE keys of a job's drafters, Z85."""
+
+    public: str
+    secret: str = field(repr=False)
+    engine_public: str
+
+
+def make_keys() -> tuple[EngineKeys, DrafterKeys]:
+    """New ones, for one job."""
+    (engine_public, engine_secret), (drafter_public, drafter_secret) = (
+        (public.decode(), secret.decode()) for public, secret in (zmq.curve_keypair(), zmq.curve_keypair())
+    )
+    return (
+        EngineKeys(public=engine_public, secret=engine_secret, drafter_public=drafter_public),
+        DrafterKeys(public=drafter_public, secret=drafter_secret, engine_public=engine_public),
+    )
+
+
+def new_session() -> int:
+    """For a process that starts: greater than those of its earlier incarnations, unless the clock was set back."""
+    return (time.time_ns() // 1_000_000 << _RANDOM_BITS | secrets.randbits(_RANDOM_BITS)) & LARGEST
+
+
+def local_endpoint() -> str:
+    """A new one on this host: a fifth faster than TCP here, free again when its process is gone."""
+    return f"ipc://@specactor-drafter-{secrets.token_hex(8)}"
+
+
+class Link(Protocol):
+    """An engine's connections to its drafters."""
+
+    num_drafters: int
+
+    def send(self, drafter: int, frame: bytes) -> bool:
+        """False: dropped, since the queue is full or nobody is there."""
+
+    def receive(self) -> list[tuple[int, bytes]]:
+        """(drafter, frame) of all that have arrived."""
+
+    def wait(self, timeout_s: float) -> bool:
+        """Whether something has arrived by then."""
+
+    def close(self) -> None:
+        """Harmless the second time."""
+
+
+class ZmqLink:
+    """`Link` over sockets."""
+
+    def __init__(self, session: int, endpoints: Sequence[str], *, keys: EngineKeys | None = None) -> None:
+        """Args: the engine's session; one endpoint per drafter. Connections come about later, and again when lost."""
+        self.num_drafters = len(endpoints)
+        self._context = zmq.Context()
+        self._sockets = [self._connect(session, endpoint, keys) for endpoint in endpoints]
+
+    def _connect(self, session: int, endpoint: str, keys: EngineKeys | None) -> zmq.Socket[bytes]:
+        socket = self._context.socket(zmq.DEALER)
+        _bound(socket)
+        socket.setsockopt(zmq.IDENTITY, _name(session))
+        socket.setsockopt(zmq.IMMEDIATE, 1)  # what nobody is there for is not kept for later
+        socket.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MS)
+        socket.setsockopt(zmq.RECONNECT_IVL_MAX, MAX_RECONNECT_MS)
+        if keys is not None:
+            socket.curve_publickey = keys.public.encode()
+            socket.curve_secretkey = keys.secret.encode()
+            socket.curve_serverkey = keys.drafter_public.encode()
+        socket.connect(endpoint)
+        return socket
+
+    def send(self, drafter: int, frame: bytes) -> bool:
+        try:
+            self._sockets[drafter].send(frame, zmq.NOBLOCK)
+        except zmq.Again:
+            return False
+        return True
+
+    def receive(self) -> list[tuple[int, bytes]]:
+        frames: list[tuple[int, bytes]] = []
+        for drafter, socket in enumerate(self._sockets):
+            try:
+                for _ in range(_RECEIVE_FRAMES):
+                    frames.append((drafter, socket.recv(zmq.NOBLOCK)))  # parts of a message would be rubbish each
+            except zmq.Again:
+                continue
+        return frames
+
+    def wait(self, timeout_s: float) -> bool:
+        deadline = time.monotonic() + timeout_s
+        while not any(map(_has_input, self._sockets)):
+            left_s = deadline - time.monotonic()
+            if left_s <= 0:
+                return False
+            time.sleep(min(left_s, _LOOK_EVERY_S))  # ZeroMQ itself waits for whole milliseconds
+        return True
+
+    def close(self) -> None:
+        for socket in self._sockets:
+            socket.close(linger=_LINGER_MS)
+        self._context.term()
+
+
+class Hub:
+    """A drafter's connections to all engines."""
+
+    def __init__(self, endpoint: str, *, keys: DrafterKeys | None = None) -> None:
+        """Args: where to listen, as in ``ipc://@name`` or ``tcp://127.0.0.1:*``. Raises ConfigError for an address that
+        other hosts can reach without keys, and for one that cannot be had."""
+        _check_reach(endpoint, keys)
+        self._context = zmq.Context()
+        self._authenticator = None if keys is None else self._admit(keys.engine_public)
+        self._socket = self._context.socket(zmq.ROUTER)
+        _bound(self._socket)
+        self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # else what cannot be sent is lost without a word
+        if keys is not None:
+            self._socket.curve_server = True
+            self._socket.curve_publickey = keys.public.encode()
+            self._socket.curve_secretkey = keys.secret.encode()
+        try:
+            self._socket.bind(endpoint)
+        except zmq.ZMQError as error:
+            self.close()
+            raise ConfigError.at("drafter endpoint", endpoint, "a free address of this host", f"{error}.") from error
+        self.endpoint = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        """Where it listens; a ``*`` has become a number."""
+
+    def _admit(self, engine_public: str) -> ThreadAuthenticator:
+        authenticator = ThreadAuthenticator(self._context)
+        authenticator.start()
+        authenticator.configure_curve_callback(credentials_provider=_Only(engine_public))
+        return authenticator
+
+    def receive(self) -> list[tuple[int, bytes]]:
+        """(session of the engine, 0 for who has none; frame) of all that have arrived."""
+        frames = []
+        for _ in range(_RECEIVE_FRAMES):
+            if not _has_input(self._socket):
+                break
+            name, *parts = self._socket.recv_multipart(zmq.NOBLOCK)
+            frames.append((_session(name), parts[0] if len(parts) == 1 else b""))
+        return frames
+
+    def send(self, session: int, frame: bytes) -> bool:
+        """False: dropped, since the queue is full or the engine is gone."""
+        try:
+            self._socket.send_multipart([_name(session), frame], zmq.NOBLOCK)
+        except zmq.ZMQError as error:
+            if error.errno in (zmq.EAGAIN, zmq.EHOSTUNREACH):
+                return False
+            raise
+        return True
+
+    def wait(self, timeout_s: float, files: Sequence[int] = ()) -> list[int]:
+        """Until something has arrived, or one of `files` can be read; those of `files` that can."""
+        poller = zmq.Poller()
+        poller.register(self._socket, zmq.POLLIN)
+        for file in files:
+            poller.register(file, zmq.POLLIN)
+        ready = dict(poller.poll(round(1000 * timeout_s)))
+        return [file for file in files if file in ready]
+
+    def close(self) -> None:
+        self._socket.close(linger=0)
+        if self._authenticator is not None:
+            self._authenticator.stop()
+        self._context.term()
+
+
+class _Only:
+    """Admits the owner of one key."""
+
+    def __init__(self, public: str) -> None:
+        self._public = public.encode()
+
+    def callback(self, domain: str, key: bytes) -> bool:
+        """Called by pyzmq. Args: not used; the key in Z85."""
+        return secrets.compare_digest(key, self._public)
+
+
+def _bound(socket: zmq.Socket[bytes]) -> None:
+    socket.setsockopt(zmq.LINGER, 0)
+    socket.setsockopt(zmq.SNDHWM, QUEUE_FRAMES)
+    socket.setsockopt(zmq.RCVHWM, QUEUE_FRAMES)
+    socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
+
+
+def _has_input(socket: zmq.Socket[bytes]) -> bool:
+    return bool(int(socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN)
+
+
+def _name(session: int) -> bytes:
+    """Of an engine's connection. ZeroMQ keeps names that begin with a zero for itself."""
+    return b"V" + session.to_bytes(8, "little")
+
+
+def _session(name: bytes) -> int:
+    return int.from_bytes(name[1:], "little") if len(name) == 9 and name[:1] == b"V" else 0
+
+
+def _check_reach(endpoint: str, keys: DrafterKeys | None) -> None:
+    scheme, _, rest = endpoint.partition("://")
+    if scheme == "ipc" or keys is not None:
+        return
+    host = rest.rpartition(":")[0].strip("[]")
+    try:
+        local = host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        local = False
+    if scheme != "tcp" or not local:
+        raise ConfigError.at(
+            "drafter endpoint",
+            endpoint,
+            "ipc://@NAME or tcp on a loopback address",
+            "Give the job CURVE keys (make_keys) to listen elsewhere.",
+        )

@@ -1,0 +1,105 @@
+"""The drafter processes of one host: started together, restarted when they die, stopped together.
+
+Drafters own nothing: a dead one costs drafts and no more, engines find it again by themselves. So it is replaced on the
+side, by a thread, while whoever uses the engines goes on.
+
+Invariants: after `stop` nothing of any drafter is left, also when starting failed; a drafter is started at most
+`max_restarts` times again, each time `PAUSE_S` or more after it was found dead, twice as long every time.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Sequence
+from types import TracebackType
+
+from specactor.rollout.decoupled.host import DrafterProcess
+from specactor.rollout.decoupled.spec import DrafterSpec
+
+LOOK_EVERY_S = 0.2
+PAUSE_S = 0.5
+
+_LOG = logging.getLogger(__name__)
+
+
+class DrafterPool:
+    """May be empty: then every method does nothing."""
+
+    def __init__(self, specs: Sequence[DrafterSpec]) -> None:
+        """Starts all at once; they do not listen before `wait_ready`."""
+        self._lock = threading.Lock()
+        self._ending = threading.Event()
+        self._watcher: threading.Thread | None = None
+        self._restarts = [0] * len(specs)
+        self._dead_s: list[float | None] = [None] * len(specs)
+        """When a drafter was found dead that is to be started again."""
+        self.drafters: list[DrafterProcess] = []
+        try:
+            for spec in specs:
+                self.drafters.append(DrafterProcess(spec))
+        except BaseException:
+            self.stop()
+            raise
+
+    def __enter__(self) -> DrafterPool:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    @property
+    def restarts(self) -> int:
+        """Drafters that were started again so far."""
+        return sum(self._restarts)
+
+    def wait_ready(self) -> None:
+        """Until all listen; from then on they are watched. Raises EngineError, and stops all, when one does not."""
+        try:
+            for drafter in self.drafters:
+                drafter.wait_ready()
+        except BaseException:
+            self.stop()
+            raise
+        if self.drafters and self._watcher is None:
+            self._watcher = threading.Thread(target=self._watch, name="drafters", daemon=True)
+            self._watcher.start()
+
+    def stop(self) -> None:
+        """Ends all. May be called again."""
+        self._ending.set()
+        with self._lock:
+            for drafter in self.drafters:
+                drafter.stop()
+        if self._watcher is not None:
+            self._watcher.join()
+
+    def _watch(self) -> None:
+        while not self._ending.wait(LOOK_EVERY_S):
+            with self._lock:
+                if not self._ending.is_set():
+                    self._look(time.monotonic())
+
+    def _look(self, now_s: float) -> None:
+        for index, drafter in enumerate(self.drafters):
+            if drafter.alive:
+                continue
+            spec, tried = drafter.spec, self._restarts[index]
+            if self._dead_s[index] is None:
+                self._dead_s[index] = now_s
+                drafter.kill()
+                _LOG.warning(
+                    "drafter %d died; %d of %d restarts were used. The end of its log, %s:\n%s",
+                    *(spec.index, tried, spec.max_restarts, spec.log_file, drafter.log_tail()),
+                )
+            pause_s = PAUSE_S * 2**tried
+            if tried < spec.max_restarts and now_s - (self._dead_s[index] or now_s) >= pause_s:
+                try:
+                    self.drafters[index] = DrafterProcess(spec)
+                except OSError:
+                    _LOG.exception("drafter %d could not be started again", spec.index)
+                self._dead_s[index] = None
+                self._restarts[index] += 1

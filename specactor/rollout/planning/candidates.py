@@ -1,0 +1,109 @@
+"""What can be placed on a cluster: options for `search`, from device figures or from a measured table. PURE.
+
+From figures: engines of 1, 2, 4, .. devices of a node for the target, wherever its weights and one request fit;
+drafters on the verifiers' devices and on engines of their own. From a table: engines as it was measured on, and its
+drafters on as many devices of their own, if they are models.
+
+Invariant: the planner does not see which of the two it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from specactor.errors import PlanError
+from specactor.rollout.planning.costs import CostTable
+from specactor.rollout.planning.devices import Attained, Device
+from specactor.rollout.planning.plans import DrafterEngine, DrafterOption, Footprint, VerifierOption
+from specactor.rollout.planning.rooflines import Roofline, cost_table, draft_grid
+from specactor.rollout.planning.shapes import TransformerShape
+
+TEXT_DRAFTERS = ("suffix", "ngram", "ngram_2", "ngram_3")
+"""They look things up on the host, where the verifier is."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Candidates:
+    """What `search` is given."""
+
+    verifiers: tuple[VerifierOption, ...]
+    drafters: tuple[DrafterOption, ...]
+
+
+def from_figures(
+    target: TransformerShape,
+    drafters: Sequence[TransformerShape],
+    device: Device,
+    *,
+    survivals: Mapping[str, tuple[float, ...]],
+    context: int,
+    max_requests: int,
+    sizes: Sequence[int] = (),
+    drafter_sizes: Sequence[int] = (1, 2),
+    attained: Attained | None = None,
+) -> Candidates:
+    """Options by rooflines. `survivals` by drafter; `max_requests`: of one engine, at most; `sizes`: devices of a
+    verifier, by default all that fit.
+
+    Raises PlanError where the target fits on no engine of one node.
+    """
+    max_window = max((len(survivals[drafter.name]) for drafter in drafters), default=1)
+    kept = attained or Attained()
+    verifiers = []
+    for g in sizes or _powers(device.node_devices):
+        roofline = Roofline(target, device, devices=g, context=context, attained=kept)
+        option = VerifierOption(
+            devices=g,
+            costs=cost_table(
+                roofline,
+                {d.name: Roofline(d, device, devices=g, context=context, attained=kept) for d in drafters},
+                max_window=max_window,
+                max_requests=max_requests,
+            ),
+            footprint=_footprint(target, context),
+            capacity_bytes=roofline.capacity_bytes,
+        )
+        if option.requests() != 0:
+            verifiers.append(option)
+    if not verifiers:
+        raise PlanError(
+            f"{target.name}: got {target.weights_bytes / 1e9:.0f} GB of weights and engines of "
+            f"{tuple(sizes) or _powers(device.node_devices)} {device.name} with {device.memory_bytes / 1e9:.0f} GB; "
+            "expected a node that holds them with a request. Use a larger device or a shorter context."
+        )
+    options = []
+    for drafter in drafters:
+        engines = []
+        for g in drafter_sizes:
+            roofline = Roofline(drafter, device, devices=g, context=context, attained=kept)
+            grid = draft_grid(roofline, max_window=max_window + 1, max_requests=max_requests)
+            engines.append(DrafterEngine(devices=g, seconds=grid, capacity_bytes=roofline.capacity_bytes))
+        options.append(
+            DrafterOption(
+                name=drafter.name,
+                survival=survivals[drafter.name],
+                engines=tuple(engines),
+                footprint=_footprint(drafter, context),
+            )
+        )
+    return Candidates(verifiers=tuple(verifiers), drafters=tuple(options))
+
+
+def from_table(table: CostTable, *, devices: int, survivals: Mapping[str, tuple[float, ...]]) -> Candidates:
+    """Options of a measured table; `devices`: of the engine that was measured. Memory is not known, so nothing is
+    refused for it."""
+    drafters = []
+    for name, grid in table.drafters.items():
+        own = () if name in TEXT_DRAFTERS else (DrafterEngine(devices=devices, seconds=grid),)
+        drafters.append(DrafterOption(name=name, survival=survivals[name], engines=own))
+    return Candidates(verifiers=(VerifierOption(devices=devices, costs=table),), drafters=tuple(drafters))
+
+
+def _footprint(shape: TransformerShape, context: int) -> Footprint:
+    return Footprint(weights_bytes=shape.weights_bytes, request_bytes=context * shape.kv_bytes_per_token)
+
+
+def _powers(largest: int) -> list[int]:
+    """1, 2, 4, .. up to `largest`."""
+    return [1 << k for k in range(largest.bit_length()) if 1 << k <= largest]

@@ -1,0 +1,138 @@
+"""Algorithm 3 of 2511.16193: draft methods for stragglers on workers that ran dry. PURE: counts in, assignments out.
+
+Late in a rollout few requests are left, and workers have none. Such a worker drafts, with one method, for requests of
+others; a request then has drafts of several methods, and what is accepted of a round is the longest that agrees with
+the target. All methods lead to the same tokens (noise keyed by position), so keeping the longest is exact.
+
+`as_published`: requests by acceptance ascending, methods by their rank on the ladder; a (request, method) pair that has
+no drafter yet gets the least-loaded worker of that method, while its load is under its bound.
+
+`while_it_pays` is that with a stop: a pair is left out unless the request's predicted speed rises by more than
+`margin`, since every further method adds rows to the verify, and load to a worker.
+
+Invariants: no pair is drafted for twice; no worker exceeds its bound; what `while_it_pays` gives, `as_published` would
+give if there were room; loads are changed in no argument; equal input gives equal assignments.
+
+Shape legend: M methods, W positions 1..window.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from specactor.errors import PlanError
+
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Straggler:
+    """A request that still runs."""
+
+    request_id: str
+    acceptance: float
+    """Of the drafts that it has."""
+    methods: frozenset[str] = frozenset()
+    """That draft for it already."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DryWorker:
+    """A worker without requests of its own, which drafts with one method."""
+
+    name: str
+    method: str
+    load: int = 0
+    """Requests that it drafts for."""
+    max_load: int
+    """b_max of the paper."""
+
+    def __post_init__(self) -> None:
+        if self.load < 0 or self.max_load < 1:
+            raise PlanError(f"worker {self.name}: got load {self.load}, bound {self.max_load}; expected >= 0, >= 1.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Assignment:
+    """From now on this worker drafts for this request."""
+
+    request_id: str
+    method: str
+    worker: str
+
+
+Pays = Callable[[Straggler, frozenset[str], str, int], float]
+"""(request, methods that it has by now, further method, load of its worker with it) -> predicted speed with the further
+method over that without."""
+
+
+def as_published(
+    stragglers: Iterable[Straggler], ranked: Sequence[str], workers: Iterable[DryWorker]
+) -> list[Assignment]:
+    """Algorithm 3. `ranked`: methods, the best of the ladder first."""
+    return _assign(stragglers, ranked, workers, pays=None, margin=0.0)
+
+
+def while_it_pays(
+    stragglers: Iterable[Straggler],
+    ranked: Sequence[str],
+    workers: Iterable[DryWorker],
+    *,
+    pays: Pays,
+    margin: float = 0.02,
+) -> list[Assignment]:
+    """Algorithm 3, without pairs whose predicted gain is `margin` or less."""
+    if margin < 0:
+        raise PlanError(f"while_it_pays: got margin {margin}, expected >= 0.")
+    return _assign(stragglers, ranked, workers, pays=pays, margin=margin)
+
+
+def _assign(
+    stragglers: Iterable[Straggler],
+    ranked: Sequence[str],
+    workers: Iterable[DryWorker],
+    *,
+    pays: Pays | None,
+    margin: float,
+) -> list[Assignment]:
+    of_method: dict[str, list[DryWorker]] = {method: [] for method in ranked}
+    for worker in workers:
+        if worker.method in of_method:
+            of_method[worker.method].append(worker)
+    loads = {worker.name: worker.load for some in of_method.values() for worker in some}
+    room = sum(max(0, w.max_load - w.load) for some in of_method.values() for w in some)
+    found: list[Assignment] = []
+    for request in sorted(stragglers, key=lambda r: (r.acceptance, r.request_id)):
+        if len(found) == room:
+            break
+        has = request.methods
+        for method in (m for m in ranked if m not in has):
+            if not of_method[method]:
+                continue
+            worker = min(of_method[method], key=lambda w: (loads[w.name], w.name))
+            if loads[worker.name] >= worker.max_load:
+                continue
+            if pays is not None and pays(request, has, method, loads[worker.name] + 1) <= 1.0 + margin:
+                continue
+            loads[worker.name] += 1
+            has |= {method}
+            found.append(Assignment(request_id=request.request_id, method=method, worker=worker.name))
+    return found
+
+
+def combined(survival_MW: Floats, *, alike: float) -> Floats:
+    """[W]: P(at least one method has its first j draft tokens accepted).
+
+    `alike`: 0, methods agree with the target independently; 1, where the best fails all fail. In between it is linear,
+    which is an assumption; measure it where trees of several drafters are verified.
+    """
+    if not 0 <= alike <= 1:
+        raise PlanError(f"combined: got alike {alike}, expected 0..1.")
+    best_W = survival_MW.max(axis=0)
+    apart_W = 1.0 - np.prod(1.0 - survival_MW, axis=0)
+    joined_W: Floats = best_W + (1.0 - alike) * (apart_W - best_W)
+    return joined_W

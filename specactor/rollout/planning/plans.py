@@ -1,0 +1,203 @@
+"""What a plan of a rollout is, and what it is made from. PURE: values, checked when made.
+
+`search.search` makes plans. Sizes are bytes, times seconds, counts devices, engines, requests or tokens.
+
+Invariants: a window of 0 means plain decoding and nothing else does; no count, time or probability is out of range.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import isfinite
+from typing import Literal
+
+from specactor.errors import PlanError
+from specactor.rollout.planning.costs import CostTable, Grid
+from specactor.rollout.planning.rounds import checked
+from specactor.rollout.planning.windows import OFF
+
+Mode = Literal["off", "coupled", "decoupled"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class DraftPlan:
+    """What is drafted for a request."""
+
+    mode: Mode
+    drafter: str
+    """OFF for plain decoding."""
+    window: int
+    """Draft tokens per verify; 0 for plain decoding."""
+
+    def __post_init__(self) -> None:
+        plain = (self.mode == OFF, self.drafter == OFF, self.window == 0)
+        if self.window < 0 or len(set(plain)) > 1:
+            raise PlanError(
+                f"draft plan: got mode {self.mode}, drafter {self.drafter}, window {self.window}; expected a window of "
+                f"0 with mode and drafter {OFF}, and > 0 with others."
+            )
+
+
+PLAIN = DraftPlan(mode="off", drafter=OFF, window=0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Placement:
+    """Engines of one kind."""
+
+    engines: int
+    devices_each: int
+    weights_bytes: float = 0.0
+    """Per device; 0 where not known."""
+    kv_bytes: float = 0.0
+    """Per device, of the requests that run at once; 0 where not known."""
+
+    @property
+    def devices(self) -> int:
+        return self.engines * self.devices_each
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolloutPlan:
+    """Where a rollout runs, how it drafts, and what is predicted."""
+
+    draft: DraftPlan
+    """Of every request, to begin with."""
+    verifiers: Placement
+    drafters: Placement
+    idle_devices: int
+    requests_per_engine: int
+    """At once on a verifier; more wait where there are more."""
+    round_s: float
+    tokens_per_round: float
+    """Emitted, of a request."""
+    tokens_per_s: float
+    """Of the whole cluster."""
+    tokens_per_s_per_device: float
+    """Of all devices, idle ones too."""
+    speedup: float = 1.0
+    """Over the fastest plan that does not speculate."""
+    branches: int = 0
+    """Outcomes that are drafted for in advance, per request; 0: none."""
+    branch_gain: float = 1.0
+    """Predicted speed over that of the same plan without."""
+    message_bytes_per_s: float = 0.0
+    """Between drafters and verifiers, both ways."""
+    reason: str = ""
+
+    @property
+    def mode(self) -> Mode:
+        return self.draft.mode
+
+    @property
+    def window(self) -> int:
+        return self.draft.window
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cluster:
+    """What there is to plan for."""
+
+    devices: int
+    requests: int
+    """That are there to run at once, in all."""
+    message_s: float = 1e-4
+    """From a commit's departure to the arrival of what it changes, without drafting."""
+
+    def __post_init__(self) -> None:
+        if self.devices < 1 or self.requests < 1 or not self.message_s >= 0:
+            raise PlanError(
+                f"cluster: got {self.devices} devices, {self.requests} requests, message_s {self.message_s}; "
+                "expected >= 1, >= 1, >= 0."
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Footprint:
+    """Memory of a model."""
+
+    weights_bytes: float
+    """One copy."""
+    request_bytes: float
+    """KV of one request, at the length to plan for."""
+
+
+NOTHING = Footprint(weights_bytes=0.0, request_bytes=0.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class VerifierOption:
+    """An engine for the target on `devices` devices."""
+
+    devices: int
+    costs: CostTable
+    """With a grid for every drafter that can draft on these devices."""
+    footprint: Footprint = NOTHING
+    capacity_bytes: float = float("inf")
+    """Of the engine's devices together, for weights and KV."""
+
+    def __post_init__(self) -> None:
+        if self.devices < 1:
+            raise PlanError(f"verifier: got {self.devices} devices, expected at least 1.")
+
+    def requests(self, drafter: Footprint = NOTHING) -> int | None:
+        """That run at once beside this drafter; None: no bound."""
+        return fitting(self.capacity_bytes, self.footprint, drafter)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DrafterEngine:
+    """An engine for a drafter on `devices` devices of its own."""
+
+    devices: int
+    seconds: Grid
+    """Over (requests, window): drafting `window` tokens for each."""
+    capacity_bytes: float = float("inf")
+
+    def __post_init__(self) -> None:
+        if self.devices < 1:
+            raise PlanError(f"drafter: got {self.devices} devices, expected at least 1.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DrafterOption:
+    """A draft method."""
+
+    name: str
+    survival: tuple[float, ...]
+    """P(the first j draft tokens are accepted), j = 1, 2, ..: bounds the window."""
+    engines: tuple[DrafterEngine, ...] = ()
+    """None: it drafts on the verifiers' devices only."""
+    footprint: Footprint = NOTHING
+
+    def __post_init__(self) -> None:
+        checked(self.survival)
+        if self.name == OFF:
+            raise PlanError(f"drafter: got the name {OFF!r}, which means plain decoding. Use another.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Branches:
+    """Drafting for outcomes of a verify before it has ended (2603.03251)."""
+
+    count: int
+    """Further drafts per request, each as long as the window. The drafter's batch grows by so many times itself, each
+    of them reading its own context; memory does not grow, since their keys and values are those of one prefix."""
+    hit_rate: float
+    """P(the outcome is among them), given that the tail ended there. Measure it; it depends on the policy's entropy."""
+
+    def __post_init__(self) -> None:
+        if self.count < 0 or not 0 <= self.hit_rate <= 1:
+            raise PlanError(f"branches: got {self.count}, hit rate {self.hit_rate}; expected >= 0 and 0..1.")
+
+
+NO_BRANCHES = Branches(count=0, hit_rate=0.0)
+
+
+def fitting(capacity_bytes: float, *footprints: Footprint) -> int | None:
+    """Requests whose KV fits beside the weights; None: no bound."""
+    left = capacity_bytes - sum(f.weights_bytes for f in footprints)
+    each = sum(f.request_bytes for f in footprints)
+    if left < 0:
+        return 0
+    return int(left / each) if isfinite(left) and each > 0 else None

@@ -1,0 +1,303 @@
+"""Which devices verify, which draft, with what window: a search over all plans. PURE: tables and counts in, plans out.
+
+A plan is one of
+    off        every verifier decodes plainly
+    coupled    every verifier drafts and verifies on its own devices: verify_s + draft_s a round
+    decoupled  some devices draft for all verifiers (N drafters serve M verifiers): a round takes the longer of the
+               two, where drafting is w + 1 tokens and one exchange of messages; how many rounds have a window follows
+               from acceptance (`rounds.pipelined`)
+and is charged for every device of the cluster, used or idle: plans are compared by tokens per second of the whole.
+Costs are `CostTable`s and `Grid`s, measured (`specactor profile`) or predicted from device figures (`rooflines.py`).
+
+Compared with Algorithm 1 of 2511.16193 (`paper.py`): off and coupled are plans too, drafters and verifiers need not
+come in equal numbers, tables take the place of lines, memory bounds how many requests run at once, and drafting for
+outcomes in advance (2603.03251) is an option. The 1:1 groups of Algorithm 1 are among the plans.
+
+Invariants: the first plan has the most tokens per second, and off wins ties; a drafter with acceptance 0 is never in
+the first plan; survivals that rise never lower the first plan's speed; no plan uses more devices than there are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import pairwise, product
+from math import ceil, isfinite
+
+from specactor.errors import PlanError
+from specactor.rollout.planning.plans import (
+    NO_BRANCHES,
+    PLAIN,
+    Branches,
+    Cluster,
+    DrafterEngine,
+    DrafterOption,
+    DraftPlan,
+    Placement,
+    RolloutPlan,
+    VerifierOption,
+    fitting,
+)
+from specactor.rollout.planning.rounds import coupled_tokens, pipelined
+
+MESSAGE_BYTES = 64
+"""Of a commit or a tail without its tokens: request, position, versions, lengths, framing."""
+TOKEN_BYTES = 4
+
+
+def search(
+    cluster: Cluster,
+    verifiers: Sequence[VerifierOption],
+    drafters: Sequence[DrafterOption] = (),
+    *,
+    max_window: int = 16,
+    branches: Branches = NO_BRANCHES,
+) -> list[RolloutPlan]:
+    """The best plan of every mode, drafter and pair of engine sizes, fastest first; then off, fewer devices, smaller
+    window.
+
+    Raises PlanError where the target fits nowhere.
+    """
+    found = [_off(cluster, v) for v in verifiers if v.devices <= cluster.devices and v.requests() != 0]
+    if not found:
+        raise PlanError(
+            f"cluster: got {cluster.devices} devices, verifiers of {sorted(v.devices for v in verifiers)}; expected "
+            "one that fits, with memory for its weights and a request. Use more devices, or a shorter context."
+        )
+    plain = max(plan.tokens_per_s for plan in found)
+    for verifier in (v for v in verifiers if v.devices <= cluster.devices):
+        for drafter in drafters:
+            largest = min(max_window, len(drafter.survival))
+            if drafter.name in verifier.costs.drafters:
+                found += _best(_coupled(cluster, verifier, drafter, w) for w in range(1, largest + 1))
+            for engine in drafter.engines:
+                found += _decoupled(cluster, verifier, drafter, engine, largest, branches)
+    found = [replace(plan, speedup=plan.tokens_per_s / plain) for plan in found]
+    return sorted(found, key=lambda plan: (-plan.tokens_per_s, plan.mode != "off", *_order(plan)))
+
+
+def _off(cluster: Cluster, verifier: VerifierOption) -> RolloutPlan:
+    engines = cluster.devices // verifier.devices
+    load = _Load.of(cluster.requests, engines, verifier.requests())
+    seconds = verifier.costs.plain_s(load.requests)
+    return _plan(
+        cluster,
+        PLAIN,
+        _Found(engines=engines, load=load, round_s=seconds, tokens=1.0, verifier=verifier),
+        reason=f"1 token per {1e3 * seconds:.2f} ms step of {load.requests} requests",
+    )
+
+
+def _coupled(cluster: Cluster, verifier: VerifierOption, drafter: DrafterOption, window: int) -> RolloutPlan | None:
+    """None where it does not fit, or nothing would be accepted."""
+    engines = cluster.devices // verifier.devices
+    fit = verifier.requests(drafter.footprint)
+    tokens = coupled_tokens(drafter.survival, window)
+    if fit == 0 or tokens <= 1.0:
+        return None
+    load = _Load.of(cluster.requests, engines, fit)
+    verify_s = verifier.costs.verify_s(load.requests, load.requests * (1 + window))
+    draft_s = verifier.costs.draft_s(drafter.name, load.requests, window)
+    found = _Found(
+        engines=engines, load=load, round_s=verify_s + draft_s, tokens=tokens, verifier=verifier, coupled=drafter
+    )
+    return _plan(
+        cluster,
+        DraftPlan(mode="coupled", drafter=drafter.name, window=window),
+        found,
+        reason=f"{tokens:.2f} tokens per round of {1e3 * verify_s:.2f} ms verify + {1e3 * draft_s:.2f} ms draft",
+    )
+
+
+def _decoupled(
+    cluster: Cluster,
+    verifier: VerifierOption,
+    drafter: DrafterOption,
+    engine: DrafterEngine,
+    max_window: int,
+    branches: Branches,
+) -> list[RolloutPlan]:
+    """The best; none if there is none. Looked at: every number of verifiers, with as many drafters as there is room
+    for, and the 1:1 groups of Algorithm 1. Of the best one's drafters those are left idle that it does not need.
+    """
+    fit = verifier.requests()
+    if fit == 0 or drafter.survival[0] <= 0.0:
+        return []
+    pairs = {(n, (cluster.devices - n * verifier.devices) // engine.devices) for n in _counts(cluster, verifier)}
+    groups = cluster.devices // (verifier.devices + engine.devices)
+    best: tuple[RolloutPlan, _Pair] | None = None
+    for verifying, drafting in sorted(pairs | {(groups, groups)}):
+        if verifying and drafting:
+            load = _Load.of(cluster.requests, verifying, fit)
+            pair = _Pair(
+                cluster=cluster, verifier=verifier, drafter=drafter, engine=engine, load=load, verifying=verifying
+            )
+            for window, ahead in product(range(1, max_window + 1), dict.fromkeys((NO_BRANCHES, branches))):
+                plan = pair.plan(drafting, window, ahead)
+                if plan is not None and (best is None or _order(plan) < _order(best[0])):
+                    best = (plan, pair)
+    if best is None:
+        return []
+    plan, pair = best
+    used = branches if plan.branches else NO_BRANCHES
+    plan = pair.fewest(plan.drafters.engines, plan.window, used)
+    without = pair.plan(plan.drafters.engines, plan.window, NO_BRANCHES)
+    return [replace(plan, branch_gain=plan.tokens_per_s / without.tokens_per_s if without else 1.0)]
+
+
+def _order(plan: RolloutPlan) -> tuple[float, int, int, int]:
+    """Fastest first; among equals fewer devices, then fewer branches, then the smaller window."""
+    return (-plan.tokens_per_s, _used(plan), plan.branches, plan.window)
+
+
+def _counts(cluster: Cluster, verifier: VerifierOption) -> range:
+    """Of verifiers."""
+    return range(1, cluster.devices // verifier.devices + 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Load:
+    """Of one verifier."""
+
+    requests: int
+    """At once."""
+    waiting: bool
+    """Whether more requests are there than memory for them."""
+
+    @classmethod
+    def of(cls, requests: int, engines: int, fit: int | None) -> _Load:
+        each = ceil(requests / engines)
+        return cls(requests=each if fit is None else min(each, fit), waiting=fit is not None and each > fit)
+
+    def running(self, cluster: Cluster, engines: int) -> int:
+        """In all."""
+        return min(cluster.requests, engines * self.requests)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Found:
+    """What a plan is described by."""
+
+    engines: int
+    """Verifiers."""
+    load: _Load
+    round_s: float
+    tokens: float
+    verifier: VerifierOption
+    coupled: DrafterOption | None = None
+    """Drafts on the verifiers' devices."""
+    drafters: Placement = field(default_factory=lambda: Placement(engines=0, devices_each=0))
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Pair:
+    """A verifier's and a drafter's engines at one load."""
+
+    cluster: Cluster
+    verifier: VerifierOption
+    drafter: DrafterOption
+    engine: DrafterEngine
+    load: _Load
+    verifying: int
+    """Verifiers."""
+
+    def fewest(self, drafting: int, window: int, branches: Branches) -> RolloutPlan:
+        """With as few of these drafters as it takes to be as fast as with all."""
+        best = self.plan(drafting, window, branches)
+        assert best is not None
+        low, high = 0, drafting  # with `low` it is slower, with `high` as fast
+        while high - low > 1:
+            middle = (low + high) // 2
+            plan = self.plan(middle, window, branches)
+            if plan is not None and plan.tokens_per_s >= best.tokens_per_s:
+                best, high = plan, middle
+            else:
+                low = middle
+        return best
+
+    def plan(self, drafting: int, window: int, branches: Branches) -> RolloutPlan | None:
+        """None where it does not fit, or nothing would be accepted."""
+        running = self.load.running(self.cluster, self.verifying)
+        served = ceil(running / drafting)
+        fit = fitting(self.engine.capacity_bytes, self.drafter.footprint)
+        if fit is not None and served > fit:
+            return None
+        draft_s = self.engine.seconds.at(served * (1 + branches.count), window + 1) + self.cluster.message_s
+        rounds = pipelined(self.drafter.survival, window, hit_rate=branches.hit_rate)
+        share, round_s = self._fastest(window, rounds.ready, rounds.tokens_when_ready, draft_s)
+        tokens = rounds.tokens_at(share)
+        if tokens <= 1.0:
+            return None
+        sent = MESSAGE_BYTES * 2 + TOKEN_BYTES * (tokens + share * (window + 1) * (1 + branches.count))
+        memory = self.drafter.footprint
+        bound = "drafting" if draft_s >= round_s else "verifying"
+        found = _Found(
+            engines=self.verifying,
+            load=self.load,
+            round_s=round_s,
+            tokens=tokens,
+            verifier=self.verifier,
+            drafters=Placement(
+                engines=drafting,
+                devices_each=self.engine.devices,
+                weights_bytes=memory.weights_bytes / self.engine.devices,
+                kv_bytes=memory.request_bytes * served / self.engine.devices,
+            ),
+        )
+        plan = _plan(
+            self.cluster,
+            DraftPlan(mode="decoupled", drafter=self.drafter.name, window=window),
+            found,
+            reason=f"{tokens:.2f} tokens per {1e3 * round_s:.2f} ms round bound by {bound}; windows in {share:.0%} of "
+            f"rounds, {served} requests per drafter",
+        )
+        return replace(plan, branches=branches.count, message_bytes_per_s=sent * running / round_s)
+
+    def _fastest(self, window: int, ready: float, tokens: float, draft_s: float) -> tuple[float, float]:
+        """(share of rounds with a window, seconds of a round): the most tokens per second with a share of at most
+        `ready`. A verifier may leave windows unverified where rows cost more than they bring. Between the points
+        looked at, speed is a ratio of lines, so it is largest at one of them.
+        """
+        n, grid = self.load.requests, self.verifier.costs.verify
+        rows = [1.0, *(k for k in grid.per_request if 1.0 < k < 1.0 + ready * window), 1.0 + ready * window]
+        points = [(k, grid.at(n, k)) for k in rows]
+        for (k, a), (m, b) in pairwise(tuple(points)):
+            if min(a, b) < draft_s < max(a, b):  # where drafting and verifying take equally long
+                points.append((k + (draft_s - a) / (b - a) * (m - k), draft_s))
+        shares = [((k - 1.0) / window, max(seconds, draft_s)) for k, seconds in points]
+        return max(shares, key=lambda at: ((1.0 + at[0] * (tokens - 1.0)) / at[1], at[0]))
+
+
+def _plan(cluster: Cluster, draft: DraftPlan, found: _Found, *, reason: str) -> RolloutPlan:
+    verifier, load = found.verifier, found.load
+    tokens_per_s = load.running(cluster, found.engines) * found.tokens / found.round_s
+    assert isfinite(tokens_per_s)
+    memory = [verifier.footprint, *([found.coupled.footprint] if found.coupled else [])]
+    used = found.engines * verifier.devices + found.drafters.devices
+    return RolloutPlan(
+        draft=draft,
+        verifiers=Placement(
+            engines=found.engines,
+            devices_each=verifier.devices,
+            weights_bytes=sum(m.weights_bytes for m in memory) / verifier.devices,
+            kv_bytes=sum(m.request_bytes for m in memory) * load.requests / verifier.devices,
+        ),
+        drafters=found.drafters,
+        idle_devices=cluster.devices - used,
+        requests_per_engine=load.requests,
+        round_s=found.round_s,
+        tokens_per_round=found.tokens,
+        tokens_per_s=tokens_per_s,
+        tokens_per_s_per_device=tokens_per_s / cluster.devices,
+        reason=f"{reason}; more requests wait" if load.waiting else reason,
+    )
+
+
+def _best(plans: Iterable[RolloutPlan | None]) -> list[RolloutPlan]:
+    """The fastest, with the fewest devices and the smallest window among equals; none if there is none."""
+    there = [plan for plan in plans if plan is not None]
+    return [min(there, key=_order)] if there else []
+
+
+def _used(plan: RolloutPlan) -> int:
+    return plan.verifiers.devices + plan.drafters.devices

@@ -1,0 +1,196 @@
+"""Sizes of transformers that decide what a forward costs. PURE: a config's numbers in, bytes and parameters out.
+
+Decoders with grouped-query attention and gated MLPs, dense or with routed experts (Llama, Qwen2, Qwen3, Mixtral and
+their kin). Biases and norms are left out: they are under 0.1 % of the parameters.
+
+Invariant: a shape is refused rather than misread: latent or sliding-window attention, and layers of mixed kinds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from specactor.errors import PlanError
+
+
+@dataclass(frozen=True, kw_only=True)
+class TransformerShape:
+    """Of one model; per layer where nothing else is said."""
+
+    name: str
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    intermediate: int
+    """Of the dense MLP; 0 in a model with experts."""
+    vocab: int
+    tied: bool = False
+    """The output projection is the embedding."""
+    experts: int = 0
+    experts_per_token: int = 0
+    expert_intermediate: int = 0
+    param_bytes: int = 2
+
+    def __post_init__(self) -> None:
+        sizes = {"layers": self.layers, "hidden": self.hidden, "heads": self.heads, "kv_heads": self.kv_heads}
+        sizes |= {"head_dim": self.head_dim, "vocab": self.vocab, "intermediate": self.intermediate or self.experts}
+        wrong = {name: size for name, size in sizes.items() if not isinstance(size, int) or size < 1}
+        if wrong or self.experts_per_token > self.experts:
+            raise PlanError(
+                f"{self.name}: got {wrong or self.experts_per_token}, expected whole numbers >= 1, and no more experts "
+                "per token than there are. Check config.json."
+            )
+
+    @property
+    def attention_params(self) -> int:
+        return self.hidden * self.head_dim * 2 * (self.heads + self.kv_heads)
+
+    @property
+    def mlp_params(self) -> int:
+        """Of the dense MLP, or the router."""
+        return 3 * self.hidden * self.intermediate + self.hidden * self.experts
+
+    @property
+    def expert_params(self) -> int:
+        """Of one expert."""
+        return 3 * self.hidden * self.expert_intermediate
+
+    @property
+    def head_params(self) -> int:
+        """Of the output projection."""
+        return self.vocab * self.hidden
+
+    @property
+    def params(self) -> int:
+        """Of the whole model."""
+        layer = self.attention_params + self.mlp_params + self.experts * self.expert_params
+        return self.layers * layer + self.head_params * (1 if self.tied else 2)
+
+    @property
+    def active_params(self) -> int:
+        """That one token is multiplied with; of the embedding it takes a row."""
+        layer = self.attention_params + self.mlp_params + self.experts_per_token * self.expert_params
+        return self.layers * layer + self.head_params
+
+    @property
+    def weights_bytes(self) -> int:
+        return self.params * self.param_bytes
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        return self.layers * 2 * self.kv_heads * self.head_dim * self.param_bytes
+
+    def distinct_experts(self, tokens: float) -> float:
+        """That `tokens` tokens choose, on average, if each chooses evenly: E (1 - (1 - k/E)^T)."""
+        if not self.experts:
+            return 0.0
+        return float(self.experts * (1.0 - (1.0 - self.experts_per_token / self.experts) ** tokens))
+
+    @classmethod
+    def of_config(cls, config: Mapping[str, Any], name: str) -> TransformerShape:
+        """Of a Hugging Face config.json. Raises PlanError for what is no such decoder."""
+        try:
+            return cls._of(config, name)
+        except (KeyError, TypeError) as error:
+            raise PlanError(
+                f"{name}: config.json has no {error}; expected that of a decoder with grouped-query attention. "
+                "For other models measure a table with specactor profile and give it with --cost-table."
+            ) from None
+
+    @classmethod
+    def _of(cls, config: Mapping[str, Any], name: str) -> TransformerShape:
+        experts = config.get("num_experts") or config.get("num_local_experts") or 0
+        refused = [key for key in ("kv_lora_rank", "shared_expert_intermediate_size") if config.get(key)]
+        mixed = experts and (config.get("mlp_only_layers") or config.get("decoder_sparse_step", 1) != 1)
+        sliding = config.get("sliding_window") and config.get("use_sliding_window", True)
+        if refused or mixed or sliding:
+            found = refused or (["layers with and without experts"] if mixed else ["sliding_window"])
+            raise PlanError(
+                f"{name}: got {found[0]}, expected plain attention and layers of one kind. Measure a table with "
+                "specactor profile and give it with --cost-table."
+            )
+        heads = config["num_attention_heads"]
+        return cls(
+            name=name,
+            layers=config["num_hidden_layers"],
+            hidden=config["hidden_size"],
+            heads=heads,
+            kv_heads=config.get("num_key_value_heads", heads),
+            head_dim=config.get("head_dim") or config["hidden_size"] // heads,
+            intermediate=0 if experts else config["intermediate_size"],
+            vocab=config["vocab_size"],
+            tied=bool(config.get("tie_word_embeddings", False)),
+            experts=experts,
+            experts_per_token=config["num_experts_per_tok"] if experts else 0,
+            expert_intermediate=config.get("moe_intermediate_size", config["intermediate_size"]) if experts else 0,
+        )
+
+
+def _dense(
+    name: str, layers: int, hidden: int, heads: int, kv_heads: int, intermediate: int, vocab: int, **more: Any
+) -> TransformerShape:
+    head_dim = more.pop("head_dim", hidden // heads)
+    return TransformerShape(
+        name=name,
+        layers=layers,
+        hidden=hidden,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        intermediate=intermediate,
+        vocab=vocab,
+        **more,
+    )
+
+
+def _routed(
+    name: str, layers: int, hidden: int, heads: int, kv_heads: int, expert_intermediate: int
+) -> TransformerShape:
+    """Qwen3 with 128 experts, 8 of them for a token."""
+    return TransformerShape(
+        name=name,
+        layers=layers,
+        hidden=hidden,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=128,
+        intermediate=0,
+        vocab=151936,
+        experts=128,
+        experts_per_token=8,
+        expert_intermediate=expert_intermediate,
+    )
+
+
+SHAPES: Mapping[str, TransformerShape] = {
+    shape.name: shape
+    for shape in (
+        # https://huggingface.co/Qwen/NAME/blob/main/config.json; where that page could not be read, of a copy
+        _dense("Qwen2.5-0.5B", 24, 896, 14, 2, 4864, 151936, tied=True),
+        _dense("Qwen2.5-1.5B", 28, 1536, 12, 2, 8960, 151936, tied=True),
+        _dense("Qwen2.5-7B", 28, 3584, 28, 4, 18944, 152064),
+        _dense("Qwen2.5-32B", 64, 5120, 40, 8, 27648, 152064),
+        _dense("Qwen3-0.6B", 28, 1024, 16, 8, 3072, 151936, tied=True, head_dim=128),
+        _dense("Qwen3-4B", 36, 2560, 32, 8, 9728, 151936, tied=True, head_dim=128),
+        _dense("Qwen3-8B", 36, 4096, 32, 8, 12288, 151936, head_dim=128),
+        _dense("Qwen3-32B", 64, 5120, 64, 8, 25600, 151936, head_dim=128),
+        # the same figures: https://gitcode.com/Ascend/MindSpeed-RL/blob/master/configs/model/qwen3_30b_a3b.yaml and
+        # qwen3_235b_a22b.yaml beside it
+        _routed("Qwen3-30B-A3B", 48, 2048, 32, 4, 768),
+        _routed("Qwen3-235B-A22B", 94, 4096, 64, 4, 1536),
+    )
+}
+"""By name. Parameters come out as the names say, which a test checks."""
+DRAFTERS: Mapping[str, tuple[str, ...]] = {
+    "Qwen2.5-7B": ("Qwen2.5-0.5B",),
+    "Qwen2.5-32B": ("Qwen2.5-0.5B", "Qwen2.5-1.5B"),
+    "Qwen3-8B": ("Qwen3-0.6B",),
+    "Qwen3-32B": ("Qwen3-0.6B", "Qwen3-4B"),
+    "Qwen3-30B-A3B": ("Qwen3-0.6B",),
+    "Qwen3-235B-A22B": ("Qwen3-0.6B", "Qwen3-4B"),
+}
+"""Smaller models with the tokenizer of the larger."""

@@ -1,0 +1,149 @@
+"""What a simulated rollout has to generate: lengths, and how easy each response is to draft. PURE: seeds in,
+arrays out.
+
+Invariants: equal seeds give equal requests; lengths lie in 1..longest; the requests of a prompt are neighbours; neither
+the mode nor the plan is an input, so all modes are compared on the same requests.
+
+Shape legend: N requests, M methods.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from specactor.errors import PlanError
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+NORMAL_P95 = 1.6449
+"""Standard deviations from the median to the 95th percentile of a normal distribution."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lengths:
+    """Of responses, in tokens: log-normal, cut at `longest`, or drawn from `observed`."""
+
+    median: float = 4000.0
+    sigma: float = 1.0
+    """Standard deviation of the logarithm: at 1 the 95th percentile is 5.2 medians."""
+    longest: int = 20000
+    alike: float = 0.5
+    """Correlation of the logarithms within a prompt's group."""
+    observed: tuple[int, ...] = ()
+    """If there are any, lengths are drawn from these, and only `longest` counts of the others."""
+
+    def __post_init__(self) -> None:
+        if not (self.median >= 1 and self.sigma >= 0 and self.longest >= 1 and 0 <= self.alike <= 1):
+            got = (self.median, self.sigma, self.longest, self.alike)
+            raise PlanError(f"lengths (median, sigma, longest, alike): got {got}, expected >= 1, >= 0, >= 1, 0..1.")
+        if self.observed and min(self.observed) < 1:
+            raise PlanError(f"lengths.observed: got {min(self.observed)}, expected tokens >= 1.")
+
+    def draw(self, rng: np.random.Generator, group_N: Ints) -> Ints:
+        """[N]"""
+        if self.observed:
+            drawn_N = rng.choice(np.array(self.observed), len(group_N))
+            return _whole(np.minimum(drawn_N, self.longest))
+        own_N = rng.standard_normal(len(group_N))
+        shared_N = rng.standard_normal(int(group_N.max()) + 1)[group_N]
+        z_N = np.sqrt(self.alike) * shared_N + np.sqrt(1.0 - self.alike) * own_N
+        tokens_N = np.round(self.median * np.exp(self.sigma * z_N)).clip(1, self.longest)
+        return _whole(tokens_N)
+
+    @classmethod
+    def of_statistics(cls, *, mean: float, p95: float, longest: int) -> Lengths:
+        """Log-normal with that mean and 95th percentile, as a run logs them. Tails heavier than any log-normal's
+        become the heaviest."""
+        if not mean >= 1 or not 1 <= p95 <= longest:
+            got = (mean, p95, longest)
+            raise PlanError(f"lengths (mean, p95, longest): got {got}, expected >= 1 and p95 <= longest.")
+        # p95 / mean = exp(z sigma - sigma^2 / 2): the smaller root.
+        gap = np.log(max(p95 / mean, 1.0))
+        sigma = NORMAL_P95 - np.sqrt(max(NORMAL_P95**2 - 2.0 * gap, 0.0))
+        return cls(median=max(1.0, mean * float(np.exp(-(sigma**2) / 2))), sigma=float(sigma), longest=longest)
+
+
+def _whole(tokens_N: NDArray[np.floating | np.integer]) -> Ints:
+    whole_N: Ints = tokens_N.astype(np.int64)
+    return whole_N
+
+
+@dataclass(frozen=True, kw_only=True)
+class Method:
+    """How often a draft method is right: the truth, which the planner has to find out."""
+
+    rate: float
+    """P(its first draft token is accepted) of the median request, at the start of a response, freshly trained."""
+    decay: float = 0.98
+    """From one position of a draft to the next, given that all before were accepted."""
+    by_position: tuple[float, ...] = ()
+    """Logged instead of `rate` and `decay`: P(accepted at j | those before were); the last one goes on."""
+    spread: float = 0.5
+    """Standard deviation among requests of the log-odds of being accepted."""
+    drift: float = 0.0
+    """Share of the acceptance that is lost per 1,000 tokens of a response."""
+    staleness: float = 0.0
+    """Share of the acceptance that is lost per policy version since the drafter was refreshed."""
+
+    def __post_init__(self) -> None:
+        shares = (self.rate, self.decay, self.drift, self.staleness, *self.by_position)
+        if not all(0 <= share <= 1 for share in shares) or self.spread < 0:
+            raise PlanError(f"method: got {self}, expected shares in 0..1 and a spread >= 0.")
+
+    def positions(self, window: int) -> Floats:
+        """[window]: of the median request, fresh."""
+        if self.by_position:
+            last = len(self.by_position) - 1
+            return np.array([self.by_position[min(j, last)] for j in range(window)])
+        return self.rate * self.decay ** np.arange(window, dtype=np.float64)
+
+    def survival(self, window: int, *, age: int = 0, tokens: float = 0.0) -> tuple[float, ...]:
+        """Of the median request: P(the first j draft tokens are accepted), `age` versions after a refresh."""
+        return tuple((self.positions(window) * self.kept(age, tokens)).cumprod().tolist())
+
+    def kept(self, age: int, tokens: float | Floats) -> float | Floats:
+        """Share of the acceptance that is left after so many policy versions and tokens."""
+        return (1.0 - self.staleness) ** age * (1.0 - self.drift) ** (np.asarray(tokens) / 1000.0)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Requests:
+    """Of one rollout."""
+
+    lengths: Ints
+    """[N], tokens."""
+    groups: Ints
+    """[N], of a prompt each."""
+    odds: Floats
+    """[N]: of being accepted, over those of the median request; all methods find the same text easy."""
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+
+def draw(lengths: Lengths, *, prompts: int, group_size: int, seed: Sequence[int]) -> Requests:
+    """`prompts` x `group_size` requests. `odds` are for a spread of 1; a method's own is a power of it."""
+    if prompts < 1 or group_size < 1:
+        raise PlanError(f"requests: got {prompts} prompts of {group_size} responses, expected at least one of each.")
+    rng = np.random.default_rng(list(seed))
+    group_N = np.repeat(np.arange(prompts, dtype=np.int64), group_size)
+    return Requests(
+        lengths=lengths.draw(rng, group_N),
+        groups=group_N,
+        odds=np.exp(rng.standard_normal(len(group_N))),
+    )
+
+
+def survivals(method: Method, odds_B: Floats, tokens_B: Floats, *, window: int, age: int) -> Floats:
+    """[B, window]: P(the first j draft tokens are accepted) of requests that have so many tokens by now."""
+    a_W = method.positions(window)
+    scale_B1 = (odds_B**method.spread)[:, None]
+    odds_BW = scale_B1 * a_W
+    a_BW = odds_BW / (odds_BW + 1.0 - a_W)
+    a_BW *= np.asarray(method.kept(age, tokens_B))[:, None]
+    survived_BW: Floats = a_BW.cumprod(axis=1)
+    return survived_BW

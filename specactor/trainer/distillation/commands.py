@@ -1,0 +1,204 @@
+"""``specactor drafter``: prepare a draft model offline, from a target and rollouts of an earlier run.
+
+    specactor drafter init  --target FOLDER --out FOLDER
+    specactor drafter train --draft FOLDER --target FOLDER --rollouts FILE.. --out FOLDER
+    specactor drafter eval  --draft FOLDER --target FOLDER --rollouts FILE..
+
+Invariants: what is wrong on the command line is one ConfigError of one line; a model's folder appears whole or not at
+all; the same arguments, with --updates, write the same bytes.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, NoReturn
+
+import torch
+import tyro
+from rich.console import Console
+
+# A private name of tyro, whose version is pinned: its public interface can only print a box.
+from tyro import _errors as tyro_errors
+
+from specactor.errors import ConfigError
+from specactor.trainer.distillation import acceptance, start
+from specactor.trainer.distillation.buffer import Lesson
+from specactor.trainer.distillation.drafter import DrafterTrainer, RefreshStats
+from specactor.trainer.distillation.rollout_files import lesson_of, read_rollouts
+from specactor.trainer.distillation.settings import DistillationConfig
+
+PROG = "specactor drafter"
+HELD_OUT = 8
+"""With one set of rollouts for both, `train` leaves out every so many-th response, and `eval` takes just these."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class InitOptions:
+    """Make a dense draft model: cut out of the target, or random."""
+
+    target: Path
+    """Folder of the target, in Hugging Face format."""
+    out: Path
+    """New folder of the draft model."""
+    start: start.TargetStart | start.RandomStart = field(default_factory=start.TargetStart)
+    """start:target-start or start:random-start, and its settings."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainOptions:
+    """Distil the target into a draft model, on rollouts."""
+
+    draft: Path
+    """Folder of the draft model to start from."""
+    target: Path
+    """Folder of the target: its law of the next token is learned."""
+    rollouts: tuple[Path, ...]
+    """Files of JSON lines with prompt_ids and token_ids, or folders of such."""
+    out: Path
+    """Folder of the trained draft model; what is there is replaced."""
+    minutes: float = 10.0
+    """Longest time to learn."""
+    updates: int = 0
+    """Optimizer updates at most, with a learning rate that falls to a hundredth; 0: as many as fit, at one rate."""
+    seed: int = 0
+    distillation: DistillationConfig = field(default_factory=DistillationConfig)
+    """How it learns, as in a run."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalOptions:
+    """Say how many tokens a draft model would have accepted per verify, on responses of the target."""
+
+    draft: Path
+    """Folder of the draft model."""
+    target: Path
+    """Folder of the target."""
+    rollouts: tuple[Path, ...]
+    """As those of train: held out of them, if they are the same."""
+    window: int = 4
+    """Draft tokens per verify."""
+    responses: int = 512
+    """To look at, at most."""
+    all: bool = False
+    """Take every response, not only those that train leaves out."""
+    seed: int = 0
+
+
+Options = (
+    Annotated[InitOptions, tyro.conf.subcommand("init", prefix_name=False)]
+    | Annotated[TrainOptions, tyro.conf.subcommand("train", prefix_name=False)]
+    | Annotated[EvalOptions, tyro.conf.subcommand("eval", prefix_name=False)]
+)
+
+
+def parse(argv: Sequence[str]) -> InitOptions | TrainOptions | EvalOptions:
+    """Raises ConfigError for what is wrong with the command line; prints and raises SystemExit(0) for ``--help``."""
+
+    def reject(event: tyro_errors.ParseErrorEvent) -> NoReturn:
+        raise ConfigError(_one_line(event))
+
+    with tyro_errors.on_parse_error(reject):
+        options = tyro.cli(Options, prog=PROG, args=list(argv))
+    if isinstance(options, TrainOptions) and not (options.minutes > 0 and options.updates >= 0):
+        got = (options.minutes, options.updates)
+        raise ConfigError.at("minutes, updates", got, "minutes > 0 and updates >= 0", f"See {PROG} train --help")
+    if isinstance(options, EvalOptions) and (options.window < 1 or options.responses < 1):
+        got = (options.window, options.responses)
+        raise ConfigError.at("window, responses", got, ">= 1", f"See {PROG} eval --help")
+    return options
+
+
+def _one_line(event: tyro_errors.ParseErrorEvent) -> str:
+    """What tyro objects to."""
+    there = f"All settings: {PROG} init|train|eval --help"
+    if isinstance(event, tyro_errors.UnrecognizedArgs):
+        return f"unknown setting {event.tokens[0]}. {there}"
+    if isinstance(event, tyro_errors.MissingArgs):
+        missing = [one.arg.lowered.name_or_flags[-1] for one in event.missing_arguments]
+        return f"got no {', '.join(missing)}, expected a value. {there}"
+    argument = getattr(event, "argument", None)
+    if argument is None:
+        return f"got no or an unknown command, expected init, train or eval. {there}"
+    return f"{argument.lowered.name_or_flags[-1]}: expected {argument.lowered.metavar}. {there}"
+
+
+def run(argv: Sequence[str], console: Console) -> None:
+    """Raises SpecActorError."""
+    options = parse(argv)
+    torch.set_num_threads(1)
+    start.quiet()
+    match options:
+        case InitOptions():
+            count = start.make_draft_model(options.target, options.out, options.start)
+            console.print(f"{options.out}: a draft model of {count / 1e6:.3g} M parameters", soft_wrap=True)
+        case TrainOptions():
+            stats = train(options)
+            console.print(
+                f"{options.out}: {stats.updates} updates on {stats.tokens} response tokens in {stats.seconds:.0f} s; "
+                f"KL to the target {stats.law_loss:.3f}, overlap {stats.overlap:.3f} in the last",
+                soft_wrap=True,
+            )
+        case EvalOptions():
+            found = evaluate(options)
+            console.print(
+                f"{found.tokens} tokens, window {found.window}, entropy {found.entropy:.2f} nats\n"
+                f"accept_length {found.accept_length:.2f} with shared noise, {found.greedy_accept_length:.2f} greedy\n"
+                f"accepted per token: {found.shared:.3f} with shared noise, {found.greedy:.3f} greedy, "
+                f"at most {found.overlap:.3f} (1 - TV)",
+                soft_wrap=True,
+            )
+
+
+def train(options: TrainOptions) -> RefreshStats:
+    """Learn, and write the draft model."""
+    lessons = [lesson for i, lesson in enumerate(_lessons(options.rollouts)) if i % HELD_OUT]
+    target, model = start.read_model(options.target), start.read_model(options.draft)
+    _check_vocabulary(target, model)
+    settings = options.distillation
+    if settings.top_k:
+        lessons = acceptance.with_laws(target, lessons, top_k=settings.top_k, storage=settings.storage)
+    trainer = DrafterTrainer(settings, model, seed=options.seed)
+    trainer.buffer.add(lessons)
+    if not len(trainer.buffer):
+        raise ConfigError.at(
+            "distillation.tokens_per_microbatch",
+            settings.tokens_per_microbatch,
+            "at least the tokens of one response with its prompt",
+            "Raise it, and distillation.buffer_tokens.",
+        )
+
+    def falling(update: int) -> float:
+        rise = min(1.0, (update + 1) / max(1, settings.warmup_updates))
+        return settings.learning_rate * rise * max(0.01, 1 - update / options.updates)
+
+    stats = trainer.refresh(
+        limit_s=60 * options.minutes,
+        clock=time.perf_counter,
+        max_updates=options.updates,
+        rate_of=falling if options.updates else None,
+    )
+    start.write_model(model, options.out, tokenizer=options.draft)
+    return stats
+
+
+def evaluate(options: EvalOptions) -> acceptance.Acceptance:
+    """What the draft model would be accepted."""
+    lessons = _lessons(options.rollouts)
+    lessons = (lessons if options.all else lessons[::HELD_OUT])[: options.responses]
+    target, draft = start.read_model(options.target), start.read_model(options.draft)
+    _check_vocabulary(target, draft)
+    return acceptance.measure(target, draft, lessons, window=options.window, seed=options.seed)
+
+
+def _lessons(paths: Sequence[Path]) -> list[Lesson]:
+    return [lesson_of(line) for line in read_rollouts(paths) if line.temperature > 0]
+
+
+def _check_vocabulary(target: object, draft: object) -> None:
+    there, here = (getattr(model, "config", None) for model in (target, draft))
+    sizes = [getattr(config, "vocab_size", 0) for config in (there, here)]
+    if sizes[0] != sizes[1]:
+        raise ConfigError.at("draft", f"{sizes[1]} tokens", f"the target's {sizes[0]} tokens", f"Use {PROG} init.")

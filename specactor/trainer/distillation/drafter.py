@@ -1,0 +1,294 @@
+"""The drafter trainer: the draft model learns from the buffer for a bounded time, after RL steps.
+
+Invariants:
+1. Every rank calls the same methods with the same lessons; losses do not depend on the number of ranks (up to float32
+   rounding), and all ranks stop at the same micro-batch.
+2. Nothing of the policy is touched, and the process's random state neither read nor moved: what is drawn follows from
+   the seed and the number of the update.
+3. An update is made whole or not at all. A refresh ends before its limit, unless a micro-batch takes longer than any
+   before it in the refresh and than the mean of the refresh before.
+4. After `save` and `load`, training goes on as if it had not stopped.
+
+Shape legend: as in `batches` and `losses`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from specactor.errors import CheckpointError
+from specactor.trainer.distillation import batches, losses
+from specactor.trainer.distillation.budget import may_start
+from specactor.trainer.distillation.buffer import DraftBuffer
+from specactor.trainer.distillation.emphasis import token_weights
+from specactor.trainer.distillation.settings import DistillationConfig
+from specactor.trainer.distillation.updates import diverged, make_updater
+
+Clock = Callable[[], float]
+WEIGHTS, BUFFER, STATE = "weights.safetensors", "buffer.safetensors", "drafter.json"
+_SUMS = ("loss", "sample", "law", "overlap", "laws", "weight")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RefreshStats:
+    """Of one `DrafterTrainer.refresh`; equal on all ranks, but for `seconds`."""
+
+    updates: int
+    micro_steps: int
+    """Of every rank, with those of an update that was given up."""
+    tokens: int
+    """Response tokens learned from."""
+    losses: tuple[float, ...]
+    """Of every update: weighted mean per response token."""
+    sample_loss: float
+    """-log q of the policy's samples, in the last update; nan without an update, like all of these."""
+    law_loss: float
+    """KL(policy, draft) over the likeliest tokens, in the last update."""
+    overlap: float
+    """At least 1 - TV (see `losses.overlap`), in the last update: what the best drafter with this law would reach."""
+    grad_norm: float
+    """Of the last update, before clipping."""
+    seconds: float
+    stopped: Literal["time", "updates", "empty"]
+    version: int
+    """Of the draft model, after the refresh."""
+
+
+class DrafterTrainer:
+    """A draft model with its optimizer and buffer, the same on every rank of `group` (None: one rank)."""
+
+    def __init__(
+        self, config: DistillationConfig, model: nn.Module, *, seed: int, group: dist.ProcessGroup | None = None
+    ) -> None:
+        """Args: a causal model of transformers, in float32 for training, on its device. Collective."""
+        self.config, self.model = config, model
+        self.device = next(model.parameters()).device
+        self.buffer = DraftBuffer(
+            max_tokens=config.buffer_tokens,
+            half_life_steps=config.half_life_steps,
+            seed=seed,
+            max_lesson_tokens=config.tokens_per_microbatch,
+        )
+        self.version = 0
+        """Refreshes that changed the weights."""
+        self.updates = 0
+        """Made so far, in all refreshes."""
+        self.lost: tuple[float, ...] = ()
+        """Where acceptance is lost, as `emphasis.LostAcceptance.lost` tells."""
+        self._micro_s = 0.0
+        self._group = group
+        self._ranks, self._rank = (1, 0) if group is None else (group.size(), group.rank())
+        # eval: dropout would draw from the process's random state
+        self._updater = make_updater(model.eval(), config, group, self.device)
+
+    def refresh(
+        self, *, limit_s: float, clock: Clock, max_updates: int = 0, rate_of: Callable[[int], float] | None = None
+    ) -> RefreshStats:
+        """Learn from the buffer until the time or the updates are over. Collective.
+
+        Args: seconds; a clock in seconds, each rank's own; updates at most (0: ``config.max_updates``, where 0 means
+        any number); learning rate of an update by its number over all refreshes, instead of the config's. Raises
+        SpecActorError when a loss or a gradient is not finite; the weights are then those before.
+        """
+        watch = _Watch(clock, limit_s, self._micro_s, self._group, self.device)
+        max_updates = max_updates or self.config.max_updates or 2**62
+        rate_of = rate_of or self._rate
+        found: list[dict[str, float]] = []
+        micro_steps, norm = 0, math.nan
+        stopped: Literal["time", "updates", "empty"] = "updates" if len(self.buffer) else "empty"
+        while stopped == "updates" and len(found) < max_updates:
+            made, steps = self._gradients(watch)
+            micro_steps += steps
+            if made is None:
+                stopped = "time"
+                break
+            norm = self._updater.step(rate_of(self.updates))
+            self.updates += 1
+            found.append(made)
+        self.version += bool(found)
+        self._micro_s = watch.total_s / micro_steps if micro_steps else self._micro_s
+        return self._stats(found, micro_steps, norm, watch.elapsed_s(), stopped)
+
+    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Whole tensors under Hugging Face names, as the drafters take them. Collective with ZeRO stage 3."""
+        return self._updater.named_weights()
+
+    def _gradients(self, watch: _Watch) -> tuple[dict[str, float] | None, int]:
+        """(sums of one update over all ranks, micro-batches run); None where the time is over."""
+        lessons = self.buffer.draw(self.updates, self.config.tokens_per_update)
+        mean = self.buffer.mean_reward()
+        weights = [
+            token_weights(
+                lesson.response_len,
+                lost=self.lost,
+                position_emphasis=self.config.position_emphasis,
+                reward=lesson.reward,
+                mean_reward=mean,
+                reward_emphasis=self.config.reward_emphasis,
+            )
+            for lesson in lessons
+        ]
+        total = float(sum(of_lesson.sum() for of_lesson in weights))
+        lengths = [len(lesson.token_ids) for lesson in lessons]
+        mine = batches.plan(lengths, self._ranks, self.config.tokens_per_microbatch)[self._rank]
+        whole = not self._updater.can_abandon
+        if whole and watch.over(micro_steps=len(mine)):
+            return None, 0
+        sums = torch.zeros(len(_SUMS) + 1, dtype=torch.float64, device=self.device)
+        for number, indices in enumerate(mine):
+            if not whole and watch.over():
+                self._updater.abandon()
+                return None, number
+            batch = batches.build([lessons[i] for i in indices], [weights[i] for i in indices], self.device)
+            last = number == len(mine) - 1
+            with self._updater.micro_step(last), watch.timed():
+                loss, values = self._loss(batch, total)
+                self._updater.backward(loss * self._ranks, last)  # gradients are averaged over the ranks
+            sums += values
+        if self._group is not None:
+            dist.all_reduce(sums, group=self._group)
+        result = dict(zip((*_SUMS, "tokens"), sums.tolist(), strict=True))
+        if not math.isfinite(result["loss"]):
+            if not whole:
+                self._updater.abandon()
+            raise diverged("loss", result["loss"])
+        return result, len(mine)
+
+    def _loss(self, batch: batches.Batch, total: float) -> tuple[Tensor, Tensor]:
+        """(this micro-batch's part of the mean over the update's weights, sums over its tokens)."""
+        logits = self._updater.logits(batch.tokens_BT)
+        logits_NV = logits.flatten(0, 1).index_select(0, batch.row_N)
+        logq_NV = losses.log_draft(logits_NV, batch.temperatures_N)
+        found = losses.terms(logq_NV, batch.targets_N, batch.top_tokens_NK, batch.top_logp_NK, batch.has_law_N)
+        loss_N = losses.per_token(
+            found, batch.has_law_N, sample_weight=self.config.sample_weight, law_weight=self.config.law_weight
+        )
+        loss = (loss_N * batch.weights_N).sum() / total
+        if not len(loss_N):
+            loss = loss + 0.0 * logits.sum()  # an empty micro-batch takes part in the reduction
+        known_N = batch.has_law_N.to(loss_N.dtype)
+        values = [
+            loss.detach() * total,
+            found.sample.detach().sum(),
+            (found.law.detach() * known_N).sum(),
+            found.overlap.nan_to_num().sum(),
+            known_N.sum(),
+            batch.weights_N.sum(),
+            known_N.new_tensor(float(len(loss_N))),
+        ]
+        return loss, torch.stack([value.double() for value in values])
+
+    def _rate(self, update: int) -> float:
+        """Of an update by its number over all refreshes: it rises along a line, then stays."""
+        return self.config.learning_rate * min(1.0, (update + 1) / max(1, self.config.warmup_updates))
+
+    def _stats(
+        self,
+        found: Sequence[dict[str, float]],
+        micro_steps: int,
+        norm: float,
+        seconds: float,
+        stopped: Literal["time", "updates", "empty"],
+    ) -> RefreshStats:
+        end = found[-1] if found else dict.fromkeys((*_SUMS, "tokens"), math.nan)
+        laws = end["laws"] or math.nan
+        return RefreshStats(
+            updates=len(found),
+            micro_steps=micro_steps,
+            tokens=round(sum(of["tokens"] for of in found)),
+            losses=tuple(of["loss"] / of["weight"] for of in found),
+            sample_loss=end["sample"] / end["tokens"],
+            law_loss=end["law"] / laws,
+            overlap=end["overlap"] / laws,
+            grad_norm=norm,
+            seconds=seconds,
+            stopped=stopped,
+            version=self.version,
+        )
+
+    def save(self, folder: Path) -> None:
+        """Everything that continuing needs, into an existing folder. Collective; rank 0 writes (ZeRO: every rank)."""
+        from safetensors.numpy import save_file as save_arrays
+        from safetensors.torch import save_file
+
+        weights = {name: tensor.to("cpu").contiguous() for name, tensor in self.named_weights()}
+        self._updater.save(folder)
+        if self._rank == 0:
+            save_file(weights, folder / WEIGHTS)
+            save_arrays(self.buffer.state(), folder / BUFFER)
+            about = {"version": self.version, "updates": self.updates, "lost": self.lost}
+            (folder / STATE).write_text(json.dumps(about))
+
+    def load(self, folder: Path) -> None:
+        """What `save` wrote. Collective. Raises CheckpointError for the state of another draft model."""
+        from safetensors import SafetensorError
+        from safetensors.numpy import load_file as load_arrays
+        from safetensors.torch import load_file
+
+        try:
+            weights, arrays = load_file(folder / WEIGHTS), load_arrays(folder / BUFFER)
+            about = json.loads((folder / STATE).read_text())
+        except (OSError, SafetensorError, ValueError) as error:
+            raise CheckpointError(
+                f"{folder}: is no state of a draft model ({error}). Use another checkpoint."
+            ) from error
+        if self.config.zero_stage < 3:
+            self._load_weights(weights, folder)
+        self._updater.load(folder)
+        self.buffer.restore(arrays)
+        self.version, self.updates, self.lost = about["version"], about["updates"], tuple(about["lost"])
+
+    @torch.no_grad()
+    def _load_weights(self, weights: dict[str, Tensor], folder: Path) -> None:
+        own = dict(self.model.named_parameters())
+        if {n: w.shape for n, w in weights.items()} != {n: p.shape for n, p in own.items()}:
+            raise CheckpointError(f"{folder}: is of another draft model. Use the one that it was saved with.")
+        for name, parameter in own.items():
+            parameter.copy_(weights[name])
+
+
+class _Watch:
+    """The time of a refresh: ranks agree on when it is over."""
+
+    def __init__(
+        self, clock: Clock, limit_s: float, expected_s: float, group: dist.ProcessGroup | None, device: torch.device
+    ) -> None:
+        """Args: expected time of the first micro-batch."""
+        self._clock, self._limit_s, self._group, self._device = clock, limit_s, group, device
+        self._start_s, self._longest_s, self._began_s = clock(), expected_s, 0.0
+        self.total_s = 0.0
+        """Of all micro-batches."""
+
+    def elapsed_s(self) -> float:
+        return self._clock() - self._start_s
+
+    def over(self, micro_steps: int = 1) -> bool:
+        """Whether the next micro-batches, each as long as the longest so far, would not end in time on some rank."""
+        over = not may_start(self.elapsed_s(), micro_steps * self._longest_s, self._limit_s)
+        if self._group is None:
+            return over
+        flag = torch.tensor([int(over)], dtype=torch.int32, device=self._device)
+        dist.all_reduce(flag, dist.ReduceOp.MAX, group=self._group)
+        return bool(flag.item())
+
+    def timed(self) -> _Watch:
+        return self
+
+    def __enter__(self) -> None:
+        self._began_s = self._clock()
+
+    def __exit__(self, *_: object) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)  # or only the launches would be timed
+        took_s = self._clock() - self._began_s
+        self._longest_s = max(self._longest_s, took_s)
+        self.total_s += took_s

@@ -1,0 +1,246 @@
+"""The draft model at its start: cut out of the target, or random; a dense model in Hugging Face format.
+
+Cut out of the target: embeddings, head, the last norm, and some of its layers with their attention and norms. A dense
+target's MLPs come along. A mixture's experts cannot: their sum depends on a router that a dense MLP does not have.
+`Mlp` says what stands for them:
+
+- ``mixed``: experts side by side in one wide MLP, each weighing 1 / num_experts: exactly the mean of what the experts
+  answer. The width is `max_intermediate` at most, then only the first experts are taken, weighing 1 / their number;
+- ``mean``: one MLP whose weights are the mean of the experts' weights;
+- ``fresh``: random, with an output of zero, so a layer is its attention alone until it has learned.
+
+Invariants: equal arguments give equal bytes; the process's random state is neither read nor moved; a folder appears
+under its name only when it is whole.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from specactor.cpu import torchvision_ops
+from specactor.errors import ConfigError, DataError
+
+Mlp = Literal["mixed", "mean", "fresh"]
+Layers = Literal["first", "spread"]
+_MODEL = "model.layers."
+_MLP = ("gate_proj", "up_proj", "down_proj")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TargetStart:
+    """A draft model cut out of the target."""
+
+    num_layers: int = 1
+    layers: Layers = "first"
+    """Which of the target's layers: the first ones, or the first, the last and evenly between."""
+    mlp: Mlp = "mixed"
+    """What stands for experts."""
+    max_intermediate: int = 8192
+    """Width of the dense MLP in place of experts."""
+    seed: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class RandomStart:
+    """A random draft model with the target's vocabulary."""
+
+    hidden_size: int = 128
+    num_layers: int = 1
+    num_heads: int = 4
+    num_kv_heads: int = 2
+    head_dim: int = 32
+    intermediate_size: int = 512
+    seed: int = 0
+
+
+Start = TargetStart | RandomStart
+
+
+def make_draft_model(target: Path, folder: Path, start: Start) -> int:
+    """Write the draft model, with the target's tokenizer, into a new `folder`; returns its number of parameters.
+
+    Raises ConfigError when the folder exists, or the target cannot be cut so.
+    """
+    if folder.exists():
+        raise ConfigError.at("out", str(folder), "a path that does not exist", "Choose another, or remove it.")
+    model = _cut(target, start) if isinstance(start, TargetStart) else _random(target, start)
+    write_model(model, folder, tokenizer=target)
+    return sum(p.numel() for p in model.parameters())
+
+
+def read_model(folder: Path, device: torch.device | str = "cpu") -> Any:
+    """A causal model in float32. The process's random state is left alone. Raises ConfigError where there is none."""
+    auto = the_transformers().AutoModelForCausalLM
+    try:
+        with torch.random.fork_rng(devices=[]):
+            model = auto.from_pretrained(str(folder), dtype=torch.float32, local_files_only=True)
+    except (OSError, ValueError) as error:
+        reason = str(error).strip().partition("\n")[0]
+        raise ConfigError.at("model", str(folder), "a folder with a model in Hugging Face format", reason) from error
+    return model.to(device).eval()
+
+
+def write_model(model: Any, folder: Path, *, tokenizer: Path, weights: Mapping[str, Tensor] | None = None) -> None:
+    """Hugging Face format, whole or not at all, in place of what was there. Args: a folder to copy tokenizer files
+    from; weights to write instead of the model's own."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+    try:
+        unfinished.chmod(0o755)
+        model.save_pretrained(str(unfinished), state_dict=None if weights is None else dict(weights))
+        for file in tokenizer.iterdir():
+            if file.is_file() and ("token" in file.name or file.name in ("vocab.json", "merges.txt")):
+                shutil.copyfile(file, unfinished / file.name)
+        if folder.exists():
+            shutil.rmtree(folder)
+        os.rename(unfinished, folder)
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+
+
+def quiet() -> None:
+    """No progress bars of transformers in this process."""
+    the_transformers().utils.logging.disable_progress_bar()
+
+
+def the_transformers() -> Any:
+    """The library, imported so that torchvision, which it imports, does not fail beside a CPU build of torch."""
+    watched = any(type(finder).__module__ == torchvision_ops.__name__ for finder in sys.meta_path)
+    if torch.version.cuda is None and not watched:  # two watchers would both define the operators
+        torchvision_ops.install()
+    import transformers
+
+    return transformers
+
+
+def _dense(source: Any, **shape: Any) -> Any:
+    """A dense Qwen3 model of random weights. Args: the target's config; what differs from it."""
+    transformers = the_transformers()
+    same = ("vocab_size", "max_position_embeddings", "rms_norm_eps", "bos_token_id", "eos_token_id", "pad_token_id")
+    theirs = {name: getattr(source, name, None) for name in same}
+    seed = shape.pop("seed")
+    config = transformers.Qwen3Config(**theirs | shape, dtype="float32")
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return transformers.Qwen3ForCausalLM(config).float()
+
+
+def _random(target: Path, start: RandomStart) -> Any:
+    source = the_transformers().AutoConfig.from_pretrained(str(target), local_files_only=True)
+    return _dense(
+        source,
+        seed=start.seed,
+        hidden_size=start.hidden_size,
+        num_hidden_layers=start.num_layers,
+        num_attention_heads=start.num_heads,
+        num_key_value_heads=start.num_kv_heads,
+        head_dim=start.head_dim,
+        intermediate_size=start.intermediate_size,
+        rope_parameters=source.rope_parameters,
+        tie_word_embeddings=False,
+    )
+
+
+def _cut(target: Path, start: TargetStart) -> Any:
+    source = read_model(target)
+    config = source.config
+    if config.model_type not in ("qwen3", "qwen3_moe"):
+        raise ConfigError.at(
+            "target", config.model_type, "qwen3 or qwen3_moe", "Start at random, or from a checkpoint."
+        )
+    picked = picked_layers(config.num_hidden_layers, start.num_layers, start.layers)
+    weights = source.state_dict()
+    num_experts = getattr(config, "num_experts", 0) or 0
+    taken = max(1, min(num_experts, start.max_intermediate // getattr(config, "moe_intermediate_size", 1)))
+    dense_of = _dense_mlp(weights, config, start, taken) if num_experts else None
+    draft = _dense(
+        config,
+        seed=start.seed,
+        hidden_size=config.hidden_size,
+        num_hidden_layers=start.num_layers,
+        num_attention_heads=config.num_attention_heads,
+        num_key_value_heads=config.num_key_value_heads,
+        head_dim=config.head_dim,
+        intermediate_size=_width(config, start, taken) if num_experts else config.intermediate_size,
+        rope_parameters=config.rope_parameters,
+        tie_word_embeddings=config.tie_word_embeddings,
+    )
+    _copy(draft, weights, picked, dense_of)
+    return draft
+
+
+def picked_layers(there: int, wanted: int, which: Layers) -> list[int]:
+    """Numbers of the target's layers, in order. PURE. Raises ConfigError unless 1 <= wanted <= there."""
+    if not 1 <= wanted <= there:
+        raise ConfigError.at("num_layers", wanted, f"1..{there}, the target's layers", "Start at random for others.")
+    if which == "first" or wanted == 1:
+        return list(range(wanted))
+    return [round(i * (there - 1) / (wanted - 1)) for i in range(wanted)]
+
+
+def _width(config: Any, start: TargetStart, taken: int) -> int:
+    expert = int(config.moe_intermediate_size)
+    return expert * {"mixed": taken, "mean": 1, "fresh": int(config.num_experts_per_tok)}[start.mlp]
+
+
+def _dense_mlp(
+    weights: Mapping[str, Tensor], config: Any, start: TargetStart, taken: int
+) -> Callable[[int, str, Tensor], Tensor]:
+    """(target layer, projection, random weight) -> weight of the dense MLP."""
+
+    def of(layer: int, projection: str, random: Tensor) -> Tensor:
+        if f"{_MODEL}{layer}.mlp.{projection}.weight" in weights:  # a dense layer among mixtures
+            raise DataError(f"layer {layer} of the target is dense, others are not. Choose mlp fresh or other layers.")
+        if start.mlp == "fresh":
+            return torch.zeros_like(random) if projection == "down_proj" else random
+        experts = expert_weights(weights, layer, projection)
+        if start.mlp == "mean":
+            return experts.mean(0)
+        if projection == "down_proj":
+            return torch.cat(list(experts[:taken]), dim=1) / taken
+        return torch.cat(list(experts[:taken]), dim=0)
+
+    return of
+
+
+def expert_weights(weights: Mapping[str, Tensor], layer: int, projection: str) -> Tensor:
+    """[experts, out, in] of a Qwen3-MoE layer in transformers' names: one tensor per expert, or fused ones."""
+    before = f"{_MODEL}{layer}.mlp.experts."
+    fused = f"{before}{'down_proj' if projection == 'down_proj' else 'gate_up_proj'}"
+    if fused in weights:
+        whole = weights[fused]
+        if projection == "down_proj":
+            return whole
+        return whole.chunk(2, dim=1)[_MLP.index(projection)]
+    count = sum(name.startswith(before) and name.endswith(f"{projection}.weight") for name in weights)
+    return torch.stack([weights[f"{before}{e}.{projection}.weight"] for e in range(count)])
+
+
+@torch.no_grad()
+def _copy(
+    draft: nn.Module,
+    weights: Mapping[str, Tensor],
+    picked: list[int],
+    dense_of: Callable[[int, str, Tensor], Tensor] | None,
+) -> None:
+    for name, parameter in draft.named_parameters():
+        source, layer = name, 0
+        if name.startswith(_MODEL):
+            number, _, rest = name.removeprefix(_MODEL).partition(".")
+            layer = picked[int(number)]
+            source = f"{_MODEL}{layer}.{rest}"
+        projection = name.removesuffix(".weight").rpartition(".")[2]
+        if dense_of is not None and projection in _MLP:
+            parameter.copy_(dense_of(layer, projection, parameter))
+        else:
+            parameter.copy_(weights[source])

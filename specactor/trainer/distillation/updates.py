@@ -1,0 +1,248 @@
+"""How gradients of the draft model become its next weights: PyTorch's DDP and AdamW, or DeepSpeed ZeRO where asked.
+
+Both average gradients over the data-parallel ranks at the last micro-batch of an update, clip their global norm, and
+make one step of AdamW. `names` and state are those of the bare model.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import math
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any, Protocol, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from specactor.errors import CheckpointError, ConfigError, SpecActorError
+from specactor.trainer.distillation.settings import DistillationConfig
+
+
+def diverged(what: str, value: float) -> SpecActorError:
+    return SpecActorError(
+        f"draft model: got a {what} of {value}, expected a finite number. Lower distillation.learning_rate, or start "
+        "the draft model anew with specactor drafter init."
+    )
+
+
+class Updater(Protocol):
+    """Of one draft model on one rank."""
+
+    can_abandon: bool
+    """Whether an update can be given up between micro-batches; if not, the clock is looked at between updates."""
+
+    def micro_step(self, last: bool) -> AbstractContextManager[Any]:
+        """Around forward and backward pass of a micro-batch; gradients are reduced in the last of an update."""
+        ...
+
+    def logits(self, tokens_BT: Tensor) -> Tensor:
+        """[B, T, V]"""
+        ...
+
+    def backward(self, loss: Tensor, last: bool) -> None: ...
+
+    def step(self, learning_rate: float) -> float:
+        """One update. Returns the gradient's global norm before clipping."""
+        ...
+
+    def abandon(self) -> None:
+        """Forget the gradients of an update that will not be made."""
+        ...
+
+    def save(self, folder: Path) -> None:
+        """The optimizer's state, on every rank."""
+        ...
+
+    def load(self, folder: Path) -> None: ...
+
+    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Whole tensors under Hugging Face names. Collective with ZeRO stage 3."""
+        ...
+
+
+class PlainUpdater:
+    """DistributedDataParallel over `group`; None: this rank alone."""
+
+    can_abandon = True
+
+    def __init__(self, model: nn.Module, config: DistillationConfig, group: dist.ProcessGroup | None) -> None:
+        self._model, self._clip = model, config.grad_clip
+        self._replica: nn.Module = model
+        if group is not None and group.size() > 1:
+            self._replica = DistributedDataParallel(model, process_group=group)
+        self._parameters = dict(model.named_parameters())
+        self._adam = torch.optim.AdamW(
+            list(self._parameters.values()),
+            lr=config.learning_rate,
+            betas=config.adam_betas,
+            weight_decay=config.weight_decay,
+        )
+
+    def micro_step(self, last: bool) -> AbstractContextManager[Any]:
+        if last or not isinstance(self._replica, DistributedDataParallel):
+            return nullcontext()
+        return self._replica.no_sync()
+
+    def logits(self, tokens_BT: Tensor) -> Tensor:
+        return cast(Tensor, self._replica(input_ids=tokens_BT, use_cache=False).logits)
+
+    def backward(self, loss: Tensor, last: bool) -> None:
+        loss.backward()  # type: ignore[no-untyped-call]
+
+    def step(self, learning_rate: float) -> float:
+        for group in self._adam.param_groups:
+            group["lr"] = learning_rate
+        norm = float(torch.nn.utils.clip_grad_norm_(self._parameters.values(), self._clip))
+        if math.isfinite(norm):
+            self._adam.step()
+        self._adam.zero_grad(set_to_none=True)
+        if not math.isfinite(norm):  # on all ranks: gradients are averaged
+            raise diverged("gradient norm", norm)
+        return norm
+
+    def abandon(self) -> None:
+        self._adam.zero_grad(set_to_none=True)
+
+    def optimizer_state(self) -> dict[str, Tensor]:
+        """Adam's moments and step counts by ``<kind>.<parameter>``; empty before the first update."""
+        state = {name: self._adam.state.get(parameter, {}) for name, parameter in self._parameters.items()}
+        return {f"{kind}.{name}": value for name, of in state.items() for kind, value in of.items()}
+
+    def restore_optimizer(self, state: dict[str, Tensor]) -> None:
+        """Raises CheckpointError for the state of another model."""
+        self._adam.state.clear()
+        for key, value in state.items():
+            kind, _, name = key.partition(".")
+            parameter = self._parameters.get(name)
+            if parameter is None or value.shape not in (parameter.shape, torch.Size([])):
+                raise CheckpointError(
+                    f"optimizer state {key}: is of another draft model. Use the one it was saved with."
+                )
+            device = "cpu" if kind == "step" else parameter.device  # where AdamW keeps it
+            self._adam.state[parameter][kind] = value.to(device, copy=True)
+
+    def save(self, folder: Path) -> None:
+        from safetensors.torch import save_file
+
+        if not isinstance(self._replica, DistributedDataParallel) or dist.get_rank() == 0:
+            state = self.optimizer_state()
+            save_file({name: value.cpu().contiguous() for name, value in state.items()}, folder / OPTIMIZER)
+
+    def load(self, folder: Path) -> None:
+        from safetensors.torch import load_file
+
+        self.restore_optimizer(load_file(folder / OPTIMIZER))
+
+    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
+        return ((name, value.detach()) for name, value in self._model.named_parameters())
+
+
+OPTIMIZER = "optimizer.safetensors"
+
+
+class ZeroUpdater:
+    """DeepSpeed's engine. Its checkpoint holds the optimizer's state of every rank."""
+
+    can_abandon = False
+
+    def __init__(self, model: nn.Module, config: DistillationConfig, device: torch.device) -> None:
+        self._model = model
+        deepspeed = importlib.import_module("deepspeed")
+        self._stage = config.zero_stage
+        if not dist.is_initialized():
+            raise ConfigError.at("distillation.zero_stage", config.zero_stage, "0 in a single process", "Use torchrun.")
+        self._engine, *_ = deepspeed.initialize(
+            model=model,
+            model_parameters=[p for p in model.parameters() if p.requires_grad],
+            config=zero_config(config),
+            dist_init_required=False,
+        )
+
+    def micro_step(self, last: bool) -> AbstractContextManager[Any]:
+        self._engine.set_gradient_accumulation_boundary(last)
+        return nullcontext()
+
+    def logits(self, tokens_BT: Tensor) -> Tensor:
+        return cast(Tensor, self._engine(input_ids=tokens_BT, use_cache=False).logits)
+
+    def backward(self, loss: Tensor, last: bool) -> None:
+        self._engine.backward(loss)
+        if not last:
+            self._engine.step()
+
+    def step(self, learning_rate: float) -> float:
+        for group in self._engine.optimizer.param_groups:
+            group["lr"] = learning_rate
+        self._engine.step()
+        norm = float(self._engine.get_global_grad_norm() or 0.0)
+        if not math.isfinite(norm):
+            raise diverged("gradient norm", norm)
+        return norm
+
+    def abandon(self) -> None:
+        raise NotImplementedError("an update under ZeRO is made whole")
+
+    def save(self, folder: Path) -> None:
+        self._engine.save_checkpoint(str(folder), tag="zero")
+
+    def load(self, folder: Path) -> None:
+        path, _ = self._engine.load_checkpoint(str(folder), tag="zero")
+        if path is None:
+            raise CheckpointError(
+                f"{folder}: got no ZeRO state of these ranks. Use the ranks and stage it was saved with."
+            )
+
+    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
+        for name, parameter in self._model.named_parameters():
+            if self._stage < 3:
+                yield name, parameter.detach()
+                continue
+            zero = importlib.import_module("deepspeed").zero
+            with zero.GatheredParameters([parameter]):
+                yield name, parameter.detach().clone()
+
+
+def zero_config(config: DistillationConfig) -> dict[str, Any]:
+    """DeepSpeed's settings. Gradients of micro-batches are summed by us, so it accumulates one."""
+    zero: dict[str, Any] = {"stage": config.zero_stage}
+    if config.offload:
+        zero["offload_optimizer"] = {"device": "cpu"}
+    return {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 1,
+        "gradient_clipping": config.grad_clip,
+        "zero_optimization": zero,
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "optimizer": {
+            "type": "AdamW",
+            "params": {
+                "lr": config.learning_rate,
+                "betas": list(config.adam_betas),
+                "eps": 1e-8,
+                "weight_decay": config.weight_decay,
+                "torch_adam": True,
+            },
+        },
+    }
+
+
+def make_updater(
+    model: nn.Module, config: DistillationConfig, group: dist.ProcessGroup | None, device: torch.device
+) -> Updater:
+    """As `config.zero_stage` says. Raises ConfigError where DeepSpeed is asked for and not installed."""
+    if not config.zero_stage:
+        return PlainUpdater(model, config, group)
+    if importlib.util.find_spec("deepspeed") is None:
+        raise ConfigError.at(
+            "distillation.zero_stage",
+            config.zero_stage,
+            "0 without DeepSpeed",
+            'Install it with pip install "specactor[deepspeed]", or use zero_stage 0.',
+        )
+    return ZeroUpdater(model, config, device)

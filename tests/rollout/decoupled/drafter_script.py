@@ -1,0 +1,32 @@
+"""A drafter process with a scripted continuer; its last line tells how many requests it still held."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import msgspec
+
+from specactor.rollout.decoupled.process import Ready, serve
+from specactor.rollout.decoupled.transport import DrafterKeys
+from tests.rollout.decoupled.scripted import Doubting, Scripted
+
+
+def ready(told: Ready) -> None:
+    print(msgspec.json.encode(told).decode(), flush=True)
+
+
+def main(endpoint: str, step_s: str, keys: str, branching: str) -> None:
+    continuer = (Doubting if branching else Scripted)(step_s=float(step_s))
+    serve(
+        continuer,
+        endpoint=endpoint,
+        keys=msgspec.json.decode(keys, type=DrafterKeys) if keys else None,
+        owner_fd=sys.stdin.fileno(),
+        on_ready=ready,
+    )
+    print(json.dumps({"held": len(continuer.seen), "calls": continuer.calls}), flush=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

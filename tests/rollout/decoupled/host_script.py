@@ -1,0 +1,15 @@
+"""An owner of a drafter process: host_script.py SPEC. Writes the guard's pid when it listens, and waits."""
+
+import sys
+import time
+
+import msgspec
+
+from specactor.rollout.decoupled.host import DrafterProcess
+from specactor.rollout.decoupled.spec import DrafterSpec
+
+if __name__ == "__main__":
+    drafter = DrafterProcess(msgspec.json.decode(sys.argv[1], type=DrafterSpec))
+    drafter.wait_ready()
+    print(drafter.pid, flush=True)
+    time.sleep(300)

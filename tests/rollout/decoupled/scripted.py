@@ -1,0 +1,67 @@
+"""A continuer whose next token is a function of all tokens before it, so that any draft can be checked by itself."""
+
+from __future__ import annotations
+
+import time
+import zlib
+from collections.abc import Hashable, Sequence
+
+from specactor.rollout.decoupled.continuer import Lane
+
+VOCABULARY = 40
+
+
+def follower(prompt_ids: Sequence[int], output_ids: Sequence[int]) -> int:
+    """The token that the script has after these."""
+    return zlib.crc32(repr((list(prompt_ids), list(output_ids))).encode()) % VOCABULARY
+
+
+def script(prompt_ids: Sequence[int], output_ids: Sequence[int], count: int) -> list[int]:
+    """The next tokens."""
+    tokens = list(output_ids)
+    for _ in range(count):
+        tokens.append(follower(prompt_ids, tokens))
+    return tokens[len(output_ids) :]
+
+
+class Scripted:
+    """Knows what it was shown before, and checks that it is told the truth about that."""
+
+    version = 1
+
+    def __init__(self, step_s: float = 0.0) -> None:
+        self.seen: dict[Hashable, list[int]] = {}
+        self.calls = 0
+        self._step_s = step_s
+
+    def extend(self, lanes: Sequence[Lane]) -> list[list[int]]:
+        self.calls += 1
+        assert len({lane.key for lane in lanes}) == len(lanes)
+        for lane in lanes:
+            before = self.seen.get(lane.key, [])
+            assert lane.agreed <= len(before), "tokens that it was never shown"
+            assert list(lane.tokens[: lane.agreed]) == before[: lane.agreed], "they have changed"
+            assert lane.committed <= len(lane.tokens)
+            self.seen[lane.key] = list(lane.tokens)
+        time.sleep(self._step_s)
+        return [[follower(lane.prompt_ids, lane.tokens)] for lane in lanes]
+
+    def forget(self, key: Hashable) -> None:
+        self.seen.pop(key, None)
+
+
+class Doubting(Scripted):
+    """Its second choice is what the target of `network.World` has where it does not follow the script."""
+
+    def extend(self, lanes: Sequence[Lane]) -> list[list[int]]:
+        drafts = super().extend(lanes)
+        self._runner_ups = [[token + 1000 for token in draft] for draft in drafts]
+        return drafts
+
+    def runner_ups(self) -> list[list[int]]:
+        return self._runner_ups
+
+
+def slow() -> Scripted:
+    """Like a model: two milliseconds per call."""
+    return Scripted(step_s=0.002)

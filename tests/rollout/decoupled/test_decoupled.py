@@ -1,0 +1,167 @@
+"""The drafter `decoupled` within a speculator's rounds, over a link that the test holds in its hands."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+
+from specactor.config import SpeculationConfig
+from specactor.rollout.decoupled.decoupled import Decoupled
+from specactor.rollout.decoupled.mirrors import Mirrors
+from specactor.rollout.decoupled.patience import MAX_WAIT_S
+from specactor.rollout.draft.drafter import DraftSequence
+from specactor.rollout.draft.speculator import Speculator
+from tests.rollout.decoupled.scripted import Scripted, script
+
+ENGINE = 20
+
+
+class Held:
+    """A link to one drafter in this process. What is sent arrives at once; answers take `answer_s`."""
+
+    num_drafters = 1
+
+    def __init__(self, answer_s: float = 0.0) -> None:
+        self.now_s = 50.0
+        self.mirrors = Mirrors(5, max_tokens=10_000)
+        self.continuer = Scripted()
+        self.answer_s = answer_s
+        self.full = False
+        self.closed = 0
+        self._answers: list[tuple[float, bytes]] = []
+
+    def send(self, drafter: int, frame: bytes) -> bool:
+        if self.full:
+            return False
+        self.mirrors.receive(ENGINE, frame, self.now_s)
+        self.draft(1)
+        return True
+
+    def draft(self, steps: int) -> None:
+        for _ in range(steps):
+            lanes = self.mirrors.wanted(100)
+            self.mirrors.extended(lanes, self.continuer.extend(lanes))
+            due_s = self.now_s + self.answer_s
+            for session in self.mirrors.sessions:
+                self._answers += [(due_s, frame) for frame in self.mirrors.outgoing(session, version=1, now_s=due_s)]
+
+    def receive(self) -> list[tuple[int, bytes]]:
+        due = [(0, frame) for due_s, frame in self._answers if due_s <= self.now_s]
+        self._answers = [(due_s, frame) for due_s, frame in self._answers if due_s > self.now_s]
+        return due
+
+    def wait(self, timeout_s: float) -> bool:
+        if not self._answers:
+            self.draft(1)
+        due_s = min((due_s for due_s, _ in self._answers), default=float("inf"))
+        self.now_s = min(max(due_s, self.now_s), self.now_s + timeout_s)
+        return due_s <= self.now_s
+
+    def close(self) -> None:
+        self.closed += 1
+
+
+def over(link: Held) -> Decoupled:
+    return Decoupled(ENGINE, link, engine="e", window=4, clock=lambda: link.now_s)
+
+
+def play(drafter: Decoupled, link: Held, *, rounds: int, round_s: float, wrong_every: int = 0) -> int:
+    """One request whose target is the script, but for every so-manieth round; returns the draft tokens accepted."""
+    config = SpeculationConfig(mode="coupled", window=4)
+    speculator = Speculator(config, [drafter], clock=lambda: link.now_s)
+    sequence = DraftSequence(request_id="a", prompt_ids=(1, 2, 3))
+    speculator.open(sequence)
+    total = 0
+    for number in range(rounds):
+        decision = speculator.decide([sequence], [4])
+        draft = decision.drafts[0]
+        assert draft == script(sequence.prompt_ids, sequence.output_ids, len(draft))
+        link.now_s += round_s
+        wrong = wrong_every and number % wrong_every == 0
+        emitted = (
+            [1000 + number] if wrong else [*draft, *script(sequence.prompt_ids, [*sequence.output_ids, *draft], 1)]
+        )
+        total += len(emitted) - 1
+        speculator.learn([sequence], [emitted[:-1]], round_s=round_s)
+        sequence.output_ids.extend(emitted)
+        speculator.commit(sequence, emitted)
+        link.draft(4)
+    assert speculator.counts["decoupled"].failures == 0
+    speculator.close(sequence)
+    return total
+
+
+def test_drafts_reach_the_speculator() -> None:
+    link = Held()
+    drafter = over(link)
+    assert play(drafter, link, rounds=30, round_s=0.02, wrong_every=5) > 40
+    report = drafter.report()
+    assert report.drafters == 1
+    assert report.proposed > 40
+    assert (report.waits, report.waited_s) == (0, 0.0), "there always was a draft, or no hope for one"
+    assert link.mirrors.num_requests == 0, "closed without a further round"
+
+
+@pytest.mark.parametrize(("answer_s", "waits"), [(0.002, True), (0.03, False)])
+def test_waits_for_quick_answers_only(answer_s: float, waits: bool) -> None:
+    link = Held(answer_s)
+    drafter = over(link)
+    play(drafter, link, rounds=300, round_s=0.02, wrong_every=5)
+    report = drafter.report()
+    assert (report.waits > 20) == waits
+    assert report.waited_s <= 300 * 0.01
+
+
+def test_after_plain_rounds_it_waits_for_what_would_be_there_by_now() -> None:
+    link = Held(answer_s=0.003)
+    drafter = over(link)
+    sequence = DraftSequence(request_id="a", prompt_ids=(1, 2, 3))
+    drafter.open(sequence)
+    for _ in range(3):
+        link.now_s += 0.3
+        drafter.propose([], [])
+    began_s = link.now_s
+    sequence.output_ids.extend(range(30))
+    drafter.commit(sequence, range(30))
+    assert drafter.propose([sequence], [4]) == [script(sequence.prompt_ids, sequence.output_ids, 4)]
+    assert link.now_s - began_s < 0.02
+    sequence.output_ids.append(7)
+    drafter.commit(sequence, [7])
+    assert drafter.propose([sequence], [4]) == [[]], "only then"
+    link.mirrors.tick(link.now_s)
+    sequence.output_ids.extend(range(30))
+    drafter.commit(sequence, range(30))
+    link.full, began_s = True, link.now_s
+    assert drafter.propose([sequence], [4]) == [[]]
+    assert link.now_s - began_s <= MAX_WAIT_S
+
+
+def test_a_link_that_takes_nothing_costs_nothing() -> None:
+    link = Held()
+    drafter = over(link)
+    link.full = True
+    assert play(drafter, link, rounds=10, round_s=0.3) == 0
+    assert drafter.report().dropped["unsent"] > 5
+    link.full = False
+    assert play(drafter, link, rounds=10, round_s=0.3) > 0
+
+
+def test_stop_tells_the_drafter_and_closes_once() -> None:
+    link = Held()
+    drafter = over(link)
+    drafter.open(DraftSequence(request_id="a", prompt_ids=(1,)))
+    drafter.propose([], [])
+    drafter.propose([], [])
+    assert link.mirrors.num_requests == 1
+    drafter.stop()
+    drafter.stop()
+    assert (link.mirrors.num_requests, link.closed) == (0, 1)
+
+
+def test_what_is_not_stopped_closes_when_it_goes() -> None:
+    link = Held()
+    drafter = over(link)
+    del drafter
+    gc.collect()
+    assert link.closed == 1

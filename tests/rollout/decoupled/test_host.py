@@ -1,0 +1,192 @@
+"""A drafter process drafts, and whatever ends it leaves nothing: no process, folder or address."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from specactor.errors import EngineError
+from specactor.rollout.decoupled.decoupled import Decoupled, connect
+from specactor.rollout.decoupled.host import DrafterProcess
+from specactor.rollout.decoupled.spec import DrafterSpec
+from specactor.rollout.decoupled.transport import local_endpoint, make_keys
+from specactor.rollout.draft.drafter import DraftSequence
+from tests.rollout.conftest import Footprint, process_exists
+from tests.rollout.decoupled.scripted import script
+
+HOSTED = "tests.rollout.decoupled.hosted"
+ENGINE_KEYS, DRAFTER_KEYS = make_keys()
+CORE = max(os.sched_getaffinity(0))
+PATIENCE_S = 60.0
+
+
+@pytest.fixture
+def make_drafter_spec(tmp_path: Path) -> Callable[..., DrafterSpec]:
+    def make(continuer: str = "scripted", **overrides: object) -> DrafterSpec:
+        fields: dict[str, object] = {
+            "index": 0,
+            "endpoint": local_endpoint(),
+            "keys": DRAFTER_KEYS,
+            "model_dir": "",
+            "dtype": "float32",
+            "device": CORE,
+            "context_length": 64,
+            "max_requests": 4,
+            "continuer": f"{HOSTED}:{continuer}",
+            "log_file": str(tmp_path / "drafter.log"),
+            "start_timeout_s": PATIENCE_S,
+        }
+        return DrafterSpec(**fields | overrides)  # type: ignore[arg-type]
+
+    return make
+
+
+@pytest.fixture
+def drafter(make_drafter_spec: Callable[..., DrafterSpec]) -> Iterator[DrafterProcess]:
+    drafter = DrafterProcess(make_drafter_spec())
+    try:
+        drafter.wait_ready()
+        yield drafter
+    finally:
+        drafter.kill()
+
+
+def is_listening(spec: DrafterSpec) -> bool:
+    return spec.endpoint.removeprefix("ipc://") in Path("/proc/net/unix").read_text()
+
+
+def ask(engine: Decoupled, sequence: DraftSequence) -> list[int]:
+    """The first draft that arrives."""
+    deadline = time.monotonic() + PATIENCE_S
+    while not (drafts := engine.propose([sequence], [4]))[0]:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    return drafts[0]
+
+
+def assert_drafts(spec: DrafterSpec) -> None:
+    engine = connect([spec.endpoint], engine="e", window=4, keys=ENGINE_KEYS)
+    sequence = DraftSequence(request_id="r", prompt_ids=(3, 1, 4))
+    engine.open(sequence)
+    draft = ask(engine, sequence)
+    assert draft == script((3, 1, 4), [], len(draft))
+    engine.close(sequence)
+    engine.stop()
+
+
+def child_of(drafter: DrafterProcess) -> int:
+    assert drafter.started is not None
+    return drafter.started.pid
+
+
+def test_it_drafts_on_its_core_with_one_thread_and_stops(drafter: DrafterProcess) -> None:
+    assert drafter.alive
+    assert_drafts(drafter.spec)
+    assert os.sched_getaffinity(child_of(drafter)) == {CORE}
+    assert b"OMP_NUM_THREADS=1\0" in Path(f"/proc/{child_of(drafter)}/environ").read_bytes()
+    footprint = Footprint.of(drafter.pid)
+    assert child_of(drafter) in footprint.pids
+    assert footprint.folders
+    assert is_listening(drafter.spec)
+    started = time.monotonic()
+    drafter.stop()
+    assert time.monotonic() - started < 9, "it ends by itself"
+    footprint.assert_gone(within_s=0.1)
+    assert not is_listening(drafter.spec)
+    assert not drafter.alive
+    drafter.stop()
+
+
+@pytest.mark.parametrize("signal_", [signal.SIGKILL, signal.SIGTERM])
+@pytest.mark.parametrize("whom", ["the process", "its guard"])
+def test_deaths(drafter: DrafterProcess, whom: str, signal_: signal.Signals) -> None:
+    footprint = Footprint.of(drafter.pid)
+    os.kill(child_of(drafter) if whom == "the process" else drafter.pid, signal_)
+    deadline = time.monotonic() + PATIENCE_S
+    while drafter.alive:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    drafter.stop()
+    footprint.assert_gone()
+    assert not is_listening(drafter.spec)
+
+
+def test_one_that_hangs_is_ended_all_the_same(drafter: DrafterProcess) -> None:
+    footprint = Footprint.of(drafter.pid)
+    os.kill(child_of(drafter), signal.SIGSTOP)
+    started = time.monotonic()
+    drafter.stop()
+    assert time.monotonic() - started < 20
+    footprint.assert_gone(within_s=0.1)
+
+
+@pytest.mark.parametrize(
+    ("continuer", "message"),
+    [
+        ("broken", "did not start: RuntimeError: no such weights"),
+        ("deadly", "did not start: the process died"),
+        ("missing", "did not start: AttributeError"),
+    ],
+)
+def test_failing_to_start(make_drafter_spec: Callable[..., DrafterSpec], continuer: str, message: str) -> None:
+    drafter = DrafterProcess(make_drafter_spec(continuer, index=7))
+    footprint = Footprint.of(drafter.pid)
+    with pytest.raises(EngineError, match=f"(?s)drafter 7 {message}.*The end of its log"):
+        drafter.wait_ready()
+    footprint.assert_gone(within_s=0.1)
+
+
+def test_starting_for_too_long(make_drafter_spec: Callable[..., DrafterSpec]) -> None:
+    drafter = DrafterProcess(make_drafter_spec("endless", start_timeout_s=1.5))
+    footprint = Footprint.of(drafter.pid)
+    with pytest.raises(EngineError, match=r"drafter 0 did not start within 1.5 s. Raise"):
+        drafter.wait_ready()
+    footprint.assert_gone(within_s=0.1)
+
+
+def test_an_address_that_is_taken(drafter: DrafterProcess, make_drafter_spec: Callable[..., DrafterSpec]) -> None:
+    second = DrafterProcess(make_drafter_spec(endpoint=drafter.spec.endpoint))
+    with pytest.raises(EngineError, match="a free address of this host"):
+        second.wait_ready()
+    assert_drafts(drafter.spec)
+
+
+def test_a_model_that_raises_ends_the_process(make_drafter_spec: Callable[..., DrafterSpec]) -> None:
+    drafter = DrafterProcess(make_drafter_spec("Crashing"))
+    try:
+        drafter.wait_ready()
+        engine = connect([drafter.spec.endpoint], engine="e", window=4, keys=ENGINE_KEYS)
+        sequence = DraftSequence(request_id="r", prompt_ids=(3, 1, 4))
+        engine.open(sequence)
+        deadline = time.monotonic() + PATIENCE_S
+        while drafter.alive:
+            assert engine.propose([sequence], [4]) == [[]]
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        assert "a bug of the model" in drafter.log_tail()
+        engine.stop()
+    finally:
+        drafter.kill()
+
+
+def test_an_owner_that_is_killed_leaves_nothing(make_drafter_spec: Callable[..., DrafterSpec]) -> None:
+    spec = make_drafter_spec()
+    with subprocess.Popen(
+        [sys.executable, "-m", "tests.rollout.decoupled.host_script", msgspec.json.encode(spec).decode()],
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as owner:
+        assert owner.stdout is not None
+        footprint = Footprint.of(int(owner.stdout.readline()))
+        assert all(process_exists(pid) for pid in footprint.pids)
+        owner.kill()
+    footprint.assert_gone()
+    assert not is_listening(spec)

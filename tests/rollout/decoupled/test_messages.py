@@ -1,0 +1,135 @@
+"""Records survive the way; anything else is a FrameError."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from specactor.rollout.decoupled import messages
+from specactor.rollout.decoupled.messages import (
+    Beat,
+    Branch,
+    Close,
+    Commit,
+    FrameError,
+    Header,
+    Open,
+    Pulse,
+    Resend,
+    Tail,
+    decode_to_drafter,
+    decode_to_engine,
+    encode,
+    pack,
+    unpack,
+)
+from specactor.rollout.decoupled.order import Drops, Numbering
+from specactor.rollout.decoupled.transport import new_session
+
+HEADER = Header(sender=7, receiver=9, number=3)
+TO_DRAFTER = [
+    Beat(engine="e", requests=[(1, 10, 5)]),
+    Open(request=1, prompt_ids=[1, 2], output_ids=[3], seed=-5, temperature=0.7, window=4),
+    Commit(request=1, position=3, tokens=[2, 1 << 30]),
+    Close(request=1),
+]
+TO_ENGINE = [
+    Pulse(version=1, requests=2, drafted=3, wasted=1),
+    Tail(request=1, base=2, tokens=pack([5, 6]), version=3, branches=[Branch(accepted=1, bonus=4, tokens=pack([7]))]),
+    Resend(requests=[4, 5]),
+]
+
+
+def test_records_survive_the_way() -> None:
+    assert decode_to_drafter(encode(HEADER, TO_DRAFTER)) == (HEADER, TO_DRAFTER)
+    assert decode_to_engine(encode(HEADER, TO_ENGINE)) == (HEADER, TO_ENGINE)
+    assert unpack(pack([0, 1, (1 << 31) - 1])) == [0, 1, (1 << 31) - 1]
+
+
+def test_one_direction_does_not_read_the_other() -> None:
+    with pytest.raises(FrameError):
+        decode_to_engine(encode(HEADER, TO_DRAFTER))
+    with pytest.raises(FrameError):
+        decode_to_drafter(encode(HEADER, TO_ENGINE))
+
+
+@pytest.mark.parametrize("decode", [decode_to_drafter, decode_to_engine])
+@settings(max_examples=200, deadline=None)
+@given(data=st.binary(max_size=200), whole=st.integers(0, 2), at=st.integers(0, 150), change=st.integers(1, 255))
+def test_anything_else_is_a_frame_error(decode, data: bytes, whole: int, at: int, change: int) -> None:  # type: ignore[no-untyped-def]
+    """Random bytes; a header, then random bytes; a frame with one byte changed, cut, or with something behind it."""
+    frame = encode(HEADER, TO_DRAFTER if decode is decode_to_drafter else TO_ENGINE)
+    changed = bytearray(frame)
+    changed[at % len(frame)] ^= change
+    for wrong in (data, frame[:32] + data, frame[: at % len(frame)], frame + data + b"\0", bytes(changed)):
+        try:
+            decode(wrong)
+        except FrameError:
+            continue
+        assert len(wrong) == len(frame) or wrong[32:] == data, "a cut frame, or one with more behind it, was read"
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        b"\x93\x02\x01\x00",  # a commit without tokens
+        b"\x94\x02\x01\x00\x91\xff",  # a negative token
+        b"\x94\x02\xff\x00\x90",  # a negative request
+        b"\x95\x02\x01\x00\x90\x00",  # one field too many
+        b"\x92\x09\x01",  # an unknown kind
+        b"\x94\x02\x01\x00\x91\xce\x80\x00\x00\x00",  # token 2^31
+        b"\x92\x03\xcb\x3f\xf0\x00\x00\x00\x00\x00\x00",  # 1.0 in place of a number
+        b"\x92\x03\xa1\x31",  # text in place of a number
+        b"\x93\x00\xa1\xff\x90",  # no UTF-8
+        b"\x91" * 5000,  # nested
+    ],
+)
+def test_records_are_strict(record: bytes) -> None:
+    start = encode(HEADER, [])[:-1]
+    assert decode_to_drafter(start + b"\x91\x94\x02\x01\x00\x90")[1] == [Commit(request=1, position=0, tokens=[])]
+    with pytest.raises(FrameError):
+        decode_to_drafter(start + b"\x91" + record)
+
+
+def test_headers_are_strict() -> None:
+    frame = encode(HEADER, [])
+    for at, value in ((0, b"X"), (4, b"\x02"), (8, bytes(8)), (15, b"\xff"), (24, bytes(8))):
+        with pytest.raises(FrameError):
+            decode_to_drafter(frame[:at] + value + frame[at + len(value) :])
+    with pytest.raises(FrameError, match="bytes"):
+        decode_to_drafter(bytes(messages.MAX_FRAME_BYTES + 1))
+
+
+def test_what_is_too_much_for_a_frame_goes_in_several(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(messages, "MAX_FRAME_BYTES", 200)
+    records = [Commit(request=i, position=0, tokens=list(range(20))) for i in range(9)]
+    records.insert(4, Commit(request=99, position=0, tokens=[70_000] * 100))
+    drops = Drops("test")
+    frames = Numbering(7).frames(records, drops, receiver=9)
+    assert len(frames) > 2
+    assert all(len(frame) <= 200 for frame in frames)
+    decoded = [decode_to_drafter(frame) for frame in frames]
+    assert [record.request for _, records in decoded for record in records] == list(range(9))  # type: ignore[union-attr]
+    assert [header.number for header, _ in decoded] == list(range(1, len(frames) + 1))
+    assert drops.counts == {"too_large": 1}
+
+
+def test_sessions_rise() -> None:
+    sessions = []
+    for _ in range(3):
+        sessions.append(new_session())
+        began = sessions[-1] >> 22
+        while new_session() >> 22 == began:
+            pass
+    assert sessions == sorted(set(sessions))
+    assert all(0 < session < 1 << 63 for session in sessions)
+
+
+def test_the_log_stays_short(caplog: pytest.LogCaptureFixture) -> None:
+    drops = Drops("test")
+    for _ in range(1000):
+        drops.add("malformed", "bytes")
+        drops.expect("stale")
+    assert len(caplog.records) == 10
+    assert drops.counts == {"malformed": 1000, "stale": 1000}

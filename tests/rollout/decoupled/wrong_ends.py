@@ -1,0 +1,201 @@
+"""Ends of the protocol with one mistake each."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from specactor.rollout.decoupled import messages
+from specactor.rollout.decoupled.branches import Guesses
+from specactor.rollout.decoupled.messages import Beat, Commit, Tail
+from specactor.rollout.decoupled.mirrors import Mirrors
+from specactor.rollout.decoupled.tails import Tails
+
+
+class LengthsCompared(Tails):
+    """Takes a tail that is long enough for one that fits."""
+
+    def drafts(self, names: Sequence[str], windows: Sequence[int]) -> list[list[int]]:
+        return [self._draft(self._requests[name], window) for name, window in zip(names, windows, strict=True)]
+
+    def _draft(self, request: Any, window: int) -> list[int]:
+        if request.tail is None:
+            return []
+        start = len(request.output_ids) - request.tail.base
+        return messages.unpack(request.tail.tokens)[start : start + window]
+
+
+class FutureTaken(Tails):
+    """Takes a tail that begins beyond what is committed, as if it began there."""
+
+    def drafts(self, names: Sequence[str], windows: Sequence[int]) -> list[list[int]]:
+        return [self._draft(self._requests[name], window) for name, window in zip(names, windows, strict=True)]
+
+    def _draft(self, request: Any, window: int) -> list[int]:
+        if request.tail is None:
+            return []
+        known = request.output_ids[request.tail.base :]
+        tokens = messages.unpack(request.tail.tokens)
+        return tokens[len(known) :][:window] if tokens[: len(known)] == known else tokens[:window]
+
+
+class AnyTail(Tails):
+    """Gives a tail to the request of that place, whoever it was for."""
+
+    def _tails(self, index: int, tails: Sequence[Tail]) -> None:
+        for tail in tails:
+            for request in list(self._by_number.values())[-1:]:
+                request.tail, request.tokens = tail, None
+
+
+class ResendIgnored(Tails):
+    def _resend(self, index: int, record: Any, now_s: float) -> None:
+        pass
+
+
+class SilenceIgnored(Tails):
+    """A drafter that was there once is there for ever; its next incarnation is taken for the last one."""
+
+    def _meet(self, index: int, session: int) -> None:
+        self._drafters[index].session = session
+
+    def _resend(self, index: int, record: Any, now_s: float) -> None:
+        pass
+
+
+class ForeignTaken(Tails):
+    """Takes what was meant for the engine's last incarnation."""
+
+    def receive(self, index: int, data: bytes, now_s: float) -> None:
+        try:
+            header, records = messages.decode_to_engine(data)
+        except messages.FrameError:
+            return
+        readdressed = messages.Header(sender=header.sender, receiver=self.session, number=header.number)
+        super().receive(index, messages.encode(readdressed, records), now_s)
+
+
+class ClosesForgotten(Tails):
+    """Keeps what it knew of a request."""
+
+    def close(self, name: str) -> None:
+        request = self._requests.pop(name, None)
+        if request is not None:
+            self._leave(request)
+
+
+class GapIgnored(Mirrors):
+    """Tokens are put behind those that are there, wherever they belong."""
+
+    def _commit(self, session: Any, record: Commit, now_s: float) -> None:
+        mirror = session.mirrors.get(record.request)
+        if mirror is not None and record.position > mirror.committed:
+            record = Commit(request=record.request, position=mirror.committed, tokens=record.tokens)
+        super()._commit(session, record, now_s)
+
+
+class PositionIgnored(Mirrors):
+    """Tokens that were committed before are committed again."""
+
+    def _commit(self, session: Any, record: Commit, now_s: float) -> None:
+        mirror = session.mirrors.get(record.request)
+        if mirror is not None:
+            record = Commit(request=record.request, position=mirror.committed, tokens=record.tokens)
+        super()._commit(session, record, now_s)
+
+
+class RollbackForgotten(Mirrors):
+    """Keeps what it drafted after a commit that differs."""
+
+    def _commit(self, session: Any, record: Commit, now_s: float) -> None:
+        mirror = session.mirrors.get(record.request)
+        before = [] if mirror is None else list(mirror.tokens)
+        super()._commit(session, record, now_s)
+        if mirror is not None:
+            extra = before[len(mirror.tokens) :][: mirror.window]
+            mirror.tokens += extra
+            mirror.unsent = mirror.unsent or bool(extra)
+
+
+class AgreedTooMuch(Mirrors):
+    """Does not tell the continuer of a rollback."""
+
+    def wanted(self, max_lanes: int) -> Any:
+        lanes = super().wanted(max_lanes)
+        for lane in lanes:
+            lane.agreed = len(lane.tokens)
+        return lanes
+
+
+class CloseIgnored(Mirrors):
+    """Keeps what its engine has closed, and what its engine does not list."""
+
+    def _beat(self, session: Any, beat: Beat) -> None:
+        listed = {number for number, _, _ in beat.requests}
+        kept = [(number, 0, 0) for number in session.mirrors if number not in listed]
+        super()._beat(session, Beat(engine=beat.engine, requests=[*beat.requests, *kept]))
+
+    def _forget(self, key: Any) -> None:
+        if self._reserved > self.max_tokens:
+            super()._forget(key)
+
+
+class UnlistedKept(Mirrors):
+    """Believes that every close arrives."""
+
+    def _beat(self, session: Any, beat: Beat) -> None:
+        listed = {number for number, _, _ in beat.requests}
+        kept = [(number, 0, 0) for number in session.mirrors if number not in listed]
+        super()._beat(session, Beat(engine=beat.engine, requests=[*beat.requests, *kept]))
+
+
+class NoBound(Mirrors):
+    """Never evicts."""
+
+    def _account(self, mirror: Any) -> None:
+        bound, self.max_tokens = self.max_tokens, 1 << 60
+        super()._account(mirror)
+        self.max_tokens = bound
+
+
+class AheadWithoutBound(Mirrors):
+    def extended(self, lanes: Any, drafts: Any, runner_ups: Any = None) -> None:
+        super().extended(lanes, drafts, runner_ups)
+        for lane in lanes:
+            if lane.committed + 5 < len(lane.tokens):
+                lane.tokens.extend([0] * 5)
+
+
+class AnyBranch(Tails):
+    """Takes a branch for its bonus, wherever it begins."""
+
+    def _other_way(self, request: Any, known: list[int]) -> list[int]:
+        assert request.tail is not None
+        for branch in request.tail.branches:
+            if branch.bonus == known[-1]:
+                return [*known, *messages.unpack(branch.tokens)]
+        request.tail = request.tokens = None
+        return []
+
+
+class _Kept(Guesses):
+    def clear(self) -> int:
+        return 0
+
+
+class GuessesKept(Mirrors):
+    """Sends guesses of a draft that was wrong."""
+
+    def _open(self, session: Any, record: Any, now_s: float) -> None:
+        super()._open(session, record, now_s)
+        mirror = session.mirrors.get(record.request)
+        if mirror is not None and mirror.guesses is not None:
+            mirror.guesses = _Kept(mirror.window)
+
+
+class NeverAsks(Mirrors):
+    """Waits for what was lost."""
+
+    def _beat(self, session: Any, beat: Beat) -> None:
+        super()._beat(session, beat)
+        session.resend.clear()

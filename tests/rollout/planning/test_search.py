@@ -1,0 +1,334 @@
+"""The search is as good as brute force, charges every device, and says off where nothing else pays."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import accumulate, product
+from math import ceil, inf
+from operator import mul
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from specactor.errors import PlanError
+from specactor.rollout.planning.costs import CostTable, Grid
+from specactor.rollout.planning.paper import PaperCosts
+from specactor.rollout.planning.paper import plan as algorithm_1
+from specactor.rollout.planning.plans import (
+    PLAIN,
+    Branches,
+    Cluster,
+    DrafterEngine,
+    DrafterOption,
+    DraftPlan,
+    Footprint,
+    RolloutPlan,
+    VerifierOption,
+)
+from specactor.rollout.planning.rounds import coupled_tokens, pipelined, survival_of
+from specactor.rollout.planning.search import search
+
+AXIS = (1.0, 64.0)
+W = 4
+
+
+def linear(
+    base_s: float, per_request_s: float, per_token_s: float, per_request: tuple[float, ...] = (1.0, 9.0)
+) -> Grid:
+    """Seconds: base + requests x (per_request + tokens x per_token)."""
+    return Grid(
+        requests=AXIS,
+        per_request=per_request,
+        seconds=tuple(tuple(base_s + n * (per_request_s + k * per_token_s) for k in per_request) for n in AXIS),
+    )
+
+
+def drafting(base_s: float, per_request_s: float) -> Grid:
+    """Seconds: window x (base + requests x per_request)."""
+    return Grid(
+        requests=AXIS,
+        per_request=(1.0, 9.0),
+        seconds=tuple(tuple(w * (base_s + n * per_request_s) for w in (1.0, 9.0)) for n in AXIS),
+    )
+
+
+def verifier(
+    devices: int = 1, verify: Grid | None = None, coupled: Grid | None = None, **more: object
+) -> VerifierOption:
+    verify = verify or linear(0.010, 0.0, 0.0002)
+    return VerifierOption(
+        devices=devices,
+        costs=CostTable(
+            model="m",
+            device="d",
+            date="",
+            verify=verify,
+            plain=Grid(requests=AXIS, per_request=(1.0,), seconds=tuple((verify.at(n, 1.0),) for n in AXIS)),
+            drafters={} if coupled is None else {"small": coupled},
+        ),
+        **more,  # type: ignore[arg-type]
+    )
+
+
+def drafter(p: float, own: Grid | None = None, devices: int = 1, **more: object) -> DrafterOption:
+    engines = () if own is None else (DrafterEngine(devices=devices, seconds=own),)
+    return DrafterOption(name="small", survival=survival_of(p, W + 1), engines=engines, **more)  # type: ignore[arg-type]
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> tuple[Cluster, list[VerifierOption], DrafterOption]:
+    """A small cluster, two sizes of verifiers, a drafter that can draft in both ways; linear costs."""
+    seconds = st.floats(1e-4, 0.02)
+    cluster = Cluster(devices=draw(st.integers(4, 12)), requests=draw(st.integers(1, 40)), message_s=draw(seconds))
+    verifiers = [
+        verifier(g, linear(draw(seconds), draw(seconds) / 50, draw(seconds) / 50), drafting(draw(seconds), 1e-5))
+        for g in (1, 2)
+    ]
+    survival = tuple(accumulate(draw(st.lists(st.floats(0, 1), min_size=W + 1, max_size=W + 1)), mul))
+    own = DrafterEngine(devices=draw(st.sampled_from([1, 2])), seconds=drafting(draw(seconds), draw(seconds) / 50))
+    return cluster, verifiers, DrafterOption(name="small", survival=survival, engines=(own,))
+
+
+Case = tuple[Cluster, list[VerifierOption], DrafterOption]
+
+
+def by_brute_force(cluster: Cluster, verifiers: list[VerifierOption], option: DrafterOption) -> float:
+    """Of every number of engines and every window, all windows verified that are ready."""
+    best = 0.0
+    for v in verifiers:
+        most = cluster.devices // v.devices
+        for engines in range(1, most + 1):
+            b = ceil(cluster.requests / engines)
+            best = max(best, cluster.requests / v.costs.plain_s(b))
+            for w in range(1, W + 1):
+                seconds = v.costs.verify_s(b, b * (1 + w)) + v.costs.draft_s("small", b, w)
+                best = max(best, cluster.requests * coupled_tokens(option.survival, w) / seconds)
+                for own, drafting_engines in product(option.engines, range(1, cluster.devices + 1)):
+                    if engines * v.devices + drafting_engines * own.devices > cluster.devices:
+                        continue
+                    rounds = pipelined(option.survival, w)
+                    draft_s = own.seconds.at(ceil(cluster.requests / drafting_engines), w + 1) + cluster.message_s
+                    seconds = max(v.costs.verify.at(b, 1 + w * rounds.ready), draft_s)
+                    best = max(best, cluster.requests * rounds.tokens / seconds)
+    return best
+
+
+@settings(deadline=None, max_examples=40)
+@given(cases())
+def test_nothing_is_faster(case: Case) -> None:
+    cluster, verifiers, option = case
+    found = search(cluster, verifiers, [option], max_window=W)
+    assert found[0].tokens_per_s >= by_brute_force(*case) * (1 - 1e-9)
+    assert found == sorted(found, key=lambda plan: -plan.tokens_per_s)
+    assert search(cluster, verifiers, [option], max_window=W) == found
+
+
+def of_all(plan: RolloutPlan, cluster: Cluster) -> float:
+    return plan.tokens_per_s / cluster.devices
+
+
+def of_the_used(plan: RolloutPlan, cluster: Cluster) -> float:
+    """Wrong: idle devices are free."""
+    return plan.tokens_per_s / (cluster.devices - plan.idle_devices)
+
+
+def check_charges(case: Case, charge: Callable[[RolloutPlan, Cluster], float]) -> None:
+    cluster, verifiers, option = case
+    for plan in search(cluster, verifiers, [option], max_window=W):
+        assert plan.tokens_per_s_per_device == pytest.approx(charge(plan, cluster))
+        assert plan.verifiers.devices + plan.drafters.devices + plan.idle_devices == cluster.devices
+        assert plan.idle_devices >= 0
+
+
+@settings(deadline=None, max_examples=20)
+@given(cases())
+def test_every_device_is_charged(case: Case) -> None:
+    check_charges(case, of_all)
+
+
+def test_free_idle_devices_are_caught() -> None:
+    case = (Cluster(devices=5, requests=8), [verifier(2)], drafter(0.5))
+    check_charges(case, of_all)
+    with pytest.raises(AssertionError):
+        check_charges(case, of_the_used)
+
+
+@settings(deadline=None, max_examples=40)
+@given(cases(), st.floats(0, 1))
+def test_a_better_drafter_never_makes_the_plan_slower(case: Case, share: float) -> None:
+    cluster, verifiers, option = case
+    better = replace(option, survival=tuple(s + share * (1 - s) for s in option.survival))
+    before = search(cluster, verifiers, [option], max_window=W)[0].tokens_per_s
+    assert search(cluster, verifiers, [better], max_window=W)[0].tokens_per_s >= before * (1 - 1e-9)
+
+
+def test_nor_where_rows_suddenly_cost() -> None:
+    """Half of the rows of window 1 are free, more are not. A drafter that is better fills more; they may stay empty."""
+    steep = Grid(requests=AXIS, per_request=(1.0, 1.5, 2.0), seconds=((0.01, 0.01, 0.5),) * 2)
+    quick = DrafterEngine(devices=1, seconds=drafting(1e-5, 0.0))
+    found = []
+    for p in (0.3, 0.5, 0.7, 0.9, 1.0):
+        option = DrafterOption(name="small", survival=survival_of(p, 2), engines=(quick,))
+        cluster = Cluster(devices=2, requests=4, message_s=0.0)
+        found.append(search(cluster, [verifier(1, steep)], [option], max_window=1)[0])
+    assert [plan.tokens_per_s for plan in found] == sorted(plan.tokens_per_s for plan in found)
+    assert (found[-1].mode, found[-1].tokens_per_round) == ("decoupled", 1.5)
+    assert "windows in 50% of rounds" in found[-1].reason
+
+
+@settings(deadline=None, max_examples=30)
+@given(cases())
+def test_without_acceptance_the_answer_is_off(case: Case) -> None:
+    cluster, verifiers, option = case
+    hopeless = replace(option, survival=(0.0,) * (W + 1))
+    found = search(cluster, verifiers, [hopeless], max_window=W, branches=Branches(count=2, hit_rate=1.0))
+    assert [plan.mode for plan in found] == ["off"] * len(verifiers)
+    assert found[0].draft == PLAIN
+    assert found[0].speedup == 1.0
+
+
+def test_off_also_where_the_plain_step_was_measured_slower_than_a_verify() -> None:
+    slow = replace(verifier().costs, plain=Grid(requests=AXIS, per_request=(1.0,), seconds=((9.0,), (9.0,))))
+    found = search(Cluster(devices=2, requests=4), [VerifierOption(devices=1, costs=slow)], [drafter(0.0)])
+    assert found[0].mode == "off"
+
+
+@settings(deadline=None, max_examples=20)
+@given(cases(), st.integers(1, 4))
+def test_more_devices_never_make_the_plan_slower(case: Case, more: int) -> None:
+    cluster, verifiers, option = case
+    larger = replace(cluster, devices=cluster.devices + more)
+    before = search(cluster, verifiers, [option], max_window=W)[0].tokens_per_s
+    assert search(larger, verifiers, [option], max_window=W)[0].tokens_per_s >= before * (1 - 1e-9)
+
+
+@settings(deadline=None, max_examples=20)
+@given(cases(), st.floats(0.05, 0.99))
+def test_no_slower_than_the_papers_plan_in_the_same_model(case: Case, p: float) -> None:
+    cluster, verifiers, option = case
+    option = replace(option, survival=survival_of(p, W + 1))
+    own = option.engines[0]
+    lines = PaperCosts.fit(
+        draft={own.devices: own.seconds}, verify={v.devices: v.costs.verify for v in verifiers}, max_window=W
+    )
+    if own.devices + min(v.devices for v in verifiers if v.devices >= own.devices) > cluster.devices:
+        return
+    theirs = algorithm_1(lines, devices=cluster.devices, requests=cluster.requests, p=p)
+    groups = cluster.devices // (theirs.g_d + theirs.g_v)
+    chosen = next(v for v in verifiers if v.devices == theirs.g_v)
+    rounds = pipelined(option.survival, theirs.window)
+    b = ceil(cluster.requests / groups)
+    seconds = max(
+        chosen.costs.verify.at(b, 1 + theirs.window * rounds.ready),
+        own.seconds.at(b, theirs.window + 1) + cluster.message_s,
+    )
+    ours = search(cluster, verifiers, [option], max_window=W)[0]
+    assert ours.tokens_per_s >= cluster.requests * rounds.tokens / seconds * (1 - 1e-9)
+
+
+# --- single plans -----------------------------------------------------------------------------------------------------
+
+
+def test_coupled_by_hand() -> None:
+    """2 engines of 4 requests: verify .01 + 4 x 3 x .0002 = .0124, draft 2 x .001: 1.75 tokens per .0144 s for 8."""
+    found = search(Cluster(devices=2, requests=8), [verifier(coupled=drafting(0.001, 0.0))], [drafter(0.5)])
+    best = next(plan for plan in found if plan.mode == "coupled")
+    speeds = {w: 8 * coupled_tokens((0.5, 0.25, 0.125), w) / (0.01 + 4 * (1 + w) * 2e-4 + w * 1e-3) for w in (1, 2, 3)}
+    assert best.window == max(speeds, key=speeds.__getitem__) == 2
+    assert best.tokens_per_s == pytest.approx(8 * 1.75 / 0.0144)
+    assert best.speedup == pytest.approx(best.tokens_per_s / (8 / 0.0108))
+    assert best.reason == "1.75 tokens per round of 12.40 ms verify + 2.00 ms draft"
+
+
+def test_decoupled_by_hand() -> None:
+    """Drafting is slow: w = 1 takes 2 x .02 s + .001 s of messages, more than a verify. p = .5: 1.2 tokens a round."""
+    cluster = Cluster(devices=2, requests=4, message_s=0.001)
+    found = search(cluster, [verifier()], [drafter(0.5, drafting(0.02, 0.0))], max_window=1)
+    plan = next(plan for plan in found if plan.mode == "decoupled")
+    assert plan.draft == DraftPlan(mode="decoupled", drafter="small", window=1)
+    assert (plan.verifiers.engines, plan.drafters.engines) == (1, 1)
+    assert (plan.round_s, plan.tokens_per_round) == pytest.approx((0.041, 1.2))
+    assert plan.message_bytes_per_s == pytest.approx(4 * (2 * 64 + 4 * (1.2 + 0.4 * 2)) / 0.041)
+    assert found[0].mode == "off", "2 verifiers, no drafter"
+
+
+def test_one_drafter_serves_many_verifiers() -> None:
+    cluster = Cluster(devices=16, requests=64, message_s=0.0)
+    many = [verifier(1, linear(0.01, 0.002, 1e-5))]
+    free = search(cluster, many, [drafter(0.95, drafting(1e-5, 0.0))], max_window=W)[0]
+    assert (free.mode, free.verifiers.engines, free.drafters.engines) == ("decoupled", 13, 1), "5 requests each"
+    busy = search(cluster, many, [drafter(0.95, drafting(0.0005, 2e-4))], max_window=W)[0]
+    assert busy.drafters.engines > 1
+    assert busy.tokens_per_s < free.tokens_per_s
+
+
+def test_drafters_that_are_not_needed_stay_idle() -> None:
+    found = search(Cluster(devices=9, requests=8), [verifier(8)], [drafter(0.9, drafting(1e-5, 0.0))])
+    assert next(plan for plan in found if plan.mode == "decoupled").idle_devices == 0
+    found = search(Cluster(devices=12, requests=8), [verifier(8)], [drafter(0.9, drafting(1e-5, 0.0))])
+    plan = next(plan for plan in found if plan.mode == "decoupled")
+    assert (plan.drafters.engines, plan.idle_devices) == (1, 3)
+
+
+def test_drafting_for_outcomes_in_advance_is_used_where_it_pays() -> None:
+    cluster = Cluster(devices=4, requests=16, message_s=0.0)
+    options = [drafter(0.6, drafting(1e-4, 1e-6))]
+    without = search(cluster, [verifier(2, linear(0.02, 0.0, 1e-5))], options)[0]
+    ahead = search(cluster, [verifier(2, linear(0.02, 0.0, 1e-5))], options, branches=Branches(count=3, hit_rate=0.8))[
+        0
+    ]
+    assert (without.branches, ahead.branches) == (0, 3)
+    assert ahead.branch_gain > 1.2
+    assert ahead.tokens_per_s > without.tokens_per_s
+    costly = [drafter(0.6, drafting(1e-4, 5e-4))]
+    kept = search(cluster, [verifier(2)], costly, branches=Branches(count=64, hit_rate=0.01))
+    assert all(plan.branches == 0 and plan.branch_gain == 1.0 for plan in kept)
+
+
+def test_memory_bounds_the_requests_at_once() -> None:
+    held = {"footprint": Footprint(weights_bytes=60.0, request_bytes=5.0), "capacity_bytes": 100.0}
+    cluster = Cluster(devices=2, requests=64)
+    small = Footprint(weights_bytes=10.0, request_bytes=5.0)
+    option = drafter(0.9, drafting(1e-4, 0.0), footprint=small)
+    found = search(cluster, [verifier(1, coupled=drafting(1e-4, 0.0), **held)], [option])
+    by_mode = {plan.mode: plan for plan in found}
+    assert by_mode["off"].requests_per_engine == 8, "(100 - 60) / 5"
+    assert by_mode["coupled"].requests_per_engine == 3, "(100 - 70) / 10"
+    assert by_mode["decoupled"].requests_per_engine == 8
+    assert by_mode["off"].tokens_per_s == pytest.approx(16 / 0.0116), "48 wait"
+    assert "more requests wait" in by_mode["off"].reason
+    assert (by_mode["off"].verifiers.weights_bytes, by_mode["off"].verifiers.kv_bytes) == (60.0, 40.0)
+    assert (by_mode["decoupled"].drafters.weights_bytes, by_mode["decoupled"].drafters.kv_bytes) == (10.0, 40.0)
+    with pytest.raises(PlanError, match=r"verifiers of \[1\]; expected one that fits"):
+        search(
+            cluster, [verifier(1, footprint=Footprint(weights_bytes=200.0, request_bytes=1.0), capacity_bytes=100.0)]
+        )
+    crowded = DrafterEngine(devices=1, seconds=drafting(1e-4, 0.0), capacity_bytes=12.0)
+    none = search(cluster, [verifier(1, **held)], [replace(option, engines=(crowded,))])
+    assert {plan.mode for plan in none} == {"off"}, "no room for a request at the drafter"
+
+
+def test_ties_are_off() -> None:
+    """A draft that costs what it brings."""
+    even = Grid(requests=AXIS, per_request=(1.0, 2.0), seconds=((0.01, 0.019),) * 2)
+    own = Grid(requests=AXIS, per_request=(1.0,), seconds=((0.001,),) * 2)
+    found = search(Cluster(devices=1, requests=1), [verifier(1, even, own)], [drafter(1.0)], max_window=1)
+    assert found[0].tokens_per_s == pytest.approx(found[1].tokens_per_s)
+    assert found[0].mode == "off"
+
+
+def test_what_cannot_be_is_refused() -> None:
+    with pytest.raises(PlanError, match="cluster: got 0 devices"):
+        Cluster(devices=0, requests=1)
+    with pytest.raises(PlanError, match="means plain decoding"):
+        DrafterOption(name="off", survival=(0.5,))
+    with pytest.raises(PlanError, match="survival: got"):
+        DrafterOption(name="x", survival=(0.5, 0.9))
+    with pytest.raises(PlanError, match="expected a window of 0 with mode and drafter off"):
+        DraftPlan(mode="coupled", drafter="x", window=0)
+    with pytest.raises(PlanError, match="hit rate 2"):
+        Branches(count=1, hit_rate=2)
+    assert Footprint(weights_bytes=1.0, request_bytes=0.0) is not None
+    assert VerifierOption(devices=1, costs=verifier().costs, capacity_bytes=inf).requests() is None

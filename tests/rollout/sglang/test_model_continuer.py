@@ -1,0 +1,239 @@
+"""A draft model in a process of its own gives the token that transformers' logits and the noise give, whatever was
+rolled back, evicted or forgotten before, and whoever else is in the batch."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from specactor.cpu import sglang as cpu
+from specactor.rollout.decoupled.continuer import Lane
+from specactor.rollout.sglang.draft_slots import BLOCK_TOKENS
+from tests.rollout.sglang.test_draft_model import make_dense
+
+VOCAB = 96
+CONTEXT = 100
+BLOCKS = 12
+ROWS = 8
+NEAR_TIE = 1e-4
+REPOSITORY = Path(__file__).resolve().parents[3]
+
+
+class Child:
+    """The process of continuer_script.py."""
+
+    def __init__(self, folder: str, temporary: Path) -> None:
+        script = [sys.executable, "-m", "tests.rollout.sglang.continuer_script"]
+        with open(temporary / "log", "w") as log:
+            self._process = subprocess.Popen(
+                [*script, folder, str(BLOCKS * BLOCK_TOKENS), str(ROWS), str(CONTEXT)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+                cwd=REPOSITORY,
+                env={**os.environ, **cpu.environment(), "TMPDIR": str(temporary)},
+            )
+
+    def __call__(self, *operation: object) -> Any:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(json.dumps(operation) + "\n")
+        self._process.stdin.flush()
+        for line in self._process.stdout:
+            if line.startswith("ANSWER "):
+                return json.loads(line.removeprefix("ANSWER "))
+        raise AssertionError("the process died")
+
+    def extend(self, lanes: list[Lane]) -> list[list[int]]:
+        answers: list[list[int]] = self("extend", [asdict(lane) for lane in lanes])
+        return answers
+
+    def wrong(self, lanes: list[Lane], answers: list[list[int]]) -> int:
+        """How many of the answers' first tokens differ from the reference's, near ties aside."""
+        right = self("reference", [asdict(lane) for lane in lanes])
+        return sum(a[0] != token and gap > NEAR_TIE for a, (token, gap) in zip(answers, right, strict=True))
+
+    def close(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        assert self._process.wait(20) == 0
+
+
+@pytest.fixture(scope="module")
+def child(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Child]:
+    child = Child(make_dense(tmp_path_factory.mktemp("dense")), tmp_path_factory.mktemp("child"))
+    yield child
+    child.close()
+
+
+@dataclass
+class Text:
+    """A request as a mirror of the drafter keeps it."""
+
+    key: str
+    prompt_ids: tuple[int, ...]
+    seed: int
+    temperature: float
+    tokens: list[int] = field(default_factory=list)
+    agreed: int = 0
+    committed: int = 0
+
+    def lane(self) -> Lane:
+        """For a call; what comes after it counts as unchanged until it is."""
+        lane = Lane(
+            key=self.key,
+            prompt_ids=self.prompt_ids,
+            tokens=self.tokens[:],
+            seed=self.seed,
+            temperature=self.temperature,
+            agreed=self.agreed,
+            committed=self.committed,
+        )
+        self.agreed = len(self.tokens)
+        return lane
+
+    def replace(self, start: int, tokens: list[int]) -> None:
+        """The target emitted these from `start` on."""
+        self.tokens[start:] = tokens
+        self.agreed = min(self.agreed, start)
+        self.committed = len(self.tokens)
+
+
+def text(rng: random.Random, key: int, temperature: float | None = None) -> Text:
+    prompt = tuple(rng.randrange(3, VOCAB) for _ in range(rng.randrange(1, 40)))
+    heat = rng.choice([0.0, 0.7, 1.0, 1.0]) if temperature is None else temperature
+    return Text(f"k{key}", prompt, seed=rng.randrange(2**40), temperature=heat)
+
+
+def life(child: Child, *, texts: int, steps: int, seed: int, most: int = ROWS) -> tuple[int, int]:
+    """Texts that grow, roll back and end in all ways, in batches of up to `most`; (answers, wrong ones)."""
+    rng = random.Random(seed)
+    running = [text(rng, i) for i in range(texts)]
+    answered = mistakes = 0
+    for _ in range(steps):
+        batch = rng.sample(running, rng.randrange(1, min(most, texts) + 1))
+        lanes = [t.lane() for t in batch]
+        answers = child.extend(lanes)
+        answered += len(lanes)
+        mistakes += child.wrong(lanes, answers)
+        for t, answer in zip(batch, answers, strict=True):
+            event = rng.random()
+            if event < 0.7:
+                t.tokens += answer
+            elif event < 0.9:
+                t.replace(rng.randrange(len(t.tokens) + 1), [rng.randrange(3, VOCAB) for _ in range(rng.randrange(3))])
+            if event > 0.96 or len(t.prompt_ids) + len(t.tokens) > CONTEXT - 8:
+                i = running.index(t)
+                running[i] = text(rng, i)  # under the same key
+                if rng.random() < 0.7:
+                    child("forget", t.key)
+                    running[i].prompt_ids = rng.choice([t.prompt_ids, running[i].prompt_ids])
+    for t in running:
+        child("forget", t.key)
+    return answered, mistakes
+
+
+def begin(child: Child, name: str = "ModelContinuer", *, steps: int = 1, sharpen: str = "shared") -> None:
+    child("new", name, steps, sharpen)
+
+
+@pytest.mark.parametrize("steps", [1, 3])
+@pytest.mark.parametrize("texts", [4, 14], ids=["all fit", "evictions"])
+def test_tokens_are_those_of_transformers_and_the_noise(child: Child, texts: int, steps: int) -> None:
+    begin(child, steps=steps)
+    answered, mistakes = life(child, texts=texts, steps=40, seed=texts)
+    assert answered > 80
+    assert mistakes == 0
+    cached, blocks, rows, *_ = child("state")
+    assert (cached, blocks, rows) == (0, BLOCKS, ROWS), "all was forgotten, so nothing is held"
+
+
+@pytest.mark.parametrize(
+    ("mistake", "texts"),
+    [
+        ("TakesTheNextNoise", 4),
+        ("KeepsWhatWasRolledBack", 4),
+        ("SkipsTheFirstToken", 4),
+        ("SeesTheLastTokenAlone", 4),
+        ("RemembersTheEvicted", 14),
+        ("RemembersTheForgotten", 4),
+        ("IsGreedy", 4),
+    ],
+)
+def test_mistakes_are_noticed(child: Child, mistake: str, texts: int) -> None:
+    begin(child, mistake, steps=3)
+    _, mistakes = life(child, texts=texts, steps=40, seed=texts)
+    assert mistakes > 3
+
+
+def test_several_tokens_are_those_of_several_calls(child: Child) -> None:
+    rng = random.Random(5)
+    texts = [text(rng, i) for i in range(5)]
+    begin(child, steps=4)
+    together = child.extend([t.lane() for t in texts])
+    begin(child)
+    for t in texts:
+        t.agreed = 0
+    for _ in range(4):
+        for t, answer in zip(texts, child.extend([t.lane() for t in texts]), strict=True):
+            t.tokens += answer
+    assert [t.tokens for t in texts] == together
+
+
+def test_a_batch_larger_than_the_pool_is_computed_in_parts(child: Child) -> None:
+    rng = random.Random(6)
+    texts = [text(rng, i) for i in range(3 * ROWS)]
+    begin(child)
+    for _ in range(3):
+        lanes = [t.lane() for t in texts]
+        answers = child.extend(lanes)
+        assert child.wrong(lanes, answers) == 0
+        for t, answer in zip(texts, answers, strict=True):
+            t.tokens += answer
+
+
+def test_texts_end_with_the_context(child: Child) -> None:
+    rng = random.Random(7)
+    long, full, over, short = (text(rng, i) for i in range(4))
+    for t, length in ((long, CONTEXT - 1), (full, CONTEXT), (over, CONTEXT + 1)):
+        t.tokens = [rng.randrange(3, VOCAB) for _ in range(length - len(t.prompt_ids))]
+    begin(child, steps=3)
+    lanes = [t.lane() for t in (long, full, over, short)]
+    answers = child.extend(lanes)
+    assert answers[2] == []
+    kept = [0, 1, 3]
+    assert child.wrong([lanes[i] for i in kept], [answers[i] for i in kept]) == 0
+    assert child.extend([short.lane()])[0][0] == answers[3][0]
+
+
+def test_sharpness_is_fitted_to_what_the_target_emitted(child: Child) -> None:
+    """A target that takes the likeliest token, whatever the noise, wants a greedy drafter; draft tokens ahead of what
+    it emitted teach nothing."""
+    begin(child, sharpen="fitted")
+    for committing in (False, True):
+        rng = random.Random(8)
+        texts = [text(rng, i, temperature=1.0) for i in range(4)]
+        for _ in range(25):
+            lanes = [t.lane() for t in texts]
+            greedy = [asdict(lane) | {"temperature": 0.0} for lane in lanes]
+            answers = child.extend(lanes)
+            for t, answer, (likeliest, _) in zip(texts, answers, child("reference", greedy), strict=True):
+                if committing:
+                    t.replace(len(t.tokens), [likeliest])
+                else:
+                    t.tokens += answer
+        *_, beta, observed = child("state")
+        assert (observed > 0) == committing
+        assert (beta > 1) == committing
+        for t in texts:
+            child("forget", t.key)

@@ -1,0 +1,71 @@
+"""Drafters that die are replaced on the side, at the same address, and not for ever."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from specactor.errors import EngineError
+from specactor.rollout import drafter_pool
+from specactor.rollout.decoupled.spec import DrafterSpec
+from specactor.rollout.drafter_pool import DrafterPool
+from tests.rollout.conftest import Footprint
+from tests.rollout.decoupled.test_host import PATIENCE_S, assert_drafts, child_of, make_drafter_spec
+
+__all__ = ["make_drafter_spec"]
+
+
+@pytest.fixture(autouse=True)
+def _short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(drafter_pool, "PAUSE_S", 0.05)
+
+
+def wait_until(done: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not done():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_dead_drafters_are_replaced(make_drafter_spec: Callable[..., DrafterSpec], tmp_path: Path) -> None:
+    specs = [make_drafter_spec(index=i, log_file=str(tmp_path / f"{i}.log"), max_restarts=2) for i in range(2)]
+    footprints = []
+    with DrafterPool(specs) as pool:
+        pool.wait_ready()
+        for death in (1, 2):
+            footprints += [Footprint.of(drafter.pid) for drafter in pool.drafters]
+            os.kill(child_of(pool.drafters[0]), signal.SIGKILL)
+            wait_until(lambda death=death: pool.restarts == death)  # type: ignore[misc]
+            pool.drafters[0].wait_ready()
+            assert_drafts(specs[0])
+        assert_drafts(specs[1])
+        footprints += [Footprint.of(drafter.pid) for drafter in pool.drafters]
+        os.kill(child_of(pool.drafters[0]), signal.SIGKILL)
+        wait_until(lambda: not pool.drafters[0].alive)
+        time.sleep(4 * drafter_pool.LOOK_EVERY_S + 4 * drafter_pool.PAUSE_S)
+        assert not pool.drafters[0].alive, "it was restarted as often as is allowed"
+        assert pool.restarts == 2
+        assert_drafts(specs[1])
+    for footprint in footprints:
+        footprint.assert_gone(within_s=0.1)
+    pool.stop()
+
+
+def test_failing_to_start_stops_the_others(make_drafter_spec: Callable[..., DrafterSpec]) -> None:
+    pool = DrafterPool([make_drafter_spec(), make_drafter_spec("broken", index=1)])
+    footprints = [Footprint.of(drafter.pid) for drafter in pool.drafters]
+    with pytest.raises(EngineError, match="drafter 1 did not start: RuntimeError"):
+        pool.wait_ready()
+    for footprint in footprints:
+        footprint.assert_gone(within_s=0.1)
+
+
+def test_a_pool_without_drafters_does_nothing() -> None:
+    with DrafterPool([]) as pool:
+        pool.wait_ready()
+        assert pool.restarts == 0

@@ -1,0 +1,191 @@
+"""specactor plan: ranked plans for built-in shapes, a folder or a measured table; errors of one line."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from specactor.cli import main
+from specactor.errors import ConfigError
+from specactor.plan import acceptance_at, parse, plans
+from specactor.rollout.planning.costs import CostTable, Grid
+
+SMALL = ["--model", "Qwen2.5-7B", "--devices", "8", "--requests", "64", "--max-window", "4"]
+
+
+def ranked(capsys: pytest.CaptureFixture[str], *words: str) -> list[dict[str, object]]:
+    assert main(["plan", *words, "--json"]) == 0
+    found: list[dict[str, object]] = json.loads(capsys.readouterr().out)
+    return found
+
+
+def test_plans_are_ranked(capsys: pytest.CaptureFixture[str]) -> None:
+    found = ranked(capsys, *SMALL)
+    speeds = [plan["tokens_per_s"] for plan in found]
+    assert speeds == sorted(speeds, reverse=True)  # type: ignore[type-var]
+    assert {plan["draft"]["mode"] for plan in found} == {"off", "coupled", "decoupled"}  # type: ignore[index]
+    assert len(ranked(capsys, *SMALL, "--top", "2")) == 2
+    assert ranked(capsys, *SMALL, "--acceptance", "0")[0]["draft"] == {"mode": "off", "drafter": "off", "window": 0}
+
+
+def test_the_table_says_why(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "220")
+    words = [
+        "--devices",
+        "16",
+        "--requests",
+        "64",
+        "--engine-devices",
+        "4",
+        "--branches",
+        "4",
+        "--branch-hit-rate",
+        "0.8",
+    ]
+    assert main(["plan", *words]) == 0
+    said = capsys.readouterr().out
+    assert "Qwen2.5-32B on H100, published figures: 16 devices, 64 requests" in said
+    assert "tokens per round of" in said
+    assert "1 token per" in said
+    assert "windows in" in said
+    assert "+4 branches" in said
+
+
+def test_a_folder_is_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = {
+        "num_hidden_layers": 28,
+        "hidden_size": 3584,
+        "num_attention_heads": 28,
+        "num_key_value_heads": 4,
+        "intermediate_size": 18944,
+        "vocab_size": 152064,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    words = ["--model", str(tmp_path), *SMALL[2:]]
+    folder = ranked(capsys, *words, "--drafters", "Qwen2.5-0.5B")
+    assert folder == ranked(capsys, *SMALL)
+    assert {plan["draft"]["mode"] for plan in ranked(capsys, *words)} == {"off"}, "no drafter is known for it"  # type: ignore[index]
+
+
+@pytest.fixture
+def measured(tmp_path: Path) -> Path:
+    axis = (1.0, 32.0)
+    table = CostTable(
+        model="tiny",
+        device="2 x core",
+        date="",
+        verify=Grid(requests=axis, per_request=(1.0, 9.0), seconds=((0.010, 0.012), (0.020, 0.060))),
+        plain=Grid(requests=axis, per_request=(1.0,), seconds=((0.009,), (0.018,))),
+        drafters={
+            "suffix": Grid(requests=axis, per_request=(1.0,), seconds=((1e-4,), (1e-3,))),
+            "model": Grid(requests=axis, per_request=(1.0, 9.0), seconds=((0.001, 0.009), (0.002, 0.018))),
+        },
+    )
+    file = tmp_path / "costs.json"
+    file.write_text(table.to_json())
+    return file
+
+
+def test_a_measured_table_takes_the_place_of_figures(measured: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--cost-table", str(measured), "--devices", "4", "--requests", "16"]
+    found = ranked(capsys, *words, "--acceptance", "suffix=0.2", "model=0.9")
+    drafts = [plan["draft"] for plan in found]
+    assert {(d["mode"], d["drafter"]) for d in drafts} == {  # type: ignore[index]
+        ("off", "off"),
+        ("coupled", "suffix"),
+        ("coupled", "model"),
+        ("decoupled", "model"),
+    }
+    assert found[0]["draft"]["drafter"] == "model"  # type: ignore[index]
+    only = ranked(capsys, *words, "--drafters", "suffix")
+    assert {plan["draft"]["drafter"] for plan in only} == {"off", "suffix"}  # type: ignore[index]
+    pairs = ranked(capsys, *words, "--engine-devices", "2")
+    assert all(plan["verifiers"]["devices_each"] == 2 for plan in pairs)  # type: ignore[index]
+
+
+def test_acceptance_by_temperature_and_by_drafter() -> None:
+    assert acceptance_at(["0.8"], "x", 0.3) == 0.8
+    points = ["0:0.9", "1:0.7"]
+    assert acceptance_at(points, "x", 0.5) == pytest.approx(0.8)
+    assert (acceptance_at(points, "x", 0), acceptance_at(points, "x", 1), acceptance_at(points, "x", 2)) == (
+        0.9,
+        0.7,
+        0.7,
+    )
+    assert acceptance_at(["0.5:0.9", "1:0.7"], "x", 0.1) == 0.9
+    assert acceptance_at(["0.8", "a=0.6"], "a", 1.0) == 0.6
+    assert acceptance_at(["0.8", "a=0.6"], "b", 1.0) == 0.8
+    with pytest.raises(ConfigError, match="expected a number for b"):
+        acceptance_at(["a=0.6"], "b", 1.0)
+    for wrong in ("1.2", "x", "a=0:0.5", "-0.1", "0.5:x", ""):
+        with pytest.raises(ConfigError, match="acceptance: got "):
+            acceptance_at([wrong], "a", 1.0)
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "text"),
+    [
+        (["--device", "A100"], 2, "device: got 'A100', expected one of H100, H200, H20, B200. For others measure"),
+        (["--devices", "0"], 2, "devices: got 0, expected >= 1"),
+        (["--devices", "many"], 2, "devices: got 'many', expected INT"),
+        (["--branches", "-1"], 2, "branches: got -1, expected >= 0. Use 0 for none."),
+        (["--temperature", "-1"], 2, "temperature, message_us: got (-1.0, 100.0)"),
+        (["--gpus", "8"], 2, "unknown setting --gpus"),
+        (["--model", "nowhere"], 2, "model: got 'nowhere', expected a folder with config.json or one of Qwen2.5-0.5B"),
+        (["--drafters", "nobody"], 2, "drafters: got 'nobody'"),
+        (["--acceptance", "2"], 2, "acceptance: got '2', expected NUMBER, TEMPERATURE:NUMBER or NAME=NUMBER"),
+        (["--cost-table", "gone.json"], 1, "cost_table: got 'gone.json', expected a file that specactor profile wrote"),
+        (["--devices", "1"], 1, "cluster: got 1 devices"),
+        (["--model", "Qwen3-235B-A22B", "--engine-devices", "4"], 1, "got 470 GB of weights"),
+        (["--branch-hit-rate", "2", "--branches", "1"], 1, "branches: got 1, hit rate 2.0"),
+    ],
+)
+def test_errors_are_one_line(words: list[str], code: int, text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    model = [] if "--model" in words else ["--model", "Qwen2.5-32B", "--engine-devices", "2"]
+    assert main(["plan", *model, *words]) == code
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert said.err.count("\n") == 1
+    assert said.err.startswith("error: ")
+    assert text in said.err
+
+
+def test_wrong_names_and_tables(measured: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--cost-table", str(measured), "--drafters", "ngram"]) == 2
+    assert "drafters: got ['ngram'], expected names in the table: ['model', 'suffix']" in capsys.readouterr().err
+    assert main(["plan", "--cost-table", str(measured), "--engine-devices", "1", "2"]) == 2
+    assert "expected one number with --cost-table" in capsys.readouterr().err
+    (tmp_path / "other.json").write_text("{}")
+    assert main(["plan", "--cost-table", str(tmp_path / "other.json")]) == 1
+    assert capsys.readouterr().err.startswith("error: cost table: ")
+
+
+def test_help_lists_every_setting(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main(["plan", "--help"])
+    assert stop.value.code == 0
+    said = capsys.readouterr().out
+    assert "usage: specactor plan" in said
+    for flag in ("--cost-table", "--acceptance", "--temperature", "--branches", "--json"):
+        assert flag in said
+
+
+def test_needs_no_torch() -> None:
+    script = (
+        "import sys; from specactor.cli import main; code = main(['plan', '--model', 'Qwen2.5-7B', '--devices', '2', "
+        "'--requests', '4']); print('torch' in sys.modules, 'sglang' in sys.modules); sys.exit(code)"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == "False False"
+
+
+def test_options_as_values() -> None:
+    """The search as a function, for other programs."""
+    options = parse([*SMALL, "--max_window", "2"])
+    assert options.max_window == 2
+    assert all(plan.window <= 2 for plan in plans(options))

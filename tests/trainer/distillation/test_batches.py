@@ -1,0 +1,51 @@
+"""Lessons as padded tensors: each position of the loss against a loop, and the spread over ranks."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from specactor.trainer.distillation import batches
+from tests.trainer.distillation.cases import lessons
+
+CPU = torch.device("cpu")
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.integers(1, 40), max_size=20), st.integers(1, 5), st.integers(1, 120))
+def test_every_lesson_is_in_one_micro_batch_that_fits(lengths: list[int], ranks: int, capacity: int) -> None:
+    plan = batches.plan(lengths, ranks, capacity)
+    assert len(plan) == ranks
+    assert len({len(of_rank) for of_rank in plan}) == 1
+    members = [members for of_rank in plan for members in of_rank]
+    assert sorted(i for part in members for i in part) == list(range(len(lengths)))
+    for part in members:
+        assert len(part) <= 1 or len(part) * max(lengths[i] for i in part) <= capacity
+    if len(lengths) >= ranks:
+        assert all(members)
+
+
+def test_each_position_predicts_the_token_after_it() -> None:
+    given_lessons = lessons(7)
+    weights = [np.arange(x.response_len) + 1.0 for x in given_lessons]
+    batch = batches.build(given_lessons, weights, CPU)
+    flat, n = batch.tokens_BT.flatten(), 0
+    for x, weight in zip(given_lessons, weights, strict=True):
+        for t in range(x.prompt_len, len(x.token_ids)):
+            assert flat[batch.row_N[n]] == x.token_ids[t - 1]
+            assert batch.targets_N[n] == x.token_ids[t]
+            assert batch.weights_N[n] == weight[t - x.prompt_len]
+            assert bool(batch.has_law_N[n]) == (x.law is not None)
+            if x.law is not None:
+                assert batch.top_tokens_NK[n].tolist() == x.law.tokens[t - x.prompt_len].tolist()
+                assert batch.top_logp_NK[n].tolist() == x.law.logprobs[t - x.prompt_len].tolist()
+            n += 1
+    assert n == len(batch.targets_N) == len(batch.temperatures_N)
+
+
+def test_without_lessons_nothing_is_learned_from() -> None:
+    batch = batches.build([], [], CPU)
+    assert batch.tokens_BT.shape == (1, 1)
+    assert len(batch.targets_N) == len(batch.row_N) == 0

@@ -1,0 +1,120 @@
+"""The buffer keeps the newest and longest rollouts within its bound, and draws the same after a resume."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from specactor.errors import DataError
+from specactor.trainer.distillation.buffer import DraftBuffer, Law, Lesson
+from tests.trainer.distillation.cases import lesson, lessons
+
+
+def buffer(max_tokens: int = 10**6, seed: int = 0, longest: int = 10**6) -> DraftBuffer:
+    return DraftBuffer(max_tokens=max_tokens, half_life_steps=2.0, seed=seed, max_lesson_tokens=longest)
+
+
+def plain(length: int, *, version: int = 0, prompt: int = 1) -> Lesson:
+    return Lesson(token_ids=np.zeros(length + prompt, np.int32), prompt_len=prompt, version=version)
+
+
+def same(a: Lesson, b: Lesson) -> bool:
+    def flat(x: Lesson) -> tuple[object, ...]:
+        law = x.law
+        return (
+            x.token_ids.tobytes(),
+            *(x.prompt_len, x.version, x.reward, x.temperature),
+            law and (law.tokens.tobytes(), law.logprobs.tobytes(), law.tokens.shape, law.logprobs.dtype.str),
+        )
+
+    return flat(a) == flat(b)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.tuples(st.integers(1, 30), st.integers(0, 5)), max_size=25), st.integers(1, 200))
+def test_the_bound_holds_and_what_left_was_older_or_shorter(made: list[tuple[int, int]], max_tokens: int) -> None:
+    held = buffer(max_tokens)
+    added = [plain(length, version=version) for length, version in made]
+    held.add(added)
+    assert held.num_tokens <= max_tokens
+    kept = list(held.lessons)
+    gone = [x for x in added if not any(x is y for y in kept) and len(x.token_ids) <= max_tokens]
+    for x in gone:
+        assert all((x.version, x.response_len) <= (y.version, y.response_len) for y in kept)
+    assert held.too_long == sum(len(x.token_ids) > max_tokens for x in added)
+
+
+def test_draws_have_no_lesson_twice_and_fit() -> None:
+    held = buffer()
+    held.add(lessons(40))
+    for number in range(20):
+        drawn = held.draw(number, 200)
+        assert len({id(x) for x in drawn}) == len(drawn) > 1
+        assert sum(len(x.token_ids) for x in drawn) <= 200
+    assert len(held.draw(0, 1)) == 1, "one that is too long comes alone"
+    assert buffer().draw(0, 100) == []
+
+
+def test_newer_and_longer_responses_are_drawn_more_often() -> None:
+    held = buffer()
+    held.add([plain(10, version=0), plain(10, version=4), plain(40, version=4)])
+    first = [held.draw(number, 1)[0] for number in range(4000)]
+    share = [sum(x is y for x in first) / 4000 for y in held.lessons]
+    expected = np.array([10 * 0.25, 10, 40]) / 52.5
+    assert np.abs(share - expected).max() < 0.03
+
+
+def test_draws_depend_on_seed_number_and_content_alone() -> None:
+    def drawn(held: DraftBuffer, number: int) -> list[bytes]:
+        return [x.token_ids.tobytes() for x in held.draw(number, 300)]
+
+    a, b, other = buffer(), buffer(), buffer(seed=1)
+    for held in (a, b, other):
+        held.add(lessons(40))
+    a.draw(7, 50)
+    np.random.seed(3)
+    assert drawn(a, 3) == drawn(b, 3)
+    assert drawn(a, 3) != drawn(a, 4)
+    assert drawn(a, 3) != drawn(other, 3)
+
+
+def test_a_state_that_comes_back_is_equal_bit_for_bit() -> None:
+    held, again = buffer(5000), buffer(5000)
+    rng = np.random.default_rng(0)
+    half = lesson(rng)
+    assert half.law is not None
+    halves = [replace(half, law=Law(tokens=half.law.tokens, logprobs=half.law.logprobs.astype(np.float16)))]
+    held.add([*lessons(30), *halves, *lessons(5, seed=1), lesson(rng, top_k=3)])
+    again.add(lessons(3, seed=9))
+    again.restore(held.state())
+    assert len(again) == len(held) > 30
+    assert all(same(a, b) for a, b in zip(held.lessons, again.lessons, strict=True))
+    assert all(same(a, b) for a, b in zip(held.draw(5, 300), again.draw(5, 300), strict=True))
+    broken = held.state() | {"law_tokens": np.roll(held.state()["law_tokens"], 1)}
+    again.restore(broken)
+    assert not all(same(a, b) for a, b in zip(held.lessons, again.lessons, strict=True))
+
+
+def test_an_empty_state() -> None:
+    again = buffer()
+    again.add(lessons(3))
+    again.restore(buffer().state())
+    assert len(again) == 0
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (Lesson(token_ids=np.zeros(3, np.int32), prompt_len=3, version=0), "got a prompt of 3 in 3 tokens"),
+        (Lesson(token_ids=np.zeros(3, np.int32), prompt_len=0, version=0), "got a prompt of 0"),
+        (Lesson(token_ids=np.zeros(3, np.int32), prompt_len=1, version=0, temperature=0.0), "got temperature 0.0"),
+        (replace(lessons(2)[1], prompt_len=1, token_ids=np.zeros(3, np.int32)), "one row for each of 2"),
+    ],
+)
+def test_what_cannot_be_learned_from_is_refused(wrong: Lesson, message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        buffer().add([wrong])

@@ -1,0 +1,352 @@
+"""The drafter trainer: against a plain loop of PyTorch, over two ranks, under a clock, and after a resume."""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+import json
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from specactor.errors import CheckpointError, ConfigError, SpecActorError
+from specactor.trainer.distillation import drafter as module
+from specactor.trainer.distillation.buffer import Lesson
+from specactor.trainer.distillation.drafter import DrafterTrainer, RefreshStats
+from specactor.trainer.distillation.emphasis import token_weights
+from specactor.trainer.distillation.updates import OPTIMIZER
+from tests.trainer.distillation import cases, drafter_rank
+
+ROOT = Path(__file__).parents[3]
+UPDATES = drafter_rank.UPDATES
+ONE_THREAD = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore", "DS_ACCELERATOR": "cpu"}
+
+
+def trainer(**changes: Any) -> DrafterTrainer:
+    made = DrafterTrainer(cases.config(**changes), cases.model(), seed=0)
+    made.lost = (0.1, 0.2, 0.4)
+    made.buffer.add(cases.lessons())
+    return made
+
+
+def learn(made: DrafterTrainer, updates: int = UPDATES) -> RefreshStats:
+    return made.refresh(limit_s=1e9, clock=lambda: 0.0, max_updates=updates)
+
+
+# ------------------------------------------------------------------------------------- one rank, against a plain loop
+
+
+def lesson_loss(model: Any, x: Lesson, weights: np.ndarray[Any, Any], shift: int = 1) -> Tensor:
+    """Sum over the response: sequences one at a time, tokens in a loop, nothing padded."""
+    logits = model(input_ids=torch.tensor(x.token_ids[None].astype(np.int64))).logits[0] / x.temperature
+    total = torch.zeros(())
+    for t in range(x.prompt_len, len(x.token_ids)):
+        q = logits[max(0, t - shift)].softmax(-1)
+        sample = -q[int(x.token_ids[t])].log()
+        loss = 1.1 * sample
+        if x.law is not None:
+            row = t - x.prompt_len
+            p = torch.tensor(x.law.logprobs[row]).exp()
+            kept = torch.tensor(x.law.tokens[row]).long()
+            rest_p, rest_q = 1 - p.sum(), 1 - q[kept].sum()
+            loss = 0.1 * sample + (p * (p / q[kept]).log()).sum() + rest_p * (rest_p / rest_q).log()
+        total = total + float(weights[t - x.prompt_len]) * loss
+    return total
+
+
+def plain_losses(shift: int = 1) -> list[float]:
+    """What a loop of AdamW makes of the same draws."""
+    source, model, settings = trainer(), cases.model(), cases.config()
+    adam = torch.optim.AdamW(model.parameters(), betas=settings.adam_betas, weight_decay=0.0)
+    found = []
+    for update in range(UPDATES):
+        drawn = source.buffer.draw(update, settings.tokens_per_update)
+        mean = source.buffer.mean_reward()
+        weights = [
+            token_weights(
+                x.response_len,
+                lost=source.lost,
+                position_emphasis=0.5,
+                reward=x.reward,
+                mean_reward=mean,
+                reward_emphasis=0.2,
+            )
+            for x in drawn
+        ]
+        total = sum(w.sum() for w in weights)
+        loss = sum(lesson_loss(model, x, w, shift) for x, w in zip(drawn, weights, strict=True)) / total
+        adam.param_groups[0]["lr"] = settings.learning_rate * min(1.0, (update + 1) / 2)
+        adam.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), settings.grad_clip)
+        adam.step()
+        found.append(loss.item())
+    return found
+
+
+@pytest.fixture(scope="module")
+def plain() -> list[float]:
+    return plain_losses()
+
+
+def test_losses_are_those_of_a_plain_loop(plain: list[float]) -> None:
+    stats = learn(trainer())
+    assert stats.losses == pytest.approx(plain, abs=1e-5)
+    assert stats.micro_steps > stats.updates == UPDATES, "updates have several micro-batches"
+    assert stats.stopped == "updates"
+    assert 0 < stats.overlap < 1
+
+
+def test_positions_shifted_by_one_are_caught(plain: list[float]) -> None:
+    assert plain_losses(shift=2)[0] != pytest.approx(plain[0], abs=1e-3)
+
+
+def test_padding_that_counts_is_caught(plain: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
+    build = module.batches.build
+
+    def padding_counts(lessons: Any, weights: Any, device: Any) -> Any:
+        longest = max(len(x.token_ids) for x in lessons)
+        padded = [
+            Lesson(
+                token_ids=np.pad(x.token_ids, (0, longest - len(x.token_ids))),
+                prompt_len=x.prompt_len,
+                version=0,
+                temperature=x.temperature,
+            )
+            for x in lessons
+        ]
+        return build(padded, [np.ones(x.response_len) for x in padded], device)
+
+    monkeypatch.setattr(module.batches, "build", padding_counts)
+    assert learn(trainer()).losses[0] != pytest.approx(plain[0], abs=1e-3)
+
+
+def test_it_learns() -> None:
+    losses = learn(trainer(reward_emphasis=0.0, position_emphasis=0.0, learning_rate=1e-2), 25).losses
+    assert sum(losses[-5:]) < 0.9 * sum(losses[:5])
+
+
+# -------------------------------------------------------------------------------------------------- what is left alone
+
+
+def test_random_states_are_neither_read_nor_moved(monkeypatch: pytest.MonkeyPatch) -> None:
+    def losses(seed: int) -> tuple[float, ...]:
+        made = trainer()
+        torch.manual_seed(seed)
+        np.random.seed(seed)
+        random.seed(seed)
+        before = (torch.get_rng_state().tolist(), np.random.get_state()[1].tolist(), random.getstate())
+        stats = learn(made, 2)
+        assert (torch.get_rng_state().tolist(), np.random.get_state()[1].tolist(), random.getstate()) == before
+        return stats.losses
+
+    assert losses(0) == losses(1)
+
+    def from_the_process(self: Any, number: int, num_tokens: int) -> list[Lesson]:
+        return [self.lessons[i] for i in torch.randperm(len(self.lessons))[:8]]
+
+    monkeypatch.setattr(module.DraftBuffer, "draw", from_the_process)
+    with pytest.raises(AssertionError):
+        losses(0)
+
+
+# --------------------------------------------------------------------------------------------------------------- time
+
+
+class Slow(DrafterTrainer):
+    """Its micro-batches take a second each, on a clock that nothing else moves."""
+
+    now_s = 0.0
+
+    def _loss(self, batch: Any, total: float) -> tuple[Tensor, Tensor]:
+        self.now_s += 1.0
+        return super()._loss(batch, total)
+
+
+@pytest.mark.parametrize("limit_s", [0.0, 1.0, 7.5, 9.0, 10.0])
+def test_it_stops_in_time_and_forgets_half_an_update(limit_s: float) -> None:
+    made = Slow(cases.config(), cases.model(), seed=0)
+    made.lost = (0.1, 0.2, 0.4)
+    made.buffer.add(cases.lessons())
+    stats = made.refresh(limit_s=limit_s, clock=lambda: made.now_s)
+    assert stats.stopped == "time"
+    assert max(1.0, limit_s) - 1 < stats.seconds <= max(1.0, limit_s), "only of the first is it not known how long"
+    assert stats.micro_steps == made.now_s
+    assert made.updates == stats.updates
+    assert made.version == (stats.updates > 0)
+    on = learn(made, 1).losses
+    assert stats.losses + on == learn(trainer(), stats.updates + 1).losses, "half an update leaves no gradients"
+
+
+def test_a_refresh_knows_from_the_last_how_long_a_micro_batch_takes() -> None:
+    made = Slow(cases.config(), cases.model(), seed=0)
+    made.buffer.add(cases.lessons())
+    assert made.refresh(limit_s=0.5, clock=lambda: made.now_s).micro_steps == 1
+    assert made.refresh(limit_s=0.5, clock=lambda: made.now_s).micro_steps == 0
+    assert made.refresh(limit_s=1.0, clock=lambda: made.now_s).micro_steps == 1
+
+
+def test_what_is_not_finite_changes_nothing() -> None:
+    made = trainer()
+    learn(made, 1)
+    kept = [p.detach().clone() for p in made.model.parameters()]
+    hook = made.model.lm_head.weight.register_hook(lambda gradient: gradient * torch.inf)
+    with pytest.raises(SpecActorError, match=r"got a gradient norm of (inf|nan), expected a finite number\. Lower"):
+        learn(made, 1)
+    hook.remove()
+    assert all(torch.equal(a, b) for a, b in zip(kept, made.model.parameters(), strict=True))
+    with torch.no_grad():
+        made.model.lm_head.weight[3] = torch.nan
+    with pytest.raises(SpecActorError, match="got a loss of nan"):
+        learn(made, 1)
+
+
+def test_nothing_to_learn_from() -> None:
+    made = DrafterTrainer(cases.config(), cases.model(), seed=0)
+    stats = made.refresh(limit_s=1.0, clock=lambda: 0.0)
+    assert (stats.stopped, stats.updates, stats.version) == ("empty", 0, 0)
+
+
+# ------------------------------------------------------------------------------------------------------------- resume
+
+
+def resumed(folder: Path) -> DrafterTrainer:
+    made = DrafterTrainer(cases.config(), cases.model(seed=5), seed=0)
+    made.load(folder)
+    return made
+
+
+def test_a_resumed_trainer_goes_on_as_if_it_had_not_stopped(tmp_path: Path) -> None:
+    made = trainer()
+    learn(made)
+    made.save(tmp_path)
+    again = resumed(tmp_path)
+    assert (again.version, again.updates, again.lost) == (1, UPDATES, (0.1, 0.2, 0.4))
+    later = cases.lessons(6, seed=8)
+    made.buffer.add(later)
+    again.buffer.add(later)
+    assert learn(made).losses == learn(again).losses
+    assert all(torch.equal(a, b) for a, b in zip(made.model.parameters(), again.model.parameters(), strict=True))
+
+
+def test_an_optimizer_that_forgot_is_caught(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = trainer()
+    learn(made)
+    made.save(tmp_path)
+    monkeypatch.setattr("specactor.trainer.distillation.updates.PlainUpdater.load", lambda self, folder: None)
+    assert learn(resumed(tmp_path)).losses != learn(made).losses
+
+
+def test_the_state_of_another_model_is_refused(tmp_path: Path) -> None:
+    learn(made := trainer(), 1)
+    made.save(tmp_path)
+    weights = load_file(tmp_path / module.WEIGHTS)
+    assert set(weights) == {name for name, _ in made.model.named_parameters()}
+    other = DrafterTrainer(cases.config(), torch.nn.Linear(2, 2), seed=0)
+    with pytest.raises(CheckpointError, match="of another draft model"):
+        other.load(tmp_path)
+    (tmp_path / module.STATE).unlink()
+    with pytest.raises(CheckpointError, match="no state of a draft model"):
+        resumed(tmp_path)
+
+
+# ---------------------------------------------------------------------------------------------------------- two ranks
+
+
+def run_ranks(world: int, folder: Path, zero_stage: int = 0) -> list[dict[str, Any]]:
+    folder.mkdir()
+    script = [sys.executable, "-m", "tests.trainer.distillation.drafter_rank"]
+    ranks = [
+        subprocess.Popen(
+            [*script, str(r), str(world), str(folder / "store"), str(folder), str(zero_stage)],
+            cwd=ROOT,
+            env=os.environ | ONE_THREAD,
+        )
+        for r in range(world)
+    ]
+    try:
+        assert [process.wait(timeout=240) for process in ranks] == [0] * world
+    finally:
+        for process in ranks:
+            process.kill()
+            process.wait(timeout=10)
+    return [json.loads((folder / f"rank{r}.json").read_text()) for r in range(world)]
+
+
+def assert_same_training(results: list[dict[str, Any]], folder: Path) -> None:
+    alone = trainer()
+    expected = learn(alone)
+    for r, result in enumerate(results):
+        assert result["whole"]["losses"] == pytest.approx(expected.losses, abs=1e-5)
+        assert result["whole"]["tokens"] == expected.tokens
+        assert result["whole"]["grad_norm"] == pytest.approx(expected.grad_norm, rel=1e-4)
+        assert result["whole"]["overlap"] == pytest.approx(expected.overlap, abs=1e-5)
+        assert result["on"]["losses"] == pytest.approx(learn_more(alone), abs=1e-5)
+        assert result["resumed"]["losses"] == result["on"]["losses"]
+        weights = load_file(folder / f"rank{r}.safetensors")
+        for name, tensor in expected_weights().items():
+            torch.testing.assert_close(weights[name], tensor, atol=2e-5, rtol=1e-4)
+
+
+def learn_more(made: DrafterTrainer) -> tuple[float, ...]:
+    """Losses of two further updates; asked twice, they are of the same."""
+    if made.updates == UPDATES:
+        made.more = learn(made, 2).losses  # type: ignore[attr-defined]
+    return made.more  # type: ignore[attr-defined,no-any-return]
+
+
+def expected_weights() -> dict[str, Tensor]:
+    made = trainer()
+    learn(made)
+    return dict(made.named_weights())
+
+
+def test_two_ranks_train_as_one(tmp_path: Path) -> None:
+    results = run_ranks(2, tmp_path / "two")
+    assert_same_training(results, tmp_path / "two")
+    for key in ("micro_steps", "stopped", "losses"):
+        assert results[0]["bounded"][key] == results[1]["bounded"][key], "ranks stop together"
+    assert results[0]["bounded"]["stopped"] == "time"
+    adam = load_file(tmp_path / "two" / OPTIMIZER)
+    assert len(adam) == 3 * len(expected_weights())
+
+
+@pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is not installed")
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_zero_trains_as_one_rank(tmp_path: Path, stage: int) -> None:
+    assert_same_training(run_ranks(2, tmp_path / "zero", stage), tmp_path / "zero")
+
+
+@pytest.mark.skipif(importlib.util.find_spec("deepspeed") is not None, reason="DeepSpeed is installed")
+def test_zero_without_deepspeed_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"distillation.zero_stage: got 2, expected 0 without DeepSpeed"):
+        trainer(zero_stage=2)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"sample_weight": 0.0, "law_weight": 0.0}, "law_weight: got 0.0"),
+        ({"max_time_share": 0.0}, "max_time_share: got 0.0, expected in"),
+        ({"offload": True}, "offload: got True, expected False without ZeRO"),
+        ({"buffer_tokens": 0}, "buffer_tokens: got 0, expected > 0"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused(wrong: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        cases.config(**wrong)
+
+
+def test_every_seed_draws_its_own(plain: list[float]) -> None:
+    other = DrafterTrainer(cases.config(), cases.model(), seed=1)
+    other.buffer.add(cases.lessons())
+    assert any(a != pytest.approx(b, abs=1e-5) for a, b in itertools.zip_longest(learn(other).losses, plain))
