@@ -20,7 +20,10 @@ BENCHMARKS = {
     "acceptance": "how often a draft model is right, and how often it could be",
     "trainer_speed": "training tokens per second, beside a plain PyTorch loop on the same cores",
     "paper_plans": "plans at the paper's scale, predicted from published device figures",
+    "paper_rollouts": "rollouts and RL steps in the paper's settings, simulated",
+    "simulator_scale": "what planning and simulating cost, from 8 to 4,096 GPUs",
     "draft_protocol": "milliseconds per round that talking to a drafter process costs an engine",
+    "dead_drafter": "tokens per second with a drafter that was stopped or killed, over plain decoding",
     "speculation_speed": "tokens per second of plain SGLang, its own speculation, and ours",
 }
 """Module in this package -> what it measures."""

@@ -73,7 +73,9 @@ def switch(rank: Any, payload: bytes) -> bytes:
     message = msgspec.json.decode(payload, type=Switch)
     if message.name not in _kept:
         _kept[message.name] = make_speculator(message.config)
-    rank.draft_worker.use(_kept[message.name])
+    worker = rank.draft_worker
+    worker.speculator = None  # so that the last one is not stopped
+    worker.use(_kept[message.name])
     return b""
 
 

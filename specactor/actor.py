@@ -6,7 +6,8 @@ engines, scoring some responses) happens inside `Collective.together`, after whi
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 from transformers import PreTrainedTokenizerBase
@@ -19,14 +20,33 @@ from specactor.data.verifiers import get_verifier
 from specactor.errors import AgreementError, EngineError, WeightSyncError
 from specactor.parallel.collective import Collective
 from specactor.progress import Progress
-from specactor.rollout.draft.counts import Counts, added
+from specactor.rollout.draft.counts import Counts, Figures, added, added_figures
+from specactor.rollout.drafter_pool import DrafterPool
 from specactor.rollout.pool import EnginePool
 from specactor.rollout.requests import greedy_requests, group_requests
+from specactor.trace import Span
 from specactor.trainer.advantages import group_advantages, informative, shape_overlong
 from specactor.trainer.policy import PolicyTrainer, TrainStats
 from specactor.trainer.schedule import learning_rate
 from specactor.types import Problem, RolloutRequest, ScoredGroup, TrainSequence, Trajectory
 from specactor.weights_sync.sender import SyncReport, WeightSender, WeightSource
+
+
+@dataclass(frozen=True)
+class Watched:
+    """What engines and drafter processes of one rank, or of one host, said of themselves."""
+
+    machine: str
+    figures: Figures
+    work_s: list[float]
+    """Per drafter process, seconds of drafting."""
+    spans: dict[str, list[Span]]
+    """Per process."""
+
+    def __add__(self, other: Watched) -> Watched:
+        """Of one host."""
+        figures = added_figures([self.figures, other.figures])
+        return Watched(self.machine, figures, self.work_s + other.work_s, other.spans | self.spans)
 
 
 class SpecActor:
@@ -38,6 +58,7 @@ class SpecActor:
         *,
         trainer: PolicyTrainer,
         pool: EnginePool,
+        drafters: DrafterPool,
         sender: WeightSender,
         weights: WeightSource,
         collective: Collective,
@@ -45,10 +66,14 @@ class SpecActor:
         train_data: Dataset,
         eval_data: Dataset,
         progress: Progress,
+        machine: str = "",
+        on_trace: Callable[[int, list[dict[str, list[Span]]]], None] = lambda step, spans: None,
     ) -> None:
+        """Args: name of this rank's host; what becomes of the spans of a step's rollout, per host and process."""
         self.config = config
         self.trainer = trainer
         self.pool = pool
+        self.drafters = drafters
         self.sender = sender
         self.weights = weights
         self.collective = collective
@@ -56,14 +81,20 @@ class SpecActor:
         self.train_data = train_data
         self.eval_data = eval_data
         self.progress = progress
+        self.machine = machine
+        self.on_trace = on_trace
         self.prompts = PromptStream(len(train_data), config.seed)
         self.steps_done = 0
         self.version = 0
 
     def step(self) -> dict[str, float]:
         """One RL step: policy version v -> v + 1. Returns its metrics, but for times and memory; equal on all ranks."""
+        traced = self.steps_done + 1 in self.config.tracking.trace
+        self.watch(trace=traced)
         groups = self.collect()
-        speculation = self.speculation()
+        speculation, watched = self.speculation(), self.watch(trace=False)
+        if traced:
+            self.on_trace(self.steps_done + 1, [seen.spans for seen in watched])
         batch = self.learnable(groups)
         with self.progress.phase("train"):
             stats = self.train(batch)
@@ -71,7 +102,9 @@ class SpecActor:
             report = self.sync()
         self.steps_done += 1
         metrics = measurements.of_step(groups, batch, stats, report, version=self.version)
-        return metrics | measurements.of_speculation(speculation)
+        metrics |= measurements.of_speculation(speculation)
+        figures = added_figures(seen.figures for seen in watched)
+        return metrics | measurements.of_drafters(figures, [s for seen in watched for s in seen.work_s])
 
     def collect(self) -> list[ScoredGroup]:
         """Prompts -> responses -> rewards, until there are enough groups to learn from (DAPO: dynamic sampling)."""
@@ -107,6 +140,28 @@ class SpecActor:
             return {}
         own = self.collective.together("speculation", self.pool.speculation_counts)
         return added(self.collective.gather(own, dict[str, Counts]))
+
+    def watch(self, *, trace: bool) -> list[Watched]:
+        """What engines and drafter processes say of themselves, since the last call, per host; equal on all ranks.
+
+        Args: whether to record spans from now on.
+        """
+        speculation = self.config.rollout.speculation
+        traces = bool(self.config.tracking.trace) and speculation.mode != "off"
+        if not (traces or speculation.is_decoupled):
+            return []
+
+        def look() -> Watched:
+            figures = self.pool.speculation_figures()
+            spans = self.pool.trace(on=trace) if traces else {}
+            work = self.drafters.work(trace=trace)
+            spans |= {name: of.spans for name, of in work.items()} if traces else {}
+            return Watched(self.machine, figures, [of.busy_s for of in work.values()], spans)
+
+        by_machine: dict[str, Watched] = {}
+        for seen in self.collective.gather(self.collective.together("watch", look), Watched):
+            by_machine[seen.machine] = seen + by_machine[seen.machine] if seen.machine in by_machine else seen
+        return list(by_machine.values())
 
     def rollout(self, requests: Sequence[RolloutRequest]) -> list[Trajectory]:
         """All responses, in the order of the requests, on every rank. Lost engines are replaced on the way."""

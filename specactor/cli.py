@@ -7,8 +7,12 @@ import inspect
 import os
 import sys
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import specactor
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 Command = Callable[[list[str]], int]
 PROFILE_LIMIT_S = 300.0
@@ -95,31 +99,39 @@ def profile(argv: list[str]) -> int:
 
 def plan(argv: list[str]) -> int:
     """Rank plans of a rollout, plain, coupled and decoupled, for a model and a cluster. Needs no GPU."""
-    from rich.console import Console
-
     from specactor import plan as planning
-    from specactor.errors import ConfigError, SpecActorError
 
-    try:
-        planning.run(argv, Console())
-    except SpecActorError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2 if isinstance(error, ConfigError) else 1
-    return 0
+    return _guarded(planning.run, argv)
 
 
 def simulate(argv: list[str]) -> int:
     """Simulate RL steps of a cluster in virtual time, with the engines' own planner. Needs no GPU."""
+    from specactor import simulate as simulating
+
+    return _guarded(simulating.command, argv)
+
+
+def drafter(argv: list[str]) -> int:
+    """Make a draft model from the policy, train it on a run's rollouts, or measure how often it is right."""
+    from specactor.trainer.distillation import commands
+
+    return _guarded(commands.run, argv)
+
+
+def _guarded(run: Callable[[list[str], Console], None], argv: list[str]) -> int:
+    """The exit code of a command that parses its own arguments."""
     from rich.console import Console
 
-    from specactor import simulate as simulating
     from specactor.errors import ConfigError, SpecActorError
 
     try:
-        simulating.command(argv, Console())
-    except SpecActorError as error:
+        run(argv, Console())
+    except (SpecActorError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2 if isinstance(error, ConfigError) else 1
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
     return 0
 
 
@@ -138,6 +150,7 @@ def version(argv: list[str]) -> int:
 
 COMMANDS: dict[str, Command] = {
     "doctor": doctor,
+    "drafter": drafter,
     "plan": plan,
     "profile": profile,
     "recipes": recipes,
@@ -147,12 +160,15 @@ COMMANDS: dict[str, Command] = {
 }
 """Name -> function of the arguments after the name; its docstring is its help."""
 ARGUMENTS = {
+    "drafter": "init|train|eval [...]",
     "plan": "[--model NAME|FOLDER] [--devices N] [--requests N] [--cost-table FILE] [...]",
     "profile": "RECIPE [--out FILE] [--limit SECONDS] [--key.path value ...]",
     "report": "RUN [--out FILE]",
     "simulate": "[--model NAME|FOLDER] [--devices N] [--modes MODE ...] [--replay RUN] [--out FILE] [...]",
 }
 """Name -> what follows it, where that is not a recipe."""
+OWN_HELP = ("drafter", "plan", "simulate")
+"""Their ``--help`` lists every setting."""
 RECIPE = "[RECIPE [--key.path value ...]]"
 
 
@@ -169,8 +185,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         about = (function.__doc__ or "").partition("\n")[0]
         sub = commands.add_parser(name, help=about, description=about, add_help=False)
         sub.add_argument("rest", nargs=argparse.REMAINDER, metavar=ARGUMENTS.get(name, RECIPE))
-    own_help = words[:1] in (["plan"], ["simulate"])  # every setting is listed there
-    if len(words) == 2 and words[0] in COMMANDS and words[1] in ("-h", "--help") and not own_help:
+    if len(words) == 2 and words[0] in COMMANDS and words[1] in ("-h", "--help") and words[0] not in OWN_HELP:
         print(f"usage: specactor {words[0]} {ARGUMENTS.get(words[0], RECIPE)}\n\n{inspect.getdoc(COMMANDS[words[0]])}")
         return 0
     if words and words[0] in COMMANDS:

@@ -703,6 +703,18 @@ class TrackingConfig:
     """wandb project."""
     progress: bool = True
     """Live display on a terminal; one line per step is printed anyway."""
+    trace: tuple[int, ...] = ()
+    """RL steps, from 1, of whose rollouts the run's folder gets a trace for ui.perfetto.dev: what engines with
+    speculation, and drafter processes, did when."""
+
+    def __post_init__(self) -> None:
+        _require(
+            all(step >= 1 for step in self.trace),
+            "tracking.trace",
+            self.trace,
+            "steps >= 1",
+            "The first RL step is 1. Use () for no trace.",
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

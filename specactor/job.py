@@ -121,6 +121,7 @@ def _build(
         config,
         trainer=trainer,
         pool=pool,
+        drafters=drafters,
         sender=sender,
         weights=_weights(trainer, pool, collective),
         collective=collective,
@@ -128,6 +129,8 @@ def _build(
         train_data=train_data,
         eval_data=eval_data,
         progress=progress,
+        machine=members[collective.rank].machine,
+        on_trace=folder.write_traces if collective.rank == 0 else lambda step, spans: None,
     )
 
 

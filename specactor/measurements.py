@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from statistics import fmean, pstdev
 from typing import TYPE_CHECKING
 
-from specactor.rollout.draft.counts import Counts
+from specactor.metrics import SPECULATION
+from specactor.rollout.draft.counts import Counts, Figures
 from specactor.trainer.advantages import informative
 from specactor.types import ScoredGroup, TrainSequence
 
@@ -75,6 +76,19 @@ def of_speculation(counts: Mapping[str, Counts]) -> dict[str, float]:
     }
 
 
+def of_drafters(figures: Figures, work_s: Sequence[float]) -> dict[str, float]:
+    """What drafters counted themselves in a step; and the drafting seconds of each drafter process."""
+    own = {
+        f"speculation/{drafter}/{name}": value
+        for drafter, counted in figures.items()
+        for name, value in counted.items()
+        if name in SPECULATION
+    }
+    if not work_s:
+        return own
+    return own | {"speculation/decoupled/busy_s": sum(work_s), "speculation/decoupled/processes": len(work_s)}
+
+
 def _of_drafter(counts: Counts, rounds: int) -> dict[str, float]:
     always: dict[str, float] = {
         "share_of_rounds": counts.rounds / rounds,
@@ -104,6 +118,9 @@ def of_time(metrics: Mapping[str, float], seconds: Mapping[str, float]) -> dict[
         "rollout/tokens_per_s": ("rollout/tokens", "rollout"),
         "train/tokens_per_s": ("train/tokens", "train"),
     }
+    busy_s, processes = (metrics.get(f"speculation/decoupled/{name}", 0.0) for name in ("busy_s", "processes"))
+    if processes and seconds.get("rollout"):
+        spent["speculation/decoupled/utilisation"] = busy_s / (processes * seconds["rollout"])
     return spent | {
         name: metrics[tokens] / seconds[phase]
         for name, (tokens, phase) in rates.items()

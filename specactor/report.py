@@ -249,6 +249,8 @@ def speculation(run: Run) -> list[Panel]:
 
     tokens = of(("{}: accepted", "accepted", ""), ("{}: wasted", "wasted", "pale"))
     seconds = of(("{}: draft", "draft_s", "--"), ("{}: verify", "verify_s", "-"))
+    ahead = of(("drafted", "drafted_ahead", "-"), ("thrown away", "wasted_ahead", ":"))
+    lost = of(("stale tails", "stale_tails", "-"), ("dropped frames", "dropped_frames", ":"))
     return [
         ("Accept rate", "accepted / drafted", _curves(of(("{}", "accept_rate", "-")), top=1.02)),
         ("Accept length", "emitted / verifies", _curves(of(("{}", "accept_length", "-")))),
@@ -257,6 +259,14 @@ def speculation(run: Run) -> list[Panel]:
         ("Share of rounds", "stacked", _stack(of(("{}", "share_of_rounds", "")))),
         ("Drafting and verifying", "seconds per step", _curves(seconds)),
         ("Rounds", "seconds, predicted and measured", _predictions),
+        ("Drafting ahead", "draft tokens per step", _curves(ahead)),
+        ("Late drafts and messages", "per step", _curves(lost)),
+        ("Waiting for drafts", "seconds per step", _curves(of(("", "waited_s", "-")))),
+        (
+            "Drafter processes",
+            "share of the generation that they draft",
+            _curves(of(("", "utilisation", "-")), top=1.02),
+        ),
     ]
 
 

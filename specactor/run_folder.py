@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -11,6 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from specactor.config import Config
 from specactor.errors import CheckpointError, ConfigError
+from specactor.trace import Span, chrome_trace
 from specactor.trainer import checkpoint
 from specactor.types import ScoredGroup
 
@@ -79,6 +80,17 @@ class RunFolder:
         except FileNotFoundError:
             return None
         return Status(**fields | {"rank_pids": tuple(fields["rank_pids"])})
+
+    def trace(self, step: int, host: int = 0) -> Path:
+        """Of the rollout of an RL step, on one host of the job; those of host 0 have no number."""
+        return self.root / "traces" / (f"step-{step:06}" + (f"-host-{host}" if host else "") + ".json")
+
+    def write_traces(self, step: int, spans: Sequence[Mapping[str, Sequence[Span]]]) -> None:
+        """A file per host. Args: of each host, the spans of each process."""
+        for host, processes in enumerate(spans):
+            file = self.trace(step, host)
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_bytes(chrome_trace(processes))
 
     def evaluation(self, step: int) -> Path:
         """Held-out problems and the policy's greedy responses after `step` RL steps, one JSON object per line."""

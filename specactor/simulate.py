@@ -73,7 +73,8 @@ class SimulateOptions:
     """Of the logarithm of lengths: how heavy the tail is."""
     length_longest: int = 20000
     replay: str = ""
-    """Folder of a run whose lengths and acceptance are drawn instead, where it logged them."""
+    """Folder of a run whose lengths and acceptance are drawn instead, where it logged them; with --cost-table also its
+    training speed."""
     context: int = 8192
     """Tokens of a request in the KV cache, on average over the rollout."""
     acceptance: tuple[str, ...] = ("0.75",)
@@ -87,7 +88,7 @@ class SimulateOptions:
     drift: float = 0.01
     """Share of acceptance that is lost per 1,000 tokens of a response."""
     staleness: float = 0.05
-    """Share of acceptance that is lost per step without a refresh."""
+    """Share of acceptance that is lost per further step without --refresh."""
     jitter: float = 0.02
     """Standard deviation of the logarithm of engines' slowness."""
     modes: tuple[SimulatedMode, ...] = ("off", "coupled", "decoupled", "auto")
@@ -111,7 +112,7 @@ class SimulateOptions:
     sync_s: float = 2.0
     reward_s: float = 0.05
     """Of one response."""
-    refresh: Refresh = "idle"
+    refresh: Refresh = "never"
     """When the drafter is distilled: never, idle (on devices idle in the tail), after."""
     refresh_device_s: float = 512.0
     """Device-seconds of that, per step."""
@@ -320,8 +321,15 @@ def _method(options: SimulateOptions, name: str, replay: Replay | None) -> Metho
 def _train_tokens_per_s(options: SimulateOptions, replay: Replay | None) -> float:
     if options.train_tokens_per_s:
         return options.train_tokens_per_s
-    if replay and replay.train_tokens_per_s:
+    if replay and replay.train_tokens_per_s and options.cost_table:  # of the same devices as the rounds
         return replay.train_tokens_per_s / options.devices
+    if options.cost_table:
+        raise ConfigError.at(
+            "train_tokens_per_s",
+            0,
+            "> 0 with --cost-table",
+            "Give what a device trains, or --replay a run that logged it.",
+        )
     return trained_per_s(_shape(options.model), device(options.device), options.mfu)
 
 

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from types import TracebackType
 
 from specactor.rollout.decoupled.host import DrafterProcess
+from specactor.rollout.decoupled.process import Work
 from specactor.rollout.decoupled.spec import DrafterSpec
 
 LOOK_EVERY_S = 0.2
@@ -67,6 +68,12 @@ class DrafterPool:
         if self.drafters and self._watcher is None:
             self._watcher = threading.Thread(target=self._watch, name="drafters", daemon=True)
             self._watcher.start()
+
+    def work(self, *, trace: bool = False) -> dict[str, Work]:
+        """What each drafter that answers did since the last call. Args: whether to record spans from now on."""
+        with self._lock:
+            each = {f"drafter {d.spec.index}": d.work(trace=trace) for d in self.drafters if d.alive}
+        return {name: work for name, work in each.items() if work is not None}
 
     def stop(self) -> None:
         """Ends all. May be called again."""

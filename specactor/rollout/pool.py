@@ -15,8 +15,9 @@ from types import TracebackType
 
 from specactor.errors import EngineError
 from specactor.rollout.assignment import assign, merge
-from specactor.rollout.draft.counts import Counts, added
+from specactor.rollout.draft.counts import Counts, Figures, added, added_figures
 from specactor.rollout.sglang.engine import Engine, EngineDied, EngineSpec
+from specactor.trace import Span
 from specactor.types import RolloutRequest, Trajectory
 
 
@@ -132,6 +133,18 @@ class EnginePool:
         parts: list[dict[str, Counts]] = []
         self._on_living(lambda engine: parts.append(engine.speculation_counts()))
         return added(parts)
+
+    def speculation_figures(self) -> Figures:
+        """What drafters counted themselves since the last call, in all living engines."""
+        parts: list[Figures] = []
+        self._on_living(lambda engine: parts.append(engine.speculation_figures()))
+        return added_figures(parts)
+
+    def trace(self, *, on: bool) -> dict[str, list[Span]]:
+        """Per living engine what was recorded since the last call; record from now on, or do not."""
+        spans: dict[str, list[Span]] = {}
+        self._on_living(lambda engine: spans.__setitem__(f"engine {engine.index}", engine.trace(on=on)))
+        return {name: spans[name] for name in sorted(spans)}
 
     def set_version(self, version: int) -> None:
         """States which weights the engines hold now."""

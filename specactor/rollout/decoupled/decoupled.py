@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from specactor.rollout.decoupled.patience import MAX_WAIT_S, Patience
+from specactor.rollout.decoupled.patience import Patience
 from specactor.rollout.decoupled.tails import Tails
 from specactor.rollout.decoupled.transport import EngineKeys, Link, ZmqLink, new_session
 from specactor.rollout.draft.drafter import Drafter, DraftSequence
@@ -49,6 +49,7 @@ class Decoupled(Drafter):
     """Call `stop` in the end; else it happens when the object goes."""
 
     name = "decoupled"
+    drafts_ahead = True
 
     def __init__(
         self,
@@ -66,13 +67,21 @@ class Decoupled(Drafter):
         self._clock = clock
         self._given: dict[str, int] = {}
         """Requests that got a draft in the last round, and the output that they had."""
-        self._is_behind = False
-        """Drafters have just been told of what was decoded plainly, without them."""
         self._ended_s: float | None = None
         self._proposed = 0
         self._waited_s = 0.0
         self._waits = 0
+        self._told: dict[str, float] = {}
+        """Figures as of the last call."""
         self._finalizer = weakref.finalize(self, link.close)
+
+    def is_there(self) -> bool:
+        """Whether any drafter answers. One that did not is asked by a beat, and by nothing else."""
+        if not self.tails.live:
+            now_s = self._clock()
+            self._send(now_s)
+            self._receive(now_s)
+        return bool(self.tails.live)
 
     def open(self, sequence: DraftSequence) -> None:
         self.tails.open(
@@ -81,8 +90,6 @@ class Decoupled(Drafter):
 
     def commit(self, sequence: DraftSequence, tokens: Sequence[int]) -> None:
         self.tails.commit(sequence.request_id)
-        if len(tokens) > self.tails.window + 1:
-            self._is_behind = True
 
     def close(self, sequence: DraftSequence) -> None:
         self.tails.close(sequence.request_id)
@@ -97,6 +104,7 @@ class Decoupled(Drafter):
         names = [sequence.request_id for sequence in sequences]
         drafts = self.tails.drafts(names, windows)
         self._wait_for(names, windows, drafts)
+        self.expects = 2 * self.tails.num_owed(names) > len(names)
         self._given = {s.request_id: len(s.output_ids) for s, tokens in zip(sequences, drafts, strict=True) if tokens}
         self._proposed += sum(map(len, drafts))
         self._ended_s = self._clock()
@@ -115,6 +123,22 @@ class Decoupled(Drafter):
             waits=self._waits,
             dropped=dict(tails.drops.counts),
         )
+
+    def figures(self) -> dict[str, float]:
+        report = self.report()
+        ordinary = sum(report.dropped.get(reason, 0) for reason in ("stale", "late"))
+        now: dict[str, float] = {
+            "waited_s": report.waited_s,
+            "branched": report.branched,
+            "drafted_ahead": report.drafted_ahead,
+            "wasted_ahead": report.wasted_ahead,
+            "stale_tails": report.dropped.get("stale", 0),
+            "dropped_frames": sum(report.dropped.values()) - ordinary,
+        }
+        before, self._told = self._told, now
+        fresh = {name: value - before.get(name, 0) for name, value in now.items()}
+        fresh = {name: now[name] if value < 0 else value for name, value in fresh.items()}  # a drafter began anew
+        return fresh | {"live_drafters": report.drafters}
 
     def stop(self) -> None:
         """Tell the drafters that all is over, and disconnect."""
@@ -151,17 +175,11 @@ class Decoupled(Drafter):
             tails.waits_s.clear()
 
     def _wait_for(self, names: Sequence[str], windows: Sequence[int], drafts: list[list[int]]) -> None:
-        """Put drafts that come while waiting for them pays into `drafts`.
-
-        After rounds without drafters, what they would have had by now is waited for: such a round is a look at how good
-        they are, and looks are rare in proportion to what they cost.
-        """
-        behind, self._is_behind = self._is_behind, False
-        enough = list(windows) if behind else [min(1, window) for window in windows]
-        missing = [i for i, count in enumerate(enough) if len(drafts[i]) < count]
+        """Put drafts that come while waiting for them pays into `drafts`."""
+        missing = [i for i, window in enumerate(windows) if window and not drafts[i]]
         if not missing or not self.tails.live:
             return
-        wait_s, expected = (MAX_WAIT_S, 0.0) if behind else self.patience.bound(len(names), len(missing))
+        wait_s, expected = self.patience.bound(len(names), len(missing))
         if wait_s <= 0:
             return
         began_s = now_s = self._clock()
@@ -172,10 +190,11 @@ class Decoupled(Drafter):
             found = self.tails.drafts([names[i] for i in missing], [windows[i] for i in missing])
             for i, draft in zip(missing, found, strict=True):
                 drafts[i] = draft
-            missing = [i for i in missing if len(drafts[i]) < enough[i]]
-        if not behind:
-            self.patience.kept(expected, before - len(missing))
-        self._waited_s += self._clock() - began_s
+            missing = [i for i in missing if not drafts[i]]
+        self.patience.kept(expected, before - len(missing))
+        ended_s = self._clock()
+        self.recorder.span("rounds", "wait for drafts", began_s, ended_s, missing=before, arrived=before - len(missing))
+        self._waited_s += ended_s - began_s
         self._waits += 1
 
 

@@ -6,7 +6,9 @@ memory; when the owner dies, in whatever way, the process ends by itself (`guard
 
 from __future__ import annotations
 
+import contextlib
 import os
+import select
 import time
 from dataclasses import replace
 
@@ -14,11 +16,15 @@ import msgspec
 
 from specactor.cpu import sglang as cpu
 from specactor.errors import EngineError
-from specactor.rollout.decoupled.spec import DrafterSpec, Started
+from specactor.rollout.decoupled.process import Work
+from specactor.rollout.decoupled.spec import TRACE, WORK, DrafterSpec, Started
 from specactor.rollout.sglang.guarded import Guarded
 
 MODULE = "specactor.rollout.decoupled.main"
 _MAX_LINE_BYTES = 1 << 20
+_MAX_WORK_BYTES = 1 << 26
+WORK_TIMEOUT_S = 5.0
+"""A batch of a draft model that reads many prompts can take seconds."""
 
 
 class DrafterProcess:
@@ -28,6 +34,7 @@ class DrafterProcess:
         """Starts it and returns at once; `wait_ready` tells how it went."""
         self.spec = spec
         self.started: Started | None = None
+        self._is_silent = False
         self._process = Guarded(MODULE, environment=cpu.process_environment((spec.device,)), log_file=spec.log_file)
         try:
             self._process.connection.sendall(msgspec.json.encode(replace(spec, core=_core(spec.device))) + b"\n")
@@ -64,6 +71,20 @@ class DrafterProcess:
         self.started = started
         return started
 
+    def work(self, *, trace: bool, timeout_s: float = WORK_TIMEOUT_S) -> Work | None:
+        """What it did since it was asked last; None if it does not say, or not in time, and then never again.
+
+        Args: whether it shall record spans from now on.
+        """
+        if self._is_silent or not self._has_started():
+            return None
+        try:
+            self._process.connection.sendall((TRACE if trace else WORK) + b"\n")
+            return msgspec.json.decode(self._line(time.monotonic() + timeout_s, _MAX_WORK_BYTES), type=Work)
+        except (OSError, msgspec.DecodeError):  # the answer to this question may come yet, and be taken for another's
+            self._is_silent = True
+            return None
+
     def stop(self) -> None:
         """Orderly end; falls back to `kill`. Harmless when it is gone."""
         self._process.connection.close()
@@ -81,10 +102,17 @@ class DrafterProcess:
         """Last lines of the log."""
         return self._process.log_tail()
 
-    def _line(self, deadline: float) -> bytes:
+    def _has_started(self) -> bool:
+        """Without waiting for it."""
+        if self.started is None and select.select([self._process.connection], [], [], 0)[0]:
+            with contextlib.suppress(EngineError):  # then it is gone, which its owner will see
+                self.wait_ready()
+        return self.started is not None
+
+    def _line(self, deadline: float, most: int = _MAX_LINE_BYTES) -> bytes:
         """What the process says first; nothing if it died. Raises TimeoutError."""
         data = b""
-        while not data.endswith(b"\n") and len(data) < _MAX_LINE_BYTES:
+        while not data.endswith(b"\n") and len(data) < most:
             self._process.connection.settimeout(max(0.001, deadline - time.monotonic()))
             try:
                 part = self._process.connection.recv(_MAX_LINE_BYTES)

@@ -1,8 +1,8 @@
 """A drafter process: ``python -m specactor.rollout.decoupled.main --fd N``, N an inherited socket to its owner.
 
 It becomes the guard of its own child, which alone imports torch and SGLang. The owner sends a `DrafterSpec` as one line
-of JSON and gets a `Started` back; then the socket is silent, and its end is the end of the process. Standard output and
-error are the log.
+of JSON and gets a `Started` back; later it may ask, in a line of WORK or TRACE, for the `Work` since it asked last. The
+end of the socket is the end of the process. Standard output and error are the log.
 """
 
 from __future__ import annotations
@@ -35,10 +35,11 @@ def main() -> None:
 
 
 def _draft(owner: socket) -> None:
-    from specactor.rollout.decoupled.process import Ready, serve
-    from specactor.rollout.decoupled.spec import DrafterSpec, Started
+    from specactor.rollout.decoupled.process import Loop, Ready, serve
+    from specactor.rollout.decoupled.spec import TRACE, DrafterSpec, Started
 
-    line = owner.makefile("rb").readline()
+    lines = owner.makefile("rb")
+    line = lines.readline()
     if not line:
         return  # the owner is gone
 
@@ -47,6 +48,13 @@ def _draft(owner: socket) -> None:
 
     def ready(told: Ready) -> None:
         tell(Started(endpoint=told.endpoint, pid=told.pid, version=told.version))
+
+    def answer(loop: Loop) -> bool:
+        asked = lines.readline()
+        if not asked:
+            return False  # the owner is gone
+        owner.sendall(msgspec.json.encode(loop.work(trace=asked.strip() == TRACE)) + b"\n")
+        return True
 
     try:
         spec = msgspec.json.decode(line, type=DrafterSpec)
@@ -60,6 +68,7 @@ def _draft(owner: socket) -> None:
             max_tokens=max_tokens,
             owner_fd=owner.fileno(),
             on_ready=ready,
+            on_owner=answer,
         )
     except Exception as error:  # the boundary of the process: the owner reports it, if it still waits
         traceback.print_exc()

@@ -69,6 +69,11 @@ class Mirrors:
         return self._reserved
 
     @property
+    def num_wasted(self) -> int:
+        """Draft tokens thrown away, of the engines that are known now."""
+        return sum(session.wasted for session in self._sessions.values())
+
+    @property
     def num_requests(self) -> int:
         return len(self._oldest)
 

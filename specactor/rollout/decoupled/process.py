@@ -22,6 +22,7 @@ from specactor.rollout.decoupled.branches import RunnerUps
 from specactor.rollout.decoupled.continuer import Continuer
 from specactor.rollout.decoupled.mirrors import Mirrors
 from specactor.rollout.decoupled.transport import DrafterKeys, Hub, new_session
+from specactor.trace import Recorder, Span
 
 IDLE_S = 0.5
 """Between two looks at the parent and at engines that have fallen silent."""
@@ -41,6 +42,15 @@ class Ready(msgspec.Struct, frozen=True, kw_only=True):
     """Of the weights that it drafts with."""
 
 
+class Work(msgspec.Struct, frozen=True, kw_only=True):
+    """What the process did since the last time that it was asked."""
+
+    busy_s: float
+    """Of drafting."""
+    spans: list[Span]
+    """While they were recorded."""
+
+
 def serve(
     continuer: Continuer,
     *,
@@ -50,11 +60,12 @@ def serve(
     max_tokens: int = 4_000_000,
     max_lanes: int = MAX_LANES,
     owner_fd: int | None = None,
+    on_owner: Callable[[Loop], bool] = lambda loop: False,
 ) -> None:
     """Runs until it is to end; to be called from the main thread.
 
-    Args: where to listen; bound of all requests' tokens; a file of whose end the process shall not outlive. Raises
-    ConfigError for an endpoint that cannot be had.
+    Args: where to listen; bound of all requests' tokens; a file that the owner writes to, and what is called when there
+    is something to read: whether to go on. Raises ConfigError for an endpoint that cannot be had.
     """
     parent = os.getppid()
     hub = Hub(endpoint, keys=keys)
@@ -64,7 +75,11 @@ def serve(
             files = [terminated] if owner_fd is None else [terminated, owner_fd]
             on_ready(Ready(endpoint=hub.endpoint, pid=os.getpid(), version=continuer.version))
             while os.getppid() == parent:
-                if hub.wait(0.0 if loop.busy else IDLE_S, files):
+                began_s = time.perf_counter()
+                told = hub.wait(0.0 if loop.busy else IDLE_S, files)
+                if not loop.busy:
+                    loop.recorder.span("draft", "idle", began_s, time.perf_counter())
+                if terminated in told or (told and not on_owner(loop)):
                     break
                 loop.turn()
     finally:
@@ -88,6 +103,8 @@ class Loop:
         self.mirrors = Mirrors(new_session(), max_tokens=max_tokens, branching=self._guessing is not None)
         self.busy = False
         """The next turn need not wait for anything to arrive."""
+        self.recorder = Recorder()
+        self._busy_s = 0.0
         self._continuer = continuer
         self._hub = hub
         self._max_lanes = max_lanes
@@ -97,18 +114,31 @@ class Loop:
         """Take in what has arrived, draft for one batch, send."""
         mirrors, continuer = self.mirrors, self._continuer
         now_s = self._clock()
+        wasted = mirrors.num_wasted
         for session, frame in self._hub.receive():
             mirrors.receive(session, frame, now_s)
         mirrors.tick(now_s)
+        if mirrors.num_wasted > wasted:
+            self.recorder.instant("commits", "rollback", time.perf_counter(), tokens=mirrors.num_wasted - wasted)
         for key in mirrors.forgotten():
             continuer.forget(key)
         self._send()  # an engine that asks whether anybody is here need not wait for the draft
         lanes = mirrors.wanted(self._max_lanes)
         if lanes:
+            began_s = time.perf_counter()
             drafts = continuer.extend(lanes)
+            ended_s = time.perf_counter()
+            self._busy_s += ended_s - began_s
+            self.recorder.span("draft", "draft", began_s, ended_s, requests=len(lanes), tokens=sum(map(len, drafts)))
             mirrors.extended(lanes, drafts, None if self._guessing is None else self._guessing.runner_ups())
             self._send()
         self.busy = bool(lanes)
+
+    def work(self, *, trace: bool) -> Work:
+        """Since the last call. Args: whether to record spans from now on."""
+        work = Work(busy_s=self._busy_s, spans=self.recorder.take())
+        self._busy_s, self.recorder.on = 0.0, trace
+        return work
 
     def _send(self) -> None:
         now_s = self._clock()

@@ -9,6 +9,11 @@ import msgspec
 
 from specactor.rollout.decoupled.transport import DrafterKeys
 
+WORK = b"work"
+"""What the process did since it was asked last."""
+TRACE = b"trace"
+"""The same, and record spans from now on."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class DrafterSpec:

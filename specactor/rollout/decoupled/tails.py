@@ -53,6 +53,8 @@ class _Request:
     drafter: int | None = None
     told: int = 0
     """Output tokens that the drafter was told of."""
+    owed_from: int | None = 0
+    """It was told of much at once, up to here, and has not answered since."""
     opened_s: float = float("-inf")
     tail: Tail | None = None
     tokens: list[int] | None = None
@@ -168,6 +170,11 @@ class Tails:
             del self._by_number[request.number]
             self._leave(request)
 
+    def num_owed(self, names: Sequence[str]) -> int:
+        """Of these requests, those whose drafters have been told of more than a window, and have not answered yet."""
+        requests = map(self._requests.get, names)
+        return sum(r is not None and r.drafter is not None and r.owed_from is not None for r in requests)
+
     def close_all(self) -> None:
         """The engine ends. What is sent then tells every drafter so, also those that seem to be gone."""
         for name in list(self._requests):
@@ -264,6 +271,8 @@ class Tails:
             if tail.wait_us:
                 self.waits_s.append(tail.wait_us / 1e6)
             base, last = tail.base, request.tail
+            if request.owed_from is not None and base >= request.owed_from:
+                request.owed_from = None
             if base > request.told:
                 self.drops.add("future", f"tail at {base} from drafter {index}, which was told of {request.told}")
             elif base + len(tail.tokens) // TOKEN_BYTES <= len(request.output_ids) or (
@@ -300,6 +309,8 @@ class Tails:
             fresh = request.output_ids[request.told :]
             records.append(Commit(request=number, position=request.told, tokens=fresh))
             request.told += len(fresh)
+            if len(fresh) > self.window + 1:
+                request.owed_from = request.told
         drafter.closed.clear()
         drafter.unopened.clear()
         drafter.grown.clear()
@@ -314,7 +325,7 @@ class Tails:
 
     def _opening(self, request: _Request, now_s: float) -> Open:
         request.opened_s = now_s
-        request.told = len(request.output_ids)
+        request.told = request.owed_from = len(request.output_ids)
         return Open(
             request=request.number,
             prompt_ids=list(request.prompt_ids),

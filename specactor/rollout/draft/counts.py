@@ -95,6 +95,10 @@ class Counts(msgspec.Struct, kw_only=True):
         return msgspec.convert(summed, Counts)
 
 
+Figures = dict[str, dict[str, float]]
+"""What drafters count themselves: per drafter, by the names of `metrics.SPECULATION`."""
+
+
 def _add_at(positions: list[int], lengths: Sequence[int]) -> None:
     """Adds the tokens of all requests, `lengths` of each, at their positions."""
     longest = max(lengths)
@@ -113,4 +117,15 @@ def added(parts: Iterable[Mapping[str, Counts]]) -> dict[str, Counts]:
     for part in parts:
         for name, counts in part.items():
             sums[name] = sums.get(name, Counts()) + counts
+    return sums
+
+
+def added_figures(parts: Iterable[Figures]) -> Figures:
+    """Sums per drafter and name."""
+    sums: Figures = {}
+    for part in parts:
+        for drafter, figures in part.items():
+            own = sums.setdefault(drafter, {})
+            for name, value in figures.items():
+                own[name] = own.get(name, 0.0) + value
     return sums

@@ -11,6 +11,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from specactor.trace import Recorder
+
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class DraftSequence:
@@ -35,6 +37,17 @@ class Drafter(ABC):
     """As recipes and metrics call it."""
     drafts_first: bool = True
     """Whether drafting costs so little that it comes before windows are chosen, at the largest window."""
+    drafts_ahead: bool = False
+    """Whether it drafts elsewhere, while the engine goes on, for requests that it has heard of. It learns nothing from
+    requests that have ended."""
+    recorder: Recorder = Recorder()
+    """Of the engine's trace; off unless the engine gives another."""
+    expects: bool = False
+    """After `propose`: most of what was asked for is on its way, and not there yet."""
+
+    def is_there(self) -> bool:
+        """Whether it can have drafts at all now. Asked every round; one that is not there is not asked for drafts."""
+        return True
 
     @abstractmethod
     def propose(self, sequences: Sequence[DraftSequence], windows: Sequence[int]) -> list[list[int]]:
@@ -54,3 +67,11 @@ class Drafter(ABC):
 
     def policy_changed(self) -> None:  # noqa: B027  (optional)
         """The target has new weights; no request is running."""
+
+    def figures(self) -> dict[str, float]:
+        """Counts and seconds of its own since the last call, by their names in `metrics.SPECULATION`; those of several
+        engines are added."""
+        return {}
+
+    def stop(self) -> None:  # noqa: B027  (optional)
+        """Nobody will ask again. Harmless the second time."""

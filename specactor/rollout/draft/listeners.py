@@ -2,7 +2,8 @@
 
 To take in a text costs a drafter over text some microseconds per token, which is a tenth of plain decoding where many
 requests run. So while decoding is plain it is told nothing, and then only of the prompts that it is asked for: of their
-running requests, and of those that have ended since.
+running requests, and of those that have ended since. One that drafts ahead, elsewhere, is told of the requests that it
+is asked for alone.
 
 Invariants: when a drafter is asked for a request, it knows all of its text, and the text of all requests with its
 prompt that it has not forgotten; a drafter hears of a request in order (open, commit, close) and of each token once;
@@ -27,16 +28,25 @@ _Prompt = tuple[int, ...]
 
 
 @dataclass(slots=True)
+class _Told:
+    """What some drafters know of a request."""
+
+    tokens: int
+    """Of its output."""
+    is_open: bool = False
+
+
+@dataclass(slots=True)
 class _Heard:
     """What drafters know of a request."""
 
     sequence: DraftSequence
-    told: int
-    """Tokens of its output that drafters over text know."""
+    texts: _Told
+    """Drafters over text."""
+    ahead: _Told
+    """Those that draft ahead."""
     told_others: int
-    """The same, of other drafters."""
-    is_open: bool = False
-    """For drafters over text. For others it is."""
+    """Tokens of its output that other drafters know, for whom it is open."""
 
 
 class Listeners:
@@ -45,8 +55,9 @@ class Listeners:
     def __init__(
         self, drafters: Sequence[Drafter], *, max_tokens: int, on_failure: Callable[[str], None] = lambda name: None
     ) -> None:
-        self._texts = [drafter for drafter in drafters if drafter.drafts_first]
-        self._others = [drafter for drafter in drafters if not drafter.drafts_first]
+        self._ahead = [drafter for drafter in drafters if drafter.drafts_ahead]
+        self._texts = [drafter for drafter in drafters if drafter.drafts_first and not drafter.drafts_ahead]
+        self._others = [drafter for drafter in drafters if not (drafter.drafts_first or drafter.drafts_ahead)]
         self._max_tokens = max_tokens
         self._on_failure = on_failure
         self._failures = {drafter.name: 0 for drafter in drafters}
@@ -61,18 +72,20 @@ class Listeners:
 
     def open(self, sequence: DraftSequence) -> None:
         known = len(sequence.output_ids)
-        heard = self._running[sequence.request_id] = _Heard(sequence, known, known)
+        heard = self._running[sequence.request_id] = _Heard(sequence, _Told(known), _Told(known), known)
         for drafter in self._others:
             self.call(drafter, drafter.open, sequence)
         if not self.later:
             self._tell_ended(sequence.prompt_ids)
             self._tell(heard)
+            self._tell_ahead(heard)
 
     def commit(self, sequence: DraftSequence) -> None:
         """Tokens were appended to its output."""
         if not self.later:
             heard = self._running[sequence.request_id]
             self._tell(heard)
+            self._tell_ahead(heard)
             self._tell_others(heard)
 
     def close(self, sequence: DraftSequence) -> None:
@@ -83,7 +96,7 @@ class Listeners:
             self._tell(heard)
             self._close(heard)
         self._tell_others(heard)
-        for drafter in self._others:
+        for drafter in [*self._others, *(self._ahead if heard.ahead.is_open else ())]:
             self.call(drafter, drafter.close, sequence)
 
     def pause(self) -> None:
@@ -96,16 +109,19 @@ class Listeners:
             return
         if sequences is None:
             self.later = False
-            told = list(self._running.values())
+            asked = told = list(self._running.values())
         else:
-            asked = {sequence.prompt_ids for sequence in sequences}
-            told = [heard for heard in self._running.values() if heard.sequence.prompt_ids in asked]
+            asked = [self._running[sequence.request_id] for sequence in sequences]
+            prompts = {sequence.prompt_ids for sequence in sequences}
+            told = [heard for heard in self._running.values() if heard.sequence.prompt_ids in prompts]
         for prompt in dict.fromkeys(heard.sequence.prompt_ids for heard in told):
             self._tell_ended(prompt)
         for heard in told:
             self._tell(heard)
             if sequences is None:
                 self._tell_others(heard)
+        for heard in asked:
+            self._tell_ahead(heard)
 
     def call(self, drafter: Drafter, action: Callable[..., object], *args: object) -> None:
         """A drafter that raises costs its drafts and no more."""
@@ -125,16 +141,23 @@ class Listeners:
 
     def _tell(self, heard: _Heard) -> None:
         """Drafters over text get what they do not know of a request."""
-        sequence = heard.sequence
-        fresh = sequence.output_ids[heard.told :]
-        if not heard.is_open:
-            heard.is_open = True
-            del sequence.output_ids[heard.told :]  # when a request is opened, nothing of it was committed yet
-            for drafter in self._texts:
+        if self._texts:
+            self._tell_to(self._texts, heard.sequence, heard.texts)
+
+    def _tell_ahead(self, heard: _Heard) -> None:
+        if self._ahead:
+            self._tell_to(self._ahead, heard.sequence, heard.ahead)
+
+    def _tell_to(self, drafters: Sequence[Drafter], sequence: DraftSequence, told: _Told) -> None:
+        fresh = sequence.output_ids[told.tokens :]
+        if not told.is_open:
+            told.is_open = True
+            del sequence.output_ids[told.tokens :]  # when a request is opened, nothing of it was committed yet
+            for drafter in drafters:
                 self.call(drafter, drafter.open, sequence)
             sequence.output_ids.extend(fresh)
-        heard.told += len(fresh)
-        for drafter in self._texts if fresh else ():
+        told.tokens += len(fresh)
+        for drafter in drafters if fresh else ():
             self.call(drafter, drafter.commit, sequence, fresh)
 
     def _tell_others(self, heard: _Heard) -> None:
@@ -150,13 +173,15 @@ class Listeners:
 
     def _wait(self, heard: _Heard) -> None:
         """The request has ended; drafters over text hear of it when its prompt is asked for."""
+        if not self._texts:
+            return
         self._ended.setdefault(heard.sequence.prompt_ids, []).append(heard)
         self._waiting_tokens += _waiting(heard)
         while self._waiting_tokens > self._max_tokens:
             _, dropped = self._ended.popitem(last=False)
             self._waiting_tokens -= sum(map(_waiting, dropped))
             for old in dropped:
-                if old.is_open:
+                if old.texts.is_open:
                     self._close(old)
 
     def _tell_ended(self, prompt: _Prompt) -> None:
@@ -168,4 +193,4 @@ class Listeners:
 
 def _waiting(heard: _Heard) -> int:
     """Tokens of its output that drafters over text do not know."""
-    return len(heard.sequence.output_ids) - heard.told
+    return len(heard.sequence.output_ids) - heard.texts.tokens

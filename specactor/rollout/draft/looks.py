@@ -7,6 +7,9 @@ between two doubles, up to LOOK_AT_LEAST_EVERY rounds, and a look that took long
 it LOOK_SHARE of them, up to MAX_REST. Beside these there are looks in every round as long as rounds with drafts have
 saved more than such looks cost: with few requests, a round in which nobody has a draft is no sign that drafting does
 not pay. Only the past is used.
+
+A drafter that drafts ahead hears of requests at a look, and has drafts some rounds later. So a look that has to wait
+for it is taken up again after 1, 2, 4, .. rounds, until it can keep up or it was so MOST_TRIES times.
 """
 
 from __future__ import annotations
@@ -27,13 +30,15 @@ SAVINGS_SHARE = 0.5
 """Of the seconds that drafting saved, what looks in every round may take."""
 MOST_IN_A_ROW = 32
 """Looks in every round, one after the other, that savings pay for at most."""
+MOST_TRIES = 6
+"""Times that a look is taken up again, since drafts are still on their way."""
 MAX_REST = 4096
 """Rounds between two looks, however long they take."""
 RISE = 1.1
 """A look has found something if a drafter's estimated acceptance has risen by this factor."""
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True)
 class Look:
     """What was drafted for one request."""
 
@@ -50,6 +55,28 @@ class Look:
             yield name, len(draft), common(draft, emitted)
 
 
+class Looks:
+    """Of the running requests, at most one at a time of each."""
+
+    def __init__(self) -> None:
+        self._looks: dict[str, Look] = {}
+
+    def keep(self, request_id: str, look: Look) -> None:
+        """Unless there is one that is not over."""
+        self._looks.setdefault(request_id, look)
+
+    def over(self, request_id: str, output_ids: Sequence[int]) -> Iterator[tuple[str, int, int, int]]:
+        """(drafter, draft tokens, how many are equal, tokens asked for), once enough was emitted."""
+        look = self._looks.get(request_id)
+        if look is not None and len(output_ids) >= look.start + look.asked:
+            del self._looks[request_id]
+            for drafter, drafted, agreed in look.agreed(output_ids):
+                yield drafter, drafted, agreed, look.asked
+
+    def forget(self, request_id: str) -> None:
+        self._looks.pop(request_id, None)
+
+
 class Rest:
     """When to look again."""
 
@@ -61,6 +88,7 @@ class Rest:
         """Drafting pays, or may pay now: plain decoding, if it comes again, is looked at soon."""
         self._rounds, self._interval, self._pause = 0, LOOK_EVERY, LOOK_EVERY
         self._lowest: dict[str, float] = {}
+        self._end_look()
 
     def saved(self, seconds: float) -> None:
         """By a round with drafts, over plain decoding of what it emitted; less than 0: lost."""
@@ -74,7 +102,29 @@ class Rest:
     @property
     def is_long(self) -> bool:
         """Whether this is no look in every round."""
-        return self._pause >= LOOK_EVERY
+        return self._pause >= LOOK_EVERY if self._tries == 0 else self._was_long
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether the look that is to come was begun before."""
+        return self._tries > 0
+
+    def waits(self, expects: bool, *, look_s: float) -> bool:
+        """Whether the look that is made now is to be taken up again, in the next round if drafters can keep up by now.
+
+        Args: drafts are on their way; seconds of the look since the last call.
+        """
+        keeps_up = not expects and self._pause == 1
+        if self._tries >= MOST_TRIES or not (expects or self._tries) or keeps_up:
+            return False
+        self._was_long = self.is_long
+        self._rounds, self._pause = 0, 1 << self._tries if expects else 1
+        self._tries += 1
+        self._look_s += look_s
+        return True
+
+    def _end_look(self) -> None:
+        self._tries, self._look_s, self._was_long = 0, 0.0, False
 
     def over(self) -> bool:
         """A plain round is to come; whether to look in it."""
@@ -84,9 +134,12 @@ class Rest:
     def looked(self, rates: Mapping[str, float], *, look_s: float, plain_s: float) -> None:
         """Drafting would not pay in this round.
 
-        Args: each drafter's acceptance as estimated before this look; seconds of the look, and of a plain round.
+        Args: each drafter's acceptance as estimated before this look; seconds of the look since `wait`, and of a plain
+        round.
         """
         self._rounds = 0
+        look_s += self._look_s
+        self._end_look()
         self._saved_s = min(self._saved_s, MOST_IN_A_ROW * look_s)
         if self._saved_s > look_s > 0:
             self._saved_s -= look_s

@@ -29,14 +29,16 @@ from specactor.rollout.draft.counts import Counts
 from specactor.rollout.draft.decision import Decision
 from specactor.rollout.draft.drafter import Drafter, DraftSequence
 from specactor.rollout.draft.listeners import Listeners
-from specactor.rollout.draft.looks import MAX_REST, Look, Rest
+from specactor.rollout.draft.looks import MAX_REST, Look, Looks, Rest
+from specactor.rollout.draft.methods import Methods
 from specactor.rollout.draft.options import Costs, Part, of_drafter, of_trees
-from specactor.rollout.draft.trees import Candidates, Drafts, Merging, fitted
-from specactor.rollout.draft.verification import Credit, credits_of, existing
+from specactor.rollout.draft.trees import Candidates, Drafts, Merging
+from specactor.rollout.draft.verification import Credit, credits_of
 from specactor.rollout.planning.acceptance import AcceptanceModel
 from specactor.rollout.planning.costs import CostTable
 from specactor.rollout.planning.online_costs import OnlineCosts
 from specactor.rollout.planning.windows import OFF, Choice, Option, choose
+from specactor.trace import Recorder
 
 NEW_POLICY_WEIGHT = 0.5
 """What evidence about acceptance is worth after the policy has changed."""
@@ -44,6 +46,8 @@ LOOK_WEIGHT = 0.5
 """What evidence about acceptance is worth after a rest, when a look brings new."""
 LOOKED_AT = 16
 """Requests that a look drafts for, of more."""
+MOST_FRUITLESS = 16
+"""Rounds in a row without any draft, before costs are known, after which it is tried as seldom as one looks."""
 
 _LOG = logging.getLogger(__name__)
 
@@ -72,35 +76,33 @@ class Speculator:
         self.counts: dict[str, Counts] = {name: Counts() for name in (OFF, *self.drafters)}
         self.acceptance = {name: AcceptanceModel(max_window=config.max_window) for name in self.drafters}
         self.merging = Merging(list(self.drafters), max_window=config.max_window)
-        self.vocab_size: int | None = None
-        """Tokens from this one on do not exist; None: all do. Drafts end before one that does not."""
         self.costs = OnlineCosts(_table(config))
         self._clock = clock
         self._current = OFF
         self._listeners = Listeners(drafters, max_tokens=config.history_tokens, on_failure=self._failed)
-        self._looks: dict[str, Look | None] = {}  # of the running requests
+        self.methods = Methods(drafters, self._listeners, config)
+        self._looks = Looks()
         self._rest = Rest()
         self._num_looks = 0
+        self._recorder = Recorder()
+        self._fruitless = 0
+        """Rounds in a row in which drafts were asked for and there were none, before costs were known."""
         self._is_steady = False
         """Whether the drafters have nothing to catch up with in this round, so that its times are those of others."""
         self._decision = Decision(drafter=OFF, windows=[], drafts=[])
 
     def open(self, sequence: DraftSequence) -> None:
-        self._looks[sequence.request_id] = None
         self._listeners.open(sequence)
 
     def commit(self, sequence: DraftSequence, tokens: Sequence[int]) -> None:
         """`tokens` were appended to the sequence's output. While decoding is plain, drafters are told later, and of
         many tokens at once."""
         self._listeners.commit(sequence)
-        look = self._looks[sequence.request_id]
-        if look is not None and len(sequence.output_ids) >= look.start + look.asked:
-            self._looks[sequence.request_id] = None
-            for name, drafted, agreed in look.agreed(sequence.output_ids):
-                self.acceptance[name].observe(sequence.request_id, drafted, agreed, asked=look.asked)
+        for name, drafted, agreed, asked in self._looks.over(sequence.request_id, sequence.output_ids):
+            self.acceptance[name].observe(sequence.request_id, drafted, agreed, asked=asked)
 
     def close(self, sequence: DraftSequence) -> None:
-        del self._looks[sequence.request_id]
+        self._looks.forget(sequence.request_id)
         for acceptance in self.acceptance.values():
             acceptance.forget(sequence.request_id)
         self.merging.forget(sequence.request_id)
@@ -122,18 +124,21 @@ class Speculator:
         caps = [max(0, min(limit, self.config.max_window)) for limit in limits]
         requests = len(sequences)
         known = self.config.window is None and self.costs.table is not None
-        if known and (not any(caps) or self._resting()):
+        if (known and not any(caps)) or self._resting():
             self._listeners.pause()
             self._decision = self._plain(requests)
             return self._decision
         started = self._clock()
+        self.methods.find()
+        if not self.methods.there:
+            self._listeners.pause()
+            self._decision = self._plain(requests)
+            return self._decision
         if known:
             decision = self._best(sequences, caps, max_branches)
         else:
-            self._listeners.resume()
-            window = self.config.window
-            most = self.costs.wanted(self.config.max_window) if window is None else window
-            decision = self._fixed(sequences, [min(cap, most) for cap in caps], max_branches)
+            self._is_steady = not self._listeners.later
+            decision = self._tried(sequences, caps, max_branches)
         decision.draft_s = self._clock() - started
         self._decision = decision
         return decision
@@ -142,15 +147,17 @@ class Speculator:
     def rest(self) -> int:
         """After `decide`: rounds from the next on that will be plain, whatever comes; `decide` need not be asked, and
         nothing committed, until these are over."""
+        if not self.methods.there:
+            return self.methods.rest
         if self.config.window is not None:
             return 0 if self.config.window else MAX_REST
-        if self.costs.table is None:
-            return int(self.costs.plain_is_next())
-        return self._rest.left if self._may_rest() else 0
+        if self._may_rest():
+            return self._rest.left
+        return int(self.costs.table is None and self.costs.plain_is_next())
 
     def rested(self, requests: int, *, round_s: float) -> None:
         """A plain round has ended, of those that `rest` promised; its seconds."""
-        if self.config.window is None:  # with a window of 0 drafters listen, so that they know of what others will ask
+        if self.config.window is None or not self.methods.there:
             self._listeners.pause()
         if self._may_rest():
             self._rest.over()
@@ -161,7 +168,7 @@ class Speculator:
     def draft(self, drafter: str, sequences: Sequence[DraftSequence], windows: Sequence[int]) -> list[list[int]]:
         """The drafts of a decision that left them to all ranks; those that did not decide must call it too."""
         started = self._clock()
-        drafts = self._draft(drafter, sequences, windows)
+        drafts = self.methods.draft(drafter, sequences, windows)
         if self._decision.together:
             self._decision.drafts = drafts
             self._decision.draft_s += self._clock() - started
@@ -239,19 +246,27 @@ class Speculator:
         report, self.counts = self.counts, {name: Counts() for name in self.counts}
         return report
 
-    def _fixed(self, sequences: Sequence[DraftSequence], windows: list[int], max_branches: int) -> Decision:
-        """The first drafter that works, or all that draft first."""
-        name = next((name for name in self.drafters if self._listeners.works(name)), OFF)
-        if name == OFF or not any(windows):
-            return Decision(drafter=OFF, windows=[0] * len(windows), drafts=[[] for _ in windows])
-        decision = Decision(drafter=name, windows=windows, depth=max(windows), drafts=[[] for _ in windows])
-        if not self.drafters[name].drafts_first:
-            decision.together = True
-        elif self.config.merge:
-            drafts = self._first_drafts(sequences, windows)
-            decision.take(fitted(drafts, max_tokens=self.config.max_window, max_branches=max_branches))
-        else:
-            decision.drafts = self._draft(name, sequences, windows)
+    def record(self, recorder: Recorder) -> None:
+        """Where this and the drafters write what they do when."""
+        self._recorder = recorder
+        for drafter in self.drafters.values():
+            drafter.recorder = recorder
+
+    def _tried(self, sequences: Sequence[DraftSequence], caps: Sequence[int], max_branches: int) -> Decision:
+        """With the fixed window, or one that tells what rounds cost."""
+        started = self._clock()
+        self._listeners.resume()
+        seldom, window = self._may_rest(), self.config.window
+        most = (self.costs.wanted(self.config.max_window) or int(seldom)) if window is None else window
+        decision = self.methods.fixed(sequences, [min(cap, most) for cap in caps], max_branches)
+        if any(decision.drafts) or decision.together:
+            self._fruitless = 0
+            self._rest.forget()
+        elif most:
+            self._fruitless += 1
+            look_s = self._clock() - started
+            if seldom and not self._rest.waits(self.methods.expects(), look_s=look_s):
+                self._rest.looked({}, look_s=look_s, plain_s=float("inf"))
         return decision
 
     def _plain(self, requests: int) -> Decision:
@@ -263,17 +278,10 @@ class Speculator:
             predicted_s=self.costs.plain_s(requests) / self.costs.correction.factor(OFF) if known else 0.0,
         )
 
-    def _first_drafts(self, sequences: Sequence[DraftSequence], windows: Sequence[int]) -> Drafts:
-        """Of all drafters that draft first and work."""
-        return {
-            name: self._draft(name, sequences, windows)
-            for name, drafter in self.drafters.items()
-            if drafter.drafts_first and self._listeners.works(name)
-        }
-
     def _may_rest(self) -> bool:
         """Whether plain decoding goes on until the next look."""
-        return self.costs.table is not None and self.config.mode == "auto" and self._current == OFF
+        may = self.costs.table is not None or self._fruitless >= MOST_FRUITLESS
+        return may and self.config.window is None and self.config.mode == "auto" and self._current == OFF
 
     def _resting(self) -> bool:
         """Whether plain decoding goes on without another look."""
@@ -291,11 +299,11 @@ class Speculator:
         drafts, options, trees = drafted.drafts, drafted.options, drafted.trees
         choice = self._choose(options, requests)
         name = choice.drafter
+        if name == OFF:
+            self._look_over(sequences, drafts, caps, started=started, requests=requests)
+            return self._plain(requests)
         if not any(choice.windows):
             self._look(sequences, drafts, caps)
-        if name == OFF:
-            self._looked(started, requests)
-            return self._plain(requests)
         self._rest.forget()
         windows = list(choice.windows)
         together = name not in drafts
@@ -314,8 +322,8 @@ class Speculator:
     def _is_promising(self, sequences: Sequence[DraftSequence], caps: Sequence[int], max_branches: int) -> bool:
         """Look at some of the requests, others every time: whether drafting would pay if all were like them."""
         requests, started = len(sequences), self._clock()
+        self._num_looks += not self._rest.goes_on
         which = [(self._num_looks * LOOKED_AT + k) % requests for k in range(LOOKED_AT)]
-        self._num_looks += 1
         some, some_caps = [sequences[i] for i in which], [caps[i] for i in which]
         self._listeners.resume(some)
         costs = Part(self.costs, sample=LOOKED_AT, requests=requests)
@@ -323,26 +331,31 @@ class Speculator:
         plain_s = self.costs.plain_s(requests) * LOOKED_AT / requests
         if any(choose(drafted.options, requests=LOOKED_AT, plain_s=plain_s).windows):
             return True
-        self._look(some, drafted.drafts, some_caps)
-        self._looked(started, requests)
+        self._look_over(some, drafted.drafts, some_caps, started=started, requests=requests)
         return False
 
-    def _looked(self, started: float, requests: int) -> None:
+    def _look_over(
+        self, sequences: Sequence[DraftSequence], drafts: Drafts, caps: Sequence[int], *, started: float, requests: int
+    ) -> None:
+        """Verifying these drafts would not pay; or some that would are still on their way."""
+        if self._rest.waits(self.methods.expects(), look_s=self._clock() - started):
+            return
         rates = {drafter: model.rate for drafter, model in self.acceptance.items()}
+        self._look(sequences, drafts, caps)
         self._rest.looked(rates, look_s=self._clock() - started, plain_s=self.costs.plain_s(requests))
 
     def _drafted(
         self, sequences: Sequence[DraftSequence], caps: Sequence[int], max_branches: int, costs: Costs
     ) -> _Drafted:
         """Drafters of text draft; and what all would bring."""
-        drafts = self._first_drafts(sequences, caps)
+        drafts = self.methods.first(sequences, caps)
         options = {
             name: Option(
                 choice=of_drafter(name, self.acceptance[name], costs, sequences, caps, drafts.get(name)),
                 factor=self.costs.correction.factor(name),
             )
             for name in self.drafters
-            if self._listeners.works(name) and not (self.config.merge and name in drafts)
+            if name in self.methods.there and not (self.config.merge and name in drafts)
         }
         trees = None
         if self.config.merge:
@@ -364,6 +377,7 @@ class Speculator:
             choice = replace(choice, drafter=OFF)  # a drafter that is asked and never verified
         if choice.drafter != self._current:
             _LOG.info("speculation: %s", choice.reason)
+            self._recorder.instant("rounds", f"switch to {choice.drafter}", self._clock(), why=choice.reason)
         self._current = choice.drafter
         return choice
 
@@ -374,21 +388,9 @@ class Speculator:
         for name in drafts if self._rest.is_long else ():
             self.acceptance[name].new_version(LOOK_WEIGHT)
         for i, (sequence, cap) in enumerate(zip(sequences, caps, strict=True)):
-            if cap and drafts and self._looks[sequence.request_id] is None:
-                of_request = {name: lists[i] for name, lists in drafts.items()}
-                self._looks[sequence.request_id] = Look(start=len(sequence.output_ids), asked=cap, drafts=of_request)
-
-    def _draft(self, name: str, sequences: Sequence[DraftSequence], windows: Sequence[int]) -> list[list[int]]:
-        drafts: list[list[int]] = [[] for _ in sequences]
-        drafter = self.drafters[name]
-
-        def ask() -> None:
-            proposed = zip(drafter.propose(sequences, windows), windows, strict=True)
-            drafts[:] = [existing(list(draft[:window]), self.vocab_size) for draft, window in proposed]
-
-        if any(windows) and self._listeners.works(name):
-            self._listeners.call(drafter, ask)
-        return drafts
+            if cap and drafts:
+                compared = {n: lists[i] for n, lists in drafts.items() if lists[i] or not self.drafters[n].drafts_ahead}
+                self._looks.keep(sequence.request_id, Look(len(sequence.output_ids), cap, compared))
 
     def _failed(self, name: str) -> None:
         self.counts[name].failures += 1

@@ -15,7 +15,7 @@ import msgspec
 
 from specactor.cpu import sglang as cpu
 from specactor.errors import EngineError
-from specactor.rollout.draft.counts import Counts
+from specactor.rollout.draft.counts import Counts, Figures
 from specactor.rollout.sglang import speculation_calls
 from specactor.rollout.sglang.guarded import END_TIMEOUT_S, Guarded
 from specactor.rollout.sglang.protocol import (
@@ -36,6 +36,7 @@ from specactor.rollout.sglang.protocol import (
     frame,
     read_frame,
 )
+from specactor.trace import Span
 from specactor.types import RolloutRequest, Trajectory, VersionSpan
 
 __all__ = ["Engine", "EngineDied", "EngineSpec"]
@@ -201,6 +202,20 @@ class Engine:
             return {}
         reply = self.rank_call(speculation_calls.REPORT, b"", timeout_s=_COMMAND_TIMEOUT_S)[0]  # rank 0 decides
         return msgspec.json.decode(reply, type=dict[str, Counts])
+
+    def speculation_figures(self) -> Figures:
+        """What drafters counted themselves since the last call; see `Drafter.figures`."""
+        if self.spec.speculation.mode == "off":
+            return {}
+        reply = self.rank_call(speculation_calls.FIGURES, b"", timeout_s=_COMMAND_TIMEOUT_S)[0]
+        return msgspec.json.decode(reply, type=Figures)
+
+    def trace(self, *, on: bool) -> list[Span]:
+        """What was recorded since the last call; record from now on, or do not. Nothing without speculation."""
+        if self.spec.speculation.mode == "off":
+            return []
+        reply = self.rank_call(speculation_calls.TRACE, b"on" if on else b"off", timeout_s=_COMMAND_TIMEOUT_S)[0]
+        return msgspec.msgpack.decode(reply, type=list[Span])
 
     def release_memory(self) -> bool:
         """Free the device's memory until `resume_memory`; False where the platform cannot, and nothing happens."""

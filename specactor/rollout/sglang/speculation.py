@@ -32,6 +32,7 @@ from specactor.rollout.draft.verification import DraftTree, accepted_path, chain
 from specactor.rollout.sglang import draft_forward, plain_rounds
 from specactor.rollout.sglang.draft_model import DraftModel
 from specactor.rollout.sglang.penalties import has_penalties
+from specactor.rollout.sglang.rounds import Rounds
 from specactor.rollout.sglang.rows import Branches, Rows, spread
 
 NAME = "SPECACTOR"
@@ -101,6 +102,7 @@ class Worker(BaseSpecWorker):  # type: ignore[misc]
         self._running: dict[str, _Running] = {}
         self._plain_left = 0
         """Rounds from now on that are plain; the same on all ranks."""
+        self.rounds = Rounds()
         self.speculator: Speculator | None = None
         """None: plain decoding."""
 
@@ -119,7 +121,11 @@ class Worker(BaseSpecWorker):  # type: ignore[misc]
                     )
                 drafter.attach(self._draft_worker.model_runner, lambda rid: self._running[rid].req)
         if speculator is not None:
-            speculator.vocab_size = self._vocab_size
+            speculator.methods.vocab_size = self._vocab_size
+        if self.speculator is not None:
+            self.speculator.methods.stop()
+        if speculator is not None:
+            speculator.record(self.rounds.recorder)
         self._running.clear()
         self._plain_left = 0
         self.speculator = speculator
@@ -169,6 +175,7 @@ class Worker(BaseSpecWorker):  # type: ignore[misc]
         began = self._began()
         running = self._follow(reqs)
         trees = self._drafts(reqs, running)
+        decided = time.perf_counter()
         rows = Rows.of(trees)
         batch.spec_info = None
         spread(batch, rows, req_to_token=self._pool.req_to_token)
@@ -188,7 +195,10 @@ class Worker(BaseSpecWorker):  # type: ignore[misc]
                 [[tree.tokens[row - 1] for row in path[1:]] for tree, path in zip(trees, paths, strict=True)],
                 round_s=self._ended - began,
             )
-        return self._emit(result, rows, paths, base)
+        emitted = self._emit(result, rows, paths, base)
+        if self.recorder.on:
+            self._record(began, decided, rows, emitted=sum(map(len, paths)))
+        return emitted
 
     def _accepted(
         self, reqs: Sequence[Any], rows: Rows, samples: Sequence[int], lengths: Sequence[int]
@@ -211,12 +221,14 @@ class Worker(BaseSpecWorker):  # type: ignore[misc]
         batch.input_ids = plain_rounds.last_tokens(batch)
         result = self._target_worker.forward_batch_generation(batch, pp_proxy_tensors=pp_proxy_tensors)
         self._ended = time.perf_counter()
+        self.rounds.plain(began, self._ended)
         if self.speculator is not None and get_parallel().tp_rank == 0:
             self.speculator.rested(len(batch.reqs), round_s=self._ended - began)
         return result
 
     def _prefill(self, batch: Any, pp_proxy_tensors: Any) -> GenerationBatchResult:
         self._ended = None
+        self.rounds.end_stretch()
         result = self._target_worker.forward_batch_generation(batch, pp_proxy_tensors=pp_proxy_tensors)
         result.accept_lens = torch.ones(len(batch.reqs), dtype=torch.int32, device=batch.seq_lens.device)
         result.new_seq_lens = batch.seq_lens

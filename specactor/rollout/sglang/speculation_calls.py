@@ -23,6 +23,10 @@ CONFIGURE = "speculation.configure"
 """Rank call: from the next round on, speculate like this. Payload: a `SpeculationConfig` as JSON."""
 REPORT = "speculation.report"
 """Rank call: `Report` since the last one, of rank 0. No payload."""
+FIGURES = f"{__name__}:figures"
+"""Rank call: what drafters count themselves, since the last one, of rank 0: `Figures`. No payload."""
+TRACE = f"{__name__}:trace"
+"""Rank call: the spans recorded since the last one, of rank 0, as MessagePack. Payload: "on" or "off", from now on."""
 ROUNDS = f"{__name__}:rounds"
 """Rank call: `Rounds` since `CONFIGURE`, of rank 0. No payload."""
 START = "SPECACTOR_SPECULATION"
@@ -97,6 +101,17 @@ def report(rank: Any, payload: bytes) -> bytes:
     """Answer `REPORT`."""
     speculator = _worker(rank).speculator
     return msgspec.json.encode(speculator.report() if speculator is not None else {})
+
+
+def figures(rank: Any, payload: bytes) -> bytes:
+    """Answer `FIGURES`."""
+    speculator = _worker(rank).speculator
+    return msgspec.json.encode(speculator.methods.figures() if speculator is not None else {})
+
+
+def trace(rank: Any, payload: bytes) -> bytes:
+    """Answer `TRACE`."""
+    return msgspec.msgpack.encode(_worker(rank).rounds.take(on=payload == b"on"))
 
 
 def rounds(rank: Any, payload: bytes) -> bytes:

@@ -10,7 +10,7 @@ every request keeps the plan of the rollout.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import ceil
 
@@ -37,14 +37,15 @@ AHEAD = "decoupled"
 def placed(cluster: Cluster, belief: Candidates, policy: Policy) -> RolloutPlan:
     """The fastest plan of the policy's mode. Raises PlanError where there is none."""
     plans = search(cluster, belief.verifiers, belief.drafters, max_window=policy.max_window)
-    if policy.mode != "auto":
-        plans = [plan for plan in plans if plan.mode == policy.mode]
+    if policy.mode != "auto" or policy.placement:
+        plans = [plan for plan in plans if plan.mode == (policy.placement or policy.mode)]
     if policy.drafter and policy.mode in ("coupled", "decoupled"):
         plans = [plan for plan in plans if plan.draft.drafter == policy.drafter]
     if not plans:
+        wanted = " ".join(word for word in (policy.mode, policy.placement, policy.drafter) if word)
         raise PlanError(
-            f"policy: got mode {policy.mode} {policy.drafter}, and no such plan fits; expected a drafter with memory "
-            "and acceptance for it. Use mode auto or off, or add the drafter."
+            f"policy: got mode {wanted}, and no such plan fits; expected a drafter with memory and acceptance for it. "
+            "Leave this mode out, or add the drafter."
         )
     plan = plans[0]
     if policy.mode == "coupled" and policy.window:
@@ -71,8 +72,18 @@ class Decision:
 class Decider:
     """Of one engine."""
 
-    def __init__(self, plan: RolloutPlan, believed: VerifierOption, policy: Policy, remote: Remote | None) -> None:
-        """`remote`: what is believed of the drafters of a decoupled plan."""
+    def __init__(
+        self,
+        plan: RolloutPlan,
+        believed: VerifierOption,
+        policy: Policy,
+        remote: Remote | None,
+        *,
+        fits: Mapping[str, int | None],
+    ) -> None:
+        """`remote`: what is believed of the drafters of a decoupled plan. `fits`: by drafter on these devices, requests
+        beside which there is memory for it; None: no bound."""
+        self.fits = fits
         self.plan, self.policy, self.believed, self.remote = plan, policy, believed, remote
         self.costs = OnlineCosts(believed.costs)
         self.local = tuple(sorted(believed.costs.drafters))
@@ -102,6 +113,7 @@ class Decider:
                 factor=self.costs.correction.factor(name),
             )
             for name in self.local
+            if self._fits(name, requests)
         }
         ahead: list[DraftPlan] = []
         if self.remote is not None:
@@ -121,6 +133,10 @@ class Decider:
             mode_B, drafter = np.where(window_B > 0, COUPLED, OFF), chosen.drafter
         return Decision(drafter=drafter, modes=mode_B, windows=window_B, kind=chosen.drafter, predicted_s=uncorrected_s)
 
+    def _fits(self, name: str, requests: int) -> bool:
+        most = self.fits.get(name)
+        return most is None or requests <= most
+
     def _ahead(
         self, sequences: Sequence[DraftSequence], current: Sequence[DraftPlan], remote: Remote
     ) -> tuple[list[DraftPlan], Choice]:
@@ -131,7 +147,7 @@ class Decider:
             table,
             requests=requests,
             max_window=self.policy.max_window,
-            drafter=name,
+            drafter=name if self._fits(name, requests) else "",
             remote=remote.seconds,
             served=ceil(remote.served),
             message_s=remote.message_s,

@@ -26,8 +26,9 @@ from specactor.rollout.simulator.speed import COUPLED, DECOUPLED, Round
 
 DONE = 1e-6
 """Tokens short of its length at which a request has finished."""
-FIRST_LOOK, LAST_LOOK = 32, 1024
-"""Rounds after which an engine decides anew at first, and later, where nothing else happens."""
+FIRST_LOOK, LAST_LOOK = 4, 1024
+"""Rounds after which an engine decides anew where nothing else happens: at first and when it has changed its mind, and
+later, doubled each time. (A real one decides in every round, mostly the same.)"""
 
 
 class Engine:
@@ -138,9 +139,9 @@ class Engine:
     def decided(self, decision: Decision) -> None:
         if len(decision.modes) != len(self.running):
             raise PlanError(f"engine {self.index}: got plans of {len(decision.modes)}, runs {len(self.running)}.")
+        self._look = min(2 * self._look, LAST_LOOK) if decision.kind == self.decision.kind else FIRST_LOOK
         self.decision = decision
         self.decisions += 1
-        self._look = min(2 * self._look, LAST_LOOK)
         self._new = 0
         self.rounds_decided, self.requests_decided = self.rounds, len(self.running)
 

@@ -75,6 +75,8 @@ class Freed:
         self.policy, self.belief, self.truth = policy, belief, truth
         self.lent: dict[int, Lent] = {}
         """By engine."""
+        self.served = 1.0
+        """Requests of each drafter of the plan, as of late."""
         self.pairs = 0
         """(request, method) pairs that were ever assigned."""
         self._windows: dict[tuple[object, ...], int] = {}
@@ -249,7 +251,7 @@ class _Gains:
             np.where(which_B, of.windows, 0),
             table=engine.decider.believed.costs,
             drafter=own,
-            remote=replace(remote, served=max(1.0, remote.served)) if remote else None,
+            remote=replace(remote, served=max(1.0, self._freed.served)) if remote else None,
             beside=beside,
         )
         speed = float(found.tokens.mean()) / found.seconds

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import count
 
 import numpy as np
@@ -29,44 +29,14 @@ from specactor.rollout.simulator.engine import DONE, Engine
 from specactor.rollout.simulator.evidence import show
 from specactor.rollout.simulator.freed import Freed
 from specactor.rollout.simulator.ledger import ROUNDING_S, Span, checked, merged
+from specactor.rollout.simulator.outcome import Outcome
 from specactor.rollout.simulator.requests import Floats, Ints, Requests, survivals
 from specactor.rollout.simulator.speed import DECOUPLED, Beside, Remote, round_of
 from specactor.rollout.simulator.world import Policy, Truth, drafter_engine, drafter_option
 from specactor.types import RolloutRequest, SamplingParams
 
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Outcome:
-    """What a rollout was."""
-
-    plan: RolloutPlan
-    lengths: Ints
-    """[N], tokens."""
-    finish_s: Floats
-    """[N]: seconds from the rollout's begin."""
-    spans: Sequence[Span]
-    rounds: float
-    """Of all engines."""
-    emitted: float
-    """Tokens, as engines counted them."""
-    drafted: float
-    """Draft tokens that were verified."""
-    accepted: float
-    decisions: int
-    events: int
-    lent: int
-    """Engines that ran dry and drafted for others."""
-    pairs: int
-    """(request, further method) pairs."""
-    migrated: int
-
-    @property
-    def seconds(self) -> float:
-        return float(self.finish_s.max())
-
-    @property
-    def tokens(self) -> int:
-        return int(self.lengths.sum())
+SHARE_EVERY_S = 0.5
+"""Between two times that requests are shared out because engines ran dry."""
 
 
 def simulate(
@@ -103,7 +73,7 @@ class Rollout:
         age: int,
         seed: Sequence[int],
     ) -> None:
-        self.plan, self.cluster, self.truth, self.policy = plan, cluster, truth, policy
+        self.plan, self.cluster, self.belief, self.truth, self.policy = plan, cluster, belief, truth, policy
         self.requests, self.age, self.rng = requests, age, np.random.default_rng([*seed, 1])
         self.ids = [str(i) for i in range(len(requests))]
         self.sequences = [DraftSequence(request_id=name, prompt_ids=()) for name in self.ids]
@@ -119,6 +89,7 @@ class Rollout:
         self.drafting_since: float | None = None
         self.drafter_spans: list[Span] = []
         self.left, self.left_assigned = len(requests), len(requests)
+        self.shared_at = -SHARE_EVERY_S
         self.events, self.migrated = 0, 0
         self._heap: list[tuple[float, int, int, int]] = []
         self._order = count()
@@ -142,19 +113,22 @@ class Rollout:
         number = self.plan.verifiers.engines
         slow_E = np.exp(self.truth.jitter * self.rng.standard_normal(number))
         return [
-            Engine(i, i * option.devices, option, Decider(self.plan, believed, self.policy, remote), float(slow_E[i]))
+            Engine(i, i * option.devices, option, self._decider(believed, remote), float(slow_E[i]))
             for i in range(number)
         ]
 
+    def _decider(self, believed: VerifierOption, remote: Remote | None) -> Decider:
+        fits = {
+            name: believed.requests(own.footprint)
+            for name in believed.costs.drafters
+            if (own := drafter_option(self.belief, name))
+        }
+        return Decider(self.plan, believed, self.policy, remote, fits=fits)
+
     def _room(self, belief: Candidates, believed: VerifierOption) -> int | None:
-        """Requests at once: memory for the drafter is kept wherever it may draft there."""
-        names = list(believed.costs.drafters) if self.engines[0].decider.adapts else []
-        if self.plan.mode == "coupled":
-            names = [self.plan.draft.drafter]
-        options = [drafter_option(belief, name) for name in names]
-        rooms = [believed.requests(option.footprint) for option in options if option] or [believed.requests()]
-        known = [room for room in rooms if room is not None]
-        return min(known) if known else None
+        """Requests at once. A plan that drafts on the verifiers' devices keeps memory for its drafter."""
+        own = drafter_option(belief, self.plan.draft.drafter) if self.plan.mode == "coupled" else None
+        return believed.requests(own.footprint) if own else believed.requests()
 
     def run(self) -> Outcome:
         for engine, part in zip(self.engines, self._parts(), strict=True):
@@ -173,7 +147,7 @@ class Rollout:
                 )
             now, self.events = max(now, at), self.events + 1
             if index in self.freed.lent:
-                self._share(now)
+                self._ready(engine, now)
             else:
                 self._turn(engine, now)
         return self._outcome()
@@ -200,12 +174,15 @@ class Rollout:
         if len(gone):
             self._finished(engine, gone, now)
         engine.admit(self.room)
+        before = engine.decisions
         if len(engine.running):
             self._go_on(engine, now)
         else:
             self._dry(engine, now)
         if self.freed.lent and self.left * 8 <= self.left_assigned * 7:
             self._share(now)
+        elif self.freed.lent and engine.decisions > before:
+            self._share_with([engine], now)
 
     def _finished(self, engine: Engine, gone: Ints, now: float) -> None:
         self.finish_N[gone] = now
@@ -230,7 +207,8 @@ class Rollout:
             engine.since += self.truth.delays.replan_s * (engine.decisions > 0)
         sequences = [self.sequences[i] for i in engine.running.tolist()]
         served = float(self.ahead_E.sum()) / max(1, self.plan.drafters.engines)
-        engine.decided(engine.decider.decide(sequences, engine.plans, served))
+        plans = engine.plans if engine.decider.remote is not None else ()  # what they do is asked there only
+        engine.decided(engine.decider.decide(sequences, plans, served))
 
     def _survivals(self, which: Ints, method: str) -> Floats:
         return survivals(
@@ -315,10 +293,21 @@ class Rollout:
         if self.policy.fastest and self.freed.lend(engine, busy, ready):
             self._push(ready, engine)
 
+    def _ready(self, engine: Engine, now: float) -> None:
+        """An engine that ran dry can draft: requests are shared out anew, for several such engines at once."""
+        next_s = self.shared_at + SHARE_EVERY_S
+        if now >= next_s:
+            self._share(now)
+        elif self.freed.lent[engine.index].since > self.shared_at:
+            self._push(next_s, engine)
+
     def _share(self, now: float) -> None:
         """Algorithm 3 for what runs; the engines that it touches go on differently."""
-        self.left_assigned = self.left
-        busy = [e for e in self.engines if len(e.running)]
+        self.left_assigned, self.shared_at = self.left, now
+        self._share_with([e for e in self.engines if len(e.running)], now)
+
+    def _share_with(self, busy: Sequence[Engine], now: float) -> None:
+        self.freed.served = float(self.ahead_E.sum()) / max(1, self.plan.drafters.engines)
         for index in sorted(self.freed.assign(busy, self.ids, now)):
             engine = self.engines[index]
             engine.settle(now, self.done_N)

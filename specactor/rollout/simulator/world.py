@@ -15,7 +15,7 @@ from typing import Literal
 from specactor.errors import PlanError
 from specactor.rollout.planning.candidates import Candidates
 from specactor.rollout.planning.costs import Grid
-from specactor.rollout.planning.plans import DrafterEngine, DrafterOption, VerifierOption
+from specactor.rollout.planning.plans import DrafterEngine, DrafterOption, Mode, VerifierOption
 from specactor.rollout.simulator.requests import Method
 
 SimulatedMode = Literal["off", "coupled", "decoupled", "auto"]
@@ -88,6 +88,8 @@ class Policy:
     window: int = 0
     """Of mode coupled, fixed; 0: that of the best coupled plan."""
     max_window: int = 8
+    placement: Mode | Literal[""] = ""
+    """Mode auto: begin with the best plan of that mode; empty: of any."""
     reconfigure: bool = True
     """Mode auto: windows and modes of requests follow what is seen of their acceptance."""
     fastest: bool = True

@@ -40,8 +40,8 @@ def plan(lengths: Sequence[int], ranks: int, capacity: int) -> list[list[list[in
     """Per rank its micro-batches; per micro-batch, indices into `lengths`. PURE.
 
     Every index is in one micro-batch; rows * longest is at most `capacity`, or it is one lesson; all ranks have the
-    same number of micro-batches, of which some are empty where there are fewer lessons than ranks. Neighbours in
-    length are together, so little is padding.
+    same number of micro-batches, of which some are empty only where no other holds two lessons. Neighbours in length
+    are together, so little is padding.
     """
     order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
     made: list[list[int]] = []

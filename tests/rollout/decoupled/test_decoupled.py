@@ -9,7 +9,6 @@ import pytest
 from specactor.config import SpeculationConfig
 from specactor.rollout.decoupled.decoupled import Decoupled
 from specactor.rollout.decoupled.mirrors import Mirrors
-from specactor.rollout.decoupled.patience import MAX_WAIT_S
 from specactor.rollout.draft.drafter import DraftSequence
 from specactor.rollout.draft.speculator import Speculator
 from tests.rollout.decoupled.scripted import Scripted, script
@@ -113,7 +112,7 @@ def test_waits_for_quick_answers_only(answer_s: float, waits: bool) -> None:
     assert report.waited_s <= 300 * 0.01
 
 
-def test_after_plain_rounds_it_waits_for_what_would_be_there_by_now() -> None:
+def test_after_plain_rounds_drafts_are_expected_until_the_answer_is_there() -> None:
     link = Held(answer_s=0.003)
     drafter = over(link)
     sequence = DraftSequence(request_id="a", prompt_ids=(1, 2, 3))
@@ -124,17 +123,31 @@ def test_after_plain_rounds_it_waits_for_what_would_be_there_by_now() -> None:
     began_s = link.now_s
     sequence.output_ids.extend(range(30))
     drafter.commit(sequence, range(30))
-    assert drafter.propose([sequence], [4]) == [script(sequence.prompt_ids, sequence.output_ids, 4)]
-    assert link.now_s - began_s < 0.02
+    assert drafter.propose([sequence], [4]) == [[]]
+    assert drafter.expects
+    assert link.now_s == began_s, "nobody waits"
+    link.now_s += 0.003
+    assert drafter.propose([sequence], [4])[0][:1] == script(sequence.prompt_ids, sequence.output_ids, 1)
+    assert not drafter.expects
     sequence.output_ids.append(7)
     drafter.commit(sequence, [7])
-    assert drafter.propose([sequence], [4]) == [[]], "only then"
-    link.mirrors.tick(link.now_s)
-    sequence.output_ids.extend(range(30))
-    drafter.commit(sequence, range(30))
-    link.full, began_s = True, link.now_s
-    assert drafter.propose([sequence], [4]) == [[]]
-    assert link.now_s - began_s <= MAX_WAIT_S
+    drafter.propose([sequence], [4])
+    assert not drafter.expects, "a token that differs is nothing to catch up with"
+
+
+def test_a_drafter_that_does_not_answer_is_not_there() -> None:
+    link = Held()
+    drafter = over(link)
+    assert drafter.is_there()
+    link.full = True
+    for _ in range(8):
+        link.now_s += 0.3
+        drafter.propose([], [])
+    assert not drafter.is_there()
+    link.full = False
+    link.now_s += 0.3
+    drafter.is_there()
+    assert drafter.is_there()
 
 
 def test_a_link_that_takes_nothing_costs_nothing() -> None:

@@ -207,7 +207,7 @@ def test_malformed_drafts_are_a_failure_and_no_harm(wrong: list[list[int]]) -> N
 
 def test_drafts_end_before_a_token_that_does_not_exist() -> None:
     world = World(SpeculationConfig(mode="coupled", window=4), Coin(1.0))
-    world.speculator.vocab_size = truth(world.sequences[0], 2)
+    world.speculator.methods.vocab_size = truth(world.sequences[0], 2)
     assert [len(d) for d in world.speculator.decide(world.sequences[:1], [8]).drafts] == [2]
 
 

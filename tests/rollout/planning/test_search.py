@@ -29,6 +29,7 @@ from specactor.rollout.planning.plans import (
 )
 from specactor.rollout.planning.rounds import coupled_tokens, pipelined, survival_of
 from specactor.rollout.planning.search import search
+from tests import test_structure
 
 AXIS = (1.0, 64.0)
 W = 4
@@ -332,3 +333,9 @@ def test_what_cannot_be_is_refused() -> None:
         Branches(count=1, hit_rate=2)
     assert Footprint(weights_bytes=1.0, request_bytes=0.0) is not None
     assert VerifierOption(devices=1, costs=verifier().costs, capacity_bytes=inf).requests() is None
+
+
+def test_the_search_does_not_know_where_costs_come_from() -> None:
+    for module in ("plans", "search", "rounds", "reconfiguration", "paper"):
+        text = test_structure.file_of(f"rollout.planning.{module}").read_text()
+        assert not any(f"planning.{other} import" in text for other in ("rooflines", "devices", "shapes", "candidates"))

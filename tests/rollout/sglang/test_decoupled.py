@@ -5,9 +5,13 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
+from random import Random
+from typing import Any
 
 import pytest
 
@@ -16,29 +20,47 @@ from specactor.errors import EngineError
 from specactor.rollout.decoupled.access import DrafterAccess
 from specactor.rollout.decoupled.spec import DrafterSpec
 from specactor.rollout.decoupled.transport import local_endpoint, make_keys
-from specactor.rollout.draft.counts import Counts
+from specactor.rollout.draft.counts import Counts, added
 from specactor.rollout.drafter_pool import DrafterPool
 from specactor.rollout.pool import EnginePool
 from specactor.rollout.sglang.engine import Engine, EngineSpec
 from specactor.rollout.sglang.running import running
+from specactor.types import RolloutRequest
 from tests.rollout.conftest import CONTEXT, Footprint, request
+from tests.rollout.sglang.decoupled_setting import (
+    LIMIT_S,
+    MAX_WINDOW,
+    OFF,
+    aim,
+    assert_engine_holds_nothing,
+    assert_holds_nothing,
+    decoupled,
+    loaded,
+    recital_folder,
+    recital_spec,
+)
+from tests.rollout.sglang.recital import behave, write
 from tests.rollout.sglang.test_draft_model import make_dense
+from tests.rollout.sglang.test_interruptions import in_background, probe
 from tests.rollout.sglang.test_speculation import batch as batch_of_all_kinds
 from tests.rollout.sglang.test_speculation import configure, facts, report
 
-MAX_WINDOW = 8
-OFF = SpeculationConfig(mode="off", max_window=MAX_WINDOW)
 ENGINE_KEYS, DRAFTER_KEYS = make_keys()
 BATCH = [request(i, new=40 + i % 23) for i in range(24)]
+LONG = [request(100 + i, new=120) for i in range(16)]
 
 
 @dataclass(frozen=True)
 class Setting:
-    """A draft model with the target's weights in a process of its own, and engines of one and of two ranks."""
+    """A draft model with the target's weights in a process of its own, two that recite, and engines: of one rank, of
+    two, and another one of one."""
 
     drafters: DrafterPool
-    engines: tuple[Engine, Engine]
+    reciters: DrafterPool
+    engines: tuple[Engine, ...]
     draft_dir: str
+    folder: Path
+    """Of the recital."""
 
     def speculation(self, window: int | None = 3, *, mode: str = "decoupled", **fields: object) -> SpeculationConfig:
         return SpeculationConfig(
@@ -55,7 +77,7 @@ class Setting:
 @pytest.fixture(scope="module")
 def setting(tmp_path_factory: pytest.TempPathFactory, make_spec: Callable[..., EngineSpec]) -> Iterator[Setting]:
     folder = make_dense(tmp_path_factory.mktemp("dense"))
-    log = tmp_path_factory.mktemp("drafter") / "log"
+    recital = recital_folder(tmp_path_factory.mktemp("recital"))
     spec = DrafterSpec(
         index=0,
         endpoint=local_endpoint(),
@@ -67,80 +89,181 @@ def setting(tmp_path_factory: pytest.TempPathFactory, make_spec: Callable[..., E
         kv_tokens=6144,
         max_requests=48,
         sharpen="shared",
-        log_file=str(log),
+        log_file=str(tmp_path_factory.mktemp("drafter") / "log"),
     )
     start = SpeculationConfig(mode="decoupled", max_window=MAX_WINDOW, window=3, draft_model=folder)
     specs = [
         make_spec(
-            60 + ranks,
+            60 + index,
             model_dir=folder,
-            tensor_parallel=ranks,
-            devices=tuple(range(ranks)),
+            tensor_parallel=len(devices),
+            devices=devices,
             config=EngineConfig(max_running_requests=32, max_total_tokens=6144, start_timeout_s=170),
             speculation=start,
-            drafters=DrafterAccess(endpoints=(spec.endpoint,), keys=ENGINE_KEYS, engine=f"engine-{ranks}"),
+            drafters=DrafterAccess(endpoints=(spec.endpoint,), keys=ENGINE_KEYS, engine=f"engine-{60 + index}"),
         )
-        for ranks in (1, 2)
+        for index, devices in enumerate([(0,), (0, 1), (1,)])
     ]
-    with DrafterPool([spec]) as drafters, EnginePool(specs) as engines:
-        drafters.wait_ready()
-        engines.wait_ready()
-        one, two = engines.engines
-        yield Setting(drafters, (one, two), folder)
+    reciters = [recital_spec(recital, keys=DRAFTER_KEYS, index=1 + i) for i in range(2)]
+    with DrafterPool([spec]) as drafters, DrafterPool(reciters) as pair, EnginePool(specs) as engines:
+        for each in (drafters, pair, engines):
+            each.wait_ready()  # type: ignore[attr-defined]
+        for engine in engines.engines:
+            configure(engine, loaded("Near"))  # brings the rank calls of tests along
+        [first, *_] = engines.engines
+        for requests in (BATCH, LONG):
+            write(recital, requests, first.generate(requests))
+        behave(recital, "half")
+        yield Setting(drafters, pair, tuple(engines.engines), folder, recital)
+
+
+def aim_at_the_model(setting: Setting, engine: Engine) -> None:
+    aim(engine, [setting.drafters.drafters[0].spec.endpoint], ENGINE_KEYS, setting.folder)
 
 
 @pytest.fixture(params=[0, 1], ids=["tp1", "tp2"])
 def engine(request: pytest.FixtureRequest, setting: Setting) -> Engine:
+    """Its drafter is the draft model."""
     chosen: Engine = setting.engines[request.param]
     chosen.flush()
+    aim_at_the_model(setting, chosen)
     return chosen
 
 
-def plain(engine: Engine, requests: list[object]) -> list[object]:
+def plain(engine: Engine, requests: list[RolloutRequest]) -> list[object]:
     configure(engine, OFF)
     engine.flush()
-    result: list[object] = facts(engine.generate(requests))  # type: ignore[arg-type]
-    return result
+    return list(facts(engine.generate(requests)))
 
 
-def drafted(engine: Engine, config: SpeculationConfig, requests: list[object]) -> tuple[list[object], Counts]:
+def check_drafted(engine: Engine, config: SpeculationConfig, requests: list[RolloutRequest], least: int = 1) -> Counts:
+    """Rollouts like plain decoding, until so many tokens were drafted: a short one may end before drafters have read
+    the prompts."""
+    want = plain(engine, requests)
     configure(engine, config)
-    engine.flush()
-    report(engine)
-    result: list[object] = facts(engine.generate(requests))  # type: ignore[arg-type]
-    return result, report(engine)
+    counts = Counts()
+    for _ in range(20):
+        engine.flush()
+        assert facts(engine.generate(requests)) == want
+        counts += report(engine)
+        if counts.drafted >= least:
+            return counts
+    raise AssertionError(f"{counts.drafted} tokens were drafted")
 
 
 @pytest.mark.parametrize("window", [1, 3, 8])
 def test_the_target_itself_as_drafter_is_always_right(setting: Setting, engine: Engine, window: int) -> None:
-    want = plain(engine, BATCH)
-    got, counts = drafted(engine, setting.speculation(window), BATCH)
-    assert got == want
-    assert counts.drafted > 50
+    counts = check_drafted(engine, setting.speculation(window), BATCH, least=50)
     assert counts.accepted >= 0.999 * counts.drafted
     assert counts.failures == 0
 
 
 def test_requests_of_all_kinds(setting: Setting, engine: Engine) -> None:
-    requests = batch_of_all_kinds()
-    want = plain(engine, requests)
-    got, counts = drafted(engine, setting.speculation(), requests)
-    assert got == want
+    counts = check_drafted(engine, setting.speculation(), batch_of_all_kinds(), least=50)
     assert counts.accepted > 0
     assert counts.failures == 0
 
 
 def test_windows_are_chosen(setting: Setting, engine: Engine) -> None:
-    want = plain(engine, BATCH)
-    for mode in ("decoupled", "auto"):
-        got, counts = drafted(engine, setting.speculation(None, mode=mode), BATCH)
-        assert got == want
-        assert counts.failures == 0
+    assert check_drafted(engine, setting.speculation(None), BATCH).failures == 0
+    assert check_drafted(engine, setting.speculation(None, mode="auto"), BATCH, least=0).failures == 0
+
+
+# Topologies: engines (0 and 2 have one rank, 1 has two) and drafters.
+
+TOPOLOGIES = {
+    "1:1": ((0,), 1),
+    "1:1 tp2": ((1,), 1),
+    "2:1": ((0, 2), 1),
+    "2:1 tp1+tp2": ((0, 1), 1),
+    "2:2": ((0, 2), 2),
+    "2:2 tp1+tp2": ((2, 1), 2),
+}
+
+
+def all_at_once(engines: Sequence[Engine], requests: list[RolloutRequest]) -> list[list[object]]:
+    for engine in engines:
+        engine.flush()
+    with ThreadPoolExecutor(len(engines)) as threads:
+        return list(threads.map(lambda engine: facts(engine.generate(requests, timeout_s=LIMIT_S)), engines))
+
+
+@pytest.mark.parametrize(
+    ("topology", "how"),
+    [
+        *product(TOPOLOGIES, ("fixed window", "switching")),
+        *product(("1:1", "1:1 tp2", "2:2 tp1+tp2"), ("chosen windows", "auto")),
+    ],
+)
+def test_every_topology_emits_what_plain_decoding_emits(setting: Setting, topology: str, how: str) -> None:
+    """The engines are asked the same, under the same names, at the same time."""
+    config = {
+        "fixed window": decoupled(4),
+        "chosen windows": decoupled(None),
+        "auto": decoupled(None, mode="auto"),
+        "switching": loaded("Switching"),
+    }[how]
+    which, drafters = TOPOLOGIES[topology]
+    engines = [setting.engines[index] for index in which]
+    endpoints = [drafter.spec.endpoint for drafter in setting.reciters.drafters[:drafters]]
+    wanted = [plain(engine, BATCH) for engine in engines]
+    for engine in engines:
+        aim(engine, endpoints, ENGINE_KEYS, setting.folder)
+        configure(engine, config)
+    counts = [dict[str, Counts]() for _ in engines]
+    for _ in range(20):
+        assert all_at_once(engines, BATCH) == wanted
+        counts = [added([old, engine.speculation_counts()]) for old, engine in zip(counts, engines, strict=True)]
+        states = [probe(engine, "remote") for engine in engines]
+        if how == "auto" or all(map(is_busy, states)):
+            break
+    else:
+        raise AssertionError(f"not all drafters drafted: {states}")
+    assert all(each.failures == 0 for one in counts for each in one.values())
+    if how != "auto":
+        assert all(sum(each.accepted for each in one.values()) > 0 for one in counts)
+    for engine in engines:
+        assert_engine_holds_nothing(engine)
+    for endpoint in endpoints:
+        assert_holds_nothing(endpoint, ENGINE_KEYS)
+
+
+def is_busy(state: dict[str, Any]) -> bool:
+    """All drafters drafted for this engine, and in every way something was right."""
+    ways = state["accepted"]
+    return all(state["drafted"]) and (not state["switches"] or (ways["coupled"] > 0 and ways["decoupled"] > 0))
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_modes_are_configured_while_requests_run(setting: Setting, engine: Engine, seed: int) -> None:
+    """At any round: half of the times soon again, else when the new mode has drafted something that was right."""
+    aim(engine, [setting.reciters.drafters[0].spec.endpoint], ENGINE_KEYS, setting.folder)
+    configs = [OFF, loaded("Near", 5), loaded("Switching"), decoupled(2), decoupled(8), decoupled(None)]
+    rng = Random(seed)
+    want = plain(engine, LONG)
+    counts: dict[str, Counts] = {"near": Counts(), "decoupled": Counts()}
+    switches, limit_s, switched_s, before = 0, 0.0, 0.0, 0
+    deadline = time.monotonic() + 2 * LIMIT_S
+    while switches < 20 or not (counts["near"].accepted and counts["decoupled"].accepted):
+        assert time.monotonic() < deadline, counts
+        engine.flush()
+        thread, answers = in_background(engine, LONG)
+        while thread.is_alive():
+            counts = added([counts, engine.speculation_counts()])
+            accepted = sum(each.accepted for each in counts.values())
+            if time.monotonic() - switched_s > limit_s or (limit_s > 1 and accepted > before):
+                configure(engine, rng.choice(configs))
+                switches, switched_s, before = switches + 1, time.monotonic(), accepted
+                limit_s = rng.choice([rng.uniform(0.01, 0.15), 3.0])
+            thread.join(0.01)
+        assert facts(answers) == want
+    assert all(each.failures == 0 for each in counts.values())
 
 
 def test_a_drafter_that_dies_costs_no_token(setting: Setting) -> None:
     """It dies while it drafts; the engine goes on without it, and finds the one that takes its place."""
     engine = setting.engines[0]
+    aim_at_the_model(setting, engine)
     want = plain(engine, BATCH)
     pool = setting.drafters
     configure(engine, setting.speculation())
@@ -175,6 +298,6 @@ def test_a_drafter_that_dies_costs_no_token(setting: Setting) -> None:
 def test_an_engine_without_drafters_refuses_the_mode(
     make_spec: Callable[..., EngineSpec], setting: Setting, tmp_path: Path
 ) -> None:
-    spec = make_spec(63, speculation=setting.speculation(), log_file=str(tmp_path / "log"))
+    spec = make_spec(69, speculation=setting.speculation(), log_file=str(tmp_path / "log"))
     with pytest.raises(EngineError, match=r"parallel.drafters >= 1"), running(spec):
         pass

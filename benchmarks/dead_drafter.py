@@ -1,0 +1,217 @@
+"""What a drafter that is gone costs: speed of rollouts with a killed or a stopped drafter process, over plain decoding.
+
+    python -m benchmarks.dead_drafter [--batches 1 16 64] [--repetitions N]
+
+The model is small, so that an engine's rounds take few milliseconds and whatever it does for a drafter shows. The
+drafter drafts first, and is then stopped (SIGSTOP), and later killed. Ways to speculate take turns; what is compared
+was measured one after the other. All emit the same tokens, which is checked.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+
+from benchmarks import speculation_speed_host as host
+from benchmarks.draft_protocol import Null
+from benchmarks.results import Result, publish, spread
+from specactor.config import EngineConfig, SpeculationConfig, TinyModelConfig
+from specactor.data.tiny_model import make_tiny_model
+from specactor.rollout.decoupled.access import DrafterAccess
+from specactor.rollout.decoupled.host import DrafterProcess
+from specactor.rollout.decoupled.spec import DrafterSpec
+from specactor.rollout.decoupled.transport import local_endpoint
+from specactor.rollout.sglang.engine import Engine, EngineSpec
+from specactor.types import RolloutRequest, SamplingParams
+
+BATCHES = (1, 16, 64)
+REPETITIONS = 9
+ROLLOUT_S = 1.0
+"""One measurement takes about that long: as many rollouts as fit."""
+MAX_NEW_TOKENS = 96
+CONTEXT = 160
+AIM = 0.97
+LIMIT_S = 300.0
+REMOTE = SpeculationConfig(mode="decoupled", drafters=("decoupled",), draft_model="with the drafter")
+WAYS = {
+    "off": SpeculationConfig(),
+    "window 4": replace(REMOTE, window=4),
+    "chosen windows": REMOTE,
+    "auto": replace(REMOTE, mode="auto"),
+}
+"""Of one engine. Each but the first asks the drafter process."""
+
+
+def null(spec: DrafterSpec) -> Null:
+    """What the drafter process drafts with."""
+    return Null()
+
+
+@contextmanager
+def players(folder: Path, batch: int) -> Iterator[tuple[Engine, DrafterProcess]]:
+    """An engine and its drafter process, both ready."""
+    make_tiny_model(TinyModelConfig(), 0, folder / "model")
+    drafter = DrafterProcess(
+        DrafterSpec(
+            index=0,
+            endpoint=local_endpoint(),
+            model_dir="",
+            dtype="float32",
+            device=1,
+            context_length=CONTEXT,
+            max_requests=batch,
+            continuer="benchmarks.dead_drafter:null",
+            log_file=str(folder / "drafter.log"),
+        )
+    )
+    try:
+        spec = EngineSpec(
+            index=0,
+            model_dir=str(folder / "model"),
+            dtype="float32",
+            devices=(0,),
+            config=EngineConfig(
+                max_running_requests=batch,
+                max_total_tokens=batch * CONTEXT + 1024,
+                extra_args={"disable_radix_cache": True},
+            ),
+            speculation=WAYS["auto"],
+            drafters=DrafterAccess(endpoints=(drafter.spec.endpoint,)),
+            context_length=CONTEXT,
+            log_file=str(folder / "engine.log"),
+        )
+        engine = Engine.start(spec, host=host.__name__)
+        try:
+            engine.wait_ready(spec.config.start_timeout_s)
+            drafter.wait_ready()
+            yield engine, drafter
+        finally:
+            engine.stop()
+    finally:
+        drafter.kill()
+
+
+def requests_of(batch: int) -> list[RolloutRequest]:
+    """Random prompts; all responses are equally long."""
+    return [
+        RolloutRequest(
+            request_id=f"request {i}",
+            prompt_ids=tuple(3 + (31 * i + 7 * j * j) % 20 for j in range(24)),
+            sampling=SamplingParams(temperature=1.0, max_new_tokens=MAX_NEW_TOKENS, ignore_eos=True),
+            seed=1 + 7919 * i,
+            group_id=i,
+        )
+        for i in range(batch)
+    ]
+
+
+def switch(engine: Engine, way: str) -> None:
+    """What this way has learned is still there."""
+    message = host.Switch(name=way, config=WAYS[way])
+    engine.rank_call(host.SWITCH, msgspec.json.encode(message), timeout_s=60)
+
+
+class Contest:
+    """Of one batch size."""
+
+    def __init__(self, engine: Engine, batch: int) -> None:
+        self._engine = engine
+        self._requests = requests_of(batch)
+        self._rollouts = 1
+        self._expected: list[tuple[int, ...]] = []
+        switch(engine, "off")
+        self._rollout()
+        self._rollouts = max(1, round(ROLLOUT_S / self._rollout()))
+
+    def _rollout(self) -> float:
+        """Seconds of one. Raises SystemExit when it emits other tokens than the first."""
+        began = time.perf_counter()
+        tokens = [t.token_ids for t in self._engine.generate(self._requests, timeout_s=LIMIT_S)]
+        seconds = time.perf_counter() - began
+        self._expected = self._expected or tokens
+        if tokens != self._expected:
+            raise SystemExit("dead_drafter: the responses are not those of plain decoding")
+        return seconds
+
+    def drafted(self, way: str) -> int:
+        """Draft tokens that were verified in one rollout."""
+        switch(self._engine, way)
+        self._engine.speculation_counts()
+        self._rollout()
+        return sum(counts.drafted for counts in self._engine.speculation_counts().values())
+
+    def shares(self, repetitions: int) -> dict[str, list[float]]:
+        """Way -> per repetition, its speed over that of `off`."""
+        shares: dict[str, list[float]] = {way: [] for way in WAYS if way != "off"}
+        for repetition in range(-1, repetitions):
+            order = list(WAYS) if repetition % 2 else list(WAYS)[::-1]
+            seconds = {}
+            for way in order:
+                switch(self._engine, way)
+                seconds[way] = sum(self._rollout() for _ in range(self._rollouts))
+            for way, values in shares.items() if repetition >= 0 else ():
+                values.append(seconds["off"] / seconds[way])
+        return shares
+
+
+def measure(batches: Sequence[int], repetitions: int) -> list[list[str]]:
+    """Rows of the table."""
+    rows = []
+    with (
+        tempfile.TemporaryDirectory(prefix="dead-drafter-") as temporary,
+        players(Path(temporary), max(batches)) as (engine, drafter),
+    ):
+        contests = {batch: Contest(engine, batch) for batch in batches}
+        deadline = time.monotonic() + LIMIT_S
+        while not contests[batches[0]].drafted("window 4"):
+            if time.monotonic() > deadline:
+                raise SystemExit("dead_drafter: the living drafter drafted nothing")
+        pid = drafter.wait_ready().pid
+        for state, by in (("stopped", signal.SIGSTOP), ("killed", signal.SIGKILL)):
+            os.kill(pid, by)
+            for batch, contest in contests.items():
+                shares = contest.shares(repetitions)
+                if lost := [way for way in shares if contest.drafted(way)]:
+                    raise SystemExit(f"dead_drafter: a {state} drafter drafted for {lost}")
+                rows.append([state, str(batch), *(spread(values, "{:.3f}") for values in shares.values())])
+                print(*rows[-1], sep="  ", flush=True)
+    return rows
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--batches", nargs="+", type=int, default=list(BATCHES))
+    parser.add_argument("--repetitions", type=int, default=REPETITIONS)
+    options = parser.parse_args(arguments)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))  # so that the engine is stopped
+    rows = measure(options.batches, options.repetitions)
+    missed = [row for row in rows if any(float(cell.split()[0]) < AIM for cell in row[2:])]
+    publish(
+        "dead_drafter",
+        Result(
+            title="Speed with a dead drafter",
+            intro=(
+                "Tokens per second of an engine whose only drafter process was stopped or killed after it had drafted, "
+                f"over those of mode `off`, in turns: median (minimum-maximum) of {options.repetitions} repetitions of "
+                f"about {ROLLOUT_S:g} s; responses of {MAX_NEW_TOKENS} tokens; a small mixture of experts, whose "
+                "rounds take few milliseconds. `window 4` and `chosen windows` are mode `decoupled`."
+            ),
+            columns=("Drafter", "Requests", *(way for way in WAYS if way != "off")),
+            rows=rows,
+            notes=f"Aim: {AIM} or more. Missed in {len(missed)} of {len(rows)} rows.",
+        ),
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,156 @@
+"""What planning and simulating cost from 8 to 4,096 GPUs, and the planner's own time per decision.
+
+Processor seconds of this process, so other work on the machine counts only where it takes its caches.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from statistics import median
+
+import numpy as np
+
+from benchmarks.results import Result, publish
+from specactor.rollout.draft.drafter import DraftSequence
+from specactor.rollout.draft.options import of_drafter
+from specactor.rollout.planning.acceptance import AcceptanceModel
+from specactor.rollout.planning.candidates import Candidates, from_figures
+from specactor.rollout.planning.devices import device
+from specactor.rollout.planning.fastest import DryWorker, Straggler, as_published
+from specactor.rollout.planning.online_costs import OnlineCosts
+from specactor.rollout.planning.plans import DraftPlan
+from specactor.rollout.planning.reconfiguration import LiveCosts, reconfigure
+from specactor.rollout.planning.search import search
+from specactor.rollout.planning.shapes import SHAPES
+from specactor.rollout.simulator.requests import Lengths, Method, draw
+from specactor.rollout.simulator.rollout import simulate
+from specactor.rollout.simulator.steps import Job, Phases
+from specactor.rollout.simulator.world import Delays, Policy, SimulatedMode, Truth
+
+SIZES = ((8, 64), (64, 64), (256, 64), (1024, 16), (4096, 4))
+"""GPUs, and requests per GPU."""
+GROUP = 16
+MAX_WINDOW = 8
+LENGTHS = Lengths(median=20000, sigma=1.0, longest=40000)
+"""A mean of about 20,000 tokens."""
+METHODS = {"Qwen2.5-0.5B": Method(rate=0.7, drift=0.01), "Qwen2.5-1.5B": Method(rate=0.76, drift=0.01)}
+COLUMNS = ("GPUs", "requests", "tokens", "search", "off", "auto", "events", "decisions", "virtual s, auto")
+BATCH = 256
+
+
+def candidates() -> Candidates:
+    return from_figures(
+        SHAPES["Qwen2.5-32B"],
+        [SHAPES[name] for name in METHODS],
+        device("H100"),
+        survivals={name: method.survival(MAX_WINDOW + 1) for name, method in METHODS.items()},
+        context=8192,
+        max_requests=2048,
+        sizes=(4,),
+        drafter_sizes=(1, 2),
+    )
+
+
+def row(devices: int, per_device: int) -> list[str]:
+    found = candidates()
+    job = Job(
+        devices=devices,
+        prompts=devices * per_device // GROUP,
+        group_size=GROUP,
+        lengths=LENGTHS,
+        belief=found,
+        truth=Truth(candidates=found, methods=METHODS, delays=Delays(), jitter=0.02),
+        policy=Policy(max_window=MAX_WINDOW),
+        phases=Phases(train_tokens_per_s_per_device=1.0),
+    )
+    requests = draw(job.lengths, prompts=job.prompts, group_size=GROUP, seed=(0, 0))
+    cells, events, decisions, virtual = [], 0, 0, 0.0
+    modes: tuple[SimulatedMode, ...] = ("off", "auto")
+    for mode in modes:
+        started = time.process_time()
+        outcome = simulate(job.cluster, found, job.truth, replace(job.policy, mode=mode), requests)
+        cells.append(f"{time.process_time() - started:.1f} s")
+        events, decisions, virtual = outcome.events, outcome.decisions, outcome.seconds
+    started = time.process_time()
+    search(job.cluster, found.verifiers, found.drafters, max_window=MAX_WINDOW)
+    searched = time.process_time() - started
+    return [
+        f"{devices:,}",
+        f"{len(requests):,}",
+        f"{requests.lengths.sum() / 1e6:,.0f} M",
+        f"{searched:.2f} s",
+        *cells,
+        f"{events:,}",
+        f"{decisions:,}",
+        f"{virtual:,.0f}",
+    ]
+
+
+def decision_ms() -> dict[str, float]:
+    """Processor milliseconds of one decision on 256 requests, the median of 20."""
+    found, rng = candidates(), np.random.default_rng(0)
+    option, drafter = found.verifiers[0], found.drafters[0]
+    model, costs = AcceptanceModel(max_window=MAX_WINDOW), OnlineCosts(option.costs)
+    sequences = [DraftSequence(request_id=str(i), prompt_ids=()) for i in range(BATCH)]
+    for sequence in sequences:
+        for right in rng.integers(0, MAX_WINDOW + 1, 4).tolist():
+            model.observe(sequence.request_id, MAX_WINDOW, right, asked=MAX_WINDOW)
+    ids = [sequence.request_id for sequence in sequences]
+    live = LiveCosts.of(
+        option.costs, requests=BATCH, max_window=MAX_WINDOW, remote=drafter.engines[0].seconds, served=BATCH
+    )
+    current = [DraftPlan(mode="decoupled", drafter=drafter.name, window=4)] * BATCH
+    stragglers = [Straggler(request_id=name, acceptance=float(rng.random())) for name in ids]
+    workers = [DryWorker(name=f"{i:02}", method=("a", "b")[i % 2], max_load=16) for i in range(64)]
+    calls: dict[str, Callable[[], object]] = {
+        "windows (best_windows)": lambda: of_drafter(drafter.name, model, costs, sequences, [MAX_WINDOW] * BATCH, None),
+        "modes and windows (reconfigure)": lambda: reconfigure(
+            model.survivals(ids, covered=False), live, current, drafter=drafter.name, everyone=True
+        ),
+        "Algorithm 3, 64 workers": lambda: as_published(stragglers, ["a", "b"], workers),
+    }
+    return {name: _ms(call) for name, call in calls.items()}
+
+
+def _ms(call: Callable[[], object]) -> float:
+    call()
+    spent = []
+    for _ in range(20):
+        started = time.process_time()
+        call()
+        spent.append(1e3 * (time.process_time() - started))
+    return median(spent)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--most", type=int, default=SIZES[-1][0], help="GPUs of the largest cluster")
+    options = parser.parse_args(arguments)
+    rows = [row(devices, each) for devices, each in SIZES if devices <= options.most]
+    decisions = "; ".join(f"{name} {ms:.2f} ms" for name, ms in decision_ms().items())
+    publish(
+        "simulator_scale",
+        Result(
+            title="What planning and simulating a cluster costs",
+            intro=(
+                f"Qwen2.5-32B on engines of 4 H100 by published figures, two draft models, requests in "
+                f"groups of {GROUP}, log-normal lengths with a median of {LENGTHS.median:,.0f} tokens, cut at "
+                f"{LENGTHS.longest:,}. Processor seconds of one rollout, one thread: `search` finds the plan; `off` "
+                "and `auto` (with reconfiguration and fastest-of-N) simulate it. Events and decisions are those "
+                "of `auto`."
+            ),
+            columns=COLUMNS,
+            rows=rows,
+            notes=(
+                f"Processor time per decision on {BATCH} requests, median of 20: {decisions}. The aim is at most 1 ms. "
+                "Other programs ran on the machine meanwhile, so all times are rough."
+            ),
+        ),
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,36 @@
+"""Rollouts in the paper's settings: what the page says holds for small ones, and the page is of these settings."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from benchmarks.paper_rollouts import COLUMNS, Setting, main_settings, row, runs, sensitivity
+from benchmarks.results import RESULTS
+
+SMALL = replace(main_settings()[0], batch=32)
+
+
+def cells(setting: Setting) -> dict[str, str]:
+    return dict(zip(COLUMNS, row(setting, 8), strict=True))
+
+
+def test_dear_draft_steps_ruin_a_fixed_window_and_not_auto() -> None:
+    cheap, dear = cells(SMALL), cells(replace(SMALL, step_ms=8.0))
+    assert float(cheap["vanilla"]) > 1.2
+    assert float(dear["vanilla"]) < 0.8
+    assert float(dear["auto"]) > 0.98
+    assert float(cheap["auto"]) > float(dear["auto"])
+
+
+def test_all_modes_generate_the_same_tokens() -> None:
+    found = runs(SMALL, 8)
+    assert len({of.tokens for of in found}) == 1
+    assert [of.plan.mode for of in found[:3]] == ["off", "coupled", "decoupled"]
+
+
+def test_the_page_is_of_these_settings() -> None:
+    page = (RESULTS / "paper_rollouts.md").read_text()
+    for setting in (*main_settings(), *sensitivity()):
+        assert f"| {setting.name} |" in page
+    assert "Simulated, not measured" in page
+    assert "Measured:" not in page

@@ -1,0 +1,181 @@
+"""Drafters elsewhere, in mode auto: chosen when they are good, again too, and no burden when they are gone."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Hashable, Sequence
+
+import pytest
+
+from specactor.rollout.decoupled.continuer import Lane
+from specactor.rollout.decoupled.decoupled import Decoupled
+from specactor.rollout.decoupled.mirrors import Mirrors
+from specactor.rollout.draft import looks
+from specactor.rollout.draft.drafter import Drafter
+from tests.rollout.draft.test_resting import Rests
+from tests.rollout.draft.world import STEP_S, Coin, auto
+
+ENGINE = 20
+TOKEN_S = STEP_S / 4
+"""A draft token for all requests."""
+
+
+class Half:
+    """Right with a probability, per token."""
+
+    version = 1
+
+    def __init__(self, right: float) -> None:
+        self.right = right
+
+    def extend(self, lanes: Sequence[Lane]) -> list[list[int]]:
+        return [[self._next(lane)] for lane in lanes]
+
+    def _next(self, lane: Lane) -> int:
+        position = len(lane.tokens)
+        coin = zlib.crc32(f"{lane.seed} {position}".encode()) / 2**32
+        return 2 * ((7 * position + lane.seed) % 40) + (coin >= self.right)
+
+    def forget(self, key: Hashable) -> None:
+        pass
+
+
+class Elsewhere:
+    """A link to a drafter that goes on while the engine does, on the engine's clock."""
+
+    num_drafters = 1
+
+    def __init__(self, right: float) -> None:
+        self.clock: Callable[[], float] = lambda: 0.0
+        self.continuer = Half(right)
+        self.mirrors = Mirrors(5, max_tokens=10_000_000)
+        self.is_alive = True
+        self.drafts = True
+        self.sent = 0
+        self._done_s = 0.0
+        self._answers: list[tuple[float, bytes]] = []
+
+    def send(self, drafter: int, frame: bytes) -> bool:
+        self._go_on()
+        self.sent += 1
+        if self.is_alive:
+            self.mirrors.receive(ENGINE, frame, self.clock())
+            self._say(self.clock())
+        return self.is_alive
+
+    def receive(self) -> list[tuple[int, bytes]]:
+        self._go_on()
+        now_s = self.clock()
+        due = [(0, frame) for due_s, frame in self._answers if due_s <= now_s]
+        self._answers = [answer for answer in self._answers if answer[0] > now_s]
+        return due
+
+    def wait(self, timeout_s: float) -> bool:
+        return False
+
+    def close(self) -> None:
+        pass
+
+    def _go_on(self) -> None:
+        now_s = self.clock()
+        self._done_s = max(self._done_s, now_s - 1.0)
+        while self._done_s + TOKEN_S <= now_s:
+            lanes = self.mirrors.wanted(1000) if self.drafts and self.is_alive else []
+            if not lanes:
+                self._done_s = now_s
+                return
+            self._done_s += TOKEN_S
+            self.mirrors.extended(lanes, self.continuer.extend(lanes))
+            self._say(self._done_s)
+
+    def _say(self, at_s: float) -> None:
+        for session in self.mirrors.sessions:
+            self._answers += [(at_s, frame) for frame in self.mirrors.outgoing(session, version=1, now_s=at_s)]
+
+
+class Apart(Rests):
+    """An engine with a drafter elsewhere."""
+
+    def __init__(self, link: Elsewhere, *beside: Drafter, requests: int = 4) -> None:
+        self.link = link
+        self.drafter = Decoupled(ENGINE, link, engine="e", window=8, clock=lambda: self.now)
+        super().__init__(auto(), self.drafter, *beside, requests=requests, row_s=1e-4 / requests)
+        link.clock = lambda: self.now
+
+
+@pytest.mark.parametrize("requests", [1, 4, 64])
+def test_a_good_drafter_is_chosen(requests: int) -> None:
+    world = Apart(Elsewhere(0.9), requests=requests)
+    world.play(400)
+    assert world.play(400) > 1.3 * world.plain_speed()
+    counts = world.speculator.report()
+    assert counts["decoupled"].failures == 0
+    assert counts["decoupled"].accepted > 0.5 * counts["decoupled"].drafted
+
+
+def noticed(requests: int) -> bool:
+    """Whether a drafter that was bad for long, and has become good, drafts again."""
+    world = Apart(Elsewhere(0.0), requests=requests)
+    world.play(1000)
+    assert world.unasked > 700
+    world.speculator.report()
+    world.link.continuer.right = 0.95
+    world.play(1000)
+    return world.speculator.report()["decoupled"].speculative_rounds > 100
+
+
+@pytest.mark.parametrize("requests", [1, 4, 64])
+def test_a_drafter_that_has_become_good_is_chosen_again(requests: int) -> None:
+    assert noticed(requests)
+
+
+def test_a_look_that_does_not_wait_for_drafts_sees_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(looks, "MOST_TRIES", 0)
+    assert not noticed(64)
+
+
+def test_while_decoding_is_plain_it_hears_little() -> None:
+    world = Apart(Elsewhere(0.0), requests=64)
+    world.play(1000)
+    before = world.link.sent
+    world.play(1000)
+    assert world.link.sent - before < 200, "frames; with drafts there is one in every round"
+
+
+def test_a_drafter_that_is_gone_is_not_asked_and_found_again() -> None:
+    link = Elsewhere(0.9)
+    link.is_alive = False
+    world = Apart(link)
+    world.play(1000)
+    assert world.unasked > 950
+    assert world.speculator.report()["decoupled"].rounds == 0
+    assert not world.drafter.report().proposed
+    link.is_alive = True
+    world.play(1000)
+    assert world.speculator.report()["decoupled"].speculative_rounds > 400
+    link.is_alive = False
+    world.play(2500)  # it is silent for a second
+    world.speculator.report()
+    world.unasked = 0
+    world.play(1000)
+    assert world.unasked > 900
+    assert world.speculator.report()["decoupled"].speculative_rounds == 0
+
+
+def test_one_that_answers_and_never_drafts_costs_little() -> None:
+    link = Elsewhere(0.9)
+    link.drafts = False
+    world = Apart(link, Coin(0.0))
+    world.play(1000)
+    world.unasked = 0
+    world.play(2000)
+    assert world.unasked > 0.85 * 2000
+
+
+@pytest.mark.parametrize("is_alive", [False, True])
+def test_another_drafter_takes_the_place_of_one_that_is_gone_or_silent(is_alive: bool) -> None:
+    link = Elsewhere(0.9)
+    link.is_alive, link.drafts = is_alive, False
+    world = Apart(link, Coin(0.9))
+    world.play(500)
+    assert world.speculator.report()["coin"].speculative_rounds > 300

@@ -1,0 +1,96 @@
+"""An engine's drafter processes as tests see them: what they recite, whom engines ask, and what they still hold."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from specactor.config import SpeculationConfig
+from specactor.rollout.decoupled.access import DrafterAccess
+from specactor.rollout.decoupled.decoupled import connect
+from specactor.rollout.decoupled.spec import DrafterSpec
+from specactor.rollout.decoupled.transport import DrafterKeys, EngineKeys, local_endpoint
+from specactor.rollout.sglang.engine import Engine
+from tests.rollout.conftest import CONTEXT
+from tests.rollout.sglang import recital
+from tests.rollout.sglang.test_interruptions import probe
+
+MAX_WINDOW = 8
+REMOTE = "tests.rollout.sglang.remote"
+LIMIT_S = 60.0
+"""For one rollout, whatever the drafters do."""
+OFF = SpeculationConfig(mode="off", max_window=MAX_WINDOW)
+
+
+def decoupled(window: int | None = 4, *, mode: str = "decoupled", drafters: tuple[str, ...] = ("decoupled",)) -> Any:
+    return SpeculationConfig(
+        mode=mode,  # type: ignore[arg-type]
+        drafters=drafters,
+        window=window,
+        max_window=MAX_WINDOW,
+        draft_model="with the drafters",
+    )
+
+
+def loaded(name: str, window: int = MAX_WINDOW) -> SpeculationConfig:
+    """A drafter of `remote`."""
+    return SpeculationConfig(mode="coupled", drafters=(f"{REMOTE}:{name}",), window=window, max_window=MAX_WINDOW)
+
+
+def recital_folder(folder: Path) -> Path:
+    """Of drafters that know nothing yet."""
+    recital.write(folder, [], [])
+    recital.behave(folder, "nothing")
+    return folder
+
+
+def recital_spec(folder: Path, *, keys: DrafterKeys | None, endpoint: str = "", index: int = 0) -> DrafterSpec:
+    return DrafterSpec(
+        index=index,
+        endpoint=endpoint or local_endpoint(),
+        keys=keys,
+        model_dir=str(folder),
+        dtype="float32",
+        device=1,
+        context_length=CONTEXT,
+        max_requests=48,
+        continuer="tests.rollout.sglang.recital:Reciter",
+        log_file=str(folder / f"drafter-{index}.log"),
+        max_restarts=20,
+    )
+
+
+def aim(engine: Engine, endpoints: Sequence[str], keys: EngineKeys | None, folder: Path) -> None:
+    """Drafter processes of the next configuration on."""
+    access = DrafterAccess(endpoints=tuple(endpoints), keys=keys, engine=f"engine-{engine.index}")
+    probe(engine, "aim", {"access": msgspec.to_builtins(access), "recital": str(folder)})
+
+
+def wait_until(done: Callable[[], bool], what: str, within_s: float = LIMIT_S) -> None:
+    deadline = time.monotonic() + within_s
+    while not done():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.02)
+
+
+def assert_holds_nothing(endpoint: str, keys: EngineKeys | None) -> None:
+    """As the drafter tells an engine without requests."""
+    looker = connect([endpoint], engine="looker", window=1, keys=keys)
+
+    def nothing() -> bool:
+        looker.propose([], [])
+        return looker.tails.live == [0] and looker.tails._drafters[0].others == 0
+
+    try:
+        wait_until(nothing, "the drafter holds requests that are over")
+    finally:
+        looker.stop()
+
+
+def assert_engine_holds_nothing(engine: Engine) -> None:
+    state = probe(engine, "remote")
+    assert (state["requests"], state["tokens"]) == (0, 0)

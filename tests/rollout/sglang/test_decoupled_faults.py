@@ -1,0 +1,411 @@
+"""A real engine and its drafters in trouble: the tokens of plain decoding, in bounded time, and nothing is left.
+
+One engine, whose KV pool is too small for all that is asked of it, and a drafter process that recites what the engine
+emitted in plain decoding, as told by each test.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from specactor.config import EngineConfig, SpeculationConfig
+from specactor.rollout import drafter_pool
+from specactor.rollout.decoupled.transport import EngineKeys, make_keys
+from specactor.rollout.draft.counts import Counts
+from specactor.rollout.drafter_pool import DrafterPool
+from specactor.rollout.pool import EnginePool
+from specactor.rollout.sglang.engine import Engine, EngineSpec
+from specactor.types import RolloutRequest, Trajectory
+from tests.rollout.conftest import Footprint, request
+from tests.rollout.sglang import recital
+from tests.rollout.sglang.bad_network import Faults, Network
+from tests.rollout.sglang.decoupled_setting import (
+    LIMIT_S,
+    OFF,
+    aim,
+    assert_engine_holds_nothing,
+    assert_holds_nothing,
+    decoupled,
+    loaded,
+    recital_folder,
+    recital_spec,
+    wait_until,
+)
+from tests.rollout.sglang.lying_drafter import LIES, LyingDrafter
+from tests.rollout.sglang.test_interruptions import EOS, assert_same, differs, in_background, probe
+from tests.rollout.sglang.test_speculation import configure, report
+
+ENGINE_KEYS, DRAFTER_KEYS = make_keys()
+POOL = 900
+
+
+def titled(prefix: str, requests: Sequence[RolloutRequest]) -> list[RolloutRequest]:
+    return [replace(r, request_id=f"{prefix}-{r.request_id}") for r in requests]
+
+
+BATCH = titled("batch", [request(i, new=24 + 5 * i % 29, temperature=(1.0, 1.0, 0.7, 1.2)[i % 4]) for i in range(14)])
+LONG = titled("long", [request(20 + i, new=100) for i in range(6)])
+ENDLESS = titled("endless", [request(40 + i, new=100, ignore_eos=False, logit_bias=((EOS, -50.0),)) for i in range(16)])
+"""SGLang does not keep room for all of a request that may end by itself."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    engines: EnginePool
+    drafters: DrafterPool
+    folder: Path
+    plain: dict[str, Trajectory]
+    """What plain decoding emits, by request."""
+
+    @property
+    def engine(self) -> Engine:
+        return self.engines.engines[0]
+
+    @property
+    def endpoint(self) -> str:
+        return self.drafters.drafters[0].spec.endpoint
+
+    @property
+    def pid(self) -> int:
+        """Of the drafter."""
+        return self.drafters.drafters[0].wait_ready().pid
+
+    def wanted(self, requests: Sequence[RolloutRequest]) -> list[Trajectory]:
+        return [self.plain[r.request_id] for r in requests]
+
+    def aim(self, *endpoints: str, keys: EngineKeys | None = ENGINE_KEYS) -> None:
+        aim(self.engine, endpoints, keys, self.folder)
+
+    def start(self, config: SpeculationConfig, manner: str = "half") -> None:
+        """From empty caches, with drafters that are there."""
+        recital.behave(self.folder, manner)
+        self.engine.flush()
+        configure(self.engine, config)
+        report(self.engine)
+
+    def run(self, requests: Sequence[RolloutRequest], **named: object) -> list[Trajectory]:
+        return self.engine.generate(requests, timeout_s=LIMIT_S, **named)  # type: ignore[arg-type]
+
+    def run_until_drafted(self) -> Counts:
+        """Rollouts, all equal to plain decoding, until a draft was right."""
+        deadline = time.monotonic() + LIMIT_S
+        while True:
+            self.engine.flush()
+            assert_same(self.run(BATCH), self.wanted(BATCH))
+            if (counts := report(self.engine)).accepted > 0:
+                assert counts.failures == 0
+                return counts
+            assert time.monotonic() < deadline, "no draft was accepted"
+
+    def assert_clean(self) -> None:
+        """Nobody holds anything of a request that is over."""
+        assert_engine_holds_nothing(self.engine)
+        assert_holds_nothing(self.endpoint, ENGINE_KEYS)
+
+
+@pytest.fixture(scope="module")
+def setting(make_spec: Callable[..., EngineSpec], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Setting]:
+    folder = recital_folder(tmp_path_factory.mktemp("recital"))
+    spec = make_spec(
+        70,
+        config=EngineConfig(
+            max_running_requests=16,
+            max_total_tokens=POOL,
+            start_timeout_s=170,
+            request_timeout_s=20,
+            extra_args={"schedule_conservativeness": 0.2},
+        ),
+        speculation=loaded("far"),
+    )
+    with pytest.MonkeyPatch.context() as patch, ExitStack() as stack:
+        patch.setattr(drafter_pool, "PAUSE_S", 0.05)
+        drafters = stack.enter_context(DrafterPool([recital_spec(folder, keys=DRAFTER_KEYS)]))
+        engines = stack.enter_context(EnginePool([spec]))
+        engines.wait_ready()
+        drafters.wait_ready()
+        [engine] = engines.engines
+        configure(engine, OFF)
+        plain: dict[str, Trajectory] = {}
+        for requests in (BATCH, LONG, ENDLESS):
+            engine.flush()
+            trajectories = engine.generate(requests)
+            recital.write(folder, requests, trajectories)
+            plain |= {t.request_id: t for t in trajectories}
+        yield Setting(engines, drafters, folder, plain)
+
+
+@pytest.fixture
+def near(setting: Setting) -> Setting:
+    """The engine asks the drafter itself."""
+    setting.aim(setting.endpoint)
+    return setting
+
+
+# What drafters say
+
+
+@pytest.mark.parametrize("manner", sorted(recital.MANNERS.keys() - {"raises"}))
+def test_whatever_is_drafted_tokens_are_the_targets(near: Setting, manner: str) -> None:
+    near.start(decoupled(), manner)
+    silent = manner in ("nothing", "not tokens")
+    counts = Counts()
+    for _ in range(3 if silent else 40):
+        near.engine.flush()
+        assert_same(near.run(BATCH), near.wanted(BATCH))
+        counts += report(near.engine)
+        if counts.drafted > 50:
+            break
+    assert (counts.drafted > 50) != silent
+    assert counts.failures == 0
+    if manner in ("right", "half", "slow", "mixed"):
+        assert counts.accepted > 0
+    if manner == "right":
+        assert counts.accepted == counts.drafted
+    near.assert_clean()
+
+
+@pytest.mark.parametrize("lie", [*LIES, "rubbish", "frames of others"])
+def test_a_peer_that_lies_on_a_raw_socket(setting: Setting, lie: str) -> None:
+    with LyingDrafter(lie) as liar:
+        setting.aim(liar.endpoint, keys=None)
+        setting.start(decoupled())
+        deadline = time.monotonic() + LIMIT_S
+        while liar.sent < 200:
+            assert_same(setting.run(BATCH), setting.wanted(BATCH))
+            assert time.monotonic() < deadline, "the engine hardly speaks to it"
+        assert report(setting.engine).failures == 0
+        assert_engine_holds_nothing(setting.engine)
+
+
+# Who drafts
+
+
+def test_a_drafter_that_is_killed_and_started_again(near: Setting) -> None:
+    near.start(decoupled())
+    near.run_until_drafted()
+    footprint, restarts, seen = Footprint.of(near.drafters.drafters[0].pid), near.drafters.restarts, []
+
+    def kill(trajectory: Trajectory) -> None:
+        seen.append(trajectory)
+        if len(seen) == 2:
+            os.kill(near.pid, signal.SIGKILL)
+
+    assert_same(near.run(BATCH, on_finished=kill), near.wanted(BATCH))
+    wait_until(lambda: near.drafters.restarts > restarts, "the drafter was not started again")
+    near.drafters.drafters[0].wait_ready()
+    footprint.assert_gone(within_s=0.1)
+    report(near.engine)
+    near.run_until_drafted()
+    near.assert_clean()
+
+
+def test_a_continuer_that_raises(near: Setting) -> None:
+    restarts = near.drafters.restarts
+    near.start(decoupled(), "raises")
+    assert_same(near.run(BATCH), near.wanted(BATCH))
+    recital.behave(near.folder, "half")
+    wait_until(lambda: near.drafters.restarts > restarts, "the drafter was not started again")
+    near.run_until_drafted()
+    near.assert_clean()
+
+
+def test_a_drafter_that_stands_still_and_goes_on(near: Setting) -> None:
+    near.start(decoupled())
+    near.run_until_drafted()
+    seen: list[Trajectory] = []
+
+    def strike(trajectory: Trajectory) -> None:
+        seen.append(trajectory)
+        if len(seen) in (2, 7):
+            os.kill(near.pid, signal.SIGSTOP if len(seen) == 2 else signal.SIGCONT)
+
+    assert_same(near.run(BATCH, on_finished=strike), near.wanted(BATCH))
+    os.kill(near.pid, signal.SIGSTOP)
+    try:
+        wait_until(lambda: not _is_live_after_a_run(near), "a drafter that stands still is not missed")
+        report(near.engine)
+        assert_same(near.run(BATCH), near.wanted(BATCH))
+        assert report(near.engine).drafted == 0
+    finally:
+        os.kill(near.pid, signal.SIGCONT)
+    near.run_until_drafted()
+    near.assert_clean()
+
+
+def _is_live_after_a_run(setting: Setting) -> bool:
+    assert_same(setting.run(BATCH), setting.wanted(BATCH))
+    return bool(probe(setting.engine, "remote")["live"])
+
+
+# The network
+
+FAULTS = {
+    "slow": Faults(delay_s=(0.004, 0.004)),
+    "loses": Faults(loss=0.3),
+    "repeats": Faults(repeat=0.5),
+    "reorders": Faults(delay_s=(0.0, 0.01)),
+    "everything": Faults(loss=0.1, repeat=0.2, delay_s=(0.0, 0.006)),
+}
+
+
+@pytest.fixture(scope="module")
+def exposed(setting: Setting) -> Iterator[str]:
+    """Address of another drafter, without keys: what is in between can read names."""
+    with DrafterPool([recital_spec(setting.folder, keys=None, index=1)]) as pool:
+        pool.wait_ready()
+        yield pool.drafters[0].spec.endpoint
+
+
+@pytest.mark.parametrize("kind", FAULTS)
+def test_a_bad_network(setting: Setting, exposed: str, kind: str) -> None:
+    faults = FAULTS[kind]
+    with Network(exposed, faults) as network:
+        setting.aim(network.endpoint, keys=None)
+        setting.start(decoupled())
+        setting.run_until_drafted()
+        while network.passed < 200:
+            setting.run_until_drafted()
+        assert_engine_holds_nothing(setting.engine)
+        assert (network.lost > 5) == (faults.loss > 0)
+        assert (network.repeated > 5) == (faults.repeat > 0)
+        assert (network.overtaken > 5) == (faults.delay_s[0] < faults.delay_s[1])
+    setting.aim(exposed, keys=None)
+    setting.start(decoupled())  # the engine begins anew, as far as the drafter knows: nothing is left of the last time
+    setting.run_until_drafted()
+    assert_holds_nothing(exposed, None)
+
+
+# Addresses and keys
+
+
+def test_two_addresses_and_keys(setting: Setting) -> None:
+    specs = [
+        recital_spec(setting.folder, keys=DRAFTER_KEYS, endpoint=f"tcp://127.0.0.{host}:*", index=1 + host)
+        for host in (1, 2)
+    ]
+    with DrafterPool(specs) as pool:
+        pool.wait_ready()
+        endpoints = [started.endpoint for drafter in pool.drafters if (started := drafter.started)]
+        assert [endpoint.rpartition(":")[0] for endpoint in endpoints] == ["tcp://127.0.0.1", "tcp://127.0.0.2"]
+        setting.aim(*endpoints)
+        setting.start(decoupled())
+        wait_until(lambda: _drafted_there(setting) == [True, True], "one of the two drafts nothing")
+        for endpoint in endpoints:
+            assert_holds_nothing(endpoint, ENGINE_KEYS)
+        strangers, _ = make_keys()
+        for keys in (strangers, replace(strangers, drafter_public=ENGINE_KEYS.drafter_public), None):
+            setting.aim(*endpoints, keys=keys)
+            setting.start(decoupled())
+            for _ in range(3):
+                assert_same(setting.run(BATCH), setting.wanted(BATCH))
+            assert report(setting.engine).drafted == 0
+            assert probe(setting.engine, "remote")["live"] == []
+
+
+def _drafted_there(setting: Setting) -> list[bool]:
+    setting.run_until_drafted()
+    state = probe(setting.engine, "remote")
+    return [drafted > 0 and drafter in state["live"] for drafter, drafted in enumerate(state["drafted"])]
+
+
+# The engine
+
+
+def test_abort_in_the_middle(near: Setting) -> None:
+    near.start(decoupled())
+    near.run_until_drafted()
+    near.engine.flush()
+    free = probe(near.engine, "free")
+    answers: list[Trajectory] = []
+    for _ in range(20):  # the end may come before the abort
+        thread, answers = in_background(near.engine, LONG)
+        while thread.is_alive() and min(probe(near.engine, "lengths"), default=0) < 5:
+            pass
+        near.engine.abort()
+        thread.join(LIMIT_S)
+        if "abort" in {t.finish_reason for t in answers}:
+            break
+    assert "abort" in {t.finish_reason for t in answers}
+    for ours, whole in zip(answers, near.wanted(LONG), strict=True):
+        assert ours.token_ids == whole.token_ids[: len(ours.token_ids)]
+        np.testing.assert_allclose(ours.logprobs, whole.logprobs[: len(ours.logprobs)], atol=1e-5, rtol=0)
+    near.assert_clean()
+    near.engine.flush()
+    assert probe(near.engine, "free") == free
+    near.run_until_drafted()
+
+
+def test_retracted_requests(near: Setting) -> None:
+    """More than the KV pool holds: requests are thrown out, and come back to the drafter as others."""
+    near.start(decoupled())
+    near.run_until_drafted()
+    near.engine.flush()
+    probe(near.engine, "seen")
+    assert_same(near.run(ENDLESS), near.wanted(ENDLESS))
+    assert probe(near.engine, "seen")["retracted"] > 0
+    counts = report(near.engine)
+    assert counts.accepted > 0
+    assert counts.failures == 0
+    near.assert_clean()
+
+
+# Wrong versions
+
+
+@pytest.mark.parametrize(
+    "version", ["emits_the_rejected", "accepts_all", "skips_a_mismatch", "keeps_keys_of_the_rejected"]
+)
+def test_wrong_versions_are_caught_in_mode_decoupled(near: Setting, version: str) -> None:
+    near.start(loaded("far", 4))
+    near.run_until_drafted()
+    near.start(loaded(version, 4))
+    wait_until(lambda: differs(near.run(BATCH), near.wanted(BATCH)), "the wrong version passes for the right one")
+    near.start(loaded("far", 4))
+    near.run_until_drafted()
+
+
+@pytest.mark.parametrize("version", ["bonus_of_the_row_before", "accepted_of_the_neighbour"])
+def test_wrong_versions_are_caught_where_modes_switch(near: Setting, version: str) -> None:
+    near.start(loaded(version))
+    wait_until(lambda: differs(near.run(BATCH), near.wanted(BATCH)), "the wrong version passes for the right one")
+    near.start(loaded("mended"))
+    near.run_until_drafted()
+
+
+# Last, since it takes another engine
+
+
+def test_an_engine_that_is_killed_and_started_again(near: Setting) -> None:
+    near.start(decoupled())
+    near.run_until_drafted()
+    old, seen = near.engine, []
+    footprint = Footprint.of(old.pid)
+
+    def kill(trajectory: Trajectory) -> None:
+        seen.append(trajectory)
+        if len(seen) == 3:
+            assert old.ready is not None
+            os.kill(old.ready.scheduler_pids[0], signal.SIGKILL)
+
+    outcome = near.engines.generate(BATCH, on_finished=kill)
+    assert outcome.lost_engines == (old.index,)
+    assert_same(
+        outcome.finished, near.wanted([r for r in BATCH if r.request_id in {t.request_id for t in outcome.finished}])
+    )
+    near.engines.restart_lost()
+    footprint.assert_gone()
+    near.aim(near.endpoint)
+    near.start(decoupled())
+    assert outcome.unfinished
+    assert_same(near.run(outcome.unfinished), near.wanted(outcome.unfinished))
+    near.run_until_drafted()
+    near.assert_clean()
