@@ -365,10 +365,10 @@ def run(batches: Sequence[int], repetitions: int, note: Callable[[str], None]) -
         intro=(
             f"Task B's model of 1.8 M parameters, {NEW_TOKENS} tokens per request at temperature 1, median of "
             f"{repetitions} repetitions in turns. `off` and `coupled`: two engines on a core each, with half of the "
-            "requests each; `decoupled`: one engine and one drafter process on a core each. Windows are chosen while it "
-            "runs. `dialled` drafters compute nothing: they take a given share of a plain step per token, and are right "
-            "as often as told. Acceptance is that of the first draft token. `predicted` is the planner's best plan of a "
-            "mode, from rounds that were profiled before; `planned` is its first plan."
+            "requests each; `decoupled`: one engine and one drafter process on a core each. Windows are chosen while "
+            "it runs. `dialled` drafters compute nothing: they take a given share of a plain step per token, and are "
+            "right as often as told. Acceptance is that of the first draft token. `predicted` is the planner's best "
+            "plan of a mode, from rounds that were profiled before; `planned` is its first plan."
         ),
         columns=COLUMNS,
         rows=rows,

@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 
 import msgspec
 import tyro
+from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
@@ -32,7 +33,7 @@ from specactor.rollout.planning.search import search
 from specactor.rollout.planning.shapes import DRAFTERS, SHAPES, TransformerShape
 
 PROG = "specactor plan"
-NUMBERS = ("x off", "tok/s/device", "verifiers", "drafters", "idle", "per engine", "weights", "KV", "messages")
+NUMBERS = ("x off", "tok/s/device", "verifiers", "drafters", "idle", "requests")
 """Columns."""
 
 
@@ -83,7 +84,7 @@ def parse(argv: Sequence[str]) -> PlanOptions:
     """Raises ConfigError for what is wrong with the command line; prints and raises SystemExit(0) for ``--help``."""
 
     def reject(event: tyro_errors.ParseErrorEvent) -> NoReturn:
-        raise ConfigError(_one_line(event, argv))
+        raise ConfigError(one_line(event, argv))
 
     with tyro_errors.on_parse_error(reject):
         options = tyro.cli(PlanOptions, prog=PROG, args=list(argv))
@@ -163,9 +164,9 @@ def _candidates(options: PlanOptions) -> tuple[Sequence[Any], Sequence[Any]]:
 
 
 def _predicted(options: PlanOptions) -> Candidates:
-    target = _shape(options.model)
+    target = named_shape(options.model)
     names = options.drafters or DRAFTERS.get(target.name, ())
-    shapes = [_shape(name, "drafters") for name in names]
+    shapes = [named_shape(name, "drafters") for name in names]
     return from_figures(
         target,
         shapes,
@@ -216,7 +217,7 @@ def _survivals(options: PlanOptions, names: Sequence[str]) -> Mapping[str, tuple
     }
 
 
-def _shape(name: str, setting: str = "model") -> TransformerShape:
+def named_shape(name: str, setting: str = "model") -> TransformerShape:
     """Built in, or of a folder."""
     if name in SHAPES:
         return SHAPES[name]
@@ -231,47 +232,51 @@ def _shape(name: str, setting: str = "model") -> TransformerShape:
 
 
 def _show(options: PlanOptions, ranked: Sequence[RolloutPlan], console: Console) -> None:
+    """A table that fits 80 columns, and a line for each plan."""
     what = options.cost_table or f"{options.model} on {options.device}, published figures"
     table = Table(
         title=f"{what}: {options.devices} devices, {options.requests} requests",
         title_justify="left",
         caption="x off: speed over the fastest plain decoding. tok/s/device: of all devices, idle ones too. verifiers, "
-        "drafters: number x devices each. per engine: requests at once on a verifier. weights, KV: GB per device of a "
-        "verifier / drafter.",
+        "drafters: number x devices each. requests: at once on a verifier.",
         caption_justify="left",
+        box=SIMPLE,
+        padding=(0, 1, 0, 0),
     )
-    for column in ("plan", *NUMBERS, "why"):
-        table.add_column(column, justify="right" if column in NUMBERS else "left", overflow="fold")
-    for plan in ranked:
-        table.add_row(*_row(plan))
+    for column in ("", "plan", *NUMBERS):
+        table.add_column(column, justify="left" if column == "plan" else "right", no_wrap=True)
+    for number, plan in enumerate(ranked, 1):
+        table.add_row(str(number), *_row(plan))
     console.print(table)
+    for number, plan in enumerate(ranked, 1):
+        drafter = "" if plan.mode == "off" else f"{plan.draft.drafter}: "
+        branches = f"; {plan.branches} branches ({plan.branch_gain:.2f}x)" if plan.branches else ""
+        console.print(f"{number}  {drafter}{plan.reason}{branches}{_bytes(plan)}", highlight=False, soft_wrap=True)
 
 
 def _row(plan: RolloutPlan) -> tuple[str, ...]:
     drafting = plan.drafters.engines > 0
-    extra = f" +{plan.branches} branches ({plan.branch_gain:.2f}x)" if plan.branches else ""
     return (
-        "off" if plan.mode == "off" else f"{plan.mode} {plan.draft.drafter} w={plan.window}{extra}",
+        "off" if plan.mode == "off" else f"{plan.mode} w={plan.window}",
         f"{plan.speedup:.2f}",
         f"{plan.tokens_per_s_per_device:.0f}",
         f"{plan.verifiers.engines} x {plan.verifiers.devices_each}",
         f"{plan.drafters.engines} x {plan.drafters.devices_each}" if drafting else "-",
         str(plan.idle_devices),
         str(plan.requests_per_engine),
-        _gigabytes(plan.verifiers.weights_bytes, plan.drafters.weights_bytes, drafting),
-        _gigabytes(plan.verifiers.kv_bytes, plan.drafters.kv_bytes, drafting),
-        f"{plan.message_bytes_per_s / 1e6:.1f} MB/s" if drafting else "-",
-        plan.reason,
     )
 
 
-def _gigabytes(verifier: float, drafter: float, drafting: bool) -> str:
-    if not verifier:
-        return "?"
-    return f"{verifier / 1e9:.1f}" + (f" / {drafter / 1e9:.1f}" if drafting else "")
+def _bytes(plan: RolloutPlan) -> str:
+    """Per device, where known; and of messages."""
+    said = ""
+    for name, of in (("verifier", plan.verifiers), ("drafter", plan.drafters)):
+        if of.engines and of.weights_bytes:
+            said += f"; per {name} device {of.weights_bytes / 1e9:.1f} GB weights, {of.kv_bytes / 1e9:.1f} GB KV"
+    return said + (f"; {plan.message_bytes_per_s / 1e6:.1f} MB/s messages" if plan.drafters.engines else "")
 
 
-def _one_line(event: tyro_errors.ParseErrorEvent, argv: Sequence[str]) -> str:
+def one_line(event: tyro_errors.ParseErrorEvent, argv: Sequence[str]) -> str:
     """What tyro objects to, in the house form."""
     if isinstance(event, tyro_errors.UnrecognizedArgs):
         return f"unknown setting {event.tokens[0]}. Those there are: {PROG} --help"

@@ -25,7 +25,7 @@ from tyro import _errors as tyro_errors
 
 from specactor.errors import ConfigError, DataError
 from specactor.metrics import read_metrics
-from specactor.plan import _one_line, _shape, acceptance_at
+from specactor.plan import acceptance_at, named_shape, one_line
 from specactor.rollout.planning.candidates import Candidates, from_figures, from_table
 from specactor.rollout.planning.costs import CostTable
 from specactor.rollout.planning.devices import Device, device
@@ -127,7 +127,7 @@ def parse(argv: Sequence[str]) -> SimulateOptions:
     """Raises ConfigError for what is wrong with the command line; prints and raises SystemExit(0) for ``--help``."""
 
     def reject(event: tyro_errors.ParseErrorEvent) -> NoReturn:
-        raise ConfigError(_one_line(event, argv).replace("specactor plan", PROG))
+        raise ConfigError(one_line(event, argv).replace("specactor plan", PROG))
 
     with tyro_errors.on_parse_error(reject):
         options = tyro.cli(SimulateOptions, prog=PROG, args=list(argv))
@@ -277,9 +277,9 @@ def _candidates(options: SimulateOptions, file: str, replay: Replay | None) -> C
         return from_table(
             table, devices=(options.engine_devices or (1,))[0], survivals=_survivals(options, names, replay)
         )
-    target, hardware = _shape(options.model), device(options.device)
+    target, hardware = named_shape(options.model), device(options.device)
     names = options.drafters or DRAFTERS.get(target.name, ())
-    shapes = [_shape(name, "drafters") for name in names]
+    shapes = [named_shape(name, "drafters") for name in names]
     return from_figures(
         target,
         shapes,
@@ -330,7 +330,7 @@ def _train_tokens_per_s(options: SimulateOptions, replay: Replay | None) -> floa
             "> 0 with --cost-table",
             "Give what a device trains, or --replay a run that logged it.",
         )
-    return trained_per_s(_shape(options.model), device(options.device), options.mfu)
+    return trained_per_s(named_shape(options.model), device(options.device), options.mfu)
 
 
 def trained_per_s(shape: TransformerShape, hardware: Device, mfu: float) -> float:

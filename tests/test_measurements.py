@@ -9,6 +9,7 @@ import pytest
 
 from specactor import measurements
 from specactor.metrics import METRICS
+from specactor.rollout.draft.counts import added_figures
 from specactor.types import FinishReason, Problem, ScoredGroup, TrainSequence, Trajectory
 from specactor.weights_sync.sender import SyncReport
 
@@ -70,6 +71,20 @@ def test_a_step_by_hand() -> None:
 def test_rates_come_from_the_seconds_of_their_phase() -> None:
     seen = measurements.of_time({"rollout/tokens": 100.0, "train/tokens": 60.0}, {"rollout": 2.0, "sync": 1.0})
     assert seen == {"time/rollout_s": 2.0, "time/sync_s": 1.0, "rollout/tokens_per_s": 50.0}
+
+
+def test_figures_of_drafters_and_the_utilisation_of_their_processes() -> None:
+    figures = added_figures([{"decoupled": {"waited_s": 1.0, "stale_tails": 2.0}}, {"decoupled": {"waited_s": 0.5}}])
+    seen = measurements.of_drafters(figures | {"mine": {"unheard_of": 3.0}}, [1.0, 2.0])
+    assert seen == {
+        "speculation/decoupled/waited_s": 1.5,
+        "speculation/decoupled/stale_tails": 2.0,
+        "speculation/decoupled/busy_s": 3.0,
+        "speculation/decoupled/processes": 2,
+    }
+    assert measurements.of_time(seen, {"rollout": 6.0})["speculation/decoupled/utilisation"] == 0.25
+    assert "speculation/decoupled/utilisation" not in measurements.of_time(seen, {"train": 6.0})
+    assert measurements.of_drafters({}, []) == {}
 
 
 def test_nearly_full_marks_count_as_correct_and_parts_do_not() -> None:

@@ -52,7 +52,7 @@ def test_the_table_says_why(capsys: pytest.CaptureFixture[str], monkeypatch: pyt
     assert "tokens per round of" in said
     assert "1 token per" in said
     assert "windows in" in said
-    assert "+4 branches" in said
+    assert "; 4 branches (" in said
 
 
 def test_a_folder_is_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -57,7 +57,8 @@ def test_speculation_changes_neither_tokens_nor_rewards_nor_losses(
     speculation = ("--rollout.speculation.mode", "decoupled", "--rollout.speculation.draft-model", str(tmp_path))
     drafters = ("--rollout.speculation.drafters", "decoupled", "suffix", "--rollout.speculation.merge", "True")
     window = ("--rollout.speculation.window", "4")  # fixed: whether `auto` drafts depends on the machine's speed
-    drafted = launcher.run("speculating", *speculation, *drafters, *window, "--parallel.drafters", "1")
+    seen = ("--tracking.trace", "2", "--rollout.speculation.branches", "True", "--parallel.drafters", "1")
+    drafted = launcher.run("speculating", *speculation, *drafters, *window, *seen)
     assert drafted.code == 0, drafted.output
     assert deterministic(drafted.folder) == deterministic(finished.folder)
     responses = [
@@ -66,7 +67,14 @@ def test_speculation_changes_neither_tokens_nor_rewards_nor_losses(
     assert responses[0] == responses[1]
     lines = read_metrics(drafted.folder)[1:]
     assert all(float(str(line["speculation/suffix/accepted"])) > 0 for line in lines)
-    assert all(float(str(line["speculation/decoupled/drafted"])) > 0 for line in lines)
+    assert any(float(str(line["speculation/decoupled/drafted"])) > 0 for line in lines)
+    assert any(0 < float(str(line["speculation/decoupled/utilisation"])) < 1 for line in lines)
+    [trace] = (drafted.folder / "traces").iterdir()
+    assert trace.name == "step-000002.json"
+    events = json.loads(trace.read_text())["traceEvents"]
+    names = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
+    assert {names[event["pid"]] for event in events if event["name"] == "verify"} == {"engine 0"}
+    assert {names[event["pid"]] for event in events if event["name"] == "draft"} == {"engine 0", "drafter 0"}
     assert (drafted.folder / "engines" / "drafter-0.log").exists()
     assert writers(drafted.folder / "engines") == []
 

@@ -69,3 +69,23 @@ def test_a_pool_without_drafters_does_nothing() -> None:
     with DrafterPool([]) as pool:
         pool.wait_ready()
         assert pool.restarts == 0
+
+
+def test_drafters_tell_what_they_did_also_those_that_are_new(
+    make_drafter_spec: Callable[..., DrafterSpec],
+) -> None:
+    spec = make_drafter_spec(max_restarts=1)
+    with DrafterPool([spec]) as pool:
+        assert pool.work() == {}, "it does not listen yet"
+        pool.wait_ready()
+        assert_drafts(spec)
+        told = pool.work(trace=True)["drafter 0"]
+        assert told.busy_s > 0
+        assert told.spans == []
+        assert_drafts(spec)
+        assert any(span.name == "draft" for span in pool.work()["drafter 0"].spans)
+        os.kill(child_of(pool.drafters[0]), signal.SIGKILL)
+        wait_until(lambda: pool.restarts == 1)
+        wait_until(lambda: pool.work().keys() == {"drafter 0"})
+        assert_drafts(spec)
+        assert pool.work()["drafter 0"].busy_s > 0

@@ -83,7 +83,7 @@ def _continuer(spec: DrafterSpec) -> tuple[Continuer, int]:
         return made, spec.kv_tokens or _UNBOUNDED
     from specactor.rollout.sglang.draft_forward import load_alone
     from specactor.rollout.sglang.draft_slots import BLOCK_TOKENS
-    from specactor.rollout.sglang.model_continuer import ModelContinuer
+    from specactor.rollout.sglang.model_continuer import GuessingContinuer, ModelContinuer
 
     runner = load_alone(
         spec.model_dir,
@@ -94,7 +94,8 @@ def _continuer(spec: DrafterSpec) -> tuple[Continuer, int]:
         memory_fraction=spec.memory_fraction,
         random_seed=spec.random_seed,
     )
-    continuer = ModelContinuer(runner, steps=spec.steps, sharpen=spec.sharpen)
+    kind = GuessingContinuer if spec.branches else ModelContinuer
+    continuer = kind(runner, steps=spec.steps, sharpen=spec.sharpen)
     return continuer, spec.kv_tokens or continuer.max_tokens
 
 

@@ -43,6 +43,8 @@ class DrafterSpec:
     sharpen: Literal["fitted", "shared", "greedy"] = "fitted"
     steps: int = 1
     """Draft tokens per text and pass through the loop."""
+    branches: bool = False
+    """Whether the model also drafts for rejections that it foresees."""
     continuer: str = "model"
     """What drafts: the model, or the import path of a class, ``package.module:Name``, which gets this spec."""
     random_seed: int = 0

@@ -25,13 +25,15 @@ class DraftSequence:
     seed: int = 0
     """Of the request's noise."""
     temperature: float = 1.0
+    """0: the likeliest token is to be drafted, since there is no noise, or drafters cannot use it (top-p, top-k)."""
 
 
 class Drafter(ABC):
     """A draft method. One object serves all requests of an engine; its methods are called from one thread.
 
     While decoding is plain, one that drafts first hears of requests later, of those that ended too, and of prompts that
-    nobody asks it for perhaps never. Whatever it is asked for was opened, and all its tokens committed."""
+    nobody asks it for perhaps never; one that drafts ahead hears of those requests alone that it is asked for. Whatever
+    it is asked for was opened, and all its tokens committed."""
 
     name: str
     """As recipes and metrics call it."""

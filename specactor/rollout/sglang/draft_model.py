@@ -129,7 +129,7 @@ class DraftModel(Drafter):
     def _lanes(self, sequences: list[DraftSequence], windows: list[int]) -> _Lanes:
         device = self._forward.device
         reqs = [self._find(sequence.request_id) for sequence in sequences]
-        greedy = [_is_greedy(sequence, req) for sequence, req in zip(sequences, reqs, strict=True)]
+        greedy = [sequence.temperature == 0 for sequence in sequences]
         base = [_length(sequence) - 1 for sequence in sequences]
         if self._sharpen == "fitted":
             self._record.begin(
@@ -191,11 +191,3 @@ def _text(sequence: DraftSequence, start: int) -> list[int]:
     if start >= prompt:
         return sequence.output_ids[start - prompt :]
     return [*sequence.prompt_ids[start:], *sequence.output_ids]
-
-
-def _is_greedy(sequence: DraftSequence, req: Any) -> bool:
-    """Whether the noise of this request is of no use: there is none, or it belongs to ranks among sorted tokens."""
-    from sglang.srt.sampling.sampling_params import TOP_K_ALL
-
-    sampling = req.sampling_params
-    return sequence.temperature == 0 or sampling.top_p < 1 or sampling.top_k < TOP_K_ALL

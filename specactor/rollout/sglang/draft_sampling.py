@@ -9,11 +9,20 @@ Shape legend: B requests that want another token, V vocabulary, K likeliest toke
 from __future__ import annotations
 
 import math
+from typing import Any
 
 from torch import Tensor
 
 from specactor.rollout.planning.noise import Floats, Ints
 from specactor.rollout.planning.sharpening import TOP
+
+
+def is_greedy(sampling: Any) -> bool:
+    """Whether the noise of a request with these parameters of SGLang is of no use to drafters: there is none, or it
+    belongs to ranks among sorted tokens."""
+    from sglang.srt.sampling.sampling_params import TOP_K_ALL
+
+    return bool(sampling.temperature == 0 or sampling.top_p < 1 or sampling.top_k < TOP_K_ALL)
 
 
 def log_probabilities(logits_BV: Tensor, temperatures_B1: Tensor) -> Tensor:

@@ -16,23 +16,26 @@ class Rounds:
         self.recorder = Recorder()
         self._stretch: tuple[float, float, int] | None = None
         """Plain rounds that were not written yet: start, end, how many."""
+        self._emitted_s = 0.0
+        """End of the last round that could have drafts."""
 
     def verified(
-        self, began_s: float, decided_s: float, ended_s: float, *, requests: int, rows: int, emitted: int
+        self, entered_s: float, decided_s: float, ended_s: float, *, requests: int, rows: int, emitted: int
     ) -> None:
-        """A round that could have drafts; its tokens were handed out just now."""
+        """A round that could have drafts; its tokens were handed out just now. SGLang's own time is a gap."""
         if not self.recorder.on:
             return
         self.end_stretch()
-        self.recorder.span(LANE, "draft", began_s, decided_s, requests=requests, drafted=rows - requests)
+        self.recorder.span(LANE, "draft", entered_s, decided_s, requests=requests, drafted=rows - requests)
         self.recorder.span(LANE, "verify", decided_s, ended_s, requests=requests, rows=rows)
-        self.recorder.span(LANE, "emit", ended_s, time.perf_counter(), tokens=emitted)
+        self._emitted_s = time.perf_counter()
+        self.recorder.span(LANE, "emit", ended_s, self._emitted_s, tokens=emitted)
 
     def plain(self, began_s: float, ended_s: float) -> None:
         """A round on SGLang's own path."""
         if not self.recorder.on:
             return
-        start_s, _, count = self._stretch or (began_s, ended_s, 0)
+        start_s, _, count = self._stretch or (max(began_s, self._emitted_s), ended_s, 0)
         self._stretch = start_s, ended_s, count + 1
 
     def end_stretch(self) -> None:

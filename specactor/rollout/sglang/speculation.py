@@ -29,7 +29,7 @@ from specactor.errors import EngineError
 from specactor.rollout.draft.drafter import DraftSequence
 from specactor.rollout.draft.speculator import Speculator
 from specactor.rollout.draft.verification import DraftTree, accepted_path, chain
-from specactor.rollout.sglang import draft_forward, plain_rounds
+from specactor.rollout.sglang import draft_forward, draft_sampling, plain_rounds
 from specactor.rollout.sglang.draft_model import DraftModel
 from specactor.rollout.sglang.penalties import has_penalties
 from specactor.rollout.sglang.rounds import Rounds
@@ -172,7 +172,7 @@ class Worker(BaseSpecWorker):  # type: ignore[misc]
             return self._plain_round(batch, pp_proxy_tensors)
         base = batch.seq_lens
         reqs = batch.reqs
-        began = self._began()
+        began, entered = self._began(), time.perf_counter()
         running = self._follow(reqs)
         trees = self._drafts(reqs, running)
         decided = time.perf_counter()
@@ -196,8 +196,9 @@ class Worker(BaseSpecWorker):  # type: ignore[misc]
                 round_s=self._ended - began,
             )
         emitted = self._emit(result, rows, paths, base)
-        if self.recorder.on:
-            self._record(began, decided, rows, emitted=sum(map(len, paths)))
+        self.rounds.verified(
+            entered, decided, self._ended, requests=len(reqs), rows=rows.total, emitted=sum(map(len, paths))
+        )
         return emitted
 
     def _accepted(
@@ -263,7 +264,7 @@ class Worker(BaseSpecWorker):  # type: ignore[misc]
             request_id=req.rid,
             prompt_ids=tuple(req.origin_input_ids),
             seed=sampling.sampling_seed or 0,
-            temperature=0.0 if sampling.top_k == 1 else sampling.temperature,
+            temperature=0.0 if draft_sampling.is_greedy(sampling) else sampling.temperature,
         )
         self._running[req.rid] = _Running(req, sequence)
         self.speculator.open(sequence)

@@ -9,9 +9,11 @@ its bound.
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import ceil, isfinite
+from operator import itemgetter
 
 import numpy as np
 
@@ -132,17 +134,14 @@ class Freed:
         if not there or not busy:
             return set()
         methods = {one.method: one for one in there.values()}
+        if all(methods.keys() <= engine.beside.keys() and _is_full(engine, methods) for engine in busy):
+            return set()
         by_id = {requests_of[i]: (i, engine) for engine in busy for i in engine.running.tolist()}
         stragglers = [s for engine in busy for s in self._stragglers(engine, requests_of)]
         ranked = self._ranked(
             {name: self._drafters(one.engine.option.devices)[name] for name, one in methods.items()}, busy
         )
-        workers = [
-            DryWorker(
-                name=str(index), method=one.method, load=len(one.requests), max_load=self.policy.max_load * one.copies
-            )
-            for index, one in sorted(there.items())
-        ]
+        workers = self._least_loaded(there, len(stragglers))
         if self.policy.published:
             found = as_published(stragglers, ranked, workers)
         else:
@@ -158,6 +157,17 @@ class Freed:
             touched.add(engine.index)
         self.pairs += len(found)
         return touched
+
+    def _least_loaded(self, there: Mapping[int, Lent], most: int) -> list[DryWorker]:
+        """Of each method as many as could get a request each; Algorithm 3 takes none of the others."""
+        by_method: dict[str, list[tuple[int, str, Lent]]] = {}
+        for index, one in there.items():
+            by_method.setdefault(one.method, []).append((len(one.requests), str(index), one))
+        return [
+            DryWorker(name=name, method=method, load=load, max_load=self.policy.max_load * one.copies)
+            for method, some in by_method.items()
+            for load, name, one in heapq.nsmallest(most, some, key=itemgetter(0, 1))
+        ]
 
     def _room(self, one: Lent) -> int:
         return self.policy.max_load * one.copies - len(one.requests)
@@ -203,6 +213,11 @@ class Freed:
     def spans(self) -> list[Span]:
         """While they drafted for anyone."""
         return [span for one in self.lent.values() for span in one.spans]
+
+
+def _is_full(engine: Engine, methods: Iterable[str]) -> bool:
+    """Whether all its requests have all of these already."""
+    return all(len(engine.beside[method]) == len(engine.running) for method in methods)
 
 
 class _Gains:

@@ -7,6 +7,7 @@ import gc
 import pytest
 
 from specactor.config import SpeculationConfig
+from specactor.metrics import SPECULATION
 from specactor.rollout.decoupled.decoupled import Decoupled
 from specactor.rollout.decoupled.mirrors import Mirrors
 from specactor.rollout.draft.drafter import DraftSequence
@@ -178,3 +179,17 @@ def test_what_is_not_stopped_closes_when_it_goes() -> None:
     del drafter
     gc.collect()
     assert link.closed == 1
+
+
+def test_figures_are_those_since_the_last_call() -> None:
+    link = Held()
+    drafter = over(link)
+    play(drafter, link, rounds=30, round_s=0.02, wrong_every=5)
+    first = drafter.figures()
+    assert first["live_drafters"] == 1
+    assert first["drafted_ahead"] > first["wasted_ahead"] > 0
+    assert first["stale_tails"] > 0
+    assert set(first) <= set(SPECULATION)
+    assert drafter.figures() == dict.fromkeys(first, 0) | {"live_drafters": 1}
+    drafter.tails._drafters[0].drafted = 3  # a new incarnation counts from 0
+    assert drafter.figures()["drafted_ahead"] == 3

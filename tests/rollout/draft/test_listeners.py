@@ -14,8 +14,8 @@ from specactor.rollout.draft.listeners import FAILURES, Listeners
 class Notes(Drafter):
     """Notes what it hears."""
 
-    def __init__(self, name: str = "notes", *, drafts_first: bool = True) -> None:
-        self.name, self.drafts_first = name, drafts_first
+    def __init__(self, name: str = "notes", *, drafts_first: bool = True, drafts_ahead: bool = False) -> None:
+        self.name, self.drafts_first, self.drafts_ahead = name, drafts_first, drafts_ahead
         self.running: dict[str, list[int]] = {}
         self.ended: list[tuple[tuple[int, ...], list[int]]] = []
 
@@ -39,7 +39,8 @@ class Scene:
 
     def __init__(self, *, max_tokens: int = 10_000) -> None:
         self.text, self.other = Notes(), Notes("other", drafts_first=False)
-        self.listeners = Listeners([self.text, self.other], max_tokens=max_tokens)
+        self.ahead = Notes("ahead", drafts_ahead=True)
+        self.listeners = Listeners([self.text, self.other, self.ahead], max_tokens=max_tokens)
         self.running: list[DraftSequence] = []
         self.ended: list[DraftSequence] = []
         self.number = 0
@@ -89,10 +90,13 @@ def test_all_text_of_a_prompt_is_known_when_it_is_asked_for(seed: int) -> None:
                     scene.listeners.resume()
                     scene.check({s.prompt_ids[0] for s in scene.running})
                     assert scene.other.running == {s.request_id: s.output_ids for s in scene.running}
+                    assert scene.ahead.running == scene.other.running
                 else:
                     asked = rng.sample(scene.running, 1)
                     scene.listeners.resume(asked)
                     scene.check({s.prompt_ids[0] for s in asked})
+                    assert all(scene.ahead.running[s.request_id] == s.output_ids for s in asked)
+        assert set(scene.ahead.running) <= {s.request_id for s in scene.running}, "what has ended is closed at once"
     assert [output for _, output in scene.other.ended] == [s.output_ids for s in scene.ended]
 
 
@@ -103,6 +107,7 @@ def test_nothing_is_told_during_a_pause_and_only_what_is_asked_for_after_it() ->
     scene.grow(one, 5, 6)
     scene.close(one)
     assert (scene.text.running, scene.text.ended) == ({}, [])
+    assert (scene.ahead.running, scene.ahead.ended) == ({}, [])
     scene.listeners.resume([two])
     assert list(scene.text.running) == [two.request_id]
     assert scene.text.ended == []
@@ -110,6 +115,20 @@ def test_nothing_is_told_during_a_pause_and_only_what_is_asked_for_after_it() ->
     assert scene.text.ended == []
     scene.open(1)
     assert scene.text.ended == [((1,), [5, 6])], "when its prompt comes again"
+
+
+def test_who_drafts_ahead_hears_of_what_is_asked_for_and_of_no_other() -> None:
+    scene = Scene()
+    scene.listeners.pause()
+    one, two = scene.open(1), scene.open(1)
+    scene.listeners.resume([two])
+    assert list(scene.text.running) == [one.request_id, two.request_id]
+    assert list(scene.ahead.running) == [two.request_id]
+    scene.close(one)
+    scene.close(two)
+    assert scene.ahead.running == {}
+    scene.listeners.resume()
+    assert len(scene.ahead.ended) == 1
 
 
 def test_what_waits_is_bounded_and_the_oldest_goes_first() -> None:

@@ -5,6 +5,8 @@ with ANSWER. Operations:
   new NAME STEPS SHARPEN    forget all, and begin with the continuer of this name
   extend LANES              its answers
   forget KEY
+  runner_ups                of the last answers
+  seconds LANES             per lane, the second best next token by transformers' logits and the noise
   reference LANES           per lane, what transformers' logits and the noise give for the next token, and by how much
                             its score is above the second
   state                     tokens with keys, blocks and rows that are free, beta, positions that it was fitted to
@@ -20,6 +22,7 @@ from transformers import AutoModelForCausalLM
 
 from specactor.rollout.decoupled.continuer import Lane
 from specactor.rollout.planning.noise import gumbel
+from specactor.rollout.sglang import model_continuer
 from specactor.rollout.sglang.draft_forward import load_alone
 from specactor.rollout.sglang.model_continuer import ModelContinuer
 from tests.rollout.sglang import wrong_continuers
@@ -29,25 +32,27 @@ def lanes_of(values: list[dict[str, object]]) -> list[Lane]:
     return [replace(Lane(**value), prompt_ids=tuple(value["prompt_ids"])) for value in values]  # type: ignore[arg-type]
 
 
-def references(model: torch.nn.Module, lanes: list[Lane]) -> list[tuple[int, float]]:
+def references(model: torch.nn.Module, lanes: list[Lane], *, place: int = -1) -> list[tuple[int, float]]:
+    """Args: -1 for the best next token, -2 for the second best."""
     texts = [[*lane.prompt_ids, *lane.tokens] for lane in lanes]
     longest = max(map(len, texts))
     with torch.no_grad():
         logits_BTV = model(torch.tensor([text + [0] * (longest - len(text)) for text in texts])).logits
     return [
-        reference(lane, logits_TV[len(text) - 1])
+        reference(lane, logits_TV[len(text) - 1], place)
         for lane, text, logits_TV in zip(lanes, texts, logits_BTV, strict=True)
     ]
 
 
-def reference(lane: Lane, logits_V: torch.Tensor) -> tuple[int, float]:
+def reference(lane: Lane, logits_V: torch.Tensor, place: int) -> tuple[int, float]:
     scores_V = torch.log_softmax(logits_V / (lane.temperature or 1.0), dim=0).double().numpy()
     if lane.temperature:
         position = len(lane.prompt_ids) + len(lane.tokens) - 1
         noise_1V = gumbel(np.array([lane.seed]), np.array([position]), np.arange(len(scores_V))[None])
         scores_V = scores_V + noise_1V[0]
-    second, best = np.sort(scores_V)[-2:]
-    return int(scores_V.argmax()), float(best - second)
+    order = scores_V.argsort()
+    gaps = np.diff(scores_V[order])
+    return int(order[place]), float(gaps[place:].min())
 
 
 def main(folder: str, tokens: int, requests: int, context: int) -> None:
@@ -61,7 +66,7 @@ def main(folder: str, tokens: int, requests: int, context: int) -> None:
         match operation:
             case "new":
                 name, steps, sharpen = arguments
-                kind = getattr(wrong_continuers, name, ModelContinuer)
+                kind = getattr(wrong_continuers, name, None) or getattr(model_continuer, name)
                 continuer = kind(runner, steps=steps, sharpen=sharpen)
             case "extend":
                 answer = continuer.extend(lanes_of(arguments[0]))
@@ -69,6 +74,10 @@ def main(folder: str, tokens: int, requests: int, context: int) -> None:
                 continuer.forget(arguments[0])
             case "reference":
                 answer = references(model, lanes_of(arguments[0]))
+            case "runner_ups":
+                answer = continuer.runner_ups()
+            case "seconds":
+                answer = references(model, lanes_of(arguments[0]), place=-2)
             case "state":
                 slots = continuer._slots
                 sharpening = continuer.sharpening

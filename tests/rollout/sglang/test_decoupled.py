@@ -191,8 +191,9 @@ def all_at_once(engines: Sequence[Engine], requests: list[RolloutRequest]) -> li
 @pytest.mark.parametrize(
     ("topology", "how"),
     [
-        *product(TOPOLOGIES, ("fixed window", "switching")),
-        *product(("1:1", "1:1 tp2", "2:2 tp1+tp2"), ("chosen windows", "auto")),
+        *product(TOPOLOGIES, ("fixed window",)),
+        *product(("1:1 tp2", "2:1 tp1+tp2", "2:2", "2:2 tp1+tp2"), ("switching",)),
+        *product(("2:2 tp1+tp2",), ("chosen windows", "auto")),
     ],
 )
 def test_every_topology_emits_what_plain_decoding_emits(setting: Setting, topology: str, how: str) -> None:
@@ -234,12 +235,11 @@ def is_busy(state: dict[str, Any]) -> bool:
     return all(state["drafted"]) and (not state["switches"] or (ways["coupled"] > 0 and ways["decoupled"] > 0))
 
 
-@pytest.mark.parametrize("seed", [1, 2])
-def test_modes_are_configured_while_requests_run(setting: Setting, engine: Engine, seed: int) -> None:
+def test_modes_are_configured_while_requests_run(setting: Setting, engine: Engine) -> None:
     """At any round: half of the times soon again, else when the new mode has drafted something that was right."""
     aim(engine, [setting.reciters.drafters[0].spec.endpoint], ENGINE_KEYS, setting.folder)
     configs = [OFF, loaded("Near", 5), loaded("Switching"), decoupled(2), decoupled(8), decoupled(None)]
-    rng = Random(seed)
+    rng = Random(1)
     want = plain(engine, LONG)
     counts: dict[str, Counts] = {"near": Counts(), "decoupled": Counts()}
     switches, limit_s, switched_s, before = 0, 0.0, 0.0, 0

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from specactor.rollout.draft.decision import Decision
 from specactor.rollout.draft.drafter import DraftSequence
-from specactor.rollout.draft.speculator import Speculator
+from specactor.rollout.draft.methods import Methods
 from specactor.rollout.draft.verification import DraftTree, branches
 from specactor.rollout.sglang import rows as spreading
 from specactor.rollout.sglang import speculation
@@ -76,7 +76,7 @@ def turns() -> Rehearsed:
     """Every second round the draft model drafts in place of the others, two tokens."""
     rounds = iter(range(10**6))
 
-    def fixed(right: Function, self: Speculator, sequences: Any, windows: list[int], max_branches: int) -> Decision:
+    def fixed(right: Function, self: Methods, sequences: Any, windows: list[int], max_branches: int) -> Decision:
         if next(rounds) % 2 == 0 or not any(windows):
             return right(self, sequences, windows, max_branches)
         windows = [min(window, 2) for window in windows]
@@ -84,7 +84,7 @@ def turns() -> Rehearsed:
         return Decision(drafter="model", windows=windows, depth=max(windows), drafts=nothing, together=True)
 
     heal()
-    patch(Speculator, "_fixed", fixed)
+    patch(Methods, "fixed", fixed)
     return Rehearsed(learns=False)
 
 
