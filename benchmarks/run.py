@@ -24,6 +24,7 @@ BENCHMARKS = {
     "simulator_scale": "what planning and simulating cost, from 8 to 4,096 GPUs",
     "draft_protocol": "milliseconds per round that talking to a drafter process costs an engine",
     "dead_drafter": "tokens per second with a drafter that was stopped or killed, over plain decoding",
+    "decoupled_speed": "coupled and decoupled drafting on the same cores, and what the planner foresaw",
     "speculation_speed": "tokens per second of plain SGLang, its own speculation, and ours",
 }
 """Module in this package -> what it measures."""

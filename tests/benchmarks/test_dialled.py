@@ -1,0 +1,53 @@
+"""Drafters of dialled acceptance are right as often as they are told, and wrong from there on."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from benchmarks.dialled import Elsewhere, InEngine, Script
+from specactor.rollout.decoupled.continuer import Lane
+from specactor.rollout.draft.drafter import DraftSequence
+
+RIGHT = [i * 7 % 13 for i in range(2000)]
+
+
+def script(acceptance: float, step_s: float = 0.0) -> Script:
+    return Script(acceptance=acceptance, step_s=[step_s, 2 * step_s], outputs={"5": RIGHT})
+
+
+@pytest.mark.parametrize("acceptance", [0.0, 0.6, 0.9, 1.0])
+def test_acceptance_is_as_dialled(acceptance: float) -> None:
+    drafter = script(acceptance)
+    hits = [
+        drafter.next_token(5, position, RIGHT[position - 1]) == RIGHT[position] for position in range(1, len(RIGHT))
+    ]
+    assert sum(hits) / len(hits) == pytest.approx(acceptance, abs=0.03)
+
+
+def test_after_a_wrong_token_nothing_is_right() -> None:
+    drafter = script(1.0)
+    assert drafter.next_token(5, 10, RIGHT[9]) == RIGHT[10]
+    assert drafter.next_token(5, 10, RIGHT[9] + 1) != RIGHT[10]
+    assert drafter.next_token(5, len(RIGHT), RIGHT[-1]) == 0
+
+
+def test_both_draft_the_same() -> None:
+    within, elsewhere = object.__new__(InEngine), object.__new__(Elsewhere)
+    within._script = elsewhere._script = script(0.7)
+    for start in range(1, 40):
+        [draft] = within.propose(
+            [DraftSequence(request_id="a", prompt_ids=(1,), output_ids=RIGHT[:start], seed=5)], [4]
+        )
+        tokens = RIGHT[:start]
+        for _ in range(4):
+            lane = Lane(key="a", prompt_ids=(1,), tokens=tokens, seed=5, temperature=1.0, agreed=0)
+            tokens = [*tokens, *elsewhere.extend([lane])[0]]
+        assert draft == tokens[start:]
+
+
+def test_a_step_takes_its_time() -> None:
+    began = time.perf_counter()
+    script(1.0, step_s=0.02).spend(4)  # twice as much as two requests
+    assert time.perf_counter() - began >= 0.08
