@@ -161,18 +161,20 @@ def test_abort(engine: Engine) -> None:
 
 
 def test_pause_and_resume_change_nothing(engine: Engine) -> None:
-    batch = [request(i, new=60) for i in range(8)]
+    batch = [request(i, new=140) for i in range(8)]
     want = engine.generate(batch)
     engine.flush()
     box: list[Trajectory] = []
     thread = threading.Thread(target=lambda: box.extend(engine.generate(batch)))
     thread.start()
-    time.sleep(0.15)
+    time.sleep(0.05)
     engine.pause()
-    time.sleep(0.3)
-    assert thread.is_alive()
-    engine.resume()
-    thread.join(20)
+    try:
+        time.sleep(0.3)
+        assert thread.is_alive()
+    finally:
+        engine.resume()
+        thread.join(60)
     assert tokens(box) == tokens(want)
 
 
