@@ -55,7 +55,7 @@ INTRO = (
     "side by side in one batch; text drafters twice, since the second time they know the responses. The reference is "
     "plain decoding by an engine that was started without speculation. A flip is a response with another token; "
     "windows that are `chosen` are those of the highest predicted speed. The MoE's draft model was distilled from it; "
-    "the dense target is drafted for by itself."
+    "the dense target is drafted for by itself, greedily where top-k or top-p make its noise useless."
 )
 
 

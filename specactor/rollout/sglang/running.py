@@ -9,9 +9,11 @@ from specactor.rollout.sglang.engine import Engine, EngineSpec
 
 
 @contextmanager
-def running(spec: EngineSpec) -> Iterator[Engine]:
-    """It takes requests when the block begins, and is stopped when it ends. Raises EngineError if it does not start."""
-    engine = Engine.start(spec)
+def running(spec: EngineSpec, **environment: str) -> Iterator[Engine]:
+    """It takes requests when the block begins, and is stopped when it ends. Raises EngineError if it does not start.
+
+    `environment`: further variables of its processes."""
+    engine = Engine.start(spec, **environment)
     try:
         engine.wait_ready(spec.config.start_timeout_s)
         yield engine

@@ -18,6 +18,7 @@ from specactor.config import EngineConfig, SpeculationConfig
 from specactor.rollout.draft.counts import Counts
 from specactor.rollout.planning.windows import OFF as OFF_NAME
 from specactor.rollout.sglang.engine import Engine, EngineSpec
+from specactor.rollout.sglang.running import running
 from specactor.rollout.sglang.speculation_calls import REPORT
 from specactor.types import RolloutRequest, Trajectory
 from tests.rollout.conftest import request as request_of
@@ -88,13 +89,9 @@ def engine(
         config=EngineConfig(max_running_requests=32, max_total_tokens=6144, start_timeout_s=240),
         speculation=trees(RIGHT, draft_model=dense),
     )
-    started = Engine.start(spec, **{WITNESS: str(witness)})
-    try:
-        started.wait_ready(240)
+    with running(spec, **{WITNESS: str(witness)}) as started:
         started.generate(batch())
         yield started
-    finally:
-        started.stop()
 
 
 @pytest.fixture(scope="module")
