@@ -37,10 +37,14 @@ PHASES = {
     "advantage": "#8c6bb1",
     "train": "#7fa7c9",
     "sync": "#c0504d",
+    "refresh": "#5b8c5a",
     "eval": "#b8c4a0",
     "checkpoint": "#9a9a9a",
 }
 """Phases of an RL step in their order, with the colours of their bars, which are not those of runs."""
+
+PREDICTED = ("time/refresh_limit_s", "time/refresh_saves_s")
+"""Seconds that nobody spent."""
 
 COLUMNS = (
     "run",
@@ -92,7 +96,7 @@ def seconds(line: dict[str, Value]) -> float:
     """Of one line: the whole step where it was measured, otherwise all its phases."""
     if "time/step_s" in line:
         return float(line["time/step_s"])
-    return sum(float(value) for name, value in line.items() if name.startswith("time/"))
+    return sum(float(value) for name, value in line.items() if name.startswith("time/") and name not in PREDICTED)
 
 
 def duration(value_s: float) -> str:

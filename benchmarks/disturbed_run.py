@@ -33,7 +33,7 @@ _POLL_S = 0.0003
 """Phases may last a few milliseconds; a rollout lasts longer, and is what precedes them."""
 _ROLLOUT_POLL_S = 0.02
 _APPEARS_S = 60.0
-_UNCOMPARED = ("time/", "memory/", "speculation/")
+_UNCOMPARED = ("time/", "memory/", "speculation/", "drafter/accept_length")
 _RATES = ("_per_s",)
 
 

@@ -47,8 +47,8 @@ def machine() -> str:
     )
 
 
-def publish(name: str, result: Result) -> None:
-    """Print the table and write ``docs/results/<name>.md``."""
+def publish(name: str, result: Result, folder: Path = RESULTS) -> None:
+    """Print the table and write ``docs/results/<name>.md``, or into another folder."""
     table = Table(title=result.title, caption=machine())
     for column in result.columns:
         table.add_column(column, justify="left" if column == result.columns[0] else "right")
@@ -67,8 +67,8 @@ def publish(name: str, result: Result) -> None:
         *([result.notes, ""] if result.notes else []),
         f"Measured: {machine()}.",
     ]
-    RESULTS.mkdir(parents=True, exist_ok=True)
-    (RESULTS / f"{name}.md").write_text("\n".join(lines) + "\n")
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"{name}.md").write_text("\n".join(lines) + "\n")
 
 
 def spread(values: Sequence[float], form: str = "{:.2f}") -> str:

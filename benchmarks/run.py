@@ -25,6 +25,7 @@ BENCHMARKS = {
     "draft_protocol": "milliseconds per round that talking to a drafter process costs an engine",
     "dead_drafter": "tokens per second with a drafter that was stopped or killed, over plain decoding",
     "decoupled_speed": "coupled and decoupled drafting on the same cores, and what the planner foresaw",
+    "drafter_refresh": "accept_length of a draft model that stays fresh, beside a frozen one",
     "speculation_speed": "tokens per second of plain SGLang, its own speculation, and ours",
 }
 """Module in this package -> what it measures."""

@@ -22,7 +22,7 @@ from specactor.rollout.planning.devices import device
 from specactor.rollout.planning.fastest import DryWorker, Straggler, as_published
 from specactor.rollout.planning.online_costs import OnlineCosts
 from specactor.rollout.planning.plans import DraftPlan
-from specactor.rollout.planning.reconfiguration import LiveCosts, reconfigure
+from specactor.rollout.planning.reconfiguration import LiveCosts, Offer, reconfigure
 from specactor.rollout.planning.search import search
 from specactor.rollout.planning.shapes import SHAPES
 from specactor.rollout.simulator.requests import Lengths, Method, draw
@@ -108,7 +108,9 @@ def decision_ms() -> dict[str, float]:
     calls: dict[str, Callable[[], object]] = {
         "windows (best_windows)": lambda: of_drafter(drafter.name, model, costs, sequences, [MAX_WINDOW] * BATCH, None),
         "modes and windows (reconfigure)": lambda: reconfigure(
-            model.survivals(ids, covered=False), live, current, drafter=drafter.name, everyone=True
+            [Offer(drafter=drafter.name, survival=model.survivals(ids, covered=False), costs=live)],
+            current,
+            everyone=True,
         ),
         "Algorithm 3, 64 workers": lambda: as_published(stragglers, ["a", "b"], workers),
     }

@@ -54,9 +54,7 @@ OURS: dict[str, SpeculationConfig | None] = {
     "ngram": SpeculationConfig(mode="coupled", drafters=("ngram",)),
     "trees": SpeculationConfig(mode="coupled", drafters=("suffix", "ngram_2", "ngram_3"), merge=True),
     "model": SpeculationConfig(mode="coupled", drafters=("model",), draft_model="made later"),
-    "auto": SpeculationConfig(
-        mode="auto", drafters=("suffix", "ngram_2", "ngram_3", "model"), merge=True, draft_model="made later"
-    ),
+    "auto": SpeculationConfig(mode="auto", drafters=("suffix", "model"), draft_model="made later"),
 }
 """Contestants that share one engine; off: it is able to speculate, and does not."""
 BUILTINS: dict[str, dict[str, str | int | float | bool]] = {

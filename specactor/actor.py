@@ -6,6 +6,7 @@ engines, scoring some responses) happens inside `Collective.together`, after whi
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -20,12 +21,16 @@ from specactor.data.verifiers import get_verifier
 from specactor.errors import AgreementError, EngineError, WeightSyncError
 from specactor.parallel.collective import Collective
 from specactor.progress import Progress
+from specactor.rollout import open_groups
+from specactor.rollout.continuation import stale_tokens
 from specactor.rollout.draft.counts import Counts, Figures, added, added_figures
 from specactor.rollout.drafter_pool import DrafterPool
+from specactor.rollout.driver import TailCounts
 from specactor.rollout.pool import EnginePool
 from specactor.rollout.requests import greedy_requests, group_requests
 from specactor.trace import Span
 from specactor.trainer.advantages import group_advantages, informative, shape_overlong
+from specactor.trainer.distillation.in_run import Distillation, Step
 from specactor.trainer.policy import PolicyTrainer, TrainStats
 from specactor.trainer.schedule import learning_rate
 from specactor.types import Problem, RolloutRequest, ScoredGroup, TrainSequence, Trajectory
@@ -66,10 +71,13 @@ class SpecActor:
         train_data: Dataset,
         eval_data: Dataset,
         progress: Progress,
+        distillation: Distillation | None = None,
         machine: str = "",
         on_trace: Callable[[int, list[dict[str, list[Span]]]], None] = lambda step, spans: None,
+        on_groups: Callable[[int, Sequence[ScoredGroup]], None] = lambda step, groups: None,
     ) -> None:
-        """Args: name of this rank's host; what becomes of the spans of a step's rollout, per host and process."""
+        """Args: what keeps the draft model fresh, if anything; name of this rank's host; what becomes of the spans of a
+        step's rollout, per host and process; and of its scored responses."""
         self.config = config
         self.trainer = trainer
         self.pool = pool
@@ -81,9 +89,16 @@ class SpecActor:
         self.train_data = train_data
         self.eval_data = eval_data
         self.progress = progress
+        self.distillation = distillation
         self.machine = machine
         self.on_trace = on_trace
+        self.on_groups = on_groups
         self.prompts = PromptStream(len(train_data), config.seed)
+        self.open_groups: list[open_groups.OpenGroup] = []
+        """That go on in the next step; equal on all ranks."""
+        self.tail = TailCounts()
+        """Of this rank's engines since the last step."""
+        self.dropped: list[open_groups.OpenGroup] = []
         self.steps_done = 0
         self.version = 0
 
@@ -95,6 +110,7 @@ class SpecActor:
         speculation, watched = self.speculation(), self.watch(trace=False)
         if traced:
             self.on_trace(self.steps_done + 1, [seen.spans for seen in watched])
+        self.on_groups(self.steps_done + 1, groups)
         batch = self.learnable(groups)
         with self.progress.phase("train"):
             stats = self.train(batch)
@@ -102,12 +118,20 @@ class SpecActor:
             report = self.sync()
         self.steps_done += 1
         metrics = measurements.of_step(groups, batch, stats, report, version=self.version)
-        metrics |= measurements.of_speculation(speculation)
+        metrics |= measurements.of_speculation(speculation) | self.of_tail(batch)
+        if self.distillation is not None:
+            left, spent = self.config.train.steps - self.steps_done, self.progress.spent()
+            with self.progress.phase("refresh"):
+                metrics |= self.distillation.refresh(
+                    Step.of(groups, batch, speculation, version=self.version - 1, spent=spent, steps_left=left)
+                )
         figures = added_figures(seen.figures for seen in watched)
         return metrics | measurements.of_drafters(figures, [s for seen in watched for s in seen.work_s])
 
     def collect(self) -> list[ScoredGroup]:
         """Prompts -> responses -> rewards, until there are enough groups to learn from (DAPO: dynamic sampling)."""
+        if self.config.rollout.oversample > 1:
+            return self.collect_first()
         want = self.config.rollout.prompts_per_step
         dynamic = self.config.algorithm.dynamic_sampling
         rounds = 1 + self.config.algorithm.max_resample_rounds if dynamic else 1
@@ -133,6 +157,24 @@ class SpecActor:
             if len(groups) == want:
                 break
         return groups + spare[: want - len(groups)]
+
+    def collect_first(self) -> list[ScoredGroup]:
+        """The groups that are complete first, of more than are wanted; the others are dropped, or kept open."""
+        rollout, want = self.config.rollout, self.config.rollout.prompts_per_step
+        num_fresh = open_groups.num_in_flight(want, rollout.oversample) - len(self.open_groups)
+        problems = [self.train_data[i] for i in self.prompts.take(num_fresh)]
+        with self.progress.phase("rollout"):
+            requests = group_requests(problems, config=rollout, run_seed=self.config.seed, step=self.steps_done)
+            groups = open_groups.opened(self.open_groups, [problem.index for problem in problems], requests)
+            own = {engine.index for engine in self.pool.engines}
+            share = open_groups.share(groups, want, engines=self.config.parallel.engines, own=own)
+            found, stopped = self.generate([r for group in groups for r in group.pending], enough=share)
+            groups, rest = open_groups.settled([group.after(found, stopped) for group in groups], want)
+            self.open_groups, self.dropped = (rest, []) if rollout.partial else ([], rest)
+        with self.progress.phase("reward"):
+            return self.score_groups(
+                [self.train_data[group.problem] for group in groups], [t for g in groups for t in g.trajectories]
+            )
 
     def speculation(self) -> dict[str, Counts]:
         """What speculation did in all engines since the last call, per drafter; equal on all ranks."""
@@ -164,16 +206,32 @@ class SpecActor:
         return list(by_machine.values())
 
     def rollout(self, requests: Sequence[RolloutRequest]) -> list[Trajectory]:
-        """All responses, in the order of the requests, on every rank. Lost engines are replaced on the way."""
+        """All responses, in the order of the requests, on every rank."""
+        found, _ = self.generate(requests)
+        return [found[request.request_id] for request in requests]
+
+    def generate(
+        self, requests: Sequence[RolloutRequest], *, enough: int | None = None
+    ) -> tuple[dict[str, Trajectory], dict[str, RolloutRequest]]:
+        """(responses, requests that were stopped when `enough` groups of this rank were complete), by id, on every
+        rank. Lost engines are replaced on the way.
+        """
         engines = self.config.parallel.engines
         own = {engine.index for engine in self.pool.engines}
         pending = [request for request in requests if request.group_id % engines in own]
         finished: list[Trajectory] = []
+        stopped: list[RolloutRequest] = []
+        missing = Counter(request.group_id for request in pending)
         while True:
+            left = None if enough is None else enough - sum(count == 0 for count in missing.values())
             outcome = self.collective.together(
-                "rollout", partial(self.pool.generate, pending, on_finished=self.progress.response)
+                "rollout",
+                partial(self.pool.generate, pending, on_finished=self.progress.response, enough_groups=left),
             )
             finished += outcome.finished
+            stopped += outcome.stopped
+            missing.subtract(trajectory.group_id for trajectory in outcome.finished)
+            self.tail += outcome.tail
             pending = list(outcome.unfinished)
             if not self.collective.any(bool(pending)):
                 break
@@ -186,7 +244,10 @@ class SpecActor:
                 f"request {cut.request_id}: SGLang aborted it after {len(cut.token_ids)} tokens, expected an end. "
                 "See the engine's log in the run's folder; a larger rollout.engine.max_total_tokens may help."
             )
-        return [by_id[request.request_id] for request in requests]
+        if enough is None:
+            return by_id, {}
+        parts = self.collective.gather(stopped, list[RolloutRequest])
+        return by_id, {request.request_id: request for part in parts for request in part}
 
     def score_groups(self, problems: Sequence[Problem], trajectories: Sequence[Trajectory]) -> list[ScoredGroup]:
         """Every rank scores its share; groups keep the order of the problems."""
@@ -232,6 +293,7 @@ class SpecActor:
                 prompt_len=len(t.prompt_ids),
                 advantage=advantage,
                 rollout_logprobs=t.logprobs,
+                num_stale=stale_tokens(t, self.version) if self.config.rollout.partial else 0,
                 group_id=group_id,
             )
             for group_id, (group, of_group) in enumerate(zip(groups, advantages, strict=True))
@@ -240,10 +302,13 @@ class SpecActor:
 
     def train(self, batch: Sequence[TrainSequence]) -> TrainStats:
         """One or more optimizer updates: the policy moves to its next version."""
-        self.pool.release_memory()
+        self.collective.together("release", self.pool.release_memory)  # engines run on other ranks' devices, too
         self.trainer.reload()
-        stats = self.trainer.train_step(batch, learning_rate=learning_rate(self.steps_done, self.config.train))
-        if not stats.logprob_gap_max <= self.config.train.max_logprob_gap:  # nan is no agreement either
+        recorder = self.distillation.recorder if self.distillation is not None else None
+        rate = learning_rate(self.steps_done, self.config.train)
+        stats = self.trainer.train_step(batch, learning_rate=rate, recorder=recorder)
+        fresh = any(sequence.num_stale < sequence.response_len for sequence in batch)
+        if fresh and not stats.logprob_gap_max <= self.config.train.max_logprob_gap:  # nan is no agreement either
             raise AgreementError(
                 f"train.max_logprob_gap: at step {self.steps_done + 1} the engine and the trainer differ by "
                 f"{stats.logprob_gap_max:.2e} in the log-probability of a sampled token, more than "
@@ -252,6 +317,7 @@ class SpecActor:
             )
         self.version += 1
         self.trainer.offload()
+        self.collective.barrier()
         self.pool.resume_memory()
         return stats
 
@@ -271,11 +337,22 @@ class SpecActor:
                 cause = error
                 continue
             self.pool.set_version(self.version)
+            if self.distillation is not None:
+                self.distillation.push()  # to engines that are new
             return report
         raise WeightSyncError(
             f"rollout.engine.max_restarts: engines were lost in {self.config.rollout.engine.max_restarts + 1} weight "
             f"syncs in a row. Their logs are in the run's folder, under engines/. The last one: {cause}"
         ) from cause
+
+    def of_tail(self, batch: Sequence[TrainSequence]) -> dict[str, float]:
+        """Metrics of what was done with the step's last requests, since the last call. Collective."""
+        rollout, own, self.tail = self.config.rollout, self.tail, TailCounts()
+        tail = sum(self.collective.gather(own, TailCounts), TailCounts()) if rollout.tail.is_on else None
+        if tail is not None and tail.differing:
+            self.progress.note(f"{tail.differing} attempts at one request emitted other tokens: see tail/differing")
+        left = self.open_groups if rollout.partial else self.dropped
+        return measurements.of_tail(tail, left if rollout.oversample > 1 else None, batch)
 
     def evaluate(self) -> list[ScoredGroup]:
         """The greedy policy's response to each held-out problem, in groups of one."""
@@ -291,6 +368,7 @@ class SpecActor:
             trajectories = self.rollout(requests)
             scores = self.score(problems, trajectories)
             self.speculation()  # a step's counts are of its own rollout
+            self.tail = TailCounts()
         return [
             ScoredGroup(problem=problem, trajectories=(trajectory,), scores=(score,), rewards=(score,))
             for problem, trajectory, score in zip(problems, trajectories, scores, strict=True)
@@ -298,9 +376,17 @@ class SpecActor:
 
     def state(self) -> dict[str, object]:
         """What a checkpoint keeps beside the trainer's own state."""
-        return {"steps_done": self.steps_done, "version": self.version, "prompts": self.prompts.state()}
+        state = {"steps_done": self.steps_done, "version": self.version, "prompts": self.prompts.state()}
+        if self.config.rollout.partial:
+            state["open_groups"] = open_groups.state(self.open_groups)
+        return state | ({"distillation": self.distillation.state()} if self.distillation is not None else {})
 
     def restore(self, state: dict[str, object]) -> None:
         self.steps_done = int(str(state["steps_done"]))
         self.version = int(str(state["version"]))
         self.prompts.restore(state["prompts"])
+        if self.config.rollout.partial:
+            size = self.config.rollout.group_size
+            self.open_groups = open_groups.restored(state.get("open_groups", []), group_size=size)
+        if self.distillation is not None and isinstance(kept := state.get("distillation"), dict):
+            self.distillation.restore(kept)

@@ -12,6 +12,7 @@ from string import Formatter
 from typing import Literal
 
 from specactor.errors import ConfigError
+from specactor.trainer.distillation.settings import DistillationConfig
 
 MAX_WINDOW = 16
 """Draft tokens per request and round."""
@@ -314,8 +315,8 @@ class SpeculationConfig:
 
     mode: Literal["off", "coupled", "decoupled", "auto"] = "off"
     """off: plain decoding; coupled: draft, then verify, on the engine's own devices; decoupled: verify what processes
-    of their own (parallel.drafters) have drafted ahead; auto: the drafter, or off, whichever is predicted to be
-    faster, round by round."""
+    of their own (parallel.drafters) have drafted ahead; auto: drafters, or off, whichever is predicted to be
+    faster, request by request and round by round."""
     drafters: tuple[str, ...] = ("suffix",)
     """Draft methods: suffix, ngram, ngram_2, ngram_3, model, decoupled, or the import path of a class,
     ``package.module:Name``. Mode decoupled puts decoupled before them where it is not named."""
@@ -324,7 +325,11 @@ class SpeculationConfig:
     max_window: int = 8
     """Largest window that is ever chosen, and most draft tokens of a tree."""
     merge: bool = False
-    """Verify what all drafters but ``model`` draft for a request at once, in a tree; else what one of them drafts."""
+    """Verify what all drafters but ``model`` draft for a request at once, in a tree; else each request has one of
+    them, the best for it."""
+    fastest_of: int = 1
+    """In mode auto, draft methods that one request may have at once, in a tree, where few requests run and it is
+    predicted to pay (Fastest-of-N); 1: one, the best for that request. ``merge`` has all of them always."""
     draft_model: str = ""
     """Folder of a dense model in Hugging Face format with the policy's tokenizer, for the drafters ``model`` and
     ``decoupled``."""
@@ -380,6 +385,13 @@ class SpeculationConfig:
             "at least one",
             "Use rollout.speculation.mode off to disable speculation.",
         )
+        _require(
+            self.fastest_of >= 1 and (self.fastest_of == 1 or self.mode in ("auto", "off")),
+            "rollout.speculation.fastest_of",
+            self.fastest_of,
+            f">= 1, and 1 in rollout.speculation.mode {self.mode}" if self.mode in ("coupled", "decoupled") else ">= 1",
+            "Use mode auto for more than one method at once, or rollout.speculation.merge.",
+        )
         foreign = [name for name in self.drafters if name.lower() in SGLANG_DRAFTERS]
         _require(
             not foreign,
@@ -427,6 +439,26 @@ class SpeculationConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class TailConfig:
+    """The last requests of a rollout, when some engines have nothing left. It changes the speed and never a token."""
+
+    migrate: bool = False
+    """Requests go on on engines that have run dry, where that is predicted to end the rollout earlier; among the
+    engines of one host, which its first rank then drives."""
+    replicas: int = 1
+    """Fastest-of-N: a request runs on up to this many engines of one host, once some of them have run dry; whichever
+    ends first is kept. 1: off."""
+
+    def __post_init__(self) -> None:
+        _require(self.replicas >= 1, "rollout.tail.replicas", self.replicas, ">= 1", "Use 1 for no replicas.")
+
+    @property
+    def is_on(self) -> bool:
+        """Whether any request may run on another engine than its first."""
+        return self.migrate or self.replicas > 1
+
+
+@dataclass(frozen=True, kw_only=True)
 class RolloutConfig:
     """Responses of one RL step."""
 
@@ -456,6 +488,14 @@ class RolloutConfig:
     """Longest response in tokens."""
     engine: EngineConfig = field(default_factory=EngineConfig)
     speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
+    tail: TailConfig = field(default_factory=TailConfig)
+    oversample: float = 1.0
+    """Work at this many times prompts_per_step groups, and stop when prompts_per_step of them are complete; 1: off.
+    Dropping the others favours prompts with short responses, unless `partial` keeps them. Which groups are complete
+    first depends on speed, so a step is not the same again after a resume."""
+    partial: bool = False
+    """With oversample: the responses of groups that are not complete go on in the next step, at the next policy
+    version. Needs algorithm.tis_cap: each token keeps the log-probability under which it was sampled."""
 
     def __post_init__(self) -> None:
         _require(
@@ -493,6 +533,20 @@ class RolloutConfig:
             self.repetition_penalty,
             "in (0, 2]",
             "Use 1 for no penalty.",
+        )
+        _require(
+            1 <= self.oversample <= 10,
+            "rollout.oversample",
+            self.oversample,
+            "in [1, 10]",
+            "Use 1 for all groups that are asked for, or for example 1.25.",
+        )
+        _require(
+            not self.partial or self.oversample > 1,
+            "rollout.partial",
+            self.partial,
+            "False with rollout.oversample = 1",
+            "Set rollout.oversample to more than 1: else a step waits for all of its responses, and nothing is left.",
         )
         _require(all(self.stop), "rollout.stop", self.stop, "texts that are not empty", "Leave the empty one out.")
         _require(
@@ -741,6 +795,7 @@ class Config:
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     weights_sync: WeightsSyncConfig = field(default_factory=WeightsSyncConfig)
+    distillation: DistillationConfig = field(default_factory=DistillationConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
@@ -782,6 +837,27 @@ class Config:
             f"> rollout.max_new_tokens = {self.rollout.max_new_tokens}",
             "One micro-batch must hold the longest prompt and response.",
         )
+        _require(
+            not (self.algorithm.dynamic_sampling and self.rollout.oversample > 1),
+            "rollout.oversample",
+            self.rollout.oversample,
+            "1 with algorithm.dynamic_sampling",
+            "Both decide which groups are learned from: use one of the two.",
+        )
+        _require(
+            not self.rollout.tail.is_on or self.parallel.engines >= 2,
+            "parallel.engines",
+            self.parallel.engines,
+            ">= 2 with rollout.tail",
+            "Requests need another engine to go on on: raise it, or leave rollout.tail.* out.",
+        )
+        _require(
+            not self.rollout.partial or self.algorithm.tis_cap is not None,
+            "algorithm.tis_cap",
+            self.algorithm.tis_cap,
+            "a cap with rollout.partial",
+            "Tokens of older policies need importance sampling: set it, for example to 2.0.",
+        )
         penalties = {
             f"rollout.{name}": getattr(self.rollout, name)
             for name, off in (("frequency_penalty", 0), ("presence_penalty", 0), ("repetition_penalty", 1))
@@ -801,6 +877,21 @@ class Config:
             self.parallel.drafters,
             ">= 1, since decoupled is among the drafters" if decoupled else "0, since nothing is drafted in them",
             "Set it together with mode decoupled, or decoupled among the drafters, of rollout.speculation.",
+        )
+        refresh, drafting = self.distillation.refresh, self.rollout.speculation
+        _require(
+            refresh == "off" or (drafting.mode != "off" and bool({"model", "decoupled"} & {*drafting.draft_methods})),
+            "distillation.refresh",
+            refresh,
+            f"off with rollout.speculation.mode {drafting.mode} and drafters {drafting.draft_methods}",
+            "Only a draft model learns: name model or decoupled among rollout.speculation.drafters.",
+        )
+        _require(
+            refresh == "off" or self.distillation.position_emphasis == 0,
+            "distillation.position_emphasis",
+            self.distillation.position_emphasis,
+            f"0 with distillation.refresh {refresh}",
+            "Engines do not tell at which positions of a response drafts were lost.",
         )
         cache = self.rollout.engine.max_total_tokens
         _require(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -20,7 +21,7 @@ from specactor.parallel import groups
 from specactor.parallel.collective import Collective
 from specactor.parallel.devices import gpus
 from specactor.parallel.failure import Failures, Member
-from specactor.parallel.layout import Layout, ModelShape, check, engine_owner, longest_prompt
+from specactor.parallel.layout import Layout, ModelShape, check, engine_owner, longest_prompt, place_engine
 from specactor.progress import Progress, summary_rows
 from specactor.recipes import to_json
 from specactor.rollout.decoupled.access import DrafterAccess
@@ -28,11 +29,14 @@ from specactor.rollout.drafter_pool import DrafterPool
 from specactor.rollout.drafter_specs import Host, Offer, access, make_specs, offer
 from specactor.rollout.pool import EnginePool
 from specactor.rollout.sglang.engine import EngineSpec
+from specactor.rollout.tail_plan import tail_policy
 from specactor.run_folder import RunFolder, Status, checkpoint_to_resume
 from specactor.trainer import checkpoint
+from specactor.trainer.distillation.in_run import Distillation
 from specactor.trainer.policy import PolicyTrainer
 from specactor.trainer.shards import GatheredWeights, RankShards
 from specactor.trainer.warmup import find_solver, initial_model, warmed_up_model
+from specactor.types import ScoredGroup
 from specactor.weights_sync.sender import WeightSender, WeightSource
 
 
@@ -62,6 +66,8 @@ def run(config: Config, *, rank: int, local_rank: int, world: int, failures: Fai
         actor = _build(config, layout, folder, collective, members, local_rank, progress, stack)
         if resume is not None:
             actor.restore(checkpoint.load(actor.trainer, resume))
+            if actor.distillation is not None:
+                actor.distillation.load(resume)
             progress.resume(actor.steps_done)
         tracker = None
         if rank == 0:
@@ -108,7 +114,8 @@ def _build(
         tokenizer = load_tokenizer(start)
         train_data, eval_data = collective.together("data", lambda: _problems(config, tokenizer))
     drafters, access_of = _drafters(config, folder, collective, members, local_rank, stack)
-    pool = stack.enter_context(EnginePool(_own_engines(config, start, folder, collective.rank, local_rank, access_of)))
+    engines = _own_engines(config, start, folder, collective.rank, members, access_of)
+    pool = stack.enter_context(EnginePool(engines, tail=tail_policy(config.rollout.tail)))
     with progress.phase("warm-up", announce=True):
         base = warmed_up_model(config, layout, start, train_data, tokenizer, collective, progress)
         trainer = PolicyTrainer(config, layout, base)
@@ -117,6 +124,9 @@ def _build(
     with progress.phase("engines", announce=True):
         collective.together("drafter start", drafters.wait_ready)
         collective.together("engine start", pool.wait_ready)
+    distillation = _distillation(config, trainer, pool, drafters, collective, progress)
+    if distillation is not None:
+        stack.callback(distillation.close)
     return SpecActor(
         config,
         trainer=trainer,
@@ -129,9 +139,43 @@ def _build(
         train_data=train_data,
         eval_data=eval_data,
         progress=progress,
+        distillation=distillation,
         machine=members[collective.rank].machine,
         on_trace=folder.write_traces if collective.rank == 0 else lambda step, spans: None,
+        on_groups=_rollout_writer(config, folder, collective.rank),
     )
+
+
+def _distillation(
+    config: Config,
+    trainer: PolicyTrainer,
+    pool: EnginePool,
+    drafters: DrafterPool,
+    collective: Collective,
+    progress: Progress,
+) -> Distillation | None:
+    """What keeps the draft model fresh, where that is wanted."""
+    settings = config.distillation
+    if settings.refresh == "off":
+        return None
+    in_engine = config.rollout.speculation.drafts_in_engine
+    return Distillation(
+        config,
+        collective,
+        recorder=trainer.law_recorder(settings.top_k, settings.storage) if settings.top_k else None,
+        vocab_size=int(trainer.policy.bridge.hf_config.vocab_size),
+        engines=lambda: [engine for engine in pool.engines if engine.alive] if in_engine else [],
+        processes=drafters,
+        note=progress.note,
+        device=trainer.device,
+    )
+
+
+def _rollout_writer(config: Config, folder: RunFolder, rank: int) -> Callable[[int, Sequence[ScoredGroup]], None]:
+    """Keeps the responses of every step on disk, where that is wanted."""
+    if rank or not config.distillation.keep_rollouts:
+        return lambda step, groups: None
+    return partial(folder.write_rollouts, temperature=config.rollout.temperature)
 
 
 def _problems(config: Config, tokenizer: PreTrainedTokenizerBase) -> tuple[Dataset, Dataset]:
@@ -188,18 +232,23 @@ def _own_engines(
     model_dir: Path,
     folder: RunFolder,
     rank: int,
-    local_rank: int,
+    members: Sequence[Member],
     access_of: Callable[[int], DrafterAccess],
 ) -> list[EngineSpec]:
     """The engines that this rank starts, drives and stops."""
     p = config.parallel
+    machines = [member.machine for member in members]
+    places = [
+        place_engine(index, machines, engine_tensor=p.engine_tensor, pooled=config.rollout.tail.is_on)
+        for index in range(p.engines)
+    ]
     return [
         EngineSpec(
             index=index,
             model_dir=str(model_dir.resolve()),
             dtype=config.model.dtype,
             tensor_parallel=p.engine_tensor,
-            devices=tuple(range(local_rank, local_rank + p.engine_tensor)),
+            devices=tuple(range(first_device, first_device + p.engine_tensor)),
             config=config.rollout.engine,
             speculation=config.rollout.speculation,
             drafters=access_of(index),
@@ -207,8 +256,8 @@ def _own_engines(
             log_file=str((folder.engines / f"engine-{index}.log").resolve()),
             random_seed=config.seed,
         )
-        for index in range(p.engines)
-        if engine_owner(index, engine_tensor=p.engine_tensor) == rank
+        for index, (owner, first_device) in enumerate(places)
+        if owner == rank
     ]
 
 
@@ -226,12 +275,20 @@ def _train(actor: SpecActor, folder: RunFolder, tracker: Tracker | None) -> None
         _log(actor, tracker, done, metrics)
         if last or (config.checkpoint.every and done % config.checkpoint.every == 0):
             with progress.phase("checkpoint"):
-                checkpoint.save(actor.trainer, folder.checkpoints, done, actor.state(), keep=config.checkpoint.keep)
+                beside = actor.distillation.save if actor.distillation is not None else lambda folder: None
+                checkpoint.save(
+                    *(actor.trainer, folder.checkpoints, done, actor.state()),
+                    keep=config.checkpoint.keep,
+                    beside=beside,
+                )
     places = {"run": str(folder.root), "checkpoint": str(checkpoint.latest(folder.checkpoints) or "none")}
     if config.checkpoint.export:
         with progress.phase("export", announce=True):
             actor.trainer.export_hf(folder.export)
         places["Hugging Face export"] = str(folder.export)
+        if actor.distillation is not None:
+            actor.distillation.export(folder.draft_model)
+            places["draft model"] = str(folder.draft_model)
     if tracker is not None:
         lines = read_metrics(folder.root)
         tracker.summary({k: v for k, v in lines[-1].items() if k != "step"} if lines else {})
@@ -254,5 +311,6 @@ def _log(actor: SpecActor, tracker: Tracker | None, step: int, metrics: dict[str
     metrics["memory/rank_rss_bytes"] = max(rank for rank, _ in memory)
     metrics["memory/engine_rss_bytes"] = sum(of_engines for _, of_engines in memory)
     if tracker is not None:
-        tracker.log(step, metrics)
+        told = actor.distillation.reason if actor.distillation is not None and step else ""
+        tracker.log(step, metrics | ({"drafter/reason": told} if told else {}))
         actor.progress.step_line(step, metrics)

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from statistics import fmean, pstdev
 from typing import TYPE_CHECKING
 
 from specactor.metrics import SPECULATION
+from specactor.rollout.continuation import num_begun
 from specactor.rollout.draft.counts import Counts, Figures
 from specactor.trainer.advantages import informative
 from specactor.types import ScoredGroup, TrainSequence
 
-if TYPE_CHECKING:  # both import torch
+if TYPE_CHECKING:  # these import torch, or start processes
+    from specactor.rollout.driver import TailCounts
+    from specactor.rollout.open_groups import OpenGroup
     from specactor.trainer.policy import TrainStats
     from specactor.weights_sync.sender import SyncReport
 
@@ -76,6 +80,27 @@ def of_speculation(counts: Mapping[str, Counts]) -> dict[str, float]:
     }
 
 
+def of_tail(
+    tail: TailCounts | None, left: Sequence[OpenGroup] | None, batch: Sequence[TrainSequence]
+) -> dict[str, float]:
+    """What was done with a step's last requests; and with the groups that were not complete in the end.
+
+    None: requests stay on their engines; the step waits for all groups.
+    """
+    found: dict[str, float] = {}
+    if tail is not None:
+        found |= {f"tail/{name}": value for name, value in asdict(tail).items()}
+    if left is not None:
+        begun = [request for group in left for request in group.pending]
+        found |= {
+            "tail/open_groups": len(left),
+            "tail/open_requests": len(begun),
+            "tail/open_tokens": sum(map(num_begun, begun)),
+            "tail/stale_tokens": sum(sequence.num_stale for sequence in batch),
+        }
+    return found
+
+
 def of_drafters(figures: Figures, work_s: Sequence[float]) -> dict[str, float]:
     """What drafters counted themselves in a step; and the drafting seconds of each drafter process."""
     own = {
@@ -101,6 +126,7 @@ def _of_drafter(counts: Counts, rounds: int) -> dict[str, float]:
         return always
     used = [j for j, drafted in enumerate(counts.drafted_at) if drafted]
     return always | {
+        "switches": counts.switches,
         "drafted": counts.drafted,
         "accepted": counts.accepted,
         "wasted": counts.wasted,

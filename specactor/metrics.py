@@ -70,6 +70,7 @@ METRICS: dict[str, str] = {
 
 SPECULATION: dict[str, str] = {
     "share_of_rounds": "share of decode rounds for which this drafter was chosen (off: plain decoding)",
+    "switches": "requests that came to this drafter from another that had drafts for them, too",
     "drafted": "draft tokens that were verified",
     "accepted": "draft tokens that the policy confirmed",
     "wasted": "drafted - accepted",
@@ -93,6 +94,45 @@ SPECULATION: dict[str, str] = {
     "accepted_at_J": "of them, accepted",
 }
 """Last part of ``speculation/DRAFTER/...`` -> unit and meaning, with rollout.speculation."""
+
+DRAFTER: dict[str, str] = {
+    "version": "refreshes that changed the draft model's weights",
+    "oldest_version": "oldest version that an engine or a drafter process drafts with in the next step",
+    "refreshed": "1 after a refresh of at least one update, else 0",
+    "reason": "why there was one, or none",
+    "updates": "optimizer updates of the refresh",
+    "tokens": "response tokens that it learned from",
+    "loss": "mean loss of its updates, nats per response token",
+    "law_loss": "KL(policy, draft) over the likeliest tokens in its last update, nats per response token",
+    "overlap": "sum of min(policy, draft) in its last update: at least 1 - total variation",
+    "grad_norm": "global gradient norm of its last update, before clipping",
+    "buffer_tokens": "prompt and response tokens to learn from",
+    "accept_length_before": "accept_length of the draft model in the last rollout before the last refresh",
+    "accept_length_after": "the same in the first rollout after it",
+    "pushed_bytes": "weights sent to each engine and drafter process that took them",
+    "refused": "engines and drafter processes that did not take the weights, and keep older ones",
+    "failed": "1 if the refresh failed; the run goes on with the weights there are",
+}
+"""Last part of ``drafter/...`` -> unit and meaning, with distillation.refresh."""
+TAIL: dict[str, str] = {
+    "moved": "requests that went on on another engine, with rollout.tail.migrate",
+    "moved_tokens": "tokens of their prompts and responses, computed again there",
+    "replicas": "requests that were given to a further engine, with rollout.tail.replicas",
+    "replicas_won": "those of them that ended before the original",
+    "lost_tokens": "response tokens of replicas and originals that were not kept",
+    "differing": "of those, attempts that emitted other tokens than what was kept: 0, or an engine is wrong",
+    "open_groups": "groups not complete when the rollout stopped, with rollout.oversample: dropped, or with "
+    "rollout.partial carried to the next step",
+    "open_requests": "their responses that had not finished",
+    "open_tokens": "tokens of these",
+    "stale_tokens": "response tokens trained on that older policies sampled, with rollout.partial",
+}
+"""Last part of ``tail/...`` -> unit and meaning, with rollout.tail and rollout.oversample."""
+DRAFTER_TIMES: dict[str, str] = {
+    "time/refresh_s": "seconds of refreshing the draft model: deciding, learning and pushing",
+    "time/refresh_limit_s": "seconds that learning was granted",
+    "time/refresh_saves_s": "seconds of rollouts that a refresh was predicted to save",
+}
 
 WANDB_INIT_S = 30
 WANDB_FINISH_S = 60
@@ -198,6 +238,10 @@ def rss_bytes(pid: int | None = None, *, children: bool = False) -> int:
 def _known(name: str) -> None:
     family, _, rest = name.partition("/")
     if family == "speculation" and re.sub(r"_at_[0-9]+$", "_at_J", rest.rpartition("/")[2]) in SPECULATION:
+        return
+    if (family == "drafter" and rest in DRAFTER) or name in DRAFTER_TIMES:
+        return
+    if family == "tail" and rest in TAIL:
         return
     if name not in METRICS:
         nearest = difflib.get_close_matches(name, METRICS, n=1)

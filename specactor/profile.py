@@ -27,9 +27,14 @@ from specactor.parallel.layout import ModelShape
 from specactor.rollout.draft.named import make_drafters
 from specactor.rollout.planning.cells import Check, cells, checks, cost_table
 from specactor.rollout.planning.costs import CostTable, Grid
+from specactor.rollout.planning.ladder import Ladder
+from specactor.rollout.planning.reconfiguration import LiveCosts
 from specactor.rollout.profile import PASSES, Sizes, measure
 from specactor.rollout.sglang.engine import Engine, EngineSpec
 from specactor.rollout.sglang.running import running
+
+ACCEPTANCES = (0.3, 0.5, 0.7, 0.8, 0.9)
+"""At which the draft ladder is shown."""
 
 
 def run(config: Config, *, out: Path | None, limit_s: float, console: Console) -> Path:
@@ -154,6 +159,8 @@ def _show(table: CostTable, errors: list[Check], console: Console) -> None:
     console.print(_seconds("verification, ms (1: a plain step)", "tokens per request", table.verify))
     for name, grid in table.drafters.items():
         console.print(_seconds(f"drafting of {name}, ms", "window", grid))
+    for requests in sorted({1, int(table.verify.requests[-1])} if table.drafters else ()):
+        console.print(_ladder(table, requests))
     if errors:
         of_all = [check.error for check in errors]
         worst = max(errors, key=lambda check: check.error)
@@ -165,6 +172,24 @@ def _show(table: CostTable, errors: list[Check], console: Console) -> None:
             soft_wrap=True,
             highlight=False,
         )
+
+
+def _ladder(table: CostTable, requests: int) -> Table:
+    """What each method would buy, by how good it turns out to be: profiled requests are random, so its acceptance is
+    learned in runs."""
+    max_window = max(1, int(table.verify.per_request[-1]) - 1)
+    costs = {
+        name: LiveCosts.of(table, requests=requests, max_window=max_window, drafter=name) for name in table.drafters
+    }
+    ladder = Ladder.of(costs)
+    shown = Table(title=f"speed-up, requests: {requests}", title_justify="left")
+    shown.add_column("acceptance", justify="right")
+    for name in costs:
+        shown.add_column(name, justify="right")
+    for p in ACCEPTANCES:
+        bought = {rung.method: rung.speedup for rung in ladder.rank(dict.fromkeys(costs, p))}
+        shown.add_row(f"{p:g}", *(f"{bought[name]:.2f}" for name in costs))
+    return shown
 
 
 def _seconds(title: str, columns: str, grid: Grid) -> Table:

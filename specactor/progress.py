@@ -114,6 +114,10 @@ class Progress:
         taken, self._seconds = self._seconds, {}
         return taken
 
+    def spent(self) -> dict[str, float]:
+        """The same, and they go on to be counted."""
+        return dict(self._seconds)
+
     def response(self, trajectory: Trajectory) -> None:
         """A response is finished: counts it, and its tokens into the speed of the running phase."""
         self._responses += 1

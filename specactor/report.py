@@ -34,7 +34,13 @@ MARKED = 20
 START = ("data", "warm-up", "engines")
 """Phases before the steps, at a start or resume."""
 PHASES = dict(
-    rollout="#4c6a92", reward="#d9a441", train="#7fa7c9", sync="#c0504d", eval="#b8c4a0", checkpoint="#9a9a9a"
+    rollout="#4c6a92",
+    reward="#d9a441",
+    train="#7fa7c9",
+    sync="#c0504d",
+    refresh="#8c6bb1",
+    eval="#b8c4a0",
+    checkpoint="#9a9a9a",
 )
 """Phases of an RL step in their order, with their colours."""
 TINY = ("num_layers", "hidden_size", "num_experts", "experts_per_token")

@@ -13,6 +13,7 @@ from specactor.config import Config
 from specactor.errors import CheckpointError, ConfigError
 from specactor.trace import Span, chrome_trace
 from specactor.trainer import checkpoint
+from specactor.trainer.distillation.rollout_files import lines_of, write_rollouts
 from specactor.types import ScoredGroup
 
 
@@ -91,6 +92,23 @@ class RunFolder:
             file = self.trace(step, host)
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_bytes(chrome_trace(processes))
+
+    @property
+    def draft_model(self) -> Path:
+        """The draft model at the end, in Hugging Face format, where it was kept fresh."""
+        return self.root / "draft_model"
+
+    def rollouts(self, step: int) -> Path:
+        """The responses of an RL step, one JSON object per line, with distillation.keep_rollouts."""
+        return self.root / "rollouts" / f"step-{step:06}.jsonl"
+
+    def write_rollouts(self, step: int, groups: Sequence[ScoredGroup], *, temperature: float) -> None:
+        """Whole or not at all; a step that is done again after a resume replaces its file."""
+        file = self.rollouts(step)
+        fresh = file.with_name(file.name + ".tmp")
+        fresh.unlink(missing_ok=True)
+        write_rollouts(fresh, lines_of(groups, temperature=temperature))
+        fresh.replace(file)
 
     def evaluation(self, step: int) -> Path:
         """Held-out problems and the policy's greedy responses after `step` RL steps, one JSON object per line."""

@@ -64,6 +64,27 @@ class SamplingParams:
 
 
 @dataclass(frozen=True, kw_only=True)
+class VersionSpan:
+    """Tokens [start, end) of a response were generated at one policy version."""
+
+    version: int
+    start: int
+    end: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Begun:
+    """The first tokens of a response that is not finished, by whatever engines and in whatever steps."""
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    """As of `Trajectory`: each is of the policy that the token was sampled from."""
+    spans: tuple[VersionSpan, ...]
+    routed_experts: bytes = b""
+    """As of `Trajectory`."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class RolloutRequest:
     """One response to generate. Equal requests at equal weights give equal tokens, whatever else runs."""
 
@@ -74,15 +95,8 @@ class RolloutRequest:
     """0 <= seed < 2**31; keys the sampling noise together with the position."""
     group_id: int
     """Requests of one group answer the same prompt."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class VersionSpan:
-    """Tokens [start, end) of a response were generated at one policy version."""
-
-    version: int
-    start: int
-    end: int
+    begun: Begun | None = None
+    """What there is of the response: it goes on from there, at the same positions of the noise."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,6 +137,8 @@ class TrainSequence:
     advantage: float = 0.0
     rollout_logprobs: tuple[float, ...] = ()
     """The engine's, one per response token; empty in supervised training."""
+    num_stale: int = 0
+    """Response tokens, the first ones, that were sampled from older policies than the one that learns."""
     group_id: int = 0
 
     @property

@@ -138,6 +138,35 @@ WRONG: list[tuple[str, str]] = [
         "algorithm.tis_cap: got 0.5, expected >= 1 or None. Use None to switch truncated importance sampling off.",
     ),
     (
+        "--rollout.partial True",
+        "rollout.partial: got True, expected False with rollout.oversample = 1. Set rollout.oversample to more than 1: "
+        "else a step waits for all of its responses, and nothing is left.",
+    ),
+    (
+        "--rollout.oversample 0.5",
+        "rollout.oversample: got 0.5, expected in [1, 10]. Use 1 for all groups that are asked for, or for example "
+        "1.25.",
+    ),
+    (
+        "--rollout.oversample 1.5 --algorithm.dynamic-sampling True",
+        "rollout.oversample: got 1.5, expected 1 with algorithm.dynamic_sampling. Both decide which groups are learned "
+        "from: use one of the two.",
+    ),
+    (
+        "--rollout.oversample 1.5 --rollout.partial True --algorithm.tis-cap None",
+        "algorithm.tis_cap: got None, expected a cap with rollout.partial. Tokens of older policies need importance "
+        "sampling: set it, for example to 2.0.",
+    ),
+    (
+        "--rollout.tail.migrate True",
+        "parallel.engines: got 1, expected >= 2 with rollout.tail. Requests need another engine to go on on: raise it, "
+        "or leave rollout.tail.* out.",
+    ),
+    (
+        "--rollout.tail.replicas 0",
+        "rollout.tail.replicas: got 0, expected >= 1. Use 1 for no replicas.",
+    ),
+    (
         "--warmup.steps 550",
         "warmup.learning_rates: got (0.003, 0.001), expected one per stage (1 in warmup.steps). "
         "Give both lists the same length.",
@@ -196,6 +225,26 @@ WRONG: list[tuple[str, str]] = [
     (
         "--weights-sync.bucket-bytes 10",
         "weights_sync.bucket_bytes: got 10, expected >= 65536. It must hold the largest tensor, or it is raised to it.",
+    ),
+    (
+        "--distillation.refresh auto",
+        "distillation.refresh: got 'auto', expected off with rollout.speculation.mode off and drafters ('suffix',). "
+        "Only a draft model learns: name model or decoupled among rollout.speculation.drafters.",
+    ),
+    (
+        "--distillation.refresh auto --rollout.speculation.mode coupled",
+        "distillation.refresh: got 'auto', expected off with rollout.speculation.mode coupled and drafters "
+        "('suffix',). Only a draft model learns: name model or decoupled among rollout.speculation.drafters.",
+    ),
+    (
+        "--distillation.refresh auto --rollout.speculation.mode coupled --rollout.speculation.drafters model "
+        "--rollout.speculation.draft-model x --distillation.position-emphasis 0.5",
+        "distillation.position_emphasis: got 0.5, expected 0 with distillation.refresh auto. Engines do not tell at "
+        "which positions of a response drafts were lost.",
+    ),
+    (
+        "--distillation.max-time-share 0",
+        'distillation.max_time_share: got 0.0, expected in (0, 1]. Use refresh="off" to spend none.',
     ),
     (
         "--train.adam-betas 0.9 1.0",

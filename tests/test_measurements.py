@@ -8,9 +8,21 @@ from types import SimpleNamespace
 import pytest
 
 from specactor import measurements
-from specactor.metrics import METRICS
+from specactor.metrics import METRICS, TAIL
 from specactor.rollout.draft.counts import added_figures
-from specactor.types import FinishReason, Problem, ScoredGroup, TrainSequence, Trajectory
+from specactor.rollout.driver import TailCounts
+from specactor.rollout.open_groups import OpenGroup
+from specactor.types import (
+    Begun,
+    FinishReason,
+    Problem,
+    RolloutRequest,
+    SamplingParams,
+    ScoredGroup,
+    TrainSequence,
+    Trajectory,
+    VersionSpan,
+)
 from specactor.weights_sync.sender import SyncReport
 
 PROBLEM = Problem(index=0, prompt="", prompt_ids=(1,), answer="", verifier="exact", metadata={})
@@ -85,6 +97,27 @@ def test_figures_of_drafters_and_the_utilisation_of_their_processes() -> None:
     assert measurements.of_time(seen, {"rollout": 6.0})["speculation/decoupled/utilisation"] == 0.25
     assert "speculation/decoupled/utilisation" not in measurements.of_time(seen, {"train": 6.0})
     assert measurements.of_drafters({}, []) == {}
+
+
+def test_what_was_done_with_the_last_requests() -> None:
+    begun = Begun(token_ids=(1, 2, 3), logprobs=(0.0,) * 3, spans=(VersionSpan(version=0, start=0, end=3),))
+    sampling = SamplingParams(temperature=1.0, max_new_tokens=9)
+    requests = [
+        RolloutRequest(request_id=name, prompt_ids=(1,), sampling=sampling, seed=0, group_id=0, begun=of)
+        for name, of in (("a", begun), ("b", None), ("c", begun))
+    ]
+    [done] = group([Response(3)], (0.0,), (0.0,)).trajectories
+    left = [OpenGroup(problem=0, requests=tuple(requests), finished={"c": done})]
+    batch = [
+        TrainSequence(token_ids=(1,) * 4, prompt_len=1, num_stale=2),
+        TrainSequence(token_ids=(1, 2), prompt_len=1),
+    ]
+    seen = measurements.of_tail(TailCounts(moved=2, lost_tokens=5), left, batch)
+    assert {name.removeprefix("tail/") for name in seen} == set(TAIL)
+    assert (seen["tail/moved"], seen["tail/lost_tokens"], seen["tail/differing"]) == (2, 5, 0)
+    assert (seen["tail/open_groups"], seen["tail/open_requests"], seen["tail/open_tokens"]) == (1, 2, 3)
+    assert seen["tail/stale_tokens"] == 2
+    assert measurements.of_tail(None, None, batch) == {}
 
 
 def test_nearly_full_marks_count_as_correct_and_parts_do_not() -> None:

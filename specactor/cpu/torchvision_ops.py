@@ -35,6 +35,7 @@ class _Schemas(importlib.abc.MetaPathFinder):
 
 
 def install() -> None:
-    """Watch for the import of torchvision in this process; does nothing where it was imported already."""
-    if "torchvision" not in sys.modules and _Schemas.library is None:
+    """Watch for the import of torchvision in this process; does nothing where it was imported, or is watched."""
+    watched = any(isinstance(finder, _Schemas) for finder in sys.meta_path)  # two would both define the operators
+    if "torchvision" not in sys.modules and _Schemas.library is None and not watched:
         sys.meta_path.insert(0, _Schemas())

@@ -7,6 +7,7 @@ Megatron-core would refuse is refused here first, with the way out.
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -224,3 +225,14 @@ def longest_prompt(config: Config, max_position: int) -> int:
 def engine_owner(engine: int, *, engine_tensor: int) -> int:
     """Rank that starts, drives and stops an engine, which runs on the devices of ranks owner..owner+engine_tensor-1."""
     return engine * engine_tensor
+
+
+def place_engine(engine: int, machines: Sequence[str], *, engine_tensor: int, pooled: bool) -> tuple[int, int]:
+    """(rank that owns the engine, number of its first device on its host).
+
+    Args: the host of each rank; pooled: the first rank of a host owns all engines of the host, and can move requests
+    between them.
+    """
+    rank = engine_owner(engine, engine_tensor=engine_tensor)
+    here = [i for i, machine in enumerate(machines) if machine == machines[rank]]
+    return (here[0] if pooled else rank), here.index(rank)

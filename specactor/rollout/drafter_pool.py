@@ -14,10 +14,14 @@ import threading
 import time
 from collections.abc import Sequence
 from types import TracebackType
+from typing import TYPE_CHECKING
 
 from specactor.rollout.decoupled.host import DrafterProcess
 from specactor.rollout.decoupled.process import Work
 from specactor.rollout.decoupled.spec import DrafterSpec
+
+if TYPE_CHECKING:
+    from specactor.weights_sync.messages import DraftWeights
 
 LOOK_EVERY_S = 0.2
 PAUSE_S = 0.5
@@ -74,6 +78,23 @@ class DrafterPool:
         with self._lock:
             each = {f"drafter {d.spec.index}": d.work(trace=trace) for d in self.drafters if d.alive}
         return {name: work for name, work in each.items() if work is not None}
+
+    def want(self, version: int) -> bool:
+        """Whether any of them drafts with older weights, and could take these."""
+        with self._lock:
+            return any(drafter.wants(version) for drafter in self.drafters)
+
+    def renew(self, weights: DraftWeights, *, timeout_s: float) -> list[str]:
+        """Bring new weights to those that draft with older ones; what each says that did not take them."""
+        with self._lock:
+            wanting = [drafter for drafter in self.drafters if drafter.wants(weights.draft_version)]
+            said = [drafter.renew(weights, timeout_s=timeout_s) for drafter in wanting]
+        return [problem for problem in said if problem]
+
+    def oldest_version(self) -> int | None:
+        """Of the weights that those which run draft with."""
+        with self._lock:
+            return min((drafter.version for drafter in self.drafters if drafter.alive), default=None)
 
     def stop(self) -> None:
         """Ends all. May be called again."""

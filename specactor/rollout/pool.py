@@ -7,16 +7,17 @@ engine that died costs time and never a request; after `stop` nothing of any eng
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import TracebackType
 
 from specactor.errors import EngineError
 from specactor.rollout.assignment import assign, merge
 from specactor.rollout.draft.counts import Counts, Figures, added, added_figures
+from specactor.rollout.driver import REPORT_TOKENS, Driver, TailCounts
 from specactor.rollout.sglang.engine import Engine, EngineDied, EngineSpec
+from specactor.rollout.tail_plan import TailPolicy
 from specactor.trace import Span
 from specactor.types import RolloutRequest, Trajectory
 
@@ -30,13 +31,24 @@ class RolloutOutcome:
     """Of engines that died; restart those, sync weights, and generate these again."""
     lost_engines: tuple[int, ...]
     """Indices (`EngineSpec.index`) of the engines that died."""
+    stopped: list[RolloutRequest] = field(default_factory=list)
+    """Ended because there were enough groups; each holds what was begun of its response."""
+    tail: TailCounts = field(default_factory=TailCounts)
 
 
 class EnginePool:
     """A rank may own no engine at all: then every method does nothing."""
 
-    def __init__(self, specs: Sequence[EngineSpec]) -> None:
-        """Starts all engines at once; they are not ready before `wait_ready`."""
+    def __init__(
+        self, specs: Sequence[EngineSpec], *, tail: TailPolicy | None = None, report_tokens: int = REPORT_TOKENS
+    ) -> None:
+        """Starts all engines at once; they are not ready before `wait_ready`.
+
+        Args: what moves requests between engines, or runs them on several; after how many tokens of a request it is
+        asked.
+        """
+        self.tail = tail
+        self.report_tokens = report_tokens
         self._restarts = dict.fromkeys((spec.index for spec in specs), 0)
         self.engines: list[Engine] = []
         try:
@@ -71,22 +83,37 @@ class EnginePool:
                 raise
 
     def generate(
-        self, requests: Sequence[RolloutRequest], *, on_finished: Callable[[Trajectory], None] | None = None
+        self,
+        requests: Sequence[RolloutRequest],
+        *,
+        on_finished: Callable[[Trajectory], None] | None = None,
+        enough_groups: int | None = None,
     ) -> RolloutOutcome:
-        """Generates on the engines that are alive; `on_finished` is called by one thread at a time.
+        """Generates on the engines that are alive; `on_finished` is called in this thread.
 
+        With `enough_groups` it stops when of that many groups all requests have finished.
         Raises EngineError when a request cannot be served. Without a living engine all requests come back unfinished.
         """
         merge(requests, [])  # refuses ids that are not unique before anything runs
         self.wait_ready()
         alive = [engine for engine in self.engines if engine.alive]
-        delivered: list[Trajectory] = []
+        driver = Driver(
+            alive,
+            notify=on_finished or (lambda trajectory: None),
+            policy=self.tail,
+            report_tokens=self.report_tokens,
+            enough_groups=enough_groups,
+        )
         if requests and alive:
-            parts = assign(requests, len(alive))
-            work = [(engine, part) for engine, part in zip(alive, parts, strict=True) if part]
-            delivered = self._generate_on(work, _one_at_a_time(on_finished))
-        finished, unfinished = merge(requests, delivered)
-        return RolloutOutcome(finished=finished, unfinished=unfinished, lost_engines=self.lost())
+            driver.run(assign(requests, len(alive)))
+        finished, rest = merge(requests, driver.done.values())
+        return RolloutOutcome(
+            finished=finished,
+            unfinished=[request for request in rest if request.request_id not in driver.stopped],
+            lost_engines=self.lost(),
+            stopped=[driver.stopped[r.request_id] for r in rest if r.request_id in driver.stopped],
+            tail=driver.counts,
+        )
 
     def lost(self) -> tuple[int, ...]:
         """Indices of the engines that died and were not restarted yet."""
@@ -155,28 +182,6 @@ class EnginePool:
         """Ends all engines and everything below them. May be called again."""
         self._each(self.engines, Engine.stop)
 
-    def _generate_on(
-        self, work: Sequence[tuple[Engine, list[RolloutRequest]]], notify: Callable[[Trajectory], None]
-    ) -> list[Trajectory]:
-        """All that the engines delivered, also those that died on the way."""
-
-        def run(engine: Engine, part: list[RolloutRequest]) -> list[Trajectory]:
-            try:
-                return engine.generate(part, on_finished=notify)
-            except EngineDied as death:
-                return death.finished
-
-        with ThreadPoolExecutor(max_workers=len(work)) as threads:
-            futures = [threads.submit(run, engine, part) for engine, part in work]
-            try:
-                return [trajectory for future in futures for trajectory in future.result()]
-            except EngineError:
-                self._each([engine for engine, _ in work], Engine.abort)
-                raise
-            except BaseException:  # an interrupt, or an error of `on_finished`: nobody will ask for the rest
-                self._each([engine for engine, _ in work], Engine.kill)
-                raise
-
     def _on_living(self, action: Callable[[Engine], object]) -> None:
         """An engine that dies on the way is left to `restart_lost`."""
 
@@ -195,14 +200,3 @@ class EnginePool:
             futures = [threads.submit(action, engine) for engine in engines]
         for future in futures:
             future.result()
-
-
-def _one_at_a_time(notify: Callable[[Trajectory], None] | None) -> Callable[[Trajectory], None]:
-    lock = threading.Lock()
-
-    def call(trajectory: Trajectory) -> None:
-        if notify is not None:
-            with lock:
-                notify(trajectory)
-
-    return call

@@ -61,12 +61,21 @@ def latest(root: Path) -> Path | None:
     return found[-1] if found else None
 
 
-def save(trainer: PolicyTrainer, root: Path, step: int, state: dict[str, Any], *, keep: int = 2) -> Path:
+def save(
+    trainer: PolicyTrainer,
+    root: Path,
+    step: int,
+    state: dict[str, Any],
+    *,
+    keep: int = 2,
+    beside: Callable[[Path], None] = lambda folder: None,
+) -> Path:
     """Write ``root/step-<step>``, then remove all but the newest `keep`, and those of later steps. Collective.
 
     Later steps are of a history that was left by resuming from an earlier checkpoint.
 
-    `state` is the caller's, the same on all ranks, of JSON types. Raises CheckpointError where the disk fails.
+    `state` is the caller's, the same on all ranks, of JSON types; `beside` writes further files into the folder, in
+    folders of their own, and is called on every rank. Raises CheckpointError where the disk fails.
     """
     from specactor.trainer import dist_checkpoint
 
@@ -82,6 +91,7 @@ def save(trainer: PolicyTrainer, root: Path, step: int, state: dict[str, Any], *
 
     _on_all(collective, f"{target}: could not be written", prepare)
     dist_checkpoint.save(trainer.chunks, trainer.optimizer, folder)
+    beside(folder)
     _on_all(collective, f"{target}: could not be written", lambda: _save_rng(folder))
     files = _on_all(collective, f"{target}: could not be written", lambda: _digests(folder, fsync=True))
     digests = {name: digest for part in collective.gather(files, dict[str, str]) for name, digest in part.items()}
@@ -199,10 +209,11 @@ def _share(names: list[str]) -> list[str]:
 
 def _digests(folder: Path, *, fsync: bool = False) -> dict[str, str]:
     """Size and digest of this rank's share of the files."""
-    names = _share([file.name for file in folder.iterdir()])
+    names = _share([file.relative_to(folder).as_posix() for file in folder.rglob("*") if file.is_file()])
     if fsync:
         for name in names:
             _fsync(folder / name)
+            _fsync((folder / name).parent)
     return {name: _digest(folder / name) for name in names}
 
 

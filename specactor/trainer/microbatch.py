@@ -68,6 +68,8 @@ class MicroBatch:
     weights_R: Tensor
     advantages_R: Tensor
     rollout_R: Tensor | None
+    stale_R: Tensor | None
+    """1 where an older policy sampled the token; None: nowhere."""
     old_R: Tensor | None
     ref_R: Tensor | None
     num_sequences: int
@@ -120,10 +122,18 @@ def build(items: Sequence[Item], shape: Shape, device: torch.device) -> MicroBat
         weights_R=per_sequence([item.weight for item in items]),
         advantages_R=per_sequence([item.sequence.advantage for item in items]),
         rollout_R=per_token([item.sequence.rollout_logprobs for item in items]),
+        stale_R=per_token([_stale(item.sequence) for item in items])
+        if any(item.sequence.num_stale for item in items)
+        else None,
         old_R=per_token([item.old_logprobs for item in items]),
         ref_R=per_token([item.ref_logprobs for item in items]),
         num_sequences=len(items),
     )
+
+
+def _stale(sequence: TrainSequence) -> list[float]:
+    """Per response token: 1 where an older policy sampled it."""
+    return [float(i < sequence.num_stale) for i in range(sequence.response_len)]
 
 
 def _tokens(items: Sequence[Item], padded: list[int]) -> Tensor:

@@ -94,7 +94,10 @@ class PolicyObjective:
         sums = {"entropy": entropy_R.sum(), "clipped": clipped_R.sum(), "tokens": torch.tensor(len(loss_R))}
         if batch.rollout_R is not None and len(loss_R):
             gap_R = (old_R - batch.rollout_R).abs()
-            sums |= {"gap": gap_R.sum(), "gap_max": gap_R.max(), "gap_tokens": sums["tokens"]}
+            if batch.stale_R is not None:  # of another policy: there is nothing to agree on
+                gap_R = gap_R[batch.stale_R == 0]
+            if len(gap_R):
+                sums |= {"gap": gap_R.sum(), "gap_max": gap_R.max(), "gap_tokens": torch.tensor(len(gap_R))}
             if algorithm.tis_cap is not None:
                 loss_R = loss_R * tis_weights_T(old_R, batch.rollout_R, algorithm.tis_cap)
         if batch.ref_R is not None and algorithm.kl != "off":

@@ -23,6 +23,7 @@ from specactor.cpu import megatron as cpu_platform
 from specactor.errors import SpecActorError
 from specactor.parallel.layout import Layout
 from specactor.trainer import model, optimizer, packing
+from specactor.trainer.distillation.likeliest import LawRecorder, LikeliestRecorder
 from specactor.trainer.export import export_hf
 from specactor.trainer.losses import token_weights
 from specactor.trainer.microbatch import Item, MicroBatch, Shape, build, items_of
@@ -87,13 +88,16 @@ class PolicyTrainer:
         if config.algorithm.kl != "off":
             self.take_reference()
 
-    def train_step(self, sequences: Sequence[TrainSequence], *, learning_rate: float) -> TrainStats:
+    def train_step(
+        self, sequences: Sequence[TrainSequence], *, learning_rate: float, recorder: LawRecorder | None = None
+    ) -> TrainStats:
         """Learn from the sequences of one RL step; all ranks pass all of them. Collective.
 
         Makes ``train.updates_per_step`` optimizer updates, each on its share of the groups. Raises DataError for a
         sequence without prompt or an update without response tokens, TrainingDiverged when loss or gradient is not
-        finite.
+        finite. A recorder sees the logits of all response tokens.
         """
+        objective: Objective = self._objective if recorder is None else recorder.around(self._objective)
         updates = split(checked(sequences), self.config.train.updates_per_step)
         old = [self._logprobs(part) if len(updates) > 1 else None for part in updates]
         ref = [self._reference_logprobs(part) if self._reference else None for part in updates]
@@ -103,7 +107,9 @@ class PolicyTrainer:
             algorithm = self.config.algorithm
             weights = token_weights(lens, algorithm.aggregation, self.config.rollout.max_new_tokens)
             items = items_of(part, weights, old_part, ref_part)
-            part_sums, grad_norm, count = self._update(items, self._objective, learning_rate)
+            part_sums, grad_norm, count = self._update(items, objective, learning_rate)
+            if recorder is not None:
+                recorder.updated(part)
             sums.append(part_sums)
             grad_norms.append(grad_norm)
             num_microbatches += count
@@ -155,6 +161,13 @@ class PolicyTrainer:
     def reset_optimizer(self) -> None:
         """Forget Adam's moments and step count, as between supervised warm-up and reinforcement learning."""
         optimizer.reset(self.optimizer)
+
+    def law_recorder(self, top_k: int, storage: str) -> LawRecorder:
+        """For `train_step`. Args: likeliest tokens per position; float16 or float32."""
+        group = parallel_state.get_tensor_model_parallel_group()
+        recorder = LikeliestRecorder(top_k, temperature=self.config.rollout.temperature, group=group)
+        vocab_size = int(self.policy.bridge.hf_config.vocab_size)
+        return LawRecorder(recorder, vocab_size=vocab_size, storage=storage, device=self.device)
 
     def offload(self) -> None:
         """Free a GPU's memory of gradients and optimizer while engines generate; nothing to do on a CPU."""

@@ -37,6 +37,19 @@ class Commit(msgspec.Struct, frozen=True, kw_only=True):
     version: int
 
 
+class DraftWeights(msgspec.Struct, frozen=True, kw_only=True):
+    """All weights of a draft model, in one bucket. Its fields differ from those of the messages about the policy, so
+    neither can be taken for the other."""
+
+    draft_version: int
+    address: Address
+    slots: tuple[Slot, ...]
+
+    def as_round(self) -> Round:
+        """What it is to the receiver of one model."""
+        return Round(buckets=(Bucket(version=self.draft_version, address=self.address, slots=self.slots),))
+
+
 class CheckReply(msgspec.Struct, frozen=True, kw_only=True):
     """What one rank found. An empty `problem` means that all is well."""
 

@@ -14,11 +14,12 @@ import psutil
 from specactor.cpu.sglang import environment
 from specactor.data.tokenizer import VOCAB_SIZE
 from specactor.metrics import METRICS, read_metrics
+from specactor.trainer.distillation.rollout_files import read_rollouts
 from tests.end_to_end.conftest import Launched, Launcher
 from tests.rollout.conftest import start_script
 
 REFERENCE = Path(__file__).with_name("greedy_reference.py")
-TIMES = ("time/", "memory/", "speculation/")
+TIMES = ("time/", "memory/", "speculation/", "drafter/")
 RATES = ("_per_s",)
 
 
@@ -51,14 +52,16 @@ def test_a_run_ends_well_and_says_what_it_did(finished: Launched) -> None:
 def test_speculation_changes_neither_tokens_nor_rewards_nor_losses(
     finished: Launched, launcher: Launcher, tmp_path: Path
 ) -> None:
-    """A drafter process and a drafter in the engine, both in every round."""
+    """A drafter process and a drafter in the engine, both in every round; the draft model learns after every step."""
     with start_script("sglang/make_dense.py", str(tmp_path), f"vocab_size={VOCAB_SIZE}") as process:
         assert process.wait(120) == 0
     speculation = ("--rollout.speculation.mode", "decoupled", "--rollout.speculation.draft-model", str(tmp_path))
     drafters = ("--rollout.speculation.drafters", "decoupled", "suffix", "--rollout.speculation.merge", "True")
     window = ("--rollout.speculation.window", "4")  # fixed: whether `auto` drafts depends on the machine's speed
     seen = ("--tracking.trace", "2", "--rollout.speculation.branches", "True", "--parallel.drafters", "1")
-    drafted = launcher.run("speculating", *speculation, *drafters, *window, *seen)
+    learning = ("--distillation.refresh", "every_step", "--distillation.max-time-share", "1.0")
+    learning += ("--distillation.max-updates", "2", "--distillation.keep-rollouts", "True")
+    drafted = launcher.run("speculating", *speculation, *drafters, *window, *seen, *learning)
     assert drafted.code == 0, drafted.output
     assert deterministic(drafted.folder) == deterministic(finished.folder)
     responses = [
@@ -69,6 +72,13 @@ def test_speculation_changes_neither_tokens_nor_rewards_nor_losses(
     assert all(float(str(line["speculation/suffix/accepted"])) > 0 for line in lines)
     assert any(float(str(line["speculation/decoupled/drafted"])) > 0 for line in lines)
     assert any(0 < float(str(line["speculation/decoupled/utilisation"])) < 1 for line in lines)
+    assert [(line["drafter/refreshed"], line["drafter/updates"]) for line in lines[:1]] == [(1, 2)]
+    assert [line["drafter/version"] for line in lines] == [1, 1], "after the last step there is no rollout to serve"
+    assert [line["drafter/oldest_version"] for line in lines] == [1, 1]
+    assert [line["drafter/refused"] for line in lines] == [0, 0]
+    assert [line["drafter/reason"] for line in lines] == ["every step", "no rollout is left to serve"]
+    assert [len(read_rollouts([drafted.folder / "rollouts" / f"step-00000{n}.jsonl"])) for n in (1, 2)] == [64, 64]
+    assert (drafted.folder / "draft_model" / "config.json").exists()
     [trace] = (drafted.folder / "traces").iterdir()
     assert trace.name == "step-000002.json"
     events = json.loads(trace.read_text())["traceEvents"]

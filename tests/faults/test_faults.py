@@ -1,6 +1,7 @@
 """Processes of a run are killed: it goes on or resumes with identical metrics, says what happened, leaves nothing.
 
-The whole table, every victim in every phase, is `make faults`.
+A draft model learns after every step, so its weights, optimizer and lessons are resumed, too. The whole table, every
+victim in every phase, is `make faults`.
 """
 
 from __future__ import annotations
@@ -14,10 +15,18 @@ from pathlib import Path
 import pytest
 
 from benchmarks.disturbed_run import Job, compared
+from specactor.data.tokenizer import VOCAB_SIZE
 from specactor.metrics import Value
 from specactor.parallel.failure import RESUME
+from tests.rollout.conftest import start_script
 
 STEPS = ("--train.steps", "3", "--resume", "auto", "--tracking.wandb", "off")
+LEARNING = (
+    *("--rollout.speculation.mode", "coupled", "--rollout.speculation.drafters", "model"),
+    *("--rollout.speculation.window", "2", "--distillation.refresh", "every_step"),
+    *("--distillation.max-updates", "2", "--distillation.max-time-share", "1.0"),
+)
+"""Two updates always fit, so the draft model's losses are reproducible."""
 END_S = 30.0
 LEFT_S = 15.0
 
@@ -31,19 +40,32 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(base: Path) -> list[dict[str, Value]]:
-    job = Job(base, "undisturbed", *STEPS)
+def options(base: Path) -> list[str]:
+    draft = str(base / "draft")
+    with start_script(
+        "sglang/make_dense.py", draft, f"vocab_size={VOCAB_SIZE}", "max_position_embeddings=512"
+    ) as process:
+        assert process.wait(120) == 0
+    return [*STEPS, *LEARNING, "--rollout.speculation.draft-model", draft]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(base: Path, options: list[str]) -> list[dict[str, Value]]:
+    job = Job(base, "undisturbed", *options)
     assert job.wait(200) == 0, job.output()
     assert job.left(LEFT_S) == []
-    return compared(job.folder)
+    lines = compared(job.folder)
+    assert [line["drafter/version"] for line in lines[1:]] == [1, 2, 2]
+    assert lines[1]["drafter/loss"] != lines[2]["drafter/loss"]
+    return lines
 
 
 @pytest.fixture
-def start(base: Path, undisturbed: list[dict[str, Value]]) -> Iterator[Start]:
+def start(base: Path, options: list[str], undisturbed: list[dict[str, Value]]) -> Iterator[Start]:
     jobs: list[Job] = []
 
-    def go(name: str, *options: str) -> Job:
-        jobs.append(Job(base, name, *STEPS, *options))
+    def go(name: str, *further: str) -> Job:
+        jobs.append(Job(base, name, *options, *further))
         return jobs[-1]
 
     yield go

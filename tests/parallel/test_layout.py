@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from specactor.config import Config, ParallelConfig
 from specactor.errors import ConfigError
-from specactor.parallel.layout import ModelShape, check, engine_owner, longest_prompt
+from specactor.parallel.layout import ModelShape, check, engine_owner, longest_prompt, place_engine
 from specactor.recipes import load
 
 MOE = ModelShape(num_layers=4, num_heads=4, num_kv_heads=2, num_experts=8, vocab_size=96, max_position=512)
@@ -184,6 +184,14 @@ def test_a_folder_without_a_model(tmp_path: Path, text: str | None, message: str
         ModelShape.read(tmp_path)
     assert str(caught.value).startswith("model.path: got ")
     assert message in str(caught.value)
+
+
+def test_the_first_rank_of_a_host_owns_its_pooled_engines() -> None:
+    machines = ["a"] * 4 + ["b"] * 4
+    apart = [place_engine(i, machines, engine_tensor=2, pooled=False) for i in range(4)]
+    assert apart == [(0, 0), (2, 2), (4, 0), (6, 2)]
+    pooled = [place_engine(i, machines, engine_tensor=2, pooled=True) for i in range(4)]
+    assert pooled == [(0, 0), (0, 2), (4, 0), (4, 2)]
 
 
 def test_engines_start_at_multiples_of_their_size() -> None:

@@ -171,6 +171,7 @@ def test_what_is_printed_has_the_table_its_error_and_its_use(profiled: tuple[Pat
     file, text = profiled
     assert "median error" in text
     assert "drafting of model" in text
+    assert "speed-up, requests: 1" in text
     assert f"--rollout.speculation.cost-table {file}" in text.replace("\n", "")
     assert "\x1b" not in text
 

@@ -119,6 +119,8 @@ def more_checks(trainer: PolicyTrainer, entry: dict[str, Any]) -> dict[str, Any]
     }
     algorithm = replace(cases.CASES["grpo"].algorithm, kl="k3", kl_coef=0.1)
     use(trainer, cases.Case(algorithm, 1, cases.LEARNING_RATE))
+    stale = [replace(s, num_stale=s.response_len // 2) for s in SEQUENCES]
+    result["stale"] = asdict(trainer.train_step(stale, learning_rate=0.0))
     result["kl"] = [step(trainer, cases.LEARNING_RATE) for _ in range(2)]
     trainer.reset_optimizer()
     result["supervised"] = [trainer.supervised_step(SEQUENCES, learning_rate=3e-3) for _ in range(3)]

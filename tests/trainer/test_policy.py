@@ -70,6 +70,20 @@ def test_statistics(one_rank: dict[str, Any]) -> None:
     assert one_rank["single"]["gspo_sequence_mean"]["num_microbatches"] >= 3
 
 
+def test_only_tokens_of_the_policy_itself_must_agree_with_it(one_rank: dict[str, Any]) -> None:
+    """The first half of each response was sampled by an older policy: it is learned from all the same."""
+    fresh = [
+        abs(engine - trainer)
+        for s, logprobs in zip(cases.sequences(), one_rank["single"]["logprobs"], strict=True)
+        for engine, trainer in list(zip(s.rollout_logprobs, logprobs, strict=True))[s.response_len // 2 :]
+    ]
+    stats, all_fresh = one_rank["single"]["stale"], one_rank["single"]["kl"][0]
+    assert stats["logprob_gap_max"] == pytest.approx(max(fresh), abs=1e-5)
+    assert stats["logprob_gap_mean"] == pytest.approx(sum(fresh) / len(fresh), abs=1e-5)
+    assert stats["logprob_gap_mean"] != pytest.approx(all_fresh["logprob_gap_mean"], abs=1e-5)
+    assert (stats["loss"], stats["tokens"]) == (pytest.approx(all_fresh["loss"], abs=1e-6), all_fresh["tokens"])
+
+
 def test_kl_starts_at_zero_and_grows_as_the_policy_leaves_the_reference(one_rank: dict[str, Any]) -> None:
     first, second = one_rank["single"]["kl"]
     assert first["kl"] == pytest.approx(0.0, abs=1e-6)

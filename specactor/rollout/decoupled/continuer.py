@@ -7,7 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
+
+if TYPE_CHECKING:
+    from specactor.weights_sync.messages import DraftWeights
 
 
 @dataclass(slots=True, kw_only=True)
@@ -29,6 +32,14 @@ class Lane:
     may be dropped. 0 in the first call."""
     committed: int = 0
     """Leading tokens of `tokens` that the target emitted."""
+
+
+@runtime_checkable
+class Renewable(Protocol):
+    """A continuer whose weights change."""
+
+    def renew(self, weights: DraftWeights) -> str:
+        """Draft with these from the next call on. Returns why not; then it goes on with those that it has."""
 
 
 class Continuer(Protocol):

@@ -75,6 +75,10 @@ class Decoupled(Drafter):
         """Figures as of the last call."""
         self._finalizer = weakref.finalize(self, link.close)
 
+    @property
+    def version(self) -> int:
+        return self.tails.version
+
     def is_there(self) -> bool:
         """Whether any drafter answers. One that did not is asked by a beat, and by nothing else."""
         if not self.tails.live:

@@ -11,14 +11,18 @@ import os
 import select
 import time
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from specactor.cpu import sglang as cpu
 from specactor.errors import EngineError
 from specactor.rollout.decoupled.process import Work
-from specactor.rollout.decoupled.spec import TRACE, WORK, DrafterSpec, Started
+from specactor.rollout.decoupled.spec import RENEW, TRACE, WORK, DrafterSpec, Renewed, Started
 from specactor.rollout.sglang.guarded import Guarded
+
+if TYPE_CHECKING:
+    from specactor.weights_sync.messages import DraftWeights
 
 MODULE = "specactor.rollout.decoupled.main"
 _MAX_LINE_BYTES = 1 << 20
@@ -34,6 +38,8 @@ class DrafterProcess:
         """Starts it and returns at once; `wait_ready` tells how it went."""
         self.spec = spec
         self.started: Started | None = None
+        self.version = 0
+        """Of the weights that it drafts with, as it said last."""
         self._is_silent = False
         self._process = Guarded(MODULE, environment=cpu.process_environment((spec.device,)), log_file=spec.log_file)
         try:
@@ -68,7 +74,7 @@ class DrafterProcess:
         if started.error:
             self.kill()
             raise EngineError(self._with_log(f"did not start: {started.error}."))
-        self.started = started
+        self.started, self.version = started, started.version
         return started
 
     def work(self, *, trace: bool, timeout_s: float = WORK_TIMEOUT_S) -> Work | None:
@@ -84,6 +90,23 @@ class DrafterProcess:
         except (OSError, msgspec.DecodeError):  # the answer to this question may come yet, and be taken for another's
             self._is_silent = True
             return None
+
+    def renew(self, weights: DraftWeights, *, timeout_s: float) -> str:
+        """Bring it new weights; why it did not take them, or empty. It goes on drafting before and after."""
+        if self._is_silent or not self._has_started():
+            return f"drafter {self.spec.index} does not answer"
+        try:
+            self._process.connection.sendall(RENEW + msgspec.json.encode(weights) + b"\n")
+            renewed = msgspec.json.decode(self._line(time.monotonic() + timeout_s, _MAX_WORK_BYTES), type=Renewed)
+        except (OSError, msgspec.DecodeError) as error:
+            self._is_silent = True
+            return f"drafter {self.spec.index}: {error}"
+        self.version = renewed.version
+        return f"drafter {self.spec.index}: {renewed.problem}" if renewed.problem else ""
+
+    def wants(self, version: int) -> bool:
+        """Whether it could take weights of this version, and has older ones."""
+        return self.alive and not self._is_silent and self._has_started() and self.version < version
 
     def stop(self) -> None:
         """Orderly end; falls back to `kill`. Harmless when it is gone."""

@@ -1,8 +1,9 @@
 """A drafter process: ``python -m specactor.rollout.decoupled.main --fd N``, N an inherited socket to its owner.
 
 It becomes the guard of its own child, which alone imports torch and SGLang. The owner sends a `DrafterSpec` as one line
-of JSON and gets a `Started` back; later it may ask, in a line of WORK or TRACE, for the `Work` since it asked last. The
-end of the socket is the end of the process. Standard output and error are the log.
+of JSON and gets a `Started` back; later it may ask, in a line of WORK or TRACE, for the `Work` since it asked last, or
+bring new weights in a line of RENEW, to which the answer is a `Renewed`. The end of the socket is the end of the
+process. Standard output and error are the log.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ def main() -> None:
 
 def _draft(owner: socket) -> None:
     from specactor.rollout.decoupled.process import Loop, Ready, serve
-    from specactor.rollout.decoupled.spec import TRACE, DrafterSpec, Started
+    from specactor.rollout.decoupled.spec import RENEW, TRACE, DrafterSpec, Started
 
     lines = owner.makefile("rb")
     line = lines.readline()
@@ -53,7 +54,12 @@ def _draft(owner: socket) -> None:
         asked = lines.readline()
         if not asked:
             return False  # the owner is gone
-        owner.sendall(msgspec.json.encode(loop.work(trace=asked.strip() == TRACE)) + b"\n")
+        said: msgspec.Struct
+        if asked.startswith(RENEW):
+            said = loop.renew(asked.removeprefix(RENEW))
+        else:
+            said = loop.work(trace=asked.strip() == TRACE)
+        owner.sendall(msgspec.json.encode(said) + b"\n")
         return True
 
     try:

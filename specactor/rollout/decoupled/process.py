@@ -19,8 +19,9 @@ from types import FrameType
 import msgspec
 
 from specactor.rollout.decoupled.branches import RunnerUps
-from specactor.rollout.decoupled.continuer import Continuer
+from specactor.rollout.decoupled.continuer import Continuer, Renewable
 from specactor.rollout.decoupled.mirrors import Mirrors
+from specactor.rollout.decoupled.spec import Renewed
 from specactor.rollout.decoupled.transport import DrafterKeys, Hub, new_session
 from specactor.trace import Recorder, Span
 
@@ -139,6 +140,22 @@ class Loop:
         work = Work(busy_s=self._busy_s, spans=self.recorder.take())
         self._busy_s, self.recorder.on = 0.0, trace
         return work
+
+    def renew(self, asked: bytes) -> Renewed:
+        """Bring new weights to the continuer, between two batches. Args: `DraftWeights` as JSON."""
+        continuer, problem = self._continuer, "its continuer has no weights"
+        if isinstance(continuer, Renewable):
+            from specactor.weights_sync.messages import DraftWeights  # with torch, which such a continuer has anyway
+
+            began_s = time.perf_counter()
+            try:
+                problem = continuer.renew(msgspec.json.decode(asked, type=DraftWeights))
+            except (msgspec.MsgspecError, OSError) as error:
+                problem = str(error)
+            self.recorder.span("draft", "new weights", began_s, time.perf_counter())
+        if problem:
+            _LOG.warning("new weights were refused: %s", problem)
+        return Renewed(version=continuer.version, problem=problem)
 
     def _send(self) -> None:
         now_s = self._clock()

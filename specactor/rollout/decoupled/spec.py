@@ -13,6 +13,8 @@ WORK = b"work"
 """What the process did since it was asked last."""
 TRACE = b"trace"
 """The same, and record spans from now on."""
+RENEW = b"renew "
+"""New weights for its model; `DraftWeights` as JSON follow, in the same line."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,3 +65,12 @@ class Started(msgspec.Struct, frozen=True, kw_only=True):
     version: int = 0
     """Of the weights that it drafts with."""
     error: str = ""
+
+
+class Renewed(msgspec.Struct, frozen=True, kw_only=True):
+    """A drafter process answers to RENEW."""
+
+    version: int
+    """Of the weights that it drafts with now."""
+    problem: str = ""
+    """Why it did not take the new ones."""

@@ -3,8 +3,9 @@
 Invariants: emitted = accepted + verifies; accepted <= drafted, at every position; adding is exact, so counts of
 engines, ranks, steps and drafters can be summed in any order.
 
-Where several drafters' tokens are verified in one tree, the round, its verifies and bonus tokens are those of the
-drafter that leads it, and every draft token is its drafter's.
+Where several drafters' tokens are verified in one round, the round is that of the drafter that leads it. A request's
+verify and bonus token are those of the first that drafted for it, or of who leads, if nobody did. Every draft token is
+its drafter's.
 """
 
 from __future__ import annotations
@@ -43,6 +44,8 @@ class Counts(msgspec.Struct, kw_only=True):
     """Exceptions of drafters."""
     rested: int = 0
     """Of the rounds, those that were known to be plain before they began, and took the engine's plain path."""
+    switches: int = 0
+    """Requests that came to this drafter from another, which had a draft, too."""
 
     @property
     def wasted(self) -> int:
@@ -57,7 +60,8 @@ class Counts(msgspec.Struct, kw_only=True):
         draft_s: float,
         predicted_s: float = 0.0,
     ) -> None:
-        """One round; counts per request. `predicted_s` is 0 where nothing was predicted."""
+        """One round; counts per request that this drafter drafts for first. `predicted_s` is 0 where nothing was
+        predicted."""
         self.rounds += 1
         self.draft_s += draft_s
         self.verify_s += verify_s
@@ -74,9 +78,11 @@ class Counts(msgspec.Struct, kw_only=True):
         _add_at(self.drafted_at, drafted)
         _add_at(self.accepted_at, accepted)
 
-    def beside(self, first: int, drafted: int, accepted: int) -> None:
-        """Draft tokens, of one request, from position `first` on, in a round that another drafter leads."""
-        self.emitted += accepted
+    def beside(self, first: int, drafted: int, accepted: int, *, is_first: bool = False) -> None:
+        """Draft tokens, of one request, from position `first` on, in a round that another drafter leads. `is_first`:
+        nobody drafted for this request before."""
+        self.verifies += is_first
+        self.emitted += accepted + is_first
         self.drafted += drafted
         self.accepted += accepted
         for position in range(first, first + drafted):

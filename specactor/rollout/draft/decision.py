@@ -21,13 +21,20 @@ class Decision:
     drafts: list[list[int]]
     """Per request; at most its window."""
     beside: Drafts = field(default_factory=dict)
-    """Of further drafters, to be verified in the same trees."""
+    """Of further drafters: for other requests, or in the same trees."""
+    kind: str = ""
+    """As such rounds are called where their seconds are remembered; "": by the drafter."""
     together: bool = False
     """The drafts are still to be made, by `Speculator.draft`."""
     predicted_s: float = 0.0
     """Of the whole round, uncorrected; 0 where nothing is known."""
     draft_s: float = 0.0
     """Of drafting, and of deciding what to verify."""
+
+    @property
+    def timed_as(self) -> str:
+        """What its seconds are those of."""
+        return self.kind or self.drafter
 
     @property
     def trees(self) -> list[DraftTree]:

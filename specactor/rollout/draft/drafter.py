@@ -47,6 +47,11 @@ class Drafter(ABC):
     expects: bool = False
     """After `propose`: most of what was asked for is on its way, and not there yet."""
 
+    @property
+    def version(self) -> int:
+        """Of its own weights, if it has any that change; what is known of its acceptance is of one version."""
+        return 0
+
     def is_there(self) -> bool:
         """Whether it can have drafts at all now. Asked every round; one that is not there is not asked for drafts."""
         return True

@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from specactor.rollout.draft.drafter import Drafter, DraftSequence
@@ -112,16 +113,30 @@ class Listeners:
             asked = told = list(self._running.values())
         else:
             asked = [self._running[sequence.request_id] for sequence in sequences]
-            prompts = {sequence.prompt_ids for sequence in sequences}
-            told = [heard for heard in self._running.values() if heard.sequence.prompt_ids in prompts]
-        for prompt in dict.fromkeys(heard.sequence.prompt_ids for heard in told):
-            self._tell_ended(prompt)
-        for heard in told:
-            self._tell(heard)
-            if sequences is None:
-                self._tell_others(heard)
+            told = self._with_prompts_of(sequences)
+        self._tell_group(told)
+        for heard in told if sequences is None else ():
+            self._tell_others(heard)
         for heard in asked:
             self._tell_ahead(heard)
+
+    @contextmanager
+    def earlier(self, sequences: Iterable[DraftSequence], tokens: int) -> Iterator[None]:
+        """Drafters over text may be asked for these requests as if their last tokens were not there yet. These, and the
+        others with their prompts, end `tokens` tokens before their end, or where drafters were last told of them."""
+        told = self._with_prompts_of(sequences)
+        taken = []
+        for heard in told:
+            output = heard.sequence.output_ids
+            end = max(heard.texts.tokens, len(output) - tokens)
+            taken.append(output[end:])
+            del output[end:]
+        try:
+            self._tell_group(told)
+            yield
+        finally:
+            for heard, last in zip(told, taken, strict=True):
+                heard.sequence.output_ids.extend(last)
 
     def call(self, drafter: Drafter, action: Callable[..., object], *args: object) -> None:
         """A drafter that raises costs its drafts and no more."""
@@ -138,6 +153,17 @@ class Listeners:
                 self._failures[drafter.name],
                 FAILURES,
             )
+
+    def _with_prompts_of(self, sequences: Iterable[DraftSequence]) -> list[_Heard]:
+        prompts = {sequence.prompt_ids for sequence in sequences}
+        return [heard for heard in self._running.values() if heard.sequence.prompt_ids in prompts]
+
+    def _tell_group(self, told: Sequence[_Heard]) -> None:
+        """Drafters over text get what they do not know of these, and of those with their prompts that have ended."""
+        for prompt in dict.fromkeys(heard.sequence.prompt_ids for heard in told):
+            self._tell_ended(prompt)
+        for heard in told:
+            self._tell(heard)
 
     def _tell(self, heard: _Heard) -> None:
         """Drafters over text get what they do not know of a request."""

@@ -22,12 +22,16 @@ from specactor.rollout.draft.verification import common
 
 LOOK_EVERY = 16
 """Rounds of plain decoding before the first look, and between looks while they find something."""
+SOON = 4
+"""Rounds of plain decoding, at most, before a look at requests that are new."""
 LOOK_AT_LEAST_EVERY = 64
 """Rounds between looks that find nothing."""
 LOOK_SHARE = 0.005
 """Of the seconds of plain decoding, what looks may take."""
 SAVINGS_SHARE = 0.5
 """Of the seconds that drafting saved, what looks in every round may take."""
+FEW = 8
+"""Requests: of more, somebody has a draft in any round, if drafts are good."""
 MOST_IN_A_ROW = 32
 """Looks in every round, one after the other, that savings pay for at most."""
 MOST_TRIES = 6
@@ -86,9 +90,14 @@ class Rest:
 
     def forget(self) -> None:
         """Drafting pays, or may pay now: plain decoding, if it comes again, is looked at soon."""
-        self._rounds, self._interval, self._pause = 0, LOOK_EVERY, LOOK_EVERY
+        self._rounds, self._interval, self._pause, self._least = 0, LOOK_EVERY, LOOK_EVERY, 0
         self._lowest: dict[str, float] = {}
         self._end_look()
+
+    def renewed(self) -> None:
+        """There are new requests, whose drafts may be better: look soon, if looks are cheap."""
+        if not self._tries:
+            self._pause = min(self._pause, max(self._least, self._rounds + SOON))
 
     def saved(self, seconds: float) -> None:
         """By a round with drafts, over plain decoding of what it emitted; less than 0: lost."""
@@ -131,17 +140,17 @@ class Rest:
         self._rounds += 1
         return self._rounds >= self._pause
 
-    def looked(self, rates: Mapping[str, float], *, look_s: float, plain_s: float) -> None:
+    def looked(self, rates: Mapping[str, float], *, look_s: float, plain_s: float, requests: int = 1) -> None:
         """Drafting would not pay in this round.
 
         Args: each drafter's acceptance as estimated before this look; seconds of the look since `wait`, and of a plain
-        round.
+        round; requests in it.
         """
         self._rounds = 0
         look_s += self._look_s
         self._end_look()
         self._saved_s = min(self._saved_s, MOST_IN_A_ROW * look_s)
-        if self._saved_s > look_s > 0:
+        if self._saved_s > look_s > 0 and requests <= FEW:
             self._saved_s -= look_s
             self._pause = 1
             return
@@ -150,4 +159,5 @@ class Rest:
         else:
             interval = min(2 * self._interval, LOOK_AT_LEAST_EVERY)
         self._lowest = {name: min(rate, self._lowest.get(name, rate)) for name, rate in rates.items()}
-        self._interval = self._pause = min(max(interval, ceil(look_s / (LOOK_SHARE * plain_s))), MAX_REST)
+        self._least = min(ceil(look_s / (LOOK_SHARE * plain_s)), MAX_REST)
+        self._interval = self._pause = max(interval, self._least)

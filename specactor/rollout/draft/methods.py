@@ -6,7 +6,8 @@ before a token that does not exist.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Protocol
 
 from specactor.config import SpeculationConfig
 from specactor.rollout.draft.counts import Figures
@@ -14,17 +15,36 @@ from specactor.rollout.draft.decision import Decision
 from specactor.rollout.draft.drafter import Drafter, DraftSequence
 from specactor.rollout.draft.listeners import Listeners
 from specactor.rollout.draft.trees import Drafts, fitted
-from specactor.rollout.draft.verification import existing
+from specactor.rollout.draft.verification import common, existing
+from specactor.rollout.planning.acceptance import AcceptanceModel
 from specactor.rollout.planning.windows import OFF
 
+NEW_WEIGHTS_WEIGHT = 0.5
+"""What evidence about a drafter's acceptance is worth after its weights have changed."""
+LOOK_TRIALS = 8.0
+"""What earlier evidence about acceptance is worth when a look brings new."""
 ABSENT = 5
 """While no drafter is there, they are looked for every 2, 4, 8, .. 2**ABSENT rounds."""
+
+
+class Policy(Protocol):
+    """Says what is verified, in place of measured costs: for tests and experiments. It changes speed alone."""
+
+    def wanted(self, sequences: Sequence[DraftSequence], drafts: Drafts) -> list[dict[str, int]]:
+        """Per request the draft tokens by drafter, of those that are there; several drafters: their tree."""
 
 
 class Methods:
     """All of them, in order of preference."""
 
-    def __init__(self, drafters: Sequence[Drafter], listeners: Listeners, config: SpeculationConfig) -> None:
+    def __init__(
+        self,
+        drafters: Sequence[Drafter],
+        listeners: Listeners,
+        config: SpeculationConfig,
+        acceptance: Mapping[str, AcceptanceModel] | None = None,
+    ) -> None:
+        """Args: what is known of each, which is worth less when it drafts with new weights."""
         self.config = config
         self.vocab_size: int | None = None
         """Tokens from this one on do not exist; None: all do."""
@@ -32,6 +52,9 @@ class Methods:
         """Those that work and can have drafts, as of the last `find`."""
         self.drafters = {drafter.name: drafter for drafter in drafters}
         self._listeners = listeners
+        self._acceptance = acceptance or {}
+        self._versions: dict[str, int] = {}
+        """Of the weights that each drafted with when it was last looked for."""
         self._missed = 0
         """Times in a row that none was there."""
 
@@ -47,23 +70,48 @@ class Methods:
         def look(name: str, drafter: Drafter) -> None:
             if drafter.is_there():
                 there.add(name)
+                self._notice(name, drafter.version)
 
         for name, drafter in self.drafters.items():
             self._listeners.call(drafter, look, name, drafter)
         self.there = there
         self._missed = 0 if there else self._missed + 1
 
+    def _notice(self, name: str, version: int) -> None:
+        """Newer weights get a new prior."""
+        if version > self._versions.setdefault(name, version) and name in self._acceptance:
+            self._acceptance[name].new_version(NEW_WEIGHTS_WEIGHT)
+        self._versions[name] = version
+
     def expects(self) -> bool:
         """Whether drafts are on their way."""
         return any(self.drafters[name].expects for name in self.there)
 
-    def first(self, sequences: Sequence[DraftSequence], windows: Sequence[int]) -> Drafts:
-        """Of all drafters that draft first and work."""
+    def first(self, sequences: Sequence[DraftSequence], windows: Sequence[int], *, ahead: bool | None = None) -> Drafts:
+        """Of all drafters that draft first and work; of those alone that draft ahead, or of the others alone, if
+        `ahead` says so."""
         return {
             name: self.draft(name, sequences, windows)
             for name, drafter in self.drafters.items()
-            if drafter.drafts_first and name in self.there
+            if drafter.drafts_first and ahead in (None, drafter.drafts_ahead) and name in self.there
         }
+
+    def hindsight(self, sequences: Sequence[DraftSequence], windows: Sequence[int]) -> Drafts:
+        """What drafters over text would have drafted some tokens ago; what was emitted since shows how good it is.
+
+        Earlier evidence counts little beside it: much of it is of other requests.
+        """
+        ends = [len(sequence.output_ids) for sequence in sequences]
+        with self._listeners.earlier(sequences, self.config.max_window):
+            starts = [len(sequence.output_ids) for sequence in sequences]
+            asked = [min(w, end - start) for w, start, end in zip(windows, starts, ends, strict=True)]
+            drafts = self.first(sequences, asked, ahead=False)
+        for name, lists in drafts.items():
+            self._acceptance[name].limit(LOOK_TRIALS)
+            for sequence, start, window, draft in zip(sequences, starts, asked, lists, strict=True):
+                agreed = common(draft, sequence.output_ids[start : start + window])
+                self._acceptance[name].observe(sequence.request_id, len(draft), agreed, asked=window)
+        return drafts
 
     def fixed(self, sequences: Sequence[DraftSequence], windows: list[int], max_branches: int) -> Decision:
         """The first drafter that has any draft, or all that draft first."""
@@ -85,6 +133,19 @@ class Methods:
         else:
             decision.drafter = names[0]
         return decision
+
+    def wanted(
+        self, policy: Policy, sequences: Sequence[DraftSequence], windows: Sequence[int], max_branches: int
+    ) -> tuple[Drafts, Decision]:
+        """(what all that draft first have, what of it the policy wants)"""
+        drafts = self.first(sequences, windows)
+        wanted = policy.wanted(sequences, drafts)
+        parts = {n: [d[: of.get(n, 0)] for d, of in zip(lists, wanted, strict=True)] for n, lists in drafts.items()}
+        held = fitted(parts, max_tokens=self.config.max_window, max_branches=max_branches)
+        totals = [sum(len(lists[i]) for lists in held.values()) for i in range(len(windows))]
+        decision = Decision(drafter=OFF, windows=totals, depth=max(windows), drafts=[[] for _ in windows])
+        decision.take(held)
+        return drafts, decision
 
     def draft(self, name: str, sequences: Sequence[DraftSequence], windows: Sequence[int]) -> list[list[int]]:
         """Of one drafter, for each request at most `windows[i]` tokens."""

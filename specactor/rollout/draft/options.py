@@ -6,7 +6,7 @@ the measured costs of rounds. What drafting took already is charged whatever the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from specactor.rollout.draft.drafter import DraftSequence
 from specactor.rollout.draft.trees import Candidates
 from specactor.rollout.planning.acceptance import AcceptanceModel
+from specactor.rollout.planning.reconfiguration import LiveCosts
 from specactor.rollout.planning.windows import Choice, best_windows, choose_windows, padded
 
 
@@ -72,14 +73,31 @@ def of_drafter(
     return best_windows(survival_BW, lengths, verify_N1=verify_N1, draft_s=draft_s)
 
 
-def of_trees(trees: Candidates, costs: Costs, caps: Sequence[int], names: Iterable[str], *, max_window: int) -> Choice:
-    """Draft tokens of each request's tree, for which all of `names` have drafted."""
+def of_requests(reaching_BW: NDArray[np.float64], lengths: Sequence[int], costs: Costs, *, spent_s: float) -> Choice:
+    """Of drafts that are there, one of each request. `reaching_BW`: their survivals, whosoever they are; `lengths`: of
+    the drafts; `spent_s`: what drafting took."""
+    requests, max_window = reaching_BW.shape
+    verify_N1 = costs.verify_curve(requests, requests * (1 + max_window))
+    return best_windows(reaching_BW, lengths, verify_N1=verify_N1, draft_s=lambda depth: spent_s)
+
+
+def live_costs(costs: Costs, requests: int, *, max_window: int, spent_s: float) -> LiveCosts:
+    """Seconds of rounds for which drafts are there. Plain decoding is no choice: a window of 0 says the same."""
+    return LiveCosts(
+        plain_s=float("inf"),
+        verify_s=costs.verify_curve(requests, requests * (1 + max_window))[::requests],
+        coupled_draft_s=np.full(max_window, spent_s),
+        decoupled_draft_s=None,
+    )
+
+
+def of_trees(trees: Candidates, costs: Costs, caps: Sequence[int], *, spent_s: float, max_window: int) -> Choice:
+    """Draft tokens of each request's tree; `spent_s`: what drafting took."""
     requests = len(caps)
-    seconds = sum(costs.draft_s(name, requests)(max(caps)) for name in names)
     if requests == 1:
         return choose_windows(
-            trees.survivals, verify_s=costs.verify_s, draft_s=lambda depth: seconds, max_window=max_window
+            trees.survivals, verify_s=costs.verify_s, draft_s=lambda depth: spent_s, max_window=max_window
         )
     survival_BW, lengths = padded(trees.survivals, max_window)
     verify_N1 = costs.verify_curve(requests, requests * (1 + max_window))
-    return best_windows(survival_BW, lengths, verify_N1=verify_N1, draft_s=lambda depth: seconds)
+    return best_windows(survival_BW, lengths, verify_N1=verify_N1, draft_s=lambda depth: spent_s)

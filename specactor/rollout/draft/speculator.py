@@ -9,8 +9,9 @@ is among the choices, and so is every drafter. While decoding is plain, drafts a
 compared with what is emitted, so that a drafter that has become good is noticed. In between the engine need not ask
 (`rest`), and drafters hear of nothing (`listeners`).
 
-With `merge`, the drafters that draft first propose together: what they draft for a request is one tree (`trees`). The
-first of them that drafted anything leads the round.
+Where several drafters that draft first have drafts, each request may have its own (`mixing`), or several in one tree:
+with `fastest_of` those that gain by it (`further`), with `merge` all (`trees`). The first of them that drafted anything
+leads the round.
 
 One rank of an engine decides. A drafter that computes on all ranks together (one that does not draft first) is only
 chosen by `decide`; its drafts are then made by `draft`, on every rank with the same arguments.
@@ -21,7 +22,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from specactor.config import SpeculationConfig
@@ -30,10 +31,11 @@ from specactor.rollout.draft.decision import Decision
 from specactor.rollout.draft.drafter import Drafter, DraftSequence
 from specactor.rollout.draft.listeners import Listeners
 from specactor.rollout.draft.looks import MAX_REST, Look, Looks, Rest
-from specactor.rollout.draft.methods import Methods
-from specactor.rollout.draft.options import Costs, Part, of_drafter, of_trees
-from specactor.rollout.draft.trees import Candidates, Drafts, Merging
+from specactor.rollout.draft.methods import LOOK_TRIALS, Methods, Policy
+from specactor.rollout.draft.options import Part
+from specactor.rollout.draft.trees import Drafts
 from specactor.rollout.draft.verification import Credit, credits_of
+from specactor.rollout.draft.ways import Planner
 from specactor.rollout.planning.acceptance import AcceptanceModel
 from specactor.rollout.planning.costs import CostTable
 from specactor.rollout.planning.online_costs import OnlineCosts
@@ -42,23 +44,12 @@ from specactor.trace import Recorder
 
 NEW_POLICY_WEIGHT = 0.5
 """What evidence about acceptance is worth after the policy has changed."""
-LOOK_WEIGHT = 0.5
-"""What evidence about acceptance is worth after a rest, when a look brings new."""
 LOOKED_AT = 16
 """Requests that a look drafts for, of more."""
 MOST_FRUITLESS = 16
 """Rounds in a row without any draft, before costs are known, after which it is tried as seldom as one looks."""
 
 _LOG = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Drafted:
-    """What was drafted for some requests, and what each way to go on would bring."""
-
-    drafts: Drafts
-    trees: Candidates | None
-    options: dict[str, Option]
 
 
 class Speculator:
@@ -70,17 +61,19 @@ class Speculator:
         drafters: Sequence[Drafter],
         *,
         clock: Callable[[], float] = time.perf_counter,
+        policy: Policy | None = None,
     ) -> None:
         self.config = config
         self.drafters = {drafter.name: drafter for drafter in drafters}
         self.counts: dict[str, Counts] = {name: Counts() for name in (OFF, *self.drafters)}
         self.acceptance = {name: AcceptanceModel(max_window=config.max_window) for name in self.drafters}
-        self.merging = Merging(list(self.drafters), max_window=config.max_window)
         self.costs = OnlineCosts(_table(config))
         self._clock = clock
+        self._policy = policy
         self._current = OFF
         self._listeners = Listeners(drafters, max_tokens=config.history_tokens, on_failure=self._failed)
-        self.methods = Methods(drafters, self._listeners, config)
+        self.methods = Methods(drafters, self._listeners, config, self.acceptance)
+        self._planner = Planner(config, self.methods, self.acceptance, self.costs)
         self._looks = Looks()
         self._rest = Rest()
         self._num_looks = 0
@@ -93,6 +86,7 @@ class Speculator:
 
     def open(self, sequence: DraftSequence) -> None:
         self._listeners.open(sequence)
+        self._rest.renewed()
 
     def commit(self, sequence: DraftSequence, tokens: Sequence[int]) -> None:
         """`tokens` were appended to the sequence's output. While decoding is plain, drafters are told later, and of
@@ -105,13 +99,13 @@ class Speculator:
         self._looks.forget(sequence.request_id)
         for acceptance in self.acceptance.values():
             acceptance.forget(sequence.request_id)
-        self.merging.forget(sequence.request_id)
+        self._planner.forget(sequence.request_id)
         self._listeners.close(sequence)
 
     def policy_changed(self) -> None:
         for acceptance in self.acceptance.values():
             acceptance.new_version(NEW_POLICY_WEIGHT)
-        self.merging.new_version(NEW_POLICY_WEIGHT)
+        self._planner.merging.new_version(NEW_POLICY_WEIGHT)
         self._rest.forget()
         for drafter in self.drafters.values():
             self._listeners.call(drafter, drafter.policy_changed)
@@ -124,7 +118,7 @@ class Speculator:
         caps = [max(0, min(limit, self.config.max_window)) for limit in limits]
         requests = len(sequences)
         known = self.config.window is None and self.costs.table is not None
-        if (known and not any(caps)) or self._resting():
+        if self._policy is None and ((known and not any(caps)) or self._resting()):
             self._listeners.pause()
             self._decision = self._plain(requests)
             return self._decision
@@ -134,7 +128,9 @@ class Speculator:
             self._listeners.pause()
             self._decision = self._plain(requests)
             return self._decision
-        if known:
+        if self._policy is not None:
+            decision = self._wanted(self._policy, sequences, caps, max_branches)
+        elif known:
             decision = self._best(sequences, caps, max_branches)
         else:
             self._is_steady = not self._listeners.later
@@ -149,8 +145,10 @@ class Speculator:
         nothing committed, until these are over."""
         if not self.methods.there:
             return self.methods.rest
+        if self._policy is not None or self.config.window:
+            return 0
         if self.config.window is not None:
-            return 0 if self.config.window else MAX_REST
+            return MAX_REST
         if self._may_rest():
             return self._rest.left
         return int(self.costs.table is None and self.costs.plain_is_next())
@@ -185,20 +183,18 @@ class Speculator:
         names = [decision.drafter, *decision.beside]
         every = list(zip(decision.drafts, *decision.beside.values(), strict=True))
         credits = [credits_of(drafts, right) for drafts, right in zip(every, accepted, strict=True)]
-        lead = [own[0] for own in credits]
-        beside = [(name, own[k]) for k, name in enumerate(names[1:], 1) for own in credits if own[k].drafted]
-        self._account(
-            [credit.drafted for credit in lead],
-            [credit.accepted for credit in lead],
-            requests=requests,
-            rows=requests + sum(credit.drafted for credit in lead) + sum(credit.drafted for _, credit in beside),
-            verify_s=verify_s,
-        )
+        first = [next((k for k, credit in enumerate(own) if credit.drafted), 0) for own in credits]
+        lead = [own[0] for own, k in zip(credits, first, strict=True) if k == 0]
+        rows = requests + sum(credit.drafted for own in credits for credit in own)
+        drafted, right = [credit.drafted for credit in lead], [credit.accepted for credit in lead]
+        self._account(drafted, right, requests=requests, rows=rows, verify_s=verify_s)
+        for own, owner in zip(credits, first, strict=True) if decision.beside else ():
+            for k, (name, credit) in enumerate(zip(names, own, strict=True)):
+                if k and credit.drafted:
+                    self.counts[name].beside(credit.first, credit.drafted, credit.accepted, is_first=k == owner)
         if self._current != OFF and self.costs.table is not None:
             emitted = requests + sum(map(len, accepted))
             self._rest.saved(self.costs.plain_s(requests) * emitted / requests - round_s)
-        for name, credit in beside:
-            self.counts[name].beside(credit.first, credit.drafted, credit.accepted)
         self._observe(sequences, names, every, credits)
 
     def _account(
@@ -206,13 +202,13 @@ class Speculator:
     ) -> None:
         """Counts and costs of the round. Args: of the drafter that leads, per request; of all, in sum."""
         decision, draft_s = self._decision, self._decision.draft_s
-        predicted_s = decision.predicted_s * self.costs.correction.factor(decision.drafter)
+        predicted_s = decision.predicted_s * self.costs.correction.factor(decision.timed_as)
         is_usual = decision.drafter == OFF or self._is_steady
         self.counts[decision.drafter].round(
             drafted, accepted, verify_s=verify_s, draft_s=draft_s, predicted_s=predicted_s
         )
         self.costs.observe(
-            decision.drafter,
+            decision.timed_as,
             requests=requests,
             rows=rows,
             depth=decision.depth,
@@ -239,7 +235,7 @@ class Speculator:
                 if draft or asked:
                     model.observe(sequence.request_id, len(draft), credit.agreed, asked=asked)
             if decision.beside:
-                self.merging.learn(sequence.request_id, zip(names, credits[i], strict=True))
+                self._planner.merging.learn(sequence.request_id, zip(names, credits[i], strict=True))
 
     def report(self) -> dict[str, Counts]:
         """Counts per drafter, and of plain rounds, since the last report."""
@@ -291,47 +287,62 @@ class Speculator:
         """The drafter and windows of the highest predicted speed."""
         requests = len(sequences)
         started = self._clock()
-        if requests > LOOKED_AT and self._may_rest() and not self._is_promising(sequences, caps, max_branches):
+        seldom = requests > LOOKED_AT or self._rest.is_long
+        if seldom and self._may_rest() and not self._is_promising(sequences, caps, max_branches):
             return self._plain(requests)
         self._is_steady = not self._listeners.later
         self._listeners.resume()
-        drafted = self._drafted(sequences, caps, max_branches, self.costs)
-        drafts, options, trees = drafted.drafts, drafted.options, drafted.trees
-        choice = self._choose(options, requests)
-        name = choice.drafter
-        if name == OFF:
-            self._look_over(sequences, drafts, caps, started=started, requests=requests)
+        drafts = self.methods.first(sequences, caps)
+        ways = self._planner.ways(sequences, caps, self.costs, drafts, max_branches=max_branches)
+        choice = self._choose(ways.options, requests)
+        if choice.drafter == OFF:
+            self._look_over(sequences, ways.drafts, caps, started=started, requests=requests)
             return self._plain(requests)
         if not any(choice.windows):
-            self._look(sequences, drafts, caps)
+            self._look(sequences, ways.drafts, caps)
         self._rest.forget()
-        windows = list(choice.windows)
-        together = name not in drafts
-        decision = Decision(
-            drafter=name,
-            windows=windows,
-            depth=max(windows if together else caps),
-            drafts=[draft[:w] for draft, w in zip(drafts.get(name, [[] for _ in windows]), windows, strict=True)],
-            together=together,
-            predicted_s=choice.round_s / options[name].factor,
-        )
-        if trees is not None and not together:
-            decision.take(trees.chosen(windows))
+        decision = ways.decided(choice, caps)
+        if len(ways.drafts) > 1:
+            self._settle(sequences, ways.drafts, decision, choice.reason)
         return decision
+
+    def _wanted(
+        self, policy: Policy, sequences: Sequence[DraftSequence], caps: Sequence[int], max_branches: int
+    ) -> Decision:
+        """What a policy says."""
+        self._is_steady = False
+        self._listeners.resume()
+        drafts, decision = self.methods.wanted(policy, sequences, caps, max_branches)
+        self._settle(sequences, drafts, decision, "as the policy says")
+        return decision
+
+    def _settle(self, sequences: Sequence[DraftSequence], drafts: Drafts, decision: Decision, reason: str) -> None:
+        """Requests that changed their drafter are counted."""
+        for switch in self._planner.mixing.settle([s.request_id for s in sequences], drafts, decision):
+            self.counts[switch.after].switches += switch.requests
+            name = f"{switch.requests} from {switch.before} to {switch.after}"
+            self._recorder.instant("rounds", name, self._clock(), why=reason)
 
     def _is_promising(self, sequences: Sequence[DraftSequence], caps: Sequence[int], max_branches: int) -> bool:
         """Look at some of the requests, others every time: whether drafting would pay if all were like them."""
         requests, started = len(sequences), self._clock()
         self._num_looks += not self._rest.goes_on
-        which = [(self._num_looks * LOOKED_AT + k) % requests for k in range(LOOKED_AT)]
+        sample = min(requests, LOOKED_AT)
+        which = [(self._num_looks * LOOKED_AT + k) % requests for k in range(sample)]
         some, some_caps = [sequences[i] for i in which], [caps[i] for i in which]
+        known: Drafts = {}
+        if self._rest.is_long and not self._rest.goes_on:
+            known = self.methods.hindsight(some, some_caps)
         self._listeners.resume(some)
-        costs = Part(self.costs, sample=LOOKED_AT, requests=requests)
-        drafted = self._drafted(some, some_caps, max_branches, costs)
-        plain_s = self.costs.plain_s(requests) * LOOKED_AT / requests
-        if any(choose(drafted.options, requests=LOOKED_AT, plain_s=plain_s).windows):
+        later = self.methods.first(some, some_caps, ahead=True if known else None)
+        costs = Part(self.costs, sample=sample, requests=requests)
+        ways = self._planner.ways(some, some_caps, costs, known | later, max_branches=max_branches, several=False)
+        plain_s = self.costs.plain_s(requests) * sample / requests
+        choice = choose(ways.options, requests=sample, plain_s=plain_s)
+        if any(choice.windows):
+            self._rest.saved((plain_s * choice.emitted - choice.round_s * sample) * requests / sample**2)
             return True
-        self._look_over(some, drafted.drafts, some_caps, started=started, requests=requests)
+        self._look_over(some, later, some_caps, started=started, requests=requests)
         return False
 
     def _look_over(
@@ -342,32 +353,8 @@ class Speculator:
             return
         rates = {drafter: model.rate for drafter, model in self.acceptance.items()}
         self._look(sequences, drafts, caps)
-        self._rest.looked(rates, look_s=self._clock() - started, plain_s=self.costs.plain_s(requests))
-
-    def _drafted(
-        self, sequences: Sequence[DraftSequence], caps: Sequence[int], max_branches: int, costs: Costs
-    ) -> _Drafted:
-        """Drafters of text draft; and what all would bring."""
-        drafts = self.methods.first(sequences, caps)
-        options = {
-            name: Option(
-                choice=of_drafter(name, self.acceptance[name], costs, sequences, caps, drafts.get(name)),
-                factor=self.costs.correction.factor(name),
-            )
-            for name in self.drafters
-            if name in self.methods.there and not (self.config.merge and name in drafts)
-        }
-        trees = None
-        if self.config.merge:
-            ids = [sequence.request_id for sequence in sequences]
-            trees = self.merging.candidates(ids, drafts, self.acceptance, max_branches=max_branches)
-        if trees is not None and trees.drafts:
-            lead = next(iter(trees.drafts))
-            options[lead] = Option(
-                choice=of_trees(trees, costs, caps, drafts, max_window=self.config.max_window),
-                factor=self.costs.correction.factor(lead),
-            )
-        return _Drafted(drafts=drafts, trees=trees, options=options)
+        look_s, plain_s = self._clock() - started, self.costs.plain_s(requests)
+        self._rest.looked(rates, look_s=look_s, plain_s=plain_s, requests=requests)
 
     def _choose(self, options: dict[str, Option], requests: int) -> Choice:
         # In mode coupled drafting is wanted, and plain decoding is no choice.
@@ -379,6 +366,7 @@ class Speculator:
             _LOG.info("speculation: %s", choice.reason)
             self._recorder.instant("rounds", f"switch to {choice.drafter}", self._clock(), why=choice.reason)
         self._current = choice.drafter
+        self._planner.mixing.promised(choice.tokens_per_s / requests)
         return choice
 
     def _look(
@@ -386,7 +374,7 @@ class Speculator:
     ) -> None:
         """Keep what was drafted and not verified, for comparison. Looks are few, so old evidence makes way."""
         for name in drafts if self._rest.is_long else ():
-            self.acceptance[name].new_version(LOOK_WEIGHT)
+            self.acceptance[name].limit(LOOK_TRIALS)
         for i, (sequence, cap) in enumerate(zip(sequences, caps, strict=True)):
             if cap and drafts:
                 compared = {n: lists[i] for n, lists in drafts.items() if lists[i] or not self.drafters[n].drafts_ahead}

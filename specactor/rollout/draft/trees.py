@@ -17,6 +17,9 @@ from dataclasses import dataclass
 from itertools import pairwise
 from operator import itemgetter
 
+import numpy as np
+from numpy.typing import NDArray
+
 from specactor.rollout.draft.verification import Credit, common, held
 from specactor.rollout.planning.acceptance import AcceptanceModel
 
@@ -137,11 +140,17 @@ class Merging:
             all_owners.append(owners[: self._max_window])
         return Candidates(drafts=held_drafts, survivals=all_survivals, owners=all_owners, shared=shared)
 
+    def after(self, name: str, ids: Sequence[str]) -> NDArray[np.float64]:
+        """[requests][max_window]: P(its first j draft tokens are accepted), where all earlier drafts were wrong."""
+        return self._after[name].survivals(ids, covered=True)
+
     def learn(self, request_id: str, credits: Iterable[tuple[str, Credit]]) -> None:
         """A request's tree was verified."""
+        is_first = True
         for name, credit in credits:
-            if credit.reached and credit.drafted:
+            if credit.reached and credit.drafted and not is_first:
                 self._after[name].observe(request_id, credit.drafted, credit.accepted)
+            is_first &= credit.first + credit.drafted == 0
 
     def forget(self, request_id: str) -> None:
         for model in self._after.values():

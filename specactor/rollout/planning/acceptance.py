@@ -85,6 +85,10 @@ class _Positions:
         """Mean over all trials of all positions."""
         return (sum(self._hits) + self._weight * self._first) / (sum(self._trials) + self._weight)
 
+    @property
+    def most_trials(self) -> float:
+        return max(self._trials)
+
     def scale(self, weight: float) -> None:
         self._hits = [x * weight for x in self._hits]
         self._trials = [x * weight for x in self._trials]
@@ -229,6 +233,12 @@ class AcceptanceModel:
         self._asked, self._drafted = self._asked * weight, self._drafted * weight
         self._requests = {name: (a * weight, n * weight, p * weight) for name, (a, n, p) in self._requests.items()}
         self._known = None
+
+    def limit(self, trials: float) -> None:
+        """All that was seen is worth at most so many trials per position, so that news count."""
+        seen = max(self._acceptance.most_trials, self._coverage.most_trials)
+        if seen > trials:
+            self.new_version(trials / seen)
 
     def _estimates(self) -> tuple[list[float], list[float], float]:
         if self._known is None:

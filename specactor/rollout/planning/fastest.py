@@ -84,11 +84,13 @@ def while_it_pays(
     *,
     pays: Pays,
     margin: float = 0.02,
+    most: int | None = None,
 ) -> list[Assignment]:
-    """Algorithm 3, without pairs whose predicted gain is `margin` or less."""
-    if margin < 0:
-        raise PlanError(f"while_it_pays: got margin {margin}, expected >= 0.")
-    return _assign(stragglers, ranked, workers, pays=pays, margin=margin)
+    """Algorithm 3, without pairs whose predicted gain is `margin` or less. `most`: methods that a request is given, at
+    most; None: no bound."""
+    if margin < 0 or (most is not None and most < 0):
+        raise PlanError(f"while_it_pays: got margin {margin}, most {most}; expected >= 0 and >= 0 or None.")
+    return _assign(stragglers, ranked, workers, pays=pays, margin=margin, most=most)
 
 
 def _assign(
@@ -98,6 +100,7 @@ def _assign(
     *,
     pays: Pays | None,
     margin: float,
+    most: int | None = None,
 ) -> list[Assignment]:
     of_method: dict[str, list[DryWorker]] = {method: [] for method in ranked}
     for worker in workers:
@@ -109,8 +112,10 @@ def _assign(
     for request in sorted(stragglers, key=lambda r: (r.acceptance, r.request_id)):
         if len(found) == room:
             break
-        has = request.methods
+        has, given = request.methods, 0
         for method in (m for m in ranked if m not in has):
+            if given == most:
+                break
             if not of_method[method]:
                 continue
             worker = min(of_method[method], key=lambda w: (loads[w.name], w.name))
@@ -120,6 +125,7 @@ def _assign(
                 continue
             loads[worker.name] += 1
             has |= {method}
+            given += 1
             found.append(Assignment(request_id=request.request_id, method=method, worker=worker.name))
     return found
 

@@ -48,6 +48,11 @@ class Sharpening:
         """Per beta, the share of positions where it would have drafted the target's token."""
         return dict(zip(GRID, (self._hits_B / max(self._weight, 1.0)).tolist(), strict=True))
 
+    def new_version(self, weight: float) -> None:
+        """The drafter has changed: what was observed is worth `weight` (0..1) of what it was."""
+        self._hits_B *= weight
+        self._weight *= weight
+
     def observe(self, logq_NK: Floats, noise_NK: Floats, tokens_NK: Ints, targets_N: Ints) -> None:
         """What the target chose at positions where the drafter had drafted.
 

@@ -23,12 +23,15 @@ import torch
 
 from specactor.errors import EngineError
 from specactor.parallel.layout import ENGINE_RESERVED_TOKENS
-from specactor.rollout.sglang import guard, rank_calls, routed_experts, stopping
+from specactor.rollout.continuation import num_begun
+from specactor.rollout.sglang import beginnings, guard, rank_calls, routed_experts, stopping
 from specactor.rollout.sglang.protocol import EngineSpec
 from specactor.types import FinishReason, RolloutRequest
 
 _FLUSH_TRIES = 20
 _FLUSH_PAUSE_S = 0.1
+_ADMISSION_PAUSE_S = 0.005
+_ADMISSION_TRIES = 200
 PROGRESS_TOKENS = 64
 """A running request reports after this many tokens."""
 
@@ -95,10 +98,15 @@ class Backend:
         self.loop = self._engine.loop
         self._num_calls = 0
         self._num_batches = 0
+        self._rids: dict[str, str] = {}
+        """SGLang's names of the requests that run."""
         self.start_s = time.monotonic() - started
 
-    async def generate(self, requests: Sequence[RolloutRequest]) -> AsyncIterator[tuple[int, dict[str, Any] | None]]:
-        """Yields (index, response) as requests finish, and (index, None) as signs of progress before.
+    async def generate(
+        self, requests: Sequence[RolloutRequest], report_tokens: int = 0
+    ) -> AsyncIterator[tuple[int, tuple[list[int], list[float]], dict[str, Any] | None]]:
+        """Yields (index, (tokens, log-probabilities), None) after every `report_tokens` tokens of a request, and
+        (index, the same, response) when it finishes: without what was `begun` before.
 
         A response has token_ids, logprobs, finish_reason and routed_experts. Raises EngineError for requests
         that SGLang or this engine refuses.
@@ -110,11 +118,14 @@ class Backend:
         manager = self._engine.tokenizer_manager
         if manager.tokenizer is None and any(request.sampling.stop for request in requests):
             manager.tokenizer = stopping.Text(manager.server_args.tokenizer_path or self._spec.model_dir)
-        start = min(len(request.prompt_ids) for request in requests) - 1
+        inputs = [list(request.prompt_ids) + beginnings.tokens(request) for request in requests]
+        start = min(map(len, inputs)) - 1
+        rids = [f"{self._num_batches}.{i}." for i in range(len(requests))]  # SGLang aborts by prefix
+        self._rids |= {request.request_id: rid for request, rid in zip(requests, rids, strict=True)}
         batch = GenerateReqInput(
-            input_ids=[list(request.prompt_ids) for request in requests],
-            sampling_params=[_sampling(request) for request in requests],
-            rid=[f"{self._num_batches}.{i}" for i in range(len(requests))],
+            input_ids=inputs,
+            sampling_params=[_sampling(request, report_tokens or PROGRESS_TOKENS) for request in requests],
+            rid=rids,
             return_logprob=True,
             logprob_start_len=-1,
             return_routed_experts=self._spec.config.routed_experts,
@@ -123,11 +134,33 @@ class Backend:
         )
         try:
             async for out in manager.generate_request(batch, None):
-                index = int(out["meta_info"]["id"].rpartition(".")[2])
+                index = int(out["meta_info"]["id"].split(".")[1])
                 reason = out["meta_info"]["finish_reason"]
-                yield index, None if reason is None else _response(out, reason, start=start)
+                state = _state(out) if reason is not None or report_tokens else ([], [])
+                if reason is not None:
+                    self._forget(requests[index], rids[index])
+                yield index, state, None if reason is None else _response(out, state, reason, start=start)
         except ValueError as error:
             raise EngineError(f"SGLang refused the batch: {error}") from error
+        finally:
+            for request, rid in zip(requests, rids, strict=True):
+                self._forget(request, rid)
+
+    def _forget(self, request: RolloutRequest, rid: str) -> None:
+        if self._rids.get(request.request_id) == rid:
+            del self._rids[request.request_id]
+
+    async def abort(self, request_ids: Sequence[str]) -> None:
+        """Ends these requests, as `abort_all` does; passes over those that do not run."""
+        manager = self._engine.tokenizer_manager
+        for request_id in request_ids:
+            rid = self._rids.get(request_id, "")
+            for _ in range(_ADMISSION_TRIES):  # SGLang passes over an abort of what it does not know yet
+                if rid in manager.rid_to_state or self._rids.get(request_id) != rid:
+                    break
+                await asyncio.sleep(_ADMISSION_PAUSE_S)
+            if rid:
+                manager.abort_request(rid)
 
     def abort_all(self) -> None:
         """Ends every request; they finish with reason ``abort`` and the tokens they have."""
@@ -236,11 +269,11 @@ def _refuse_grammars(requests: Sequence[RolloutRequest]) -> None:
                 )
 
 
-def _sampling(request: RolloutRequest) -> dict[str, Any]:
+def _sampling(request: RolloutRequest, stream_interval: int) -> dict[str, Any]:
     sampling = request.sampling
     return {
         "temperature": sampling.temperature,
-        "max_new_tokens": sampling.max_new_tokens,
+        "max_new_tokens": sampling.max_new_tokens - num_begun(request),
         "top_p": sampling.top_p,
         "top_k": sampling.top_k,
         "min_p": sampling.min_p,
@@ -252,15 +285,25 @@ def _sampling(request: RolloutRequest) -> dict[str, Any]:
         "stop_token_ids": list(sampling.stop_token_ids) or None,
         "ignore_eos": sampling.ignore_eos,
         "sampling_seed": request.seed,
+        "stream_interval": stream_interval,
+        "custom_params": beginnings.marked(request),
     }
 
 
-def _response(out: dict[str, Any], reason: dict[str, Any], *, start: int) -> dict[str, Any]:
-    kinds: dict[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
+def _state(out: dict[str, Any]) -> tuple[list[int], list[float]]:
+    """Tokens and log-probabilities so far."""
     tokens = [int(token) for token in out["output_ids"]]
     logprobs = [float(entry[0]) for entry in out["meta_info"].get("output_token_logprobs") or []]
     if len(tokens) != len(logprobs):
         raise EngineError(f"SGLang returned {len(logprobs)} log-probabilities for {len(tokens)} tokens")
+    return tokens, logprobs
+
+
+def _response(
+    out: dict[str, Any], state: tuple[list[int], list[float]], reason: dict[str, Any], *, start: int
+) -> dict[str, Any]:
+    kinds: dict[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
+    tokens, logprobs = state
     return {
         "token_ids": tokens,
         "logprobs": logprobs,

@@ -30,6 +30,9 @@ from specactor.rollout.planning.sharpening import Lane, Record, Sharpening
 from specactor.rollout.sglang import draft_sampling
 from specactor.rollout.sglang.draft_forward import DraftForward, common
 
+NEW_WEIGHTS_WEIGHT = 0.25
+"""What evidence about the best sharpness is worth after the draft model has changed."""
+
 
 @dataclass(slots=True)
 class _Seen:
@@ -74,6 +77,7 @@ class DraftModel(Drafter):
         self._sharpen = sharpen
         self._seen: dict[str, _Seen] = {}
         self._record = Record()
+        self._version = 0
         self.sharpening = Sharpening()
 
     def attach(self, runner: Any, find: Callable[[str], Any]) -> None:
@@ -85,6 +89,17 @@ class DraftModel(Drafter):
     def beta(self) -> float:
         """Factor of the log-probabilities."""
         return {"fitted": self.sharpening.beta, "shared": 1.0, "greedy": math.inf}[self._sharpen]
+
+    @property
+    def version(self) -> int:
+        return self._version
+
+    def renewed(self, version: int) -> None:
+        """The model has new weights: texts are shown to it from their beginning, and beta is fitted anew."""
+        self._version = version
+        self._record = Record()
+        self.sharpening.new_version(NEW_WEIGHTS_WEIGHT)
+        self.policy_changed()
 
     def open(self, sequence: DraftSequence) -> None:
         self._seen[sequence.request_id] = _Seen()

@@ -15,10 +15,12 @@ import msgspec
 
 from specactor.cpu import sglang as cpu
 from specactor.errors import EngineError
+from specactor.rollout import continuation
 from specactor.rollout.draft.counts import Counts, Figures
-from specactor.rollout.sglang import speculation_calls
+from specactor.rollout.sglang import responses, speculation_calls
 from specactor.rollout.sglang.guarded import END_TIMEOUT_S, Guarded
 from specactor.rollout.sglang.protocol import (
+    Abort,
     Command,
     Done,
     EngineSpec,
@@ -26,6 +28,7 @@ from specactor.rollout.sglang.protocol import (
     Finished,
     FromHost,
     Generate,
+    Progress,
     ProtocolError,
     RankCall,
     RankReplies,
@@ -37,7 +40,7 @@ from specactor.rollout.sglang.protocol import (
     read_frame,
 )
 from specactor.trace import Span
-from specactor.types import RolloutRequest, Trajectory, VersionSpan
+from specactor.types import RolloutRequest, Trajectory
 
 __all__ = ["Engine", "EngineDied", "EngineSpec"]
 
@@ -68,6 +71,8 @@ class Engine:
         self._next_call = _START_CALL + 1
         self._dead = threading.Event()
         self._version = 0
+        self._heard = 0.0
+        """When a request of any call last showed progress."""
         self._counts = {"requests": 0, "tokens": 0, "generate_s": 0.0}
         self._reader = threading.Thread(target=self._read, name=f"engine-{spec.index}", daemon=True)
         self._reader.start()
@@ -130,22 +135,30 @@ class Engine:
         requests: Sequence[RolloutRequest],
         *,
         on_finished: Callable[[Trajectory], None] | None = None,
+        on_progress: Callable[[RolloutRequest, Trajectory], None] | None = None,
+        report_tokens: int = 0,
         timeout_s: float | None = None,
     ) -> list[Trajectory]:
         """Responses in the order of `requests`; `on_finished` sees each as it comes, in the caller's thread.
+
+        `on_progress` sees after every `report_tokens` tokens of a request what it has, without its experts.
 
         Raises EngineDied when the engine dies or shows no progress for `rollout.engine.request_timeout_s`, and
         EngineError, the engine being unharmed, when a request cannot be served or `timeout_s` for all is over.
         """
         if not requests:
             return []
-        self._check_lengths(requests)
+        if self.ready is None:
+            raise EngineError(f"engine {self.index} is not ready. Call wait_ready first.")
+        responses.check(requests, self.spec, self.ready)
         started = time.monotonic()
         deadline = None if timeout_s is None else started + timeout_s
         finished: dict[int, Trajectory] = {}
+        running: dict[int, tuple[list[int], list[float]]] = {}
         call, inbox = self._open_call()
         try:
-            self._send(Generate(call=call, requests=list(requests)))
+            bare = [continuation.bare(request) for request in requests]
+            self._send(Generate(call=call, requests=bare, report_tokens=report_tokens))
             while True:
                 try:
                     message = self._next(inbox, deadline)
@@ -156,13 +169,16 @@ class Engine:
                 if isinstance(message, Failed):
                     raise EngineError(f"engine {self.index}: {message.message}")
                 if isinstance(message, Finished):
-                    trajectory = self._trajectory(requests[message.request], message)
+                    trajectory = responses.finished(requests[message.request], message, self.spec, self._version)
                     finished[message.request] = trajectory
                     if on_finished is not None:
                         on_finished(trajectory)
+                if isinstance(message, Progress) and message.news is not None and on_progress is not None:
+                    request = requests[message.news.request]
+                    on_progress(request, responses.so_far(request, message.news, running, self._version))
         finally:
             self._close_call(call)
-        self._count(finished.values(), time.monotonic() - started)
+        self._count(requests, finished.values(), time.monotonic() - started)
         return [finished[i] for i in range(len(requests))]
 
     def rank_call(self, name: str, payload: bytes, *, timeout_s: float) -> list[bytes]:
@@ -188,6 +204,10 @@ class Engine:
     def abort(self) -> None:
         """End all running requests; their `generate` returns them with finish reason ``abort``."""
         self._command("abort")
+
+    def abort_requests(self, request_ids: Sequence[str]) -> None:
+        """As `abort`, of these requests alone; ids of requests that do not run are passed over."""
+        self._ask(lambda call: Abort(call=call, request_ids=list(request_ids)))
 
     def pause(self) -> None:
         """Hold generation between two steps until `resume`."""
@@ -246,45 +266,24 @@ class Engine:
         self._process.sweep()
 
     def _command(self, verb: str) -> None:
+        self._ask(lambda call: Command(call=call, verb=verb))
+
+    def _ask(self, message_of: Callable[[int], Command | Abort]) -> None:
+        """Until the host says that it is done."""
         call, inbox = self._open_call()
         try:
-            self._send(Command(call=call, verb=verb))
+            self._send(message_of(call))
             message = self._answer(inbox, _COMMAND_TIMEOUT_S)
         finally:
             self._close_call(call)
         if not isinstance(message, Done):
             raise EngineError(f"engine {self.index}: {_text(message)}")
 
-    def _check_lengths(self, requests: Sequence[RolloutRequest]) -> None:
-        if self.ready is None:
-            raise EngineError(f"engine {self.index} is not ready. Call wait_ready first.")
-        limit = self.ready.max_sequence_tokens
-        for request in requests:
-            prompt, new = len(request.prompt_ids), request.sampling.max_new_tokens
-            if not 1 <= prompt <= limit - new:
-                raise EngineError(
-                    f"request {request.request_id}: prompt of {prompt} tokens and rollout.max_new_tokens = {new}, "
-                    f"expected 1 <= prompt <= {limit} - max_new_tokens: engine {self.index} has a context of "
-                    f"{self.spec.context_length} and a KV pool of {self.ready.kv_tokens} tokens. Shorten one of them, "
-                    "or raise rollout.engine.max_total_tokens."
-                )
-
-    def _trajectory(self, request: RolloutRequest, message: Finished) -> Trajectory:
-        return Trajectory(
-            request_id=request.request_id,
-            group_id=request.group_id,
-            prompt_ids=request.prompt_ids,
-            token_ids=tuple(message.token_ids),
-            logprobs=tuple(message.logprobs),
-            finish_reason=message.finish_reason,
-            routed_experts=message.routed_experts,
-            spans=(VersionSpan(version=self._version, start=0, end=len(message.token_ids)),),
-        )
-
-    def _count(self, done: Collection[Trajectory], seconds: float) -> None:
+    def _count(self, requests: Sequence[RolloutRequest], done: Collection[Trajectory], seconds: float) -> None:
+        begun = sum(map(continuation.num_begun, requests))
         with self._lock:
             self._counts["requests"] += len(done)
-            self._counts["tokens"] += sum(len(t.token_ids) for t in done)
+            self._counts["tokens"] += sum(len(t.token_ids) for t in done) - begun
             self._counts["generate_s"] += seconds
 
     def _open_call(self) -> tuple[int, queue.Queue[FromHost | None]]:
@@ -302,20 +301,27 @@ class Engine:
     def _next(self, inbox: queue.Queue[FromHost | None], deadline: float | None) -> FromHost:
         """Next message of a generation: bounded by progress, and by the deadline if there is one."""
         patience = self.spec.config.request_timeout_s
-        left = float("inf") if deadline is None else deadline - time.monotonic()
-        try:
-            message = inbox.get(timeout=max(0.0, min(patience, left)))
-        except queue.Empty:
-            if left <= patience:
+        began = time.monotonic()
+        left = float("inf") if deadline is None else deadline - began
+        while True:
+            quiet = time.monotonic() - max(began, self._heard)  # a call may wait for others of this engine
+            gone = time.monotonic() - began
+            try:
+                message = inbox.get(timeout=max(0.0, min(patience - quiet, left - gone)))
+                break
+            except queue.Empty:
+                gone = time.monotonic() - began
+            if gone >= left:
                 self.abort()
-                raise EngineError(f"engine {self.index}: generation was not over in time and was aborted") from None
-            self.kill()
-            raise EngineDied(
-                self._with_log(
-                    f"made no progress for {patience:g} s and was ended. Raise rollout.engine.request_timeout_s if it "
-                    "was only slow."
+                raise EngineError(f"engine {self.index}: generation was not over in time and was aborted")
+            if time.monotonic() - max(began, self._heard) >= patience:
+                self.kill()
+                raise EngineDied(
+                    self._with_log(
+                        f"made no progress for {patience:g} s and was ended. Raise rollout.engine.request_timeout_s "
+                        "if it was only slow."
+                    )
                 )
-            ) from None
         if message is None:
             raise self._death()
         return message
@@ -330,7 +336,7 @@ class Engine:
             raise self._death()
         return message
 
-    def _send(self, message: Start | Generate | RankCall | Command) -> None:
+    def _send(self, message: Start | Generate | Abort | RankCall | Command) -> None:
         data = frame(message)
         try:
             with self._send_lock:
@@ -345,6 +351,8 @@ class Engine:
         try:
             while (body := read_frame(self._connection)) is not None:
                 message = decode_from_host(body)
+                if isinstance(message, Finished | Progress):
+                    self._heard = time.monotonic()
                 call = _START_CALL if isinstance(message, Ready | StartFailed) else message.call
                 with self._lock:
                     inbox = self._inboxes.get(call)

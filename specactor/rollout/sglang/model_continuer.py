@@ -29,7 +29,10 @@ from specactor.rollout.planning.hindsight import Hindsight
 from specactor.rollout.planning.sharpening import Sharpening
 from specactor.rollout.sglang import draft_sampling
 from specactor.rollout.sglang.draft_forward import DraftForward, common
+from specactor.rollout.sglang.draft_model import NEW_WEIGHTS_WEIGHT
 from specactor.rollout.sglang.draft_slots import BLOCK_TOKENS, Slots
+from specactor.weights_sync import draft_receiver
+from specactor.weights_sync.messages import DraftWeights
 
 Sharpen = Literal["fitted", "shared", "greedy"]
 
@@ -61,12 +64,12 @@ class _Batch:
 class ModelContinuer:
     """A `Continuer`."""
 
-    version = 0
-
     def __init__(self, runner: Any, *, steps: int = 1, sharpen: Sharpen = "fitted") -> None:
         """Args: SGLang's runner from `draft_forward.load_alone`; draft tokens per text and call."""
+        self.version = 0
         self._forward = DraftForward(runner)
         self._slots = Slots(num_slots=self._forward.num_slots, num_rows=self._forward.num_rows)
+        self._model: torch.nn.Module = runner.model
         self._steps = steps
         self._sharpen = sharpen
         self._seen: dict[Hashable, _Seen] = {}
@@ -87,6 +90,16 @@ class ModelContinuer:
     def max_tokens(self) -> int:
         """Tokens of texts for which the pool has room in any case."""
         return max(1, self._forward.num_slots - self._forward.num_rows * BLOCK_TOKENS)
+
+    def renew(self, weights: DraftWeights) -> str:
+        """See `continuer.Renewable`. Texts are shown to the new weights from their beginning."""
+        problem = draft_receiver.load(self._model, weights)
+        if not problem:
+            self.version = weights.draft_version
+            self.sharpening.new_version(NEW_WEIGHTS_WEIGHT)
+            for seen in self._seen.values():
+                seen.cached, seen.fed = 0, []
+        return problem
 
     def forget(self, key: Hashable) -> None:
         self._slots.free(key)

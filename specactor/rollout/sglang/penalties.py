@@ -20,6 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from specactor.rollout.sglang import beginnings
+
 
 def install() -> None:
     """Registers the hook with SGLang's plugin registry. Call it from a plugin."""
@@ -38,14 +40,16 @@ def has_penalties(sampling_params: Any) -> bool:
 
 
 def _count_emitted(info: Any, _: type, batch: Any, *__: Any) -> None:
-    """Sampling parameters were made for a batch that is prefilled: count what its requests emitted before."""
+    """Sampling parameters were made for a batch that is prefilled: count what its requests emitted before, here and in
+    what they brought along of their responses."""
     orchestrator = info.penalizer_orchestrator
     if not orchestrator.is_required:
         return
     for row, req in enumerate(batch.reqs):
-        if not len(req.output_ids):
+        emitted = [*beginnings.of(req), *req.output_ids]
+        if not emitted:
             continue
-        tokens_N = torch.tensor(req.output_ids, dtype=torch.int64, device=info.temperatures.device)
+        tokens_N = torch.tensor(emitted, dtype=torch.int64, device=info.temperatures.device)
         for penalizer in orchestrator.penalizers.values():
             for kind in ("frequency", "presence", "repetition"):
                 total_BV = getattr(penalizer, f"cumulated_{kind}_penalties", None)

@@ -21,7 +21,7 @@ from specactor.errors import EngineError
 from specactor.rollout.decoupled.access import DrafterAccess
 from specactor.types import FinishReason, RolloutRequest
 
-VERSION = 1
+VERSION = 2
 MAX_FRAME_BYTES = 1 << 30
 _HEADER = struct.Struct("<IB")
 
@@ -65,6 +65,18 @@ class Generate(msgspec.Struct, tag=True, frozen=True, kw_only=True):
 
     call: int
     requests: list[RolloutRequest]
+    report_tokens: int = 0
+    """Report what a running response has after every this many tokens; 0: only that there is progress."""
+
+
+class Abort(msgspec.Struct, tag=True, frozen=True, kw_only=True):
+    """End some of the running requests, in whatever calls; they finish with reason ``abort`` and the tokens they have.
+
+    Ids of requests that do not run are passed over: they may just have finished.
+    """
+
+    call: int
+    request_ids: list[str]
 
 
 class RankCall(msgspec.Struct, tag=True, frozen=True, kw_only=True):
@@ -94,10 +106,20 @@ class Finished(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     routed_experts: bytes = b""
 
 
+class News(msgspec.Struct, frozen=True, kw_only=True):
+    """What a running response has got since the last news of it; ``request`` is its index in the call."""
+
+    request: int
+    token_ids: list[int]
+    logprobs: list[float]
+
+
 class Progress(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     """The engine is alive and moving in this call."""
 
     call: int
+    news: News | None = None
+    """If the call asked for it."""
 
 
 class Done(msgspec.Struct, tag=True, frozen=True, kw_only=True):
@@ -140,7 +162,7 @@ class Start(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     spec: EngineSpec
 
 
-ToHost = Start | Generate | RankCall | Command
+ToHost = Start | Generate | Abort | RankCall | Command
 FromHost = Ready | StartFailed | Finished | Progress | Done | RankReplies | Failed
 
 TO_HOST: msgspec.msgpack.Decoder[ToHost] = msgspec.msgpack.Decoder(ToHost)

@@ -16,6 +16,7 @@ from specactor.errors import EngineError
 from specactor.rollout.sglang.backend import Backend
 from specactor.rollout.sglang.protocol import (
     HEADER_BYTES,
+    Abort,
     Command,
     Done,
     EngineSpec,
@@ -23,6 +24,7 @@ from specactor.rollout.sglang.protocol import (
     Finished,
     FromHost,
     Generate,
+    News,
     Progress,
     ProtocolError,
     RankCall,
@@ -122,10 +124,12 @@ class _Server:
             answer = Failed(call=message.call, message=text)
         await self._send(answer)
 
-    async def _dispatch(self, message: Generate | RankCall | Command) -> FromHost:
+    async def _dispatch(self, message: Generate | Abort | RankCall | Command) -> FromHost:
         match message:
             case Generate():
                 await self._generate(message)
+            case Abort():
+                await self._backend.abort(message.request_ids)
             case RankCall():
                 async with self._rank_calls:
                     loop = asyncio.get_running_loop()
@@ -157,9 +161,15 @@ class _Server:
 
     async def _generate(self, message: Generate) -> None:
         reported = time.monotonic()
-        async for index, response in self._backend.generate(message.requests):
+        sent = [0] * len(message.requests)
+        async for index, state, response in self._backend.generate(message.requests, message.report_tokens):
             if response is not None:
                 await self._send(Finished(call=message.call, request=index, **response))
+            elif message.report_tokens:
+                tokens, logprobs = state
+                news = News(request=index, token_ids=tokens[sent[index] :], logprobs=logprobs[sent[index] :])
+                sent[index] = len(tokens)
+                await self._send(Progress(call=message.call, news=news))
             elif time.monotonic() - reported > _PROGRESS_EVERY_S:
                 reported = time.monotonic()
                 await self._send(Progress(call=message.call))

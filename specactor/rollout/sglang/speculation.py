@@ -27,9 +27,10 @@ from sglang.srt.speculative.spec_registry import CustomSpecAlgo
 
 from specactor.errors import EngineError
 from specactor.rollout.draft.drafter import DraftSequence
+from specactor.rollout.draft.looks import SOON
 from specactor.rollout.draft.speculator import Speculator
 from specactor.rollout.draft.verification import DraftTree, accepted_path, chain
-from specactor.rollout.sglang import draft_forward, draft_sampling, plain_rounds
+from specactor.rollout.sglang import beginnings, draft_forward, draft_sampling, plain_rounds
 from specactor.rollout.sglang.draft_model import DraftModel
 from specactor.rollout.sglang.penalties import has_penalties
 from specactor.rollout.sglang.rounds import Rounds
@@ -82,6 +83,8 @@ class _Running:
 
     req: Any
     sequence: DraftSequence
+    begun: list[int]
+    """What the request brought along of its response."""
 
 
 class Worker(BaseSpecWorker):  # type: ignore[misc]
@@ -259,19 +262,21 @@ class Worker(BaseSpecWorker):  # type: ignore[misc]
 
     def _open(self, req: Any) -> None:
         assert self.speculator is not None
-        sampling = req.sampling_params
+        sampling, begun = req.sampling_params, list(beginnings.of(req))
         sequence = DraftSequence(
             request_id=req.rid,
-            prompt_ids=tuple(req.origin_input_ids),
+            prompt_ids=tuple(req.origin_input_ids)[: len(req.origin_input_ids) - len(begun)],
             seed=sampling.sampling_seed or 0,
             temperature=0.0 if draft_sampling.is_greedy(sampling) else sampling.temperature,
         )
-        self._running[req.rid] = _Running(req, sequence)
+        self._running[req.rid] = _Running(req, sequence, begun)
+        self._plain_left = min(self._plain_left, SOON)
         self.speculator.open(sequence)
 
     def _commit(self, running: _Running) -> None:
         assert self.speculator is not None
-        fresh = list(running.req.output_ids[len(running.sequence.output_ids) :])
+        known, begun = len(running.sequence.output_ids), running.begun
+        fresh = [*begun[known:], *running.req.output_ids[max(0, known - len(begun)) :]]
         if fresh:
             running.sequence.output_ids.extend(fresh)
             self.speculator.commit(running.sequence, fresh)

@@ -23,7 +23,7 @@ from specactor.rollout.planning.acceptance import AcceptanceModel
 from specactor.rollout.planning.candidates import Candidates
 from specactor.rollout.planning.online_costs import OnlineCosts
 from specactor.rollout.planning.plans import PLAIN, Cluster, DraftPlan, RolloutPlan, VerifierOption
-from specactor.rollout.planning.reconfiguration import MODES, LiveCosts, reconfigure
+from specactor.rollout.planning.reconfiguration import MODES, LiveCosts, Offer, reconfigure
 from specactor.rollout.planning.search import search
 from specactor.rollout.planning.windows import OFF as NO_DRAFTER
 from specactor.rollout.planning.windows import Choice, Option, choose
@@ -152,7 +152,7 @@ class Decider:
             served=ceil(remote.served),
             message_s=remote.message_s,
         )
-        plans = reconfigure(survival_BW, live, current, drafter=name, everyone=True)
+        plans = reconfigure([Offer(drafter=name, survival=survival_BW, costs=live)], current, everyone=True)
         windows = tuple(plan.window for plan in plans)
         mode_B = np.array([MODES.index(plan.mode) for plan in plans], np.int64)
         found = round_of(survival_BW, mode_B, np.array(windows), table=table, drafter=name, remote=remote)

@@ -80,7 +80,7 @@ def decide(mode: Refresh, now: Outlook, *, explore_every: int) -> Decision:
     if not now.steps_left:
         return answer(False, "no rollout is left to serve")
     if not now.refresh_s:
-        return answer(False, "no time was granted: the last step's time is not known")
+        return answer(False, "no time was granted: the last step was too short, or its time is not known")
     if mode == "every_step":
         return answer(True, "every step")
     if mode != "auto":

@@ -23,6 +23,7 @@ from specactor.trainer.logprobs import CHUNK_ELEMENTS
 
 if TYPE_CHECKING:
     from specactor.trainer.microbatch import MicroBatch
+    from specactor.types import TrainSequence
 
     Objective = Callable[[MicroBatch, Tensor], tuple[Tensor, dict[str, Tensor]]]
 
@@ -115,3 +116,28 @@ class LikeliestRecorder:
         sizes = list(response_lens)
         parts = zip(torch.split(ids.cpu(), sizes), torch.split(logprobs.cpu(), sizes), strict=True)
         return [Law(tokens=tokens.numpy(), logprobs=values.numpy().astype(kind)) for tokens, values in parts]
+
+
+class LawRecorder:
+    """The laws of one RL step's sequences, each from the update that learned from it. Every rank calls it alike."""
+
+    def __init__(self, recorder: LikeliestRecorder, *, vocab_size: int, storage: str, device: torch.device) -> None:
+        """Args: as of `LikeliestRecorder.collect`."""
+        self._recorder, self._vocab_size, self._storage, self._device = recorder, vocab_size, storage, device
+        self._laws: dict[int, Law] = {}
+
+    def around(self, objective: Objective) -> Objective:
+        """The objective of the updates to come."""
+        return self._recorder.around(objective)
+
+    def updated(self, sequences: Sequence[TrainSequence]) -> None:
+        """An update has learned from these. Collective."""
+        laws = self._recorder.collect(
+            [s.response_len for s in sequences], vocab_size=self._vocab_size, storage=self._storage, device=self._device
+        )
+        self._laws |= {id(s): law for s, law in zip(sequences, laws, strict=True)}
+
+    def take(self, sequences: Sequence[TrainSequence]) -> list[Law]:
+        """Of all sequences of the step, the very objects that were learned from; the recorder is empty again."""
+        laws, self._laws = [self._laws[id(s)] for s in sequences], {}
+        return laws

@@ -8,7 +8,7 @@ evaluations, are not looked at. The responses of evaluations are greedy, so they
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import msgspec
@@ -16,6 +16,7 @@ import numpy as np
 
 from specactor.errors import DataError
 from specactor.trainer.distillation.buffer import Lesson
+from specactor.types import ScoredGroup
 
 
 class RolloutLine(msgspec.Struct, frozen=True, kw_only=True):
@@ -37,6 +38,19 @@ def lesson_of(line: RolloutLine) -> Lesson:
         reward=line.reward,
         temperature=line.temperature,
     )
+
+
+def lines_of(groups: Iterable[ScoredGroup], *, temperature: float) -> Iterator[RolloutLine]:
+    """Of the responses of an RL step."""
+    for group in groups:
+        for trajectory, reward in zip(group.trajectories, group.rewards, strict=True):
+            yield RolloutLine(
+                prompt_ids=list(trajectory.prompt_ids),
+                token_ids=list(trajectory.token_ids),
+                version=trajectory.spans[-1].version if trajectory.spans else 0,
+                reward=reward,
+                temperature=temperature,
+            )
 
 
 def read_rollouts(paths: Sequence[Path]) -> list[RolloutLine]:

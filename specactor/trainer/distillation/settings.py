@@ -50,6 +50,9 @@ class DistillationConfig:
     weight_decay: float = 0.0
     grad_clip: float = 1.0
 
+    keep_rollouts: bool = False
+    """Write the responses of every RL step to the run's folder, for specactor drafter train. Works with refresh off."""
+
     zero_stage: Literal[0, 1, 2, 3] = 0
     """0: PyTorch's DistributedDataParallel; else DeepSpeed ZeRO of that stage."""
     offload: bool = False

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import sys
 import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -87,7 +86,19 @@ def read_model(folder: Path, device: torch.device | str = "cpu") -> Any:
     except (OSError, ValueError) as error:
         reason = str(error).strip().partition("\n")[0]
         raise ConfigError.at("model", str(folder), "a folder with a model in Hugging Face format", reason) from error
+    fill_buffers(model)
     return model.to(device).eval()
+
+
+@torch.no_grad()
+def fill_buffers(model: nn.Module) -> None:
+    """Compute the frequencies of rotary embeddings, which no file holds. transformers leaves them as memory happens to
+    be where torch stands in for CUDA (`cpu.torch_cuda`), as in the trainer."""
+    for module in model.modules():
+        if isinstance(getattr(module, "inv_freq", None), Tensor):
+            fresh = type(module)(module.config)
+            for name, buffer in fresh.named_buffers(recurse=False):
+                module.get_buffer(name).copy_(buffer)
 
 
 def write_model(model: Any, folder: Path, *, tokenizer: Path, weights: Mapping[str, Tensor] | None = None) -> None:
@@ -115,8 +126,7 @@ def quiet() -> None:
 
 def the_transformers() -> Any:
     """The library, imported so that torchvision, which it imports, does not fail beside a CPU build of torch."""
-    watched = any(type(finder).__module__ == torchvision_ops.__name__ for finder in sys.meta_path)
-    if torch.version.cuda is None and not watched:  # two watchers would both define the operators
+    if torch.version.cuda is None:
         torchvision_ops.install()
     import transformers
 

@@ -5,10 +5,14 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from specactor.rollout.decoupled.continuer import Lane
 from specactor.rollout.decoupled.spec import DrafterSpec
 from tests.rollout.decoupled.scripted import Scripted
+
+if TYPE_CHECKING:
+    from specactor.weights_sync.messages import DraftWeights
 
 
 def scripted(spec: DrafterSpec) -> Scripted:
@@ -36,3 +40,18 @@ class Crashing(Scripted):
 
     def extend(self, lanes: Sequence[Lane]) -> list[list[int]]:
         raise RuntimeError("a bug of the model")
+
+
+class Renewing(Scripted):
+    """Has weights, of which it looks at the digests."""
+
+    def __init__(self, spec: DrafterSpec) -> None:
+        super().__init__()
+        self.version = 0
+
+    def renew(self, weights: DraftWeights) -> str:
+        from specactor.weights_sync import draft_receiver
+
+        problem = draft_receiver.check(weights)
+        self.version = self.version if problem else weights.draft_version
+        return problem

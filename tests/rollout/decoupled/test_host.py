@@ -12,6 +12,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+import torch
 
 from specactor.errors import EngineError
 from specactor.rollout.decoupled.decoupled import Decoupled, connect
@@ -19,6 +20,7 @@ from specactor.rollout.decoupled.host import DrafterProcess
 from specactor.rollout.decoupled.spec import DrafterSpec
 from specactor.rollout.decoupled.transport import local_endpoint, make_keys
 from specactor.rollout.draft.drafter import DraftSequence
+from specactor.weights_sync.draft_sender import DraftSender
 from tests.rollout.conftest import Footprint, process_exists
 from tests.rollout.decoupled.scripted import script
 
@@ -190,3 +192,36 @@ def test_an_owner_that_is_killed_leaves_nothing(make_drafter_spec: Callable[...,
         owner.kill()
     footprint.assert_gone()
     assert not is_listening(spec)
+
+
+def test_new_weights_reach_a_process_that_drafts(make_drafter_spec: Callable[..., DrafterSpec]) -> None:
+    """Damaged ones are refused, and it goes on with those that it has; what engines hear says which these are."""
+    drafter, sender = DrafterProcess(make_drafter_spec("Renewing")), DraftSender(torch.float32)
+    try:
+        drafter.wait_ready()
+        assert not drafter.wants(0)
+        for version, damaged, held in ((1, False, 1), (2, True, 1), (3, False, 3)):
+            weights = sender.pack([("norm", torch.full((5,), float(version)))], version=version)
+            if damaged:
+                assert sender._buffer is not None
+                sender._buffer.data[7] ^= 1
+            assert drafter.wants(version)
+            problem = drafter.renew(weights, timeout_s=PATIENCE_S)
+            assert problem == ("drafter 0: norm arrived with a wrong digest" if damaged else "")
+            assert drafter.version == held
+            assert drafter.work(trace=False) is not None
+            assert_drafts(drafter.spec)
+        assert not drafter.wants(3)
+    finally:
+        drafter.kill()
+        sender.close()
+    assert not drafter.wants(4)
+
+
+def test_a_process_without_weights_says_so(drafter: DrafterProcess) -> None:
+    sender, version = DraftSender(torch.float32), drafter.version
+    weights = sender.pack([("norm", torch.ones(5))], version=version + 1)
+    assert drafter.renew(weights, timeout_s=PATIENCE_S) == "drafter 0: its continuer has no weights"
+    assert drafter.version == version
+    assert_drafts(drafter.spec)
+    sender.close()

@@ -38,11 +38,16 @@ def test_sums_of_parts_are_the_whole(one: list[list[tuple[int, int]]], two: list
     assert added([{"a": of(one)}, {"a": of(two), "b": of(one)}]) == {"a": of(one + two), "b": of(one)}
 
 
-@given(requests, st.lists(st.tuples(st.integers(0, 8), st.integers(0, 8), st.integers(0, 8)), max_size=5))
-def test_a_round_of_several_drafters_adds_up(lead: list[tuple[int, int]], beside: list[tuple[int, int, int]]) -> None:
+@given(
+    requests, st.lists(st.tuples(st.integers(0, 8), st.integers(0, 8), st.integers(0, 8), st.booleans()), max_size=5)
+)
+def test_a_round_of_several_drafters_adds_up(
+    lead: list[tuple[int, int]], beside: list[tuple[int, int, int, bool]]
+) -> None:
     others = Counts()
-    for first, drafted, accepted in beside:
-        others.beside(first, drafted, min(drafted, accepted))
+    for first, drafted, accepted, is_first in beside:
+        others.beside(first, drafted, min(drafted, accepted), is_first=is_first)
+    assert others.verifies == sum(is_first for *_, is_first in beside)
     assert others.emitted == others.accepted + others.verifies
     assert (others.drafted, others.accepted) == (sum(others.drafted_at), sum(others.accepted_at))
     assert all(a <= d for a, d in zip(others.accepted_at, others.drafted_at, strict=True))

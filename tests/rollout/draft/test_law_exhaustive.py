@@ -225,6 +225,31 @@ def test_trees_follow_the_law(names: tuple[str, str]) -> None:
     assert law_of(Request, [DRAFTERS[name] for name in names]) == exact_law()
 
 
+SEVERAL = ["same-noise", "constant", "most-likely", "garbage"]
+
+
+@pytest.mark.parametrize("most", [1, 2, 3, 4])
+def test_the_fastest_of_n_in_one_tree_follows_the_law(most: int) -> None:
+    assert law_of(Request, [DRAFTERS[name] for name in SEVERAL[:most]]) == exact_law()
+
+
+class Switching(Request):
+    """Which drafters draft, and how many of them, depends on the tokens so far and on what was accepted."""
+
+    def _round(self) -> Text:
+        kept = self.drafts
+        first = (sum(self.text) + self.accepted) % len(kept)
+        self.drafts = [*kept[first:], *kept[:first]][: 1 + (self.rounds + self.accepted) % len(kept)]
+        emitted = super()._round()
+        self.drafts = kept
+        return emitted
+
+
+@pytest.mark.parametrize("names", [SEVERAL, ["knows-all", "only-eos", "nothing"]], ids="+".join)
+def test_requests_that_switch_follow_the_law(names: Sequence[str]) -> None:
+    assert law_of(Switching, [DRAFTERS[name] for name in names]) == exact_law()
+
+
 @pytest.mark.parametrize("names", [("own-coins",), ("garbage", "most-likely"), ("constant", "only-eos")], ids="+".join)
 def test_rows_that_share_no_noise_follow_the_law(names: Sequence[str]) -> None:
     assert law_of(Request, [DRAFTERS[name] for name in names], by_prefix) == exact_law()
@@ -298,11 +323,24 @@ class DrawsAgain(Request):
         return emitted
 
 
+class CoinsOfItsOwn(Request):
+    """A draft token is kept by a coin that is not the target's noise, as probable as the token is."""
+
+    def tokens(self, tree: DraftTree, samples: list[int]) -> list[int]:
+        path = [0]
+        for row, (token, parent) in enumerate(zip(tree.tokens, tree.parents, strict=True), start=1):
+            p = target(self.rows[parent].prefix)[token]
+            if parent == path[-1] and self.coins.choose([p, 1 - p]) == 0:
+                path.append(row)
+        return [*(tree.tokens[row - 1] for row in path[1:]), samples[path[-1]]]
+
+
 WRONG: dict[str, Callable[[Draft], Law]] = {
     "noise-per-round": lambda draft: law_of(Request, [draft], lambda row: row.round),
     "noise-per-row": lambda draft: law_of(Request, [draft], lambda row: row.index),
     "accepts-the-likely": lambda draft: law_of(AcceptsTheLikely, [draft]),
     "draws-again": lambda draft: law_of(DrawsAgain, [draft]),
+    "coins-of-its-own": lambda draft: law_of(CoinsOfItsOwn, [draft]),
 }
 
 
@@ -312,3 +350,9 @@ def test_wrong_versions_are_caught(wrong: str, drafter: str) -> None:
     law = WRONG[wrong](DRAFTERS[drafter])
     assert sum(law.values()) == 1
     assert distance(law) > Fraction(1, 100)
+
+
+def test_several_with_coins_of_their_own_are_caught() -> None:
+    """The more drafts, the more often one of them is kept."""
+    distances = [distance(law_of(CoinsOfItsOwn, [DRAFTERS[name] for name in SEVERAL[1 : 1 + n]])) for n in (1, 2, 3)]
+    assert min(distances) > Fraction(1, 100)

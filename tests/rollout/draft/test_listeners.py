@@ -164,3 +164,21 @@ def test_a_drafter_that_raises_is_dropped() -> None:
         listeners.call(drafter, lambda: 1 / 0)
     assert failures == ["notes"] * FAILURES
     assert not listeners.works("notes")
+
+
+def test_asked_as_if_the_last_tokens_were_not_there_yet() -> None:
+    scene = Scene()
+    first = scene.open(1)
+    scene.grow(first, 1, 2)
+    scene.listeners.pause()
+    mate, stranger = scene.open(1), scene.open(2)
+    for sequence in (first, mate, stranger):
+        scene.grow(sequence, 3, 4, 5, 6)
+    with scene.listeners.earlier([mate], 3):
+        assert (first.output_ids, mate.output_ids, stranger.output_ids) == ([1, 2, 3], [3], [3, 4, 5, 6])
+        assert scene.text.running == {first.request_id: [1, 2, 3], mate.request_id: [3]}
+    assert (first.output_ids, mate.output_ids) == ([1, 2, 3, 4, 5, 6], [3, 4, 5, 6])
+    with scene.listeners.earlier([mate], 8):  # not before what is known
+        assert mate.output_ids == [3]
+    scene.listeners.resume()
+    assert scene.text.running == {s.request_id: s.output_ids for s in scene.running}

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pytest
 
 from specactor.config import SpeculationConfig
-from specactor.rollout.draft import looks, speculator
+from specactor.rollout.draft import looks, methods, speculator
 from specactor.rollout.draft.drafter import DraftSequence
 from specactor.rollout.draft.looks import LOOK_EVERY
 from specactor.rollout.planning.windows import OFF
@@ -161,5 +161,35 @@ def rounds_until_noticed() -> int:
 
 def test_old_evidence_makes_way_for_looks(monkeypatch: pytest.MonkeyPatch) -> None:
     assert rounds_until_noticed() < 400
-    monkeypatch.setattr(speculator, "LOOK_WEIGHT", 1.0)
+    monkeypatch.setattr(methods, "LOOK_TRIALS", float("inf"))
+    monkeypatch.setattr(speculator, "LOOK_TRIALS", float("inf"))
     assert rounds_until_noticed() == 1000
+
+
+def rounds_until_new_requests_are_drafted_for() -> int:
+    """Requests with good drafts come after others with bad ones."""
+    coin = Coin(0.0)
+    world = World(auto(), coin, requests=32, row_s=3e-5)
+    world.play(600)
+    world.speculator.report()
+    for sequence in world.sequences:
+        world.speculator.close(sequence)
+    world.sequences = [DraftSequence(request_id=f"new {i}", prompt_ids=(2,), seed=i) for i in range(32)]
+    for sequence in world.sequences:
+        world.speculator.open(sequence)
+    coin.right = 0.9
+    for rounds in range(1, 200):
+        world.play(1)
+        if world.speculator.report()["coin"].speculative_rounds:
+            return rounds
+    return 200
+
+
+def test_new_requests_are_soon_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And their own last tokens tell at once how good drafts are."""
+    assert rounds_until_new_requests_are_drafted_for() <= looks.SOON + 1
+    monkeypatch.setattr(methods.Methods, "hindsight", lambda *_: {})
+    without_hindsight = rounds_until_new_requests_are_drafted_for()
+    monkeypatch.undo()
+    monkeypatch.setattr(looks.Rest, "renewed", lambda _: None)
+    assert min(without_hindsight, rounds_until_new_requests_are_drafted_for()) > 2 * looks.SOON

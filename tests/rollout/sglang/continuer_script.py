@@ -9,6 +9,8 @@ with ANSWER. Operations:
   seconds LANES             per lane, the second best next token by transformers' logits and the noise
   reference LANES           per lane, what transformers' logits and the noise give for the next token, and by how much
                             its score is above the second
+  renew FOLDER DAMAGED      new weights for continuer and reference; damaged ones for the continuer alone: what it says,
+                            and its version
   state                     tokens with keys, blocks and rows that are free, beta, positions that it was fitted to
 """
 
@@ -25,6 +27,7 @@ from specactor.rollout.planning.noise import gumbel
 from specactor.rollout.sglang import model_continuer
 from specactor.rollout.sglang.draft_forward import load_alone
 from specactor.rollout.sglang.model_continuer import ModelContinuer
+from specactor.weights_sync.draft_sender import DraftSender
 from tests.rollout.sglang import wrong_continuers
 
 
@@ -55,6 +58,15 @@ def reference(lane: Lane, logits_V: torch.Tensor, place: int) -> tuple[int, floa
     return int(order[place]), float(gaps[place:].min())
 
 
+def renew(continuer: ModelContinuer, source: torch.nn.Module, *, damaged: bool) -> str:
+    sender = DraftSender(torch.float32)
+    weights = sender.pack(source.named_parameters(), version=continuer.version + 1)
+    if damaged:
+        assert sender._buffer is not None
+        sender._buffer.data[weights.slots[-1].offset] ^= 1
+    return continuer.renew(weights)
+
+
 def main(folder: str, tokens: int, requests: int, context: int) -> None:
     torch.set_num_threads(1)
     runner = load_alone(folder, dtype="float32", max_tokens=tokens, max_requests=requests, context_length=context)
@@ -78,6 +90,11 @@ def main(folder: str, tokens: int, requests: int, context: int) -> None:
                 answer = continuer.runner_ups()
             case "seconds":
                 answer = references(model, lanes_of(arguments[0]), place=-2)
+            case "renew":
+                source, damaged = arguments
+                there = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).eval()
+                answer = [renew(continuer, there, damaged=damaged), continuer.version]
+                model = model if damaged else there
             case "state":
                 slots = continuer._slots
                 sharpening = continuer.sharpening

@@ -6,12 +6,13 @@ import importlib
 import json
 import time
 import types
+from array import array
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from sglang.srt.layers import sampler
-from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
+from sglang.srt.managers.schedule_batch import FINISH_ABORT, Req, ScheduleBatch
 from sglang.srt.sampling.penaltylib import (
     BatchedFrequencyPenalizer,
     BatchedPenalizerOrchestrator,
@@ -22,7 +23,7 @@ from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 from specactor.rollout.draft.drafter import DraftSequence
-from specactor.rollout.sglang import sampling, speculation, stopping
+from specactor.rollout.sglang import beginnings, sampling, speculation, stopping
 from specactor.rollout.sglang.rank_calls import RANK_CALLS
 from specactor.rollout.sglang.speculation import Worker
 from tests.rollout.sglang.drafters import HalfRight, Memory
@@ -118,6 +119,20 @@ def change_weights_at(context: Any, length: int) -> None:
         if batch.forward_mode.is_decode() and len(batch.reqs[0].output_ids) == length:
             heal(context, None)
             change_weights(context, None)
+        return right(worker, batch, *arguments, **named)
+
+    _patch(Worker, "forward_batch_generation", watched)
+
+
+@call
+def abort_at(context: Any, length: int) -> None:
+    """Every request, in the round that begins when it has emitted that many tokens or more."""
+    right = Worker.forward_batch_generation
+
+    def watched(worker: Any, batch: Any, *arguments: Any, **named: Any) -> Any:
+        for req in batch.reqs:
+            if len(req.output_ids) >= length:
+                req.to_finish = FINISH_ABORT()
         return right(worker, batch, *arguments, **named)
 
     _patch(Worker, "forward_batch_generation", watched)
@@ -235,9 +250,44 @@ def experts_of_the_row_after() -> None:
     _patch(capturer, "on_forward_end", wrong)
 
 
+def forgets_beginnings() -> None:
+    """What a request brings along of its response counts as prompt."""
+    _patch(beginnings, "of", lambda _: array("q"))
+
+
+def aborts_without_a_look() -> None:
+    """SGLang's own: what the last round of an aborted request emits may go past its end."""
+    _patch(Req, "update_finish_state", _original(Req, "update_finish_state"))
+
+
+def noise_begins_anew() -> None:
+    """A request that goes on is sampled with the noise of a response that begins."""
+    prefill, sample = Worker._prefill, sampler.Sampler._sample_from_probs
+    begun: dict[int, int] = {}
+
+    def noted(worker: Any, batch: Any, *arguments: Any) -> Any:
+        begun.update({req.sampling_params.sampling_seed: len(beginnings.of(req)) for req in batch.reqs})
+        return prefill(worker, batch, *arguments)
+
+    def wrong(own: Any, probs: Any, info: Any, positions: Any, simple: bool) -> Any:
+        shift = torch.tensor([begun[int(seed)] for seed in info.sampling_seed])
+        return sample(own, probs, info, positions - shift, simple)
+
+    _patch(Worker, "_prefill", noted)
+    _patch(sampler.Sampler, "_sample_from_probs", wrong)
+
+
 WRONG = {
     wrong.__name__: wrong
-    for wrong in (stops_by_the_round, drafts_with_penalties, forgets_penalties, experts_of_the_row_after)
+    for wrong in (
+        stops_by_the_round,
+        drafts_with_penalties,
+        forgets_penalties,
+        experts_of_the_row_after,
+        forgets_beginnings,
+        noise_begins_anew,
+        aborts_without_a_look,
+    )
 }
 
 

@@ -31,6 +31,7 @@ from tests.rollout.sglang.decoupled_setting import (
     LIMIT_S,
     MAX_WINDOW,
     OFF,
+    REMOTE,
     aim,
     assert_engine_holds_nothing,
     assert_holds_nothing,
@@ -47,6 +48,8 @@ from tests.rollout.sglang.test_speculation import configure, facts, report
 
 ENGINE_KEYS, DRAFTER_KEYS = make_keys()
 BATCH = [request(i, new=40 + i % 23) for i in range(24)]
+NEAR_AND_AHEAD = ("decoupled", f"{REMOTE}:Near")
+"""Each request has one of the two, in the engine or elsewhere."""
 LONG = [request(100 + i, new=120) for i in range(16)]
 
 
@@ -193,7 +196,7 @@ def all_at_once(engines: Sequence[Engine], requests: list[RolloutRequest]) -> li
     [
         *product(TOPOLOGIES, ("fixed window",)),
         *product(("1:1 tp2", "2:1 tp1+tp2", "2:2", "2:2 tp1+tp2"), ("switching",)),
-        *product(("2:2 tp1+tp2",), ("chosen windows", "auto")),
+        *product(("2:2 tp1+tp2",), ("chosen windows", "drafters of their own", "auto")),
     ],
 )
 def test_every_topology_emits_what_plain_decoding_emits(setting: Setting, topology: str, how: str) -> None:
@@ -201,6 +204,7 @@ def test_every_topology_emits_what_plain_decoding_emits(setting: Setting, topolo
     config = {
         "fixed window": decoupled(4),
         "chosen windows": decoupled(None),
+        "drafters of their own": decoupled(None, drafters=NEAR_AND_AHEAD),
         "auto": decoupled(None, mode="auto"),
         "switching": loaded("Switching"),
     }[how]
@@ -239,6 +243,7 @@ def test_modes_are_configured_while_requests_run(setting: Setting, engine: Engin
     """At any round: half of the times soon again, else when the new mode has drafted something that was right."""
     aim(engine, [setting.reciters.drafters[0].spec.endpoint], ENGINE_KEYS, setting.folder)
     configs = [OFF, loaded("Near", 5), loaded("Switching"), decoupled(2), decoupled(8), decoupled(None)]
+    configs += [decoupled(None, drafters=NEAR_AND_AHEAD)]
     rng = Random(1)
     want = plain(engine, LONG)
     counts: dict[str, Counts] = {"near": Counts(), "decoupled": Counts()}

@@ -5,19 +5,26 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from specactor.config import EngineConfig, SpeculationConfig
 from specactor.errors import EngineError
 from specactor.rollout.draft.counts import Counts
 from specactor.rollout.sglang.engine import Engine, EngineSpec
 from specactor.rollout.sglang.running import running
-from specactor.types import RolloutRequest
+from specactor.types import RolloutRequest, Trajectory
+from specactor.weights_sync.draft_sender import DraftSender, push_to_engine
+from specactor.weights_sync.messages import DraftWeights
 from tests.rollout.conftest import request, start_script
 from tests.rollout.sglang.test_speculation import batch as batch_of_all_kinds
 from tests.rollout.sglang.test_speculation import configure, facts, report
+from tests.rollout.sglang.wrong_pushes import INTO_POLICY
 
 WRONG = "tests.rollout.sglang.wrong_draft_models"
+WRONG_PUSHES = "tests.rollout.sglang.wrong_pushes"
 MAX_WINDOW = 8
 OFF = SpeculationConfig(mode="off", max_window=MAX_WINDOW)
 
@@ -152,6 +159,107 @@ def test_any_draft_model_changes_no_token(strangers: Engine, other_dir: str, win
     counts = report(strangers)
     assert 0 < counts.accepted < counts.drafted
     assert counts.failures == 0
+
+
+@pytest.fixture(scope="module")
+def noise_dir(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The twin's shape, and other weights."""
+    return make_dense(tmp_path_factory.mktemp("noise"), "seed=7")
+
+
+@pytest.fixture
+def sender() -> Iterator[DraftSender]:
+    made = DraftSender(torch.float32)
+    yield made
+    made.close()
+
+
+class Pushes:
+    """Of versions that count up, to one engine."""
+
+    def __init__(self, engine: Engine, sender: DraftSender) -> None:
+        self._engine, self._sender, self._version = engine, sender, 0
+
+    def pack(self, folder: str) -> DraftWeights:
+        self._version += 1
+        return self._sender.pack(load_file(f"{folder}/model.safetensors").items(), version=self._version)
+
+    def __call__(self, folder: str, *, flipped: bool = False) -> str:
+        weights = self.pack(folder)
+        if flipped:
+            assert self._sender._buffer is not None
+            self._sender._buffer.data[weights.slots[3].offset + 5] ^= 4
+        return push_to_engine(self._engine, weights, timeout_s=60)
+
+
+def policy_digests(engine: Engine) -> list[bytes]:
+    return engine.rank_call("specactor.weights_sync.inspection:digests", b"", timeout_s=60)
+
+
+def test_a_push_between_rollouts_changes_drafts_and_no_token(
+    twins: Engine, dense_dir: str, noise_dir: str, sender: DraftSender
+) -> None:
+    push, requests, config = Pushes(twins, sender), batch(1.0), speculation(dense_dir, 3, sharpen="shared")
+    configure(twins, OFF)
+    plain, policy = facts(twins.generate(requests)), policy_digests(twins)
+    rates = []
+    for folder, flipped in ((noise_dir, False), (dense_dir, False), (noise_dir, True)):
+        problem = push(folder, flipped=flipped)
+        assert ("wrong digest" in problem) == flipped, problem
+        configure(twins, config)
+        report(twins)
+        assert facts(twins.generate(requests)) == plain
+        rates.append(accept_rate(report(twins)))
+    assert rates[0] < 0.5, "other weights draft otherwise"
+    assert min(rates[1:]) >= 0.999, "the target's own are right, and stay when a damaged push is refused"
+    assert policy_digests(twins) == policy
+
+
+def test_pushes_during_a_rollout_change_no_token(
+    twins: Engine, dense_dir: str, noise_dir: str, sender: DraftSender
+) -> None:
+    push, requests = Pushes(twins, sender), batch(1.0)
+    twins.flush()
+    configure(twins, OFF)
+    plain = facts(twins.generate(requests))
+    configure(twins, speculation(dense_dir, 3, sharpen="shared"))
+    report(twins)
+    ended: list[str] = []
+    said: list[str] = []
+    running: list[int] = []
+
+    def at_the_end_of(trajectory: Trajectory) -> None:
+        ended.append(trajectory.request_id)
+        if len(ended) in (1, 12, 24):
+            said.append(push(dense_dir if len(ended) == 12 else noise_dir))
+            running.append(len(requests) - len(ended))
+
+    assert facts(twins.generate(requests, on_finished=at_the_end_of)) == plain
+    counts = report(twins)
+    assert said == ["", "", ""]
+    assert min(running) > 0
+    assert counts.failures == 0
+    assert accept_rate(counts) < 0.99, "some of it was drafted with other weights"
+    assert push(dense_dir) == ""
+    assert accept_rate(counts_of(twins, speculation(dense_dir, 3, sharpen="shared"), requests)) >= 0.999
+
+
+def test_weights_that_land_in_the_policy_are_noticed(
+    twins: Engine, dense_dir: str, noise_dir: str, sender: DraftSender
+) -> None:
+    """The wrong version of the rank call takes the target for the draft model."""
+    push, policy = Pushes(twins, sender), policy_digests(twins)
+    configure(twins, speculation(dense_dir, 3, drafter=f"{WRONG_PUSHES}:Shared"))
+    for folder, same in ((noise_dir, False), (dense_dir, True)):
+        twins.rank_call(INTO_POLICY, msgspec.msgpack.encode(push.pack(folder)), timeout_s=60)
+        assert (policy_digests(twins) == policy) == same
+    twins.flush()
+
+
+def test_an_engine_without_a_draft_model_refuses_new_weights(
+    engine: Engine, dense_dir: str, sender: DraftSender
+) -> None:
+    assert "this engine was started without one" in Pushes(engine, sender)(dense_dir)
 
 
 def test_an_engine_without_a_draft_model_refuses_it(engine: Engine, other_dir: str) -> None:

@@ -21,10 +21,13 @@ from tokenizers import Regex, Tokenizer, decoders, models
 
 from specactor.config import EngineConfig, SpeculationConfig
 from specactor.errors import EngineError
+from specactor.rollout.continuation import going_on
 from specactor.rollout.sglang.engine import Engine, EngineSpec
 from specactor.rollout.sglang.running import running
 from specactor.types import RolloutRequest, Trajectory
 from tests.rollout.conftest import VOCAB, request
+from tests.rollout.sglang.parts import cut as cut_at
+from tests.rollout.sglang.parts import in_two, with_seam, without_the_seam_token
 from tests.rollout.sglang.test_speculation import configure, report
 
 PROBES = "tests.rollout.sglang.probes"
@@ -394,6 +397,80 @@ def test_pause_change_the_weights_and_go_on(speculating: Engine) -> None:
     assert expected.token_ids[:held] == old.token_ids[:held]
     assert expected.token_ids[held:] != old.token_ids[held:]
     assert_same(run(speculating, drafter("Half"), wanted), [old])
+
+
+# Responses in parts
+
+
+@pytest.mark.parametrize(
+    ("config", "late"), [(OFF, True), (drafter("Half"), False)], ids=["plain, before the last", "drafted, anywhere"]
+)
+def test_parts_make_the_response(speculating: Engine, config: SpeculationConfig, late: bool) -> None:
+    """With every option, with stop strings across the seam, with the experts of all tokens."""
+    requests = with_options(36)
+    requests += [
+        replace(r, sampling=replace(r.sampling, stop=STOPS[i % len(STOPS)]))
+        for i, r in enumerate(request(i, new=40, ignore_eos=i % 2 == 0) for i in range(36, 66))
+    ]
+    plain = run(speculating, OFF, requests)
+    expected = with_seam(plain, plain)
+    ours = in_two(lambda some: run(speculating, config, some), requests, plain, late=late)
+    assert (report(speculating).accepted > 0) == (config is not OFF), "drafters know how the response began"
+    assert_same(ours, expected)
+    for mine, other in zip(ours, expected, strict=True):
+        np.testing.assert_array_equal(experts(mine), experts(other))
+        assert mine.spans == other.spans
+    assert sum(bool(r.sampling.stop) and t.finish_reason == "stop" for r, t in zip(requests, plain, strict=True)) > 10
+    probe(speculating, "break_with", "forgets_beginnings")
+    wrong = in_two(lambda some: run(speculating, config, some), requests, plain, late=late)
+    penalties = [r.sampling.has_penalties for r in with_seam(requests, plain)]
+    stops = [bool(r.sampling.stop) for r in with_seam(requests, plain)]
+    changed = [t.token_ids != e.token_ids for t, e in zip(wrong, expected, strict=True)]
+    assert any(c for c, p in zip(changed, penalties, strict=True) if p)
+    assert any(c for c, s in zip(changed, stops, strict=True) if s) or not late
+    assert not any(c for c, p, s in zip(changed, penalties, stops, strict=True) if not p and not s)
+
+
+@pytest.mark.parametrize("config", [OFF, drafter("Half")], ids=["plain", "drafted"])
+def test_an_abort_in_the_last_round_goes_past_no_end(speculating: Engine, config: SpeculationConfig) -> None:
+    """Ends of all kinds in the very round that is the last anyway; what has not ended goes on to the same response."""
+    bias = {"logit_bias": ((EOS, 2.0),), "stop_token_ids": tuple(range(4, VOCAB, 11)), "ignore_eos": False}
+    requests = [request(i, new=4 + i % 24, **bias) for i in range(24)]  # type: ignore[arg-type]
+    expected = run(speculating, OFF, requests)
+    run(speculating, OFF, [replace(r, sampling=replace(r.sampling, ignore_eos=True)) for r in requests])
+
+    def aborted() -> list[Trajectory]:
+        speculating.flush()
+        configure(speculating, config)
+        probe(speculating, "abort_at", 3)
+        responses = speculating.generate(requests)
+        probe(speculating, "heal")
+        return responses
+
+    ours = aborted()
+    assert {t.finish_reason for t in ours} == {"abort", "stop", "length"}
+    left = [t.finish_reason == "abort" for t in ours]
+    more = [going_on(r, t) for r, t, is_left in zip(requests, ours, left, strict=True) if is_left]
+    rest = iter(run(speculating, config, more))
+    assert_same([next(rest) if is_left else t for t, is_left in zip(ours, left, strict=True)], expected)
+    probe(speculating, "break_with", "aborts_without_a_look")
+    wrong = aborted()
+    past = [t.token_ids != e.token_ids[: len(t.token_ids)] for t, e in zip(wrong, expected, strict=True)]
+    whole = [t.finish_reason == "abort" and t.token_ids == e.token_ids for t, e in zip(wrong, expected, strict=True)]
+    assert any(past) or any(whole)
+
+
+def test_wrong_versions_of_the_seam(speculating: Engine) -> None:
+    requests = [request(i, new=20) for i in range(8)]
+    expected = run(speculating, OFF, requests)
+    firsts = run(speculating, OFF, cut_at(requests, [10] * 8))
+    dropped = [without_the_seam_token(r, first) for r, first in zip(requests, firsts, strict=True)]
+    seconds = run(speculating, OFF, [replace(r, sampling=replace(r.sampling, max_new_tokens=19)) for r in dropped])
+    assert differs(
+        [replace(t, token_ids=f.token_ids + t.token_ids[9:]) for t, f in zip(seconds, firsts, strict=True)], expected
+    )
+    probe(speculating, "break_with", "noise_begins_anew")
+    assert differs(in_two(lambda some: run(speculating, OFF, some), requests, expected, late=False), expected)
 
 
 # Routing replay

@@ -282,3 +282,30 @@ def test_a_rejection_for_the_runner_up_finds_a_draft(child: Child) -> None:
         lane = Lane(key="new", prompt_ids=(5, 9, 7), tokens=known, seed=77, temperature=1.0, agreed=0)
         assert child.wrong([lane], [way[len(known) :]]) == 0, "the draft is what the model says after the runner-up"
         child("forget", "new")
+
+
+@pytest.mark.parametrize("name", ["ModelContinuer", "KeepsKeysOfOldWeights"])
+def test_new_weights_draft_as_their_model_does(
+    child: Child, tmp_path_factory: pytest.TempPathFactory, name: str
+) -> None:
+    """In the middle of texts, whose keys were of the old weights; damaged weights change nothing."""
+    folders = [make_dense(tmp_path_factory.mktemp("weights"), f"seed={seed}") for seed in (21, 11)]
+    rng = random.Random(10)
+    texts = [text(rng, i) for i in range(5)]
+    begin(child, name, steps=2)
+    mistakes = 0
+    for folder, damaged in ((folders[0], False), (folders[0], True), (folders[1], False)):  # ends as it began
+        for _ in range(2):
+            for t, answer in zip(texts, child.extend([t.lane() for t in texts]), strict=True):
+                t.tokens += answer
+        problem, version = child("renew", folder, damaged)
+        assert ("wrong digest" in problem) == damaged
+        lanes = [t.lane() for t in texts]
+        answers = child.extend(lanes)
+        mistakes += child.wrong(lanes, answers)
+        for t, answer in zip(texts, answers, strict=True):
+            t.tokens += answer
+    assert version == 2
+    assert (mistakes == 0) == (name == "ModelContinuer")
+    for t in texts:
+        child("forget", t.key)

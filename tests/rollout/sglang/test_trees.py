@@ -134,6 +134,40 @@ def test_chosen_sizes_change_nothing(engine: Engine, plain: list[Trajectory], mo
     assert differing(run(engine, trees(RIGHT, None, mode=mode)), plain) == set()
 
 
+def switching(version: str, mode: str = "auto") -> SpeculationConfig:
+    """Two drafters in the engine and one that drafts ahead."""
+    where = "tests.rollout.sglang.switching_versions"
+    return replace(trees(f"{where}:{version}", None, mode=mode), drafters=_drafters(where, version), merge=False)
+
+
+def _drafters(where: str, version: str) -> tuple[str, ...]:
+    return (f"{where}:{version}", f"{HERE}:Second", f"{where}:Ahead")
+
+
+@pytest.mark.parametrize("mode", ["auto", "coupled"])
+def test_requests_that_switch_change_nothing(engine: Engine, plain: list[Trajectory], mode: str) -> None:
+    """Drafter, mode and window of each request change at random rounds, to trees and to nothing, too."""
+    assert differing(run(engine, switching("switching", mode)), plain) == set()
+    counts = report(engine)
+    assert min(counts[name].accepted for name in ("rehearsed", "second", "ahead")) > 20
+    assert sum(of.switches for of in counts.values()) > 20
+    total = sum(counts.values(), Counts())
+    assert total.emitted == total.accepted + total.verifies
+
+
+@one_rank
+def test_a_switch_that_is_trusted_is_caught(engine: Engine, plain: list[Trajectory]) -> None:
+    assert "token_ids" in differing(run(engine, switching("trusts_after_a_switch")), plain)
+
+
+@pytest.mark.parametrize("most", [1, 3])
+def test_drafters_of_each_request_change_nothing(engine: Engine, plain: list[Trajectory], most: int) -> None:
+    """As costs decide, with one drafter for a request or several."""
+    config = trees(RIGHT, None, mode="auto", merge=False, fastest_of=most)
+    assert differing(run(engine, config), plain) == set()
+    assert sum(of.drafted for of in report(engine).values()) > 0
+
+
 @one_rank
 @pytest.mark.parametrize("name", WRONG_TOKENS)
 def test_wrong_versions_are_caught(engine: Engine, plain: list[Trajectory], name: str) -> None:

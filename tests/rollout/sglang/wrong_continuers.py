@@ -9,6 +9,7 @@ from torch import Tensor
 
 from specactor.rollout.decoupled.continuer import Lane
 from specactor.rollout.sglang.model_continuer import GuessingContinuer, ModelContinuer
+from specactor.weights_sync.messages import DraftWeights
 
 
 class TakesTheNextNoise(ModelContinuer):
@@ -81,3 +82,14 @@ class GuessesTheThird(GuessingContinuer):
         super()._sample(logits_BV, lanes, noise, base_B, depth + 1)
         self._second = {key: [*tokens[:-1], self._second[key][-1]] for key, tokens in before.items()}
         return tokens_B
+
+
+class KeepsKeysOfOldWeights(ModelContinuer):
+    """Keys and values that the old weights computed are read with the new ones."""
+
+    def renew(self, weights: DraftWeights) -> str:
+        before = {key: seen.cached for key, seen in self._seen.items()}
+        problem = super().renew(weights)
+        for key, seen in self._seen.items():
+            seen.cached = before[key]
+        return problem

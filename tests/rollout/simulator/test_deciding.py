@@ -11,9 +11,9 @@ import pytest
 
 from specactor import plan as planning
 from specactor.rollout import pool
-from specactor.rollout.draft import options, speculator
+from specactor.rollout.draft import further, mixing, options, speculator, ways
 from specactor.rollout.draft.drafter import DraftSequence
-from specactor.rollout.planning import reconfiguration, search, windows
+from specactor.rollout.planning import fastest, ladder, reconfiguration, search, windows
 from specactor.rollout.planning.windows import OFF
 from specactor.rollout.simulator import deciding, freed, rollout
 from specactor.rollout.simulator.deciding import AHEAD, Decider, Decision, placed
@@ -27,13 +27,14 @@ SEQUENCES = [DraftSequence(request_id=str(i), prompt_ids=()) for i in range(8)]
 def test_decisions_are_those_of_the_engine() -> None:
     """By identity: a copy, or a wrapper, would be another object."""
     assert deciding.search is planning.search is search.search
-    assert deciding.of_drafter is speculator.of_drafter is options.of_drafter
+    assert deciding.of_drafter is ways.of_drafter is options.of_drafter
     assert deciding.choose is speculator.choose is windows.choose
     assert deciding.AcceptanceModel is speculator.AcceptanceModel
     assert deciding.OnlineCosts is speculator.OnlineCosts
-    assert deciding.reconfigure is reconfiguration.reconfigure
+    assert deciding.reconfigure is mixing.reconfigure is reconfiguration.reconfigure
     assert rollout.assign is pool.assign
-    assert freed.as_published.__module__ == "specactor.rollout.planning.fastest"
+    assert freed.while_it_pays is further.while_it_pays is fastest.while_it_pays
+    assert freed.Ladder is ways.Ladder is ladder.Ladder
 
 
 def defined(text: str) -> set[str]:

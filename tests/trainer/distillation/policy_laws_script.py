@@ -19,12 +19,10 @@ groups.cpu_platform.install()
 
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
-from megatron.core import parallel_state  # noqa: E402
 from safetensors.numpy import save_file  # noqa: E402
 
 from specactor.trainer.distillation.buffer import Law, Lesson, lesson_from  # noqa: E402
 from specactor.trainer.distillation.drafter import DrafterTrainer  # noqa: E402
-from specactor.trainer.distillation.likeliest import LikeliestRecorder  # noqa: E402
 from specactor.trainer.policy import PolicyTrainer  # noqa: E402
 from tests.trainer.distillation import cases  # noqa: E402
 from tests.trainer.distillation.policy_cases import SEQUENCES, TOP_K, UPDATES, draft_model  # noqa: E402
@@ -52,15 +50,9 @@ def steps(trainer: PolicyTrainer) -> list[dict[str, Any]]:
 
 
 def steps_with_refresh(trainer: PolicyTrainer, folder: Path) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    recorder = LikeliestRecorder(
-        TOP_K, temperature=policy_cases.TEMPERATURE, group=parallel_state.get_tensor_model_parallel_group()
-    )
-    plain, trainer._objective = trainer._objective, recorder.around(trainer._objective)  # type: ignore[assignment]
-    first = asdict(trainer.train_step(SEQUENCES, learning_rate=2e-3))
-    trainer._objective = plain
-    laws = recorder.collect(
-        [s.response_len for s in SEQUENCES], vocab_size=cases.VOCAB, storage="float32", device=trainer.device
-    )
+    recorder = trainer.law_recorder(TOP_K, "float32")
+    first = asdict(trainer.train_step(SEQUENCES, learning_rate=2e-3, recorder=recorder))
+    laws = recorder.take(SEQUENCES)
     drafter = DrafterTrainer(cases.config(), draft_model(), seed=0, group=dist.group.WORLD)
     drafter.buffer.add(lessons_of(laws))
     before = torch.get_rng_state()

@@ -63,7 +63,7 @@ def test_refreshes_that_only_teach() -> None:
 def test_no_refresh_without_time_or_use(mode: str) -> None:
     for changes, reason in (
         ({"steps_left": 0}, "no rollout is left to serve"),
-        ({"refresh_s": 0.0}, "no time was granted: the last step's time is not known"),
+        ({"refresh_s": 0.0}, "no time was granted: the last step was too short, or its time is not known"),
     ):
         decision = decide(mode, replace(NOW, **changes), explore_every=10)  # type: ignore[arg-type]
         assert (decision.refresh, decision.reason) == (False, reason)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -259,3 +261,35 @@ def test_models_of_other_vocabularies_are_refused(targets: dict[str, Path], tmp_
     words = ["eval", "--draft", str(wide), "--target", str(targets["moe"]), "--rollouts", str(tmp_path / "r.jsonl")]
     with pytest.raises(ConfigError, match=f"draft: got '{VOCAB + 8} tokens', expected the target's {VOCAB} tokens"):
         commands.evaluate(commands.parse(words))  # type: ignore[arg-type]
+
+
+IN_A_TRAINER = """
+import sys
+from pathlib import Path
+from specactor.cpu import megatron
+megatron.install()
+import torch
+from specactor.trainer.distillation import start
+if sys.argv[2] == "wrong":
+    start.fill_buffers = lambda model: None
+with torch.no_grad():
+    logits = start.read_model(Path(sys.argv[1]))(input_ids=torch.arange(24)[None]).logits
+print("LOGITS", logits.double().abs().sum().item())
+"""
+
+
+@pytest.mark.parametrize("version", ["right", "wrong"])
+def test_a_model_that_a_trainer_reads_is_the_same_model(targets: dict[str, Path], version: str) -> None:
+    """transformers leaves rotary frequencies unset there, if nobody computes them."""
+    done = subprocess.run(
+        [sys.executable, "-c", IN_A_TRAINER, str(targets["dense"]), version],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    [said] = [line for line in done.stdout.splitlines() if line.startswith("LOGITS ")]
+    with torch.no_grad():
+        logits = start.read_model(targets["dense"])(input_ids=torch.arange(24)[None]).logits
+    here = logits.double().abs().sum().item()
+    assert (float(said.split()[1]) == pytest.approx(here, rel=1e-9)) == (version == "right")

@@ -1,0 +1,117 @@
+"""A response that is generated in parts: on several engines, or in several steps. PURE.
+
+The noise of a token is keyed by the request's seed and the token's position in prompt and response, so an engine that
+is given the prompt and the first tokens of a response samples the tokens that the first engine would have sampled.
+
+Invariants: a response has one log-probability per token, spans that cover it without gap or overlap, and the experts of
+all its tokens or of none; what goes on from a beginning has that beginning.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from specactor.errors import EngineError
+from specactor.types import Begun, FinishReason, RolloutRequest, Trajectory, VersionSpan
+
+
+def num_begun(request: RolloutRequest) -> int:
+    """Tokens of the response that there are."""
+    return len(request.begun.token_ids) if request.begun else 0
+
+
+def bare(request: RolloutRequest) -> RolloutRequest:
+    """What an engine needs of the request: of the beginning, the tokens."""
+    if request.begun is None:
+        return request
+    return replace(request, begun=Begun(token_ids=request.begun.token_ids, logprobs=(), spans=()))
+
+
+def check(request: RolloutRequest, *, with_experts: bool = False) -> None:
+    """Raises EngineError for a beginning that is damaged, or a whole response, or lacks the experts of its tokens."""
+    begun = request.begun
+    if begun is None:
+        return
+    count = len(begun.token_ids)
+    ends = [0, *(span.end for span in begun.spans)]
+    starts = [*(span.start for span in begun.spans), count]
+    if len(begun.logprobs) != count or starts != ends:
+        raise EngineError(
+            f"request {request.request_id}: a beginning of {count} tokens with {len(begun.logprobs)} log-probabilities "
+            f"and spans {[(span.start, span.end) for span in begun.spans]}, expected one log-probability per token and "
+            f"spans that cover 0..{count}. Leave out RolloutRequest.begun to generate the response anew."
+        )
+    if with_experts and count and not begun.routed_experts:
+        raise EngineError(
+            f"request {request.request_id}: a beginning without routed experts, expected them with "
+            "rollout.engine.routed_experts. Leave out RolloutRequest.begun to generate the response anew."
+        )
+    if count >= request.sampling.max_new_tokens:
+        raise EngineError(
+            f"request {request.request_id}: a beginning of {count} tokens, expected fewer than max_new_tokens = "
+            f"{request.sampling.max_new_tokens}. The response is finished."
+        )
+
+
+def whole(
+    request: RolloutRequest,
+    *,
+    token_ids: Sequence[int],
+    logprobs: Sequence[float],
+    finish_reason: FinishReason,
+    version: int,
+    routed_experts: bytes = b"",
+) -> Trajectory:
+    """The response with its beginning, if the request has one. Args: what an engine emitted now, at which version."""
+    begun = request.begun or Begun(token_ids=(), logprobs=(), spans=())
+    start, end = len(begun.token_ids), len(begun.token_ids) + len(token_ids)
+    has_all = bool(begun.routed_experts) or not begun.token_ids
+    return Trajectory(
+        request_id=request.request_id,
+        group_id=request.group_id,
+        prompt_ids=request.prompt_ids,
+        token_ids=begun.token_ids + tuple(token_ids),
+        logprobs=begun.logprobs + tuple(logprobs),
+        finish_reason=finish_reason,
+        spans=_joined((*begun.spans, VersionSpan(version=version, start=start, end=end))),
+        routed_experts=begun.routed_experts + routed_experts if has_all else b"",
+    )
+
+
+def going_on(request: RolloutRequest, response: Trajectory) -> RolloutRequest:
+    """`request`, to be gone on with from what there is of its response."""
+    if not response.token_ids:
+        return request
+    spans = tuple(span for span in response.spans if span.end > span.start)
+    return replace(
+        request,
+        begun=Begun(
+            token_ids=response.token_ids,
+            logprobs=response.logprobs,
+            spans=spans,
+            routed_experts=response.routed_experts,
+        ),
+    )
+
+
+def stale_tokens(response: Trajectory, version: int) -> int:
+    """Tokens that policies before `version` sampled; they are the first ones."""
+    return sum(span.end - span.start for span in response.spans if span.version != version)
+
+
+def agree(one: Sequence[int], other: Sequence[int]) -> bool:
+    """Whether two responses to one request are the same, as far as both go."""
+    shared = min(len(one), len(other))
+    return tuple(one[:shared]) == tuple(other[:shared])
+
+
+def _joined(spans: Sequence[VersionSpan]) -> tuple[VersionSpan, ...]:
+    """Neighbours of one version become one span; of a response without tokens one empty span is left."""
+    found: list[VersionSpan] = []
+    for span in spans:
+        if found and (found[-1].version == span.version or span.start == span.end):
+            found[-1] = replace(found[-1], end=span.end)
+        else:
+            found.append(span)
+    return tuple(found)

@@ -1,0 +1,108 @@
+"""Groups of responses that may take more than one step. PURE: responses in, groups out.
+
+With `rollout.oversample` more groups are asked for than a step learns from, and the rollout stops when enough of them
+are complete. What is not complete then is dropped, or, with `rollout.partial`, kept: its requests go on from what there
+is of their responses in the next step, at the next policy version.
+
+Invariants: a step learns from as many groups as it wants, each whole; a group is learned from at most once; with
+`partial` every group is learned from in the end (unless the run ends first); a request keeps its seed and its id, and
+so its noise, over steps.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import msgspec
+
+from specactor.errors import CheckpointError
+from specactor.types import RolloutRequest, Trajectory
+
+
+@dataclass(frozen=True, kw_only=True)
+class OpenGroup:
+    """One prompt's requests, and the responses that finished."""
+
+    problem: int
+    """Position in the data set."""
+    requests: tuple[RolloutRequest, ...]
+    finished: dict[str, Trajectory]
+    """By request id."""
+
+    @property
+    def complete(self) -> bool:
+        return len(self.finished) == len(self.requests)
+
+    @property
+    def pending(self) -> list[RolloutRequest]:
+        return [request for request in self.requests if request.request_id not in self.finished]
+
+    @property
+    def trajectories(self) -> list[Trajectory]:
+        """Of a complete group, in the order of its requests."""
+        return [self.finished[request.request_id] for request in self.requests]
+
+    def numbered(self, group_id: int) -> OpenGroup:
+        """With this group id in its requests."""
+        return replace(self, requests=tuple(replace(request, group_id=group_id) for request in self.requests))
+
+    def after(self, found: Mapping[str, Trajectory], stopped: Mapping[str, RolloutRequest]) -> OpenGroup:
+        """The group after a rollout that finished some requests, and stopped others."""
+        own = {r.request_id: found[r.request_id] for r in self.requests if r.request_id in found}
+        requests = tuple(stopped.get(request.request_id, request) for request in self.requests)
+        return replace(self, requests=requests, finished=self.finished | own)
+
+
+def num_in_flight(want: int, oversample: float) -> int:
+    """Groups that a step works at, to learn from `want` of them."""
+    return math.ceil(want * oversample - 1e-9)
+
+
+def opened(
+    carried: Sequence[OpenGroup], problems: Sequence[int], requests: Sequence[RolloutRequest]
+) -> list[OpenGroup]:
+    """All groups of a step, numbered anew, what was carried over first. Args: the new requests, group by group."""
+    size = len(requests) // len(problems) if problems else 0
+    fresh = [
+        OpenGroup(problem=problem, requests=tuple(requests[i * size : (i + 1) * size]), finished={})
+        for i, problem in enumerate(problems)
+    ]
+    return [group.numbered(i) for i, group in enumerate([*carried, *fresh])]
+
+
+def share(groups: Sequence[OpenGroup], want: int, *, engines: int, own: Collection[int]) -> int:
+    """Groups that must become complete on a rank with the engines `own`; all ranks' shares make `want` or more.
+
+    Group i runs on engine i modulo `engines`. A rank's share of `want` groups is as large as its share of the engines.
+    """
+    wanted = sum(i % engines in own for i in range(want))
+    complete = sum(group.complete for i, group in enumerate(groups) if i % engines in own)
+    return wanted - complete
+
+
+def settled(groups: Sequence[OpenGroup], want: int) -> tuple[list[OpenGroup], list[OpenGroup]]:
+    """(what the step learns from, the others): the first `want` complete ones, in the order of their numbers."""
+    kept = [i for i, group in enumerate(groups) if group.complete][:want]
+    return [groups[i] for i in kept], [group for i, group in enumerate(groups) if i not in set(kept)]
+
+
+def state(groups: Sequence[OpenGroup]) -> object:
+    """For a checkpoint: JSON types."""
+    return msgspec.to_builtins(list(groups))
+
+
+def restored(state: object, *, group_size: int) -> list[OpenGroup]:
+    """Raises CheckpointError for what is not a `state`, or is of groups of another size."""
+    try:
+        groups = msgspec.convert(state, list[OpenGroup])
+    except msgspec.ValidationError as error:
+        raise CheckpointError(f"open groups: {error}. Resume from another checkpoint.") from error
+    sizes = {len(group.requests) for group in groups} - {group_size}
+    if sizes:
+        raise CheckpointError(
+            f"open groups: rollout.group_size: got {group_size}, expected {sizes.pop()}, as when they were begun. "
+            "Resume with the size that the run started with."
+        )
+    return groups

@@ -1,0 +1,211 @@
+"""What to do with the requests that are left when an engine has run dry. PURE: loads in, moves and replicas out.
+
+Most responses are short, a few are long, so late in a rollout some engines have nothing left and others have. A
+**move** takes a request to a dry engine, which computes the keys of its prefix again and goes on. A **replica** is the
+same request on a dry engine as well (Algorithm 3 of 2511.16193, with engines in place of drafters): whichever ends
+first is kept. All engines emit the same tokens, so neither changes a response.
+
+Time is counted in rounds of an engine with one request. A round of b requests takes 1 + per_request (b - 1), a request
+that is moved `per_prefill_token` for each token of its prefix. A request is expected to go on as responses of this
+rollout did that were longer than it is now.
+
+Invariants: no request is lost or moved twice in one plan; only engines that were dry get requests; a move is predicted
+to end the rollout of the two engines earlier, by more than `margin` of it; a request never runs twice on one engine,
+nor on more engines than allowed; equal input gives equal plans.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import accumulate
+from typing import Protocol
+
+from specactor.config import TailConfig
+from specactor.errors import PlanError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Running:
+    """A request on an engine."""
+
+    request_id: str
+    length: int
+    """Tokens of prompt and response so far: what another engine would have to compute again."""
+    emitted: int
+    max_new_tokens: int
+    on_its_way: bool = False
+    """To the engine that it is counted on, and ending on another."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineLoad:
+    """What an engine that is alive has to do, and what is on its way to it."""
+
+    engine: int
+    slots: int
+    """Requests that it decodes together; others wait."""
+    running: tuple[Running, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Move:
+    """End the request on one engine, and go on with it on another."""
+
+    request_id: str
+    source: int
+    target: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Replica:
+    """Let another engine generate the request as well."""
+
+    request_id: str
+    target: int
+
+
+class Lengths:
+    """Of the responses that finished in this rollout."""
+
+    def __init__(self, finished: Iterable[int] = ()) -> None:
+        self._sorted = sorted(finished)
+        self._sums = list(accumulate(reversed(self._sorted), initial=0))
+
+    def left(self, emitted: int, limit: int) -> float:
+        """Tokens that a response of `emitted` tokens is expected to get yet: 1 at least, the limit keeps."""
+        longer = len(self._sorted) - bisect_right(self._sorted, emitted)
+        mean = self._sums[longer] / longer if longer else float(limit)
+        return max(1.0, min(mean, limit) - emitted)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TailCosts:
+    """In rounds of an engine with one request."""
+
+    per_request: float = 0.05
+    """Of a round, for each request beyond the first."""
+    per_prefill_token: float = 0.02
+    margin: float = 0.05
+    """Share of the time left that a move must save."""
+
+
+class TailPolicy(Protocol):
+    """Asked whenever a response has got longer or has ended. A test may give its own."""
+
+    def decide(self, loads: Sequence[EngineLoad], finished: Sequence[int]) -> Sequence[Move | Replica]:
+        """Args: engines that are alive; lengths of the responses that finished."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Planned:
+    """The shipped policy: moves that pay, and then replicas on engines that are still dry."""
+
+    migrate: bool
+    replicas: int = 1
+    """Engines that one request may run on."""
+    costs: TailCosts = field(default_factory=TailCosts)
+
+    def decide(self, loads: Sequence[EngineLoad], finished: Sequence[int]) -> Sequence[Move | Replica]:
+        """See `TailPolicy`."""
+        if len(loads) < 2 or all(load.running for load in loads):
+            return []
+        lengths = Lengths(finished)
+        moves = plan_moves(loads, lengths, self.costs) if self.migrate else []
+        return moves or plan_replicas(loads, lengths, self.replicas)
+
+
+def tail_policy(config: TailConfig) -> TailPolicy | None:
+    """What a run asked for; None: requests stay where they are."""
+    if not config.is_on:
+        return None
+    return Planned(migrate=config.migrate, replicas=config.replicas)
+
+
+def plan_moves(loads: Sequence[EngineLoad], lengths: Lengths, costs: TailCosts) -> list[Move]:
+    """Requests from the engine that is expected to end last to dry ones, one after the other while that pays."""
+    now = {load.engine: load for load in _checked(loads)}
+    places = Counter(r.request_id for load in loads for r in load.running)
+    fixed = {r.request_id for load in loads for r in load.running if r.on_its_way or places[r.request_id] > 1}
+    extra = dict.fromkeys(now, 0.0)  # rounds for the prefixes of what was moved there
+    dry = [load.engine for load in loads if not load.running]
+    found: list[Move] = []
+    while dry:
+        ends = {engine: extra[engine] + _rounds(load, lengths, costs) for engine, load in now.items()}
+        source = max((e for e in now if e not in dry), key=lambda e: (ends[e], -e), default=None)
+        target = min(dry, key=lambda e: (ends[e], e))
+        if source is None:
+            break
+        best: tuple[float, Running] | None = None
+        for request in _candidates(now[source], fixed, lengths):
+            rest = replace(now[source], running=tuple(r for r in now[source].running if r is not request))
+            more = replace(now[target], running=(*now[target].running, request))
+            end = max(
+                extra[source] + _rounds(rest, lengths, costs),
+                extra[target] + costs.per_prefill_token * request.length + _rounds(more, lengths, costs),
+            )
+            if best is None or end < best[0]:
+                best = (end, request)
+        if best is None or best[0] >= (1 - costs.margin) * ends[source]:
+            break
+        request = best[1]
+        now[source] = replace(now[source], running=tuple(r for r in now[source].running if r is not request))
+        now[target] = replace(now[target], running=(*now[target].running, request))
+        extra[target] += costs.per_prefill_token * request.length
+        found.append(Move(request_id=request.request_id, source=source, target=target))
+    return found
+
+
+def plan_replicas(loads: Sequence[EngineLoad], lengths: Lengths, replicas: int) -> list[Replica]:
+    """The requests that are expected to go on longest, each to the dry engine with the least, up to its slots."""
+    places: dict[str, set[int]] = {}
+    requests: dict[str, Running] = {}
+    for load in _checked(loads):
+        for request in load.running:
+            if request.on_its_way:
+                continue
+            places.setdefault(request.request_id, set()).add(load.engine)
+            requests[request.request_id] = request
+    room = {load.engine: load.slots for load in loads if not load.running}
+    slots = dict(room)
+    longest = sorted(requests.values(), key=lambda r: (-lengths.left(r.emitted, r.max_new_tokens), r.request_id))
+    found: list[Replica] = []
+    for request in longest:
+        at = places[request.request_id]
+        while len(at) < replicas:
+            target = max((e for e in room if e not in at), key=lambda e: (room[e] - slots[e], -e), default=None)
+            if target is None or room[target] == 0:
+                break
+            room[target] -= 1
+            at.add(target)
+            found.append(Replica(request_id=request.request_id, target=target))
+    return found
+
+
+def _rounds(load: EngineLoad, lengths: Lengths, costs: TailCosts) -> float:
+    """Until all of its requests have ended."""
+    if not load.running:
+        return 0.0
+    left = [lengths.left(r.emitted, r.max_new_tokens) for r in load.running]
+    together = min(len(left), load.slots)
+    return max(max(left), sum(left) / load.slots) * (1 + costs.per_request * (together - 1))
+
+
+def _candidates(load: EngineLoad, fixed: Collection[str], lengths: Lengths) -> list[Running]:
+    """The one whose keys are computed again soonest, and the one that goes on longest."""
+    movable = [r for r in load.running if r.request_id not in fixed]
+    if len(load.running) < 2 or not movable:
+        return []
+    shortest = min(movable, key=lambda r: (r.length, r.request_id))
+    longest = max(movable, key=lambda r: (lengths.left(r.emitted, r.max_new_tokens), r.request_id))
+    return [shortest] if shortest is longest else [shortest, longest]
+
+
+def _checked(loads: Sequence[EngineLoad]) -> Sequence[EngineLoad]:
+    if len({load.engine for load in loads}) < len(loads) or any(load.slots < 1 for load in loads):
+        raise PlanError(
+            f"tail: got engines {[(load.engine, load.slots) for load in loads]}, expected each once with a slot"
+        )
+    return loads

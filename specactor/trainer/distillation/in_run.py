@@ -1,0 +1,296 @@
+"""The draft model in a run: it learns after a step, its new weights reach whoever drafts, and checkpoints hold it.
+
+Invariants:
+1. Every rank calls the same methods with the same values.
+2. Tokens, rewards and losses of the policy are those of a run without it.
+3. What goes wrong here costs speed: a refresh that fails leaves the weights there are, whoever refuses a push goes on
+   with its own and is asked again after the next step.
+4. After `save` and `load` it goes on as if it had not stopped; engines and drafter processes that were started anew
+   get the version there is.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+from weakref import WeakKeyDictionary
+
+import msgspec
+import torch
+import torch.distributed as dist
+
+from specactor.config import Config
+from specactor.errors import CheckpointError, ConfigError, SpecActorError
+from specactor.parallel.collective import Collective
+from specactor.rollout.draft.counts import Counts
+from specactor.trainer.distillation import start
+from specactor.trainer.distillation.budget import Decision, decide, time_limit_s
+from specactor.trainer.distillation.buffer import Law, Lesson, lesson_from
+from specactor.trainer.distillation.drafter import Clock, DrafterTrainer, RefreshStats
+from specactor.trainer.distillation.history import History, accept_length
+from specactor.trainer.distillation.likeliest import LawRecorder
+from specactor.types import ScoredGroup, TrainSequence
+from specactor.weights_sync.draft_sender import DraftSender, num_bytes, push_to_engine
+from specactor.weights_sync.messages import DraftWeights
+from specactor.weights_sync.sender import TargetEngine
+
+PHASES = ("rollout", "reward", "train", "sync")
+"""Of a step, before the draft model learns from it."""
+FOLDER = "drafter"
+"""In a checkpoint."""
+
+
+class DrafterProcesses(Protocol):
+    """Those of this rank."""
+
+    def want(self, version: int) -> bool: ...
+
+    def renew(self, weights: DraftWeights, *, timeout_s: float) -> list[str]: ...
+
+    def oldest_version(self) -> int | None: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """What an RL step leaves to learn from."""
+
+    sequences: Sequence[TrainSequence]
+    """Just as the policy learned from them."""
+    rewards: Sequence[float]
+    """Of each."""
+    version: int
+    """Of the policy that generated them."""
+    counts: Mapping[str, Counts]
+    """Of its rollout, per drafter."""
+    seconds: float
+    """Of all of it, on this rank."""
+    rollout_s: float
+    steps_left: int
+
+    @classmethod
+    def of(
+        cls,
+        groups: Sequence[ScoredGroup],
+        sequences: Sequence[TrainSequence],
+        counts: Mapping[str, Counts],
+        *,
+        version: int,
+        spent: Mapping[str, float],
+        steps_left: int,
+    ) -> Step:
+        """Args: what all groups were made to; seconds of the step by phase."""
+        return cls(
+            sequences=sequences,
+            rewards=[reward for group in groups for reward in group.rewards],
+            version=version,
+            counts=counts,
+            seconds=sum(spent.get(phase, 0.0) for phase in PHASES),
+            rollout_s=spent.get("rollout", 0.0),
+            steps_left=steps_left,
+        )
+
+
+class _Plan(msgspec.Struct, frozen=True, kw_only=True):
+    """What rank 0 has decided."""
+
+    refresh: bool
+    saved_s: float
+    limit_s: float
+    reason: str
+
+
+class Distillation:
+    """One per rank, with a copy of the draft model."""
+
+    def __init__(
+        self,
+        config: Config,
+        collective: Collective,
+        *,
+        recorder: LawRecorder | None,
+        vocab_size: int,
+        engines: Callable[[], Sequence[TargetEngine]],
+        processes: DrafterProcesses,
+        note: Callable[[str], None] = lambda text: None,
+        device: torch.device | str = "cpu",
+        clock: Clock = time.perf_counter,
+    ) -> None:
+        """Collective. Args: of the policy; this rank's engines that hold a draft model, as of now; its drafter
+        processes; what is said to people. Raises ConfigError for a draft model that does not fit the policy."""
+        self.config, self.recorder = config.distillation, recorder
+        self.history = History()
+        self.reason = ""
+        """Of the last decision."""
+        self._collective = collective
+        self._temperature = config.rollout.temperature
+        self._timeout_s = config.weights_sync.timeout_s
+        self._folder = Path(config.rollout.speculation.draft_model)
+        self._engines, self._processes = engines, processes
+        self._note, self._clock = note, clock
+        self._held: WeakKeyDictionary[TargetEngine, int] = WeakKeyDictionary()
+        """Versions that engines took; others hold the weights that they were started with, version 0."""
+        self._push_s = 0.0
+        """Of the last push."""
+        start.quiet()
+        model = collective.together("draft model", lambda: _fitting(self._folder, vocab_size, device))
+        group = dist.group.WORLD if collective.world > 1 else None
+        self.drafter = DrafterTrainer(self.config, model, seed=config.seed, group=group)
+        self._sender = DraftSender(getattr(torch, config.model.dtype))
+
+    def refresh(self, step: Step) -> dict[str, float]:
+        """After an RL step: remember it, learn if that is worth its time, push. Returns metrics. Collective."""
+        self.history.rollout(accept_length(step.counts))
+        self.drafter.buffer.add(self._lessons(step))
+        plan = self._plan(step)
+        self.reason = plan.reason
+        stats, failed = self._learn(plan.limit_s) if plan.refresh else (None, False)
+        refreshed = stats is not None and stats.updates > 0
+        if refreshed:
+            self.history.refreshed()
+        pushed = self.push()
+        metrics = {
+            "drafter/version": self.drafter.version,
+            "drafter/refreshed": int(refreshed),
+            "drafter/failed": int(failed),
+            "drafter/buffer_tokens": self.drafter.buffer.num_tokens,
+            "time/refresh_limit_s": plan.limit_s,
+            "time/refresh_saves_s": plan.saved_s,
+        }
+        return metrics | pushed | self._of_history() | (_of_stats(stats) if stats is not None else {})
+
+    def push(self) -> dict[str, float]:
+        """Bring the draft model's version to all that draft with an older one. Collective."""
+        began_s, version = self._clock(), self.drafter.version
+        behind = [engine for engine in self._engines() if self._held.get(engine, 0) < version]
+        wanting = bool(behind) or self._processes.want(version)
+        metrics: dict[str, float] = {"drafter/refused": 0, "drafter/pushed_bytes": 0}
+        if self._collective.any(wanting):
+            weights = self._sender.pack(self.drafter.named_weights(), version=version)
+
+            def hand_over() -> list[str]:
+                said = [self._hand(engine, weights) for engine in behind]
+                return [*filter(None, said), *self._processes.renew(weights, timeout_s=self._timeout_s)]
+
+            own = self._collective.together("draft push", hand_over)
+            problems = [problem for part in self._collective.gather(own, list[str]) for problem in part]
+            for problem in problems:
+                self._note(f"draft model, version {version}: {problem}. It goes on with the weights that it has.")
+            metrics = {"drafter/refused": len(problems), "drafter/pushed_bytes": num_bytes(weights)}
+            self._push_s = self._clock() - began_s
+        return metrics | {"drafter/oldest_version": self._oldest()}
+
+    def save(self, folder: Path) -> None:
+        """Into a checkpoint's folder. Collective; raises CheckpointError where the disk fails."""
+        own = folder / FOLDER
+
+        def make() -> None:
+            if self._collective.rank == 0:
+                own.mkdir()
+
+        def write() -> None:
+            self.drafter.save(own)
+
+        try:
+            self._collective.together("checkpoint", make)
+            if self.config.zero_stage:  # its ranks meet while they save, which they cannot within `together`
+                write()
+            else:
+                self._collective.together("checkpoint", write)
+        except OSError as error:
+            raise CheckpointError(f"{own}: could not be written: {error}. Free disk space.") from error
+
+    def load(self, checkpoint: Path) -> None:
+        """Of a checkpoint; one of a run without refreshes has nothing, and the draft model starts anew. Collective."""
+        folder = checkpoint / FOLDER
+        if self._collective.any(not folder.is_dir()):
+            self._note(f"{checkpoint} holds no draft model: it starts from {self._folder}")
+        elif self.config.zero_stage:
+            self.drafter.load(folder)
+        else:
+            self._collective.together("checkpoint", lambda: self.drafter.load(folder))
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint's own state keeps."""
+        return self.history.state()
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        self.history = History.of(state)
+
+    def export(self, folder: Path) -> None:
+        """In Hugging Face format. Collective."""
+        weights = dict(self.drafter.named_weights())
+        if self._collective.rank == 0:
+            start.write_model(self.drafter.model, folder, tokenizer=self._folder, weights=weights)
+        self._collective.barrier()
+
+    def close(self) -> None:
+        self._sender.close()
+
+    def _lessons(self, step: Step) -> list[Lesson]:
+        laws: list[Law] | list[None] = [None] * len(step.sequences)
+        if self.recorder is not None:
+            laws = self.recorder.take(step.sequences)
+        return [
+            lesson_from(sequence, law, version=step.version, reward=reward, temperature=self._temperature)
+            for sequence, law, reward in zip(step.sequences, laws, step.rewards, strict=True)
+            if sequence.response_len
+        ]
+
+    def _plan(self, step: Step) -> _Plan:
+        limit_s = max(0.0, time_limit_s(step.seconds, self.config.max_time_share) - self._push_s)
+        now = self.history.outlook(rollout_s=step.rollout_s, refresh_s=limit_s, steps_left=step.steps_left)
+        decision: Decision = decide(self.config.refresh, now, explore_every=self.config.explore_every)
+        own = _Plan(refresh=decision.refresh, saved_s=decision.saved_s, limit_s=limit_s, reason=decision.reason)
+        return self._collective.gather(own, _Plan)[0]
+
+    def _learn(self, limit_s: float) -> tuple[RefreshStats | None, bool]:
+        """(statistics, whether it failed)"""
+        try:
+            return self.drafter.refresh(limit_s=limit_s, clock=self._clock), False
+        except SpecActorError as error:  # on every rank alike, since what went wrong is a sum over ranks
+            self._note(str(error))
+            return None, True
+
+    def _hand(self, engine: TargetEngine, weights: DraftWeights) -> str:
+        problem = push_to_engine(engine, weights, timeout_s=self._timeout_s)
+        if not problem:
+            self._held[engine] = weights.draft_version
+        return problem
+
+    def _oldest(self) -> int:
+        own = [self._held.get(engine, 0) for engine in self._engines()]
+        of_processes = self._processes.oldest_version()
+        own += [] if of_processes is None else [of_processes]
+        return min((v for part in self._collective.gather(own, list[int]) for v in part), default=0)
+
+    def _of_history(self) -> dict[str, float]:
+        found = {"before": self.history.before, "after": None if self.history.waits else self.history.fresh}
+        return {f"drafter/accept_length_{name}": value for name, value in found.items() if value is not None}
+
+
+def _fitting(folder: Path, vocab_size: int, device: torch.device | str) -> Any:
+    model = start.read_model(folder, device)
+    if model.config.vocab_size != vocab_size:
+        raise ConfigError.at(
+            "rollout.speculation.draft_model",
+            f"{model.config.vocab_size} tokens",
+            f"the policy's {vocab_size} tokens",
+            "Make one with specactor drafter init.",
+        )
+    return model
+
+
+def _of_stats(stats: RefreshStats) -> dict[str, float]:
+    if not stats.updates:
+        return {"drafter/updates": 0, "drafter/tokens": 0}
+    return {
+        "drafter/updates": stats.updates,
+        "drafter/tokens": stats.tokens,
+        "drafter/loss": sum(stats.losses) / len(stats.losses),
+        "drafter/law_loss": stats.law_loss,
+        "drafter/overlap": stats.overlap,
+        "drafter/grad_norm": stats.grad_norm,
+    }

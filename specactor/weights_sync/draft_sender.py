@@ -1,0 +1,82 @@
+"""The trainer's end of a push of the draft model's weights, to the engines and drafter processes of this rank.
+
+Every rank has the whole draft model, so a push crosses no ranks: the weights are copied once, with their digests, into
+memory that all processes of this host can read, and each of them is asked to check and then to load it.
+
+Invariants: an engine loads nothing before all its ranks have compared all digests; one that refuses keeps its old
+weights and goes on, and is asked again in the next push; a push stops no rollout, since it is taken between two rounds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import msgspec
+import torch
+
+from specactor.errors import EngineError
+from specactor.weights_sync.buckets import Slot, aligned
+from specactor.weights_sync.digest import copy_with_digest
+from specactor.weights_sync.memory import HostBuffer
+from specactor.weights_sync.messages import CheckReply, DraftWeights
+from specactor.weights_sync.sender import TargetEngine
+
+CHECK = "specactor.rollout.sglang.draft_weights:check"
+LOAD = "specactor.rollout.sglang.draft_weights:load"
+"""Rank calls. Payload: `DraftWeights`; answer: `CheckReply`."""
+
+
+class DraftSender:
+    """Of one rank; keeps its memory between pushes."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        """Args: of the weights that draft."""
+        self._dtype = dtype
+        self._buffer: HostBuffer | None = None
+
+    def pack(self, weights: Iterable[tuple[str, torch.Tensor]], *, version: int) -> DraftWeights:
+        """Copy the weights, under Hugging Face names. What was packed before is gone."""
+        tensors = [(name, tensor.detach().to("cpu", self._dtype).contiguous()) for name, tensor in weights]
+        slots: list[Slot] = []
+        end = 0
+        for name, tensor in tensors:
+            dtype = str(tensor.dtype).removeprefix("torch.")
+            slots.append(Slot(name=name, dtype=dtype, shape=tuple(tensor.shape), offset=aligned(end)))
+            end = aligned(end) + slots[-1].num_bytes
+        buffer = self._room(max(1, end))
+        filled = []
+        for slot, (_, tensor) in zip(slots, tensors, strict=True):
+            there = buffer.data[slot.offset : slot.offset + slot.num_bytes]
+            digest = copy_with_digest(there, tensor.view(-1).view(torch.uint8))
+            filled.append(msgspec.structs.replace(slot, digest=digest))
+        return DraftWeights(draft_version=version, address=buffer.address(), slots=tuple(filled))
+
+    def close(self) -> None:
+        """Give the memory back."""
+        if self._buffer is not None:
+            self._buffer.close()
+            self._buffer = None
+
+    def _room(self, num_bytes: int) -> HostBuffer:
+        if self._buffer is None or self._buffer.data.numel() < num_bytes:
+            self.close()
+            self._buffer = HostBuffer(num_bytes)
+        return self._buffer
+
+
+def num_bytes(weights: DraftWeights) -> int:
+    return sum(slot.num_bytes for slot in weights.slots)
+
+
+def push_to_engine(engine: TargetEngine, weights: DraftWeights, *, timeout_s: float) -> str:
+    """Why the engine did not take the weights; empty if all its ranks did. It may be generating."""
+    payload = msgspec.msgpack.encode(weights)
+    try:
+        for call in (CHECK, LOAD):
+            for rank, reply in enumerate(engine.rank_call(call, payload, timeout_s=timeout_s)):
+                problem = msgspec.msgpack.decode(reply, type=CheckReply).problem
+                if problem:
+                    return f"engine {engine.index}, rank {rank}: {problem}"
+    except EngineError as error:  # one that died is noticed, and replaced, by whoever uses it next
+        return str(error).partition("\n")[0]
+    return ""

@@ -1,0 +1,108 @@
+"""A response in parts is the response: tokens, log-probabilities, spans, experts."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from specactor.errors import EngineError
+from specactor.rollout import continuation
+from specactor.types import Begun, RolloutRequest, SamplingParams, Trajectory, VersionSpan
+
+REQUEST = RolloutRequest(
+    request_id="r",
+    prompt_ids=(7, 8),
+    sampling=SamplingParams(temperature=1.0, max_new_tokens=50),
+    seed=1,
+    group_id=0,
+)
+
+
+def in_parts(cuts: list[int], versions: list[int], *, with_experts: bool = True) -> Trajectory:
+    """Tokens 0, 1, 2 .. with log-probabilities alike, cut after every count of `cuts`, each part at its version."""
+    request, emitted = REQUEST, 0
+    for i, (count, version) in enumerate(zip(cuts, versions, strict=True)):
+        tokens = range(emitted, emitted + count)
+        response = continuation.whole(
+            request,
+            token_ids=list(tokens),
+            logprobs=[-float(token) for token in tokens],
+            finish_reason="stop" if i == len(cuts) - 1 else "abort",
+            version=version,
+            routed_experts=bytes(tokens) if with_experts else b"",
+        )
+        emitted += count
+        request = continuation.going_on(request, response)
+        if emitted < 50:
+            continuation.check(request, with_experts=with_experts)
+    return response
+
+
+@given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 2)), min_size=1, max_size=5), st.booleans())
+def test_parts_make_the_whole(parts: list[tuple[int, int]], with_experts: bool) -> None:
+    cuts, versions = [count for count, _ in parts], [version for _, version in parts]
+    total = sum(cuts)
+    response = in_parts(cuts, versions, with_experts=with_experts)
+    assert response.token_ids == tuple(range(total))
+    assert response.logprobs == tuple(-float(t) for t in range(total))
+    assert response.routed_experts == (bytes(range(total)) if with_experts else b"")
+    assert response.finish_reason == "stop"
+    of_token = [version for count, version in parts for _ in range(count)]
+    found = [span.version for span in response.spans for _ in range(span.start, span.end)]
+    assert found == of_token
+    ends = [0, *(span.end for span in response.spans)]
+    assert [span.start for span in response.spans] == ends[:-1]
+    neighbours = list(zip(response.spans, response.spans[1:], strict=False))
+    assert all(one.version != other.version for one, other in neighbours)
+
+
+def test_a_response_without_tokens_leaves_the_request_as_it_was() -> None:
+    assert continuation.going_on(REQUEST, in_parts([0], [3])) == REQUEST
+    assert in_parts([0], [3]).spans == (VersionSpan(version=3, start=0, end=0),)
+
+
+BEGUN = Begun(token_ids=(1, 2), logprobs=(-1.0, -2.0), spans=(VersionSpan(version=1, start=0, end=2),))
+
+
+@pytest.mark.parametrize(
+    ("begun", "message"),
+    [
+        (replace(BEGUN, logprobs=(-1.0,)), "2 tokens with 1 log-prob"),
+        (replace(BEGUN, spans=()), "spans that cover 0..2"),
+        (replace(BEGUN, spans=(VersionSpan(version=1, start=0, end=1),)), "spans that cover 0..2"),
+        (
+            Begun(token_ids=(1,) * 50, logprobs=(0.0,) * 50, spans=(VersionSpan(version=1, start=0, end=50),)),
+            "fewer than max_new_tokens = 50",
+        ),
+    ],
+)
+def test_damaged_beginnings_are_refused(begun: Begun, message: str) -> None:
+    with pytest.raises(EngineError, match=message):
+        continuation.check(replace(REQUEST, begun=begun))
+
+
+def test_experts_are_of_all_tokens_or_of_none() -> None:
+    request = replace(REQUEST, begun=BEGUN)
+    continuation.check(request)
+    with pytest.raises(EngineError, match="without routed experts"):
+        continuation.check(request, with_experts=True)
+    late = continuation.whole(
+        request, token_ids=[3], logprobs=[-3.0], finish_reason="stop", version=1, routed_experts=b"x"
+    )
+    assert late.routed_experts == b""
+
+
+def test_an_engine_is_told_the_tokens_alone() -> None:
+    bare = continuation.bare(replace(REQUEST, begun=BEGUN)).begun
+    assert bare is not None
+    assert (bare.token_ids, bare.logprobs, bare.spans) == ((1, 2), (), ())
+    assert continuation.bare(REQUEST) is REQUEST
+
+
+def test_responses_agree_as_far_as_both_go() -> None:
+    assert continuation.agree((1, 2, 3), (1, 2))
+    assert continuation.agree((), (1, 2))
+    assert not continuation.agree((1, 2, 3), (1, 3))

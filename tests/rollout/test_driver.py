@@ -1,0 +1,265 @@
+"""Any moves, replicas, stops and deaths, with fakes of engines: every response is the one of an undisturbed run."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from specactor.errors import EngineError, PlanError
+from specactor.rollout import continuation
+from specactor.rollout.assignment import assign
+from specactor.rollout.driver import Driver, TailCounts
+from specactor.rollout.sglang.engine import Engine, EngineDied
+from specactor.rollout.tail_plan import EngineLoad, Move, Planned, Replica
+from specactor.types import RolloutRequest, SamplingParams, Trajectory
+
+GROUPS, SIZE = 4, 3
+
+
+def token(seed: int, position: int) -> int:
+    return random.Random(1000 * seed + position).randrange(100)
+
+
+def make_requests(seed: int) -> list[RolloutRequest]:
+    chance = random.Random(seed)
+    return [
+        RolloutRequest(
+            request_id=f"r{i}",
+            prompt_ids=(1,) * (1 + i // SIZE),
+            sampling=SamplingParams(temperature=1.0, max_new_tokens=chance.randint(1, 30)),
+            seed=100 * seed + i,
+            group_id=i // SIZE,
+        )
+        for i in range(GROUPS * SIZE)
+    ]
+
+
+def expected(request: RolloutRequest) -> tuple[int, ...]:
+    start = len(request.prompt_ids)
+    return tuple(token(request.seed, start + t) for t in range(request.sampling.max_new_tokens))
+
+
+@dataclass
+class FakeEngine:
+    """Its noise is keyed as an engine's; it emits one token of every request per round."""
+
+    position_of: Callable[[RolloutRequest, int], int] = lambda request, emitted: len(request.prompt_ids) + emitted
+    dies_after: float = float("inf")
+    """Rounds."""
+    alive: bool = True
+    spec: Any = field(
+        default_factory=lambda: SimpleNamespace(config=SimpleNamespace(max_running_requests=4, routed_experts=False))
+    )
+    aborted: set[str] = field(default_factory=set)
+    killed: bool = False
+    lock: Any = field(default_factory=threading.Lock)
+
+    def generate(
+        self,
+        requests: Sequence[RolloutRequest],
+        *,
+        on_finished: Callable[[Trajectory], None],
+        on_progress: Callable[[RolloutRequest, Trajectory], None],
+        report_tokens: int,
+    ) -> None:
+        emitted: dict[str, list[int]] = {r.request_id: [] for r in requests}
+        left = list(requests)
+        with self.lock:
+            self.aborted -= set(emitted)
+        while left:
+            time.sleep(0)
+            self.dies_after -= 1
+            if self.dies_after <= 0:
+                self.alive = False
+            for request in list(left):
+                if not self.alive or self.killed:
+                    raise EngineDied("died")
+                tokens = emitted[request.request_id]
+                with self.lock:
+                    aborted = request.request_id in self.aborted
+                if not aborted:
+                    place = self.position_of(request, continuation.num_begun(request) + len(tokens))
+                    tokens.append(token(request.seed, place))
+                whole = continuation.num_begun(request) + len(tokens) == request.sampling.max_new_tokens
+                response = continuation.whole(
+                    request,
+                    token_ids=tokens,
+                    logprobs=[-1.0] * len(tokens),
+                    finish_reason="length" if whole else "abort",
+                    version=1,
+                )
+                if aborted or whole:
+                    left.remove(request)
+                    on_finished(response)
+                elif report_tokens and len(tokens) % report_tokens == 0:
+                    on_progress(request, response)
+
+    def abort_requests(self, ids: Sequence[str]) -> None:
+        with self.lock:
+            self.aborted |= set(ids)
+
+    def abort(self) -> None:
+        self.killed = True
+
+    def kill(self) -> None:
+        self.killed = True
+
+
+@dataclass
+class AtRandom:
+    """Moves and replicates whatever can be, at random."""
+
+    seed: int
+    share: float = 0.3
+    decisions: int = 0
+
+    def __post_init__(self) -> None:
+        self.chance = random.Random(self.seed)
+
+    def decide(self, loads: Sequence[EngineLoad], finished: Sequence[int]) -> Sequence[Move | Replica]:
+        self.decisions += 1
+        places = Counter(r.request_id for load in loads for r in load.running)
+        plan: list[Move | Replica] = []
+        for load in loads:
+            for request in load.running:
+                others = [other.engine for other in loads if other.engine != load.engine]
+                free = not request.on_its_way and places[request.request_id] == 1
+                if free and others and self.chance.random() < self.share:
+                    target = self.chance.choice(others)
+                    if self.chance.random() < 0.5:
+                        plan.append(Move(request_id=request.request_id, source=load.engine, target=target))
+                    else:
+                        plan.append(Replica(request_id=request.request_id, target=target))
+        return plan
+
+
+def drive(
+    engines: Sequence[FakeEngine], requests: Sequence[RolloutRequest], **options: Any
+) -> tuple[Driver, list[Trajectory]]:
+    seen: list[Trajectory] = []
+    options = {"notify": seen.append, "report_tokens": 1} | options
+    driver = Driver(cast("list[Engine]", engines), **options)
+    driver.run(assign(requests, len(engines)))
+    return driver, seen
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_random_moves_and_replicas_change_nothing(seed: int) -> None:
+    requests = make_requests(seed)
+    driver, seen = drive([FakeEngine() for _ in range(3)], requests, policy=AtRandom(seed))
+    assert sorted(t.request_id for t in seen) == sorted(r.request_id for r in requests), "each once"
+    for request in requests:
+        response = driver.done[request.request_id]
+        assert response.token_ids == expected(request)
+        assert len(response.logprobs) == len(response.token_ids)
+        assert [(span.start, span.end) for span in response.spans] == [(0, len(response.token_ids))]
+    assert driver.counts.differing == 0
+    assert not driver.stopped
+
+
+def test_random_moves_and_replicas_happen() -> None:
+    total = TailCounts()
+    for seed in range(30):
+        total += drive([FakeEngine() for _ in range(3)], make_requests(seed), policy=AtRandom(seed))[0].counts
+    assert min(total.moved, total.moved_tokens, total.replicas, total.lost_tokens) > 0
+
+
+def restarted(request: RolloutRequest, emitted: int) -> int:
+    """The noise begins anew where the request does."""
+    return len(request.prompt_ids) + emitted - continuation.num_begun(request)
+
+
+def one_off(request: RolloutRequest, emitted: int) -> int:
+    """The last token of the beginning was dropped."""
+    return len(request.prompt_ids) + emitted - (1 if request.begun else 0)
+
+
+@pytest.mark.parametrize("wrong", [restarted, one_off])
+def test_a_wrong_seam_is_caught(wrong: Callable[[RolloutRequest, int], int]) -> None:
+    """By the tokens, and, where the request has a replica, by the driver itself."""
+    changed = differing = 0
+    for seed in range(30):
+        requests = make_requests(seed)
+        driver, _ = drive([FakeEngine(position_of=wrong) for _ in range(3)], requests, policy=AtRandom(seed))
+        changed += sum(driver.done[r.request_id].token_ids != expected(r) for r in requests)
+        differing += driver.counts.differing
+    assert changed > 0
+    assert differing > 0
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_engines_that_die_lose_only_what_ran_there_alone(seed: int) -> None:
+    requests = make_requests(seed)
+    engines = [FakeEngine(), FakeEngine(dies_after=3 + seed), FakeEngine()]
+    driver, seen = drive(engines, requests, policy=AtRandom(seed))
+    assert len({t.request_id for t in seen}) == len(seen)
+    for response in seen:
+        request = next(r for r in requests if r.request_id == response.request_id)
+        assert response.token_ids == expected(request)
+    assert driver.counts.differing == 0
+
+
+@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("moving", [False, True])
+def test_enough_groups(seed: int, moving: bool) -> None:
+    """It stops; what was begun goes on from there in another rollout, to the same tokens."""
+    requests = make_requests(seed)
+    policy = AtRandom(seed) if moving else None
+    driver, _ = drive([FakeEngine(), FakeEngine()], requests, policy=policy, enough_groups=2)
+    assert set(driver.done) | set(driver.stopped) == {r.request_id for r in requests}
+    assert not set(driver.done) & set(driver.stopped)
+    missing = Counter(r.group_id for r in driver.stopped.values())
+    assert GROUPS - len(missing) >= 2
+    rest, _ = drive([FakeEngine()], list(driver.stopped.values()))
+    for request in requests:
+        assert (driver.done | rest.done)[request.request_id].token_ids == expected(request)
+
+
+def test_no_group_is_wanted() -> None:
+    requests = make_requests(0)
+    driver, _ = drive([FakeEngine()], requests, enough_groups=0)
+    assert driver.done == {}
+    assert list(driver.stopped.values()) == requests
+
+
+def test_the_shipped_policy_empties_nobody_and_moves_the_queue() -> None:
+    """All groups on one engine: the other one is dry from the start."""
+    requests = make_requests(5)
+    seen: list[Trajectory] = []
+    engines = [FakeEngine(), FakeEngine()]
+    driver = Driver(
+        cast("list[Engine]", engines), notify=seen.append, policy=Planned(migrate=True, replicas=2), report_tokens=1
+    )
+    driver.run([requests, []])
+    assert {r.request_id: expected(r) for r in requests} == {t.request_id: t.token_ids for t in seen}
+    assert driver.counts.moved > 0
+
+
+def test_a_plan_that_cannot_be_carried_out_is_an_error() -> None:
+    class Wrong:
+        def decide(self, loads: Sequence[EngineLoad], finished: Sequence[int]) -> Sequence[Move | Replica]:
+            return [Move(request_id="r0", source=1, target=1)]
+
+    engines = [FakeEngine(), FakeEngine()]
+    with pytest.raises(PlanError, match="expected a request that runs"):
+        drive(engines, make_requests(1), policy=Wrong())
+    assert all(engine.killed for engine in engines)
+
+
+def test_an_error_of_an_engine_ends_the_others() -> None:
+    class Refusing(FakeEngine):
+        def generate(self, *_: Any, **__: Any) -> None:
+            raise EngineError("refused")
+
+    engines = [FakeEngine(), Refusing()]
+    with pytest.raises(EngineError, match="refused"):
+        drive(engines, make_requests(1))
+    assert engines[0].killed

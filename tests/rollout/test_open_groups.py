@@ -1,0 +1,127 @@
+"""Over steps that stop at any time: every group is learned from once, whole, and with the seeds that it began with."""
+
+from __future__ import annotations
+
+import json
+import random
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from specactor.errors import CheckpointError
+from specactor.rollout import open_groups
+from specactor.rollout.continuation import going_on, whole
+from specactor.rollout.open_groups import OpenGroup
+from specactor.types import RolloutRequest, SamplingParams, Trajectory
+
+SIZE = 2
+
+
+def make_requests(step: int, groups: int) -> list[RolloutRequest]:
+    return [
+        RolloutRequest(
+            request_id=f"{step}.{group}.{sample}",
+            prompt_ids=(1, 2),
+            sampling=SamplingParams(temperature=1.0, max_new_tokens=10),
+            seed=100 * step + 10 * group + sample,
+            group_id=group,
+        )
+        for group in range(groups)
+        for sample in range(SIZE)
+    ]
+
+
+def respond(request: RolloutRequest, tokens: int, version: int, *, ends: bool) -> Trajectory:
+    return whole(
+        request,
+        token_ids=[5] * tokens,
+        logprobs=[-0.5] * tokens,
+        finish_reason="stop" if ends else "abort",
+        version=version,
+        routed_experts=bytes(tokens),
+    )
+
+
+def roll_out(
+    groups: list[OpenGroup], want: int, version: int, chance: random.Random
+) -> tuple[dict[str, Trajectory], dict[str, RolloutRequest]]:
+    """Any `want` groups or more become complete, and any requests of the others."""
+    complete = [i for i, group in enumerate(groups) if group.complete]
+    others = [i for i in range(len(groups)) if i not in complete]
+    ending = set(complete) | set(chance.sample(others, max(0, want - len(complete))))
+    found, stopped = {}, {}
+    for i, group in enumerate(groups):
+        for request in group.pending:
+            if i in ending or chance.random() < 0.3:
+                found[request.request_id] = respond(request, 2, version, ends=True)
+            else:
+                stopped[request.request_id] = going_on(request, respond(request, 1, version, ends=False))
+    return found, stopped
+
+
+@given(st.integers(0, 10**6), st.integers(1, 6), st.floats(1.0, 3.0))
+def test_steps(seed: int, want: int, oversample: float) -> None:
+    chance = random.Random(seed)
+    in_flight = open_groups.num_in_flight(want, oversample)
+    assert want <= in_flight <= want * oversample + 1
+    carried: list[OpenGroup] = []
+    asked = learned = 0
+    seen: set[str] = set()
+    for step in range(4):
+        fresh = in_flight - len(carried)
+        problems = list(range(asked, asked + fresh))
+        asked += fresh
+        groups = open_groups.opened(carried, problems, make_requests(step, fresh))
+        assert [r.group_id for group in groups for r in group.requests] == [
+            i for i in range(in_flight) for _ in range(SIZE)
+        ]
+        found, stopped = roll_out(groups, want, step, chance)
+        kept, carried = open_groups.settled([group.after(found, stopped) for group in groups], want)
+        carried = open_groups.restored(json.loads(json.dumps(open_groups.state(carried))), group_size=SIZE)
+        assert len(kept) == want
+        for group in kept:
+            for request, response in zip(group.requests, group.trajectories, strict=True):
+                assert response.request_id == request.request_id
+                assert request.request_id not in seen
+                seen.add(request.request_id)
+                begun_in, of_group, sample = map(int, request.request_id.split("."))
+                assert request.seed == 100 * begun_in + 10 * of_group + sample
+                assert response.spans[-1].version <= step
+                assert len(response.logprobs) == len(response.token_ids) == len(response.routed_experts)
+        learned += want
+    assert asked == learned + len(carried), "no group is lost"
+
+
+@given(st.integers(1, 12), st.integers(1, 6), st.integers(0, 10**6))
+def test_the_shares_of_all_ranks_make_enough(want: int, engines: int, seed: int) -> None:
+    chance = random.Random(seed)
+    groups = open_groups.opened([], range(want + 3), make_requests(0, want + 3))
+    done = {r.request_id: respond(r, 1, 0, ends=True) for r in groups[0].requests if chance.random() < 0.7}
+    groups = [group.after(done, {}) for group in groups]
+    ranks = [[engine] for engine in range(engines)]
+    shares = [open_groups.share(groups, want, engines=engines, own=own) for own in ranks]
+    complete = sum(group.complete for group in groups)
+    assert sum(max(0, share) for share in shares) + complete >= want
+    for own, share in zip(ranks, shares, strict=True):
+        can = sum(not group.complete for i, group in enumerate(groups) if i % engines in own)
+        assert share <= can, "a rank is never asked for more than it has"
+
+
+def test_a_wrong_version_forgets_what_was_begun() -> None:
+    """Then the tokens of a step would be sampled again: the state of a checkpoint would not tell."""
+    [request] = make_requests(0, 1)[:1]
+    begun = going_on(request, respond(request, 3, 0, ends=False))
+    [group] = open_groups.opened([], [7], [begun])
+    [back] = open_groups.restored(json.loads(json.dumps(open_groups.state([group]))), group_size=1)
+    assert back == group
+    assert back != replace(group, requests=(request,))
+
+
+def test_a_damaged_state_is_refused() -> None:
+    with pytest.raises(CheckpointError, match="open groups"):
+        open_groups.restored([{"problem": "x"}], group_size=SIZE)
+    groups = open_groups.opened([], [7], make_requests(0, 1))
+    with pytest.raises(CheckpointError, match=r"rollout\.group_size: got 5, expected 2"):
+        open_groups.restored(open_groups.state(groups), group_size=5)

@@ -1,0 +1,305 @@
+"""The draft model in a run: it learns, is pushed, is saved; whatever goes wrong costs speed alone."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from specactor.config import Config, SpeculationConfig
+from specactor.errors import CheckpointError, ConfigError
+from specactor.parallel.collective import Collective
+from specactor.rollout.draft.counts import Counts
+from specactor.trainer import checkpoint
+from specactor.trainer.distillation.drafter import DrafterTrainer
+from specactor.trainer.distillation.in_run import FOLDER, Distillation, Step
+from specactor.types import TrainSequence
+from specactor.weights_sync import draft_receiver
+from specactor.weights_sync.draft_sender import LOAD
+from specactor.weights_sync.messages import CheckReply, DraftWeights
+from tests.trainer import policy_cases
+from tests.trainer.distillation import cases
+from tests.trainer.distillation.policy_cases import SEQUENCES
+
+UPDATES = 2
+
+
+@pytest.fixture(scope="module")
+def collective() -> Iterator[Collective]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield Collective(torch.device("cpu"))
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def draft_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("draft") / "model"
+    cases.model().save_pretrained(folder)
+    return folder
+
+
+class Held(nn.Module):
+    """A draft model in an engine."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = cases.model(seed=9)
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        own = dict(self.model.named_parameters())
+        for name, tensor in weights:
+            own[name].data.copy_(tensor)
+
+
+class Engine:
+    def __init__(self, index: int = 0) -> None:
+        self.index = index
+        self.held = Held()
+        self.refuses = ""
+        self.versions: list[int] = []
+
+    def rank_call(self, name: str, payload: bytes, *, timeout_s: float) -> list[bytes]:
+        weights = msgspec.msgpack.decode(payload, type=DraftWeights)
+        problem = self.refuses or (draft_receiver.load(self.held, weights) if name == LOAD else "")
+        if name == LOAD and not problem:
+            self.versions.append(weights.draft_version)
+        return [msgspec.msgpack.encode(CheckReply(problem=problem))]
+
+    def kill(self) -> None:
+        raise AssertionError("a draft model is no reason to")
+
+
+class Processes:
+    """Drafter processes of a host."""
+
+    def __init__(self) -> None:
+        self.version = 0
+
+    def want(self, version: int) -> bool:
+        return self.version < version
+
+    def renew(self, weights: DraftWeights, *, timeout_s: float) -> list[str]:
+        self.version = weights.draft_version
+        return []
+
+    def oldest_version(self) -> int | None:
+        return self.version
+
+
+class World:
+    """A run's ends of the draft model; seconds pass as they are told to."""
+
+    def __init__(self, collective: Collective, draft_dir: Path, **settings: Any) -> None:
+        self.engines, self.processes, self.notes = [Engine()], Processes(), list[str]()
+        self.now_s = 0.0
+        self.config = config(draft_dir, **settings)
+        self.it = Distillation(
+            self.config,
+            collective,
+            recorder=None,
+            vocab_size=cases.VOCAB,
+            engines=lambda: self.engines,
+            processes=self.processes,
+            note=self.notes.append,
+            clock=lambda: self.now_s,
+        )
+
+    def step(self, number: int, *, accepted: float | None = 2.0, seconds: float = 10.0) -> dict[str, float]:
+        counts = {} if accepted is None else {"model": Counts(emitted=int(100 * accepted), verifies=100)}
+        return self.it.refresh(
+            Step(
+                sequences=SEQUENCES,
+                rewards=[0.5] * len(SEQUENCES),
+                version=number,
+                counts=counts,
+                seconds=seconds,
+                rollout_s=5.0,
+                steps_left=10 - number,
+            )
+        )
+
+    def weights(self) -> dict[str, list[float]]:
+        return {name: value.flatten().tolist() for name, value in self.it.drafter.named_weights()}
+
+    def held(self) -> dict[str, list[float]]:
+        return {n: p.detach().flatten().tolist() for n, p in self.engines[0].held.model.named_parameters()}
+
+
+def config(draft_dir: Path, **settings: Any) -> Config:
+    base = policy_cases.config(str(draft_dir), {})
+    speculation = SpeculationConfig(mode="coupled", drafters=("model",), draft_model=str(draft_dir))
+    refresh = {"refresh": "every_step", "max_updates": UPDATES, "reward_emphasis": 0.0, "position_emphasis": 0.0}
+    return replace(
+        base,
+        rollout=replace(base.rollout, speculation=speculation),
+        distillation=cases.config(**refresh | settings),
+    )
+
+
+@pytest.fixture
+def world(collective: Collective, draft_dir: Path) -> World:
+    return World(collective, draft_dir)
+
+
+def test_every_refresh_is_a_version_that_all_who_draft_get(world: World) -> None:
+    before = world.weights()
+    assert world.held() != before
+    for number in (1, 2):
+        metrics = world.step(number)
+        assert metrics["drafter/version"] == metrics["drafter/oldest_version"] == number
+        assert (metrics["drafter/refreshed"], metrics["drafter/updates"]) == (1, UPDATES)
+        assert world.engines[0].versions == list(range(1, number + 1))
+        assert world.processes.version == number
+        assert world.held() == world.weights() != before
+    assert world.notes == []
+
+
+def test_a_version_is_pushed_once_and_to_engines_that_are_new(world: World) -> None:
+    world.step(1)
+    assert world.it.push()["drafter/pushed_bytes"] == 0
+    world.engines = [Engine()]
+    assert world.it.push()["drafter/pushed_bytes"] > 0
+    assert world.engines[0].versions == [1]
+    assert world.held() == world.weights()
+
+
+def test_a_refused_push_is_said_and_made_again(world: World) -> None:
+    world.engines[0].refuses = "gate arrived with a wrong digest"
+    metrics = world.step(1)
+    assert (metrics["drafter/refused"], metrics["drafter/version"], metrics["drafter/oldest_version"]) == (1, 1, 0)
+    [note] = world.notes
+    assert "engine 0, rank 0: gate arrived with a wrong digest" in note
+    world.engines[0].refuses = ""
+    metrics = world.it.push()
+    assert (metrics["drafter/refused"], metrics["drafter/oldest_version"]) == (0, 1)
+    assert world.held() == world.weights()
+
+
+def test_a_refresh_that_fails_is_said_and_the_run_goes_on(world: World) -> None:
+    """Weights that are not numbers give no gradient."""
+    with torch.no_grad():
+        next(world.it.drafter.model.parameters()).fill_(torch.nan)
+    metrics = world.step(1)
+    assert (metrics["drafter/failed"], metrics["drafter/refreshed"], metrics["drafter/version"]) == (1, 0, 0)
+    assert "Lower distillation.learning_rate" in world.notes[0]
+    assert world.engines[0].versions == []
+
+
+def test_time_is_bounded_by_a_share_of_the_step_less_the_last_push(world: World) -> None:
+    metrics = world.step(1, seconds=100.0)
+    assert metrics["time/refresh_limit_s"] == pytest.approx(3.0)
+    world.it._push_s = 2.0
+    assert world.step(2, seconds=100.0)["time/refresh_limit_s"] == pytest.approx(1.0)
+    world.it._push_s = 4.0
+    metrics = world.step(3, seconds=100.0)
+    assert (metrics["drafter/refreshed"], metrics["drafter/version"]) == (0, 2)
+    assert world.it.reason.startswith("no time was granted")
+
+
+def test_auto_refreshes_when_acceptance_was_lost(collective: Collective, draft_dir: Path) -> None:
+    world = World(collective, draft_dir, refresh="auto", max_time_share=0.01)
+    refreshed = [world.step(n, accepted=a)["drafter/refreshed"] for n, a in enumerate((2.0, 2.0, 2.0, 1.2, 1.2), 1)]
+    assert refreshed == [1, 0, 0, 1, 0]
+    assert world.it.reason.startswith("only saves")
+
+
+def test_every_response_is_a_lesson_and_empty_ones_are_not(world: World) -> None:
+    assert world.step(1)["drafter/buffer_tokens"] == sum(len(s.token_ids) for s in SEQUENCES)
+    empty = Step(
+        sequences=[TrainSequence(token_ids=(1, 2), prompt_len=2)],
+        rewards=[0.0],
+        version=2,
+        counts={},
+        seconds=1.0,
+        rollout_s=1.0,
+        steps_left=1,
+    )
+    world.it.refresh(empty)
+    assert len(world.it.drafter.buffer) == len(SEQUENCES)
+
+
+def resumed(world: World, collective: Collective, draft_dir: Path, folder: Path) -> World:
+    """Another run's world, from the checkpoint that this one writes."""
+    world.it.save(folder)
+    other = World(collective, draft_dir)
+    other.it.load(folder)
+    other.it.restore(json.loads(json.dumps(world.it.state())))
+    return other
+
+
+WATCHED = ("drafter/loss", "drafter/law_loss", "drafter/grad_norm", "drafter/version", "drafter/buffer_tokens")
+
+
+def differ(a: dict[str, float], b: dict[str, float]) -> list[str]:
+    """Bit for bit; nan equals nan."""
+    return [name for name in WATCHED if repr(a[name]) != repr(b[name])]
+
+
+def test_a_resumed_run_refreshes_as_if_it_had_not_stopped(
+    world: World, collective: Collective, draft_dir: Path, tmp_path: Path
+) -> None:
+    world.step(1)
+    other = resumed(world, collective, draft_dir, tmp_path)
+    assert other.it.push()["drafter/oldest_version"] == 1, "engines that were started anew get the version there is"
+    assert other.held() == world.held()
+    for number in (2, 3):
+        assert differ(world.step(number), other.step(number)) == []
+    assert other.weights() == world.weights()
+    assert other.it.history == world.it.history
+
+
+@pytest.mark.parametrize("forgotten", ["optimizer", "buffer", "weights"])
+def test_a_resume_that_forgets_is_noticed(
+    world: World, collective: Collective, draft_dir: Path, tmp_path: Path, forgotten: str
+) -> None:
+    world.step(1)
+    other = resumed(world, collective, draft_dir, tmp_path)
+    trainer = other.it.drafter
+    if forgotten == "optimizer":
+        fresh = DrafterTrainer(other.config.distillation, trainer.model, seed=other.config.seed)
+        fresh.buffer, fresh.version, fresh.updates = trainer.buffer, trainer.version, trainer.updates
+        other.it.drafter = fresh
+    elif forgotten == "buffer":
+        trainer.buffer.restore(World(collective, draft_dir).it.drafter.buffer.state())
+    else:
+        trainer.model.load_state_dict(cases.model().state_dict())
+    told = [differ(world.step(number), other.step(number)) for number in (2, 3)]
+    assert told != [[], []]
+
+
+def test_a_checkpoint_vouches_for_every_file_of_the_draft_model(world: World, tmp_path: Path) -> None:
+    world.step(1)
+    world.it.save(tmp_path)
+    digests = checkpoint._digests(tmp_path)
+    files = ("weights.safetensors", "optimizer.safetensors", "buffer.safetensors", "drafter.json")
+    assert set(digests) == {f"{FOLDER}/{name}" for name in files}
+    checkpoint._check_files(digests, tmp_path)
+    for name in files:
+        damaged = tmp_path / FOLDER / name
+        whole = damaged.read_bytes()
+        damaged.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+        with pytest.raises(CheckpointError, match="its content has changed since it was saved"):
+            checkpoint._check_files(digests, tmp_path)
+        damaged.write_bytes(whole)
+
+
+def test_a_checkpoint_without_a_draft_model_starts_it_anew(world: World, tmp_path: Path) -> None:
+    world.it.load(tmp_path)
+    assert not (tmp_path / FOLDER).exists()
+    assert "holds no draft model" in world.notes[0]
+    assert world.it.drafter.version == 0
+
+
+def test_a_draft_model_of_another_vocabulary_is_refused(collective: Collective, draft_dir: Path) -> None:
+    with pytest.raises(ConfigError, match="got '48 tokens', expected the policy's 96 tokens"):
+        Distillation(
+            config(draft_dir), collective, recorder=None, vocab_size=96, engines=lambda: [], processes=Processes()
+        )
