@@ -41,6 +41,7 @@ class DistillationConfig:
     """A response weighs exp(this * (its reward - mean reward))."""
 
     tokens_per_update: int = 8192
+    """Of an optimizer update, all ranks together."""
     tokens_per_microbatch: int = 4096
     """With padding, on one rank. Longer sequences are not learned from."""
     learning_rate: float = 1e-3
