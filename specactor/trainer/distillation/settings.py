@@ -45,11 +45,15 @@ class DistillationConfig:
     tokens_per_microbatch: int = 4096
     """With padding, on one rank. Longer sequences are not learned from."""
     learning_rate: float = 1e-3
+    """Of AdamW, after the warm-up."""
     warmup_updates: int = 20
     """Updates over which the learning rate rises, once in a run."""
     adam_betas: tuple[float, float] = (0.9, 0.98)
+    """Decay of the running means of gradients and of their squares."""
     weight_decay: float = 0.0
+    """Of AdamW, on all weights."""
     grad_clip: float = 1.0
+    """Largest norm of a gradient."""
 
     keep_rollouts: bool = False
     """Write the responses of every RL step to the run's folder, for specactor drafter train. Works with refresh off."""
