@@ -22,9 +22,11 @@ BENCHMARKS = {
     "paper_plans": "plans at the paper's scale, predicted from published device figures",
     "paper_rollouts": "rollouts and RL steps in the paper's settings, simulated",
     "simulator_scale": "what planning and simulating cost, from 8 to 4,096 GPUs",
+    "simulator_fidelity": "seconds of real rollouts beside those of the simulator, with this machine's cost tables",
     "draft_protocol": "milliseconds per round that talking to a drafter process costs an engine",
     "dead_drafter": "tokens per second with a drafter that was stopped or killed, over plain decoding",
     "decoupled_speed": "coupled and decoupled drafting on the same cores, and what the planner foresaw",
+    "tail_speed": "the last requests of a rollout: single drafters, the best in hindsight, and Fastest-of-N",
     "drafter_refresh": "accept_length of a draft model that stays fresh, beside a frozen one",
     "speculation_speed": "tokens per second of plain SGLang, its own speculation, and ours",
 }

@@ -1,0 +1,227 @@
+"""Two engines and two drafter processes on two cores, of which every mode uses its own part.
+
+Invariants: engine i stays on core i, and its drafter process on the other; every response is what was decoded before
+for that request, in whatever mode.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import msgspec
+
+from benchmarks.dialled import SCRIPT
+from benchmarks.trained_models import Models, task_recipe
+from specactor.config import EngineConfig, SpeculationConfig
+from specactor.data.dataset import build_dataset
+from specactor.data.tokenizer import load_tokenizer
+from specactor.rollout.decoupled.access import DrafterAccess
+from specactor.rollout.decoupled.host import DrafterProcess
+from specactor.rollout.decoupled.spec import DrafterSpec
+from specactor.rollout.decoupled.transport import local_endpoint
+from specactor.rollout.draft.counts import Counts, Figures
+from specactor.rollout.sglang.engine import Engine, EngineSpec
+from specactor.rollout.sglang.speculation_calls import CONFIGURE, FIGURES, REPORT, ROUNDS, Rounds
+from specactor.types import RolloutRequest, SamplingParams
+
+NEW_TOKENS = 96
+MAX_WINDOW = 8
+CONTEXT = 256
+LIMIT_S = 300.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Way:
+    """A drafter to be compared in all modes."""
+
+    name: str
+    in_engine: str
+    """Drafter of mode coupled."""
+    continuer: str
+    """Of the drafter process."""
+    model_dir: str
+    """Of the draft model, or the path of the script."""
+    acceptance: float | None = None
+    """None: measured."""
+    share: float | None = None
+
+    @property
+    def continuer_with_branches(self) -> str:
+        return "benchmarks.dialled_branches:Guessing" if self.acceptance is not None else self.continuer
+
+
+@dataclass(kw_only=True)
+class Bench:
+    """Two engines, one drafter address, and what was measured."""
+
+    engines: tuple[Engine, Engine]
+    endpoints: tuple[str, str]
+    """Each engine's own drafter process; that of the second drafts branches."""
+    folder: Path
+    requests: dict[int, list[RolloutRequest]]
+    """By batch."""
+    expected: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    off: frozenset[int] = frozenset()
+    """Indices of the engines that were told to decode plainly."""
+
+    def of(self, mode: str) -> Sequence[Engine]:
+        """The engines that decode in this mode."""
+        return {"decoupled": self.engines[:1], "auto": self.engines[:1], "pre-drafting": self.engines[1:]}.get(
+            mode, self.engines
+        )
+
+    def configure(self, config: SpeculationConfig, engines: Sequence[Engine]) -> None:
+        """These; all others have nothing to do, and nobody to talk to."""
+        for index, engine in enumerate(self.engines):
+            wanted = config if engine in engines else speculation("off")
+            if wanted.mode != "off" or index not in self.off:
+                engine.rank_call(CONFIGURE, msgspec.json.encode(wanted), timeout_s=60)
+            self.off = self.off | {index} if wanted.mode == "off" else self.off - {index}
+
+    def seconds(self, requests: Sequence[RolloutRequest], engines: Sequence[Engine]) -> float:
+        """Of decoding, without prefills."""
+        return self.decode(requests, engines) - self.decode([_short(r) for r in requests], engines)
+
+    def decode(self, requests: Sequence[RolloutRequest], engines: Sequence[Engine]) -> float:
+        """Seconds. SystemExit for a response that is not what was decoded before."""
+        parts = [requests[k :: len(engines)] for k in range(len(engines))]
+        work = [(engine, part) for engine, part in zip(engines, parts, strict=True) if part]
+        for engine, _ in work:
+            engine.flush()
+        with ThreadPoolExecutor(len(work)) as threads:
+            began = time.perf_counter()
+            futures = [threads.submit(engine.generate, part, timeout_s=LIMIT_S) for engine, part in work]
+            done = [response for future in futures for response in future.result()]
+            seconds = time.perf_counter() - began
+        for response in done:
+            expected = self.expected.setdefault(response.request_id, response.token_ids)
+            if response.token_ids != expected:
+                raise SystemExit(f"response {response.request_id} is {response.token_ids}, expected {expected}")
+        return seconds
+
+    def counts(self) -> Counts:
+        """Of all drafters and engines since the last call."""
+        total = Counts()
+        for engine in self.engines:
+            for counts in msgspec.json.decode(
+                engine.rank_call(REPORT, b"", timeout_s=60)[0], type=dict[str, Counts]
+            ).values():
+                total += counts
+        return total
+
+    def branched(self) -> float:
+        """Times that a branch was right where its tail was not, since the last call."""
+        answer = self.engines[1].rank_call(FIGURES, b"", timeout_s=60)[0]
+        return msgspec.json.decode(answer, type=Figures).get("decoupled", {}).get("branched", 0.0)
+
+    def rounds(self) -> Rounds:
+        """Of the first engine since it was configured."""
+        return msgspec.json.decode(self.engines[0].rank_call(ROUNDS, b"", timeout_s=60)[0], type=Rounds)
+
+
+def _short(request: RolloutRequest) -> RolloutRequest:
+    return replace(
+        request, request_id=f"{request.request_id}.short", sampling=replace(request.sampling, max_new_tokens=1)
+    )
+
+
+def speculation(mode: str, drafter: str = "suffix", window: int | None = None) -> SpeculationConfig:
+    drafters = {"decoupled": ("decoupled",), "pre-drafting": ("decoupled",), "auto": (drafter, "decoupled")}
+    return SpeculationConfig(
+        mode="decoupled" if mode == "pre-drafting" else mode,  # type: ignore[arg-type]
+        drafters=drafters.get(mode, (drafter,)),
+        window=window,
+        max_window=MAX_WINDOW,
+        branches=mode == "pre-drafting",
+        draft_model="there",
+    )
+
+
+@contextmanager
+def bench(models: Models, batches: Sequence[int], folder: Path) -> Iterator[Bench]:
+    endpoints = (local_endpoint(), local_endpoint())
+    script = str(folder / "script.json")
+    largest = max(batches)
+    engines: list[Engine] = []
+    try:
+        for index in range(2):
+            spec = EngineSpec(
+                index=index,
+                model_dir=str(models.target),
+                dtype="float32",
+                devices=(index,),
+                config=EngineConfig(
+                    max_running_requests=largest, max_total_tokens=largest * (CONTEXT + 3 * (MAX_WINDOW + 1)) + 1024
+                ),
+                speculation=replace(speculation("coupled", "model"), mode="auto", draft_model=str(models.draft)),
+                context_length=CONTEXT,
+                log_file=str(folder / f"engine-{index}.log"),
+                drafters=DrafterAccess(endpoints=(endpoints[index],), engine=f"engine-{index}"),
+            )
+            engines.append(Engine.start(spec, **{SCRIPT: script}))
+        for index, engine in enumerate(engines):
+            engine.wait_ready(engine.spec.config.start_timeout_s)
+            _pin(engine, index)
+        one, two = engines
+        yield Bench(
+            engines=(one, two), endpoints=endpoints, folder=folder, requests={b: requests(models, b) for b in batches}
+        )
+    finally:
+        for engine in engines:
+            engine.stop()
+
+
+def _pin(engine: Engine, core: int) -> None:
+    """All threads of its schedulers."""
+    assert engine.ready is not None
+    for pid in engine.ready.scheduler_pids:
+        for thread in Path(f"/proc/{pid}/task").iterdir():
+            os.sched_setaffinity(int(thread.name), {core})
+
+
+def requests(models: Models, batch: int) -> list[RolloutRequest]:
+    """As many, each of a prompt of its own, and of NEW_TOKENS tokens."""
+    source = replace(task_recipe("B").data.train, size=200)
+    problems = build_dataset(source, load_tokenizer(models.target), max_prompt_tokens=80)
+    return [
+        RolloutRequest(
+            request_id=f"{batch}.{i}",
+            prompt_ids=problems[i].prompt_ids,
+            sampling=SamplingParams(temperature=1.0, max_new_tokens=NEW_TOKENS, ignore_eos=True),
+            seed=1 + (batch * 64 + i) * 7919,
+            group_id=i,
+        )
+        for i in range(batch)
+    ]
+
+
+@contextmanager
+def drafters(bench: Bench, way: Way) -> Iterator[None]:
+    """Each engine's, on the other engine's core; the second with branches."""
+    with ExitStack() as started:
+        processes = []
+        for index, continuer in enumerate((way.continuer, way.continuer_with_branches)):
+            spec = DrafterSpec(
+                index=index,
+                endpoint=bench.endpoints[index],
+                model_dir=way.model_dir,
+                dtype="float32",
+                device=1 - index,
+                context_length=CONTEXT,
+                kv_tokens=max(bench.requests) * (CONTEXT + 128),
+                max_requests=max(bench.requests),
+                branches=index == 1,
+                continuer=continuer,
+                log_file=str(bench.folder / f"drafter-{index}.log"),
+            )
+            processes.append(DrafterProcess(spec))
+            started.callback(processes[-1].stop)
+        for process in processes:
+            process.wait_ready()
+        yield

@@ -1,0 +1,345 @@
+"""Whether the simulator predicts real rollouts: it is told this machine's costs, then both are timed.
+
+    python -m benchmarks.simulator_fidelity [--quick] [--repetitions 3]
+
+One engine on one core, with task B's model. Its rounds are measured as `specactor profile` does, then the same
+requests are run with every setting in turns, and simulated (`simulator_fidelity_prediction`). Writes
+docs/results/simulator_fidelity.md and .png.
+
+Invariants: every response is what plain decoding emits, which is checked; all settings of a batch have the same
+requests; drafters begin every run without history; prefills are left out (each run is timed again with a single token,
+and that is subtracted).
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from statistics import median
+
+import matplotlib
+
+matplotlib.use("Agg")
+
+import matplotlib.pyplot as plt
+import msgspec
+import numpy as np
+
+from benchmarks.results import RESULTS, Result, publish
+from benchmarks.simulator_fidelity_prediction import COLUMNS, Comparison, Seen, Setting, predicted_s, summary
+from benchmarks.trained_models import Models, task_models, task_recipe
+from specactor.config import EngineConfig, RolloutConfig, SpeculationConfig
+from specactor.data.dataset import build_dataset
+from specactor.data.tokenizer import load_tokenizer
+from specactor.parallel.layout import ModelShape
+from specactor.rollout.draft.counts import Counts
+from specactor.rollout.planning.cells import cells, checks, cost_table
+from specactor.rollout.planning.costs import CostTable
+from specactor.rollout.profile import Sizes, measure
+from specactor.rollout.sglang.engine import Engine, EngineSpec
+from specactor.rollout.sglang.running import running
+from specactor.rollout.sglang.speculation_calls import CONFIGURE
+from specactor.rollout.simulator.requests import Lengths
+from specactor.types import RolloutRequest, SamplingParams
+
+NAME = "simulator_fidelity"
+BATCHES, QUICK_BATCHES = {4: 2, 16: 1, 64: 1}, {4: 1, 16: 1}
+"""Batch -> rollouts of a run, one after the other."""
+DRAFTERS, QUICK_DRAFTERS = ("suffix", "ngram", "model"), ("suffix", "model")
+GROUP_SIZE = 4
+MAX_WINDOW = 4
+LENGTHS = Lengths(median=56, sigma=0.7, longest=192)
+"""A long tail, as rollouts have one. Task B's own responses end after a dozen rounds."""
+CONTEXT = 256
+LIMIT_S = 300.0
+PROFILE_S, QUICK_PROFILE_S = 150.0, 60.0
+CORE = 0
+COLOURS = {"-": "#555555", "suffix": "#d9a441", "ngram": "#5b8c5a", "model": "#4c6a92", "suffix model": "#c0504d"}
+
+
+def settings(batch: int, *, quick: bool) -> list[Setting]:
+    """The widest fixed window of each drafter is among them: chosen windows are predicted from its counts."""
+    drafters = QUICK_DRAFTERS if quick else DRAFTERS
+    fixed = [(name, window) for name in drafters for window in (2, MAX_WINDOW)]
+    return [
+        Setting(batch=batch),
+        *(Setting(batch=batch, drafters=(name,), window=window) for name, window in fixed),
+        *(Setting(batch=batch, drafters=(name,)) for name in drafters if name != "ngram"),
+        Setting(batch=batch, drafters=("suffix", "model"), auto=True),
+    ]
+
+
+@dataclass(kw_only=True)
+class Run:
+    """What was measured of a setting."""
+
+    seconds: list[float] = field(default_factory=list)
+    """Per repetition, all its rollouts, without prefills."""
+    counts: Counts = field(default_factory=Counts)
+    """Of all repetitions."""
+
+
+@dataclass(kw_only=True)
+class Bench:
+    """The engine, the requests, and what they emit."""
+
+    engine: Engine
+    models: Models
+    costs_file: Path
+    rollouts: dict[int, list[list[RolloutRequest]]]
+    """By batch."""
+    expected: dict[str, tuple[int, ...]] = field(default_factory=dict)
+
+    def run(self, setting: Setting) -> tuple[float, Counts]:
+        """(seconds of its rollouts without prefills, counts of its drafters)"""
+        config = speculation(setting, self.models, str(self.costs_file))
+        self.engine.rank_call(CONFIGURE, msgspec.json.encode(config), timeout_s=60)
+        self.engine.speculation_counts()
+        rollouts = self.rollouts[setting.batch]
+        seconds = sum(self._seconds(requests) for requests in rollouts)
+        counts = sum(self.engine.speculation_counts().values(), start=Counts())
+        return seconds - sum(self._seconds([_short(r) for r in requests]) for requests in rollouts), counts
+
+    def lengths(self, requests: Sequence[RolloutRequest]) -> list[int]:
+        return [len(self.expected[request.request_id]) for request in requests]
+
+    def _seconds(self, requests: Sequence[RolloutRequest]) -> float:
+        """Raises SystemExit where the responses are not those of the first run."""
+        self.engine.flush()
+        began = time.perf_counter()
+        done = self.engine.generate(requests, timeout_s=LIMIT_S)
+        seconds = time.perf_counter() - began
+        for response in done:
+            expected = self.expected.setdefault(response.request_id, response.token_ids)
+            if response.token_ids != expected:
+                raise SystemExit(f"response {response.request_id} is {response.token_ids}, expected {expected}")
+        return seconds
+
+
+def _short(request: RolloutRequest) -> RolloutRequest:
+    return replace(
+        request, request_id=f"{request.request_id}.short", sampling=replace(request.sampling, max_new_tokens=1)
+    )
+
+
+def speculation(setting: Setting | None, models: Models, costs_file: str = "") -> SpeculationConfig:
+    """Of a setting; None: what the engine is started with."""
+    whole = SpeculationConfig(mode="auto", drafters=DRAFTERS, max_window=MAX_WINDOW, draft_model=str(models.draft))
+    if setting is None:
+        return whole
+    if not setting.drafters:
+        return replace(whole, mode="off")
+    table = costs_file if setting.window is None else ""
+    return replace(
+        whole,
+        mode="auto" if setting.auto else "coupled",
+        drafters=setting.drafters,
+        window=setting.window,
+        cost_table=table,
+    )
+
+
+def requests(models: Models, batches: dict[int, int]) -> dict[int, list[list[RolloutRequest]]]:
+    """By batch, so many rollouts; no two share a prompt."""
+    source = replace(task_recipe("B").data.train, size=800)
+    problems = build_dataset(source, load_tokenizer(models.target), max_prompt_tokens=80)
+    prompts = iter(dict.fromkeys(problem.prompt_ids for problem in problems))
+    made: dict[int, list[list[RolloutRequest]]] = {}
+    number = 0
+    for batch, rollouts in batches.items():
+        made[batch] = []
+        for _ in range(rollouts):
+            own = [next(prompts) for _ in range(batch // GROUP_SIZE)]
+            rng, groups_N = np.random.default_rng(number), np.arange(batch) // GROUP_SIZE
+            lengths: list[int] = LENGTHS.draw(rng, groups_N).tolist()
+            made[batch].append(
+                [
+                    RolloutRequest(
+                        request_id=f"{number + i}",
+                        prompt_ids=own[i // GROUP_SIZE],
+                        sampling=SamplingParams(temperature=1.0, max_new_tokens=lengths[i], ignore_eos=True),
+                        seed=1 + (number + i) * 7919,
+                        group_id=i // GROUP_SIZE,
+                    )
+                    for i in range(batch)
+                ]
+            )
+            number += batch
+    return made
+
+
+def rollout_config(models: Models, largest: int) -> RolloutConfig:
+    """As a recipe would have it."""
+    return RolloutConfig(
+        prompts_per_step=largest // GROUP_SIZE,
+        group_size=GROUP_SIZE,
+        max_new_tokens=LENGTHS.longest,
+        engine=EngineConfig(
+            max_running_requests=largest, max_total_tokens=largest * (CONTEXT + 3 * (MAX_WINDOW + 1)) + 1024
+        ),
+        speculation=speculation(None, models),
+    )
+
+
+def pin(engine: Engine, core: int) -> None:
+    """All threads of its schedulers."""
+    assert engine.ready is not None
+    for pid in engine.ready.scheduler_pids:
+        for thread in Path(f"/proc/{pid}/task").iterdir():
+            os.sched_setaffinity(int(thread.name), {core})
+
+
+def profile(engine: Engine, config: RolloutConfig, models: Models, *, quick: bool) -> tuple[CostTable, float]:
+    """(the table of `specactor profile`, median error of its held-out cells)"""
+    assert engine.ready is not None
+    sizes = Sizes.of(config, vocab=ModelShape.read(models.target).vocab_size, context=CONTEXT - 2)
+    most = sizes.most_requests(config, engine.ready.kv_tokens)
+    chosen = cells(max_requests=most, max_window=MAX_WINDOW, drafters=QUICK_DRAFTERS if quick else DRAFTERS)
+    rounds = measure(engine, config, chosen, sizes, limit_s=QUICK_PROFILE_S if quick else PROFILE_S)
+    table = cost_table(rounds, model=str(models.target), device="core", date="")
+    return table, median(check.error for check in checks(rounds, table))
+
+
+def measured(
+    bench: Bench, todo: Sequence[Setting], repetitions: int, note: Callable[[str], None]
+) -> dict[Setting, Run]:
+    """All settings in turns, forwards and backwards; a first run of each is not counted."""
+    runs = {setting: Run() for setting in todo}
+    for repetition in range(-1, repetitions):
+        for setting in todo if repetition % 2 else todo[::-1]:
+            seconds, counts = bench.run(setting)
+            if repetition >= 0:
+                runs[setting].seconds.append(seconds)
+                runs[setting].counts += counts
+        note(f"batch {todo[0].batch}: repetition {repetition + 1} of {repetitions}")
+    return runs
+
+
+def compared(bench: Bench, runs: dict[Setting, Run], table: CostTable, repetitions: int) -> list[Comparison]:
+    """Measured beside predicted, of one batch."""
+    batch = next(iter(runs)).batch
+    rollouts = bench.rollouts[batch]
+    tokens = sum(sum(bench.lengths(some)) - len(some) for some in rollouts)
+
+    def seen(name: str, window: int) -> Seen:
+        own = runs[Setting(batch=batch, drafters=(name,), window=window)]
+        return Seen.of(own.counts, tokens=tokens * repetitions, window=window)
+
+    return [
+        Comparison(
+            setting=setting,
+            measured_s=median(run.seconds),
+            predicted_s=sum(
+                predicted_s(
+                    setting,
+                    table,
+                    {name: seen(name, setting.window or MAX_WINDOW) for name in setting.drafters},
+                    bench.lengths(some),
+                    [request.group_id for request in some],
+                    max_window=MAX_WINDOW,
+                )
+                for some in rollouts
+            ),
+            tokens=tokens,
+        )
+        for setting, run in runs.items()
+    ]
+
+
+def run(batches: dict[int, int], *, quick: bool, repetitions: int, note: Callable[[str], None]) -> list[Comparison]:
+    models = task_models("B")
+    config = rollout_config(models, max(batches))
+    with tempfile.TemporaryDirectory(prefix="simulator-fidelity-") as temporary:
+        folder = Path(temporary)
+        spec = EngineSpec(
+            index=0,
+            model_dir=str(models.target),
+            dtype="float32",
+            devices=(CORE,),
+            config=config.engine,
+            speculation=config.speculation,
+            context_length=CONTEXT,
+            log_file=str(folder / "engine.log"),
+        )
+        found: list[Comparison] = []
+        with running(spec) as engine:
+            pin(engine, CORE)
+            table, error = profile(engine, config, models, quick=quick)
+            note(f"rounds are profiled, held-out ones are predicted with a median error of {error:.1%}")
+            (folder / "costs.json").write_text(table.to_json())
+            bench = Bench(
+                engine=engine, models=models, costs_file=folder / "costs.json", rollouts=requests(models, batches)
+            )
+            for batch in batches:
+                runs = measured(bench, settings(batch, quick=quick), repetitions, note)
+                found += compared(bench, runs, table, repetitions)
+                for one in found[-len(runs) :]:
+                    note(" | ".join(one.row()))
+    return found
+
+
+def draw(found: Sequence[Comparison], file: Path) -> None:
+    """Predicted over measured seconds; the band is the aim of the median."""
+    figure, axes = plt.subplots(figsize=(6.5, 6), constrained_layout=True)
+    ends = [f([x for one in found for x in (one.measured_s, one.predicted_s)]) for f in (min, max)]
+    line = [ends[0] / 1.2, ends[1] * 1.2]
+    axes.fill_between(line, [0.9 * x for x in line], [1.1 * x for x in line], color="#dddddd", label="within 10 %")
+    axes.plot(line, line, color="black", linewidth=0.8)
+    for drafter, colour in COLOURS.items():
+        own = [one for one in found if (" ".join(one.setting.drafters) or "-") == drafter]
+        if own:
+            label = "off" if drafter == "-" else drafter
+            axes.scatter([o.measured_s for o in own], [o.predicted_s for o in own], color=colour, label=label, s=28)
+    axes.set(xscale="log", yscale="log", xlim=line, ylim=line, xlabel="measured, s", ylabel="predicted, s")
+    axes.set_title("Rollouts: simulated and real")
+    axes.legend(frameon=False)
+    figure.savefig(file, dpi=130)
+    plt.close(figure)
+
+
+def result(found: Sequence[Comparison], repetitions: int) -> Result:
+    return Result(
+        title="Simulated and real rollouts",
+        intro=(
+            "Task B's model of 1.8 M parameters in one engine on one core, temperature 1, at most "
+            f"{LENGTHS.longest} tokens with a long tail, groups of {GROUP_SIZE}; a row is a rollout, at batch 4 two; "
+            f"seconds without prefills, median of {repetitions} repetitions in turns, equal tokens checked. Predicted: "
+            "`simulate` with the table of `specactor profile`, measured just before; the lengths of the run; and "
+            "acceptance by position, as the run of that fixed window counted it. Chosen windows and `auto` are "
+            f"predicted from the counts of window {MAX_WINDOW}. Text drafters often find nothing, which the simulator "
+            "does not know: the table is stretched so that its rounds verify as many rows as were counted."
+        ),
+        columns=COLUMNS,
+        rows=[one.row() for one in found],
+        notes=f"{summary(found)}\n\n![Predicted over measured seconds]({NAME}.png)",
+    )
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--quick", action="store_true", help="batches 4 and 16, two drafters: about 2 minutes")
+    parser.add_argument("--repetitions", type=int, default=3)
+    parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the page and the picture")
+    options = parser.parse_args(arguments)
+    if options.repetitions < 1:
+        parser.error(f"--repetitions: got {options.repetitions}, expected >= 1")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))  # so that the engine is stopped
+    found = run(
+        QUICK_BATCHES if options.quick else BATCHES,
+        quick=options.quick,
+        repetitions=options.repetitions,
+        note=lambda text: print(text, flush=True),
+    )
+    publish(NAME, result(found, options.repetitions), options.results)
+    draw(found, options.results / f"{NAME}.png")
+
+
+if __name__ == "__main__":
+    main()
