@@ -47,7 +47,7 @@ def machine() -> str:
     )
 
 
-def publish(name: str, result: Result, folder: Path = RESULTS) -> None:
+def publish(name: str, result: Result, folder: Path | None = None) -> None:
     """Print the table and write ``docs/results/<name>.md``, or into another folder."""
     table = Table(title=result.title, caption=machine())
     for column in result.columns:
@@ -67,6 +67,7 @@ def publish(name: str, result: Result, folder: Path = RESULTS) -> None:
         *([result.notes, ""] if result.notes else []),
         f"Measured: {machine()}.",
     ]
+    folder = folder or RESULTS
     folder.mkdir(parents=True, exist_ok=True)
     (folder / f"{name}.md").write_text("\n".join(lines) + "\n")
 
