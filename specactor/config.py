@@ -440,7 +440,12 @@ class SpeculationConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class TailConfig:
-    """The last requests of a rollout, when some engines have nothing left. It changes the speed and never a token."""
+    """The last requests of a rollout, when some engines have nothing left. It changes the speed, and rounding.
+
+    A request that goes on on another engine has the keys of what was begun computed again there, so its later
+    log-probabilities may differ by rounding (1e-5 in float32), and a token where two candidates are tied that nearly:
+    rare in float32, not in bfloat16. Where requests go on depends on time: a run is repeatable in its tokens (float32,
+    such ties aside), in its log-probabilities up to rounding alone."""
 
     migrate: bool = False
     """Requests go on on engines that have run dry, where that is predicted to end the rollout earlier; among the
@@ -563,6 +568,11 @@ class RolloutConfig:
             ">= 1",
             "Ask for at least one token.",
         )
+
+    @property
+    def has_penalties(self) -> bool:
+        """Whether a token's distribution depends on how often tokens were emitted."""
+        return (self.frequency_penalty, self.presence_penalty, self.repetition_penalty) != (0.0, 0.0, 1.0)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -21,7 +21,15 @@ from specactor.parallel import groups
 from specactor.parallel.collective import Collective
 from specactor.parallel.devices import gpus
 from specactor.parallel.failure import Failures, Member
-from specactor.parallel.layout import Layout, ModelShape, check, engine_owner, longest_prompt, place_engine
+from specactor.parallel.layout import (
+    Layout,
+    ModelShape,
+    check,
+    engine_owner,
+    longest_prompt,
+    place_engine,
+    reserved_tokens,
+)
 from specactor.progress import Progress, summary_rows
 from specactor.recipes import to_json
 from specactor.rollout.decoupled.access import DrafterAccess
@@ -50,7 +58,7 @@ def run(config: Config, *, rank: int, local_rank: int, world: int, failures: Fai
     with ExitStack() as stack:
         stack.callback(groups.destroy)
         collective = Collective(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
-        members = collective.gather(Member.here(), Member)
+        members = collective.gather(Member.here(local_rank), Member)
         failures.know(members)
         folder = RunFolder.of(config)
         resume = collective.together("run folder", lambda: checkpoint_to_resume(config, folder))
@@ -237,9 +245,9 @@ def _own_engines(
 ) -> list[EngineSpec]:
     """The engines that this rank starts, drives and stops."""
     p = config.parallel
-    machines = [member.machine for member in members]
+    views, local_ranks = [member.view for member in members], [member.local_rank for member in members]
     places = [
-        place_engine(index, machines, engine_tensor=p.engine_tensor, pooled=config.rollout.tail.is_on)
+        place_engine(index, views, local_ranks, engine_tensor=p.engine_tensor, pooled=config.rollout.tail.is_on)
         for index in range(p.engines)
     ]
     return [
@@ -253,6 +261,8 @@ def _own_engines(
             speculation=config.rollout.speculation,
             drafters=access_of(index),
             context_length=model_shape(config).max_position,
+            reserved_tokens=reserved_tokens(config.rollout),
+            penalties=config.rollout.has_penalties,
             log_file=str((folder.engines / f"engine-{index}.log").resolve()),
             random_seed=config.seed,
         )

@@ -120,7 +120,8 @@ TAIL: dict[str, str] = {
     "replicas": "requests that were given to a further engine, with rollout.tail.replicas",
     "replicas_won": "those of them that ended before the original",
     "lost_tokens": "response tokens of replicas and originals that were not kept",
-    "differing": "of those, attempts that emitted other tokens than what was kept: 0, or an engine is wrong",
+    "differing": "of those, attempts that emitted other tokens than what was kept: some in bfloat16, where rounding "
+    "decides between tokens that are nearly tied; in float32 hardly any, or an engine is wrong",
     "open_groups": "groups not complete when the rollout stopped, with rollout.oversample: dropped, or with "
     "rollout.partial carried to the next step",
     "open_requests": "their responses that had not finished",

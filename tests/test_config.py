@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from specactor.config import RolloutConfig
 from specactor.errors import ConfigError
 from specactor.recipes import load
 
@@ -259,3 +260,17 @@ def test_a_wrong_setting_is_one_line(words: str, message: str) -> None:
         load(["quickstart", *words.split()])
     assert str(caught.value) == message
     assert "\n" not in message
+
+
+@pytest.mark.parametrize(
+    ("words", "has"),
+    [
+        ({}, False),
+        ({"temperature": 0.5, "min_p": 0.1}, False),
+        ({"frequency_penalty": 0.1}, True),
+        ({"presence_penalty": -0.1}, True),
+        ({"repetition_penalty": 1.1}, True),
+    ],
+)
+def test_a_rollout_with_penalties(words: dict[str, float], has: bool) -> None:
+    assert RolloutConfig(**words).has_penalties == has  # type: ignore[arg-type]

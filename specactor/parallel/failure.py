@@ -46,11 +46,25 @@ class Member(msgspec.Struct, frozen=True, kw_only=True):
 
     machine: str
     pid: int
+    visible: str | None = None
+    """Devices of the machine that it was given, as CUDA has them; None: all."""
+    local_rank: int = 0
+    """Its number among the ranks that one launcher started on the machine."""
 
     @classmethod
-    def here(cls) -> Member:
+    def here(cls, local_rank: int = 0) -> Member:
         """Of this process."""
-        return cls(machine=Path("/proc/sys/kernel/random/boot_id").read_text().strip(), pid=os.getpid())
+        return cls(
+            machine=Path("/proc/sys/kernel/random/boot_id").read_text().strip(),
+            pid=os.getpid(),
+            visible=os.environ.get("CUDA_VISIBLE_DEVICES"),
+            local_rank=local_rank,
+        )
+
+    @property
+    def view(self) -> str:
+        """Equal for ranks to which a number of a device means the same device."""
+        return self.machine if self.visible is None else f"{self.machine} {self.visible}"
 
     def gone(self) -> bool:
         """Whether the process has ended. Only for members on this machine."""

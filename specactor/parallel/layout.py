@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from specactor.config import Config, TinyModelConfig
+from specactor.config import Config, RolloutConfig, TinyModelConfig
 from specactor.errors import ConfigError
 
 
@@ -196,6 +196,15 @@ def check(config: Config, world: int, shape: ModelShape) -> Layout:
 
 ENGINE_RESERVED_TOKENS = 2
 """SGLang keeps this many tokens of a sequence's room for itself."""
+ENGINE_RESERVED_OF_INPUT = 7
+"""And this many of the room of what it is given: prompt, and beginning of the response
+(``sglang/srt/managers/tp_worker.py``, ``max_req_input_len``, which an input must stay below)."""
+
+
+def reserved_tokens(rollout: RolloutConfig) -> int:
+    """Of the room of a sequence, what requests may not use: where a request may be ended and gone on with, so much that
+    what was begun of it is never too long an input, with one token left to emit."""
+    return ENGINE_RESERVED_OF_INPUT - 1 if rollout.tail.is_on or rollout.partial else ENGINE_RESERVED_TOKENS
 
 
 def longest_prompt(config: Config, max_position: int) -> int:
@@ -203,14 +212,14 @@ def longest_prompt(config: Config, max_position: int) -> int:
 
     Raises ConfigError when that is none at all.
     """
-    p = config.parallel
+    p, reserved = config.parallel, reserved_tokens(config.rollout)
     padding = 2 * p.context * p.tensor if p.context > 1 else p.tensor
     rooms = {
-        f"the model's context length {max_position}": max_position - ENGINE_RESERVED_TOKENS,
+        f"the model's context length {max_position}": max_position - reserved,
         "train.tokens_per_microbatch": config.train.tokens_per_microbatch * p.context - padding,
     }
     if config.rollout.engine.max_total_tokens is not None:
-        rooms["rollout.engine.max_total_tokens"] = config.rollout.engine.max_total_tokens - ENGINE_RESERVED_TOKENS
+        rooms["rollout.engine.max_total_tokens"] = config.rollout.engine.max_total_tokens - reserved
     limit, room = min(rooms.items(), key=lambda item: item[1])
     if room <= config.rollout.max_new_tokens:
         raise ConfigError.at(
@@ -227,12 +236,14 @@ def engine_owner(engine: int, *, engine_tensor: int) -> int:
     return engine * engine_tensor
 
 
-def place_engine(engine: int, machines: Sequence[str], *, engine_tensor: int, pooled: bool) -> tuple[int, int]:
-    """(rank that owns the engine, number of its first device on its host).
+def place_engine(
+    engine: int, views: Sequence[str], local_ranks: Sequence[int], *, engine_tensor: int, pooled: bool
+) -> tuple[int, int]:
+    """(rank that starts the engine, number of its first device as that rank counts devices).
 
-    Args: the host of each rank; pooled: the first rank of a host owns all engines of the host, and can move requests
-    between them.
+    Args: of each rank its host, with the devices that it sees there, and its number among the ranks of its launcher,
+    which is that of its device; pooled: of the ranks that see the same, the first starts the engines of all, and can
+    move requests between them.
     """
     rank = engine_owner(engine, engine_tensor=engine_tensor)
-    here = [i for i, machine in enumerate(machines) if machine == machines[rank]]
-    return (here[0] if pooled else rank), here.index(rank)
+    return (views.index(views[rank]) if pooled else rank), local_ranks[rank]

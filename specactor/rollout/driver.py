@@ -40,7 +40,8 @@ class TailCounts:
     lost_tokens: int = 0
     """Emitted by attempts that were not kept."""
     differing: int = 0
-    """Attempts at one request that did not emit the same tokens: an error of the engines."""
+    """Attempts at one request that did not emit the same tokens: a tie that rounding decided (`continuation`), or an
+    error of the engines."""
 
     def __add__(self, other: TailCounts) -> TailCounts:
         names = self.__dataclass_fields__
@@ -59,6 +60,11 @@ class _Attempt:
     move_to: int | None = None
     ending: bool = False
     """It was asked to end."""
+
+    @property
+    def place(self) -> int:
+        """The engine that it is on, or on its way to."""
+        return self.engine if self.move_to is None else self.move_to
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,9 +97,12 @@ class Driver:
         self._engines = engines
         self._notify = notify
         self._policy = policy
-        self._report_tokens = report_tokens if policy is not None else 0
+        # Also for an abort that came too early, see `_progressed`.
+        self._report_tokens = report_tokens if policy is not None or enough_groups is not None else 0
         self._enough = enough_groups
         self._attempts: dict[str, dict[int, _Attempt]] = {}
+        self._loaded: Counter[int] = Counter()
+        """Per engine, the number of attempts that `_loads` would tell of."""
         self._dead: set[int] = set()
         """Engines whose end was heard of: what they had is gone, though some calls may have to end yet."""
         self._missing: Counter[int] = Counter()
@@ -138,6 +147,7 @@ class Driver:
         by_id = {attempt.request.request_id: attempt for attempt in attempts}
         for request_id, attempt in by_id.items():
             self._attempts.setdefault(request_id, {})[position] = attempt
+            self._loaded[position] += request_id not in self.done
 
         def put(response: Trajectory) -> None:
             self._events.put(_Event(position, (by_id[response.request_id],), response=response))
@@ -172,16 +182,32 @@ class Driver:
             for attempt in event.attempts:  # of a dead engine, what it still had
                 here = self._attempts.get(attempt.request.request_id, {})
                 if here.get(event.engine) is attempt:
-                    del here[event.engine]
+                    self._forget(attempt)
             return
         [attempt] = event.attempts
         if event.response is not None:
-            del self._attempts[attempt.request.request_id][event.engine]
+            self._forget(attempt)
             self._ended(attempt, event.response)
-        else:
-            attempt.so_far = event.progress
-        if self._policy is not None and not self._stopping:
+        elif event.progress is not None:
+            self._progressed(attempt, event.progress)
+        if self._policy is not None and not self._stopping and (self._any_dry() or not self._policy.needs_dry):
             self._act(self._policy.decide(self._loads(), [len(t.token_ids) for t in self.done.values()]))
+
+    def _forget(self, attempt: _Attempt) -> None:
+        del self._attempts[attempt.request.request_id][attempt.engine]
+        self._loaded[attempt.place] -= attempt.request.request_id not in self.done
+
+    def _any_dry(self) -> bool:
+        """Whether `_loads` would have an engine without requests; without a look at each request."""
+        return any(not self._loaded[i] for i in range(len(self._engines)) if i not in self._dead)
+
+    def _progressed(self, attempt: _Attempt, so_far: Trajectory) -> None:
+        """First news of what was asked to end: the engine may have been asked before it was given the request, which
+        happens in a thread of its own, and have passed over it."""
+        unheard = attempt.so_far is None
+        attempt.so_far = so_far
+        if attempt.ending and unheard:
+            self._abort([attempt])
 
     def _ended(self, attempt: _Attempt, response: Trajectory) -> None:
         request_id = response.request_id
@@ -193,6 +219,8 @@ class Driver:
             self._keep(attempt, response)
 
     def _keep(self, attempt: _Attempt, response: Trajectory) -> None:
+        for other in self._attempts[response.request_id].values():
+            self._loaded[other.place] -= 1
         self.done[response.request_id] = response
         self.stopped.pop(response.request_id, None)
         self._counts["replicas_won"] += attempt.is_replica
@@ -230,7 +258,9 @@ class Driver:
         for action in plan:
             attempt = self._checked(action)
             if isinstance(action, Move):
+                self._loaded[attempt.place] -= 1
                 attempt.move_to = action.target
+                self._loaded[attempt.place] += 1
                 leaving.append(attempt)
             else:
                 replicas.setdefault(action.target, []).append(self._replica(attempt, action.target))
@@ -262,11 +292,15 @@ class Driver:
 
     def _end(self, attempts: Iterable[_Attempt]) -> None:
         """Ask engines to end these; they answer with what there is."""
+        staying = [attempt for attempt in attempts if not attempt.ending]
+        for attempt in staying:
+            attempt.ending = True
+        self._abort(staying)
+
+    def _abort(self, attempts: Sequence[_Attempt]) -> None:
         by_engine: dict[int, list[str]] = {}
         for attempt in attempts:
-            if not attempt.ending:
-                attempt.ending = True
-                by_engine.setdefault(attempt.engine, []).append(attempt.request.request_id)
+            by_engine.setdefault(attempt.engine, []).append(attempt.request.request_id)
         for position, ids in by_engine.items():
             with contextlib.suppress(EngineDied):
                 self._engines[position].abort_requests(ids)
@@ -277,9 +311,8 @@ class Driver:
             if request_id in self.done:
                 continue
             for attempt in here.values():
-                where = attempt.engine if attempt.move_to is None else attempt.move_to
-                if where in running:
-                    running[where].append(_running(attempt))
+                if attempt.place in running:
+                    running[attempt.place].append(_running(attempt))
         return [
             EngineLoad(engine=i, slots=self._engines[i].spec.config.max_running_requests, running=tuple(running[i]))
             for i in running

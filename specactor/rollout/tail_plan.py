@@ -3,7 +3,7 @@
 Most responses are short, a few are long, so late in a rollout some engines have nothing left and others have. A
 **move** takes a request to a dry engine, which computes the keys of its prefix again and goes on. A **replica** is the
 same request on a dry engine as well (Algorithm 3 of 2511.16193, with engines in place of drafters): whichever ends
-first is kept. All engines emit the same tokens, so neither changes a response.
+first is kept. All engines emit the same tokens, so neither changes a response, up to rounding (`continuation`).
 
 Time is counted in rounds of an engine with one request. A round of b requests takes 1 + per_request (b - 1), a request
 that is moved `per_prefill_token` for each token of its prefix. A request is expected to go on as responses of this
@@ -21,7 +21,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 from specactor.config import TailConfig
 from specactor.errors import PlanError
@@ -95,6 +95,10 @@ class TailCosts:
 class TailPolicy(Protocol):
     """Asked whenever a response has got longer or has ended. A test may give its own."""
 
+    @property
+    def needs_dry(self) -> bool:
+        """It never plans anything while all engines have requests, so it need not be asked then."""
+
     def decide(self, loads: Sequence[EngineLoad], finished: Sequence[int]) -> Sequence[Move | Replica]:
         """Args: engines that are alive; lengths of the responses that finished."""
 
@@ -103,6 +107,7 @@ class TailPolicy(Protocol):
 class Planned:
     """The shipped policy: moves that pay, and then replicas on engines that are still dry."""
 
+    needs_dry: ClassVar[bool] = True
     migrate: bool
     replicas: int = 1
     """Engines that one request may run on."""

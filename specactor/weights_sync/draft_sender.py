@@ -4,7 +4,9 @@ Every rank has the whole draft model, so a push crosses no ranks: the weights ar
 memory that all processes of this host can read, and each of them is asked to check and then to load it.
 
 Invariants: an engine loads nothing before all its ranks have compared all digests; one that refuses keeps its old
-weights and goes on, and is asked again in the next push; a push stops no rollout, since it is taken between two rounds.
+weights and goes on, and is asked again in the next push; where one rank of several fails while it loads, the
+engine drafts with parts of two versions until then, which costs speed; a push stops no rollout, since it is taken
+between two rounds.
 """
 
 from __future__ import annotations

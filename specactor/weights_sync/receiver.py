@@ -198,9 +198,9 @@ class Receiver:
 
 
 def _same_bits(target: torch.Tensor, source: torch.Tensor) -> bool:
-    """Whether a copy holds its source; both are on one device."""
-    if source.dtype != target.dtype or source.shape != target.shape:
-        source = source.to(target.dtype).expand_as(target)
+    """Whether a copy holds its source, which may be of another device, type or shape: it is brought to the target's."""
+    if source.device != target.device or source.dtype != target.dtype or source.shape != target.shape:
+        source = source.to(target.device, target.dtype).expand_as(target)
     if target.device.type == "cpu" and target.is_contiguous() and source.is_contiguous():
         num_bytes = target.numel() * target.element_size()
         return bool(_libc.memcmp(target.data_ptr(), source.data_ptr(), num_bytes) == 0)

@@ -11,8 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specactor.config import Config, ParallelConfig
+from specactor.config import Config, ParallelConfig, TailConfig
 from specactor.errors import ConfigError
+from specactor.parallel.failure import Member
 from specactor.parallel.layout import ModelShape, check, engine_owner, longest_prompt, place_engine
 from specactor.recipes import load
 
@@ -187,11 +188,38 @@ def test_a_folder_without_a_model(tmp_path: Path, text: str | None, message: str
 
 
 def test_the_first_rank_of_a_host_owns_its_pooled_engines() -> None:
-    machines = ["a"] * 4 + ["b"] * 4
-    apart = [place_engine(i, machines, engine_tensor=2, pooled=False) for i in range(4)]
-    assert apart == [(0, 0), (2, 2), (4, 0), (6, 2)]
-    pooled = [place_engine(i, machines, engine_tensor=2, pooled=True) for i in range(4)]
-    assert pooled == [(0, 0), (0, 2), (4, 0), (4, 2)]
+    hosts = ["a"] * 4 + ["b"] * 4
+    assert places(hosts, pooled=False) == [(0, 0), (2, 2), (4, 0), (6, 2)]
+    assert places(hosts, pooled=True) == [(0, 0), (0, 2), (4, 0), (4, 2)]
+
+
+def test_two_launchers_on_a_host_that_see_other_devices() -> None:
+    """Each counts its devices from 0, and a rank can only use those that it sees."""
+    views = [Member(machine="a", pid=i, visible="0,1,2,3" if i < 4 else "4,5,6,7").view for i in range(8)]
+    assert places(views, pooled=False) == [(0, 0), (2, 2), (4, 0), (6, 2)]
+    assert places(views, pooled=True) == [(0, 0), (0, 2), (4, 0), (4, 2)]
+
+
+def test_two_launchers_on_a_host_that_see_the_same_devices() -> None:
+    """A rank's own device, as its launcher numbered it."""
+    assert places(["a"] * 8, pooled=False) == [(0, 0), (2, 2), (4, 0), (6, 2)]
+    assert places(["a"] * 8, pooled=True) == [(0, 0), (0, 2), (0, 0), (0, 2)]
+
+
+def places(views: list[str], *, pooled: bool) -> list[tuple[int, int]]:
+    """Of four engines of two devices, on ranks of two launchers with four ranks each."""
+    local_ranks = [*range(4), *range(4)]
+    return [place_engine(i, views, local_ranks, engine_tensor=2, pooled=pooled) for i in range(4)]
+
+
+def test_a_member_says_which_devices_it_sees(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    everything = Member.here(3)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
+    some = Member.here(3)
+    assert (everything.local_rank, everything.visible, some.visible) == (3, None, "4,5")
+    assert everything.machine == some.machine
+    assert everything.view != some.view
 
 
 def test_engines_start_at_multiples_of_their_size() -> None:
@@ -213,6 +241,17 @@ def test_a_prompt_must_fit_model_cache_and_micro_batch_beside_the_response(
         train=replace(base.train, tokens_per_microbatch=microbatch),
     )
     assert longest_prompt(run, 512) == expected
+
+
+@pytest.mark.parametrize("kv", [None, 300])
+@pytest.mark.parametrize("seams", [{"tail": TailConfig(replicas=2)}, {"oversample": 1.5, "partial": True}])
+def test_a_response_that_may_go_on_elsewhere_has_less_room(seams: dict[str, Any], kv: int | None) -> None:
+    """SGLang takes 6 tokens less input than there is room, and at least one token is to follow."""
+    base = config(engines=2)
+    engine = replace(base.rollout.engine, max_total_tokens=kv)
+    rollout = replace(base.rollout, max_new_tokens=64, engine=engine, **seams)
+    run = replace(base, rollout=rollout, train=replace(base.train, tokens_per_microbatch=8192))
+    assert longest_prompt(run, 512) == (kv or 512) - 6 - 64
 
 
 def test_no_room_for_any_prompt_names_the_limit() -> None:

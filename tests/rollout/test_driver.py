@@ -7,7 +7,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -59,6 +59,7 @@ class FakeEngine:
         default_factory=lambda: SimpleNamespace(config=SimpleNamespace(max_running_requests=4, routed_experts=False))
     )
     aborted: set[str] = field(default_factory=set)
+    num_aborts: int = 0
     killed: bool = False
     lock: Any = field(default_factory=threading.Lock)
 
@@ -105,6 +106,7 @@ class FakeEngine:
     def abort_requests(self, ids: Sequence[str]) -> None:
         with self.lock:
             self.aborted |= set(ids)
+            self.num_aborts += 1
 
     def abort(self) -> None:
         self.killed = True
@@ -120,6 +122,7 @@ class AtRandom:
     seed: int
     share: float = 0.3
     decisions: int = 0
+    needs_dry: bool = False
 
     def __post_init__(self) -> None:
         self.chance = random.Random(self.seed)
@@ -243,8 +246,122 @@ def test_the_shipped_policy_empties_nobody_and_moves_the_queue() -> None:
     assert driver.counts.moved > 0
 
 
+class Late(FakeEngine):
+    """Takes its requests only when it was told to end some of them, and after its first report of them goes no further
+    before it was told again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.told, self.told_again = threading.Event(), threading.Event()
+
+    def generate(self, requests: Sequence[RolloutRequest], **more: Any) -> None:
+        self.told.wait(20)
+        on_progress = more["on_progress"]
+
+        def report(request: RolloutRequest, so_far: Trajectory) -> None:
+            on_progress(request, so_far)
+            self.told_again.wait(20)
+            self.told_again.set()  # so that a driver that does not repeat itself fails soon
+
+        super().generate(requests, **more | {"on_progress": report})
+
+    def abort_requests(self, ids: Sequence[str]) -> None:
+        super().abort_requests(ids)
+        (self.told_again if self.told.is_set() else self.told).set()
+
+
+@pytest.mark.parametrize("policy", [None, Planned(migrate=True)])
+def test_an_engine_that_was_asked_before_it_had_the_request_is_asked_again(policy: Planned | None) -> None:
+    """Else one that was given its requests late computes them to their end, though nobody wants them any more."""
+    quick, slow = (replace(r, group_id=i) for i, r in enumerate(make_requests(1)[:2]))
+    slow = replace(slow, sampling=replace(slow.sampling, max_new_tokens=40))
+    late = Late()
+    driver = Driver(
+        cast("list[Engine]", [FakeEngine(), late]),
+        notify=lambda trajectory: None,
+        policy=policy,
+        report_tokens=1,
+        enough_groups=1,
+    )
+    driver.run([[quick], [slow]])
+    assert set(driver.done) == {quick.request_id}
+    assert set(driver.stopped) == {slow.request_id}
+    assert late.num_aborts == 2
+
+
+def test_what_has_been_heard_of_is_asked_to_end_once() -> None:
+    """An engine that has reported has the request: no second round trip for each of the many that are stopped."""
+    quick, slow = (replace(r, group_id=i) for i, r in enumerate(make_requests(1)[:2]))
+    slow = replace(slow, sampling=replace(slow.sampling, max_new_tokens=10**6))
+    heard = threading.Event()
+
+    class Second(FakeEngine):
+        def generate(self, requests: Sequence[RolloutRequest], **more: Any) -> None:
+            heard.wait(20)
+            super().generate(requests, **more)
+
+    engine, other = Second(), FakeEngine()
+    driver = Driver(cast("list[Engine]", [engine, other]), notify=lambda trajectory: None, enough_groups=1)
+    progressed = driver._progressed
+
+    def see(attempt: Any, so_far: Trajectory) -> None:
+        progressed(attempt, so_far)
+        heard.set()
+
+    driver._progressed = see  # type: ignore[method-assign]
+    driver.run([[quick], [slow]])
+    assert set(driver.stopped) == {slow.request_id}
+    assert other.num_aborts == 1
+
+
+@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("dies_after", [float("inf"), 9])
+def test_an_engine_without_requests_is_noticed_without_looking_at_each(seed: int, dies_after: float) -> None:
+    class Watched(Driver):
+        seen: tuple[int, ...] = (0, 0)
+
+        def _take(self, event: Any) -> None:
+            super()._take(event)
+            loads = self._loads()
+            assert {load.engine: len(load.running) for load in loads} == {
+                i: self._loaded[i] for i in range(3) if i not in self._dead
+            }
+            dry = any(not load.running for load in loads)
+            assert self._any_dry() == dry
+            self.seen = (self.seen[0] + dry, self.seen[1] + 1 - dry)
+
+    requests = make_requests(seed)
+    engines = [FakeEngine(), FakeEngine(dies_after=dies_after), FakeEngine()]
+    driver = Watched(
+        cast("list[Engine]", engines), notify=lambda trajectory: None, policy=AtRandom(seed), report_tokens=1
+    )
+    driver.run(assign(requests, 3))
+    assert min(driver.seen) > 0, "both"
+
+
+def test_a_policy_that_needs_a_dry_engine_is_not_asked_before_there_is_one() -> None:
+    @dataclass
+    class Asked:
+        needs_dry: bool
+        loads: list[Sequence[EngineLoad]] = field(default_factory=list)
+
+        def decide(self, loads: Sequence[EngineLoad], finished: Sequence[int]) -> Sequence[Move | Replica]:
+            self.loads.append(loads)
+            return []
+
+    always, seldom = Asked(needs_dry=False), Asked(needs_dry=True)
+    for policy in (always, seldom):
+        drive([FakeEngine(), FakeEngine()], make_requests(2), policy=policy)
+    assert seldom.loads
+    assert all(any(not load.running for load in loads) for loads in seldom.loads)
+    assert any(all(load.running for load in loads) for loads in always.loads)
+    assert Planned(migrate=True).needs_dry
+
+
 def test_a_plan_that_cannot_be_carried_out_is_an_error() -> None:
     class Wrong:
+        needs_dry = False
+
         def decide(self, loads: Sequence[EngineLoad], finished: Sequence[int]) -> Sequence[Move | Replica]:
             return [Move(request_id="r0", source=1, target=1)]
 

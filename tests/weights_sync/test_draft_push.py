@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from types import SimpleNamespace
+from typing import Any
 
 import msgspec
 import pytest
@@ -10,7 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from specactor.errors import EngineError
+from specactor.rollout.draft.drafter import DraftSequence
 from specactor.rollout.sglang import draft_weights
+from specactor.rollout.sglang.draft_model import DraftModel
 from specactor.weights_sync import draft_receiver
 from specactor.weights_sync.draft_sender import CHECK, LOAD, DraftSender, num_bytes, push_to_engine
 from specactor.weights_sync.messages import Bucket, CheckReply, DraftWeights, Round
@@ -165,3 +169,45 @@ def test_an_engine_that_died_is_left_to_whoever_uses_it(sender: DraftSender) -> 
 def test_the_names_of_the_calls_are_those_of_functions() -> None:
     assert f"{draft_weights.__name__}:{draft_weights.check.__name__}" == CHECK
     assert f"{draft_weights.__name__}:{draft_weights.load.__name__}" == LOAD
+
+
+class Refusing(Model):
+    """Its loader fails half-way, and on this rank alone."""
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        super().load_weights([next(iter(weights))])
+        raise RuntimeError("out of memory")
+
+
+def engine_rank(model: Model) -> tuple[Any, DraftModel]:
+    """As `draft_weights` sees it, with a drafter that has shown five tokens of a text to its model."""
+    drafter = DraftModel()
+    drafter.open(DraftSequence(request_id="r", prompt_ids=(1, 2, 3)))
+    drafter._seen["r"].cached = 5
+    worker = SimpleNamespace(
+        speculator=SimpleNamespace(drafters={"model": drafter}),
+        _draft_model_runners=lambda: [SimpleNamespace(model=model)],
+    )
+    return SimpleNamespace(draft_worker=worker), drafter
+
+
+def test_all_ranks_draft_from_the_same_state_whether_or_not_they_took_the_weights(sender: DraftSender) -> None:
+    """Or tensor-parallel ranks would run the draft model on different tokens, and wait for each other for ever."""
+    payload = msgspec.msgpack.encode(sender.pack(Model(1).named(), version=4))
+    ranks = [engine_rank(Model(2)), engine_rank(Refusing(2))]
+    replies = [draft_weights.load(rank, payload) for rank, _ in ranks]
+    problems = [msgspec.msgpack.decode(reply, type=CheckReply).problem for reply in replies]
+    assert problems[0] == ""
+    assert "out of memory" in problems[1]
+    assert [(drafter.version, drafter._seen["r"].cached) for _, drafter in ranks] == [(4, 0), (4, 0)]
+
+
+def test_a_rank_that_raises_begins_anew_too(sender: DraftSender, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_room(model: nn.Module, weights: DraftWeights) -> str:
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(draft_receiver, "load", no_room)
+    rank, drafter = engine_rank(Model(2))
+    with pytest.raises(RuntimeError, match="out of memory"):
+        draft_weights.load(rank, msgspec.msgpack.encode(sender.pack(Model(1).named(), version=4)))
+    assert (drafter.version, drafter._seen["r"].cached) == (4, 0)

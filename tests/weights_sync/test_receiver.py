@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 import msgspec
 import pytest
@@ -12,7 +13,7 @@ from specactor.weights_sync.buckets import Slot, aligned
 from specactor.weights_sync.digest import digest
 from specactor.weights_sync.memory import HostBuffer
 from specactor.weights_sync.messages import Bucket, CheckReply, Commit, Round
-from specactor.weights_sync.receiver import Receiver
+from specactor.weights_sync.receiver import Receiver, _same_bits
 
 Loader = Callable[[torch.nn.Parameter, str, torch.Tensor], None]
 
@@ -151,3 +152,43 @@ def test_an_update_that_was_broken_off_does_not_count_for_the_next(
     later = Bucket(version=4, address=bucket[1].address, slots=bucket[1].slots[:1])
     assert problem(receiver.load(rank, message(later))) == ""
     assert "15 of 60" in problem(receiver.commit(rank, msgspec.msgpack.encode(Commit(version=4))))
+
+
+class Elsewhere(torch.Tensor):
+    """Says that it is in another device's memory; nothing but `to` takes it together with host memory."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func == torch.Tensor.device.__get__:  # type: ignore[attr-defined]
+            return torch.device("cuda", 0)
+        if func in (torch.equal, torch.Tensor.data_ptr):
+            raise RuntimeError("Expected all tensors to be on the same device")
+        if func == torch.Tensor.to:
+            with torch._C.DisableTorchFunctionSubclass():
+                return args[0].as_subclass(torch.Tensor).to(*args[1:], **(kwargs or {}))
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+@pytest.mark.parametrize("contiguous", [True, False])
+def test_a_copy_is_compared_with_a_source_on_another_device(contiguous: bool) -> None:
+    here = torch.arange(15.0).view(3, 5)
+    here = here if contiguous else here.T
+    there = here.clone().as_subclass(Elsewhere)
+    with pytest.raises(RuntimeError, match="on the same device"):
+        torch.equal(here, there)
+    assert _same_bits(here, there)
+    here[2, 2] += 1
+    assert not _same_bits(here, there)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("loader", [right, changes_it_afterwards])
+def test_a_bucket_in_host_memory_reaches_a_gpu(
+    bucket: tuple[HostBuffer, Bucket, list[torch.Tensor]], loader: Loader
+) -> None:
+    rank, receiver = Rank(loader), Receiver()
+    rank.model.cuda()
+    found = problem(receiver.load(rank, message(bucket[1])))
+    assert found == ("" if loader is right else "expert.2: a region of shape (3, 5) is not what was loaded into it")

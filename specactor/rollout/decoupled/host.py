@@ -1,7 +1,8 @@
 """A drafter process as its owner sees it: started, watched, ended. No SGLang here.
 
-Invariants: no wait is unbounded; after `stop` nothing of the process is left: no process, folder, address or shared
-memory; when the owner dies, in whatever way, the process ends by itself (`guard`).
+Invariants: no wait is unbounded; a process that answers late is heard again; after `stop` nothing of the process is
+left: no process, folder, address or shared memory; when the owner dies, in whatever way, the process ends by itself
+(`guard`).
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import os
 import select
 import time
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 
@@ -22,13 +23,86 @@ from specactor.rollout.decoupled.spec import RENEW, TRACE, WORK, DrafterSpec, Re
 from specactor.rollout.sglang.guarded import Guarded
 
 if TYPE_CHECKING:
+    from socket import socket
+
     from specactor.weights_sync.messages import DraftWeights
 
 MODULE = "specactor.rollout.decoupled.main"
 _MAX_LINE_BYTES = 1 << 20
 _MAX_WORK_BYTES = 1 << 26
+_Answer = TypeVar("_Answer", Work, Renewed)
+
 WORK_TIMEOUT_S = 5.0
 """A batch of a draft model that reads many prompts can take seconds."""
+
+
+class Talk:
+    """Questions to a process, and its answers, over a socket.
+
+    A question has a number, which its answer repeats, so an answer that comes late is not taken for another's. Until
+    it has come, nothing else is asked: a process that hangs costs one wait, and one that was only late is heard again.
+    """
+
+    def __init__(self, connection: socket) -> None:
+        self._connection = connection
+        self._number = self._answered = 0
+        self._unsent, self._unread = b"", bytearray()
+
+    def ask(self, question: bytes, timeout_s: float) -> bytes:
+        """Its answer. Raises OSError (TimeoutError) when there is none."""
+        if self.is_silent():
+            raise TimeoutError("it has not yet answered what it was asked before")
+        deadline = time.monotonic() + timeout_s
+        self._number += 1
+        self._unsent = b"%d %s\n" % (self._number, question)
+        self._send(deadline)
+        while True:
+            answer = self._hear(deadline)
+            if self._answered == self._number:
+                return answer
+
+    def is_silent(self) -> bool:
+        """Whether an answer is still to come; without waiting for it."""
+        try:
+            self._send(0.0)
+            while self._answered != self._number:
+                self._hear(0.0)
+        except OSError:
+            return True
+        return False
+
+    def line(self, deadline: float) -> bytes:
+        """What the process says next; nothing if it died. Raises TimeoutError, and keeps what has arrived till then."""
+        looked = 0
+        while (end := self._unread.find(b"\n", looked)) < 0 and len(self._unread) < _MAX_WORK_BYTES:
+            looked = len(self._unread)
+            self._connection.settimeout(max(0.001, deadline - time.monotonic()))
+            try:
+                part = self._connection.recv(_MAX_LINE_BYTES)
+            except ConnectionResetError:
+                return b""
+            if not part:
+                return b""
+            self._unread += part
+        size = end + 1 or len(self._unread)
+        line = bytes(self._unread[:size])
+        del self._unread[:size]
+        return line
+
+    def _hear(self, deadline: float) -> bytes:
+        """The next answer, to whichever question."""
+        line = self.line(deadline)
+        number, _, answer = line.partition(b" ")
+        if not number.isdigit():
+            raise ConnectionError(f"unreadable answer {line[:80]!r}" if line else "the process died")
+        self._answered = int(number)
+        return answer
+
+    def _send(self, deadline: float) -> None:
+        """What is left of the question."""
+        while self._unsent:
+            self._connection.settimeout(max(0.001, deadline - time.monotonic()))
+            self._unsent = self._unsent[self._connection.send(self._unsent) :]
 
 
 class DrafterProcess:
@@ -40,8 +114,8 @@ class DrafterProcess:
         self.started: Started | None = None
         self.version = 0
         """Of the weights that it drafts with, as it said last."""
-        self._is_silent = False
         self._process = Guarded(MODULE, environment=cpu.process_environment((spec.device,)), log_file=spec.log_file)
+        self._talk = Talk(self._process.connection)
         try:
             self._process.connection.sendall(msgspec.json.encode(replace(spec, core=_core(spec.device))) + b"\n")
         except OSError:
@@ -62,7 +136,7 @@ class DrafterProcess:
         if self.started is not None:
             return self.started
         try:
-            line = self._line(time.monotonic() + self.spec.start_timeout_s)
+            line = self._talk.line(time.monotonic() + self.spec.start_timeout_s)
         except TimeoutError:
             self.kill()
             limit = f"{self.spec.start_timeout_s:g} s. Raise rollout.engine.start_timeout_s."
@@ -78,35 +152,24 @@ class DrafterProcess:
         return started
 
     def work(self, *, trace: bool, timeout_s: float = WORK_TIMEOUT_S) -> Work | None:
-        """What it did since it was asked last; None if it does not say, or not in time, and then never again.
+        """What it did since it was asked last; None if it does not say, or not in time.
 
         Args: whether it shall record spans from now on.
         """
-        if self._is_silent or not self._has_started():
-            return None
-        try:
-            self._process.connection.sendall((TRACE if trace else WORK) + b"\n")
-            return msgspec.json.decode(self._line(time.monotonic() + timeout_s, _MAX_WORK_BYTES), type=Work)
-        except (OSError, msgspec.DecodeError):  # the answer to this question may come yet, and be taken for another's
-            self._is_silent = True
-            return None
+        work = self._ask(TRACE if trace else WORK, Work, timeout_s)
+        return work if isinstance(work, Work) else None
 
     def renew(self, weights: DraftWeights, *, timeout_s: float) -> str:
         """Bring it new weights; why it did not take them, or empty. It goes on drafting before and after."""
-        if self._is_silent or not self._has_started():
-            return f"drafter {self.spec.index} does not answer"
-        try:
-            self._process.connection.sendall(RENEW + msgspec.json.encode(weights) + b"\n")
-            renewed = msgspec.json.decode(self._line(time.monotonic() + timeout_s, _MAX_WORK_BYTES), type=Renewed)
-        except (OSError, msgspec.DecodeError) as error:
-            self._is_silent = True
-            return f"drafter {self.spec.index}: {error}"
+        renewed = self._ask(RENEW + msgspec.json.encode(weights), Renewed, timeout_s)
+        if isinstance(renewed, str):
+            return f"drafter {self.spec.index}: {renewed}"
         self.version = renewed.version
         return f"drafter {self.spec.index}: {renewed.problem}" if renewed.problem else ""
 
     def wants(self, version: int) -> bool:
         """Whether it could take weights of this version, and has older ones."""
-        return self.alive and not self._is_silent and self._has_started() and self.version < version
+        return self.alive and self._has_started() and not self._talk.is_silent() and self.version < version
 
     def stop(self) -> None:
         """Orderly end; falls back to `kill`. Harmless when it is gone."""
@@ -132,19 +195,14 @@ class DrafterProcess:
                 self.wait_ready()
         return self.started is not None
 
-    def _line(self, deadline: float, most: int = _MAX_LINE_BYTES) -> bytes:
-        """What the process says first; nothing if it died. Raises TimeoutError."""
-        data = b""
-        while not data.endswith(b"\n") and len(data) < most:
-            self._process.connection.settimeout(max(0.001, deadline - time.monotonic()))
-            try:
-                part = self._process.connection.recv(_MAX_LINE_BYTES)
-            except ConnectionResetError:
-                return b""
-            if not part:
-                return b""
-            data += part
-        return data
+    def _ask(self, question: bytes, kind: type[_Answer], timeout_s: float) -> _Answer | str:
+        """Its answer, or why there is none."""
+        if not self._has_started():
+            return "it has not started"
+        try:
+            return msgspec.json.decode(self._talk.ask(question, timeout_s), type=kind)
+        except (OSError, msgspec.DecodeError) as error:
+            return str(error)
 
     def _with_log(self, what: str) -> str:
         return f"drafter {self.spec.index} {what} The end of its log, {self.spec.log_file}:\n{self.log_tail()}"

@@ -2,8 +2,9 @@
 
 It becomes the guard of its own child, which alone imports torch and SGLang. The owner sends a `DrafterSpec` as one line
 of JSON and gets a `Started` back; later it may ask, in a line of WORK or TRACE, for the `Work` since it asked last, or
-bring new weights in a line of RENEW, to which the answer is a `Renewed`. The end of the socket is the end of the
-process. Standard output and error are the log.
+bring new weights in a line of RENEW, to which the answer is a `Renewed`. Such a line begins with the number of the
+question and a space, and so does the answer's. The end of the socket is the end of the process. Standard output and
+error are the log.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ def _draft(owner: socket) -> None:
         tell(Started(endpoint=told.endpoint, pid=told.pid, version=told.version))
 
     def answer(loop: Loop) -> bool:
-        asked = lines.readline()
+        number, _, asked = lines.readline().partition(b" ")
         if not asked:
             return False  # the owner is gone
         said: msgspec.Struct
@@ -59,7 +60,7 @@ def _draft(owner: socket) -> None:
             said = loop.renew(asked.removeprefix(RENEW))
         else:
             said = loop.work(trace=asked.strip() == TRACE)
-        owner.sendall(msgspec.json.encode(said) + b"\n")
+        owner.sendall(number + b" " + msgspec.json.encode(said) + b"\n")
         return True
 
     try:

@@ -22,7 +22,6 @@ from typing import Any
 import torch
 
 from specactor.errors import EngineError
-from specactor.parallel.layout import ENGINE_RESERVED_TOKENS
 from specactor.rollout.continuation import num_begun
 from specactor.rollout.sglang import beginnings, guard, rank_calls, routed_experts, stopping
 from specactor.rollout.sglang.protocol import EngineSpec
@@ -66,6 +65,11 @@ def server_args(spec: EngineSpec, *, gpu: bool, memory_release: bool) -> dict[st
         arguments |= {"speculative_algorithm": "SPECACTOR", "speculative_num_draft_tokens": rows}
         if spec.speculation.drafts_in_engine:
             arguments["speculative_draft_model_path"] = spec.speculation.draft_model
+            arguments["enable_draft_weights_cpu_backup"] = True  # no weight sync brings them back after a release
+    if spec.penalties:
+        # With overlap SGLang counts a token a round late, and the last one of what it was given, prompt or beginning,
+        # as if it had been emitted now: a response in parts would not be the response in one.
+        arguments["disable_overlap_schedule"] = True
     if not gpu:
         arguments |= {
             "device": "cpu",
@@ -93,7 +97,7 @@ class Backend:
         )
         info = self._engine._scheduler_init_result.scheduler_infos[0]
         self.kv_tokens: int = info["max_total_num_tokens"]
-        self.max_sequence_tokens = min(spec.context_length, self.kv_tokens) - ENGINE_RESERVED_TOKENS
+        self.max_sequence_tokens = min(spec.context_length, self.kv_tokens) - spec.reserved_tokens
         self.scheduler_pids: list[int] = list(self._engine.get_all_child_pids())
         self.loop = self._engine.loop
         self._num_calls = 0

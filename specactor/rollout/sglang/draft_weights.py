@@ -1,7 +1,9 @@
 """Rank calls that bring new weights to an engine's draft model: see `weights_sync.draft_sender`.
 
 Invariants: only the draft model's parameters are written; the policy's receiver cannot read these messages and this one
-cannot read the policy's; the draft model begins anew with every text, so no key of the old weights is read again.
+cannot read the policy's; the draft model begins anew with every text, so no key of the old weights is read again,
+and on every rank alike, also on one that did not take the weights: ranks that differed in what the draft model has seen
+would run it on different tokens.
 """
 
 from __future__ import annotations
@@ -24,13 +26,16 @@ def check(rank: Any, payload: bytes) -> bytes:
 
 
 def load(rank: Any, payload: bytes) -> bytes:
-    """Check, load, and draft with the new weights from the next round on."""
+    """Check, load, and draft with the new weights from the next round on; with the old ones where it answers a problem.
+    One rank alone may, and drafts are then of two versions until the next push: bad ones, which cost speed."""
     weights = msgspec.msgpack.decode(payload, type=DraftWeights)
-    problem = draft_receiver.load(_model(rank), weights)
-    speculator = rank.draft_worker.speculator
-    for drafter in speculator.drafters.values() if speculator is not None and not problem else ():
-        if isinstance(drafter, DraftModel):
-            drafter.renewed(weights.draft_version)
+    model, speculator = _model(rank), rank.draft_worker.speculator
+    try:
+        problem = draft_receiver.load(model, weights)
+    finally:
+        for drafter in speculator.drafters.values() if speculator is not None else ():
+            if isinstance(drafter, DraftModel):
+                drafter.renewed(weights.draft_version)
     return _reply(problem)
 
 

@@ -5,6 +5,11 @@ for (`SamplingParams.has_penalties`): its later rows would need counts that hold
 emit one token each, as in plain decoding. And a request that is taken out of the batch and prefilled again would start
 to count anew: here what it had emitted is counted first.
 
+With overlap (a round is prepared while another runs) SGLang counts a token one round late, and in the first round of a
+request the last token that it was given. That is one of what was begun of its response, if it goes on from there, and
+would count twice. So engines whose requests have penalties (`EngineSpec.penalties`) run without overlap, as those that
+speculate do.
+
 With overlap SGLang adds up what is taken off the logits, and divides by the repetition penalty afterwards. Without, it
 applies one penalty after the other as they lie in a set, which differs from process to process. Here it is always the
 former, so that all engines give the same bits.

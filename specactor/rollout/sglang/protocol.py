@@ -18,6 +18,7 @@ import msgspec
 
 from specactor.config import EngineConfig, SpeculationConfig
 from specactor.errors import EngineError
+from specactor.parallel.layout import ENGINE_RESERVED_TOKENS
 from specactor.rollout.decoupled.access import DrafterAccess
 from specactor.types import FinishReason, RolloutRequest
 
@@ -49,6 +50,10 @@ class EngineSpec:
     """Processes that draft for it, in mode decoupled."""
     context_length: int
     """Longest sequence in tokens, prompt included."""
+    reserved_tokens: int = ENGINE_RESERVED_TOKENS
+    """Of that, what requests may not use; `layout.reserved_tokens`."""
+    penalties: bool = False
+    """Its requests may have penalties: SGLang then prepares no round while another runs."""
     log_file: str
     random_seed: int = 0
 

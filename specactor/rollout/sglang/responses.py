@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from specactor.errors import EngineError
+from specactor.parallel.layout import ENGINE_RESERVED_OF_INPUT
 from specactor.rollout import continuation
 from specactor.rollout.sglang.protocol import EngineSpec, Finished, News, Ready
 from specactor.types import RolloutRequest, Trajectory
@@ -26,12 +27,29 @@ def check(requests: Sequence[RolloutRequest], spec: EngineSpec, ready: Ready) ->
                 f"{spec.context_length} and a KV pool of {ready.kv_tokens} tokens. Shorten one of them, "
                 "or raise rollout.engine.max_total_tokens."
             )
+        given = prompt + continuation.num_begun(request)
+        longest = limit + spec.reserved_tokens - ENGINE_RESERVED_OF_INPUT
+        if given > longest:
+            raise EngineError(
+                f"request {request.request_id}: {given} tokens of prompt and beginning, expected <= {longest}: SGLang "
+                f"takes no longer input on engine {spec.index}, however few tokens are to follow. Shorten prompts by "
+                f"{given - longest}, or raise rollout.engine.max_total_tokens."
+            )
 
 
 def finished(request: RolloutRequest, message: Finished, spec: EngineSpec, version: int) -> Trajectory:
-    """The whole response; `version` of the weights that the engine holds."""
-    dropped = spec.config.routed_experts and not message.routed_experts
-    # Aborted while it waited: nobody can say by now which experts computed what it had emitted.
+    """The whole response; `version` of the weights that the engine holds.
+
+    One that was aborted while it waited is empty where experts are wanted: nobody can say by now which experts computed
+    what it had emitted. Raises EngineError for any other response without them.
+    """
+    dropped = spec.config.routed_experts and bool(message.token_ids) and not message.routed_experts
+    if dropped and message.finish_reason != "abort":
+        raise EngineError(
+            f"request {request.request_id}: a response of {len(message.token_ids)} tokens that ended with "
+            f"{message.finish_reason!r} without routed experts, expected those of every token with "
+            "rollout.engine.routed_experts. Engine and SGLang disagree: check its version with specactor doctor."
+        )
     return continuation.whole(
         request,
         token_ids=() if dropped else message.token_ids,

@@ -11,7 +11,7 @@ Shape legend: B lessons, T tokens of the longest of them, N response tokens of a
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -19,7 +19,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from specactor.trainer.distillation.buffer import Lesson
+from specactor.trainer.distillation.buffer import Law, Lesson
 from specactor.trainer.distillation.emphasis import Floats
 
 
@@ -58,10 +58,25 @@ def plan(lengths: Sequence[int], ranks: int, capacity: int) -> list[list[list[in
     return [made[rank::ranks] for rank in range(ranks)]
 
 
+def of_one_width(lessons: Sequence[Lesson]) -> list[Lesson]:
+    """With as many likeliest tokens as the law with the fewest of them: `top_k` may have changed at a resume, and a
+    token that was not kept has no probability to compare with."""
+    width = min((lesson.law.tokens.shape[1] for lesson in lessons if lesson.law), default=0)
+
+    def cut(lesson: Lesson) -> Lesson:
+        if lesson.law is None or lesson.law.tokens.shape[1] == width:
+            return lesson
+        law = Law(tokens=lesson.law.tokens[:, :width], logprobs=lesson.law.logprobs[:, :width])
+        return replace(lesson, law=law)
+
+    return [cut(lesson) for lesson in lessons]
+
+
 def build(lessons: Sequence[Lesson], weights: Sequence[Floats], device: torch.device) -> Batch:
     """Args: weights of each lesson's response tokens. Without lessons: one token that nothing is learned from."""
     longest = max((len(lesson.token_ids) for lesson in lessons), default=1)
-    width = max((lesson.law.tokens.shape[1] for lesson in lessons if lesson.law), default=0)
+    lessons = of_one_width(lessons)
+    width = next((lesson.law.tokens.shape[1] for lesson in lessons if lesson.law), 0)
     tokens = np.zeros((max(1, len(lessons)), longest), np.int64)
     for row, lesson in zip(tokens, lessons, strict=False):
         row[: len(lesson.token_ids)] = lesson.token_ids
@@ -75,9 +90,9 @@ def build(lessons: Sequence[Lesson], weights: Sequence[Floats], device: torch.de
     start = 0
     for lesson, size in zip(lessons, sizes, strict=True):
         if lesson.law is not None:
-            there = slice(start, start + size), slice(lesson.law.tokens.shape[1])
+            there = slice(start, start + size)
             top_tokens[there], top_logp[there] = lesson.law.tokens, lesson.law.logprobs
-            known[there[0]] = True
+            known[there] = True
         start += size
     return Batch(
         tokens_BT=torch.from_numpy(tokens).to(device),

@@ -6,8 +6,11 @@ Invariants:
 2. Nothing of the policy is touched, and the process's random state neither read nor moved: what is drawn follows from
    the seed and the number of the update.
 3. An update is made whole or not at all. A refresh ends before its limit, unless a micro-batch takes longer than any
-   before it in the refresh and than the mean of the refresh before.
-4. After `save` and `load`, training goes on as if it had not stopped.
+   before it in the refresh and than the mean of the last refresh that ran some, halved for every one since that ran
+   none.
+4. What is not finite neither stays in the weights nor gets a version: a refresh that diverges leaves those before.
+   Memory is excepted: a rank that runs out of it raises alone.
+5. After `save` and `load`, training goes on as if it had not stopped.
 
 Shape legend: as in `batches` and `losses`.
 """
@@ -25,7 +28,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from specactor.errors import CheckpointError
+from specactor.errors import CheckpointError, SpecActorError
 from specactor.trainer.distillation import batches, losses
 from specactor.trainer.distillation.budget import may_start
 from specactor.trainer.distillation.buffer import DraftBuffer
@@ -59,6 +62,8 @@ class RefreshStats:
     """Of the last update, before clipping."""
     seconds: float
     stopped: Literal["time", "updates", "empty"]
+    tokens_per_update: int
+    """That each update drew; fewer than the config's after a refresh in which no update fitted the time."""
     version: int
     """Of the draft model, after the refresh."""
 
@@ -81,9 +86,13 @@ class DrafterTrainer:
         self.version = 0
         """Refreshes that changed the weights."""
         self.updates = 0
-        """Made so far, in all refreshes."""
+        """Made so far, in all refreshes, also in those that diverged."""
         self.lost: tuple[float, ...] = ()
         """Where acceptance is lost, as `emphasis.LostAcceptance.lost` tells."""
+        self.halvings = 0
+        """Of the tokens of an update, since no update fitted the time."""
+        self._drawn = (0, 0)
+        """Lessons and tokens of the last draw."""
         self._micro_s = 0.0
         self._group = group
         self._ranks, self._rank = (1, 0) if group is None else (group.size(), group.rank())
@@ -97,13 +106,21 @@ class DrafterTrainer:
 
         Args: seconds; a clock in seconds, each rank's own; updates at most (0: ``config.max_updates``, where 0 means
         any number); learning rate of an update by its number over all refreshes, instead of the config's. Raises
-        SpecActorError when a loss or a gradient is not finite; the weights are then those before.
+        SpecActorError when a loss, a gradient or a weight is not finite; weights and optimizer are then those before
+        (under ZeRO they are not brought back: see `is_finite`). Memory is excepted: torch.OutOfMemoryError is raised on
+        its rank alone.
         """
         watch = _Watch(clock, limit_s, self._micro_s, self._group, self.device)
-        max_updates = max_updates or self.config.max_updates or 2**62
-        rate_of = rate_of or self._rate
+        restore = self._updater.kept()
+        try:
+            return self._learn(watch, max_updates or self.config.max_updates or 2**62, rate_of or self._rate)
+        except SpecActorError:  # on every rank alike, since what is not finite is a sum over ranks
+            restore()
+            raise
+
+    def _learn(self, watch: _Watch, max_updates: int, rate_of: Callable[[int], float]) -> RefreshStats:
         found: list[dict[str, float]] = []
-        micro_steps, norm = 0, math.nan
+        tokens_per_update, micro_steps, norm = self.tokens_per_update, 0, math.nan
         stopped: Literal["time", "updates", "empty"] = "updates" if len(self.buffer) else "empty"
         while stopped == "updates" and len(found) < max_updates:
             made, steps = self._gradients(watch)
@@ -114,9 +131,38 @@ class DrafterTrainer:
             norm = self._updater.step(rate_of(self.updates))
             self.updates += 1
             found.append(made)
+        if found and watch.agreed(not self.is_finite()):
+            raise diverged("weight", math.nan)
         self.version += bool(found)
-        self._micro_s = watch.total_s / micro_steps if micro_steps else self._micro_s
-        return self._stats(found, micro_steps, norm, watch.elapsed_s(), stopped)
+        self._adapt(watch, len(found), micro_steps, stopped)
+        return self._stats(found, micro_steps, norm, watch.elapsed_s(), stopped, tokens_per_update)
+
+    @property
+    def tokens_per_update(self) -> int:
+        """That an update draws: the config's, halved while no update fits the time."""
+        return max(1, self.config.tokens_per_update >> self.halvings)
+
+    def is_finite(self) -> bool:
+        """Whether all weights on this rank are."""
+        return all(bool(parameter.isfinite().all()) for parameter in self.model.parameters())
+
+    def _adapt(
+        self, watch: _Watch, updates: int, micro_steps: int, stopped: Literal["time", "updates", "empty"]
+    ) -> None:
+        """What the next refresh expects of a micro-batch, and draws for an update. Collective."""
+        if micro_steps:
+            self._micro_s = watch.total_s / micro_steps
+        elif stopped == "time":
+            self._micro_s /= 2  # it may have been an exception, and nothing is measured before one is run again
+        if stopped == "time" and not updates:
+            num_lessons, num_tokens = self._drawn
+            if num_lessons > 1:  # of one there is no half
+                self.halvings += 1
+                while self.tokens_per_update >= num_tokens:  # the buffer had no more
+                    self.halvings += 1
+        elif self.halvings and updates:
+            in_time = stopped == "updates" and not watch.over(2 * math.ceil(micro_steps / updates))
+            self.halvings -= updates > 2 or in_time  # where three fit, one of twice the tokens does, with time to spare
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Whole tensors under Hugging Face names, as the drafters take them. Collective with ZeRO stage 3."""
@@ -124,7 +170,7 @@ class DrafterTrainer:
 
     def _gradients(self, watch: _Watch) -> tuple[dict[str, float] | None, int]:
         """(sums of one update over all ranks, micro-batches run); None where the time is over."""
-        lessons = self.buffer.draw(self.updates, self.config.tokens_per_update)
+        lessons = batches.of_one_width(self.buffer.draw(self.updates, self.tokens_per_update))
         mean = self.buffer.mean_reward()
         weights = [
             token_weights(
@@ -139,6 +185,7 @@ class DrafterTrainer:
         ]
         total = float(sum(of_lesson.sum() for of_lesson in weights))
         lengths = [len(lesson.token_ids) for lesson in lessons]
+        self._drawn = (len(lessons), sum(lengths))
         mine = batches.plan(lengths, self._ranks, self.config.tokens_per_microbatch)[self._rank]
         whole = not self._updater.can_abandon
         if whole and watch.over(micro_steps=len(mine)):
@@ -198,6 +245,7 @@ class DrafterTrainer:
         norm: float,
         seconds: float,
         stopped: Literal["time", "updates", "empty"],
+        tokens_per_update: int,
     ) -> RefreshStats:
         end = found[-1] if found else dict.fromkeys((*_SUMS, "tokens"), math.nan)
         laws = end["laws"] or math.nan
@@ -212,6 +260,7 @@ class DrafterTrainer:
             grad_norm=norm,
             seconds=seconds,
             stopped=stopped,
+            tokens_per_update=tokens_per_update,
             version=self.version,
         )
 
@@ -225,7 +274,7 @@ class DrafterTrainer:
         if self._rank == 0:
             save_file(weights, folder / WEIGHTS)
             save_arrays(self.buffer.state(), folder / BUFFER)
-            about = {"version": self.version, "updates": self.updates, "lost": self.lost}
+            about = {"version": self.version, "updates": self.updates, "lost": self.lost, "halvings": self.halvings}
             (folder / STATE).write_text(json.dumps(about))
 
     def load(self, folder: Path) -> None:
@@ -246,6 +295,7 @@ class DrafterTrainer:
         self._updater.load(folder)
         self.buffer.restore(arrays)
         self.version, self.updates, self.lost = about["version"], about["updates"], tuple(about["lost"])
+        self.halvings = about.get("halvings", 0)  # older checkpoints have none
 
     @torch.no_grad()
     def _load_weights(self, weights: dict[str, Tensor], folder: Path) -> None:
@@ -273,10 +323,13 @@ class _Watch:
 
     def over(self, micro_steps: int = 1) -> bool:
         """Whether the next micro-batches, each as long as the longest so far, would not end in time on some rank."""
-        over = not may_start(self.elapsed_s(), micro_steps * self._longest_s, self._limit_s)
+        return self.agreed(not may_start(self.elapsed_s(), micro_steps * self._longest_s, self._limit_s))
+
+    def agreed(self, here: bool) -> bool:
+        """Whether it is so on some rank. Collective."""
         if self._group is None:
-            return over
-        flag = torch.tensor([int(over)], dtype=torch.int32, device=self._device)
+            return here
+        flag = torch.tensor([int(here)], dtype=torch.int32, device=self._device)
         dist.all_reduce(flag, dist.ReduceOp.MAX, group=self._group)
         return bool(flag.item())
 

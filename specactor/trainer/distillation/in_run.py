@@ -4,7 +4,8 @@ Invariants:
 1. Every rank calls the same methods with the same values.
 2. Tokens, rewards and losses of the policy are those of a run without it.
 3. What goes wrong here costs speed: a refresh that fails leaves the weights there are, whoever refuses a push goes on
-   with its own and is asked again after the next step.
+   with its own and is asked again after the next step. Memory is excepted: torch.OutOfMemoryError in a refresh ends
+   the run, since a rank that raises it is missing in the reduction of gradients, where the others wait for it.
 4. After `save` and `load` it goes on as if it had not stopped; engines and drafter processes that were started anew
    get the version there is.
 """
@@ -21,9 +22,10 @@ from weakref import WeakKeyDictionary
 import msgspec
 import torch
 import torch.distributed as dist
+from safetensors import SafetensorError
 
 from specactor.config import Config
-from specactor.errors import CheckpointError, ConfigError, SpecActorError
+from specactor.errors import CheckpointError, ConfigError, PeerFailedError, SpecActorError
 from specactor.parallel.collective import Collective
 from specactor.rollout.draft.counts import Counts
 from specactor.trainer.distillation import start
@@ -133,7 +135,7 @@ class Distillation:
         self._held: WeakKeyDictionary[TargetEngine, int] = WeakKeyDictionary()
         """Versions that engines took; others hold the weights that they were started with, version 0."""
         self._push_s = 0.0
-        """Of the last push."""
+        """Of the last push, halved by every refresh since after which nobody wanted one."""
         start.quiet()
         model = collective.together("draft model", lambda: _fitting(self._folder, vocab_size, device))
         group = dist.group.WORLD if collective.world > 1 else None
@@ -151,6 +153,8 @@ class Distillation:
         if refreshed:
             self.history.refreshed()
         pushed = self.push()
+        if not pushed["drafter/pushed_bytes"]:
+            self._push_s /= 2  # or one slow push would leave no time for a refresh, and so for a push, ever again
         metrics = {
             "drafter/version": self.drafter.version,
             "drafter/refreshed": int(refreshed),
@@ -167,7 +171,7 @@ class Distillation:
         behind = [engine for engine in self._engines() if self._held.get(engine, 0) < version]
         wanting = bool(behind) or self._processes.want(version)
         metrics: dict[str, float] = {"drafter/refused": 0, "drafter/pushed_bytes": 0}
-        if self._collective.any(wanting):
+        if self._collective.any(wanting) and self._is_sound():
             weights = self._sender.pack(self.drafter.named_weights(), version=version)
 
             def hand_over() -> list[str]:
@@ -183,8 +187,11 @@ class Distillation:
         return metrics | {"drafter/oldest_version": self._oldest()}
 
     def save(self, folder: Path) -> None:
-        """Into a checkpoint's folder. Collective; raises CheckpointError where the disk fails."""
+        """Into a checkpoint's folder, unless weights are not finite. Collective; raises CheckpointError where the disk
+        fails."""
         own = folder / FOLDER
+        if not self._is_sound():
+            return  # a run that resumes there begins with the draft model of the config
 
         def make() -> None:
             if self._collective.rank == 0:
@@ -199,8 +206,10 @@ class Distillation:
                 write()
             else:
                 self._collective.together("checkpoint", write)
-        except OSError as error:
+        except (OSError, SafetensorError) as error:
             raise CheckpointError(f"{own}: could not be written: {error}. Free disk space.") from error
+        except PeerFailedError as error:
+            raise CheckpointError(str(error)) from error
 
     def load(self, checkpoint: Path) -> None:
         """Of a checkpoint; one of a run without refreshes has nothing, and the draft model starts anew. Collective."""
@@ -248,11 +257,26 @@ class Distillation:
 
     def _learn(self, limit_s: float) -> tuple[RefreshStats | None, bool]:
         """(statistics, whether it failed)"""
+        tokens = self.drafter.tokens_per_update
         try:
-            return self.drafter.refresh(limit_s=limit_s, clock=self._clock), False
+            stats = self.drafter.refresh(limit_s=limit_s, clock=self._clock)
         except SpecActorError as error:  # on every rank alike, since what went wrong is a sum over ranks
             self._note(str(error))
             return None, True
+        if self.drafter.tokens_per_update < tokens:
+            self._note(
+                f"draft model: no update of {tokens} tokens fitted {limit_s:.3g} s; the next draws "
+                f"{self.drafter.tokens_per_update}. Lower distillation.tokens_per_update, or raise "
+                "distillation.max_time_share."
+            )
+        return stats, False
+
+    def _is_sound(self) -> bool:
+        """Whether the weights may be drafted with later; says so if not. Collective."""
+        sound = not self._collective.any(not self.drafter.is_finite())
+        if not sound:
+            self._note("draft model: has weights that are not finite. They are neither pushed nor saved.")
+        return sound
 
     def _hand(self, engine: TargetEngine, weights: DraftWeights) -> str:
         problem = push_to_engine(engine, weights, timeout_s=self._timeout_s)

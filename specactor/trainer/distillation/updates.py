@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, Protocol, cast
@@ -52,6 +52,10 @@ class Updater(Protocol):
 
     def abandon(self) -> None:
         """Forget the gradients of an update that will not be made."""
+        ...
+
+    def kept(self) -> Callable[[], None]:
+        """Copy weights and optimizer; what is returned brings them back as they are now."""
         ...
 
     def save(self, folder: Path) -> None:
@@ -107,6 +111,19 @@ class PlainUpdater:
 
     def abandon(self) -> None:
         self._adam.zero_grad(set_to_none=True)
+
+    def kept(self) -> Callable[[], None]:
+        weights = [parameter.detach().clone() for parameter in self._parameters.values()]
+        state = {name: value.clone() for name, value in self.optimizer_state().items()}
+
+        def restore() -> None:
+            self.abandon()
+            with torch.no_grad():
+                for parameter, value in zip(self._parameters.values(), weights, strict=True):
+                    parameter.copy_(value)
+            self.restore_optimizer(state)
+
+        return restore
 
     def optimizer_state(self) -> dict[str, Tensor]:
         """Adam's moments and step counts by ``<kind>.<parameter>``; empty before the first update."""
@@ -186,6 +203,9 @@ class ZeroUpdater:
 
     def abandon(self) -> None:
         raise NotImplementedError("an update under ZeRO is made whole")
+
+    def kept(self) -> Callable[[], None]:
+        return lambda: None  # its master weights are DeepSpeed's, in parts
 
     def save(self, folder: Path) -> None:
         self._engine.save_checkpoint(str(folder), tag="zero")

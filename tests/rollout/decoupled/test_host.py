@@ -225,3 +225,18 @@ def test_a_process_without_weights_says_so(drafter: DrafterProcess) -> None:
     assert drafter.version == version
     assert_drafts(drafter.spec)
     sender.close()
+
+
+def test_one_that_answers_late_is_heard_again(drafter: DrafterProcess) -> None:
+    os.kill(child_of(drafter), signal.SIGSTOP)
+    try:
+        assert drafter.work(trace=False, timeout_s=0.2) is None
+        assert not drafter.wants(drafter.version + 1)
+    finally:
+        os.kill(child_of(drafter), signal.SIGCONT)
+    deadline = time.monotonic() + PATIENCE_S
+    while not drafter.wants(drafter.version + 1):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    assert drafter.work(trace=False, timeout_s=PATIENCE_S) is not None
+    assert_drafts(drafter.spec)

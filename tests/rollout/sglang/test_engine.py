@@ -8,12 +8,17 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 
+import numpy as np
 import pytest
 
+from specactor.config import RolloutConfig, TailConfig
 from specactor.errors import EngineError
+from specactor.parallel.layout import ENGINE_RESERVED_TOKENS, reserved_tokens
+from specactor.rollout import continuation
 from specactor.rollout.sglang.engine import Engine, EngineSpec
-from specactor.types import Trajectory
+from specactor.types import RolloutRequest, Trajectory, VersionSpan
 from tests.rollout.conftest import CONTEXT, VOCAB, request
 
 
@@ -187,6 +192,34 @@ def test_the_longest_request_is_served_whole(engine: Engine) -> None:
     assert len(got.token_ids) == new
     with pytest.raises(EngineError, match=f"expected 1 <= prompt <= {engine.ready.max_sequence_tokens} - max_new"):
         engine.generate([request(0, new=new + 1)])
+
+
+def test_a_response_with_few_tokens_left_goes_on(engine: Engine) -> None:
+    """At the limit of what may go on (`layout.reserved_tokens`); beyond it the engine says so, and not SGLang."""
+    assert engine.ready is not None
+    most = engine.ready.max_sequence_tokens
+    reserved = reserved_tokens(RolloutConfig(tail=TailConfig(migrate=True))) - ENGINE_RESERVED_TOKENS
+    whole = request(0, new=most - reserved - len(request(0).prompt_ids))
+    (expected,) = engine.generate([whole])
+    for left in range(1, 6):
+        engine.flush()
+        (got,) = engine.generate([without_last(whole, expected, left)])
+        assert got.token_ids == expected.token_ids
+        np.testing.assert_allclose(got.logprobs, expected.logprobs, atol=1e-5, rtol=0)
+    longer = request(0, new=most - len(request(0).prompt_ids))
+    (expected,) = engine.generate([longer])
+    for left in range(1, 5):
+        with pytest.raises(EngineError, match="tokens of prompt and beginning, expected <="):
+            engine.generate([without_last(longer, expected, left)])
+    (got,) = engine.generate([without_last(longer, expected, 5)])
+    assert got.token_ids == expected.token_ids
+
+
+def without_last(whole: RolloutRequest, response: Trajectory, count: int) -> RolloutRequest:
+    """`whole`, to go on with from all but the last tokens of its response."""
+    tokens, logprobs = response.token_ids[:-count], response.logprobs[:-count]
+    spans = (VersionSpan(version=response.spans[0].version, start=0, end=len(tokens)),)
+    return continuation.going_on(whole, replace(response, token_ids=tokens, logprobs=logprobs, spans=spans))
 
 
 def test_too_long_a_request_names_the_limit(engine: Engine) -> None:

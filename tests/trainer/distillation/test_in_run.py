@@ -12,10 +12,11 @@ import msgspec
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from specactor.config import Config, SpeculationConfig
-from specactor.errors import CheckpointError, ConfigError
+from specactor.errors import CheckpointError, ConfigError, PeerFailedError
 from specactor.parallel.collective import Collective
 from specactor.rollout.draft.counts import Counts
 from specactor.trainer import checkpoint
@@ -303,3 +304,76 @@ def test_a_draft_model_of_another_vocabulary_is_refused(collective: Collective, 
         Distillation(
             config(draft_dir), collective, recorder=None, vocab_size=96, engines=lambda: [], processes=Processes()
         )
+
+
+def test_one_slow_push_does_not_end_all_refreshes(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """60 s steps grant 1.8 s; a push of 2 s leaves nothing of it."""
+    renew = world.processes.renew
+
+    def slow(weights: DraftWeights, *, timeout_s: float) -> list[str]:
+        world.now_s += 2.0
+        return renew(weights, timeout_s=timeout_s)
+
+    monkeypatch.setattr(world.processes, "renew", slow)
+    found = [world.step(number, seconds=60.0) for number in range(1, 6)]
+    assert [of["drafter/refreshed"] for of in found] == [1, 0, 1, 0, 1]
+    assert [of["time/refresh_limit_s"] for of in found] == pytest.approx([1.8, 0.0, 0.8, 0.0, 0.8])
+
+
+def test_the_first_half_of_an_update_that_never_fits_is_said(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    loss = world.it.drafter._loss
+
+    def slow(batch: Any, total: float) -> Any:
+        world.now_s += 1.0
+        return loss(batch, total)
+
+    monkeypatch.setattr(world.it.drafter, "_loss", slow)
+    metrics = world.step(1, seconds=40.0)
+    assert metrics["drafter/refreshed"] == 0
+    [note] = world.notes
+    assert "no update of 120 tokens fitted 1.2 s; the next draws 60" in note
+
+
+@pytest.mark.parametrize(
+    "error", [OSError("no space left"), SafetensorError("no space left"), PeerFailedError("checkpoint: rank 1 failed")]
+)
+def test_a_full_disk_is_an_error_of_the_checkpoint(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    def full(folder: Path) -> None:
+        raise error
+
+    monkeypatch.setattr(world.it.drafter, "save", full)
+    with pytest.raises(CheckpointError, match=r"no space left|rank 1 failed"):
+        world.it.save(tmp_path)
+
+
+def test_weights_that_are_not_finite_are_neither_pushed_nor_saved(
+    world: World, collective: Collective, draft_dir: Path, tmp_path: Path
+) -> None:
+    """However they came to be: what resumes there begins with the draft model that it was given."""
+    world.step(1)
+    held = world.held()
+    with torch.no_grad():
+        next(world.it.drafter.model.parameters()).view(-1)[0] = torch.inf
+    world.it.drafter.version = 2
+    metrics = world.it.push()
+    assert (metrics["drafter/pushed_bytes"], metrics["drafter/oldest_version"]) == (0, 1)
+    assert world.held() == held
+    assert "not finite" in world.notes[-1]
+    other = resumed(world, collective, draft_dir, tmp_path)
+    assert not (tmp_path / FOLDER).exists()
+    assert other.it.drafter.version == 0
+    assert other.weights() == World(collective, draft_dir).weights()
+
+
+def test_a_refresh_that_diverges_late_leaves_the_version_and_its_weights(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the second of two updates."""
+    world.step(1)
+    before, updates = world.weights(), world.it.drafter.updates
+    monkeypatch.setattr(world.it.drafter, "_rate", lambda update: torch.inf if update > updates else 1e-3)
+    metrics = world.step(2)
+    assert (metrics["drafter/failed"], metrics["drafter/version"], metrics["drafter/oldest_version"]) == (1, 1, 1)
+    assert world.weights() == before == world.held()
