@@ -1,11 +1,14 @@
-"""Drafts made while decoding is plain: not verified, but compared with what is emitted. PURE: seconds are passed in.
+"""Looks at drafts while decoding is plain: they are not verified, but compared with what is emitted.
 
-So a drafter that has become good is noticed.
+So a drafter that has become good is noticed. After a rest, a look is made in hindsight (`methods.Methods.hindsight`):
+drafters over text draft from some tokens ago, and what was emitted since tells at once how good they are. Other looks
+are kept (`Looks`) until enough was emitted. PURE: seconds are passed in.
 
 Invariants: what looks cost is bounded. Looks come every LOOK_EVERY rounds at first; while they find nothing, the time
 between two doubles, up to LOOK_AT_LEAST_EVERY rounds, and a look that took long is followed by as many rounds as make
-it LOOK_SHARE of them, up to MAX_REST. Beside these there are looks in every round as long as rounds with drafts have
-saved more than such looks cost: with few requests, a round in which nobody has a draft is no sign that drafting does
+it LOOK_SHARE of them, up to MAX_REST. New requests bring the next look forward to SOON rounds after them, within that
+share. With FEW requests there are also looks in every round, as long as rounds with drafts have saved, or the last look
+has promised to save, more than such looks cost: then a round in which nobody has a draft is no sign that drafting does
 not pay. Only the past is used.
 
 A drafter that drafts ahead hears of requests at a look, and has drafts some rounds later. So a look that has to wait
@@ -100,7 +103,7 @@ class Rest:
             self._pause = min(self._pause, max(self._least, self._rounds + SOON))
 
     def saved(self, seconds: float) -> None:
-        """By a round with drafts, over plain decoding of what it emitted; less than 0: lost."""
+        """By a round with drafts, or as a look promised, over plain decoding of what is emitted; less than 0: lost."""
         self._saved_s = max(0.0, self._saved_s + SAVINGS_SHARE * seconds)
 
     @property
