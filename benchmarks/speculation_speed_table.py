@@ -106,7 +106,7 @@ def result(cells: Sequence[Cell], load: float, clock: str) -> Result:
             "at every weight update. All emit as many tokens for each request (as many as plain decoding until its "
             "EOS, at most 64); ours emit the same tokens, which is checked. `off`: the engine is able to speculate and "
             "does not. `suffix`, `ngram`, `model`: windows of at most 8, chosen by predicted speed; `trees`: suffix, "
-            "ngram_2 and ngram_3 in one tree. `auto` chooses among trees, the model and plain decoding. Costs are "
+            "ngram_2 and ngram_3 in one tree. `auto` chooses among suffix, the model and plain decoding. Costs are "
             "measured online by each contestant, in a warm-up of one repetition. accept_length is over rounds with "
             "draft tokens; SGLang's own algorithms draft in every round."
         ),
