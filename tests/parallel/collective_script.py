@@ -35,7 +35,9 @@ def main() -> None:
     except EngineError as error:
         seen["error"] = f"EngineError: {error}"
     seen["after"] = collective.together("next", lambda: "goes on")
-    print(json.dumps(seen), flush=True)
+    # One write: ranks share a pipe, and a line written in parts would mix with another rank's.
+    sys.stdout.write(json.dumps(seen) + "\n")
+    sys.stdout.flush()
     dist.destroy_process_group()
 
 
