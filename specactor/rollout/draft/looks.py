@@ -1,8 +1,9 @@
-"""Looks at drafts while decoding is plain: they are not verified, but compared with what is emitted.
+"""Looks at drafts that are not verified: they are compared with what is emitted.
 
-So a drafter that has become good is noticed. After a rest, a look is made in hindsight (`methods.Methods.hindsight`):
-drafters over text draft from some tokens ago, and what was emitted since tells at once how good they are. Other looks
-are kept (`Looks`) until enough was emitted. PURE: seconds are passed in.
+So a drafter that has become good is noticed, while another leads or while decoding is plain. After a rest, a look is
+made in hindsight (`methods.Methods.hindsight`): drafters over text draft from some tokens ago, and what was emitted
+since tells at once how good they are. Other looks are kept (`Looks`) until enough was emitted. PURE: seconds are passed
+in.
 
 Invariants: what looks cost is bounded. Looks come every LOOK_EVERY rounds at first; while they find nothing, the time
 between two doubles, up to LOOK_AT_LEAST_EVERY rounds, and a look that took long is followed by as many rounds as make
@@ -67,6 +68,10 @@ class Looks:
 
     def __init__(self) -> None:
         self._looks: dict[str, Look] = {}
+
+    def has(self, request_id: str) -> bool:
+        """Whether one of the request is not over."""
+        return request_id in self._looks
 
     def keep(self, request_id: str, look: Look) -> None:
         """Unless there is one that is not over."""
