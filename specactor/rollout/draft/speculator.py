@@ -92,8 +92,8 @@ class Speculator:
         """`tokens` were appended to the sequence's output. While decoding is plain, drafters are told later, and of
         many tokens at once."""
         self._listeners.commit(sequence)
-        for name, drafted, agreed, asked in self._looks.over(sequence.request_id, sequence.output_ids):
-            self.acceptance[name].observe(sequence.request_id, drafted, agreed, asked=asked)
+        for name, drafted, agreed, asked, sure in self._looks.over(sequence.request_id, sequence.output_ids):
+            self.acceptance[name].observe(sequence.request_id, drafted, agreed, asked=asked, confidence=sure)
 
     def close(self, sequence: DraftSequence) -> None:
         self._looks.forget(sequence.request_id)
@@ -233,7 +233,8 @@ class Speculator:
             for model, draft, credit in zip(models, every[i], credits[i], strict=True):
                 asked = None if cut else max(decision.windows[i], len(draft))
                 if draft or asked:
-                    model.observe(sequence.request_id, len(draft), credit.agreed, asked=asked)
+                    sure = model.told(sequence.request_id)
+                    model.observe(sequence.request_id, len(draft), credit.agreed, asked=asked, confidence=sure)
             if decision.beside:
                 self._planner.merging.learn(sequence.request_id, zip(names, credits[i], strict=True))
 
@@ -384,7 +385,8 @@ class Speculator:
                 if (lists[i] or not self.drafters[name].drafts_ahead) and not (name in verified and verified[name][i])
             }
             if compared:
-                self._looks.keep(sequence.request_id, Look(len(sequence.output_ids), cap, compared))
+                sure = {name: self.acceptance[name].told(sequence.request_id) for name in compared}
+                self._looks.keep(sequence.request_id, Look(len(sequence.output_ids), cap, compared, sure))
 
     def _failed(self, name: str) -> None:
         self.counts[name].failures += 1
