@@ -1,7 +1,8 @@
 """The drafter `decoupled`: what processes of their own have drafted for this engine's requests.
 
-For the engine it is one more draft method. `open` and `close` become messages, `propose` tells of the tokens that are
-new and returns what has arrived. A round never waits for a drafter, but for as long as measured rounds say that waiting wins (`patience`).
+For the engine it is one more draft method. `open` and `close` become messages; `propose` tells of the tokens that are
+new, and returns what has arrived. A round never waits for a drafter, but for as long as measured rounds say that
+waiting wins (`patience`).
 
 Invariants: what drafters send, or do not send, changes speed and never a token; nothing here blocks.
 """
@@ -12,6 +13,7 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from operator import sub
 
 from specactor.rollout.decoupled.patience import Patience
 from specactor.rollout.decoupled.tails import Tails
@@ -65,8 +67,10 @@ class Decoupled(Drafter):
         self.patience = Patience()
         self._link = link
         self._clock = clock
-        self._given: list[tuple[list[int], int]] = []
-        """Of the requests that got a draft in the last round: the output, and how long it was."""
+        self._given: list[list[int]] = []
+        """Outputs of the requests that got a draft in the last round."""
+        self._lengths: list[int] = []
+        """Which they had."""
         self._ended_s: float | None = None
         self._proposed = 0
         self._waited_s = 0.0
@@ -107,7 +111,8 @@ class Decoupled(Drafter):
         self._wait_for(names, windows, drafts)
         without = [name for name, draft in zip(names, drafts, strict=True) if not draft]
         self.expects = 2 * self.tails.num_owed(without) > len(names)
-        self._given = [(s.output_ids, len(s.output_ids)) for s, draft in zip(sequences, drafts, strict=True) if draft]
+        self._given = [s.output_ids for s, draft in zip(sequences, drafts, strict=True) if draft]
+        self._lengths = list(map(len, self._given))
         self._proposed += sum(map(len, drafts))
         self._ended_s = self._clock()
         return drafts
@@ -151,7 +156,8 @@ class Decoupled(Drafter):
 
     def _learn(self, now_s: float) -> None:
         """From the round that has ended."""
-        self.patience.emitted([count for output, length in self._given if (count := len(output) - length)])
+        counts = map(sub, map(len, self._given), self._lengths)
+        self.patience.emitted([count for count in counts if count > 0])
         if self._ended_s is not None and now_s - self._ended_s < _LONGEST_ROUND_S:
             self.patience.rounds(now_s - self._ended_s)
 

@@ -18,9 +18,7 @@ from __future__ import annotations
 import struct
 import sys
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from itertools import accumulate, count
+from collections.abc import Iterator, Sequence
 from typing import Annotated, TypeVar
 
 import msgspec
@@ -41,12 +39,12 @@ NO_SESSION = 0
 _HEADER = struct.Struct("<4sB3xQQQ")
 LARGEST = (1 << 63) - 1
 TOKEN_BYTES = 4
+_NUMBER_BYTES = 8
 
 Number = Annotated[int, Meta(ge=0, le=LARGEST)]
 Token = Annotated[int, Meta(ge=0, lt=1 << 31)]
 Packed = Annotated[bytes, Meta(max_length=TOKEN_BYTES * MAX_TAIL_TOKENS)]
 """Tokens of 4 bytes each, little endian: a tail is mostly replaced by a later one before it is looked into."""
-Column = Annotated[list[Number], Meta(max_length=MAX_ROWS)]
 
 
 class FrameError(SpecActorError):
@@ -132,21 +130,27 @@ class Tail(_Record, frozen=True, tag=18):
 
 
 class TailColumns(_Record, frozen=True, tag=20):
-    """Drafter: tails without branches, field by field: an object for each costs an engine more than all else here."""
+    """Drafter: tails without branches, field by field, packed: an object for each of hundreds costs an engine more than
+    all else here. A request is in it once."""
 
-    requests: Column
-    bases: Column
-    counts: Annotated[list[Annotated[int, Meta(ge=0, le=MAX_TAIL_TOKENS)]], Meta(max_length=MAX_ROWS)]
-    """Tokens of each."""
+    requests: bytes
+    """8 bytes each."""
+    bases: bytes
+    """8 bytes each."""
+    counts: bytes
+    """Tokens of each, in one byte."""
     tokens: bytes
-    """Of all of them, packed."""
+    """Of all of them."""
     version: Number
-    waits_us: Column
+    waits_us: list[Number]
     """Of those tails that ended a wait."""
 
     def __post_init__(self) -> None:
-        if not len(self.requests) == len(self.bases) == len(self.counts):
+        rows = len(self.counts)
+        if not len(self.requests) == len(self.bases) == _NUMBER_BYTES * rows or len(self.waits_us) > rows:
             raise ValueError("columns of different lengths")
+        if rows > MAX_ROWS or max(self.counts, default=0) > MAX_TAIL_TOKENS:
+            raise ValueError(f"{rows} tails, expected at most {MAX_ROWS} of at most {MAX_TAIL_TOKENS} tokens")
         if len(self.tokens) != TOKEN_BYTES * sum(self.counts):
             raise ValueError(f"{len(self.tokens)} bytes of tokens, expected {TOKEN_BYTES * sum(self.counts)}")
 
@@ -166,8 +170,7 @@ _TO_DRAFTER: msgspec.msgpack.Decoder[list[ToDrafter]] = msgspec.msgpack.Decoder(
 _TO_ENGINE: msgspec.msgpack.Decoder[list[ToEngine]] = msgspec.msgpack.Decoder(list[ToEngine])
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Header:
+class Header(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """Of a frame."""
 
     sender: int
@@ -232,35 +235,32 @@ def _little(values: array[int]) -> array[int]:
 def columns(tails: Sequence[Tail]) -> TailColumns:
     """One record in place of at most MAX_ROWS. Their branches are left out."""
     return TailColumns(
-        requests=[tail.request for tail in tails],
-        bases=[tail.base for tail in tails],
-        counts=[len(tail.tokens) // TOKEN_BYTES for tail in tails],
+        requests=_little(array("Q", [tail.request for tail in tails])).tobytes(),
+        bases=_little(array("Q", [tail.base for tail in tails])).tobytes(),
+        counts=bytes([len(tail.tokens) // TOKEN_BYTES for tail in tails]),
         tokens=b"".join([tail.tokens for tail in tails]),
         version=tails[0].version,
         waits_us=[tail.wait_us for tail in tails if tail.wait_us],
     )
 
 
-def newest(records: Iterable[Tail | TailColumns]) -> Iterator[tuple[int, int, list[int], Sequence[Branch]]]:
+def newest(records: Sequence[Tail | TailColumns]) -> Iterator[tuple[int, int, list[int], Sequence[Branch]]]:
     """(request, base, tokens, branches) of every request's last tail. A drafter sends several between two rounds, each
-    with all that is ahead, so those before it are not even unpacked."""
-    requests: list[int] = []
-    bases: list[int] = []
-    counts: list[int] = []
-    data: list[bytes] = []
-    branches: dict[int, Sequence[Branch]] = {}
-    for record in records:
-        if type(record) is TailColumns:
-            requests += record.requests
-            bases += record.bases
-            counts += record.counts
-            data.append(record.tokens)
-        elif type(record) is Tail:
-            branches[len(requests)] = record.branches
-            requests.append(record.request)
-            bases.append(record.base)
-            counts.append(len(record.tokens) // TOKEN_BYTES)
-            data.append(record.tokens[: TOKEN_BYTES * counts[-1]])
-    tokens, ends = _little(array("i", b"".join(data))), list(accumulate(counts))
-    for request, row in dict(zip(requests, count(), strict=False)).items():
-        yield request, bases[row], tokens[ends[row] - counts[row] : ends[row]].tolist(), branches.get(row, ())
+    with all that is ahead, so those before it are not unpacked."""
+    seen: set[int] = set()
+    for record in reversed(records):
+        if type(record) is Tail:
+            if record.request not in seen:
+                seen.add(record.request)
+                yield record.request, record.base, unpack(record.tokens), record.branches
+        elif type(record) is TailColumns:
+            requests = _little(array("Q", record.requests))
+            if seen.issuperset(requests):
+                continue
+            bases, tokens = _little(array("Q", record.bases)), _little(array("i", record.tokens))
+            end = 0
+            for request, base, count in zip(requests, bases, record.counts, strict=True):
+                start, end = end, end + count
+                if request not in seen:
+                    seen.add(request)
+                    yield request, base, tokens[start:end].tolist(), ()

@@ -15,7 +15,6 @@ Invariants: only the past is used; 0 while fewer than `MIN_SAMPLES` rounds, answ
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections import deque
 from collections.abc import Iterable, Sequence
 from statistics import median
@@ -73,11 +72,11 @@ class Patience:
         gain = self._first_right / self._served
         emitted = requests + (requests - missing) * self._accepted / self._served
         best, best_speed = (0.0, 0.0), MIN_GAIN * emitted / round_s
-        for answer_s in answers_s:
+        for count, answer_s in enumerate(answers_s, 1):
             wait_s = answer_s + LINK_S
             if wait_s > MAX_WAIT_S:
                 break
-            arriving = self._trust * missing * bisect_right(answers_s, answer_s) / len(answers_s)
+            arriving = self._trust * missing * count / len(answers_s)
             speed = (emitted + arriving * gain) / (round_s + wait_s)
             if speed > best_speed:
                 best, best_speed = (wait_s, arriving), speed

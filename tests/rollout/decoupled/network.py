@@ -165,10 +165,19 @@ class World:
                 self.deliver_all(down)
 
     def deliver_all(self, down: Sequence[int] = ()) -> None:
+        """What goes to one engine arrives together, as it does between two rounds."""
         flying, self.flying = self.flying, []
+        arriving: dict[int, list[tuple[int, bytes]]] = {}
         for frame in flying:
-            if frame.drafter not in down:
+            if frame.drafter in down:
+                continue
+            if frame.up:
                 self.deliver(frame)
+            else:
+                self.past = [*self.past[-20:], frame]
+                arriving.setdefault(frame.engine, []).append((frame.drafter, frame.data))
+        for engine, frames in arriving.items():
+            self.engines[engine].tails.receive(frames, self.now_s)
 
     # -------------------------------------------------------------------------------------------------- what must hold
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specactor.rollout.decoupled import messages
 from specactor.rollout.decoupled.messages import (
+    MAX_ROWS,
+    MAX_TAIL_TOKENS,
     Beat,
     Branch,
     Close,
@@ -18,14 +21,22 @@ from specactor.rollout.decoupled.messages import (
     Pulse,
     Resend,
     Tail,
+    TailColumns,
+    columns,
     decode_to_drafter,
     decode_to_engine,
     encode,
+    newest,
     pack,
     unpack,
 )
 from specactor.rollout.decoupled.order import Drops, Numbering
 from specactor.rollout.decoupled.transport import new_session
+
+
+def numbers(*values: int) -> bytes:
+    return b"".join(value.to_bytes(8, "little") for value in values)
+
 
 HEADER = Header(sender=7, receiver=9, number=3)
 TO_DRAFTER = [
@@ -37,6 +48,14 @@ TO_DRAFTER = [
 TO_ENGINE = [
     Pulse(version=1, requests=2, drafted=3, wasted=1),
     Tail(request=1, base=2, tokens=pack([5, 6]), version=3, branches=[Branch(accepted=1, bonus=4, tokens=pack([7]))]),
+    TailColumns(
+        requests=numbers(1, 2),
+        bases=numbers(2, 700),
+        counts=b"\2\1",
+        tokens=pack([5, 6, 7]),
+        version=3,
+        waits_us=[1_000_000],
+    ),
     Resend(requests=[4, 5]),
 ]
 
@@ -92,9 +111,73 @@ def test_records_are_strict(record: bytes) -> None:
         decode_to_drafter(start + b"\x91" + record)
 
 
+@pytest.mark.parametrize(
+    "fields",
+    [
+        (numbers(1), numbers(2), b"\2", pack([5, 6]), 1, [], 0),  # one field too many
+        (numbers(1, 2), numbers(2), b"\2", pack([5, 6]), 1, []),
+        (numbers(1), numbers(2, 3), b"\2", pack([5, 6]), 1, []),
+        (numbers(1), numbers(2), b"\2\0", pack([5, 6]), 1, []),
+        (numbers(1)[:-1], numbers(2)[:-1], b"\2", pack([5, 6]), 1, []),
+        (numbers(1), numbers(2), b"\1", pack([5, 6]), 1, []),
+        (numbers(1), numbers(2), b"\2", pack([5, 6])[:-1], 1, []),
+        (numbers(1), numbers(2), bytes([MAX_TAIL_TOKENS + 1]), pack([5] * (MAX_TAIL_TOKENS + 1)), 1, []),
+        (numbers(1), numbers(2), b"\2", pack([5, 6]), 1, [7, 7]),
+        (numbers(1), numbers(2), b"\2", pack([5, 6]), 1, [-7]),
+        ([1], [2], [2], pack([5, 6]), 1, []),
+        (numbers(*[1] * (MAX_ROWS + 1)), numbers(*[2] * (MAX_ROWS + 1)), bytes(MAX_ROWS + 1), b"", 1, []),
+    ],
+)
+def test_columns_are_strict(fields: tuple[object, ...]) -> None:
+    start = encode(HEADER, [])[:-1] + b"\x91"
+    good = (20, numbers(1), numbers(2), b"\2", pack([5, 6]), 1, [7])
+    assert len(decode_to_engine(start + msgspec.msgpack.encode(good))[1]) == 1
+    with pytest.raises(FrameError) as error:
+        decode_to_engine(start + msgspec.msgpack.encode((20, *fields)))
+    assert len(str(error.value)) < 200, "it may be logged"
+
+
+def tail(request: int, base: int, *tokens: int, wait_us: int = 0) -> Tail:
+    return Tail(request=request, base=base, tokens=pack(tokens), version=3, wait_us=wait_us)
+
+
+def test_tails_survive_as_columns() -> None:
+    made = columns([tail(1, 4, 10, 11), tail(2, 0, wait_us=7), tail(3, 9, 12)])
+    assert decode_to_engine(encode(HEADER, [made])) == (HEADER, [made])
+    assert sorted(newest([made])) == [(1, 4, [10, 11], ()), (2, 0, [], ()), (3, 9, [12], ())]
+    assert made.waits_us == [7]
+
+
+@given(
+    sent=st.lists(
+        st.tuples(st.integers(0, 3), st.integers(0, 9), st.lists(st.integers(0, 99), max_size=4), st.booleans())
+    )
+)
+def test_of_several_tails_the_last_counts(sent: list[tuple[int, int, list[int], bool]]) -> None:
+    """However they are mixed, whole or with an odd byte, alone or in columns."""
+    records: list[Tail | TailColumns] = []
+    for request, base, tokens, alone in sent:
+        one = tail(request, base, *tokens)
+        odd = Tail(request=request, base=base, tokens=one.tokens + b"\1", version=3, branches=[])
+        records.append(odd if alone else columns([one]))
+    expected = {request: (base, tokens) for request, base, tokens, _ in sent}
+    assert {request: (base, tokens) for request, base, tokens, _ in newest(records)} == expected
+
+
+def test_branches_stay_with_their_tail() -> None:
+    branch = Branch(accepted=0, bonus=4, tokens=pack([7]))
+    branchy = Tail(request=1, base=2, tokens=pack([5]), version=3, branches=[branch])
+    plain = columns([tail(1, 3, 6), tail(2, 0, 8)])
+    for records, expected in (
+        ([branchy, plain], {1: (6, []), 2: (8, [])}),
+        ([plain, branchy], {1: (5, [branch]), 2: (8, [])}),
+    ):
+        assert {request: (tokens[0], list(of)) for request, _, tokens, of in newest(records)} == expected
+
+
 def test_headers_are_strict() -> None:
     frame = encode(HEADER, [])
-    for at, value in ((0, b"X"), (4, b"\x02"), (8, bytes(8)), (15, b"\xff"), (24, bytes(8))):
+    for at, value in ((0, b"X"), (4, b"\x01"), (4, b"\x03"), (8, bytes(8)), (15, b"\xff"), (24, bytes(8))):
         with pytest.raises(FrameError):
             decode_to_drafter(frame[:at] + value + frame[at + len(value) :])
     with pytest.raises(FrameError, match="bytes"):

@@ -12,12 +12,12 @@ from specactor.rollout.decoupled.messages import (
     Open,
     Pulse,
     Resend,
-    Tail,
+    TailColumns,
     ToDrafter,
     ToEngine,
     decode_to_engine,
     encode,
-    unpack,
+    newest,
 )
 from specactor.rollout.decoupled.mirror import AHEAD
 from specactor.rollout.decoupled.mirrors import SILENT_S, Mirrors
@@ -53,7 +53,13 @@ class Drafter:
 
     def tails(self, session: int = ENGINE) -> dict[int, tuple[int, list[int]]]:
         """Request -> base, tokens."""
-        return {r.request: (r.base, unpack(r.tokens)) for r in self.say(session) if isinstance(r, Tail)}
+        return tails(self.say(session))
+
+
+def tails(said: Sequence[ToEngine]) -> dict[int, tuple[int, list[int]]]:
+    """The same, of what it said."""
+    records = [record for record in said if isinstance(record, TailColumns)]
+    return {request: (base, tokens) for request, base, tokens, _ in newest(records)}
 
 
 def beat(*requests: tuple[int, int, int], engine: str = "e") -> Beat:
@@ -117,9 +123,9 @@ def test_a_commit_that_differs_rolls_back_to_the_common_beginning() -> None:
     assert (list(lane.tokens), lane.agreed, lane.committed) == ([*text, 99], 1, 2)
     drafter.now_s += 0.25
     drafter.steps(1)
-    tails = [record for record in drafter.say() if isinstance(record, Tail)]
-    assert [(tail.base, unpack(tail.tokens)) for tail in tails] == [(2, script(PROMPT, [*text, 99], 1))]
-    assert tails[0].wait_us == 250_000
+    said = drafter.say()
+    assert tails(said) == {1: (2, script(PROMPT, [*text, 99], 1))}
+    assert [record.waits_us for record in said if isinstance(record, TailColumns)] == [[250_000]]
     drafter.hear(beat((1, 4, 2)))
     assert drafter.say()[0] == Pulse(version=3, requests=1, drafted=6, wasted=4)
 
@@ -149,10 +155,10 @@ def test_a_beat_says_what_is_missing_and_what_is_over() -> None:
     drafter.steps(1)
     drafter.tails()
     drafter.hear(beat((1, 4, 0), (2, 4, 6), (4, 9, 9)))
-    pulse, resend, *tails = drafter.say()
+    pulse, resend, *others = drafter.say()
     assert isinstance(pulse, Pulse)
     assert resend == Resend(requests=[2, 4]), "lost a commit; lost the opening"
-    assert [tail.request for tail in tails if isinstance(tail, Tail)] == [1], "sent again, it may have been lost"
+    assert list(tails(others)) == [1], "sent again, it may have been lost"
     assert drafter.mirrors.forgotten() == [(ENGINE, 3)]
 
 

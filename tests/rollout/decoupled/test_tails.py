@@ -15,12 +15,13 @@ from specactor.rollout.decoupled.messages import (
     Tail,
     ToDrafter,
     ToEngine,
+    columns,
     decode_to_drafter,
     encode,
     pack,
 )
 from specactor.rollout.decoupled.tails import BEAT_EVERY_S, REOPEN_EVERY_S, SILENT_S, Tails
-from tests.rollout.decoupled.wrong_ends import ForeignTaken
+from tests.rollout.decoupled.wrong_ends import ArrivedKept, ForeignTaken
 
 ENGINE, DRAFTER = 20, 50
 
@@ -37,9 +38,16 @@ class End:
     def hear(
         self, *records: ToEngine, index: int = 0, session: int = 0, receiver: int = ENGINE, number: int = 0
     ) -> None:
+        self.tails.receive(
+            [self.frame_of(*records, index=index, session=session, receiver=receiver, number=number)], self.now_s
+        )
+
+    def frame_of(
+        self, *records: ToEngine, index: int = 0, session: int = 0, receiver: int = ENGINE, number: int = 0
+    ) -> tuple[int, bytes]:
         self.frame += 1
         header = Header(sender=session or DRAFTER + index, receiver=receiver, number=number or self.frame)
-        self.tails.receive([(index, encode(header, records))], self.now_s)
+        return index, encode(header, records)
 
     def open(self, name: str, *output: int) -> None:
         self.outputs[name] = list(output)
@@ -150,6 +158,43 @@ def test_which_tails_are_dropped() -> None:
     end.hear(tail(3, 16))
     assert end.tails.drops.counts == {"stale": 2, "future": 1, "late": 3}
     assert end.tails.num_tokens == 0
+
+
+def test_of_tails_that_arrive_together_every_requests_last_counts() -> None:
+    end = ready(2)
+    for name in ("a", "b", "c"):  # the second one with the other drafter
+        end.open(name)
+    for index in range(2):
+        end.say(index)
+    records: list[ToEngine] = [
+        columns([tail(0, 10), tail(0, 30, request=3)]),
+        tail(0, 10, 11),
+        columns([tail(0, 10, 11, 12)]),
+    ]
+    others = [end.frame_of(tail(0, 20, 21, request=2), index=1), end.frame_of(tail(0, 99, request=1), index=1)]
+    end.tails.receive([*(end.frame_of(record) for record in records), *others], end.now_s)
+    assert [end.draft(name) for name in ("a", "b", "c")] == [[10, 11, 12], [20, 21], [30]]
+    assert end.tails.drops.counts == {"late": 1}
+
+
+def test_waits_are_told_alone_and_in_columns() -> None:
+    end = ready()
+    end.open("a")
+    end.say()
+    one = Tail(request=1, base=0, tokens=pack([10]), version=1, wait_us=2000)
+    end.hear(one)
+    end.hear(columns([tail(0, 10, 11), one]))
+    assert list(end.tails.waits_s) == [0.002, 0.002]
+
+
+@pytest.mark.parametrize("kind", [Tails, ArrivedKept])
+def test_tails_that_arrive_with_the_first_words_of_the_next_incarnation(kind: type[Tails]) -> None:
+    end = ready(kind=kind)
+    end.open("a")
+    end.say()
+    frames = [end.frame_of(tail(0, 10)), end.frame_of(pulse(), session=DRAFTER + 1, number=1)]
+    end.tails.receive(frames, end.now_s)
+    assert end.draft("a") == ([] if kind is Tails else [10])
 
 
 def test_which_frames_are_dropped() -> None:

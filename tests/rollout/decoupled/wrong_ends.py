@@ -7,7 +7,7 @@ from typing import Any
 
 from specactor.rollout.decoupled import messages
 from specactor.rollout.decoupled.branches import Guesses
-from specactor.rollout.decoupled.messages import Beat, Commit, Tail
+from specactor.rollout.decoupled.messages import Beat, Commit, Tail, TailColumns
 from specactor.rollout.decoupled.mirrors import Mirrors
 from specactor.rollout.decoupled.tails import Tails
 
@@ -19,10 +19,10 @@ class LengthsCompared(Tails):
         return [self._draft(self._requests[name], window) for name, window in zip(names, windows, strict=True)]
 
     def _draft(self, request: Any, window: int) -> list[int]:
-        if request.tail is None:
+        if request.tokens is None:
             return []
-        start = len(request.output_ids) - request.tail.base
-        return messages.unpack(request.tail.tokens)[start : start + window]
+        start = len(request.output_ids) - request.base
+        return list(request.tokens[start : start + window])
 
 
 class FutureTaken(Tails):
@@ -32,20 +32,19 @@ class FutureTaken(Tails):
         return [self._draft(self._requests[name], window) for name, window in zip(names, windows, strict=True)]
 
     def _draft(self, request: Any, window: int) -> list[int]:
-        if request.tail is None:
+        if request.tokens is None:
             return []
-        known = request.output_ids[request.tail.base :]
-        tokens = messages.unpack(request.tail.tokens)
+        known, tokens = request.output_ids[request.base :], list(request.tokens)
         return tokens[len(known) :][:window] if tokens[: len(known)] == known else tokens[:window]
 
 
 class AnyTail(Tails):
     """Gives a tail to the request of that place, whoever it was for."""
 
-    def _tails(self, index: int, tails: Sequence[Tail]) -> None:
-        for tail in tails:
-            for request in list(self._by_number.values())[-1:]:
-                request.tail, request.tokens = tail, None
+    def _tails(self, index: int, records: Sequence[Tail | TailColumns]) -> None:
+        for _, base, tokens, branches in messages.newest(records):
+            for request in list(self._requests.values())[-1:]:
+                request.base, request.tokens, request.branches = base, tokens, branches
 
 
 class ResendIgnored(Tails):
@@ -66,22 +65,31 @@ class SilenceIgnored(Tails):
 class ForeignTaken(Tails):
     """Takes what was meant for the engine's last incarnation."""
 
-    def receive(self, index: int, data: bytes, now_s: float) -> None:
+    def _receive(self, index: int, data: bytes, now_s: float) -> None:
         try:
             header, records = messages.decode_to_engine(data)
         except messages.FrameError:
             return
         readdressed = messages.Header(sender=header.sender, receiver=self.session, number=header.number)
-        super().receive(index, messages.encode(readdressed, records), now_s)
+        super()._receive(index, messages.encode(readdressed, records), now_s)
+
+
+class ArrivedKept(Tails):
+    """Looks into what arrived from a drafter's last incarnation together with the first words of the next."""
+
+    def _meet(self, index: int, session: int) -> None:
+        drafter = self._drafters[index]
+        arrived = list(drafter.arrived)
+        super()._meet(index, session)
+        drafter.arrived += arrived
 
 
 class ClosesForgotten(Tails):
     """Keeps what it knew of a request."""
 
     def close(self, name: str) -> None:
-        request = self._requests.pop(name, None)
-        if request is not None:
-            self._leave(request)
+        if name in self._requests:
+            self._leave(self._requests[name])
 
 
 class GapIgnored(Mirrors):
@@ -170,11 +178,10 @@ class AnyBranch(Tails):
     """Takes a branch for its bonus, wherever it begins."""
 
     def _other_way(self, request: Any, known: list[int]) -> list[int]:
-        assert request.tail is not None
-        for branch in request.tail.branches:
+        for branch in request.branches:
             if branch.bonus == known[-1]:
                 return [*known, *messages.unpack(branch.tokens)]
-        request.tail = request.tokens = None
+        request.tokens = None
         return []
 
 
