@@ -25,6 +25,7 @@ from bisect import bisect_right
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 from itertools import accumulate
 from typing import ClassVar, Protocol
 
@@ -243,11 +244,14 @@ def plan_drafters(loads: Sequence[EngineLoad], lengths: Lengths, costs: TailCost
     on = {request.request_id: (request, load) for load in loads for request in load.running}
     wake_rounds = max(sleeping.values()) + costs.notice_rounds
 
+    @cache
+    def faster(requests: int, served: int) -> float:
+        return gain(costs.acceptance, _live(costs, requests, served))
+
     def pays(straggler: Straggler, has: frozenset[str], method: str, served: int) -> float:
         request, load = on[straggler.request_id]
-        live = _live(costs, min(len(load.running), load.slots), served)
         left = lengths.left(request.emitted, request.max_new_tokens)
-        return gain_after(wake_rounds, left, gain(straggler.acceptance, live))
+        return gain_after(wake_rounds, left, faster(min(len(load.running), load.slots), served))
 
     found = while_it_pays(
         [Straggler(request_id=name, acceptance=costs.acceptance) for name in on],

@@ -139,6 +139,14 @@ def test_a_drafter_is_woken_where_it_pays() -> None:
     assert plan_drafters([busy, dry, load(2, wake_rounds=5.0)], NONE, costs) == [Lend(engine=1)]
 
 
+def test_with_many_requests_rows_are_dear_and_nobody_is_woken() -> None:
+    def crowd(count: int) -> list[EngineLoad]:
+        return [load(0, *(running(f"r{i}", limit=400) for i in range(count)), slots=64), load(1, wake_rounds=10.0)]
+
+    assert plan_drafters(crowd(2), NONE, TailCosts()) == [Lend(engine=1)]
+    assert plan_drafters(crowd(64), NONE, TailCosts()) == []
+
+
 def test_moves_and_replicas_come_first() -> None:
     several = [load(0, *(running(f"r{i}", emitted=0, limit=200) for i in range(4)), slots=1), load(1, wake_rounds=0.0)]
     assert {type(a) for a in Planned(migrate=True, drafters=True).decide(several, ())} == {Move}

@@ -89,16 +89,17 @@ def child_of(drafter: DrafterProcess) -> int:
     return drafter.started.pid
 
 
-def used_s(pid: int) -> float:
-    """Processor time of all its threads."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+def wakes(pid: int) -> int:
+    """Times that its main thread went to sleep."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    return int(status.partition("\nvoluntary_ctxt_switches:")[2].split()[0])
 
 
 def assert_takes_no_time(pid: int) -> None:
-    before = used_s(pid)
-    time.sleep(1.0)
-    assert used_s(pid) == before
+    time.sleep(0.3)  # it has just answered, perhaps
+    before = wakes(pid)
+    time.sleep(1.2)
+    assert wakes(pid) == before
 
 
 def test_it_drafts_on_its_core_with_one_thread_and_stops(drafter: DrafterProcess) -> None:
@@ -141,6 +142,8 @@ def test_one_that_sleeps_takes_nothing_and_drafts_when_it_is_woken(
             assert not drafter.can_wake()
             draft = ask(engine, sequence)
             assert draft == script((3, 1, 4), [], len(draft))
+            with pytest.raises(AssertionError):
+                assert_takes_no_time(child_of(drafter))
             assert drafter.sleep(timeout_s=PATIENCE_S)
             assert drafter.wake_s >= 0.5
         drafter.wake()

@@ -305,7 +305,7 @@ def test_a_drafter_that_dies_costs_no_token(setting: Setting) -> None:
 # On the device of an engine that has run dry
 
 
-WAVES = [replace(request(200 + i, new=120), group_id=0) for i in range(96)]
+WAVES = [replace(request(200 + i, new=120), group_id=0) for i in range(48)]
 """All for one engine, and more than it decodes together: the other has nothing to do."""
 
 
@@ -323,9 +323,9 @@ def lending(setting: Setting, tmp_path_factory: pytest.TempPathFactory) -> Itera
     with DrafterPool([spec]) as sleepers:
         sleepers.wait_ready()
         sleepers.drafters[0].wake_s = 0.0
-        costs = TailCosts(notice_rounds=0.0, draft_step=0.05)
+        costs = TailCosts(notice_rounds=0.0, draft_step=0.05, per_request=0.0)  # it pays at once
         tail = Planned(migrate=False, drafters=True, costs=costs)
-        pool = EnginePool([], tail=tail, report_tokens=3, drafters=sleepers)
+        pool = EnginePool([], tail=tail, report_tokens=20, drafters=sleepers)
         pool.engines = [busy, dry]
         yield pool
 
