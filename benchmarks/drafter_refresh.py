@@ -1,23 +1,23 @@
 """What keeping the draft model fresh is worth: four runs of the quickstart with the same seeds.
 
-    python -m benchmarks.drafter_refresh [--steps 30] [--window 4] [--share 0.03] [--key.path value ...]
+    python -m benchmarks.drafter_refresh [--steps 30] [--window 4] [--share 0.03] [--only runs|recovery]
+        [--recovery-shares 0.03 0.25] [--key.path value ...]
 
 Without a drafter, with one that stays as it was cut out of the policy (`specactor drafter init`), with one that learns
 after every step, and with one that learns when that is predicted to pay. Tokens, rewards and losses must be identical
-in all four; accept_length by step and the seconds of refreshing are what differs. Settings by path
-go to all four. Writes docs/results/drafter_refresh.md and .png.
+in all four; accept_length by step and the seconds of refreshing are what differs. Then runs whose policy jumps
+(`drafter_refresh_recovery`), frozen and with refreshes of some shares of the time. Settings by path go to all runs.
+Writes docs/results/drafter_refresh.md and .png; with --only recovery its section is printed and nothing is written.
 """
 
 from __future__ import annotations
 
 import argparse
-import hashlib
 import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import mean
 
@@ -28,12 +28,11 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
 from benchmarks.curves import smoothed
-from benchmarks.disturbed_run import compared
+from benchmarks.drafter_refresh_recovery import recovered, section
+from benchmarks.drafter_refresh_runs import Run, differences, drafting, refreshing, start
 from benchmarks.results import RESULTS, Result, publish
-from benchmarks.trained_models import CACHE, ROOT, task_target
+from benchmarks.trained_models import CACHE, ROOT, task_models, task_target
 from specactor.cpu import sglang as cpu
-from specactor.metrics import Value, read_metrics
-from specactor.run_folder import RunFolder
 
 NAME = "drafter_refresh"
 KINDS = {
@@ -44,67 +43,13 @@ KINDS = {
 }
 """Run -> distillation.refresh."""
 STEP_PHASES = ("rollout", "reward", "train", "sync", "refresh")
-LENGTH = "speculation/model/accept_length"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Run:
-    """One finished run."""
-
-    name: str
-    lines: Sequence[Mapping[str, Value]]
-    """Of its RL steps."""
-    tokens: str
-    """Digest of all its responses and their rewards."""
-    facts: Sequence[Mapping[str, Value]]
-    """Of every step, what must not differ."""
-
-    @classmethod
-    def read(cls, name: str, root: Path) -> Run:
-        folder = RunFolder(root=root)
-        digest = hashlib.blake2b(digest_size=16)
-        for file in sorted((root / "rollouts").glob("*.jsonl")):
-            digest.update(file.read_bytes())
-        facts = [{k: v for k, v in line.items() if not k.startswith("drafter/")} for line in compared(folder)]
-        lines = [line for line in read_metrics(root) if int(line["step"]) > 0]
-        return cls(name=name, lines=lines, tokens=digest.hexdigest(), facts=facts)
-
-    def total(self, *metrics: str) -> float:
-        return sum(float(line.get(metric, 0.0)) for line in self.lines for metric in metrics)
-
-    def lengths(self) -> list[tuple[int, float]]:
-        """(step, accept_length)"""
-        return [(int(line["step"]), float(line[LENGTH])) for line in self.lines if LENGTH in line]
-
-
-def differences(runs: Sequence[Run]) -> list[str]:
-    """What differs from the first run, and must not."""
-    first, found = runs[0], []
-    for run in runs[1:]:
-        if run.tokens != first.tokens:
-            found.append(f"{run.name}: responses or rewards differ from those of {first.name}")
-        for here, there in zip(run.facts, first.facts, strict=True):
-            names = sorted(name for name in {*here, *there} if repr(here.get(name)) != repr(there.get(name)))
-            found += [f"{run.name}, step {here['step']}: {name}" for name in names]
-    return found
 
 
 def launch(name: str, draft: Path, base: Path, options: argparse.Namespace, settings: Sequence[str]) -> Run:
     root = base / name.replace(" ", "-")
-    command = [
-        *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"),
-        *(str(ROOT / "launch" / "train_moe.py"), "quickstart", "--name", root.name, "--output-dir", str(base)),
-        *("--train.steps", str(options.steps), "--eval.problems", "0", "--tracking.wandb", "off"),
-        *("--checkpoint.every", "0", "--checkpoint.export", "False", "--distillation.keep-rollouts", "True"),
-        *("--distillation.refresh", KINDS[name], "--distillation.max-time-share", str(options.share)),
-        *("--distillation.tokens-per-update", "1024", "--distillation.tokens-per-microbatch", "1024"),
-    ]
-    if name != "no drafter":
-        command += ["--rollout.speculation.mode", "coupled", "--rollout.speculation.drafters", "model"]
-        command += ["--rollout.speculation.draft-model", str(draft)]
-        command += ["--rollout.speculation.window", str(options.window)]
+    chosen = ["--train.steps", str(options.steps), *refreshing(KINDS[name], options.share)]
     print(f"-- {name}", flush=True)
-    subprocess.run([*command, *settings], cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=True)
+    start(root, [*chosen, *(drafting(draft, options.window) if name != "no drafter" else []), *settings])
     return Run.read(name, root)
 
 
@@ -172,7 +117,8 @@ def draw(runs: Sequence[Run], file: Path) -> None:
     plt.close(figure)
 
 
-def page(runs: Sequence[Run], found: Sequence[str], options: argparse.Namespace) -> Result:
+def page(runs: Sequence[Run], found: Sequence[str], options: argparse.Namespace, more: str = "") -> Result:
+    """Args: what differs and must not; a section that follows."""
     equal = "Responses, rewards and all metrics of the policy are identical in the four runs, bit for bit."
     notes = equal if not found else "**The runs differ, which they must not:** " + "; ".join(found[:10]) + "."
     return Result(
@@ -186,7 +132,7 @@ def page(runs: Sequence[Run], found: Sequence[str], options: argparse.Namespace)
         ),
         columns=COLUMNS,
         rows=[row(run) for run in runs],
-        notes=f"{notes}\n\n![accept_length and seconds by step]({NAME}.png)",
+        notes="\n\n".join(filter(None, [notes, f"![accept_length and seconds by step]({NAME}.png)", more])),
     )
 
 
@@ -198,16 +144,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--share", type=float, default=0.03, help="distillation.max_time_share")
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the page and the picture")
     parser.add_argument("--target", type=Path, help="the draft model is cut out of it; by default the warmed-up policy")
+    parser.add_argument("--only", choices=("runs", "recovery"), help="one of the two parts; by default both")
+    parser.add_argument(
+        "--recovery-shares", type=float, nargs="+", default=[0.03, 0.25], help="max_time_share of runs that jump"
+    )
     options, settings = parser.parse_known_args(arguments)
     base = CACHE / NAME
     shutil.rmtree(base, ignore_errors=True)
     base.mkdir(parents=True)
-    make_draft(options.target or task_target("A"), base / "draft")
-    runs = [launch(name, base / "draft", base, options, settings) for name in KINDS]
-    found = differences(runs)
-    draw(runs, options.results / f"{NAME}.png")
-    publish(NAME, page(runs, found, options), options.results)
-    return 1 if found else 0
+    runs, found, different = [], [], []
+    if options.only != "recovery":
+        make_draft(options.target or task_target("A"), base / "draft")
+        runs = [launch(name, base / "draft", base, options, settings) for name in KINDS]
+        found = differences(runs)
+        draw(runs, options.results / f"{NAME}.png")
+        publish(NAME, page(runs, found, options), options.results)
+    if options.only != "runs":
+        draft, shares = task_models("A").draft, options.recovery_shares
+        recoveries, different = recovered(base, draft, window=options.window, shares=shares, settings=settings)
+        text = section(recoveries, different)
+        print(text)
+        if runs:
+            publish(NAME, page(runs, found, options, text), options.results)
+    return 1 if found or different else 0
 
 
 if __name__ == "__main__":

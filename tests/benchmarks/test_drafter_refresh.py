@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import drafter_refresh
-from benchmarks.drafter_refresh import KINDS, Run, differences
+from benchmarks import drafter_refresh, drafter_refresh_runs
+from benchmarks.drafter_refresh import KINDS
+from benchmarks.drafter_refresh_runs import Run, differences
 
 OPTIONS = argparse.Namespace(steps=2, window=4, share=0.03)
 
@@ -23,7 +24,7 @@ def write_run(folder: Path, *, token: int = 7, loss: float = 0.5, length: float 
         times = {"time/rollout_s": 2.0, "time/train_s": 0.75, "time/refresh_s": 0.25}
         lines.append({"step": step, "policy/loss": loss, "rollout/tokens": 100, **times})
         if length is not None:
-            lines[-1] |= {drafter_refresh.LENGTH: length + step, "drafter/refreshed": 1, "drafter/updates": 4}
+            lines[-1] |= {drafter_refresh_runs.LENGTH: length + step, "drafter/refreshed": 1, "drafter/updates": 4}
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     return folder
 
@@ -55,5 +56,6 @@ def test_the_table(runs: list[Run]) -> None:
 def test_a_page_says_when_runs_differ(runs: list[Run], tmp_path: Path) -> None:
     assert "identical in the four runs" in drafter_refresh.page(runs, [], OPTIONS).notes
     assert "which they must not" in drafter_refresh.page(runs, ["auto, step 1: policy/loss"], OPTIONS).notes
+    assert drafter_refresh.page(runs, [], OPTIONS, "## More").notes.endswith("## More")
     drafter_refresh.draw(runs, tmp_path / "picture.png")
     assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")

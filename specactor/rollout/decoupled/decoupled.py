@@ -1,7 +1,7 @@
 """The drafter `decoupled`: what processes of their own have drafted for this engine's requests.
 
-For the engine it is one more draft method. `open`, `commit` and `close` become messages, `propose` returns what has
-arrived. A round never waits for a drafter, but for as long as measured rounds say that waiting wins (`patience`).
+For the engine it is one more draft method. `open` and `close` become messages, `propose` tells of the tokens that are
+new and returns what has arrived. A round never waits for a drafter, but for as long as measured rounds say that waiting wins (`patience`).
 
 Invariants: what drafters send, or do not send, changes speed and never a token; nothing here blocks.
 """
@@ -65,8 +65,8 @@ class Decoupled(Drafter):
         self.patience = Patience()
         self._link = link
         self._clock = clock
-        self._given: dict[str, int] = {}
-        """Requests that got a draft in the last round, and the output that they had."""
+        self._given: list[tuple[list[int], int]] = []
+        """Of the requests that got a draft in the last round: the output, and how long it was."""
         self._ended_s: float | None = None
         self._proposed = 0
         self._waited_s = 0.0
@@ -92,24 +92,22 @@ class Decoupled(Drafter):
             sequence.request_id, sequence.prompt_ids, sequence.output_ids, sequence.seed, sequence.temperature
         )
 
-    def commit(self, sequence: DraftSequence, tokens: Sequence[int]) -> None:
-        self.tails.commit(sequence.request_id)
-
     def close(self, sequence: DraftSequence) -> None:
         self.tails.close(sequence.request_id)
-        self._given.pop(sequence.request_id, None)
         self._send(self._clock())  # there may be no next round
 
     def propose(self, sequences: Sequence[DraftSequence], windows: Sequence[int]) -> list[list[int]]:
         now_s = self._clock()
-        self._learn(sequences, now_s)
+        names = [sequence.request_id for sequence in sequences]
+        self._learn(now_s)
+        self.tails.commit(names)
         self._send(now_s)
         self._receive(now_s)
-        names = [sequence.request_id for sequence in sequences]
         drafts = self.tails.drafts(names, windows)
         self._wait_for(names, windows, drafts)
-        self.expects = 2 * self.tails.num_owed(names) > len(names)
-        self._given = {s.request_id: len(s.output_ids) for s, tokens in zip(sequences, drafts, strict=True) if tokens}
+        without = [name for name, draft in zip(names, drafts, strict=True) if not draft]
+        self.expects = 2 * self.tails.num_owed(without) > len(names)
+        self._given = [(s.output_ids, len(s.output_ids)) for s, draft in zip(sequences, drafts, strict=True) if draft]
         self._proposed += sum(map(len, drafts))
         self._ended_s = self._clock()
         return drafts
@@ -151,15 +149,9 @@ class Decoupled(Drafter):
             self._send(self._clock())
             self._finalizer()
 
-    def _learn(self, sequences: Sequence[DraftSequence], now_s: float) -> None:
+    def _learn(self, now_s: float) -> None:
         """From the round that has ended."""
-        given = self._given
-        if given:
-            self.patience.emitted(
-                emitted
-                for s in sequences
-                if s.request_id in given and (emitted := len(s.output_ids) - given[s.request_id]) > 0
-            )
+        self.patience.emitted([count for output, length in self._given if (count := len(output) - length)])
         if self._ended_s is not None and now_s - self._ended_s < _LONGEST_ROUND_S:
             self.patience.rounds(now_s - self._ended_s)
 
@@ -171,8 +163,7 @@ class Decoupled(Drafter):
 
     def _receive(self, now_s: float) -> None:
         tails = self.tails
-        for drafter, frame in self._link.receive():
-            tails.receive(drafter, frame, now_s)
+        tails.receive(self._link.receive(), now_s)
         tails.tick(now_s)
         if tails.waits_s:
             self.patience.answers(tails.waits_s)

@@ -18,8 +18,9 @@ from __future__ import annotations
 import struct
 import sys
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, count
 from typing import Annotated, TypeVar
 
 import msgspec
@@ -29,11 +30,13 @@ from specactor.config import MAX_WINDOW
 from specactor.errors import SpecActorError
 
 MAGIC = b"SADP"
-VERSION = 1
+VERSION = 2
 MAX_FRAME_BYTES = 16 << 20
 MAX_TAIL_TOKENS = 2 * MAX_WINDOW
 """A window in the hands of the verifier, and a window ahead of it."""
 MAX_BRANCHES = MAX_WINDOW
+MAX_ROWS = 1 << 14
+"""Tails in one record: with all their tokens, less than a frame."""
 NO_SESSION = 0
 _HEADER = struct.Struct("<4sB3xQQQ")
 LARGEST = (1 << 63) - 1
@@ -43,6 +46,7 @@ Number = Annotated[int, Meta(ge=0, le=LARGEST)]
 Token = Annotated[int, Meta(ge=0, lt=1 << 31)]
 Packed = Annotated[bytes, Meta(max_length=TOKEN_BYTES * MAX_TAIL_TOKENS)]
 """Tokens of 4 bytes each, little endian: a tail is mostly replaced by a later one before it is looked into."""
+Column = Annotated[list[Number], Meta(max_length=MAX_ROWS)]
 
 
 class FrameError(SpecActorError):
@@ -127,6 +131,26 @@ class Tail(_Record, frozen=True, tag=18):
     branches: Annotated[list[Branch], Meta(max_length=MAX_BRANCHES)] = []
 
 
+class TailColumns(_Record, frozen=True, tag=20):
+    """Drafter: tails without branches, field by field: an object for each costs an engine more than all else here."""
+
+    requests: Column
+    bases: Column
+    counts: Annotated[list[Annotated[int, Meta(ge=0, le=MAX_TAIL_TOKENS)]], Meta(max_length=MAX_ROWS)]
+    """Tokens of each."""
+    tokens: bytes
+    """Of all of them, packed."""
+    version: Number
+    waits_us: Column
+    """Of those tails that ended a wait."""
+
+    def __post_init__(self) -> None:
+        if not len(self.requests) == len(self.bases) == len(self.counts):
+            raise ValueError("columns of different lengths")
+        if len(self.tokens) != TOKEN_BYTES * sum(self.counts):
+            raise ValueError(f"{len(self.tokens)} bytes of tokens, expected {TOKEN_BYTES * sum(self.counts)}")
+
+
 class Resend(_Record, frozen=True, tag=19):
     """Drafter: these requests of yours I do not know, or not up to where you are: open them again."""
 
@@ -134,7 +158,7 @@ class Resend(_Record, frozen=True, tag=19):
 
 
 ToDrafter = Beat | Open | Commit | Close
-ToEngine = Pulse | Tail | Resend
+ToEngine = Pulse | Tail | TailColumns | Resend
 Record = TypeVar("Record", ToDrafter, ToEngine)
 
 _ENCODER = msgspec.msgpack.Encoder()
@@ -190,15 +214,53 @@ def _decode(data: bytes, decoder: msgspec.msgpack.Decoder[list[Record]]) -> tupl
 
 def pack(tokens: Sequence[int]) -> bytes:
     """Tokens as they are in a tail."""
-    values = array("i", tokens)
-    if sys.byteorder == "big":
-        values.byteswap()
-    return values.tobytes()
+    return _little(array("i", tokens)).tobytes()
 
 
 def unpack(data: bytes) -> list[int]:
     """The tokens; what remains after the last whole one is left out. As of every drafter, they may not exist."""
-    values = array("i", data[: len(data) & -TOKEN_BYTES])
+    return _little(array("i", data[: len(data) & -TOKEN_BYTES])).tolist()
+
+
+def _little(values: array[int]) -> array[int]:
+    """From this machine's order of bytes to that of a frame, or back."""
     if sys.byteorder == "big":
         values.byteswap()
-    return values.tolist()
+    return values
+
+
+def columns(tails: Sequence[Tail]) -> TailColumns:
+    """One record in place of at most MAX_ROWS. Their branches are left out."""
+    return TailColumns(
+        requests=[tail.request for tail in tails],
+        bases=[tail.base for tail in tails],
+        counts=[len(tail.tokens) // TOKEN_BYTES for tail in tails],
+        tokens=b"".join([tail.tokens for tail in tails]),
+        version=tails[0].version,
+        waits_us=[tail.wait_us for tail in tails if tail.wait_us],
+    )
+
+
+def newest(records: Iterable[Tail | TailColumns]) -> Iterator[tuple[int, int, list[int], Sequence[Branch]]]:
+    """(request, base, tokens, branches) of every request's last tail. A drafter sends several between two rounds, each
+    with all that is ahead, so those before it are not even unpacked."""
+    requests: list[int] = []
+    bases: list[int] = []
+    counts: list[int] = []
+    data: list[bytes] = []
+    branches: dict[int, Sequence[Branch]] = {}
+    for record in records:
+        if type(record) is TailColumns:
+            requests += record.requests
+            bases += record.bases
+            counts += record.counts
+            data.append(record.tokens)
+        elif type(record) is Tail:
+            branches[len(requests)] = record.branches
+            requests.append(record.request)
+            bases.append(record.base)
+            counts.append(len(record.tokens) // TOKEN_BYTES)
+            data.append(record.tokens[: TOKEN_BYTES * counts[-1]])
+    tokens, ends = _little(array("i", b"".join(data))), list(accumulate(counts))
+    for request, row in dict(zip(requests, count(), strict=False)).items():
+        yield request, bases[row], tokens[ends[row] - counts[row] : ends[row]].tolist(), branches.get(row, ())

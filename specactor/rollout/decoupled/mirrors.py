@@ -20,7 +20,7 @@ from specactor.config import MAX_WINDOW
 from specactor.rollout.decoupled import messages
 from specactor.rollout.decoupled.branches import Guesses
 from specactor.rollout.decoupled.continuer import Lane
-from specactor.rollout.decoupled.messages import Beat, Close, Commit, Open, Pulse, Resend
+from specactor.rollout.decoupled.messages import Beat, Close, Commit, Open, Pulse, Resend, Tail
 from specactor.rollout.decoupled.mirror import AHEAD, Key, Mirror
 from specactor.rollout.decoupled.order import Drops, Numbering
 
@@ -247,7 +247,13 @@ class Mirrors:
         if peer.resend:
             records.append(Resend(requests=sorted(peer.resend)))
             peer.resend.clear()
-        records += [m.tail(version=version, now_s=now_s) for m in peer.mirrors.values() if m.unsent]
+        plain: list[Tail] = []
+        for mirror in peer.mirrors.values():
+            if mirror.unsent:
+                tail = mirror.tail(version=version, now_s=now_s)
+                (records if tail.branches else plain).append(tail)
+        for first in range(0, len(plain), messages.MAX_ROWS):
+            records.append(messages.columns(plain[first : first + messages.MAX_ROWS]))
         return self._out.frames(records, self.drops, receiver=session)
 
     def tick(self, now_s: float) -> None:

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from statistics import median
 
 MIN_GAIN = 1.05
@@ -51,17 +51,13 @@ class Patience:
         """Seconds that drafters took from a commit to their first draft token after it."""
         self._answers_s.extend(answers_s)
 
-    def emitted(self, counts: Iterable[int]) -> None:
+    def emitted(self, counts: Sequence[int]) -> None:
         """Per request that had a draft: tokens that its round emitted."""
-        served = first_right = accepted = 0
-        for count in counts:
-            served += 1
-            first_right += count > 1
-            accepted += count - 1
+        served = len(counts)
         if served:
             self._served = _MEMORY * self._served + served
-            self._first_right = _MEMORY * self._first_right + first_right
-            self._accepted = _MEMORY * self._accepted + accepted
+            self._first_right = _MEMORY * self._first_right + served - counts.count(1)
+            self._accepted = _MEMORY * self._accepted + sum(counts) - served
 
     def kept(self, expected: float, arrived: int) -> None:
         """After a wait: drafts that were to arrive in it, and those that did."""

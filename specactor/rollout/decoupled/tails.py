@@ -14,15 +14,15 @@ Invariants:
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from specactor.rollout.decoupled import messages
 from specactor.rollout.decoupled.branches import chain
 from specactor.rollout.decoupled.messages import (
     NO_SESSION,
-    TOKEN_BYTES,
     Beat,
+    Branch,
     Close,
     Commit,
     FrameError,
@@ -30,6 +30,7 @@ from specactor.rollout.decoupled.messages import (
     Pulse,
     Resend,
     Tail,
+    TailColumns,
 )
 from specactor.rollout.decoupled.order import Drops, Numbering
 
@@ -56,9 +57,11 @@ class _Request:
     owed_from: int | None = 0
     """It was told of much at once, up to here, and has not answered since."""
     opened_s: float = float("-inf")
-    tail: Tail | None = None
+    base: int = 0
+    """Position of the tail's first token."""
     tokens: list[int] | None = None
-    """Of the tail, once somebody has looked."""
+    """The tail; None: there is none."""
+    branches: Sequence[Branch] = ()
 
 
 @dataclass(slots=True)
@@ -84,6 +87,8 @@ class _Drafter:
     """Of those, the ones with new tokens."""
     closed: list[int] = field(default_factory=list)
     """Numbers that it need not hold any longer."""
+    arrived: list[Tail | TailColumns] = field(default_factory=list)
+    """Not looked into yet."""
     version: int = 0
     drafted: int = 0
     wasted: int = 0
@@ -113,7 +118,6 @@ class Tails:
         cleared by whoever wants them."""
         self._drafters = [_Drafter(out=Numbering(session)) for _ in range(num_drafters)]
         self._requests: dict[str, _Request] = {}
-        self._by_number: dict[int, _Request] = {}
         self._next = 1
 
     @property
@@ -123,9 +127,7 @@ class Tails:
     @property
     def num_tokens(self) -> int:
         """Held in tails."""
-        return sum(
-            len(request.tail.tokens) // TOKEN_BYTES for request in self._requests.values() if request.tail is not None
-        )
+        return sum(len(request.tokens) for request in self._requests.values() if request.tokens is not None)
 
     @property
     def live(self) -> list[int]:
@@ -154,20 +156,19 @@ class Tails:
         self.close(name)
         request = _Request(self._next, name, prompt_ids, output_ids, seed, temperature)
         self._next += 1
-        self._requests[name] = self._by_number[request.number] = request
+        self._requests[name] = request
         self._place(request)
 
-    def commit(self, name: str) -> None:
-        """The request's output has grown."""
-        request = self._requests.get(name)
-        if request is not None and request.drafter is not None:
-            self._drafters[request.drafter].grown[request.number] = request
+    def commit(self, names: Iterable[str]) -> None:
+        """The outputs of these requests may have grown."""
+        for request in map(self._requests.get, names):
+            if request is not None and request.drafter is not None and request.told < len(request.output_ids):
+                self._drafters[request.drafter].grown[request.number] = request
 
     def close(self, name: str) -> None:
         """The request is over; one that is not known is ignored."""
         request = self._requests.pop(name, None)
         if request is not None:
-            del self._by_number[request.number]
             self._leave(request)
 
     def num_owed(self, names: Sequence[str]) -> int:
@@ -189,13 +190,10 @@ class Tails:
         stale = 0
         for name, window in zip(names, windows, strict=True):
             request = find(name)
-            if request is None or request.tail is None:
+            if request is None or (tokens := request.tokens) is None:
                 drafts.append([])
                 continue
-            tokens = request.tokens
-            if tokens is None:
-                tokens = request.tokens = messages.unpack(request.tail.tokens)
-            known = request.output_ids[request.tail.base :]
+            known = request.output_ids[request.base :]
             start = len(known)
             if tokens[:start] != known:
                 tokens = self._other_way(request, known)
@@ -206,20 +204,23 @@ class Tails:
 
     def _other_way(self, request: _Request, known: list[int]) -> list[int]:
         """Through the tail's branches, if one begins with what is known; else the tail is of no use any longer."""
-        assert request.tail is not None
-        tail = request.tail
-        tokens = chain(messages.unpack(tail.tokens), tail.branches, known) if tail.branches else []
-        if tokens:
-            request.tokens = tokens
-            self.branched += 1
-        else:
-            request.tail = request.tokens = None
+        tokens = chain(request.tokens or [], request.branches, known) if request.branches else []
+        self.branched += bool(tokens)
+        request.tokens, request.branches = tokens or None, ()  # other branches stand on the tail as it was
         return tokens
 
     # ---------------------------------------------------------------------------------------------------- what arrives
 
-    def receive(self, index: int, data: bytes, now_s: float) -> None:
-        """A frame from drafter `index`."""
+    def receive(self, frames: Iterable[tuple[int, bytes]], now_s: float) -> None:
+        """(drafter, frame) of all that has arrived, in order."""
+        for index, data in frames:
+            self._receive(index, data, now_s)
+        for index, drafter in enumerate(self._drafters):
+            if drafter.arrived:
+                self._tails(index, drafter.arrived)
+                drafter.arrived.clear()
+
+    def _receive(self, index: int, data: bytes, now_s: float) -> None:
         try:
             header, records = messages.decode_to_engine(data)
         except FrameError as error:
@@ -236,10 +237,15 @@ class Tails:
             return
         drafter.frame = header.number
         drafter.asked_s = None
-        tails = [record for record in records if type(record) is Tail]
-        self._tails(index, tails)
-        for record in records if len(tails) < len(records) else ():
+        for record in records:
             match record:
+                case TailColumns():
+                    self.waits_s.extend([wait_us / 1e6 for wait_us in record.waits_us])
+                    drafter.arrived.append(record)
+                case Tail():
+                    if record.wait_us:
+                        self.waits_s.append(record.wait_us / 1e6)
+                    drafter.arrived.append(record)
                 case Resend():
                     self._resend(index, record, now_s)
                 case Pulse():
@@ -255,32 +261,28 @@ class Tails:
         drafter = self._drafters[index]
         drafter.session, drafter.frame = session, 0
         drafter.closed.clear()
+        drafter.arrived.clear()
         for request in drafter.requests.values():
-            request.told, request.tail = 0, None
+            request.told, request.tokens = 0, None
             drafter.unopened[request.number] = request
 
-    def _tails(self, index: int, tails: Sequence[Tail]) -> None:
-        """There are hundreds per round, so this is one loop without calls."""
-        find = self._by_number.get
+    def _tails(self, index: int, records: Sequence[Tail | TailColumns]) -> None:
+        """There are hundreds of requests per round, so this is one loop without calls."""
+        find = self._drafters[index].requests.get
         late = stale = 0
-        for tail in tails:
-            request = find(tail.request)
-            if request is None or request.drafter != index:
+        for number, base, tokens, branches in messages.newest(records):
+            request = find(number)
+            if request is None:
                 late += 1
                 continue
-            if tail.wait_us:
-                self.waits_s.append(tail.wait_us / 1e6)
-            base, last = tail.base, request.tail
             if request.owed_from is not None and base >= request.owed_from:
                 request.owed_from = None
             if base > request.told:
                 self.drops.add("future", f"tail at {base} from drafter {index}, which was told of {request.told}")
-            elif base + len(tail.tokens) // TOKEN_BYTES <= len(request.output_ids) or (
-                last is not None and base < last.base
-            ):
+            elif base + len(tokens) <= len(request.output_ids) or (request.tokens is not None and base < request.base):
                 stale += 1
             else:
-                request.tail, request.tokens = tail, None
+                request.base, request.tokens, request.branches = base, tokens, branches
         self.drops.expect("late", late)
         self.drops.expect("stale", stale)
 
@@ -386,4 +388,4 @@ class Tails:
         drafter.grown.pop(request.number, None)
         if drafter.unopened.pop(request.number, None) is None or request.told:
             drafter.closed.append(request.number)
-        request.drafter = request.tail = request.tokens = None
+        request.drafter = request.tokens = None

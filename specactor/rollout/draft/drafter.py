@@ -47,6 +47,10 @@ class Drafter(ABC):
     expects: bool = False
     """After `propose`: most of what was asked for is on its way, and not there yet."""
 
+    confidence: Sequence[int] = ()
+    """After `propose`: how sure it is of the draft for each sequence, 0 .. `acceptance.CONFIDENCES` - 1. Drafts of one
+    confidence are judged by each other. Empty: it does not know, and all its drafts are judged alike."""
+
     @property
     def version(self) -> int:
         """Of its own weights, if it has any that change; what is known of its acceptance is of one version."""

@@ -1,8 +1,9 @@
-"""Looks at drafts while decoding is plain: they are not verified, but compared with what is emitted.
+"""Looks at drafts that are not verified: they are compared with what is emitted.
 
-So a drafter that has become good is noticed. After a rest, a look is made in hindsight (`methods.Methods.hindsight`):
-drafters over text draft from some tokens ago, and what was emitted since tells at once how good they are. Other looks
-are kept (`Looks`) until enough was emitted. PURE: seconds are passed in.
+So a drafter that has become good is noticed, while another leads or while decoding is plain. After a rest, a look is
+made in hindsight (`methods.Methods.hindsight`): drafters over text draft from some tokens ago, and what was emitted
+since tells at once how good they are. Other looks are kept (`Looks`) until enough was emitted. PURE: seconds are passed
+in.
 
 Invariants: what looks cost is bounded. Looks come every LOOK_EVERY rounds at first; while they find nothing, the time
 between two doubles, up to LOOK_AT_LEAST_EVERY rounds, and a look that took long is followed by as many rounds as make
@@ -18,7 +19,7 @@ for it is taken up again after 1, 2, 4, .. rounds, until it can keep up or it wa
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import ceil
 
 from specactor.rollout.draft.verification import common
@@ -54,6 +55,8 @@ class Look:
     asked: int
     drafts: Mapping[str, Sequence[int]]
     """Per drafter; at most `asked` tokens."""
+    confidence: Mapping[str, int | None] = field(default_factory=dict)
+    """Per drafter, as it was told."""
 
     def agreed(self, output_ids: Sequence[int]) -> Iterator[tuple[str, int, int]]:
         """(drafter, draft tokens, how many of them equal what was emitted). The output has all `asked` positions."""
@@ -68,17 +71,21 @@ class Looks:
     def __init__(self) -> None:
         self._looks: dict[str, Look] = {}
 
+    def has(self, request_id: str) -> bool:
+        """Whether one of the request is not over."""
+        return request_id in self._looks
+
     def keep(self, request_id: str, look: Look) -> None:
         """Unless there is one that is not over."""
         self._looks.setdefault(request_id, look)
 
-    def over(self, request_id: str, output_ids: Sequence[int]) -> Iterator[tuple[str, int, int, int]]:
-        """(drafter, draft tokens, how many are equal, tokens asked for), once enough was emitted."""
+    def over(self, request_id: str, output_ids: Sequence[int]) -> Iterator[tuple[str, int, int, int, int | None]]:
+        """(drafter, draft tokens, how many are equal, tokens asked for, confidence), once enough was emitted."""
         look = self._looks.get(request_id)
         if look is not None and len(output_ids) >= look.start + look.asked:
             del self._looks[request_id]
             for drafter, drafted, agreed in look.agreed(output_ids):
-                yield drafter, drafted, agreed, look.asked
+                yield drafter, drafted, agreed, look.asked, look.confidence.get(drafter)
 
     def forget(self, request_id: str) -> None:
         self._looks.pop(request_id, None)

@@ -107,10 +107,12 @@ class Methods:
             asked = [min(w, end - start) for w, start, end in zip(windows, starts, ends, strict=True)]
             drafts = self.first(sequences, asked, ahead=False)
         for name, lists in drafts.items():
-            self._acceptance[name].limit(LOOK_TRIALS)
+            model = self._acceptance[name]
+            model.limit(LOOK_TRIALS)
             for sequence, start, window, draft in zip(sequences, starts, asked, lists, strict=True):
                 agreed = common(draft, sequence.output_ids[start : start + window])
-                self._acceptance[name].observe(sequence.request_id, len(draft), agreed, asked=window)
+                sure = model.told(sequence.request_id)
+                model.observe(sequence.request_id, len(draft), agreed, asked=window, confidence=sure)
         return drafts
 
     def fixed(self, sequences: Sequence[DraftSequence], windows: list[int], max_branches: int) -> Decision:
@@ -155,6 +157,8 @@ class Methods:
         def ask() -> None:
             proposed = zip(drafter.propose(sequences, windows), windows, strict=True)
             drafts[:] = [existing(list(draft[:window]), self.vocab_size) for draft, window in proposed]
+            if name in self._acceptance:
+                self._acceptance[name].tell([sequence.request_id for sequence in sequences], drafter.confidence)
 
         if any(windows) and self._listeners.works(name):
             self._listeners.call(drafter, ask)

@@ -24,6 +24,12 @@ TOKENS_PER_MATCH = 2
 """Draft tokens per token of an n-gram that is shorter than the longest: what follows a short one is a guess."""
 
 
+def confidence(length: int) -> int:
+    """How sure one may be of what followed a match of so many tokens: 1, 2, 3 to 7, or more. The first draft token was
+    right in 0.2, 0.4, 0.7 and 0.95 of cases, on the responses of small models."""
+    return (length > 1) + (length > 2) + (length > 7)
+
+
 class Text:
     """A growing text of a group."""
 
@@ -81,8 +87,9 @@ class NgramIndex:
 
     def find(
         self, context: Sequence[int], window: int, *, group: int | None = None, longer_than: int = 0, rank: int = 0
-    ) -> list[int]:
-        """At most `window` tokens that may follow `context`, by n-grams of more than `longer_than` tokens.
+    ) -> tuple[list[int], int]:
+        """At most `window` tokens that may follow `context`, by n-grams of more than `longer_than` tokens; and how long
+        the n-gram was.
 
         Rank 0: at most `TOKENS_PER_MATCH` per token of the n-gram found first; one of `max_n` tokens may be longer than
         is known, and gives the whole window. Rank k: a draft that begins with another token than those of lower ranks;
@@ -105,9 +112,9 @@ class NgramIndex:
                 if place is None or (token := place[0].ids[place[1]]) in others:
                     continue
                 if len(others) == rank:
-                    return place[0].ids[place[1] : place[1] + room]
+                    return place[0].ids[place[1] : place[1] + room], n
                 others.append(token)
-        return []
+        return [], 0
 
     def shrink(self, max_tokens: int) -> None:
         """Forget the oldest tokens until `max_tokens` are left."""
@@ -194,11 +201,14 @@ class NgramDrafter(Drafter):
 
     def propose(self, sequences: Sequence[DraftSequence], windows: Sequence[int]) -> list[list[int]]:
         find, running, rank = self._index.find, self._running, self._rank
-        drafts = []
+        drafts: list[list[int]] = []
+        self.confidence: list[int] = []
         for sequence, window in zip(sequences, windows, strict=True):
             request = running.get(sequence.request_id) if window else None
             text = request.text if request is not None else None
-            drafts.append(find(text.ids, window, group=text.group, rank=rank) if text is not None else [])
+            draft, length = find(text.ids, window, group=text.group, rank=rank) if text is not None else ([], 0)
+            drafts.append(draft)
+            self.confidence.append(confidence(length))
         return drafts
 
     def _append(self, request: _Request, tokens: Sequence[int]) -> None:

@@ -92,8 +92,8 @@ class Speculator:
         """`tokens` were appended to the sequence's output. While decoding is plain, drafters are told later, and of
         many tokens at once."""
         self._listeners.commit(sequence)
-        for name, drafted, agreed, asked in self._looks.over(sequence.request_id, sequence.output_ids):
-            self.acceptance[name].observe(sequence.request_id, drafted, agreed, asked=asked)
+        for name, drafted, agreed, asked, sure in self._looks.over(sequence.request_id, sequence.output_ids):
+            self.acceptance[name].observe(sequence.request_id, drafted, agreed, asked=asked, confidence=sure)
 
     def close(self, sequence: DraftSequence) -> None:
         self._looks.forget(sequence.request_id)
@@ -233,7 +233,8 @@ class Speculator:
             for model, draft, credit in zip(models, every[i], credits[i], strict=True):
                 asked = None if cut else max(decision.windows[i], len(draft))
                 if draft or asked:
-                    model.observe(sequence.request_id, len(draft), credit.agreed, asked=asked)
+                    sure = model.told(sequence.request_id)
+                    model.observe(sequence.request_id, len(draft), credit.agreed, asked=asked, confidence=sure)
             if decision.beside:
                 self._planner.merging.learn(sequence.request_id, zip(names, credits[i], strict=True))
 
@@ -298,10 +299,9 @@ class Speculator:
         if choice.drafter == OFF:
             self._look_over(sequences, ways.drafts, caps, started=started, requests=requests)
             return self._plain(requests)
-        if not any(choice.windows):
-            self._look(sequences, ways.drafts, caps)
         self._rest.forget()
         decision = ways.decided(choice, caps)
+        self._look(sequences, ways.drafts, caps, decision)
         if len(ways.drafts) > 1:
             self._settle(sequences, ways.drafts, decision, choice.reason)
         return decision
@@ -352,6 +352,8 @@ class Speculator:
         if self._rest.waits(self.methods.expects(), look_s=self._clock() - started):
             return
         rates = {drafter: model.rate for drafter, model in self.acceptance.items()}
+        for name in drafts if self._rest.is_long else ():
+            self.acceptance[name].limit(LOOK_TRIALS)  # looks are few, so old evidence makes way
         self._look(sequences, drafts, caps)
         look_s, plain_s = self._clock() - started, self.costs.plain_s(requests)
         self._rest.looked(rates, look_s=look_s, plain_s=plain_s, requests=requests)
@@ -370,15 +372,21 @@ class Speculator:
         return choice
 
     def _look(
-        self, sequences: Sequence[DraftSequence], drafts: dict[str, list[list[int]]], caps: Sequence[int]
+        self, sequences: Sequence[DraftSequence], drafts: Drafts, caps: Sequence[int], decision: Decision | None = None
     ) -> None:
-        """Keep what was drafted and not verified, for comparison. Looks are few, so old evidence makes way."""
-        for name in drafts if self._rest.is_long else ():
-            self.acceptance[name].limit(LOOK_TRIALS)
+        """Keep what was drafted and is not verified, for comparison. `decision`: what is verified."""
+        verified: Drafts = {} if decision is None else {decision.drafter: decision.drafts, **decision.beside}
         for i, (sequence, cap) in enumerate(zip(sequences, caps, strict=True)):
-            if cap and drafts:
-                compared = {n: lists[i] for n, lists in drafts.items() if lists[i] or not self.drafters[n].drafts_ahead}
-                self._looks.keep(sequence.request_id, Look(len(sequence.output_ids), cap, compared))
+            if not cap or self._looks.has(sequence.request_id):
+                continue
+            compared = {
+                name: lists[i]
+                for name, lists in drafts.items()
+                if (lists[i] or not self.drafters[name].drafts_ahead) and not (name in verified and verified[name][i])
+            }
+            if compared:
+                sure = {name: self.acceptance[name].told(sequence.request_id) for name in compared}
+                self._looks.keep(sequence.request_id, Look(len(sequence.output_ids), cap, compared, sure))
 
     def _failed(self, name: str) -> None:
         self.counts[name].failures += 1

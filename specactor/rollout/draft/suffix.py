@@ -27,7 +27,7 @@ from dataclasses import dataclass, field
 
 from specactor.errors import ConfigError
 from specactor.rollout.draft.drafter import Drafter, DraftSequence
-from specactor.rollout.draft.ngram import NgramIndex, Text
+from specactor.rollout.draft.ngram import NgramIndex, Text, confidence
 from specactor.rollout.draft.suffix_automaton import ROOT, SuffixAutomaton
 
 MIN_MATCH = 1
@@ -150,21 +150,25 @@ class SuffixDrafter(Drafter):
         self._corpus.shrink(self._corpus_tokens)
 
     def propose(self, sequences: Sequence[DraftSequence], windows: Sequence[int]) -> list[list[int]]:
-        running, draft = self._running, self._draft
-        return [
-            draft(running[sequence.request_id], window) if window and sequence.request_id in running else []
-            for sequence, window in zip(sequences, windows, strict=True)
-        ]
+        drafts: list[list[int]] = []
+        self.confidence: list[int] = []
+        for sequence, window in zip(sequences, windows, strict=True):
+            request = self._running.get(sequence.request_id) if window else None
+            draft, length = self._draft(request, window) if request is not None else ([], 0)
+            drafts.append(draft)
+            self.confidence.append(confidence(length))
+        return drafts
 
-    def _draft(self, request: _Request, window: int) -> list[int]:
+    def _draft(self, request: _Request, window: int) -> tuple[list[int], int]:
+        """And how long the match was that it follows."""
         automaton = request.group.automaton
         state, length = automaton.match(request.end)
         if length < GROUP_MATCH:
             end = request.output[-CORPUS_MAX_N:]
             found = self._corpus.find([*request.context, *end], window, longer_than=length)
-            if found:
+            if found[0]:
                 return found
-        return automaton.continuation(state, min(window, TOKENS_PER_MATCH * length), self._min_match)
+        return automaton.continuation(state, min(window, TOKENS_PER_MATCH * length), self._min_match), length
 
     def _append(self, request: _Request, tokens: Sequence[int]) -> None:
         request.end = request.group.automaton.extend(request.end, tokens)

@@ -20,6 +20,8 @@ Estimates are Beta means with exponentially forgotten counts:
 - position 1 has the prior mean `prior_rate`; the prior mean of a later a_j is `prior_decay` times the estimate of
   a_{j-1}, so positions that no window reaches follow those that it does. Coverage is believed (prior mean 1) until
   drafts are missing, else a drafter that is asked for one token would never show that it has two;
+- drafts of equal confidence, where a drafter tells any (`tell`), have a_j of their own: a long match in a text is right
+  nine times of ten, a short one once in four. Their prior mean is the estimate over all drafts;
 - a request has Beta counts of its own, whose prior mean is the drafter's `rate`. They are compared with what the
   drafter's a_j promised at the positions that this request tried, and the odds of all its a_j are scaled by the odds
   ratio. A new request, and one that does just what the drafter does on average, has the ratio 1 at any window.
@@ -39,6 +41,10 @@ from numpy.typing import NDArray
 
 from specactor.errors import PlanError
 
+CONFIDENCES = 4
+"""How sure a drafter may be of a draft: 0 .. CONFIDENCES - 1."""
+SURE = 8.0
+"""Of what is remembered of drafts of one confidence, over what is of all, where little is."""
 _UNKNOWN = (0.0, 0.0, 0.0)
 """Counts of a request that was never observed."""
 
@@ -55,8 +61,12 @@ class _Positions:
         self._hits = [0.0] * size
         self._trials = [0.0] * size
 
-    def means(self) -> list[float]:
+    def means(self, priors: Sequence[float] | None = None) -> list[float]:
+        """`priors`: prior means, in place of those that follow from the first."""
         prior, weight, decay = self._first, self._weight, self._decay
+        if priors is not None:
+            counts = zip(self._hits, self._trials, priors, strict=True)
+            return [(hits + weight * p) / (trials + weight) for hits, trials, p in counts]
         out = []
         for hits, trials in zip(self._hits, self._trials, strict=True):
             mean = (hits + weight * prior) / (trials + weight)
@@ -65,16 +75,16 @@ class _Positions:
                 prior = decay * mean
         return out
 
-    def add(self, hits: int, *, missed: bool) -> float:
-        """Positions before `hits` went on; if `missed`, position `hits` did not. Returns how many hits the estimates
-        before this call promised at these positions."""
+    def add(self, hits: int, *, missed: bool, priors: Sequence[float] | None = None) -> list[float]:
+        """Positions before `hits` went on; if `missed`, position `hits` did not. Returns what the estimates before this
+        call were at these positions. `priors`: as of `means`."""
         prior, weight, decay, keep = self._first, self._weight, self._decay, self._keep
         all_hits, all_trials = self._hits, self._trials
-        promised = 0.0
+        promised = []
         for j in range(hits + missed):
             had, trials = all_hits[j], all_trials[j]
-            mean = (had + weight * prior) / (trials + weight)
-            promised += mean
+            mean = (had + weight * (prior if priors is None else priors[j])) / (trials + weight)
+            promised.append(mean)
             if decay is not None:
                 prior = decay * mean
             all_hits[j] = had * keep + (j < hits)
@@ -115,12 +125,18 @@ class AcceptanceModel:
 
     _acceptance: _Positions = field(init=False, repr=False)
     _coverage: _Positions = field(init=False, repr=False)
+    _sure: list[_Positions] = field(init=False, repr=False)
+    """Acceptance of drafts by confidence."""
+    _told: dict[str, int] = field(init=False, repr=False, default_factory=dict)
+    """Confidence of the drafts that are there now, by request."""
     _requests: dict[str, tuple[float, float, float]] = field(init=False, repr=False, default_factory=dict)
     """(accepted, trials, promised by the drafter's estimates), forgotten, of each request."""
     _asked: float = field(init=False, repr=False, default=0.0)
     _drafted: float = field(init=False, repr=False, default=0.0)
     _known: tuple[list[float], list[float], float] | None = field(init=False, repr=False, default=None)
     """(a, c, rate): a cache of what follows from the counts."""
+    _known_sure: list[list[float]] | None = field(init=False, repr=False, default=None)
+    """a by confidence, and of drafts without one: the same."""
 
     def __post_init__(self) -> None:
         if self.max_window < 1:
@@ -131,8 +147,9 @@ class AcceptanceModel:
         if min(self.prior_weight, self.request_weight) <= 0 or min(self.memory, self.request_memory) < 1:
             raise PlanError("weights and memories of AcceptanceModel: expected weights > 0 and memories >= 1.")
         size, weight, memory = self.max_window, self.prior_weight, self.memory
-        self._acceptance = _Positions(
-            size=size, first=self.prior_rate, decay=self.prior_decay, weight=weight, memory=memory
+        self._acceptance, *self._sure = (
+            _Positions(size=size, first=self.prior_rate, decay=self.prior_decay, weight=weight, memory=memory)
+            for _ in range(1 + CONFIDENCES)
         )
         self._coverage = _Positions(size=size, first=1.0, decay=None, weight=weight, memory=memory)
 
@@ -147,8 +164,29 @@ class AcceptanceModel:
         """drafted / asked of late; 1 before the first verify that says what was asked."""
         return self._drafted / self._asked if self._asked else 1.0
 
-    def observe(self, request_id: str, drafted: int, accepted: int, *, asked: int | None = None) -> None:
+    def tell(self, request_ids: Sequence[str], confidences: Sequence[int]) -> None:
+        """How sure the drafter is of the drafts that are there now; empty: it does not know."""
+        if not confidences:
+            self._told.clear()
+            return
+        for request_id, confidence in zip(request_ids, confidences, strict=True):
+            self._told[request_id] = min(max(0, confidence), CONFIDENCES - 1)
+
+    def told(self, request_id: str) -> int | None:
+        """How sure the drafter is of the request's draft; None: it does not say."""
+        return self._told.get(request_id)
+
+    def observe(
+        self,
+        request_id: str,
+        drafted: int,
+        accepted: int,
+        *,
+        asked: int | None = None,
+        confidence: int | None = None,
+    ) -> None:
         """A verify has ended. All counts are draft tokens; `asked` None: not known, and coverage learns nothing.
+        `confidence`: that was `told` of this draft.
 
         Nothing changes if nothing was drafted, except coverage. Raises PlanError unless accepted <= drafted <= asked.
         """
@@ -163,12 +201,15 @@ class AcceptanceModel:
             self._drafted = self._drafted * keep + drafted
             reached = hits + (inside and drafted > accepted)
             self._coverage.add(reached, missed=inside and drafted == accepted < asked)
-            self._known = None
+            self._known = self._known_sure = None
         if not drafted:
             return
         rejected = inside and drafted > accepted
-        promised = self._acceptance.add(hits, missed=rejected)
-        self._known = None
+        promises = self._acceptance.add(hits, missed=rejected)
+        if confidence is not None:
+            promises = self._sure[confidence].add(hits, missed=rejected, priors=promises)
+        promised = sum(promises)
+        self._known = self._known_sure = None
         own_accepted, own_trials, own_promised = self._requests.get(request_id, _UNKNOWN)
         keep = 1.0 - 1.0 / self.request_memory
         self._requests[request_id] = (
@@ -187,6 +228,8 @@ class AcceptanceModel:
         if not 0 <= max_window <= self.max_window:
             raise PlanError(f"max_window: got {max_window}, expected 0..{self.max_window}, as the model was made with.")
         acceptance, coverage, rate = self._estimates()
+        if (confidence := self._told.get(request_id)) is not None:
+            acceptance = self._by_confidence()[confidence]
         scale = self._odds_ratio(request_id, rate)
         survived = 1.0
         out = []
@@ -206,15 +249,18 @@ class AcceptanceModel:
         """`survival` of many requests at once, with the same bits; [requests][max_window]. `covered`: of draft tokens
         that are there already, so acceptance alone."""
         acceptance, coverage, rate = self._estimates()
-        a_W = np.array(acceptance)
+        a_BW = np.array([acceptance])
+        if self._told:
+            rows = [self._told.get(name, CONFIDENCES) for name in request_ids]
+            a_BW = np.array(self._by_confidence())[rows].reshape(-1, self.max_window)
         own_B3 = np.array([self._requests.get(name, _UNKNOWN) for name in request_ids]).reshape(-1, 3)
         accepted_B, trials_B, promised_B = own_B3.T
         yes, no = self.request_weight * rate, self.request_weight * (1.0 - rate)
         scale_B = (
             (accepted_B + yes) * (trials_B - promised_B + no) / ((trials_B - accepted_B + no) * (promised_B + yes))
         )
-        odds_BW = scale_B[:, None] * a_W
-        step_BW = odds_BW / (odds_BW + 1.0 - a_W)
+        odds_BW = scale_B[:, None] * a_BW
+        step_BW = odds_BW / (odds_BW + 1.0 - a_BW)
         if not covered:
             step_BW *= np.array(coverage)
         survived_BW: NDArray[np.float64] = step_BW.cumprod(axis=1)
@@ -223,27 +269,43 @@ class AcceptanceModel:
     def forget(self, request_id: str) -> None:
         """The request has ended. What it taught about the drafter stays."""
         self._requests.pop(request_id, None)
+        self._told.pop(request_id, None)
 
     def new_version(self, weight: float) -> None:
         """The drafter or the policy has changed: what was seen is worth `weight` (0..1) of what it was."""
         if not 0 <= weight <= 1:
             raise PlanError(f"new_version: got weight {weight}, expected 0 (know nothing) .. 1 (as before).")
+        for positions in self._sure:
+            positions.scale(weight)
+        self._fade(weight)
+
+    def limit(self, trials: float) -> None:
+        """All that was seen is worth at most so many trials per position, so that news count; and `SURE` times as many
+        for drafts of one confidence, which are much alike whatever the request."""
+        for positions in self._sure:
+            if positions.most_trials > SURE * trials:
+                positions.scale(SURE * trials / positions.most_trials)
+        seen = max(self._acceptance.most_trials, self._coverage.most_trials)
+        self._fade(min(1.0, trials / seen) if seen else 1.0)
+
+    def _fade(self, weight: float) -> None:
+        """What was seen, of drafts whose confidence is not told apart."""
         self._acceptance.scale(weight)
         self._coverage.scale(weight)
         self._asked, self._drafted = self._asked * weight, self._drafted * weight
         self._requests = {name: (a * weight, n * weight, p * weight) for name, (a, n, p) in self._requests.items()}
-        self._known = None
-
-    def limit(self, trials: float) -> None:
-        """All that was seen is worth at most so many trials per position, so that news count."""
-        seen = max(self._acceptance.most_trials, self._coverage.most_trials)
-        if seen > trials:
-            self.new_version(trials / seen)
+        self._known = self._known_sure = None
 
     def _estimates(self) -> tuple[list[float], list[float], float]:
         if self._known is None:
             self._known = (self._acceptance.means(), self._coverage.means(), self._acceptance.overall())
         return self._known
+
+    def _by_confidence(self) -> list[list[float]]:
+        if self._known_sure is None:
+            acceptance, _, _ = self._estimates()
+            self._known_sure = [*(positions.means(acceptance) for positions in self._sure), acceptance]
+        return self._known_sure
 
     def _odds_ratio(self, request_id: str, rate: float) -> float:
         """Odds of the request's rate over the odds of what the drafter promised at the same positions; > 0."""

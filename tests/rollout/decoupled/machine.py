@@ -7,7 +7,7 @@ import random
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from specactor.rollout.decoupled.messages import MAGIC
+from specactor.rollout.decoupled.messages import MAGIC, VERSION
 from specactor.rollout.decoupled.mirror import AHEAD
 from specactor.rollout.decoupled.mirrors import Mirrors
 from specactor.rollout.decoupled.tails import Tails
@@ -97,12 +97,12 @@ class Protocol(RuleBasedStateMachine):
         end, world = self.world.engines[engine], self.world
         data = rng.randbytes(rng.randrange(80))
         if known:  # up to where it begins to be wrong
-            data = MAGIC + b"\x01\0\0\0" + end.session.to_bytes(8, "little") + data
+            data = MAGIC + bytes([VERSION, 0, 0, 0]) + end.session.to_bytes(8, "little") + data
         elif world.flying:
             whole = rng.choice(world.flying).data
             data = whole[: rng.randrange(len(whole))]
         world.drafters[drafter].mirrors.receive(end.session, data, world.now_s)
-        end.tails.receive(drafter, data, world.now_s)
+        end.tails.receive([(drafter, data)], world.now_s)
 
     @rule(seconds=st.sampled_from([0.01, 0.3, 1.2, 40.0]))
     def wait(self, seconds: float) -> None:

@@ -104,7 +104,7 @@ class World:
         text.output += script(text.prompt, text.output, right)
         for _ in range(wrong):
             text.output.append(script(text.prompt, text.output, 1)[0] + 1000)
-        end.tails.commit(name)
+        end.tails.commit([name])
 
     def close(self, engine: int, name: str) -> None:
         self.engines[engine].tails.close(name)
@@ -138,7 +138,7 @@ class World:
         if frame.up:
             self.drafters[frame.drafter].mirrors.receive(frame.sender, frame.data, self.now_s)
         else:
-            self.engines[frame.engine].tails.receive(frame.drafter, frame.data, self.now_s)
+            self.engines[frame.engine].tails.receive([(frame.drafter, frame.data)], self.now_s)
 
     def restart_engine(self, engine: int) -> None:
         """Its requests are begun again by the new one, under other numbers."""
@@ -192,9 +192,9 @@ class World:
 
     def _text(self, key: tuple[int, int]) -> Text | None:
         for end in self.engines:
-            request = end.tails._by_number.get(key[1])
-            if end.session == key[0] and request is not None:
-                return end.texts[request.name]
+            for request in end.tails._requests.values() if end.session == key[0] else ():
+                if request.number == key[1]:
+                    return end.texts[request.name]
         return None
 
     def check_quiet(self) -> None:
@@ -223,8 +223,8 @@ class World:
         self.settle()
         for end in self.engines:
             tails = end.tails
-            assert (tails.num_requests, tails.num_tokens, len(tails._by_number)) == (0, 0, 0)
-            assert not any(d.requests or d.unopened or d.grown or d.closed for d in tails._drafters)
+            assert (tails.num_requests, tails.num_tokens) == (0, 0)
+            assert not any(d.requests or d.unopened or d.grown or d.closed or d.arrived for d in tails._drafters)
         for drafter in self.drafters:
             assert (drafter.mirrors.num_requests, drafter.mirrors.num_tokens) == (0, 0)
             assert drafter.continuer.seen == {}

@@ -39,7 +39,7 @@ class End:
     ) -> None:
         self.frame += 1
         header = Header(sender=session or DRAFTER + index, receiver=receiver, number=number or self.frame)
-        self.tails.receive(index, encode(header, records), self.now_s)
+        self.tails.receive([(index, encode(header, records))], self.now_s)
 
     def open(self, name: str, *output: int) -> None:
         self.outputs[name] = list(output)
@@ -47,7 +47,7 @@ class End:
 
     def commit(self, name: str, *tokens: int) -> None:
         self.outputs[name] += tokens
-        self.tails.commit(name)
+        self.tails.commit([name])
 
     def say(self, index: int = 0) -> list[ToDrafter]:
         return [r for frame in self.tails.outgoing(index, self.now_s) for r in decode_to_drafter(frame)[1]]
@@ -161,7 +161,7 @@ def test_which_frames_are_dropped() -> None:
     end.hear(tail(0, 10, 12), number=29)
     end.hear(tail(0, 10, 13), number=31, receiver=ENGINE - 1)
     end.hear(tail(0, 10, 14), number=31, session=DRAFTER - 1)
-    end.tails.receive(0, b"rubbish", 0.0)
+    end.tails.receive([(0, b"rubbish")], 0.0)
     assert end.draft("a") == [10]
     assert end.tails.drops.counts == {"repeated": 2, "foreign": 2, "malformed": 1}
 

@@ -110,7 +110,7 @@ def check_index(make: type[NgramIndex], parts: list[list[int]], limit: int, size
         assert index.num_tokens == len(places)
         for asking in texts:
             for rank in range(3):
-                found = index.find(asking.ids, 5, group=asking.group, rank=rank)
+                found, _ = index.find(asking.ids, 5, group=asking.group, rank=rank)
                 assert found == searched(places, asking, 5, sizes, rank)
     index.shrink(0)
     assert not index._places

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import time
 import timeit
 from collections.abc import Sequence
@@ -43,6 +44,36 @@ class Sometimes(Drafter):
         start = len(sequence.output_ids)
         places = range(start, start + window)
         return [truth(sequence, t) + (t % self.every == self.wrong) for t in places]
+
+
+class Sure(Drafter):
+    """Right in the rounds of a request in which it says so, and wrong in the others."""
+
+    name = "sure"
+
+    def __init__(self, *, tells: bool) -> None:
+        self.tells = tells
+        self.coins = random.Random(0)
+
+    def propose(self, sequences: Sequence[DraftSequence], windows: Sequence[int]) -> list[list[int]]:
+        sure = [self.coins.random() < 0.5 for _ in sequences]
+        self.confidence = [3 * is_sure for is_sure in sure] if self.tells else []
+        return [
+            [truth(s, len(s.output_ids) + j) + (not is_sure) for j in range(w)]
+            for s, w, is_sure in zip(sequences, windows, sure, strict=True)
+        ]
+
+
+def test_a_drafter_that_tells_how_sure_it_is_wastes_nothing() -> None:
+    speeds = []
+    for tells in (True, False):
+        world = World(auto(), Sure(tells=tells))
+        world.play(100)
+        world.speculator.report()
+        speeds.append(world.play(100))
+        counts = world.speculator.report()["sure"]
+        assert (counts.accepted > 0.95 * counts.drafted) == tells
+    assert speeds[0] > 1.1 * speeds[1]
 
 
 def test_good_drafts_are_used_and_pay() -> None:
@@ -147,7 +178,7 @@ def merging(window: int | None, **fields: object) -> SpeculationConfig:
 @pytest.mark.parametrize("window", [4, None])
 def test_drafters_that_err_at_different_places_are_better_together(window: int | None) -> None:
     world = World(merging(window), *complements(), row_s=1e-6, max_branches=100)
-    alone = World(merging(window, merge=False), *complements(), row_s=1e-6)
+    alone = World(merging(window), complements()[0], row_s=1e-6, max_branches=100)
     speeds = []
     for one in (world, alone):
         one.play(60)
@@ -155,6 +186,17 @@ def test_drafters_that_err_at_different_places_are_better_together(window: int |
     assert speeds[0] > 1.3 * speeds[1]
     report = world.speculator.report()
     assert min(report[name].accepted for name in ("one", "two", "three")) > 0
+
+
+def test_a_drafter_that_is_better_is_noticed_while_another_leads() -> None:
+    """All are hopeful at first, and the first of them leads; what the others drafted is compared all the same."""
+    world = World(merging(None, merge=False), *complements(), row_s=1e-6)
+    only = World(merging(None, merge=False), complements()[2], row_s=1e-6)
+    for one in (world, only):
+        one.play(60)
+    assert world.play(60) > 0.97 * only.play(60)
+    report = world.speculator.report()
+    assert report["three"].speculative_rounds > report["one"].speculative_rounds
 
 
 def test_credits_of_several_drafters_add_up_to_what_was_emitted() -> None:

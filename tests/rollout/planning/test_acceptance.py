@@ -58,8 +58,38 @@ def test_many_requests_at_once_have_the_same_bits(history: list[Verify], weight:
     model = learn(AcceptanceModel(max_window=W, memory=10), history)
     model.new_version(weight)
     ids = ["c", "new", "a", "b"]
+    for told in ([], [0, 3, 0, 1]):
+        model.tell(ids, told)
+        model.observe("b", 2, 1, confidence=model.told("b"))
     assert model.survivals(ids, covered=False).tolist() == [model.survival(name, W) for name in ids]
     assert model.survivals(ids, covered=True).tolist() == [model.survival(name, W, drafted=W) for name in ids]
+
+
+@pytest.mark.parametrize("tells", [True, False])
+def test_drafts_of_one_confidence_are_judged_by_each_other(tells: bool) -> None:
+    model = AcceptanceModel(max_window=W)
+    for _ in range(100):
+        model.observe("sure", W, W, confidence=3 if tells else None)
+        model.observe("unsure", W, 0, confidence=0 if tells else None)
+    model.tell(["x", "y"], [3, 0] if tells else [])
+    sure, unsure = (model.survival(name, 1)[0] for name in ("x", "y"))
+    assert model.survival("z", 1)[0] == pytest.approx(0.5, abs=0.05)
+    assert (sure > 0.9 and unsure < 0.1) if tells else sure == unsure == model.survival("z", 1)[0]
+    # A request that does what drafts of its confidence do is no better than others.
+    model.tell(["sure"], [3] if tells else [])
+    assert model.survival("sure", 1)[0] == pytest.approx(sure, abs=0.05) or not tells
+
+
+def test_news_count_and_what_confidence_means_is_remembered_longer() -> None:
+    model = AcceptanceModel(max_window=W)
+    for _ in range(500):
+        model.observe("a", W, W, confidence=3)
+    model.limit(8)
+    for _ in range(8):
+        model.observe("b", W, 0)
+    model.tell(["c"], [3])
+    assert model.survival("d", 1)[0] < 0.7
+    assert model.survival("c", 1)[0] > 0.9
 
 
 # --- only the past ----------------------------------------------------------------------------------------------------
