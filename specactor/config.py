@@ -442,10 +442,10 @@ class SpeculationConfig:
 class TailConfig:
     """The last requests of a rollout, when some engines have nothing left. It changes the speed, and rounding.
 
-    A request that goes on on another engine has the keys of what was begun computed again there, so its later
-    log-probabilities may differ by rounding (1e-5 in float32), and a token where two candidates are tied that nearly:
-    rare in float32, not in bfloat16. Where requests go on depends on time: a run is repeatable in its tokens (float32,
-    such ties aside), in its log-probabilities up to rounding alone."""
+    With `migrate` and `replicas`: a request that goes on on another engine has the keys of what was begun computed
+    again there, so its later log-probabilities may differ by rounding (1e-5 in float32), and a token where two
+    candidates are tied that nearly: rare in float32, not in bfloat16. Where requests go on depends on time: a run is
+    repeatable in its tokens (float32, such ties aside), in its log-probabilities up to rounding alone."""
 
     migrate: bool = False
     """Requests go on on engines that have run dry, where that is predicted to end the rollout earlier; among the
@@ -453,14 +453,24 @@ class TailConfig:
     replicas: int = 1
     """Fastest-of-N: a request runs on up to this many engines of one host, once some of them have run dry; whichever
     ends first is kept. 1: off."""
+    drafters: bool = False
+    """A drafter process sleeps on each engine's device, or without GPUs its core. Where an engine of the host's first
+    rank has run dry, and neither of the above is done, it drafts for the others until the rollout ends, if that is
+    predicted to pay. For mode decoupled, or decoupled among the drafters, with parallel.drafters 0. On GPUs it must
+    fit beside the engine: set rollout.speculation.drafter_kv_tokens."""
 
     def __post_init__(self) -> None:
         _require(self.replicas >= 1, "rollout.tail.replicas", self.replicas, ">= 1", "Use 1 for no replicas.")
 
     @property
-    def is_on(self) -> bool:
+    def moves(self) -> bool:
         """Whether any request may run on another engine than its first."""
         return self.migrate or self.replicas > 1
+
+    @property
+    def is_on(self) -> bool:
+        """Whether anything is done with engines that have run dry."""
+        return self.moves or self.drafters
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -859,7 +869,7 @@ class Config:
             "parallel.engines",
             self.parallel.engines,
             ">= 2 with rollout.tail",
-            "Requests need another engine to go on on: raise it, or leave rollout.tail.* out.",
+            "Requests need another engine to go on on, or to be drafted for: raise it, or leave rollout.tail.* out.",
         )
         _require(
             not self.rollout.partial or self.algorithm.tis_cap is not None,
@@ -880,9 +890,24 @@ class Config:
             f"inf with {', '.join(penalties)}",
             "The engine's log-probabilities hold the penalties, the trainer's do not: leave the penalties out.",
         )
-        decoupled = self.rollout.speculation.is_decoupled
+        decoupled, freed = self.rollout.speculation.is_decoupled, self.rollout.tail.drafters
         _require(
-            decoupled == (self.parallel.drafters > 0),
+            decoupled or not freed,
+            "rollout.tail.drafters",
+            freed,
+            f"False with rollout.speculation.mode {self.rollout.speculation.mode} and drafters "
+            f"{self.rollout.speculation.drafters}",
+            "Nobody would verify what they draft: use mode decoupled, or decoupled among the drafters.",
+        )
+        _require(
+            not freed or self.parallel.drafters == 0,
+            "parallel.drafters",
+            self.parallel.drafters,
+            "0 with rollout.tail.drafters",
+            "Drafters have devices of their own, or those of engines that have run dry: use one of the two.",
+        )
+        _require(
+            freed or decoupled == (self.parallel.drafters > 0),
             "parallel.drafters",
             self.parallel.drafters,
             ">= 1, since decoupled is among the drafters" if decoupled else "0, since nothing is drafted in them",

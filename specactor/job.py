@@ -123,7 +123,8 @@ def _build(
         train_data, eval_data = collective.together("data", lambda: _problems(config, tokenizer))
     drafters, access_of = _drafters(config, folder, collective, members, local_rank, stack)
     engines = _own_engines(config, start, folder, collective.rank, members, access_of)
-    pool = stack.enter_context(EnginePool(engines, tail=tail_policy(config.rollout.tail)))
+    tail = tail_policy(config.rollout.tail, max_window=config.rollout.speculation.max_window)
+    pool = stack.enter_context(EnginePool(engines, tail=tail, drafters=drafters))
     with progress.phase("warm-up", announce=True):
         base = warmed_up_model(config, layout, start, train_data, tokenizer, collective, progress)
         trainer = PolicyTrainer(config, layout, base)
@@ -218,11 +219,17 @@ def _drafters(
     here = [rank for rank, member in enumerate(members) if member.machine == machine]
     owners = [engine_owner(i, engine_tensor=config.parallel.engine_tensor) for i in range(config.parallel.engines)]
     found = len(gpus())
+    devices = tuple(range(found)) or tuple(sorted(os.sched_getaffinity(0)))
     host = Host(
         ranks=len(here),
         engines=sum(owner in here for owner in owners),
-        devices=tuple(range(found)) or tuple(sorted(os.sched_getaffinity(0))),
+        devices=devices,
         has_gpus=found > 0,
+        own_engines=tuple(
+            (index, devices[first % len(devices)])
+            for index, (owner, first) in enumerate(_places(config, members))
+            if owner == collective.rank
+        ),
     )
     max_position = model_shape(config).max_position
     specs = collective.together(
@@ -245,11 +252,6 @@ def _own_engines(
 ) -> list[EngineSpec]:
     """The engines that this rank starts, drives and stops."""
     p = config.parallel
-    views, local_ranks = [member.view for member in members], [member.local_rank for member in members]
-    places = [
-        place_engine(index, views, local_ranks, engine_tensor=p.engine_tensor, pooled=config.rollout.tail.is_on)
-        for index in range(p.engines)
-    ]
     return [
         EngineSpec(
             index=index,
@@ -266,8 +268,18 @@ def _own_engines(
             log_file=str((folder.engines / f"engine-{index}.log").resolve()),
             random_seed=config.seed,
         )
-        for index, (owner, first_device) in enumerate(places)
+        for index, (owner, first_device) in enumerate(_places(config, members))
         if owner == rank
+    ]
+
+
+def _places(config: Config, members: Sequence[Member]) -> list[tuple[int, int]]:
+    """Of each engine, the rank that starts it and its first device there."""
+    views, local_ranks = [member.view for member in members], [member.local_rank for member in members]
+    size, pooled = config.parallel.engine_tensor, config.rollout.tail.is_on
+    return [
+        place_engine(index, views, local_ranks, engine_tensor=size, pooled=pooled)
+        for index in range(config.parallel.engines)
     ]
 
 

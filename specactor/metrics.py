@@ -122,6 +122,7 @@ TAIL: dict[str, str] = {
     "lost_tokens": "response tokens of replicas and originals that were not kept",
     "differing": "of those, attempts that emitted other tokens than what was kept: some in bfloat16, where rounding "
     "decides between tokens that are nearly tied; in float32 hardly any, or an engine is wrong",
+    "lent": "times that the drafter on the device of an engine that had run dry was woken, with rollout.tail.drafters",
     "open_groups": "groups not complete when the rollout stopped, with rollout.oversample: dropped, or with "
     "rollout.partial carried to the next step",
     "open_requests": "their responses that had not finished",

@@ -115,6 +115,17 @@ WRONG: list[tuple[str, str]] = [
         "parallel.drafters: got 2, expected 0, since nothing is drafted in them. Set it together with mode decoupled, "
         "or decoupled among the drafters, of rollout.speculation.",
     ),
+    (
+        "--rollout.tail.drafters True --parallel.engines 2",
+        "rollout.tail.drafters: got True, expected False with rollout.speculation.mode off and drafters ('suffix',). "
+        "Nobody would verify what they draft: use mode decoupled, or decoupled among the drafters.",
+    ),
+    (
+        "--rollout.tail.drafters True --parallel.engines 2 --rollout.speculation.mode decoupled "
+        "--rollout.speculation.draft-model x --parallel.drafters 1",
+        "parallel.drafters: got 1, expected 0 with rollout.tail.drafters. Drafters have devices of their own, or those "
+        "of engines that have run dry: use one of the two.",
+    ),
     ("--parallel.drafters -1", "parallel.drafters: got -1, expected >= 0. Use 0 for none."),
     (
         "--parallel.drafters 2 --parallel.drafter-devices 1",
@@ -160,8 +171,8 @@ WRONG: list[tuple[str, str]] = [
     ),
     (
         "--rollout.tail.migrate True",
-        "parallel.engines: got 1, expected >= 2 with rollout.tail. Requests need another engine to go on on: raise it, "
-        "or leave rollout.tail.* out.",
+        "parallel.engines: got 1, expected >= 2 with rollout.tail. Requests need another engine to go on on, or to "
+        "be drafted for: raise it, or leave rollout.tail.* out.",
     ),
     (
         "--rollout.tail.replicas 0",

@@ -1,5 +1,7 @@
 """Which drafter processes a host gets, and how its engines reach them.
 
+A drafter has a device of its own, or sleeps on an engine's (rollout.tail.drafters).
+
 Invariants: every drafter of a host has an address and keys of its own host, new in every run; engines are given the
 drafters of their own host and no others; a rank that starts no drafter learns the engines' keys and not the drafters'.
 """
@@ -28,6 +30,8 @@ class Host:
     devices: tuple[int, ...]
     """Its GPUs, or its cores where it has none."""
     has_gpus: bool
+    own_engines: tuple[tuple[int, int], ...] = ()
+    """(index, first device) of each engine that the host's first rank starts."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,12 +48,22 @@ def make_specs(config: Config, host: Host, *, max_position: int, log_dir: Path) 
 
     Args: longest sequence of the policy in tokens.
     """
-    if config.parallel.drafters == 0:
+    sleeping = host.own_engines if config.rollout.tail.drafters else ()
+    own = place(config.parallel.drafters, config.parallel.drafter_devices, host)
+    places = [*((device, None) for device in own), *((device, engine) for engine, device in sleeping)]
+    if not places:
         return []
     speculation, engine = config.rollout.speculation, config.rollout.engine
     context = min(max_position, draft_shape(speculation.draft_model).max_position)
     kv_tokens = speculation.drafter_kv_tokens
     requests = max(1, host.engines) * engine.max_running_requests
+    if sleeping and kv_tokens is None and host.has_gpus:
+        raise ConfigError.at(
+            "rollout.speculation.drafter_kv_tokens",
+            kv_tokens,
+            "a number of tokens with rollout.tail.drafters on GPUs",
+            "A drafter on an engine's device takes what the engine leaves: give the tokens of its last requests.",
+        )
     if kv_tokens is None and not host.has_gpus:
         kv_tokens = requests * context
     return [
@@ -59,6 +73,7 @@ def make_specs(config: Config, host: Host, *, max_position: int, log_dir: Path) 
             model_dir=str(Path(speculation.draft_model).resolve()),
             dtype=config.model.dtype,
             device=device,
+            engine=of,
             context_length=context,
             kv_tokens=kv_tokens,
             max_requests=requests,
@@ -70,7 +85,7 @@ def make_specs(config: Config, host: Host, *, max_position: int, log_dir: Path) 
             start_timeout_s=engine.start_timeout_s,
             max_restarts=engine.max_restarts,
         )
-        for index, device in enumerate(place(config.parallel.drafters, config.parallel.drafter_devices, host))
+        for index, (device, of) in enumerate(places)
     ]
 
 

@@ -12,14 +12,16 @@ from __future__ import annotations
 import contextlib
 import queue
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from specactor.errors import EngineError, PlanError
 from specactor.rollout import continuation
 from specactor.rollout.sglang.engine import Engine, EngineDied
-from specactor.rollout.tail_plan import EngineLoad, Move, Replica, Running, TailPolicy
+from specactor.rollout.tail_plan import EngineLoad, Lend, Move, Replica, Running, TailPolicy
 from specactor.types import RolloutRequest, Trajectory
 
 REPORT_TOKENS = 64
@@ -42,10 +44,24 @@ class TailCounts:
     differing: int = 0
     """Attempts at one request that did not emit the same tokens: a tie that rounding decided (`continuation`), or an
     error of the engines."""
+    lent: int = 0
+    """Times that the drafter on a dry engine's device was woken."""
 
     def __add__(self, other: TailCounts) -> TailCounts:
         names = self.__dataclass_fields__
         return TailCounts(**{name: getattr(self, name) + getattr(other, name) for name in names})
+
+
+class Sleepers(Protocol):
+    """Drafters on devices of engines, by `EngineSpec.index`; see `DrafterPool`. Nothing here waits."""
+
+    def is_awake(self, engine: int) -> bool: ...
+
+    def wake_s(self, engine: int) -> float | None: ...
+
+    def wake(self, engine: int) -> None: ...
+
+    def sleep(self, engine: int) -> None: ...
 
 
 @dataclass(slots=True)
@@ -90,8 +106,11 @@ class Driver:
         policy: TailPolicy | None = None,
         report_tokens: int = REPORT_TOKENS,
         enough_groups: int | None = None,
+        drafters: Sleepers | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Args: engines that are ready; what sees each response; when to stop: with that many groups complete."""
+        """Args: engines that are ready; what sees each response; when to stop: with that many groups complete; what may
+        draft on devices of engines that have run dry."""
         self.done: dict[str, Trajectory] = {}
         self.stopped: dict[str, RolloutRequest] = {}
         self._engines = engines
@@ -100,6 +119,11 @@ class Driver:
         # Also for an abort that came too early, see `_progressed`.
         self._report_tokens = report_tokens if policy is not None or enough_groups is not None else 0
         self._enough = enough_groups
+        self._drafters = drafters
+        self._clock = clock
+        self._began_s = clock()
+        self._longest = 0
+        """Most tokens that an attempt has emitted."""
         self._attempts: dict[str, dict[int, _Attempt]] = {}
         self._loaded: Counter[int] = Counter()
         """Per engine, the number of attempts that `_loads` would tell of."""
@@ -144,6 +168,8 @@ class Driver:
         """Generate these on one engine, in a thread of their own."""
         if not attempts:
             return
+        if self._drafters is not None:
+            self._drafters.sleep(self._engines[position].index)
         by_id = {attempt.request.request_id: attempt for attempt in attempts}
         for request_id, attempt in by_id.items():
             self._attempts.setdefault(request_id, {})[position] = attempt
@@ -185,6 +211,8 @@ class Driver:
                     self._forget(attempt)
             return
         [attempt] = event.attempts
+        if (told := event.response or event.progress) is not None:
+            self._longest = max(self._longest, len(told.token_ids) - continuation.num_begun(attempt.request))
         if event.response is not None:
             self._forget(attempt)
             self._ended(attempt, event.response)
@@ -252,10 +280,13 @@ class Driver:
         self._counts["moved_tokens"] += len(request.prompt_ids) + continuation.num_begun(request)
         self._send(target, [_Attempt(request, target)])
 
-    def _act(self, plan: Sequence[Move | Replica]) -> None:
+    def _act(self, plan: Sequence[Move | Replica | Lend]) -> None:
         leaving: list[_Attempt] = []
         replicas: dict[int, list[_Attempt]] = {}
         for action in plan:
+            if isinstance(action, Lend):
+                self._lend(action)
+                continue
             attempt = self._checked(action)
             if isinstance(action, Move):
                 self._loaded[attempt.place] -= 1
@@ -268,6 +299,12 @@ class Driver:
         for target, attempts in replicas.items():
             self._counts["replicas"] += len(attempts)
             self._send(target, attempts)
+
+    def _lend(self, action: Lend) -> None:
+        if self._drafters is None or action.engine not in range(len(self._engines)):
+            raise PlanError(f"tail: got {action}, expected one of {len(self._engines)} engines, with drafters to wake.")
+        self._drafters.wake(self._engines[action.engine].index)
+        self._counts["lent"] += 1
 
     def _replica(self, attempt: _Attempt, target: int) -> _Attempt:
         request = attempt.request
@@ -314,9 +351,23 @@ class Driver:
                 if attempt.place in running:
                     running[attempt.place].append(_running(attempt))
         return [
-            EngineLoad(engine=i, slots=self._engines[i].spec.config.max_running_requests, running=tuple(running[i]))
+            EngineLoad(
+                engine=i,
+                slots=self._engines[i].spec.config.max_running_requests,
+                running=tuple(running[i]),
+                drafts=self._drafters is not None and self._drafters.is_awake(self._engines[i].index),
+                wake_rounds=self._wake_rounds(i) if not running[i] else None,
+            )
             for i in running
         ]
+
+    def _wake_rounds(self, position: int) -> float | None:
+        """Rounds, as they were in this rollout, until the drafter there is awake; None: none sleeps there, or no round
+        was seen yet."""
+        if self._drafters is None or not self._longest:
+            return None
+        wake_s = self._drafters.wake_s(self._engines[position].index)
+        return None if wake_s is None else wake_s * self._longest / max(self._clock() - self._began_s, 1e-6)
 
     def _each_engine(self, action: Callable[[Engine], object]) -> None:
         for engine in self._engines:

@@ -7,7 +7,7 @@ engine that died costs time and never a request; after `stop` nothing of any eng
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from types import TracebackType
@@ -15,9 +15,10 @@ from types import TracebackType
 from specactor.errors import EngineError
 from specactor.rollout.assignment import assign, merge
 from specactor.rollout.draft.counts import Counts, Figures, added, added_figures
+from specactor.rollout.drafter_pool import DrafterPool
 from specactor.rollout.driver import REPORT_TOKENS, Driver, TailCounts
 from specactor.rollout.sglang.engine import Engine, EngineDied, EngineSpec
-from specactor.rollout.tail_plan import TailPolicy
+from specactor.rollout.tail_plan import Planned, TailPolicy
 from specactor.trace import Span
 from specactor.types import RolloutRequest, Trajectory
 
@@ -40,14 +41,20 @@ class EnginePool:
     """A rank may own no engine at all: then every method does nothing."""
 
     def __init__(
-        self, specs: Sequence[EngineSpec], *, tail: TailPolicy | None = None, report_tokens: int = REPORT_TOKENS
+        self,
+        specs: Sequence[EngineSpec],
+        *,
+        tail: TailPolicy | None = None,
+        report_tokens: int = REPORT_TOKENS,
+        drafters: DrafterPool | None = None,
     ) -> None:
         """Starts all engines at once; they are not ready before `wait_ready`.
 
-        Args: what moves requests between engines, or runs them on several; after how many tokens of a request it is
-        asked.
+        Args: what moves requests between engines, runs them on several, or wakes drafters on devices of engines that
+        have run dry; after how many tokens of a request it is asked; those drafters.
         """
         self.tail = tail
+        self.drafters = drafters if drafters is not None else DrafterPool([])
         self.report_tokens = report_tokens
         self._restarts = dict.fromkeys((spec.index for spec in specs), 0)
         self.engines: list[Engine] = []
@@ -103,9 +110,11 @@ class EnginePool:
             policy=self.tail,
             report_tokens=self.report_tokens,
             enough_groups=enough_groups,
+            drafters=self.drafters,
         )
         if requests and alive:
-            driver.run(assign(requests, len(alive)))
+            with self.drafters.rollout():
+                driver.run(assign(requests, len(alive)))
         finished, rest = merge(requests, driver.done.values())
         return RolloutOutcome(
             finished=finished,
@@ -114,6 +123,11 @@ class EnginePool:
             stopped=[driver.stopped[r.request_id] for r in rest if r.request_id in driver.stopped],
             tail=driver.counts,
         )
+
+    def learn(self, counts: Mapping[str, Counts]) -> None:
+        """What speculation did in a step, in all engines of the job: the tail of the next one is planned with it."""
+        if isinstance(self.tail, Planned):
+            self.tail = self.tail.after(counts)
 
     def lost(self) -> tuple[int, ...]:
         """Indices of the engines that died and were not restarted yet."""

@@ -1,30 +1,47 @@
-"""What to do with the requests that are left when an engine has run dry. PURE: loads in, moves and replicas out.
+"""What to do with the requests that are left when an engine has run dry, and with that engine's device. PURE: loads in;
+moves, replicas and drafters to be woken out.
 
 Most responses are short, a few are long, so late in a rollout some engines have nothing left and others have. A
 **move** takes a request to a dry engine, which computes the keys of its prefix again and goes on. A **replica** is the
 same request on a dry engine as well (Algorithm 3 of 2511.16193, with engines in place of drafters): whichever ends
 first is kept. All engines emit the same tokens, so neither changes a response, up to rounding (`continuation`).
+Where neither is done, a **drafter** that sleeps on the dry engine's device can be woken, and drafts for the engines
+that still work (Algorithm 3 as published, `planning.fastest`).
 
 Time is counted in rounds of an engine with one request. A round of b requests takes 1 + per_request (b - 1), a request
-that is moved `per_prefill_token` for each token of its prefix. A request is expected to go on as responses of this
-rollout did that were longer than it is now.
+that is moved `per_prefill_token` for each token of its prefix. A round reads a row per token that it verifies, and a
+row costs what a request does; a drafter's round of b requests takes `draft_step` of a round of b. A request is expected
+to go on as responses of this rollout did that were longer than it is now.
 
 Invariants: no request is lost or moved twice in one plan; only engines that were dry get requests; a move is predicted
 to end the rollout of the two engines earlier, by more than `margin` of it; a request never runs twice on one engine,
-nor on more engines than allowed; equal input gives equal plans.
+nor on more engines than allowed; drafters are woken on dry engines alone, and only while none is awake; equal input
+gives equal plans.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 from itertools import accumulate
 from typing import ClassVar, Protocol
 
+import numpy as np
+
 from specactor.config import TailConfig
 from specactor.errors import PlanError
+from specactor.rollout.draft.counts import Counts
+from specactor.rollout.planning.fastest import DryWorker, Straggler, while_it_pays
+from specactor.rollout.planning.freed import gain, gain_after
+from specactor.rollout.planning.reconfiguration import LiveCosts
+
+METHOD = "decoupled"
+"""As engines call what drafter processes draft."""
+PRIOR_DRAFTS = 64
+"""Drafts that the belief about their acceptance is worth, when a step's own are counted."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +65,10 @@ class EngineLoad:
     slots: int
     """Requests that it decodes together; others wait."""
     running: tuple[Running, ...]
+    drafts: bool = False
+    """A drafter on its device is awake."""
+    wake_rounds: float | None = None
+    """Rounds until the drafter on its device is awake, if one sleeps there."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,6 +86,13 @@ class Replica:
 
     request_id: str
     target: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lend:
+    """Wake the drafter on the device of this engine, which is dry."""
+
+    engine: int
 
 
 class Lengths:
@@ -89,7 +117,14 @@ class TailCosts:
     """Of a round, for each request beyond the first."""
     per_prefill_token: float = 0.02
     margin: float = 0.05
-    """Share of the time left that a move must save."""
+    """Share of the time left that a move, or a drafter, must save."""
+    draft_step: float = 0.2
+    """Of a round: a draft token of each request."""
+    acceptance: float = 0.6
+    """P(the first draft token is accepted), of a drafter on a dry engine's device."""
+    max_window: int = 8
+    notice_rounds: float = 32.0
+    """Until an engine that found no drafter looks for one again."""
 
 
 class TailPolicy(Protocol):
@@ -99,34 +134,44 @@ class TailPolicy(Protocol):
     def needs_dry(self) -> bool:
         """It never plans anything while all engines have requests, so it need not be asked then."""
 
-    def decide(self, loads: Sequence[EngineLoad], finished: Sequence[int]) -> Sequence[Move | Replica]:
+    def decide(self, loads: Sequence[EngineLoad], finished: Sequence[int]) -> Sequence[Move | Replica | Lend]:
         """Args: engines that are alive; lengths of the responses that finished."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Planned:
-    """The shipped policy: moves that pay, and then replicas on engines that are still dry."""
+    """The shipped policy: moves that pay; else replicas on engines that are dry; else drafters on their devices."""
 
     needs_dry: ClassVar[bool] = True
     migrate: bool
     replicas: int = 1
     """Engines that one request may run on."""
+    drafters: bool = False
     costs: TailCosts = field(default_factory=TailCosts)
 
-    def decide(self, loads: Sequence[EngineLoad], finished: Sequence[int]) -> Sequence[Move | Replica]:
+    def decide(self, loads: Sequence[EngineLoad], finished: Sequence[int]) -> Sequence[Move | Replica | Lend]:
         """See `TailPolicy`."""
         if len(loads) < 2 or all(load.running for load in loads):
             return []
         lengths = Lengths(finished)
         moves = plan_moves(loads, lengths, self.costs) if self.migrate else []
-        return moves or plan_replicas(loads, lengths, self.replicas)
+        replicas = [] if moves else plan_replicas(loads, lengths, self.replicas)
+        return moves or replicas or (plan_drafters(loads, lengths, self.costs) if self.drafters else [])
+
+    def after(self, counts: Mapping[str, Counts]) -> Planned:
+        """The policy of the next step. Args: what speculation did in this one, per drafter."""
+        own = counts.get(METHOD, Counts())
+        accepted = own.accepted_at[0] + PRIOR_DRAFTS * self.costs.acceptance
+        acceptance = accepted / (own.drafted_at[0] + PRIOR_DRAFTS)
+        return replace(self, costs=replace(self.costs, acceptance=acceptance))
 
 
-def tail_policy(config: TailConfig) -> TailPolicy | None:
-    """What a run asked for; None: requests stay where they are."""
+def tail_policy(config: TailConfig, *, max_window: int = TailCosts.max_window) -> Planned | None:
+    """What a run asked for; None: nothing is done. Args: most draft tokens of a request and round."""
     if not config.is_on:
         return None
-    return Planned(migrate=config.migrate, replicas=config.replicas)
+    costs = TailCosts(max_window=max_window)
+    return Planned(migrate=config.migrate, replicas=config.replicas, drafters=config.drafters, costs=costs)
 
 
 def plan_moves(loads: Sequence[EngineLoad], lengths: Lengths, costs: TailCosts) -> list[Move]:
@@ -187,6 +232,48 @@ def plan_replicas(loads: Sequence[EngineLoad], lengths: Lengths, replicas: int) 
             at.add(target)
             found.append(Replica(request_id=request.request_id, target=target))
     return found
+
+
+def plan_drafters(loads: Sequence[EngineLoad], lengths: Lengths, costs: TailCosts) -> list[Lend]:
+    """Dry engines whose drafters are predicted to pay for some request (Algorithm 3, `fastest.while_it_pays`). One that
+    is awake drafts for all requests, so while there is one no other is woken."""
+    waking = {load.engine: load.wake_rounds for load in _checked(loads) if not load.running}
+    sleeping = {engine: rounds for engine, rounds in waking.items() if rounds is not None}
+    if not sleeping or any(load.drafts for load in loads):
+        return []
+    on = {request.request_id: (request, load) for load in loads for request in load.running}
+    wake_rounds = max(sleeping.values()) + costs.notice_rounds
+
+    @cache
+    def faster(requests: int, served: int) -> float:
+        return gain(costs.acceptance, _live(costs, requests, served))
+
+    def pays(straggler: Straggler, has: frozenset[str], method: str, served: int) -> float:
+        request, load = on[straggler.request_id]
+        left = lengths.left(request.emitted, request.max_new_tokens)
+        return gain_after(wake_rounds, left, faster(min(len(load.running), load.slots), served))
+
+    found = while_it_pays(
+        [Straggler(request_id=name, acceptance=costs.acceptance) for name in on],
+        [METHOD],
+        [DryWorker(name=str(engine), method=METHOD, max_load=max(1, len(on))) for engine in sleeping],
+        pays=pays,
+        margin=costs.margin,
+    )
+    return [Lend(engine=engine) for engine in sorted({int(pair.worker) for pair in found})]
+
+
+def _live(costs: TailCosts, requests: int, served: int) -> LiveCosts:
+    """In rounds of an engine with one request. Args: requests of the engine, and of the drafter."""
+    rows_W = requests * np.arange(1.0, costs.max_window + 2)
+    verify_W = 1.0 + costs.per_request * (rows_W - 1.0)
+    step = costs.draft_step * (1.0 + costs.per_request * (served - 1))
+    return LiveCosts(
+        plain_s=float(verify_W[0]),
+        verify_s=verify_W,
+        coupled_draft_s=None,
+        decoupled_draft_s=step * np.arange(2.0, costs.max_window + 2),
+    )
 
 
 def _rounds(load: EngineLoad, lengths: Lengths, costs: TailCosts) -> float:

@@ -15,7 +15,7 @@ from specactor.rollout import drafter_pool
 from specactor.rollout.decoupled.spec import DrafterSpec
 from specactor.rollout.drafter_pool import DrafterPool
 from tests.rollout.conftest import Footprint
-from tests.rollout.decoupled.test_host import PATIENCE_S, assert_drafts, child_of, make_drafter_spec
+from tests.rollout.decoupled.test_host import PATIENCE_S, assert_drafts, child_of, is_listening, make_drafter_spec
 
 __all__ = ["make_drafter_spec"]
 
@@ -54,6 +54,67 @@ def test_dead_drafters_are_replaced(make_drafter_spec: Callable[..., DrafterSpec
     for footprint in footprints:
         footprint.assert_gone(within_s=0.1)
     pool.stop()
+
+
+def lendable(make_drafter_spec: Callable[..., DrafterSpec], **more: object) -> DrafterSpec:
+    return make_drafter_spec("Sleeping", engine=4, max_restarts=2, **more)
+
+
+def test_those_on_devices_of_engines_are_awake_in_rollouts_alone(
+    make_drafter_spec: Callable[..., DrafterSpec], tmp_path: Path
+) -> None:
+    spec, other = lendable(make_drafter_spec), make_drafter_spec(index=1, log_file=str(tmp_path / "1.log"))
+    with DrafterPool([spec, other]) as pool:
+        pool.wait_ready()
+        assert pool.wake_s(3) is None, "nobody is on that engine's device"
+        assert not is_listening(spec)
+        for how in ("woken", "woken and sent away", "not woken"):
+            with pool.rollout():
+                assert pool.wake_s(4) is not None
+                if how != "not woken":
+                    pool.wake(4)
+                    assert pool.is_awake(4)
+                    assert pool.wake_s(4) is None
+                if how == "woken":
+                    assert_drafts(spec)
+                elif how == "woken and sent away":
+                    pool.sleep(4)
+                    assert not pool.is_awake(4)
+                    assert pool.wake_s(4) is None, "it has not woken yet"
+                    wait_until(lambda: not pool.drafters[0].leaving and pool.wake_s(4) is not None)
+                    assert not is_listening(spec)
+            assert not pool.is_awake(4)
+            assert not is_listening(spec)
+            assert is_listening(other)
+        assert pool.work().keys() == {"drafter 0", "drafter 1"}
+        assert pool.restarts == 0
+
+
+@pytest.mark.parametrize("fate", ["hangs", "is killed"])
+def test_one_that_does_not_leave_is_ended_and_comes_back_in_a_rollout(
+    make_drafter_spec: Callable[..., DrafterSpec], monkeypatch: pytest.MonkeyPatch, fate: str
+) -> None:
+    monkeypatch.setattr(drafter_pool, "SLEEP_TIMEOUT_S", 1.0)
+    with DrafterPool([lendable(make_drafter_spec)]) as pool:
+        pool.wait_ready()
+        footprint = Footprint.of(pool.drafters[0].pid)
+        with pool.rollout():
+            pool.wake(4)
+            assert_drafts(pool.drafters[0].spec)
+            os.kill(child_of(pool.drafters[0]), signal.SIGSTOP if fate == "hangs" else signal.SIGKILL)
+        footprint.assert_gone()
+        time.sleep(4 * drafter_pool.LOOK_EVERY_S + 4 * drafter_pool.PAUSE_S)
+        assert pool.restarts == 0, "the device is the trainer's"
+        assert pool.wake_s(4) is None
+        with pool.rollout():
+            wait_until(lambda: pool.restarts == 1)
+        assert not pool.drafters[0].alive, "it had not started yet"
+        with pool.rollout():
+            wait_until(lambda: pool.wake_s(4) is not None)
+            pool.wake(4)
+            assert_drafts(pool.drafters[0].spec)
+        assert pool.drafters[0].alive
+        assert not pool.is_awake(4)
 
 
 def test_failing_to_start_stops_the_others(make_drafter_spec: Callable[..., DrafterSpec]) -> None:

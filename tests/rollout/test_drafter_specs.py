@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from specactor.config import Config, EngineConfig, ParallelConfig, SpeculationConfig
+from specactor.config import Config, EngineConfig, ParallelConfig, SpeculationConfig, TailConfig
 from specactor.errors import ConfigError
 from specactor.recipes import load
 from specactor.rollout.drafter_specs import Host, Offer, access, make_specs, offer, place
@@ -50,6 +50,22 @@ def test_the_kv_cache_has_room_for_all_engines_of_the_host(tmp_path: Path) -> No
     (spec,) = make_specs(config(tmp_path, drafters=1), on_gpus, max_position=30, log_dir=tmp_path)
     assert spec.kv_tokens is None
     assert make_specs(load(["quickstart"]), HOST, max_position=30, log_dir=tmp_path) == []
+
+
+def test_drafters_that_sleep_on_devices_of_engines(tmp_path: Path) -> None:
+    base = config(tmp_path)
+    parallel, rollout = ParallelConfig(engines=2), replace(base.rollout, tail=TailConfig(drafters=True))
+    lent = replace(base, parallel=parallel, rollout=rollout)
+    host = replace(HOST, own_engines=((2, 0), (3, 1)))
+    specs = make_specs(lent, host, max_position=30, log_dir=tmp_path)
+    assert [(spec.index, spec.engine, spec.device, spec.kv_tokens) for spec in specs] == [
+        (0, 2, 0, 600),
+        (1, 3, 1, 600),
+    ]
+    assert make_specs(lent, HOST, max_position=30, log_dir=tmp_path) == [], "this rank starts no engine"
+    assert all(spec.engine is None for spec in make_specs(base, host, max_position=30, log_dir=tmp_path))
+    with pytest.raises(ConfigError, match=r"^rollout.speculation.drafter_kv_tokens: got None, expected a number"):
+        make_specs(lent, replace(host, has_gpus=True), max_position=30, log_dir=tmp_path)
 
 
 def test_engines_reach_the_drafters_of_their_host_alone(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from specactor.rollout import continuation
 from specactor.rollout.assignment import assign
 from specactor.rollout.driver import Driver, TailCounts
 from specactor.rollout.sglang.engine import Engine, EngineDied
-from specactor.rollout.tail_plan import EngineLoad, Move, Planned, Replica
+from specactor.rollout.tail_plan import EngineLoad, Lend, Move, Planned, Replica
 from specactor.types import RolloutRequest, SamplingParams, Trajectory
 
 GROUPS, SIZE = 4, 3
@@ -231,6 +231,84 @@ def test_no_group_is_wanted() -> None:
     driver, _ = drive([FakeEngine()], requests, enough_groups=0)
     assert driver.done == {}
     assert list(driver.stopped.values()) == requests
+
+
+@dataclass
+class FakeSleepers:
+    """Drafters on the devices of all engines."""
+
+    awake: set[int] = field(default_factory=set)
+    asked: list[tuple[str, int]] = field(default_factory=list)
+
+    def is_awake(self, engine: int) -> bool:
+        return engine in self.awake
+
+    def wake_s(self, engine: int) -> float | None:
+        return None if engine in self.awake else 0.25
+
+    def wake(self, engine: int) -> None:
+        assert engine not in self.awake
+        self.asked.append(("wake", engine))
+        self.awake.add(engine)
+
+    def sleep(self, engine: int) -> None:
+        self.asked += [("sleep", engine)] * (engine in self.awake)
+        self.awake.discard(engine)
+
+
+@dataclass
+class Lending(AtRandom):
+    """Wakes drafters on dry engines, too."""
+
+    def decide(self, loads: Sequence[EngineLoad], finished: Sequence[int]) -> Any:
+        plan = super().decide(loads, finished)
+        assert all(load.wake_rounds is None or not load.running for load in loads)
+        there = {load.engine for load in loads if not all(request.on_its_way for request in load.running)}
+        assert not any(load.drafts for load in loads if load.engine in there), "it left when requests came"
+        places = {action.target for action in plan}
+        dry = [load.engine for load in loads if load.wake_rounds is not None and load.engine not in places]
+        return [*plan, *(Lend(engine=engine) for engine in dry if self.chance.random() < 0.5)]
+
+
+def test_drafters_are_woken_on_dry_engines_and_leave_when_requests_come() -> None:
+    asked: Counter[str] = Counter()
+    lent = 0
+    for seed in range(30):
+        engines, sleepers = [FakeEngine() for _ in range(3)], FakeSleepers()
+        for index, engine in enumerate(engines):
+            engine.index = 10 + index  # type: ignore[attr-defined]
+        requests = make_requests(seed)
+        driver, _ = drive(engines, requests, policy=Lending(seed), drafters=sleepers)
+        assert all(driver.done[r.request_id].token_ids == expected(r) for r in requests)
+        assert {engine for _, engine in sleepers.asked} <= {10, 11, 12}
+        asked.update(what for what, _ in sleepers.asked)
+        lent += driver.counts.lent
+    assert lent == asked["wake"] > asked["sleep"] > 0
+
+
+def test_waking_is_counted_in_rounds_of_this_rollout() -> None:
+    """A quarter of a second, where the longest response got 8 tokens in two seconds."""
+    clock = iter([0.0, *[2.0] * 100])
+    driver = Driver(
+        cast("list[Engine]", [SimpleNamespace(index=i, spec=FakeEngine().spec) for i in range(2)]),
+        notify=lambda trajectory: None,
+        drafters=FakeSleepers(),
+        clock=lambda: next(clock),
+    )
+    assert driver._wake_rounds(1) is None, "nothing was heard of"
+    driver._longest = 8
+    assert driver._wake_rounds(1) == 0.25 * 8 / 2.0
+
+
+def test_a_drafter_that_cannot_be_woken_is_an_error() -> None:
+    class Wrong:
+        needs_dry = False
+
+        def decide(self, loads: Sequence[EngineLoad], finished: Sequence[int]) -> Sequence[Lend]:
+            return [Lend(engine=0)]
+
+    with pytest.raises(PlanError, match="with drafters to wake"):
+        drive([FakeEngine(), FakeEngine()], make_requests(1), policy=Wrong())
 
 
 def test_the_shipped_policy_empties_nobody_and_moves_the_queue() -> None:

@@ -1,8 +1,9 @@
-"""Moves and replicas: no request lost or twice, dry engines only, and only what is predicted to pay."""
+"""Moves, replicas and drafters: no request lost or twice, dry engines only, and only what is predicted to pay."""
 
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -10,14 +11,18 @@ from hypothesis import strategies as st
 
 from specactor.config import TailConfig
 from specactor.errors import PlanError
+from specactor.rollout.draft.counts import Counts
 from specactor.rollout.tail_plan import (
+    METHOD,
     EngineLoad,
+    Lend,
     Lengths,
     Move,
     Planned,
     Replica,
     Running,
     TailCosts,
+    plan_drafters,
     plan_moves,
     plan_replicas,
     tail_policy,
@@ -32,8 +37,13 @@ def running(name: str, *, emitted: int = 10, prompt: int = 5, limit: int = 100, 
     )
 
 
-def load(engine: int, *requests: Running, slots: int = 8) -> EngineLoad:
-    return EngineLoad(engine=engine, slots=slots, running=requests)
+def load(
+    engine: int, *requests: Running, slots: int = 8, drafts: bool = False, wake_rounds: float | None = None
+) -> EngineLoad:
+    return EngineLoad(engine=engine, slots=slots, running=requests, drafts=drafts, wake_rounds=wake_rounds)
+
+
+SLEEPS = st.none() | st.floats(0, 200)
 
 
 @st.composite
@@ -49,7 +59,10 @@ def fleets(draw: st.DrawFn) -> list[EngineLoad]:
         prompt = draw(st.integers(1, 50))
         for place in places:
             requests[place].append(running(f"r{i}", emitted=emitted, prompt=prompt, limit=limit, on_its_way=way))
-    return [load(i, *some, slots=draw(st.integers(1, 4))) for i, some in enumerate(requests)]
+    return [
+        load(i, *some, slots=draw(st.integers(1, 4)), wake_rounds=draw(SLEEPS) if not some else None)
+        for i, some in enumerate(requests)
+    ]
 
 
 lengths = st.lists(st.integers(1, 400), max_size=20).map(Lengths)
@@ -88,14 +101,71 @@ def test_replicas(loads: list[EngineLoad], lengths: Lengths, allowed: int) -> No
 
 
 @given(fleets(), st.lists(st.integers(1, 400), max_size=5), st.integers(1, 3))
-def test_the_policy_does_one_of_both(loads: list[EngineLoad], finished: list[int], allowed: int) -> None:
-    plan = Planned(migrate=True, replicas=allowed).decide(loads, finished)
+def test_the_policy_does_one_of_them(loads: list[EngineLoad], finished: list[int], allowed: int) -> None:
+    plan = Planned(migrate=True, replicas=allowed, drafters=True).decide(loads, finished)
     assert len({type(action) for action in plan}) <= 1
     if allowed == 1:
         assert not any(isinstance(action, Replica) for action in plan)
     if all(of.running for of in loads):
         assert not plan
-    assert plan == Planned(migrate=True, replicas=allowed).decide(loads, finished)
+    assert plan == Planned(migrate=True, replicas=allowed, drafters=True).decide(loads, finished)
+    without = Planned(migrate=True, replicas=allowed).decide(loads, finished)
+    assert without == [action for action in plan if not isinstance(action, Lend)]
+
+
+@given(fleets(), lengths, st.floats(0, 1), st.floats(0, 2))
+def test_drafters(loads: list[EngineLoad], lengths: Lengths, acceptance: float, draft_step: float) -> None:
+    costs = TailCosts(acceptance=acceptance, draft_step=draft_step)
+    lent = [lend.engine for lend in plan_drafters(loads, lengths, costs)]
+    assert len(set(lent)) == len(lent)
+    assert set(lent) <= {of.engine for of in loads if not of.running and of.wake_rounds is not None}
+    drafting = [*loads, load(9, drafts=True)]
+    assert plan_drafters(drafting, lengths, costs) == [], "the one that is awake drafts for all"
+
+
+def test_a_drafter_is_woken_where_it_pays() -> None:
+    costs = TailCosts(acceptance=0.8, draft_step=0.1, notice_rounds=10.0)
+    busy = load(0, running("r0", emitted=20, limit=200))
+    dry = load(1, wake_rounds=30.0)
+    assert plan_drafters([busy, dry], NONE, costs) == [Lend(engine=1)]
+    assert plan_drafters([busy, load(1)], NONE, costs) == [], "nobody sleeps there"
+    assert plan_drafters([busy, load(1, wake_rounds=300.0)], NONE, costs) == [], "it would wake too late"
+    assert plan_drafters([load(0, running("r0", emitted=160, limit=200)), dry], NONE, costs) == []
+    assert plan_drafters([busy, dry], Lengths([30] * 9), costs) == [], "responses have not been that long"
+    for worse in (replace(costs, acceptance=0.0), replace(costs, draft_step=2.0), replace(costs, per_request=9.0)):
+        assert plan_drafters([busy, dry], NONE, worse) == []
+    two = [load(0, running("a", limit=200), running("b", limit=200)), dry, load(2, wake_rounds=5.0)]
+    assert plan_drafters(two, NONE, costs) == [Lend(engine=1), Lend(engine=2)], "a request each"
+    assert plan_drafters([busy, dry, load(2, wake_rounds=5.0)], NONE, costs) == [Lend(engine=1)]
+
+
+def test_with_many_requests_rows_are_dear_and_nobody_is_woken() -> None:
+    def crowd(count: int) -> list[EngineLoad]:
+        return [load(0, *(running(f"r{i}", limit=400) for i in range(count)), slots=64), load(1, wake_rounds=10.0)]
+
+    assert plan_drafters(crowd(2), NONE, TailCosts()) == [Lend(engine=1)]
+    assert plan_drafters(crowd(64), NONE, TailCosts()) == []
+
+
+def test_moves_and_replicas_come_first() -> None:
+    several = [load(0, *(running(f"r{i}", emitted=0, limit=200) for i in range(4)), slots=1), load(1, wake_rounds=0.0)]
+    assert {type(a) for a in Planned(migrate=True, drafters=True).decide(several, ())} == {Move}
+    alone = [load(0, running("r0", limit=200)), load(1, wake_rounds=0.0)]
+    assert {type(a) for a in Planned(migrate=True, replicas=2, drafters=True).decide(alone, ())} == {Replica}
+    assert Planned(migrate=True, drafters=True).decide(alone, ()) == [Lend(engine=1)]
+    assert Planned(migrate=True).decide(alone, ()) == []
+
+
+def test_the_next_step_is_planned_with_the_acceptance_of_this_one() -> None:
+    policy = Planned(migrate=False, drafters=True)
+    seen = Counts()
+    seen.round([3] * 1000, [3] * 900 + [0] * 100, verify_s=1.0, draft_s=0.0)
+    assert policy.after({}) == policy
+    assert policy.after({"suffix": seen}) == policy
+    assert policy.after({METHOD: seen}).costs.acceptance == pytest.approx(0.9, abs=0.03)
+    few = Counts()
+    few.round([3], [0], verify_s=1.0, draft_s=0.0)
+    assert policy.after({METHOD: few}).costs.acceptance == pytest.approx(policy.costs.acceptance, abs=0.02)
 
 
 def test_half_of_the_queue_goes_to_a_dry_engine() -> None:
@@ -144,4 +214,6 @@ def test_the_policy_of_a_configuration() -> None:
     assert tail_policy(TailConfig()) is None
     assert tail_policy(TailConfig(migrate=True)) == Planned(migrate=True)
     assert tail_policy(TailConfig(replicas=3)) == Planned(migrate=False, replicas=3)
+    drafting = Planned(migrate=False, drafters=True, costs=TailCosts(max_window=3))
+    assert tail_policy(TailConfig(drafters=True), max_window=3) == drafting
     assert not isinstance(Planned(migrate=False).decide([load(0, running("a"), running("b")), load(1)], ()), Move)

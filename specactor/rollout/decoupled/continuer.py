@@ -42,6 +42,18 @@ class Renewable(Protocol):
         """Draft with these from the next call on. Returns why not; then it goes on with those that it has."""
 
 
+@runtime_checkable
+class Sleeper(Protocol):
+    """A continuer that holds memory of a device."""
+
+    def sleep(self) -> None:
+        """Keep the weights in the host's memory, and nothing else. It was told to forget all requests. It may be given
+        new weights, and is not asked for tokens, until it is woken."""
+
+    def wake(self) -> None:
+        """Take the device again."""
+
+
 class Continuer(Protocol):
     """One object serves all requests of a drafter process; its methods are called from one thread."""
 

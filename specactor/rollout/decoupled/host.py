@@ -1,8 +1,8 @@
 """A drafter process as its owner sees it: started, watched, ended. No SGLang here.
 
 Invariants: no wait is unbounded; a process that answers late is heard again; after `stop` nothing of the process is
-left: no process, folder, address or shared memory; when the owner dies, in whatever way, the process ends by itself
-(`guard`).
+left: no process, folder, address or shared memory; waking it never waits; when the owner dies, in whatever way, the
+process ends by itself (`guard`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import msgspec
 from specactor.cpu import sglang as cpu
 from specactor.errors import EngineError
 from specactor.rollout.decoupled.process import Work
-from specactor.rollout.decoupled.spec import RENEW, TRACE, WORK, DrafterSpec, Renewed, Started
+from specactor.rollout.decoupled.spec import RENEW, SLEEP, TRACE, WAKE, WORK, DrafterSpec, Renewed, Rested, Started
 from specactor.rollout.sglang.guarded import Guarded
 
 if TYPE_CHECKING:
@@ -30,10 +30,13 @@ if TYPE_CHECKING:
 MODULE = "specactor.rollout.decoupled.main"
 _MAX_LINE_BYTES = 1 << 20
 _MAX_WORK_BYTES = 1 << 26
-_Answer = TypeVar("_Answer", Work, Renewed)
+_Answer = TypeVar("_Answer", Work, Renewed, Rested)
 
 WORK_TIMEOUT_S = 5.0
 """A batch of a draft model that reads many prompts can take seconds."""
+FIRST_WAKE_S = 1.0
+"""What waking is expected to take before it was measured."""
+_LOOK_EVERY_S = 0.005
 
 
 class Talk:
@@ -114,6 +117,12 @@ class DrafterProcess:
         self.started: Started | None = None
         self.version = 0
         """Of the weights that it drafts with, as it said last."""
+        self.awake = spec.engine is None
+        """It was woken, and not asked to sleep since."""
+        self.leaving = False
+        """It is to be asked to sleep, when it has answered what it was asked before."""
+        self.wake_s = FIRST_WAKE_S
+        """What waking takes."""
         self._process = Guarded(MODULE, environment=cpu.process_environment((spec.device,)), log_file=spec.log_file)
         self._talk = Talk(self._process.connection)
         try:
@@ -169,7 +178,31 @@ class DrafterProcess:
 
     def wants(self, version: int) -> bool:
         """Whether it could take weights of this version, and has older ones."""
-        return self.alive and self._has_started() and not self._talk.is_silent() and self.version < version
+        return self.alive and self.has_started() and not self._talk.is_silent() and self.version < version
+
+    def can_wake(self) -> bool:
+        """Whether it sleeps, and hears."""
+        return not self.awake and self.alive and self.has_started() and not self._talk.is_silent()
+
+    def wake(self) -> None:
+        """Ask it to draft; nobody waits until it does."""
+        self.awake, self.leaving = True, False
+        self._ask(WAKE, Rested, 0.0)
+
+    def sleep(self, *, timeout_s: float) -> bool:
+        """Whether it says so by then, or is gone. With 0 it is asked, and sleeps later; or is `leaving`."""
+        deadline = time.monotonic() + timeout_s
+        self.awake, self.leaving = False, True
+        while self.alive and self._talk.is_silent():  # it has not woken yet
+            if time.monotonic() >= deadline:
+                return False
+            time.sleep(_LOOK_EVERY_S)
+        self.leaving = False
+        rested = self._ask(SLEEP, Rested, deadline - time.monotonic())
+        if not isinstance(rested, Rested):
+            return not self.alive
+        self.wake_s = rested.wake_s or self.wake_s
+        return rested.asleep
 
     def stop(self) -> None:
         """Orderly end; falls back to `kill`. Harmless when it is gone."""
@@ -188,7 +221,7 @@ class DrafterProcess:
         """Last lines of the log."""
         return self._process.log_tail()
 
-    def _has_started(self) -> bool:
+    def has_started(self) -> bool:
         """Without waiting for it."""
         if self.started is None and select.select([self._process.connection], [], [], 0)[0]:
             with contextlib.suppress(EngineError):  # then it is gone, which its owner will see
@@ -197,7 +230,7 @@ class DrafterProcess:
 
     def _ask(self, question: bytes, kind: type[_Answer], timeout_s: float) -> _Answer | str:
         """Its answer, or why there is none."""
-        if not self._has_started():
+        if not self.has_started():
             return "it has not started"
         try:
             return msgspec.json.decode(self._talk.ask(question, timeout_s), type=kind)

@@ -225,6 +225,11 @@ class Mirrors:
             key = cast(Key, lane.key)
             self._sessions[key[0]].drafted += self._oldest[key].extended(lane, draft, beside)
 
+    def forget_all(self) -> None:
+        """This incarnation ends."""
+        for session in list(self._sessions.values()):
+            self._end(session)
+
     def forgotten(self) -> list[Key]:
         """Requests that are over, since the last call."""
         keys, self._forgotten = self._forgotten, []

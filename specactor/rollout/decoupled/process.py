@@ -1,6 +1,7 @@
 """What a drafter process does: hear engines, draft for the requests that want a token, send what was drafted.
 
-Invariants: nothing is done while no request wants a token; the process ends on SIGTERM, at the end of the stream from
+Invariants: nothing is done while no request wants a token; while it sleeps it holds no request and no socket, only its
+owner is heard, and it takes no processor time; the process ends on SIGTERM, at the end of the stream from
 its owner, and when its parent is dead; a frame of any content is dropped or obeyed and never ends it. When the
 continuer raises, the process ends with that exception: its owner starts another.
 """
@@ -9,19 +10,20 @@ from __future__ import annotations
 
 import logging
 import os
+import select
 import signal
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
 
 import msgspec
 
 from specactor.rollout.decoupled.branches import RunnerUps
-from specactor.rollout.decoupled.continuer import Continuer, Renewable
+from specactor.rollout.decoupled.continuer import Continuer, Renewable, Sleeper
 from specactor.rollout.decoupled.mirrors import Mirrors
-from specactor.rollout.decoupled.spec import Renewed
+from specactor.rollout.decoupled.spec import Renewed, Rested
 from specactor.rollout.decoupled.transport import DrafterKeys, Hub, new_session
 from specactor.trace import Recorder, Span
 
@@ -61,30 +63,35 @@ def serve(
     max_tokens: int = 4_000_000,
     max_lanes: int = MAX_LANES,
     owner_fd: int | None = None,
+    asleep: bool = False,
     on_owner: Callable[[Loop], bool] = lambda loop: False,
 ) -> None:
     """Runs until it is to end; to be called from the main thread.
 
     Args: where to listen; bound of all requests' tokens; a file that the owner writes to, and what is called when there
-    is something to read: whether to go on. Raises ConfigError for an endpoint that cannot be had.
+    is something to read: whether to go on; whether it sleeps until its owner wakes it. Raises ConfigError for an
+    endpoint that cannot be had.
     """
     parent = os.getppid()
     hub = Hub(endpoint, keys=keys)
     loop = Loop(continuer, hub, max_tokens=max_tokens, max_lanes=max_lanes)
+    if asleep:
+        loop.sleep()
     try:
         with _termination() as terminated:
             files = [terminated] if owner_fd is None else [terminated, owner_fd]
             on_ready(Ready(endpoint=hub.endpoint, pid=os.getpid(), version=continuer.version))
             while os.getppid() == parent:
                 began_s = time.perf_counter()
-                told = hub.wait(0.0 if loop.busy else IDLE_S, files)
+                told = loop.wait(files)
                 if not loop.busy:
-                    loop.recorder.span("draft", "idle", began_s, time.perf_counter())
+                    name = "asleep" if loop.asleep else "idle"
+                    loop.recorder.span("draft", name, began_s, time.perf_counter())
                 if terminated in told or (told and not on_owner(loop)):
                     break
                 loop.turn()
     finally:
-        hub.close()
+        loop.close()
     _LOG.info("drafter process %d ends", os.getpid())
 
 
@@ -101,18 +108,58 @@ class Loop:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._guessing: RunnerUps | None = continuer if isinstance(continuer, RunnerUps) else None
-        self.mirrors = Mirrors(new_session(), max_tokens=max_tokens, branching=self._guessing is not None)
+        self._max_tokens = max_tokens
+        self.mirrors = self._new_mirrors()
         self.busy = False
         """The next turn need not wait for anything to arrive."""
+        self.asleep = False
         self.recorder = Recorder()
+        self._wake_s = 0.0
         self._busy_s = 0.0
         self._continuer = continuer
         self._hub = hub
         self._max_lanes = max_lanes
         self._clock = clock
 
+    def _new_mirrors(self) -> Mirrors:
+        """Of a new incarnation."""
+        return Mirrors(new_session(), max_tokens=self._max_tokens, branching=self._guessing is not None)
+
+    def wait(self, files: Sequence[int]) -> list[int]:
+        """Until there is something to do; those of `files` that can be read."""
+        if self.asleep:
+            return list(select.select(files, [], [])[0])
+        return self._hub.wait(0.0 if self.busy else IDLE_S, files)
+
+    def sleep(self) -> Rested:
+        """Nobody is drafted for, and engines find nobody here, until `wake`."""
+        if not self.asleep:
+            self._hub.close()
+            self.mirrors.forget_all()
+            for key in self.mirrors.forgotten():
+                self._continuer.forget(key)
+            if isinstance(self._continuer, Sleeper):
+                self._continuer.sleep()
+            self.asleep, self.busy = True, False
+        return Rested(asleep=True, wake_s=self._wake_s)
+
+    def wake(self) -> Rested:
+        """As a process that has just started. Raises ConfigError where its address was taken meanwhile."""
+        if self.asleep:
+            began_s = time.perf_counter()
+            if isinstance(self._continuer, Sleeper):
+                self._continuer.wake()
+            self.mirrors, self._hub = self._new_mirrors(), self._hub.again()
+            self.asleep, self._wake_s = False, time.perf_counter() - began_s
+        return Rested(asleep=False, wake_s=self._wake_s)
+
+    def close(self) -> None:
+        self._hub.close()
+
     def turn(self) -> None:
-        """Take in what has arrived, draft for one batch, send."""
+        """Take in what has arrived, draft for one batch, send. Nothing while it sleeps."""
+        if self.asleep:
+            return
         mirrors, continuer = self.mirrors, self._continuer
         now_s = self._clock()
         wasted = mirrors.num_wasted

@@ -15,6 +15,10 @@ TRACE = b"trace"
 """The same, and record spans from now on."""
 RENEW = b"renew "
 """New weights for its model; `DraftWeights` as JSON follow, in the same line."""
+SLEEP = b"sleep"
+"""Forget all requests, stop listening, and leave the device until WAKE."""
+WAKE = b"wake"
+"""Listen again, at the same address, as a new incarnation."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,6 +36,9 @@ class DrafterSpec:
     """float32 or bfloat16."""
     device: int
     """A GPU, or without GPUs a core."""
+    engine: int | None = None
+    """Index of the engine whose device that is, if it drafts only while that engine has nothing to do; then it sleeps
+    from its start on, until it is woken."""
     core: int | None = None
     """That it stays on; filled in by the owner."""
     context_length: int
@@ -65,6 +72,14 @@ class Started(msgspec.Struct, frozen=True, kw_only=True):
     version: int = 0
     """Of the weights that it drafts with."""
     error: str = ""
+
+
+class Rested(msgspec.Struct, frozen=True, kw_only=True):
+    """A drafter process answers to SLEEP and WAKE."""
+
+    asleep: bool
+    wake_s: float
+    """What the last waking took: weights back on the device, and a socket."""
 
 
 class Renewed(msgspec.Struct, frozen=True, kw_only=True):

@@ -156,6 +156,7 @@ class Hub:
         """Args: where to listen, as in ``ipc://@name`` or ``tcp://127.0.0.1:*``. Raises ConfigError for an address that
         other hosts can reach without keys, and for one that cannot be had."""
         _check_reach(endpoint, keys)
+        self._keys = keys
         self._context = zmq.Context()
         self._authenticator = None if keys is None else self._admit(keys.engine_public)
         self._socket = self._context.socket(zmq.ROUTER)
@@ -208,7 +209,14 @@ class Hub:
         ready = dict(poller.poll(round(1000 * timeout_s)))
         return [file for file in files if file in ready]
 
+    def again(self) -> Hub:
+        """A new one at the same address, once this one is closed."""
+        return Hub(self.endpoint, keys=self._keys)
+
     def close(self) -> None:
+        """Harmless the second time."""
+        if self._context.closed:
+            return
         self._socket.close(linger=0)
         if self._authenticator is not None:
             self._authenticator.stop()

@@ -135,6 +135,19 @@ class DraftForward:
         """Of the page table; they count from 1."""
         return int(self._runner.req_to_token_pool.size)
 
+    def leave_device(self) -> None:
+        """Weights go to the host's memory, and the KV pool goes. On a GPU the page table and CUDA's own memory stay: a
+        process gives those back with its end alone."""
+        self._runner.model.to("cpu")
+        self._runner.token_to_kv_pool._clear_buffers()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def take_device(self) -> None:
+        """After `leave_device`; no key of before is there."""
+        self._runner.model.to(self.device)
+        self._runner.token_to_kv_pool._create_buffers()
+
     def place(self, row: int, index: int, block: int) -> None:
         """Positions from index * BLOCK_TOKENS on lie in this block. Args: row of the page table."""
         table = self._runner.req_to_token_pool.req_to_token

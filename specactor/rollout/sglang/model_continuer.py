@@ -101,6 +101,14 @@ class ModelContinuer:
                 seen.cached, seen.fed = 0, []
         return problem
 
+    def sleep(self) -> None:
+        """See `continuer.Sleeper`."""
+        self._forward.leave_device()
+
+    def wake(self) -> None:
+        """See `continuer.Sleeper`."""
+        self._forward.take_device()
+
     def forget(self, key: Hashable) -> None:
         self._slots.free(key)
         self._seen.pop(key, None)

@@ -20,9 +20,10 @@ import numpy as np
 from specactor.rollout.planning.candidates import Candidates
 from specactor.rollout.planning.costs import Grid
 from specactor.rollout.planning.fastest import DryWorker, Straggler, as_published, while_it_pays
+from specactor.rollout.planning.freed import best_window
 from specactor.rollout.planning.ladder import Ladder
 from specactor.rollout.planning.plans import DrafterEngine
-from specactor.rollout.planning.reconfiguration import LiveCosts, speeds
+from specactor.rollout.planning.reconfiguration import LiveCosts
 from specactor.rollout.planning.rounds import survival_of
 from specactor.rollout.simulator.engine import Engine
 from specactor.rollout.simulator.ledger import Span
@@ -196,7 +197,7 @@ class Freed:
                 served=load,
                 message_s=self.truth.message_s,
             )
-            self._windows[key] = int(speeds(np.array([survival_of(rate, most)]), live, "decoupled").argmax()) + 1
+            self._windows[key] = best_window(rate, live)
         return self._windows[key]
 
     def drop(self, engine: Engine, gone: Ints, now: float) -> None:

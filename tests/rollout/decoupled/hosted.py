@@ -42,6 +42,28 @@ class Crashing(Scripted):
         raise RuntimeError("a bug of the model")
 
 
+class Sleeping(Scripted):
+    """Takes a while to wake, and is asked for nothing while it sleeps."""
+
+    def __init__(self, spec: DrafterSpec) -> None:
+        super().__init__()
+        self.asleep = False
+
+    def extend(self, lanes: Sequence[Lane]) -> list[list[int]]:
+        assert not self.asleep
+        return super().extend(lanes)
+
+    def sleep(self) -> None:
+        assert not self.asleep
+        assert not self.seen, "it was not told to forget"
+        self.asleep = True
+
+    def wake(self) -> None:
+        assert self.asleep
+        self.asleep = False
+        time.sleep(0.5)
+
+
 class Renewing(Scripted):
     """Has weights, of which it looks at the digests."""
 

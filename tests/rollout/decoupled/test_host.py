@@ -89,6 +89,19 @@ def child_of(drafter: DrafterProcess) -> int:
     return drafter.started.pid
 
 
+def wakes(pid: int) -> int:
+    """Times that its main thread went to sleep."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    return int(status.partition("\nvoluntary_ctxt_switches:")[2].split()[0])
+
+
+def assert_takes_no_time(pid: int) -> None:
+    time.sleep(0.3)  # it has just answered, perhaps
+    before = wakes(pid)
+    time.sleep(1.2)
+    assert wakes(pid) == before
+
+
 def test_it_drafts_on_its_core_with_one_thread_and_stops(drafter: DrafterProcess) -> None:
     assert drafter.alive
     assert_drafts(drafter.spec)
@@ -105,6 +118,46 @@ def test_it_drafts_on_its_core_with_one_thread_and_stops(drafter: DrafterProcess
     assert not is_listening(drafter.spec)
     assert not drafter.alive
     drafter.stop()
+
+
+def test_one_that_sleeps_takes_nothing_and_drafts_when_it_is_woken(
+    make_drafter_spec: Callable[..., DrafterSpec],
+) -> None:
+    """Also right after it was asked to sleep, and with an engine that looks for it all the time."""
+    drafter = DrafterProcess(make_drafter_spec("Sleeping", engine=3))
+    engine = connect([drafter.spec.endpoint], engine="looker", window=4, keys=ENGINE_KEYS)
+    sequence = DraftSequence(request_id="r", prompt_ids=(3, 1, 4))
+    engine.open(sequence)
+    try:
+        assert not drafter.can_wake(), "it has not started"
+        drafter.wait_ready()
+        for _ in range(2):
+            assert drafter.can_wake()
+            assert not is_listening(drafter.spec)
+            assert_takes_no_time(child_of(drafter))
+            began_s = time.monotonic()
+            drafter.wake()
+            assert time.monotonic() - began_s < 0.3, "Sleeping takes half a second to wake"
+            assert drafter.awake
+            assert not drafter.can_wake()
+            draft = ask(engine, sequence)
+            assert draft == script((3, 1, 4), [], len(draft))
+            with pytest.raises(AssertionError):
+                assert_takes_no_time(child_of(drafter))
+            assert drafter.sleep(timeout_s=PATIENCE_S)
+            assert drafter.wake_s >= 0.5
+        drafter.wake()
+        assert not drafter.sleep(timeout_s=0.0), "it has not woken yet"
+        assert drafter.leaving
+        assert not drafter.can_wake()
+        assert drafter.sleep(timeout_s=PATIENCE_S)
+        assert not drafter.leaving
+        assert drafter.work(trace=False) is not None, "its owner is heard"
+    finally:
+        engine.stop()
+        drafter.kill()
+    assert drafter.sleep(timeout_s=0.0), "it is gone"
+    assert not drafter.can_wake()
 
 
 @pytest.mark.parametrize("signal_", [signal.SIGKILL, signal.SIGTERM])

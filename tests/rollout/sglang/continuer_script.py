@@ -11,6 +11,8 @@ with ANSWER. Operations:
                             its score is above the second
   renew FOLDER DAMAGED      new weights for continuer and reference; damaged ones for the continuer alone: what it says,
                             and its version
+  sleep                     whether any key is held then
+  wake
   state                     tokens with keys, blocks and rows that are free, beta, positions that it was fitted to
 """
 
@@ -95,6 +97,11 @@ def main(folder: str, tokens: int, requests: int, context: int) -> None:
                 there = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).eval()
                 answer = [renew(continuer, there, damaged=damaged), continuer.version]
                 model = model if damaged else there
+            case "sleep":
+                continuer.sleep()
+                answer = hasattr(runner.token_to_kv_pool, "k_buffer")
+            case "wake":
+                continuer.wake()
             case "state":
                 slots = continuer._slots
                 sharpening = continuer.sharpening

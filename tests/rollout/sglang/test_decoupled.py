@@ -7,7 +7,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 from random import Random
@@ -25,8 +25,10 @@ from specactor.rollout.drafter_pool import DrafterPool
 from specactor.rollout.pool import EnginePool
 from specactor.rollout.sglang.engine import Engine, EngineSpec
 from specactor.rollout.sglang.running import running
+from specactor.rollout.tail_plan import Planned, TailCosts
 from specactor.types import RolloutRequest
 from tests.rollout.conftest import CONTEXT, Footprint, request
+from tests.rollout.decoupled.test_host import assert_takes_no_time, child_of, is_listening
 from tests.rollout.sglang.decoupled_setting import (
     LIMIT_S,
     MAX_WINDOW,
@@ -298,6 +300,82 @@ def test_a_drafter_that_dies_costs_no_token(setting: Setting) -> None:
         if report(engine).accepted > 0:
             return
     raise AssertionError("no draft of the new drafter was accepted")
+
+
+# On the device of an engine that has run dry
+
+
+WAVES = [replace(request(200 + i, new=120), group_id=0) for i in range(48)]
+"""All for one engine, and more than it decodes together: the other has nothing to do."""
+
+
+@pytest.fixture(scope="module")
+def lending(setting: Setting, tmp_path_factory: pytest.TempPathFactory) -> Iterator[EnginePool]:
+    """Two engines, and the draft model asleep on the core of the second."""
+    busy, dry = setting.engines[0], setting.engines[2]
+    spec = replace(
+        setting.drafters.drafters[0].spec,
+        index=9,
+        engine=dry.index,
+        endpoint=local_endpoint(),
+        log_file=str(tmp_path_factory.mktemp("sleeper") / "log"),
+    )
+    with DrafterPool([spec]) as sleepers:
+        sleepers.wait_ready()
+        sleepers.drafters[0].wake_s = 0.0
+        costs = TailCosts(notice_rounds=0.0, draft_step=0.05, per_request=0.0)  # it pays at once
+        tail = Planned(migrate=False, drafters=True, costs=costs)
+        pool = EnginePool([], tail=tail, report_tokens=20, drafters=sleepers)
+        pool.engines = [busy, dry]
+        yield pool
+
+
+def lend(
+    pool: EnginePool, setting: Setting, done: Callable[[Counts], bool], strike: Callable[[object], None] | None = None
+) -> None:
+    """Rollouts like plain decoding, until what drafts did in one is as wanted; after each the core is free."""
+    [busy, dry], [sleeper] = pool.engines, pool.drafters.drafters
+    want = plain(busy, WAVES)
+    aim(busy, [sleeper.spec.endpoint], ENGINE_KEYS, setting.folder)
+    configure(busy, setting.speculation())
+    for _ in range(6):
+        busy.flush()
+        outcome = pool.generate(WAVES, on_finished=strike)
+        assert facts(outcome.finished) == want
+        assert outcome.tail.lent > 0
+        assert not pool.drafters.is_awake(dry.index)
+        assert not is_listening(sleeper.spec)
+        counts = report(busy)
+        assert counts.failures == 0
+        if done(counts):
+            return
+    raise AssertionError(f"the drafter on the dry engine's core did not help: {counts}")
+
+
+def test_a_dry_engines_core_drafts_for_the_other_and_is_left_in_time(setting: Setting, lending: EnginePool) -> None:
+    def right(counts: Counts) -> bool:
+        assert counts.accepted >= 0.999 * counts.drafted, "it has the target's weights"
+        return counts.accepted > 0
+
+    lend(lending, setting, right)
+    [sleeper] = lending.drafters.drafters
+    assert sleeper.alive
+    assert sleeper.wake_s > 0, "its waking was measured"
+    assert_takes_no_time(child_of(sleeper))
+    lend(lending, setting, right)
+
+
+def test_a_drafter_on_a_dry_engines_core_that_is_killed_costs_no_token(setting: Setting, lending: EnginePool) -> None:
+    [sleeper], [busy, dry] = lending.drafters.drafters, lending.engines
+    footprint, killed = Footprint.of(sleeper.pid), []
+
+    def strike(trajectory: object) -> None:
+        if not killed and lending.drafters.is_awake(dry.index) and report(busy).accepted > 0:
+            os.kill(child_of(sleeper), signal.SIGKILL)
+            killed.append(trajectory)
+
+    lend(lending, setting, lambda counts: bool(killed), strike)
+    footprint.assert_gone()
 
 
 def test_an_engine_without_drafters_refuses_the_mode(

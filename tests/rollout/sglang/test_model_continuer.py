@@ -309,3 +309,34 @@ def test_new_weights_draft_as_their_model_does(
     assert (mistakes == 0) == (name == "ModelContinuer")
     for t in texts:
         child("forget", t.key)
+
+
+@pytest.mark.parametrize("forgets", [True, False])
+def test_one_that_slept_drafts_as_before_and_with_weights_that_came_meanwhile(
+    child: Child, tmp_path_factory: pytest.TempPathFactory, forgets: bool
+) -> None:
+    """Keys are gone while it sleeps: who does not tell it to forget gets drafts of nothing."""
+    seeds = (21, 11) if forgets else ()
+    folders = [make_dense(tmp_path_factory.mktemp("weights"), f"seed={seed}") for seed in seeds]
+    rng = random.Random(12)
+    texts = [text(rng, i) for i in range(5)]
+    begin(child, steps=2)
+    mistakes = 0
+    for folder in ("", *folders):  # ends as it began
+        for _ in range(3):
+            for t, answer in zip(texts, child.extend([t.lane() for t in texts]), strict=True):
+                t.tokens += answer
+        for t in texts if forgets else []:
+            child("forget", t.key)
+        assert child("sleep") is False
+        if folder:
+            assert child("renew", folder, False)[0] == ""
+        child("wake")
+        lanes = [t.lane() for t in texts]
+        answers = child.extend(lanes)
+        mistakes += child.wrong(lanes, answers)
+        for t, answer in zip(texts, answers, strict=True):
+            t.tokens += answer
+    assert (mistakes == 0) == forgets
+    for t in texts:
+        child("forget", t.key)

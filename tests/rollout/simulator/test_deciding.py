@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 
 from specactor import plan as planning
-from specactor.rollout import pool
+from specactor.rollout import pool, tail_plan
 from specactor.rollout.draft import further, mixing, options, speculator, ways
 from specactor.rollout.draft.drafter import DraftSequence
 from specactor.rollout.planning import fastest, ladder, reconfiguration, search, windows
+from specactor.rollout.planning import freed as freed_devices
 from specactor.rollout.planning.windows import OFF
 from specactor.rollout.simulator import deciding, freed, rollout
 from specactor.rollout.simulator.deciding import AHEAD, Decider, Decision, placed
@@ -34,6 +35,9 @@ def test_decisions_are_those_of_the_engine() -> None:
     assert deciding.reconfigure is mixing.reconfigure is reconfiguration.reconfigure
     assert rollout.assign is pool.assign
     assert freed.while_it_pays is further.while_it_pays is fastest.while_it_pays
+    assert tail_plan.while_it_pays is fastest.while_it_pays
+    assert freed.best_window is freed_devices.best_window
+    assert tail_plan.gain is freed_devices.gain
     assert freed.Ladder is ways.Ladder is ladder.Ladder
 
 
@@ -42,7 +46,18 @@ def defined(text: str) -> set[str]:
 
 
 def test_the_simulator_defines_no_second_policy() -> None:
-    theirs = {"search", "choose", "choose_windows", "best_windows", "of_drafter", "reconfigure", "assign", "pipelined"}
+    theirs = {
+        "best_window",
+        "gain",
+        "search",
+        "choose",
+        "choose_windows",
+        "best_windows",
+        "of_drafter",
+        "reconfigure",
+        "assign",
+        "pipelined",
+    }
     folder = Path(deciding.__file__).parent
     assert not {name for file in folder.glob("*.py") for name in defined(file.read_text())} & (theirs - {"assign"})
     assert "choose" in defined("def choose():\n    pass"), "the check would see one"
