@@ -1,7 +1,7 @@
 """What keeping the draft model fresh is worth: four runs of the quickstart with the same seeds.
 
     python -m benchmarks.drafter_refresh [--steps 30] [--window 4] [--share 0.03] [--only runs|recovery]
-        [--recovery-shares 0.03 0.25] [--key.path value ...]
+        [--recovery-shares 0.03 0.25] [--jump 15] [--key.path value ...]
 
 Without a drafter, with one that stays as it was cut out of the policy (`specactor drafter init`), with one that learns
 after every step, and with one that learns when that is predicted to pay. Tokens, rewards and losses must be identical
@@ -148,6 +148,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--recovery-shares", type=float, nargs="+", default=[0.03, 0.25], help="max_time_share of runs that jump"
     )
+    parser.add_argument("--jump", type=float, default=15, help="times the learning rate, in the step of the jump")
     options, settings = parser.parse_known_args(arguments)
     base = CACHE / NAME
     shutil.rmtree(base, ignore_errors=True)
@@ -160,9 +161,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         draw(runs, options.results / f"{NAME}.png")
         publish(NAME, page(runs, found, options), options.results)
     if options.only != "runs":
-        draft, shares = task_models("A").draft, options.recovery_shares
-        recoveries, different = recovered(base, draft, window=options.window, shares=shares, settings=settings)
-        text = section(recoveries, different)
+        recoveries, different = recovered(
+            *(base, task_models("A").draft),
+            window=options.window,
+            jump=options.jump,
+            shares=options.recovery_shares,
+            settings=settings,
+        )
+        text = section(recoveries, different, options.jump)
         print(text)
         if runs:
             publish(NAME, page(runs, found, options, text), options.results)
