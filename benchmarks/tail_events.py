@@ -10,15 +10,14 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from statistics import median
 from types import SimpleNamespace
 from typing import Any, cast
 
+from benchmarks.results import Result, publish, spread
 from specactor.rollout import continuation
 from specactor.rollout.driver import Driver
 from specactor.rollout.sglang.engine import Engine
@@ -108,16 +107,29 @@ CASES: dict[str, tuple[TailPolicy | None, bool]] = {
 """Meaning -> (policy, whether an engine is dry)."""
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Prints the median of some repetitions."""
+def main(arguments: Sequence[str] | None = None) -> None:
     argparse.ArgumentParser(
         prog="python -m benchmarks.tail_events", description="Milliseconds that an event of a rollout costs the driver."
     ).parse_args(arguments)
-    for requests in REQUESTS:
-        for name, (policy, dry) in CASES.items():
-            took = median(measure(requests, policy, dry=dry) for _ in range(REPETITIONS))
-            print(f"{requests:5} requests on {ENGINES} engines, {name}: {took:.3f} ms per event", flush=True)
-    return 0
+    rows = []
+    for name, (policy, dry) in CASES.items():
+        took = [spread([measure(n, policy, dry=dry) for _ in range(REPETITIONS)], "{:.3f}") for n in REQUESTS]
+        print(f"{name}: {', '.join(took)} ms", flush=True)
+        rows.append([name, *took])
+    publish(
+        "tail_events",
+        Result(
+            title="What an event of a rollout costs the driver",
+            intro=(
+                "Milliseconds of the driver's thread for the news of one request, by the requests of "
+                f"{ENGINES} engines together, median (minimum-maximum) of {REPETITIONS} repetitions. Engines are "
+                "stand-ins that report each request once. A policy for the tail (`rollout.tail`) is asked only while "
+                "an engine is dry; `asked at each event` shows what that spares."
+            ),
+            columns=("engines", *(f"{n} requests" for n in REQUESTS)),
+            rows=rows,
+        ),
+    )
 
 
 def _request(i: int) -> RolloutRequest:
@@ -137,4 +149,4 @@ def _response(request: RolloutRequest) -> Trajectory:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()
