@@ -8,9 +8,9 @@ in.
 Invariants: what looks cost is bounded. Looks come every LOOK_EVERY rounds at first; while they find nothing, the time
 between two doubles, up to LOOK_AT_LEAST_EVERY rounds, and a look that took long is followed by as many rounds as make
 it LOOK_SHARE of them, up to MAX_REST. New requests bring the next look forward to SOON rounds after them, within that
-share. With FEW requests there are also looks in every round, as long as rounds with drafts have saved, or the last look
-has promised to save, more than such looks cost: then a round in which nobody has a draft is no sign that drafting does
-not pay. Only the past is used.
+share. With FEW requests there are also looks in every round, as long as rounds with drafts have won more than such
+looks cost (`balance`): then a round in which nobody has a draft is no sign that drafting does not pay. Only the past is
+used.
 
 A drafter that drafts ahead hears of requests at a look, and has drafts some rounds later. So a look that has to wait
 for it is taken up again after 1, 2, 4, .. rounds, until it can keep up or it was so MOST_TRIES times.
@@ -32,12 +32,8 @@ LOOK_AT_LEAST_EVERY = 64
 """Rounds between looks that find nothing."""
 LOOK_SHARE = 0.005
 """Of the seconds of plain decoding, what looks may take."""
-SAVINGS_SHARE = 0.5
-"""Of the seconds that drafting saved, what looks in every round may take."""
 FEW = 8
 """Requests: of more, somebody has a draft in any round, if drafts are good."""
-MOST_IN_A_ROW = 32
-"""Looks in every round, one after the other, that savings pay for at most."""
 MOST_TRIES = 6
 """Times that a look is taken up again, since drafts are still on their way."""
 MAX_REST = 4096
@@ -95,7 +91,6 @@ class Rest:
     """When to look again."""
 
     def __init__(self) -> None:
-        self._saved_s = 0.0
         self.forget()
 
     def forget(self) -> None:
@@ -108,10 +103,6 @@ class Rest:
         """There are new requests, whose drafts may be better: look soon, if looks are cheap."""
         if not self._tries:
             self._pause = min(self._pause, max(self._least, self._rounds + SOON))
-
-    def saved(self, seconds: float) -> None:
-        """By a round with drafts, or as a look promised, over plain decoding of what is emitted; less than 0: lost."""
-        self._saved_s = max(0.0, self._saved_s + SAVINGS_SHARE * seconds)
 
     @property
     def left(self) -> int:
@@ -150,18 +141,16 @@ class Rest:
         self._rounds += 1
         return self._rounds >= self._pause
 
-    def looked(self, rates: Mapping[str, float], *, look_s: float, plain_s: float, requests: int = 1) -> None:
+    def looked(self, rates: Mapping[str, float], *, look_s: float, plain_s: float, again: bool = False) -> None:
         """Drafting would not pay in this round.
 
         Args: each drafter's acceptance as estimated before this look; seconds of the look since `wait`, and of a plain
-        round; requests in it.
+        round; whether to look in the next round too.
         """
         self._rounds = 0
         look_s += self._look_s
         self._end_look()
-        self._saved_s = min(self._saved_s, MOST_IN_A_ROW * look_s)
-        if self._saved_s > look_s > 0 and requests <= FEW:
-            self._saved_s -= look_s
+        if again:
             self._pause = 1
             return
         if any(rate > RISE * self._lowest.get(name, rate) for name, rate in rates.items()):

@@ -26,11 +26,12 @@ from dataclasses import replace
 from pathlib import Path
 
 from specactor.config import SpeculationConfig
+from specactor.rollout.draft.balance import Balance
 from specactor.rollout.draft.counts import Counts
 from specactor.rollout.draft.decision import Decision
 from specactor.rollout.draft.drafter import Drafter, DraftSequence
 from specactor.rollout.draft.listeners import Listeners
-from specactor.rollout.draft.looks import MAX_REST, Look, Looks, Rest
+from specactor.rollout.draft.looks import FEW, MAX_REST, Look, Looks, Rest
 from specactor.rollout.draft.methods import LOOK_TRIALS, Methods, Policy
 from specactor.rollout.draft.options import Part
 from specactor.rollout.draft.trees import Drafts
@@ -39,13 +40,15 @@ from specactor.rollout.draft.ways import Planner
 from specactor.rollout.planning.acceptance import AcceptanceModel
 from specactor.rollout.planning.costs import CostTable
 from specactor.rollout.planning.online_costs import OnlineCosts
-from specactor.rollout.planning.windows import OFF, Choice, Option, choose
+from specactor.rollout.planning.windows import MARGIN, OFF, Choice, Option, choose
 from specactor.trace import Recorder
 
 NEW_POLICY_WEIGHT = 0.5
 """What evidence about acceptance is worth after the policy has changed."""
 LOOKED_AT = 16
 """Requests that a look drafts for, of more."""
+ENTRY_MARGIN = 0.05
+"""By which drafting must be faster than plain decoding to begin: predictions err, and drafters have to catch up."""
 MOST_FRUITLESS = 16
 """Rounds in a row without any draft, before costs are known, after which it is tried as seldom as one looks."""
 
@@ -76,6 +79,9 @@ class Speculator:
         self._planner = Planner(config, self.methods, self.acceptance, self.costs)
         self._looks = Looks()
         self._rest = Rest()
+        self._balance = Balance()
+        self._was_plain = False
+        """Whether the last round was on the engine's plain path."""
         self._num_looks = 0
         self._recorder = Recorder()
         self._fruitless = 0
@@ -150,7 +156,7 @@ class Speculator:
         if self.config.window is not None:
             return MAX_REST
         if self._may_rest():
-            return self._rest.left
+            return max(self._rest.left, self._balance_left())
         return int(self.costs.table is None and self.costs.plain_is_next())
 
     def rested(self, requests: int, *, round_s: float) -> None:
@@ -159,9 +165,14 @@ class Speculator:
             self._listeners.pause()
         if self._may_rest():
             self._rest.over()
+        decision = self._decision = self._plain(requests)
         self.counts[OFF].rested += 1
-        self._decision = self._plain(requests)
-        self._account((), (), requests=requests, rows=requests, verify_s=round_s)
+        self._count((), (), verify_s=round_s)
+        others = not self._was_plain
+        self._was_plain = True
+        self.costs.observe_plain(requests, round_s=round_s, predicted_s=decision.predicted_s, after_another=others)
+        if self.costs.table is not None:
+            self._balance.rested(round_s, plain_s=self.costs.plain_s(requests), after_another=others)
 
     def draft(self, drafter: str, sequences: Sequence[DraftSequence], windows: Sequence[int]) -> list[list[int]]:
         """The drafts of a decision that left them to all ranks; those that did not decide must call it too."""
@@ -176,7 +187,10 @@ class Speculator:
         """What became of the drafts of the last `decide`: per request, the draft tokens that were accepted; and the
         seconds of the whole round."""
         decision, requests = self._decision, len(sequences)
+        self._was_plain = False
         verify_s = max(round_s - decision.draft_s, 1e-6)
+        if self.costs.table is not None:
+            self._weigh(requests, requests + sum(map(len, accepted)), round_s)
         if decision.drafter == OFF:
             self._account((), (), requests=requests, rows=requests, verify_s=verify_s)
             return
@@ -192,30 +206,48 @@ class Speculator:
             for k, (name, credit) in enumerate(zip(names, own, strict=True)):
                 if k and credit.drafted:
                     self.counts[name].beside(credit.first, credit.drafted, credit.accepted, is_first=k == owner)
-        if self._current != OFF and self.costs.table is not None:
-            emitted = requests + sum(map(len, accepted))
-            self._rest.saved(self.costs.plain_s(requests) * emitted / requests - round_s)
         self._observe(sequences, names, every, credits)
+
+    def _weigh(self, requests: int, emitted: int, round_s: float) -> None:
+        """What the round won or lost; drafting ends when too much is lost."""
+        plain_s = self.costs.plain_s(requests)
+        if self._decision.drafter == OFF:
+            self._balance.looked(round_s - plain_s, plain_s=plain_s)
+        else:
+            self._balance.drafted(plain_s * emitted / requests - round_s, plain_s=plain_s)
+        if self._current != OFF and self.config.mode == "auto" and self._balance.left(plain_s):
+            _LOG.info("speculation: off: drafts lost more seconds than they had won")
+            self._recorder.instant("rounds", "switch to off", self._clock(), why="lost more than was won")
+            self._current = OFF
+
+    def _balance_left(self) -> int:
+        """Rounds that are plain since too much was lost."""
+        if self.costs.table is None:
+            return 0
+        return self._balance.left(self.costs.plain_s(max(1, len(self._decision.windows))))
 
     def _account(
         self, drafted: Sequence[int], accepted: Sequence[int], *, requests: int, rows: int, verify_s: float
     ) -> None:
         """Counts and costs of the round. Args: of the drafter that leads, per request; of all, in sum."""
-        decision, draft_s = self._decision, self._decision.draft_s
-        predicted_s = decision.predicted_s * self.costs.correction.factor(decision.timed_as)
-        is_usual = decision.drafter == OFF or self._is_steady
-        self.counts[decision.drafter].round(
-            drafted, accepted, verify_s=verify_s, draft_s=draft_s, predicted_s=predicted_s
-        )
+        decision = self._decision
+        is_usual = decision.drafter != OFF and self._is_steady  # catching up is no part of what drafting costs
+        self._count(drafted, accepted, verify_s=verify_s)
         self.costs.observe(
             decision.timed_as,
             requests=requests,
             rows=rows,
             depth=decision.depth,
             verify_s=verify_s,
-            # A look is no part of what plain decoding costs, and catching up no part of what drafting does.
-            draft_s=0.0 if decision.drafter == OFF or not is_usual else draft_s,
+            draft_s=decision.draft_s if is_usual else 0.0,
             predicted_s=decision.predicted_s if is_usual else 0.0,
+        )
+
+    def _count(self, drafted: Sequence[int], accepted: Sequence[int], *, verify_s: float) -> None:
+        decision = self._decision
+        predicted_s = decision.predicted_s * self.costs.correction.factor(decision.timed_as)
+        self.counts[decision.drafter].round(
+            drafted, accepted, verify_s=verify_s, draft_s=decision.draft_s, predicted_s=predicted_s
         )
 
     def _observe(
@@ -282,7 +314,9 @@ class Speculator:
 
     def _resting(self) -> bool:
         """Whether plain decoding goes on without another look."""
-        return self._may_rest() and not self._rest.over()
+        if not self._may_rest():
+            return False
+        return not self._rest.over() or self._balance_left() > 0
 
     def _best(self, sequences: Sequence[DraftSequence], caps: list[int], max_branches: int) -> Decision:
         """The drafter and windows of the highest predicted speed."""
@@ -328,7 +362,8 @@ class Speculator:
         requests, started = len(sequences), self._clock()
         self._num_looks += not self._rest.goes_on
         sample = min(requests, LOOKED_AT)
-        which = [(self._num_looks * LOOKED_AT + k) % requests for k in range(sample)]
+        first, apart = self._num_looks * LOOKED_AT, requests // sample  # neighbours are of one group
+        which = [(first + k * apart) % requests for k in range(sample)]
         some, some_caps = [sequences[i] for i in which], [caps[i] for i in which]
         known: Drafts = {}
         if self._rest.is_long and not self._rest.goes_on:
@@ -338,9 +373,10 @@ class Speculator:
         costs = Part(self.costs, sample=sample, requests=requests)
         ways = self._planner.ways(some, some_caps, costs, known | later, max_branches=max_branches, several=False)
         plain_s = self.costs.plain_s(requests) * sample / requests
-        choice = choose(ways.options, requests=sample, plain_s=plain_s)
+        choice = choose(ways.options, requests=sample, plain_s=plain_s, margin=ENTRY_MARGIN)
         if any(choice.windows):
-            self._rest.saved((plain_s * choice.emitted - choice.round_s * sample) * requests / sample**2)
+            won_s = (plain_s * choice.emitted - choice.round_s * sample) * requests / sample**2
+            self._balance.promised(won_s, plain_s=self.costs.plain_s(requests))
             return True
         self._look_over(some, later, some_caps, started=started, requests=requests)
         return False
@@ -356,12 +392,14 @@ class Speculator:
             self.acceptance[name].limit(LOOK_TRIALS)  # looks are few, so old evidence makes way
         self._look(sequences, drafts, caps)
         look_s, plain_s = self._clock() - started, self.costs.plain_s(requests)
-        self._rest.looked(rates, look_s=look_s, plain_s=plain_s, requests=requests)
+        again = requests <= FEW and self._balance.pays_for(look_s)
+        self._rest.looked(rates, look_s=look_s, plain_s=plain_s, again=again)
 
     def _choose(self, options: dict[str, Option], requests: int) -> Choice:
         # In mode coupled drafting is wanted, and plain decoding is no choice.
         plain_s = self.costs.plain_s(requests) if self.config.mode == "auto" or not options else float("inf")
-        choice = choose(options, requests=requests, plain_s=plain_s, current=self._current)
+        margin = ENTRY_MARGIN if self._current == OFF else MARGIN
+        choice = choose(options, requests=requests, plain_s=plain_s, current=self._current, margin=margin)
         if self.config.mode == "auto" and not any(choice.windows):
             choice = replace(choice, drafter=OFF)  # a drafter that is asked and never verified
         if choice.drafter != self._current:

@@ -206,18 +206,16 @@ class CostTable:
         """A table of rounds measured in a running engine; how, and errors: see `Grid.fit`.
 
         `points` are verifies. `plain` are decode steps (total = requests); without them a plain step is taken to cost
-        what a verify of one token per request does.
+        what a verify of one token per request does, and with those of one number of requests alone, a share of it.
         """
         verify = Grid.fit(points)
         plain = list(plain)
-        column = tuple((verify.at(n, 1.0),) for n in verify.requests)
-        without = Grid(requests=verify.requests, per_request=(1.0,), seconds=column)
         return cls(
             model=model,
             device=device,
             date=date,
             verify=verify,
-            plain=Grid.fit(plain) if plain else without,
+            plain=Grid.fit(plain) if len({n for n, _, _ in plain}) > 1 else _share_of(verify, plain),
             drafters={name: Grid.fit(found) for name, found in (drafters or {}).items()},
         )
 
@@ -283,11 +281,20 @@ def _lines(a_N: NDArray[np.float64], b_N: NDArray[np.float64], t_N: NDArray[np.f
     return np.where(t_N <= 1.0, a_N * (1.0 - t_N) + b_N * t_N, b_N + np.maximum(b_N - a_N, 0.0) * (t_N - 1.0))
 
 
+def _share_of(verify: Grid, plain: Sequence[Point]) -> Grid:
+    """Plain steps of one number of requests, or none, as a share of what a verify of one token per request takes."""
+    share = median(s for _, _, s in plain) / verify.at(plain[0][0], 1.0) if plain else 1.0
+    requests = tuple(sorted({*verify.requests, *(float(n) for n, _, _ in plain)}))
+    return Grid(requests=requests, per_request=(1.0,), seconds=tuple((share * verify.at(n, 1.0),) for n in requests))
+
+
 def _axis(values: Iterable[float]) -> tuple[float, ...]:
-    """1 and the distinct values; if there are more than MAX_NODES, that many of them, evenly by rank."""
+    """1 and the distinct values; if there are more than MAX_NODES, those next to a geometric series, at most as many:
+    where costs are small, one request or token more changes them most."""
     nodes = sorted({1.0, *map(float, values)})
     if len(nodes) > MAX_NODES:
-        nodes = [nodes[round(k * (len(nodes) - 1) / (MAX_NODES - 1))] for k in range(MAX_NODES)]
+        series = np.geomspace(1.0, nodes[-1], MAX_NODES)
+        nodes = sorted({min(nodes, key=lambda node: abs(node - value)) for value in series})
     return tuple(nodes)
 
 

@@ -4,7 +4,8 @@ Until enough different rounds were seen there is no table, and whoever asks must
 fitted again as rounds come, at intervals that grow, so fitting costs less and less of the time.
 
 Invariants: bounded memory; equal observations give equal tables; a table that was given is never replaced, only
-corrected by `Correction`.
+corrected by `Correction`. Plain decoding is what rounds on the engine's plain path take, and these alone; a round that
+could have had drafts and has none costs what a verify of one row per request does.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ class OnlineCosts:
     @property
     def verifies(self) -> list[Point]:
         """Of the rounds that are remembered, plain ones too."""
-        return list(self._verifies)
+        return [*self._plain, *self._verifies]
 
     @property
     def drafts(self) -> dict[str, list[Point]]:
@@ -97,15 +98,26 @@ class OnlineCosts:
     def observe(
         self, drafter: str, *, requests: int, rows: int, depth: int, verify_s: float, draft_s: float, predicted_s: float
     ) -> None:
-        """A round has ended. `rows` of all requests; `depth`, the largest window; `predicted_s`: uncorrected, or 0."""
-        self._rounds += 1
-        if rows == requests:
-            self._plain.append((requests, requests, verify_s))
+        """A round that could have drafts has ended. `rows` of all requests; `depth`, the largest window; `predicted_s`:
+        uncorrected, or 0."""
         self._verifies.append((requests, rows, verify_s))
         if depth and draft_s > 0:
             self._drafts.setdefault(drafter, deque(maxlen=MAX_POINTS)).append((requests, requests * depth, draft_s))
         if predicted_s > 0:
             self.correction.observe(drafter, predicted_s=predicted_s, measured_s=verify_s + draft_s)
+        self._seen()
+
+    def observe_plain(self, requests: int, *, round_s: float, predicted_s: float, after_another: bool = False) -> None:
+        """A plain round has ended. `predicted_s`: uncorrected, or 0; `after_another`: after a round that could have
+        drafts, some of whose work it did; then it counts while there is nothing better."""
+        if not after_another or not self._plain:
+            self._plain.append((requests, requests, round_s))
+            if predicted_s > 0:
+                self.correction.observe(OFF, predicted_s=predicted_s, measured_s=round_s)
+        self._seen()
+
+    def _seen(self) -> None:
+        self._rounds += 1
         if self._given is None and self._rounds >= self._next_fit:
             self._fit()
 
@@ -115,7 +127,7 @@ class OnlineCosts:
             self._use(
                 CostTable.fit(
                     self._verifies,
-                    plain=_varied(self._plain),
+                    plain=self._plain,
                     drafters={name: points for name, points in self._drafts.items() if _varied(points)},
                 )
             )

@@ -27,6 +27,8 @@ from specactor.errors import PlanError
 
 OFF = "off"
 """The name of plain decoding among drafters."""
+MARGIN = 0.02
+"""By which another drafter must be faster than the one that is used."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -176,12 +178,12 @@ def fixed_windows(
 
 
 def choose(
-    options: Mapping[str, Option], *, requests: int, plain_s: float, current: str = OFF, margin: float = 0.02
+    options: Mapping[str, Option], *, requests: int, plain_s: float, current: str = OFF, margin: float = MARGIN
 ) -> Choice:
     """The fastest of plain decoding (`plain_s` a step, corrected by the caller) and every drafter's best.
 
-    `current` is what the last round did; it is kept unless another is faster by more than `margin`, so that noise does
-    not switch to and fro. Among equals plain decoding wins, then the first name. The Choice has `drafter`, `reason`,
+    `current` is what the last round did; a drafter must be faster than it by more than `margin`, so that noise does not
+    switch to and fro; plain decoding, which has no further costs, need not. Among equals plain decoding wins, then the first name. The Choice has `drafter`, `reason`,
     and seconds after correction.
     """
     if requests < 1 or not plain_s > 0 or margin < 0 or OFF in options:
@@ -198,7 +200,7 @@ def choose(
         speeds[name] = choice.emitted / seconds[name]
     ranked = sorted(speeds, key=lambda name: -speeds[name])  # stable: off first among equals, then by name
     picked = ranked[0]
-    if current in speeds and speeds[picked] <= speeds[current] * (1 + margin):
+    if picked != OFF and current in speeds and speeds[picked] <= speeds[current] * (1 + margin):
         picked = current
     others = "".join(f"; {name} {speeds[name]:.0f}" for name in ranked if name != picked)
     return Choice(

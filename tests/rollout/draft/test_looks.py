@@ -7,7 +7,6 @@ from specactor.rollout.draft.looks import (
     LOOK_EVERY,
     LOOK_SHARE,
     MAX_REST,
-    MOST_IN_A_ROW,
     RISE,
     Look,
     Rest,
@@ -59,22 +58,12 @@ def test_a_look_says_how_much_of_each_draft_was_right() -> None:
     assert list(one.agreed([1, 1, 5, 6, 8, 7])) == [("a", 3, 2), ("b", 2, 1), ("c", 0, 0)]
 
 
-def test_savings_pay_for_looks_in_every_round_and_not_for_more() -> None:
+def test_a_look_may_be_followed_by_another() -> None:
     rest = Rest()
-    rest.saved(5.0)
-    waits = [look(rest, 0.5, look_s=0.4) for _ in range(8)]
-    assert waits[:6] == [1] * 6, "half of what was saved pays for 6 looks of 0.4 s"
-    assert waits[6] >= LOOK_EVERY
-    rest.saved(3.0)
-    rest.saved(-3.0)
-    assert look(rest, 0.5, look_s=0.4) > 1, "what was lost again pays for nothing"
-
-
-def test_large_savings_pay_for_a_bounded_number_of_looks() -> None:
-    rest = Rest()
-    rest.saved(1e9)
-    waits = [look(rest, 0.5, look_s=0.4) for _ in range(2 * MOST_IN_A_ROW)]
-    assert waits.count(1) <= MOST_IN_A_ROW
+    rest.looked({}, look_s=0.4, plain_s=1.0, again=True)
+    assert not rest.is_long
+    assert until_over(rest) == 1
+    assert look(rest, 0.5, look_s=0.4) >= LOOK_EVERY
 
 
 def test_what_is_left_of_a_rest_is_what_it_has() -> None:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pytest
 
 from specactor.config import SpeculationConfig
-from specactor.rollout.draft import looks, methods, speculator
+from specactor.rollout.draft import balance, looks, methods, speculator
 from specactor.rollout.draft.drafter import DraftSequence
 from specactor.rollout.draft.looks import LOOK_EVERY
 from specactor.rollout.planning.windows import OFF
@@ -115,8 +115,8 @@ class Seldom(Coin):
 def test_one_request_is_drafted_for_wherever_there_is_a_draft(monkeypatch: pytest.MonkeyPatch) -> None:
     """A round without a draft is no sign that drafting does not pay."""
     speeds = []
-    for in_a_row in (looks.MOST_IN_A_ROW, 0):
-        monkeypatch.setattr(looks, "MOST_IN_A_ROW", in_a_row)
+    for share in (balance.LOOKS_SHARE, 0.0):
+        monkeypatch.setattr(balance, "LOOKS_SHARE", share)
         world = World(auto(), Seldom(12), requests=1)
         world.look_s = 1e-5
         world.play(100)

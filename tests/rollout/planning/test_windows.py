@@ -251,10 +251,17 @@ def test_a_tie_is_off_then_the_first_name() -> None:
 
 @pytest.mark.parametrize(
     ("speed", "current", "expected"),
-    [(101, "off", "off"), (103, "off", "suffix"), (99, "suffix", "suffix"), (97, "suffix", "off"), (97, "x", "off")],
+    [(101, "off", "off"), (103, "off", "suffix"), (101, "suffix", "suffix"), (99, "suffix", "off"), (97, "x", "off")],
 )
-def test_the_current_choice_is_kept_for_less_than_the_margin(speed: float, current: str, expected: str) -> None:
+def test_drafting_begins_above_the_margin_and_ends_where_it_does_not_pay(
+    speed: float, current: str, expected: str
+) -> None:
     assert drafter({"suffix": option(speed)}, current=current) == expected
+
+
+@pytest.mark.parametrize(("speed", "expected"), [(203, "suffix"), (205, "b"), (199, "suffix")])
+def test_the_current_drafter_is_kept_for_less_than_the_margin(speed: float, expected: str) -> None:
+    assert drafter({"suffix": option(200), "b": option(speed)}, current="suffix") == expected
 
 
 @settings(deadline=None)
