@@ -42,6 +42,8 @@ METHOD = "decoupled"
 """As engines call what drafter processes draft."""
 PRIOR_DRAFTS = 64
 """Drafts that the belief about their acceptance is worth, when a step's own are counted."""
+RETURN_SHARE = 0.2
+"""Of the way back to the first belief about their acceptance, per step without any draft of theirs."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,7 +123,9 @@ class TailCosts:
     draft_step: float = 0.2
     """Of a round: a draft token of each request."""
     acceptance: float = 0.6
-    """P(the first draft token is accepted), of a drafter on a dry engine's device."""
+    """P(the first draft token is accepted), of a drafter on a dry engine's device, as believed now."""
+    first_acceptance: float = 0.6
+    """As believed before any was seen."""
     max_window: int = 8
     notice_rounds: float = 32.0
     """Until an engine that found no drafter looks for one again."""
@@ -159,10 +163,16 @@ class Planned:
         return moves or replicas or (plan_drafters(loads, lengths, self.costs) if self.drafters else [])
 
     def after(self, counts: Mapping[str, Counts]) -> Planned:
-        """The policy of the next step. Args: what speculation did in this one, per drafter."""
-        own = counts.get(METHOD, Counts())
-        accepted = own.accepted_at[0] + PRIOR_DRAFTS * self.costs.acceptance
-        acceptance = accepted / (own.drafted_at[0] + PRIOR_DRAFTS)
+        """The policy of the next step. Args: what speculation did in this one, per drafter.
+
+        A drafter that is believed to be bad is not woken, so nothing of it is seen, though it may have learned since:
+        a belief that is not confirmed goes back to the first one, until the drafter is tried again."""
+        own, believed, first = counts.get(METHOD, Counts()), self.costs.acceptance, self.costs.first_acceptance
+        if own.drafted_at[0]:
+            accepted = own.accepted_at[0] + PRIOR_DRAFTS * believed
+            acceptance = accepted / (own.drafted_at[0] + PRIOR_DRAFTS)
+        else:
+            acceptance = believed + RETURN_SHARE * (first - believed)
         return replace(self, costs=replace(self.costs, acceptance=acceptance))
 
 

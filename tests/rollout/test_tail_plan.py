@@ -168,6 +168,23 @@ def test_the_next_step_is_planned_with_the_acceptance_of_this_one() -> None:
     assert policy.after({METHOD: few}).costs.acceptance == pytest.approx(policy.costs.acceptance, abs=0.02)
 
 
+def test_a_drafter_that_was_bad_once_is_tried_again() -> None:
+    """It is seen only while it is awake, and is not woken while it is believed to be bad; and it learns meanwhile."""
+    loads = [load(0, running("a", limit=110), running("b", limit=110)), load(1, wake_rounds=20.0)]
+    bad = Counts()
+    bad.round([3] * 1000, [1] * 150 + [0] * 850, verify_s=1.0, draft_s=0.0)
+    policy = Planned(migrate=False, drafters=True)
+    assert policy.decide(loads, ()) == [Lend(engine=1)]
+    policy = policy.after({METHOD: bad})
+    steps = 0
+    while not policy.decide(loads, ()):
+        policy = policy.after({"suffix": bad})
+        steps += 1
+        assert steps < 20
+    assert steps > 3, "not at once, or it would be woken for nothing in most steps"
+    assert policy.costs.acceptance < policy.costs.first_acceptance
+
+
 def test_half_of_the_queue_goes_to_a_dry_engine() -> None:
     """Two engines of one slot and four requests alike: two each is best."""
     requests = [running(f"r{i}", emitted=0) for i in range(4)]
