@@ -34,7 +34,7 @@ LOOK_EVERY_S = 0.2
 PAUSE_S = 0.5
 SLEEP_TIMEOUT_S = 10.0
 """Longest wait for all drafters that were woken to sleep; a batch may have to end first. The others are ended."""
-ANSWER_S = 0.25
+ANSWER_S = 1.0
 """Of that, what each may take to say that it sleeps, also after others were waited for."""
 
 _LOG = logging.getLogger(__name__)
