@@ -21,7 +21,7 @@ from benchmarks.results import Result, publish, spread
 from specactor.rollout import continuation
 from specactor.rollout.driver import Driver
 from specactor.rollout.sglang.engine import Engine
-from specactor.rollout.tail_plan import EngineLoad, Move, Planned, Replica, TailPolicy
+from specactor.rollout.tail_plan import EngineLoad, Lend, Move, Planned, Replica, TailPolicy
 from specactor.types import RolloutRequest, SamplingParams, Trajectory
 
 ENGINES = 8
@@ -33,12 +33,12 @@ TOKENS = tuple(range(64))
 
 @dataclass(frozen=True, kw_only=True)
 class AlwaysAsked:
-    """The shipped policy, asked at each event also while all engines have requests."""
+    """The shipped policy, asked at each event, also without news and while all engines have requests."""
 
     policy: TailPolicy
     needs_dry: bool = False
 
-    def decide(self, loads: Sequence[EngineLoad], finished: Sequence[int]) -> Sequence[Move | Replica]:
+    def decide(self, loads: Sequence[EngineLoad], finished: Sequence[int]) -> Sequence[Move | Replica | Lend]:
         return self.policy.decide(loads, finished)
 
 
@@ -49,6 +49,7 @@ class Reporting:
     news: dict[str, Trajectory]
     all_told: threading.Barrier
     """Of the engines that have requests."""
+    index: int = 0
     alive: bool = True
     spec: Any = field(
         default_factory=lambda: SimpleNamespace(config=SimpleNamespace(max_running_requests=64, routed_experts=False))
@@ -72,6 +73,25 @@ class Reporting:
         """Nothing to end."""
 
 
+class FarAway:
+    """Drafters that sleep so deeply that waking one never pays, which the policy has to find out."""
+
+    def any_awake(self) -> bool:
+        return False
+
+    def free(self, engine: int) -> None:
+        """Nothing to start."""
+
+    def wake_s(self, engine: int) -> float | None:
+        return 1e6
+
+    def wake(self, engine: int) -> None:
+        raise AssertionError("it does not pay")
+
+    def sleep(self, engine: int) -> None:
+        """It does."""
+
+
 class AllTold(Exception):  # noqa: N818  (an event, like StopIteration)
     """The first response came, so all reports were taken."""
 
@@ -90,7 +110,7 @@ def measure(requests: int, policy: TailPolicy | None, *, dry: bool) -> float:
         ended = time.perf_counter()
         raise AllTold
 
-    driver = Driver(cast("list[Engine]", engines), notify=end, policy=policy)
+    driver = Driver(cast("list[Engine]", engines), notify=end, policy=policy, drafters=FarAway())
     parts = [batch[i::busy] if i < busy else [] for i in range(ENGINES)]
     started = time.perf_counter()
     with contextlib.suppress(AllTold):
@@ -98,11 +118,13 @@ def measure(requests: int, policy: TailPolicy | None, *, dry: bool) -> float:
     return 1000 * (ended - started) / requests
 
 
+IDLE = Planned(migrate=False, drafters=True)
 CASES: dict[str, tuple[TailPolicy | None, bool]] = {
     "no policy": (None, False),
-    "all engines have requests, policy asked at each event": (AlwaysAsked(policy=Planned(migrate=False)), False),
-    "all engines have requests": (Planned(migrate=False), False),
-    "one engine is dry, nothing may be moved": (Planned(migrate=False), True),
+    "all engines have requests, policy asked at each event": (AlwaysAsked(policy=IDLE), False),
+    "all engines have requests": (IDLE, False),
+    "one engine is dry, no drafter pays, policy asked at each event": (AlwaysAsked(policy=IDLE), True),
+    "one engine is dry, no drafter pays": (IDLE, True),
 }
 """Meaning -> (policy, whether an engine is dry)."""
 
@@ -124,7 +146,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 "Milliseconds of the driver's thread for the news of one request, by the requests of "
                 f"{ENGINES} engines together, median (minimum-maximum) of {REPETITIONS} repetitions. Engines are "
                 "stand-ins that report each request once. A policy for the tail (`rollout.tail`) is asked only while "
-                "an engine is dry; `asked at each event` shows what that spares."
+                "an engine is dry, and, if nothing was to be done, again when the requests of an engine or the longest "
+                "response have changed by an eighth (`is_news`); `asked at each event` shows what that spares."
             ),
             columns=("engines", *(f"{n} requests" for n in REQUESTS)),
             rows=rows,

@@ -454,10 +454,11 @@ class TailConfig:
     """Fastest-of-N: a request runs on up to this many engines of one host, once some of them have run dry; whichever
     ends first is kept. 1: off."""
     drafters: bool = False
-    """A drafter process sleeps on each engine's device, or without GPUs its core. Where an engine of the host's first
-    rank has run dry, and neither of the above is done, it drafts for the others until the rollout ends, if that is
-    predicted to pay. For mode decoupled, or decoupled among the drafters, with parallel.drafters 0. On GPUs it must
-    fit beside the engine: set rollout.speculation.drafter_kv_tokens."""
+    """A drafter process sleeps on each engine's device, or without GPUs its core, where no other engine has that. Where
+    an engine has run dry, and neither of the above is done, it drafts for the others that the same rank drives (those
+    of its host) until the rollout ends, if that is predicted to pay. For mode decoupled, or decoupled among the
+    drafters, with parallel.drafters 0. On GPUs it must fit beside the engine: set
+    rollout.speculation.drafter_kv_tokens."""
 
     def __post_init__(self) -> None:
         _require(self.replicas >= 1, "rollout.tail.replicas", self.replicas, ">= 1", "Use 1 for no replicas.")

@@ -34,7 +34,7 @@ from specactor.progress import Progress, summary_rows
 from specactor.recipes import to_json
 from specactor.rollout.decoupled.access import DrafterAccess
 from specactor.rollout.drafter_pool import DrafterPool
-from specactor.rollout.drafter_specs import Host, Offer, access, make_specs, offer
+from specactor.rollout.drafter_specs import Host, Offer, access, host_of, make_specs, offer
 from specactor.rollout.pool import EnginePool
 from specactor.rollout.sglang.engine import EngineSpec
 from specactor.rollout.tail_plan import tail_policy
@@ -71,7 +71,7 @@ def run(config: Config, *, rank: int, local_rank: int, world: int, failures: Fai
                 on_phase=note_phase,
             )
         )
-        actor = _build(config, layout, folder, collective, members, local_rank, progress, stack)
+        actor = _build(config, layout, folder, collective, members, progress, stack)
         if resume is not None:
             actor.restore(checkpoint.load(actor.trainer, resume))
             if actor.distillation is not None:
@@ -112,7 +112,6 @@ def _build(
     folder: RunFolder,
     collective: Collective,
     members: Sequence[Member],
-    local_rank: int,
     progress: Progress,
     stack: ExitStack,
 ) -> SpecActor:
@@ -121,7 +120,7 @@ def _build(
         start = initial_model(config, collective)
         tokenizer = load_tokenizer(start)
         train_data, eval_data = collective.together("data", lambda: _problems(config, tokenizer))
-    drafters, access_of = _drafters(config, folder, collective, members, local_rank, stack)
+    drafters, access_of = _drafters(config, folder, collective, members, progress, stack)
     engines = _own_engines(config, start, folder, collective.rank, members, access_of)
     tail = tail_policy(config.rollout.tail, max_window=config.rollout.speculation.max_window)
     pool = stack.enter_context(EnginePool(engines, tail=tail, drafters=drafters))
@@ -210,13 +209,14 @@ def _drafters(
     folder: RunFolder,
     collective: Collective,
     members: Sequence[Member],
-    local_rank: int,
+    progress: Progress,
     stack: ExitStack,
 ) -> tuple[DrafterPool, Callable[[int], DrafterAccess]]:
     """The drafters that this rank starts: those of its host, if it is the host's first rank. And how an engine that
     this rank starts reaches the drafters of its host."""
-    machine = members[collective.rank].machine
-    here = [rank for rank, member in enumerate(members) if member.machine == machine]
+    views = [host_of(config, member.view) for member in members]
+    own_host = views[collective.rank]
+    here = [rank for rank, view in enumerate(views) if view == own_host]
     owners = [engine_owner(i, engine_tensor=config.parallel.engine_tensor) for i in range(config.parallel.engines)]
     found = len(gpus())
     devices = tuple(range(found)) or tuple(sorted(os.sched_getaffinity(0)))
@@ -231,15 +231,21 @@ def _drafters(
             if owner == collective.rank
         ),
     )
+    is_first = collective.rank == here[0]
+    if is_first and config.rollout.tail.drafters and (host.engines < 2 or not host.lendable):
+        progress.note(
+            f"rollout.tail.drafters: {own_host.machine} has {host.engines} engines, {len(host.lendable)} of them with "
+            "a device that no other has; nothing will be lent there. Give a host two engines, each its own device."
+        )
     max_position = model_shape(config).max_position
     specs = collective.together(
         "drafters",
-        lambda: make_specs(config, host, max_position=max_position, log_dir=folder.engines) if local_rank == 0 else [],
+        lambda: make_specs(config, host, max_position=max_position, log_dir=folder.engines) if is_first else [],
     )
-    own, told = offer(specs, machine)
-    pool = stack.enter_context(DrafterPool(own))
+    own, told = offer(specs, own_host)
+    pool = stack.enter_context(DrafterPool(own, on_gpus=host.has_gpus))
     offers = collective.gather(told, Offer)
-    return pool, lambda engine: access(offers, machine=machine, engine=engine)
+    return pool, lambda engine: access(offers, host=own_host, engine=engine)
 
 
 def _own_engines(

@@ -85,7 +85,7 @@ SPECULATION: dict[str, str] = {
     "wasted_ahead": "of them, thrown away before they could be verified",
     "branched": "rejections after which a draft was there, since they had been foreseen",
     "stale_tails": "drafts that arrived too late, or for another continuation",
-    "dropped_frames": "messages dropped for all other reasons",
+    "dropped_frames": "messages dropped for all other reasons; those to drafters that do not answer are not counted",
     "live_drafters": "drafter processes that answered at the end of the rollout, summed over engines",
     "busy_s": "seconds that drafter processes drafted, summed over them",
     "processes": "drafter processes that told how long they drafted",

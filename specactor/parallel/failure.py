@@ -19,7 +19,7 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import msgspec
 
@@ -39,6 +39,14 @@ class Store(Protocol):
     """The part of torch.distributed.Store that is needed."""
 
     def add(self, key: str, amount: int) -> int: ...
+
+
+class View(NamedTuple):
+    """Equal for ranks to which a number of a device means the same device."""
+
+    machine: str
+    visible: str | None = None
+    """Devices of the machine that it was given, as CUDA has them; None: all."""
 
 
 class Member(msgspec.Struct, frozen=True, kw_only=True):
@@ -62,9 +70,8 @@ class Member(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     @property
-    def view(self) -> str:
-        """Equal for ranks to which a number of a device means the same device."""
-        return self.machine if self.visible is None else f"{self.machine} {self.visible}"
+    def view(self) -> View:
+        return View(self.machine, self.visible)
 
     def gone(self) -> bool:
         """Whether the process has ended. Only for members on this machine."""

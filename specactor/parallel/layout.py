@@ -7,7 +7,7 @@ Megatron-core would refuse is refused here first, with the way out.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -237,7 +237,7 @@ def engine_owner(engine: int, *, engine_tensor: int) -> int:
 
 
 def place_engine(
-    engine: int, views: Sequence[str], local_ranks: Sequence[int], *, engine_tensor: int, pooled: bool
+    engine: int, views: Sequence[Hashable], local_ranks: Sequence[int], *, engine_tensor: int, pooled: bool
 ) -> tuple[int, int]:
     """(rank that starts the engine, number of its first device as that rank counts devices).
 

@@ -5,9 +5,11 @@ side, by a thread, while whoever uses the engines goes on.
 
 Those of `DrafterSpec.engine` sleep, and may be woken while that engine has nothing to do.
 
-Invariants: after `rollout` those sleep or are gone, and none of them is being started before the next; after `stop`
-nothing of any drafter is left, also when starting failed; a drafter is started at most `max_restarts` times again, each
-time `PAUSE_S` or more after it was found dead, twice as long every time.
+Invariants: after `rollout` those sleep or are gone, but for one that is starting without a GPU, which takes nothing of
+the trainer's and sleeps when it has started; they are started again only while their engine has nothing to do; after
+`stop` nothing of any drafter is left, also when starting failed; a drafter is started again after at most
+`max_restarts` deaths, and after at most as many ends of rollouts in a row that found it late, each time `PAUSE_S` or
+more later, twice as long every time.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ import logging
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
 from typing import TYPE_CHECKING
 
@@ -31,6 +34,8 @@ LOOK_EVERY_S = 0.2
 PAUSE_S = 0.5
 SLEEP_TIMEOUT_S = 10.0
 """Longest wait for all drafters that were woken to sleep; a batch may have to end first. The others are ended."""
+ANSWER_S = 1.0
+"""Of that, what each may take to say that it sleeps, also after others were waited for."""
 
 _LOG = logging.getLogger(__name__)
 
@@ -38,15 +43,21 @@ _LOG = logging.getLogger(__name__)
 class DrafterPool:
     """May be empty: then every method does nothing."""
 
-    def __init__(self, specs: Sequence[DrafterSpec]) -> None:
-        """Starts all at once; they do not listen before `wait_ready`."""
+    def __init__(self, specs: Sequence[DrafterSpec], *, on_gpus: bool = False) -> None:
+        """Starts all at once; they do not listen before `wait_ready`. Args: whether starting takes of a GPU."""
+        self._on_gpus = on_gpus
         self._lock = threading.Lock()
         self._ending = threading.Event()
         self._watcher: threading.Thread | None = None
-        self._restarts = [0] * len(specs)
-        self._dead_s: list[float | None] = [None] * len(specs)
-        """When a drafter was found dead that is to be started again."""
-        self._rollout = False
+        self.restarts = 0
+        """Drafters that were started again so far."""
+        self._deaths = [0] * len(specs)
+        self._late = [0] * len(specs)
+        """Ends of rollouts in a row that ended it, since it did not sleep or had not started."""
+        self._gone_s: list[float | None] = [None] * len(specs)
+        """When a drafter was found dead, or ended, that is to be started again."""
+        self._free: set[int] = set()
+        """Engines that have nothing to do, in a rollout."""
         self.drafters: list[DrafterProcess] = []
         try:
             for spec in specs:
@@ -62,11 +73,6 @@ class DrafterPool:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.stop()
-
-    @property
-    def restarts(self) -> int:
-        """Drafters that were started again so far."""
-        return sum(self._restarts)
 
     def wait_ready(self) -> None:
         """Until all listen; from then on they are watched. Raises EngineError, and stops all, when one does not."""
@@ -106,12 +112,20 @@ class DrafterPool:
     @contextlib.contextmanager
     def rollout(self) -> Iterator[None]:
         """Devices of engines are theirs meanwhile; afterwards the trainer's."""
-        self._rollout = True
         try:
             yield
         finally:
-            self._rollout = False
             self._settle()
+
+    def any_awake(self) -> bool:
+        """Whether any drafter on an engine's device is, as `is_awake` has it."""
+        with self._lock:
+            return any(drafter.awake and drafter.alive for drafter in self.drafters if drafter.spec.engine is not None)
+
+    def free(self, engine: int) -> None:
+        """The engine has nothing to do, until `sleep` or the end of the rollout. Waits for nothing."""
+        with self._lock:
+            self._free.add(engine)
 
     def is_awake(self, engine: int) -> bool:
         """Whether the drafter on that engine's device was woken, and not asked to sleep since, and is alive."""
@@ -133,6 +147,7 @@ class DrafterPool:
     def sleep(self, engine: int) -> None:
         """The engine has something to do again. Waits for nothing; harmless if it sleeps."""
         with self._lock:
+            self._free.discard(engine)
             for drafter in self._on(engine):
                 if drafter.awake:
                     drafter.sleep(timeout_s=0.0)
@@ -141,18 +156,40 @@ class DrafterPool:
         return [drafter for drafter in self.drafters if drafter.spec.engine == engine]
 
     def _settle(self) -> None:
-        """All that may be woken sleep, or are ended: those that are late, and those that have not started yet."""
+        """All that may be woken sleep, or are ended: those that are late, and on GPUs those that are starting."""
         deadline = time.monotonic() + SLEEP_TIMEOUT_S
         with self._lock:
-            lent = [drafter for drafter in self.drafters if drafter.spec.engine is not None and drafter.alive]
-            for drafter in lent:
-                if drafter.awake:
-                    drafter.sleep(timeout_s=0.0)  # all are asked before one is waited for
-            for drafter in lent:
-                left_s = max(0.0, deadline - time.monotonic())
-                if not drafter.has_started() or not drafter.sleep(timeout_s=left_s):
-                    _LOG.warning("drafter %d does not sleep, and is ended", drafter.spec.index)
-                    drafter.kill()
+            self._free.clear()
+            lent = [i for i, drafter in enumerate(self.drafters) if drafter.spec.engine is not None and drafter.alive]
+            for i in lent:
+                if self.drafters[i].awake:
+                    self.drafters[i].sleep(timeout_s=0.0)  # all are asked before one is waited for
+            late = [i for i in lent if not self._sleeps(self.drafters[i], deadline)]
+            for i in lent:
+                self._late[i] = self._late[i] + 1 if i in late else 0
+            if late:
+                self._end_late(late)
+
+    def _sleeps(self, drafter: DrafterProcess, deadline: float) -> bool:
+        """Whether it does by then, or is gone, or may go on starting."""
+        if not drafter.has_started():
+            return not (drafter.alive and self._on_gpus)
+        return drafter.sleep(timeout_s=max(ANSWER_S, deadline - time.monotonic()))
+
+    def _end_late(self, late: Sequence[int]) -> None:
+        """Together: ending one that hangs takes seconds. That is no death, and is counted apart."""
+        for i in late:
+            spec = self.drafters[i].spec
+            _LOG.warning(
+                "drafter %d does not sleep at the end of a rollout, and is ended: %d of %d times in a row after which "
+                "it is started again",
+                *(spec.index, self._late[i], spec.max_restarts),
+            )
+        with ThreadPoolExecutor(max_workers=len(late)) as threads:
+            for future in [threads.submit(self.drafters[i].kill) for i in late]:
+                future.result()
+        for i in late:
+            self._gone_s[i] = time.monotonic()
 
     def stop(self) -> None:
         """Ends all. May be called again."""
@@ -175,21 +212,23 @@ class DrafterPool:
                 if drafter.leaving:
                     drafter.sleep(timeout_s=0.0)
                 continue
-            spec, tried = drafter.spec, self._restarts[index]
-            if self._dead_s[index] is None:
-                self._dead_s[index] = now_s
+            spec = drafter.spec
+            if (gone_s := self._gone_s[index]) is None:
+                self._gone_s[index] = gone_s = now_s
+                self._deaths[index] += 1
                 drafter.kill()
                 _LOG.warning(
                     "drafter %d died; %d of %d restarts were used. The end of its log, %s:\n%s",
-                    *(spec.index, tried, spec.max_restarts, spec.log_file, drafter.log_tail()),
+                    *(spec.index, self._deaths[index] - 1, spec.max_restarts, spec.log_file, drafter.log_tail()),
                 )
-            pause_s = PAUSE_S * 2**tried
-            if spec.engine is not None and not self._rollout:
-                continue  # the device may be the trainer's now
-            if tried < spec.max_restarts and now_s - (self._dead_s[index] or now_s) >= pause_s:
+            if spec.engine is not None and spec.engine not in self._free:
+                continue  # the device may be the trainer's now, or its engine's
+            deaths, late = self._deaths[index], self._late[index]
+            pause_s = PAUSE_S * 2 ** max(0, deaths + late - 1)
+            if max(deaths, late) <= spec.max_restarts and now_s - gone_s >= pause_s:
+                self._gone_s[index] = None
                 try:
                     self.drafters[index] = DrafterProcess(spec)
-                except OSError:
+                    self.restarts += 1
+                except OSError:  # it is found dead again, and tried later
                     _LOG.exception("drafter %d could not be started again", spec.index)
-                self._dead_s[index] = None
-                self._restarts[index] += 1

@@ -2,18 +2,25 @@
 
 A drafter has a device of its own, or sleeps on an engine's (rollout.tail.drafters).
 
+A host is a machine. With `rollout.tail.drafters` it is the ranks of one that see the same devices, since the first of
+those drives all of their engines, and no others: a drafter that it wakes must draft for them.
+
 Invariants: every drafter of a host has an address and keys of its own host, new in every run; engines are given the
-drafters of their own host and no others; a rank that starts no drafter learns the engines' keys and not the drafters'.
+drafters of their own host and no others; a rank that starts no drafter learns the engines' keys and not the drafters';
+one that sleeps on an engine's device has the engine's number, so no two of a job have the same, and the device is no
+other engine's.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from specactor.config import Config
 from specactor.errors import ConfigError
+from specactor.parallel.failure import View
 from specactor.parallel.layout import ModelShape
 from specactor.rollout.decoupled.access import DrafterAccess
 from specactor.rollout.decoupled.spec import DrafterSpec
@@ -33,12 +40,18 @@ class Host:
     own_engines: tuple[tuple[int, int], ...] = ()
     """(index, first device) of each engine that the host's first rank starts."""
 
+    @property
+    def lendable(self) -> tuple[tuple[int, int], ...]:
+        """Of those, the ones whose device may be lent when they have nothing to do, since no other engine has it."""
+        shared = Counter(device for _, device in self.own_engines)
+        return tuple((index, device) for index, device in self.own_engines if shared[device] == 1)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Offer:
     """What one rank tells all: the drafters that it starts, if any."""
 
-    machine: str
+    host: View
     endpoints: tuple[str, ...] = ()
     keys: EngineKeys | None = None
 
@@ -48,9 +61,12 @@ def make_specs(config: Config, host: Host, *, max_position: int, log_dir: Path) 
 
     Args: longest sequence of the policy in tokens.
     """
-    sleeping = host.own_engines if config.rollout.tail.drafters else ()
+    sleeping = host.lendable if config.rollout.tail.drafters else ()
     own = place(config.parallel.drafters, config.parallel.drafter_devices, host)
-    places = [*((device, None) for device in own), *((device, engine) for engine, device in sleeping)]
+    places = [
+        *((i, device, None) for i, device in enumerate(own)),
+        *((index, device, index) for index, device in sleeping),
+    ]
     if not places:
         return []
     speculation, engine = config.rollout.speculation, config.rollout.engine
@@ -85,7 +101,7 @@ def make_specs(config: Config, host: Host, *, max_position: int, log_dir: Path) 
             start_timeout_s=engine.start_timeout_s,
             max_restarts=engine.max_restarts,
         )
-        for index, (device, of) in enumerate(places)
+        for index, device, of in places
     ]
 
 
@@ -107,19 +123,24 @@ def draft_shape(folder: str) -> ModelShape:
         ) from None
 
 
-def offer(specs: Sequence[DrafterSpec], machine: str) -> tuple[list[DrafterSpec], Offer]:
+def host_of(config: Config, view: View) -> View:
+    """The host of a rank with that view, in the sense of this module."""
+    return view if config.rollout.tail.drafters else View(view.machine)
+
+
+def offer(specs: Sequence[DrafterSpec], host: View) -> tuple[list[DrafterSpec], Offer]:
     """The drafters with keys, and what all ranks are to be told of them."""
     if not specs:
-        return [], Offer(machine=machine)
+        return [], Offer(host=host)
     engine_keys, drafter_keys = make_keys()
     endpoints = tuple(spec.endpoint for spec in specs)
-    told = Offer(machine=machine, endpoints=endpoints, keys=engine_keys)
+    told = Offer(host=host, endpoints=endpoints, keys=engine_keys)
     return [replace(spec, keys=drafter_keys) for spec in specs], told
 
 
-def access(offers: Sequence[Offer], *, machine: str, engine: int) -> DrafterAccess:
-    """Of an engine on this machine."""
+def access(offers: Sequence[Offer], *, host: View, engine: int) -> DrafterAccess:
+    """Of an engine on this host."""
     for each in offers:
-        if each.machine == machine and each.endpoints:
+        if each.host == host and each.endpoints:
             return DrafterAccess(endpoints=each.endpoints, keys=each.keys, engine=f"engine-{engine}")
     return DrafterAccess(engine=f"engine-{engine}")

@@ -16,12 +16,12 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from specactor.errors import EngineError, PlanError
 from specactor.rollout import continuation
+from specactor.rollout.lending import Lending, Sleepers
 from specactor.rollout.sglang.engine import Engine, EngineDied
-from specactor.rollout.tail_plan import EngineLoad, Lend, Move, Replica, Running, TailPolicy
+from specactor.rollout.tail_plan import EngineLoad, Lend, Move, Replica, Running, Standing, TailPolicy, is_news
 from specactor.types import RolloutRequest, Trajectory
 
 REPORT_TOKENS = 64
@@ -50,18 +50,6 @@ class TailCounts:
     def __add__(self, other: TailCounts) -> TailCounts:
         names = self.__dataclass_fields__
         return TailCounts(**{name: getattr(self, name) + getattr(other, name) for name in names})
-
-
-class Sleepers(Protocol):
-    """Drafters on devices of engines, by `EngineSpec.index`; see `DrafterPool`. Nothing here waits."""
-
-    def is_awake(self, engine: int) -> bool: ...
-
-    def wake_s(self, engine: int) -> float | None: ...
-
-    def wake(self, engine: int) -> None: ...
-
-    def sleep(self, engine: int) -> None: ...
 
 
 @dataclass(slots=True)
@@ -119,14 +107,14 @@ class Driver:
         # Also for an abort that came too early, see `_progressed`.
         self._report_tokens = report_tokens if policy is not None or enough_groups is not None else 0
         self._enough = enough_groups
-        self._drafters = drafters
-        self._clock = clock
-        self._began_s = clock()
+        self._lending = Lending(engines, drafters, clock=clock)
         self._longest = 0
         """Most tokens that an attempt has emitted."""
         self._attempts: dict[str, dict[int, _Attempt]] = {}
         self._loaded: Counter[int] = Counter()
         """Per engine, the number of attempts that `_loads` would tell of."""
+        self._asked: Standing | None = None
+        """When the policy was asked last, if nothing was to be done then."""
         self._dead: set[int] = set()
         """Engines whose end was heard of: what they had is gone, though some calls may have to end yet."""
         self._missing: Counter[int] = Counter()
@@ -139,7 +127,7 @@ class Driver:
 
     @property
     def counts(self) -> TailCounts:
-        return TailCounts(**self._counts)
+        return TailCounts(lent=self._lending.times, **self._counts)
 
     def run(self, parts: Sequence[Sequence[RolloutRequest]]) -> None:
         """Until all requests ended, one part per engine. `done` and `stopped` hold what became of them; the others were
@@ -168,8 +156,7 @@ class Driver:
         """Generate these on one engine, in a thread of their own."""
         if not attempts:
             return
-        if self._drafters is not None:
-            self._drafters.sleep(self._engines[position].index)
+        self._lending.busy(position)
         by_id = {attempt.request.request_id: attempt for attempt in attempts}
         for request_id, attempt in by_id.items():
             self._attempts.setdefault(request_id, {})[position] = attempt
@@ -219,7 +206,17 @@ class Driver:
         elif event.progress is not None:
             self._progressed(attempt, event.progress)
         if self._policy is not None and not self._stopping and (self._any_dry() or not self._policy.needs_dry):
-            self._act(self._policy.decide(self._loads(), [len(t.token_ids) for t in self.done.values()]))
+            self._ask(self._policy)
+
+    def _ask(self, policy: TailPolicy) -> None:
+        requests = {i: self._loaded[i] for i in range(len(self._engines)) if i not in self._dead}
+        self._lending.dry(i for i, count in requests.items() if not count)
+        standing = Standing(requests=requests, longest=self._longest)
+        if policy.needs_dry and not is_news(self._asked, standing):
+            return
+        plan = policy.decide(self._loads(), [len(t.token_ids) for t in self.done.values()])
+        self._asked = None if plan else standing
+        self._act(plan)
 
     def _forget(self, attempt: _Attempt) -> None:
         del self._attempts[attempt.request.request_id][attempt.engine]
@@ -285,7 +282,7 @@ class Driver:
         replicas: dict[int, list[_Attempt]] = {}
         for action in plan:
             if isinstance(action, Lend):
-                self._lend(action)
+                self._lending.wake(action.engine)
                 continue
             attempt = self._checked(action)
             if isinstance(action, Move):
@@ -299,12 +296,6 @@ class Driver:
         for target, attempts in replicas.items():
             self._counts["replicas"] += len(attempts)
             self._send(target, attempts)
-
-    def _lend(self, action: Lend) -> None:
-        if self._drafters is None or action.engine not in range(len(self._engines)):
-            raise PlanError(f"tail: got {action}, expected one of {len(self._engines)} engines, with drafters to wake.")
-        self._drafters.wake(self._engines[action.engine].index)
-        self._counts["lent"] += 1
 
     def _replica(self, attempt: _Attempt, target: int) -> _Attempt:
         request = attempt.request
@@ -350,24 +341,16 @@ class Driver:
             for attempt in here.values():
                 if attempt.place in running:
                     running[attempt.place].append(_running(attempt))
+        waking = self._lending.wake_rounds([i for i, some in running.items() if not some], self._longest)
         return [
             EngineLoad(
                 engine=i,
                 slots=self._engines[i].spec.config.max_running_requests,
                 running=tuple(running[i]),
-                drafts=self._drafters is not None and self._drafters.is_awake(self._engines[i].index),
-                wake_rounds=self._wake_rounds(i) if not running[i] else None,
+                wake_rounds=waking.get(i),
             )
             for i in running
         ]
-
-    def _wake_rounds(self, position: int) -> float | None:
-        """Rounds, as they were in this rollout, until the drafter there is awake; None: none sleeps there, or no round
-        was seen yet."""
-        if self._drafters is None or not self._longest:
-            return None
-        wake_s = self._drafters.wake_s(self._engines[position].index)
-        return None if wake_s is None else wake_s * self._longest / max(self._clock() - self._began_s, 1e-6)
 
     def _each_engine(self, action: Callable[[Engine], object]) -> None:
         for engine in self._engines:

@@ -15,8 +15,8 @@ to go on as responses of this rollout did that were longer than it is now.
 
 Invariants: no request is lost or moved twice in one plan; only engines that were dry get requests; a move is predicted
 to end the rollout of the two engines earlier, by more than `margin` of it; a request never runs twice on one engine,
-nor on more engines than allowed; drafters are woken on dry engines alone, and only while none is awake; equal input
-gives equal plans.
+nor on more engines than allowed; at most one drafter is woken in one plan, on a dry engine, and it drafts for all
+requests; equal input gives equal plans.
 """
 
 from __future__ import annotations
@@ -42,6 +42,10 @@ METHOD = "decoupled"
 """As engines call what drafter processes draft."""
 PRIOR_DRAFTS = 64
 """Drafts that the belief about their acceptance is worth, when a step's own are counted."""
+NEWS_SHARE = 0.125
+"""Change of an engine's requests, or of the tokens so far, after which a plan may come out differently."""
+RETURN_SHARE = 0.2
+"""Of the way back to the first belief about their acceptance, per step without any draft of theirs."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,10 +69,8 @@ class EngineLoad:
     slots: int
     """Requests that it decodes together; others wait."""
     running: tuple[Running, ...]
-    drafts: bool = False
-    """A drafter on its device is awake."""
     wake_rounds: float | None = None
-    """Rounds until the drafter on its device is awake, if one sleeps there."""
+    """Rounds until the drafter on its device is awake, if one may be woken there: none is while another is awake."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,6 +95,26 @@ class Lend:
     """Wake the drafter on the device of this engine, which is dry."""
 
     engine: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Standing:
+    """What of a rollout's state decides whether to plan again: numbers that are at hand at every event."""
+
+    requests: Mapping[int, int]
+    """Per engine that is alive, how many it has, and are on their way to it."""
+    longest: int
+    """Most tokens that a request has emitted."""
+
+
+def is_news(before: Standing | None, now: Standing) -> bool:
+    """Whether to plan again, when nothing was to be done `before`. A plan looks at every request, and events come by
+    the hundred per second, so it is made when an engine's requests, or the tokens so far, have changed by `NEWS_SHARE`:
+    with few requests at every end of one, and whenever an engine runs dry, has requests again, or dies."""
+    if before is None or before.requests.keys() != now.requests.keys():
+        return True
+    changes = [(before.requests[engine], count) for engine, count in now.requests.items()]
+    return any(abs(new - old) >= max(1, NEWS_SHARE * old) for old, new in [*changes, (before.longest, now.longest)])
 
 
 class Lengths:
@@ -121,18 +143,21 @@ class TailCosts:
     draft_step: float = 0.2
     """Of a round: a draft token of each request."""
     acceptance: float = 0.6
-    """P(the first draft token is accepted), of a drafter on a dry engine's device."""
+    """P(the first draft token is accepted), of a drafter on a dry engine's device, as believed now."""
+    first_acceptance: float = 0.6
+    """As believed before any was seen."""
     max_window: int = 8
     notice_rounds: float = 32.0
     """Until an engine that found no drafter looks for one again."""
 
 
 class TailPolicy(Protocol):
-    """Asked whenever a response has got longer or has ended. A test may give its own."""
+    """Asked when a response has got longer or has ended. A test may give its own."""
 
     @property
     def needs_dry(self) -> bool:
-        """It never plans anything while all engines have requests, so it need not be asked then."""
+        """It plans nothing while all engines have requests, and what it does not do it would not do a little later:
+        it is asked while an engine is dry, when there are news (`is_news`)."""
 
     def decide(self, loads: Sequence[EngineLoad], finished: Sequence[int]) -> Sequence[Move | Replica | Lend]:
         """Args: engines that are alive; lengths of the responses that finished."""
@@ -159,10 +184,16 @@ class Planned:
         return moves or replicas or (plan_drafters(loads, lengths, self.costs) if self.drafters else [])
 
     def after(self, counts: Mapping[str, Counts]) -> Planned:
-        """The policy of the next step. Args: what speculation did in this one, per drafter."""
-        own = counts.get(METHOD, Counts())
-        accepted = own.accepted_at[0] + PRIOR_DRAFTS * self.costs.acceptance
-        acceptance = accepted / (own.drafted_at[0] + PRIOR_DRAFTS)
+        """The policy of the next step. Args: what speculation did in this one, per drafter.
+
+        A drafter that is believed to be bad is not woken, so nothing of it is seen, though it may have learned since:
+        a belief that is not confirmed goes back to the first one, until the drafter is tried again."""
+        own, believed, first = counts.get(METHOD, Counts()), self.costs.acceptance, self.costs.first_acceptance
+        if own.drafted_at[0]:
+            accepted = own.accepted_at[0] + PRIOR_DRAFTS * believed
+            acceptance = accepted / (own.drafted_at[0] + PRIOR_DRAFTS)
+        else:
+            acceptance = believed + RETURN_SHARE * (first - believed)
         return replace(self, costs=replace(self.costs, acceptance=acceptance))
 
 
@@ -235,32 +266,33 @@ def plan_replicas(loads: Sequence[EngineLoad], lengths: Lengths, replicas: int) 
 
 
 def plan_drafters(loads: Sequence[EngineLoad], lengths: Lengths, costs: TailCosts) -> list[Lend]:
-    """Dry engines whose drafters are predicted to pay for some request (Algorithm 3, `fastest.while_it_pays`). One that
-    is awake drafts for all requests, so while there is one no other is woken."""
-    waking = {load.engine: load.wake_rounds for load in _checked(loads) if not load.running}
-    sleeping = {engine: rounds for engine, rounds in waking.items() if rounds is not None}
-    if not sleeping or any(load.drafts for load in loads):
+    """The drafter that wakes soonest on a dry engine's device, if it is predicted to pay for some request (Algorithm 3,
+    `fastest.while_it_pays`). It will draft for all requests, so one is enough, and its time is charged for all."""
+    wakes = {e.engine: e.wake_rounds for e in _checked(loads) if not e.running and e.wake_rounds is not None}
+    if not wakes:
         return []
+    soonest = min(wakes, key=lambda engine: (wakes[engine], engine))
+    wake_rounds = wakes[soonest] + costs.notice_rounds
     on = {request.request_id: (request, load) for load in loads for request in load.running}
-    wake_rounds = max(sleeping.values()) + costs.notice_rounds
+    served = sum(min(len(load.running), load.slots) for load in loads)
 
     @cache
-    def faster(requests: int, served: int) -> float:
+    def faster(requests: int) -> float:
         return gain(costs.acceptance, _live(costs, requests, served))
 
-    def pays(straggler: Straggler, has: frozenset[str], method: str, served: int) -> float:
+    def pays(straggler: Straggler, has: frozenset[str], method: str, load_of_worker: int) -> float:
         request, load = on[straggler.request_id]
         left = lengths.left(request.emitted, request.max_new_tokens)
-        return gain_after(wake_rounds, left, faster(min(len(load.running), load.slots), served))
+        return gain_after(wake_rounds, left, faster(min(len(load.running), load.slots)))
 
     found = while_it_pays(
         [Straggler(request_id=name, acceptance=costs.acceptance) for name in on],
         [METHOD],
-        [DryWorker(name=str(engine), method=METHOD, max_load=max(1, len(on))) for engine in sleeping],
+        [DryWorker(name=str(soonest), method=METHOD, max_load=1)],
         pays=pays,
         margin=costs.margin,
     )
-    return [Lend(engine=engine) for engine in sorted({int(pair.worker) for pair in found})]
+    return [Lend(engine=soonest)] if found else []
 
 
 def _live(costs: TailCosts, requests: int, served: int) -> LiveCosts:

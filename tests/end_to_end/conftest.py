@@ -10,7 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from specactor.data.tokenizer import VOCAB_SIZE
+from tests.rollout.conftest import start_script
+
 ROOT = Path(__file__).resolve().parent.parent.parent
+TRAIN = ROOT / "launch" / "train_moe.py"
 SHORT = (
     *("--train.steps", "2", "--warmup.steps", "40", "10", "--eval.problems", "64", "--checkpoint.every", "1"),
     *("--rollout.prompts-per-step", "8", "--data.train.size", "2000", "--data.eval.size", "200"),
@@ -33,10 +37,12 @@ class Launcher:
     def __init__(self, base: Path) -> None:
         self.base = base
 
-    def run(self, name: str, *options: str, recipe: str = "quickstart", ranks: int = 2) -> Launched:
+    def run(
+        self, name: str, *options: str, recipe: str = "quickstart", ranks: int = 2, script: Path = TRAIN
+    ) -> Launched:
         command = [
             *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)),
-            *(str(ROOT / "launch" / "train_moe.py"), recipe, "--name", name, "--output-dir", str(self.base / "runs")),
+            *(str(script), recipe, "--name", name, "--output-dir", str(self.base / "runs")),
             *("--warmup.cache-dir", str(self.base / "cache"), *SHORT, *options),
         ]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "WANDB_MODE": "offline"}
@@ -49,6 +55,15 @@ class Launcher:
 @pytest.fixture(scope="session")
 def launcher(tmp_path_factory: pytest.TempPathFactory) -> Launcher:
     return Launcher(tmp_path_factory.mktemp("end_to_end"))
+
+
+@pytest.fixture(scope="session")
+def draft_model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Folder of a draft model that has learned nothing."""
+    folder = str(tmp_path_factory.mktemp("draft"))
+    with start_script("sglang/make_dense.py", folder, f"vocab_size={VOCAB_SIZE}") as process:
+        assert process.wait(120) == 0
+    return folder
 
 
 @pytest.fixture(scope="session")

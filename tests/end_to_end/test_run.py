@@ -12,11 +12,9 @@ from pathlib import Path
 import psutil
 
 from specactor.cpu.sglang import environment
-from specactor.data.tokenizer import VOCAB_SIZE
 from specactor.metrics import METRICS, read_metrics
 from specactor.trainer.distillation.rollout_files import read_rollouts
 from tests.end_to_end.conftest import Launched, Launcher
-from tests.rollout.conftest import start_script
 
 REFERENCE = Path(__file__).with_name("greedy_reference.py")
 TIMES = ("time/", "memory/", "speculation/", "drafter/")
@@ -50,12 +48,10 @@ def test_a_run_ends_well_and_says_what_it_did(finished: Launched) -> None:
 
 
 def test_speculation_changes_neither_tokens_nor_rewards_nor_losses(
-    finished: Launched, launcher: Launcher, tmp_path: Path
+    finished: Launched, launcher: Launcher, draft_model: str
 ) -> None:
     """A drafter process and a drafter in the engine, both in every round; the draft model learns after every step."""
-    with start_script("sglang/make_dense.py", str(tmp_path), f"vocab_size={VOCAB_SIZE}") as process:
-        assert process.wait(120) == 0
-    speculation = ("--rollout.speculation.mode", "decoupled", "--rollout.speculation.draft-model", str(tmp_path))
+    speculation = ("--rollout.speculation.mode", "decoupled", "--rollout.speculation.draft-model", draft_model)
     drafters = ("--rollout.speculation.drafters", "decoupled", "suffix", "--rollout.speculation.merge", "True")
     window = ("--rollout.speculation.window", "4")  # fixed: whether `auto` drafts depends on the machine's speed
     seen = ("--tracking.trace", "2", "--rollout.speculation.branches", "True", "--parallel.drafters", "1")

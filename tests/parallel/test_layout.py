@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Hashable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -206,7 +207,7 @@ def test_two_launchers_on_a_host_that_see_the_same_devices() -> None:
     assert places(["a"] * 8, pooled=True) == [(0, 0), (0, 2), (0, 0), (0, 2)]
 
 
-def places(views: list[str], *, pooled: bool) -> list[tuple[int, int]]:
+def places(views: Sequence[Hashable], *, pooled: bool) -> list[tuple[int, int]]:
     """Of four engines of two devices, on ranks of two launchers with four ranks each."""
     local_ranks = [*range(4), *range(4)]
     return [place_engine(i, views, local_ranks, engine_tensor=2, pooled=pooled) for i in range(4)]

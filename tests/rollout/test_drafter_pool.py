@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -91,7 +92,7 @@ def test_those_on_devices_of_engines_are_awake_in_rollouts_alone(
 
 
 @pytest.mark.parametrize("fate", ["hangs", "is killed"])
-def test_one_that_does_not_leave_is_ended_and_comes_back_in_a_rollout(
+def test_one_that_does_not_leave_is_ended_and_comes_back_when_its_engine_is_free(
     make_drafter_spec: Callable[..., DrafterSpec], monkeypatch: pytest.MonkeyPatch, fate: str
 ) -> None:
     monkeypatch.setattr(drafter_pool, "SLEEP_TIMEOUT_S", 1.0)
@@ -103,18 +104,103 @@ def test_one_that_does_not_leave_is_ended_and_comes_back_in_a_rollout(
             assert_drafts(pool.drafters[0].spec)
             os.kill(child_of(pool.drafters[0]), signal.SIGSTOP if fate == "hangs" else signal.SIGKILL)
         footprint.assert_gone()
-        time.sleep(4 * drafter_pool.LOOK_EVERY_S + 4 * drafter_pool.PAUSE_S)
+        settled()
         assert pool.restarts == 0, "the device is the trainer's"
         assert pool.wake_s(4) is None
         with pool.rollout():
-            wait_until(lambda: pool.restarts == 1)
-        assert not pool.drafters[0].alive, "it had not started yet"
-        with pool.rollout():
+            pool.free(3)
+            pool.free(4)
+            pool.sleep(4)
+            settled()
+            assert pool.restarts == 0, "its engine has something to do"
+            pool.free(4)
             wait_until(lambda: pool.wake_s(4) is not None)
             pool.wake(4)
+            assert pool.any_awake()
             assert_drafts(pool.drafters[0].spec)
+        assert pool.restarts == 1
         assert pool.drafters[0].alive
         assert not pool.is_awake(4)
+        assert not pool.any_awake()
+
+
+def settled() -> None:
+    """Whatever the watcher is about to do is done."""
+    time.sleep(4 * drafter_pool.LOOK_EVERY_S + 4 * drafter_pool.PAUSE_S)
+
+
+def test_one_that_is_late_takes_no_other_with_it(
+    make_drafter_spec: Callable[..., DrafterSpec], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(drafter_pool, "SLEEP_TIMEOUT_S", 0.5)
+    specs = [lendable(make_drafter_spec), lendable(make_drafter_spec, index=1, log_file=str(tmp_path / "1.log"))]
+    with DrafterPool(specs) as pool:
+        pool.wait_ready()
+        with pool.rollout():
+            pool.wake(4)
+            assert_drafts(specs[0])
+            assert_drafts(specs[1])
+            os.kill(child_of(pool.drafters[0]), signal.SIGSTOP)
+        assert [drafter.alive for drafter in pool.drafters] == [False, True], "the whole wait was the first one's"
+        assert pool.wake_s(4) is not None
+
+
+@pytest.mark.parametrize("on_gpus", [False, True])
+def test_the_end_of_a_rollout_is_no_death_for_one_that_is_starting(
+    make_drafter_spec: Callable[..., DrafterSpec], on_gpus: bool
+) -> None:
+    """It died once, and rollouts are shorter than a start."""
+    spec = make_drafter_spec("Slow", engine=4, max_restarts=1 if not on_gpus else 3)
+    with DrafterPool([spec], on_gpus=on_gpus) as pool:
+        pool.wait_ready()
+        os.kill(child_of(pool.drafters[0]), signal.SIGKILL)
+        wait_until(lambda: not pool.drafters[0].alive)
+        for rollout in range(1, 4):
+            with pool.rollout():
+                pool.free(4)
+                wait_until(lambda want=rollout if on_gpus else 1: pool.restarts == want)  # type: ignore[misc]
+            assert pool.drafters[0].alive == (not on_gpus)
+        with pool.rollout():
+            pool.free(4)
+            wait_until(lambda: pool.wake_s(4) is not None)
+        assert pool._deaths == [1]
+        assert pool._late == [0], "it slept in time"
+        assert pool.drafters[0].alive
+
+
+def test_one_that_is_late_every_time_is_given_up(make_drafter_spec: Callable[..., DrafterSpec]) -> None:
+    with DrafterPool([make_drafter_spec("Slow", engine=4, max_restarts=1)], on_gpus=True) as pool:
+        with pool.rollout():
+            pass  # it has not started yet
+        assert not pool.drafters[0].alive
+        pool._watcher = threading.Thread(target=pool._watch)
+        pool._watcher.start()
+        with pool.rollout():
+            pool.free(4)
+            wait_until(lambda: pool.restarts == 1)
+        assert not pool.drafters[0].alive
+        with pool.rollout():
+            pool.free(4)
+            settled()
+            assert pool.restarts == 1
+        assert pool._deaths == [0]
+
+
+def test_one_that_cannot_wake_dies_as_often_as_is_allowed(make_drafter_spec: Callable[..., DrafterSpec]) -> None:
+    with DrafterPool([make_drafter_spec("Unwakeable", engine=4, max_restarts=1)]) as pool:
+        pool.wait_ready()
+        with pool.rollout():
+            pool.free(4)
+            for deaths in (1, 2):
+                wait_until(lambda: pool.wake_s(4) is not None)
+                pool.wake(4)
+                wait_until(lambda want=deaths: pool._deaths == [want])  # type: ignore[misc]
+                assert not pool.any_awake()
+            settled()
+            assert pool.restarts == 1
+            assert pool.wake_s(4) is None
+            pool.wake(4)
+        assert "MemoryError: no room" in pool.drafters[0].log_tail()
 
 
 def test_failing_to_start_stops_the_others(make_drafter_spec: Callable[..., DrafterSpec]) -> None:

@@ -10,8 +10,10 @@ import pytest
 
 from specactor.config import Config, EngineConfig, ParallelConfig, SpeculationConfig, TailConfig
 from specactor.errors import ConfigError
+from specactor.parallel.failure import Member, View
+from specactor.parallel.layout import place_engine
 from specactor.recipes import load
-from specactor.rollout.drafter_specs import Host, Offer, access, make_specs, offer, place
+from specactor.rollout.drafter_specs import Host, Offer, access, host_of, make_specs, offer, place
 
 HOST = Host(ranks=2, engines=2, devices=(0, 1, 2, 3), has_gpus=False)
 
@@ -59,9 +61,13 @@ def test_drafters_that_sleep_on_devices_of_engines(tmp_path: Path) -> None:
     host = replace(HOST, own_engines=((2, 0), (3, 1)))
     specs = make_specs(lent, host, max_position=30, log_dir=tmp_path)
     assert [(spec.index, spec.engine, spec.device, spec.kv_tokens) for spec in specs] == [
-        (0, 2, 0, 600),
-        (1, 3, 1, 600),
+        (2, 2, 0, 600),
+        (3, 3, 1, 600),
     ]
+    assert len({spec.log_file for spec in specs}) == 2
+    shared = replace(host, own_engines=((0, 0), (1, 1), (2, 0)))
+    [spec] = make_specs(lent, shared, max_position=30, log_dir=tmp_path)
+    assert (spec.engine, spec.device) == (1, 1), "device 0 is also that of an engine that may be busy"
     assert make_specs(lent, HOST, max_position=30, log_dir=tmp_path) == [], "this rank starts no engine"
     assert all(spec.engine is None for spec in make_specs(base, host, max_position=30, log_dir=tmp_path))
     with pytest.raises(ConfigError, match=r"^rollout.speculation.drafter_kv_tokens: got None, expected a number"):
@@ -70,11 +76,11 @@ def test_drafters_that_sleep_on_devices_of_engines(tmp_path: Path) -> None:
 
 def test_engines_reach_the_drafters_of_their_host_alone(tmp_path: Path) -> None:
     specs = make_specs(config(tmp_path), HOST, max_position=30, log_dir=tmp_path)
-    own, told = offer(specs, "here")
-    there = offer(specs, "there")[1]
-    nobody = offer([], "here")[1]
-    assert nobody == Offer(machine="here")
-    got = access([nobody, there, told], machine="here", engine=4)
+    own, told = offer(specs, View("here"))
+    there = offer(specs, View("there"))[1]
+    nobody = offer([], View("here"))[1]
+    assert nobody == Offer(host=View("here"))
+    got = access([nobody, there, told], host=View("here"), engine=4)
     assert got.endpoints == tuple(spec.endpoint for spec in specs)
     assert len(set(got.endpoints)) == 3
     assert got.engine == "engine-4"
@@ -83,7 +89,34 @@ def test_engines_reach_the_drafters_of_their_host_alone(tmp_path: Path) -> None:
     secret = own[0].keys.secret if own[0].keys else ""
     assert secret.encode() not in msgspec.json.encode([told, there])
     assert secret not in repr(own)
-    assert access([nobody, told], machine="elsewhere", engine=0).endpoints == ()
+    assert access([nobody, told], host=View("elsewhere"), engine=0).endpoints == ()
+    assert msgspec.json.decode(msgspec.json.encode(told), type=Offer) == told
+
+
+def test_two_launchers_on_a_machine_that_see_other_devices(tmp_path: Path) -> None:
+    """Each drives its own engines, with the drafters on their devices; ranks 0-3 and 4-7, an engine on every second."""
+    base = config(tmp_path)
+    parallel, tail = ParallelConfig(engines=4, engine_tensor=2), TailConfig(drafters=True)
+    lent = replace(base, parallel=parallel, rollout=replace(base.rollout, tail=tail))
+    members = [
+        Member(machine="m", pid=i, visible="0,1,2,3" if i < 4 else "4,5,6,7", local_rank=i % 4) for i in range(8)
+    ]
+    views, local_ranks = [member.view for member in members], [member.local_rank for member in members]
+    places = [place_engine(i, views, local_ranks, engine_tensor=2, pooled=True) for i in range(4)]
+    offers, specs = [], []
+    for rank, view in enumerate(views):
+        own_engines = tuple((i, first) for i, (owner, first) in enumerate(places) if owner == rank)
+        host = replace(HOST, own_engines=own_engines)
+        own, told = offer(make_specs(lent, host, max_position=30, log_dir=tmp_path), host_of(lent, view))
+        specs += own
+        offers.append(told)
+    assert [(spec.index, spec.engine, spec.device) for spec in specs] == [(0, 0, 0), (1, 1, 2), (2, 2, 0), (3, 3, 2)]
+    assert len({spec.log_file for spec in specs}) == 4
+    endpoints = [spec.endpoint for spec in specs]
+    for engine, (owner, _) in enumerate(places):
+        got = access(offers, host=host_of(lent, views[owner]), engine=engine)
+        assert list(got.endpoints) == (endpoints[:2] if engine < 2 else endpoints[2:])
+    assert host_of(base, views[0]) == host_of(base, views[7]) == View("m"), "drafters with devices of their own"
 
 
 def test_a_draft_model_that_is_not_there(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from specactor.errors import EngineError, PlanError
 from specactor.rollout import continuation
 from specactor.rollout.assignment import assign
 from specactor.rollout.driver import Driver, TailCounts
+from specactor.rollout.lending import Lending
 from specactor.rollout.sglang.engine import Engine, EngineDied
 from specactor.rollout.tail_plan import EngineLoad, Lend, Move, Planned, Replica
 from specactor.types import RolloutRequest, SamplingParams, Trajectory
@@ -240,34 +241,45 @@ class FakeSleepers:
     awake: set[int] = field(default_factory=set)
     asked: list[tuple[str, int]] = field(default_factory=list)
 
-    def is_awake(self, engine: int) -> bool:
-        return engine in self.awake
+    free_now: set[int] = field(default_factory=set)
+
+    def any_awake(self) -> bool:
+        return bool(self.awake)
+
+    def free(self, engine: int) -> None:
+        assert engine not in self.free_now, "it was told so"
+        self.free_now.add(engine)
 
     def wake_s(self, engine: int) -> float | None:
         return None if engine in self.awake else 0.25
 
     def wake(self, engine: int) -> None:
-        assert engine not in self.awake
+        assert not self.awake
+        assert engine in self.free_now
         self.asked.append(("wake", engine))
         self.awake.add(engine)
 
     def sleep(self, engine: int) -> None:
         self.asked += [("sleep", engine)] * (engine in self.awake)
         self.awake.discard(engine)
+        self.free_now.discard(engine)
 
 
 @dataclass
-class Lending(AtRandom):
-    """Wakes drafters on dry engines, too."""
+class LendingAtRandom(AtRandom):
+    """Wakes a drafter on a dry engine, too."""
+
+    sleepers: FakeSleepers = field(default_factory=FakeSleepers)
 
     def decide(self, loads: Sequence[EngineLoad], finished: Sequence[int]) -> Any:
         plan = super().decide(loads, finished)
         assert all(load.wake_rounds is None or not load.running for load in loads)
-        there = {load.engine for load in loads if not all(request.on_its_way for request in load.running)}
-        assert not any(load.drafts for load in loads if load.engine in there), "it left when requests came"
+        there = {10 + load.engine for load in loads if not all(request.on_its_way for request in load.running)}
+        assert not there & (self.sleepers.awake | self.sleepers.free_now), "it left when requests came"
         places = {action.target for action in plan}
         dry = [load.engine for load in loads if load.wake_rounds is not None and load.engine not in places]
-        return [*plan, *(Lend(engine=engine) for engine in dry if self.chance.random() < 0.5)]
+        assert not (dry and self.sleepers.awake), "the one that is awake drafts for all"
+        return [*plan, *(Lend(engine=engine) for engine in dry[:1] if self.chance.random() < 0.5)]
 
 
 def test_drafters_are_woken_on_dry_engines_and_leave_when_requests_come() -> None:
@@ -278,7 +290,7 @@ def test_drafters_are_woken_on_dry_engines_and_leave_when_requests_come() -> Non
         for index, engine in enumerate(engines):
             engine.index = 10 + index  # type: ignore[attr-defined]
         requests = make_requests(seed)
-        driver, _ = drive(engines, requests, policy=Lending(seed), drafters=sleepers)
+        driver, _ = drive(engines, requests, policy=LendingAtRandom(seed, sleepers=sleepers), drafters=sleepers)
         assert all(driver.done[r.request_id].token_ids == expected(r) for r in requests)
         assert {engine for _, engine in sleepers.asked} <= {10, 11, 12}
         asked.update(what for what, _ in sleepers.asked)
@@ -289,15 +301,40 @@ def test_drafters_are_woken_on_dry_engines_and_leave_when_requests_come() -> Non
 def test_waking_is_counted_in_rounds_of_this_rollout() -> None:
     """A quarter of a second, where the longest response got 8 tokens in two seconds."""
     clock = iter([0.0, *[2.0] * 100])
-    driver = Driver(
-        cast("list[Engine]", [SimpleNamespace(index=i, spec=FakeEngine().spec) for i in range(2)]),
-        notify=lambda trajectory: None,
-        drafters=FakeSleepers(),
-        clock=lambda: next(clock),
-    )
-    assert driver._wake_rounds(1) is None, "nothing was heard of"
-    driver._longest = 8
-    assert driver._wake_rounds(1) == 0.25 * 8 / 2.0
+    engines = cast("list[Engine]", [SimpleNamespace(index=i) for i in range(3)])
+    sleepers = FakeSleepers()
+    lending = Lending(engines, sleepers, clock=lambda: next(clock))
+    assert lending.wake_rounds([1], 0) == {}, "nothing was heard of"
+    assert lending.wake_rounds([1, 2], 8) == {1: 0.25 * 8 / 2.0, 2: 0.25 * 8 / 2.0}
+    sleepers.awake.add(0)
+    assert lending.wake_rounds([1, 2], 8) == {}, "the one that is awake drafts for all, also a dead engine's"
+    assert Lending(engines).wake_rounds([1], 8) == {}
+
+
+@dataclass
+class Counting:
+    """Never does anything; told apart by whether it takes part in `is_news`."""
+
+    needs_dry: bool
+    asked: list[dict[int, int]] = field(default_factory=list)
+
+    def decide(self, loads: Sequence[EngineLoad], finished: Sequence[int]) -> Sequence[Move]:
+        self.asked.append({load.engine: len(load.running) for load in loads})
+        return []
+
+
+def test_a_policy_that_does_nothing_is_not_asked_at_every_event() -> None:
+    """And is asked at each end of the last requests."""
+    requests = [
+        replace(r, sampling=replace(r.sampling, max_new_tokens=20 + 2 * i)) for i, r in enumerate(make_requests(0))
+    ]
+    always, seldom = Counting(needs_dry=False), Counting(needs_dry=True)
+    for policy in (always, seldom):
+        engines = cast("list[Engine]", [FakeEngine(), FakeEngine()])
+        Driver(engines, notify=lambda trajectory: None, policy=policy, report_tokens=1).run([requests, []])
+    assert len(always.asked) > 300
+    assert len(seldom.asked) < 60
+    assert {asked[0] for asked in seldom.asked} >= set(range(9)), "few requests: each end is news"
 
 
 def test_a_drafter_that_cannot_be_woken_is_an_error() -> None:

@@ -14,6 +14,7 @@ from specactor.errors import PlanError
 from specactor.rollout.draft.counts import Counts
 from specactor.rollout.tail_plan import (
     METHOD,
+    NEWS_SHARE,
     EngineLoad,
     Lend,
     Lengths,
@@ -21,7 +22,9 @@ from specactor.rollout.tail_plan import (
     Planned,
     Replica,
     Running,
+    Standing,
     TailCosts,
+    is_news,
     plan_drafters,
     plan_moves,
     plan_replicas,
@@ -37,10 +40,8 @@ def running(name: str, *, emitted: int = 10, prompt: int = 5, limit: int = 100, 
     )
 
 
-def load(
-    engine: int, *requests: Running, slots: int = 8, drafts: bool = False, wake_rounds: float | None = None
-) -> EngineLoad:
-    return EngineLoad(engine=engine, slots=slots, running=requests, drafts=drafts, wake_rounds=wake_rounds)
+def load(engine: int, *requests: Running, slots: int = 8, wake_rounds: float | None = None) -> EngineLoad:
+    return EngineLoad(engine=engine, slots=slots, running=requests, wake_rounds=wake_rounds)
 
 
 SLEEPS = st.none() | st.floats(0, 200)
@@ -117,10 +118,9 @@ def test_the_policy_does_one_of_them(loads: list[EngineLoad], finished: list[int
 def test_drafters(loads: list[EngineLoad], lengths: Lengths, acceptance: float, draft_step: float) -> None:
     costs = TailCosts(acceptance=acceptance, draft_step=draft_step)
     lent = [lend.engine for lend in plan_drafters(loads, lengths, costs)]
-    assert len(set(lent)) == len(lent)
-    assert set(lent) <= {of.engine for of in loads if not of.running and of.wake_rounds is not None}
-    drafting = [*loads, load(9, drafts=True)]
-    assert plan_drafters(drafting, lengths, costs) == [], "the one that is awake drafts for all"
+    wakes = {of.engine: of.wake_rounds for of in loads if not of.running and of.wake_rounds is not None}
+    assert len(lent) <= 1
+    assert all(wakes[engine] == min(wakes.values()) for engine in lent)
 
 
 def test_a_drafter_is_woken_where_it_pays() -> None:
@@ -135,8 +135,36 @@ def test_a_drafter_is_woken_where_it_pays() -> None:
     for worse in (replace(costs, acceptance=0.0), replace(costs, draft_step=2.0), replace(costs, per_request=9.0)):
         assert plan_drafters([busy, dry], NONE, worse) == []
     two = [load(0, running("a", limit=200), running("b", limit=200)), dry, load(2, wake_rounds=5.0)]
-    assert plan_drafters(two, NONE, costs) == [Lend(engine=1), Lend(engine=2)], "a request each"
-    assert plan_drafters([busy, dry, load(2, wake_rounds=5.0)], NONE, costs) == [Lend(engine=1)]
+    assert plan_drafters(two, NONE, costs) == [Lend(engine=2)], "one drafts for both, and the one that is there first"
+    late, early = load(1, wake_rounds=150.0), load(2, wake_rounds=5.0)
+    assert plan_drafters([busy, late, early], NONE, costs) == [Lend(engine=2)], "the late one does not count"
+
+
+def test_the_time_of_a_drafter_that_serves_all_is_charged() -> None:
+    costs = TailCosts(acceptance=0.8, draft_step=0.3, per_request=0.3, notice_rounds=0.0)
+    one = load(0, running("r0", limit=400))
+    others = load(1, *(running(f"a{i}", limit=400) for i in range(20)), slots=20)
+    assert plan_drafters([one, load(2, wake_rounds=5.0)], NONE, costs) == [Lend(engine=2)]
+    assert plan_drafters([one, others, load(2, wake_rounds=5.0)], NONE, costs) == []
+
+
+@given(st.dictionaries(st.integers(0, 5), st.integers(0, 300), min_size=2), st.integers(0, 5000), st.data())
+def test_a_plan_is_made_again_when_something_that_matters_has_changed(
+    requests: dict[int, int], longest: int, data: st.DataObject
+) -> None:
+    before = Standing(requests=requests, longest=longest)
+    engine = data.draw(st.sampled_from(sorted(requests)))
+    count = data.draw(st.integers(0, 300))
+    now = Standing(requests=requests | {engine: count}, longest=longest)
+    change = abs(count - requests[engine])
+    assert is_news(None, before)
+    assert not is_news(before, before)
+    assert is_news(before, now) == (change > 0 and change >= NEWS_SHARE * requests[engine])
+    if (count == 0) != (requests[engine] == 0) or (change and requests[engine] <= 8):
+        assert is_news(before, now)
+    dead = Standing(requests={e: n for e, n in requests.items() if e != engine}, longest=longest)
+    assert is_news(before, dead)
+    assert is_news(before, replace(before, longest=2 * longest + 1))
 
 
 def test_with_many_requests_rows_are_dear_and_nobody_is_woken() -> None:
@@ -166,6 +194,23 @@ def test_the_next_step_is_planned_with_the_acceptance_of_this_one() -> None:
     few = Counts()
     few.round([3], [0], verify_s=1.0, draft_s=0.0)
     assert policy.after({METHOD: few}).costs.acceptance == pytest.approx(policy.costs.acceptance, abs=0.02)
+
+
+def test_a_drafter_that_was_bad_once_is_tried_again() -> None:
+    """It is seen only while it is awake, and is not woken while it is believed to be bad; and it learns meanwhile."""
+    loads = [load(0, running("a", limit=110), running("b", limit=110)), load(1, wake_rounds=20.0)]
+    bad = Counts()
+    bad.round([3] * 1000, [1] * 150 + [0] * 850, verify_s=1.0, draft_s=0.0)
+    policy = Planned(migrate=False, drafters=True)
+    assert policy.decide(loads, ()) == [Lend(engine=1)]
+    policy = policy.after({METHOD: bad})
+    steps = 0
+    while not policy.decide(loads, ()):
+        policy = policy.after({"suffix": bad})
+        steps += 1
+        assert steps < 20
+    assert steps > 3, "not at once, or it would be woken for nothing in most steps"
+    assert policy.costs.acceptance < policy.costs.first_acceptance
 
 
 def test_half_of_the_queue_goes_to_a_dry_engine() -> None:

@@ -44,7 +44,8 @@ class Report:
     """In rounds, for drafts."""
     waits: int
     dropped: dict[str, int]
-    """Frames and tails, by reason: `stale`, `late`, `future`, `repeated`, `foreign`, `malformed`, `unsent`, ..."""
+    """Frames and tails, by reason: `stale`, `late`, `future`, `repeated`, `foreign`, `malformed`, `unsent`; and to
+    `nobody`, a drafter that does not answer, as every beat to one that sleeps; ..."""
 
 
 class Decoupled(Drafter):
@@ -133,7 +134,7 @@ class Decoupled(Drafter):
 
     def figures(self) -> dict[str, float]:
         report = self.report()
-        ordinary = sum(report.dropped.get(reason, 0) for reason in ("stale", "late"))
+        ordinary = sum(report.dropped.get(reason, 0) for reason in ("stale", "late", "nobody"))
         now: dict[str, float] = {
             "waited_s": report.waited_s,
             "branched": report.branched,
@@ -162,10 +163,11 @@ class Decoupled(Drafter):
             self.patience.rounds(now_s - self._ended_s)
 
     def _send(self, now_s: float) -> None:
+        live = self.tails.live
         for drafter in range(self._link.num_drafters):
             for frame in self.tails.outgoing(drafter, now_s):
                 if not self._link.send(drafter, frame):
-                    self.tails.drops.expect("unsent")
+                    self.tails.drops.expect("unsent" if drafter in live else "nobody")
 
     def _receive(self, now_s: float) -> None:
         tails = self.tails

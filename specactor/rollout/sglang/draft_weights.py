@@ -27,15 +27,17 @@ def check(rank: Any, payload: bytes) -> bytes:
 
 def load(rank: Any, payload: bytes) -> bytes:
     """Check, load, and draft with the new weights from the next round on; with the old ones where it answers a problem.
-    One rank alone may, and drafts are then of two versions until the next push: bad ones, which cost speed."""
+    One rank alone may, and drafts are then of two versions until the next push: bad ones, which cost speed. A rank that
+    did not take them keeps the version that it had, so when they are brought again, that is news."""
     weights = msgspec.msgpack.decode(payload, type=DraftWeights)
     model, speculator = _model(rank), rank.draft_worker.speculator
+    problem = "it was not loaded"
     try:
         problem = draft_receiver.load(model, weights)
     finally:
         for drafter in speculator.drafters.values() if speculator is not None else ():
             if isinstance(drafter, DraftModel):
-                drafter.renewed(weights.draft_version)
+                drafter.renewed(drafter.version if problem else weights.draft_version)
     return _reply(problem)
 
 

@@ -64,6 +64,21 @@ class Sleeping(Scripted):
         time.sleep(0.5)
 
 
+class Unwakeable(Sleeping):
+    """Its device has no room when it is woken."""
+
+    def wake(self) -> None:
+        raise MemoryError("no room")
+
+
+class Slow(Sleeping):
+    """Takes a while to start."""
+
+    def __init__(self, spec: DrafterSpec) -> None:
+        time.sleep(1.5)
+        super().__init__(spec)
+
+
 class Renewing(Scripted):
     """Has weights, of which it looks at the digests."""
 

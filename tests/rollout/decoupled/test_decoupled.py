@@ -156,9 +156,25 @@ def test_a_link_that_takes_nothing_costs_nothing() -> None:
     drafter = over(link)
     link.full = True
     assert play(drafter, link, rounds=10, round_s=0.3) == 0
-    assert drafter.report().dropped["unsent"] > 5
+    assert drafter.report().dropped["nobody"] > 5
     link.full = False
     assert play(drafter, link, rounds=10, round_s=0.3) > 0
+
+
+def test_beats_to_a_drafter_that_sleeps_are_no_loss() -> None:
+    """They cannot be sent, all the time that it sleeps; what is lost on the way to one that answers is seen."""
+    link = Held()
+    drafter = over(link)
+    link.full = True
+    play(drafter, link, rounds=10, round_s=0.3)
+    assert drafter.figures()["dropped_frames"] == 0
+    link.full = False
+    play(drafter, link, rounds=10, round_s=0.3)
+    assert drafter.is_there()
+    assert drafter.figures()["dropped_frames"] == 0
+    link.full = True
+    play(drafter, link, rounds=2, round_s=0.3)
+    assert drafter.figures()["dropped_frames"] > 0
 
 
 def test_stop_tells_the_drafter_and_closes_once() -> None:

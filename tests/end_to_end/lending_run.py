@@ -1,0 +1,29 @@
+"""The main job, in which waking a drafter is believed to cost nothing: it pays at once, in responses of any length."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "launch"))
+
+import train_moe
+
+
+def main() -> int:
+    train_moe.set_environment()
+    from specactor import job
+    from specactor.config import TailConfig
+    from specactor.rollout.decoupled import host
+    from specactor.rollout.tail_plan import Planned, TailCosts
+
+    def at_once(config: TailConfig, *, max_window: int) -> Planned:
+        costs = TailCosts(max_window=max_window, acceptance=0.9, draft_step=0.0, per_request=0.0, notice_rounds=0.0)
+        return Planned(migrate=config.migrate, drafters=config.drafters, costs=costs)
+
+    job.tail_policy, host.FIRST_WAKE_S = at_once, 0.0  # type: ignore[assignment]
+    return train_moe.main()
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
