@@ -183,8 +183,8 @@ def choose(
     """The fastest of plain decoding (`plain_s` a step, corrected by the caller) and every drafter's best.
 
     `current` is what the last round did; a drafter must be faster than it by more than `margin`, so that noise does not
-    switch to and fro; plain decoding, which has no further costs, need not. Among equals plain decoding wins, then the first name. The Choice has `drafter`, `reason`,
-    and seconds after correction.
+    switch to and fro; plain decoding, which has no further costs, need not. Among equals plain decoding wins, then the
+    first name. The Choice has `drafter`, `reason`, and seconds after correction.
     """
     if requests < 1 or not plain_s > 0 or margin < 0 or OFF in options:
         raise PlanError(
