@@ -156,7 +156,7 @@ class Speculator:
         if self.config.window is not None:
             return MAX_REST
         if self._may_rest():
-            return max(self._rest.left, self._balance_left())
+            return self._rest.left
         return int(self.costs.table is None and self.costs.plain_is_next())
 
     def rested(self, requests: int, *, round_s: float) -> None:
@@ -209,22 +209,12 @@ class Speculator:
         self._observe(sequences, names, every, credits)
 
     def _weigh(self, requests: int, emitted: int, round_s: float) -> None:
-        """What the round won or lost; drafting ends when too much is lost."""
+        """What the round won or lost."""
         plain_s = self.costs.plain_s(requests)
         if self._decision.drafter == OFF:
             self._balance.looked(round_s - plain_s, plain_s=plain_s)
         else:
             self._balance.drafted(plain_s * emitted / requests - round_s, plain_s=plain_s)
-        if self._current != OFF and self.config.mode == "auto" and self._balance.left(plain_s):
-            _LOG.info("speculation: off: drafts lost more seconds than they had won")
-            self._recorder.instant("rounds", "switch to off", self._clock(), why="lost more than was won")
-            self._current = OFF
-
-    def _balance_left(self) -> int:
-        """Rounds that are plain since too much was lost."""
-        if self.costs.table is None:
-            return 0
-        return self._balance.left(self.costs.plain_s(max(1, len(self._decision.windows))))
 
     def _account(
         self, drafted: Sequence[int], accepted: Sequence[int], *, requests: int, rows: int, verify_s: float
@@ -314,9 +304,7 @@ class Speculator:
 
     def _resting(self) -> bool:
         """Whether plain decoding goes on without another look."""
-        if not self._may_rest():
-            return False
-        return not self._rest.over() or self._balance_left() > 0
+        return self._may_rest() and not self._rest.over()
 
     def _best(self, sequences: Sequence[DraftSequence], caps: list[int], max_branches: int) -> Decision:
         """The drafter and windows of the highest predicted speed."""
@@ -373,7 +361,8 @@ class Speculator:
         costs = Part(self.costs, sample=sample, requests=requests)
         ways = self._planner.ways(some, some_caps, costs, known | later, max_branches=max_branches, several=False)
         plain_s = self.costs.plain_s(requests) * sample / requests
-        choice = choose(ways.options, requests=sample, plain_s=plain_s, margin=ENTRY_MARGIN)
+        handicapped_s = plain_s / (1 + self._balance.handicap)
+        choice = choose(ways.options, requests=sample, plain_s=handicapped_s, margin=ENTRY_MARGIN)
         if any(choice.windows):
             won_s = (plain_s * choice.emitted - choice.round_s * sample) * requests / sample**2
             self._balance.promised(won_s, plain_s=self.costs.plain_s(requests))
@@ -392,12 +381,13 @@ class Speculator:
             self.acceptance[name].limit(LOOK_TRIALS)  # looks are few, so old evidence makes way
         self._look(sequences, drafts, caps)
         look_s, plain_s = self._clock() - started, self.costs.plain_s(requests)
-        again = requests <= FEW and self._balance.pays_for(look_s)
+        again = requests <= FEW and self._balance.pays_for(look_s, plain_s=plain_s)
         self._rest.looked(rates, look_s=look_s, plain_s=plain_s, again=again)
 
     def _choose(self, options: dict[str, Option], requests: int) -> Choice:
         # In mode coupled drafting is wanted, and plain decoding is no choice.
-        plain_s = self.costs.plain_s(requests) if self.config.mode == "auto" or not options else float("inf")
+        is_auto = self.config.mode == "auto" or not options
+        plain_s = self.costs.plain_s(requests) / (1 + self._balance.handicap) if is_auto else float("inf")
         margin = ENTRY_MARGIN if self._current == OFF else MARGIN
         choice = choose(options, requests=requests, plain_s=plain_s, current=self._current, margin=margin)
         if self.config.mode == "auto" and not any(choice.windows):

@@ -1,4 +1,4 @@
-"""Mode auto loses little against plain decoding, whatever it believes."""
+"""After losses mode auto trusts predictions less, and what is much faster is tried at once."""
 
 from __future__ import annotations
 
@@ -6,93 +6,115 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specactor.rollout.draft.balance import AT_ONCE, MOST, STAKE, START, TRIAL_SHARE, Balance
+from specactor.rollout.draft import balance
+from specactor.rollout.draft.balance import AT_ONCE, HANDICAP, MOST, TRIAL_SHARE, Balance
+from specactor.rollout.draft.speculator import ENTRY_MARGIN
+from specactor.rollout.planning.windows import OFF, Choice, Option
+from tests.rollout.draft.world import Coin, World, auto
 
 PLAIN_S = 2**-7
 
 
-def rests(of: Balance) -> int:
-    """Plain rounds until something may be tried."""
-    rounds = 0
-    while of.left(PLAIN_S):
-        of.rested(PLAIN_S, plain_s=PLAIN_S, after_another=False)
-        rounds += 1
-        assert rounds < 10_000
-    return rounds
-
-
-def test_what_may_be_lost_at_the_start() -> None:
+def after_losing(rounds: float) -> Balance:
     of = Balance()
-    lost = 0.0
-    while not of.left(PLAIN_S):
-        of.drafted(-PLAIN_S / 2, plain_s=PLAIN_S)
-        lost += PLAIN_S / 2
-    assert START * PLAIN_S < lost <= (START + 1) * PLAIN_S
-    left = of.left(PLAIN_S)
-    assert rests(of) == pytest.approx(left, abs=1)
-    assert left == pytest.approx((STAKE + 0.5) / TRIAL_SHARE, abs=2)
+    while rounds > 0:
+        of.drafted(-min(rounds, AT_ONCE) * PLAIN_S, plain_s=PLAIN_S)
+        rounds -= AT_ONCE
+    return of
 
 
-def test_what_was_won_may_be_lost_again_up_to_a_bound() -> None:
+def test_the_handicap_grows_with_what_was_lost_and_is_bounded() -> None:
+    assert Balance().handicap == 0.0
+    assert after_losing(2.0).handicap == pytest.approx(2 * HANDICAP)
+    assert after_losing(1000.0).handicap == pytest.approx(MOST * HANDICAP)
+
+
+def test_plain_rounds_forgive_it() -> None:
+    of = after_losing(2.0)
+    for _ in range(round(1 / TRIAL_SHARE)):
+        of.rested(PLAIN_S, plain_s=PLAIN_S, after_another=False)
+    assert of.handicap == pytest.approx(HANDICAP)
+    for _ in range(1000):
+        of.rested(PLAIN_S, plain_s=PLAIN_S, after_another=False)
+    of.drafted(-PLAIN_S, plain_s=PLAIN_S)
+    assert of.handicap == pytest.approx(HANDICAP), "rest earns nothing"
+
+
+def test_what_was_won_long_ago_does_not_pay() -> None:
     of = Balance()
     for _ in range(1000):
         of.drafted(PLAIN_S, plain_s=PLAIN_S)
-    rounds = 0
-    while not of.left(PLAIN_S):
+    for _ in range(int(MOST)):
+        assert of.handicap == 0.0
         of.drafted(-PLAIN_S, plain_s=PLAIN_S)
-        rounds += 1
-    assert rounds == MOST + 1
+    of.drafted(-PLAIN_S, plain_s=PLAIN_S)
+    assert of.handicap > 0
 
 
 def test_a_stall_counts_for_little() -> None:
     of = Balance()
     of.drafted(-1000.0, plain_s=PLAIN_S)
-    assert rests(of) <= (STAKE + AT_ONCE) / TRIAL_SHARE
-
-
-def test_plain_rounds_alone_pay_for_no_more_than_the_stake() -> None:
-    of = Balance()
-    of.looked(START * PLAIN_S + 1e-9, plain_s=PLAIN_S)
-    for _ in range(10_000):
-        of.rested(PLAIN_S, plain_s=PLAIN_S, after_another=False)
-    of.looked(1.1 * STAKE * PLAIN_S, plain_s=PLAIN_S)
-    assert of.left(PLAIN_S)
+    assert of.handicap == pytest.approx(AT_ONCE * HANDICAP)
 
 
 def test_work_that_the_next_plain_round_did_is_charged() -> None:
     of = Balance()
-    of.looked(START * PLAIN_S - 1e-4, plain_s=PLAIN_S)
-    assert not of.left(PLAIN_S)
-    of.rested(PLAIN_S + 1e-3, plain_s=PLAIN_S, after_another=False)
-    assert not of.left(PLAIN_S)
-    of.rested(PLAIN_S + 1e-3, plain_s=PLAIN_S, after_another=True)
-    assert of.left(PLAIN_S)
+    of.rested(2 * PLAIN_S, plain_s=PLAIN_S, after_another=False)
+    assert of.handicap == 0.0
+    of.rested(2 * PLAIN_S, plain_s=PLAIN_S, after_another=True)
+    assert of.handicap > 0
 
 
 def test_only_what_drafts_won_pays_for_looks_in_every_round() -> None:
-    of = Balance()
-    assert not of.pays_for(1e-3)
-    of.drafted(4e-3, plain_s=PLAIN_S)
-    assert of.pays_for(1e-3)
-    of.looked(1e-3, plain_s=PLAIN_S)
-    of.looked(1e-3, plain_s=PLAIN_S)
-    assert not of.pays_for(1e-3)
-    of.promised(4e-3, plain_s=PLAIN_S)
-    assert of.pays_for(1e-3)
+    of, look_s = Balance(), PLAIN_S / 10
+    assert not of.pays_for(look_s, plain_s=PLAIN_S)
+    of.drafted(4 * look_s, plain_s=PLAIN_S)
+    assert of.pays_for(look_s, plain_s=PLAIN_S)
+    of.looked(1.5 * look_s, plain_s=PLAIN_S)
+    assert not of.pays_for(look_s, plain_s=PLAIN_S)
+    of.promised(4 * look_s, plain_s=PLAIN_S)
+    assert of.pays_for(look_s, plain_s=PLAIN_S)
 
 
 @settings(deadline=None)
-@given(st.lists(st.tuples(st.sampled_from("dlr"), st.floats(-0.1, 0.1)), max_size=200))
-def test_the_loss_is_bounded_whatever_happens(rounds: list[tuple[str, float]]) -> None:
-    """Rounds are as the engine's: plain ones while nothing is left."""
+@given(st.lists(st.tuples(st.sampled_from("dlpr"), st.floats(-1e3, 1e3)), max_size=100))
+def test_it_stays_within_its_bounds(rounds: list[tuple[str, float]]) -> None:
     of = Balance()
-    lost = plain = 0.0
     for kind, seconds in rounds:
-        if kind == "r" or of.left(PLAIN_S):
-            of.rested(PLAIN_S, plain_s=PLAIN_S, after_another=False)
-            plain += PLAIN_S
-            continue
-        won = max(seconds, -AT_ONCE * PLAIN_S) if kind == "d" else -min(abs(seconds), AT_ONCE * PLAIN_S)
-        (of.drafted if kind == "d" else lambda s, plain_s: of.looked(-s, plain_s=plain_s))(won, plain_s=PLAIN_S)
-        lost -= won
-    assert lost <= (START + AT_ONCE) * PLAIN_S + TRIAL_SHARE * plain + 1e-9
+        if kind == "r":
+            of.rested(abs(seconds), plain_s=PLAIN_S, after_another=seconds > 0)
+        else:
+            {"d": of.drafted, "l": of.looked, "p": of.promised}[kind](seconds, plain_s=PLAIN_S)
+        assert 0.0 <= of.handicap <= HANDICAP * MOST
+        assert not of.pays_for(MOST * PLAIN_S, plain_s=PLAIN_S)
+
+
+def chosen(gain: float, lost: float) -> str:
+    """What mode auto takes if drafting is predicted to be so much faster than plain decoding."""
+    world = World(auto(), Coin(0.5))
+    world.play(100)
+    world.speculator._current = OFF
+    world.speculator._balance = after_losing(lost)
+    plain_s = world.speculator.costs.plain_s(4)
+    choice = Choice(windows=(1, 1, 1, 1), emitted=4.0 * gain, round_s=plain_s)
+    return world.speculator._choose({"coin": Option(choice=choice)}, 4).drafter
+
+
+@pytest.mark.parametrize(
+    ("gain", "lost", "expected"),
+    [
+        (1 + ENTRY_MARGIN / 2, 0.0, OFF),
+        (1.2, 0.0, "coin"),
+        (1.2, 2.0, OFF),
+        (2.0, 2.0, "coin"),
+        (2.0, 100.0, OFF),
+        (3.0, 100.0, "coin"),
+    ],
+)
+def test_much_faster_is_tried_at_once_and_a_little_faster_only_without_losses(
+    gain: float, lost: float, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert chosen(gain, lost) == expected
+    if lost and expected == OFF:
+        monkeypatch.setattr(balance, "HANDICAP", 0.0)
+        assert chosen(gain, lost) == "coin"

@@ -11,7 +11,7 @@ import pytest
 
 from specactor.config import SpeculationConfig
 from specactor.errors import ConfigError
-from specactor.rollout.draft import balance, looks
+from specactor.rollout.draft import looks
 from specactor.rollout.draft.counts import Counts
 from specactor.rollout.draft.drafter import Drafter, DraftSequence
 from specactor.rollout.draft.listeners import FAILURES
@@ -275,11 +275,8 @@ def speed_with_a_slow_drafter() -> float:
 
 
 def test_looks_at_a_slow_drafter_cost_next_to_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They are rare; and if they were not, what is lost is bounded."""
     assert speed_with_a_slow_drafter() > 0.98
     monkeypatch.setattr(looks, "LOOK_SHARE", 1e9)
-    assert speed_with_a_slow_drafter() > 0.98
-    monkeypatch.setattr(balance.Balance, "left", lambda *_: 0)
     assert speed_with_a_slow_drafter() < 0.95
 
 
