@@ -21,6 +21,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import ceil
+from typing import NamedTuple
 
 from specactor.rollout.draft.verification import common
 
@@ -42,6 +43,17 @@ RISE = 1.1
 """A look has found something if a drafter's estimated acceptance has risen by this factor."""
 
 
+class Seen(NamedTuple):
+    """What became of one draft that was not verified."""
+
+    drafter: str
+    drafted: int
+    agreed: int
+    """Draft tokens, from the first on, that equal what was emitted."""
+    asked: int
+    confidence: int | None
+
+
 @dataclass(slots=True)
 class Look:
     """What was drafted for one request."""
@@ -54,11 +66,12 @@ class Look:
     confidence: Mapping[str, int | None] = field(default_factory=dict)
     """Per drafter, as it was told."""
 
-    def agreed(self, output_ids: Sequence[int]) -> Iterator[tuple[str, int, int]]:
-        """(drafter, draft tokens, how many of them equal what was emitted). The output has all `asked` positions."""
+    def seen(self, output_ids: Sequence[int]) -> Iterator[Seen]:
+        """Of what was emitted, at most all `asked` positions and at least one."""
         emitted = output_ids[self.start : self.start + self.asked]
         for name, draft in self.drafts.items():
-            yield name, len(draft), common(draft, emitted)
+            there = draft[: len(emitted)]
+            yield Seen(name, len(there), common(there, emitted), len(emitted), self.confidence.get(name))
 
 
 class Looks:
@@ -75,16 +88,18 @@ class Looks:
         """Unless there is one that is not over."""
         self._looks.setdefault(request_id, look)
 
-    def over(self, request_id: str, output_ids: Sequence[int]) -> Iterator[tuple[str, int, int, int, int | None]]:
-        """(drafter, draft tokens, how many are equal, tokens asked for, confidence), once enough was emitted."""
+    def over(self, request_id: str, output_ids: Sequence[int]) -> Iterator[Seen]:
+        """Once enough was emitted."""
         look = self._looks.get(request_id)
         if look is not None and len(output_ids) >= look.start + look.asked:
             del self._looks[request_id]
-            for drafter, drafted, agreed in look.agreed(output_ids):
-                yield drafter, drafted, agreed, look.asked, look.confidence.get(drafter)
+            yield from look.seen(output_ids)
 
-    def forget(self, request_id: str) -> None:
-        self._looks.pop(request_id, None)
+    def ended(self, request_id: str, output_ids: Sequence[int]) -> Iterator[Seen]:
+        """The request has ended: drafts count as far as it went."""
+        look = self._looks.pop(request_id, None)
+        if look is not None and len(output_ids) > look.start:
+            yield from look.seen(output_ids)
 
 
 class Rest:

@@ -21,17 +21,17 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from specactor.config import SpeculationConfig
-from specactor.rollout.draft.balance import Balance
+from specactor.rollout.draft.accounts import Accounts
 from specactor.rollout.draft.counts import Counts
 from specactor.rollout.draft.decision import Decision
 from specactor.rollout.draft.drafter import Drafter, DraftSequence
 from specactor.rollout.draft.listeners import Listeners
-from specactor.rollout.draft.looks import FEW, MAX_REST, Look, Looks, Rest
+from specactor.rollout.draft.looks import FEW, MAX_REST, Look, Looks, Rest, Seen
 from specactor.rollout.draft.methods import LOOK_TRIALS, Methods, Policy
 from specactor.rollout.draft.options import Part
 from specactor.rollout.draft.trees import Drafts
@@ -68,9 +68,9 @@ class Speculator:
     ) -> None:
         self.config = config
         self.drafters = {drafter.name: drafter for drafter in drafters}
-        self.counts: dict[str, Counts] = {name: Counts() for name in (OFF, *self.drafters)}
         self.acceptance = {name: AcceptanceModel(max_window=config.max_window) for name in self.drafters}
         self.costs = OnlineCosts(_table(config))
+        self.accounts = Accounts(self.drafters, self.costs)
         self._clock = clock
         self._policy = policy
         self._current = OFF
@@ -79,9 +79,6 @@ class Speculator:
         self._planner = Planner(config, self.methods, self.acceptance, self.costs)
         self._looks = Looks()
         self._rest = Rest()
-        self._balance = Balance()
-        self._was_plain = False
-        """Whether the last round was on the engine's plain path."""
         self._num_looks = 0
         self._recorder = Recorder()
         self._fruitless = 0
@@ -98,15 +95,18 @@ class Speculator:
         """`tokens` were appended to the sequence's output. While decoding is plain, drafters are told later, and of
         many tokens at once."""
         self._listeners.commit(sequence)
-        for name, drafted, agreed, asked, sure in self._looks.over(sequence.request_id, sequence.output_ids):
-            self.acceptance[name].observe(sequence.request_id, drafted, agreed, asked=asked, confidence=sure)
+        self._saw(sequence, self._looks.over(sequence.request_id, sequence.output_ids))
 
     def close(self, sequence: DraftSequence) -> None:
-        self._looks.forget(sequence.request_id)
+        self._saw(sequence, self._looks.ended(sequence.request_id, sequence.output_ids))
         for acceptance in self.acceptance.values():
             acceptance.forget(sequence.request_id)
         self._planner.forget(sequence.request_id)
         self._listeners.close(sequence)
+
+    def _saw(self, sequence: DraftSequence, looks: Iterable[Seen]) -> None:
+        for drafter, drafted, agreed, asked, sure in looks:
+            self.acceptance[drafter].observe(sequence.request_id, drafted, agreed, asked=asked, confidence=sure)
 
     def policy_changed(self) -> None:
         for acceptance in self.acceptance.values():
@@ -165,14 +165,8 @@ class Speculator:
             self._listeners.pause()
         if self._may_rest():
             self._rest.over()
-        decision = self._decision = self._plain(requests)
-        self.counts[OFF].rested += 1
-        self._count((), (), verify_s=round_s)
-        others = not self._was_plain
-        self._was_plain = True
-        self.costs.observe_plain(requests, round_s=round_s, predicted_s=decision.predicted_s, after_another=others)
-        if self.costs.table is not None:
-            self._balance.rested(round_s, plain_s=self.costs.plain_s(requests), after_another=others)
+        self._decision = self._plain(requests)
+        self.accounts.plain_round(self._decision, requests, round_s=round_s)
 
     def draft(self, drafter: str, sequences: Sequence[DraftSequence], windows: Sequence[int]) -> list[list[int]]:
         """The drafts of a decision that left them to all ranks; those that did not decide must call it too."""
@@ -186,59 +180,12 @@ class Speculator:
     def learn(self, sequences: Sequence[DraftSequence], accepted: Sequence[Sequence[int]], *, round_s: float) -> None:
         """What became of the drafts of the last `decide`: per request, the draft tokens that were accepted; and the
         seconds of the whole round."""
-        decision, requests = self._decision, len(sequences)
-        self._was_plain = False
-        verify_s = max(round_s - decision.draft_s, 1e-6)
-        if self.costs.table is not None:
-            self._weigh(requests, requests + sum(map(len, accepted)), round_s)
-        if decision.drafter == OFF:
-            self._account((), (), requests=requests, rows=requests, verify_s=verify_s)
-            return
-        names = [decision.drafter, *decision.beside]
-        every = list(zip(decision.drafts, *decision.beside.values(), strict=True))
-        credits = [credits_of(drafts, right) for drafts, right in zip(every, accepted, strict=True)]
-        first = [next((k for k, credit in enumerate(own) if credit.drafted), 0) for own in credits]
-        lead = [own[0] for own, k in zip(credits, first, strict=True) if k == 0]
-        rows = requests + sum(credit.drafted for own in credits for credit in own)
-        drafted, right = [credit.drafted for credit in lead], [credit.accepted for credit in lead]
-        self._account(drafted, right, requests=requests, rows=rows, verify_s=verify_s)
-        for own, owner in zip(credits, first, strict=True) if decision.beside else ():
-            for k, (name, credit) in enumerate(zip(names, own, strict=True)):
-                if k and credit.drafted:
-                    self.counts[name].beside(credit.first, credit.drafted, credit.accepted, is_first=k == owner)
-        self._observe(sequences, names, every, credits)
-
-    def _weigh(self, requests: int, emitted: int, round_s: float) -> None:
-        """What the round won or lost."""
-        plain_s = self.costs.plain_s(requests)
-        if self._decision.drafter == OFF:
-            self._balance.looked(round_s - plain_s, plain_s=plain_s)
-        else:
-            self._balance.drafted(plain_s * emitted / requests - round_s, plain_s=plain_s)
-
-    def _account(
-        self, drafted: Sequence[int], accepted: Sequence[int], *, requests: int, rows: int, verify_s: float
-    ) -> None:
-        """Counts and costs of the round. Args: of the drafter that leads, per request; of all, in sum."""
         decision = self._decision
-        is_usual = decision.drafter != OFF and self._is_steady  # catching up is no part of what drafting costs
-        self._count(drafted, accepted, verify_s=verify_s)
-        self.costs.observe(
-            decision.timed_as,
-            requests=requests,
-            rows=rows,
-            depth=decision.depth,
-            verify_s=verify_s,
-            draft_s=decision.draft_s if is_usual else 0.0,
-            predicted_s=decision.predicted_s if is_usual else 0.0,
-        )
-
-    def _count(self, drafted: Sequence[int], accepted: Sequence[int], *, verify_s: float) -> None:
-        decision = self._decision
-        predicted_s = decision.predicted_s * self.costs.correction.factor(decision.timed_as)
-        self.counts[decision.drafter].round(
-            drafted, accepted, verify_s=verify_s, draft_s=decision.draft_s, predicted_s=predicted_s
-        )
+        every = list(zip(decision.drafts, *decision.beside.values(), strict=True)) if decision.drafter != OFF else []
+        credits = [credits_of(drafts, right) for drafts, right in zip(every, accepted, strict=bool(every))]
+        self.accounts.round(decision, credits, len(sequences), round_s=round_s, is_steady=self._is_steady)
+        if every:
+            self._observe(sequences, [decision.drafter, *decision.beside], every, credits)
 
     def _observe(
         self,
@@ -262,8 +209,7 @@ class Speculator:
 
     def report(self) -> dict[str, Counts]:
         """Counts per drafter, and of plain rounds, since the last report."""
-        report, self.counts = self.counts, {name: Counts() for name in self.counts}
-        return report
+        return self.accounts.report()
 
     def record(self, recorder: Recorder) -> None:
         """Where this and the drafters write what they do when."""
@@ -341,7 +287,7 @@ class Speculator:
     def _settle(self, sequences: Sequence[DraftSequence], drafts: Drafts, decision: Decision, reason: str) -> None:
         """Requests that changed their drafter are counted."""
         for switch in self._planner.mixing.settle([s.request_id for s in sequences], drafts, decision):
-            self.counts[switch.after].switches += switch.requests
+            self.accounts.counts[switch.after].switches += switch.requests
             name = f"{switch.requests} from {switch.before} to {switch.after}"
             self._recorder.instant("rounds", name, self._clock(), why=reason)
 
@@ -361,11 +307,11 @@ class Speculator:
         costs = Part(self.costs, sample=sample, requests=requests)
         ways = self._planner.ways(some, some_caps, costs, known | later, max_branches=max_branches, several=False)
         plain_s = self.costs.plain_s(requests) * sample / requests
-        handicapped_s = plain_s / (1 + self._balance.handicap)
+        handicapped_s = plain_s / (1 + self.accounts.balance.handicap)
         choice = choose(ways.options, requests=sample, plain_s=handicapped_s, margin=ENTRY_MARGIN)
         if any(choice.windows):
             won_s = (plain_s * choice.emitted - choice.round_s * sample) * requests / sample**2
-            self._balance.promised(won_s, plain_s=self.costs.plain_s(requests))
+            self.accounts.balance.promised(won_s, plain_s=self.costs.plain_s(requests))
             return True
         self._look_over(some, later, some_caps, started=started, requests=requests)
         return False
@@ -381,13 +327,13 @@ class Speculator:
             self.acceptance[name].limit(LOOK_TRIALS)  # looks are few, so old evidence makes way
         self._look(sequences, drafts, caps)
         look_s, plain_s = self._clock() - started, self.costs.plain_s(requests)
-        again = requests <= FEW and self._balance.pays_for(look_s, plain_s=plain_s)
+        again = requests <= FEW and self.accounts.balance.pays_for(look_s, plain_s=plain_s)
         self._rest.looked(rates, look_s=look_s, plain_s=plain_s, again=again)
 
     def _choose(self, options: dict[str, Option], requests: int) -> Choice:
         # In mode coupled drafting is wanted, and plain decoding is no choice.
         is_auto = self.config.mode == "auto" or not options
-        plain_s = self.costs.plain_s(requests) / (1 + self._balance.handicap) if is_auto else float("inf")
+        plain_s = self.costs.plain_s(requests) / (1 + self.accounts.balance.handicap) if is_auto else float("inf")
         margin = ENTRY_MARGIN if self._current == OFF else MARGIN
         choice = choose(options, requests=requests, plain_s=plain_s, current=self._current, margin=margin)
         if self.config.mode == "auto" and not any(choice.windows):
@@ -417,7 +363,7 @@ class Speculator:
                 self._looks.keep(sequence.request_id, Look(len(sequence.output_ids), cap, compared, sure))
 
     def _failed(self, name: str) -> None:
-        self.counts[name].failures += 1
+        self.accounts.counts[name].failures += 1
 
 
 def _table(config: SpeculationConfig) -> CostTable | None:

@@ -94,7 +94,7 @@ def chosen(gain: float, lost: float) -> str:
     world = World(auto(), Coin(0.5))
     world.play(100)
     world.speculator._current = OFF
-    world.speculator._balance = after_losing(lost)
+    world.speculator.accounts.balance = after_losing(lost)
     plain_s = world.speculator.costs.plain_s(4)
     choice = Choice(windows=(1, 1, 1, 1), emitted=4.0 * gain, round_s=plain_s)
     return world.speculator._choose({"coin": Option(choice=choice)}, 4).drafter

@@ -9,7 +9,9 @@ from specactor.rollout.draft.looks import (
     MAX_REST,
     RISE,
     Look,
+    Looks,
     Rest,
+    Seen,
 )
 
 
@@ -54,8 +56,20 @@ def test_looks_take_a_bounded_share_of_the_time() -> None:
 
 
 def test_a_look_says_how_much_of_each_draft_was_right() -> None:
-    one = Look(start=2, asked=3, drafts={"a": [5, 6, 7], "b": [5, 9], "c": []})
-    assert list(one.agreed([1, 1, 5, 6, 8, 7])) == [("a", 3, 2), ("b", 2, 1), ("c", 0, 0)]
+    one = Look(start=2, asked=3, drafts={"a": [5, 6, 7], "b": [5, 9], "c": []}, confidence={"a": 2})
+    seen = [Seen("a", 3, 2, 3, 2), Seen("b", 2, 1, 3, None), Seen("c", 0, 0, 3, None)]
+    assert list(one.seen([1, 1, 5, 6, 8, 7])) == seen
+
+
+def test_drafts_count_as_far_as_a_request_went() -> None:
+    """The ends of responses are as much worth as the rest: what verified drafts are judged by, looks are too."""
+    looks = Looks()
+    looks.keep("r", Look(start=2, asked=4, drafts={"a": [5, 6, 7, 8], "b": [9]}))
+    assert list(looks.over("r", [1, 1, 5, 6])) == []
+    assert list(looks.ended("r", [1, 1, 5, 6])) == [Seen("a", 2, 2, 2, None), Seen("b", 1, 0, 2, None)]
+    assert not looks.has("r")
+    looks.keep("r", Look(start=2, asked=4, drafts={"a": [5]}))
+    assert list(looks.ended("r", [1, 1])) == []
 
 
 def test_a_look_may_be_followed_by_another() -> None:
