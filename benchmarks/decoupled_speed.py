@@ -21,7 +21,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 from statistics import median
@@ -29,19 +29,21 @@ from statistics import median
 import msgspec
 
 from benchmarks.decoupled_speed_bench import MAX_WINDOW, NEW_TOKENS, Bench, Way, bench, drafters, speculation
-from benchmarks.decoupled_speed_table import COLUMNS, INTRO, MODES, Cell, Progress, aims
+from benchmarks.decoupled_speed_profile import Profile, profile
+from benchmarks.decoupled_speed_table import COLUMNS, INTRO, MARGIN, MODES, Cell, Progress, aims
 from benchmarks.dialled import Script
 from benchmarks.dialled_branches import HIT_RATE
 from benchmarks.results import Result, publish
 from benchmarks.trained_models import Models, task_models
 from specactor.rollout.draft.counts import Counts
-from specactor.rollout.planning.costs import CostTable, Grid, Point
+from specactor.rollout.planning.costs import CostTable
 from specactor.rollout.planning.plans import (
     NO_BRANCHES,
     Branches,
     Cluster,
     DrafterEngine,
     DrafterOption,
+    RolloutPlan,
     VerifierOption,
 )
 from specactor.rollout.planning.rounds import survival_of
@@ -51,8 +53,8 @@ BATCHES = (1, 4, 8, 16)
 ACCEPTANCES = (0.6, 0.8, 0.9)
 SHARES = (0.1, 0.3)
 """Of a plain step, what a dialled drafter's step takes."""
-PROFILED = (0, 1, 2, 3, 4, 6, 8)
-"""Windows."""
+ELSEWHERE = ("decoupled", "pre-drafting")
+"""Modes that draft in a process alone."""
 BRANCHES = (1, 2, 4)
 """Per request, of which the planner's best counts."""
 START_S = 12.0
@@ -60,85 +62,75 @@ START_S = 12.0
 QUICK_BATCHES = (1, 16)
 QUICK_DIALS = ((0.3, 0.8),)
 """(share, acceptance)"""
-FILLER = "specactor.rollout.draft.filler:Filler"
-# ------------------------------------------------------------------------------------------------------------- profile
+# ------------------------------------------------------------------------------------------------------------- predict
 
 
-def profile(bench: Bench, note: Callable[[str], None]) -> CostTable:
-    """Rounds of every batch and window on one core, with drafts that are wrong; and the trained model's drafting."""
-    plain: list[Point] = []
-    verifies: list[Point] = []
-    drafts: list[Point] = []
-    sizes = sorted({size for batch in bench.requests for size in (batch, -(-batch // 2))})
-    for size in sizes:
-        batch = min(b for b in bench.requests if b >= size)
-        some = [replace(r, request_id=f"{r.request_id}.profile", seed=r.seed + 1) for r in bench.requests[batch][:size]]
-        for window in PROFILED:
-            bench.configure(speculation("coupled", FILLER, window), bench.engines[:1])
-            bench.expected.clear()
-            bench.decode(some, bench.engines[:1])
-            found = [point for point in bench.rounds().verifies if point[0] == size]
-            verifies += found
-            plain += found if window == 0 else []
-        for window in (1, 2, 4, 8):
-            bench.configure(speculation("coupled", "model", window), bench.engines[:1])
-            bench.decode(some, bench.engines[:1])
-            drafts += [p for p in bench.rounds().drafts.get("model", []) if p[0] == size]
-        note(f"profiled: {size} requests")
-    bench.expected.clear()
-    return CostTable.fit(verifies, plain=plain, drafters={"model": drafts})
+def predicted(
+    found: Profile, way: Way, survival: tuple[float, ...], hit_rate: float, batch: int
+) -> tuple[dict[str, float], RolloutPlan | None]:
+    """(tokens per second of the best plan of every mode, by the planner's search, 0 where there is none; the decoupled
+    plan). Of auto: the best of the plans with one engine. `hit_rate`: P(a second choice is right | the draft token is
+    the first wrong one)."""
+    grid = found.drafting(way)
+    costs = replace(found.table, drafters={way.name: grid})
+    engine = DrafterEngine(devices=1, seconds=grid, token_s=found.token_s(way))
 
-
-def predicted(table: CostTable, way: Way, survival: tuple[float, ...], hit_rate: float, batch: int) -> dict[str, float]:
-    """Tokens per second of the best plan of every mode, by the planner's search; 0 where there is none. Of auto: the
-    best of the plans with one engine. `hit_rate`: P(a second choice is right | the draft token is the first wrong one).
-    """
-    if way.share is None:
-        grid = table.drafters["model"]
-    else:
-        axis = table.plain.requests
-        each = [way.share * table.plain_s(round(n)) for n in axis]
-        windows = tuple(float(w) for w in range(1, MAX_WINDOW + 2))
-        grid = Grid(requests=axis, per_request=windows, seconds=tuple(tuple(w * s for w in windows) for s in each))
-
-    def best(devices: int, branches: Branches = NO_BRANCHES) -> dict[str, float]:
+    def best(devices: int, branches: Branches = NO_BRANCHES) -> dict[str, RolloutPlan]:
+        """By mode."""
         plans = search(
             Cluster(devices=devices, requests=batch),
-            [VerifierOption(devices=1, costs=replace(table, drafters={way.name: grid}))],
-            [DrafterOption(name=way.name, survival=survival, engines=(DrafterEngine(devices=1, seconds=grid),))],
+            [VerifierOption(devices=1, costs=costs, ahead_s=found.ahead_s)],
+            [DrafterOption(name=way.name, survival=survival, engines=(engine,))],
             max_window=MAX_WINDOW,
             branches=branches,
         )
-        speeds: dict[str, float] = {}
-        for plan in plans:
-            speeds[plan.mode] = max(speeds.get(plan.mode, 0.0), plan.tokens_per_s)
-        return speeds
+        return {plan.mode: plan for plan in reversed(plans)}
 
-    two, one = best(2), best(1)
+    def speed(plan: RolloutPlan | None) -> float:
+        return found.of_endless(plan, way, survival[0]) * plan.tokens_per_s if plan else 0.0
+
+    one, two = best(1), best(2)
     ended = 1.0 - survival[-1]
     ahead = [
         Branches(count=count, hit_rate=hit_rate * (1.0 - survival[count - 1]) / ended)
         for count in BRANCHES
         if ended > 0
     ]
-    elsewhere = two.get("decoupled", 0.0)
-    return {
-        "off": two["off"],
-        "coupled": two.get("coupled", 0.0),
+    elsewhere = speed(two.get("decoupled"))
+    guessing = [best(2, branches).get("decoupled") for branches in ahead]
+    chosen = max((plan for plan in guessing if plan), key=lambda plan: plan.tokens_per_s, default=None)
+    speeds = {
+        "off": two["off"].tokens_per_s,
+        "coupled": speed(two.get("coupled")),
         "decoupled": elsewhere,
-        "pre-drafting": max((best(2, branches).get("decoupled", 0.0) for branches in ahead), default=elsewhere),
-        "auto": max(*one.values(), elsewhere),
+        "pre-drafting": max(speed(chosen), elsewhere),
+        "auto": max(*map(speed, one.values()), elsewhere),
     }
+    return speeds, two.get("decoupled")
 
 
 # ------------------------------------------------------------------------------------------------------------- measure
 
 
-def measure(bench: Bench, way: Way, batch: int, repetitions: int) -> tuple[dict[str, float], tuple[float, ...], float]:
-    """(tokens per second by mode, survivals as they were seen, hit rate of branches as it was seen)."""
+@dataclass(frozen=True, kw_only=True)
+class Seen:
+    """Of a cell."""
+
+    speeds: dict[str, float]
+    """Tokens per second by mode."""
+    survival: tuple[float, ...]
+    """In mode coupled."""
+    hit_rate: float
+    """Of branches."""
+    rounds: dict[str, Rounds]
+    """Of the modes with a drafter process."""
+
+
+def measure(bench: Bench, way: Way, batch: int, repetitions: int) -> Seen:
     tokens = bench.requests[batch]
     seconds: dict[str, list[float]] = {mode: [] for mode in MODES}
-    seen, ahead, branched = Counts(), Counts(), 0.0
+    counts = {mode: Counts() for mode in MODES}
+    waited_s, branched = dict.fromkeys(MODES, 0.0), 0.0
     with drafters(bench, way):
         for repetition in range(repetitions):
             for mode in MODES if repetition % 2 else MODES[::-1]:
@@ -146,17 +138,62 @@ def measure(bench: Bench, way: Way, batch: int, repetitions: int) -> tuple[dict[
                 bench.configure(speculation(mode, way.in_engine), engines)
                 if mode != "off" or repetition == 0:  # the others learn what things cost, and how good drafts are
                     bench.decode(tokens, engines)
+                if mode != "off":
+                    bench.counts()  # of rounds that teach: windows are tried in them
+                if mode in ELSEWHERE:
+                    bench.figures(mode)
                 seconds[mode].append(bench.seconds(tokens, engines))
-                if mode == "coupled":
-                    seen += bench.counts()
-                if mode == "pre-drafting":
-                    ahead, branched = ahead + bench.counts(), branched + bench.branched()
+                if mode != "off":
+                    counts[mode] += bench.counts()
+                if mode in ELSEWHERE:
+                    figures = bench.figures(mode)
+                    waited_s[mode] += figures.get("waited_s", 0.0)
+                    branched += figures.get("branched", 0.0)
     emitted = batch * (NEW_TOKENS - 1)
-    survival = survival_seen(seen)
+    survival = survival_seen(counts["coupled"])
     chained = (1.0, *survival)
-    rejections = sum(n * (a - b) for n, a, b in zip(ahead.drafted_at, chained, survival, strict=False))
-    hit_rate = min(1.0, branched / rejections) if rejections else 0.0
-    return {mode: emitted / median(values) for mode, values in seconds.items()}, survival, hit_rate
+    ahead = counts["pre-drafting"].drafted_at
+    rejections = sum(n * (a - b) for n, a, b in zip(ahead, chained, survival, strict=False))
+    return Seen(
+        speeds={mode: emitted / median(values) for mode, values in seconds.items()},
+        survival=survival,
+        hit_rate=min(1.0, branched / rejections) if rejections else 0.0,
+        rounds={mode: Rounds.of(counts[mode], waited_s[mode], repetitions * emitted) for mode in ELSEWHERE},
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rounds:
+    """On average; seconds and tokens of all requests together."""
+
+    requests: float
+    verify_s: float
+    ahead_s: float
+    """The engine's own time for it, waits included."""
+    waited_s: float
+    drafted: float
+    """Draft tokens there that were verified."""
+    accepted: float
+
+    @classmethod
+    def of(cls, counts: Counts, waited_s: float, emitted: int) -> Rounds:
+        """Args: tokens of all rounds."""
+        rounds = max(1, counts.rounds)
+        return cls(
+            requests=(emitted - counts.accepted) / rounds,
+            verify_s=counts.verify_s / rounds,
+            ahead_s=counts.draft_s / rounds,
+            waited_s=waited_s / rounds,
+            drafted=counts.drafted / rounds,
+            accepted=counts.accepted / rounds,
+        )
+
+    def __str__(self) -> str:
+        return (
+            f"{self.requests:.1f} requests, {1e3 * self.verify_s:.2f} ms verify + {1e3 * self.ahead_s:.2f} ms ahead of "
+            f"it (waited {1e3 * self.waited_s:.2f}), {self.drafted:.2f} draft tokens verified, {self.accepted:.2f} "
+            "accepted"
+        )
 
 
 def survival_seen(counts: Counts) -> tuple[float, ...]:
@@ -168,11 +205,20 @@ def survival_seen(counts: Counts) -> tuple[float, ...]:
     return tuple(survival)
 
 
+def trained(models: Models) -> Way:
+    return Way(name="trained model", in_engine="model", continuer="model", model_dir=str(models.draft))
+
+
+def _rate(way: Way) -> float:
+    """How often a dialled drafter is right on these outputs: there are few coins in a small batch."""
+    return Script.read(way.model_dir).rate()
+
+
 def ways(
     bench: Bench, models: Models, table: CostTable, batch: int, dials: Sequence[tuple[float, float]]
 ) -> Iterator[Way]:
     """The trained model, then dialled drafters; the script is there when a dialled one is given out."""
-    yield Way(name="trained model", in_engine="model", continuer="model", model_dir=str(models.draft))
+    yield trained(models)
     for share, acceptance in dials:
         path = bench.folder / "script.json"
         script = Script(
@@ -202,27 +248,33 @@ def run(
         bench(models, batches, Path(folder)) as found,
     ):
         note("engines are started")
-        table = profile(found, note)
-        weights = [START_S + 9 * repetitions * NEW_TOKENS * table.plain_s(b) for b in batches]
+        profiled = profile(found, trained(models), note)
+        for line in profiled.lines():
+            note(line)
+        weights = [START_S + 9 * repetitions * NEW_TOKENS * profiled.table.plain_s(b) for b in batches]
         costs = [weight for weight in weights for _ in range(1 + len(dials))]
         progress = Progress(costs, time.monotonic())
         for batch in batches:
-            for way in ways(found, models, table, batch, dials):
-                measured, seen, hit_rate = measure(found, way, batch, repetitions)
-                survival, branches_right = seen, f"branches right: {hit_rate:.2f}"
+            for way in ways(found, models, profiled.table, batch, dials):
+                seen = measure(found, way, batch, repetitions)
+                survival, hit_rate = seen.survival, seen.hit_rate
                 if way.acceptance is not None:
-                    survival, hit_rate = survival_of(way.acceptance, MAX_WINDOW), HIT_RATE
-                foreseen = predicted(table, way, survival, hit_rate, batch)
+                    survival, hit_rate = survival_of(_rate(way), MAX_WINDOW), HIT_RATE
+                foreseen, plan = predicted(profiled, way, survival, hit_rate, batch)
+                first = survival[0] if way.acceptance is None else way.acceptance
                 cells.append(
-                    Cell(drafter=way.name, acceptance=survival[0], batch=batch, measured=measured, foreseen=foreseen)
+                    Cell(drafter=way.name, acceptance=first, batch=batch, measured=seen.speeds, foreseen=foreseen)
                 )
+                for mode, rounds in seen.rounds.items():
+                    note(f"{mode}, a round: {rounds}")
+                note(f"predicted decoupled: {plan.reason if plan else 'none'}; {survival[0]:.2f} right")
                 done = f"{len(cells)}/{len(costs)} {progress.over(time.monotonic())}"
-                note(f"{done}: {' '.join(cells[-1].row())} ({branches_right})")
+                note(f"{done}: {' '.join(cells[-1].row())} (branches right: {seen.hit_rate:.2f})")
     for line in aims(cells):
         note(line)
     return Result(
         title="Coupled and decoupled drafting on two cores",
-        intro=INTRO.format(tokens=NEW_TOKENS, repetitions=repetitions, hit_rate=HIT_RATE),
+        intro=INTRO.format(tokens=NEW_TOKENS, repetitions=repetitions, hit_rate=HIT_RATE, margin=MARGIN),
         columns=COLUMNS,
         rows=[cell.row() for cell in cells],
         notes="\n".join(f"- {line}" for line in aims(cells)),

@@ -115,10 +115,10 @@ class Bench:
                 total += counts
         return total
 
-    def branched(self) -> float:
-        """Times that a branch was right where its tail was not, since the last call."""
-        answer = self.engines[1].rank_call(FIGURES, b"", timeout_s=60)[0]
-        return msgspec.json.decode(answer, type=Figures).get("decoupled", {}).get("branched", 0.0)
+    def figures(self, mode: str) -> dict[str, float]:
+        """What the drafter `decoupled` of this mode's engine counted, since the last call."""
+        answer = self.of(mode)[0].rank_call(FIGURES, b"", timeout_s=60)[0]
+        return msgspec.json.decode(answer, type=Figures).get("decoupled", {})
 
     def rounds(self) -> Rounds:
         """Of the first engine since it was configured."""
@@ -202,10 +202,10 @@ def requests(models: Models, batch: int) -> list[RolloutRequest]:
 
 
 @contextmanager
-def drafters(bench: Bench, way: Way) -> Iterator[None]:
+def drafters(bench: Bench, way: Way) -> Iterator[list[DrafterProcess]]:
     """Each engine's, on the other engine's core; the second with branches."""
     with ExitStack() as started:
-        processes = []
+        processes: list[DrafterProcess] = []
         for index, continuer in enumerate((way.continuer, way.continuer_with_branches)):
             spec = DrafterSpec(
                 index=index,
@@ -224,4 +224,4 @@ def drafters(bench: Bench, way: Way) -> Iterator[None]:
             started.callback(processes[-1].stop)
         for process in processes:
             process.wait_ready()
-        yield
+        yield processes

@@ -29,6 +29,8 @@ WITHIN = 0.97
 """Of the fastest, what auto and the planned mode are to reach in every cell."""
 MEDIAN_ERROR = 0.10
 """Most that predictions may be off, in the median."""
+MARGIN = 0.05
+"""Share by which a plan must be predicted faster than off to be planned: what predictions err by."""
 
 
 INTRO = """\
@@ -39,9 +41,11 @@ drafter process on a core each. Auto chooses per request and round among off, dr
 process's drafts without branches. Windows are chosen while it runs. `x off`: times as fast as off. `dialled` drafters \
 compute nothing: they take a given share of a plain step per token, and are right as often as told; where they are \
 wrong, their second choice is right with probability {hit_rate}. Acceptance is that of the first draft token. \
-`predicted` is the planner's best plan of a mode, from rounds that were profiled before (auto: its best with one \
-engine; how often the trained model's tokens, and branches, are right is taken from the run itself). `planned` and \
-`fastest` are among all columns but auto."""
+`predicted` is the planner's best plan of a mode, from rounds and drafter processes that were timed before on other \
+requests, less what is lost because requests end in different rounds (auto: its best with one engine; how often tokens \
+and branches are right is taken from the run itself). \
+`planned` and `fastest` are among all columns but auto; planned is another than off only where it is predicted faster \
+by more than {margin:.0%}."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +72,7 @@ class Cell:
 
     @property
     def planned(self) -> str:
-        return max(PLANS, key=lambda mode: self.foreseen[mode])
+        return max(PLANS, key=lambda mode: self.foreseen[mode] / (1.0 if mode == "off" else 1.0 + MARGIN))
 
     def of_fastest(self, mode: str) -> float:
         """What a mode reaches of the fastest plan."""

@@ -42,8 +42,15 @@ class Script(msgspec.Struct, frozen=True, kw_only=True):
         if position >= len(right):
             return 0
         on_track = position == 0 or before == right[position - 1]
-        coin = xxhash.xxh32_intdigest(f"{seed}:{position}".encode()) / 2**32
-        return right[position] if on_track and coin < self.acceptance else (right[position] + 1) % 16
+        return right[position] if on_track and self._coin(seed, position) else (right[position] + 1) % 16
+
+    def rate(self) -> float:
+        """Share of all positions but the first where it is right after a right token."""
+        coins = [self._coin(int(seed), at) for seed, right in self.outputs.items() for at in range(1, len(right))]
+        return sum(coins) / len(coins) if coins else self.acceptance
+
+    def _coin(self, seed: int, position: int) -> bool:
+        return xxhash.xxh32_intdigest(f"{seed}:{position}".encode()) / 2**32 < self.acceptance
 
     def spend(self, requests: int) -> None:
         """The time of one step."""

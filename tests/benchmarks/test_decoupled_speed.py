@@ -6,15 +6,16 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks.decoupled_speed import predicted, survival_seen
+from benchmarks.decoupled_speed import Rounds, predicted, survival_seen
 from benchmarks.decoupled_speed_bench import Way, speculation
-from benchmarks.decoupled_speed_table import COLUMNS, MODES, PLANS, Cell, Progress, aims
+from benchmarks.decoupled_speed_profile import Profile, _Timed, by_requests
+from benchmarks.decoupled_speed_table import COLUMNS, MARGIN, MODES, PLANS, Cell, Progress, aims
 from benchmarks.dialled import Elsewhere, Script
 from benchmarks.dialled_branches import HIT_RATE, Guessing
 from specactor.rollout.decoupled.branches import RunnerUps
 from specactor.rollout.decoupled.continuer import Lane
 from specactor.rollout.draft.counts import Counts
-from specactor.rollout.planning.costs import CostTable
+from specactor.rollout.planning.costs import CostTable, Grid
 from specactor.rollout.planning.rounds import survival_of
 
 SPEEDS = {"off": 100.0, "coupled": 120.0, "decoupled": 140.0, "pre-drafting": 150.0, "auto": 149.0}
@@ -68,6 +69,13 @@ def test_a_loss_that_was_not_foreseen_misses_the_aim() -> None:
     assert "loses in 1 of 2 cells, and the planner knew it in 1 of these; it wins in 1" in aims([known, GOOD])[2]
 
 
+def test_off_is_planned_where_nothing_is_faster_by_more_than_the_margin() -> None:
+    slow = dict.fromkeys(MODES, 50.0) | {"off": 100.0}
+    for gain, planned in ((0.9, "off"), (1.1, "decoupled")):
+        cell = with_(GOOD, foreseen={**slow, "decoupled": 100.0 * (1 + gain * MARGIN)})
+        assert cell.planned == planned
+
+
 def test_off_wins_ties() -> None:
     equal = dict.fromkeys(MODES, 5.0)
     cell = Cell(drafter="d", acceptance=0.0, batch=1, measured=equal, foreseen=equal)
@@ -93,22 +101,77 @@ def dialled(acceptance: float, share: float) -> Way:
     return Way(name="d", in_engine="x", continuer="y", model_dir="z", acceptance=acceptance, share=share)
 
 
-def costs() -> CostTable:
-    points = [(n, n * w, 1e-3 * (1 + 0.1 * n * w)) for n in (1, 2, 4, 8) for w in (1, 2, 4, 9)]
-    return CostTable.fit(points, plain=[p for p in points if p[0] == p[1]], drafters={})
+def column(*seconds: float) -> Grid:
+    return Grid(requests=(1.0, 8.0), per_request=(1.0,), seconds=tuple((s,) for s in seconds))
+
+
+def found(ahead_s: float = 1e-4, trained_s: float = 1e-3) -> Profile:
+    points = [(n, n * w, 1e-3 * (5 + 0.1 * n * w)) for n in (1, 2, 4, 8) for w in (1, 2, 4, 9)]
+    plain = [p for p in points if p[0] == p[1]]
+    drafts = [(n, n * w, 4e-4 * w) for n in (1, 8) for w in (1, 8)]
+    return Profile(
+        table=CostTable.fit(points, plain=plain, drafters={"model": drafts}),
+        choosing_s=column(1e-4, 3e-4),
+        ahead_s=column(ahead_s, ahead_s),
+        loop_s=column(1e-4, 2e-4),
+        trained_s=column(trained_s, trained_s),
+    )
+
+
+def foreseen(way: Way, survival: tuple[float, ...], hit_rate: float = 0.5, **costs: float) -> dict[str, float]:
+    return predicted(found(**costs), way, survival, hit_rate, 4)[0]
 
 
 def test_predictions_are_of_the_layouts() -> None:
-    good = predicted(costs(), dialled(0.8, 0.1), survival_of(0.8, 8), 0.5, 4)
+    good = foreseen(dialled(0.8, 0.1), survival_of(0.8, 8))
     assert set(good) == set(MODES)
     assert good["pre-drafting"] >= good["decoupled"] > 0
     assert good["auto"] >= good["decoupled"]
-    useless = predicted(costs(), dialled(0.0, 0.1), survival_of(0.0, 8), 0.5, 4)
+    useless = foreseen(dialled(0.0, 0.1), survival_of(0.0, 8))
     assert useless["decoupled"] == 0.0
     assert useless["auto"] < useless["off"]  # one engine, not two
-    sure = predicted(costs(), dialled(0.6, 0.1), survival_of(0.6, 8), 1.0, 4)
-    none = predicted(costs(), dialled(0.6, 0.1), survival_of(0.6, 8), 0.0, 4)
+    quick = dialled(0.6, 0.001)
+    sure, none = foreseen(quick, survival_of(0.6, 8), 1.0), foreseen(quick, survival_of(0.6, 8), 0.0)
     assert sure["pre-drafting"] > none["pre-drafting"] == none["decoupled"]
+
+
+def test_predictions_have_what_engine_and_drafter_process_take_beside_their_models() -> None:
+    way, survival = dialled(0.8, 0.2), survival_of(0.8, 8)
+    cheap, dear = foreseen(way, survival), foreseen(way, survival, ahead_s=2e-3)
+    assert dear["decoupled"] < 0.9 * cheap["decoupled"]
+    assert dear["coupled"] == cheap["coupled"]
+    trained = Way(name="t", in_engine="model", continuer="model", model_dir="z")
+    slow = foreseen(trained, survival, trained_s=4e-3)
+    assert slow["decoupled"] < 0.8 * foreseen(trained, survival)["decoupled"]
+    assert found().token_s(way).at(1, 1.0) == pytest.approx(0.2 * found().table.plain_s(1) + 1e-4)
+    assert found().drafting(way).at(1, 3.0) == pytest.approx(0.6 * found().table.plain_s(1) + 1e-4)
+
+
+def test_means_leave_out_stalls_and_what_was_seldom_seen() -> None:
+    turns = [(2, 4, 0.004)] * 9 + [(2, 2, 0.1)] + [(1, 1, 9.0)]
+    assert by_requests(turns) == Grid(requests=(2.0,), per_request=(1.0,), seconds=((0.002,),))
+
+
+def test_what_rounds_take_beside_the_tables_verify_is_a_mean() -> None:
+    table = found().table
+    verify_s = table.verify_s(4, 8)
+    timed = _Timed(
+        verifies=[],
+        chosen=[(4, 8, verify_s + 0.001), (4, 8, verify_s + 0.003), (4, 8, 9.0), (4, 4, 9.0)],
+        drafts=[(4, 4, 0.0005), (4, 8, 0.0015)],
+    )
+    assert timed.beside(table).at(4, 1.0) == pytest.approx(0.002 + 0.001)
+    quick = replace(timed, chosen=[(4, 8, verify_s - 0.003)])
+    assert quick.beside(table).at(4, 1.0) == pytest.approx(0.001), "the table was timed while the cores were busy"
+
+
+def test_a_round_is_summed_up() -> None:
+    counts = Counts()
+    counts.round([2, 0], [1, 0], verify_s=0.010, draft_s=0.004)
+    counts.round([0, 0], [0, 0], verify_s=0.010, draft_s=0.002)
+    assert Rounds.of(counts, 0.002, 5) == Rounds(
+        requests=2.0, verify_s=0.010, ahead_s=0.003, waited_s=0.001, drafted=1.0, accepted=0.5
+    )
 
 
 def test_survival_never_rises() -> None:

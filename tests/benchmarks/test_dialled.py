@@ -26,6 +26,13 @@ def test_acceptance_is_as_dialled(acceptance: float) -> None:
     assert sum(hits) / len(hits) == pytest.approx(acceptance, abs=0.03)
 
 
+def test_the_rate_is_that_of_the_coins() -> None:
+    few = Script(acceptance=0.5, step_s=[0.0], outputs={"5": RIGHT[:40]})
+    hits = [few.next_token(5, position, RIGHT[position - 1]) == RIGHT[position] for position in range(1, 40)]
+    assert few.rate() == sum(hits) / len(hits) != 0.5
+    assert script(0.6).rate() == pytest.approx(0.6, abs=0.03)
+
+
 def test_after_a_wrong_token_nothing_is_right() -> None:
     drafter = script(1.0)
     assert drafter.next_token(5, 10, RIGHT[9]) == RIGHT[10]

@@ -14,6 +14,7 @@ import select
 import signal
 import socket
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
@@ -25,12 +26,15 @@ from specactor.rollout.decoupled.continuer import Continuer, Renewable, Sleeper
 from specactor.rollout.decoupled.mirrors import Mirrors
 from specactor.rollout.decoupled.spec import Renewed, Rested
 from specactor.rollout.decoupled.transport import DrafterKeys, Hub, new_session
+from specactor.rollout.planning.costs import Point
 from specactor.trace import Recorder, Span
 
 IDLE_S = 0.5
 """Between two looks at the parent and at engines that have fallen silent."""
 MAX_LANES = 256
 """Requests per call of the continuer."""
+MAX_TURNS = 512
+"""Whose seconds are remembered."""
 
 _LOG = logging.getLogger(__name__)
 
@@ -50,6 +54,9 @@ class Work(msgspec.Struct, frozen=True, kw_only=True):
 
     busy_s: float
     """Of drafting."""
+    turns: list[Point] = msgspec.field(default_factory=list)
+    """(requests, draft tokens, seconds) of the latest turns after which another followed at once: drafting, and all
+    that the loop does beside it."""
     spans: list[Span]
     """While they were recorded."""
 
@@ -116,6 +123,11 @@ class Loop:
         self.recorder = Recorder()
         self._wake_s = 0.0
         self._busy_s = 0.0
+        self._turns: deque[Point] = deque(maxlen=MAX_TURNS)
+        self._began_s = 0.0
+        """The last turn."""
+        self._drafted = (0, 0)
+        """(requests, tokens) in it."""
         self._continuer = continuer
         self._hub = hub
         self._max_lanes = max_lanes
@@ -162,6 +174,9 @@ class Loop:
             return
         mirrors, continuer = self.mirrors, self._continuer
         now_s = self._clock()
+        if self.busy and self._drafted[1]:
+            self._turns.append((*self._drafted, now_s - self._began_s))
+        self._began_s = now_s
         wasted = mirrors.num_wasted
         for session, frame in self._hub.receive():
             mirrors.receive(session, frame, now_s)
@@ -177,14 +192,17 @@ class Loop:
             drafts = continuer.extend(lanes)
             ended_s = time.perf_counter()
             self._busy_s += ended_s - began_s
-            self.recorder.span("draft", "draft", began_s, ended_s, requests=len(lanes), tokens=sum(map(len, drafts)))
+            tokens = sum(map(len, drafts))
+            self.recorder.span("draft", "draft", began_s, ended_s, requests=len(lanes), tokens=tokens)
+            self._drafted = (len(lanes), tokens)
             mirrors.extended(lanes, drafts, None if self._guessing is None else self._guessing.runner_ups())
             self._send()
         self.busy = bool(lanes)
 
     def work(self, *, trace: bool) -> Work:
         """Since the last call. Args: whether to record spans from now on."""
-        work = Work(busy_s=self._busy_s, spans=self.recorder.take())
+        work = Work(busy_s=self._busy_s, turns=list(self._turns), spans=self.recorder.take())
+        self._turns.clear()
         self._busy_s, self.recorder.on = 0.0, trace
         return work
 

@@ -135,6 +135,9 @@ class VerifierOption:
     footprint: Footprint = NOTHING
     capacity_bytes: float = float("inf")
     """Of the engine's devices together, for weights and KV."""
+    ahead_s: Grid | None = None
+    """Over (requests, 1): what a decoupled round takes on the engine beside the verify, to hear its drafters and choose
+    windows; None: nothing."""
 
     def __post_init__(self) -> None:
         if self.devices < 1:
@@ -153,6 +156,10 @@ class DrafterEngine:
     seconds: Grid
     """Over (requests, window): drafting `window` tokens for each."""
     capacity_bytes: float = float("inf")
+    token_s: Grid | None = None
+    """Over (requests, 1), measured in a drafter process: from token to token of each, its loop and messages included
+    (`decoupled.process.Work`). Rounds then take what is there (`rounds.running`); None: they last until windows are
+    (`rounds.pipelined`)."""
 
     def __post_init__(self) -> None:
         if self.devices < 1:

@@ -5,7 +5,8 @@ A plan is one of
     coupled    every verifier drafts and verifies on its own devices: verify_s + draft_s a round
     decoupled  some devices draft for all verifiers (N drafters serve M verifiers): a round takes the longer of the
                two, where drafting is w + 1 tokens and one exchange of messages; how many rounds have a window follows
-               from acceptance (`rounds.pipelined`)
+               from acceptance (`rounds.pipelined`). For a drafter process that was measured, nobody waits, and the
+               tokens that are there follow from its pace, too (`rounds.running`)
 and is charged for every device of the cluster, used or idle: plans are compared by tokens per second of the whole.
 Costs are `CostTable`s and `Grid`s, measured (`specactor profile`) or predicted from device figures (`rooflines.py`).
 
@@ -13,8 +14,10 @@ Compared with Algorithm 1 of 2511.16193 (`paper.py`): off and coupled are plans 
 come in equal numbers, tables take the place of lines, memory bounds how many requests run at once, and drafting for
 outcomes in advance (2603.03251) is an option. The 1:1 groups of Algorithm 1 are among the plans.
 
-Invariants: the first plan has the most tokens per second, and off wins ties; a drafter with acceptance 0 is never in
-the first plan; survivals that rise never lower the first plan's speed; no plan uses more devices than there are.
+Invariants: the first plan has the most tokens per second, and off wins ties, and wherever no other plan is faster by
+more than `margin`; a drafter with acceptance 0 is never in the first plan; survivals that rise never lower the first
+plan's speed (where nobody waits: but for rows that cost more than they bring); no plan uses more devices than there
+are.
 """
 
 from __future__ import annotations
@@ -25,6 +28,7 @@ from itertools import pairwise, product
 from math import ceil, isfinite
 
 from specactor.errors import PlanError
+from specactor.rollout.planning.costs import Grid
 from specactor.rollout.planning.plans import (
     NO_BRANCHES,
     PLAIN,
@@ -38,7 +42,7 @@ from specactor.rollout.planning.plans import (
     VerifierOption,
     fitting,
 )
-from specactor.rollout.planning.rounds import coupled_tokens, pipelined
+from specactor.rollout.planning.rounds import AHEAD, Pace, coupled_tokens, pipelined, running
 
 MESSAGE_BYTES = 64
 """Of a commit or a tail without its tokens: request, position, versions, lengths, framing."""
@@ -52,12 +56,15 @@ def search(
     *,
     max_window: int = 16,
     branches: Branches = NO_BRANCHES,
+    margin: float = 0.0,
 ) -> list[RolloutPlan]:
     """The best plan of every mode, drafter and pair of engine sizes, fastest first; then off, fewer devices, smaller
-    window.
+    window. `margin`: share by which a plan must be faster than off, to come before it: what predictions err by.
 
-    Raises PlanError where the target fits nowhere.
+    Raises PlanError where the target fits nowhere, and for a negative margin.
     """
+    if not margin >= 0:
+        raise PlanError(f"search.margin: got {margin}, expected >= 0. Use 0 where predictions are to be believed.")
     found = [_off(cluster, v) for v in verifiers if v.devices <= cluster.devices and v.requests() != 0]
     if not found:
         raise PlanError(
@@ -73,7 +80,11 @@ def search(
             for engine in drafter.engines:
                 found += _decoupled(cluster, verifier, drafter, engine, largest, branches)
     found = [replace(plan, speedup=plan.tokens_per_s / plain) for plan in found]
-    return sorted(found, key=lambda plan: (-plan.tokens_per_s, plan.mode != "off", *_order(plan)))
+
+    def believed(plan: RolloutPlan) -> float:
+        return plan.tokens_per_s / (1.0 if plan.mode == "off" else 1.0 + margin)
+
+    return sorted(found, key=lambda plan: (-believed(plan), plan.mode != "off", *_order(plan)))
 
 
 def _off(cluster: Cluster, verifier: VerifierOption) -> RolloutPlan:
@@ -130,7 +141,13 @@ def _decoupled(
         if verifying and drafting:
             load = _Load.of(cluster.requests, verifying, fit)
             pair = _Pair(
-                cluster=cluster, verifier=verifier, drafter=drafter, engine=engine, load=load, verifying=verifying
+                cluster=cluster,
+                verifier=verifier,
+                drafter=drafter,
+                engine=engine,
+                load=load,
+                verifying=verifying,
+                most=AHEAD * max_window,
             )
             for window, ahead in product(range(1, max_window + 1), dict.fromkeys((NO_BRANCHES, branches))):
                 plan = pair.plan(drafting, window, ahead)
@@ -200,6 +217,8 @@ class _Pair:
     load: _Load
     verifying: int
     """Verifiers."""
+    most: int
+    """Draft tokens of a request that its drafter may be ahead."""
 
     def fewest(self, drafting: int, window: int, branches: Branches) -> RolloutPlan:
         """With as few of these drafters as it takes to be as fast as with all."""
@@ -222,15 +241,12 @@ class _Pair:
         fit = fitting(self.engine.capacity_bytes, self.drafter.footprint)
         if fit is not None and served > fit:
             return None
-        draft_s = self.engine.seconds.at(served * (1 + branches.count), window + 1) + self.cluster.message_s
-        rounds = pipelined(self.drafter.survival, window, hit_rate=branches.hit_rate)
-        share, round_s = self._fastest(window, rounds.ready, rounds.tokens_when_ready, draft_s)
-        tokens = rounds.tokens_at(share)
+        paced = self._lasting(served, window, branches) if self.engine.token_s is None else None
+        share, tokens, round_s, bound = paced or self._running(served, window, branches)
         if tokens <= 1.0:
             return None
         sent = MESSAGE_BYTES * 2 + TOKEN_BYTES * (tokens + share * (window + 1) * (1 + branches.count))
         memory = self.drafter.footprint
-        bound = "drafting" if draft_s >= round_s else "verifying"
         found = _Found(
             engines=self.verifying,
             load=self.load,
@@ -248,17 +264,49 @@ class _Pair:
             self.cluster,
             DraftPlan(mode="decoupled", drafter=self.drafter.name, window=window),
             found,
-            reason=f"{tokens:.2f} tokens per {1e3 * round_s:.2f} ms round bound by {bound}; windows in {share:.0%} of "
+            reason=f"{tokens:.2f} tokens per {1e3 * round_s:.2f} ms round {bound}; windows in {share:.0%} of "
             f"rounds, {served} requests per drafter",
         )
         return replace(plan, branches=branches.count, message_bytes_per_s=sent * running / round_s)
+
+    def _lasting(self, served: int, window: int, branches: Branches) -> tuple[float, float, float, str]:
+        """(share of rounds with a window, tokens of a round, its seconds, and what they are bound by), where it lasts
+        until the next windows are there."""
+        draft_s = self.engine.seconds.at(served * (1 + branches.count), window + 1) + self.cluster.message_s
+        rounds = pipelined(self.drafter.survival, window, hit_rate=branches.hit_rate)
+        share, round_s = self._fastest(window, rounds.ready, rounds.tokens_when_ready, draft_s)
+        bound = "bound by drafting" if draft_s >= round_s else "bound by verifying"
+        return share, rounds.tokens_at(share), round_s, bound
+
+    def _running(self, served: int, window: int, branches: Branches) -> tuple[float, float, float, str]:
+        """The same, where it takes what is there."""
+        assert self.engine.token_s is not None
+        token_s = self.engine.token_s.at(served, 1.0)
+        found = running(
+            self.drafter.survival,
+            window,
+            Pace(
+                requests=self.load.requests,
+                round_s=_raised(self.verifier.costs.verify, self._ahead_s()),
+                token_s=token_s,
+                message_s=self.cluster.message_s,
+                most=self.most,
+            ),
+            hit_rate=branches.hit_rate,
+            branches=branches.count,
+        )
+        drafted = f"in which {found.round_s / token_s:.1f} tokens are drafted and {found.window:.1f} verified"
+        return found.ready, found.tokens, found.round_s, drafted
+
+    def _ahead_s(self) -> float:
+        return self.verifier.ahead_s.at(self.load.requests, 1.0) if self.verifier.ahead_s else 0.0
 
     def _fastest(self, window: int, ready: float, tokens: float, draft_s: float) -> tuple[float, float]:
         """(share of rounds with a window, seconds of a round): the most tokens per second with a share of at most
         `ready`. A verifier may leave windows unverified where rows cost more than they bring. Between the points
         looked at, speed is a ratio of lines, so it is largest at one of them.
         """
-        n, grid = self.load.requests, self.verifier.costs.verify
+        n, grid = self.load.requests, _raised(self.verifier.costs.verify, self._ahead_s())
         rows = [1.0, *(k for k in grid.per_request if 1.0 < k < 1.0 + ready * window), 1.0 + ready * window]
         points = [(k, grid.at(n, k)) for k in rows]
         for (k, a), (m, b) in pairwise(tuple(points)):
@@ -291,6 +339,11 @@ def _plan(cluster: Cluster, draft: DraftPlan, found: _Found, *, reason: str) -> 
         tokens_per_s_per_device=tokens_per_s / cluster.devices,
         reason=f"{reason}; more requests wait" if load.waiting else reason,
     )
+
+
+def _raised(grid: Grid, seconds: float) -> Grid:
+    """By as much everywhere."""
+    return replace(grid, seconds=tuple(tuple(s + seconds for s in row) for row in grid.seconds)) if seconds else grid
 
 
 def _best(plans: Iterable[RolloutPlan | None]) -> list[RolloutPlan]:

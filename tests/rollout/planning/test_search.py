@@ -27,7 +27,7 @@ from specactor.rollout.planning.plans import (
     RolloutPlan,
     VerifierOption,
 )
-from specactor.rollout.planning.rounds import coupled_tokens, pipelined, survival_of
+from specactor.rollout.planning.rounds import AHEAD, Pace, coupled_tokens, pipelined, running, survival_of
 from specactor.rollout.planning.search import search
 from tests import test_structure
 
@@ -286,6 +286,77 @@ def test_drafting_for_outcomes_in_advance_is_used_where_it_pays() -> None:
     costly = [drafter(0.6, drafting(1e-4, 5e-4))]
     kept = search(cluster, [verifier(2)], costly, branches=Branches(count=64, hit_rate=0.01))
     assert all(plan.branches == 0 and plan.branch_gain == 1.0 for plan in kept)
+
+
+def running_drafter(p: float, token_s: float, **more: object) -> DrafterOption:
+    """Of a process that was measured: so many seconds per token."""
+    own = drafting(token_s, 0.0)
+    measured = Grid(requests=AXIS, per_request=(1.0,), seconds=((token_s,), (token_s,)))
+    engines = (DrafterEngine(devices=1, seconds=own, token_s=measured),)
+    return DrafterOption(name="small", survival=survival_of(p, W + 1), engines=engines, **more)  # type: ignore[arg-type]
+
+
+def ahead(seconds: float) -> Grid:
+    return Grid(requests=AXIS, per_request=(1.0,), seconds=((seconds,), (seconds,)))
+
+
+def fastest_of(found: list[RolloutPlan], mode: str) -> RolloutPlan:
+    return next(plan for plan in found if plan.mode == mode)
+
+
+def test_a_process_that_was_measured_is_not_waited_for() -> None:
+    """Drafting takes three quarters of a verify: whole windows are promised, and half of them are there."""
+    cluster = Cluster(devices=2, requests=4)
+    verify = linear(0.010, 0.0, 1e-5)
+    promised = search(cluster, [verifier(1, verify)], [drafter(0.9, drafting(0.004, 0.0))], max_window=W)
+    found = fastest_of(search(cluster, [verifier(1, verify)], [running_drafter(0.9, 0.004)], max_window=W), "decoupled")
+    assert found.tokens_per_round < 0.9 * fastest_of(promised, "decoupled").tokens_per_round
+    assert found.round_s < 0.011, "it does not last until windows are there"
+    expected = running(
+        survival_of(0.9, W + 1),
+        found.window,
+        Pace(requests=4, round_s=verify, token_s=0.004, message_s=cluster.message_s, most=AHEAD * W),
+    )
+    assert (found.tokens_per_round, found.round_s) == pytest.approx((expected.tokens, expected.round_s))
+    assert "tokens are drafted" in found.reason
+
+
+def test_what_the_engine_does_beside_the_verify_is_charged() -> None:
+    """A tenth of a plain step for drafts that are right at .4, which come as slowly: off."""
+    cluster = Cluster(devices=2, requests=4)
+    option = [running_drafter(0.4, 0.004)]
+    free = search(cluster, [verifier(1)], option, max_window=W)
+    charged = search(cluster, [verifier(1, ahead_s=ahead(0.001))], option, max_window=W)
+    one, other = fastest_of(free, "decoupled"), fastest_of(charged, "decoupled")
+    assert other.round_s > one.round_s + 0.0009
+    assert charged[0].mode == "off"
+    lasting = search(cluster, [verifier(1, ahead_s=ahead(0.001))], [drafter(0.9, drafting(1e-4, 0.0))], max_window=1)
+    assert fastest_of(lasting, "decoupled").round_s > 0.011
+
+
+@settings(deadline=None, max_examples=20)
+@given(st.floats(0.002, 0.02), st.integers(1, 16))
+def test_drafts_that_are_never_right_lose_to_the_same_engine(token_s: float, requests: int) -> None:
+    cluster = Cluster(devices=2, requests=requests)
+    found = search(
+        cluster, [verifier(2), verifier(1, ahead_s=ahead(1e-4))], [running_drafter(1e-6, token_s)], max_window=W
+    )
+    alone = requests / verifier(1).costs.plain_s(requests)
+    assert all(plan.tokens_per_s < alone for plan in found if plan.mode == "decoupled")
+    assert found[0].mode == "off"
+
+
+def test_a_gain_within_the_margin_is_none() -> None:
+    cluster = Cluster(devices=1, requests=1)
+    even = Grid(requests=AXIS, per_request=(1.0, 2.0), seconds=((0.01, 0.018),) * 2)
+    own = Grid(requests=AXIS, per_request=(1.0,), seconds=((0.001,),) * 2)
+    cases = {0.0: "coupled", 0.04: "coupled", 0.06: "off"}  # it is 2 tokens per .019 s: 5 % faster
+    for margin, first in cases.items():
+        found = search(cluster, [verifier(1, even, own)], [drafter(1.0)], max_window=1, margin=margin)
+        assert found[0].mode == first
+        assert fastest_of(found, "coupled").speedup == pytest.approx(2 / 1.9)
+    with pytest.raises(PlanError, match=r"search\.margin: got -0\.1"):
+        search(cluster, [verifier(1)], margin=-0.1)
 
 
 def test_memory_bounds_the_requests_at_once() -> None:

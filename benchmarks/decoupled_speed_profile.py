@@ -1,0 +1,274 @@
+"""What rounds and drafters cost, timed before anything is predicted, on requests that no cell decodes.
+
+Every kind of work is timed where a cell does it: plain steps on the engine's plain path; verifies in mode coupled and
+decoupled, with drafts that are right as often as DIAL says, so that several tokens are handed out; choosing windows, in
+the engine; hearing a drafter process, there too; and from token to token in a drafter process, its loop included.
+
+Invariant: nothing here is taken from the cells.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from statistics import fmean, median
+
+import msgspec
+
+from benchmarks.decoupled_speed_bench import MAX_WINDOW, NEW_TOKENS, Bench, Way, drafters, speculation
+from benchmarks.decoupled_speed_clock import coupled_of_endless, decoupled_of_endless
+from benchmarks.dialled import Script
+from specactor.rollout.decoupled.host import DrafterProcess
+from specactor.rollout.planning.costs import CostTable, Grid, Point
+from specactor.rollout.planning.plans import RolloutPlan
+from specactor.rollout.planning.rounds import AHEAD, Pace
+from specactor.types import RolloutRequest
+
+WINDOWS = (1, 2, 3, 4, 6, 8)
+"""In mode coupled."""
+DRAFTED = (1, 2, 4, 8)
+"""By the trained model in the engine, per round."""
+DIAL = 0.8
+SHARE = 0.2
+"""Of a plain step, what a step of the dialled drafter process takes."""
+STALL = 3.0
+"""Times the median, from which on a turn is left out."""
+MESSAGE_S = 1e-4
+"""The planner's own."""
+SEEN = 8
+"""Times, for a mean."""
+FILLER = "specactor.rollout.draft.filler:Filler"
+IN_ENGINE = "benchmarks.dialled:InEngine"
+ELSEWHERE = "benchmarks.dialled:Elsewhere"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Profile:
+    """Grids are over (requests, 1), if nothing else is said."""
+
+    table: CostTable
+    """With verifies on the path of speculative rounds alone, and the trained model's drafting in the engine."""
+    choosing_s: Grid
+    """Of a coupled round, beside verifying and drafting: choosing windows, and what a median leaves out."""
+    ahead_s: Grid
+    """The same of a decoupled round, which hears a drafter process, with that process on the other core."""
+    loop_s: Grid
+    """Of a drafter process per token, beside drafting it."""
+    trained_s: Grid
+    """The trained model's process from token to token."""
+
+    def drafting(self, way: Way) -> Grid:
+        """In the engine, over (requests, window), with the choice of windows."""
+        axis = self.choosing_s.requests
+        windows = tuple(float(w) for w in range(1, MAX_WINDOW + 2))
+        return Grid(
+            requests=axis,
+            per_request=windows,
+            seconds=tuple(tuple(self._step_s(way, n, w) + self.choosing_s.at(n, 1.0) for w in windows) for n in axis),
+        )
+
+    def _step_s(self, way: Way, requests: float, window: float) -> float:
+        if way.share is None:
+            return self.table.drafters["model"].at(requests, window)
+        return window * way.share * self.table.plain.at(requests, 1.0)
+
+    def token_s(self, way: Way) -> Grid:
+        """Of its drafter process."""
+        if way.share is None:
+            return self.trained_s
+        axis = self.loop_s.requests
+        return _column({n: way.share * self.table.plain.at(n, 1.0) + self.loop_s.at(n, 1.0) for n in axis})
+
+    def of_endless(self, plan: RolloutPlan, way: Way, p: float) -> float:
+        """What a plan keeps of its speed where requests end: the planner knows of no end. `p`: acceptance."""
+        n, window, verify = plan.requests_per_engine, plan.window, self.table.verify
+        if plan.mode == "off":
+            return 1.0
+        if plan.mode == "coupled":
+            draft = self.drafting(way)
+            each = [(verify.at(k, 1.0 + window) + draft.at(k, window),) for k in verify.requests]
+            rounds = Grid(requests=verify.requests, per_request=(1.0 + window,), seconds=tuple(each))
+        else:
+            added = [self.ahead_s.at(k, 1.0) for k in verify.requests]
+            rows = zip(verify.seconds, added, strict=True)
+            rounds = replace(verify, seconds=tuple(tuple(s + more for s in row) for row, more in rows))
+        pace = Pace(
+            requests=n,
+            round_s=rounds,
+            token_s=self.token_s(way).at(n, 1.0),
+            message_s=MESSAGE_S,
+            most=AHEAD * MAX_WINDOW,
+        )
+        if plan.mode == "coupled":
+            return coupled_of_endless(p, window, pace, tokens=NEW_TOKENS - 1, engines=plan.verifiers.engines)
+        return decoupled_of_endless(p, window, pace, tokens=NEW_TOKENS - 1)
+
+    def lines(self) -> list[str]:
+        """For the log, milliseconds."""
+        named = {
+            "plain": self.table.plain,
+            "choosing": self.choosing_s,
+            "ahead": self.ahead_s,
+            "loop": self.loop_s,
+            "trained": self.trained_s,
+        }
+        said = {name: [f"{n:g}: {1e3 * grid.at(n, 1.0):.2f}" for n in grid.requests] for name, grid in named.items()}
+        rows = [
+            f"{n:g}: " + " ".join(f"{k:.2f}={1e3 * self.table.verify.at(n, k):.2f}" for k in (1.0, 1.5, 2, 3, 5, 9))
+            for n in self.table.verify.requests
+        ]
+        return [f"{name} ms by requests: {', '.join(at)}" for name, at in said.items()] + [
+            f"verify ms by requests and rows per request: {'; '.join(rows)}"
+        ]
+
+
+def profile(bench: Bench, trained: Way, note: Callable[[str], None]) -> Profile:
+    """Of every number of requests that an engine has in any cell."""
+    work = _works(bench)
+    bench.expected.clear()
+    plain: list[Point] = []
+    for size, some in work.items():
+        bench.configure(speculation("coupled", FILLER, 0), bench.engines[:1])
+        bench.decode(some, bench.engines[:1])
+        plain += _points(bench.rounds().verifies, size)
+    plain_s = by_requests(plain)
+    here, drafts = _coupled(bench, work, note)
+    elsewhere, turns = _decoupled(bench, work, plain_s)
+    note("profiled: decoupled")
+    loop = [(n, total, seconds - SHARE * plain_s.at(n, 1.0)) for n, total, seconds in turns]
+    own: list[Point] = []
+    with drafters(bench, trained) as processes:
+        for some in work.values():
+            bench.configure(speculation("decoupled"), bench.engines[:1])
+            bench.decode(some, bench.engines[:1])
+            own += _turns(processes)
+    bench.expected.clear()
+    table = CostTable.fit(here.verifies + elsewhere.verifies, plain=plain, drafters={"model": drafts})
+    return Profile(
+        table=table,
+        choosing_s=here.beside(table),
+        ahead_s=elsewhere.beside(table),
+        loop_s=by_requests(p for p in loop if p[2] > 0),
+        trained_s=by_requests(own),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Timed:
+    """Of a mode."""
+
+    verifies: list[Point]
+    """With windows that were given."""
+    chosen: list[Point]
+    """Verifies with windows that were chosen, as in the cells."""
+    drafts: list[Point]
+    """What came before those: choosing, hearing, and drafts that took no time."""
+
+    def beside(self, table: CostTable) -> Grid:
+        """What a round takes on average beside the table's verify, which is a median and knows nothing of other
+        processes on the cores."""
+        found: dict[float, float] = {}
+        for n in sorted({n for n, _, _ in self.drafts}):
+            rows = [(k, s) for size, k, s in self.chosen if size == n and k > n]
+            more = [s - table.verify_s(n, k) for k, s in rows if s <= STALL * table.verify_s(n, k)]
+            before_s = fmean(s for size, _, s in self.drafts if size == n)
+            found[n] = before_s + max(0.0, fmean(more or [0.0]))
+        return _column(found)
+
+
+def _works(bench: Bench) -> Mapping[int, list[RolloutRequest]]:
+    """Requests by their number; like those of the cells, with other noise."""
+    sizes = sorted({size for batch in bench.requests for size in (batch, -(-batch // 2))})
+    return {
+        size: [
+            replace(r, request_id=f"{r.request_id}.profile", seed=r.seed + 1)
+            for r in bench.requests[min(b for b in bench.requests if b >= size)][:size]
+        ]
+        for size in sizes
+    }
+
+
+def _dial(bench: Bench, step_s: list[float]) -> str:
+    """The script for what `expected` holds now; its path."""
+    path = bench.folder / "script.json"
+    seeds = {r.request_id: r.seed for some in _works(bench).values() for r in some}
+    outputs = {str(seeds[name]): list(tokens) for name, tokens in bench.expected.items()}
+    path.write_bytes(msgspec.json.encode(Script(acceptance=DIAL, step_s=step_s, outputs=outputs)))
+    return str(path)
+
+
+def _coupled(
+    bench: Bench, work: Mapping[int, list[RolloutRequest]], note: Callable[[str], None]
+) -> tuple[_Timed, list[Point]]:
+    """(rounds with drafts that take no time, the trained model's drafting)."""
+    timed = _Timed(verifies=[], chosen=[], drafts=[])
+    drafts: list[Point] = []
+    _dial(bench, [0.0])
+    for size, some in work.items():
+        for window in WINDOWS:
+            bench.configure(speculation("coupled", IN_ENGINE, window), bench.engines[:1])
+            bench.decode(some, bench.engines[:1])
+            timed.verifies.extend(_points(bench.rounds().verifies, size))
+        bench.configure(speculation("coupled", IN_ENGINE), bench.engines[:1])
+        bench.decode(some, bench.engines[:1])
+        bench.decode(some, bench.engines[:1])
+        found = bench.rounds()
+        timed.chosen.extend(_points(found.verifies, size))
+        timed.drafts.extend(_points(found.drafts.get("dialled", ()), size))
+        for window in DRAFTED:
+            bench.configure(speculation("coupled", "model", window), bench.engines[:1])
+            bench.decode(some, bench.engines[:1])
+            drafts += _points(bench.rounds().drafts.get("model", ()), size)
+        note(f"profiled: {size} requests")
+    return timed, drafts
+
+
+def _decoupled(bench: Bench, work: Mapping[int, list[RolloutRequest]], plain_s: Grid) -> tuple[_Timed, list[Point]]:
+    """(rounds, turns of the drafter process)."""
+    timed = _Timed(verifies=[], chosen=[], drafts=[])
+    script = _dial(bench, [SHARE * plain_s.at(n, 1.0) for n in range(1, max(work) + 1)])
+    way = Way(name="profile", in_engine=IN_ENGINE, continuer=ELSEWHERE, model_dir=script)
+    turns: list[Point] = []
+    with drafters(bench, way) as processes:
+        for size, some in work.items():
+            for window in (1, None):
+                bench.configure(speculation("decoupled", window=window), bench.engines[:1])
+                bench.decode(some, bench.engines[:1])
+                bench.decode(some, bench.engines[:1])
+                found = bench.rounds()
+                timed.verifies.extend(_points(found.verifies, size))
+            timed.chosen.extend(_points(found.verifies, size))
+            timed.drafts.extend(_points(found.drafts.get("decoupled", ()), size))
+            turns += _turns(processes)
+    return timed, turns
+
+
+def _turns(processes: Sequence[DrafterProcess]) -> list[Point]:
+    """Of the first, since it was asked last."""
+    told = processes[0].work(trace=False)
+    return told.turns if told else []
+
+
+def _points(points: Iterable[Point], size: int) -> list[Point]:
+    return [point for point in points if point[0] == size]
+
+
+def by_requests(points: Iterable[Point]) -> Grid:
+    """Mean seconds, of one token each if there are several, by the number of requests; without stalls, and without
+    numbers that were seen too seldom."""
+    each: dict[int, list[float]] = {}
+    for requests, total, seconds in points:
+        each.setdefault(requests, []).append(seconds / max(1.0, total / requests))
+    most = max(map(len, each.values()), default=0)
+    return _column(
+        {
+            n: fmean([s for s in found if s <= STALL * median(found)])
+            for n, found in each.items()
+            if len(found) >= min(SEEN, most)
+        }
+    )
+
+
+def _column(seconds: Mapping[float, float]) -> Grid:
+    axis = sorted(seconds)
+    return Grid(requests=tuple(map(float, axis)), per_request=(1.0,), seconds=tuple((seconds[n],) for n in axis))

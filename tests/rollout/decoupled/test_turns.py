@@ -1,0 +1,96 @@
+"""A drafter process says what its turns take, drafting and loop together, and not the time it had nothing to do in."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from specactor.rollout.decoupled.continuer import Lane
+from specactor.rollout.decoupled.process import MAX_TURNS, Loop
+from specactor.rollout.decoupled.tails import Tails
+
+STEP_S = 0.002
+HEARING_S = 0.0005
+WINDOW = 4
+
+
+class Ticking:
+    """A continuer, a hub with one engine behind it, and the clock of both."""
+
+    version = 0
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+        self.tails = Tails(1, engine="engine", num_drafters=1, window=WINDOW)
+        self.outputs: list[list[int]] = []
+
+    def clock(self) -> float:
+        return self.now_s
+
+    def extend(self, lanes: Sequence[Lane]) -> list[list[int]]:
+        self.now_s += STEP_S * len(lanes)
+        return [[7] for _ in lanes]
+
+    def forget(self, key: object) -> None:
+        pass
+
+    def receive(self) -> list[tuple[int, bytes]]:
+        self.now_s += HEARING_S
+        return [(1, frame) for frame in self.tails.outgoing(0, self.now_s)]
+
+    def send(self, session: int, frame: bytes) -> bool:
+        self.tails.receive([(0, frame)], self.now_s)
+        return True
+
+    def open(self, requests: int) -> None:
+        for i in range(requests):
+            self.outputs.append([1])
+            self.tails.open(f"r{i}", (1, 2), self.outputs[-1], 0, 1.0)
+
+
+def loop_of(world: Ticking) -> Loop:
+    return Loop(world, world, max_tokens=100_000, clock=world.clock)  # type: ignore[arg-type]
+
+
+def test_turns_that_follow_at_once_are_timed_as_a_whole() -> None:
+    world = Ticking()
+    loop = loop_of(world)
+    loop.turn()  # they meet
+    world.open(3)
+    for _ in range(2 * WINDOW):
+        loop.turn()
+    turns = loop.work(trace=False).turns
+    assert len(turns) == 2 * WINDOW - 1, "the last one's end is not known yet"
+    for requests, tokens, seconds in turns:
+        assert (requests, tokens) == (3, 3)
+        assert seconds == pytest.approx(3 * STEP_S + HEARING_S)
+    assert loop.work(trace=False).turns == []
+
+
+def test_idleness_is_no_part_of_a_turn() -> None:
+    world = Ticking()
+    loop = loop_of(world)
+    loop.turn()
+    world.open(1)
+    for _ in range(2 * WINDOW + 1):  # as far ahead as it may be
+        loop.turn()
+    assert not loop.busy
+    world.now_s += 9.0
+    world.outputs[0] += [7, 7]
+    world.tails.commit(["r0"])
+    for _ in range(3):
+        loop.turn()
+    assert max(seconds for _, _, seconds in loop.work(trace=False).turns) < 1.0
+
+
+def test_what_is_remembered_is_bounded() -> None:
+    world = Ticking()
+    loop = loop_of(world)
+    loop.turn()
+    world.open(1)
+    for _ in range(2 * MAX_TURNS):
+        loop.turn()
+        world.outputs[0].append(7)
+        world.tails.commit(["r0"])
+    assert len(loop.work(trace=False).turns) == MAX_TURNS
