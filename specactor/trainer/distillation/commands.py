@@ -158,6 +158,13 @@ def train(options: TrainOptions) -> RefreshStats:
     target, model = start.read_model(options.target), start.read_model(options.draft)
     _check_vocabulary(target, model)
     settings = options.distillation
+    if settings.position_emphasis:
+        raise ConfigError.at(
+            "distillation.position_emphasis",
+            settings.position_emphasis,
+            f"0 in {PROG} train",
+            "It weighs by what the refresh before has seen, and here is only one.",
+        )
     if settings.top_k:
         lessons = acceptance.with_laws(target, lessons, top_k=settings.top_k, storage=settings.storage)
     trainer = DrafterTrainer(settings, model, seed=options.seed)

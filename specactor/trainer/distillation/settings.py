@@ -36,7 +36,7 @@ class DistillationConfig:
     law_weight: float = 1.0
     """Of the divergence KL(policy, draft) over the likeliest tokens."""
     position_emphasis: float = 0.0
-    """0: every position weighs the same; 1: as much as acceptance is lost there."""
+    """0: every position of a response weighs the same; 1: as much as acceptance was lost there, by the last refresh."""
     reward_emphasis: float = 0.0
     """A response weighs exp(this * (its reward - mean reward))."""
 
@@ -71,6 +71,12 @@ class DistillationConfig:
             self._check(name, getattr(self, name) >= 0, ">= 0")
         self._check("max_time_share", 0 < self.max_time_share <= 1, "in (0, 1]", 'Use refresh="off" to spend none.')
         self._check("position_emphasis", 0 <= self.position_emphasis <= 1, "in 0..1")
+        self._check(
+            "position_emphasis",
+            not self.position_emphasis or self.top_k > 0,
+            "0 with top_k 0",
+            "Where acceptance is lost is seen from the policy's likeliest tokens.",
+        )
         self._check("law_weight", self.sample_weight + self.law_weight > 0, "> 0 where sample_weight is 0")
         self._check("offload", not self.offload or self.zero_stage > 0, "False without ZeRO", "Set zero_stage to 1-3.")
 
