@@ -105,6 +105,13 @@ def parse(argv: Sequence[str]) -> InitOptions | TrainOptions | EvalOptions:
     if isinstance(options, TrainOptions) and not (options.minutes > 0 and options.updates >= 0):
         got = (options.minutes, options.updates)
         raise ConfigError.at("minutes, updates", got, "minutes > 0 and updates >= 0", f"See {PROG} train --help")
+    if isinstance(options, TrainOptions) and options.distillation.position_emphasis:
+        raise ConfigError.at(
+            "distillation.position_emphasis",
+            options.distillation.position_emphasis,
+            f"0 in {PROG} train",
+            "It weighs by what the last refresh of a run has seen.",
+        )
     if isinstance(options, EvalOptions) and (options.window < 1 or options.responses < 1):
         got = (options.window, options.responses)
         raise ConfigError.at("window, responses", got, ">= 1", f"See {PROG} eval --help")
@@ -158,13 +165,6 @@ def train(options: TrainOptions) -> RefreshStats:
     target, model = start.read_model(options.target), start.read_model(options.draft)
     _check_vocabulary(target, model)
     settings = options.distillation
-    if settings.position_emphasis:
-        raise ConfigError.at(
-            "distillation.position_emphasis",
-            settings.position_emphasis,
-            f"0 in {PROG} train",
-            "It weighs by what the refresh before has seen, and here is only one.",
-        )
     if settings.top_k:
         lessons = acceptance.with_laws(target, lessons, top_k=settings.top_k, storage=settings.storage)
     trainer = DrafterTrainer(settings, model, seed=options.seed)
