@@ -28,7 +28,8 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
 from benchmarks.curves import smoothed
-from benchmarks.drafter_refresh_recovery import recovered, section
+from benchmarks.drafter_refresh_ceiling import ceilings
+from benchmarks.drafter_refresh_recovery import STEPS_BEFORE, folder_of, recovered, section
 from benchmarks.drafter_refresh_runs import Run, differences, drafting, refreshing, start
 from benchmarks.results import RESULTS, Result, publish
 from benchmarks.trained_models import CACHE, ROOT, task_models, task_target
@@ -168,7 +169,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             shares=options.recovery_shares,
             settings=settings,
         )
-        text = section(recoveries, different, options.jump)
+        longest, draft = folder_of(base, recoveries[-1].run.name), task_models("A").draft
+        ceiling = ceilings(longest, draft, before=STEPS_BEFORE, window=options.window)
+        text = section(recoveries, different, options.jump, ceiling.text())
         print(text)
         if runs:
             publish(NAME, page(runs, found, options, text), options.results)

@@ -71,10 +71,15 @@ def recovered(
     kinds |= {f"every step, {100 * share:g} %": refreshing("every_step", share) for share in shares}
     found = []
     for name, refresh in kinds.items():
-        root = base / f"jump-{name.replace(' ', '-').replace(',', '').replace('%', 'percent')}"
+        root = folder_of(base, name)
         _legs(root, name, jump, [*drafting(draft, window), *refresh, *settings])
         found.append(Recovery(run=Run.read(name, root), learns=name != "frozen"))
     return found, differences([recovery.run for recovery in found])
+
+
+def folder_of(base: Path, name: str) -> Path:
+    """Of the run with such a draft model."""
+    return base / f"jump-{name.replace(' ', '-').replace(',', '').replace('%', 'percent')}"
 
 
 def _legs(root: Path, name: str, jump: float, settings: Sequence[str]) -> None:
@@ -86,8 +91,8 @@ def _legs(root: Path, name: str, jump: float, settings: Sequence[str]) -> None:
         start(root, [*settings, "--train.steps", str(steps), "--train.learning-rate", str(rate), *resume])
 
 
-def section(found: Sequence[Recovery], different: Sequence[str], jump: float) -> str:
-    """Of the page."""
+def section(found: Sequence[Recovery], different: Sequence[str], jump: float, more: str = "") -> str:
+    """Of the page. Args: a paragraph that follows."""
     lines = found[0].run.lines
     before, after = (float(line["accuracy/train"]) for line in lines[STEPS_BEFORE : STEPS_BEFORE + 2])
     entropies = [float(line["policy/entropy"]) for line in lines[STEPS_BEFORE : STEPS_BEFORE + 2]]
@@ -113,5 +118,6 @@ def section(found: Sequence[Recovery], different: Sequence[str], jump: float) ->
                 f"{one.run.name}: {'met' if one.best_share() >= AIM else 'missed'}" for one in found if one.learns
             )
             + f". {equal}",
+            *(["", more] if more else []),
         ]
     )

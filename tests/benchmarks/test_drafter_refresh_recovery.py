@@ -55,6 +55,7 @@ def test_a_section_says_what_was_missed() -> None:
     assert "frozen: " not in text, "nobody expects it to recover"
     assert text.count("\n| ") == 4, "a header, a line, two rows"
     assert "missed" in section([frozen, missed], [], 20)
+    assert section([frozen, met], [], 20, "Why.").endswith("\n\nWhy.")
     assert "which they must not" in section([frozen, met], ["frozen, step 1: policy/loss"], 20)
 
 
