@@ -18,6 +18,9 @@ from examples import quickstart
 STEPS_BEFORE = 4
 ROLLOUTS_AFTER = 4
 """The first is just after the jump, before any refresh on responses of the policy that jumped."""
+LEARNING_RATE = 3e-4
+"""Of the draft model, which is good at the start: at distillation's default, its usual drift costs more than it learns
+from a few thousand tokens."""
 AIM = 0.9
 """Of the former accept_length, within three refreshes."""
 COLUMNS = (
@@ -61,18 +64,28 @@ class Recovery:
 
 
 def recovered(
-    base: Path, draft: Path, *, window: int, jump: float, shares: Sequence[float], settings: Sequence[str]
+    base: Path,
+    draft: Path,
+    *,
+    window: int,
+    jump: float,
+    shares: Sequence[float],
+    after: float,
+    settings: Sequence[str],
 ) -> tuple[list[Recovery], list[str]]:
     """Run with a frozen draft model, and with one refreshed after every step, per share of the time.
 
-    Returns them, and what differs between them and must not. Args: times the usual learning rate, in one step.
+    Returns them, and what differs between them and must not. Args: times the usual learning rate, in one step; share of
+    the time while accept_length is lost, 0: the usual one.
     """
     kinds = {"frozen": refreshing("off", shares[0])}
-    kinds |= {f"every step, {100 * share:g} %": refreshing("every_step", share) for share in shares}
+    more = f", {100 * after:g} % while it is lost" if after else ""
+    kinds |= {f"every step, {100 * share:g} %{more}": refreshing("every_step", share, after) for share in shares}
     found = []
     for name, refresh in kinds.items():
         root = folder_of(base, name)
-        _legs(root, name, jump, [*drafting(draft, window), *refresh, *settings])
+        rate = ["--distillation.learning-rate", str(LEARNING_RATE)]
+        _legs(root, name, jump, [*drafting(draft, window), *refresh, *rate, *settings])
         found.append(Recovery(run=Run.read(name, root), learns=name != "frozen"))
     return found, differences([recovery.run for recovery in found])
 
@@ -88,6 +101,7 @@ def _legs(root: Path, name: str, jump: float, settings: Sequence[str]) -> None:
     for number, (steps, rate) in enumerate(legs):
         print(f"-- jump, {name}: to step {steps} at learning rate {rate:g}", flush=True)
         resume = ["--resume", "auto"] if number else []
+        resume += ["--checkpoint.export", "True"] if number == len(legs) - 1 else []
         start(root, [*settings, "--train.steps", str(steps), "--train.learning-rate", str(rate), *resume])
 
 
@@ -107,7 +121,8 @@ def section(found: Sequence[Recovery], different: Sequence[str], jump: float, mo
             f"is {jump:g} times the usual one; before and after it is as usual (legs of one run, each resumed from the "
             f"checkpoint of the one before). The share of right responses goes from {before:.2f} to {after:.2f}, the "
             f"policy's entropy from {entropies[0]:.2f} to {entropies[1]:.2f} nats per token. accept_length by rollout; "
-            f"*of before*: the best after one to three refreshes over that before.",
+            f"*of before*: the best after one to three refreshes over that before. The draft model's learning rate is "
+            f"{LEARNING_RATE:g}.",
             "",
             "| " + " | ".join(COLUMNS) + " |",
             "|" + " --- |" * len(COLUMNS),

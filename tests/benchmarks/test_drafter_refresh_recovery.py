@@ -71,6 +71,7 @@ def test_legs_go_on_from_each_other(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     assert rates[1] == pytest.approx(20 * rates[0])
     assert ["--resume" in call for call in calls] == [False, True, True]
     assert all(call[:2] == ["--seed", "1"] for call in calls)
+    assert ["--checkpoint.export" in call for call in calls] == [False, False, True], "what is measured offline"
 
 
 def test_columns_fit_rows() -> None:

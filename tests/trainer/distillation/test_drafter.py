@@ -432,6 +432,7 @@ def test_zero_without_deepspeed_is_refused(monkeypatch: pytest.MonkeyPatch) -> N
         ({"sample_weight": 0.0, "law_weight": 0.0}, "law_weight: got 0.0"),
         ({"max_time_share": 0.0}, "max_time_share: got 0.0, expected in"),
         ({"offload": True}, "offload: got True, expected False without ZeRO"),
+        ({"recovery_time_share": 0.01}, "recovery_time_share: got 0.01, expected 0 or in 0.03..1"),
         ({"top_k": 0}, "position_emphasis: got 0.5, expected 0 with top_k 0"),
         ({"buffer_tokens": 0}, "buffer_tokens: got 0, expected > 0"),
     ],
