@@ -8,6 +8,8 @@ STAMP := $(VENV)/.ready-$(shell cat requirements/cpu.txt setup.py | cksum | cut 
 # The CPU build; where the package index offers only the CUDA build, name a wheel or a URL of the CPU build here.
 TORCH ?= torch==2.13.0
 export OMP_NUM_THREADS ?= 1
+# DeepSpeed is built at setup; nothing of it is compiled.
+export DS_BUILD_OPS = 0
 
 .PHONY: setup quickstart check lint test bench faults clean
 

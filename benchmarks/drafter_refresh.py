@@ -1,7 +1,7 @@
 """What keeping the draft model fresh is worth: four runs of the quickstart with the same seeds.
 
     python -m benchmarks.drafter_refresh [--steps 30] [--window 4] [--share 0.03] [--only runs|recovery]
-        [--recovery-shares 0.03 0.25] [--jump 15] [--key.path value ...]
+        [--recovery-shares 0.03 0.25] [--recovery-time-share 1] [--jump 15] [--key.path value ...]
 
 Without a drafter, with one that stays as it was cut out of the policy (`specactor drafter init`), with one that learns
 after every step, and with one that learns when that is predicted to pay. Tokens, rewards and losses must be identical
@@ -28,7 +28,8 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
 from benchmarks.curves import smoothed
-from benchmarks.drafter_refresh_recovery import recovered, section
+from benchmarks.drafter_refresh_ceiling import ceilings
+from benchmarks.drafter_refresh_recovery import STEPS_BEFORE, folder_of, recovered, section
 from benchmarks.drafter_refresh_runs import Run, differences, drafting, refreshing, start
 from benchmarks.results import RESULTS, Result, publish
 from benchmarks.trained_models import CACHE, ROOT, task_models, task_target
@@ -148,6 +149,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--recovery-shares", type=float, nargs="+", default=[0.03, 0.25], help="max_time_share of runs that jump"
     )
+    parser.add_argument(
+        "--recovery-time-share", type=float, default=0.0, help="theirs while accept_length is well below what it was"
+    )
     parser.add_argument("--jump", type=float, default=15, help="times the learning rate, in the step of the jump")
     options, settings = parser.parse_known_args(arguments)
     base = CACHE / NAME
@@ -166,9 +170,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
             window=options.window,
             jump=options.jump,
             shares=options.recovery_shares,
+            after=options.recovery_time_share,
             settings=settings,
         )
-        text = section(recoveries, different, options.jump)
+        longest, draft = folder_of(base, recoveries[-1].run.name), task_models("A").draft
+        ceiling = ceilings(longest, draft, jump_step=STEPS_BEFORE + 1, window=options.window)
+        text = section(recoveries, different, options.jump, ceiling.text())
         print(text)
         if runs:
             publish(NAME, page(runs, found, options, text), options.results)

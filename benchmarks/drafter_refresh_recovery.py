@@ -18,6 +18,9 @@ from examples import quickstart
 STEPS_BEFORE = 4
 ROLLOUTS_AFTER = 4
 """The first is just after the jump, before any refresh on responses of the policy that jumped."""
+LEARNING_RATE = 3e-4
+"""Of the draft model, which is good at the start: at distillation's default, its usual drift costs more than it learns
+from a few thousand tokens."""
 AIM = 0.9
 """Of the former accept_length, within three refreshes."""
 COLUMNS = (
@@ -61,20 +64,35 @@ class Recovery:
 
 
 def recovered(
-    base: Path, draft: Path, *, window: int, jump: float, shares: Sequence[float], settings: Sequence[str]
+    base: Path,
+    draft: Path,
+    *,
+    window: int,
+    jump: float,
+    shares: Sequence[float],
+    after: float,
+    settings: Sequence[str],
 ) -> tuple[list[Recovery], list[str]]:
     """Run with a frozen draft model, and with one refreshed after every step, per share of the time.
 
-    Returns them, and what differs between them and must not. Args: times the usual learning rate, in one step.
+    Returns them, and what differs between them and must not. Args: times the usual learning rate, in one step; share of
+    the time while accept_length is lost, 0: the usual one.
     """
     kinds = {"frozen": refreshing("off", shares[0])}
-    kinds |= {f"every step, {100 * share:g} %": refreshing("every_step", share) for share in shares}
+    more = f", {100 * after:g} % while it is lost" if after else ""
+    kinds |= {f"every step, {100 * share:g} %{more}": refreshing("every_step", share, after) for share in shares}
     found = []
     for name, refresh in kinds.items():
-        root = base / f"jump-{name.replace(' ', '-').replace(',', '').replace('%', 'percent')}"
-        _legs(root, name, jump, [*drafting(draft, window), *refresh, *settings])
+        root = folder_of(base, name)
+        rate = ["--distillation.learning-rate", str(LEARNING_RATE)]
+        _legs(root, name, jump, [*drafting(draft, window), *refresh, *rate, *settings])
         found.append(Recovery(run=Run.read(name, root), learns=name != "frozen"))
     return found, differences([recovery.run for recovery in found])
+
+
+def folder_of(base: Path, name: str) -> Path:
+    """Of the run with such a draft model."""
+    return base / f"jump-{name.replace(' ', '-').replace(',', '').replace('%', 'percent')}"
 
 
 def _legs(root: Path, name: str, jump: float, settings: Sequence[str]) -> None:
@@ -83,11 +101,12 @@ def _legs(root: Path, name: str, jump: float, settings: Sequence[str]) -> None:
     for number, (steps, rate) in enumerate(legs):
         print(f"-- jump, {name}: to step {steps} at learning rate {rate:g}", flush=True)
         resume = ["--resume", "auto"] if number else []
+        resume += ["--checkpoint.export", "True"] if number == len(legs) - 1 else []
         start(root, [*settings, "--train.steps", str(steps), "--train.learning-rate", str(rate), *resume])
 
 
-def section(found: Sequence[Recovery], different: Sequence[str], jump: float) -> str:
-    """Of the page."""
+def section(found: Sequence[Recovery], different: Sequence[str], jump: float, more: str = "") -> str:
+    """Of the page. Args: a paragraph that follows."""
     lines = found[0].run.lines
     before, after = (float(line["accuracy/train"]) for line in lines[STEPS_BEFORE : STEPS_BEFORE + 2])
     entropies = [float(line["policy/entropy"]) for line in lines[STEPS_BEFORE : STEPS_BEFORE + 2]]
@@ -102,7 +121,8 @@ def section(found: Sequence[Recovery], different: Sequence[str], jump: float) ->
             f"is {jump:g} times the usual one; before and after it is as usual (legs of one run, each resumed from the "
             f"checkpoint of the one before). The share of right responses goes from {before:.2f} to {after:.2f}, the "
             f"policy's entropy from {entropies[0]:.2f} to {entropies[1]:.2f} nats per token. accept_length by rollout; "
-            f"*of before*: the best after one to three refreshes over that before.",
+            f"*of before*: the best after one to three refreshes over that before. The draft model's learning rate is "
+            f"{LEARNING_RATE:g}.",
             "",
             "| " + " | ".join(COLUMNS) + " |",
             "|" + " --- |" * len(COLUMNS),
@@ -113,5 +133,6 @@ def section(found: Sequence[Recovery], different: Sequence[str], jump: float) ->
                 f"{one.run.name}: {'met' if one.best_share() >= AIM else 'missed'}" for one in found if one.learns
             )
             + f". {equal}",
+            *(["", more] if more else []),
         ]
     )

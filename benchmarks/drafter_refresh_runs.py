@@ -75,9 +75,10 @@ def start(root: Path, settings: Sequence[str]) -> None:
     subprocess.run([*command, *settings], cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=True)
 
 
-def refreshing(when: str, share: float) -> list[str]:
-    """Args: distillation.refresh, distillation.max_time_share."""
-    return ["--distillation.refresh", when, "--distillation.max-time-share", str(share)]
+def refreshing(when: str, share: float, recovery_share: float = 0.0) -> list[str]:
+    """Args: distillation.refresh, .max_time_share, .recovery_time_share."""
+    shares = ["--distillation.max-time-share", str(share), "--distillation.recovery-time-share", str(recovery_share)]
+    return ["--distillation.refresh", when, *shares]
 
 
 def drafting(draft: Path, window: int) -> list[str]:

@@ -116,7 +116,7 @@ def task_models(task: Task) -> Models:
     learned_from = (recipe["data"]["train"], recipe["rollout"]["max_new_tokens"], _weights(target))
     parts = (asdict(shape), learned_from, _distillation())
     return Models(
-        target=target, draft=_cached(f"draft-{task}", parts, lambda folder: _distil(target, folder, shape, task))
+        target=target, draft=_cached(f"draft-{task}", parts, lambda folder: distil(target, folder, shape, task))
     )
 
 
@@ -135,9 +135,7 @@ def heavy_models() -> Models:
     )
     shape = DraftShape(hidden_size=256, head_dim=64, intermediate_size=1024, sequences=0, steps=0)
     parts = (asdict(shape), _weights(target), _distillation())
-    return Models(
-        target=target, draft=_cached("draft-heavy", parts, lambda folder: _distil(target, folder, shape, "A"))
-    )
+    return Models(target=target, draft=_cached("draft-heavy", parts, lambda folder: distil(target, folder, shape, "A")))
 
 
 def _cached(name: str, parts: object, make: Callable[[Path], None]) -> Path:
@@ -181,7 +179,8 @@ def _warm_up(task: Task, folder: Path) -> None:
     shutil.copytree(ROOT / said, folder)
 
 
-def _distil(target: Path, folder: Path, shape: DraftShape, task: Task) -> None:
+def distil(target: Path, folder: Path, shape: DraftShape, task: Task) -> None:
+    """Make a draft model of the target in a folder that does not exist yet, on responses to the task's problems."""
     data = json.dumps(to_json(task_recipe(task))["data"]["train"])
     max_new_tokens = str(task_recipe(task).rollout.max_new_tokens)
     command = ["-m", "benchmarks.distillation", str(target), str(folder), json.dumps(asdict(shape)), data]

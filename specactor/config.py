@@ -922,13 +922,6 @@ class Config:
             f"off with rollout.speculation.mode {drafting.mode} and drafters {drafting.draft_methods}",
             "Only a draft model learns: name model or decoupled among rollout.speculation.drafters.",
         )
-        _require(
-            refresh == "off" or self.distillation.position_emphasis == 0,
-            "distillation.position_emphasis",
-            self.distillation.position_emphasis,
-            f"0 with distillation.refresh {refresh}",
-            "Engines do not tell at which positions of a response drafts were lost.",
-        )
         cache = self.rollout.engine.max_total_tokens
         _require(
             cache is None or cache > self.rollout.max_new_tokens,

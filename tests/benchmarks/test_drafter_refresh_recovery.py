@@ -55,6 +55,7 @@ def test_a_section_says_what_was_missed() -> None:
     assert "frozen: " not in text, "nobody expects it to recover"
     assert text.count("\n| ") == 4, "a header, a line, two rows"
     assert "missed" in section([frozen, missed], [], 20)
+    assert section([frozen, met], [], 20, "Why.").endswith("\n\nWhy.")
     assert "which they must not" in section([frozen, met], ["frozen, step 1: policy/loss"], 20)
 
 
@@ -70,6 +71,7 @@ def test_legs_go_on_from_each_other(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     assert rates[1] == pytest.approx(20 * rates[0])
     assert ["--resume" in call for call in calls] == [False, True, True]
     assert all(call[:2] == ["--seed", "1"] for call in calls)
+    assert ["--checkpoint.export" in call for call in calls] == [False, False, True], "what is measured offline"
 
 
 def test_columns_fit_rows() -> None:

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from specactor.trainer.distillation.buffer import Law, Lesson
-from specactor.trainer.distillation.emphasis import Floats
+from specactor.trainer.distillation.emphasis import Floats, bins_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,6 +34,8 @@ class Batch:
     top_tokens_NK: Tensor
     top_logp_NK: Tensor
     has_law_N: Tensor
+    bins_N: Tensor
+    """Of their response positions (see `emphasis`)."""
 
 
 def plan(lengths: Sequence[int], ranks: int, capacity: int) -> list[list[list[int]]]:
@@ -103,6 +105,7 @@ def build(lessons: Sequence[Lesson], weights: Sequence[Floats], device: torch.de
         top_tokens_NK=torch.from_numpy(top_tokens).to(device),
         top_logp_NK=torch.from_numpy(top_logp).to(device),
         has_law_N=torch.from_numpy(known).to(device),
+        bins_N=_joined([bins_of(size) for size in sizes], np.int64, device),
     )
 
 

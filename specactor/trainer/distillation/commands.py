@@ -105,6 +105,13 @@ def parse(argv: Sequence[str]) -> InitOptions | TrainOptions | EvalOptions:
     if isinstance(options, TrainOptions) and not (options.minutes > 0 and options.updates >= 0):
         got = (options.minutes, options.updates)
         raise ConfigError.at("minutes, updates", got, "minutes > 0 and updates >= 0", f"See {PROG} train --help")
+    if isinstance(options, TrainOptions) and options.distillation.position_emphasis:
+        raise ConfigError.at(
+            "distillation.position_emphasis",
+            options.distillation.position_emphasis,
+            f"0 in {PROG} train",
+            "It weighs by what the last refresh of a run has seen.",
+        )
     if isinstance(options, EvalOptions) and (options.window < 1 or options.responses < 1):
         got = (options.window, options.responses)
         raise ConfigError.at("window, responses", got, ">= 1", f"See {PROG} eval --help")

@@ -32,7 +32,7 @@ from specactor.errors import CheckpointError, SpecActorError
 from specactor.trainer.distillation import batches, losses
 from specactor.trainer.distillation.budget import may_start
 from specactor.trainer.distillation.buffer import DraftBuffer
-from specactor.trainer.distillation.emphasis import token_weights
+from specactor.trainer.distillation.emphasis import NUM_BINS, lost, token_weights
 from specactor.trainer.distillation.settings import DistillationConfig
 from specactor.trainer.distillation.updates import diverged, make_updater
 
@@ -88,9 +88,11 @@ class DrafterTrainer:
         self.updates = 0
         """Made so far, in all refreshes, also in those that diverged."""
         self.lost: tuple[float, ...] = ()
-        """Where acceptance is lost, as `emphasis.LostAcceptance.lost` tells."""
+        """Where acceptance is lost (`emphasis.lost`), as the last refresh saw it; one refresh has one."""
         self.halvings = 0
         """Of the tokens of an update, since no update fitted the time."""
+        self._seen = torch.zeros(2, NUM_BINS, dtype=torch.float64)
+        """Of this refresh's updates, all ranks, per bin: tokens whose law is known, and the sum of their overlaps."""
         self._drawn = (0, 0)
         """Lessons and tokens of the last draw."""
         self._micro_s = 0.0
@@ -122,6 +124,7 @@ class DrafterTrainer:
         found: list[dict[str, float]] = []
         tokens_per_update, micro_steps, norm = self.tokens_per_update, 0, math.nan
         stopped: Literal["time", "updates", "empty"] = "updates" if len(self.buffer) else "empty"
+        self._seen.zero_()
         while stopped == "updates" and len(found) < max_updates:
             made, steps = self._gradients(watch)
             micro_steps += steps
@@ -134,6 +137,7 @@ class DrafterTrainer:
         if found and watch.agreed(not self.is_finite()):
             raise diverged("weight", math.nan)
         self.version += bool(found)
+        self.lost = lost(*self._seen.tolist()) or self.lost
         self._adapt(watch, len(found), micro_steps, stopped)
         return self._stats(found, micro_steps, norm, watch.elapsed_s(), stopped, tokens_per_update)
 
@@ -190,7 +194,7 @@ class DrafterTrainer:
         whole = not self._updater.can_abandon
         if whole and watch.over(micro_steps=len(mine)):
             return None, 0
-        sums = torch.zeros(len(_SUMS) + 1, dtype=torch.float64, device=self.device)
+        sums = torch.zeros(len(_SUMS) + 1 + 2 * NUM_BINS, dtype=torch.float64, device=self.device)
         for number, indices in enumerate(mine):
             if not whole and watch.over():
                 self._updater.abandon()
@@ -203,11 +207,12 @@ class DrafterTrainer:
             sums += values
         if self._group is not None:
             dist.all_reduce(sums, group=self._group)
-        result = dict(zip((*_SUMS, "tokens"), sums.tolist(), strict=True))
+        result = dict(zip((*_SUMS, "tokens"), sums.tolist(), strict=False))
         if not math.isfinite(result["loss"]):
             if not whole:
                 self._updater.abandon()
             raise diverged("loss", result["loss"])
+        self._seen += sums[-2 * NUM_BINS :].view(2, NUM_BINS).cpu()
         return result, len(mine)
 
     def _loss(self, batch: batches.Batch, total: float) -> tuple[Tensor, Tensor]:
@@ -232,7 +237,9 @@ class DrafterTrainer:
             batch.weights_N.sum(),
             known_N.new_tensor(float(len(loss_N))),
         ]
-        return loss, torch.stack([value.double() for value in values])
+        kept_2N = torch.stack([known_N, found.overlap.nan_to_num()]).double()
+        at_2B = kept_2N.new_zeros(2, NUM_BINS).index_add_(1, batch.bins_N, kept_2N)
+        return loss, torch.cat([torch.stack([value.double() for value in values]), at_2B.flatten()])
 
     def _rate(self, update: int) -> float:
         """Of an update by its number over all refreshes: it rises along a line, then stays."""

@@ -18,6 +18,8 @@ from numpy.typing import NDArray
 Floats = NDArray[np.float64]
 MAX_LOG_WEIGHT = 3.0
 """A reward changes a weight by at most this factor, as a logarithm."""
+NUM_BINS = 32
+"""Enough for any response."""
 MIN_WEIGHT = 0.05
 """Of positions where nothing is lost: they would be if they were not learned."""
 
@@ -33,27 +35,18 @@ def bins_of(response_len: int) -> NDArray[np.int64]:
     return bins
 
 
-class LostAcceptance:
-    """Counts of draft tokens by position: what was drafted there, and what of it was accepted."""
+def lost(tokens: Sequence[float], kept: Sequence[float]) -> tuple[float, ...]:
+    """Per bin, the share of acceptance that is lost; that of all bins where nothing is known. () where nothing is.
 
-    def __init__(self) -> None:
-        self._drafted: dict[int, float] = {}
-        self._accepted: dict[int, float] = {}
-
-    def observe(self, position: int, *, drafted: float, accepted: float) -> None:
-        """Draft tokens around a response position, and those accepted of them."""
-        where = bin_of(position)
-        self._drafted[where] = self._drafted.get(where, 0.0) + drafted
-        self._accepted[where] = self._accepted.get(where, 0.0) + accepted
-
-    def lost(self) -> tuple[float, ...]:
-        """Per bin, the share of draft tokens that was rejected; that of all bins where nothing was drafted."""
-        total = sum(self._drafted.values())
-        if not total:
-            return ()
-        overall = 1 - sum(self._accepted.values()) / total
-        bins = range(max(self._drafted) + 1)
-        return tuple(1 - self._accepted[b] / self._drafted[b] if self._drafted.get(b, 0) > 0 else overall for b in bins)
+    Args: per bin, tokens whose law is known, and the sum of their overlaps with the draft model's (`losses.overlap`):
+    1 - overlap is what no drafter with this law gets accepted (arXiv 2302.01318, corollary 3.6), whatever the window.
+    """
+    known = [number for number, count in enumerate(tokens) if count > 0]
+    if not known:
+        return ()
+    overall = 1 - sum(kept) / sum(tokens)
+    shares = (1 - kept[b] / tokens[b] if tokens[b] > 0 else overall for b in range(known[-1] + 1))
+    return tuple(min(1.0, max(0.0, share)) for share in shares)
 
 
 def token_weights(

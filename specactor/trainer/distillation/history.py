@@ -13,6 +13,10 @@ from typing import Any
 from specactor.rollout.draft.counts import Counts
 from specactor.trainer.distillation.budget import Outlook
 
+USUAL_DECAY = 0.98
+"""What accept_length was, is worth per rollout that did not reach it."""
+LOST = 0.9
+"""Below this share of what it was, accept_length is to be recovered."""
 DRAFTED_BY = ("model", "decoupled")
 """Drafters with the draft model's weights."""
 
@@ -36,6 +40,8 @@ class History:
     """Of the first rollout after the last refresh that had one."""
     gain: float | None = None
     """That over `before`, of the last refresh of which both are known."""
+    usual: float | None = None
+    """What accept_length was: of the best rollout, less what its age takes off."""
     waits: bool = False
     """For the first rollout after the last refresh."""
     steps_since: int = 0
@@ -50,6 +56,12 @@ class History:
             self.waits, self.fresh = False, accepted
             self.gain = accepted / self.before if self.before is not None else self.gain
         self.last = accepted
+        self.usual = max(accepted, USUAL_DECAY * (self.usual or 0.0))
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether accept_length is well below what it was."""
+        return self.last is not None and self.usual is not None and self.last < LOST * self.usual
 
     def refreshed(self) -> None:
         """After the last rollout, and before the next."""

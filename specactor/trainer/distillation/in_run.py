@@ -252,6 +252,8 @@ class Distillation:
         limit_s = max(0.0, time_limit_s(step.seconds, self.config.max_time_share) - self._push_s)
         now = self.history.outlook(rollout_s=step.rollout_s, refresh_s=limit_s, steps_left=step.steps_left)
         decision: Decision = decide(self.config.refresh, now, explore_every=self.config.explore_every)
+        if self.history.is_lost and self.config.recovery_time_share:  # decided as usual, then for longer
+            limit_s = max(0.0, time_limit_s(step.seconds, self.config.recovery_time_share) - self._push_s)
         own = _Plan(refresh=decision.refresh, saved_s=decision.saved_s, limit_s=limit_s, reason=decision.reason)
         return self._collective.gather(own, _Plan)[0]
 

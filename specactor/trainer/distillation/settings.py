@@ -16,6 +16,9 @@ class DistillationConfig:
     """When the draft model learns: never, after every RL step, or when that is worth its time."""
     max_time_share: float = 0.03
     """Longest refresh, as a share of the last RL step's time."""
+    recovery_time_share: float = 0.0
+    """The same while accept_length is more than a tenth below what it was, as after a jump of the policy, and for some
+    ten rollouts at most: what has become usual is no loss. 0: max_time_share then, too."""
     max_updates: int = 0
     """Optimizer updates of one refresh at most; 0: as many as fit its time. With a number that always fits, the draft
     model's weights are reproducible."""
@@ -36,7 +39,7 @@ class DistillationConfig:
     law_weight: float = 1.0
     """Of the divergence KL(policy, draft) over the likeliest tokens."""
     position_emphasis: float = 0.0
-    """0: every position weighs the same; 1: as much as acceptance is lost there."""
+    """0: every position of a response weighs the same; 1: as much as acceptance was lost there, by the last refresh."""
     reward_emphasis: float = 0.0
     """A response weighs exp(this * (its reward - mean reward))."""
 
@@ -70,7 +73,17 @@ class DistillationConfig:
         for name in ("max_updates", "top_k", "sample_weight", "law_weight", "warmup_updates", "weight_decay"):
             self._check(name, getattr(self, name) >= 0, ">= 0")
         self._check("max_time_share", 0 < self.max_time_share <= 1, "in (0, 1]", 'Use refresh="off" to spend none.')
+        share, usual = self.recovery_time_share, self.max_time_share
+        self._check(
+            "recovery_time_share", share == 0 or usual <= share <= 1, f"0 or in {usual:g}..1, max_time_share..1"
+        )
         self._check("position_emphasis", 0 <= self.position_emphasis <= 1, "in 0..1")
+        self._check(
+            "position_emphasis",
+            not self.position_emphasis or self.top_k > 0,
+            "0 with top_k 0",
+            "Where acceptance is lost is seen from the policy's likeliest tokens.",
+        )
         self._check("law_weight", self.sample_weight + self.law_weight > 0, "> 0 where sample_weight is 0")
         self._check("offload", not self.offload or self.zero_stage > 0, "False without ZeRO", "Set zero_stage to 1-3.")
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import math
+import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -169,7 +170,7 @@ class ZeroUpdater:
 
     def __init__(self, model: nn.Module, config: DistillationConfig, device: torch.device) -> None:
         self._model = model
-        deepspeed = importlib.import_module("deepspeed")
+        deepspeed = _deepspeed(device)
         self._stage = config.zero_stage
         if not dist.is_initialized():
             raise ConfigError.at("distillation.zero_stage", config.zero_stage, "0 in a single process", "Use torchrun.")
@@ -225,6 +226,19 @@ class ZeroUpdater:
             zero = importlib.import_module("deepspeed").zero
             with zero.GatheredParameters([parameter]):
                 yield name, parameter.detach().clone()
+
+
+def _deepspeed(device: torch.device) -> Any:
+    """The library, set to the draft model's device."""
+    if device.type != "cpu":
+        return importlib.import_module("deepspeed")
+    # it takes torch.cuda for a GPU, which `cpu.torch_cuda` stands in for
+    os.environ["DS_ACCELERATOR"] = "cpu"
+    deepspeed = importlib.import_module("deepspeed")
+    # or it compiles a reduction of its own when first used (25 s, a C++ compiler) whose shared memory outlives ranks
+    # that are killed; gloo reduces instead
+    importlib.import_module("deepspeed.ops").__compatible_ops__["deepspeed_shm_comm"] = False
+    return deepspeed
 
 
 def zero_config(config: DistillationConfig) -> dict[str, Any]:

@@ -64,7 +64,7 @@ def main(rank: int, world: int, store: str, folder: Path, zero_stage: int) -> No
     whole = said(trainer.refresh(limit_s=1e9, clock=lambda: 0.0, max_updates=UPDATES))
     weights = {name: tensor.clone() for name, tensor in trainer.named_weights()}
     trainer.save(folder)
-    on = said(trainer.refresh(limit_s=1e9, clock=lambda: 0.0, max_updates=2))
+    on = said(trainer.refresh(limit_s=1e9, clock=lambda: 0.0, max_updates=2)) | {"lost": trainer.lost}
     again = made(zero_stage, world)
     again.load(folder)
     resumed = said(again.refresh(limit_s=1e9, clock=lambda: 0.0, max_updates=2))

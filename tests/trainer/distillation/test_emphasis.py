@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from specactor.trainer.distillation.emphasis import MIN_WEIGHT, LostAcceptance, bin_of, bins_of, token_weights
+from specactor.trainer.distillation.emphasis import MIN_WEIGHT, NUM_BINS, bin_of, bins_of, lost, token_weights
 
 
 def test_bins_are_powers_of_two() -> None:
@@ -41,8 +41,7 @@ def test_rewards_tilt_by_a_bounded_factor() -> None:
 
 
 def test_lost_acceptance_by_position() -> None:
-    counts = LostAcceptance()
-    assert counts.lost() == ()
-    counts.observe(0, drafted=4, accepted=3)
-    counts.observe(5, drafted=4, accepted=1)
-    assert counts.lost() == (0.25, 0.5, 0.75)
+    assert lost([0.0] * 4, [0.0] * 4) == ()
+    assert lost([4, 0, 4, 0], [3, 0, 1, 0]) == (0.25, 0.5, 0.75), "where nothing is known it is that of all"
+    assert lost([2, 2], [2 + 1e-9, 1]) == (0.0, 0.5), "in half precision an overlap may be a little more than 1"
+    assert bin_of(2**31 - 2) < NUM_BINS, "there is a bin for every position"

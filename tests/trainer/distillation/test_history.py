@@ -50,3 +50,18 @@ def test_a_checkpoint_keeps_all_of_it() -> None:
         history.refreshed()
     history.rollout(3.0)
     assert History.of(json.loads(json.dumps(history.state()))) == history
+
+
+def test_what_was_reached_is_missed_for_a_while() -> None:
+    history = History()
+    assert not history.is_lost
+    lost = []
+    for accepted in (4.0, 3.7, None, *[3.0] * 15):
+        history.rollout(accepted)
+        lost.append(history.is_lost)
+    assert lost[:3] == [False] * 3
+    assert lost[3:] == sorted(lost[3:], reverse=True), "the new level becomes usual"
+    assert 5 < sum(lost) < 12
+    history.rollout(4.0)
+    assert not history.is_lost
+    assert History.of({"last": 2.0}).is_lost is False, "an older checkpoint does not say"

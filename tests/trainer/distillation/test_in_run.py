@@ -205,6 +205,16 @@ def test_time_is_bounded_by_a_share_of_the_step_less_the_last_push(world: World)
     assert world.it.reason.startswith("no time was granted")
 
 
+@pytest.mark.parametrize("recovery", [0.0, 0.2])
+def test_more_time_is_granted_while_acceptance_is_lost(
+    collective: Collective, draft_dir: Path, recovery: float
+) -> None:
+    world = World(collective, draft_dir, recovery_time_share=recovery)
+    levels = (4.0, 3.8, 3.0, 3.7)
+    limits = [world.step(n, accepted=a)["time/refresh_limit_s"] for n, a in enumerate(levels, 1)]
+    assert limits == pytest.approx([0.3, 0.3, 10.0 * (recovery or 0.03), 0.3])
+
+
 def test_auto_refreshes_when_acceptance_was_lost(collective: Collective, draft_dir: Path) -> None:
     world = World(collective, draft_dir, refresh="auto", max_time_share=0.01)
     refreshed = [world.step(n, accepted=a)["drafter/refreshed"] for n, a in enumerate((2.0, 2.0, 2.0, 1.2, 1.2), 1)]
