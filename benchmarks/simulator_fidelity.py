@@ -30,14 +30,12 @@ matplotlib.use("Agg")
 
 import matplotlib.pyplot as plt
 import msgspec
-import numpy as np
 
 from benchmarks.results import RESULTS, Result, publish
 from benchmarks.simulator_fidelity_prediction import COLUMNS, Comparison, Seen, Setting, predicted_s, summary
-from benchmarks.trained_models import Models, task_models, task_recipe
+from benchmarks.tail_speed import LAW, long_sums
+from benchmarks.trained_models import Models, task_models
 from specactor.config import EngineConfig, RolloutConfig, SpeculationConfig
-from specactor.data.dataset import build_dataset
-from specactor.data.tokenizer import load_tokenizer
 from specactor.parallel.layout import ModelShape
 from specactor.rollout.draft.counts import Counts
 from specactor.rollout.planning.cells import cells, checks, cost_table
@@ -46,17 +44,14 @@ from specactor.rollout.profile import Sizes, measure
 from specactor.rollout.sglang.engine import Engine, EngineSpec
 from specactor.rollout.sglang.running import running
 from specactor.rollout.sglang.speculation_calls import CONFIGURE
-from specactor.rollout.simulator.requests import Lengths
 from specactor.types import RolloutRequest, SamplingParams
 
 NAME = "simulator_fidelity"
-BATCHES, QUICK_BATCHES = {4: 2, 16: 1, 64: 1}, {4: 1, 16: 1}
+BATCHES, QUICK_BATCHES = {4: 8, 16: 4, 64: 3}, {4: 4, 16: 2}
 """Batch -> rollouts of a run, one after the other."""
 DRAFTERS, QUICK_DRAFTERS = ("suffix", "ngram", "model"), ("suffix", "model")
 GROUP_SIZE = 4
 MAX_WINDOW = 4
-LENGTHS = Lengths(median=56, sigma=0.7, longest=192)
-"""A long tail, as rollouts have one. Task B's own responses end after a dozen rounds."""
 CONTEXT = 256
 LIMIT_S = 300.0
 PROFILE_S, QUICK_PROFILE_S = 150.0, 60.0
@@ -148,23 +143,20 @@ def speculation(setting: Setting | None, models: Models, costs_file: str = "") -
 
 def requests(models: Models, batches: dict[int, int]) -> dict[int, list[list[RolloutRequest]]]:
     """By batch, so many rollouts; no two share a prompt."""
-    source = replace(task_recipe("B").data.train, size=800)
-    problems = build_dataset(source, load_tokenizer(models.target), max_prompt_tokens=80)
-    prompts = iter(dict.fromkeys(problem.prompt_ids for problem in problems))
+    prompts = long_sums(models)
     made: dict[int, list[list[RolloutRequest]]] = {}
     number = 0
     for batch, rollouts in batches.items():
         made[batch] = []
         for _ in range(rollouts):
-            own = [next(prompts) for _ in range(batch // GROUP_SIZE)]
-            rng, groups_N = np.random.default_rng(number), np.arange(batch) // GROUP_SIZE
-            lengths: list[int] = LENGTHS.draw(rng, groups_N).tolist()
+            own = [prompts.pop() for _ in range(batch // GROUP_SIZE)]
+            lengths = LAW.lengths(batch, seed=number)
             made[batch].append(
                 [
                     RolloutRequest(
                         request_id=f"{number + i}",
                         prompt_ids=own[i // GROUP_SIZE],
-                        sampling=SamplingParams(temperature=1.0, max_new_tokens=lengths[i], ignore_eos=True),
+                        sampling=SamplingParams(temperature=1.0, max_new_tokens=lengths[i]),
                         seed=1 + (number + i) * 7919,
                         group_id=i // GROUP_SIZE,
                     )
@@ -180,7 +172,7 @@ def rollout_config(models: Models, largest: int) -> RolloutConfig:
     return RolloutConfig(
         prompts_per_step=largest // GROUP_SIZE,
         group_size=GROUP_SIZE,
-        max_new_tokens=LENGTHS.longest,
+        max_new_tokens=LAW.longest,
         engine=EngineConfig(
             max_running_requests=largest, max_total_tokens=largest * (CONTEXT + 3 * (MAX_WINDOW + 1)) + 1024
         ),
@@ -308,9 +300,11 @@ def result(found: Sequence[Comparison], repetitions: int) -> Result:
     return Result(
         title="Simulated and real rollouts",
         intro=(
-            "Task B's model of 1.8 M parameters in one engine on one core, temperature 1, at most "
-            f"{LENGTHS.longest} tokens with a long tail, groups of {GROUP_SIZE}; a row is a rollout, at batch 4 two; "
-            f"seconds without prefills, median of {repetitions} repetitions in turns, equal tokens checked. Predicted: "
+            "Task B's model of 1.8 M parameters in one engine on one core, temperature 1, long sums that end where the "
+            f"model ends them or at heavy-tailed limits of at most {LAW.longest} tokens (those of the tail benchmark), "
+            f"groups of {GROUP_SIZE}; a row is several rollouts, one after the other "
+            f"({', '.join(f'{n} at batch {batch}' for batch, n in BATCHES.items())}); seconds without prefills, median "
+            f"of {repetitions} repetitions in turns, equal tokens checked. Predicted: "
             "`simulate` with the table of `specactor profile`, measured just before; the lengths of the run; and "
             "acceptance by position, as the run of that fixed window counted it. Chosen windows and `auto` are "
             f"predicted from the counts of window {MAX_WINDOW}. Text drafters often find nothing, which the simulator "

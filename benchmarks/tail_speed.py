@@ -90,19 +90,24 @@ class Work:
     rollouts: list[list[RolloutRequest]]
 
 
-def works(models: Models, setting: Setting, repetitions: int) -> list[Work]:
-    """Of all repetitions; no two rollouts share a prompt."""
+def long_sums(models: Models) -> list[tuple[int, ...]]:
+    """Prompts of sums of many terms, all different, each with the first token of its working."""
     source = replace(task_recipe("B").data.train, size=6000)
     tokenizer = load_tokenizer(models.target)
     problems = build_dataset(source, tokenizer, max_prompt_tokens=MAX_PROMPT - 1)
     digits = {digit: tuple(tokenizer.encode(digit, add_special_tokens=False)) for digit in "0123456789"}
-    prompts = list(
+    return list(
         dict.fromkeys(
             problem.prompt_ids + digits[first_digit(problem.prompt)]
             for problem in problems
             if problem.prompt.count("+") >= MIN_TERMS - 1
         )
     )
+
+
+def works(models: Models, setting: Setting, repetitions: int) -> list[Work]:
+    """Of all repetitions; no two rollouts share a prompt."""
+    prompts = long_sums(models)
     return [
         Work(
             repetition=k - 1,
@@ -229,7 +234,7 @@ def measure(model: str, setting: Setting, repetitions: int, names: Sequence[str]
         contest = Contest(model, engine, models)
         began = time.monotonic()
         for number, work in enumerate(todo):
-            contest.take(work, names if number % 2 else names[::-1])
+            contest.take(work, [*names[number % len(names) :], *names[: number % len(names)]])
             print(f"{model}: {number + 1} of {len(todo)} rounds, {time.monotonic() - began:.0f} s", flush=True)
     ordered = {name: contest.tally.runs[name] for name in names}
     return Tally(model=model, runs=ordered, counts=contest.tally.counts)
