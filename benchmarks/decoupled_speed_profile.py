@@ -1,8 +1,9 @@
 """What rounds and drafters cost, timed before anything is predicted, on requests that no cell decodes.
 
-Every kind of work is timed where a cell does it: plain steps on both engines at once, on the plain path; verifies in mode coupled and
-decoupled, with drafts that are right as often as DIAL says, so that several tokens are handed out; choosing windows, in
-the engine; hearing a drafter process, there too; and from token to token in a drafter process, its loop included.
+Every kind of work is timed where a cell does it: plain steps on both engines at once, on the plain path; verifies in
+mode coupled and decoupled, with drafts that are right as often as DIAL says, so that several tokens are handed out;
+choosing windows, in the engine; hearing a drafter process, there too; and from token to token in a drafter process, its
+loop included.
 
 Invariant: nothing here is taken from the cells.
 """
@@ -131,7 +132,7 @@ def profile(bench: Bench, trained: Way, note: Callable[[str], None]) -> Profile:
         bench.configure(speculation("coupled", FILLER, 0), bench.engines)
         beside = [replace(r, request_id=f"{r.request_id}.beside") for r in some]
         bench.decode([r for pair in zip(some, beside, strict=True) for r in pair], bench.engines)
-        plain += _points(bench.rounds().verifies, size)
+        plain += _points(bench.rounds().plain, size)
     plain_s = by_requests(plain)
     here, drafts = _coupled(bench, work, note)
     elsewhere, turns = _decoupled(bench, work, plain_s)

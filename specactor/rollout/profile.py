@@ -137,7 +137,8 @@ def _drafting(config: RolloutConfig, drafter: str, window: int) -> SpeculationCo
 
 def _seconds(cell: Cell, rounds: Rounds) -> list[float]:
     if not cell.drafter:
-        return _of(rounds.verifies, cell.requests, cell.requests * (1 + cell.window))
+        points = rounds.verifies if cell.window else rounds.plain
+        return _of(points, cell.requests, cell.requests * (1 + cell.window))
     return _of(
         (point for points in rounds.drafts.values() for point in points), cell.requests, cell.requests * cell.window
     )

@@ -61,7 +61,7 @@ class FakeEngine:
             return [msgspec.json.encode(self._rounds)]
         assert name == CONFIGURE
         self._config = msgspec.json.decode(payload, type=SpeculationConfig)
-        self._rounds = Rounds(verifies=[], drafts={})
+        self._rounds = Rounds(plain=[], verifies=[], drafts={})
         return [b""]
 
     def generate(self, requests: list[RolloutRequest]) -> None:
@@ -72,7 +72,8 @@ class FakeEngine:
         for left in range(new - 1, 0, -1):
             window = min(self._config.window, left - 1)
             verify_s = self.verify_s(count, count * (1 + window)) * (100 if left == new - 1 else 1)
-            self._rounds.verifies.append((count, count * (1 + window), verify_s))
+            of = self._rounds.verifies if self._config.window else self._rounds.plain
+            of.append((count, count * (1 + window), verify_s))
             draft_s = self.draft_s(drafter, count, window) * (100 if left == new - 1 else 1)
             self._rounds.drafts.setdefault(drafter, []).append((count, count * window, draft_s))
             self.now += verify_s + draft_s

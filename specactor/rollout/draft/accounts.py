@@ -27,23 +27,25 @@ class Accounts:
         self._costs = costs
         self._was_plain = False
         """Whether the last round was on the engine's plain path."""
+        self._had_drafts = False
+        """Whether the last round had drafts."""
 
     def plain_round(self, decision: Decision, requests: int, *, round_s: float) -> None:
         """A round on the engine's plain path."""
         self.counts[OFF].rested += 1
         self._count(decision, (), (), verify_s=round_s)
-        others = not self._was_plain
-        self._was_plain = True
+        others, drafts = not self._was_plain, self._had_drafts
+        self._was_plain, self._had_drafts = True, False
         self._costs.observe_plain(requests, round_s=round_s, predicted_s=decision.predicted_s, after_another=others)
         if self._costs.table is not None:
-            self.balance.rested(round_s, plain_s=self._costs.plain_s(requests), after_another=others)
+            self.balance.rested(round_s, plain_s=self._costs.plain_s(requests), after_drafts=drafts)
 
     def round(
         self, decision: Decision, credits: Sequence[Sequence[Credit]], requests: int, *, round_s: float, is_steady: bool
     ) -> None:
         """Another round. `credits`: per request, of each drafter with drafts in the round, who leads first; none of
         plain decoding. `is_steady`: its drafters had nothing to catch up with."""
-        self._was_plain = False
+        self._was_plain, self._had_drafts = False, decision.drafter != OFF
         names = [decision.drafter, *decision.beside]
         drafted, accepted = (sum(getattr(c, of) for own in credits for c in own) for of in ("drafted", "accepted"))
         self._weigh(decision, requests, requests + accepted, round_s)

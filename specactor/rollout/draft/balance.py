@@ -1,10 +1,10 @@
 """What mode auto has won and lost against plain decoding; after losses it trusts predictions less. PURE.
 
-A round that is not plain takes longer than a plain one, and its tokens would have taken plain rounds: the difference is
-what it won or lost, whatever the reason (drafts that were wrong, looks, drafters that caught up, costs that were
-predicted too low). A prediction that drafting is faster must be the better the more such predictions have cost:
-by `handicap` more than plain decoding. So what cannot be won back is not tried again and again, and what is much faster
-is tried at once.
+A round with drafts takes longer than a plain one, and its tokens would have taken plain rounds: the difference is what
+it won or lost, whatever the reason (drafts that were wrong, drafters that caught up, costs that were predicted too
+low). A prediction that drafting is faster must be the better the more such predictions have cost: by `handicap` more
+than plain decoding. So what cannot be won back is not tried again and again, and what is much faster is tried at once.
+What looks cost says nothing of predictions; they are bounded by themselves (`looks`).
 
 Invariants: memory is short. At most MOST plain rounds are kept, won or lost; what was lost is forgiven by TRIAL_SHARE
 of plain rounds. One round wins or loses AT_ONCE plain rounds at most: more is a stall, which says nothing of drafts.
@@ -47,19 +47,22 @@ class Balance:
 
     def looked(self, cost_s: float, *, plain_s: float) -> None:
         """A round without drafts, in which there was a look, took so much longer than a plain one."""
-        self._add(-cost_s / plain_s)
-        self._add_for_looks(-cost_s / plain_s)
+        self._add_for_looks(-max(0.0, cost_s) / plain_s)
 
-    def rested(self, round_s: float, *, plain_s: float, after_another: bool) -> None:
-        """A plain round took `round_s`. `after_another`: that was not plain, and some of whose work it did."""
-        if after_another:
-            self._add(1.0 - round_s / plain_s)
+    def rested(self, round_s: float, *, plain_s: float, after_drafts: bool) -> None:
+        """A plain round took `round_s`. `after_drafts`: it did some of the work of a round with drafts."""
+        if after_drafts:
+            self._add(min(0.0, 1.0 - round_s / plain_s))
         if self._rounds < 0:
             self._rounds = min(0.0, self._rounds + TRIAL_SHARE)
 
+    def renewed(self, weight: float) -> None:
+        """Drafters or the policy have other weights: what was won and lost before is worth so much now."""
+        self._rounds *= weight
+
     def pays_for(self, look_s: float, *, plain_s: float) -> bool:
         """Whether drafts have won enough for such a look in the next round."""
-        return self._for_looks * plain_s > look_s > 0
+        return self._for_looks * plain_s > look_s
 
     def _add(self, rounds: float) -> None:
         self._rounds = _within(self._rounds + _within(rounds, AT_ONCE), MOST)

@@ -159,7 +159,7 @@ class Rest:
     def looked(self, rates: Mapping[str, float], *, look_s: float, plain_s: float, again: bool = False) -> None:
         """Drafting would not pay in this round.
 
-        Args: each drafter's acceptance as estimated before this look; seconds of the look since `wait`, and of a plain
+        Args: each drafter's acceptance as estimated before this look; seconds of the look since `waits`, and of a plain
         round; whether to look in the next round too.
         """
         self._rounds = 0

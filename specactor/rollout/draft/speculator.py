@@ -5,8 +5,9 @@ A drafter that raises costs its drafts and nothing else. Whatever is decided, to
 
 Modes: with a fixed window every request gets it. Otherwise windows are those of the highest predicted speed
 (`planning.windows`), from each request's past acceptance and the measured costs of rounds; in mode auto plain decoding
-is among the choices, and so is every drafter. While decoding is plain, drafts are made now and then for the record and
-compared with what is emitted, so that a drafter that has become good is noticed. In between the engine need not ask
+is among the choices, and so is every drafter. To begin, drafting must be faster by ENTRY_MARGIN, and by more after
+losses (`balance`). While decoding is plain, drafts are made now and then for the record and compared with what is
+emitted, so that a drafter that has become good is noticed. In between the engine need not ask
 (`rest`), and drafters hear of nothing (`listeners`).
 
 Where several drafters that draft first have drafts, each request may have its own (`mixing`), or several in one tree:
@@ -112,6 +113,7 @@ class Speculator:
         for acceptance in self.acceptance.values():
             acceptance.new_version(NEW_POLICY_WEIGHT)
         self._planner.merging.new_version(NEW_POLICY_WEIGHT)
+        self.accounts.balance.renewed(NEW_POLICY_WEIGHT)
         self._rest.forget()
         for drafter in self.drafters.values():
             self._listeners.call(drafter, drafter.policy_changed)
@@ -124,6 +126,8 @@ class Speculator:
         caps = [max(0, min(limit, self.config.max_window)) for limit in limits]
         requests = len(sequences)
         known = self.config.window is None and self.costs.table is not None
+        if known and not any(caps) and self._may_rest() and self._rest.over():
+            self._rest.looked({}, look_s=0.0, plain_s=1.0)  # there is nothing to look at
         if self._policy is None and ((known and not any(caps)) or self._resting()):
             self._listeners.pause()
             self._decision = self._plain(requests)
@@ -296,7 +300,8 @@ class Speculator:
         requests, started = len(sequences), self._clock()
         self._num_looks += not self._rest.goes_on
         sample = min(requests, LOOKED_AT)
-        first, apart = self._num_looks * LOOKED_AT, requests // sample  # neighbours are of one group
+        apart = requests // sample  # neighbours are of one group
+        first = self._num_looks * (sample * apart + 1)
         which = [(first + k * apart) % requests for k in range(sample)]
         some, some_caps = [sequences[i] for i in which], [caps[i] for i in which]
         known: Drafts = {}
@@ -342,6 +347,8 @@ class Speculator:
             _LOG.info("speculation: %s", choice.reason)
             self._recorder.instant("rounds", f"switch to {choice.drafter}", self._clock(), why=choice.reason)
         self._current = choice.drafter
+        if choice.drafter == OFF:
+            choice = replace(choice, round_s=self.costs.plain_s(requests))  # without the handicap
         self._planner.mixing.promised(choice.tokens_per_s / requests)
         return choice
 

@@ -49,6 +49,8 @@ class OnlineCosts:
         self._plain: deque[Point] = deque(maxlen=MAX_POINTS)
         self._drafts: dict[str, deque[Point]] = {}
         self._rounds = 0
+        self._sizes: set[int] = set()
+        """Numbers of requests that were seen, one of each magnitude."""
         self._next_fit = FIRST_FIT
         self._use(table)
 
@@ -57,9 +59,14 @@ class OnlineCosts:
         return self._table
 
     @property
+    def plain(self) -> list[Point]:
+        """Of the rounds that are remembered, those on the engine's plain path."""
+        return list(self._plain)
+
+    @property
     def verifies(self) -> list[Point]:
-        """Of the rounds that are remembered, plain ones too."""
-        return [*self._plain, *self._verifies]
+        """The others."""
+        return list(self._verifies)
 
     @property
     def drafts(self) -> dict[str, list[Point]]:
@@ -105,23 +112,29 @@ class OnlineCosts:
             self._drafts.setdefault(drafter, deque(maxlen=MAX_POINTS)).append((requests, requests * depth, draft_s))
         if predicted_s > 0:
             self.correction.observe(drafter, predicted_s=predicted_s, measured_s=verify_s + draft_s)
-        self._seen()
+        self._seen(requests)
 
     def observe_plain(self, requests: int, *, round_s: float, predicted_s: float, after_another: bool = False) -> None:
         """A plain round has ended. `predicted_s`: uncorrected, or 0; `after_another`: after a round that could have
-        drafts, some of whose work it did; then it counts while there is nothing better."""
+        drafts, some of whose work it did; then it counts if there is no other."""
         if not after_another or not self._plain:
             self._plain.append((requests, requests, round_s))
             if predicted_s > 0:
                 self.correction.observe(OFF, predicted_s=predicted_s, measured_s=round_s)
-        self._seen()
+        self._seen(requests)
 
-    def _seen(self) -> None:
+    def _seen(self, requests: int) -> None:
         self._rounds += 1
+        if not any(n <= 2 * requests and requests <= 2 * n for n in self._sizes):
+            self._sizes.add(requests)  # what lines from other numbers say of it may be far off
+            self._next_fit = min(self._next_fit, self._rounds + FIRST_FIT)
         if self._given is None and self._rounds >= self._next_fit:
             self._fit()
 
     def _fit(self) -> None:
+        if all(rows == requests for requests, rows, _ in self._verifies):
+            self._next_fit = self._rounds + FIRST_FIT  # nothing says what a row costs
+            return
         self._next_fit = self._rounds + min(self._rounds * (GROWTH - 1), MAX_INTERVAL)
         try:
             self._use(

@@ -41,8 +41,10 @@ Report = dict[str, Counts]
 class Rounds(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds of rounds, the latest of them if there were many."""
 
+    plain: list[Point]
+    """On the engine's plain path."""
     verifies: list[Point]
-    """Plain steps too."""
+    """All others, also those that had no drafts."""
     drafts: dict[str, list[Point]]
     """Per drafter."""
 
@@ -118,7 +120,7 @@ def rounds(rank: Any, payload: bytes) -> bytes:
     """Answer `ROUNDS`."""
     speculator = _worker(rank).speculator
     costs = speculator.costs if speculator is not None else OnlineCosts()
-    return msgspec.json.encode(Rounds(verifies=costs.verifies, drafts=costs.drafts))
+    return msgspec.json.encode(Rounds(plain=costs.plain, verifies=costs.verifies, drafts=costs.drafts))
 
 
 def _worker(rank: Any) -> Any:

@@ -32,10 +32,10 @@ def test_the_handicap_grows_with_what_was_lost_and_is_bounded() -> None:
 def test_plain_rounds_forgive_it() -> None:
     of = after_losing(2.0)
     for _ in range(round(1 / TRIAL_SHARE)):
-        of.rested(PLAIN_S, plain_s=PLAIN_S, after_another=False)
+        of.rested(PLAIN_S, plain_s=PLAIN_S, after_drafts=False)
     assert of.handicap == pytest.approx(HANDICAP)
     for _ in range(1000):
-        of.rested(PLAIN_S, plain_s=PLAIN_S, after_another=False)
+        of.rested(PLAIN_S, plain_s=PLAIN_S, after_drafts=False)
     of.drafted(-PLAIN_S, plain_s=PLAIN_S)
     assert of.handicap == pytest.approx(HANDICAP), "rest earns nothing"
 
@@ -57,11 +57,29 @@ def test_a_stall_counts_for_little() -> None:
     assert of.handicap == pytest.approx(AT_ONCE * HANDICAP)
 
 
+def test_looks_are_no_losses() -> None:
+    """However often there are any: else new requests, which bring looks, would keep good drafts from being tried."""
+    of = Balance()
+    for _ in range(1000):
+        of.looked(PLAIN_S, plain_s=PLAIN_S)
+        of.rested(PLAIN_S, plain_s=PLAIN_S, after_drafts=False)
+    assert of.handicap == 0.0
+    for _ in range(1000):
+        of.looked(-PLAIN_S, plain_s=PLAIN_S)
+    assert not of.pays_for(PLAIN_S / 100, plain_s=PLAIN_S), "nor do they win anything"
+
+
+def test_new_weights_halve_what_was_lost() -> None:
+    of = after_losing(2.0)
+    of.renewed(0.5)
+    assert of.handicap == pytest.approx(HANDICAP)
+
+
 def test_work_that_the_next_plain_round_did_is_charged() -> None:
     of = Balance()
-    of.rested(2 * PLAIN_S, plain_s=PLAIN_S, after_another=False)
+    of.rested(2 * PLAIN_S, plain_s=PLAIN_S, after_drafts=False)
     assert of.handicap == 0.0
-    of.rested(2 * PLAIN_S, plain_s=PLAIN_S, after_another=True)
+    of.rested(2 * PLAIN_S, plain_s=PLAIN_S, after_drafts=True)
     assert of.handicap > 0
 
 
@@ -82,7 +100,7 @@ def test_it_stays_within_its_bounds(rounds: list[tuple[str, float]]) -> None:
     of = Balance()
     for kind, seconds in rounds:
         if kind == "r":
-            of.rested(abs(seconds), plain_s=PLAIN_S, after_another=seconds > 0)
+            of.rested(abs(seconds), plain_s=PLAIN_S, after_drafts=seconds > 0)
         else:
             {"d": of.drafted, "l": of.looked, "p": of.promised}[kind](seconds, plain_s=PLAIN_S)
         assert 0.0 <= of.handicap <= HANDICAP * MOST

@@ -127,18 +127,22 @@ def test_one_request_is_drafted_for_wherever_there_is_a_draft(monkeypatch: pytes
 
 def test_of_many_requests_a_look_drafts_for_some() -> None:
     asked: list[int] = []
+    who: set[str] = set()
 
     class Asked(Coin):
         def propose(self, sequences: Sequence[DraftSequence], windows: Sequence[int]) -> list[list[int]]:
             asked.append(len(sequences))
+            who.update(s.request_id for s in sequences)
             return super().propose(sequences, windows)
 
     coin = Asked(0.0)
     world = World(auto(), coin, requests=64, row_s=1e-5)
     world.play(400)
     asked.clear()
-    world.play(10 * LOOK_EVERY)
+    who.clear()
+    world.play(20 * LOOK_EVERY)
     assert set(asked) == {16}
+    assert len(who) > 16, "others every time"
     coin.right = 0.95
     world.play(40 * LOOK_EVERY)
     assert 64 in asked

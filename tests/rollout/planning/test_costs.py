@@ -230,6 +230,13 @@ def test_a_fit_of_ragged_rounds_stays_small() -> None:
         assert table.verify_s(n, tokens) == pytest.approx(seconds, rel=1e-4)
 
 
+def test_plain_steps_of_one_number_of_requests_are_a_share_of_verifies_of_others_too() -> None:
+    points = [(n, n * k, 1e-3 * n * k) for n in (4, 8) for k in (1, 2, 4)]
+    table = CostTable.fit(points, plain=[(4, 4, table_s := 0.5 * 4e-3)] * 3)
+    assert table.plain_s(4) == pytest.approx(table_s)
+    assert table.plain_s(8) == pytest.approx(0.5 * table.verify_s(8, 8))
+
+
 def test_a_fit_never_makes_more_work_cheaper() -> None:
     """Noise that falls with work has a negative least-squares slope; the model's terms are not negative."""
     table = CostTable.fit([(4, 4, 0.020), (4, 8, 0.018), (4, 16, 0.015)])

@@ -113,3 +113,46 @@ def test_a_plain_round_that_comes_next_is_foretold() -> None:
         foretold = costs.plain_is_next()
         play(costs, 1)
         assert foretold == (costs.wanted(8) == 0)
+
+
+def test_plain_rounds_alone_teach_what_plain_decoding_costs() -> None:
+    """A round that could have drafts and has none costs more: it is on the engine's other path."""
+    costs = OnlineCosts()
+    play(costs, FIRST_FIT)
+    for _ in range(2 * FIRST_FIT):
+        costs.observe(OFF, requests=4, rows=4, depth=0, verify_s=2e-3, draft_s=0.0, predicted_s=0.0)
+        costs.observe_plain(4, round_s=1e-3, predicted_s=0.0)
+        costs.observe_plain(4, round_s=3e-3, predicted_s=0.0, after_another=True)
+    assert costs.plain_s(4) == pytest.approx(1e-3)
+    assert costs.plain == [(4, 4, 1e-3)] * (2 * FIRST_FIT)
+    assert (4, 4, 1e-3) not in costs.verifies
+
+
+def test_a_plain_round_after_another_counts_if_there_is_no_other() -> None:
+    costs = OnlineCosts()
+    costs.observe_plain(4, round_s=3e-3, predicted_s=0.0, after_another=True)
+    assert costs.plain == [(4, 4, 3e-3)]
+
+
+def test_rounds_without_drafts_give_no_table() -> None:
+    """Nothing says then what a row costs, and a fit would say that it costs nothing."""
+    costs = OnlineCosts()
+    for requests in (4, 8, 16) * FIRST_FIT:
+        costs.observe(OFF, requests=requests, rows=requests, depth=0, verify_s=1e-3, draft_s=0.0, predicted_s=0.0)
+    assert costs.table is None
+    play(costs, FIRST_FIT)
+    assert costs.table is not None
+
+
+def test_another_number_of_requests_is_soon_measured() -> None:
+    """A line through 63 and 64 requests says nothing of 4."""
+    costs = OnlineCosts()
+    play(costs, 50 * FIRST_FIT, requests=64)
+    for requests in (63, 64):
+        noisy_s = true_s(requests, requests) * (1.03 if requests == 63 else 1.0)
+        costs.observe_plain(requests, round_s=noisy_s, predicted_s=0.0)
+    table = costs.table
+    for _ in range(FIRST_FIT + 1):
+        costs.observe_plain(4, round_s=true_s(4, 4), predicted_s=0.0)
+    assert costs.table is not table
+    assert costs.plain_s(4) == pytest.approx(true_s(4, 4), rel=0.05)
