@@ -23,6 +23,9 @@ NEW_WEIGHTS_WEIGHT = 0.5
 """What evidence about a drafter's acceptance is worth after its weights have changed."""
 LOOK_TRIALS = 8.0
 """What earlier evidence about acceptance is worth when a look brings new."""
+LISTEN_EVERY_S = 0.02
+"""Between two looks, while decoding is plain, for answers of drafters elsewhere that were silent. They are asked less
+often (`decoupled.tails.BEAT_EVERY_S`)."""
 ABSENT = 5
 """While no drafter is there, they are looked for every 2, 4, 8, .. 2**ABSENT rounds."""
 
@@ -57,6 +60,8 @@ class Methods:
         """Of the weights that each drafted with when it was last looked for."""
         self._missed = 0
         """Times in a row that none was there."""
+        self._listen_s = float("-inf")
+        """When to listen again."""
 
     @property
     def rest(self) -> int:
@@ -76,6 +81,14 @@ class Methods:
             self._listeners.call(drafter, look, name, drafter)
         self.there = there
         self._missed = 0 if there else self._missed + 1
+
+    def listen(self, now_s: float) -> None:
+        """In a plain round: so that drafters elsewhere which begin to answer are there when they are looked for."""
+        if now_s >= self._listen_s:
+            self._listen_s = now_s + LISTEN_EVERY_S
+            for name, drafter in self.drafters.items():
+                if drafter.drafts_ahead and name not in self.there:
+                    self._listeners.call(drafter, drafter.is_there)
 
     def _notice(self, name: str, version: int) -> None:
         """Newer weights get a new prior."""

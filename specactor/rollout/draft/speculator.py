@@ -169,6 +169,7 @@ class Speculator:
             self._listeners.pause()
         if self._may_rest():
             self._rest.over()
+        self.methods.listen(self._clock())
         self._decision = self._plain(requests)
         self.accounts.plain_round(self._decision, requests, round_s=round_s)
 

@@ -7,10 +7,11 @@ from collections.abc import Callable, Hashable, Sequence
 
 import pytest
 
+from specactor.rollout.decoupled import tails
 from specactor.rollout.decoupled.continuer import Lane
 from specactor.rollout.decoupled.decoupled import Decoupled
 from specactor.rollout.decoupled.mirrors import Mirrors
-from specactor.rollout.draft import looks
+from specactor.rollout.draft import looks, methods
 from specactor.rollout.draft.drafter import Drafter
 from tests.rollout.draft.test_resting import Rests
 from tests.rollout.draft.world import STEP_S, Coin, auto
@@ -52,6 +53,8 @@ class Elsewhere:
         self.is_alive = True
         self.drafts = True
         self.sent = 0
+        self.delay_s = 0.0
+        """Of an answer."""
         self._done_s = 0.0
         self._answers: list[tuple[float, bytes]] = []
 
@@ -66,8 +69,8 @@ class Elsewhere:
     def receive(self) -> list[tuple[int, bytes]]:
         self._go_on()
         now_s = self.clock()
-        due = [(0, frame) for due_s, frame in self._answers if due_s <= now_s]
-        self._answers = [answer for answer in self._answers if answer[0] > now_s]
+        due = [(0, frame) for due_s, frame in self._answers if due_s + self.delay_s <= now_s]
+        self._answers = [answer for answer in self._answers if answer[0] + self.delay_s > now_s]
         return due
 
     def wait(self, timeout_s: float) -> bool:
@@ -160,6 +163,30 @@ def test_a_drafter_that_is_gone_is_not_asked_and_found_again() -> None:
     world.play(1000)
     assert world.unasked > 900
     assert world.speculator.report()["decoupled"].speculative_rounds == 0
+
+
+def rounds_until_found() -> float:
+    """Mean of plain rounds until a drafter that begins to answer is there; a beat is one round long."""
+    found = []
+    for silent in range(200, 264, 7):
+        link = Elsewhere(0.9)
+        link.is_alive, link.delay_s = False, 1e-4
+        world = Apart(link)
+        world.play(silent)
+        link.is_alive, before = True, world.unasked
+        while not world.speculator.methods.there:
+            world.play(1)
+        found.append(world.unasked - before)
+    return sum(found) / len(found)
+
+
+def test_one_that_begins_to_answer_is_found_at_the_next_look(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its answer to a beat is not left lying until the look after that."""
+    monkeypatch.setattr(tails, "BEAT_EVERY_S", 1e-3)
+    monkeypatch.setattr(methods, "LISTEN_EVERY_S", 1e-3)
+    assert rounds_until_found() < 24
+    monkeypatch.setattr(methods, "LISTEN_EVERY_S", float("inf"))
+    assert rounds_until_found() > 32
 
 
 def test_one_that_answers_and_never_drafts_costs_little() -> None:
