@@ -31,6 +31,7 @@ BENCHMARKS = {
     "tail_events": "milliseconds that the news of a request cost the driver of a rollout",
     "drafter_refresh": "accept_length of a draft model that stays fresh, beside a frozen one",
     "speculation_speed": "tokens per second of plain SGLang, its own speculation, and ours",
+    "speculation_speed_profile": "where the time of a round goes, of the contestants of speculation_speed",
 }
 """Module in this package -> what it measures."""
 
@@ -50,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.run",
         description="Runs the named benchmarks, or all. Results go to docs/results/NAME.md.",
-        epilog="\n".join(["benchmarks:", *(f"  {name:16}{text}" for name, text in BENCHMARKS.items())]),
+        epilog="\n".join(["benchmarks:", *(f"  {name:28}{text}" for name, text in BENCHMARKS.items())]),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("names", nargs="*", metavar="NAME", help="one of those below")

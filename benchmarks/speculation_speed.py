@@ -1,6 +1,6 @@
 """Speed of rollouts: plain SGLang, SGLang's own speculation, and ours with every drafter, on the same requests.
 
-    python -m benchmarks.speculation_speed [--quick] [--models A B heavy] [--batches 1 4 ...] [--profile]
+    python -m benchmarks.speculation_speed [--quick] [--models A B heavy] [--batches 1 4 ...]
 
 Invariants: all contestants emit as many tokens for each request, and ours and plain SGLang the same tokens, which is
 checked; one engine computes at a time, the others sleep; contestants take turns, and what is compared was measured
@@ -268,37 +268,6 @@ def contest(players: Sequence[Contestant], todo: Sequence[Work], model: str) -> 
     return [_cell(model, *key, player, players[0], tokens) for key in keys for player in players]
 
 
-def profiles(players: Sequence[Contestant], todo: Sequence[Work]) -> Iterator[tuple[str, int, host.Profile]]:
-    """(contestant, batch, profile of the last repetition), after the others warmed it up."""
-    expected = reference(players[0].engine, todo)
-    last = max(work.repetition for work in todo)
-    for work in todo:
-        fixed = fixed_lengths(work, expected)
-        for player in players:
-            if work.repetition < last:
-                player.run(fixed, expected)
-                continue
-            player.begin()
-            player.engine.rank_call(host.PROFILE, b"begin", timeout_s=60)
-            for phase in fixed.phases:
-                for requests in fixed.calls(phase):
-                    player.engine.generate(requests, timeout_s=LIMIT_S)
-            [answer] = player.engine.rank_call(host.PROFILE, b"end", timeout_s=60)
-            yield player.name, work.batch, msgspec.json.decode(answer, type=host.Profile)
-
-
-def profile_line(model: str, name: str, batch: int, profile: host.Profile) -> str:
-    """Milliseconds per round (prefills count as rounds) of the parts of a round, and of SGLang around it."""
-    parts = dict(profile.parts_s)
-    parts["decide"] = parts.pop("decide and draft", 0.0) - parts.get("draft", 0.0)
-    around = profile.total_s - parts.pop("worker", parts.get("target", 0.0))
-    parts.pop("run_batch", None)
-    parts.pop("prefill", None)  # it is in target
-    listed = {"total": profile.total_s, "SGLang around": around, **parts}
-    shown = ", ".join(f"{part} {seconds / max(1, profile.batches) * 1e3:.2f}" for part, seconds in listed.items())
-    return f"{model}, batch {batch}, {name}: {profile.batches} rounds; ms per round: {shown}"
-
-
 def _cell(
     model: str, phase: str, batch: int, player: Contestant, plain: Contestant, tokens: dict[tuple[str, int, int], int]
 ) -> Cell:
@@ -342,7 +311,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--processor-time", action="store_true", help="of the scheduler, not of the clock: for a machine that is busy"
     )
-    parser.add_argument("--profile", action="store_true", help="print where a round's time goes, and measure nothing")
     options = parser.parse_args(arguments)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))  # so that engines are stopped
     load = os.getloadavg()[0]
@@ -358,13 +326,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         ):
             for player in players if options.processor_time else ():
                 player.clock = processor_s
-            if options.profile:
-                for name, batch, profile in profiles(players, todo):
-                    print(profile_line(model, name, batch, profile), flush=True)
-            else:
-                measured += contest(players, todo, model)
-    if options.profile:
-        return
+            measured += contest(players, todo, model)
     publish("speculation_speed", result(measured, load, "processor time" if options.processor_time else "the clock"))
 
 

@@ -17,6 +17,7 @@ from benchmarks import speculation_speed as speed
 from benchmarks import speculation_speed_kernels as kernels
 from benchmarks.speculation_speed_host import Profile
 from benchmarks.speculation_speed_models import Shape, grow
+from benchmarks.speculation_speed_profile import COLUMNS, page, profile_row
 from benchmarks.speculation_speed_table import Cell, misses, result, table
 from specactor.config import TinyModelConfig
 from specactor.cpu import sglang as cpu
@@ -231,11 +232,19 @@ def test_work_is_cut_into_calls_and_given_the_lengths_of_plain_decoding() -> Non
 
 
 def test_a_profile_separates_drafting_from_deciding_and_sglang_from_both() -> None:
-    parts = {"worker": 0.6, "target": 0.4, "decide and draft": 0.15, "draft": 0.05, "run_batch": 0.7}
-    line = speed.profile_line("B", "auto", 4, Profile(batches=100, total_s=1.0, parts_s=parts))
-    assert "100 rounds" in line
-    for part in ("total 10.00", "SGLang around 4.00", "target 4.00", "draft 0.50", "decide 1.00"):
-        assert part in line
+    parts = {"worker": 0.6, "target": 0.4, "decide and draft": 0.15, "draft": 0.05, "run_batch": 0.7, "commits": 0.02}
+    cells = profile_row("B", "auto", 4, Profile(batches=100, total_s=1.0, parts_s=parts))
+    assert cells[:4] == ["B, batch 4: auto", "1.00", "100", "10.00"]
+    of = dict(zip(COLUMNS, cells[4:], strict=True))
+    assert of == {
+        **dict.fromkeys(("rows", "emit", "learn"), "0.00"),
+        "around": "4.00",
+        "target": "4.00",
+        "tell": "0.20",
+        "draft": "0.50",
+        "decide": "1.00",
+    }
+    assert len(page([cells], 0.0).columns) == len(cells)
 
 
 def test_the_page_names_repetitions_and_verdicts() -> None:

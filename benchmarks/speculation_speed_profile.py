@@ -1,0 +1,126 @@
+"""Where the time of a round goes, of the contestants of `speculation_speed`: what explains its aims that are missed.
+
+    python -m benchmarks.speculation_speed_profile [--models B heavy] [--batches 1 16 ...] [--contestants off auto ...]
+
+Invariants: seconds are the scheduler's processor time, under a profiler that makes Python look slower than it is, so
+they are compared with each other and not with the clock; all contestants emit the same number of tokens.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import msgspec
+
+from benchmarks import speculation_speed_host as host
+from benchmarks.results import Result, publish
+from benchmarks.speculation_speed import (
+    BUILTINS,
+    GROUP_SIZE,
+    LIMIT_S,
+    OURS,
+    Contestant,
+    Work,
+    contestants,
+    fixed_lengths,
+    model_pair,
+    reference,
+    works,
+)
+
+BATCHES = {"B": (1, 16, 64), "heavy": (1, 16)}
+"""By model."""
+NAMES = ("off", "suffix", "model", "auto", "SGLang NGRAM")
+REPETITIONS = 2
+"""The last one is profiled, after the others warmed up."""
+COLUMNS = ("around", "target", "rows", "emit", "learn", "tell", "draft", "decide")
+
+
+def profiles(players: Sequence[Contestant], todo: Sequence[Work]) -> Iterator[tuple[str, int, host.Profile]]:
+    """(contestant, batch, profile of the last repetition), after the others warmed it up."""
+    expected = reference(players[0].engine, todo)
+    last = max(work.repetition for work in todo)
+    for work in todo:
+        fixed = fixed_lengths(work, expected)
+        for player in players:
+            if work.repetition < last:
+                player.run(fixed, expected)
+                continue
+            player.begin()
+            player.engine.rank_call(host.PROFILE, b"begin", timeout_s=60)
+            for phase in fixed.phases:
+                for requests in fixed.calls(phase):
+                    player.engine.generate(requests, timeout_s=LIMIT_S)
+            [answer] = player.engine.rank_call(host.PROFILE, b"end", timeout_s=60)
+            yield player.name, work.batch, msgspec.json.decode(answer, type=host.Profile)
+
+
+def profile_row(model: str, name: str, batch: int, profile: host.Profile) -> list[str]:
+    """Seconds in all, rounds (prefills count), and milliseconds per round of its parts."""
+    parts = dict(profile.parts_s)
+    parts["decide"] = parts.pop("decide and draft", 0.0) - parts.get("draft", 0.0)
+    parts["around"] = profile.total_s - parts.pop("worker", parts.get("target", 0.0))
+    parts["rows"], parts["emit"], parts["tell"] = (
+        parts.pop(part, 0.0) for part in ("spread", "accept and emit", "commits")
+    )
+    rounds = max(1, profile.batches)
+    return [
+        f"{model}, batch {batch}: {name}",
+        f"{profile.total_s:.2f}",
+        str(profile.batches),
+        f"{1e3 * profile.total_s / rounds:.2f}",
+        *(f"{1e3 * parts.get(part, 0.0) / rounds:.2f}" for part in COLUMNS),
+    ]
+
+
+def page(rows: Sequence[Sequence[str]], load: float) -> Result:
+    return Result(
+        title="Where a round's time goes",
+        intro=(
+            "The contestants and requests of [speculation_speed.md](speculation_speed.md), one repetition of both "
+            "steps after one that warmed up, under a profiler. `s`: the scheduler's processor time in all; all "
+            "contestants of a batch emit the same number of tokens, so fewer rounds are what drafts bring, and longer "
+            "rounds what they cost. Milliseconds per round (prefills count as rounds): `around` is SGLang's own "
+            "scheduling and output, `target` the target's forward pass and its sampling; the rest is ours: `rows` lays "
+            "out the rows of drafts, `emit` finds and hands out what was accepted, `learn` accounts for it, `tell` "
+            "tells drafters what was emitted, `draft` is their drafting (the draft model's forward passes too), "
+            "`decide` the choice of windows. The profiler makes Python look slower than it is, the target's kernels "
+            "not. Of SGLang's own NGRAM only `target` is told apart."
+        ),
+        columns=("contestant", "s", "rounds", "ms", *COLUMNS),
+        rows=rows,
+        notes=f"Load average before the start: {load:.1f}.",
+    )
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--models", nargs="+", choices=["A", "B", "heavy"], default=list(BATCHES))
+    parser.add_argument("--batches", nargs="+", type=int, help="default: those that show most, by model")
+    parser.add_argument("--contestants", nargs="+", choices=[*OURS, *BUILTINS], default=list(NAMES))
+    options = parser.parse_args(arguments)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))  # so that engines are stopped
+    load = os.getloadavg()[0]
+    rows: list[list[str]] = []
+    for model in options.models:
+        batches = options.batches or BATCHES.get(model, BATCHES["B"])
+        models = model_pair(model)
+        todo = works(models, "A" if model == "A" else "B", batches, REPETITIONS)
+        with (
+            tempfile.TemporaryDirectory(prefix="speculation-speed-") as temporary,
+            contestants(models, max(*batches, GROUP_SIZE), Path(temporary), options.contestants) as players,
+        ):
+            for name, batch, profile in profiles(players, todo):
+                rows.append(profile_row(model, name, batch, profile))
+                print(" | ".join(rows[-1]), flush=True)
+    publish("speculation_speed_profile", page(rows, load))
+
+
+if __name__ == "__main__":
+    main()
