@@ -327,7 +327,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             for player in players if options.processor_time else ():
                 player.clock = processor_s
             measured += contest(players, todo, model)
-    publish("speculation_speed", result(measured, load, "processor time" if options.processor_time else "the clock"))
+        clock = "processor time" if options.processor_time else "the clock"
+        publish("speculation_speed", result(measured, load, clock))  # after each model: a run may be ended
 
 
 if __name__ == "__main__":
