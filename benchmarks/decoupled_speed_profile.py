@@ -132,6 +132,8 @@ def profile(bench: Bench, trained: Way, note: Callable[[str], None]) -> Profile:
         bench.configure(speculation("coupled", FILLER, 0), bench.engines)
         beside = [replace(r, request_id=f"{r.request_id}.beside") for r in some]
         bench.decode([r for pair in zip(some, beside, strict=True) for r in pair], bench.engines)
+        for request in beside:
+            del bench.expected[request.request_id]
         plain += _points(bench.rounds().plain, size)
     plain_s = by_requests(plain)
     here, drafts = _coupled(bench, work, note)

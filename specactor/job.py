@@ -234,7 +234,7 @@ def _drafters(
     is_first = collective.rank == here[0]
     if is_first and config.rollout.tail.drafters and (host.engines < 2 or not host.lendable):
         progress.note(
-            f"rollout.tail.drafters: {own_host.machine} has {host.engines} engines, {len(host.lendable)} of them with "
+            f"rollout.tail.drafters: this host has {host.engines} engines, {len(host.lendable)} of them with "
             "a device that no other has; nothing will be lent there. Give a host two engines, each its own device."
         )
     max_position = model_shape(config).max_position
@@ -245,7 +245,8 @@ def _drafters(
     own, told = offer(specs, own_host)
     pool = stack.enter_context(DrafterPool(own, on_gpus=host.has_gpus))
     offers = collective.gather(told, Offer)
-    return pool, lambda engine: access(offers, host=own_host, engine=engine)
+    may_be_none = config.rollout.tail.drafters
+    return pool, lambda engine: access(offers, host=own_host, engine=engine, may_be_none=may_be_none)
 
 
 def _own_engines(

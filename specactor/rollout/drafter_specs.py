@@ -43,6 +43,8 @@ class Host:
     @property
     def lendable(self) -> tuple[tuple[int, int], ...]:
         """Of those, the ones whose device may be lent when they have nothing to do, since no other engine has it."""
+        if self.engines < 2:
+            return ()  # whoever has nothing to do has nobody to draft for
         shared = Counter(device for _, device in self.own_engines)
         return tuple((index, device) for index, device in self.own_engines if shared[device] == 1)
 
@@ -138,9 +140,9 @@ def offer(specs: Sequence[DrafterSpec], host: View) -> tuple[list[DrafterSpec], 
     return [replace(spec, keys=drafter_keys) for spec in specs], told
 
 
-def access(offers: Sequence[Offer], *, host: View, engine: int) -> DrafterAccess:
-    """Of an engine on this host."""
+def access(offers: Sequence[Offer], *, host: View, engine: int, may_be_none: bool = False) -> DrafterAccess:
+    """Of an engine on this host. `may_be_none`: it runs without drafters, if none is offered."""
     for each in offers:
         if each.host == host and each.endpoints:
             return DrafterAccess(endpoints=each.endpoints, keys=each.keys, engine=f"engine-{engine}")
-    return DrafterAccess(engine=f"engine-{engine}")
+    return DrafterAccess(engine=f"engine-{engine}", may_be_none=may_be_none)

@@ -14,14 +14,16 @@ def main() -> int:
     train_moe.set_environment()
     from specactor import job
     from specactor.config import TailConfig
-    from specactor.rollout.decoupled import host
+    from specactor.rollout.lending import Lending
     from specactor.rollout.tail_plan import Planned, TailCosts
 
     def at_once(config: TailConfig, *, max_window: int) -> Planned:
         costs = TailCosts(max_window=max_window, acceptance=0.9, draft_step=0.0, per_request=0.0, notice_rounds=0.0)
         return Planned(migrate=config.migrate, drafters=config.drafters, costs=costs)
 
-    job.tail_policy, host.FIRST_WAKE_S = at_once, 0.0  # type: ignore[assignment]
+    real = Lending.wake_rounds
+    Lending.wake_rounds = lambda self, *of: dict.fromkeys(real(self, *of), 0.0)  # type: ignore[method-assign]
+    job.tail_policy = at_once  # type: ignore[assignment]
     return train_moe.main()
 
 

@@ -1,4 +1,4 @@
-"""A run under torchrun in which drafters on the cores of engines that have run dry draft for the others."""
+"""A run under torchrun that wakes drafters on the cores of engines that have run dry."""
 
 from __future__ import annotations
 
@@ -15,10 +15,12 @@ ROUNDED = ("agreement/", "policy/")
 """Log-probabilities are computed in other batches, and rounded there."""
 
 
-def test_lent_drafters_change_neither_tokens_nor_rewards_nor_losses(
+@pytest.mark.timeout(900)  # it may be the first, and then launches what others use too
+def test_a_run_that_wakes_drafters_has_the_same_tokens_rewards_and_losses(
     finished: Launched, launcher: Launcher, draft_model: str
 ) -> None:
-    """Two ranks, whose engines the first one drives; the other run has one engine and does not speculate."""
+    """Two ranks, whose engines the first one drives; the other run has one engine and does not speculate. The rollout
+    is too short for what is woken to draft; that it does is tested in tests/rollout/sglang/test_decoupled.py."""
     speculation = ("--rollout.speculation.mode", "decoupled", "--rollout.speculation.draft-model", draft_model)
     lent = ("--parallel.engines", "2", "--rollout.tail.drafters", "True", "--rollout.speculation.window", "4")
     short = ("--train.steps", "1", "--checkpoint.export", "False")

@@ -13,6 +13,7 @@ from specactor.errors import ConfigError
 from specactor.parallel.failure import Member, View
 from specactor.parallel.layout import place_engine
 from specactor.recipes import load
+from specactor.rollout.decoupled.access import DrafterAccess
 from specactor.rollout.drafter_specs import Host, Offer, access, host_of, make_specs, offer, place
 
 HOST = Host(ranks=2, engines=2, devices=(0, 1, 2, 3), has_gpus=False)
@@ -69,6 +70,10 @@ def test_drafters_that_sleep_on_devices_of_engines(tmp_path: Path) -> None:
     [spec] = make_specs(lent, shared, max_position=30, log_dir=tmp_path)
     assert (spec.engine, spec.device) == (1, 1), "device 0 is also that of an engine that may be busy"
     assert make_specs(lent, HOST, max_position=30, log_dir=tmp_path) == [], "this rank starts no engine"
+    all_shared = replace(host, engines=4, own_engines=((0, 0), (1, 1), (2, 0), (3, 1)))
+    alone = replace(host, engines=1, own_engines=((0, 0),))
+    for nothing in (all_shared, alone):
+        assert make_specs(lent, nothing, max_position=30, log_dir=tmp_path) == []
     assert all(spec.engine is None for spec in make_specs(base, host, max_position=30, log_dir=tmp_path))
     with pytest.raises(ConfigError, match=r"^rollout.speculation.drafter_kv_tokens: got None, expected a number"):
         make_specs(lent, replace(host, has_gpus=True), max_position=30, log_dir=tmp_path)
@@ -89,7 +94,10 @@ def test_engines_reach_the_drafters_of_their_host_alone(tmp_path: Path) -> None:
     secret = own[0].keys.secret if own[0].keys else ""
     assert secret.encode() not in msgspec.json.encode([told, there])
     assert secret not in repr(own)
-    assert access([nobody, told], host=View("elsewhere"), engine=0).endpoints == ()
+    assert access([nobody, told], host=View("elsewhere"), engine=0) == DrafterAccess(engine="engine-0")
+    none = access([nobody], host=View("here"), engine=0, may_be_none=True)
+    assert none.may_be_none, "the engine starts all the same"
+    assert not none.endpoints
     assert msgspec.json.decode(msgspec.json.encode(told), type=Offer) == told
 
 

@@ -17,3 +17,5 @@ class DrafterAccess:
     """None: connections are open to everybody on this host."""
     engine: str = "engine"
     """A name that no other engine has, the same after a restart."""
+    may_be_none: bool = False
+    """There may be no drafter processes: those on devices of engines, where no device may be lent."""

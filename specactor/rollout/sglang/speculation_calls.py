@@ -77,7 +77,7 @@ def _connect(config: SpeculationConfig) -> Drafter:
     from specactor.rollout.decoupled.decoupled import connect
 
     access = msgspec.json.decode(os.environ.get(DRAFTERS, "{}"), type=DrafterAccess)
-    if not access.endpoints:
+    if not (access.endpoints or access.may_be_none):
         raise EngineError(
             f"rollout.speculation.drafters: got {config.draft_methods}, but this engine was started without drafter "
             "processes. Start it with parallel.drafters >= 1."

@@ -17,8 +17,9 @@ class DistillationConfig:
     max_time_share: float = 0.03
     """Longest refresh, as a share of the last RL step's time."""
     recovery_time_share: float = 0.0
-    """The same while accept_length is more than a tenth below what it was, as after a jump of the policy, and for some
-    ten rollouts at most: what has become usual is no loss. 0: max_time_share then, too."""
+    """The same while accept_length is more than a tenth below what it was, as after a jump of the policy. What it was
+    is worth 2 % less with every rollout: a loss of a quarter counts for 10 rollouts, of a half for 29. 0: it makes no
+    difference."""
     max_updates: int = 0
     """Optimizer updates of one refresh at most; 0: as many as fit its time. With a number that always fits, the draft
     model's weights are reproducible."""

@@ -378,9 +378,12 @@ def test_a_drafter_on_a_dry_engines_core_that_is_killed_costs_no_token(setting: 
     footprint.assert_gone()
 
 
-def test_an_engine_without_drafters_refuses_the_mode(
+def test_an_engine_without_drafters_refuses_the_mode_unless_they_would_be_lent(
     make_spec: Callable[..., EngineSpec], setting: Setting, tmp_path: Path
 ) -> None:
     spec = make_spec(69, speculation=setting.speculation(), log_file=str(tmp_path / "log"))
     with pytest.raises(EngineError, match=r"parallel.drafters >= 1"), running(spec):
         pass
+    with running(replace(spec, drafters=DrafterAccess(may_be_none=True))) as engine:
+        responses = engine.generate(BATCH[:4], timeout_s=LIMIT_S)
+        assert [len(r.token_ids) for r in responses] == [r.sampling.max_new_tokens for r in BATCH[:4]]
