@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from heapq import heapify, heapreplace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -102,12 +103,14 @@ def _assign(
     margin: float,
     most: int | None = None,
 ) -> list[Assignment]:
-    of_method: dict[str, list[DryWorker]] = {method: [] for method in ranked}
+    least: dict[str, list[tuple[int, str, int]]] = {method: [] for method in ranked}
+    """(load, worker, its bound) of each method, as heaps: the least-loaded worker first."""
     for worker in workers:
-        if worker.method in of_method:
-            of_method[worker.method].append(worker)
-    loads = {worker.name: worker.load for some in of_method.values() for worker in some}
-    room = sum(max(0, w.max_load - w.load) for some in of_method.values() for w in some)
+        if worker.method in least:
+            least[worker.method].append((worker.load, worker.name, worker.max_load))
+    for heap in least.values():
+        heapify(heap)
+    room = sum(max(0, bound - load) for heap in least.values() for load, _, bound in heap)
     found: list[Assignment] = []
     for request in sorted(stragglers, key=lambda r: (r.acceptance, r.request_id)):
         if len(found) == room:
@@ -116,17 +119,15 @@ def _assign(
         for method in (m for m in ranked if m not in has):
             if given == most:
                 break
-            if not of_method[method]:
+            if not least[method]:
                 continue
-            worker = min(of_method[method], key=lambda w: (loads[w.name], w.name))
-            if loads[worker.name] >= worker.max_load:
+            load, worker_name, bound = least[method][0]
+            if load >= bound or (pays is not None and pays(request, has, method, load + 1) <= 1.0 + margin):
                 continue
-            if pays is not None and pays(request, has, method, loads[worker.name] + 1) <= 1.0 + margin:
-                continue
-            loads[worker.name] += 1
+            heapreplace(least[method], (load + 1, worker_name, bound))
             has |= {method}
             given += 1
-            found.append(Assignment(request_id=request.request_id, method=method, worker=worker.name))
+            found.append(Assignment(request_id=request.request_id, method=method, worker=worker_name))
     return found
 
 
