@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from itertools import accumulate
 from itertools import accumulate, product
 from math import ceil, inf
 from operator import mul
