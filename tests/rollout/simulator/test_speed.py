@@ -109,7 +109,7 @@ def test_wrong_tokens_are_caught(wrong: RoundOf) -> None:
 @given(st.lists(st.floats(0, 1), min_size=3, max_size=3), st.floats(0, 1), st.integers(1, W), st.sampled_from([1, 2]))
 def test_a_better_drafter_never_emits_less(rates: list[float], share: float, window: int, mode: int) -> None:
     low = np.array([survival_of(p, W + 1) for p in rates])
-    high = low + share * (1.0 - low)
+    high = np.minimum.accumulate(low + share * (1.0 - low), axis=1)  # rounding may make it rise
     remote = Remote(seconds=drafting(0.001), served=3.0, message_s=0.0)
     worse, better = (
         round_of(s, np.full(3, mode), np.full(3, window), table=table(), drafter="small", remote=remote)
