@@ -122,7 +122,7 @@ def result(cells: Sequence[Cell], load: float, clock: str) -> Result:
                 "kernels that are not published, one attention call per layer and batch, and with the rejection "
                 "sampling that SGLang has on GPUs (on CPUs it emits the likeliest token at any temperature). Load "
                 f"average before the start: {load:.1f}. Where a round's time goes: "
-                "[speculation_speed_profile.md](speculation_speed_profile.md).",
+                "`python -m benchmarks.speculation_speed_profile`.",
             ]
         ),
     )

@@ -47,7 +47,8 @@ class Accounts:
         plain decoding. `is_steady`: its drafters had nothing to catch up with."""
         self._was_plain, self._had_drafts = False, decision.drafter != OFF
         names = [decision.drafter, *decision.beside]
-        drafted, accepted = (sum(getattr(c, of) for own in credits for c in own) for of in ("drafted", "accepted"))
+        drafted = sum(credit.drafted for own in credits for credit in own)
+        accepted = sum(credit.accepted for own in credits for credit in own)
         self._weigh(decision, requests, requests + accepted, round_s)
         first = [next((k for k, credit in enumerate(own) if credit.drafted), 0) for own in credits]
         lead = [own[0] for own, k in zip(credits, first, strict=True) if k == 0]
