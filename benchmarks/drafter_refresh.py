@@ -1,13 +1,15 @@
 """What keeping the draft model fresh is worth: four runs of the quickstart with the same seeds.
 
     python -m benchmarks.drafter_refresh [--steps 30] [--window 4] [--share 0.03] [--only runs|recovery]
-        [--recovery-shares 0.03 0.25] [--recovery-time-share 1] [--jump 15] [--key.path value ...]
+        [--start cut|distilled] [--recovery-shares 0.03 0.25] [--recovery-time-share 1] [--jump 15]
+        [--key.path value ...]
 
-Without a drafter, with one that stays as it was cut out of the policy (`specactor drafter init`), with one that learns
-after every step, and with one that learns when that is predicted to pay. Tokens, rewards and losses must be identical
-in all four; accept_length by step and the seconds of refreshing are what differs. Then runs whose policy jumps
-(`drafter_refresh_recovery`), frozen and with refreshes of some shares of the time. Settings by path go to all runs.
-Writes docs/results/drafter_refresh.md and .png; with --only recovery its section is printed and nothing is written.
+Without a drafter, with one that stays as it was (cut out of the policy with `specactor drafter init`, or distilled on
+it), with one that learns after every step, and with one that learns when that is predicted to pay. Tokens, rewards and
+losses must be identical in all four; accept_length by step and the seconds of refreshing are what differs. Then runs
+whose policy jumps (`drafter_refresh_recovery`), frozen and with refreshes of some shares of the time. Settings by path
+go to all runs. Writes docs/results/drafter_refresh.md and .png, from a distilled start drafter_refresh_distilled; with
+--only recovery its section is printed and nothing is written.
 """
 
 from __future__ import annotations
@@ -43,6 +45,11 @@ KINDS = {
     "auto": "auto",
 }
 """Run -> distillation.refresh."""
+STARTS = {
+    "cut": (NAME, "one layer cut out of the policy at its start (`specactor drafter init`)"),
+    "distilled": (f"{NAME}_distilled", "one layer that was distilled on the policy at its start, for 400 updates"),
+}
+"""Where the draft model comes from -> page, and in words."""
 STEP_PHASES = ("rollout", "reward", "train", "sync", "refresh")
 
 
@@ -121,19 +128,19 @@ def draw(runs: Sequence[Run], file: Path) -> None:
 def page(runs: Sequence[Run], found: Sequence[str], options: argparse.Namespace, more: str = "") -> Result:
     """Args: what differs and must not; a section that follows."""
     equal = "Responses, rewards and all metrics of the policy are identical in the four runs, bit for bit."
+    picture = f"![accept_length and seconds by step]({STARTS[options.start][0]}.png)"
     notes = equal if not found else "**The runs differ, which they must not:** " + "; ".join(found[:10]) + "."
     return Result(
         title="A draft model that stays fresh",
         intro=(
             f"The quickstart, {options.steps} RL steps, the same seeds, mode coupled with a fixed window of "
-            f"{options.window}. The draft model is one layer cut out of the policy at its start (`specactor drafter "
-            "init`). *frozen* leaves it so; *every step* distils it after each step for at most "
-            f"{100 * options.share:g} % of the step's time; *auto* where that is predicted to pay. The share in the "
-            "table holds deciding, learning and pushing."
+            f"{options.window}. The draft model is {STARTS[options.start][1]}. *frozen* leaves it so; *every step* "
+            f"distils it after each step for at most {100 * options.share:g} % of the step's time; *auto* where that "
+            "is predicted to pay. The share in the table holds deciding, learning and pushing."
         ),
         columns=COLUMNS,
         rows=[row(run) for run in runs],
-        notes="\n\n".join(filter(None, [notes, f"![accept_length and seconds by step]({NAME}.png)", more])),
+        notes="\n\n".join(filter(None, [notes, picture, more])),
     )
 
 
@@ -144,6 +151,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--window", type=int, default=4, help="draft tokens per request and round")
     parser.add_argument("--share", type=float, default=0.03, help="distillation.max_time_share")
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the page and the picture")
+    parser.add_argument("--start", choices=tuple(STARTS), default="cut", help="where the draft model comes from")
     parser.add_argument("--target", type=Path, help="the draft model is cut out of it; by default the warmed-up policy")
     parser.add_argument("--only", choices=("runs", "recovery"), help="one of the two parts; by default both")
     parser.add_argument(
@@ -154,16 +162,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--jump", type=float, default=15, help="times the learning rate, in the step of the jump")
     options, settings = parser.parse_known_args(arguments)
-    base = CACHE / NAME
+    name, base = STARTS[options.start][0], CACHE / NAME
     shutil.rmtree(base, ignore_errors=True)
     base.mkdir(parents=True)
     runs, found, different = [], [], []
     if options.only != "recovery":
-        make_draft(options.target or task_target("A"), base / "draft")
-        runs = [launch(name, base / "draft", base, options, settings) for name in KINDS]
+        draft = base / "draft" if options.start == "cut" else task_models("A").draft
+        if options.start == "cut":
+            make_draft(options.target or task_target("A"), draft)
+        runs = [launch(kind, draft, base, options, settings) for kind in KINDS]
         found = differences(runs)
-        draw(runs, options.results / f"{NAME}.png")
-        publish(NAME, page(runs, found, options), options.results)
+        draw(runs, options.results / f"{name}.png")
+        publish(name, page(runs, found, options), options.results)
     if options.only != "runs":
         recoveries, different = recovered(
             *(base, task_models("A").draft),
@@ -178,7 +188,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         text = section(recoveries, different, options.jump, ceiling.text())
         print(text)
         if runs:
-            publish(NAME, page(runs, found, options, text), options.results)
+            publish(name, page(runs, found, options, text), options.results)
     return 1 if found or different else 0
 
 

@@ -223,11 +223,13 @@ class SpecActor:
         finished: list[Trajectory] = []
         stopped: list[RolloutRequest] = []
         missing = Counter(request.group_id for request in pending)
+        meanwhile = None if self.distillation is None else self.distillation.meanwhile(has_engines=bool(own))
         while True:
             left = None if enough is None else enough - sum(count == 0 for count in missing.values())
             outcome = self.collective.together(
                 "rollout",
                 partial(self.pool.generate, pending, on_finished=self.progress.response, enough_groups=left),
+                meanwhile=meanwhile,
             )
             finished += outcome.finished
             stopped += outcome.stopped

@@ -102,6 +102,7 @@ DRAFTER: dict[str, str] = {
     "reason": "why there was one, or none",
     "updates": "optimizer updates of the refresh",
     "tokens": "response tokens that it learned from",
+    "idle_updates": "updates made on a rank that was idle in the rollout, with distillation.idle",
     "loss": "mean loss of its updates, nats per response token",
     "law_loss": "KL(policy, draft) over the likeliest tokens in its last update, nats per response token",
     "overlap": "sum of min(policy, draft) in its last update: at least 1 - total variation",

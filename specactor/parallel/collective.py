@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from functools import partial
 from types import GenericAlias
-from typing import TypeVar
+from typing import Generic, NoReturn, TypeVar
 
 import msgspec
 import torch
@@ -60,35 +61,39 @@ class Collective:
     def barrier(self) -> None:
         self.any(False)
 
-    def together(self, phase: str, work: Callable[[], T]) -> T:
+    def together(
+        self, phase: str, work: Callable[[], T], *, meanwhile: Callable[[Callable[[], bool]], None] | None = None
+    ) -> T:
         """Run `work`, which uses no collective, on every rank; return this rank's result when all are done.
 
         A rank whose work is long joins an exchange every `HEARTBEAT_S`, so nobody runs into the group's timeout, and
         a rank that dies is noticed at once. Where work fails, its own error is raised there, and PeerFailedError,
         which names the rank and the cause, on the others.
+
+        Args: what a rank does, without collectives, from the end of its work until all are done; it asks its argument
+        between short pieces whether to end. All ranks give one, or none does.
         """
-        results: list[T] = []
-        errors: list[BaseException] = []
-
-        def call() -> None:
-            try:
-                results.append(work())
-            except BaseException as error:  # handed to the caller's thread, which raises it
-                errors.append(error)
-
-        worker = threading.Thread(target=call, name=phase, daemon=True)
-        worker.start()
+        own = _Thread(phase, work)
+        waiting: _Thread[None] | None = None
+        over = threading.Event()
         while True:
-            worker.join(HEARTBEAT_S)
-            state = _RUNNING if worker.is_alive() else _FAILED if errors else _DONE
-            states = self._gather_states(state)
-            if any(s == _FAILED for s in states):
+            own.wait(HEARTBEAT_S)
+            if meanwhile is not None and waiting is None and own.state == _DONE:
+                waiting = _Thread(f"{phase}: meanwhile", partial(meanwhile, over.is_set))
+            states = self._gather_states(own.state)
+            if _FAILED in states or all(state == _DONE for state in states):
                 break
-            if all(s == _DONE for s in states):
-                return results[0]
-        causes = self.gather(f"{type(errors[0]).__name__}: {errors[0]}" if errors else "", str)
-        if errors:
-            raise errors[0]
+        over.set()
+        if _FAILED in states:
+            self._fail(phase, own)
+        if meanwhile is not None:  # not every rank had to wait
+            self.together(f"{phase}: meanwhile", waiting.result if waiting is not None else lambda: None)
+        return own.result()
+
+    def _fail(self, phase: str, own: _Thread[T]) -> NoReturn:
+        """Raises, with the cause, on every rank."""
+        causes = self.gather(own.cause, str)
+        own.raise_error()
         rank = next(i for i, cause in enumerate(causes) if cause)
         raise PeerFailedError(f"{phase}: rank {rank} failed: {causes[rank]}")
 
@@ -96,3 +101,43 @@ class Collective:
         parts = [torch.zeros(1, dtype=torch.int64, device=self._device) for _ in range(self.world)]
         dist.all_gather(parts, torch.tensor([state], dtype=torch.int64, device=self._device))
         return [int(part) for part in parts]
+
+
+class _Thread(Generic[T]):
+    """Work in a thread of its own."""
+
+    def __init__(self, name: str, work: Callable[[], T]) -> None:
+        self._work = work
+        self._results: list[T] = []
+        self._errors: list[BaseException] = []
+        self._thread = threading.Thread(target=self._call, name=name, daemon=True)
+        self._thread.start()
+
+    def _call(self) -> None:
+        try:
+            self._results.append(self._work())
+        except BaseException as error:  # raised in the caller's thread
+            self._errors.append(error)
+
+    def wait(self, seconds: float) -> None:
+        self._thread.join(seconds)
+
+    @property
+    def state(self) -> int:
+        return _RUNNING if self._thread.is_alive() else _FAILED if self._errors else _DONE
+
+    @property
+    def cause(self) -> str:
+        """Of its failure; "" where it has not failed."""
+        return f"{type(self._errors[0]).__name__}: {self._errors[0]}" if self._errors else ""
+
+    def raise_error(self) -> None:
+        """Its own, where it failed."""
+        if self._errors:
+            raise self._errors[0]
+
+    def result(self) -> T:
+        """Waits for it; raises its error."""
+        self._thread.join()
+        self.raise_error()
+        return self._results[0]

@@ -12,7 +12,7 @@ from benchmarks import drafter_refresh, drafter_refresh_runs
 from benchmarks.drafter_refresh import KINDS
 from benchmarks.drafter_refresh_runs import Run, differences
 
-OPTIONS = argparse.Namespace(steps=2, window=4, share=0.03)
+OPTIONS = argparse.Namespace(steps=2, window=4, share=0.03, start="cut")
 
 
 def write_run(folder: Path, *, token: int = 7, loss: float = 0.5, length: float | None = None) -> Path:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
@@ -34,11 +35,36 @@ def main() -> None:
         seen["error"] = f"PeerFailedError: {error}"
     except EngineError as error:
         seen["error"] = f"EngineError: {error}"
+    seen["meanwhile"] = meanwhile(collective)
     seen["after"] = collective.together("next", lambda: "goes on")
     # One write: ranks share a pipe, and a line written in parts would mix with another rank's.
     sys.stdout.write(json.dumps(seen) + "\n")
     sys.stdout.flush()
     dist.destroy_process_group()
+
+
+def meanwhile(collective: Collective) -> list[object]:
+    """[results of work, pieces done meanwhile, how late it was over, and what came of an error of its own]"""
+    pieces: list[float] = []
+
+    def wait(over: Callable[[], bool]) -> None:
+        while not over():
+            pieces.append(time.monotonic())
+            time.sleep(0.01)
+
+    def wrong(over: Callable[[], bool]) -> None:
+        wait(over)
+        raise EngineError("nobody is idle for free")
+
+    result = collective.together("busy", lambda: time.sleep(1.0 * collective.rank) or "done", meanwhile=wait)
+    late_s = time.monotonic() - pieces[-1] if pieces else 0.0
+    num_pieces = len(pieces)
+    try:
+        collective.together("busy", lambda: time.sleep(0.5 * collective.rank), meanwhile=wrong)
+        caught = ""
+    except (EngineError, PeerFailedError) as error:
+        caught = f"{type(error).__name__}: {error}"
+    return [result, num_pieces, late_s, caught]
 
 
 def fail() -> str:

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 
@@ -43,3 +44,17 @@ def test_a_failure_on_one_rank_reaches_all_with_its_cause_and_the_group_stays_us
     assert ranks[0]["error"] == "PeerFailedError: doomed: rank 1 failed: EngineError: the engine is out of paper"
     assert ranks[1]["error"] == "EngineError: the engine is out of paper"
     assert [r["after"] for r in ranks] == ["goes on"] * 2
+
+
+def test_what_a_rank_does_meanwhile_lasts_as_long_as_the_slowest_works(ranks: list[dict[str, object]]) -> None:
+    (first, pieces, late_s, _), (second, few, *_) = [cast(list[Any], r["meanwhile"]) for r in ranks]
+    assert first == second == "done"
+    assert 10 < pieces < 200, "a second of pieces of a hundredth"
+    assert few < pieces / 2, "the slowest waits for nobody"
+    assert late_s < 1.0
+
+
+def test_an_error_of_what_a_rank_does_meanwhile_reaches_all(ranks: list[dict[str, object]]) -> None:
+    caught = [cast(list[Any], r["meanwhile"])[3] for r in ranks]
+    assert caught[0] == "EngineError: nobody is idle for free"
+    assert "nobody is idle for free" in caught[1]

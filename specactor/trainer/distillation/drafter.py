@@ -19,24 +19,25 @@ from __future__ import annotations
 
 import json
 import math
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+import msgspec
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from specactor.errors import CheckpointError, SpecActorError
 from specactor.trainer.distillation import batches, losses
-from specactor.trainer.distillation.budget import may_start
 from specactor.trainer.distillation.buffer import DraftBuffer
 from specactor.trainer.distillation.emphasis import NUM_BINS, lost, token_weights
 from specactor.trainer.distillation.settings import DistillationConfig
 from specactor.trainer.distillation.updates import diverged, make_updater
+from specactor.trainer.distillation.watch import Clock, Watch
 
-Clock = Callable[[], float]
 WEIGHTS, BUFFER, STATE = "weights.safetensors", "buffer.safetensors", "drafter.json"
 _SUMS = ("loss", "sample", "law", "overlap", "laws", "weight")
 
@@ -68,6 +69,16 @@ class RefreshStats:
     """Of the draft model, after the refresh."""
 
 
+class Learned(msgspec.Struct, frozen=True, kw_only=True):
+    """How far one rank's draft model has come."""
+
+    version: int
+    updates: int
+    lost: tuple[float, ...]
+    moments: list[str]
+    """What its optimizer has a state of (`updates.PlainUpdater.optimizer_state`)."""
+
+
 class DrafterTrainer:
     """A draft model with its optimizer and buffer, the same on every rank of `group` (None: one rank)."""
 
@@ -97,7 +108,7 @@ class DrafterTrainer:
         """Lessons and tokens of the last draw."""
         self._micro_s = 0.0
         self._group = group
-        self._ranks, self._rank = (1, 0) if group is None else (group.size(), group.rank())
+        self._rank = 0 if group is None else group.rank()
         # eval: dropout would draw from the process's random state
         self._updater = make_updater(model.eval(), config, group, self.device)
 
@@ -112,15 +123,38 @@ class DrafterTrainer:
         (under ZeRO they are not brought back: see `is_finite`). Memory is excepted: torch.OutOfMemoryError is raised on
         its rank alone.
         """
-        watch = _Watch(clock, limit_s, self._micro_s, self._group, self.device)
+        watch = Watch(clock, limit_s, self._micro_s, self._group, self.device)
+        stats = self._learn(watch, max_updates or self.config.max_updates or 2**62, rate_of or self._rate)
+        self._adapt(watch, stats.updates, stats.micro_steps, stats.stopped)
+        return stats
+
+    def learn_alone(self, over: Callable[[], bool], *, max_updates: int) -> RefreshStats:
+        """Learn on this rank, without the others, until `over` says so between two micro-batches. Not with ZeRO.
+
+        Its draft model is another than theirs from then on, until all `adopt` one. Raises as `refresh` does, with
+        weights and optimizer as before.
+        """
+        watch = Watch(time.perf_counter, math.inf, 0.0, None, self.device, over)
+        return self._learn(watch, max_updates, self._rate)
+
+    def learned(self) -> Learned:
+        """How far this rank has come."""
+        return Learned(version=self.version, updates=self.updates, lost=self.lost, moments=self._updater.moments())
+
+    def adopt(self, source: int, learned: Learned) -> None:
+        """What one rank has `learned`, with its weights and optimizer, on all ranks. Collective."""
+        self._updater.adopt(source, learned.moments)
+        self.version, self.updates, self.lost = learned.version, learned.updates, learned.lost
+
+    def _learn(self, watch: Watch, max_updates: int, rate_of: Callable[[int], float]) -> RefreshStats:
         restore = self._updater.kept()
         try:
-            return self._learn(watch, max_updates or self.config.max_updates or 2**62, rate_of or self._rate)
-        except SpecActorError:  # on every rank alike, since what is not finite is a sum over ranks
+            return self._updates(watch, max_updates, rate_of)
+        except (SpecActorError, torch.OutOfMemoryError):  # the former on all ranks alike: what is not finite is a sum
             restore()
             raise
 
-    def _learn(self, watch: _Watch, max_updates: int, rate_of: Callable[[int], float]) -> RefreshStats:
+    def _updates(self, watch: Watch, max_updates: int, rate_of: Callable[[int], float]) -> RefreshStats:
         found: list[dict[str, float]] = []
         tokens_per_update, micro_steps, norm = self.tokens_per_update, 0, math.nan
         stopped: Literal["time", "updates", "empty"] = "updates" if len(self.buffer) else "empty"
@@ -138,7 +172,6 @@ class DrafterTrainer:
             raise diverged("weight", math.nan)
         self.version += bool(found)
         self.lost = lost(*self._seen.tolist()) or self.lost
-        self._adapt(watch, len(found), micro_steps, stopped)
         return self._stats(found, micro_steps, norm, watch.elapsed_s(), stopped, tokens_per_update)
 
     @property
@@ -151,7 +184,7 @@ class DrafterTrainer:
         return all(bool(parameter.isfinite().all()) for parameter in self.model.parameters())
 
     def _adapt(
-        self, watch: _Watch, updates: int, micro_steps: int, stopped: Literal["time", "updates", "empty"]
+        self, watch: Watch, updates: int, micro_steps: int, stopped: Literal["time", "updates", "empty"]
     ) -> None:
         """What the next refresh expects of a micro-batch, and draws for an update. Collective."""
         if micro_steps:
@@ -172,7 +205,7 @@ class DrafterTrainer:
         """Whole tensors under Hugging Face names, as the drafters take them. Collective with ZeRO stage 3."""
         return self._updater.named_weights()
 
-    def _gradients(self, watch: _Watch) -> tuple[dict[str, float] | None, int]:
+    def _gradients(self, watch: Watch) -> tuple[dict[str, float] | None, int]:
         """(sums of one update over all ranks, micro-batches run); None where the time is over."""
         lessons = batches.of_one_width(self.buffer.draw(self.updates, self.tokens_per_update))
         mean = self.buffer.mean_reward()
@@ -190,7 +223,7 @@ class DrafterTrainer:
         total = float(sum(of_lesson.sum() for of_lesson in weights))
         lengths = [len(lesson.token_ids) for lesson in lessons]
         self._drawn = (len(lessons), sum(lengths))
-        mine = batches.plan(lengths, self._ranks, self.config.tokens_per_microbatch)[self._rank]
+        mine = batches.plan(lengths, watch.ranks, self.config.tokens_per_microbatch)[watch.rank]
         whole = not self._updater.can_abandon
         if whole and watch.over(micro_steps=len(mine)):
             return None, 0
@@ -201,12 +234,12 @@ class DrafterTrainer:
                 return None, number
             batch = batches.build([lessons[i] for i in indices], [weights[i] for i in indices], self.device)
             last = number == len(mine) - 1
-            with self._updater.micro_step(last), watch.timed():
+            with self._updater.micro_step(last and not watch.alone), watch.timed():
                 loss, values = self._loss(batch, total)
-                self._updater.backward(loss * self._ranks, last)  # gradients are averaged over the ranks
+                self._updater.backward(loss * watch.ranks, last)  # gradients are averaged over the ranks
             sums += values
-        if self._group is not None:
-            dist.all_reduce(sums, group=self._group)
+        if watch.group is not None:
+            dist.all_reduce(sums, group=watch.group)
         result = dict(zip((*_SUMS, "tokens"), sums.tolist(), strict=False))
         if not math.isfinite(result["loss"]):
             if not whole:
@@ -311,44 +344,3 @@ class DrafterTrainer:
             raise CheckpointError(f"{folder}: is of another draft model. Use the one that it was saved with.")
         for name, parameter in own.items():
             parameter.copy_(weights[name])
-
-
-class _Watch:
-    """The time of a refresh: ranks agree on when it is over."""
-
-    def __init__(
-        self, clock: Clock, limit_s: float, expected_s: float, group: dist.ProcessGroup | None, device: torch.device
-    ) -> None:
-        """Args: expected time of the first micro-batch."""
-        self._clock, self._limit_s, self._group, self._device = clock, limit_s, group, device
-        self._start_s, self._longest_s, self._began_s = clock(), expected_s, 0.0
-        self.total_s = 0.0
-        """Of all micro-batches."""
-
-    def elapsed_s(self) -> float:
-        return self._clock() - self._start_s
-
-    def over(self, micro_steps: int = 1) -> bool:
-        """Whether the next micro-batches, each as long as the longest so far, would not end in time on some rank."""
-        return self.agreed(not may_start(self.elapsed_s(), micro_steps * self._longest_s, self._limit_s))
-
-    def agreed(self, here: bool) -> bool:
-        """Whether it is so on some rank. Collective."""
-        if self._group is None:
-            return here
-        flag = torch.tensor([int(here)], dtype=torch.int32, device=self._device)
-        dist.all_reduce(flag, dist.ReduceOp.MAX, group=self._group)
-        return bool(flag.item())
-
-    def timed(self) -> _Watch:
-        return self
-
-    def __enter__(self) -> None:
-        self._began_s = self._clock()
-
-    def __exit__(self, *_: object) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)  # or only the launches would be timed
-        took_s = self._clock() - self._began_s
-        self._longest_s = max(self._longest_s, took_s)
-        self.total_s += took_s

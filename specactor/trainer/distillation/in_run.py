@@ -6,14 +6,17 @@ Invariants:
 3. What goes wrong here costs speed: a refresh that fails leaves the weights there are, whoever refuses a push goes on
    with its own and is asked again after the next step. Memory is excepted: torch.OutOfMemoryError in a refresh ends
    the run, since a rank that raises it is missing in the reduction of gradients, where the others wait for it.
-4. After `save` and `load` it goes on as if it had not stopped; engines and drafter processes that were started anew
+4. With `idle`, ranks learn alone, each in a copy of its own, while others roll out; before anything else looks at the
+   draft model, all take the copy that learned most.
+5. After `save` and `load` it goes on as if it had not stopped; engines and drafter processes that were started anew
    get the version there is.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -31,9 +34,10 @@ from specactor.rollout.draft.counts import Counts
 from specactor.trainer.distillation import start
 from specactor.trainer.distillation.budget import Decision, decide, time_limit_s
 from specactor.trainer.distillation.buffer import Law, Lesson, lesson_from
-from specactor.trainer.distillation.drafter import Clock, DrafterTrainer, RefreshStats
+from specactor.trainer.distillation.drafter import DrafterTrainer, Learned, RefreshStats
 from specactor.trainer.distillation.history import History, accept_length
 from specactor.trainer.distillation.likeliest import LawRecorder
+from specactor.trainer.distillation.watch import Clock
 from specactor.types import ScoredGroup, TrainSequence
 from specactor.weights_sync.draft_sender import DraftSender, num_bytes, push_to_engine
 from specactor.weights_sync.messages import DraftWeights
@@ -104,6 +108,14 @@ class _Plan(msgspec.Struct, frozen=True, kw_only=True):
     reason: str
 
 
+class _Alone(msgspec.Struct, frozen=True, kw_only=True):
+    """What one rank did with the draft model while others rolled out."""
+
+    updates: int
+    learned: Learned
+    problem: str
+
+
 class Distillation:
     """One per rank, with a copy of the draft model."""
 
@@ -136,21 +148,48 @@ class Distillation:
         """Versions that engines took; others hold the weights that they were started with, version 0."""
         self._push_s = 0.0
         """Of the last push, halved by every refresh since after which nobody wanted one."""
+        self._alone, self._problem = 0, ""
+        """Updates that this rank has made alone since the last refresh, and why it stopped, if it had to."""
         start.quiet()
         model = collective.together("draft model", lambda: _fitting(self._folder, vocab_size, device))
         group = dist.group.WORLD if collective.world > 1 else None
         self.drafter = DrafterTrainer(self.config, model, seed=config.seed, group=group)
         self._sender = DraftSender(getattr(torch, config.model.dtype))
 
+    def meanwhile(self, *, has_engines: bool) -> Callable[[Callable[[], bool]], None] | None:
+        """What this rank does while others roll out (`Collective.together`); None: no rank does anything.
+
+        Args: whether it drives engines. One that does not has lent its device to another's, and does not know when that
+        has run dry.
+        """
+        if not self.config.idle:
+            return None
+        return self.learn_alone if has_engines else lambda over: None
+
+    def learn_alone(self, over: Callable[[], bool]) -> None:
+        """While other ranks roll out: learn until `over`, asked between two micro-batches, from at most as many tokens
+        as the buffer holds. Not collective; the thread is another than that of all other calls."""
+        buffer = self.drafter.buffer
+        most = buffer.num_tokens // self.drafter.tokens_per_update - self._alone
+        if self._problem or most <= 0:
+            return
+        try:
+            with _own_stream(self.drafter.device):
+                self._alone += self.drafter.learn_alone(over, max_updates=most).updates
+        except (SpecActorError, torch.OutOfMemoryError) as error:
+            self._problem = str(error)
+
     def refresh(self, step: Step) -> dict[str, float]:
         """After an RL step: remember it, learn if that is worth its time, push. Returns metrics. Collective."""
+        began_s = self._clock()
+        alone = self._settle()
         self.history.rollout(accept_length(step.counts))
         self.drafter.buffer.add(self._lessons(step))
-        plan = self._plan(step)
+        plan = self._plan(step, spent_s=self._clock() - began_s if alone else 0.0)
         self.reason = plan.reason
         stats, failed = self._learn(plan.limit_s) if plan.refresh else (None, False)
         refreshed = stats is not None and stats.updates > 0
-        if refreshed:
+        if refreshed or alone:
             self.history.refreshed()
         pushed = self.push()
         if not pushed["drafter/pushed_bytes"]:
@@ -159,6 +198,7 @@ class Distillation:
             "drafter/version": self.drafter.version,
             "drafter/refreshed": int(refreshed),
             "drafter/failed": int(failed),
+            "drafter/idle_updates": alone,
             "drafter/buffer_tokens": self.drafter.buffer.num_tokens,
             "time/refresh_limit_s": plan.limit_s,
             "time/refresh_saves_s": plan.saved_s,
@@ -248,12 +288,29 @@ class Distillation:
             if sequence.response_len
         ]
 
-    def _plan(self, step: Step) -> _Plan:
-        limit_s = max(0.0, time_limit_s(step.seconds, self.config.max_time_share) - self._push_s)
+    def _settle(self) -> int:
+        """All ranks take the copy that learned most while others rolled out. Returns its updates. Collective."""
+        if not self.config.idle:
+            return 0
+        own = _Alone(updates=self._alone, learned=self.drafter.learned(), problem=self._problem)
+        ranks = self._collective.gather(own, _Alone)
+        self._alone, self._problem = 0, ""
+        for rank, of in enumerate(ranks):
+            if of.problem:
+                self._note(f"distillation.idle: rank {rank} had to stop learning in this rollout: {of.problem}")
+        most = max(range(len(ranks)), key=lambda rank: ranks[rank].updates)
+        if ranks[most].updates:
+            self.drafter.adopt(most, ranks[most].learned)
+        return ranks[most].updates
+
+    def _plan(self, step: Step, *, spent_s: float) -> _Plan:
+        """Args: seconds of this refresh so far."""
+        spent_s += self._push_s
+        limit_s = max(0.0, time_limit_s(step.seconds, self.config.max_time_share) - spent_s)
         now = self.history.outlook(rollout_s=step.rollout_s, refresh_s=limit_s, steps_left=step.steps_left)
         decision: Decision = decide(self.config.refresh, now, explore_every=self.config.explore_every)
         if self.history.is_lost and self.config.recovery_time_share:  # decided as usual, then for longer
-            limit_s = max(0.0, time_limit_s(step.seconds, self.config.recovery_time_share) - self._push_s)
+            limit_s = max(0.0, time_limit_s(step.seconds, self.config.recovery_time_share) - spent_s)
         own = _Plan(refresh=decision.refresh, saved_s=decision.saved_s, limit_s=limit_s, reason=decision.reason)
         return self._collective.gather(own, _Plan)[0]
 
@@ -295,6 +352,20 @@ class Distillation:
     def _of_history(self) -> dict[str, float]:
         found = {"before": self.history.before, "after": None if self.history.waits else self.history.fresh}
         return {f"drafter/accept_length_{name}": value for name, value in found.items() if value is not None}
+
+
+@contextmanager
+def _own_stream(device: torch.device) -> Iterator[None]:
+    """On a GPU, what a second thread does would queue behind the exchange in which the first one waits for others. (The
+    weights were written long before: they have been copied to the host since, to be pushed.)"""
+    if device.type != "cuda":
+        yield
+        return
+    torch.cuda.set_device(device)
+    stream = torch.cuda.Stream(device)
+    with torch.cuda.stream(stream):
+        yield
+    stream.synchronize()
 
 
 def _fitting(folder: Path, vocab_size: int, device: torch.device | str) -> Any:

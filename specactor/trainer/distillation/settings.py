@@ -59,6 +59,8 @@ class DistillationConfig:
     grad_clip: float = 1.0
     """Largest norm of a gradient."""
 
+    idle: bool = False
+    """Learn also on ranks whose engines have run dry while others still generate; they stop when the last one ends."""
     keep_rollouts: bool = False
     """Write the responses of every RL step to the run's folder, for specactor drafter train. Works with refresh off."""
 
@@ -86,6 +88,10 @@ class DistillationConfig:
             "Where acceptance is lost is seen from the policy's likeliest tokens.",
         )
         self._check("law_weight", self.sample_weight + self.law_weight > 0, "> 0 where sample_weight is 0")
+        self._check("idle", not self.idle or self.refresh != "off", "False with refresh off", "Set refresh.")
+        self._check(
+            "idle", not self.idle or not self.zero_stage, "False with ZeRO", "Under ZeRO all ranks learn together."
+        )
         self._check("offload", not self.offload or self.zero_stage > 0, "False without ZeRO", "Set zero_stage to 1-3.")
 
     def _check(self, name: str, right: bool, expected: str, remedy: str = "See --help for its meaning.") -> None:

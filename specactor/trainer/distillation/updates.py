@@ -10,7 +10,7 @@ import importlib
 import importlib.util
 import math
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, Protocol, cast
@@ -57,6 +57,14 @@ class Updater(Protocol):
 
     def kept(self) -> Callable[[], None]:
         """Copy weights and optimizer; what is returned brings them back as they are now."""
+        ...
+
+    def moments(self) -> list[str]:
+        """Names of what the optimizer has a state of, on this rank."""
+        ...
+
+    def adopt(self, source: int, moments: Sequence[str]) -> None:
+        """Weights and optimizer of one rank, whose `moments` are given, on all ranks. Collective."""
         ...
 
     def save(self, folder: Path) -> None:
@@ -125,6 +133,26 @@ class PlainUpdater:
             self.restore_optimizer(state)
 
         return restore
+
+    def moments(self) -> list[str]:
+        return list(self.optimizer_state())
+
+    @torch.no_grad()
+    def adopt(self, source: int, moments: Sequence[str]) -> None:
+        self.abandon()
+        group = self._replica.process_group if isinstance(self._replica, DistributedDataParallel) else None
+        if group is None:
+            return
+        for parameter in self._parameters.values():
+            dist.broadcast(parameter.data, source, group)
+        state = self.optimizer_state()
+        for key in moments:
+            kind, _, name = key.partition(".")
+            like = self._parameters[name]
+            own = state.get(key, like.new_zeros(()) if kind == "step" else torch.empty_like(like))
+            state[key] = own.to(like.device)  # of a step count: where the backend wants its tensors
+            dist.broadcast(state[key], source, group)
+        self.restore_optimizer({key: state[key] for key in moments})
 
     def optimizer_state(self) -> dict[str, Tensor]:
         """Adam's moments and step counts by ``<kind>.<parameter>``; empty before the first update."""
@@ -207,6 +235,12 @@ class ZeroUpdater:
 
     def kept(self) -> Callable[[], None]:
         return lambda: None  # its master weights are DeepSpeed's, in parts
+
+    def moments(self) -> list[str]:
+        return []
+
+    def adopt(self, source: int, moments: Sequence[str]) -> None:
+        raise NotImplementedError("no rank has ever learned alone: gradients and states are DeepSpeed's, in parts")
 
     def save(self, folder: Path) -> None:
         self._engine.save_checkpoint(str(folder), tag="zero")

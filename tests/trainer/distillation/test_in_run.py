@@ -3,146 +3,23 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 import torch
-import torch.distributed as dist
 from safetensors import SafetensorError
-from torch import Tensor, nn
 
-from specactor.config import Config, SpeculationConfig
 from specactor.errors import CheckpointError, ConfigError, PeerFailedError
 from specactor.parallel.collective import Collective
-from specactor.rollout.draft.counts import Counts
 from specactor.trainer import checkpoint
 from specactor.trainer.distillation.drafter import DrafterTrainer
 from specactor.trainer.distillation.in_run import FOLDER, Distillation, Step
 from specactor.types import TrainSequence
-from specactor.weights_sync import draft_receiver
-from specactor.weights_sync.draft_sender import LOAD
-from specactor.weights_sync.messages import CheckReply, DraftWeights
-from tests.trainer import policy_cases
+from specactor.weights_sync.messages import DraftWeights
 from tests.trainer.distillation import cases
 from tests.trainer.distillation.policy_cases import SEQUENCES
-
-UPDATES = 2
-
-
-@pytest.fixture(scope="module")
-def collective() -> Iterator[Collective]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield Collective(torch.device("cpu"))
-    dist.destroy_process_group()
-
-
-@pytest.fixture(scope="module")
-def draft_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("draft") / "model"
-    cases.model().save_pretrained(folder)
-    return folder
-
-
-class Held(nn.Module):
-    """A draft model in an engine."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.model = cases.model(seed=9)
-
-    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        own = dict(self.model.named_parameters())
-        for name, tensor in weights:
-            own[name].data.copy_(tensor)
-
-
-class Engine:
-    def __init__(self, index: int = 0) -> None:
-        self.index = index
-        self.held = Held()
-        self.refuses = ""
-        self.versions: list[int] = []
-
-    def rank_call(self, name: str, payload: bytes, *, timeout_s: float) -> list[bytes]:
-        weights = msgspec.msgpack.decode(payload, type=DraftWeights)
-        problem = self.refuses or (draft_receiver.load(self.held, weights) if name == LOAD else "")
-        if name == LOAD and not problem:
-            self.versions.append(weights.draft_version)
-        return [msgspec.msgpack.encode(CheckReply(problem=problem))]
-
-    def kill(self) -> None:
-        raise AssertionError("a draft model is no reason to")
-
-
-class Processes:
-    """Drafter processes of a host."""
-
-    def __init__(self) -> None:
-        self.version = 0
-
-    def want(self, version: int) -> bool:
-        return self.version < version
-
-    def renew(self, weights: DraftWeights, *, timeout_s: float) -> list[str]:
-        self.version = weights.draft_version
-        return []
-
-    def oldest_version(self) -> int | None:
-        return self.version
-
-
-class World:
-    """A run's ends of the draft model; seconds pass as they are told to."""
-
-    def __init__(self, collective: Collective, draft_dir: Path, **settings: Any) -> None:
-        self.engines, self.processes, self.notes = [Engine()], Processes(), list[str]()
-        self.now_s = 0.0
-        self.config = config(draft_dir, **settings)
-        self.it = Distillation(
-            self.config,
-            collective,
-            recorder=None,
-            vocab_size=cases.VOCAB,
-            engines=lambda: self.engines,
-            processes=self.processes,
-            note=self.notes.append,
-            clock=lambda: self.now_s,
-        )
-
-    def step(self, number: int, *, accepted: float | None = 2.0, seconds: float = 10.0) -> dict[str, float]:
-        counts = {} if accepted is None else {"model": Counts(emitted=int(100 * accepted), verifies=100)}
-        return self.it.refresh(
-            Step(
-                sequences=SEQUENCES,
-                rewards=[0.5] * len(SEQUENCES),
-                version=number,
-                counts=counts,
-                seconds=seconds,
-                rollout_s=5.0,
-                steps_left=10 - number,
-            )
-        )
-
-    def weights(self) -> dict[str, list[float]]:
-        return {name: value.flatten().tolist() for name, value in self.it.drafter.named_weights()}
-
-    def held(self) -> dict[str, list[float]]:
-        return {n: p.detach().flatten().tolist() for n, p in self.engines[0].held.model.named_parameters()}
-
-
-def config(draft_dir: Path, **settings: Any) -> Config:
-    base = policy_cases.config(str(draft_dir), {})
-    speculation = SpeculationConfig(mode="coupled", drafters=("model",), draft_model=str(draft_dir))
-    refresh = {"refresh": "every_step", "max_updates": UPDATES, "reward_emphasis": 0.0, "position_emphasis": 0.0}
-    return replace(
-        base,
-        rollout=replace(base.rollout, speculation=speculation),
-        distillation=cases.config(**refresh | settings),
-    )
+from tests.trainer.distillation.run_cases import UPDATES, Engine, Processes, World, config
 
 
 @pytest.fixture

@@ -1,0 +1,46 @@
+"""A run whose second rank has nothing to roll out: the draft model learns there meanwhile, and no token changes."""
+
+from __future__ import annotations
+
+from specactor.metrics import read_metrics
+from tests.end_to_end.conftest import Launcher
+from tests.end_to_end.test_run import deterministic
+
+ONE_GROUP = (
+    "--train.steps",
+    "3",
+    "--rollout.prompts-per-step",
+    "1",
+    "--parallel.engines",
+    "2",
+    "--warmup.steps",
+    "40",
+    "10",
+)
+LEARNING = (
+    *("--rollout.speculation.mode", "coupled", "--rollout.speculation.drafters", "model"),
+    *("--rollout.speculation.window", "2", "--distillation.refresh", "every_step", "--distillation.max-updates", "1"),
+    *("--distillation.max-time-share", "1.0"),
+    *("--distillation.tokens-per-update", "256", "--distillation.tokens-per-microbatch", "256"),
+)
+
+
+def test_a_rank_without_requests_teaches_the_draft_model(launcher: Launcher, draft_model: str) -> None:
+    model = ("--rollout.speculation.draft-model", draft_model)
+    runs = {
+        idle: launcher.run(f"idle-{idle}", *ONE_GROUP, *LEARNING, *model, "--distillation.idle", idle)
+        for idle in ("True", "False")
+    }
+    for run in runs.values():
+        assert run.code == 0, run.output
+    assert deterministic(runs["True"].folder) == deterministic(runs["False"].folder)
+    updates = {
+        idle: [int(float(str(line["drafter/idle_updates"]))) for line in read_metrics(run.folder)[1:]]
+        for idle, run in runs.items()
+    }
+    assert updates["False"] == [0, 0, 0]
+    first, *later = updates["True"]
+    assert first == 0, "there was nothing to learn from yet"
+    assert min(later) > 0
+    versions = [line["drafter/oldest_version"] for line in read_metrics(runs["True"].folder)[1:]]
+    assert versions == [line["drafter/version"] for line in read_metrics(runs["True"].folder)[1:]]

@@ -1,0 +1,142 @@
+"""A rank learns while others roll out: what all take over is what one rank would have learned, optimizer included."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from specactor.errors import ConfigError
+from specactor.parallel.collective import Collective
+from specactor.trainer.distillation.drafter import DrafterTrainer
+from tests.trainer.distillation import cases
+from tests.trainer.distillation.idle_rank import ALONE, TOGETHER, made
+from tests.trainer.distillation.run_cases import World
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+def run_ranks(folder: Path, *, forget: bool = False) -> list[dict[str, Any]]:
+    folder.mkdir()
+    command = [sys.executable, "-m", "tests.trainer.distillation.idle_rank"]
+    more = ["forget"] if forget else []
+    ranks = [
+        subprocess.Popen(
+            [*command, str(rank), str(folder / "store"), str(folder), *more],
+            cwd=ROOT,
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
+        )
+        for rank in range(2)
+    ]
+    try:
+        assert [process.wait(timeout=120) for process in ranks] == [0, 0]
+    finally:
+        for process in ranks:
+            process.kill()
+            process.wait(timeout=10)
+    return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(2)]
+
+
+@pytest.fixture(scope="module")
+def alone() -> tuple[dict[str, torch.Tensor], tuple[float, ...]]:
+    """(weights after the updates alone, losses of those together), by one rank that does both."""
+    trainer = made(None)
+    trainer.refresh(limit_s=1e9, clock=lambda: 0.0, max_updates=ALONE)
+    weights = {name: tensor.clone() for name, tensor in trainer.named_weights()}
+    return weights, trainer.refresh(limit_s=1e9, clock=lambda: 0.0, max_updates=TOGETHER).losses
+
+
+def test_all_ranks_take_over_what_one_has_learned(
+    tmp_path: Path, alone: tuple[dict[str, torch.Tensor], tuple[float, ...]]
+) -> None:
+    weights, losses = alone
+    ranks = run_ranks(tmp_path / "ranks")
+    assert [of["alone"] for of in ranks] == [[], [ALONE]]
+    for rank, of in enumerate(ranks):
+        adopted = load_file(tmp_path / "ranks" / f"adopted{rank}.safetensors")
+        assert adopted.keys() == weights.keys()
+        assert all(torch.equal(adopted[name], weights[name]) for name in weights)
+        assert of["losses"] == pytest.approx(losses, abs=1e-5)
+        assert (of["version"], of["updates"]) == (2, ALONE + TOGETHER)
+
+
+def test_an_optimizer_that_is_left_behind_is_caught(
+    tmp_path: Path, alone: tuple[dict[str, torch.Tensor], tuple[float, ...]]
+) -> None:
+    ranks = run_ranks(tmp_path / "forgot", forget=True)
+    assert ranks[0]["losses"][0] == pytest.approx(alone[1][0], abs=1e-5), "before the first step of the optimizer"
+    assert ranks[0]["losses"][1] != pytest.approx(alone[1][1], abs=1e-5)
+
+
+def test_it_stops_between_two_micro_batches_and_leaves_no_part_of_an_update() -> None:
+    trainer = made(None)
+    asked: list[int] = []
+
+    def over() -> bool:
+        asked.append(trainer.updates)
+        return len(asked) == 3
+
+    stats = trainer.learn_alone(over, max_updates=100)
+    assert (stats.micro_steps, stats.updates, trainer.version) == (2, asked[-1], int(asked[-1] > 0))
+    assert all(parameter.grad is None for parameter in trainer.model.parameters())
+    reference = made(None)
+    if asked[-1]:
+        reference.refresh(limit_s=1e9, clock=lambda: 0.0, max_updates=asked[-1])
+    assert all(torch.equal(a, b) for a, b in zip(trainer.model.parameters(), reference.model.parameters(), strict=True))
+    assert trainer.tokens_per_update == cases.CONFIG.tokens_per_update, "that it was stopped says nothing of its time"
+
+
+def test_without_lessons_there_is_nothing_to_do() -> None:
+    trainer = DrafterTrainer(cases.config(), cases.model(), seed=0)
+    assert trainer.learn_alone(lambda: False, max_updates=5).updates == 0
+
+
+def test_what_was_learned_while_others_rolled_out_is_a_version(collective: Collective, draft_dir: Path) -> None:
+    world = World(collective, draft_dir, idle=True, tokens_per_update=16)
+    world.it.learn_alone(lambda: False)
+    assert world.step(1)["drafter/idle_updates"] == 0, "there was nothing to learn from"
+    assert world.it.meanwhile(has_engines=False)(lambda: False) is None  # type: ignore[misc]
+    learn = world.it.meanwhile(has_engines=True)
+    assert learn is not None
+    learn(lambda: False)
+    metrics = world.step(2)
+    passes = metrics["drafter/idle_updates"] * 16 / metrics["drafter/buffer_tokens"]
+    assert 0 < passes <= 1, "no more than the buffer holds"
+    assert metrics["drafter/version"] == metrics["drafter/oldest_version"] == 3
+    assert world.held() == world.weights()
+    learn(lambda: True)
+    assert world.step(3)["drafter/idle_updates"] == 0
+
+
+def test_without_idle_no_rank_does_anything_meanwhile(collective: Collective, draft_dir: Path) -> None:
+    world = World(collective, draft_dir)
+    assert world.it.meanwhile(has_engines=True) is None
+
+
+def test_what_diverged_while_others_rolled_out_is_said_and_forgotten(collective: Collective, draft_dir: Path) -> None:
+    world = World(collective, draft_dir, idle=True, learning_rate=1e30, warmup_updates=0, max_updates=1)
+    world.it.drafter.buffer.add(cases.lessons())
+    before = world.weights()
+    world.it.learn_alone(lambda: False)
+    assert world.weights() == before
+    assert world.step(1)["drafter/idle_updates"] == 0
+    assert "distillation.idle: rank 0 had to stop learning in this rollout" in world.notes[0]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"idle": True}, "idle: got True, expected False with refresh off"),
+        ({"idle": True, "refresh": "auto", "zero_stage": 1}, "idle: got True, expected False with ZeRO"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused(wrong: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        cases.config(**wrong)
