@@ -223,14 +223,16 @@ class SpecActor:
         finished: list[Trajectory] = []
         stopped: list[RolloutRequest] = []
         missing = Counter(request.group_id for request in pending)
-        meanwhile = None if self.distillation is None else self.distillation.meanwhile(has_engines=bool(own))
+        learner = self.distillation if self.config.distillation.idle else None
         while True:
             left = None if enough is None else enough - sum(count == 0 for count in missing.values())
             outcome = self.collective.together(
                 "rollout",
                 partial(self.pool.generate, pending, on_finished=self.progress.response, enough_groups=left),
-                meanwhile=meanwhile,
+                meanwhile=learner and learner.meanwhile(has_engines=bool(own)),
             )
+            if learner is not None:
+                learner.settle()
             finished += outcome.finished
             stopped += outcome.stopped
             missing.subtract(trajectory.group_id for trajectory in outcome.finished)

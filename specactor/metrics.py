@@ -135,6 +135,7 @@ DRAFTER_TIMES: dict[str, str] = {
     "time/refresh_s": "seconds of refreshing the draft model: deciding, learning and pushing",
     "time/refresh_limit_s": "seconds that learning was granted",
     "time/refresh_saves_s": "seconds of rollouts that a refresh was predicted to save",
+    "time/idle_settle_s": "seconds of taking over what an idle rank has learned, within the rollout's",
 }
 
 WANDB_INIT_S = 30

@@ -6,8 +6,8 @@ Invariants:
 3. What goes wrong here costs speed: a refresh that fails leaves the weights there are, whoever refuses a push goes on
    with its own and is asked again after the next step. Memory is excepted: torch.OutOfMemoryError in a refresh ends
    the run, since a rank that raises it is missing in the reduction of gradients, where the others wait for it.
-4. With `idle`, ranks learn alone, each in a copy of its own, while others roll out; before anything else looks at the
-   draft model, all take the copy that learned most.
+4. With `idle`, ranks learn alone, each in a copy of its own, while others roll out; when all are done they take the
+   copy that learned most, so outside a rollout all copies are the same.
 5. After `save` and `load` it goes on as if it had not stopped; engines and drafter processes that were started anew
    get the version there is.
 """
@@ -149,21 +149,21 @@ class Distillation:
         self._push_s = 0.0
         """Of the last push, halved by every refresh since after which nobody wanted one."""
         self._alone, self._problem = 0, ""
-        """Updates that this rank has made alone since the last refresh, and why it stopped, if it had to."""
+        """Updates that this rank has made alone in this rollout, and why it stopped, if it had to."""
+        self._idle_updates, self._settle_s = 0, 0.0
+        """Since the last refresh: updates made while others rolled out, and seconds of taking them over."""
         start.quiet()
         model = collective.together("draft model", lambda: _fitting(self._folder, vocab_size, device))
         group = dist.group.WORLD if collective.world > 1 else None
         self.drafter = DrafterTrainer(self.config, model, seed=config.seed, group=group)
         self._sender = DraftSender(getattr(torch, config.model.dtype))
 
-    def meanwhile(self, *, has_engines: bool) -> Callable[[Callable[[], bool]], None] | None:
-        """What this rank does while others roll out (`Collective.together`); None: no rank does anything.
+    def meanwhile(self, *, has_engines: bool) -> Callable[[Callable[[], bool]], None]:
+        """What this rank does while others roll out (`Collective.together`), before all `settle`.
 
         Args: whether it drives engines. One that does not has lent its device to another's, and does not know when that
         has run dry.
         """
-        if not self.config.idle:
-            return None
         return self.learn_alone if has_engines else lambda over: None
 
     def learn_alone(self, over: Callable[[], bool]) -> None:
@@ -179,30 +179,45 @@ class Distillation:
         except (SpecActorError, torch.OutOfMemoryError) as error:
             self._problem = str(error)
 
+    def settle(self) -> None:
+        """All ranks take the copy that learned most while others rolled out. Collective."""
+        began_s = self._clock()
+        own = _Alone(updates=self._alone, learned=self.drafter.learned(), problem=self._problem)
+        ranks = self._collective.gather(own, _Alone)
+        for rank, of in enumerate(ranks):
+            if of.problem:
+                self._note(f"distillation.idle: rank {rank} had to stop learning in this rollout: {of.problem}")
+        most = max(range(len(ranks)), key=lambda rank: ranks[rank].updates)
+        if ranks[most].updates:
+            self.drafter.adopt(most, ranks[most].learned)
+        self._alone, self._problem = 0, ""
+        self._idle_updates += ranks[most].updates
+        self._settle_s += self._clock() - began_s
+
     def refresh(self, step: Step) -> dict[str, float]:
         """After an RL step: remember it, learn if that is worth its time, push. Returns metrics. Collective."""
-        began_s = self._clock()
-        alone = self._settle()
         self.history.rollout(accept_length(step.counts))
         self.drafter.buffer.add(self._lessons(step))
-        plan = self._plan(step, spent_s=self._clock() - began_s if alone else 0.0)
+        plan = self._plan(step)
         self.reason = plan.reason
         stats, failed = self._learn(plan.limit_s) if plan.refresh else (None, False)
         refreshed = stats is not None and stats.updates > 0
-        if refreshed or alone:
+        if refreshed or self._idle_updates:
             self.history.refreshed()
         pushed = self.push()
         if not pushed["drafter/pushed_bytes"]:
             self._push_s /= 2  # or one slow push would leave no time for a refresh, and so for a push, ever again
-        metrics = {
+        metrics: dict[str, float] = {
             "drafter/version": self.drafter.version,
             "drafter/refreshed": int(refreshed),
             "drafter/failed": int(failed),
-            "drafter/idle_updates": alone,
+            "drafter/idle_updates": self._idle_updates,
             "drafter/buffer_tokens": self.drafter.buffer.num_tokens,
             "time/refresh_limit_s": plan.limit_s,
             "time/refresh_saves_s": plan.saved_s,
+            "time/idle_settle_s": self._settle_s,
         }
+        self._idle_updates, self._settle_s = 0, 0.0
         return metrics | pushed | self._of_history() | (_of_stats(stats) if stats is not None else {})
 
     def push(self) -> dict[str, float]:
@@ -288,24 +303,8 @@ class Distillation:
             if sequence.response_len
         ]
 
-    def _settle(self) -> int:
-        """All ranks take the copy that learned most while others rolled out. Returns its updates. Collective."""
-        if not self.config.idle:
-            return 0
-        own = _Alone(updates=self._alone, learned=self.drafter.learned(), problem=self._problem)
-        ranks = self._collective.gather(own, _Alone)
-        self._alone, self._problem = 0, ""
-        for rank, of in enumerate(ranks):
-            if of.problem:
-                self._note(f"distillation.idle: rank {rank} had to stop learning in this rollout: {of.problem}")
-        most = max(range(len(ranks)), key=lambda rank: ranks[rank].updates)
-        if ranks[most].updates:
-            self.drafter.adopt(most, ranks[most].learned)
-        return ranks[most].updates
-
-    def _plan(self, step: Step, *, spent_s: float) -> _Plan:
-        """Args: seconds of this refresh so far."""
-        spent_s += self._push_s
+    def _plan(self, step: Step) -> _Plan:
+        spent_s = self._push_s + self._settle_s
         limit_s = max(0.0, time_limit_s(step.seconds, self.config.max_time_share) - spent_s)
         now = self.history.outlook(rollout_s=step.rollout_s, refresh_s=limit_s, steps_left=step.steps_left)
         decision: Decision = decide(self.config.refresh, now, explore_every=self.config.explore_every)
