@@ -41,7 +41,6 @@ PURE = [
     "trainer.distillation.buffer",
     "trainer.distillation.emphasis",
     "trainer.distillation.history",
-    "trainer.distillation.settings",
     "trainer.packing",
     "trainer.schedule",
     "weights_sync.buckets",

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from specactor.config.algorithm import AlgorithmConfig
 from specactor.config.data import DataConfig
+from specactor.config.distillation import DistillationConfig
 from specactor.config.engine import WeightsSyncConfig
 from specactor.config.model import ModelConfig
 from specactor.config.parallel import ParallelConfig
@@ -13,7 +14,6 @@ from specactor.config.results import CheckpointConfig, EvalConfig, TrackingConfi
 from specactor.config.rollout import RolloutConfig
 from specactor.config.rules import require
 from specactor.config.train import TrainConfig, WarmupConfig
-from specactor.trainer.distillation.settings import DistillationConfig
 
 
 @dataclass(frozen=True, kw_only=True)
