@@ -22,13 +22,12 @@ import numpy as np
 import torch
 
 from benchmarks.trained_models import DraftShape
-from specactor.config import SourceConfig
+from specactor.config import DistillationConfig, SourceConfig
 from specactor.data.dataset import build_dataset
 from specactor.data.tokenizer import load_tokenizer
 from specactor.trainer.distillation import acceptance, start
 from specactor.trainer.distillation.buffer import Lesson
 from specactor.trainer.distillation.drafter import DrafterTrainer
-from specactor.trainer.distillation.settings import DistillationConfig
 
 SAMPLED_TOGETHER = 512
 HELD_OUT = 8

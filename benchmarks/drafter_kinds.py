@@ -25,7 +25,7 @@ import msgspec
 from benchmarks.drafter_kinds_learning import Beginning, Job, Learned, reach_s
 from benchmarks.results import RESULTS, Result, publish
 from benchmarks.trained_models import ROOT, task_recipe, task_target
-from specactor.config import Config, EngineConfig, SpeculationConfig
+from specactor.config import Config, DistillationConfig, EngineConfig, SpeculationConfig
 from specactor.cpu import sglang as cpu
 from specactor.data.dataset import build_dataset
 from specactor.data.stream import request_seed
@@ -34,7 +34,6 @@ from specactor.rollout.draft.counts import Counts
 from specactor.rollout.sglang.engine import Engine, EngineSpec
 from specactor.rollout.sglang.running import running
 from specactor.rollout.sglang.speculation_calls import CONFIGURE, REPORT
-from specactor.trainer.distillation.settings import DistillationConfig
 from specactor.types import Problem, RolloutRequest, SamplingParams
 
 NAME = "drafter_kinds"

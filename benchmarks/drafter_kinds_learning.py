@@ -18,13 +18,12 @@ import msgspec
 import torch
 
 from benchmarks.distillation import sampled
-from specactor.config import SourceConfig
+from specactor.config import DistillationConfig, SourceConfig
 from specactor.data.dataset import build_dataset
 from specactor.data.tokenizer import load_tokenizer
 from specactor.trainer.distillation import acceptance, start
 from specactor.trainer.distillation.buffer import Lesson
 from specactor.trainer.distillation.drafter import DrafterTrainer
-from specactor.trainer.distillation.settings import DistillationConfig
 
 HELD_OUT = 8
 """One of so many responses is kept for measuring."""

@@ -12,12 +12,11 @@ from benchmarks import drafter_kinds as module
 from benchmarks.drafter_kinds import COLUMNS, GROUP_SIZE, PLAIN, QUICK, RUNNING, Rollout, Row, Work, verdict
 from benchmarks.drafter_kinds_learning import Beginning, Job, Learned, learn, reach_s
 from benchmarks.trained_models import task_recipe
-from specactor.config import SourceConfig, TinyModelConfig
+from specactor.config import DistillationConfig, SourceConfig, TinyModelConfig
 from specactor.data.tiny_model import make_tiny_model
 from specactor.rollout.draft.counts import Counts
 from specactor.trainer.distillation import acceptance, start
 from specactor.trainer.distillation.buffer import Lesson
-from specactor.trainer.distillation.settings import DistillationConfig
 from specactor.types import Problem
 
 LEARNED = Learned(name="1 layer", parameters=469_440, points=[(0.0, 1.5), (2.0, 3.9), (4.0, 4.0)], updates=60, tokens=9)

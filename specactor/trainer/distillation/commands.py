@@ -23,12 +23,12 @@ from rich.console import Console
 # A private name of tyro, whose version is pinned: its public interface can only print a box.
 from tyro import _errors as tyro_errors
 
+from specactor.config import DistillationConfig
 from specactor.errors import ConfigError
 from specactor.trainer.distillation import acceptance, start
 from specactor.trainer.distillation.buffer import Lesson
 from specactor.trainer.distillation.drafter import DrafterTrainer, RefreshStats
 from specactor.trainer.distillation.rollout_files import lesson_of, read_rollouts
-from specactor.trainer.distillation.settings import DistillationConfig
 
 PROG = "specactor drafter"
 HELD_OUT = 8

@@ -30,11 +30,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from specactor.config import DistillationConfig
 from specactor.errors import CheckpointError, SpecActorError
 from specactor.trainer.distillation import batches, losses
 from specactor.trainer.distillation.buffer import DraftBuffer
 from specactor.trainer.distillation.emphasis import NUM_BINS, lost, token_weights
-from specactor.trainer.distillation.settings import DistillationConfig
 from specactor.trainer.distillation.updates import diverged, make_updater
 from specactor.trainer.distillation.watch import Clock, Watch
 

@@ -20,8 +20,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from specactor.config import DistillationConfig
 from specactor.errors import CheckpointError, ConfigError, SpecActorError
-from specactor.trainer.distillation.settings import DistillationConfig
 
 
 def diverged(what: str, value: float) -> SpecActorError:

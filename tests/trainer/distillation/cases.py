@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from specactor.config import DistillationConfig
 from specactor.trainer.distillation import start
 from specactor.trainer.distillation.buffer import Law, Lesson
-from specactor.trainer.distillation.settings import DistillationConfig
 
 VOCAB = 48
 CONFIG = DistillationConfig(

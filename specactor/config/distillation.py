@@ -1,11 +1,11 @@
-"""How the draft model is kept fresh: the section `distillation` of a recipe. PURE."""
+"""The section `distillation` of a recipe: how the draft model is kept fresh. PURE."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Literal
 
-from specactor.errors import ConfigError
+from specactor.config.rules import require
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,5 +95,4 @@ class DistillationConfig:
         self._check("offload", not self.offload or self.zero_stage > 0, "False without ZeRO", "Set zero_stage to 1-3.")
 
     def _check(self, name: str, right: bool, expected: str, remedy: str = "See --help for its meaning.") -> None:
-        if not right:
-            raise ConfigError.at(f"distillation.{name}", getattr(self, name), expected, remedy)
+        require(right, f"distillation.{name}", getattr(self, name), expected, remedy)

@@ -1,0 +1,62 @@
+"""What a run measures and leaves behind: the sections `checkpoint`, `eval` and `tracking` of a recipe. PURE."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from specactor.config.rules import require
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointConfig:
+    """Megatron distributed checkpoints of the whole training state."""
+
+    every: int = 10
+    """Save after every this many RL steps, and after the last; 0: only after the last."""
+    keep: int = 2
+    """Newest checkpoints that are kept."""
+    export: bool = True
+    """Write the final policy in Hugging Face format."""
+
+    def __post_init__(self) -> None:
+        require(self.every >= 0, "checkpoint.every", self.every, ">= 0", "Use 0 to save only at the end.")
+        require(self.keep >= 1, "checkpoint.keep", self.keep, ">= 1", "At least the newest must be kept.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalConfig:
+    """Greedy accuracy on held-out problems, before and after RL."""
+
+    problems: int = 256
+    """Held-out problems per evaluation; 0: no evaluation."""
+    every: int = 0
+    """Also evaluate after every this many RL steps; 0: only before and after."""
+
+    def __post_init__(self) -> None:
+        require(self.problems >= 0, "eval.problems", self.problems, ">= 0", "Use 0 for no evaluation.")
+        require(self.every >= 0, "eval.every", self.every, ">= 0", "Use 0 for before and after only.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrackingConfig:
+    """Where metrics go besides ``metrics.jsonl``."""
+
+    wandb: Literal["auto", "online", "offline", "off"] = "auto"
+    """auto: online where a key is configured, else offline."""
+    project: str = "specactor"
+    """wandb project."""
+    progress: bool = True
+    """Live display on a terminal; one line per step is printed anyway."""
+    trace: tuple[int, ...] = ()
+    """RL steps, from 1, of whose rollouts the run's folder gets a trace for ui.perfetto.dev: what engines with
+    speculation, and drafter processes, did when."""
+
+    def __post_init__(self) -> None:
+        require(
+            all(step >= 1 for step in self.trace),
+            "tracking.trace",
+            self.trace,
+            "steps >= 1",
+            "The first RL step is 1. Use () for no trace.",
+        )

@@ -1,0 +1,157 @@
+"""The section `rollout` of a recipe, with `rollout.tail`: how many responses, how they are sampled, and where. PURE."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from specactor.config.engine import EngineConfig
+from specactor.config.rules import require
+from specactor.config.speculation import SpeculationConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class TailConfig:
+    """The last requests of a rollout, when some engines have nothing left. It changes the speed, and rounding.
+
+    With `migrate` and `replicas`: a request that goes on on another engine has the keys of what was begun computed
+    again there, so its later log-probabilities may differ by rounding (1e-5 in float32), and a token where two
+    candidates are tied that nearly: rare in float32, not in bfloat16. Where requests go on depends on time: a run is
+    repeatable in its tokens (float32, such ties aside), in its log-probabilities up to rounding alone."""
+
+    migrate: bool = False
+    """Requests go on on engines that have run dry, where that is predicted to end the rollout earlier; among the
+    engines of one host, which its first rank then drives."""
+    replicas: int = 1
+    """Fastest-of-N: a request runs on up to this many engines of one host, once some of them have run dry; whichever
+    ends first is kept. 1: off."""
+    drafters: bool = False
+    """A drafter process sleeps on each engine's device, or without GPUs its core, where no other engine has that. Where
+    an engine has run dry, and neither of the above is done, it drafts for the others that the same rank drives (those
+    of its host) until the rollout ends, if that is predicted to pay. For mode decoupled, or decoupled among the
+    drafters, with parallel.drafters 0. On GPUs it must fit beside the engine: set
+    rollout.speculation.drafter_kv_tokens."""
+
+    def __post_init__(self) -> None:
+        require(self.replicas >= 1, "rollout.tail.replicas", self.replicas, ">= 1", "Use 1 for no replicas.")
+
+    @property
+    def moves(self) -> bool:
+        """Whether any request may run on another engine than its first."""
+        return self.migrate or self.replicas > 1
+
+    @property
+    def is_on(self) -> bool:
+        """Whether anything is done with engines that have run dry."""
+        return self.moves or self.drafters
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolloutConfig:
+    """Responses of one RL step."""
+
+    prompts_per_step: int = 16
+    """Prompts drawn per RL step."""
+    group_size: int = 8
+    """Responses per prompt; advantages are relative to the group."""
+    temperature: float = 1.0
+    """Logits are divided by it; 1 samples from the policy itself."""
+    top_p: float = 1.0
+    """Sample from the most likely tokens that hold this much probability; 1: from all."""
+    top_k: int = -1
+    """Sample from this many most likely tokens; -1: from all."""
+    min_p: float = 0.0
+    """Sample from tokens at least this many times as likely as the likeliest; 0: from all."""
+    frequency_penalty: float = 0.0
+    """Taken off a token's logit for every time that the response has it. Penalties switch drafting off."""
+    presence_penalty: float = 0.0
+    """Taken off a token's logit once the response has it."""
+    repetition_penalty: float = 1.0
+    """Divides a token's positive logit, multiplies a negative one, once the response has it."""
+    stop: tuple[str, ...] = ()
+    """Texts that end a response; the token that completes one is its last."""
+    stop_token_ids: tuple[int, ...] = ()
+    """Tokens that end a response, besides the model's own."""
+    max_new_tokens: int = 128
+    """Longest response in tokens."""
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
+    tail: TailConfig = field(default_factory=TailConfig)
+    oversample: float = 1.0
+    """Work at this many times prompts_per_step groups, and stop when prompts_per_step of them are complete; 1: off.
+    Dropping the others favours prompts with short responses, unless `partial` keeps them. Which groups are complete
+    first depends on speed, so a step is not the same again after a resume."""
+    partial: bool = False
+    """With oversample: the responses of groups that are not complete go on in the next step, at the next policy
+    version. Needs algorithm.tis_cap: each token keeps the log-probability under which it was sampled."""
+
+    def __post_init__(self) -> None:
+        require(
+            self.prompts_per_step >= 1,
+            "rollout.prompts_per_step",
+            self.prompts_per_step,
+            ">= 1",
+            "Ask for at least one prompt.",
+        )
+        require(self.group_size >= 1, "rollout.group_size", self.group_size, ">= 1", "Ask for at least one response.")
+        require(
+            self.temperature > 0,
+            "rollout.temperature",
+            self.temperature,
+            "> 0",
+            "Reinforcement learning needs samples; 1.0 is the policy itself.",
+        )
+        require(
+            0 < self.top_p <= 1, "rollout.top_p", self.top_p, "in (0, 1]", "Use 1.0 to keep the whole distribution."
+        )
+        require(
+            self.top_k == -1 or self.top_k >= 1,
+            "rollout.top_k",
+            self.top_k,
+            "-1 or >= 1",
+            "Use -1 to keep the whole distribution.",
+        )
+        require(0 <= self.min_p <= 1, "rollout.min_p", self.min_p, "in [0, 1]", "Use 0 to keep all tokens.")
+        for name in ("frequency_penalty", "presence_penalty"):
+            value = getattr(self, name)
+            require(-2 <= value <= 2, f"rollout.{name}", value, "in [-2, 2]", "Use 0 for no penalty.")
+        require(
+            0 < self.repetition_penalty <= 2,
+            "rollout.repetition_penalty",
+            self.repetition_penalty,
+            "in (0, 2]",
+            "Use 1 for no penalty.",
+        )
+        require(
+            1 <= self.oversample <= 10,
+            "rollout.oversample",
+            self.oversample,
+            "in [1, 10]",
+            "Use 1 for all groups that are asked for, or for example 1.25.",
+        )
+        require(
+            not self.partial or self.oversample > 1,
+            "rollout.partial",
+            self.partial,
+            "False with rollout.oversample = 1",
+            "Set rollout.oversample to more than 1: else a step waits for all of its responses, and nothing is left.",
+        )
+        require(all(self.stop), "rollout.stop", self.stop, "texts that are not empty", "Leave the empty one out.")
+        require(
+            min(self.stop_token_ids, default=0) >= 0,
+            "rollout.stop_token_ids",
+            self.stop_token_ids,
+            ">= 0 each",
+            "Use ids of the model's tokenizer.",
+        )
+        require(
+            self.max_new_tokens >= 1,
+            "rollout.max_new_tokens",
+            self.max_new_tokens,
+            ">= 1",
+            "Ask for at least one token.",
+        )
+
+    @property
+    def has_penalties(self) -> bool:
+        """Whether a token's distribution depends on how often tokens were emitted."""
+        return (self.frequency_penalty, self.presence_penalty, self.repetition_penalty) != (0.0, 0.0, 1.0)

@@ -1,0 +1,209 @@
+"""A whole run: the tree of all sections, and the rules across them. PURE."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from specactor.config.algorithm import AlgorithmConfig
+from specactor.config.data import DataConfig
+from specactor.config.distillation import DistillationConfig
+from specactor.config.engine import WeightsSyncConfig
+from specactor.config.model import ModelConfig
+from specactor.config.parallel import ParallelConfig
+from specactor.config.results import CheckpointConfig, EvalConfig, TrackingConfig
+from specactor.config.rollout import RolloutConfig
+from specactor.config.rules import require
+from specactor.config.train import TrainConfig, WarmupConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """A whole run."""
+
+    name: str
+    """Of the run; its folder is ``output_dir/name``."""
+    model: ModelConfig
+    data: DataConfig
+    seed: int = 0
+    """Of everything random in the run."""
+    output_dir: str = "runs"
+    """Folder above the folders of all runs."""
+    resume: str = "off"
+    """off: refuse a folder that already holds a run; auto: continue from its newest checkpoint, if any; otherwise the
+    path of a checkpoint to start from."""
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    warmup: WarmupConfig = field(default_factory=WarmupConfig)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    weights_sync: WeightsSyncConfig = field(default_factory=WeightsSyncConfig)
+    distillation: DistillationConfig = field(default_factory=DistillationConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    eval: EvalConfig = field(default_factory=EvalConfig)
+    tracking: TrackingConfig = field(default_factory=TrackingConfig)
+
+    def __post_init__(self) -> None:
+        self._check_name_and_seed()
+        self._check_groups()
+        self._check_rollout()
+        self._check_drafting()
+        self._check_sizes()
+        self._check_held_out()
+
+    def _check_name_and_seed(self) -> None:
+        """What names the run, and what it draws from."""
+        require(
+            self.name not in ("", ".", "..") and "/" not in self.name,
+            "name",
+            self.name,
+            "a folder name without '/', and not '.' or '..'",
+            "Put the folder above it in --output-dir.",
+        )
+        require(0 <= self.seed < 2**31, "seed", self.seed, "0..2**31-1", "Choose a non-negative seed.")
+
+    def _check_groups(self) -> None:
+        """Groups of responses can be split into updates, micro-batches and what is left out."""
+        require(
+            self.rollout.group_size >= 2,
+            "rollout.group_size",
+            self.rollout.group_size,
+            f">= 2 with algorithm.advantage = {self.algorithm.advantage}",
+            "Advantages compare the responses of a group.",
+        )
+        require(
+            self.rollout.prompts_per_step % self.train.updates_per_step == 0,
+            "train.updates_per_step",
+            self.train.updates_per_step,
+            f"a divisor of rollout.prompts_per_step = {self.rollout.prompts_per_step}",
+            "Groups are never split between updates.",
+        )
+        require(
+            self.algorithm.overlong_buffer < self.rollout.max_new_tokens,
+            "algorithm.overlong_buffer",
+            self.algorithm.overlong_buffer,
+            f"< rollout.max_new_tokens = {self.rollout.max_new_tokens}",
+            "Shorten the buffer.",
+        )
+        require(
+            self.train.tokens_per_microbatch > self.rollout.max_new_tokens,
+            "train.tokens_per_microbatch",
+            self.train.tokens_per_microbatch,
+            f"> rollout.max_new_tokens = {self.rollout.max_new_tokens}",
+            "One micro-batch must hold the longest prompt and response.",
+        )
+        require(
+            not (self.algorithm.dynamic_sampling and self.rollout.oversample > 1),
+            "rollout.oversample",
+            self.rollout.oversample,
+            "1 with algorithm.dynamic_sampling",
+            "Both decide which groups are learned from: use one of the two.",
+        )
+
+    def _check_rollout(self) -> None:
+        """What the engines do can be learned from, and there are enough of them."""
+        require(
+            not self.rollout.tail.is_on or self.parallel.engines >= 2,
+            "parallel.engines",
+            self.parallel.engines,
+            ">= 2 with rollout.tail",
+            "Requests need another engine to go on on, or to be drafted for: raise it, or leave rollout.tail.* out.",
+        )
+        require(
+            not self.rollout.partial or self.algorithm.tis_cap is not None,
+            "algorithm.tis_cap",
+            self.algorithm.tis_cap,
+            "a cap with rollout.partial",
+            "Tokens of older policies need importance sampling: set it, for example to 2.0.",
+        )
+        penalties = {
+            f"rollout.{name}": getattr(self.rollout, name)
+            for name, off in (("frequency_penalty", 0), ("presence_penalty", 0), ("repetition_penalty", 1))
+            if getattr(self.rollout, name) != off
+        }
+        require(
+            not penalties or self.train.max_logprob_gap == float("inf"),
+            "train.max_logprob_gap",
+            self.train.max_logprob_gap,
+            f"inf with {', '.join(penalties)}",
+            "The engine's log-probabilities hold the penalties, the trainer's do not: leave the penalties out.",
+        )
+
+    def _check_drafting(self) -> None:
+        """Who drafts has somebody who verifies, and who learns has somebody who drafts."""
+        decoupled, freed = self.rollout.speculation.is_decoupled, self.rollout.tail.drafters
+        require(
+            decoupled or not freed,
+            "rollout.tail.drafters",
+            freed,
+            f"False with rollout.speculation.mode {self.rollout.speculation.mode} and drafters "
+            f"{self.rollout.speculation.drafters}",
+            "Nobody would verify what they draft: use mode decoupled, or decoupled among the drafters.",
+        )
+        require(
+            not freed or self.parallel.drafters == 0,
+            "parallel.drafters",
+            self.parallel.drafters,
+            "0 with rollout.tail.drafters",
+            "Drafters have devices of their own, or those of engines that have run dry: use one of the two.",
+        )
+        require(
+            freed or decoupled == (self.parallel.drafters > 0),
+            "parallel.drafters",
+            self.parallel.drafters,
+            ">= 1, since decoupled is among the drafters" if decoupled else "0, since nothing is drafted in them",
+            "Set it together with mode decoupled, or decoupled among the drafters, of rollout.speculation.",
+        )
+        refresh, drafting = self.distillation.refresh, self.rollout.speculation
+        require(
+            refresh == "off" or (drafting.mode != "off" and bool({"model", "decoupled"} & {*drafting.draft_methods})),
+            "distillation.refresh",
+            refresh,
+            f"off with rollout.speculation.mode {drafting.mode} and drafters {drafting.draft_methods}",
+            "Only a draft model learns: name model or decoupled among rollout.speculation.drafters.",
+        )
+
+    def _check_sizes(self) -> None:
+        """What is asked for fits into what there is."""
+        cache = self.rollout.engine.max_total_tokens
+        require(
+            cache is None or cache > self.rollout.max_new_tokens,
+            "rollout.engine.max_total_tokens",
+            cache,
+            f"> rollout.max_new_tokens = {self.rollout.max_new_tokens}",
+            "The KV cache must hold at least one whole response: enlarge it, or use None.",
+        )
+        require(
+            not self.data.eval.task or self.eval.problems <= self.data.eval.size,
+            "eval.problems",
+            self.eval.problems,
+            f"<= data.eval.size = {self.data.eval.size}",
+            "Evaluate on fewer problems, or draw more.",
+        )
+        tiny = self.model.tiny
+        require(
+            tiny is None or self.rollout.max_new_tokens < tiny.max_position,
+            "rollout.max_new_tokens",
+            self.rollout.max_new_tokens,
+            f"< the model's context length {tiny.max_position if tiny else ''}",
+            "Shorten the responses, or raise model.tiny.max_position.",
+        )
+
+    def _check_held_out(self) -> None:
+        """No problem is both learned from and held out."""
+        require(
+            self.data.train.path != self.data.eval.path or not self.data.train.path,
+            "data.eval.path",
+            self.data.eval.path,
+            "a file other than data.train.path",
+            "Held-out problems must not be trained on.",
+        )
+        same_task = self.data.train.task and self.data.train.task == self.data.eval.task
+        apart = max(self.data.train.size, self.data.eval.size)
+        near = abs(self.data.train.seed - self.data.eval.seed) < apart
+        require(
+            not (same_task and near),
+            "data.eval.seed",
+            self.data.eval.seed,
+            f"at least {apart} away from data.train.seed = {self.data.train.seed}",
+            "reasoning-gym draws problem i with seed + i, so near seeds share problems.",
+        )

@@ -1,0 +1,148 @@
+"""The section `rollout.speculation` of a recipe: who drafts, where, and how far. PURE.
+
+Draft methods of SGLang are refused by name; any other name stands for a drafter of `specactor.rollout.draft`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from specactor.config.engine import INEXACT
+from specactor.config.rules import require
+
+MAX_WINDOW = 16
+"""Draft tokens per request and round."""
+DRAFTERS = "suffix, ngram, ngram_2, ngram_3, model, decoupled, or package.module:Class"
+"""What `rollout.speculation.drafters` may name."""
+SGLANG_DRAFTERS = ("eagle", "eagle3", "mtp", "nextn", "standalone")
+"""Draft methods of SGLang that are refused by name."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpeculationConfig:
+    """Drafting ahead of the policy. It changes the speed of a rollout and never a token."""
+
+    mode: Literal["off", "coupled", "decoupled", "auto"] = "off"
+    """off: plain decoding; coupled: draft, then verify, on the engine's own devices; decoupled: verify what processes
+    of their own (parallel.drafters) have drafted ahead; auto: drafters, or off, whichever is predicted to be
+    faster, request by request and round by round."""
+    drafters: tuple[str, ...] = ("suffix",)
+    """Draft methods: suffix, ngram, ngram_2, ngram_3, model, decoupled, or the import path of a class,
+    ``package.module:Name``. Mode decoupled puts decoupled before them where it is not named."""
+    window: int | None = None
+    """Draft tokens per request and round; None: chosen per request from its past acceptance and measured costs."""
+    max_window: int = 8
+    """Largest window that is ever chosen, and most draft tokens of a tree."""
+    merge: bool = False
+    """Verify what all drafters but ``model`` draft for a request at once, in a tree; else each request has one of
+    them, the best for it."""
+    fastest_of: int = 1
+    """In mode auto, draft methods that one request may have at once, in a tree, where few requests run and it is
+    predicted to pay (Fastest-of-N); 1: one, the best for that request. ``merge`` has all of them always."""
+    draft_model: str = ""
+    """Folder of a dense model in Hugging Face format with the policy's tokenizer, for the drafters ``model`` and
+    ``decoupled``."""
+    drafter_kv_tokens: int | None = None
+    """Size of a drafter process's KV cache in tokens; None: without GPUs room for all requests that its host's engines
+    run at once, else SGLang decides from rollout.engine.memory_fraction."""
+    sharpen: Literal["fitted", "shared", "greedy"] = "fitted"
+    """How a draft model samples. shared: with the policy's own noise; greedy: its likeliest token; fitted: with
+    that noise, its log-probabilities times a factor that is fitted to what was accepted before."""
+    branches: bool = False
+    """Drafter processes with nothing else to do draft on from the second choices of what they drafted, for the case
+    that those are right."""
+    cost_table: str = ""
+    """File that ``specactor profile`` wrote; empty: costs are measured while the engine runs."""
+    history_tokens: int = 1_000_000
+    """Tokens of earlier responses that a text drafter keeps."""
+
+    @property
+    def draft_methods(self) -> tuple[str, ...]:
+        """All drafters of an engine, the first to be preferred."""
+        named = self.mode != "decoupled" or "decoupled" in self.drafters
+        return self.drafters if named else ("decoupled", *self.drafters)
+
+    @property
+    def is_decoupled(self) -> bool:
+        """Whether processes of their own draft."""
+        return self.mode != "off" and "decoupled" in self.draft_methods
+
+    @property
+    def drafts_in_engine(self) -> bool:
+        """Whether engines hold the draft model."""
+        return bool(self.draft_model) and (not self.is_decoupled or "model" in self.drafters)
+
+    def __post_init__(self) -> None:
+        require(
+            1 <= self.max_window <= MAX_WINDOW,
+            "rollout.speculation.max_window",
+            self.max_window,
+            f"1..{MAX_WINDOW}",
+            "Use rollout.speculation.mode off to disable speculation.",
+        )
+        require(
+            self.window is None or 0 <= self.window <= self.max_window,
+            "rollout.speculation.window",
+            self.window,
+            f"None or 0..{self.max_window} (rollout.speculation.max_window)",
+            "Use None to have it chosen.",
+        )
+        require(
+            bool(self.drafters),
+            "rollout.speculation.drafters",
+            self.drafters,
+            "at least one",
+            "Use rollout.speculation.mode off to disable speculation.",
+        )
+        require(
+            self.fastest_of >= 1 and (self.fastest_of == 1 or self.mode in ("auto", "off")),
+            "rollout.speculation.fastest_of",
+            self.fastest_of,
+            f">= 1, and 1 in rollout.speculation.mode {self.mode}" if self.mode in ("coupled", "decoupled") else ">= 1",
+            "Use mode auto for more than one method at once, or rollout.speculation.merge.",
+        )
+        foreign = [name for name in self.drafters if name.lower() in SGLANG_DRAFTERS]
+        require(
+            not foreign,
+            "rollout.speculation.drafters",
+            foreign,
+            DRAFTERS,
+            f"{INEXACT.removesuffix('Use rollout.speculation.')}A draft model is used with the drafter model.",
+        )
+        require(
+            len(set(self.drafters)) == len(self.drafters),
+            "rollout.speculation.drafters",
+            self.drafters,
+            "every name once",
+            "Remove the second one.",
+        )
+        require(
+            self.mode != "coupled" or "decoupled" not in self.drafters,
+            "rollout.speculation.drafters",
+            self.drafters,
+            "no decoupled in rollout.speculation.mode coupled",
+            "Use mode decoupled, or auto.",
+        )
+        for name in ("model", "decoupled"):
+            require(
+                name not in self.draft_methods or bool(self.draft_model),
+                "rollout.speculation.draft_model",
+                self.draft_model,
+                f"a folder, since {name} is among the drafters",
+                f"Name a model, or take {name} out of rollout.speculation.drafters and mode.",
+            )
+        require(
+            self.drafter_kv_tokens is None or self.drafter_kv_tokens >= 1,
+            "rollout.speculation.drafter_kv_tokens",
+            self.drafter_kv_tokens,
+            ">= 1 or None",
+            "Use None to have it chosen.",
+        )
+        require(
+            self.history_tokens >= 0,
+            "rollout.speculation.history_tokens",
+            self.history_tokens,
+            ">= 0",
+            "Use 0 to keep nothing of earlier steps.",
+        )

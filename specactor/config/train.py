@@ -1,0 +1,114 @@
+"""How the policy is optimised: the sections `warmup`, supervised, and `train`, on rewards. PURE."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from specactor.config.rules import require
+
+
+@dataclass(frozen=True, kw_only=True)
+class WarmupConfig:
+    """Supervised steps on worked solutions before reinforcement learning; cached by content hash."""
+
+    solver: str = ""
+    """Import path ``module:function`` of a function (problem, rng, stage) -> response text; empty: no warm-up."""
+    steps: tuple[int, ...] = ()
+    """Steps per stage; the solver is told the stage, so that styles can be mixed later."""
+    learning_rates: tuple[float, ...] = ()
+    """One per stage, decayed linearly to a tenth within the stage."""
+    batch_size: int = 32
+    """Sequences per step."""
+    cache_dir: str = ".cache/warmup"
+    """Warmed-up models are kept here, in a folder named by the hash of all that went into them."""
+
+    def __post_init__(self) -> None:
+        require(
+            len(self.steps) == len(self.learning_rates),
+            "warmup.learning_rates",
+            self.learning_rates,
+            f"one per stage ({len(self.steps)} in warmup.steps)",
+            "Give both lists the same length.",
+        )
+        require(
+            not self.solver or (":" in self.solver and bool(self.steps)),
+            "warmup.solver",
+            self.solver,
+            "module:function, with at least one stage in warmup.steps",
+            "Write the import path with a colon, or leave it empty to skip the warm-up.",
+        )
+        require(min(self.steps, default=1) >= 1, "warmup.steps", self.steps, ">= 1 each", "Leave a stage out instead.")
+        require(
+            min(self.learning_rates, default=1) > 0,
+            "warmup.learning_rates",
+            self.learning_rates,
+            "> 0 each",
+            "Use for example 1e-3.",
+        )
+        require(self.batch_size >= 1, "warmup.batch_size", self.batch_size, ">= 1", "Use a positive size.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """Optimisation of the policy."""
+
+    steps: int = 50
+    """RL steps of the whole run."""
+    learning_rate: float = 1e-6
+    """Highest learning rate."""
+    min_learning_rate: float = 0.0
+    """Learning rate at the end of a linear or cosine schedule."""
+    warmup_steps: int = 0
+    """RL steps over which the learning rate rises linearly."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """Of the learning rate after its linear rise."""
+    updates_per_step: int = 1
+    """Optimizer updates per RL step; the step's groups are split among them."""
+    weight_decay: float = 0.0
+    """AdamW's decoupled weight decay."""
+    adam_betas: tuple[float, float] = (0.9, 0.95)
+    """Decay of Adam's first and second moments."""
+    adam_eps: float = 1e-8
+    """Added to Adam's denominator."""
+    grad_clip: float = 1.0
+    """Largest global gradient norm."""
+    tokens_per_microbatch: int = 8192
+    """Packed tokens of one forward pass on one rank."""
+    recompute: Literal["none", "selective", "full"] = "none"
+    """Activation recomputation."""
+    distributed_optimizer: bool = True
+    """Shard the optimizer's state over the data-parallel ranks."""
+    max_logprob_gap: float = 1e-4
+    """Largest |engine - trainer| log-probability of a sampled token before the run stops. 1e-4 holds in float32."""
+
+    def __post_init__(self) -> None:
+        require(self.steps >= 0, "train.steps", self.steps, ">= 0", "Use 0 to stop after the warm-up.")
+        require(self.learning_rate > 0, "train.learning_rate", self.learning_rate, "> 0", "Use for example 1e-6.")
+        require(
+            0 <= self.min_learning_rate <= self.learning_rate,
+            "train.min_learning_rate",
+            self.min_learning_rate,
+            f"between 0 and train.learning_rate = {self.learning_rate}",
+            "Lower it.",
+        )
+        require(self.warmup_steps >= 0, "train.warmup_steps", self.warmup_steps, ">= 0", "Use 0 for none.")
+        require(self.updates_per_step >= 1, "train.updates_per_step", self.updates_per_step, ">= 1", "Use 1.")
+        require(self.weight_decay >= 0, "train.weight_decay", self.weight_decay, ">= 0", "Use 0 for none.")
+        require(
+            all(0 <= beta < 1 for beta in self.adam_betas),
+            "train.adam_betas",
+            self.adam_betas,
+            "in [0, 1) each",
+            "Use for example 0.9 0.95.",
+        )
+        require(self.adam_eps > 0, "train.adam_eps", self.adam_eps, "> 0", "Use for example 1e-8.")
+        require(self.grad_clip > 0, "train.grad_clip", self.grad_clip, "> 0", "Use for example 1.0.")
+        require(
+            self.tokens_per_microbatch >= 1,
+            "train.tokens_per_microbatch",
+            self.tokens_per_microbatch,
+            ">= 1",
+            "It must hold the longest sequence.",
+        )
+        require(self.max_logprob_gap > 0, "train.max_logprob_gap", self.max_logprob_gap, "> 0", "Use inf for no bound.")
