@@ -62,7 +62,7 @@ class Collective:
         self.any(False)
 
     def together(
-        self, phase: str, work: Callable[[], T], *, meanwhile: Callable[[Callable[[], bool]], None] | None = None
+        self, phase: str, work: Callable[[], T], *, meanwhile: Callable[[threading.Event], None] | None = None
     ) -> T:
         """Run `work`, which uses no collective, on every rank; return this rank's result when all are done.
 
@@ -70,21 +70,25 @@ class Collective:
         a rank that dies is noticed at once. Where work fails, its own error is raised there, and PeerFailedError,
         which names the rank and the cause, on the others.
 
-        Args: what a rank does, without collectives, from the end of its work until all are done; it asks its argument
-        between short pieces whether to end. All ranks give one, or none does.
+        Args: what a rank does, without collectives, from the end of its work until all are done; it looks between short
+        pieces whether its argument is set, and then ends. All ranks give one, or none does.
         """
         own = _Thread(phase, work)
         waiting: _Thread[None] | None = None
         over = threading.Event()
-        while True:
-            own.wait(HEARTBEAT_S)
-            if meanwhile is not None and waiting is None and own.state == _DONE:
-                waiting = _Thread(f"{phase}: meanwhile", partial(meanwhile, over.is_set))
-            states = self._gather_states(own.state)
-            if _FAILED in states or all(state == _DONE for state in states):
-                break
-        over.set()
+        try:
+            while True:
+                own.wait(HEARTBEAT_S)
+                if meanwhile is not None and waiting is None and own.state == _DONE and self.world > 1:
+                    waiting = _Thread(f"{phase}: meanwhile", partial(meanwhile, over))
+                states = self._gather_states(own.state)
+                if _FAILED in states or all(state == _DONE for state in states):
+                    break
+        finally:
+            over.set()
         if _FAILED in states:
+            if waiting is not None:
+                waiting.wait(HEARTBEAT_S)
             self._fail(phase, own)
         if meanwhile is not None:  # not every rank had to wait
             self.together(f"{phase}: meanwhile", waiting.result if waiting is not None else lambda: None)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import sys
+import threading
 import time
-from collections.abc import Callable
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -35,7 +36,8 @@ def main() -> None:
         seen["error"] = f"PeerFailedError: {error}"
     except EngineError as error:
         seen["error"] = f"EngineError: {error}"
-    seen["meanwhile"] = meanwhile(collective)
+    seen["meanwhile"] = meanwhile(collective, Path(sys.argv[1]))
+    seen["doomed"] = doomed(collective)
     seen["after"] = collective.together("next", lambda: "goes on")
     # One write: ranks share a pipe, and a line written in parts would mix with another rank's.
     sys.stdout.write(json.dumps(seen) + "\n")
@@ -43,28 +45,58 @@ def main() -> None:
     dist.destroy_process_group()
 
 
-def meanwhile(collective: Collective) -> list[object]:
-    """[results of work, pieces done meanwhile, how late it was over, and what came of an error of its own]"""
-    pieces: list[float] = []
+def meanwhile(collective: Collective, told: Path) -> list[object]:
+    """[results of work, pieces done meanwhile, whether they had ended when all went on, and what came of an error]
 
-    def wait(over: Callable[[], bool]) -> None:
-        while not over():
-            pieces.append(time.monotonic())
+    Rank 1 works until it is told to end by what rank 0 does meanwhile.
+    """
+    pieces: list[bool] = []
+
+    def work() -> str:
+        while collective.rank == 1 and not told.exists():
             time.sleep(0.01)
+        return "done"
 
-    def wrong(over: Callable[[], bool]) -> None:
-        wait(over)
-        raise EngineError("nobody is idle for free")
+    def wait(over: threading.Event) -> None:
+        if collective.rank == 1:
+            return
+        while not over.wait(0.01):
+            pieces.append(True)
+            if len(pieces) == 3:
+                told.touch()
 
-    result = collective.together("busy", lambda: time.sleep(1.0 * collective.rank) or "done", meanwhile=wait)
-    late_s = time.monotonic() - pieces[-1] if pieces else 0.0
+    def wrong(over: threading.Event) -> None:
+        if collective.rank == 0:
+            raise EngineError("nobody is idle for free")
+
+    result = collective.together("busy", work, meanwhile=wait)
     num_pieces = len(pieces)
+    time.sleep(0.1)
+    ended = len(pieces) == num_pieces
     try:
-        collective.together("busy", lambda: time.sleep(0.5 * collective.rank), meanwhile=wrong)
+        collective.together("busy", lambda: None, meanwhile=wrong)
         caught = ""
     except (EngineError, PeerFailedError) as error:
         caught = f"{type(error).__name__}: {error}"
-    return [result, num_pieces, late_s, caught]
+    return [result, num_pieces, ended, caught]
+
+
+def doomed(collective: Collective) -> list[object]:
+    """[what came of work that failed, whether the other rank knew that it was over]"""
+    seen: list[bool] = []
+
+    def work() -> None:
+        if collective.rank == 1:
+            fail()
+
+    def wait(over: threading.Event) -> None:
+        seen.append(over.wait(20))
+
+    try:
+        collective.together("doomed", work, meanwhile=wait)
+        return ["", seen]
+    except (EngineError, PeerFailedError) as error:
+        return [type(error).__name__, seen]
 
 
 def fail() -> str:

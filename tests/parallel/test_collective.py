@@ -15,8 +15,9 @@ SCRIPT = Path(__file__).with_name("collective_script.py")
 
 
 @pytest.fixture(scope="module")
-def ranks() -> list[dict[str, object]]:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(SCRIPT)]
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, object]]:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = [*torchrun, str(SCRIPT), str(tmp_path_factory.mktemp("collective") / "told")]
     done = subprocess.run(
         command, capture_output=True, text=True, timeout=120, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"}
     )
@@ -46,15 +47,20 @@ def test_a_failure_on_one_rank_reaches_all_with_its_cause_and_the_group_stays_us
     assert [r["after"] for r in ranks] == ["goes on"] * 2
 
 
-def test_what_a_rank_does_meanwhile_lasts_as_long_as_the_slowest_works(ranks: list[dict[str, object]]) -> None:
-    (first, pieces, late_s, _), (second, few, *_) = [cast(list[Any], r["meanwhile"]) for r in ranks]
+def test_what_a_rank_does_meanwhile_ends_when_all_are_done(ranks: list[dict[str, object]]) -> None:
+    (first, pieces, ended, _), (second, *_) = [cast(list[Any], r["meanwhile"]) for r in ranks]
     assert first == second == "done"
-    assert 10 < pieces < 200, "a second of pieces of a hundredth"
-    assert few < pieces / 2, "the slowest waits for nobody"
-    assert late_s < 1.0
+    assert pieces >= 3
+    assert ended
 
 
 def test_an_error_of_what_a_rank_does_meanwhile_reaches_all(ranks: list[dict[str, object]]) -> None:
-    caught = [cast(list[Any], r["meanwhile"])[3] for r in ranks]
-    assert caught[0] == "EngineError: nobody is idle for free"
-    assert "nobody is idle for free" in caught[1]
+    cause = "EngineError: nobody is idle for free"
+    assert [cast(list[Any], r["meanwhile"])[3] for r in ranks] == [
+        cause,
+        f"PeerFailedError: busy: meanwhile: rank 0 failed: {cause}",
+    ]
+
+
+def test_work_that_fails_ends_what_others_do_meanwhile(ranks: list[dict[str, object]]) -> None:
+    assert [r["doomed"] for r in ranks] == [["PeerFailedError", [True]], ["EngineError", []]]

@@ -2,7 +2,7 @@
 
 Invariants:
 1. Every rank calls the same methods with the same lessons; losses do not depend on the number of ranks (up to float32
-   rounding), and all ranks stop at the same micro-batch.
+   rounding), and all ranks stop at the same micro-batch. `learn_alone` is excepted: `adopt` is called after it.
 2. Nothing of the policy is touched, and the process's random state neither read nor moved: what is drawn follows from
    the seed and the number of the update.
 3. An update is made whole or not at all. A refresh ends before its limit, unless a micro-batch takes longer than any
@@ -95,9 +95,9 @@ class DrafterTrainer:
             max_lesson_tokens=config.tokens_per_microbatch,
         )
         self.version = 0
-        """Refreshes that changed the weights."""
+        """Times that the weights have changed, by refreshes and by what ranks learned alone."""
         self.updates = 0
-        """Made so far, in all refreshes, also in those that diverged."""
+        """Made so far, also in refreshes that diverged."""
         self.lost: tuple[float, ...] = ()
         """Where acceptance is lost (`emphasis.lost`), as the last refresh saw it; one refresh has one."""
         self.halvings = 0
@@ -124,18 +124,29 @@ class DrafterTrainer:
         its rank alone.
         """
         watch = Watch(clock, limit_s, self._micro_s, self._group, self.device)
-        stats = self._learn(watch, max_updates or self.config.max_updates or 2**62, rate_of or self._rate)
+        restore = self._updater.kept()
+        try:
+            stats = self._learn(watch, max_updates or self.config.max_updates or 2**62, rate_of or self._rate)
+        except SpecActorError:  # on every rank alike, since what is not finite is a sum over ranks
+            restore()
+            raise
         self._adapt(watch, stats.updates, stats.micro_steps, stats.stopped)
         return stats
 
     def learn_alone(self, over: Callable[[], bool], *, max_updates: int) -> RefreshStats:
         """Learn on this rank, without the others, until `over` says so between two micro-batches. Not with ZeRO.
 
-        Its draft model is another than theirs from then on, until all `adopt` one. Raises as `refresh` does, with
-        weights and optimizer as before.
+        Its draft model is another than theirs from then on, until all `adopt` one. Raises SpecActorError as `refresh`
+        does, and RuntimeError where memory is short; all is then as before.
         """
         watch = Watch(time.perf_counter, math.inf, 0.0, None, self.device, over)
-        return self._learn(watch, max_updates, self._rate)
+        updates, restore = self.updates, self._updater.kept()
+        try:
+            return self._learn(watch, max_updates, self._rate)
+        except (SpecActorError, RuntimeError):
+            self.updates = updates
+            restore()
+            raise
 
     def learned(self) -> Learned:
         """How far this rank has come."""
@@ -147,14 +158,6 @@ class DrafterTrainer:
         self.version, self.updates, self.lost = learned.version, learned.updates, learned.lost
 
     def _learn(self, watch: Watch, max_updates: int, rate_of: Callable[[int], float]) -> RefreshStats:
-        restore = self._updater.kept()
-        try:
-            return self._updates(watch, max_updates, rate_of)
-        except (SpecActorError, torch.OutOfMemoryError):  # the former on all ranks alike: what is not finite is a sum
-            restore()
-            raise
-
-    def _updates(self, watch: Watch, max_updates: int, rate_of: Callable[[int], float]) -> RefreshStats:
         found: list[dict[str, float]] = []
         tokens_per_update, micro_steps, norm = self.tokens_per_update, 0, math.nan
         stopped: Literal["time", "updates", "empty"] = "updates" if len(self.buffer) else "empty"
@@ -234,7 +237,7 @@ class DrafterTrainer:
                 return None, number
             batch = batches.build([lessons[i] for i in indices], [weights[i] for i in indices], self.device)
             last = number == len(mine) - 1
-            with self._updater.micro_step(last and not watch.alone), watch.timed():
+            with self._updater.micro_step(last, alone=watch.alone), watch.timed():
                 loss, values = self._loss(batch, total)
                 self._updater.backward(loss * watch.ranks, last)  # gradients are averaged over the ranks
             sums += values

@@ -14,6 +14,7 @@ Invariants:
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -45,6 +46,8 @@ from specactor.weights_sync.sender import TargetEngine
 
 PHASES = ("rollout", "reward", "train", "sync")
 """Of a step, before the draft model learns from it."""
+SOON_S = 0.05
+"""Of waiting for others, after which a rank learns: the last one to be done does not begin."""
 FOLDER = "drafter"
 """In a checkpoint."""
 
@@ -152,13 +155,14 @@ class Distillation:
         """Updates that this rank has made alone in this rollout, and why it stopped, if it had to."""
         self._idle_updates, self._settle_s = 0, 0.0
         """Since the last refresh: updates made while others rolled out, and seconds of taking them over."""
+        self._stream: torch.cuda.Stream | None = None
         start.quiet()
         model = collective.together("draft model", lambda: _fitting(self._folder, vocab_size, device))
         group = dist.group.WORLD if collective.world > 1 else None
         self.drafter = DrafterTrainer(self.config, model, seed=config.seed, group=group)
         self._sender = DraftSender(getattr(torch, config.model.dtype))
 
-    def meanwhile(self, *, has_engines: bool) -> Callable[[Callable[[], bool]], None]:
+    def meanwhile(self, *, has_engines: bool) -> Callable[[threading.Event], None]:
         """What this rank does while others roll out (`Collective.together`), before all `settle`.
 
         Args: whether it drives engines. One that does not has lent its device to another's, and does not know when that
@@ -166,17 +170,16 @@ class Distillation:
         """
         return self.learn_alone if has_engines else lambda over: None
 
-    def learn_alone(self, over: Callable[[], bool]) -> None:
-        """While other ranks roll out: learn until `over`, asked between two micro-batches, from at most as many tokens
-        as the buffer holds. Not collective; the thread is another than that of all other calls."""
-        buffer = self.drafter.buffer
-        most = buffer.num_tokens // self.drafter.tokens_per_update - self._alone
-        if self._problem or most <= 0:
+    def learn_alone(self, over: threading.Event) -> None:
+        """While other ranks roll out: learn until it is over, as seen between two micro-batches, between two refreshes
+        from at most as many tokens as the buffer holds. Not collective; in another thread than all other calls."""
+        most = self.drafter.buffer.num_tokens // self.drafter.tokens_per_update - self._idle_updates
+        if most <= 0 or over.wait(SOON_S):
             return
         try:
-            with _own_stream(self.drafter.device):
-                self._alone += self.drafter.learn_alone(over, max_updates=most).updates
-        except (SpecActorError, torch.OutOfMemoryError) as error:
+            with self._own_stream():
+                self._alone = self.drafter.learn_alone(over.is_set, max_updates=most).updates
+        except (SpecActorError, RuntimeError) as error:
             self._problem = str(error)
 
     def settle(self) -> None:
@@ -187,8 +190,8 @@ class Distillation:
         for rank, of in enumerate(ranks):
             if of.problem:
                 self._note(f"distillation.idle: rank {rank} had to stop learning in this rollout: {of.problem}")
-        most = max(range(len(ranks)), key=lambda rank: ranks[rank].updates)
-        if ranks[most].updates:
+        most = max(range(len(ranks)), key=lambda rank: (ranks[rank].updates, not ranks[rank].problem))
+        if any(of.updates or of.problem for of in ranks):
             self.drafter.adopt(most, ranks[most].learned)
         self._alone, self._problem = 0, ""
         self._idle_updates += ranks[most].updates
@@ -336,6 +339,21 @@ class Distillation:
             self._note("draft model: has weights that are not finite. They are neither pushed nor saved.")
         return sound
 
+    @contextmanager
+    def _own_stream(self) -> Iterator[None]:
+        """On a GPU, what a second thread does would queue behind the exchange in which the first one waits for others.
+        (The weights were written long before: they have been copied to the host since, to be pushed.)"""
+        if self.drafter.device.type != "cuda":
+            yield
+            return
+        torch.cuda.set_device(self.drafter.device)
+        self._stream = self._stream or torch.cuda.Stream(self.drafter.device)
+        try:
+            with torch.cuda.stream(self._stream):
+                yield
+        finally:
+            self._stream.synchronize()
+
     def _hand(self, engine: TargetEngine, weights: DraftWeights) -> str:
         problem = push_to_engine(engine, weights, timeout_s=self._timeout_s)
         if not problem:
@@ -351,20 +369,6 @@ class Distillation:
     def _of_history(self) -> dict[str, float]:
         found = {"before": self.history.before, "after": None if self.history.waits else self.history.fresh}
         return {f"drafter/accept_length_{name}": value for name, value in found.items() if value is not None}
-
-
-@contextmanager
-def _own_stream(device: torch.device) -> Iterator[None]:
-    """On a GPU, what a second thread does would queue behind the exchange in which the first one waits for others. (The
-    weights were written long before: they have been copied to the host since, to be pushed.)"""
-    if device.type != "cuda":
-        yield
-        return
-    torch.cuda.set_device(device)
-    stream = torch.cuda.Stream(device)
-    with torch.cuda.stream(stream):
-        yield
-    stream.synchronize()
 
 
 def _fitting(folder: Path, vocab_size: int, device: torch.device | str) -> Any:

@@ -37,8 +37,9 @@ class Updater(Protocol):
     can_abandon: bool
     """Whether an update can be given up between micro-batches; if not, the clock is looked at between updates."""
 
-    def micro_step(self, last: bool) -> AbstractContextManager[Any]:
-        """Around forward and backward pass of a micro-batch; gradients are reduced in the last of an update."""
+    def micro_step(self, last: bool, *, alone: bool) -> AbstractContextManager[Any]:
+        """Around forward and backward pass of a micro-batch; gradients are reduced in the last of an update, unless
+        this rank learns alone."""
         ...
 
     def logits(self, tokens_BT: Tensor) -> Tensor:
@@ -88,6 +89,7 @@ class PlainUpdater:
         self._replica: nn.Module = model
         if group is not None and group.size() > 1:
             self._replica = DistributedDataParallel(model, process_group=group)
+        self._forward = self._replica
         self._parameters = dict(model.named_parameters())
         self._adam = torch.optim.AdamW(
             list(self._parameters.values()),
@@ -96,13 +98,14 @@ class PlainUpdater:
             weight_decay=config.weight_decay,
         )
 
-    def micro_step(self, last: bool) -> AbstractContextManager[Any]:
-        if last or not isinstance(self._replica, DistributedDataParallel):
+    def micro_step(self, last: bool, *, alone: bool) -> AbstractContextManager[Any]:
+        self._forward = self._model if alone else self._replica  # whose forward pass is collective, also under no_sync
+        if alone or last or not isinstance(self._replica, DistributedDataParallel):
             return nullcontext()
         return self._replica.no_sync()
 
     def logits(self, tokens_BT: Tensor) -> Tensor:
-        return cast(Tensor, self._replica(input_ids=tokens_BT, use_cache=False).logits)
+        return cast(Tensor, self._forward(input_ids=tokens_BT, use_cache=False).logits)
 
     def backward(self, loss: Tensor, last: bool) -> None:
         loss.backward()  # type: ignore[no-untyped-call]
@@ -209,7 +212,7 @@ class ZeroUpdater:
             dist_init_required=False,
         )
 
-    def micro_step(self, last: bool) -> AbstractContextManager[Any]:
+    def micro_step(self, last: bool, *, alone: bool) -> AbstractContextManager[Any]:
         self._engine.set_gradient_accumulation_boundary(last)
         return nullcontext()
 
