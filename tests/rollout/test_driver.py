@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import random
 import threading
-import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -17,142 +14,10 @@ from specactor.errors import EngineError, PlanError
 from specactor.rollout import continuation
 from specactor.rollout.assignment import assign
 from specactor.rollout.driver import Driver, TailCounts
-from specactor.rollout.lending import Lending
-from specactor.rollout.sglang.engine import Engine, EngineDied
-from specactor.rollout.tail_plan import EngineLoad, Lend, Move, Planned, Replica
-from specactor.types import RolloutRequest, SamplingParams, Trajectory
-
-GROUPS, SIZE = 4, 3
-
-
-def token(seed: int, position: int) -> int:
-    return random.Random(1000 * seed + position).randrange(100)
-
-
-def make_requests(seed: int) -> list[RolloutRequest]:
-    chance = random.Random(seed)
-    return [
-        RolloutRequest(
-            request_id=f"r{i}",
-            prompt_ids=(1,) * (1 + i // SIZE),
-            sampling=SamplingParams(temperature=1.0, max_new_tokens=chance.randint(1, 30)),
-            seed=100 * seed + i,
-            group_id=i // SIZE,
-        )
-        for i in range(GROUPS * SIZE)
-    ]
-
-
-def expected(request: RolloutRequest) -> tuple[int, ...]:
-    start = len(request.prompt_ids)
-    return tuple(token(request.seed, start + t) for t in range(request.sampling.max_new_tokens))
-
-
-@dataclass
-class FakeEngine:
-    """Its noise is keyed as an engine's; it emits one token of every request per round."""
-
-    position_of: Callable[[RolloutRequest, int], int] = lambda request, emitted: len(request.prompt_ids) + emitted
-    dies_after: float = float("inf")
-    """Rounds."""
-    alive: bool = True
-    spec: Any = field(
-        default_factory=lambda: SimpleNamespace(config=SimpleNamespace(max_running_requests=4, routed_experts=False))
-    )
-    aborted: set[str] = field(default_factory=set)
-    num_aborts: int = 0
-    killed: bool = False
-    lock: Any = field(default_factory=threading.Lock)
-
-    def generate(
-        self,
-        requests: Sequence[RolloutRequest],
-        *,
-        on_finished: Callable[[Trajectory], None],
-        on_progress: Callable[[RolloutRequest, Trajectory], None],
-        report_tokens: int,
-    ) -> None:
-        emitted: dict[str, list[int]] = {r.request_id: [] for r in requests}
-        left = list(requests)
-        with self.lock:
-            self.aborted -= set(emitted)
-        while left:
-            time.sleep(0)
-            self.dies_after -= 1
-            if self.dies_after <= 0:
-                self.alive = False
-            for request in list(left):
-                if not self.alive or self.killed:
-                    raise EngineDied("died")
-                tokens = emitted[request.request_id]
-                with self.lock:
-                    aborted = request.request_id in self.aborted
-                if not aborted:
-                    place = self.position_of(request, continuation.num_begun(request) + len(tokens))
-                    tokens.append(token(request.seed, place))
-                whole = continuation.num_begun(request) + len(tokens) == request.sampling.max_new_tokens
-                response = continuation.whole(
-                    request,
-                    token_ids=tokens,
-                    logprobs=[-1.0] * len(tokens),
-                    finish_reason="length" if whole else "abort",
-                    version=1,
-                )
-                if aborted or whole:
-                    left.remove(request)
-                    on_finished(response)
-                elif report_tokens and len(tokens) % report_tokens == 0:
-                    on_progress(request, response)
-
-    def abort_requests(self, ids: Sequence[str]) -> None:
-        with self.lock:
-            self.aborted |= set(ids)
-            self.num_aborts += 1
-
-    def abort(self) -> None:
-        self.killed = True
-
-    def kill(self) -> None:
-        self.killed = True
-
-
-@dataclass
-class AtRandom:
-    """Moves and replicates whatever can be, at random."""
-
-    seed: int
-    share: float = 0.3
-    decisions: int = 0
-    needs_dry: bool = False
-
-    def __post_init__(self) -> None:
-        self.chance = random.Random(self.seed)
-
-    def decide(self, loads: Sequence[EngineLoad], finished: Sequence[int]) -> Sequence[Move | Replica]:
-        self.decisions += 1
-        places = Counter(r.request_id for load in loads for r in load.running)
-        plan: list[Move | Replica] = []
-        for load in loads:
-            for request in load.running:
-                others = [other.engine for other in loads if other.engine != load.engine]
-                free = not request.on_its_way and places[request.request_id] == 1
-                if free and others and self.chance.random() < self.share:
-                    target = self.chance.choice(others)
-                    if self.chance.random() < 0.5:
-                        plan.append(Move(request_id=request.request_id, source=load.engine, target=target))
-                    else:
-                        plan.append(Replica(request_id=request.request_id, target=target))
-        return plan
-
-
-def drive(
-    engines: Sequence[FakeEngine], requests: Sequence[RolloutRequest], **options: Any
-) -> tuple[Driver, list[Trajectory]]:
-    seen: list[Trajectory] = []
-    options = {"notify": seen.append, "report_tokens": 1} | options
-    driver = Driver(cast("list[Engine]", engines), **options)
-    driver.run(assign(requests, len(engines)))
-    return driver, seen
+from specactor.rollout.sglang.engine import Engine
+from specactor.rollout.tail_plan import EngineLoad, Move, Planned, Replica
+from specactor.types import RolloutRequest, Trajectory
+from tests.rollout.driver_cases import GROUPS, AtRandom, FakeEngine, drive, expected, make_requests
 
 
 @pytest.mark.parametrize("seed", range(30))
@@ -235,83 +100,6 @@ def test_no_group_is_wanted() -> None:
 
 
 @dataclass
-class FakeSleepers:
-    """Drafters on the devices of all engines."""
-
-    awake: set[int] = field(default_factory=set)
-    asked: list[tuple[str, int]] = field(default_factory=list)
-
-    free_now: set[int] = field(default_factory=set)
-
-    def any_awake(self) -> bool:
-        return bool(self.awake)
-
-    def free(self, engine: int) -> None:
-        assert engine not in self.free_now, "it was told so"
-        self.free_now.add(engine)
-
-    def wake_s(self, engine: int) -> float | None:
-        return None if engine in self.awake else 0.25
-
-    def wake(self, engine: int) -> None:
-        assert not self.awake
-        assert engine in self.free_now
-        self.asked.append(("wake", engine))
-        self.awake.add(engine)
-
-    def sleep(self, engine: int) -> None:
-        self.asked += [("sleep", engine)] * (engine in self.awake)
-        self.awake.discard(engine)
-        self.free_now.discard(engine)
-
-
-@dataclass
-class LendingAtRandom(AtRandom):
-    """Wakes a drafter on a dry engine, too."""
-
-    sleepers: FakeSleepers = field(default_factory=FakeSleepers)
-
-    def decide(self, loads: Sequence[EngineLoad], finished: Sequence[int]) -> Any:
-        plan = super().decide(loads, finished)
-        assert all(load.wake_rounds is None or not load.running for load in loads)
-        there = {10 + load.engine for load in loads if not all(request.on_its_way for request in load.running)}
-        assert not there & (self.sleepers.awake | self.sleepers.free_now), "it left when requests came"
-        places = {action.target for action in plan}
-        dry = [load.engine for load in loads if load.wake_rounds is not None and load.engine not in places]
-        assert not (dry and self.sleepers.awake), "the one that is awake drafts for all"
-        return [*plan, *(Lend(engine=engine) for engine in dry[:1] if self.chance.random() < 0.5)]
-
-
-def test_drafters_are_woken_on_dry_engines_and_leave_when_requests_come() -> None:
-    asked: Counter[str] = Counter()
-    lent = 0
-    for seed in range(30):
-        engines, sleepers = [FakeEngine() for _ in range(3)], FakeSleepers()
-        for index, engine in enumerate(engines):
-            engine.index = 10 + index  # type: ignore[attr-defined]
-        requests = make_requests(seed)
-        driver, _ = drive(engines, requests, policy=LendingAtRandom(seed, sleepers=sleepers), drafters=sleepers)
-        assert all(driver.done[r.request_id].token_ids == expected(r) for r in requests)
-        assert {engine for _, engine in sleepers.asked} <= {10, 11, 12}
-        asked.update(what for what, _ in sleepers.asked)
-        lent += driver.counts.lent
-    assert lent == asked["wake"] > asked["sleep"] > 0
-
-
-def test_waking_is_counted_in_rounds_of_this_rollout() -> None:
-    """A quarter of a second, where the longest response got 8 tokens in two seconds."""
-    clock = iter([0.0, *[2.0] * 100])
-    engines = cast("list[Engine]", [SimpleNamespace(index=i) for i in range(3)])
-    sleepers = FakeSleepers()
-    lending = Lending(engines, sleepers, clock=lambda: next(clock))
-    assert lending.wake_rounds([1], 0) == {}, "nothing was heard of"
-    assert lending.wake_rounds([1, 2], 8) == {1: 0.25 * 8 / 2.0, 2: 0.25 * 8 / 2.0}
-    sleepers.awake.add(0)
-    assert lending.wake_rounds([1, 2], 8) == {}, "the one that is awake drafts for all, also a dead engine's"
-    assert Lending(engines).wake_rounds([1], 8) == {}
-
-
-@dataclass
 class Counting:
     """Never does anything; told apart by whether it takes part in `is_news`."""
 
@@ -335,17 +123,6 @@ def test_a_policy_that_does_nothing_is_not_asked_at_every_event() -> None:
     assert len(always.asked) > 300
     assert len(seldom.asked) < 60
     assert {asked[0] for asked in seldom.asked} >= set(range(9)), "few requests: each end is news"
-
-
-def test_a_drafter_that_cannot_be_woken_is_an_error() -> None:
-    class Wrong:
-        needs_dry = False
-
-        def decide(self, loads: Sequence[EngineLoad], finished: Sequence[int]) -> Sequence[Lend]:
-            return [Lend(engine=0)]
-
-    with pytest.raises(PlanError, match="with drafters to wake"):
-        drive([FakeEngine(), FakeEngine()], make_requests(1), policy=Wrong())
 
 
 def test_the_shipped_policy_empties_nobody_and_moves_the_queue() -> None:

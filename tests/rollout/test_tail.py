@@ -17,7 +17,7 @@ from specactor.rollout.sglang.engine import Engine
 from specactor.rollout.tail_plan import Planned
 from specactor.types import RolloutRequest, Trajectory
 from tests.rollout.conftest import request
-from tests.rollout.test_driver import AtRandom
+from tests.rollout.driver_cases import AtRandom
 
 BATCH = [request(i, new=30 + 13 * i % 60, ignore_eos=i % 3 > 0) for i in range(24)]
 QUEUED = [replace(request(i, new=20), group_id=0) for i in range(48)]

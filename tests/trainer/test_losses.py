@@ -1,117 +1,33 @@
-"""Losses on a tiny softmax policy against plain Python and finite differences, with wrong versions that are caught.
-
-The policy is a table theta (contexts x vocabulary): the next token's distribution is softmax(theta[previous token]).
-The references are objectives (to be maximised), written as loops over sequences in Python floats; the gradient
-that the losses are compared with is their finite difference.
-"""
+"""Policy losses against plain Python and finite differences, with wrong versions that are caught."""
 
 from __future__ import annotations
 
 import itertools
 import math
-import random
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import pytest
 import torch
 from torch import Tensor
 
 from specactor.errors import DataError
-from specactor.trainer.losses import (
-    Aggregation,
-    KlKind,
-    LossKind,
-    kl_T,
-    policy_loss_T,
-    tis_weights_T,
-    token_weights,
+from specactor.trainer.losses import Aggregation, LossKind, policy_loss_T, token_weights
+from tests.trainer.loss_cases import (
+    AGGREGATIONS,
+    HIGH,
+    LOW,
+    MAX_NEW_TOKENS,
+    Case,
+    Table,
+    aggregate,
+    finite_difference,
+    make_case,
+    token_logprobs,
+    token_objectives,
 )
 
-VOCAB = 5
-MAX_NEW_TOKENS = 9
-LOW, HIGH = 0.15, 0.3
-AGGREGATIONS: tuple[Aggregation, ...] = ("sequence_mean", "token_mean", "fixed_length")
-Table = list[list[float]]
 PolicyLoss = Callable[..., tuple[Tensor, Tensor]]
 TokenWeights = Callable[[list[int], Aggregation, int], list[float]]
-Kl = Callable[[Tensor, Tensor, KlKind], Tensor]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Case:
-    """Sequences of token ids (the first is the prompt), one advantage each, the policy and the one that sampled."""
-
-    sequences: list[list[int]]
-    advantages: list[float]
-    theta: Table
-    old: Table
-
-
-def make_case(seed: int, *, spread: float = 0.5) -> Case:
-    rng = random.Random(seed)
-    sequences = [[rng.randrange(VOCAB) for _ in range(1 + rng.randint(1, MAX_NEW_TOKENS))] for _ in range(6)]
-    old = [[rng.gauss(0, 1) for _ in range(VOCAB)] for _ in range(VOCAB)]
-    return Case(
-        sequences=sequences,
-        advantages=[rng.choice([-1, 1]) * rng.uniform(0.3, 2) for _ in sequences],
-        theta=[[x + rng.gauss(0, spread) for x in row] for row in old],
-        old=old,
-    )
-
-
-# ---------------------------------------------------------------- the reference: Python floats, sequence by sequence
-
-
-def log_softmax(row: list[float], token: int) -> float:
-    return row[token] - math.log(sum(math.exp(x) for x in row))
-
-
-def token_logprobs(theta: Table, sequence: list[int]) -> list[float]:
-    return [log_softmax(theta[before], after) for before, after in itertools.pairwise(sequence)]
-
-
-def clip(x: float) -> float:
-    return min(max(x, 1 - LOW), 1 + HIGH)
-
-
-def token_objectives(case: Case, theta: Table, frozen: Table, kind: LossKind) -> list[list[float]]:
-    """The terms that the papers sum; `frozen` is the policy inside their stop-gradients."""
-    out = []
-    for sequence, a in zip(case.sequences, case.advantages, strict=True):
-        new, old, held = (token_logprobs(t, sequence) for t in (theta, case.old, frozen))
-        if kind == "ppo_clip":
-            ratios = [math.exp(n - o) for n, o in zip(new, old, strict=True)]
-            out.append([min(r * a, clip(r) * a) for r in ratios])
-        elif kind == "gspo":
-            s = math.exp(sum(n - o for n, o in zip(new, old, strict=True)) / len(new))
-            out.append([min(s * a, clip(s) * a)] * len(new))
-        else:
-            weights = [clip(math.exp(h - o)) for h, o in zip(held, old, strict=True)]
-            out.append([w * a * n for w, n in zip(weights, new, strict=True)])
-    return out
-
-
-def aggregate(values: list[list[float]], aggregation: Aggregation) -> float:
-    if aggregation == "sequence_mean":
-        return sum(sum(row) / len(row) for row in values) / len(values)
-    if aggregation == "token_mean":
-        flat = [v for row in values for v in row]
-        return sum(flat) / len(flat)
-    return sum(sum(row) for row in values) / (len(values) * MAX_NEW_TOKENS)
-
-
-def finite_difference(objective: Callable[[Table], float], theta: Table, h: float = 1e-6) -> Tensor:
-    gradient = torch.zeros(len(theta), VOCAB, dtype=torch.float64)
-    for i, j in itertools.product(range(len(theta)), range(VOCAB)):
-        up, down = [list(row) for row in theta], [list(row) for row in theta]
-        up[i][j] += h
-        down[i][j] -= h
-        gradient[i, j] = (objective(up) - objective(down)) / (2 * h)
-    return gradient
-
-
-# ---------------------------------------------------------------------------------------- what is tested, on tensors
 
 
 def flat(case: Case, theta: Tensor) -> tuple[Tensor, Tensor]:
@@ -374,113 +290,3 @@ def test_a_token_mean_per_microbatch_is_caught() -> None:
     with pytest.raises(AssertionError):
         check_policy_loss("ppo_clip", "token_mean", weights_fn=_per_microbatch)
     check_policy_loss("ppo_clip", "fixed_length", weights_fn=_per_microbatch)  # the one that is right by accident
-
-
-# ---------------------------------------------------------------------------------------------------------------- KL
-
-
-def check_kl(kind: KlKind, estimate: Kl = kl_T) -> None:
-    """Exact expectations over the vocabulary, at one context: value KL(p || q); gradient of the named divergence."""
-    generator = torch.Generator().manual_seed(5)
-    logits_V, ref_V = (torch.randn(VOCAB, generator=generator, dtype=torch.float64) for _ in range(2))
-
-    def probabilities(row: list[float]) -> list[float]:
-        return [math.exp(log_softmax(row, v)) for v in range(VOCAB)]
-
-    q = probabilities(ref_V.tolist())
-
-    def reverse_kl(table: Table) -> float:
-        return sum(p * math.log(p / q[v]) for v, p in enumerate(probabilities(table[0])))
-
-    def forward_kl(table: Table) -> float:
-        return sum(q[v] * math.log(q[v] / p) for v, p in enumerate(probabilities(table[0])))
-
-    theta = logits_V.clone().requires_grad_()
-    logprobs_V = torch.log_softmax(theta, dim=-1)
-    kl_V = estimate(logprobs_V, torch.log_softmax(ref_V, dim=-1), kind)
-    p_V = logprobs_V.exp().detach()
-    assert (p_V * kl_V).sum().item() == pytest.approx(reverse_kl([logits_V.tolist()]), abs=1e-12)
-    if kind == "k3":
-        assert (kl_V >= 0).all()
-    (gradient,) = torch.autograd.grad((p_V * kl_V).sum(), theta)
-    divergence = {"k1": reverse_kl, "k3": forward_kl}[kind]
-    want = finite_difference(divergence, [logits_V.tolist()])[0]
-    torch.testing.assert_close(gradient, want, atol=1e-8, rtol=0)
-
-
-@pytest.mark.parametrize("kind", ["k1", "k3"])
-def test_kl_value_and_gradient_are_unbiased(kind: KlKind) -> None:
-    check_kl(kind)
-
-
-def _k1_differentiated(logprobs_T: Tensor, ref_T: Tensor, kind: KlKind) -> Tensor:
-    return logprobs_T - ref_T
-
-
-def _k3_swapped(logprobs_T: Tensor, ref_T: Tensor, kind: KlKind) -> Tensor:
-    return kl_T(ref_T, logprobs_T, kind)
-
-
-def _k3_swapped_but_differentiable(logprobs_T: Tensor, ref_T: Tensor, kind: KlKind) -> Tensor:
-    d_T = logprobs_T - ref_T
-    return torch.exp(d_T) - 1 - d_T
-
-
-@pytest.mark.parametrize(
-    ("kind", "wrong"),
-    [("k1", _k1_differentiated), ("k1", _k3_swapped), ("k3", _k3_swapped_but_differentiable)],
-)
-def test_a_wrong_kl_is_caught(kind: KlKind, wrong: Kl) -> None:
-    with pytest.raises(AssertionError):
-        check_kl(kind, wrong)
-
-
-def test_swapped_arguments_of_kl_reach_no_gradient() -> None:
-    logprobs_T = torch.tensor([-1.0, -2.0], requires_grad=True)
-    assert not _k3_swapped(logprobs_T, torch.tensor([-1.5, -1.0]), "k3").requires_grad
-
-
-def test_k3_is_accurate_near_the_reference_and_finite_far_from_it() -> None:
-    near = kl_T(torch.tensor([-1.0]), torch.tensor([-1.001]), "k3").item()
-    assert near == pytest.approx(0.5e-6, rel=0.2)
-    assert kl_T(torch.tensor([-500.0]), torch.tensor([-1.0]), "k3").isfinite().all()
-
-
-# --------------------------------------------------------------------------------------------------------------- TIS
-
-
-def check_tis(weights: Callable[[Tensor, Tensor, float], Tensor]) -> None:
-    trainer_T = torch.tensor([-1.0, -1.0, -3.0, -0.1], dtype=torch.float64, requires_grad=True)
-    engine_T = torch.tensor([-1.0, -1.2, -1.0, -500.0], dtype=torch.float64, requires_grad=True)
-    got_T = weights(trainer_T, engine_T, 2.0)
-    assert got_T.tolist() == pytest.approx([1.0, math.exp(0.2), math.exp(-2.0), 2.0])
-    assert not got_T.requires_grad
-
-
-def test_tis_weights() -> None:
-    check_tis(tis_weights_T)
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        lambda trainer, engine, cap: (trainer - engine).exp().clamp(max=cap),
-        lambda trainer, engine, cap: tis_weights_T(engine, trainer, cap),
-        lambda trainer, engine, cap: (trainer - engine).detach().exp().clamp(1 / cap, cap),
-    ],
-    ids=["not detached", "swapped", "bounded from below"],
-)
-def test_wrong_tis_weights_are_caught(wrong: Callable[[Tensor, Tensor, float], Tensor]) -> None:
-    with pytest.raises(AssertionError):
-        check_tis(wrong)
-
-
-def test_tis_undoes_the_engines_bias() -> None:
-    """Over what the engine samples, the weighted mean of any function is its mean under the trainer's policy."""
-    generator = torch.Generator().manual_seed(0)
-    engine_V, trainer_V = (
-        torch.log_softmax(torch.randn(VOCAB, generator=generator, dtype=torch.float64), -1) for _ in range(2)
-    )
-    value_V = torch.randn(VOCAB, generator=generator, dtype=torch.float64)
-    weighted = (engine_V.exp() * tis_weights_T(trainer_V, engine_V, math.inf) * value_V).sum().item()
-    assert weighted == pytest.approx((trainer_V.exp() * value_V).sum().item())

@@ -17,7 +17,7 @@ from specactor.rollout.decoupled.transport import DrafterKeys, EngineKeys, local
 from specactor.rollout.sglang.engine import Engine
 from tests.rollout.conftest import CONTEXT
 from tests.rollout.sglang import recital
-from tests.rollout.sglang.test_interruptions import probe
+from tests.rollout.sglang.asking import probe
 
 MAX_WINDOW = 8
 REMOTE = "tests.rollout.sglang.remote"

@@ -29,6 +29,7 @@ from specactor.rollout.tail_plan import Planned, TailCosts
 from specactor.types import RolloutRequest
 from tests.rollout.conftest import CONTEXT, Footprint, request
 from tests.rollout.decoupled.test_host import assert_takes_no_time, child_of, is_listening
+from tests.rollout.sglang.asking import in_background, probe
 from tests.rollout.sglang.decoupled_setting import (
     LIMIT_S,
     MAX_WINDOW,
@@ -44,7 +45,6 @@ from tests.rollout.sglang.decoupled_setting import (
 )
 from tests.rollout.sglang.recital import behave, write
 from tests.rollout.sglang.test_draft_model import make_dense
-from tests.rollout.sglang.test_interruptions import in_background, probe
 from tests.rollout.sglang.test_speculation import batch as batch_of_all_kinds
 from tests.rollout.sglang.test_speculation import configure, facts, report
 

@@ -9,29 +9,28 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from specactor.config import EngineConfig, SpeculationConfig
+from specactor.config import EngineConfig
 from specactor.rollout import drafter_pool
-from specactor.rollout.decoupled.transport import EngineKeys, make_keys
+from specactor.rollout.decoupled.transport import make_keys
 from specactor.rollout.draft.counts import Counts
 from specactor.rollout.drafter_pool import DrafterPool
 from specactor.rollout.pool import EnginePool
-from specactor.rollout.sglang.engine import Engine, EngineSpec
-from specactor.types import RolloutRequest, Trajectory
-from tests.rollout.conftest import Footprint, request
+from specactor.rollout.sglang.engine import EngineSpec
+from specactor.types import Trajectory
+from tests.rollout.conftest import Footprint
 from tests.rollout.sglang import recital
+from tests.rollout.sglang.asking import assert_same, differs, in_background, probe
 from tests.rollout.sglang.bad_network import Faults, Network
 from tests.rollout.sglang.decoupled_setting import (
     LIMIT_S,
     OFF,
-    aim,
     assert_engine_holds_nothing,
     assert_holds_nothing,
     decoupled,
@@ -40,76 +39,11 @@ from tests.rollout.sglang.decoupled_setting import (
     recital_spec,
     wait_until,
 )
+from tests.rollout.sglang.faults_setting import BATCH, DRAFTER_KEYS, ENDLESS, ENGINE_KEYS, LONG, Setting
 from tests.rollout.sglang.lying_drafter import LIES, LyingDrafter
-from tests.rollout.sglang.test_interruptions import EOS, assert_same, differs, in_background, probe
 from tests.rollout.sglang.test_speculation import configure, report
 
-ENGINE_KEYS, DRAFTER_KEYS = make_keys()
 POOL = 900
-
-
-def titled(prefix: str, requests: Sequence[RolloutRequest]) -> list[RolloutRequest]:
-    return [replace(r, request_id=f"{prefix}-{r.request_id}") for r in requests]
-
-
-BATCH = titled("batch", [request(i, new=24 + 5 * i % 29, temperature=(1.0, 1.0, 0.7, 1.2)[i % 4]) for i in range(14)])
-LONG = titled("long", [request(20 + i, new=100) for i in range(6)])
-ENDLESS = titled("endless", [request(40 + i, new=100, ignore_eos=False, logit_bias=((EOS, -50.0),)) for i in range(16)])
-"""SGLang does not keep room for all of a request that may end by itself."""
-
-
-@dataclass(frozen=True)
-class Setting:
-    engines: EnginePool
-    drafters: DrafterPool
-    folder: Path
-    plain: dict[str, Trajectory]
-    """What plain decoding emits, by request."""
-
-    @property
-    def engine(self) -> Engine:
-        return self.engines.engines[0]
-
-    @property
-    def endpoint(self) -> str:
-        return self.drafters.drafters[0].spec.endpoint
-
-    @property
-    def pid(self) -> int:
-        """Of the drafter."""
-        return self.drafters.drafters[0].wait_ready().pid
-
-    def wanted(self, requests: Sequence[RolloutRequest]) -> list[Trajectory]:
-        return [self.plain[r.request_id] for r in requests]
-
-    def aim(self, *endpoints: str, keys: EngineKeys | None = ENGINE_KEYS) -> None:
-        aim(self.engine, endpoints, keys, self.folder)
-
-    def start(self, config: SpeculationConfig, manner: str = "half") -> None:
-        """From empty caches, with drafters that are there."""
-        recital.behave(self.folder, manner)
-        self.engine.flush()
-        configure(self.engine, config)
-        report(self.engine)
-
-    def run(self, requests: Sequence[RolloutRequest], **named: object) -> list[Trajectory]:
-        return self.engine.generate(requests, timeout_s=LIMIT_S, **named)  # type: ignore[arg-type]
-
-    def run_until_drafted(self) -> Counts:
-        """Rollouts, all equal to plain decoding, until a draft was right."""
-        deadline = time.monotonic() + LIMIT_S
-        while True:
-            self.engine.flush()
-            assert_same(self.run(BATCH), self.wanted(BATCH))
-            if (counts := report(self.engine)).accepted > 0:
-                assert counts.failures == 0
-                return counts
-            assert time.monotonic() < deadline, "no draft was accepted"
-
-    def assert_clean(self) -> None:
-        """Nobody holds anything of a request that is over."""
-        assert_engine_holds_nothing(self.engine)
-        assert_holds_nothing(self.endpoint, ENGINE_KEYS)
 
 
 @pytest.fixture(scope="module")

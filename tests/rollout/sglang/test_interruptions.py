@@ -6,9 +6,7 @@ plain engine of all tests. Prefills in parts round differently, so log-probabili
 
 from __future__ import annotations
 
-import json
 import shutil
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -17,7 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tokenizers import Regex, Tokenizer, decoders, models
+from tokenizers import Tokenizer
 
 from specactor.config import EngineConfig, SpeculationConfig
 from specactor.errors import EngineError
@@ -26,8 +24,10 @@ from specactor.rollout.sglang.engine import Engine, EngineSpec
 from specactor.rollout.sglang.running import running
 from specactor.types import RolloutRequest, Trajectory
 from tests.rollout.conftest import VOCAB, request
+from tests.rollout.sglang.asking import assert_same, differs, in_background, probe, wait_for_tokens
 from tests.rollout.sglang.parts import cut as cut_at
 from tests.rollout.sglang.parts import in_two, with_seam, without_the_seam_token
+from tests.rollout.sglang.sampling_cases import EOS, STOPS, cut, make_tokenizer, with_options
 from tests.rollout.sglang.test_speculation import configure, report
 
 PROBES = "tests.rollout.sglang.probes"
@@ -35,8 +35,6 @@ WINDOW = 6
 CHUNK = 48
 POOL = 900
 LAYERS, EXPERTS_PER_TOKEN = 2, 2
-EOS = 1
-MERGES = [("a", "b"), ("c", "d"), ("ab", "c"), ("ab", "cd"), ("d", "a")]
 
 
 def drafter(name: str, *, window: int = WINDOW) -> SpeculationConfig:
@@ -45,22 +43,6 @@ def drafter(name: str, *, window: int = WINDOW) -> SpeculationConfig:
 
 OFF = drafter("Learning", window=0)
 """Plain decoding; the drafters remember what it gave, and nothing else."""
-
-
-def make_tokenizer(folder: Path) -> Tokenizer:
-    """Four letters and what `MERGES` makes of them; all other tokens are spelled like a letter."""
-    tokens = ["<pad>", "<eos>", "<bos>", *"abcd", *(left + right for left, right in MERGES)]
-    tokens += ["abcd"[i % 4] + str(i) for i in range(VOCAB - len(tokens))]
-    tokenizer = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=MERGES))
-    tokenizer.decoder = decoders.Sequence([decoders.Replace(Regex("[0-9]"), ""), decoders.Fuse()])
-    tokenizer.save(str(folder / "tokenizer.json"))
-    settings = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "eos_token": "<eos>",
-        "clean_up_tokenization_spaces": False,
-    }
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
-    return tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -97,10 +79,6 @@ def speculating(started: Engine) -> Iterator[Engine]:
     probe(started, "heal")
 
 
-def probe(engine: Engine, name: str, argument: object = None) -> Any:
-    return json.loads(engine.rank_call(f"probe.{name}", json.dumps(argument).encode(), timeout_s=60)[0])
-
-
 def run(engine: Engine, config: SpeculationConfig, requests: Sequence[RolloutRequest]) -> list[Trajectory]:
     """From empty caches."""
     engine.flush()
@@ -117,60 +95,11 @@ def rehearsed(engine: Engine, requests: Sequence[RolloutRequest]) -> list[Trajec
     return trajectories
 
 
-def assert_same(ours: Sequence[Trajectory], expected: Sequence[Trajectory]) -> None:
-    assert [(t.token_ids, t.finish_reason) for t in ours] == [(t.token_ids, t.finish_reason) for t in expected]
-    for mine, other in zip(ours, expected, strict=True):
-        np.testing.assert_allclose(mine.logprobs, other.logprobs, atol=1e-5, rtol=0)
-
-
-def differs(ours: Sequence[Trajectory], expected: Sequence[Trajectory]) -> bool:
-    return [t.token_ids for t in ours] != [t.token_ids for t in expected]
-
-
-OPTIONS: list[dict[str, object]] = [
-    {},
-    {"min_p": 0.1},
-    {"min_p": 0.4},
-    {"min_p": 0.05, "top_p": 0.9, "top_k": 20},
-    {"frequency_penalty": 1.1},
-    {"presence_penalty": -1.5},
-    {"repetition_penalty": 1.7},
-    {"frequency_penalty": -0.6, "presence_penalty": 0.8, "repetition_penalty": 0.8, "min_p": 0.02},
-    {"logit_bias": ((7, 4.0), (50, -3.0))},
-    {"logit_bias": ((EOS, 2.5),), "ignore_eos": False},
-    {"stop_token_ids": tuple(range(3, VOCAB, 9)), "ignore_eos": False},
-    {"ignore_eos": False},
-]
-
-
-def with_options(count: int = 36) -> list[RolloutRequest]:
-    return [request(i, temperature=(0.0, 0.7, 1.2)[i % 3], new=6 + i % 31, **OPTIONS[i % 12]) for i in range(count)]  # type: ignore[arg-type]
-
-
 def test_all_options_side_by_side(speculating: Engine, engine: Engine) -> None:
     requests = with_options()
     expected = engine.generate(requests)
     assert_same(rehearsed(speculating, requests), expected)
     assert {t.finish_reason for t in expected} == {"stop", "length"}
-
-
-@pytest.mark.parametrize("options", OPTIONS[1:11], ids=lambda options: "+".join(options))
-def test_an_option_matters_and_needs_no_company(engine: Engine, options: dict[str, object]) -> None:
-    alone = [request(i, new=20, **options) for i in range(6)]  # type: ignore[arg-type]
-    mixed = engine.generate([*alone, *(request(i, new=20, top_k=5) for i in range(6, 9)), request(9, min_p=0.2)])
-    assert not differs([engine.generate([one])[0] for one in alone], mixed[:6])
-    assert differs(mixed[:6], engine.generate([request(i, new=20) for i in range(6)]))
-
-
-def test_min_p_keeps_what_is_likely(engine: Engine) -> None:
-    """1: the likeliest token alone; 0.3: no token under 0.3 times the likeliest, but others than that one."""
-    greedy = engine.generate([request(i, temperature=0.0) for i in range(8)])
-    assert not differs(engine.generate([request(i, min_p=1.0) for i in range(8)]), greedy)
-    first = [request(i, new=1, min_p=0.3) for i in range(64)]
-    tops = engine.generate([request(i, new=1, min_p=1.0) for i in range(64)])
-    gaps = [t.logprobs[0] - top.logprobs[0] for t, top in zip(engine.generate(first), tops, strict=True)]
-    assert min(gaps) >= np.log(0.3) - 1e-5
-    assert min(gaps) < np.log(0.7)
 
 
 def test_min_p_leaves_what_sglang_leaves(speculating: Engine) -> None:
@@ -205,12 +134,6 @@ def test_grammars_are_refused_by_name(speculating: Engine, option: str) -> None:
     assert len(speculating.generate([request(0)])[0].token_ids) == 24
 
 
-def test_stop_strings_without_a_tokenizer_are_refused_by_name(engine: Engine) -> None:
-    with pytest.raises(EngineError, match=r"rollout\.stop: needs a tokenizer .* rollout\.stop_token_ids"):
-        engine.generate([request(0, stop=("a",))])
-    assert len(engine.generate([request(0)])[0].token_ids) == 24
-
-
 # Ends inside a chain
 
 
@@ -239,18 +162,6 @@ def test_longest_response_is_reached_inside_a_chain(speculating: Engine, engine:
 
 
 # Stop strings
-
-STOPS = [("ab",), ("abc",), ("dd", "abcd"), ("cab", "bd"), ("daab",)]
-
-
-def cut(tokens: tuple[int, ...], stops: Sequence[str], tokenizer: Tokenizer) -> int:
-    """Tokens that plain decoding emits: after each it looks at the last few, one more than the longest stop has."""
-    few = 1 + max(len(tokenizer.encode(stop, add_special_tokens=False).ids) for stop in stops)
-    for length in range(1, len(tokens) + 1):
-        text = tokenizer.decode(list(tokens[max(0, length - few) : length]), skip_special_tokens=False)
-        if any(stop in text for stop in stops):
-            return length
-    return len(tokens)
 
 
 def test_stop_strings(speculating: Engine, engine: Engine, folder: Path) -> None:
@@ -315,20 +226,6 @@ def test_prefill_in_parts_and_cached_prefixes(speculating: Engine, engine: Engin
     longer = [replace(r, prompt_ids=r.prompt_ids + t.token_ids[:12]) for r, t in zip(requests, expected, strict=True)]
     assert_same(speculating.generate(longer), engine.generate(longer))
     assert probe(speculating, "seen")["cached"] >= sum(len(r.prompt_ids) - 2 for r in longer)
-
-
-def in_background(engine: Engine, requests: Sequence[RolloutRequest]) -> tuple[threading.Thread, list[Trajectory]]:
-    answers: list[Trajectory] = []
-    thread = threading.Thread(target=lambda: answers.extend(engine.generate(requests)))
-    thread.start()
-    return thread, answers
-
-
-def wait_for_tokens(engine: Engine, count: int) -> None:
-    """Until each running request has emitted that many."""
-    deadline = time.monotonic() + 60
-    while min(probe(engine, "lengths"), default=0) < count:
-        assert time.monotonic() < deadline
 
 
 def test_abort_in_the_middle(speculating: Engine, engine: Engine) -> None:

@@ -21,9 +21,9 @@ from specactor.rollout.sglang.engine import Engine, EngineSpec
 from specactor.rollout.sglang.running import running
 from specactor.trace import Span, chrome_trace
 from tests.rollout.conftest import request
+from tests.rollout.sglang.asking import in_background
 from tests.rollout.sglang.decoupled_setting import OFF, assert_holds_nothing, decoupled, recital_folder, recital_spec
 from tests.rollout.sglang.recital import behave, write
-from tests.rollout.sglang.test_interruptions import in_background
 from tests.rollout.sglang.test_speculation import configure, facts
 
 BATCH = [request(i, new=90 + i % 23) for i in range(8)]

@@ -1,15 +1,9 @@
-"""The drafter trainer: against a plain loop of PyTorch, over two ranks, under a clock, and after a resume."""
+"""The drafter trainer: against a plain loop of PyTorch, with what it leaves alone, and after a resume."""
 
 from __future__ import annotations
 
-import importlib.util
 import itertools
-import json
-import math
-import os
 import random
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,29 +13,13 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from specactor.errors import CheckpointError, ConfigError, SpecActorError
+from specactor.errors import CheckpointError, ConfigError
 from specactor.trainer.distillation import drafter as module
 from specactor.trainer.distillation.buffer import Lesson
-from specactor.trainer.distillation.drafter import DrafterTrainer, RefreshStats
+from specactor.trainer.distillation.drafter import DrafterTrainer
 from specactor.trainer.distillation.emphasis import bin_of, lost, token_weights
-from specactor.trainer.distillation.updates import OPTIMIZER
-from tests.trainer.distillation import cases, drafter_rank
-
-ROOT = Path(__file__).parents[3]
-UPDATES = drafter_rank.UPDATES
-ONE_THREAD = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore"}
-
-
-def trainer(**changes: Any) -> DrafterTrainer:
-    made = DrafterTrainer(cases.config(**changes), cases.model(), seed=0)
-    made.lost = (0.1, 0.2, 0.4)
-    made.buffer.add(cases.lessons())
-    return made
-
-
-def learn(made: DrafterTrainer, updates: int = UPDATES) -> RefreshStats:
-    return made.refresh(limit_s=1e9, clock=lambda: 0.0, max_updates=updates)
-
+from tests.trainer.distillation import cases
+from tests.trainer.distillation.drafter_cases import UPDATES, learn, resumed, trainer
 
 # ------------------------------------------------------------------------------------- one rank, against a plain loop
 
@@ -196,112 +174,6 @@ def test_random_states_are_neither_read_nor_moved(monkeypatch: pytest.MonkeyPatc
         losses(0)
 
 
-# --------------------------------------------------------------------------------------------------------------- time
-
-
-class Slow(DrafterTrainer):
-    """Its micro-batches take a second each, on a clock that nothing else moves."""
-
-    now_s = 0.0
-
-    def _loss(self, batch: Any, total: float) -> tuple[Tensor, Tensor]:
-        self.now_s += 1.0
-        return super()._loss(batch, total)
-
-
-@pytest.mark.parametrize("limit_s", [0.0, 1.0, 7.5, 9.0, 10.0])
-def test_it_stops_in_time_and_forgets_half_an_update(limit_s: float) -> None:
-    made = Slow(cases.config(), cases.model(), seed=0)
-    made.lost = (0.1, 0.2, 0.4)
-    made.buffer.add(cases.lessons())
-    stats = made.refresh(limit_s=limit_s, clock=lambda: made.now_s)
-    assert stats.stopped == "time"
-    assert max(1.0, limit_s) - 1 < stats.seconds <= max(1.0, limit_s), "only of the first is it not known how long"
-    assert stats.micro_steps == made.now_s
-    assert made.updates == stats.updates
-    assert made.version == (stats.updates > 0)
-    made.halvings = 0
-    made.lost = (0.1, 0.2, 0.4)  # that of the first refresh, for both
-    on = learn(made, 1).losses
-    assert stats.losses + on == learn(trainer(), stats.updates + 1).losses, "half an update leaves no gradients"
-
-
-def test_a_refresh_knows_from_the_last_how_long_a_micro_batch_takes() -> None:
-    made = Slow(cases.config(), cases.model(), seed=0)
-    made.buffer.add(cases.lessons())
-    assert made.refresh(limit_s=0.5, clock=lambda: made.now_s).micro_steps == 1
-    assert made.refresh(limit_s=0.5, clock=lambda: made.now_s).micro_steps == 0
-    assert made.refresh(limit_s=1.0, clock=lambda: made.now_s).micro_steps == 1
-
-
-def test_one_slow_micro_batch_does_not_end_all_refreshes() -> None:
-    made = Slow(cases.config(), cases.model(), seed=0)
-    made.buffer.add(cases.lessons())
-    made._micro_s = 7.0  # of a first one, which compiled
-    steps = [made.refresh(limit_s=2.0, clock=lambda: made.now_s).micro_steps for _ in range(4)]
-    assert steps[:2] == [0, 0]
-    assert steps[2] > 0
-    assert steps[3] > 0
-
-
-def test_an_update_that_never_fits_becomes_smaller_and_grows_again(tmp_path: Path) -> None:
-    made = Slow(cases.config(), cases.model(), seed=0)
-    made.buffer.add(cases.lessons())
-    small = [made.refresh(limit_s=2.0, clock=lambda: made.now_s) for _ in range(6)]
-    assert small[0].updates == 0
-    drawn = [stats.tokens_per_update for stats in small]
-    assert drawn[:2] == [120, 60]
-    assert drawn == sorted(drawn, reverse=True), "two updates that fit are no reason to grow, since one of both may not"
-    assert any(stats.updates for stats in small)
-    made.save(tmp_path)
-    assert resumed(tmp_path).tokens_per_update == made.tokens_per_update < 120
-    for _ in range(8):
-        stats = made.refresh(limit_s=40.0, clock=lambda: made.now_s)
-        assert stats.updates
-    assert stats.tokens_per_update == made.tokens_per_update == 120
-
-
-def test_divergence_after_some_updates_leaves_the_weights_before_all_of_them() -> None:
-    made, other = trainer(), trainer()
-    learn(made, 1)
-    learn(other, 1)
-    kept = [p.detach().clone() for p in made.model.parameters()]
-    calls = itertools.count()
-    hook = made.model.lm_head.weight.register_hook(lambda gradient: gradient * (torch.inf if next(calls) > 8 else 1.0))
-    with pytest.raises(SpecActorError, match="expected a finite number"):
-        learn(made, 20)
-    hook.remove()
-    assert made.updates > 2, "some were made"
-    assert made.version == 1
-    assert all(torch.equal(a, b) for a, b in zip(kept, made.model.parameters(), strict=True))
-    made.updates, made.lost = other.updates, other.lost
-    assert learn(made, 2).losses == learn(other, 2).losses, "the optimizer is the one before, too"
-
-
-def test_weights_that_the_last_update_broke_get_no_version() -> None:
-    made = trainer(learning_rate=1e38)
-    kept = [p.detach().clone() for p in made.model.parameters()]
-    with pytest.raises(SpecActorError, match="got a weight of nan"):
-        made.refresh(limit_s=1e9, clock=lambda: 0.0, max_updates=1, rate_of=lambda update: math.inf)
-    assert made.version == 0
-    assert all(torch.equal(a, b) for a, b in zip(kept, made.model.parameters(), strict=True))
-
-
-def test_what_is_not_finite_changes_nothing() -> None:
-    made = trainer()
-    learn(made, 1)
-    kept = [p.detach().clone() for p in made.model.parameters()]
-    hook = made.model.lm_head.weight.register_hook(lambda gradient: gradient * torch.inf)
-    with pytest.raises(SpecActorError, match=r"got a gradient norm of (inf|nan), expected a finite number\. Lower"):
-        learn(made, 1)
-    hook.remove()
-    assert all(torch.equal(a, b) for a, b in zip(kept, made.model.parameters(), strict=True))
-    with torch.no_grad():
-        made.model.lm_head.weight[3] = torch.nan
-    with pytest.raises(SpecActorError, match="got a loss of nan"):
-        learn(made, 1)
-
-
 def test_nothing_to_learn_from() -> None:
     made = DrafterTrainer(cases.config(), cases.model(), seed=0)
     stats = made.refresh(limit_s=1.0, clock=lambda: 0.0)
@@ -309,12 +181,6 @@ def test_nothing_to_learn_from() -> None:
 
 
 # ------------------------------------------------------------------------------------------------------------- resume
-
-
-def resumed(folder: Path) -> DrafterTrainer:
-    made = DrafterTrainer(cases.config(), cases.model(seed=5), seed=0)
-    made.load(folder)
-    return made
 
 
 def test_a_resumed_trainer_goes_on_as_if_it_had_not_stopped(tmp_path: Path) -> None:
@@ -352,78 +218,7 @@ def test_the_state_of_another_model_is_refused(tmp_path: Path) -> None:
         resumed(tmp_path)
 
 
-# ---------------------------------------------------------------------------------------------------------- two ranks
-
-
-def run_ranks(world: int, folder: Path, zero_stage: int = 0) -> list[dict[str, Any]]:
-    folder.mkdir()
-    script = [sys.executable, "-m", "tests.trainer.distillation.drafter_rank"]
-    ranks = [
-        subprocess.Popen(
-            [*script, str(r), str(world), str(folder / "store"), str(folder), str(zero_stage)],
-            cwd=ROOT,
-            env=os.environ | ONE_THREAD,
-        )
-        for r in range(world)
-    ]
-    try:
-        assert [process.wait(timeout=240) for process in ranks] == [0] * world
-    finally:
-        for process in ranks:
-            process.kill()
-            process.wait(timeout=10)
-    return [json.loads((folder / f"rank{r}.json").read_text()) for r in range(world)]
-
-
-def assert_same_training(results: list[dict[str, Any]], folder: Path) -> None:
-    alone = trainer()
-    expected = learn(alone)
-    for r, result in enumerate(results):
-        assert result["whole"]["losses"] == pytest.approx(expected.losses, abs=1e-5)
-        assert result["whole"]["tokens"] == expected.tokens
-        assert result["whole"]["grad_norm"] == pytest.approx(expected.grad_norm, rel=1e-4)
-        assert result["whole"]["overlap"] == pytest.approx(expected.overlap, abs=1e-5)
-        assert result["on"]["losses"] == pytest.approx(learn_more(alone), abs=1e-5)
-        assert result["resumed"]["losses"] == result["on"]["losses"]
-        assert result["on"]["lost"] == pytest.approx(alone.lost, abs=1e-5), "of all ranks' tokens"
-        weights = load_file(folder / f"rank{r}.safetensors")
-        for name, tensor in expected_weights().items():
-            torch.testing.assert_close(weights[name], tensor, atol=2e-5, rtol=1e-4)
-
-
-def learn_more(made: DrafterTrainer) -> tuple[float, ...]:
-    """Losses of two further updates; asked twice, they are of the same."""
-    if made.updates == UPDATES:
-        made.more = learn(made, 2).losses  # type: ignore[attr-defined]
-    return made.more  # type: ignore[attr-defined,no-any-return]
-
-
-def expected_weights() -> dict[str, Tensor]:
-    made = trainer()
-    learn(made)
-    return dict(made.named_weights())
-
-
-def test_two_ranks_train_as_one(tmp_path: Path) -> None:
-    results = run_ranks(2, tmp_path / "two")
-    assert_same_training(results, tmp_path / "two")
-    for key in ("micro_steps", "stopped", "losses"):
-        assert results[0]["bounded"][key] == results[1]["bounded"][key], "ranks stop together"
-    assert results[0]["bounded"]["stopped"] == "time"
-    adam = load_file(tmp_path / "two" / OPTIMIZER)
-    assert len(adam) == 3 * len(expected_weights())
-
-
-@pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is not installed")
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_zero_trains_as_one_rank(tmp_path: Path, stage: int) -> None:
-    assert_same_training(run_ranks(2, tmp_path / "zero", stage), tmp_path / "zero")
-
-
-def test_zero_without_deepspeed_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "deepspeed", None)  # Python then finds none
-    with pytest.raises(ConfigError, match=r"distillation.zero_stage: got 2, expected 0 without DeepSpeed"):
-        trainer(zero_stage=2)
+# ------------------------------------------------------------------------------------------------------------ settings
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,151 @@
+"""Engines of which nothing is real but the noise, requests for them, and a policy that does whatever can be done."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any, cast
+
+from specactor.rollout import continuation
+from specactor.rollout.assignment import assign
+from specactor.rollout.driver import Driver
+from specactor.rollout.sglang.engine import Engine, EngineDied
+from specactor.rollout.tail_plan import EngineLoad, Move, Replica
+from specactor.types import RolloutRequest, SamplingParams, Trajectory
+
+GROUPS, SIZE = 4, 3
+
+
+def token(seed: int, position: int) -> int:
+    return random.Random(1000 * seed + position).randrange(100)
+
+
+def make_requests(seed: int) -> list[RolloutRequest]:
+    chance = random.Random(seed)
+    return [
+        RolloutRequest(
+            request_id=f"r{i}",
+            prompt_ids=(1,) * (1 + i // SIZE),
+            sampling=SamplingParams(temperature=1.0, max_new_tokens=chance.randint(1, 30)),
+            seed=100 * seed + i,
+            group_id=i // SIZE,
+        )
+        for i in range(GROUPS * SIZE)
+    ]
+
+
+def expected(request: RolloutRequest) -> tuple[int, ...]:
+    start = len(request.prompt_ids)
+    return tuple(token(request.seed, start + t) for t in range(request.sampling.max_new_tokens))
+
+
+@dataclass
+class FakeEngine:
+    """Its noise is keyed as an engine's; it emits one token of every request per round."""
+
+    position_of: Callable[[RolloutRequest, int], int] = lambda request, emitted: len(request.prompt_ids) + emitted
+    dies_after: float = float("inf")
+    """Rounds."""
+    alive: bool = True
+    spec: Any = field(
+        default_factory=lambda: SimpleNamespace(config=SimpleNamespace(max_running_requests=4, routed_experts=False))
+    )
+    aborted: set[str] = field(default_factory=set)
+    num_aborts: int = 0
+    killed: bool = False
+    lock: Any = field(default_factory=threading.Lock)
+
+    def generate(
+        self,
+        requests: Sequence[RolloutRequest],
+        *,
+        on_finished: Callable[[Trajectory], None],
+        on_progress: Callable[[RolloutRequest, Trajectory], None],
+        report_tokens: int,
+    ) -> None:
+        emitted: dict[str, list[int]] = {r.request_id: [] for r in requests}
+        left = list(requests)
+        with self.lock:
+            self.aborted -= set(emitted)
+        while left:
+            time.sleep(0)
+            self.dies_after -= 1
+            if self.dies_after <= 0:
+                self.alive = False
+            for request in list(left):
+                if not self.alive or self.killed:
+                    raise EngineDied("died")
+                tokens = emitted[request.request_id]
+                with self.lock:
+                    aborted = request.request_id in self.aborted
+                if not aborted:
+                    place = self.position_of(request, continuation.num_begun(request) + len(tokens))
+                    tokens.append(token(request.seed, place))
+                whole = continuation.num_begun(request) + len(tokens) == request.sampling.max_new_tokens
+                response = continuation.whole(
+                    request,
+                    token_ids=tokens,
+                    logprobs=[-1.0] * len(tokens),
+                    finish_reason="length" if whole else "abort",
+                    version=1,
+                )
+                if aborted or whole:
+                    left.remove(request)
+                    on_finished(response)
+                elif report_tokens and len(tokens) % report_tokens == 0:
+                    on_progress(request, response)
+
+    def abort_requests(self, ids: Sequence[str]) -> None:
+        with self.lock:
+            self.aborted |= set(ids)
+            self.num_aborts += 1
+
+    def abort(self) -> None:
+        self.killed = True
+
+    def kill(self) -> None:
+        self.killed = True
+
+
+@dataclass
+class AtRandom:
+    """Moves and replicates whatever can be, at random."""
+
+    seed: int
+    share: float = 0.3
+    decisions: int = 0
+    needs_dry: bool = False
+
+    def __post_init__(self) -> None:
+        self.chance = random.Random(self.seed)
+
+    def decide(self, loads: Sequence[EngineLoad], finished: Sequence[int]) -> Sequence[Move | Replica]:
+        self.decisions += 1
+        places = Counter(r.request_id for load in loads for r in load.running)
+        plan: list[Move | Replica] = []
+        for load in loads:
+            for request in load.running:
+                others = [other.engine for other in loads if other.engine != load.engine]
+                free = not request.on_its_way and places[request.request_id] == 1
+                if free and others and self.chance.random() < self.share:
+                    target = self.chance.choice(others)
+                    if self.chance.random() < 0.5:
+                        plan.append(Move(request_id=request.request_id, source=load.engine, target=target))
+                    else:
+                        plan.append(Replica(request_id=request.request_id, target=target))
+        return plan
+
+
+def drive(
+    engines: Sequence[FakeEngine], requests: Sequence[RolloutRequest], **options: Any
+) -> tuple[Driver, list[Trajectory]]:
+    seen: list[Trajectory] = []
+    options = {"notify": seen.append, "report_tokens": 1} | options
+    driver = Driver(cast("list[Engine]", engines), **options)
+    driver.run(assign(requests, len(engines)))
+    return driver, seen

@@ -1,0 +1,95 @@
+"""The drafter trainer over two ranks, plain and with ZeRO, trains what one rank trains."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from specactor.errors import ConfigError
+from specactor.trainer.distillation.drafter import DrafterTrainer
+from specactor.trainer.distillation.updates import OPTIMIZER
+from tests.trainer.distillation.drafter_cases import UPDATES, learn, trainer
+
+ROOT = Path(__file__).parents[3]
+ONE_THREAD = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore"}
+
+
+def run_ranks(world: int, folder: Path, zero_stage: int = 0) -> list[dict[str, Any]]:
+    folder.mkdir()
+    script = [sys.executable, "-m", "tests.trainer.distillation.drafter_rank"]
+    ranks = [
+        subprocess.Popen(
+            [*script, str(r), str(world), str(folder / "store"), str(folder), str(zero_stage)],
+            cwd=ROOT,
+            env=os.environ | ONE_THREAD,
+        )
+        for r in range(world)
+    ]
+    try:
+        assert [process.wait(timeout=240) for process in ranks] == [0] * world
+    finally:
+        for process in ranks:
+            process.kill()
+            process.wait(timeout=10)
+    return [json.loads((folder / f"rank{r}.json").read_text()) for r in range(world)]
+
+
+def assert_same_training(results: list[dict[str, Any]], folder: Path) -> None:
+    alone = trainer()
+    expected = learn(alone)
+    for r, result in enumerate(results):
+        assert result["whole"]["losses"] == pytest.approx(expected.losses, abs=1e-5)
+        assert result["whole"]["tokens"] == expected.tokens
+        assert result["whole"]["grad_norm"] == pytest.approx(expected.grad_norm, rel=1e-4)
+        assert result["whole"]["overlap"] == pytest.approx(expected.overlap, abs=1e-5)
+        assert result["on"]["losses"] == pytest.approx(learn_more(alone), abs=1e-5)
+        assert result["resumed"]["losses"] == result["on"]["losses"]
+        assert result["on"]["lost"] == pytest.approx(alone.lost, abs=1e-5), "of all ranks' tokens"
+        weights = load_file(folder / f"rank{r}.safetensors")
+        for name, tensor in expected_weights().items():
+            torch.testing.assert_close(weights[name], tensor, atol=2e-5, rtol=1e-4)
+
+
+def learn_more(made: DrafterTrainer) -> tuple[float, ...]:
+    """Losses of two further updates; asked twice, they are of the same."""
+    if made.updates == UPDATES:
+        made.more = learn(made, 2).losses  # type: ignore[attr-defined]
+    return made.more  # type: ignore[attr-defined,no-any-return]
+
+
+def expected_weights() -> dict[str, Tensor]:
+    made = trainer()
+    learn(made)
+    return dict(made.named_weights())
+
+
+def test_two_ranks_train_as_one(tmp_path: Path) -> None:
+    results = run_ranks(2, tmp_path / "two")
+    assert_same_training(results, tmp_path / "two")
+    for key in ("micro_steps", "stopped", "losses"):
+        assert results[0]["bounded"][key] == results[1]["bounded"][key], "ranks stop together"
+    assert results[0]["bounded"]["stopped"] == "time"
+    adam = load_file(tmp_path / "two" / OPTIMIZER)
+    assert len(adam) == 3 * len(expected_weights())
+
+
+@pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is not installed")
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_zero_trains_as_one_rank(tmp_path: Path, stage: int) -> None:
+    assert_same_training(run_ranks(2, tmp_path / "zero", stage), tmp_path / "zero")
+
+
+def test_zero_without_deepspeed_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "deepspeed", None)  # Python then finds none
+    with pytest.raises(ConfigError, match=r"distillation.zero_stage: got 2, expected 0 without DeepSpeed"):
+        trainer(zero_stage=2)
