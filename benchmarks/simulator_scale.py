@@ -146,7 +146,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             ),
             columns=COLUMNS,
             rows=rows,
-            notes=f"Processor time per decision on {BATCH} requests, median of 20: {decisions}. The aim is at most 1 ms.",
+            notes=f"Processor time per decision on {BATCH} requests, median of 20: {decisions}. Aim: at most 1 ms.",
         ),
     )
 

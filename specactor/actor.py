@@ -229,7 +229,7 @@ class SpecActor:
             outcome = self.collective.together(
                 "rollout",
                 partial(self.pool.generate, pending, on_finished=self.progress.response, enough_groups=left),
-                meanwhile=learner and learner.meanwhile(has_engines=bool(own)),
+                meanwhile=None if learner is None else learner.meanwhile(has_engines=bool(own)),
             )
             if learner is not None:
                 learner.settle()

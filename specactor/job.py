@@ -34,7 +34,7 @@ from specactor.progress import Progress, summary_rows
 from specactor.recipes import to_json
 from specactor.rollout.decoupled.access import DrafterAccess
 from specactor.rollout.drafter_pool import DrafterPool
-from specactor.rollout.drafter_specs import Host, Offer, access, host_of, make_specs, offer
+from specactor.rollout.drafter_specs import Host, Offer, access, check_in_engines, host_of, make_specs, offer
 from specactor.rollout.pool import EnginePool
 from specactor.rollout.sglang.engine import EngineSpec
 from specactor.rollout.tail_plan import tail_policy
@@ -54,6 +54,7 @@ def run(config: Config, *, rank: int, local_rank: int, world: int, failures: Fai
     `local_rank` numbers the ranks of a host, and its devices; `failures` is told who takes part.
     """
     layout = check(config, world, model_shape(config))
+    check_in_engines(config, model_shape(config))
     groups.init(layout, config.parallel, seed=config.seed)
     with ExitStack() as stack:
         stack.callback(groups.destroy)

@@ -121,8 +121,27 @@ def draft_shape(folder: str) -> ModelShape:
             "rollout.speculation.draft_model",
             folder,
             "the folder of a Hugging Face model",
-            f"Drafter processes read it: {error}",
+            f"{error}",
         ) from None
+
+
+def check_in_engines(config: Config, policy: ModelShape) -> None:
+    """Raises ConfigError for a draft model that engines of this policy cannot run beside it."""
+    speculation = config.rollout.speculation
+    if speculation.mode == "off" or "model" not in speculation.drafters:
+        return
+    draft = draft_shape(speculation.draft_model)
+    for name, own, needed in (
+        ("positions", draft.max_position, policy.max_position),
+        ("tokens in its vocabulary", draft.vocab_size, policy.vocab_size),
+    ):
+        if own < needed:
+            raise ConfigError.at(
+                "rollout.speculation.draft_model",
+                f"{own} {name} ({speculation.draft_model})",
+                f"at least the policy's {needed}",
+                "Make one with specactor drafter init.",
+            )
 
 
 def host_of(config: Config, view: View) -> View:

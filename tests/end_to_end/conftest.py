@@ -61,7 +61,9 @@ def launcher(tmp_path_factory: pytest.TempPathFactory) -> Launcher:
 def draft_model(tmp_path_factory: pytest.TempPathFactory) -> str:
     """Folder of a draft model that has learned nothing."""
     folder = str(tmp_path_factory.mktemp("draft"))
-    with start_script("sglang/make_dense.py", folder, f"vocab_size={VOCAB_SIZE}") as process:
+    with start_script(
+        "sglang/make_dense.py", folder, f"vocab_size={VOCAB_SIZE}", "max_position_embeddings=512"
+    ) as process:
         assert process.wait(120) == 0
     return folder
 

@@ -7,16 +7,10 @@ from tests.end_to_end.conftest import Launcher
 from tests.end_to_end.test_run import deterministic
 
 ONE_GROUP = (
-    "--train.steps",
-    "3",
-    "--rollout.prompts-per-step",
-    "1",
-    "--parallel.engines",
-    "2",
-    "--warmup.steps",
-    "40",
-    "10",
+    *("--train.steps", "3", "--rollout.prompts-per-step", "1", "--parallel.engines", "2"),
+    *("--rollout.engine.max-running-requests", "2", "--eval.problems", "0", "--checkpoint.export", "False"),
 )
+"""One engine has nothing to do while the other generates two responses at a time."""
 LEARNING = (
     *("--rollout.speculation.mode", "coupled", "--rollout.speculation.drafters", "model"),
     *("--rollout.speculation.window", "2", "--distillation.refresh", "every_step", "--distillation.max-updates", "1"),

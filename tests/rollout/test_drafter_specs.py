@@ -11,10 +11,10 @@ import pytest
 from specactor.config import Config, EngineConfig, ParallelConfig, SpeculationConfig, TailConfig
 from specactor.errors import ConfigError
 from specactor.parallel.failure import Member, View
-from specactor.parallel.layout import place_engine
+from specactor.parallel.layout import ModelShape, place_engine
 from specactor.recipes import load
 from specactor.rollout.decoupled.access import DrafterAccess
-from specactor.rollout.drafter_specs import Host, Offer, access, host_of, make_specs, offer, place
+from specactor.rollout.drafter_specs import Host, Offer, access, check_in_engines, host_of, make_specs, offer, place
 
 HOST = Host(ranks=2, engines=2, devices=(0, 1, 2, 3), has_gpus=False)
 
@@ -132,3 +132,21 @@ def test_a_draft_model_that_is_not_there(tmp_path: Path) -> None:
     (tmp_path / "config.json").unlink()
     with pytest.raises(ConfigError, match=r"^rollout.speculation.draft_model: got .*, expected the folder of"):
         make_specs(made, HOST, max_position=30, log_dir=tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"max_position": 51}, r"got '50 positions .*, expected at least the policy's 51"),
+        ({"vocab_size": 10}, r"got '9 tokens in its vocabulary .*, expected at least the policy's 10"),
+    ],
+)
+def test_a_draft_model_that_is_too_small_for_the_policy(tmp_path: Path, changes: dict[str, int], message: str) -> None:
+    made = config(tmp_path)
+    policy = ModelShape.read(tmp_path)
+    within = replace(made.rollout.speculation, mode="coupled", drafters=("model",))
+    here = replace(made, parallel=ParallelConfig(), rollout=replace(made.rollout, speculation=within))
+    check_in_engines(here, policy)
+    with pytest.raises(ConfigError, match=message):
+        check_in_engines(here, replace(policy, **changes))
+    check_in_engines(made, replace(policy, **changes))  # its own processes draft for requests that fit it

@@ -347,7 +347,7 @@ class Distillation:
             yield
             return
         torch.cuda.set_device(self.drafter.device)
-        self._stream = self._stream or torch.cuda.Stream(self.drafter.device)
+        self._stream = self._stream or torch.cuda.Stream(self.drafter.device)  # type: ignore[no-untyped-call]
         try:
             with torch.cuda.stream(self._stream):
                 yield
