@@ -1,8 +1,10 @@
-"""The main job, in which waking a drafter is believed to cost nothing: it pays at once, in responses of any length."""
+"""The main job, whose first engine is given all requests: the others are dry from the start. Waking a drafter there is
+believed to cost nothing: it pays at once, in responses of any length."""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "launch"))
@@ -14,8 +16,13 @@ def main() -> int:
     train_moe.set_environment()
     from specactor import job
     from specactor.config import TailConfig
+    from specactor.rollout import pool
     from specactor.rollout.lending import Lending
     from specactor.rollout.tail_plan import Planned, TailCosts
+    from specactor.types import RolloutRequest
+
+    def to_the_first(requests: Sequence[RolloutRequest], num_engines: int) -> list[list[RolloutRequest]]:
+        return [list(requests), *([] for _ in range(num_engines - 1))]
 
     def at_once(config: TailConfig, *, max_window: int) -> Planned:
         costs = TailCosts(max_window=max_window, acceptance=0.9, draft_step=0.0, per_request=0.0, notice_rounds=0.0)
@@ -24,6 +31,7 @@ def main() -> int:
     real = Lending.wake_rounds
     Lending.wake_rounds = lambda self, *of: dict.fromkeys(real(self, *of), 0.0)  # type: ignore[method-assign]
     job.tail_policy = at_once  # type: ignore[assignment]
+    pool.assign = to_the_first
     return train_moe.main()
 
 
