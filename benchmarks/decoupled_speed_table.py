@@ -105,11 +105,18 @@ class Cell:
         ]
 
 
+def _measured_over_foreseen(cells: Sequence[Cell]) -> dict[str, list[float]]:
+    """By mode that was predicted; 1 where the prediction was right."""
+    found = {m: [cell.measured[m] / cell.foreseen[m] for cell in cells if cell.foreseen[m] > 0] for m in MODES}
+    return {mode: ratios for mode, ratios in found.items() if ratios}
+
+
 def aims(cells: Sequence[Cell]) -> list[str]:
     """One line each; at least one cell."""
     errors = [error for cell in cells for error in cell.errors.values()]
     by_mode = {mode: [cell.errors[mode] for cell in cells if mode in cell.errors] for mode in MODES}
     each = ", ".join(f"{mode} {median(of):.0%}" for mode, of in by_mode.items() if of)
+    over = ", ".join(f"{mode} {median(of):.2f}" for mode, of in _measured_over_foreseen(cells).items())
     lost = [cell for cell in cells if cell.decoupled_loses]
     won = [cell for cell in cells if not cell.decoupled_loses]
     unknown = [cell for cell in lost if _drafts_elsewhere(cell.planned)]
@@ -122,7 +129,8 @@ def aims(cells: Sequence[Cell]) -> list[str]:
         f" fastest has two engines in {sum(cell.decoupled_loses for cell in slow)}. Where the fastest has one engine,"
         f" auto reaches {_least(won, 'auto')} or more." + _named(slow),
         _aim(f"median error of predictions at most {MEDIAN_ERROR:.0%}", median(errors) <= MEDIAN_ERROR)
-        + f" {median(errors):.0%}, largest {max(errors):.0%}; median by column: {each}.",
+        + f" {median(errors):.0%}, largest {max(errors):.0%}; median by column: {each}. Measured over"
+        f" predicted, median by column: {over}; off's is how much slower the machine was than while it was profiled.",
         _aim("where decoupled loses, the planner plans something else", not unknown)
         + f" Decoupled, with branches or without, loses in {len(lost)} of {len(cells)} cells, and the planner knew it"
         f" in {len(lost) - len(unknown)} of these; it wins in {len(won)}, and was planned in"
