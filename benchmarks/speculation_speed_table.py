@@ -12,6 +12,14 @@ SMALL_BATCH, SMALL_BATCH_AIM = 4, 2.0
 MIDDLE_BATCH, MIDDLE_BATCH_AIM = 16, 1.3
 FLOOR = 0.98
 """Of plain decoding, that `auto` never falls below."""
+PROFILE = (
+    "[Where a round's time goes](speculation_speed_profile.md): with draft tokens a round of `heavy` takes much longer "
+    "than a plain one, since each row of a draft goes through other experts; the draft model's passes take half as long "
+    "as those of a target as small as B. Below batch 8 a cell is one prompt per repetition, so cells differ by their "
+    "prompts. At batch 16 and more a step is over after some tens of rounds, in which `auto` has to learn what these "
+    "prompts bring."
+)
+"""What explains the table."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,13 +129,7 @@ def result(cells: Sequence[Cell], load: float, clock: str) -> Result:
                 "SGLang's NGRAM (8 rows per verify) and STANDALONE (3 steps, topk 1) run on stand-ins for the CPU "
                 "kernels that are not published, one attention call per layer and batch, and with the rejection "
                 "sampling that SGLang has on GPUs (on CPUs it emits the likeliest token at any temperature). Load "
-                f"average before the start: {load:.1f}. "
-                "[Where a round's time goes](speculation_speed_profile.md) explains what was missed: with draft "
-                "tokens a round of `heavy` takes much longer than a plain one, since each row of a draft goes through "
-                "other experts; the draft model's passes take half as long as those of a target as small as B; below "
-                "batch 8 a cell is one prompt per repetition, so cells differ by their prompts; and at batch 16 and "
-                "more a step is over after some tens of rounds, in which `auto` has to learn what these prompts "
-                "bring.",
+                f"average before the start: {load:.1f}. {PROFILE}",
             ]
         ),
     )
