@@ -13,11 +13,11 @@ MIDDLE_BATCH, MIDDLE_BATCH_AIM = 16, 1.3
 FLOOR = 0.98
 """Of plain decoding, that `auto` never falls below."""
 PROFILE = (
-    "[Where a round's time goes](speculation_speed_profile.md): with draft tokens a round of `heavy` takes much longer "
-    "than a plain one, since each row of a draft goes through other experts; the draft model's passes take half as "
-    "long as those of a target as small as B. Below batch 8 a cell is one prompt per repetition, so cells differ by "
-    "their prompts. At batch 16 and more a step is over after some tens of rounds, in which `auto` has to learn what these "
-    "prompts bring."
+    "[Where a round's time goes](speculation_speed_profile.md): with draft tokens a round of `heavy` takes much "
+    "longer than a plain one, since each row of a draft goes through other experts; the draft model's passes take "
+    "half as long as those of a target as small as B. Below batch 8 a cell is one prompt per repetition, so cells "
+    "differ by their prompts. At batch 16 and more a step is over after some tens of rounds, in which `auto` has to "
+    "learn what these prompts bring."
 )
 """What explains the table."""
 
