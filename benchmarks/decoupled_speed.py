@@ -2,12 +2,11 @@
 
     python -m benchmarks.decoupled_speed [--quick] [--batches 1 4 ...] [--repetitions 3]
 
-Plain and coupled decoding use two engines of one core each, with half of the requests each; decoupled and pre-drafting
-(decoupled with `branches`), one engine with all requests on a core, and one drafter process on the other. Auto is
-measured in both layouts, and counts in the one that is planned for the cell: in every round it chooses for each
-request off, drafting in the engine, or what the drafter process (without branches) has drafted. Drafters are a trained
-draft model, and `dialled` ones of known cost and acceptance. What is predicted comes from rounds that were timed
-before, on other requests.
+Plain and coupled decoding use two engines of one core each, with half of the requests each; decoupled, pre-drafting
+(decoupled with `branches`) and auto, one engine with all requests on a core, and one drafter process on the other. In
+every round auto chooses for each request: off, drafting in the engine, or what the drafter process (without branches)
+has drafted; it cannot become two engines. Drafters are a trained draft model, and `dialled` ones of known cost and
+acceptance. What is predicted comes from rounds that were timed before, on other requests.
 
 Invariants: every response is what plain decoding emits, which is checked; contestants take turns, and all have decoded
 these requests once when they are timed, so that costs and acceptance are known to them; prefills are left out of all
@@ -31,19 +30,7 @@ import msgspec
 
 from benchmarks.decoupled_speed_bench import MAX_WINDOW, NEW_TOKENS, Bench, Way, bench, drafters, speculation
 from benchmarks.decoupled_speed_profile import Profile, profile
-from benchmarks.decoupled_speed_table import (
-    AUTO_APART,
-    AUTO_TOGETHER,
-    COLUMNS,
-    CONTESTANTS,
-    INTRO,
-    MARGIN,
-    Cell,
-    Progress,
-    aims,
-    drafts_elsewhere,
-    planned,
-)
+from benchmarks.decoupled_speed_table import COLUMNS, INTRO, MARGIN, MODES, Cell, Progress, aims
 from benchmarks.dialled import Script
 from benchmarks.dialled_branches import HIT_RATE
 from benchmarks.results import Result, publish
@@ -82,7 +69,7 @@ def predicted(
     found: Profile, way: Way, survival: tuple[float, ...], hit_rate: float, batch: int
 ) -> tuple[dict[str, float], RolloutPlan | None]:
     """(tokens per second of the best plan of every mode, by the planner's search, 0 where there is none; the decoupled
-    plan). Of auto: the best in the layout that is planned. `hit_rate`: P(a second choice is right | the draft token is
+    plan). Of auto: the best of the plans with one engine. `hit_rate`: P(a second choice is right | the draft token is
     the first wrong one)."""
     grid = found.drafting(way)
     costs = replace(found.table, drafters={way.name: grid})
@@ -117,10 +104,8 @@ def predicted(
         "coupled": speed(two.get("coupled")),
         "decoupled": elsewhere,
         "pre-drafting": max(speed(chosen), elsewhere),
+        "auto": max(*map(speed, one.values()), elsewhere),
     }
-    together = max(speeds["off"], speeds["coupled"])
-    apart = max(*map(speed, one.values()), elsewhere)
-    speeds["auto"] = apart if drafts_elsewhere(planned(speeds)) else together
     return speeds, two.get("decoupled")
 
 
@@ -132,7 +117,7 @@ class Seen:
     """Of a cell."""
 
     speeds: dict[str, float]
-    """Tokens per second by contestant."""
+    """Tokens per second by mode."""
     survival: tuple[float, ...]
     """In mode coupled."""
     hit_rate: float
@@ -143,12 +128,12 @@ class Seen:
 
 def measure(bench: Bench, way: Way, batch: int, repetitions: int) -> Seen:
     tokens = bench.requests[batch]
-    seconds: dict[str, list[float]] = {mode: [] for mode in CONTESTANTS}
-    counts = {mode: Counts() for mode in CONTESTANTS}
-    waited_s, branched = dict.fromkeys(CONTESTANTS, 0.0), 0.0
+    seconds: dict[str, list[float]] = {mode: [] for mode in MODES}
+    counts = {mode: Counts() for mode in MODES}
+    waited_s, branched = dict.fromkeys(MODES, 0.0), 0.0
     with drafters(bench, way):
         for repetition in range(repetitions):
-            for mode in CONTESTANTS if repetition % 2 else CONTESTANTS[::-1]:
+            for mode in MODES if repetition % 2 else MODES[::-1]:
                 engines = bench.of(mode)
                 bench.configure(speculation(mode, way.in_engine), engines)
                 if mode != "off" or repetition == 0:  # the others learn what things cost, and how good drafts are
@@ -266,7 +251,7 @@ def run(
         profiled = profile(found, trained(models), note)
         for line in profiled.lines():
             note(line)
-        weights = [START_S + 11 * repetitions * NEW_TOKENS * profiled.table.plain_s(b) for b in batches]
+        weights = [START_S + 9 * repetitions * NEW_TOKENS * profiled.table.plain_s(b) for b in batches]
         costs = [weight for weight in weights for _ in range(1 + len(dials))]
         progress = Progress(costs, time.monotonic())
         for batch in batches:
@@ -277,9 +262,9 @@ def run(
                     survival, hit_rate = survival_of(_rate(way), MAX_WINDOW), HIT_RATE
                 foreseen, plan = predicted(profiled, way, survival, hit_rate, batch)
                 first = survival[0] if way.acceptance is None else way.acceptance
-                auto = AUTO_APART if drafts_elsewhere(planned(foreseen)) else AUTO_TOGETHER
-                speeds = seen.speeds | {"auto": seen.speeds[auto]}
-                cells.append(Cell(drafter=way.name, acceptance=first, batch=batch, measured=speeds, foreseen=foreseen))
+                cells.append(
+                    Cell(drafter=way.name, acceptance=first, batch=batch, measured=seen.speeds, foreseen=foreseen)
+                )
                 for mode, rounds in seen.rounds.items():
                     note(f"{mode}, a round: {rounds}")
                 note(f"predicted decoupled: {plan.reason if plan else 'none'}; {survival[0]:.2f} right")
@@ -298,7 +283,7 @@ def run(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--quick", action="store_true", help="few batches and dials: about 5 minutes, for all 30")
+    parser.add_argument("--quick", action="store_true", help="few batches and dials: about 4 minutes, for all 15")
     parser.add_argument("--batches", nargs="+", type=int, help=f"default: {BATCHES}")
     parser.add_argument("--repetitions", type=int, default=3)
     options = parser.parse_args()

@@ -16,7 +16,6 @@ from pathlib import Path
 
 import msgspec
 
-from benchmarks.decoupled_speed_table import AUTO_APART, AUTO_TOGETHER
 from benchmarks.dialled import SCRIPT
 from benchmarks.trained_models import Models, task_recipe
 from specactor.config import EngineConfig, SpeculationConfig
@@ -73,8 +72,9 @@ class Bench:
 
     def of(self, mode: str) -> Sequence[Engine]:
         """The engines that decode in this mode."""
-        alone = {"decoupled": self.engines[:1], AUTO_APART: self.engines[:1], "pre-drafting": self.engines[1:]}
-        return alone.get(mode, self.engines)
+        return {"decoupled": self.engines[:1], "auto": self.engines[:1], "pre-drafting": self.engines[1:]}.get(
+            mode, self.engines
+        )
 
     def configure(self, config: SpeculationConfig, engines: Sequence[Engine]) -> None:
         """These; all others have nothing to do, and nobody to talk to."""
@@ -132,11 +132,9 @@ def _short(request: RolloutRequest) -> RolloutRequest:
 
 
 def speculation(mode: str, drafter: str = "suffix", window: int | None = None) -> SpeculationConfig:
-    """Args: a contestant, or a mode."""
-    drafters = {"decoupled": ("decoupled",), "pre-drafting": ("decoupled",), AUTO_APART: (drafter, "decoupled")}
-    modes = {"pre-drafting": "decoupled", AUTO_APART: "auto", AUTO_TOGETHER: "auto"}
+    drafters = {"decoupled": ("decoupled",), "pre-drafting": ("decoupled",), "auto": (drafter, "decoupled")}
     return SpeculationConfig(
-        mode=modes.get(mode, mode),  # type: ignore[arg-type]
+        mode="decoupled" if mode == "pre-drafting" else mode,  # type: ignore[arg-type]
         drafters=drafters.get(mode, (drafter,)),
         window=window,
         max_window=MAX_WINDOW,

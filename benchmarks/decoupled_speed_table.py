@@ -13,9 +13,6 @@ from statistics import median
 PLANS = ("off", "coupled", "decoupled", "pre-drafting")
 """What the planner chooses among; pre-drafting is decoupled with branches."""
 MODES = (*PLANS, "auto")
-AUTO_APART, AUTO_TOGETHER = "auto with a drafter process", "auto with two engines"
-CONTESTANTS = (*PLANS, AUTO_APART, AUTO_TOGETHER)
-"""What is measured; of the two autos a cell has the one in the layout that is planned for it."""
 COLUMNS = (
     "drafter",
     "acceptance",
@@ -39,27 +36,16 @@ MARGIN = 0.05
 INTRO = """\
 Task B's model of 1.8 M parameters, {tokens} tokens per request at temperature 1, median of {repetitions} repetitions \
 in turns, each after a first decoding that teaches costs and acceptance. `off` and `coupled`: two engines on a core \
-each, with half of the requests each; `decoupled` and `pre-drafting` (with branches): one engine and one drafter \
-process on a core each. `auto` has the layout of what is `planned` for the cell, and chooses in it per request and \
-round among off, drafting in the engine and, where there is a drafter process, its drafts without branches. Windows \
-are chosen while it runs. `x off`: times as fast as off. `dialled` drafters \
+each, with half of the requests each; `decoupled`, `pre-drafting` (with branches) and `auto`: one engine and one \
+drafter process on a core each. Auto chooses per request and round among off, drafting in the engine, and the drafter \
+process's drafts without branches. Windows are chosen while it runs. `x off`: times as fast as off. `dialled` drafters \
 compute nothing: they take a given share of a plain step per token, and are right as often as told; where they are \
 wrong, their second choice is right with probability {hit_rate}. Acceptance is that of the first draft token. \
 `predicted` is the planner's best plan of a mode, from rounds and drafter processes that were timed before on other \
-requests, less what is lost because requests end in different rounds (auto: the best in its layout; how often tokens \
+requests, less what is lost because requests end in different rounds (auto: its best with one engine; how often tokens \
 and branches are right is taken from the run itself). \
 `planned` and `fastest` are among all columns but auto; planned is another than off only where it is predicted faster \
 by more than {margin:.0%}."""
-
-
-def planned(foreseen: Mapping[str, float]) -> str:
-    """The plan that is predicted to be fastest; one that drafts only by more than the margin."""
-    return max(PLANS, key=lambda mode: foreseen[mode] / (1.0 if mode == "off" else 1.0 + MARGIN))
-
-
-def drafts_elsewhere(mode: str) -> bool:
-    """Whether a plan has a drafter process beside one engine, in place of a second engine."""
-    return mode not in ("off", "coupled")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,7 +72,7 @@ class Cell:
 
     @property
     def planned(self) -> str:
-        return planned(self.foreseen)
+        return max(PLANS, key=lambda mode: self.foreseen[mode] / (1.0 if mode == "off" else 1.0 + MARGIN))
 
     def of_fastest(self, mode: str) -> float:
         """What a mode reaches of the fastest plan."""
@@ -100,7 +86,7 @@ class Cell:
     @property
     def decoupled_loses(self) -> bool:
         """Without branches or with them, to what needs no process beside the engines."""
-        return not drafts_elsewhere(self.fastest)
+        return not _drafts_elsewhere(self.fastest)
 
     def row(self) -> list[str]:
         """By COLUMNS."""
@@ -133,14 +119,15 @@ def aims(cells: Sequence[Cell]) -> list[str]:
     over = ", ".join(f"{mode} {median(of):.2f}" for mode, of in _measured_over_foreseen(cells).items())
     lost = [cell for cell in cells if cell.decoupled_loses]
     won = [cell for cell in cells if not cell.decoupled_loses]
-    unknown = [cell for cell in lost if drafts_elsewhere(cell.planned)]
-    foregone = [cell for cell in won if not drafts_elsewhere(cell.planned)]
+    unknown = [cell for cell in lost if _drafts_elsewhere(cell.planned)]
+    foregone = [cell for cell in won if not _drafts_elsewhere(cell.planned)]
     slow = [cell for cell in cells if cell.of_fastest("auto") < WITHIN]
-    misplaced = [cell for cell in slow if drafts_elsewhere(cell.planned) == cell.decoupled_loses]
     return [
         _aim(f"auto reaches {WITHIN:.2f} of the fastest column in every cell", not slow)
-        + f" {len(cells) - len(slow)} of {len(cells)} cells; least {_least(cells, 'auto')}. In {len(misplaced)} of the"
-        f" {len(slow)} that miss it, the fastest has the other layout." + _named(slow),
+        + f" {len(cells) - len(slow)} of {len(cells)} cells; least {_least(cells, 'auto')}."
+        + f" Auto has decoupled's layout, one engine, and cannot become two: of the {len(slow)} cells that miss it, the"
+        f" fastest has two engines in {sum(cell.decoupled_loses for cell in slow)}. Where the fastest has one engine,"
+        f" auto reaches {_least(won, 'auto')} or more." + _named(slow),
         _aim(f"median error of predictions at most {MEDIAN_ERROR:.0%}", median(errors) <= MEDIAN_ERROR)
         + f" {median(errors):.0%}, largest {max(errors):.0%}; median by column: {each}. Measured over"
         f" predicted, median by column: {over}; off's is how much slower the machine was than while it was profiled.",
@@ -155,6 +142,10 @@ def aims(cells: Sequence[Cell]) -> list[str]:
         + f" {sum(cell.of_fastest(cell.planned) >= WITHIN for cell in cells)} of {len(cells)} cells; least"
         f" {min(cell.of_fastest(cell.planned) for cell in cells):.2f}.",
     ]
+
+
+def _drafts_elsewhere(plan: str) -> bool:
+    return plan in ("decoupled", "pre-drafting")
 
 
 def _aim(text: str, met: bool) -> str:

@@ -9,17 +9,7 @@ import pytest
 from benchmarks.decoupled_speed import Rounds, predicted, survival_seen
 from benchmarks.decoupled_speed_bench import Way, speculation
 from benchmarks.decoupled_speed_profile import Profile, _Timed, by_requests
-from benchmarks.decoupled_speed_table import (
-    AUTO_APART,
-    AUTO_TOGETHER,
-    COLUMNS,
-    MARGIN,
-    MODES,
-    PLANS,
-    Cell,
-    Progress,
-    aims,
-)
+from benchmarks.decoupled_speed_table import COLUMNS, MARGIN, MODES, PLANS, Cell, Progress, aims
 from benchmarks.dialled import Elsewhere, Script
 from benchmarks.dialled_branches import HIT_RATE, Guessing
 from specactor.rollout.decoupled.branches import RunnerUps
@@ -100,9 +90,7 @@ def test_the_time_left_follows_the_weights() -> None:
 
 
 def test_modes_are_configured_as_named() -> None:
-    assert speculation(AUTO_APART, "model").draft_methods == ("model", "decoupled")
-    assert speculation(AUTO_TOGETHER, "model").draft_methods == ("model",)
-    assert speculation(AUTO_APART).mode == speculation(AUTO_TOGETHER).mode == "auto"
+    assert speculation("auto", "model").draft_methods == ("model", "decoupled")
     assert speculation("coupled", "model").draft_methods == ("model",)
     assert speculation("decoupled", "model").draft_methods == ("decoupled",)
     assert speculation("pre-drafting", "model").branches
@@ -141,7 +129,7 @@ def test_predictions_are_of_the_layouts() -> None:
     assert good["auto"] >= good["decoupled"]
     useless = foreseen(dialled(0.0, 0.1), survival_of(0.0, 8))
     assert useless["decoupled"] == 0.0
-    assert useless["auto"] == useless["off"], "in the layout that is planned, two engines"
+    assert useless["auto"] < useless["off"]  # one engine, not two
     quick = dialled(0.6, 0.001)
     sure, none = foreseen(quick, survival_of(0.6, 8), 1.0), foreseen(quick, survival_of(0.6, 8), 0.0)
     assert sure["pre-drafting"] > none["pre-drafting"] == none["decoupled"]
