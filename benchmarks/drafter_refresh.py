@@ -46,10 +46,18 @@ KINDS = {
 }
 """Run -> distillation.refresh."""
 STARTS = {
-    "cut": (NAME, "one layer cut out of the policy at its start (`specactor drafter init`)"),
-    "distilled": (f"{NAME}_distilled", "one layer that was distilled on the policy at its start, for 400 updates"),
+    "cut": (
+        NAME,
+        "A draft model that stays fresh",
+        "one layer cut out of the policy at its start (`specactor drafter init`)",
+    ),
+    "distilled": (
+        f"{NAME}_distilled",
+        "A draft model that was distilled before the run",
+        "one layer that was distilled on the policy at its start, for 400 updates",
+    ),
 }
-"""Where the draft model comes from -> page, and in words."""
+"""Where the draft model comes from -> page, its title, and in words."""
 STEP_PHASES = ("rollout", "reward", "train", "sync", "refresh")
 
 
@@ -131,10 +139,10 @@ def page(runs: Sequence[Run], found: Sequence[str], options: argparse.Namespace,
     picture = f"![accept_length and seconds by step]({STARTS[options.start][0]}.png)"
     notes = equal if not found else "**The runs differ, which they must not:** " + "; ".join(found[:10]) + "."
     return Result(
-        title="A draft model that stays fresh",
+        title=STARTS[options.start][1],
         intro=(
             f"The quickstart, {options.steps} RL steps, the same seeds, mode coupled with a fixed window of "
-            f"{options.window}. The draft model is {STARTS[options.start][1]}. *frozen* leaves it so; *every step* "
+            f"{options.window}. The draft model is {STARTS[options.start][2]}. *frozen* leaves it so; *every step* "
             f"distils it after each step for at most {100 * options.share:g} % of the step's time; *auto* where that "
             "is predicted to pay. The share in the table holds deciding, learning and pushing."
         ),
