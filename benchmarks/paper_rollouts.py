@@ -206,7 +206,7 @@ VERDICT = """What that says, and what it does not:
   than plain decoding.
 - Ablation. Shared noise helps vanilla speculation most; the fixed decoupled plan of the 32 B is slower with it. How
   much better shared noise is (1 / 0.75) was assumed, not measured, so this line shows what such a difference would do.
-  Reconfiguration adds 6 to 21 %, refreshing 2 to 3 %, fastest-of-N 0 to 2 %. All is of one seed, and how much another
+  Reconfiguration adds 7 to 22 %, refreshing 2 to 3 %, fastest-of-N 0 to 2 %. All is of one seed, and how much another
   seed changes was not looked at: 1 or 2 % may be nothing.
 - Decoupled plans with a fixed window beat `auto` in four rows, by 1 to 6 % (2 ms more per draft step; 10 ms more per
   round; the 235 B at batch 128 with 4 ms more; acceptance 0.4). A plan is chosen for the full batch, and smaller ones

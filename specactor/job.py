@@ -53,8 +53,9 @@ def run(config: Config, *, rank: int, local_rank: int, world: int, failures: Fai
 
     `local_rank` numbers the ranks of a host, and its devices; `failures` is told who takes part.
     """
-    layout = check(config, world, model_shape(config))
-    check_in_engines(config, model_shape(config))
+    policy = model_shape(config)
+    layout = check(config, world, policy)
+    check_in_engines(config, policy)
     groups.init(layout, config.parallel, seed=config.seed)
     with ExitStack() as stack:
         stack.callback(groups.destroy)
