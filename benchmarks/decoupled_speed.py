@@ -2,15 +2,17 @@
 
     python -m benchmarks.decoupled_speed [--quick] [--batches 1 4 ...] [--repetitions 3]
 
-Plain and coupled decoding use two engines of one core each, with half of the requests each; decoupled, pre-drafting
-(decoupled with `branches`) and auto, one engine with all requests on a core, and one drafter process on the other. In
-every round auto chooses for each request: off, drafting in the engine, or what the drafter process (without branches)
-has drafted; it cannot become two engines. Drafters are a trained draft model, and `dialled` ones of known cost and
-acceptance. What is predicted comes from rounds that were timed before, on other requests.
+Plain and coupled decoding use two engines of one core each, with half of the requests each; decoupled and pre-drafting
+(decoupled with `branches`), one engine with all requests on a core, and one drafter process on the other. Auto is
+measured in both layouts, and counts in the one that is planned for the cell: in every round it chooses for each
+request off, drafting in the engine, or what the drafter process (without branches) has drafted. Drafters are a trained
+draft model, and `dialled` ones of known cost and acceptance. What is predicted comes from rounds that were timed
+before, on other requests.
 
-Invariants: every response is what plain decoding emits, which is checked; contestants take turns, and all have decoded
-these requests once when they are timed, so that costs and acceptance are known to them; prefills are left out of all
-times (each run is timed again with a single token, and that is subtracted).
+Invariants: every response is what plain decoding emits, which is checked; contestants take turns, each between two
+decodings without drafts, which it is compared with, and all have decoded these requests once when they are timed, so
+that costs and acceptance are known to them; prefills are left out of all times (a first run of each is timed again with
+a single token, and that is subtracted).
 """
 
 from __future__ import annotations
@@ -28,9 +30,21 @@ from statistics import median
 
 import msgspec
 
-from benchmarks.decoupled_speed_bench import MAX_WINDOW, NEW_TOKENS, Bench, Way, bench, drafters, speculation
+from benchmarks.decoupled_speed_bench import MAX_WINDOW, NEW_TOKENS, Bench, Way, bench, drafters, shortened, speculation
 from benchmarks.decoupled_speed_profile import Profile, profile
-from benchmarks.decoupled_speed_table import COLUMNS, INTRO, MARGIN, MODES, Cell, Progress, aims
+from benchmarks.decoupled_speed_table import (
+    AUTO_APART,
+    AUTO_TOGETHER,
+    COLUMNS,
+    CONTESTANTS,
+    INTRO,
+    MARGIN,
+    Cell,
+    Progress,
+    aims,
+    drafts_elsewhere,
+    planned,
+)
 from benchmarks.dialled import Script
 from benchmarks.dialled_branches import HIT_RATE
 from benchmarks.results import Result, publish
@@ -48,11 +62,13 @@ from specactor.rollout.planning.plans import (
 )
 from specactor.rollout.planning.rounds import survival_of
 from specactor.rollout.planning.search import search
+from specactor.types import RolloutRequest
 
 BATCHES = (1, 4, 8, 16)
 ACCEPTANCES = (0.6, 0.8, 0.9)
 SHARES = (0.1, 0.3)
 """Of a plain step, what a dialled drafter's step takes."""
+DRAFTING = tuple(mode for mode in CONTESTANTS if mode != "off")
 ELSEWHERE = ("decoupled", "pre-drafting")
 """Modes that draft in a process alone."""
 BRANCHES = (1, 2, 4)
@@ -69,7 +85,7 @@ def predicted(
     found: Profile, way: Way, survival: tuple[float, ...], hit_rate: float, batch: int
 ) -> tuple[dict[str, float], RolloutPlan | None]:
     """(tokens per second of the best plan of every mode, by the planner's search, 0 where there is none; the decoupled
-    plan). Of auto: the best of the plans with one engine. `hit_rate`: P(a second choice is right | the draft token is
+    plan). Of auto: the best in the layout that is planned. `hit_rate`: P(a second choice is right | the draft token is
     the first wrong one)."""
     grid = found.drafting(way)
     costs = replace(found.table, drafters={way.name: grid})
@@ -104,8 +120,10 @@ def predicted(
         "coupled": speed(two.get("coupled")),
         "decoupled": elsewhere,
         "pre-drafting": max(speed(chosen), elsewhere),
-        "auto": max(*map(speed, one.values()), elsewhere),
     }
+    together = max(speeds["off"], speeds["coupled"])
+    apart = max(*map(speed, one.values()), elsewhere)
+    speeds["auto"] = apart if drafts_elsewhere(planned(speeds)) else together
     return speeds, two.get("decoupled")
 
 
@@ -116,8 +134,10 @@ def predicted(
 class Seen:
     """Of a cell."""
 
-    speeds: dict[str, float]
-    """Tokens per second by mode."""
+    off: float
+    """Tokens per second without drafts."""
+    ratios: dict[str, float]
+    """Times as fast as that, by contestant."""
     survival: tuple[float, ...]
     """In mode coupled."""
     hit_rate: float
@@ -126,36 +146,69 @@ class Seen:
     """Of the modes with a drafter process."""
 
 
+class Turns:
+    """What the contestants of a cell take, each beside what decoding without drafts takes just before and after."""
+
+    def __init__(self, bench: Bench, way: Way, requests: Sequence[RolloutRequest]) -> None:
+        self._bench, self._way, self._requests = bench, way, requests
+        self._prefill_s: dict[str, float] = {}
+        self.off_s: list[float] = []
+        self.ratios: dict[str, list[float]] = {mode: [] for mode in CONTESTANTS}
+        """Times as fast as off."""
+        self.off()
+
+    def off(self) -> None:
+        self.begin("off")
+        self.off_s.append(self._seconds("off"))
+
+    def begin(self, mode: str) -> None:
+        """The engines of this mode have no costs yet, and do not know how good drafts are."""
+        self._bench.configure(speculation(mode, self._way.in_engine), self._bench.of(mode))
+        if mode not in self._prefill_s:
+            self._prefill_s[mode] = self._bench.decode(shortened(self._requests), self._bench.of(mode))
+
+    def teach(self, mode: str) -> None:
+        self._bench.decode(self._requests, self._bench.of(mode))
+
+    def timed(self, mode: str) -> None:
+        self._own_s = self._seconds(mode)
+
+    def compare(self, mode: str) -> None:
+        """What was `timed`, with a turn of `off` on either side of it."""
+        self.off()
+        self.ratios[mode].append(sum(self.off_s[-2:]) / 2 / self._own_s)
+
+    def _seconds(self, mode: str) -> float:
+        return self._bench.decode(self._requests, self._bench.of(mode)) - self._prefill_s[mode]
+
+
 def measure(bench: Bench, way: Way, batch: int, repetitions: int) -> Seen:
-    tokens = bench.requests[batch]
-    seconds: dict[str, list[float]] = {mode: [] for mode in MODES}
-    counts = {mode: Counts() for mode in MODES}
-    waited_s, branched = dict.fromkeys(MODES, 0.0), 0.0
+    counts = {mode: Counts() for mode in CONTESTANTS}
+    waited_s, branched = dict.fromkeys(CONTESTANTS, 0.0), 0.0
     with drafters(bench, way):
+        turns = Turns(bench, way, bench.requests[batch])
         for repetition in range(repetitions):
-            for mode in MODES if repetition % 2 else MODES[::-1]:
-                engines = bench.of(mode)
-                bench.configure(speculation(mode, way.in_engine), engines)
-                if mode != "off" or repetition == 0:  # the others learn what things cost, and how good drafts are
-                    bench.decode(tokens, engines)
-                if mode != "off":
-                    bench.counts()  # of rounds that teach: windows are tried in them
+            for mode in DRAFTING if repetition % 2 else DRAFTING[::-1]:
+                turns.begin(mode)
+                turns.teach(mode)
+                bench.counts()  # of rounds that teach: windows are tried in them
                 if mode in ELSEWHERE:
                     bench.figures(mode)
-                seconds[mode].append(bench.seconds(tokens, engines))
-                if mode != "off":
-                    counts[mode] += bench.counts()
+                turns.timed(mode)
+                counts[mode] += bench.counts()
                 if mode in ELSEWHERE:
                     figures = bench.figures(mode)
                     waited_s[mode] += figures.get("waited_s", 0.0)
                     branched += figures.get("branched", 0.0)
+                turns.compare(mode)
     emitted = batch * (NEW_TOKENS - 1)
     survival = survival_seen(counts["coupled"])
     chained = (1.0, *survival)
     ahead = counts["pre-drafting"].drafted_at
     rejections = sum(n * (a - b) for n, a, b in zip(ahead, chained, survival, strict=False))
     return Seen(
-        speeds={mode: emitted / median(values) for mode, values in seconds.items()},
+        off=emitted / median(turns.off_s),
+        ratios={"off": 1.0} | {mode: median(turns.ratios[mode]) for mode in DRAFTING},
         survival=survival,
         hit_rate=min(1.0, branched / rejections) if rejections else 0.0,
         rounds={mode: Rounds.of(counts[mode], waited_s[mode], repetitions * emitted) for mode in ELSEWHERE},
@@ -214,6 +267,15 @@ def _rate(way: Way) -> float:
     return Script.read(way.model_dir).rate()
 
 
+def pace_of(bench: Bench, table: CostTable, batch: int) -> float:
+    """Seconds of a plain step over those of the table."""
+    requests = bench.requests[batch]
+    bench.configure(speculation("off"), bench.engines)
+    prefill_s = bench.decode(shortened(requests), bench.engines)
+    step_s = (bench.decode(requests, bench.engines) - prefill_s) / (NEW_TOKENS - 1)
+    return step_s / table.plain_s(-(-batch // len(bench.engines)))
+
+
 def ways(
     bench: Bench, models: Models, table: CostTable, batch: int, dials: Sequence[tuple[float, float]]
 ) -> Iterator[Way]:
@@ -221,9 +283,10 @@ def ways(
     yield trained(models)
     for share, acceptance in dials:
         path = bench.folder / "script.json"
+        pace = pace_of(bench, table, batch)
         script = Script(
             acceptance=acceptance,
-            step_s=[share * table.plain_s(n) for n in range(1, batch + 1)],
+            step_s=[share * pace * table.plain_s(n) for n in range(1, batch + 1)],
             outputs={str(r.seed): list(bench.expected[r.request_id]) for r in bench.requests[batch]},
         )
         path.write_bytes(msgspec.json.encode(script))
@@ -251,7 +314,7 @@ def run(
         profiled = profile(found, trained(models), note)
         for line in profiled.lines():
             note(line)
-        weights = [START_S + 9 * repetitions * NEW_TOKENS * profiled.table.plain_s(b) for b in batches]
+        weights = [START_S + 15 * repetitions * NEW_TOKENS * profiled.table.plain_s(b) for b in batches]
         costs = [weight for weight in weights for _ in range(1 + len(dials))]
         progress = Progress(costs, time.monotonic())
         for batch in batches:
@@ -262,8 +325,16 @@ def run(
                     survival, hit_rate = survival_of(_rate(way), MAX_WINDOW), HIT_RATE
                 foreseen, plan = predicted(profiled, way, survival, hit_rate, batch)
                 first = survival[0] if way.acceptance is None else way.acceptance
+                auto = AUTO_APART if drafts_elsewhere(planned(foreseen)) else AUTO_TOGETHER
                 cells.append(
-                    Cell(drafter=way.name, acceptance=first, batch=batch, measured=seen.speeds, foreseen=foreseen)
+                    Cell(
+                        drafter=way.name,
+                        acceptance=first,
+                        batch=batch,
+                        off=(seen.off, foreseen["off"]),
+                        measured=seen.ratios | {"auto": seen.ratios[auto]},
+                        foreseen={mode: speed / foreseen["off"] for mode, speed in foreseen.items()},
+                    )
                 )
                 for mode, rounds in seen.rounds.items():
                     note(f"{mode}, a round: {rounds}")
@@ -283,7 +354,7 @@ def run(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--quick", action="store_true", help="few batches and dials: about 4 minutes, for all 15")
+    parser.add_argument("--quick", action="store_true", help="few batches and dials: about 5 minutes, for all 30")
     parser.add_argument("--batches", nargs="+", type=int, help=f"default: {BATCHES}")
     parser.add_argument("--repetitions", type=int, default=3)
     options = parser.parse_args()

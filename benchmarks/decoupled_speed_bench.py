@@ -16,6 +16,7 @@ from pathlib import Path
 
 import msgspec
 
+from benchmarks.decoupled_speed_table import AUTO_APART, AUTO_TOGETHER
 from benchmarks.dialled import SCRIPT
 from benchmarks.trained_models import Models, task_recipe
 from specactor.config import EngineConfig, SpeculationConfig
@@ -72,9 +73,8 @@ class Bench:
 
     def of(self, mode: str) -> Sequence[Engine]:
         """The engines that decode in this mode."""
-        return {"decoupled": self.engines[:1], "auto": self.engines[:1], "pre-drafting": self.engines[1:]}.get(
-            mode, self.engines
-        )
+        alone = {"decoupled": self.engines[:1], AUTO_APART: self.engines[:1], "pre-drafting": self.engines[1:]}
+        return alone.get(mode, self.engines)
 
     def configure(self, config: SpeculationConfig, engines: Sequence[Engine]) -> None:
         """These; all others have nothing to do, and nobody to talk to."""
@@ -83,10 +83,6 @@ class Bench:
             if wanted.mode != "off" or index not in self.off:
                 engine.rank_call(CONFIGURE, msgspec.json.encode(wanted), timeout_s=60)
             self.off = self.off | {index} if wanted.mode == "off" else self.off - {index}
-
-    def seconds(self, requests: Sequence[RolloutRequest], engines: Sequence[Engine]) -> float:
-        """Of decoding, without prefills."""
-        return self.decode(requests, engines) - self.decode([_short(r) for r in requests], engines)
 
     def decode(self, requests: Sequence[RolloutRequest], engines: Sequence[Engine]) -> float:
         """Seconds. SystemExit for a response that is not what was decoded before."""
@@ -125,16 +121,19 @@ class Bench:
         return msgspec.json.decode(self.engines[0].rank_call(ROUNDS, b"", timeout_s=60)[0], type=Rounds)
 
 
-def _short(request: RolloutRequest) -> RolloutRequest:
-    return replace(
-        request, request_id=f"{request.request_id}.short", sampling=replace(request.sampling, max_new_tokens=1)
-    )
+def shortened(requests: Sequence[RolloutRequest]) -> list[RolloutRequest]:
+    """To a single token, which prefills give."""
+    return [
+        replace(r, request_id=f"{r.request_id}.short", sampling=replace(r.sampling, max_new_tokens=1)) for r in requests
+    ]
 
 
 def speculation(mode: str, drafter: str = "suffix", window: int | None = None) -> SpeculationConfig:
-    drafters = {"decoupled": ("decoupled",), "pre-drafting": ("decoupled",), "auto": (drafter, "decoupled")}
+    """Args: a contestant, or a mode."""
+    drafters = {"decoupled": ("decoupled",), "pre-drafting": ("decoupled",), AUTO_APART: (drafter, "decoupled")}
+    modes = {"pre-drafting": "decoupled", AUTO_APART: "auto", AUTO_TOGETHER: "auto"}
     return SpeculationConfig(
-        mode="decoupled" if mode == "pre-drafting" else mode,  # type: ignore[arg-type]
+        mode=modes.get(mode, mode),  # type: ignore[arg-type]
         drafters=drafters.get(mode, (drafter,)),
         window=window,
         max_window=MAX_WINDOW,

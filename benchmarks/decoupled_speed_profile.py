@@ -1,11 +1,12 @@
 """What rounds and drafters cost, timed before anything is predicted, on requests that no cell decodes.
 
 Every kind of work is timed where a cell does it: plain steps on both engines at once, on the plain path; verifies in
-mode coupled and decoupled, with drafts that are right as often as DIAL says, so that several tokens are handed out;
-choosing windows, in the engine; hearing a drafter process, there too; and from token to token in a drafter process, its
-loop included.
+mode coupled, there too, and decoupled, with drafts that are right as often as DIAL says, so that several tokens are
+handed out; choosing windows, in the engine; hearing a drafter process, there too; and from token to token in a drafter
+process, its loop included.
 
-Invariant: nothing here is taken from the cells.
+Invariants: nothing here is taken from the cells; all seconds are at one pace of the machine, since each kind of work is
+timed between plain steps, and counted in these.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from specactor.rollout.decoupled.host import DrafterProcess
 from specactor.rollout.planning.costs import CostTable, Grid, Point
 from specactor.rollout.planning.plans import RolloutPlan
 from specactor.rollout.planning.rounds import AHEAD, Pace
+from specactor.rollout.sglang.engine import Engine
 from specactor.types import RolloutRequest
 
 WINDOWS = (1, 2, 3, 4, 6, 8)
@@ -32,6 +34,8 @@ DRAFTED = (1, 2, 4, 8)
 DIAL = 0.8
 SHARE = 0.2
 """Of a plain step, what a step of the dialled drafter process takes."""
+PACES = 4
+"""Times that plain steps are timed at first."""
 STALL = 3.0
 """Times the median, from which on a turn is left out."""
 MESSAGE_S = 1e-4
@@ -123,36 +127,66 @@ class Profile:
         ]
 
 
+class _Pace:
+    """What a plain step takes, of every number of requests; and seconds of other work at the same pace."""
+
+    def __init__(self, bench: Bench, work: Mapping[int, list[RolloutRequest]]) -> None:
+        self._bench, self._work = bench, work
+        seen = [{size: self._now_s(size) for size in work} for _ in range(PACES)]
+        self.plain_s = {size: median(at[size] for at in seen) for size in work}
+        self._before = dict(seen[-1])
+
+    def share(self, size: int) -> float:
+        """What seconds of `size` requests since the last call, or the one before, are to be multiplied with."""
+        before, now = self._before[size], self._now_s(size)
+        self._before[size] = now
+        return self.plain_s[size] / ((before + now) / 2)
+
+    def begin(self, size: int) -> None:
+        """Another kind of work comes first."""
+        self._before[size] = self._now_s(size)
+
+    def engines(self, size: int) -> Sequence[Engine]:
+        """A single request has one of the two."""
+        return self._bench.engines if size > 1 else self._bench.engines[:1]
+
+    def decode(self, size: int) -> None:
+        """So many requests on each of its engines, which are `configure`d."""
+        engines, some = self.engines(size), self._work[size]
+        beside = [replace(r, request_id=f"{r.request_id}.beside") for r in some][: size * (len(engines) - 1)]
+        pairs = [r for pair in zip(some, beside, strict=True) for r in pair] if beside else some
+        self._bench.decode(pairs, engines)
+
+    def _now_s(self, size: int) -> float:
+        self._bench.configure(speculation("coupled", FILLER, 0), self.engines(size))
+        self.decode(size)
+        return by_requests(_points(self._bench.rounds().plain, size)).at(size, 1.0)
+
+
 def profile(bench: Bench, trained: Way, note: Callable[[str], None]) -> Profile:
     """Of every number of requests that an engine has in any cell."""
     work = _works(bench)
     bench.expected.clear()
-    plain: list[Point] = []
-    for size, some in work.items():
-        bench.configure(speculation("coupled", FILLER, 0), bench.engines)
-        beside = [replace(r, request_id=f"{r.request_id}.beside") for r in some]
-        bench.decode([r for pair in zip(some, beside, strict=True) for r in pair], bench.engines)
-        for request in beside:
-            del bench.expected[request.request_id]
-        plain += _points(bench.rounds().plain, size)
-    plain_s = by_requests(plain)
-    here, drafts = _coupled(bench, work, note)
-    elsewhere, turns = _decoupled(bench, work, plain_s)
+    pace = _Pace(bench, work)
+    note("profiled: plain steps")
+    here, drafts = _coupled(bench, pace, note)
+    elsewhere, loop = _decoupled(bench, pace)
     note("profiled: decoupled")
-    loop = [(n, total, seconds - SHARE * plain_s.at(n, 1.0)) for n, total, seconds in turns]
     own: list[Point] = []
     with drafters(bench, trained) as processes:
-        for some in work.values():
+        for size, some in work.items():
+            pace.begin(size)
             bench.configure(speculation("decoupled"), bench.engines[:1])
             bench.decode(some, bench.engines[:1])
-            own += _turns(processes)
+            own += _at(pace.share(size), _turns(processes))
     bench.expected.clear()
+    plain = [(size, size, seconds) for size, seconds in pace.plain_s.items()]
     table = CostTable.fit(here.verifies + elsewhere.verifies, plain=plain, drafters={"model": drafts})
     return Profile(
         table=table,
         choosing_s=here.beside(table),
         ahead_s=elsewhere.beside(table),
-        loop_s=by_requests(p for p in loop if p[2] > 0),
+        loop_s=by_requests(loop),
         trained_s=by_requests(own),
     )
 
@@ -196,55 +230,66 @@ def _dial(bench: Bench, step_s: list[float]) -> str:
     """The script for what `expected` holds now; its path."""
     path = bench.folder / "script.json"
     seeds = {r.request_id: r.seed for some in _works(bench).values() for r in some}
-    outputs = {str(seeds[name]): list(tokens) for name, tokens in bench.expected.items()}
+    outputs = {str(seed): list(bench.expected[name]) for name, seed in seeds.items()}
     path.write_bytes(msgspec.json.encode(Script(acceptance=DIAL, step_s=step_s, outputs=outputs)))
     return str(path)
 
 
-def _coupled(
-    bench: Bench, work: Mapping[int, list[RolloutRequest]], note: Callable[[str], None]
-) -> tuple[_Timed, list[Point]]:
+def _coupled(bench: Bench, pace: _Pace, note: Callable[[str], None]) -> tuple[_Timed, list[Point]]:
     """(rounds with drafts that take no time, the trained model's drafting)."""
     timed = _Timed(verifies=[], chosen=[], drafts=[])
     drafts: list[Point] = []
     _dial(bench, [0.0])
-    for size, some in work.items():
+    for size in pace.plain_s:
+        pace.begin(size)
         for window in WINDOWS:
-            bench.configure(speculation("coupled", IN_ENGINE, window), bench.engines[:1])
-            bench.decode(some, bench.engines[:1])
-            timed.verifies.extend(_points(bench.rounds().verifies, size))
-        bench.configure(speculation("coupled", IN_ENGINE), bench.engines[:1])
-        bench.decode(some, bench.engines[:1])
-        bench.decode(some, bench.engines[:1])
+            bench.configure(speculation("coupled", IN_ENGINE, window), pace.engines(size))
+            pace.decode(size)
+            found = bench.rounds()
+            timed.verifies.extend(_at(pace.share(size), _points(found.verifies, size)))
+        bench.configure(speculation("coupled", IN_ENGINE), pace.engines(size))
+        pace.decode(size)
+        pace.decode(size)
         found = bench.rounds()
-        timed.chosen.extend(_points(found.verifies, size))
-        timed.drafts.extend(_points(found.drafts.get("dialled", ()), size))
+        share = pace.share(size)
+        timed.chosen.extend(_at(share, _points(found.verifies, size)))
+        timed.drafts.extend(_at(share, _points(found.drafts.get("dialled", ()), size)))
         for window in DRAFTED:
-            bench.configure(speculation("coupled", "model", window), bench.engines[:1])
-            bench.decode(some, bench.engines[:1])
-            drafts += _points(bench.rounds().drafts.get("model", ()), size)
+            bench.configure(speculation("coupled", "model", window), pace.engines(size))
+            pace.decode(size)
+            found = bench.rounds()
+            drafts += _at(pace.share(size), _points(found.drafts.get("model", ()), size))
         note(f"profiled: {size} requests")
     return timed, drafts
 
 
-def _decoupled(bench: Bench, work: Mapping[int, list[RolloutRequest]], plain_s: Grid) -> tuple[_Timed, list[Point]]:
-    """(rounds, turns of the drafter process)."""
+def _decoupled(bench: Bench, pace: _Pace) -> tuple[_Timed, list[Point]]:
+    """(rounds, turns of the drafter process beside drafting)."""
     timed = _Timed(verifies=[], chosen=[], drafts=[])
-    script = _dial(bench, [SHARE * plain_s.at(n, 1.0) for n in range(1, max(work) + 1)])
+    plain, engine = _column(pace.plain_s), bench.engines[:1]
+    step_s = [SHARE * plain.at(n, 1.0) for n in range(1, max(pace.plain_s) + 1)]
+    script = _dial(bench, step_s)
     way = Way(name="profile", in_engine=IN_ENGINE, continuer=ELSEWHERE, model_dir=script)
-    turns: list[Point] = []
+    loop: list[Point] = []
     with drafters(bench, way) as processes:
-        for size, some in work.items():
+        for size, some in _works(bench).items():
+            pace.begin(size)
             for window in (1, None):
-                bench.configure(speculation("decoupled", window=window), bench.engines[:1])
-                bench.decode(some, bench.engines[:1])
-                bench.decode(some, bench.engines[:1])
-                found = bench.rounds()
-                timed.verifies.extend(_points(found.verifies, size))
-            timed.chosen.extend(_points(found.verifies, size))
-            timed.drafts.extend(_points(found.drafts.get("decoupled", ()), size))
-            turns += _turns(processes)
-    return timed, turns
+                bench.configure(speculation("decoupled", window=window), engine)
+                bench.decode(some, engine)
+                bench.decode(some, engine)
+                found, share = bench.rounds(), pace.share(size)
+                timed.verifies.extend(_at(share, _points(found.verifies, size)))
+            timed.chosen.extend(_at(share, _points(found.verifies, size)))
+            timed.drafts.extend(_at(share, _points(found.drafts.get("decoupled", ()), size)))
+            beside = [(n, total, seconds - step_s[int(n) - 1]) for n, total, seconds in _turns(processes)]
+            loop += _at(share, [turn for turn in beside if turn[2] > 0])
+    return timed, loop
+
+
+def _at(share: float, points: Iterable[Point]) -> list[Point]:
+    """With seconds multiplied."""
+    return [(n, total, share * seconds) for n, total, seconds in points]
 
 
 def _turns(processes: Sequence[DrafterProcess]) -> list[Point]:

@@ -60,14 +60,14 @@ def differences(runs: Sequence[Run]) -> list[str]:
     return found
 
 
-def start(root: Path, settings: Sequence[str]) -> None:
-    """Run the quickstart, or continue it, into the folder `root`. Raises CalledProcessError when it fails.
+def start(root: Path, settings: Sequence[str], recipe: str = "quickstart") -> None:
+    """Run a recipe, or continue it, into the folder `root`. Raises CalledProcessError when it fails.
 
     Held-out problems stay as in the recipe: the warm-up learns from all others, and the draft models are cut out of, or
     distilled on, what the recipe's warm-up leaves."""
     command = [
         *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"),
-        *(str(ROOT / "launch" / "train_moe.py"), "quickstart", "--name", root.name, "--output-dir", str(root.parent)),
+        *(str(ROOT / "launch" / "train_moe.py"), recipe, "--name", root.name, "--output-dir", str(root.parent)),
         *("--tracking.wandb", "off"),
         *("--checkpoint.every", "0", "--checkpoint.export", "False", "--distillation.keep-rollouts", "True"),
         *("--distillation.tokens-per-update", "1024", "--distillation.tokens-per-microbatch", "1024"),

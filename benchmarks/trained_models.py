@@ -179,9 +179,13 @@ def _warm_up(task: Task, folder: Path) -> None:
     shutil.copytree(ROOT / said, folder)
 
 
-def distil(target: Path, folder: Path, shape: DraftShape, task: Task) -> None:
-    """Make a draft model of the target in a folder that does not exist yet, on responses to the task's problems."""
-    data = json.dumps(to_json(task_recipe(task))["data"]["train"])
+def distil(target: Path, folder: Path, shape: DraftShape, task: Task, problems: SourceConfig | None = None) -> None:
+    """Make a draft model of the target in a folder that does not exist yet, on responses to the task's problems, or to
+    others."""
+    recipe = task_recipe(task)
+    data = json.dumps(
+        to_json(replace(recipe, data=replace(recipe.data, train=problems or recipe.data.train)))["data"]["train"]
+    )
     max_new_tokens = str(task_recipe(task).rollout.max_new_tokens)
     command = ["-m", "benchmarks.distillation", str(target), str(folder), json.dumps(asdict(shape)), data]
     print("  " + _output([*command, max_new_tokens], cpu.environment(), DISTILLATION_LIMIT_S), flush=True)

@@ -93,7 +93,7 @@ class SpecActor:
         self.machine = machine
         self.on_trace = on_trace
         self.on_groups = on_groups
-        self.prompts = PromptStream(len(train_data), config.seed)
+        self.prompts = PromptStream(len(train_data), config.seed, shuffle=config.data.shuffle)
         self.open_groups: list[open_groups.OpenGroup] = []
         """That go on in the next step; equal on all ranks."""
         self.tail = TailCounts()

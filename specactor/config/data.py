@@ -54,3 +54,5 @@ class DataConfig:
 
     train: SourceConfig
     eval: SourceConfig
+    shuffle: bool = True
+    """False: draw problems in the order of their source, epoch after epoch, as a curriculum in a file needs."""

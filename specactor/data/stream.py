@@ -1,7 +1,8 @@
 """In which order problems are drawn, and the seed of each response. PURE.
 
-The order is a function of (number of problems, seed) alone: epoch after epoch, each a fresh permutation. A stream that
-is restored from its state goes on exactly as the stream that the state was taken from.
+The order is a function of (number of problems, seed) alone: epoch after epoch, each a fresh permutation; without
+shuffling, that of the source. A stream that is restored from its state goes on exactly as the stream that the state was
+taken from.
 """
 
 from __future__ import annotations
@@ -16,12 +17,13 @@ from specactor.errors import CheckpointError, ConfigError
 class PromptStream:
     """Indices of problems, without end. Within an epoch none comes twice; one `take` may span several epochs."""
 
-    def __init__(self, dataset_len: int, seed: int) -> None:
+    def __init__(self, dataset_len: int, seed: int, *, shuffle: bool = True) -> None:
         """Raises ConfigError when there is nothing to draw from."""
         if dataset_len < 1:
             raise ConfigError.at("data.train", dataset_len, "at least one problem", "Give a file or task that has one.")
         self.dataset_len = dataset_len
         self.seed = seed
+        self.shuffle = shuffle
         self._move(epoch=0, position=0)
 
     def take(self, num_indices: int) -> tuple[int, ...]:
@@ -40,13 +42,14 @@ class PromptStream:
         return {
             "dataset_len": self.dataset_len,
             "seed": self.seed,
+            "shuffle": int(self.shuffle),
             "epoch": self._epoch,
             "position": self._position,
         }
 
     def restore(self, state: object) -> None:
         """Continue from a `state`. Raises CheckpointError when it is of another data set, another seed or damaged."""
-        keys = ("dataset_len", "seed", "epoch", "position")
+        keys = ("dataset_len", "seed", "shuffle", "epoch", "position")
         if not isinstance(state, Mapping) or any(type(state.get(key)) is not int for key in keys):
             raise CheckpointError(
                 f"data position: got {state!r}, expected integers {', '.join(keys)}. Resume from another checkpoint."
@@ -54,6 +57,7 @@ class PromptStream:
         for key, own, remedy in (
             ("dataset_len", self.dataset_len, "Resume with the data that the run started with."),
             ("seed", self.seed, "Resume with the seed that the run started with."),
+            ("shuffle", int(self.shuffle), "Resume with the data.shuffle that the run started with."),
         ):
             if state[key] != own:
                 raise CheckpointError(
@@ -70,7 +74,8 @@ class PromptStream:
         self._epoch = epoch
         self._position = position
         self._order = list(range(self.dataset_len))
-        random.Random(_hash(b"epoch", self.seed, epoch)).shuffle(self._order)
+        if self.shuffle:
+            random.Random(_hash(b"epoch", self.seed, epoch)).shuffle(self._order)
 
 
 def request_seed(run_seed: int, step: int, problem_index: int, sample_index: int) -> int:

@@ -13,15 +13,18 @@ sizes = st.integers(1, 40)
 takes = st.lists(st.integers(0, 30), max_size=12)
 
 
-@given(dataset_len=sizes, seed=st.integers(0, 2**31 - 1), before=takes, after=takes)
+@given(dataset_len=sizes, seed=st.integers(0, 2**31 - 1), shuffle=st.booleans(), before=takes, after=takes)
 def test_a_restored_stream_goes_on_as_if_nothing_had_happened(
-    dataset_len: int, seed: int, before: list[int], after: list[int]
+    dataset_len: int, seed: int, shuffle: bool, before: list[int], after: list[int]
 ) -> None:
-    undisturbed, stopped = PromptStream(dataset_len, seed), PromptStream(dataset_len, seed)
+    def stream() -> PromptStream:
+        return PromptStream(dataset_len, seed, shuffle=shuffle)
+
+    undisturbed, stopped = stream(), stream()
     for count in before:
         assert undisturbed.take(count) == stopped.take(count)
     saved = json.loads(json.dumps(stopped.state()))
-    resumed = PromptStream(dataset_len, seed)
+    resumed = stream()
     resumed.take(3)  # whatever was drawn before a restore does not matter
     resumed.restore(saved)
     assert [resumed.take(count) for count in after] == [undisturbed.take(count) for count in after]
@@ -48,6 +51,11 @@ def test_epochs_and_seeds_differ() -> None:
     assert PromptStream(100, 1).take(100) != first
 
 
+def test_unshuffled_problems_come_in_the_order_of_their_source() -> None:
+    stream = PromptStream(4, 7, shuffle=False)
+    assert stream.take(3) + stream.take(6) == (0, 1, 2, 3, 0, 1, 2, 3, 0)
+
+
 def test_the_order_is_pinned_across_versions_of_python() -> None:
     assert PromptStream(10, 7).take(15) == PINNED_ORDER
 
@@ -58,12 +66,17 @@ PINNED_ORDER = (9, 2, 5, 4, 6, 1, 3, 7, 8, 0, 8, 0, 3, 5, 4)
 @pytest.mark.parametrize(
     ("state", "message"),
     [
-        ({"dataset_len": 9, "seed": 7, "epoch": 0, "position": 0}, "dataset_len: got 9, expected 10"),
-        ({"dataset_len": 10, "seed": 8, "epoch": 0, "position": 0}, "seed: got 8, expected 7"),
-        ({"dataset_len": 10, "seed": 7, "epoch": -1, "position": 0}, "got epoch -1"),
-        ({"dataset_len": 10, "seed": 7, "epoch": 0, "position": 11}, r"expected epoch >= 0 and position 0\.\.10"),
-        ({"dataset_len": 10, "seed": 7, "epoch": 0}, "expected integers dataset_len"),
-        ({"dataset_len": 10, "seed": 7, "epoch": 0, "position": 1.0}, "expected integers dataset_len"),
+        ({"dataset_len": 9, "seed": 7, "shuffle": 1, "epoch": 0, "position": 0}, "dataset_len: got 9, expected 10"),
+        ({"dataset_len": 10, "seed": 8, "shuffle": 1, "epoch": 0, "position": 0}, "seed: got 8, expected 7"),
+        ({"dataset_len": 10, "seed": 7, "shuffle": 0, "epoch": 0, "position": 0}, "shuffle: got 0, expected 1"),
+        ({"dataset_len": 10, "seed": 7, "epoch": 0, "position": 0}, "expected integers dataset_len, seed, shuffle"),
+        ({"dataset_len": 10, "seed": 7, "shuffle": 1, "epoch": -1, "position": 0}, "got epoch -1"),
+        (
+            {"dataset_len": 10, "seed": 7, "shuffle": 1, "epoch": 0, "position": 11},
+            r"expected epoch >= 0 and position 0\.\.",
+        ),
+        ({"dataset_len": 10, "seed": 7, "shuffle": 1, "epoch": 0}, "expected integers dataset_len"),
+        ({"dataset_len": 10, "seed": 7, "shuffle": 1, "epoch": 0, "position": 1.0}, "expected integers dataset_len"),
         ([1, 2], "expected integers dataset_len"),
     ],
 )

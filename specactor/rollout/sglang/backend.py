@@ -27,8 +27,6 @@ from specactor.rollout.sglang import beginnings, guard, rank_calls, routed_exper
 from specactor.rollout.sglang.protocol import EngineSpec
 from specactor.types import FinishReason, RolloutRequest
 
-_FLUSH_TRIES = 20
-_FLUSH_PAUSE_S = 0.1
 _ADMISSION_PAUSE_S = 0.005
 _ADMISSION_TRIES = 200
 PROGRESS_TOKENS = 64
@@ -181,17 +179,6 @@ class Backend:
         from sglang.srt.managers.io_struct import ContinueGenerationReqInput
 
         await self._engine.tokenizer_manager.continue_generation(ContinueGenerationReqInput())
-
-    async def flush(self) -> None:
-        """Forget all keys and values. Raises EngineError when requests are running.
-
-        The last response is delivered a moment before the scheduler counts itself as idle: that moment is waited for.
-        """
-        for _ in range(_FLUSH_TRIES):
-            if (await self._engine.tokenizer_manager.flush_cache()).success:
-                return
-            await asyncio.sleep(_FLUSH_PAUSE_S)
-        raise EngineError("flush: requests are still running. Abort them or wait for them first.")
 
     async def release_memory(self) -> None:
         """Give weights and KV cache back to the device. Does nothing where the platform cannot."""

@@ -45,6 +45,8 @@ from specactor.types import RolloutRequest, Trajectory
 __all__ = ["Engine", "EngineDied", "EngineSpec"]
 
 _COMMAND_TIMEOUT_S = 60.0
+_FLUSH_TRIES = 20
+_FLUSH_PAUSE_S = 0.1
 _START_CALL = 0
 
 
@@ -198,8 +200,17 @@ class Engine:
         raise EngineError(f"engine {self.index}: rank call {name!r}: {_text(message)}")
 
     def flush(self) -> None:
-        """Drop the KV and prefix cache."""
-        self._command("flush")
+        """Drop the KV and prefix cache. Raises EngineError when requests are running.
+
+        The last response is delivered a moment before the scheduler counts itself as idle: that moment is waited for.
+        """
+        for _ in range(_FLUSH_TRIES):
+            if all(self.rank_call("flush", b"", timeout_s=_COMMAND_TIMEOUT_S)):
+                return
+            time.sleep(_FLUSH_PAUSE_S)
+        raise EngineError(
+            f"engine {self.index}: flush: requests are still running. Abort them or wait for them first."
+        )
 
     def abort(self) -> None:
         """End all running requests; their `generate` returns them with finish reason ``abort``."""

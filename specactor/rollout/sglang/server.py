@@ -150,8 +150,6 @@ class _Server:
                 await self._backend.pause()
             case "resume":
                 await self._backend.resume()
-            case "flush":
-                await self._backend.flush()
             case "release_memory":
                 await self._backend.release_memory()
             case "resume_memory":

@@ -38,7 +38,7 @@ def through_socket(message: p.ToHost | p.FromHost) -> bytes:
         p.Start(spec=SPEC),
         p.Generate(call=1, requests=[REQUEST]),
         p.RankCall(call=2, name="x", payload=b"\x00\xff", timeout_s=1.5),
-        p.Command(call=3, verb="flush"),
+        p.Command(call=3, verb="pause"),
     ],
 )
 def test_messages_to_the_host_arrive_as_they_were(message: p.ToHost) -> None:
