@@ -163,11 +163,10 @@ class Decoupled(Drafter):
             self.patience.rounds(now_s - self._ended_s)
 
     def _send(self, now_s: float) -> None:
-        live = self.tails.live
         for drafter in range(self._link.num_drafters):
             for frame in self.tails.outgoing(drafter, now_s):
                 if not self._link.send(drafter, frame):
-                    self.tails.drops.expect("unsent" if drafter in live else "nobody")
+                    self.tails.drops.expect("unsent" if drafter in self.tails.live else "nobody")
 
     def _receive(self, now_s: float) -> None:
         tails = self.tails
