@@ -103,7 +103,7 @@ class ZmqLink:
         self.num_drafters = len(endpoints)
         self._context = zmq.Context()
         self._sockets = [self._connect(session, endpoint, keys) for endpoint in endpoints]
-        self._numbers = {socket: drafter for drafter, socket in enumerate(self._sockets)}
+        self._numbers: dict[object, int] = {socket: drafter for drafter, socket in enumerate(self._sockets)}
         self._inputs = [(socket, _INPUT) for socket in self._sockets]
 
     def _connect(self, session: int, endpoint: str, keys: EngineKeys | None) -> zmq.Socket[bytes]:
