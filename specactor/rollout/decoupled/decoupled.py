@@ -111,7 +111,7 @@ class Decoupled(Drafter):
         drafts = self.tails.drafts(names, windows)
         self._wait_for(names, windows, drafts)
         without = [name for name, draft in zip(names, drafts, strict=True) if not draft]
-        self.expects = 2 * self.tails.num_owed(without) > len(names)
+        self.expects = 2 * len(without) > len(names) and 2 * self.tails.num_owed(without) > len(names)
         self._given = [s.output_ids for s, draft in zip(sequences, drafts, strict=True) if draft]
         self._lengths = list(map(len, self._given))
         self._proposed += sum(map(len, drafts))
