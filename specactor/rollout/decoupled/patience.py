@@ -68,9 +68,11 @@ class Patience:
         enough = min(len(self._rounds_s), len(self._answers_s), self._served) >= MIN_SAMPLES
         if not missing or not enough:
             return 0.0, 0.0
-        round_s, answers_s = median(self._rounds_s), sorted(self._answers_s)
         gain = self._first_right / self._served
         emitted = requests + (requests - missing) * self._accepted / self._served
+        if emitted + self._trust * missing * gain <= MIN_GAIN * emitted:
+            return 0.0, 0.0  # not even if all answers took no time
+        round_s, answers_s = median(self._rounds_s), sorted(self._answers_s)
         best, best_speed = (0.0, 0.0), MIN_GAIN * emitted / round_s
         for count, answer_s in enumerate(answers_s, 1):
             wait_s = answer_s + LINK_S

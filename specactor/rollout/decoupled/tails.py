@@ -59,8 +59,8 @@ class _Request:
     opened_s: float = float("-inf")
     base: int = 0
     """Position of the tail's first token."""
-    tokens: list[int] | None = None
-    """The tail; None: there is none."""
+    tokens: bytes | None = None
+    """The tail, packed: a list of numbers is ten times as much to fetch after a verify. None: there is none."""
     branches: Sequence[Branch] = ()
 
 
@@ -127,7 +127,8 @@ class Tails:
     @property
     def num_tokens(self) -> int:
         """Held in tails."""
-        return sum(len(request.tokens) for request in self._requests.values() if request.tokens is not None)
+        tails = [request.tokens for request in self._requests.values() if request.tokens is not None]
+        return sum(map(len, tails)) // messages.TOKEN_BYTES
 
     @property
     def live(self) -> list[int]:
@@ -186,28 +187,28 @@ class Tails:
     def drafts(self, names: Sequence[str], windows: Sequence[int]) -> list[list[int]]:
         """What may follow each request's output: at most `windows[i]` tokens of request i."""
         drafts: list[list[int]] = []
-        find = self._requests.get
         stale = 0
-        for name, window in zip(names, windows, strict=True):
-            request = find(name)
-            if request is None or (tokens := request.tokens) is None:
+        for request, window in zip(map(self._requests.get, names), windows, strict=True):
+            if request is None or request.tokens is None:
                 drafts.append([])
                 continue
+            tokens = messages.unpack(request.tokens)
             known = request.output_ids[request.base :]
             start = len(known)
             if tokens[:start] != known:
-                tokens = self._other_way(request, known)
+                tokens = self._other_way(request, tokens, known)
                 stale += not tokens
             drafts.append(tokens[start : start + window])
         self.drops.expect("stale", stale)
         return drafts
 
-    def _other_way(self, request: _Request, known: list[int]) -> list[int]:
+    def _other_way(self, request: _Request, tokens: list[int], known: list[int]) -> list[int]:
         """Through the tail's branches, if one begins with what is known; else the tail is of no use any longer."""
-        tokens = chain(request.tokens or [], request.branches, known) if request.branches else []
-        self.branched += bool(tokens)
-        request.tokens, request.branches = tokens or None, ()  # other branches stand on the tail as it was
-        return tokens
+        way = chain(tokens, request.branches, known) if request.branches else []
+        self.branched += bool(way)
+        request.tokens = messages.pack(way) if way else None
+        request.branches = ()  # other branches stand on the tail as it was
+        return way
 
     # ---------------------------------------------------------------------------------------------------- what arrives
 
@@ -279,7 +280,9 @@ class Tails:
                 request.owed_from = None
             if base > request.told:
                 self.drops.add("future", f"tail at {base} from drafter {index}, which was told of {request.told}")
-            elif base + len(tokens) <= len(request.output_ids) or (request.tokens is not None and base < request.base):
+            elif base + len(tokens) // messages.TOKEN_BYTES <= len(request.output_ids) or (
+                request.tokens is not None and base < request.base
+            ):
                 stale += 1
             else:
                 request.base, request.tokens, request.branches = base, tokens, branches
@@ -307,11 +310,13 @@ class Tails:
         for number, request in drafter.unopened.items():
             records.append(self._opening(request, now_s))
             drafter.grown.pop(number, None)
+        longest = self.window + 1
         for number, request in drafter.grown.items():
-            fresh = request.output_ids[request.told :]
-            records.append(Commit(request=number, position=request.told, tokens=fresh))
-            request.told += len(fresh)
-            if len(fresh) > self.window + 1:
+            told = request.told
+            fresh = request.output_ids[told:]
+            records.append(Commit(request=number, position=told, tokens=fresh))
+            request.told = told + len(fresh)
+            if len(fresh) > longest:
                 request.owed_from = request.told
         drafter.closed.clear()
         drafter.unopened.clear()

@@ -18,6 +18,7 @@ from specactor.rollout.decoupled.messages import (
     decode_to_engine,
     encode,
     newest,
+    unpack,
 )
 from specactor.rollout.decoupled.mirror import AHEAD
 from specactor.rollout.decoupled.mirrors import SILENT_S, Mirrors
@@ -59,7 +60,7 @@ class Drafter:
 def tails(said: Sequence[ToEngine]) -> dict[int, tuple[int, list[int]]]:
     """The same, of what it said."""
     records = [record for record in said if isinstance(record, TailColumns)]
-    return {request: (base, tokens) for request, base, tokens, _ in newest(records)}
+    return {request: (base, unpack(tokens)) for request, base, tokens, _ in newest(records)}
 
 
 def beat(*requests: tuple[int, int, int], engine: str = "e") -> Beat:

@@ -46,6 +46,13 @@ def test_does_not_wait_where_that_would_lose(round_s: float, answer_s: float, em
     assert taught(round_s=round_s, answers_s=[answer_s], emitted=emitted).bound(8, 1) == (0.0, 0.0)
 
 
+@pytest.mark.parametrize(("missing", "waits"), [(1, False), (17, False), (18, True), (100, True)])
+def test_waits_from_the_least_gain_on(missing: int, waits: bool) -> None:
+    """m drafts of 100 add m tokens to 100 + 3 (100 - m): 4.9 % for 17, 5.2 % for 18."""
+    patience = taught(round_s=10.0, answers_s=[0.004], emitted=[4])
+    assert (patience.bound(100, missing)[0] > 0) == waits
+
+
 def test_a_few_late_answers_are_not_waited_for() -> None:
     answers_s = [0.002] * 9 + [0.04]
     wait_s, arriving = taught(round_s=0.05, answers_s=answers_s, emitted=[2]).bound(8, 8)

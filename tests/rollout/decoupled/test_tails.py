@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 
 from specactor.rollout.decoupled.messages import (
+    MAX_TAIL_TOKENS,
     Beat,
+    Branch,
     Close,
     Commit,
     Header,
@@ -217,6 +219,20 @@ def test_an_odd_tail_costs_a_part_of_itself() -> None:
     end.say()
     end.hear(Tail(request=1, base=0, tokens=pack([10, 11])[:-1], version=1))
     assert end.draft("a") == [10]
+
+
+def test_the_longest_way_through_a_branch() -> None:
+    end = ready()
+    end.open("a")
+    end.say()
+    first, second = list(range(MAX_TAIL_TOKENS)), list(range(100, 100 + MAX_TAIL_TOKENS))
+    branch = Branch(accepted=len(first), bonus=99, tokens=pack(second))
+    end.hear(Tail(request=1, base=0, tokens=pack(first), version=1, branches=[branch]))
+    end.commit("a", *first, 99)
+    assert end.draft("a") == second[:4]
+    end.commit("a", *second[:-1])
+    assert end.draft("a") == second[-1:]
+    assert end.tails.num_tokens == 2 * MAX_TAIL_TOKENS + 1
 
 
 @pytest.mark.parametrize("kind", [Tails, ForeignTaken])

@@ -22,7 +22,7 @@ class LengthsCompared(Tails):
         if request.tokens is None:
             return []
         start = len(request.output_ids) - request.base
-        return list(request.tokens[start : start + window])
+        return messages.unpack(request.tokens)[start : start + window]
 
 
 class FutureTaken(Tails):
@@ -34,7 +34,7 @@ class FutureTaken(Tails):
     def _draft(self, request: Any, window: int) -> list[int]:
         if request.tokens is None:
             return []
-        known, tokens = request.output_ids[request.base :], list(request.tokens)
+        known, tokens = request.output_ids[request.base :], messages.unpack(request.tokens)
         return tokens[len(known) :][:window] if tokens[: len(known)] == known else tokens[:window]
 
 
@@ -177,7 +177,7 @@ class AheadWithoutBound(Mirrors):
 class AnyBranch(Tails):
     """Takes a branch for its bonus, wherever it begins."""
 
-    def _other_way(self, request: Any, known: list[int]) -> list[int]:
+    def _other_way(self, request: Any, tokens: list[int], known: list[int]) -> list[int]:
         for branch in request.branches:
             if branch.bonus == known[-1]:
                 return [*known, *messages.unpack(branch.tokens)]
