@@ -1,15 +1,16 @@
 """What keeping the draft model fresh is worth: four runs of the quickstart with the same seeds.
 
     python -m benchmarks.drafter_refresh [--steps 30] [--window 4] [--share 0.03] [--only runs|recovery]
-        [--start cut|distilled] [--recovery-shares 0.03 0.25] [--recovery-time-share 1] [--jump 15]
+        [--start cut|distilled|curriculum] [--recovery-shares 0.03 0.25] [--recovery-time-share 1] [--jump 15]
         [--key.path value ...]
 
 Without a drafter, with one that stays as it was (cut out of the policy with `specactor drafter init`, or distilled on
 it), with one that learns after every step, and with one that learns when that is predicted to pay. Tokens, rewards and
 losses must be identical in all four; accept_length by step and the seconds of refreshing are what differs. Then runs
-whose policy jumps (`drafter_refresh_recovery`), frozen and with refreshes of some shares of the time. Settings by path
-go to all runs. Writes docs/results/drafter_refresh.md and .png, from a distilled start drafter_refresh_distilled; with
---only recovery its section is printed and nothing is written.
+whose policy jumps (`drafter_refresh_recovery`), or, from `curriculum`, whose problems do
+(`drafter_refresh_curriculum`), frozen and with refreshes of some shares of the time. Settings by path go to all runs.
+Writes docs/results/drafter_refresh.md and .png, from another start than `cut` drafter_refresh_START; with --only
+recovery its section is printed and nothing is written.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean
 
@@ -29,9 +31,10 @@ matplotlib.use("Agg")
 
 import matplotlib.pyplot as plt
 
+from benchmarks import drafter_refresh_curriculum as curriculum
 from benchmarks.curves import smoothed
 from benchmarks.drafter_refresh_ceiling import ceilings
-from benchmarks.drafter_refresh_recovery import STEPS_BEFORE, folder_of, recovered, section
+from benchmarks.drafter_refresh_recovery import STEPS_BEFORE, folder_of, jump, recovered, section, switch
 from benchmarks.drafter_refresh_runs import Run, differences, drafting, refreshing, start
 from benchmarks.results import RESULTS, Result, publish
 from benchmarks.trained_models import CACHE, ROOT, task_models, task_target
@@ -45,19 +48,41 @@ KINDS = {
     "auto": "auto",
 }
 """Run -> distillation.refresh."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Start:
+    """Where the draft model comes from, and what the runs' problems are."""
+
+    page: str
+    title: str
+    draft: str
+    """In words."""
+    problems: str = ""
+    recipe: str = "quickstart"
+
+
 STARTS = {
-    "cut": (
-        NAME,
-        "A draft model that stays fresh",
-        "one layer cut out of the policy at its start (`specactor drafter init`)",
+    "cut": Start(
+        page=NAME,
+        title="A draft model that stays fresh",
+        draft="one layer cut out of the policy at its start (`specactor drafter init`)",
     ),
-    "distilled": (
-        f"{NAME}_distilled",
-        "A draft model that was distilled before the run",
-        "one layer that was distilled on the policy at its start, for 400 updates",
+    "distilled": Start(
+        page=f"{NAME}_distilled",
+        title="A draft model that was distilled before the run",
+        draft="one layer that was distilled on the policy at its start, for 400 updates",
+    ),
+    "curriculum": Start(
+        page=f"{NAME}_curriculum",
+        title="A draft model, and problems that get harder",
+        draft="one layer that was distilled on the policy at its start, for 400 updates, on problems as the first step "
+        "has",
+        problems=f" Problems come in their order (`data.shuffle False`): numbers up to {curriculum.FIRST} in the first "
+        f"step, up to {curriculum.LAST} from {100 * curriculum.RISE:g} % of the run on; 32 responses to each.",
+        recipe=curriculum.__file__,
     ),
 }
-"""Where the draft model comes from -> page, its title, and in words."""
 STEP_PHASES = ("rollout", "reward", "train", "sync", "refresh")
 
 
@@ -65,7 +90,8 @@ def launch(name: str, draft: Path, base: Path, options: argparse.Namespace, sett
     root = base / name.replace(" ", "-")
     chosen = ["--train.steps", str(options.steps), *refreshing(KINDS[name], options.share)]
     print(f"-- {name}", flush=True)
-    start(root, [*chosen, *(drafting(draft, options.window) if name != "no drafter" else []), *settings])
+    chosen += drafting(draft, options.window) if name != "no drafter" else []
+    start(root, [*chosen, *settings], STARTS[options.start].recipe)
     return Run.read(name, root)
 
 
@@ -136,13 +162,14 @@ def draw(runs: Sequence[Run], file: Path) -> None:
 def page(runs: Sequence[Run], found: Sequence[str], options: argparse.Namespace, more: str = "") -> Result:
     """Args: what differs and must not; a section that follows."""
     equal = "Responses, rewards and all metrics of the policy are identical in the four runs, bit for bit."
-    picture = f"![accept_length and seconds by step]({STARTS[options.start][0]}.png)"
+    begun = STARTS[options.start]
+    picture = f"![accept_length and seconds by step]({begun.page}.png)"
     notes = equal if not found else "**The runs differ, which they must not:** " + "; ".join(found[:10]) + "."
     return Result(
-        title=STARTS[options.start][1],
+        title=begun.title,
         intro=(
             f"The quickstart, {options.steps} RL steps, the same seeds, mode coupled with a fixed window of "
-            f"{options.window}. The draft model is {STARTS[options.start][2]}. *frozen* leaves it so; *every step* "
+            f"{options.window}.{begun.problems} The draft model is {begun.draft}. *frozen* leaves it so; *every step* "
             f"distils it after each step for at most {100 * options.share:g} % of the step's time; *auto* where that "
             "is predicted to pay. The share in the table holds deciding, learning and pushing."
         ),
@@ -170,34 +197,56 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--jump", type=float, default=15, help="times the learning rate, in the step of the jump")
     options, settings = parser.parse_known_args(arguments)
-    name, base = STARTS[options.start][0], CACHE / NAME
+    name, base = STARTS[options.start].page, CACHE / NAME
     shutil.rmtree(base, ignore_errors=True)
     base.mkdir(parents=True)
-    runs, found, different = [], [], []
+    draft = first_draft(options, base)
+    runs, found = [], []
     if options.only != "recovery":
-        draft = base / "draft" if options.start == "cut" else task_models("A").draft
-        if options.start == "cut":
-            make_draft(options.target or task_target("A"), draft)
+        if options.start == "curriculum":
+            problems = curriculum.write_problems(base / "problems.jsonl", curriculum.rising(options.steps))
+            settings = ["--data.train.path", str(problems), *settings]
         runs = [launch(kind, draft, base, options, settings) for kind in KINDS]
         found = differences(runs)
         draw(runs, options.results / f"{name}.png")
         publish(name, page(runs, found, options), options.results)
     if options.only != "runs":
-        recoveries, different = recovered(
-            *(base, task_models("A").draft),
-            window=options.window,
-            jump=options.jump,
-            shares=options.recovery_shares,
-            after=options.recovery_time_share,
-            settings=settings,
-        )
-        longest, draft = folder_of(base, recoveries[-1].run.name), task_models("A").draft
-        ceiling = ceilings(longest, draft, jump_step=STEPS_BEFORE + 1, window=options.window)
-        text = section(recoveries, different, options.jump, ceiling.text())
+        text, different = recovery(options, base, draft, settings)
+        found += different
         print(text)
         if runs:
             publish(name, page(runs, found, options, text), options.results)
-    return 1 if found or different else 0
+    return 1 if found else 0
+
+
+def first_draft(options: argparse.Namespace, base: Path) -> Path:
+    """The draft model that the runs begin with."""
+    if options.start == "distilled":
+        return task_models("A").draft
+    if options.start == "cut":
+        make_draft(options.target or task_target("A"), base / "draft")
+    else:
+        curriculum.make_draft(base / "draft")
+    return base / "draft"
+
+
+def recovery(options: argparse.Namespace, base: Path, draft: Path, settings: Sequence[str]) -> tuple[str, list[str]]:
+    """(the section of the page, what differs between its runs and must not)"""
+    switches = options.start == "curriculum"
+    event = switch(base) if switches else jump(options.jump)
+    draft = draft if switches else task_models("A").draft
+    found, different = recovered(
+        *(base, draft, event),
+        window=options.window,
+        shares=options.recovery_shares,
+        after=options.recovery_time_share,
+        settings=settings,
+    )
+    if switches:
+        return section(found, different, event), different
+    longest = folder_of(base, found[-1].run.name)
+    ceiling = ceilings(longest, draft, jump_step=STEPS_BEFORE + 1, window=options.window)
+    return section(found, different, event, ceiling.text()), different
 
 
 if __name__ == "__main__":

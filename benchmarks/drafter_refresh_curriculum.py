@@ -1,4 +1,4 @@
-"""A curriculum for `benchmarks.drafter_refresh`: the quickstart's problems, from short numbers to long ones.
+"""Problems that change while a run goes on, for `benchmarks.drafter_refresh`: the quickstart's, short numbers first.
 
 The policy is what the quickstart's warm-up leaves, so it has seen numbers of all lengths; the draft model is distilled
 on its responses to numbers as the first step has, which is all that there is when such a run begins.
@@ -8,38 +8,53 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from benchmarks.trained_models import DraftShape, distil, task_recipe, task_target
 from examples import quickstart
 from specactor.config import Config, SourceConfig, WarmupConfig
+from specactor.data.reasoning import create_task
 
 FIRST, LAST = 1000, 9999
-"""Largest number in the first step, and from RISE of the run on."""
-RISE = 0.75
-SPARE = 1.2
-"""Times the problems that a run draws: those that are held out are taken away."""
+"""Largest number of the first steps, and of the last ones."""
+RISE = 0.5
+"""Of the steps; from then on numbers are as long as they get."""
 
 
-def largest(step: int, steps: int) -> int:
-    """Of the numbers whose bits are counted; it grows by the same factor in every step. Args: from 0 on."""
-    share = min(1.0, step / max(1.0, RISE * steps - 1))
-    return round(FIRST * (LAST / FIRST) ** share)
+def rising(steps: int) -> list[int]:
+    """The largest number of every step; it grows by the same factor in each, up to LAST."""
+    last = max(1, round(RISE * steps) - 1)
+    return [round(FIRST * (LAST / FIRST) ** min(1.0, step / last)) for step in range(steps)]
 
 
-def write_problems(file: Path, steps: int, *, seed: int = 0) -> None:
-    """Of a run of so many steps, in their order."""
-    chance, each = random.Random(seed), quickstart.recipe().rollout.prompts_per_step
+def switched(before: int, after: int) -> list[int]:
+    """The largest number of every step, when it changes at once."""
+    return [FIRST] * before + [LAST] * after
+
+
+def write_problems(file: Path, largest: Sequence[int], *, seed: int = 0) -> Path:
+    """As many steps as numbers are given, in their order; none of those that are held out."""
+    chance, usual = random.Random(seed), quickstart.recipe()
+    held_out = numbers(usual.data.eval)
     with file.open("w") as out:
-        for step in range(round(SPARE * steps)):
-            for number in chance.sample(range(1, largest(step, steps) + 1), each):
+        for most in largest:
+            allowed = [number for number in range(1, most + 1) if number not in held_out]
+            for number in chance.sample(allowed, usual.rollout.prompts_per_step):
                 row = {"prompt": f"{number}=", "answer": str(number.bit_count()), "verifier": "exact"}
                 out.write(json.dumps(row) + "\n")
+    return file
+
+
+def numbers(source: SourceConfig) -> frozenset[int]:
+    """Whose bits are counted."""
+    task = create_task(source.task, source.params, size=source.size, seed=source.seed)
+    return frozenset(int(task[i]["metadata"]["number"]) for i in range(source.size))
 
 
 def make_draft(folder: Path) -> None:
-    """One layer, distilled on the policy at its start, on numbers as the first step has."""
+    """One layer, distilled on the policy at its start, on numbers as the first steps have."""
     source = replace(task_recipe("A").data.train, params={"min_n": 1, "max_n": FIRST})
     distil(task_target("A"), folder, DraftShape(), "A", source)
 
@@ -47,10 +62,10 @@ def make_draft(folder: Path) -> None:
 def recipe() -> Config:
     """Of every run; data.train.path is to be set."""
     usual = quickstart.recipe()
-    source = SourceConfig(path="problems.jsonl")
     return replace(
         usual,
         model=replace(usual.model, tiny=None, path=str(task_target("A"))),
         warmup=WarmupConfig(),
-        data=replace(usual.data, train=source, shuffle=False),
+        data=replace(usual.data, train=SourceConfig(path="problems.jsonl"), shuffle=False),
+        rollout=replace(usual.rollout, group_size=32),
     )

@@ -1,8 +1,32 @@
-"""For all tests: a property may take long. The machine may be busy, and how long it takes is no part of it."""
+"""For all tests: a property may take long. The machine may be busy, and how long it takes is no part of it.
+
+Files that take minutes come first, so that no worker is left alone with one of them at the end.
+"""
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import pytest
 from hypothesis import settings
 
 settings.register_profile("any machine", deadline=None)
 settings.load_profile("any machine")
+
+TESTS = Path(__file__).parent
+LONGEST = (
+    "rollout/sglang/test_draft_model.py",
+    "faults/test_faults.py",
+    "weights_sync/test_sync.py",
+    "trainer/test_layouts.py",
+    "end_to_end/test_run.py",
+    "rollout/sglang/test_decoupled.py",
+    "trainer/test_checkpoint.py",
+    "end_to_end/test_lending.py",
+)
+"""In seconds."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    places = {TESTS / name: place for place, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: places.get(item.path, len(places)))

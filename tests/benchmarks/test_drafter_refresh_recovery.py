@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
 from benchmarks import drafter_refresh_recovery as module
-from benchmarks.drafter_refresh_recovery import COLUMNS, ROLLOUTS_AFTER, STEPS_BEFORE, Recovery, section
+from benchmarks.drafter_refresh_recovery import COLUMNS, ROLLOUTS_AFTER, STEPS_BEFORE, Recovery, jump, section, switch
 from benchmarks.drafter_refresh_runs import LENGTH, Run
 
 BEFORE = [1.5] * STEPS_BEFORE
@@ -48,22 +49,22 @@ def test_the_rollout_just_after_the_jump_is_no_recovery() -> None:
 def test_a_section_says_what_was_missed() -> None:
     met, missed = recovery([*BEFORE, 4.0, 2.0, 3.0, 3.7, 3.5]), recovery([*BEFORE, 4.0, 2.0, 3.0, 3.5, 3.5])
     frozen = recovery([*BEFORE, 4.0, 2.0, 2.0, 2.0, 2.0], learns=False)
-    text = section([frozen, met], [], 20)
+    text = section([frozen, met], [], jump(20))
     assert "every step, 3 %: met. Responses" in text
     assert "goes from 0.75 to 0.25" in text
     assert "| frozen | 4.00 | 2.00 |" in text
     assert "frozen: " not in text, "nobody expects it to recover"
     assert text.count("\n| ") == 4, "a header, a line, two rows"
-    assert "missed" in section([frozen, missed], [], 20)
-    assert section([frozen, met], [], 20, "Why.").endswith("\n\nWhy.")
-    assert "which they must not" in section([frozen, met], ["frozen, step 1: policy/loss"], 20)
+    assert "missed" in section([frozen, missed], [], jump(20))
+    assert section([frozen, met], [], jump(20), "Why.").endswith("\n\nWhy.")
+    assert "which they must not" in section([frozen, met], ["frozen, step 1: policy/loss"], jump(20))
 
 
 def test_legs_go_on_from_each_other(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Steps before at the usual rate, one at the larger one, and the rest as usual; settings of the user come first."""
     calls: list[list[str]] = []
-    monkeypatch.setattr(module, "start", lambda root, settings: calls.append(list(settings)))
-    module._legs(tmp_path / "run", "frozen", 20, ["--seed", "1"])
+    monkeypatch.setattr(module, "start", lambda root, settings, recipe: calls.append([*settings, recipe]))
+    module._legs(tmp_path / "run", "frozen", jump(20), ["--seed", "1"])
     steps = [call[call.index("--train.steps") + 1] for call in calls]
     rates = [float(call[call.index("--train.learning-rate") + 1]) for call in calls]
     assert steps == [str(STEPS_BEFORE), str(STEPS_BEFORE + 1), str(STEPS_BEFORE + 1 + ROLLOUTS_AFTER)]
@@ -71,7 +72,19 @@ def test_legs_go_on_from_each_other(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     assert rates[1] == pytest.approx(20 * rates[0])
     assert ["--resume" in call for call in calls] == [False, True, True]
     assert all(call[:2] == ["--seed", "1"] for call in calls)
+    assert all(call[-1] == "quickstart" for call in calls)
     assert ["--checkpoint.export" in call for call in calls] == [False, False, True], "what is measured offline"
+
+
+def test_problems_switch_after_the_rollout_that_counts_as_before(tmp_path: Path) -> None:
+    event = switch(tmp_path)
+    [(steps, settings)] = event.legs
+    assert steps == STEPS_BEFORE + 1 + ROLLOUTS_AFTER
+    lines = Path(settings[1]).read_text().splitlines()
+    each = len(lines) // steps
+    long = [max(len(json.loads(line)["prompt"]) for line in lines[i * each : (i + 1) * each]) for i in range(steps)]
+    assert max(long[: STEPS_BEFORE + 1]) <= len("1000=") < min(long[STEPS_BEFORE + 1 :]) + 1
+    assert "digits until step 5" in section([recovery([*BEFORE, 4.0, 2.0, 3.0, 3.7, 3.5])], [], event)
 
 
 def test_columns_fit_rows() -> None:
