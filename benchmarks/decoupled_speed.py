@@ -11,8 +11,7 @@ before, on other requests.
 
 Invariants: every response is what plain decoding emits, which is checked; contestants take turns, each between two
 decodings without drafts, which it is compared with, and all have decoded these requests once when they are timed, so
-that costs and acceptance are known to them; prefills are left out of all times (a first run of each is timed again with
-a single token, and that is subtracted).
+that costs and acceptance are known to them; prefills are left out of all times (the median of decoding a single token).
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from statistics import median
 
 import msgspec
 
-from benchmarks.decoupled_speed_bench import MAX_WINDOW, NEW_TOKENS, Bench, Way, bench, drafters, shortened, speculation
+from benchmarks.decoupled_speed_bench import MAX_WINDOW, NEW_TOKENS, Bench, Way, bench, drafters
 from benchmarks.decoupled_speed_profile import Profile, profile
 from benchmarks.decoupled_speed_table import (
     AUTO_APART,
@@ -45,6 +44,7 @@ from benchmarks.decoupled_speed_table import (
     drafts_elsewhere,
     planned,
 )
+from benchmarks.decoupled_speed_turns import DRAFTING, Turns, as_dialled, pace_of
 from benchmarks.dialled import Script
 from benchmarks.dialled_branches import HIT_RATE
 from benchmarks.results import Result, publish
@@ -62,13 +62,11 @@ from specactor.rollout.planning.plans import (
 )
 from specactor.rollout.planning.rounds import survival_of
 from specactor.rollout.planning.search import search
-from specactor.types import RolloutRequest
 
 BATCHES = (1, 4, 8, 16)
 ACCEPTANCES = (0.6, 0.8, 0.9)
 SHARES = (0.1, 0.3)
 """Of a plain step, what a dialled drafter's step takes."""
-DRAFTING = tuple(mode for mode in CONTESTANTS if mode != "off")
 ELSEWHERE = ("decoupled", "pre-drafting")
 """Modes that draft in a process alone."""
 BRANCHES = (1, 2, 4)
@@ -146,42 +144,6 @@ class Seen:
     """Of the modes with a drafter process."""
 
 
-class Turns:
-    """What the contestants of a cell take, each beside what decoding without drafts takes just before and after."""
-
-    def __init__(self, bench: Bench, way: Way, requests: Sequence[RolloutRequest]) -> None:
-        self._bench, self._way, self._requests = bench, way, requests
-        self._prefill_s: dict[str, float] = {}
-        self.off_s: list[float] = []
-        self.ratios: dict[str, list[float]] = {mode: [] for mode in CONTESTANTS}
-        """Times as fast as off."""
-        self.off()
-
-    def off(self) -> None:
-        self.begin("off")
-        self.off_s.append(self._seconds("off"))
-
-    def begin(self, mode: str) -> None:
-        """The engines of this mode have no costs yet, and do not know how good drafts are."""
-        self._bench.configure(speculation(mode, self._way.in_engine), self._bench.of(mode))
-        if mode not in self._prefill_s:
-            self._prefill_s[mode] = self._bench.decode(shortened(self._requests), self._bench.of(mode))
-
-    def teach(self, mode: str) -> None:
-        self._bench.decode(self._requests, self._bench.of(mode))
-
-    def timed(self, mode: str) -> None:
-        self._own_s = self._seconds(mode)
-
-    def compare(self, mode: str) -> None:
-        """What was `timed`, with a turn of `off` on either side of it."""
-        self.off()
-        self.ratios[mode].append(sum(self.off_s[-2:]) / 2 / self._own_s)
-
-    def _seconds(self, mode: str) -> float:
-        return self._bench.decode(self._requests, self._bench.of(mode)) - self._prefill_s[mode]
-
-
 def measure(bench: Bench, way: Way, batch: int, repetitions: int) -> Seen:
     counts = {mode: Counts() for mode in CONTESTANTS}
     waited_s, branched = dict.fromkeys(CONTESTANTS, 0.0), 0.0
@@ -200,15 +162,15 @@ def measure(bench: Bench, way: Way, batch: int, repetitions: int) -> Seen:
                     figures = bench.figures(mode)
                     waited_s[mode] += figures.get("waited_s", 0.0)
                     branched += figures.get("branched", 0.0)
-                turns.compare(mode)
+                turns.off()
     emitted = batch * (NEW_TOKENS - 1)
     survival = survival_seen(counts["coupled"])
     chained = (1.0, *survival)
     ahead = counts["pre-drafting"].drafted_at
     rejections = sum(n * (a - b) for n, a, b in zip(ahead, chained, survival, strict=False))
     return Seen(
-        off=emitted / median(turns.off_s),
-        ratios={"off": 1.0} | {mode: median(turns.ratios[mode]) for mode in DRAFTING},
+        off=emitted / median(turns.off_s()),
+        ratios={"off": 1.0} | {mode: median(ratios) for mode, ratios in turns.ratios().items()},
         survival=survival,
         hit_rate=min(1.0, branched / rejections) if rejections else 0.0,
         rounds={mode: Rounds.of(counts[mode], waited_s[mode], repetitions * emitted) for mode in ELSEWHERE},
@@ -267,15 +229,6 @@ def _rate(way: Way) -> float:
     return Script.read(way.model_dir).rate()
 
 
-def pace_of(bench: Bench, table: CostTable, batch: int) -> float:
-    """Seconds of a plain step over those of the table."""
-    requests = bench.requests[batch]
-    bench.configure(speculation("off"), bench.engines)
-    prefill_s = bench.decode(shortened(requests), bench.engines)
-    step_s = (bench.decode(requests, bench.engines) - prefill_s) / (NEW_TOKENS - 1)
-    return step_s / table.plain_s(-(-batch // len(bench.engines)))
-
-
 def ways(
     bench: Bench, models: Models, table: CostTable, batch: int, dials: Sequence[tuple[float, float]]
 ) -> Iterator[Way]:
@@ -323,7 +276,8 @@ def run(
                 survival, hit_rate = seen.survival, seen.hit_rate
                 if way.acceptance is not None:
                     survival, hit_rate = survival_of(_rate(way), MAX_WINDOW), HIT_RATE
-                foreseen, plan = predicted(profiled, way, survival, hit_rate, batch)
+                dialled = as_dialled(way, profiled.table, batch, seen.off)
+                foreseen, plan = predicted(profiled, dialled, survival, hit_rate, batch)
                 first = survival[0] if way.acceptance is None else way.acceptance
                 auto = AUTO_APART if drafts_elsewhere(planned(foreseen)) else AUTO_TOGETHER
                 cells.append(
@@ -338,7 +292,8 @@ def run(
                 )
                 for mode, rounds in seen.rounds.items():
                     note(f"{mode}, a round: {rounds}")
-                note(f"predicted decoupled: {plan.reason if plan else 'none'}; {survival[0]:.2f} right")
+                share = "" if dialled.share is None else f"; {dialled.share:.2f} of a plain step"
+                note(f"predicted decoupled: {plan.reason if plan else 'none'}; {survival[0]:.2f} right{share}")
                 done = f"{len(cells)}/{len(costs)} {progress.over(time.monotonic())}"
                 note(f"{done}: {' '.join(cells[-1].row())} (branches right: {seen.hit_rate:.2f})")
     for line in aims(cells):
@@ -358,6 +313,10 @@ def main() -> None:
     parser.add_argument("--batches", nargs="+", type=int, help=f"default: {BATCHES}")
     parser.add_argument("--repetitions", type=int, default=3)
     options = parser.parse_args()
+    if {2, 3} & set(options.batches or ()):
+        parser.error(
+            "--batches: got 2 or 3, expected others. A single request per engine is timed on one engine alone."
+        )
     batches = options.batches or (QUICK_BATCHES if options.quick else BATCHES)
     dials = QUICK_DIALS if options.quick else tuple(product(SHARES, ACCEPTANCES))
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))  # so that engines are stopped

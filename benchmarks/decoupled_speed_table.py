@@ -38,7 +38,7 @@ MARGIN = 0.05
 
 INTRO = """\
 Task B's model of 1.8 M parameters, {tokens} tokens per request at temperature 1. `x off`: times as fast as `off` \
-decoded just before and just after, since the machine's pace changes within minutes; median of {repetitions} \
+decoded before and after, since the machine's pace changes within minutes; median of {repetitions} \
 repetitions, each after a first decoding that teaches costs and acceptance. `off` and `coupled`: two engines on a core \
 each, with half of the requests each; `decoupled` and `pre-drafting` (with branches): one engine and one drafter \
 process on a core each. `auto` has the layout of what is `planned` for the cell, and chooses in it per request and \
@@ -147,7 +147,7 @@ def aims(cells: Sequence[Cell]) -> list[str]:
         _aim(f"median error of predictions at most {MEDIAN_ERROR:.0%}", median(errors) <= MEDIAN_ERROR)
         + f" {median(errors):.0%}, largest {max(errors):.0%}; median by column: {each}. Measured over"
         f" predicted, median by column: {over}. Tokens per second of off are {pace[0]:.2f}-{pace[1]:.2f} of what was"
-        " predicted: so much the machine's pace changes.",
+        " predicted: the machine's pace, and what the table errs by.",
         _aim("where decoupled loses, the planner plans something else", not unknown)
         + f" Decoupled, with branches or without, loses in {len(lost)} of {len(cells)} cells, and the planner knew it"
         f" in {len(lost) - len(unknown)} of these; it wins in {len(won)}, and was planned in"

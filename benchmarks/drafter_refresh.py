@@ -201,7 +201,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     shutil.rmtree(base, ignore_errors=True)
     base.mkdir(parents=True)
     draft = first_draft(options, base)
-    runs, found = [], []
+    runs, found, different = [], [], []
     if options.only != "recovery":
         if options.start == "curriculum":
             problems = curriculum.write_problems(base / "problems.jsonl", curriculum.rising(options.steps))
@@ -212,16 +212,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         publish(name, page(runs, found, options), options.results)
     if options.only != "runs":
         text, different = recovery(options, base, draft, settings)
-        found += different
         print(text)
         if runs:
             publish(name, page(runs, found, options, text), options.results)
-    return 1 if found else 0
+    return 1 if found or different else 0
 
 
 def first_draft(options: argparse.Namespace, base: Path) -> Path:
     """The draft model that the runs begin with."""
-    if options.start == "distilled":
+    if options.start == "distilled" or (options.start == "cut" and options.only == "recovery"):
         return task_models("A").draft
     if options.start == "cut":
         make_draft(options.target or task_target("A"), base / "draft")

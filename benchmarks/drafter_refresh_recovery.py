@@ -69,7 +69,7 @@ def switch(base: Path) -> Event:
     problems = curriculum.write_problems(base / "switch.jsonl", largest)
     return Event(
         title="Recovery after a switch to harder problems",
-        said=f"Numbers have up to {len(str(curriculum.FIRST - 1))} digits until step {STEPS_BEFORE + 1}, and up to"
+        said=f"Numbers have up to {len(str(curriculum.FIRST))} digits until step {STEPS_BEFORE + 1}, and up to"
         f" {len(str(curriculum.LAST))} from then on.",
         legs=[(len(largest), ["--data.train.path", str(problems)])],
         learning_rate=1e-3,

@@ -24,9 +24,10 @@ LONGEST = (
     "trainer/test_checkpoint.py",
     "end_to_end/test_lending.py",
 )
-"""In seconds."""
+"""Longest first."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     places = {TESTS / name: place for place, name in enumerate(LONGEST)}
+    assert all(path.is_file() for path in places), "a file was renamed"
     items.sort(key=lambda item: places.get(item.path, len(places)))

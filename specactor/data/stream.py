@@ -49,6 +49,8 @@ class PromptStream:
 
     def restore(self, state: object) -> None:
         """Continue from a `state`. Raises CheckpointError when it is of another data set, another seed or damaged."""
+        if isinstance(state, Mapping):
+            state = {"shuffle": 1, **state}  # older checkpoints knew no other order
         keys = ("dataset_len", "seed", "shuffle", "epoch", "position")
         if not isinstance(state, Mapping) or any(type(state.get(key)) is not int for key in keys):
             raise CheckpointError(

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import drafter_refresh_recovery as module
+from benchmarks.drafter_refresh_curriculum import FIRST
 from benchmarks.drafter_refresh_recovery import COLUMNS, ROLLOUTS_AFTER, STEPS_BEFORE, Recovery, jump, section, switch
 from benchmarks.drafter_refresh_runs import LENGTH, Run
 
@@ -82,8 +83,9 @@ def test_problems_switch_after_the_rollout_that_counts_as_before(tmp_path: Path)
     assert steps == STEPS_BEFORE + 1 + ROLLOUTS_AFTER
     lines = Path(settings[1]).read_text().splitlines()
     each = len(lines) // steps
-    long = [max(len(json.loads(line)["prompt"]) for line in lines[i * each : (i + 1) * each]) for i in range(steps)]
-    assert max(long[: STEPS_BEFORE + 1]) <= len("1000=") < min(long[STEPS_BEFORE + 1 :]) + 1
+    asked = [int(json.loads(line)["prompt"].removesuffix("=")) for line in lines]
+    largest = [max(asked[i * each : (i + 1) * each]) for i in range(steps)]
+    assert max(largest[: STEPS_BEFORE + 1]) <= FIRST < min(largest[STEPS_BEFORE + 1 :])
     assert "digits until step 5" in section([recovery([*BEFORE, 4.0, 2.0, 3.0, 3.7, 3.5])], [], event)
 
 

@@ -69,7 +69,6 @@ PINNED_ORDER = (9, 2, 5, 4, 6, 1, 3, 7, 8, 0, 8, 0, 3, 5, 4)
         ({"dataset_len": 9, "seed": 7, "shuffle": 1, "epoch": 0, "position": 0}, "dataset_len: got 9, expected 10"),
         ({"dataset_len": 10, "seed": 8, "shuffle": 1, "epoch": 0, "position": 0}, "seed: got 8, expected 7"),
         ({"dataset_len": 10, "seed": 7, "shuffle": 0, "epoch": 0, "position": 0}, "shuffle: got 0, expected 1"),
-        ({"dataset_len": 10, "seed": 7, "epoch": 0, "position": 0}, "expected integers dataset_len, seed, shuffle"),
         ({"dataset_len": 10, "seed": 7, "shuffle": 1, "epoch": -1, "position": 0}, "got epoch -1"),
         (
             {"dataset_len": 10, "seed": 7, "shuffle": 1, "epoch": 0, "position": 11},
@@ -85,6 +84,14 @@ def test_a_foreign_or_damaged_state_is_refused_and_changes_nothing(state: object
     with pytest.raises(CheckpointError, match=message):
         stream.restore(state)
     assert stream.take(20) == other.take(20)
+
+
+def test_a_state_of_before_there_was_a_choice_is_of_a_shuffled_stream() -> None:
+    stream, other = PromptStream(10, 7), PromptStream(10, 7)
+    stream.restore({"dataset_len": 10, "seed": 7, "epoch": 0, "position": 4})
+    assert stream.take(8) == other.take(12)[4:]
+    with pytest.raises(CheckpointError, match="shuffle: got 1, expected 0"):
+        PromptStream(10, 7, shuffle=False).restore({"dataset_len": 10, "seed": 7, "epoch": 0, "position": 4})
 
 
 def test_nothing_to_draw_from() -> None:

@@ -208,9 +208,7 @@ class Engine:
             if all(self.rank_call("flush", b"", timeout_s=_COMMAND_TIMEOUT_S)):
                 return
             time.sleep(_FLUSH_PAUSE_S)
-        raise EngineError(
-            f"engine {self.index}: flush: requests are still running. Abort them or wait for them first."
-        )
+        raise EngineError(f"engine {self.index}: flush: requests are still running. Abort them or wait for them first.")
 
     def abort(self) -> None:
         """End all running requests; their `generate` returns them with finish reason ``abort``."""

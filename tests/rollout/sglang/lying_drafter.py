@@ -53,6 +53,13 @@ def _branches(one: _Heard, rng: Random) -> list[ToEngine]:
     return [tail(one.number, max(0, one.length - 1), _tokens(rng), branches)]
 
 
+def _columns(one: _Heard, rng: Random) -> list[ToEngine]:
+    """One request twice, the second time with as many tokens as fit, some of which are none."""
+    tails = [tail(one.number, one.length, _tokens(rng, 2))]
+    tails.append(tail(one.number, one.length, [rng.randrange(-5, 200) for _ in range(messages.MAX_TAIL_TOKENS)]))
+    return [messages.columns(tails), tails[0]]
+
+
 LIES: dict[str, Lie] = {
     "any tokens": lambda one, rng: [tail(one.number, one.length, _tokens(rng))],
     "no such tokens": lambda one, rng: [tail(one.number, one.length, [rng.randrange(-(1 << 31), 1 << 31), 5])],
@@ -63,6 +70,7 @@ LIES: dict[str, Lie] = {
     ],
     "the neighbour's": _neighbours,
     "branches": _branches,
+    "columns": _columns,
     "resend": lambda one, rng: [Resend(requests=[one.number, 0, messages.LARGEST])],
     "loads": lambda one, rng: [
         Pulse(version=messages.LARGEST, requests=messages.LARGEST, drafted=0, wasted=messages.LARGEST)
