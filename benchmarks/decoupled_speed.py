@@ -42,6 +42,7 @@ from benchmarks.decoupled_speed_table import (
     Progress,
     aims,
     drafts_elsewhere,
+    means,
     planned,
 )
 from benchmarks.decoupled_speed_turns import DRAFTING, Turns, as_dialled, pace_of
@@ -296,14 +297,14 @@ def run(
                 note(f"predicted decoupled: {plan.reason if plan else 'none'}; {survival[0]:.2f} right{share}")
                 done = f"{len(cells)}/{len(costs)} {progress.over(time.monotonic())}"
                 note(f"{done}: {' '.join(cells[-1].row())} (branches right: {seen.hit_rate:.2f})")
-    for line in aims(cells):
+    for line in [means(cells), *aims(cells)]:
         note(line)
     return Result(
         title="Coupled and decoupled drafting on two cores",
         intro=INTRO.format(tokens=NEW_TOKENS, repetitions=repetitions, hit_rate=HIT_RATE, margin=MARGIN),
         columns=COLUMNS,
         rows=[cell.row() for cell in cells],
-        notes="\n".join(f"- {line}" for line in aims(cells)),
+        notes="\n".join(f"- {line}" for line in [means(cells), *aims(cells)]),
     )
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from statistics import median
+from statistics import geometric_mean, median
 
 PLANS = ("off", "coupled", "decoupled", "pre-drafting")
 """What the planner chooses among; pre-drafting is decoupled with branches."""
@@ -159,6 +159,14 @@ def aims(cells: Sequence[Cell]) -> list[str]:
         + f" {sum(cell.of_fastest(cell.planned) >= WITHIN for cell in cells)} of {len(cells)} cells; least"
         f" {min(cell.of_fastest(cell.planned) for cell in cells):.2f}.",
     ]
+
+
+def means(cells: Sequence[Cell]) -> str:
+    """Geometric, of times as fast as off."""
+    of = {mode: geometric_mean(cell.measured[mode] for cell in cells) for mode in MODES[1:]}
+    fastest = geometric_mean(cell.measured[cell.fastest] for cell in cells)
+    each = ", ".join(f"{mode} {mean:.2f}" for mode, mean in of.items())
+    return f"Geometric mean of x off over all cells: {each}; the fastest of the plans in each, {fastest:.2f}."
 
 
 def _aim(text: str, met: bool) -> str:

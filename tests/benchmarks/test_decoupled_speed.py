@@ -19,6 +19,7 @@ from benchmarks.decoupled_speed_table import (
     Cell,
     Progress,
     aims,
+    means,
 )
 from benchmarks.dialled import Elsewhere, Script
 from benchmarks.dialled_branches import HIT_RATE, Guessing
@@ -69,6 +70,11 @@ def test_errors_count_in_the_median_of_all_modes_that_have_a_prediction() -> Non
     none = with_(off_by, foreseen={"coupled": 0.0})
     assert "coupled" not in none.errors
     assert none.row()[COLUMNS.index("coupled x off") + 1] == "-"
+
+
+def test_means_are_geometric() -> None:
+    slow = with_(GOOD, measured=dict.fromkeys(MODES, 1.0) | {"auto": GOOD.measured["auto"] / 4})
+    assert "auto 0.74; the fastest of the plans in each, 1.22." in means([GOOD, slow])
 
 
 def test_a_loss_that_was_not_foreseen_misses_the_aim() -> None:
