@@ -77,7 +77,7 @@ def test_a_steady_drift_changes_no_ratio() -> None:
     assert len(found.off_s()) == 1 + len(DRAFTING)
 
 
-def test_a_comparison_with_one_side_alone_would_not_notice_the_drift(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_comparison_with_what_was_decoded_first_is_caught() -> None:
     """A seeded mistake: what was decoded first is what all are compared with."""
     found = turns(FakeBench(pace=lambda n: 1.0 + 0.1 * n))
     found._off_s = found._off_s[:1] * len(found._off_s)
