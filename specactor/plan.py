@@ -23,6 +23,7 @@ from rich.table import Table
 # A private name of tyro, whose version is pinned: its public interface can only print a box.
 from tyro import _errors as tyro_errors
 
+from specactor.config import MAX_WINDOW
 from specactor.errors import ConfigError, DataError
 from specactor.rollout.planning.candidates import Candidates, from_figures, from_table
 from specactor.rollout.planning.costs import CostTable
@@ -59,19 +60,21 @@ class PlanOptions:
     drafters it holds for all; NAME=NUMBER gives one of them its own."""
     temperature: float = 1.0
     """At which the policy is sampled. Only chooses among the TEMPERATURE:NUMBER of --acceptance."""
-    max_window: int = 16
+    max_window: int = MAX_WINDOW
     """Largest window to consider."""
     engine_devices: tuple[int, ...] = ()
-    """Devices of one verifier to consider; none: 1, 2, 4, 8, where they hold the model. With --cost-table: of the
-    engine that was measured (default 1)."""
-    drafter_devices: tuple[int, ...] = (1, 2)
-    """Devices of one decoupled drafter to consider."""
+    """Devices of one verifier to consider; none: of 1, 2, 4, 8 those that divide the heads and hold the model. With
+    --cost-table: of the engine that was measured (default 1)."""
+    drafter_devices: tuple[int, ...] = ()
+    """Devices of one decoupled drafter to consider; none: 1, 2. With --cost-table: as many as of the engine."""
     message_us: float = 100.0
     """Microseconds from a commit's departure to the arrival of what it changes, without drafting."""
     branches: int = 0
     """Further drafts per request for outcomes of a verify before it has ended (decoupled only)."""
     branch_hit_rate: float = 0.5
     """P(the outcome is among them). Measure it."""
+    margin: float = 0.0
+    """Share by which a plan must be faster than plain decoding, to be ranked before it: what predictions err by."""
     cost_table: str = ""
     """File that ``specactor profile`` wrote; in place of --model, --device and --context."""
     top: int = 10
@@ -88,20 +91,41 @@ def parse(argv: Sequence[str]) -> PlanOptions:
 
     with tyro_errors.on_parse_error(reject):
         options = tyro.cli(PlanOptions, prog=PROG, args=list(argv))
-    for name in ("devices", "requests", "context", "max_window", "top"):
+    for name in ("devices", "requests", "context", "top"):
         if getattr(options, name) < 1:
             raise ConfigError.at(name, getattr(options, name), ">= 1", f"Its meaning: {PROG} --help")
+    if not 1 <= options.max_window <= MAX_WINDOW:
+        raise ConfigError.at("max_window", options.max_window, f"1..{MAX_WINDOW}", "No engine verifies a larger one.")
     if options.branches < 0:
         raise ConfigError.at("branches", options.branches, ">= 0", "Use 0 for none.")
     if options.device.lower() not in map(str.lower, DEVICES):
         raise ConfigError.at(
             "device", options.device, f"one of {', '.join(DEVICES)}", "For others measure: specactor profile RECIPE."
         )
-    if options.temperature < 0 or options.message_us < 0:
-        raise ConfigError.at(
-            "temperature, message_us", (options.temperature, options.message_us), ">= 0", f"Its meaning: {PROG} --help"
-        )
+    for name in ("temperature", "message_us", "margin"):
+        if not getattr(options, name) >= 0:
+            raise ConfigError.at(name, getattr(options, name), ">= 0", f"Its meaning: {PROG} --help")
+    _check_sizes(options)
     return options
+
+
+def _check_sizes(options: PlanOptions) -> None:
+    """Of engines. Raises ConfigError."""
+    if options.cost_table and options.drafter_devices:
+        raise ConfigError.at(
+            "drafter_devices",
+            options.drafter_devices,
+            "none with --cost-table, whose drafters were measured on as many devices as its engine",
+            "Leave it out, or give the measured engine's devices as --engine-devices.",
+        )
+    of = device(options.device)
+    most, node = (
+        (options.devices, "of the cluster") if options.cost_table else (of.node_devices, f"a node of {of.name}")
+    )
+    for name in ("engine_devices", "drafter_devices"):
+        for size in getattr(options, name):
+            if not 1 <= size <= most:
+                raise ConfigError.at(name, size, f"1..{most} ({node})", f"Its meaning: {PROG} --help")
 
 
 def plans(options: PlanOptions) -> list[RolloutPlan]:
@@ -111,6 +135,7 @@ def plans(options: PlanOptions) -> list[RolloutPlan]:
         *_candidates(options),
         max_window=options.max_window,
         branches=Branches(count=options.branches, hit_rate=options.branch_hit_rate),
+        margin=options.margin,
     )
 
 
@@ -175,7 +200,7 @@ def _predicted(options: PlanOptions) -> Candidates:
         context=options.context,
         max_requests=max(options.requests, 1),
         sizes=options.engine_devices,
-        drafter_sizes=options.drafter_devices,
+        drafter_sizes=options.drafter_devices or (1, 2),
     )
 
 

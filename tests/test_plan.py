@@ -32,6 +32,20 @@ def test_plans_are_ranked(capsys: pytest.CaptureFixture[str]) -> None:
     assert ranked(capsys, *SMALL, "--acceptance", "0")[0]["draft"] == {"mode": "off", "drafter": "off", "window": 0}
 
 
+def test_engines_are_of_sizes_that_a_run_accepts(capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = {plan["verifiers"]["devices_each"] for plan in ranked(capsys, *SMALL, "--top", "1000")}  # type: ignore[index]
+    assert sizes == {1, 2, 4}, "28 heads are not to be divided by 8"
+
+
+def test_a_margin_moves_plain_decoding_up(capsys: pytest.CaptureFixture[str]) -> None:
+    fastest = ranked(capsys, *SMALL)[0]
+    assert fastest["draft"]["mode"] != "off"  # type: ignore[index]
+    gain = float(fastest["speedup"]) - 1.0  # type: ignore[arg-type]
+    for margin, first_is_off in ((gain - 0.01, False), (gain + 0.01, True)):
+        [first] = ranked(capsys, *SMALL, "--margin", str(margin), "--top", "1")
+        assert (first["draft"]["mode"] == "off") == first_is_off  # type: ignore[index]
+
+
 def test_the_table_says_why(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "220")
     words = [
@@ -133,7 +147,14 @@ def test_acceptance_by_temperature_and_by_drafter() -> None:
         (["--devices", "0"], 2, "devices: got 0, expected >= 1"),
         (["--devices", "many"], 2, "devices: got 'many', expected INT"),
         (["--branches", "-1"], 2, "branches: got -1, expected >= 0. Use 0 for none."),
-        (["--temperature", "-1"], 2, "temperature, message_us: got (-1.0, 100.0)"),
+        (["--temperature", "-1"], 2, "temperature: got -1.0, expected >= 0."),
+        (["--message-us", "-1"], 2, "message_us: got -1.0, expected >= 0."),
+        (["--margin", "-0.1"], 2, "margin: got -0.1, expected >= 0."),
+        (["--max-window", "0"], 2, "max_window: got 0, expected 1..16."),
+        (["--max-window", "17"], 2, "max_window: got 17, expected 1..16."),
+        (["--engine-devices", "3"], 2, "engine_devices: got 3, expected a divisor of the 40 heads of Qwen2.5-32B."),
+        (["--engine-devices", "16"], 2, "engine_devices: got 16, expected 1..8 (a node of H100)."),
+        (["--drafter-devices", "0"], 2, "drafter_devices: got 0, expected 1..8 (a node of H100)."),
         (["--gpus", "8"], 2, "unknown setting --gpus"),
         (["--model", "nowhere"], 2, "model: got 'nowhere', expected a folder with config.json or one of Qwen2.5-0.5B"),
         (["--drafters", "nobody"], 2, "drafters: got 'nobody'"),
@@ -145,8 +166,9 @@ def test_acceptance_by_temperature_and_by_drafter() -> None:
     ],
 )
 def test_errors_are_one_line(words: list[str], code: int, text: str, capsys: pytest.CaptureFixture[str]) -> None:
-    model = [] if "--model" in words else ["--model", "Qwen2.5-32B", "--engine-devices", "2"]
-    assert main(["plan", *model, *words]) == code
+    model = [] if "--model" in words else ["--model", "Qwen2.5-32B"]
+    sizes = [] if {"--model", "--engine-devices"} & {*words} else ["--engine-devices", "2"]
+    assert main(["plan", *model, *sizes, *words]) == code
     said = capsys.readouterr()
     assert said.out == ""
     assert said.err.count("\n") == 1
@@ -159,6 +181,8 @@ def test_wrong_names_and_tables(measured: Path, tmp_path: Path, capsys: pytest.C
     assert "drafters: got ['ngram'], expected names in the table: ['model', 'suffix']" in capsys.readouterr().err
     assert main(["plan", "--cost-table", str(measured), "--engine-devices", "1", "2"]) == 2
     assert "expected one number with --cost-table" in capsys.readouterr().err
+    assert main(["plan", "--cost-table", str(measured), "--drafter-devices", "2"]) == 2
+    assert "drafter_devices: got (2,), expected none with --cost-table" in capsys.readouterr().err
     (tmp_path / "other.json").write_text("{}")
     assert main(["plan", "--cost-table", str(tmp_path / "other.json")]) == 1
     assert capsys.readouterr().err.startswith("error: cost table: ")

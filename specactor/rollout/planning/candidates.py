@@ -1,6 +1,7 @@
 """What can be placed on a cluster: options for `search`, from device figures or from a measured table. PURE.
 
-From figures: engines of 1, 2, 4, .. devices of a node for the target, wherever its weights and one request fit;
+From figures: engines of 1, 2, 4, .. devices of a node for the target, wherever they divide its heads, as a run demands
+(`parallel.layout`), and its weights and one request fit;
 drafters on the verifiers' devices and on engines of their own. From a table: engines as it was measured on, and its
 drafters on as many devices of their own, if they are models.
 
@@ -12,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from specactor.errors import PlanError
+from specactor.errors import ConfigError, PlanError
 from specactor.rollout.planning.costs import CostTable
 from specactor.rollout.planning.devices import Attained, Device
 from specactor.rollout.planning.plans import DrafterEngine, DrafterOption, Footprint, VerifierOption
@@ -46,12 +47,19 @@ def from_figures(
     """Options by rooflines. `survivals` by drafter; `max_requests`: of one engine, at most; `sizes`: devices of a
     verifier, by default all that fit.
 
-    Raises PlanError where the target fits on no engine of one node.
+    Raises ConfigError for a size asked for that does not divide the target's heads, and PlanError where the target fits
+    on no engine of one node.
     """
+    for g in sizes:
+        if g > 0 and target.heads % g:
+            raise ConfigError.at(
+                "engine_devices", g, f"a divisor of the {target.heads} heads of {target.name}", "Choose a divisor."
+            )
+    sizes = sizes or [g for g in _powers(device.node_devices) if target.heads % g == 0]
     max_window = max((len(survivals[drafter.name]) for drafter in drafters), default=1)
     kept = attained or Attained()
     verifiers = []
-    for g in sizes or _powers(device.node_devices):
+    for g in sizes:
         roofline = Roofline(target, device, devices=g, context=context, attained=kept)
         option = VerifierOption(
             devices=g,
@@ -69,7 +77,7 @@ def from_figures(
     if not verifiers:
         raise PlanError(
             f"{target.name}: got {target.weights_bytes / 1e9:.0f} GB of weights and engines of "
-            f"{tuple(sizes) or _powers(device.node_devices)} {device.name} with {device.memory_bytes / 1e9:.0f} GB; "
+            f"{tuple(sizes)} {device.name} with {device.memory_bytes / 1e9:.0f} GB; "
             "expected a node that holds them with a request. Use a larger device or a shorter context."
         )
     options = []
