@@ -101,17 +101,19 @@ def of_tail(
     return found
 
 
-def of_drafters(figures: Figures, work_s: Sequence[float]) -> dict[str, float]:
-    """What drafters counted themselves in a step; and the drafting seconds of each drafter process."""
+def of_drafters(figures: Figures, work: Sequence[tuple[float, int]]) -> dict[str, float]:
+    """What drafters counted themselves in a step. `work`: of each drafter process, seconds of drafting, and drops."""
     own = {
         f"speculation/{drafter}/{name}": value
         for drafter, counted in figures.items()
         for name, value in counted.items()
         if name in SPECULATION
     }
-    if not work_s:
+    if not work:
         return own
-    return own | {"speculation/decoupled/busy_s": sum(work_s), "speculation/decoupled/processes": len(work_s)}
+    busy_s, dropped = map(sum, zip(*work, strict=True))
+    told = {"busy_s": busy_s, "processes": len(work), "dropped_by_drafters": dropped}
+    return own | {f"speculation/decoupled/{name}": value for name, value in told.items()}
 
 
 def _of_drafter(counts: Counts, rounds: int) -> dict[str, float]:

@@ -82,10 +82,13 @@ SPECULATION: dict[str, str] = {
     "measured_s": "seconds that those rounds took",
     "waited_s": "seconds that rounds waited for drafts (decoupled, as all below)",
     "drafted_ahead": "draft tokens that the drafter processes made",
-    "wasted_ahead": "of them, thrown away before they could be verified",
+    "wasted_ahead": "draft tokens that the drafter processes threw away: the text went on otherwise, or ended; those "
+    "that an engine verified and rejected among them",
     "branched": "rejections after which a draft was there, since they had been foreseen",
     "stale_tails": "drafts that arrived too late, or for another continuation",
     "dropped_frames": "messages dropped for all other reasons; those to drafters that do not answer are not counted",
+    "dropped_by_drafters": "frames that drafter processes dropped (malformed, foreign, repeated), requests that "
+    "they had no room for, and tries to connect with a wrong key",
     "live_drafters": "drafter processes that answered at the end of the rollout, summed over engines",
     "busy_s": "seconds that drafter processes drafted, summed over them",
     "processes": "drafter processes that told how long they drafted",
@@ -108,8 +111,10 @@ DRAFTER: dict[str, str] = {
     "overlap": "sum of min(policy, draft) in its last update: at least 1 - total variation",
     "grad_norm": "global gradient norm of its last update, before clipping",
     "buffer_tokens": "prompt and response tokens to learn from",
-    "accept_length_before": "accept_length of the draft model in the last rollout before the last refresh",
-    "accept_length_after": "the same in the first rollout after it",
+    "cut_responses": "responses of the step of which only the beginning is learned from, since they are longer, with "
+    "their prompts, than distillation.tokens_per_microbatch",
+    "overlap_before": "with auto, before the refresh: overlap on responses that it does not learn from",
+    "overlap_after": "the same after it",
     "pushed_bytes": "weights sent to each engine and drafter process that took them",
     "refused": "engines and drafter processes that did not take the weights, and keep older ones",
     "failed": "1 if the refresh failed; the run goes on with the weights there are",

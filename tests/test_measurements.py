@@ -87,12 +87,13 @@ def test_rates_come_from_the_seconds_of_their_phase() -> None:
 
 def test_figures_of_drafters_and_the_utilisation_of_their_processes() -> None:
     figures = added_figures([{"decoupled": {"waited_s": 1.0, "stale_tails": 2.0}}, {"decoupled": {"waited_s": 0.5}}])
-    seen = measurements.of_drafters(figures | {"mine": {"unheard_of": 3.0}}, [1.0, 2.0])
+    seen = measurements.of_drafters(figures | {"mine": {"unheard_of": 3.0}}, [(1.0, 3), (2.0, 4)])
     assert seen == {
         "speculation/decoupled/waited_s": 1.5,
         "speculation/decoupled/stale_tails": 2.0,
         "speculation/decoupled/busy_s": 3.0,
         "speculation/decoupled/processes": 2,
+        "speculation/decoupled/dropped_by_drafters": 7,
     }
     assert measurements.of_time(seen, {"rollout": 6.0})["speculation/decoupled/utilisation"] == 0.25
     assert "speculation/decoupled/utilisation" not in measurements.of_time(seen, {"train": 6.0})

@@ -64,6 +64,11 @@ class SpeculationConfig:
         return self.drafters if named else ("decoupled", *self.drafters)
 
     @property
+    def largest_window(self) -> int:
+        """Most draft tokens of a request that a round can verify; drafters ahead need no more than two of these."""
+        return self.window or self.max_window
+
+    @property
     def is_decoupled(self) -> bool:
         """Whether processes of their own draft."""
         return self.mode != "off" and "decoupled" in self.draft_methods

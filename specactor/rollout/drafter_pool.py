@@ -1,7 +1,8 @@
 """The drafter processes of one host: started together, restarted when they die, stopped together.
 
 Drafters own nothing: a dead one costs drafts and no more, engines find it again by themselves. So it is replaced on the
-side, by a thread, while whoever uses the engines goes on.
+side, by a thread, while whoever uses the engines goes on. One that hangs is as good as dead: it is asked for signs of
+life, and ended when there are none for `SILENT_LIMIT_S`.
 
 Those of `DrafterSpec.engine` sleep, and may be woken while that engine has nothing to do.
 
@@ -36,6 +37,11 @@ SLEEP_TIMEOUT_S = 10.0
 """Longest wait for all drafters that were woken to sleep; a batch may have to end first. The others are ended."""
 ANSWER_S = 1.0
 """Of that, what each may take to say that it sleeps, also after others were waited for."""
+PUSH_LIMIT_S = 10.0
+"""Longest wait for all drafters that were brought new weights: one that hangs holds the run no longer."""
+SILENT_LIMIT_S = 60.0
+"""What is asked is answered between two batches, which take seconds where many prompts are read; the first batch of all
+may also make kernels."""
 
 _LOG = logging.getLogger(__name__)
 
@@ -97,12 +103,22 @@ class DrafterPool:
         with self._lock:
             return any(drafter.wants(version) for drafter in self.drafters)
 
-    def renew(self, weights: DraftWeights, *, timeout_s: float) -> list[str]:
-        """Bring new weights to those that draft with older ones; what each says that did not take them."""
+    def renew(self, weights: DraftWeights) -> tuple[list[str], float]:
+        """Bring new weights to those that draft with older ones, all at once, and wait for `PUSH_LIMIT_S` at most.
+
+        Returns what each says that did not take them, and the seconds until the last one of those that answered had.
+        """
+        began_s = time.monotonic()
+
+        def bring(drafter: DrafterProcess) -> tuple[str, float]:
+            return drafter.renew(weights, timeout_s=PUSH_LIMIT_S), time.monotonic() - began_s
+
         with self._lock:
             wanting = [drafter for drafter in self.drafters if drafter.wants(weights.draft_version)]
-            said = [drafter.renew(weights, timeout_s=timeout_s) for drafter in wanting]
-        return [problem for problem in said if problem]
+            with ThreadPoolExecutor(max_workers=max(1, len(wanting))) as threads:
+                said = list(threads.map(bring, wanting))
+        answered_s = max((spent_s for _, spent_s in said if spent_s < PUSH_LIMIT_S), default=0.0)
+        return [problem for problem, _ in said if problem], answered_s
 
     def oldest_version(self) -> int | None:
         """Of the weights that those which run draft with."""
@@ -208,6 +224,9 @@ class DrafterPool:
 
     def _look(self, now_s: float) -> None:
         for index, drafter in enumerate(self.drafters):
+            if drafter.alive and drafter.hangs(SILENT_LIMIT_S):
+                _LOG.warning("drafter %d was silent for %g s, and is ended", drafter.spec.index, SILENT_LIMIT_S)
+                drafter.kill()
             if drafter.alive:
                 if drafter.leaving:
                     drafter.sleep(timeout_s=0.0)

@@ -59,7 +59,7 @@ class Offer:
 
 
 def make_specs(config: Config, host: Host, *, max_position: int, log_dir: Path) -> list[DrafterSpec]:
-    """The drafters of one host, without keys. Raises ConfigError for a draft model that is not there.
+    """The drafters of one host, without keys. Raises ConfigError for a draft model or a device that is not there.
 
     Args: longest sequence of the policy in tokens.
     """
@@ -108,7 +108,18 @@ def make_specs(config: Config, host: Host, *, max_position: int, log_dir: Path) 
 
 
 def place(drafters: int, devices: Sequence[int], host: Host) -> list[int]:
-    """The device of each drafter: as asked for, or else those after the ranks', from the first one again at the end."""
+    """The device of each drafter: as asked for, or else those after the ranks', from the first one again at the end.
+
+    Raises ConfigError for one that the host does not have.
+    """
+    for device in devices:
+        if device not in host.devices:
+            raise ConfigError.at(
+                "parallel.drafter_devices",
+                device,
+                f"{'GPUs' if host.has_gpus else 'cores'} of every host: here {host.devices}",
+                "Choose among them, or leave it out to take those after the ranks'.",
+            )
     return list(devices) or [host.devices[(host.ranks + i) % len(host.devices)] for i in range(drafters)]
 
 

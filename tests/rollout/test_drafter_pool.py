@@ -10,11 +10,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 from specactor.errors import EngineError
 from specactor.rollout import drafter_pool
+from specactor.rollout.decoupled import host
 from specactor.rollout.decoupled.spec import DrafterSpec
 from specactor.rollout.drafter_pool import DrafterPool
+from specactor.weights_sync.draft_sender import DraftSender
 from tests.rollout.conftest import Footprint
 from tests.rollout.decoupled.test_host import PATIENCE_S, assert_drafts, child_of, is_listening, make_drafter_spec
 
@@ -55,6 +58,35 @@ def test_dead_drafters_are_replaced(make_drafter_spec: Callable[..., DrafterSpec
     for footprint in footprints:
         footprint.assert_gone(within_s=0.1)
     pool.stop()
+
+
+@pytest.mark.parametrize("asleep", [False, True])
+def test_one_that_hangs_is_replaced_and_one_that_is_slow_is_not(
+    make_drafter_spec: Callable[..., DrafterSpec], monkeypatch: pytest.MonkeyPatch, asleep: bool
+) -> None:
+    """Nobody but the watcher asks it anything."""
+    monkeypatch.setattr(host, "SIGN_EVERY_S", 0.1)
+    monkeypatch.setattr(drafter_pool, "SILENT_LIMIT_S", 2.0)
+    spec = make_drafter_spec("Sleeping", engine=4 if asleep else None, max_restarts=1)
+    with DrafterPool([spec]) as pool:
+        pool.wait_ready()
+        pool.free(4)
+        first = pool.drafters[0]
+        footprint = Footprint.of(first.pid)
+        os.kill(child_of(first), signal.SIGSTOP)
+        time.sleep(1.0)
+        os.kill(child_of(first), signal.SIGCONT)
+        time.sleep(2.5)
+        assert first.alive, "it was late, and has answered since"
+        os.kill(child_of(first), signal.SIGSTOP)
+        wait_until(lambda: pool.restarts == 1)
+        footprint.assert_gone(within_s=0.1)
+        assert pool._deaths == [1]
+        pool.drafters[0].wait_ready()
+        if asleep:
+            wait_until(lambda: pool.wake_s(4) is not None)
+            pool.wake(4)
+        assert_drafts(spec)
 
 
 def lendable(make_drafter_spec: Callable[..., DrafterSpec], **more: object) -> DrafterSpec:
@@ -236,3 +268,42 @@ def test_drafters_tell_what_they_did_also_those_that_are_new(
         wait_until(lambda: pool.work().keys() == {"drafter 0"})
         assert_drafts(spec)
         assert pool.work()["drafter 0"].busy_s > 0
+
+
+def test_those_that_hang_hold_a_push_once_and_not_for_long(
+    make_drafter_spec: Callable[..., DrafterSpec], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Two of three stand still while they are brought new weights. When they go on they are like any others."""
+    specs = [make_drafter_spec("Renewing", index=i, log_file=str(tmp_path / f"{i}.log")) for i in range(3)]
+    sender = DraftSender(torch.float32)
+
+    def push(version: int) -> tuple[list[str], float, float]:
+        """What they say, when the last one answered, and what it took."""
+        began_s = time.monotonic()
+        said, answered_s = pool.renew(sender.pack([("norm", torch.full((5,), float(version)))], version=version))
+        return said, answered_s, time.monotonic() - began_s
+
+    with DrafterPool(specs) as pool:
+        pool.wait_ready()
+        assert push(1)[0] == []  # each imports torch for it
+        monkeypatch.setattr(drafter_pool, "PUSH_LIMIT_S", 1.0)
+        hanging = [child_of(drafter) for drafter in pool.drafters[:2]]
+        for pid in hanging:
+            os.kill(pid, signal.SIGSTOP)
+        try:
+            said, answered_s, took_s = push(2)
+            assert [problem[:9] for problem in said] == ["drafter 0", "drafter 1"]
+            assert 1.0 <= took_s < 1.8, "they were waited for together"
+            assert answered_s < 0.8, "what was waited for in vain is no part of a push"
+            assert [drafter.version for drafter in pool.drafters] == [1, 1, 2]
+            said, _, took_s = push(3)
+            assert (said, pool.drafters[2].version) == ([], 3)
+            assert took_s < 0.8, "who has not answered is not waited for again"
+        finally:
+            for pid in hanging:
+                os.kill(pid, signal.SIGCONT)
+        wait_until(lambda: all(drafter.wants(4) for drafter in pool.drafters))
+        assert push(4)[0] == []
+        assert [drafter.version for drafter in pool.drafters] == [4, 4, 4]
+        assert pool.restarts == 0
+    sender.close()

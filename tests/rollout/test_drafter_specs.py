@@ -34,12 +34,22 @@ def config(folder: Path, *, drafters: int = 3, devices: tuple[int, ...] = (), **
 
 @pytest.mark.parametrize(
     ("devices", "ranks", "placed"),
-    [((), 2, [2, 3, 0]), ((), 4, [0, 1, 2]), ((), 7, [3, 0, 1]), ((5, 5, 1), 2, [5, 5, 1])],
+    [((), 2, [2, 3, 0]), ((), 4, [0, 1, 2]), ((), 7, [3, 0, 1]), ((3, 3, 1), 2, [3, 3, 1])],
 )
 def test_devices_are_those_asked_for_or_those_after_the_ranks(
     devices: tuple[int, ...], ranks: int, placed: list[int]
 ) -> None:
     assert place(3, devices, replace(HOST, ranks=ranks)) == placed
+
+
+@pytest.mark.parametrize(("has_gpus", "kind"), [(False, "cores"), (True, "GPUs")])
+def test_devices_that_the_host_does_not_have_are_refused(tmp_path: Path, has_gpus: bool, kind: str) -> None:
+    made = config(tmp_path, drafters=2, devices=(1, 99))
+    message = (
+        rf"^parallel.drafter_devices: got 99, expected {kind} of every host: here \(0, 1, 2, 3\). Choose among them"
+    )
+    with pytest.raises(ConfigError, match=message):
+        make_specs(made, replace(HOST, has_gpus=has_gpus), max_position=30, log_dir=tmp_path)
 
 
 def test_the_kv_cache_has_room_for_all_engines_of_the_host(tmp_path: Path) -> None:

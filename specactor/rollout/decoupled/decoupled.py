@@ -13,15 +13,15 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from operator import sub
 
 from specactor.rollout.decoupled.patience import Patience
 from specactor.rollout.decoupled.tails import Tails
 from specactor.rollout.decoupled.transport import EngineKeys, Link, ZmqLink, new_session
 from specactor.rollout.draft.drafter import Drafter, DraftSequence
+from specactor.rollout.draft.verification import common
 
-_LONGEST_ROUND_S = 1.0
-"""What takes longer between two rounds was something else."""
+MAX_JUDGED = 32
+"""Drafts at a time that are compared with what is emitted; of more, every so-manieth."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,13 +68,12 @@ class Decoupled(Drafter):
         self.patience = Patience()
         self._link = link
         self._clock = clock
-        self._given: list[list[int]] = []
-        """Outputs of the requests that got a draft in the last round."""
-        self._lengths: list[int] = []
-        """Which they had."""
-        self._ended_s: float | None = None
+        self._given: dict[str, tuple[list[int], int, list[int]]] = {}
+        """Per request a draft to be judged: its output, which grows, how long that was, and the draft."""
         self._proposed = 0
         self._waited_s = 0.0
+        self._wait_s = 0.0
+        """In this round."""
         self._waits = 0
         self._told: dict[str, float] = {}
         """Figures as of the last call."""
@@ -99,24 +98,29 @@ class Decoupled(Drafter):
 
     def close(self, sequence: DraftSequence) -> None:
         self.tails.close(sequence.request_id)
+        self._given.pop(sequence.request_id, None)
         self._send(self._clock())  # there may be no next round
 
     def propose(self, sequences: Sequence[DraftSequence], windows: Sequence[int]) -> list[list[int]]:
         now_s = self._clock()
         names = [sequence.request_id for sequence in sequences]
-        self._learn(now_s)
+        self._learn()
         self.tails.commit(names)
         self._send(now_s)
         self._receive(now_s)
         drafts = self.tails.drafts(names, windows)
-        self._wait_for(names, windows, drafts)
+        self._wait_s = self._wait_for(names, windows, drafts) if self.may_wait else 0.0
         without = [name for name, draft in zip(names, drafts, strict=True) if not draft]
         self.expects = 2 * len(without) > len(names) and 2 * self.tails.num_owed(without) > len(names)
-        self._given = [s.output_ids for s, draft in zip(sequences, drafts, strict=True) if draft]
-        self._lengths = list(map(len, self._given))
+        every = -(-len(names) // MAX_JUDGED) or 1
+        for sequence, draft in zip(sequences[::every], drafts[::every], strict=True):
+            if draft and len(self._given) < MAX_JUDGED:
+                self._given.setdefault(sequence.request_id, (sequence.output_ids, len(sequence.output_ids), draft))
         self._proposed += sum(map(len, drafts))
-        self._ended_s = self._clock()
         return drafts
+
+    def led(self, round_s: float) -> None:
+        self.patience.rounds(round_s - self._wait_s)
 
     def report(self) -> Report:
         tails = self.tails
@@ -144,8 +148,7 @@ class Decoupled(Drafter):
             "dropped_frames": sum(report.dropped.values()) - ordinary,
         }
         before, self._told = self._told, now
-        fresh = {name: value - before.get(name, 0) for name, value in now.items()}
-        fresh = {name: now[name] if value < 0 else value for name, value in fresh.items()}  # a drafter began anew
+        fresh = {name: float(value - before.get(name, 0)) for name, value in now.items()}
         return fresh | {"live_drafters": report.drafters}
 
     def stop(self) -> None:
@@ -155,12 +158,17 @@ class Decoupled(Drafter):
             self._send(self._clock())
             self._finalizer()
 
-    def _learn(self, now_s: float) -> None:
-        """From the round that has ended."""
-        counts = map(sub, map(len, self._given), self._lengths)
-        self.patience.emitted([count for count in counts if count > 0])
-        if self._ended_s is not None and now_s - self._ended_s < _LONGEST_ROUND_S:
-            self.patience.rounds(now_s - self._ended_s)
+    def _learn(self) -> None:
+        """How much of the drafts was right, of those about which the outputs say it by now: it may be many plain
+        rounds since they were given."""
+        right: list[int] = []
+        for name, (output_ids, start, draft) in list(self._given.items()):
+            emitted = output_ids[start : start + len(draft)]
+            agreed = common(draft, emitted)
+            if agreed < len(emitted) or agreed == len(draft):
+                right.append(agreed)
+                del self._given[name]
+        self.patience.judged(right)
 
     def _send(self, now_s: float) -> None:
         for drafter in range(self._link.num_drafters):
@@ -176,14 +184,14 @@ class Decoupled(Drafter):
             self.patience.answers(tails.waits_s)
             tails.waits_s.clear()
 
-    def _wait_for(self, names: Sequence[str], windows: Sequence[int], drafts: list[list[int]]) -> None:
-        """Put drafts that come while waiting for them pays into `drafts`."""
+    def _wait_for(self, names: Sequence[str], windows: Sequence[int], drafts: list[list[int]]) -> float:
+        """Put drafts that come while waiting for them pays into `drafts`; seconds that it took."""
         missing = [i for i, window in enumerate(windows) if window and not drafts[i]]
         if not missing or not self.tails.live:
-            return
+            return 0.0
         wait_s, expected = self.patience.bound(len(names), len(missing))
         if wait_s <= 0:
-            return
+            return 0.0
         began_s = now_s = self._clock()
         before = len(missing)
         while missing and (left_s := began_s + wait_s - now_s) > 0 and self._link.wait(left_s):
@@ -198,6 +206,7 @@ class Decoupled(Drafter):
         self.recorder.span("rounds", "wait for drafts", began_s, ended_s, missing=before, arrived=before - len(missing))
         self._waited_s += ended_s - began_s
         self._waits += 1
+        return ended_s - began_s
 
 
 def connect(endpoints: Sequence[str], *, engine: str, window: int, keys: EngineKeys | None = None) -> Decoupled:

@@ -19,7 +19,18 @@ import msgspec
 from specactor.cpu import sglang as cpu
 from specactor.errors import EngineError
 from specactor.rollout.decoupled.process import Work
-from specactor.rollout.decoupled.spec import RENEW, SLEEP, TRACE, WAKE, WORK, DrafterSpec, Renewed, Rested, Started
+from specactor.rollout.decoupled.spec import (
+    ALIVE,
+    RENEW,
+    SLEEP,
+    TRACE,
+    WAKE,
+    WORK,
+    DrafterSpec,
+    Renewed,
+    Rested,
+    Started,
+)
 from specactor.rollout.sglang.guarded import Guarded
 
 if TYPE_CHECKING:
@@ -37,6 +48,9 @@ WORK_TIMEOUT_S = 5.0
 FIRST_WAKE_S = 1.0
 """What waking is expected to take before it was measured."""
 _LOOK_EVERY_S = 0.005
+SIGN_EVERY_S = 5.0
+"""So long after its last word a process is asked for a sign of life, and as long it may take before it counts as
+silent: a batch of a draft model that reads many prompts can take seconds."""
 
 
 class Talk:
@@ -44,11 +58,16 @@ class Talk:
 
     A question has a number, which its answer repeats, so an answer that comes late is not taken for another's. Until
     it has come, nothing else is asked: a process that hangs costs one wait, and one that was only late is heard again.
+    A sign of life is asked for on the side: other questions do not wait for it, unless it is late.
     """
 
     def __init__(self, connection: socket) -> None:
         self._connection = connection
         self._number = self._answered = 0
+        self._sign = 0
+        """Number of the last question that was one for a sign of life."""
+        self._heard_s = time.monotonic()
+        """The last answer, or the first question after it."""
         self._unsent, self._unread = b"", bytearray()
 
     def ask(self, question: bytes, timeout_s: float) -> bytes:
@@ -56,8 +75,7 @@ class Talk:
         if self.is_silent():
             raise TimeoutError("it has not yet answered what it was asked before")
         deadline = time.monotonic() + timeout_s
-        self._number += 1
-        self._unsent = b"%d %s\n" % (self._number, question)
+        self._put(question)
         self._send(deadline)
         while True:
             answer = self._hear(deadline)
@@ -65,14 +83,39 @@ class Talk:
                 return answer
 
     def is_silent(self) -> bool:
-        """Whether an answer is still to come; without waiting for it."""
+        """Whether an answer is still to come, or a sign of life is late; without waiting for it."""
         try:
-            self._send(0.0)
-            while self._answered != self._number:
-                self._hear(0.0)
+            self._catch_up()
+        except TimeoutError:
+            return self._number != self._sign or time.monotonic() - self._heard_s > SIGN_EVERY_S
         except OSError:
             return True
         return False
+
+    def silent_s(self) -> float:
+        """Seconds for which it was asked and said nothing. Asks for a sign of life when it is time, and waits for
+        nothing."""
+        try:
+            self._catch_up()
+            if time.monotonic() - self._heard_s >= SIGN_EVERY_S:
+                self._put(ALIVE)
+                self._sign = self._number
+                self._send(0.0)
+        except OSError:
+            return time.monotonic() - self._heard_s
+        return 0.0
+
+    def _put(self, question: bytes) -> None:
+        if self._answered == self._number:
+            self._heard_s = time.monotonic()
+        self._number += 1
+        self._unsent += b"%d %s\n" % (self._number, question)
+
+    def _catch_up(self) -> None:
+        """Send and hear what can be without waiting. Raises OSError (TimeoutError) where that is not all."""
+        self._send(0.0)
+        while self._answered != self._number:
+            self._hear(0.0)
 
     def line(self, deadline: float) -> bytes:
         """What the process says next; nothing if it died. Raises TimeoutError, and keeps what has arrived till then."""
@@ -98,7 +141,7 @@ class Talk:
         number, _, answer = line.partition(b" ")
         if not number.isdigit():
             raise ConnectionError(f"unreadable answer {line[:80]!r}" if line else "the process died")
-        self._answered = int(number)
+        self._answered, self._heard_s = int(number), time.monotonic()
         return answer
 
     def _send(self, deadline: float) -> None:
@@ -123,6 +166,7 @@ class DrafterProcess:
         """It is to be asked to sleep, when it has answered what it was asked before."""
         self.wake_s = FIRST_WAKE_S
         """What waking takes."""
+        self._began_s = time.monotonic()
         self._process = Guarded(MODULE, environment=cpu.process_environment((spec.device,)), log_file=spec.log_file)
         self._talk = Talk(self._process.connection)
         try:
@@ -227,6 +271,12 @@ class DrafterProcess:
             with contextlib.suppress(EngineError):  # then it is gone, which its owner will see
                 self.wait_ready()
         return self.started is not None
+
+    def hangs(self, limit_s: float) -> bool:
+        """Whether it has been silent for so long, though asked, or should have started long ago. Waits for nothing."""
+        if self.has_started():
+            return self._talk.silent_s() > limit_s
+        return time.monotonic() - self._began_s > self.spec.start_timeout_s + limit_s
 
     def _ask(self, question: bytes, kind: type[_Answer], timeout_s: float) -> _Answer | str:
         """Its answer, or why there is none."""

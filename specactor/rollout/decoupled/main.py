@@ -2,9 +2,9 @@
 
 It becomes the guard of its own child, which alone imports torch and SGLang. The owner sends a `DrafterSpec` as one line
 of JSON and gets a `Started` back; later it may ask, in a line of WORK or TRACE, for the `Work` since it asked last, or
-bring new weights in a line of RENEW, to which the answer is a `Renewed`, or put it to SLEEP and WAKE it, to which the
-answer is a `Rested`. Such a line begins with the number of the question and a space, and so does the answer's. The end
-of the socket is the end of the process. Standard output and error are the log.
+bring new weights in a line of RENEW, to which the answer is a `Renewed`, or put it to SLEEP and WAKE it, or ask whether
+it is ALIVE, to which the answer is a `Rested`. Such a line begins with the number of the question and a space, and so
+does the answer's. The end of the socket is the end of the process. Standard output and error are the log.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def main() -> None:
 
 def _draft(owner: socket) -> None:
     from specactor.rollout.decoupled.process import Loop, Ready, serve
-    from specactor.rollout.decoupled.spec import RENEW, SLEEP, TRACE, WAKE, DrafterSpec, Started
+    from specactor.rollout.decoupled.spec import ALIVE, RENEW, SLEEP, TRACE, WAKE, DrafterSpec, Started
 
     lines = owner.makefile("rb")
     line = lines.readline()
@@ -60,6 +60,8 @@ def _draft(owner: socket) -> None:
             said = loop.renew(asked.removeprefix(RENEW))
         elif asked.strip() in (SLEEP, WAKE):
             said = loop.sleep() if asked.strip() == SLEEP else loop.wake()
+        elif asked.strip() == ALIVE:
+            said = loop.rested()
         else:
             said = loop.work(trace=asked.strip() == TRACE)
         owner.sendall(number + b" " + msgspec.json.encode(said) + b"\n")

@@ -74,7 +74,7 @@ class Open(_Record, frozen=True, tag=1):
     """Engine: mirror this request; also when you do already."""
 
     request: Number
-    prompt_ids: list[Token]
+    prompt_ids: Annotated[list[Token], Meta(min_length=1)]
     output_ids: list[Token]
     """What is committed so far."""
     seed: Annotated[int, Meta(ge=-LARGEST, le=LARGEST)]

@@ -59,14 +59,13 @@ class Mirror:
 
     @property
     def num_held(self) -> int:
-        """Tokens of all kinds."""
-        return len(self.opening.prompt_ids) + len(self.tokens) + (self.guesses.num_tokens if self.guesses else 0)
+        """Tokens, guesses left out."""
+        return len(self.opening.prompt_ids) + len(self.tokens)
 
     @property
     def most_held(self) -> int:
-        """The same, when all is drafted that may be before the next commit."""
-        beside = 0 if self.guesses is None else Guesses.bound(self.window)
-        return len(self.opening.prompt_ids) + self.committed + AHEAD * self.window + beside
+        """The same, when all is drafted that may be before the next commit; no lane is longer."""
+        return len(self.opening.prompt_ids) + self.committed + AHEAD * self.window
 
     @property
     def wants_token(self) -> bool:

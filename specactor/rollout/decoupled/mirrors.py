@@ -5,14 +5,18 @@ PURE: frames and seconds in, frames out. Events and what they do: docs/decoupled
 Invariants:
 - those of `mirror`, for every request;
 - prompts, committed and draft tokens of all mirrors, with room for those that may yet be drafted, are at most
-  `max_tokens`. The request that was told of longest ago goes first; it comes back when there is room;
+  `max_tokens`. The request that was told of longest ago goes first; it comes back when there is room. One that is
+  larger than `max_tokens` goes alone. Guesses are not counted: a text with one is never longer than two windows, and
+  keys are held of one text per request;
+- who waits goes first: a request that holds less than a window is not left waiting for those that hold more, where
+  drafting for all of them takes much longer;
 - a request that its engine does not list any more, or whose engine is silent for `SILENT_S`, is forgotten.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import cast
 
@@ -40,6 +44,8 @@ class _Session:
     mirrors: dict[int, Mirror] = field(default_factory=dict)
     drafted: int = 0
     wasted: int = 0
+    window: int = MAX_WINDOW
+    """Its own, once it has opened a request."""
     pulse: bool = False
     """A beat is to be answered."""
     resend: set[int] = field(default_factory=set)
@@ -49,12 +55,12 @@ class _Session:
 class Mirrors:
     """All requests of all engines that one drafter process serves."""
 
-    def __init__(self, session: int, *, max_tokens: int, branching: bool = False) -> None:
-        """`branching`: guess what follows where a draft may be wrong."""
+    def __init__(self, session: int, *, max_tokens: int, branching: bool = False, drops: Drops | None = None) -> None:
+        """`branching`: guess what follows where a draft may be wrong. `drops`: of earlier incarnations, too."""
         self.session = session
         self.max_tokens = max_tokens
         self._branching = branching
-        self.drops = Drops("drafter")
+        self.drops = drops or Drops("drafter")
         self._out = Numbering(session)  # one for all engines: it outlasts an engine that was forgotten and comes back
         self._sessions: dict[int, _Session] = {}
         self._engines: dict[str, int] = {}
@@ -154,7 +160,7 @@ class Mirrors:
         for request, prompt, committed in beat.requests:
             mirror = session.mirrors.get(request)
             if mirror is None:
-                size = prompt + committed + AHEAD * MAX_WINDOW + (Guesses.bound(MAX_WINDOW) if self._branching else 0)
+                size = prompt + committed + AHEAD * session.window
                 if size <= free:
                     free -= size
                     session.resend.add(request)
@@ -167,6 +173,7 @@ class Mirrors:
     def _open(self, session: _Session, record: Open, now_s: float) -> None:
         key = (session.number, record.request)
         session.resend.discard(record.request)
+        session.window = record.window
         known = session.mirrors.get(record.request)
         if known is not None and known.tokens[: known.committed] == record.output_ids[: known.committed]:
             known.complete = True
@@ -203,10 +210,14 @@ class Mirrors:
 
     # -------------------------------------------------------------------------------------------------- what drafts
 
-    def wanted(self, max_lanes: int) -> list[Lane]:
+    def wanted(self, max_lanes: int, *, slower: Callable[[int, int], bool] = lambda few, many: False) -> list[Lane]:
         """Requests that want another token, those with the fewest tokens ahead first; where none does, those that want
-        a guess. They are valid until the next call of another method."""
+        a guess. Those that hold less than a window go alone if `slower` says that to draft for all, of whom there are
+        so many, takes much longer than for these few. Valid until the next call of another method."""
         ready = [mirror for mirror in self._oldest.values() if mirror.wants_token]
+        waiting = [mirror for mirror in ready if mirror.num_ahead < mirror.window]
+        if waiting and slower(min(len(waiting), max_lanes), min(len(ready), max_lanes)):
+            ready = waiting
         if not ready and self._branching:
             ready = [mirror for mirror in self._oldest.values() if mirror.wants_guess]
         if len(ready) > max_lanes:
@@ -270,7 +281,7 @@ class Mirrors:
         self._reserved += size - mirror.reserved
         mirror.reserved = size
         while self._reserved > self.max_tokens:
-            key = next(iter(self._oldest))
+            key = mirror.key if size > self.max_tokens else next(iter(self._oldest))
             self.drops.add("evicted", f"more than max_tokens = {self.max_tokens}: raise it, or add drafters")
             self._forget(key)
 

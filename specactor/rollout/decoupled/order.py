@@ -1,4 +1,4 @@
-"""How frames are numbered, and what becomes of those that do not count. PURE.
+"""How frames are numbered, what becomes of those that do not count, and counts that a peer tells. PURE.
 
 Invariant: frames of a session have rising numbers, so that the peer can drop what was repeated or
 overtaken: every loss is repaired anyway.
@@ -48,12 +48,29 @@ class Numbering:
             return first + self.frames(records[half:], drops, receiver=receiver)
 
 
+class Total:
+    """Of a count that a peer tells now and then, and begins anew from 0."""
+
+    def __init__(self) -> None:
+        self.value = 0
+        self._told = 0
+
+    def tell(self, count: int) -> None:
+        self.value += count - (self._told if count >= self._told else 0)
+        self._told = count
+
+    def begin(self) -> None:
+        """The peer is known to have begun anew."""
+        self._told = 0
+
+
 class Drops:
     """What was dropped, by reason."""
 
     def __init__(self, who: str) -> None:
         self._who = who
         self.counts: Counter[str] = Counter()
+        self._untold: Counter[str] = Counter()
 
     def expect(self, reason: str, count: int = 1) -> None:
         """Count what happens in ordinary operation."""
@@ -66,6 +83,12 @@ class Drops:
         Args: a word; what an operator would want to know.
         """
         self.counts[reason] += 1
+        self._untold[reason] += 1
         count = self.counts[reason]
         if count & (count - 1) == 0:
             _LOG.warning("%s: dropped %s, %d so far; %s", self._who, reason, count, detail)
+
+    def take(self) -> dict[str, int]:
+        """What should not have happened, since the last call."""
+        taken, self._untold = self._untold, Counter()
+        return dict(taken)

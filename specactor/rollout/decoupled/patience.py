@@ -43,20 +43,20 @@ class Patience:
         self._trust = 1.0
 
     def rounds(self, round_s: float) -> None:
-        """Seconds from one round's drafts to the next one's, waits left out."""
+        """Seconds of a round that was drafted for, waits left out."""
         self._rounds_s.append(round_s)
 
     def answers(self, answers_s: Iterable[float]) -> None:
         """Seconds that drafters took from a commit to their first draft token after it."""
         self._answers_s.extend(answers_s)
 
-    def emitted(self, counts: Sequence[int]) -> None:
-        """Per request that had a draft: tokens that its round emitted."""
-        served = len(counts)
+    def judged(self, right: Sequence[int]) -> None:
+        """Per draft: how many of its tokens, from the first on, were right."""
+        served = len(right)
         if served:
             self._served = _MEMORY * self._served + served
-            self._first_right = _MEMORY * self._first_right + served - counts.count(1)
-            self._accepted = _MEMORY * self._accepted + sum(counts) - served
+            self._first_right = _MEMORY * self._first_right + served - right.count(0)
+            self._accepted = _MEMORY * self._accepted + sum(right)
 
     def kept(self, expected: float, arrived: int) -> None:
         """After a wait: drafts that were to arrive in it, and those that did."""

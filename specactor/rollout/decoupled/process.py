@@ -14,7 +14,7 @@ import select
 import signal
 import socket
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
@@ -24,6 +24,8 @@ import msgspec
 from specactor.rollout.decoupled.branches import RunnerUps
 from specactor.rollout.decoupled.continuer import Continuer, Renewable, Sleeper
 from specactor.rollout.decoupled.mirrors import Mirrors
+from specactor.rollout.decoupled.order import Drops
+from specactor.rollout.decoupled.pace import Pace
 from specactor.rollout.decoupled.spec import Renewed, Rested
 from specactor.rollout.decoupled.transport import DrafterKeys, Hub, new_session
 from specactor.rollout.planning.costs import Point
@@ -59,6 +61,8 @@ class Work(msgspec.Struct, frozen=True, kw_only=True):
     that the loop does beside it."""
     spans: list[Span]
     """While they were recorded."""
+    drops: dict[str, int] = {}
+    """Frames, requests and connections that it dropped or refused, by reason."""
 
 
 def serve(
@@ -116,6 +120,7 @@ class Loop:
     ) -> None:
         self._guessing: RunnerUps | None = continuer if isinstance(continuer, RunnerUps) else None
         self._max_tokens = max_tokens
+        self._drops = Drops("drafter")
         self.mirrors = self._new_mirrors()
         self.busy = False
         """The next turn need not wait for anything to arrive."""
@@ -128,6 +133,7 @@ class Loop:
         """The last turn."""
         self._drafted = (0, 0)
         """(requests, tokens) in it."""
+        self._pace = Pace()
         self._continuer = continuer
         self._hub = hub
         self._max_lanes = max_lanes
@@ -135,7 +141,8 @@ class Loop:
 
     def _new_mirrors(self) -> Mirrors:
         """Of a new incarnation."""
-        return Mirrors(new_session(), max_tokens=self._max_tokens, branching=self._guessing is not None)
+        branching = self._guessing is not None
+        return Mirrors(new_session(), max_tokens=self._max_tokens, branching=branching, drops=self._drops)
 
     def wait(self, files: Sequence[int]) -> list[int]:
         """Until there is something to do; those of `files` that can be read."""
@@ -153,7 +160,7 @@ class Loop:
             if isinstance(self._continuer, Sleeper):
                 self._continuer.sleep()
             self.asleep, self.busy = True, False
-        return Rested(asleep=True, wake_s=self._wake_s)
+        return self.rested()
 
     def wake(self) -> Rested:
         """As a process that has just started. Raises ConfigError where its address was taken meanwhile."""
@@ -163,7 +170,11 @@ class Loop:
                 self._continuer.wake()
             self.mirrors, self._hub = self._new_mirrors(), self._hub.again()
             self.asleep, self._wake_s = False, time.perf_counter() - began_s
-        return Rested(asleep=False, wake_s=self._wake_s)
+        return self.rested()
+
+    def rested(self) -> Rested:
+        """Whether it sleeps."""
+        return Rested(asleep=self.asleep, wake_s=self._wake_s)
 
     def close(self) -> None:
         self._hub.close()
@@ -186,12 +197,13 @@ class Loop:
         for key in mirrors.forgotten():
             continuer.forget(key)
         self._send()  # an engine that asks whether anybody is here need not wait for the draft
-        lanes = mirrors.wanted(self._max_lanes)
+        lanes = mirrors.wanted(self._max_lanes, slower=self._pace.is_slower)
         if lanes:
             began_s = time.perf_counter()
             drafts = continuer.extend(lanes)
             ended_s = time.perf_counter()
             self._busy_s += ended_s - began_s
+            self._pace.batch(len(lanes), ended_s - began_s)
             tokens = sum(map(len, drafts))
             self.recorder.span("draft", "draft", began_s, ended_s, requests=len(lanes), tokens=tokens)
             self._drafted = (len(lanes), tokens)
@@ -201,7 +213,8 @@ class Loop:
 
     def work(self, *, trace: bool) -> Work:
         """Since the last call. Args: whether to record spans from now on."""
-        work = Work(busy_s=self._busy_s, turns=list(self._turns), spans=self.recorder.take())
+        drops = Counter(self._drops.take()) + Counter(self._hub.drops.take())
+        work = Work(busy_s=self._busy_s, turns=list(self._turns), spans=self.recorder.take(), drops=drops)
         self._turns.clear()
         self._busy_s, self.recorder.on = 0.0, trace
         return work

@@ -19,6 +19,8 @@ SLEEP = b"sleep"
 """Forget all requests, stop listening, and leave the device until WAKE."""
 WAKE = b"wake"
 """Listen again, at the same address, as a new incarnation."""
+ALIVE = b"alive"
+"""Say anything, as a sign of life."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,7 +77,7 @@ class Started(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Rested(msgspec.Struct, frozen=True, kw_only=True):
-    """A drafter process answers to SLEEP and WAKE."""
+    """A drafter process answers to SLEEP and WAKE, and to ALIVE."""
 
     asleep: bool
     wake_s: float

@@ -32,7 +32,7 @@ from specactor.rollout.decoupled.messages import (
     Tail,
     TailColumns,
 )
-from specactor.rollout.decoupled.order import Drops, Numbering
+from specactor.rollout.decoupled.order import Drops, Numbering, Total
 
 BEAT_EVERY_S = 0.25
 SILENT_S = 1.0
@@ -90,8 +90,8 @@ class _Drafter:
     arrived: list[Tail | TailColumns] = field(default_factory=list)
     """Not looked into yet."""
     version: int = 0
-    drafted: int = 0
-    wasted: int = 0
+    drafted: Total = field(default_factory=Total)
+    wasted: Total = field(default_factory=Total)
 
     @property
     def load(self) -> int:
@@ -143,12 +143,12 @@ class Tails:
     @property
     def drafted(self) -> int:
         """Tokens that the drafters have drafted for this engine, as far as they have said."""
-        return sum(drafter.drafted for drafter in self._drafters)
+        return sum(drafter.drafted.value for drafter in self._drafters)
 
     @property
     def wasted(self) -> int:
         """Of those, what they threw away."""
-        return sum(drafter.wasted for drafter in self._drafters)
+        return sum(drafter.wasted.value for drafter in self._drafters)
 
     # --------------------------------------------------------------------------------------------- what the engine does
 
@@ -252,7 +252,8 @@ class Tails:
                 case Pulse():
                     drafter.version = record.version
                     drafter.others = max(0, record.requests - len(drafter.requests))
-                    drafter.drafted, drafter.wasted = record.drafted, record.wasted
+                    drafter.drafted.tell(record.drafted)
+                    drafter.wasted.tell(record.wasted)
         if not drafter.live:
             drafter.live = True
             self._balance()
@@ -261,6 +262,8 @@ class Tails:
         """A drafter in a new incarnation: it knows nothing yet."""
         drafter = self._drafters[index]
         drafter.session, drafter.frame = session, 0
+        drafter.drafted.begin()
+        drafter.wasted.begin()
         drafter.closed.clear()
         drafter.arrived.clear()
         for request in drafter.requests.values():
@@ -358,9 +361,9 @@ class Tails:
     # ------------------------------------------------------------------------------------------------------------ where
 
     def _place(self, request: _Request) -> None:
-        """With the live drafter of least load; with none if none is live."""
+        """With the live drafter of least load; with none if none is live, or there is no prompt."""
         live = self.live
-        if not live:
+        if not (live and request.prompt_ids):
             return
         index = min(live, key=lambda i: (self._drafters[i].load, i))
         drafter = self._drafters[index]

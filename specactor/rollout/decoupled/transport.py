@@ -5,7 +5,8 @@ side of a socket is a thread of ZeroMQ's own, outside Python, behind a queue of 
 or nobody is connected, a frame is dropped and counted, and the protocol repairs the loss.
 
 Invariants: without keys a drafter listens on this host only (loopback, or a name in Linux's abstract namespace, which
-leaves no file behind); with keys both ends prove theirs (CURVE), and what they say is encrypted; nothing that arrives
+leaves no file behind); with keys both ends prove theirs (CURVE), what they say is encrypted, and every try with another
+key is counted; who sends more than MAX_FRAME_BYTES at once is disconnected by ZeroMQ, uncounted; nothing that arrives
 is interpreted here beyond the name of the connection.
 """
 
@@ -23,6 +24,7 @@ from zmq.auth.thread import ThreadAuthenticator
 
 from specactor.errors import ConfigError
 from specactor.rollout.decoupled.messages import LARGEST, MAX_FRAME_BYTES
+from specactor.rollout.decoupled.order import Drops
 
 QUEUE_FRAMES = 256
 """Of a socket, in each direction."""
@@ -35,6 +37,8 @@ _INPUT, _AT_ONCE = int(zmq.POLLIN), int(zmq.NOBLOCK)
 """Plain numbers: once per round, with cold caches, arithmetic of enumerations costs tens of microseconds."""
 _send = zmq.backend.Socket.send
 """Without pyzmq's wrapper around it, which does nothing for bytes and costs as much again, once per round."""
+_CURVE_BYTES = 33
+"""That CURVE puts around a frame: the name of its command, a nonce, a code, flags. They count for ZeroMQ's limit."""
 _RANDOM_BITS = 22
 _LINGER_MS = 100
 """Of an engine that closes: its last words."""
@@ -154,10 +158,11 @@ class ZmqLink:
 class Hub:
     """A drafter's connections to all engines."""
 
-    def __init__(self, endpoint: str, *, keys: DrafterKeys | None = None) -> None:
-        """Args: where to listen, as in ``ipc://@name`` or ``tcp://127.0.0.1:*``. Raises ConfigError for an address that
-        other hosts can reach without keys, and for one that cannot be had."""
+    def __init__(self, endpoint: str, *, keys: DrafterKeys | None = None, drops: Drops | None = None) -> None:
+        """Args: where to listen, as in ``ipc://@name`` or ``tcp://127.0.0.1:*``; where to count who is refused. Raises
+        ConfigError for an address that other hosts can reach without keys, and for one that cannot be had."""
         _check_reach(endpoint, keys)
+        self.drops = drops or Drops("drafter")
         self._keys = keys
         self._context = zmq.Context()
         self._authenticator = None if keys is None else self._admit(keys.engine_public)
@@ -180,7 +185,7 @@ class Hub:
     def _admit(self, engine_public: str) -> ThreadAuthenticator:
         authenticator = ThreadAuthenticator(self._context)
         authenticator.start()
-        authenticator.configure_curve_callback(credentials_provider=_Only(engine_public))
+        authenticator.configure_curve_callback(credentials_provider=_Only(engine_public, self.drops))
         return authenticator
 
     def receive(self) -> list[tuple[int, bytes]]:
@@ -214,7 +219,7 @@ class Hub:
 
     def again(self) -> Hub:
         """A new one at the same address, once this one is closed."""
-        return Hub(self.endpoint, keys=self._keys)
+        return Hub(self.endpoint, keys=self._keys, drops=self.drops)
 
     def close(self) -> None:
         """Harmless the second time."""
@@ -227,21 +232,24 @@ class Hub:
 
 
 class _Only:
-    """Admits the owner of one key."""
+    """Admits the owner of one key; counts every try with another."""
 
-    def __init__(self, public: str) -> None:
-        self._public = public.encode()
+    def __init__(self, public: str, drops: Drops) -> None:
+        self._public, self._drops = public.encode(), drops
 
     def callback(self, domain: str, key: bytes) -> bool:
         """Called by pyzmq. Args: not used; the key in Z85."""
-        return secrets.compare_digest(key, self._public)
+        admitted = secrets.compare_digest(key, self._public)
+        if not admitted:
+            self._drops.add("refused", f"a connection with the key {key.decode(errors='replace')}")
+        return admitted
 
 
 def _bound(socket: zmq.Socket[bytes]) -> None:
     socket.setsockopt(zmq.LINGER, 0)
     socket.setsockopt(zmq.SNDHWM, QUEUE_FRAMES)
     socket.setsockopt(zmq.RCVHWM, QUEUE_FRAMES)
-    socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
+    socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES + _CURVE_BYTES)
 
 
 def _name(session: int) -> bytes:

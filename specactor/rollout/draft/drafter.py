@@ -44,6 +44,8 @@ class Drafter(ABC):
     requests that have ended."""
     recorder: Recorder = Recorder()
     """Of the engine's trace; off unless the engine gives another."""
+    may_wait: bool = True
+    """Whether `propose` may wait for drafts: not where they are only looked at, since nobody would verify them."""
     expects: bool = False
     """After `propose`: most of what was asked for is on its way, and not there yet."""
 
@@ -75,6 +77,10 @@ class Drafter(ABC):
 
     def close(self, sequence: DraftSequence) -> None:  # noqa: B027  (optional)
         """The request has ended, or was aborted."""
+
+    def led(self, round_s: float) -> None:  # noqa: B027  (optional)
+        """A round whose drafts were this drafter's, before those of others, has ended; seconds of all of it, what
+        `propose` took included."""
 
     def policy_changed(self) -> None:  # noqa: B027  (optional)
         """The target has new weights; no request is running."""

@@ -6,7 +6,7 @@ before a token that does not exist.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from typing import Protocol
 
 from specactor.config import SpeculationConfig
@@ -99,6 +99,11 @@ class Methods:
     def expects(self) -> bool:
         """Whether drafts are on their way."""
         return any(self.drafters[name].expects for name in self.there)
+
+    def let_wait(self, names: Container[str]) -> None:
+        """These alone may wait for drafts that are on their way."""
+        for name, drafter in self.drafters.items():
+            drafter.may_wait = name in names
 
     def first(self, sequences: Sequence[DraftSequence], windows: Sequence[int], *, ahead: bool | None = None) -> Drafts:
         """Of all drafters that draft first and work; of those alone that draft ahead, or of the others alone, if

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -138,6 +138,7 @@ class Speculator:
             self._listeners.pause()
             self._decision = self._plain(requests)
             return self._decision
+        self.methods.let_wait(self._waited_for())
         if self._policy is not None:
             decision = self._wanted(self._policy, sequences, caps, max_branches)
         elif known:
@@ -190,6 +191,8 @@ class Speculator:
         credits = [credits_of(drafts, right) for drafts, right in zip(every, accepted, strict=bool(every))]
         self.accounts.round(decision, credits, len(sequences), round_s=round_s, is_steady=self._is_steady)
         if every:
+            leader = self.drafters[decision.drafter]
+            self._listeners.call(leader, leader.led, round_s)
             self._observe(sequences, [decision.drafter, *decision.beside], every, credits)
 
     def _observe(
@@ -252,6 +255,16 @@ class Speculator:
         """Whether plain decoding goes on until the next look."""
         may = self.costs.table is not None or self._fruitless >= MOST_FRUITLESS
         return may and self.config.window is None and self.config.mode == "auto" and self._current == OFF
+
+    def _waited_for(self) -> Collection[str]:
+        """Drafters whose drafts this round would verify. Those of others are looked at, and nobody waits for a look."""
+        if self._policy is not None:
+            return self.drafters
+        if self.config.window is not None or self.costs.table is None:
+            return () if self._may_rest() else self.drafters
+        if self._current == OFF:
+            return ()
+        return (self._current,) if self._current in self.drafters and not self.config.merge else self.drafters
 
     def _resting(self) -> bool:
         """Whether plain decoding goes on without another look."""

@@ -83,7 +83,7 @@ def _connect(config: SpeculationConfig) -> Drafter:
             "processes. Start it with parallel.drafters >= 1."
         )
     endpoints = access.endpoints if get_parallel().tp_rank == 0 else ()
-    return connect(endpoints, engine=access.engine, window=config.max_window, keys=access.keys)
+    return connect(endpoints, engine=access.engine, window=config.largest_window, keys=access.keys)
 
 
 def configure(rank: Any, payload: bytes) -> bytes:

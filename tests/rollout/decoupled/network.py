@@ -44,6 +44,8 @@ class DrafterEnd:
         for key in mirrors.forgotten():
             self.continuer.forget(key)
         lanes = mirrors.wanted(4)
+        for lane in lanes:
+            assert len(lane.prompt_ids) + len(lane.tokens) < mirrors._oldest[lane.key].reserved, "keys beyond the bound"
         if lanes:
             drafts = self.continuer.extend(lanes)
             mirrors.extended(lanes, drafts, self.continuer.runner_ups() if self._branching else None)

@@ -18,7 +18,7 @@ from specactor.errors import EngineError
 from specactor.rollout.decoupled.decoupled import Decoupled, connect
 from specactor.rollout.decoupled.host import DrafterProcess
 from specactor.rollout.decoupled.spec import DrafterSpec
-from specactor.rollout.decoupled.transport import local_endpoint, make_keys
+from specactor.rollout.decoupled.transport import EngineKeys, ZmqLink, local_endpoint, make_keys, new_session
 from specactor.rollout.draft.drafter import DraftSequence
 from specactor.weights_sync.draft_sender import DraftSender
 from tests.rollout.conftest import Footprint, process_exists
@@ -278,6 +278,35 @@ def test_a_process_without_weights_says_so(drafter: DrafterProcess) -> None:
     assert drafter.version == version
     assert_drafts(drafter.spec)
     sender.close()
+
+
+def test_what_it_drops_and_refuses_is_told_once(drafter: DrafterProcess) -> None:
+    def told(reason: str) -> int:
+        deadline = time.monotonic() + PATIENCE_S
+        while not (count := work().get(reason, 0)):
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        return count
+
+    def work() -> dict[str, int]:
+        said = drafter.work(trace=False, timeout_s=PATIENCE_S)
+        assert said is not None
+        return said.drops
+
+    assert work() == {}
+    strangers = make_keys()[0]
+    wrong = EngineKeys(public=strangers.public, secret=strangers.secret, drafter_public=ENGINE_KEYS.drafter_public)
+    stranger = ZmqLink(new_session(), [drafter.spec.endpoint], keys=wrong)
+    assert told("refused") > 0
+    stranger.close()
+    member = ZmqLink(new_session(), [drafter.spec.endpoint], keys=ENGINE_KEYS)
+    deadline = time.monotonic() + PATIENCE_S
+    while not member.send(0, b"rubbish"):
+        assert time.monotonic() < deadline
+    assert told("malformed") == 1
+    member.close()
+    assert_drafts(drafter.spec)
+    assert work() == {}
 
 
 def test_one_that_answers_late_is_heard_again(drafter: DrafterProcess) -> None:

@@ -100,6 +100,7 @@ def test_anything_else_is_a_frame_error(decode, data: bytes, whole: int, at: int
         b"\x94\x02\x01\x00\x91\xce\x80\x00\x00\x00",  # token 2^31
         b"\x92\x03\xcb\x3f\xf0\x00\x00\x00\x00\x00\x00",  # 1.0 in place of a number
         b"\x92\x03\xa1\x31",  # text in place of a number
+        b"\x97\x01\x01\x90\x90\x00\xcb\x3f\xf0\x00\x00\x00\x00\x00\x00\x04",  # an empty prompt
         b"\x93\x00\xa1\xff\x90",  # no UTF-8
         b"\x91" * 5000,  # nested
     ],
@@ -107,6 +108,8 @@ def test_anything_else_is_a_frame_error(decode, data: bytes, whole: int, at: int
 def test_records_are_strict(record: bytes) -> None:
     start = encode(HEADER, [])[:-1]
     assert decode_to_drafter(start + b"\x91\x94\x02\x01\x00\x90")[1] == [Commit(request=1, position=0, tokens=[])]
+    opening = b"\x97\x01\x01\x91\x05\x90\x00\xcb\x3f\xf0\x00\x00\x00\x00\x00\x00\x04"
+    assert len(decode_to_drafter(start + b"\x91" + opening)[1]) == 1
     with pytest.raises(FrameError):
         decode_to_drafter(start + b"\x91" + record)
 

@@ -213,22 +213,21 @@ def test_frames_count_once_and_in_order_and_from_who_sent_them() -> None:
 
 def test_the_one_told_of_longest_ago_is_evicted_and_comes_back_when_there_is_room() -> None:
     room = len(PROMPT) + AHEAD * WINDOW
-    drafter = opened(1, 2, 3, max_tokens=3 * room + 9)
+    drafter = opened(1, 2, 3, max_tokens=3 * room + 3)
     drafter.hear(commit(0, 7, request=1), commit(0, 7, request=3))
     drafter.hear(opening(4))
     assert drafter.mirrors.forgotten() == [(ENGINE, 2)]
     drafter.hear(commit(0, 7, request=2), beat((1, 4, 1), (2, 4, 1), (3, 4, 1), (4, 4, 0)))
     assert not [record for record in drafter.say() if isinstance(record, Resend)], "no room"
-    drafter.hear(beat((2, 4, 1), (3, 4, 1)))
-    assert not [record for record in drafter.say() if isinstance(record, Resend)], "windows may be larger than ours"
-    drafter.hear(beat((2, 4, 1)))
-    assert Resend(requests=[2]) in drafter.say()
+    drafter.hear(beat((1, 4, 1), (2, 4, 1), (3, 4, 1)))
+    assert Resend(requests=[2]) in drafter.say(), "its windows are those of the others"
 
 
 def test_a_request_larger_than_all_memory() -> None:
     drafter = opened(max_tokens=100)
     drafter.hear(opening(2, prompt=range(200)))
-    assert drafter.mirrors.num_requests == 0
+    assert drafter.mirrors.forgotten() == [(ENGINE, 2)], "nobody else"
+    assert drafter.mirrors.num_requests == 1
     drafter.hear(beat((2, 200, 0)))
     assert [type(record) for record in drafter.say()] == [Pulse]
 
@@ -238,6 +237,34 @@ def test_those_with_the_least_ahead_go_first() -> None:
     lanes = drafter.mirrors.wanted(100)[:2]
     drafter.mirrors.extended(lanes, [[5], [5, 5]])
     assert [lane.key for lane in drafter.mirrors.wanted(2)] == [(ENGINE, 3), (ENGINE, 1)]
+
+
+def test_those_that_hold_less_than_a_window_go_alone_where_all_take_much_longer() -> None:
+    drafter = opened(1, 2)
+    drafter.mirrors.extended(drafter.mirrors.wanted(100)[:1], [[5] * WINDOW])
+    asked: list[tuple[int, int]] = []
+
+    def keys(slower: bool) -> list[object]:
+        lanes = drafter.mirrors.wanted(100, slower=lambda few, many: asked.append((few, many)) or slower)
+        return [lane.key for lane in lanes]
+
+    assert keys(slower=True) == [(ENGINE, 2)]
+    assert keys(slower=False) == [(ENGINE, 1), (ENGINE, 2)]
+    assert asked == [(1, 2)] * 2
+    drafter.mirrors.extended(drafter.mirrors.wanted(100)[1:], [[5] * WINDOW])
+    assert keys(slower=True) == [(ENGINE, 1), (ENGINE, 2)], "nobody waits for any"
+
+
+def test_guesses_take_no_room() -> None:
+    """Else a drafter with branches would evict requests for which its KV cache has room."""
+    room = len(PROMPT) + AHEAD * WINDOW
+    drafter = Drafter()
+    drafter.mirrors = Mirrors(5, max_tokens=3 * room, branching=True)
+    drafter.hear(beat(), opening(1), opening(2), opening(3))
+    assert drafter.mirrors.num_requests == 3
+    drafter.hear(beat((1, 4, 0), (2, 4, 0)))
+    drafter.hear(beat((1, 4, 0), (2, 4, 0), (3, 4, 0)))
+    assert Resend(requests=[3]) in drafter.say()
 
 
 def test_a_continuer_that_cannot_go_on_is_not_asked_again_before_the_next_commit() -> None:

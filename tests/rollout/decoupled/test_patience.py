@@ -11,23 +11,23 @@ from hypothesis import strategies as st
 from specactor.rollout.decoupled.patience import LINK_S, MAX_WAIT_S, MIN_SAMPLES, Patience
 
 
-def taught(*, round_s: float, answers_s: list[float], emitted: list[int], samples: int = 64) -> Patience:
+def taught(*, round_s: float, answers_s: list[float], right: list[int], samples: int = 64) -> Patience:
     patience = Patience()
     for _ in range(samples):
         patience.rounds(round_s)
         patience.answers(answers_s)
-        patience.emitted(emitted)
+        patience.judged(right)
     return patience
 
 
 def test_knows_nothing_in_the_beginning() -> None:
     assert Patience().bound(8, 8) == (0.0, 0.0)
-    few = taught(round_s=0.1, answers_s=[0.001], emitted=[3], samples=MIN_SAMPLES - 1)
+    few = taught(round_s=0.1, answers_s=[0.001], right=[2], samples=MIN_SAMPLES - 1)
     assert few.bound(8, 8) == (0.0, 0.0)
 
 
 def test_waits_for_quick_answers_in_long_rounds() -> None:
-    patience = taught(round_s=0.1, answers_s=[0.004], emitted=[4])
+    patience = taught(round_s=0.1, answers_s=[0.004], right=[3])
     wait_s, arriving = patience.bound(8, 4)
     assert wait_s == pytest.approx(0.004 + LINK_S)
     assert arriving == pytest.approx(4)
@@ -35,33 +35,33 @@ def test_waits_for_quick_answers_in_long_rounds() -> None:
 
 
 @pytest.mark.parametrize(
-    ("round_s", "answer_s", "emitted"),
+    ("round_s", "answer_s", "right"),
     [
-        (0.005, 0.004, [4]),  # for as long as a round takes
-        (0.1, 0.08, [4]),  # longer than any wait
-        (0.1, 0.004, [1]),  # for drafts that are never right
+        (0.005, 0.004, [3]),  # for as long as a round takes
+        (0.1, 0.08, [3]),  # longer than any wait
+        (0.1, 0.004, [0]),  # for drafts that are never right
     ],
 )
-def test_does_not_wait_where_that_would_lose(round_s: float, answer_s: float, emitted: list[int]) -> None:
-    assert taught(round_s=round_s, answers_s=[answer_s], emitted=emitted).bound(8, 1) == (0.0, 0.0)
+def test_does_not_wait_where_that_would_lose(round_s: float, answer_s: float, right: list[int]) -> None:
+    assert taught(round_s=round_s, answers_s=[answer_s], right=right).bound(8, 1) == (0.0, 0.0)
 
 
 @pytest.mark.parametrize(("missing", "waits"), [(1, False), (17, False), (18, True), (100, True)])
 def test_waits_from_the_least_gain_on(missing: int, waits: bool) -> None:
     """m drafts of 100 add m tokens to 100 + 3 (100 - m): 4.9 % for 17, 5.2 % for 18."""
-    patience = taught(round_s=10.0, answers_s=[0.004], emitted=[4])
+    patience = taught(round_s=10.0, answers_s=[0.004], right=[3])
     assert (patience.bound(100, missing)[0] > 0) == waits
 
 
 def test_a_few_late_answers_are_not_waited_for() -> None:
     answers_s = [0.002] * 9 + [0.04]
-    wait_s, arriving = taught(round_s=0.05, answers_s=answers_s, emitted=[2]).bound(8, 8)
+    wait_s, arriving = taught(round_s=0.05, answers_s=answers_s, right=[1]).bound(8, 8)
     assert wait_s == pytest.approx(0.002 + LINK_S)
     assert arriving == pytest.approx(7.2, abs=0.3)
 
 
 def test_promises_that_are_not_kept() -> None:
-    patience = taught(round_s=0.1, answers_s=[0.004], emitted=[4])
+    patience = taught(round_s=0.1, answers_s=[0.004], right=[3])
     for _ in range(40):
         patience.kept(expected=4, arrived=0)
     assert patience.bound(8, 4) == (0.0, 0.0)
@@ -77,7 +77,7 @@ def test_never_more_than_the_bound_and_never_without_a_gain(seed: int, requests:
     for _ in range(40):
         patience.rounds(rng.uniform(1e-4, 0.3))
         patience.answers([rng.expovariate(100)])
-        patience.emitted([rng.randrange(1, 6)])
+        patience.judged([rng.randrange(5)])
     wait_s, arriving = patience.bound(requests, min(missing, requests))
     assert 0 <= wait_s <= MAX_WAIT_S
     assert 0 <= arriving <= min(missing, requests)

@@ -11,9 +11,9 @@ import pytest
 import zmq
 
 from specactor.errors import ConfigError
-from specactor.rollout.decoupled.messages import Header, Pulse, encode
+from specactor.rollout.decoupled.messages import MAX_FRAME_BYTES, Header, Pulse, encode
 from specactor.rollout.decoupled.tails import SILENT_S
-from specactor.rollout.decoupled.transport import EngineKeys, Hub, local_endpoint, make_keys
+from specactor.rollout.decoupled.transport import EngineKeys, Hub, ZmqLink, local_endpoint, make_keys
 from tests.rollout.decoupled.live import DrafterProcess, Engine
 
 Start = Callable[..., DrafterProcess]
@@ -208,6 +208,36 @@ def test_only_those_with_the_keys_are_heard(start: Start, connected: Connect) ->
         engine.round()
         report = engine.drafter.report()
         assert (report.drafters, report.proposed) == (0, 0)
+
+
+def test_a_frame_above_the_limit_does_not_arrive_and_ends_no_more_than_its_connection() -> None:
+    engine_keys, drafter_keys = make_keys()
+    hub = Hub("tcp://127.0.0.1:*", keys=drafter_keys)
+    links = [ZmqLink(session, [hub.endpoint], keys=engine_keys) for session in (7, 8)]
+
+    def arrives(session: int, frame: bytes, *, within_s: float = 60.0) -> bool:
+        """Sent until it arrives, since a connection that was ended needs a while to come about again."""
+        deadline = time.monotonic() + within_s
+        while time.monotonic() < deadline:
+            links[session - 7].send(0, frame)
+            hub.wait(0.05)
+            got = hub.receive()
+            assert all(len(data) <= MAX_FRAME_BYTES for _, data in got)
+            if (session, frame) in got:
+                return True
+        return False
+
+    try:
+        assert arrives(7, bytes(MAX_FRAME_BYTES))
+        assert arrives(8, b"here")
+        links[0].send(0, bytes(MAX_FRAME_BYTES + 1))
+        assert not arrives(7, bytes(MAX_FRAME_BYTES + 1), within_s=0.5)
+        for session in (8, 7):
+            assert arrives(session, b"still here")
+    finally:
+        for link in links:
+            link.close()
+        hub.close()
 
 
 def test_the_end_of_its_owner_is_its_end(start: Start) -> None:

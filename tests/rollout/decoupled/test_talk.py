@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from specactor.rollout.decoupled import host
 from specactor.rollout.decoupled.host import Talk
 
 SOON_S, PATIENCE_S = 0.05, 10.0
@@ -108,3 +109,35 @@ def test_one_that_dies_or_says_what_is_no_answer(ends: Ends, garbage: bytes) -> 
     with pytest.raises(ConnectionError, match=r"unreadable answer" if garbage else r"the process died"):
         ends.talk.ask(b"work", PATIENCE_S)
     assert ends.talk.is_silent()
+
+
+def test_a_sign_of_life_is_asked_for_in_time_and_holds_up_no_other_question(
+    ends: Ends, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert ends.talk.silent_s() == 0.0
+    monkeypatch.setattr(host, "SIGN_EVERY_S", 0.3)
+    time.sleep(0.3)
+    assert ends.talk.silent_s() == 0.0
+    assert ends.hears() == b"1 alive\n"
+    assert not ends.talk.is_silent()
+    ends.say(b"1 yes\n2 done\n")
+    assert ends.talk.ask(b"work", PATIENCE_S) == b"done\n"
+    assert ends.hears() == b"2 work\n"
+    assert ends.talk.silent_s() == 0.0, "it has just said something"
+    time.sleep(0.3)
+    assert ends.talk.silent_s() == 0.0
+    time.sleep(0.4)
+    assert ends.talk.silent_s() >= 0.4
+    assert ends.talk.is_silent(), "the sign is late"
+    assert ends.hears() == b"3 alive\n", "and is not asked for again"
+    ends.say(b"3 yes\n")
+    assert ends.talk.silent_s() == 0.0
+    assert not ends.talk.is_silent()
+
+
+def test_an_answer_to_an_earlier_question_is_a_sign_of_life(ends: Ends) -> None:
+    ends.ask_in_vain()
+    time.sleep(0.2)
+    assert ends.talk.silent_s() >= 0.2
+    ends.say(b"1 late\n")
+    assert ends.talk.silent_s() == 0.0

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import pytest
 
 from specactor.rollout.decoupled.continuer import Lane
+from specactor.rollout.decoupled.order import Drops
 from specactor.rollout.decoupled.process import MAX_TURNS, Loop
 from specactor.rollout.decoupled.tails import Tails
 
@@ -21,6 +22,7 @@ class Ticking:
     version = 0
 
     def __init__(self) -> None:
+        self.drops = Drops("hub")
         self.now_s = 0.0
         self.tails = Tails(1, engine="engine", num_drafters=1, window=WINDOW)
         self.outputs: list[list[int]] = []
@@ -82,6 +84,23 @@ def test_idleness_is_no_part_of_a_turn() -> None:
     for _ in range(3):
         loop.turn()
     assert max(seconds for _, _, seconds in loop.work(trace=False).turns) < 1.0
+
+
+def test_rollbacks_are_events_of_the_trace() -> None:
+    world = Ticking()
+    loop = loop_of(world)
+    loop.turn()
+    world.open(1)
+    loop.work(trace=True)
+    for fresh in ([7], [7, 7], [9], [7], [9]):
+        for _ in range(2 * WINDOW):
+            loop.turn()
+        world.outputs[0] += fresh
+        world.tails.commit(["r0"])
+    loop.turn()
+    rollbacks = [span for span in loop.work(trace=False).spans if span.name == "rollback"]
+    assert [span.details["tokens"] for span in rollbacks] == [2 * WINDOW, 2 * WINDOW], "at each 9, all that was ahead"
+    assert loop.mirrors.num_wasted == 4 * WINDOW
 
 
 def test_what_is_remembered_is_bounded() -> None:

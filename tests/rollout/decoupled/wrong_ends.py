@@ -128,8 +128,8 @@ class RollbackForgotten(Mirrors):
 class AgreedTooMuch(Mirrors):
     """Does not tell the continuer of a rollback."""
 
-    def wanted(self, max_lanes: int) -> Any:
-        lanes = super().wanted(max_lanes)
+    def wanted(self, max_lanes: int, **named: Any) -> Any:
+        lanes = super().wanted(max_lanes, **named)
         for lane in lanes:
             lane.agreed = len(lane.tokens)
         return lanes

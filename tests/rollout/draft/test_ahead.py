@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import zlib
 from collections.abc import Callable, Hashable, Sequence
 
@@ -10,13 +11,18 @@ import pytest
 from specactor.rollout.decoupled import tails
 from specactor.rollout.decoupled.continuer import Lane
 from specactor.rollout.decoupled.decoupled import Decoupled
+from specactor.rollout.decoupled.messages import Beat, Commit, Header, Open, ToDrafter, encode
 from specactor.rollout.decoupled.mirrors import Mirrors
+from specactor.rollout.decoupled.pace import Pace
+from specactor.rollout.decoupled.patience import Patience
 from specactor.rollout.draft import looks, methods
 from specactor.rollout.draft.drafter import Drafter
 from tests.rollout.draft.test_resting import Rests
 from tests.rollout.draft.world import STEP_S, Coin, auto
 
-ENGINE = 20
+ENGINE, OTHER_ENGINE = 20, 30
+OTHERS, OTHERS_ROUND_S = 64, 0.02
+"""Requests of the other engine; seconds of its rounds."""
 TOKEN_S = STEP_S / 4
 """A draft token for all requests."""
 
@@ -55,6 +61,9 @@ class Elsewhere:
         self.sent = 0
         self.delay_s = 0.0
         """Of an answer."""
+        self.lane_s = 0.0
+        """Of each request in a batch, beside `TOKEN_S`."""
+        self.pace = Pace()
         self._done_s = 0.0
         self._answers: list[tuple[float, bytes]] = []
 
@@ -83,11 +92,13 @@ class Elsewhere:
         now_s = self.clock()
         self._done_s = max(self._done_s, now_s - 1.0)
         while self._done_s + TOKEN_S <= now_s:
-            lanes = self.mirrors.wanted(1000) if self.drafts and self.is_alive else []
+            lanes = self.mirrors.wanted(1000, slower=self.pace.is_slower) if self.drafts and self.is_alive else []
             if not lanes:
                 self._done_s = now_s
                 return
-            self._done_s += TOKEN_S
+            batch_s = TOKEN_S + self.lane_s * len(lanes)
+            self._done_s += batch_s
+            self.pace.batch(len(lanes), batch_s)
             self.mirrors.extended(lanes, self.continuer.extend(lanes))
             self._say(self._done_s)
 
@@ -99,10 +110,11 @@ class Elsewhere:
 class Apart(Rests):
     """An engine with a drafter elsewhere."""
 
-    def __init__(self, link: Elsewhere, *beside: Drafter, requests: int = 4) -> None:
+    def __init__(self, link: Elsewhere, *beside: Drafter, requests: int = 4, window: int | None = None) -> None:
         self.link = link
-        self.drafter = Decoupled(ENGINE, link, engine="e", window=8, clock=lambda: self.now)
-        super().__init__(auto(), self.drafter, *beside, requests=requests, row_s=1e-4 / requests)
+        config = auto(window=window)
+        self.drafter = Decoupled(ENGINE, link, engine="e", window=config.largest_window, clock=lambda: self.now)
+        super().__init__(config, self.drafter, *beside, requests=requests, row_s=1e-4 / requests)
         link.clock = lambda: self.now
 
 
@@ -206,3 +218,107 @@ def test_another_drafter_takes_the_place_of_one_that_is_gone_or_silent(is_alive:
     world = Apart(link, Coin(0.9))
     world.play(500)
     assert world.speculator.report()["coin"].speculative_rounds > 300
+
+
+class Willing(Patience):
+    """Would always wait."""
+
+    def bound(self, requests: int, missing: int) -> tuple[float, float]:
+        return 1e-4, 1.0
+
+
+def waits(right: float, *beside: Drafter) -> int:
+    """For drafts, in a thousand rounds, of a drafter of that kind that is willing to."""
+    world = Apart(Elsewhere(right), *beside)
+    world.drafter.patience = Willing()
+    world.play(500)
+    before = world.drafter.report().waits
+    world.play(1000)
+    return world.drafter.report().waits - before
+
+
+def test_nobody_waits_for_a_look(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While decoding is plain, or another drafter leads."""
+    assert waits(0.9) > 100
+    assert waits(0.0) == 0
+    assert waits(0.0, Coin(0.95)) == 0
+    monkeypatch.setattr(methods.Methods, "let_wait", lambda *_: None)
+    assert waits(0.0) > 0
+    assert waits(0.0, Coin(0.95)) > 100
+
+
+class Shared(Elsewhere):
+    """Also drafts for another engine, of many requests, whose drafts are all wrong now and then."""
+
+    def __init__(self, lane_s: float) -> None:
+        super().__init__(0.9)
+        self.lane_s = lane_s
+        self._frames = itertools.count(1)
+        self._committed = 0
+        self._tell(
+            Beat(engine="other", requests=[]),
+            *(
+                Open(request=i, prompt_ids=[1], output_ids=[], seed=0, temperature=1.0, window=4)
+                for i in range(1, OTHERS + 1)
+            ),
+        )
+
+    def _go_on(self) -> None:
+        if self.clock() >= OTHERS_ROUND_S * (self._committed + 1):
+            self._tell(*(Commit(request=i, position=self._committed, tokens=[999]) for i in range(1, OTHERS + 1)))
+            self._committed += 1
+        super()._go_on()
+
+    def _tell(self, *records: ToDrafter) -> None:
+        header = Header(sender=OTHER_ENGINE, receiver=0, number=next(self._frames))
+        self.mirrors.receive(OTHER_ENGINE, encode(header, records), self.clock())
+
+    def _say(self, at_s: float) -> None:
+        self._answers += [(at_s, frame) for frame in self.mirrors.outgoing(ENGINE, version=1, now_s=at_s)]
+
+
+def speed(link: Elsewhere, *, requests: int, window: int) -> float:
+    """Tokens per second with a fixed window."""
+    world = Apart(link, requests=requests, window=window)
+    world.play(200)
+    return world.play(500)
+
+
+def shares(lane_s: float, monkeypatch: pytest.MonkeyPatch) -> float:
+    """By what factor one request is faster if those who wait may go first."""
+    with_pace = speed(Shared(lane_s), requests=1, window=4)
+    with monkeypatch.context() as patch:
+        patch.setattr(Pace, "is_slower", lambda *_: False)
+        return with_pace / speed(Shared(lane_s), requests=1, window=4)
+
+
+def test_who_waits_is_drafted_for_first_where_others_take_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert shares(TOKEN_S / 8, monkeypatch) > 1.1
+    assert shares(0.0, monkeypatch) == 1.0
+
+
+@pytest.mark.parametrize("full", [0.0, 0.5, 1.0, 2.0])
+@pytest.mark.parametrize("right", [0.7, 0.9])
+def test_equal_requests_lose_nothing_by_it(full: float, right: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`full`: what the lanes of a batch of all cost, beside its fixed cost. To let those who wait go first in any case
+    loses."""
+
+    def elsewhere() -> Elsewhere:
+        link = Elsewhere(right)
+        link.lane_s = full * TOKEN_S / 16
+        return link
+
+    with_pace = speed(elsewhere(), requests=16, window=2)
+    monkeypatch.setattr(Pace, "is_slower", lambda *_: False)
+    assert with_pace > 0.98 * speed(elsewhere(), requests=16, window=2)
+    if (full, right) == (1.0, 0.9):
+        monkeypatch.setattr(Pace, "is_slower", lambda *_: True)
+        assert with_pace > 1.05 * speed(elsewhere(), requests=16, window=2)
+
+
+def test_two_windows_are_two_of_those_that_are_used() -> None:
+    for window in (2, None):
+        world = Apart(Elsewhere(1.0), window=window)
+        world.play(100)
+        [mirror, *_] = world.link.mirrors._oldest.values()
+        assert mirror.window == (window or world.speculator.config.max_window)

@@ -18,6 +18,7 @@ from specactor.rollout.draft.listeners import FAILURES
 from specactor.rollout.draft.looks import LOOK_EVERY
 from specactor.rollout.draft.named import make_drafters
 from specactor.rollout.planning.windows import OFF
+from specactor.trace import Recorder
 from tests.rollout.draft.world import STEP_S, Coin, World, auto, truth
 
 
@@ -104,9 +105,14 @@ def test_a_drafter_that_becomes_good_is_noticed_although_it_is_off() -> None:
     world = World(auto(), coin)
     world.play(400)
     world.speculator.report()
+    recorder = Recorder(on=True)
+    world.speculator.record(recorder)
     coin.right = 0.95
     world.play(40 * LOOK_EVERY)
     assert world.speculator.report()["coin"].speculative_rounds > 100
+    switches = [span for span in recorder.take() if span.name == "switch to coin"]
+    assert switches, "the trace says when"
+    assert all(span.details["why"] for span in switches), "and why"
 
 
 def test_the_better_of_two_drafters_is_chosen() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,11 @@ from specactor.rollout.decoupled.decoupled import connect
 from specactor.rollout.decoupled.spec import DrafterSpec
 from specactor.rollout.decoupled.transport import DrafterKeys, EngineKeys, local_endpoint
 from specactor.rollout.sglang.engine import Engine
+from specactor.types import RolloutRequest
 from tests.rollout.conftest import CONTEXT
 from tests.rollout.sglang import recital
 from tests.rollout.sglang.asking import probe
+from tests.rollout.sglang.test_speculation import configure, facts
 
 MAX_WINDOW = 8
 REMOTE = "tests.rollout.sglang.remote"
@@ -39,6 +42,19 @@ def decoupled(window: int | None = 4, *, mode: str = "decoupled", drafters: tupl
 def loaded(name: str, window: int = MAX_WINDOW) -> SpeculationConfig:
     """A drafter of `remote`."""
     return SpeculationConfig(mode="coupled", drafters=(f"{REMOTE}:{name}",), window=window, max_window=MAX_WINDOW)
+
+
+def plain(engine: Engine, requests: list[RolloutRequest]) -> list[object]:
+    configure(engine, OFF)
+    engine.flush()
+    return list(facts(engine.generate(requests)))
+
+
+def all_at_once(engines: Sequence[Engine], requests: list[RolloutRequest]) -> list[list[object]]:
+    for engine in engines:
+        engine.flush()
+    with ThreadPoolExecutor(len(engines)) as threads:
+        return list(threads.map(lambda engine: facts(engine.generate(requests, timeout_s=LIMIT_S)), engines))
 
 
 def recital_folder(folder: Path) -> Path:

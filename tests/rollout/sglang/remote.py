@@ -19,7 +19,10 @@ from specactor.rollout.decoupled.access import DrafterAccess
 from specactor.rollout.decoupled.decoupled import Decoupled, connect
 from specactor.rollout.draft.drafter import Drafter, DraftSequence
 from specactor.rollout.draft.verification import common
+from specactor.rollout.sglang import speculation
+from specactor.rollout.sglang.rows import Rows
 from specactor.rollout.sglang.speculation_calls import DRAFTERS
+from tests.rollout.conftest import VOCAB
 from tests.rollout.sglang import wrong_versions
 from tests.rollout.sglang.probes import call
 from tests.rollout.sglang.recital import Texts
@@ -46,10 +49,11 @@ def remote(context: Any, _: object) -> dict[str, Any]:
     own = switching.remote if switching else next(d for d in drafters if isinstance(d, Decoupled))
     report = own.report()
     return {
+        "window": own.tails.window,
         "requests": own.tails.num_requests,
         "tokens": own.tails.num_tokens,
         "live": own.tails.live,
-        "drafted": [drafter.drafted for drafter in own.tails._drafters],
+        "drafted": [drafter.drafted.value for drafter in own.tails._drafters],
         "proposed": report.proposed,
         "dropped": report.dropped,
         "accepted": dict(switching.accepted) if switching else {},
@@ -156,6 +160,20 @@ skips_a_mismatch = _broken(wrong_versions.skips_a_mismatch, connected)
 keeps_keys_of_the_rejected = _broken(wrong_versions.keeps_keys_of_the_rejected, connected)
 bonus_of_the_row_before = _broken(wrong_versions.bonus_of_the_row_before, Switching)
 accepted_of_the_neighbour = _broken(wrong_versions.accepted_of_the_neighbour, Switching)
+
+
+def _another_token(right: wrong_versions.Function, batch: Any, rows: Rows, **named: Any) -> None:
+    right(batch, rows, **named)
+    if get_parallel().tp_rank == 1:
+        drafts = sorted(set(range(rows.total)).difference(rows.starts))
+        batch.input_ids[drafts] = (batch.input_ids[drafts] + VOCAB // 2) % VOCAB  # of the other half of the embedding
+
+
+def another_token() -> Decoupled:
+    """The second rank verifies other draft tokens than were agreed."""
+    wrong_versions.heal()
+    wrong_versions.patch(speculation, "spread", _another_token)
+    return connected()
 
 
 def mended() -> Switching:

@@ -5,21 +5,20 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from random import Random
 from typing import Any
 
 import pytest
+import torch
 
-from specactor.config import EngineConfig, SpeculationConfig
+from specactor.config import SpeculationConfig
 from specactor.errors import EngineError
 from specactor.rollout.decoupled.access import DrafterAccess
-from specactor.rollout.decoupled.spec import DrafterSpec
-from specactor.rollout.decoupled.transport import local_endpoint, make_keys
+from specactor.rollout.decoupled.transport import local_endpoint
 from specactor.rollout.draft.counts import Counts, added
 from specactor.rollout.drafter_pool import DrafterPool
 from specactor.rollout.pool import EnginePool
@@ -27,103 +26,32 @@ from specactor.rollout.sglang.engine import Engine, EngineSpec
 from specactor.rollout.sglang.running import running
 from specactor.rollout.tail_plan import Planned, TailCosts
 from specactor.types import RolloutRequest
-from tests.rollout.conftest import CONTEXT, Footprint, request
+from specactor.weights_sync.draft_sender import DraftSender
+from tests.rollout.conftest import Footprint, request
 from tests.rollout.decoupled.test_host import assert_takes_no_time, child_of, is_listening
 from tests.rollout.sglang.asking import in_background, probe
 from tests.rollout.sglang.decoupled_setting import (
     LIMIT_S,
-    MAX_WINDOW,
     OFF,
     REMOTE,
     aim,
+    all_at_once,
     assert_engine_holds_nothing,
     assert_holds_nothing,
     decoupled,
     loaded,
-    recital_folder,
-    recital_spec,
+    plain,
 )
-from tests.rollout.sglang.recital import behave, write
+from tests.rollout.sglang.model_setting import BATCH, ENGINE_KEYS, LONG, Setting, aim_at_the_model, setting
+from tests.rollout.sglang.pushes import DAMAGES, Pushes
 from tests.rollout.sglang.test_draft_model import make_dense
 from tests.rollout.sglang.test_speculation import batch as batch_of_all_kinds
 from tests.rollout.sglang.test_speculation import configure, facts, report
 
-ENGINE_KEYS, DRAFTER_KEYS = make_keys()
-BATCH = [request(i, new=40 + i % 23) for i in range(24)]
+__all__ = ["setting"]
+
 NEAR_AND_AHEAD = ("decoupled", f"{REMOTE}:Near")
 """Each request has one of the two, in the engine or elsewhere."""
-LONG = [request(100 + i, new=120) for i in range(16)]
-
-
-@dataclass(frozen=True)
-class Setting:
-    """A draft model with the target's weights in a process of its own, two that recite, and engines: of one rank, of
-    two, and another one of one."""
-
-    drafters: DrafterPool
-    reciters: DrafterPool
-    engines: tuple[Engine, ...]
-    draft_dir: str
-    folder: Path
-    """Of the recital."""
-
-    def speculation(self, window: int | None = 3, *, mode: str = "decoupled", **fields: object) -> SpeculationConfig:
-        return SpeculationConfig(
-            mode=mode,  # type: ignore[arg-type]
-            drafters=("decoupled",),
-            window=window,
-            max_window=MAX_WINDOW,
-            draft_model=self.draft_dir,
-            sharpen="shared",
-            **fields,  # type: ignore[arg-type]
-        )
-
-
-@pytest.fixture(scope="module")
-def setting(tmp_path_factory: pytest.TempPathFactory, make_spec: Callable[..., EngineSpec]) -> Iterator[Setting]:
-    folder = make_dense(tmp_path_factory.mktemp("dense"))
-    recital = recital_folder(tmp_path_factory.mktemp("recital"))
-    spec = DrafterSpec(
-        index=0,
-        endpoint=local_endpoint(),
-        keys=DRAFTER_KEYS,
-        model_dir=folder,
-        dtype="float32",
-        device=1,
-        context_length=CONTEXT,
-        kv_tokens=6144,
-        max_requests=48,
-        sharpen="shared",
-        log_file=str(tmp_path_factory.mktemp("drafter") / "log"),
-    )
-    start = SpeculationConfig(mode="decoupled", max_window=MAX_WINDOW, window=3, draft_model=folder)
-    specs = [
-        make_spec(
-            60 + index,
-            model_dir=folder,
-            tensor_parallel=len(devices),
-            devices=devices,
-            config=EngineConfig(max_running_requests=32, max_total_tokens=6144, start_timeout_s=170),
-            speculation=start,
-            drafters=DrafterAccess(endpoints=(spec.endpoint,), keys=ENGINE_KEYS, engine=f"engine-{60 + index}"),
-        )
-        for index, devices in enumerate([(0,), (0, 1), (1,)])
-    ]
-    reciters = [recital_spec(recital, keys=DRAFTER_KEYS, index=1 + i) for i in range(2)]
-    with DrafterPool([spec]) as drafters, DrafterPool(reciters) as pair, EnginePool(specs) as engines:
-        for each in (drafters, pair, engines):
-            each.wait_ready()  # type: ignore[attr-defined]
-        for engine in engines.engines:
-            configure(engine, loaded("Near"))  # brings the rank calls of tests along
-        [first, *_] = engines.engines
-        for requests in (BATCH, LONG):
-            write(recital, requests, first.generate(requests))
-        behave(recital, "half")
-        yield Setting(drafters, pair, tuple(engines.engines), folder, recital)
-
-
-def aim_at_the_model(setting: Setting, engine: Engine) -> None:
-    aim(engine, [setting.drafters.drafters[0].spec.endpoint], ENGINE_KEYS, setting.folder)
 
 
 @pytest.fixture(params=[0, 1], ids=["tp1", "tp2"])
@@ -133,12 +61,6 @@ def engine(request: pytest.FixtureRequest, setting: Setting) -> Engine:
     chosen.flush()
     aim_at_the_model(setting, chosen)
     return chosen
-
-
-def plain(engine: Engine, requests: list[RolloutRequest]) -> list[object]:
-    configure(engine, OFF)
-    engine.flush()
-    return list(facts(engine.generate(requests)))
 
 
 def check_drafted(engine: Engine, config: SpeculationConfig, requests: list[RolloutRequest], least: int = 1) -> Counts:
@@ -161,6 +83,7 @@ def test_the_target_itself_as_drafter_is_always_right(setting: Setting, engine: 
     counts = check_drafted(engine, setting.speculation(window), BATCH, least=50)
     assert counts.accepted >= 0.999 * counts.drafted
     assert counts.failures == 0
+    assert probe(engine, "remote")["window"] == window, "drafters need not be further ahead than two of these"
 
 
 def test_requests_of_all_kinds(setting: Setting, engine: Engine) -> None:
@@ -184,13 +107,6 @@ TOPOLOGIES = {
     "2:2": ((0, 2), 2),
     "2:2 tp1+tp2": ((2, 1), 2),
 }
-
-
-def all_at_once(engines: Sequence[Engine], requests: list[RolloutRequest]) -> list[list[object]]:
-    for engine in engines:
-        engine.flush()
-    with ThreadPoolExecutor(len(engines)) as threads:
-        return list(threads.map(lambda engine: facts(engine.generate(requests, timeout_s=LIMIT_S)), engines))
 
 
 @pytest.mark.parametrize(
@@ -241,6 +157,19 @@ def is_busy(state: dict[str, Any]) -> bool:
     return all(state["drafted"]) and (not state["switches"] or (ways["coupled"] > 0 and ways["decoupled"] > 0))
 
 
+def test_a_rank_that_decides_for_itself_is_caught(setting: Setting) -> None:
+    engine = setting.engines[1]
+    want = plain(engine, BATCH)
+    aim(engine, [setting.reciters.drafters[0].spec.endpoint], ENGINE_KEYS, setting.folder)
+    for version in ("far", "another_token", "far"):
+        configure(engine, loaded(version, 4))
+        for _ in range(20):
+            same = all_at_once([engine], BATCH) == [want]
+            if not same or report(engine).accepted > 0:
+                break
+        assert same == (version == "far")
+
+
 def test_modes_are_configured_while_requests_run(setting: Setting, engine: Engine) -> None:
     """At any round: half of the times soon again, else when the new mode has drafted something that was right."""
     aim(engine, [setting.reciters.drafters[0].spec.endpoint], ENGINE_KEYS, setting.folder)
@@ -265,6 +194,60 @@ def test_modes_are_configured_while_requests_run(setting: Setting, engine: Engin
             thread.join(0.01)
         assert facts(answers) == want
     assert all(each.failures == 0 for each in counts.values())
+
+
+@pytest.fixture(scope="module")
+def noise_dir(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The target's shape, and other weights."""
+    return make_dense(tmp_path_factory.mktemp("noise"), "seed=7")
+
+
+def during_a_rollout(engine: Engine, want: list[object], push: Callable[[], str]) -> str:
+    """What a push says that is made while drafts arrive; tokens are as wanted."""
+    ended: list[object] = []
+    said: list[str] = []
+
+    def at_the_end_of(trajectory: object) -> None:
+        ended.append(trajectory)
+        if not said and len(ended) < len(BATCH) - 4 and report(engine).drafted > 0:
+            said.append(push())
+
+    for _ in range(20):
+        ended.clear()
+        engine.flush()
+        assert facts(engine.generate(BATCH, on_finished=at_the_end_of)) == want
+        if said:
+            return said[0]
+    raise AssertionError("no draft arrived in time")
+
+
+def test_pushes_to_a_drafter_that_drafts_change_no_token(setting: Setting, engine: Engine, noise_dir: str) -> None:
+    """Damaged ones do not change its drafts either."""
+    pool, config, sender = setting.drafters, setting.speculation(), DraftSender(torch.float32)
+    want = plain(engine, BATCH)
+    configure(engine, config)
+    push = Pushes(sender, lambda weights: "".join(pool.renew(weights)[0]), version=pool.oldest_version() or 0)
+
+    def accept_rate() -> float:
+        counts = check_drafted(engine, config, BATCH, least=50)
+        return counts.accepted / counts.drafted
+
+    def errs() -> bool:
+        found = (check_drafted(engine, config, BATCH) for _ in range(5))
+        return any(counts.accepted < counts.drafted for counts in found)
+
+    held = pool.oldest_version()
+    for damage, message in DAMAGES.items():
+        said = during_a_rollout(engine, want, lambda damage=damage: push(noise_dir, damage))  # type: ignore[misc]
+        assert message in said
+        assert pool.oldest_version() == held
+    assert accept_rate() >= 0.999, "it still has the target's weights"
+    assert during_a_rollout(engine, want, lambda: push(noise_dir)) == ""
+    assert pool.oldest_version() == push.version
+    assert errs(), "other weights draft otherwise"
+    assert push(setting.draft_dir) == ""
+    assert accept_rate() >= 0.999
+    sender.close()
 
 
 def test_a_drafter_that_dies_costs_no_token(setting: Setting) -> None:

@@ -284,6 +284,21 @@ def test_a_rejection_for_the_runner_up_finds_a_draft(child: Child) -> None:
         child("forget", "new")
 
 
+def test_an_empty_prompt_does_not_reach_it(child: Child) -> None:
+    """There is no token to go on from, so it would end the process."""
+    begin(child)
+    mirrors = Mirrors(1, max_tokens=4000)
+    for number, prompt in ((1, []), (2, [5])):
+        beat = Beat(engine="e", requests=[(1, 0, 0)])
+        opening = Open(request=number, prompt_ids=prompt, output_ids=[], seed=77, temperature=1.0, window=2)
+        mirrors.receive(5, encode(Header(sender=5, receiver=1, number=number), [beat, opening]), 0.0)
+    assert mirrors.drops.counts == {"malformed": 1}
+    lanes = [replace(lane, key=str(lane.key)) for lane in mirrors.wanted(8)]
+    assert child.wrong(lanes, child.extend(lanes)) == 0
+    assert len(lanes) == 1
+    child("forget", lanes[0].key)
+
+
 @pytest.mark.parametrize("name", ["ModelContinuer", "KeepsKeysOfOldWeights"])
 def test_new_weights_draft_as_their_model_does(
     child: Child, tmp_path_factory: pytest.TempPathFactory, name: str

@@ -82,7 +82,11 @@ def test_auto_drafts_where_costs_say_that_it_pays(setting: Setting, tmp_path: Pa
         draft_model="with the drafters",
         cost_table=table(tmp_path, row_s),
     )
+    setting.engine.trace(on=True)
     counts = rollouts(setting, config)
+    switches = [span for span in setting.engine.trace(on=False) if span.name == "switch to decoupled"]
+    assert bool(switches) == pays
+    assert all(span.details["why"] for span in switches)
     assert (counts["decoupled"].accepted > 200) == pays
     assert (counts["off"].rested > 40) == (not pays)
 
@@ -93,6 +97,7 @@ def test_a_trace_shows_that_drafter_and_verifier_work_at_the_same_time(setting: 
     rollouts(setting, decoupled(4))
     assert engine.trace(on=True) == [], "it was off"
     assert drafters.work(trace=True)["drafter 0"].spans == []
+    engine.speculation_figures()
     by_name = rollouts(setting, decoupled(4), 1)
     counts = by_name["decoupled"]
     spans = engine.trace(on=False)
@@ -102,6 +107,10 @@ def test_a_trace_shows_that_drafter_and_verifier_work_at_the_same_time(setting: 
     assert len(verifies) + plain == sum(each.rounds for each in by_name.values())
     assert sum(int(span.details["rows"]) - int(span.details["requests"]) for span in verifies) == counts.drafted
     assert not overlaps([span for span in spans if span.name in ("draft", "verify", "emit", "plain")])
+    waits = [span for span in spans if span.name == "wait for drafts"]
+    waited_s = engine.speculation_figures()["decoupled"]["waited_s"]
+    assert sum(span.end_s - span.start_s for span in waits) == pytest.approx(waited_s)
+    assert all(any(w.start_s >= d.start_s and w.end_s <= d.end_s for d in spans if d.name == "draft") for w in waits)
     drafts = [span for span in work.spans if span.name == "draft"]
     assert sum(span.end_s - span.start_s for span in drafts) == pytest.approx(work.busy_s)
     assert not overlaps([span for span in work.spans if span.name in ("draft", "idle")])
@@ -120,7 +129,7 @@ def overlaps(spans: Sequence[Span]) -> bool:
 def test_drafters_tell_what_they_drafted_and_what_was_lost(setting: Setting) -> None:
     behave(setting.folder, "half")
     configure(setting.engine, decoupled(4))
-    setting.drafters.work()
+    setting.drafters.work(trace=True)
     told: dict[str, float] = {}
     for _ in range(3):
         setting.engine.flush()
@@ -131,7 +140,11 @@ def test_drafters_tell_what_they_drafted_and_what_was_lost(setting: Setting) -> 
     assert told["drafted_ahead"] > told["wasted_ahead"] > 0
     assert told["stale_tails"] > 0
     assert told["dropped_frames"] == 0
-    assert setting.drafters.work()["drafter 0"].busy_s > 0
+    work = setting.drafters.work()["drafter 0"]
+    assert work.busy_s > 0
+    assert work.drops == {}
+    rollbacks = [span for span in work.spans if span.name == "rollback"]
+    assert 0 < sum(int(span.details["tokens"]) for span in rollbacks) <= told["drafted_ahead"]
 
 
 def test_a_speculator_that_is_replaced_takes_leave_of_its_drafters(setting: Setting) -> None:

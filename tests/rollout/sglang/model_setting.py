@@ -1,0 +1,97 @@
+"""Engines with drafter processes, one of which holds a real draft model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from specactor.config import EngineConfig, SpeculationConfig
+from specactor.rollout.decoupled.access import DrafterAccess
+from specactor.rollout.decoupled.spec import DrafterSpec
+from specactor.rollout.decoupled.transport import local_endpoint, make_keys
+from specactor.rollout.drafter_pool import DrafterPool
+from specactor.rollout.pool import EnginePool
+from specactor.rollout.sglang.engine import Engine, EngineSpec
+from tests.rollout.conftest import CONTEXT, request
+from tests.rollout.sglang.decoupled_setting import MAX_WINDOW, aim, loaded, recital_folder, recital_spec
+from tests.rollout.sglang.recital import behave, write
+from tests.rollout.sglang.test_draft_model import make_dense
+from tests.rollout.sglang.test_speculation import configure
+
+ENGINE_KEYS, DRAFTER_KEYS = make_keys()
+BATCH = [request(i, new=40 + i % 23) for i in range(24)]
+LONG = [request(100 + i, new=120) for i in range(16)]
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A draft model with the target's weights in a process of its own, two that recite, and engines: of one rank, of
+    two, and another one of one."""
+
+    drafters: DrafterPool
+    reciters: DrafterPool
+    engines: tuple[Engine, ...]
+    draft_dir: str
+    folder: Path
+    """Of the recital."""
+
+    def speculation(self, window: int | None = 3, *, mode: str = "decoupled", **fields: object) -> SpeculationConfig:
+        return SpeculationConfig(
+            mode=mode,  # type: ignore[arg-type]
+            drafters=("decoupled",),
+            window=window,
+            max_window=MAX_WINDOW,
+            draft_model=self.draft_dir,
+            sharpen="shared",
+            **fields,  # type: ignore[arg-type]
+        )
+
+
+@pytest.fixture(scope="module")
+def setting(tmp_path_factory: pytest.TempPathFactory, make_spec: Callable[..., EngineSpec]) -> Iterator[Setting]:
+    folder = make_dense(tmp_path_factory.mktemp("dense"))
+    recital = recital_folder(tmp_path_factory.mktemp("recital"))
+    spec = DrafterSpec(
+        index=0,
+        endpoint=local_endpoint(),
+        keys=DRAFTER_KEYS,
+        model_dir=folder,
+        dtype="float32",
+        device=1,
+        context_length=CONTEXT,
+        kv_tokens=6144,
+        max_requests=48,
+        sharpen="shared",
+        log_file=str(tmp_path_factory.mktemp("drafter") / "log"),
+    )
+    start = SpeculationConfig(mode="decoupled", max_window=MAX_WINDOW, window=3, draft_model=folder)
+    specs = [
+        make_spec(
+            60 + index,
+            model_dir=folder,
+            tensor_parallel=len(devices),
+            devices=devices,
+            config=EngineConfig(max_running_requests=32, max_total_tokens=6144, start_timeout_s=170),
+            speculation=start,
+            drafters=DrafterAccess(endpoints=(spec.endpoint,), keys=ENGINE_KEYS, engine=f"engine-{60 + index}"),
+        )
+        for index, devices in enumerate([(0,), (0, 1), (1,)])
+    ]
+    reciters = [recital_spec(recital, keys=DRAFTER_KEYS, index=1 + i) for i in range(2)]
+    with DrafterPool([spec]) as drafters, DrafterPool(reciters) as pair, EnginePool(specs) as engines:
+        for each in (drafters, pair, engines):
+            each.wait_ready()  # type: ignore[attr-defined]
+        for engine in engines.engines:
+            configure(engine, loaded("Near"))  # brings the rank calls of tests along
+        [first, *_] = engines.engines
+        for requests in (BATCH, LONG):
+            write(recital, requests, first.generate(requests))
+        behave(recital, "half")
+        yield Setting(drafters, pair, tuple(engines.engines), folder, recital)
+
+
+def aim_at_the_model(setting: Setting, engine: Engine) -> None:
+    aim(engine, [setting.drafters.drafters[0].spec.endpoint], ENGINE_KEYS, setting.folder)
