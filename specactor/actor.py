@@ -30,7 +30,8 @@ from specactor.rollout.pool import EnginePool
 from specactor.rollout.requests import greedy_requests, group_requests
 from specactor.trace import Span
 from specactor.trainer.advantages import group_advantages, informative, shape_overlong
-from specactor.trainer.distillation.in_run import Distillation, Step
+from specactor.trainer.distillation.in_run import Distillation
+from specactor.trainer.distillation.step import Step
 from specactor.trainer.policy import PolicyTrainer, TrainStats
 from specactor.trainer.schedule import learning_rate
 from specactor.types import Problem, RolloutRequest, ScoredGroup, TrainSequence, Trajectory
@@ -43,15 +44,15 @@ class Watched:
 
     machine: str
     figures: Figures
-    work_s: list[float]
-    """Per drafter process, seconds of drafting."""
+    work: list[tuple[float, int]]
+    """Per drafter process, seconds of drafting, and how many frames, requests and connections it dropped."""
     spans: dict[str, list[Span]]
     """Per process."""
 
     def __add__(self, other: Watched) -> Watched:
         """Of one host."""
         figures = added_figures([self.figures, other.figures])
-        return Watched(self.machine, figures, self.work_s + other.work_s, other.spans | self.spans)
+        return Watched(self.machine, figures, self.work + other.work, other.spans | self.spans)
 
 
 class SpecActor:
@@ -127,7 +128,7 @@ class SpecActor:
                     Step.of(groups, batch, speculation, version=self.version - 1, spent=spent, steps_left=left)
                 )
         figures = added_figures(seen.figures for seen in watched)
-        return metrics | measurements.of_drafters(figures, [s for seen in watched for s in seen.work_s])
+        return metrics | measurements.of_drafters(figures, [of for seen in watched for of in seen.work])
 
     def collect(self) -> list[ScoredGroup]:
         """Prompts -> responses -> rewards, until there are enough groups to learn from (DAPO: dynamic sampling)."""
@@ -199,7 +200,8 @@ class SpecActor:
             spans = self.pool.trace(on=trace) if traces else {}
             work = self.drafters.work(trace=trace)
             spans |= {name: of.spans for name, of in work.items()} if traces else {}
-            return Watched(self.machine, figures, [of.busy_s for of in work.values()], spans)
+            told = [(of.busy_s, sum(of.drops.values())) for of in work.values()]
+            return Watched(self.machine, figures, told, spans)
 
         by_machine: dict[str, Watched] = {}
         for seen in self.collective.gather(self.collective.together("watch", look), Watched):

@@ -40,7 +40,7 @@ from specactor.rollout.sglang.engine import EngineSpec
 from specactor.rollout.tail_plan import tail_policy
 from specactor.run_folder import RunFolder, Status, checkpoint_to_resume
 from specactor.trainer import checkpoint
-from specactor.trainer.distillation.in_run import Distillation
+from specactor.trainer.distillation.in_run import Distillation, left_behind
 from specactor.trainer.policy import PolicyTrainer
 from specactor.trainer.shards import GatheredWeights, RankShards
 from specactor.trainer.warmup import find_solver, initial_model, warmed_up_model
@@ -78,6 +78,8 @@ def run(config: Config, *, rank: int, local_rank: int, world: int, failures: Fai
             actor.restore(checkpoint.load(actor.trainer, resume))
             if actor.distillation is not None:
                 actor.distillation.load(resume)
+            elif told := left_behind(resume, config.rollout.speculation.draft_model):
+                progress.note(told)
             progress.resume(actor.steps_done)
         tracker = None
         if rank == 0:
@@ -317,8 +319,7 @@ def _train(actor: SpecActor, folder: RunFolder, tracker: Tracker | None) -> None
         with progress.phase("export", announce=True):
             actor.trainer.export_hf(folder.export)
         places["Hugging Face export"] = str(folder.export)
-        if actor.distillation is not None:
-            actor.distillation.export(folder.draft_model)
+        if actor.distillation is not None and actor.distillation.export(folder.draft_model):
             places["draft model"] = str(folder.draft_model)
     if tracker is not None:
         lines = read_metrics(folder.root)

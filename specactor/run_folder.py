@@ -123,6 +123,7 @@ class RunFolder:
                 "answer": group.problem.answer,
                 "response": tokenizer.decode(list(group.trajectories[0].token_ids), skip_special_tokens=True),
                 "token_ids": group.trajectories[0].token_ids,
+                "temperature": 0.0,
                 "score": group.scores[0],
             }
             for group in groups

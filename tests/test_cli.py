@@ -54,7 +54,7 @@ def test_version_and_recipes(capsys: pytest.CaptureFixture[str]) -> None:
                 "1",
             ],
             2,
-            "position_emphasis: got 1.0, expected 0 in specactor drafter train",
+            "position_emphasis: got 1.0, expected 0.0 in specactor drafter train",
         ),
         ([], 2, "required: COMMAND"),
         (["docter"], 2, "invalid choice: 'docter'"),

@@ -258,6 +258,10 @@ WRONG: list[tuple[str, str]] = [
         'distillation.max_time_share: got 0.0, expected in (0, 1]. Use refresh="off" to spend none.',
     ),
     (
+        "--distillation.adam-betas 0.9 1.0",
+        "distillation.adam_betas: got (0.9, 1.0), expected in [0, 1) each. Use for example 0.9 0.98.",
+    ),
+    (
         "--train.adam-betas 0.9 1.0",
         "train.adam_betas: got (0.9, 1.0), expected in [0, 1) each. Use for example 0.9 0.95.",
     ),

@@ -47,7 +47,7 @@ class DistillationConfig:
     tokens_per_update: int = 8192
     """Of an optimizer update, all ranks together."""
     tokens_per_microbatch: int = 4096
-    """With padding, on one rank. Longer sequences are not learned from."""
+    """With padding, on one rank. Of a longer sequence the first are learned from."""
     learning_rate: float = 1e-3
     """Of AdamW, after the warm-up."""
     warmup_updates: int = 20
@@ -75,6 +75,8 @@ class DistillationConfig:
             self._check(name, getattr(self, name) > 0, "> 0")
         for name in ("max_updates", "top_k", "sample_weight", "law_weight", "warmup_updates", "weight_decay"):
             self._check(name, getattr(self, name) >= 0, ">= 0")
+        fine = all(0 <= beta < 1 for beta in self.adam_betas)
+        self._check("adam_betas", fine, "in [0, 1) each", "Use for example 0.9 0.98.")
         self._check("max_time_share", 0 < self.max_time_share <= 1, "in (0, 1]", 'Use refresh="off" to spend none.')
         share, usual = self.recovery_time_share, self.max_time_share
         self._check(
@@ -86,6 +88,12 @@ class DistillationConfig:
             not self.position_emphasis or self.top_k > 0,
             "0 with top_k 0",
             "Where acceptance is lost is seen from the policy's likeliest tokens.",
+        )
+        self._check(
+            "refresh",
+            self.refresh != "auto" or self.top_k > 0,
+            "off or every_step with top_k 0",
+            "What a refresh is worth is seen from the policy's likeliest tokens.",
         )
         self._check("law_weight", self.sample_weight + self.law_weight > 0, "> 0 where sample_weight is 0")
         self._check("idle", not self.idle or self.refresh != "off", "False with refresh off", "Set refresh.")

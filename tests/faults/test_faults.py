@@ -9,26 +9,31 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from benchmarks.disturbed_run import Job, compared
 from specactor.data.tokenizer import VOCAB_SIZE
 from specactor.metrics import Value
 from specactor.parallel.failure import RESUME
+from specactor.run_folder import Status
 from tests.rollout.conftest import start_script
 
 STEPS = ("--train.steps", "3", "--resume", "auto", "--tracking.wandb", "off")
 LEARNING = (
     *("--rollout.speculation.mode", "coupled", "--rollout.speculation.drafters", "model"),
     *("--rollout.speculation.window", "2", "--distillation.refresh", "every_step"),
-    *("--distillation.max-updates", "2", "--distillation.max-time-share", "1.0"),
+    *("--distillation.max-updates", "12", "--distillation.max-time-share", "1.0"),
 )
-"""Two updates always fit, so the draft model's losses are reproducible."""
+"""So many updates always fit, so the draft model's losses are reproducible; and they last long enough to be struck."""
 END_S = 30.0
 LEFT_S = 15.0
+STILL_S = 1.0
+"""Of hardly any work, after which a rank is taken to wait."""
 
 Start = Callable[..., Job]
 
@@ -75,13 +80,40 @@ def start(base: Path, options: list[str], undisturbed: list[dict[str, Value]]) -
 
 
 def strike(job: Job, victim: str, phase: str, step: int) -> int:
-    """SIGKILL in that phase; returns the process."""
+    """SIGKILL in that phase; returns the process. "everyone": the launcher and all ranks.
+
+    "push" is the part of "refresh" in which an engine is brought the draft model's weights, which it cannot take
+    before the strike: it is stopped.
+    """
     job.wait_for("rollout", step)
-    pid = job.victim(victim)
+    victims = ("launcher", "rank 0", "rank 1") if victim == "everyone" else (victim,)
+    pids, scheduler = [job.victim(each) for each in victims], job.victim("scheduler")
     job.record()
-    job.wait_for(phase, step)
-    job.kill(pid)
-    return pid
+    job.wait_for("refresh" if phase == "push" else phase, step)
+    if phase == "push":
+        os.kill(scheduler, signal.SIGSTOP)
+        wait_until_ranks_wait(job)
+    for pid in pids:
+        job.kill(pid)
+    return pids[0]
+
+
+def wait_until_ranks_wait(job: Job) -> None:
+    """In a refresh ranks learn, or wait for each other; both at once wait only while one waits for its engine."""
+    status = status_of(job)
+    ranks = [psutil.Process(pid) for pid in status.rank_pids]
+    while status_of(job) == status:
+        before_s = [sum(rank.cpu_times()[:2]) for rank in ranks]
+        time.sleep(STILL_S)
+        if all(sum(rank.cpu_times()[:2]) - s < STILL_S / 10 for rank, s in zip(ranks, before_s, strict=True)):
+            return
+    raise AssertionError(f"{status.phase} ended before its engine had answered")
+
+
+def status_of(job: Job) -> Status:
+    status = job.folder.read_status()
+    assert status is not None
+    return status
 
 
 def test_an_engine_whose_scheduler_dies_is_replaced(start: Start, undisturbed: list[dict[str, Value]]) -> None:
@@ -93,19 +125,23 @@ def test_an_engine_whose_scheduler_dies_is_replaced(start: Start, undisturbed: l
     assert job.left(LEFT_S) == []
 
 
-def test_after_the_death_of_a_rank_resuming_gives_the_same_metrics(
-    start: Start, undisturbed: list[dict[str, Value]]
-) -> None:
-    """The launcher is killed too, while the resumed run saves a checkpoint."""
-    job = start("killed")
-    pid = strike(job, "rank 1", "train", 2)
-    assert job.wait(END_S) != 0
-    assert job.messages() == [f"specactor: rank 0: rank 1 (process {pid}) was killed or crashed. {RESUME}"]
-    assert job.left(LEFT_S) == []
-    job = start("killed")
-    strike(job, "launcher", "checkpoint", 2)
-    assert job.wait(END_S) != 0
-    assert job.left(LEFT_S) == []
+def test_after_deaths_resuming_gives_the_same_metrics(start: Start, undisturbed: list[dict[str, Value]]) -> None:
+    """One run, struck each time that it is resumed: at first before there is a checkpoint, at last while one is saved.
+    One strike falls while the draft model learns, one while its weights are brought to the engine."""
+    for victim, phase, step in (
+        ("rank 1", "refresh", 1),
+        ("everyone", "push", 1),
+        ("rank 1", "train", 2),
+        ("launcher", "checkpoint", 2),
+    ):
+        job = start("killed")
+        pid = strike(job, victim, phase, step)
+        if phase in ("refresh", "push"):
+            assert (status_of(job).phase, status_of(job).step) == ("refresh", step - 1), "it was struck too late"
+        assert job.wait(END_S) != 0
+        if victim == "rank 1":
+            assert job.messages() == [f"specactor: rank 0: rank 1 (process {pid}) was killed or crashed. {RESUME}"]
+        assert job.left(LEFT_S) == []
     job = start("killed")
     assert job.wait(200) == 0, job.output()
     assert compared(job.folder) == undisturbed

@@ -11,7 +11,7 @@ Shape legend: N response tokens, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -104,12 +104,21 @@ def accept_length(agrees: Sequence[Sequence[bool]], window: int) -> float:
 
 @torch.no_grad()
 def with_laws(
-    target: Any, lessons: Sequence[Lesson], *, top_k: int, storage: str, tokens_per_pass: int = 4096
+    target: Any,
+    lessons: Sequence[Lesson],
+    *,
+    top_k: int,
+    storage: str,
+    tokens_per_pass: int = 4096,
+    go_on: Callable[[], bool] = lambda: True,
 ) -> list[Lesson]:
-    """The lessons, longest first, with the target's likeliest tokens: what a run's own passes give for free."""
+    """The lessons, longest first, with the target's likeliest tokens: what a run's own passes give for free. It ends
+    early where it is not to go on, as asked between two passes."""
     kind = {"float16": np.float16, "float32": np.float32}[storage]
     made = []
     for members, batch in _passes(lessons, tokens_per_pass):
+        if not go_on():
+            break
         logits_NV = target(input_ids=batch.tokens_BT, use_cache=False).logits.flatten(0, 1)[batch.row_N]
         scaled_NV = logits_NV / batch.temperatures_N[:, None]
         ids_NK, logp_NK = vocab_parallel_likeliest(scaled_NV, top_k, temperature=1.0, group=None)

@@ -1,7 +1,8 @@
 """The newest rollouts, for the draft model to learn from. PURE: arrays in, arrays out.
 
 Invariants:
-1. The buffer never holds more than `max_tokens` tokens of prompts and responses.
+1. The buffer never holds more than `max_tokens` tokens of prompts and responses, nor of one lesson more than
+   `max_lesson_tokens`: of a longer one the first are kept, with their law.
 2. What leaves first is of the oldest policy version; of one version, the shortest response.
 3. What is drawn depends on the seed, the number of the draw and the content alone, so a resumed run draws the same.
 4. A state that was saved and loaded is equal bit for bit.
@@ -13,7 +14,7 @@ waits for. Shape legend: L tokens, R of them of the response, K likeliest tokens
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -85,15 +86,26 @@ def checked(lesson: Lesson) -> Lesson:
     return lesson
 
 
+def cut(lesson: Lesson, num_tokens: int) -> Lesson:
+    """Its first tokens: more than those of the prompt, fewer than all."""
+    law, kept = lesson.law, num_tokens - lesson.prompt_len
+    if law is not None:
+        law = Law(tokens=law.tokens[:kept].copy(), logprobs=law.logprobs[:kept].copy())
+    return replace(lesson, token_ids=lesson.token_ids[:num_tokens].copy(), law=law)
+
+
 class DraftBuffer:
     """Of one run; the same on every rank."""
 
     def __init__(self, *, max_tokens: int, half_life_steps: float, seed: int, max_lesson_tokens: int) -> None:
-        """Longer lessons than `max_lesson_tokens` are left out, and counted."""
+        """Longer lessons than `max_lesson_tokens` are cut; those whose prompt alone is that long are left out."""
         self._max_tokens, self._half_life, self._seed = max_tokens, half_life_steps, seed
         self._longest = min(max_lesson_tokens, max_tokens)
         self._lessons: list[Lesson] = []
         self.too_long = 0
+        """Lessons left out so far."""
+        self._known_chances: NDArray[np.float64] | None = None
+        """Of the content as it is; draws are many, and lessons thousands."""
 
     def __len__(self) -> int:
         return len(self._lessons)
@@ -109,14 +121,30 @@ class DraftBuffer:
     def mean_reward(self) -> float:
         return float(np.mean([lesson.reward for lesson in self._lessons])) if self._lessons else 0.0
 
-    def add(self, lessons: Sequence[Lesson]) -> None:
-        """Raises DataError for a lesson that cannot be learned from."""
+    def fitting(self, lessons: Sequence[Lesson]) -> tuple[list[Lesson], int]:
+        """(as they would be kept, how many of them were cut); those that are left out are counted. Raises DataError for
+        a lesson that cannot be learned from."""
+        fit: list[Lesson] = []
+        num_cut = 0
         for lesson in map(checked, lessons):
             if len(lesson.token_ids) <= self._longest:
-                self._lessons.append(lesson)
+                fit.append(lesson)
+            elif lesson.prompt_len < self._longest:
+                fit.append(cut(lesson, self._longest))
+                num_cut += 1
             else:
                 self.too_long += 1
+        return fit, num_cut
+
+    def add(self, lessons: Sequence[Lesson]) -> None:
+        """As far as they fit. Raises DataError for a lesson that cannot be learned from."""
+        self._lessons += self.fitting(lessons)[0]
         self._evict()
+
+    def take(self) -> list[Lesson]:
+        """All lessons, which are then gone."""
+        taken, self._lessons = self._lessons, []
+        return taken
 
     def draw(self, number: int, num_tokens: int) -> list[Lesson]:
         """Lessons of at most `num_tokens` tokens together, or one longer than that; none twice. [] when empty.
@@ -180,12 +208,17 @@ class DraftBuffer:
         self._evict()
 
     def _chances(self) -> NDArray[np.float64]:
+        """Of every lesson to be drawn."""
+        if self._known_chances is not None:
+            return self._known_chances
         versions = np.array([lesson.version for lesson in self._lessons])
         lengths = np.array([lesson.response_len for lesson in self._lessons])
         chances: NDArray[np.float64] = lengths * 0.5 ** ((versions.max() - versions) / self._half_life)
-        return np.maximum(chances, np.finfo(np.float64).tiny)
+        self._known_chances = np.maximum(chances, np.finfo(np.float64).tiny)
+        return self._known_chances
 
     def _evict(self) -> None:
+        self._known_chances = None
         too_many = self.num_tokens - self._max_tokens
         if too_many <= 0:
             return

@@ -1,15 +1,17 @@
-"""``specactor drafter``: prepare a draft model offline, from a target and rollouts of an earlier run.
+"""``specactor drafter``: prepare a draft model offline, on the CPU, from a target and rollouts of an earlier run.
 
     specactor drafter init  --target FOLDER --out FOLDER
     specactor drafter train --draft FOLDER --target FOLDER --rollouts FILE.. --out FOLDER
     specactor drafter eval  --draft FOLDER --target FOLDER --rollouts FILE..
 
-Invariants: what is wrong on the command line is one ConfigError of one line; a model's folder appears whole or not at
-all; the same arguments, with --updates, write the same bytes.
+Invariants: what is wrong on the command line is one ConfigError of one line, and `out` is checked before any work; a
+model's folder appears whole or not at all, and none is written that has learned nothing; the same arguments, with
+--updates and --threads, write the same bytes unless the time is over first.
 """
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -24,7 +26,7 @@ from rich.console import Console
 from tyro import _errors as tyro_errors
 
 from specactor.config import DistillationConfig
-from specactor.errors import ConfigError
+from specactor.errors import ConfigError, DataError
 from specactor.trainer.distillation import acceptance, start
 from specactor.trainer.distillation.buffer import Lesson
 from specactor.trainer.distillation.drafter import DrafterTrainer, RefreshStats
@@ -33,6 +35,11 @@ from specactor.trainer.distillation.rollout_files import lesson_of, read_rollout
 PROG = "specactor drafter"
 HELD_OUT = 8
 """With one set of rollouts for both, `train` leaves out every so many-th response, and `eval` takes just these."""
+OF_RUNS = (
+    *("refresh", "max_time_share", "recovery_time_share", "max_updates", "explore_every", "position_emphasis"),
+    *("idle", "keep_rollouts", "zero_stage", "offload"),
+)
+"""Settings of `DistillationConfig` that say nothing about learning offline."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +56,7 @@ class InitOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainOptions:
-    """Distil the target into a draft model, on rollouts."""
+    """Distil the target into a draft model, on rollouts; on the CPU, in float32."""
 
     draft: Path
     """Folder of the draft model to start from."""
@@ -58,19 +65,21 @@ class TrainOptions:
     rollouts: tuple[Path, ...]
     """Files of JSON lines with prompt_ids and token_ids, or folders of such."""
     out: Path
-    """Folder of the trained draft model; what is there is replaced."""
+    """Folder of the trained draft model; one that is there is replaced."""
     minutes: float = 10.0
-    """Longest time to learn."""
+    """Longest time to learn, and to compute the target's law before that, of the newest distillation.buffer_tokens."""
     updates: int = 0
     """Optimizer updates at most, with a learning rate that falls to a hundredth; 0: as many as fit, at one rate."""
+    threads: int = 0
+    """Of the CPU; 0: all that this process may use."""
     seed: int = 0
     distillation: DistillationConfig = field(default_factory=DistillationConfig)
-    """How it learns, as in a run."""
+    """How it learns, as in a run; what concerns runs alone must be left at its default."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class EvalOptions:
-    """Say how many tokens a draft model would have accepted per verify, on responses of the target."""
+    """Say how many tokens a draft model would have accepted per verify, on responses of the target; on the CPU."""
 
     draft: Path
     """Folder of the draft model."""
@@ -84,6 +93,8 @@ class EvalOptions:
     """To look at, at most."""
     all: bool = False
     """Take every response, not only those that train leaves out."""
+    threads: int = 0
+    """Of the CPU; 0: all that this process may use."""
     seed: int = 0
 
 
@@ -102,20 +113,30 @@ def parse(argv: Sequence[str]) -> InitOptions | TrainOptions | EvalOptions:
 
     with tyro_errors.on_parse_error(reject):
         options = tyro.cli(Options, prog=PROG, args=list(argv))
-    if isinstance(options, TrainOptions) and not (options.minutes > 0 and options.updates >= 0):
+    match options:
+        case TrainOptions():
+            _check_train(options)
+        case EvalOptions() if options.window < 1 or options.responses < 1:
+            got = (options.window, options.responses)
+            raise ConfigError.at("window, responses", got, ">= 1", f"See {PROG} eval --help")
+    if not isinstance(options, InitOptions) and options.threads < 0:
+        raise ConfigError.at("threads", options.threads, ">= 0", "Leave it out to use all.")
+    return options
+
+
+def _check_train(options: TrainOptions) -> None:
+    if not (options.minutes > 0 and options.updates >= 0):
         got = (options.minutes, options.updates)
         raise ConfigError.at("minutes, updates", got, "minutes > 0 and updates >= 0", f"See {PROG} train --help")
-    if isinstance(options, TrainOptions) and options.distillation.position_emphasis:
-        raise ConfigError.at(
-            "distillation.position_emphasis",
-            options.distillation.position_emphasis,
-            f"0 in {PROG} train",
-            "It weighs by what the last refresh of a run has seen.",
-        )
-    if isinstance(options, EvalOptions) and (options.window < 1 or options.responses < 1):
-        got = (options.window, options.responses)
-        raise ConfigError.at("window, responses", got, ">= 1", f"See {PROG} eval --help")
-    return options
+    usual = DistillationConfig()
+    for name in OF_RUNS:
+        if getattr(options.distillation, name) != getattr(usual, name):
+            raise ConfigError.at(
+                f"distillation.{name}",
+                getattr(options.distillation, name),
+                f"{getattr(usual, name)} in {PROG} train",
+                "It concerns runs. Leave it out.",
+            )
 
 
 def _one_line(event: tyro_errors.ParseErrorEvent) -> str:
@@ -127,6 +148,8 @@ def _one_line(event: tyro_errors.ParseErrorEvent) -> str:
         missing = [one.arg.lowered.name_or_flags[-1] for one in event.missing_arguments]
         return f"got no {', '.join(missing)}, expected a value. {there}"
     argument = getattr(event, "argument", None)
+    if isinstance(event, tyro_errors.InstantiationFailure) and argument is None:  # a ConfigError of the settings
+        return event.message
     if argument is None:
         return f"got no or an unknown command, expected init, train or eval. {there}"
     return f"{argument.lowered.name_or_flags[-1]}: expected {argument.lowered.metavar}. {there}"
@@ -135,7 +158,8 @@ def _one_line(event: tyro_errors.ParseErrorEvent) -> str:
 def run(argv: Sequence[str], console: Console) -> None:
     """Raises SpecActorError."""
     options = parse(argv)
-    torch.set_num_threads(1)
+    if not isinstance(options, InitOptions):
+        torch.set_num_threads(options.threads or len(os.sched_getaffinity(0)))
     start.quiet()
     match options:
         case InitOptions():
@@ -160,33 +184,57 @@ def run(argv: Sequence[str], console: Console) -> None:
 
 
 def train(options: TrainOptions) -> RefreshStats:
-    """Learn, and write the draft model."""
-    lessons = [lesson for i, lesson in enumerate(_lessons(options.rollouts)) if i % HELD_OUT]
+    """Learn, and write the draft model. Raises SpecActorError, and writes nothing, where there was nothing to learn
+    from or no time for it."""
+    settings = options.distillation
+    start.check_out(options.out, options.draft, options.target, *options.rollouts)
+    found = _lessons(options.rollouts)
+    lessons = [lesson for i, lesson in enumerate(found) if i % HELD_OUT]
+    if not lessons:
+        raise DataError(
+            f"rollouts: got {len(found)} response to learn from, expected at least 2: every {HELD_OUT}th is held out "
+            "for eval, from the first on. Give more."
+        )
     target, model = start.read_model(options.target), start.read_model(options.draft)
     _check_vocabulary(target, model)
-    settings = options.distillation
-    if settings.top_k:
-        lessons = acceptance.with_laws(target, lessons, top_k=settings.top_k, storage=settings.storage)
     trainer = DrafterTrainer(settings, model, seed=options.seed)
     trainer.buffer.add(lessons)
     if not len(trainer.buffer):
+        longest = min(settings.tokens_per_microbatch, settings.buffer_tokens)
         raise ConfigError.at(
-            "distillation.tokens_per_microbatch",
-            settings.tokens_per_microbatch,
-            "at least the tokens of one response with its prompt",
-            "Raise it, and distillation.buffer_tokens.",
+            "distillation.tokens_per_microbatch, buffer_tokens",
+            longest,
+            "more tokens than the shortest prompt",
+            "Raise both to the tokens of a prompt with its response.",
         )
+    began_s, limit_s = time.perf_counter(), 60 * options.minutes
+    if settings.top_k:  # of what fits the buffer alone
+        with_laws = acceptance.with_laws(
+            target,
+            trainer.buffer.take(),
+            top_k=settings.top_k,
+            storage=settings.storage,
+            go_on=lambda: time.perf_counter() - began_s < limit_s,
+        )
+        trainer.buffer.add(with_laws)
 
     def falling(update: int) -> float:
         rise = min(1.0, (update + 1) / max(1, settings.warmup_updates))
         return settings.learning_rate * rise * max(0.01, 1 - update / options.updates)
 
     stats = trainer.refresh(
-        limit_s=60 * options.minutes,
+        limit_s=limit_s - (time.perf_counter() - began_s),
         clock=time.perf_counter,
         max_updates=options.updates,
         rate_of=falling if options.updates else None,
     )
+    if not stats.updates:
+        raise ConfigError.at(
+            "minutes",
+            options.minutes,
+            "the time of one update at least",
+            "Nothing was written. Raise it, or lower distillation.tokens_per_update or distillation.buffer_tokens.",
+        )
     start.write_model(model, options.out, tokenizer=options.draft)
     return stats
 
@@ -201,7 +249,14 @@ def evaluate(options: EvalOptions) -> acceptance.Acceptance:
 
 
 def _lessons(paths: Sequence[Path]) -> list[Lesson]:
-    return [lesson_of(line) for line in read_rollouts(paths) if line.temperature > 0]
+    """Of sampled responses."""
+    found = [lesson_of(line) for line in read_rollouts(paths) if line.temperature > 0]
+    if not found:
+        raise DataError(
+            f"{', '.join(map(str, paths))}: got greedy responses (temperature 0) alone, expected sampled ones. Give "
+            "rollouts of a run with distillation.keep_rollouts."
+        )
+    return found
 
 
 def _check_vocabulary(target: object, draft: object) -> None:

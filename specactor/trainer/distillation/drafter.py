@@ -20,12 +20,13 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -33,9 +34,9 @@ from torch import Tensor, nn
 from specactor.config import DistillationConfig
 from specactor.errors import CheckpointError, SpecActorError
 from specactor.trainer.distillation import batches, losses
-from specactor.trainer.distillation.buffer import DraftBuffer
+from specactor.trainer.distillation.buffer import DraftBuffer, Lesson
 from specactor.trainer.distillation.emphasis import NUM_BINS, lost, token_weights
-from specactor.trainer.distillation.updates import diverged, make_updater
+from specactor.trainer.distillation.updates import OPTIMIZER, diverged, make_updater
 from specactor.trainer.distillation.watch import Clock, Watch
 
 WEIGHTS, BUFFER, STATE = "weights.safetensors", "buffer.safetensors", "drafter.json"
@@ -67,6 +68,9 @@ class RefreshStats:
     """That each update drew; fewer than the config's after a refresh in which no update fitted the time."""
     version: int
     """Of the draft model, after the refresh."""
+    overlap_before: float = math.nan
+    """As `overlap`, on the responses that were held out; nan without any."""
+    overlap_after: float = math.nan
 
 
 class Learned(msgspec.Struct, frozen=True, kw_only=True):
@@ -108,17 +112,24 @@ class DrafterTrainer:
         """Lessons and tokens of the last draw."""
         self._micro_s = 0.0
         self._group = group
-        self._rank = 0 if group is None else group.rank()
+        self._rank, self._ranks = (0, 1) if group is None else (group.rank(), group.size())
         # eval: dropout would draw from the process's random state
         self._updater = make_updater(model.eval(), config, group, self.device)
 
     def refresh(
-        self, *, limit_s: float, clock: Clock, max_updates: int = 0, rate_of: Callable[[int], float] | None = None
+        self,
+        *,
+        limit_s: float,
+        clock: Clock,
+        max_updates: int = 0,
+        rate_of: Callable[[int], float] | None = None,
+        held_out: Sequence[Lesson] = (),
     ) -> RefreshStats:
         """Learn from the buffer until the time or the updates are over. Collective.
 
         Args: seconds; a clock in seconds, each rank's own; updates at most (0: ``config.max_updates``, where 0 means
-        any number); learning rate of an update by its number over all refreshes, instead of the config's. Raises
+        any number); learning rate of an update by its number over all refreshes, instead of the config's; responses
+        with laws, not in the buffer, on which its worth is seen. Raises
         SpecActorError when a loss, a gradient or a weight is not finite; weights and optimizer are then those before
         (under ZeRO they are not brought back: see `is_finite`). Memory is excepted: torch.OutOfMemoryError is raised on
         its rank alone.
@@ -126,12 +137,15 @@ class DrafterTrainer:
         watch = Watch(clock, limit_s, self._micro_s, self._group, self.device)
         restore = self._updater.kept()
         try:
+            before = self._overlap(held_out, watch)
+            watch.reserve(watch.elapsed_s())  # as much for the same afterwards
             stats = self._learn(watch, max_updates or self.config.max_updates or 2**62, rate_of or self._rate)
+            after = self._overlap(held_out, watch) if stats.updates else before
         except SpecActorError:  # on every rank alike, since what is not finite is a sum over ranks
             restore()
             raise
         self._adapt(watch, stats.updates, stats.micro_steps, stats.stopped)
-        return stats
+        return replace(stats, overlap_before=before, overlap_after=after)
 
     def learn_alone(self, over: Callable[[], bool], *, max_updates: int) -> RefreshStats:
         """Learn on this rank, without the others, until `over` says so between two micro-batches. Not with ZeRO.
@@ -183,8 +197,8 @@ class DrafterTrainer:
         return max(1, self.config.tokens_per_update >> self.halvings)
 
     def is_finite(self) -> bool:
-        """Whether all weights on this rank are."""
-        return all(bool(parameter.isfinite().all()) for parameter in self.model.parameters())
+        """Whether all weights are, on this rank. Collective with ZeRO stage 3."""
+        return all([bool(tensor.isfinite().all()) for _, tensor in self.named_weights()])  # every rank gathers all
 
     def _adapt(
         self, watch: Watch, updates: int, micro_steps: int, stopped: Literal["time", "updates", "empty"]
@@ -250,6 +264,21 @@ class DrafterTrainer:
             raise diverged("loss", result["loss"])
         self._seen += sums[-2 * NUM_BINS :].view(2, NUM_BINS).cpu()
         return result, len(mine)
+
+    @torch.no_grad()
+    def _overlap(self, lessons: Sequence[Lesson], watch: Watch) -> float:
+        """Per token of these responses; nan where no law is known. Collective."""
+        mine = batches.plan([len(x.token_ids) for x in lessons], watch.ranks, self.config.tokens_per_microbatch)
+        sums = torch.zeros(2, dtype=torch.float64, device=self.device)
+        for indices in mine[watch.rank]:
+            members = [lessons[i] for i in indices]
+            batch = batches.build(members, [np.ones(x.response_len) for x in members], self.device)
+            _, values = self._loss(batch, 1.0)
+            sums += values[[_SUMS.index("overlap"), _SUMS.index("laws")]]
+        if lessons and watch.group is not None:
+            dist.all_reduce(sums, group=watch.group)
+        overlap, laws = (float(total) for total in sums)
+        return overlap / laws if laws else math.nan
 
     def _loss(self, batch: batches.Batch, total: float) -> tuple[Tensor, Tensor]:
         """(this micro-batch's part of the mean over the update's weights, sums over its tokens)."""
@@ -318,10 +347,13 @@ class DrafterTrainer:
             save_file(weights, folder / WEIGHTS)
             save_arrays(self.buffer.state(), folder / BUFFER)
             about = {"version": self.version, "updates": self.updates, "lost": self.lost, "halvings": self.halvings}
-            (folder / STATE).write_text(json.dumps(about))
+            (folder / STATE).write_text(
+                json.dumps(about | {"zero_stage": self.config.zero_stage, "ranks": self._ranks})
+            )
 
     def load(self, folder: Path) -> None:
-        """What `save` wrote. Collective. Raises CheckpointError for the state of another draft model."""
+        """What `save` wrote. Collective. Raises CheckpointError for the state of another draft model, or that ZeRO has
+        divided in another way."""
         from safetensors import SafetensorError
         from safetensors.numpy import load_file as load_arrays
         from safetensors.torch import load_file
@@ -333,12 +365,28 @@ class DrafterTrainer:
             raise CheckpointError(
                 f"{folder}: is no state of a draft model ({error}). Use another checkpoint."
             ) from error
+        self._check_division(folder, about)
         if self.config.zero_stage < 3:
             self._load_weights(weights, folder)
         self._updater.load(folder)
         self.buffer.restore(arrays)
         self.version, self.updates, self.lost = about["version"], about["updates"], tuple(about["lost"])
         self.halvings = about.get("halvings", 0)  # older checkpoints have none
+
+    def _check_division(self, folder: Path, about: Mapping[str, Any]) -> None:
+        """Older checkpoints do not say how they were divided, but plain ones have a file of their own."""
+        own = self.config.zero_stage
+        stage = about.get("zero_stage", 0 if (folder / OPTIMIZER).is_file() else own or "1, 2 or 3")
+        if stage != own:
+            raise CheckpointError(
+                f"{folder}: got an optimizer of distillation.zero_stage {stage}, expected {own}. Resume with "
+                f"--distillation.zero-stage {stage}, or with --distillation.refresh off."
+            )
+        if own and about.get("ranks", self._ranks) != self._ranks:
+            raise CheckpointError(
+                f"{folder}: got an optimizer that ZeRO divided over {about['ranks']} ranks, expected {self._ranks}. "
+                f"Resume with {about['ranks']} ranks, or with --distillation.refresh off."
+            )
 
     @torch.no_grad()
     def _load_weights(self, weights: dict[str, Tensor], folder: Path) -> None:

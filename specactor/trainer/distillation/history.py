@@ -1,31 +1,58 @@
-"""What refreshes of the draft model have done for the length of what is accepted, as far as is known. PURE.
+"""What the draft model drafts and what refreshes have done for it, as far as is known. PURE.
 
-Invariant: only rollouts that have ended count, and the state that a checkpoint keeps is all there is, so a resumed run
-decides as the run that was interrupted.
+Invariant: only rollouts and refreshes that have ended count, and the state that a checkpoint keeps is all there is, so
+a resumed run decides as the run that was interrupted.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from specactor.rollout.draft.counts import Counts
-from specactor.trainer.distillation.budget import Outlook
 
 USUAL_DECAY = 0.98
 """What accept_length was, is worth per rollout that did not reach it."""
 LOST = 0.9
 """Below this share of what it was, accept_length is to be recovered."""
+NEWEST = 0.5
+"""Weight of the last refresh in what is expected of the next one."""
 DRAFTED_BY = ("model", "decoupled")
 """Drafters with the draft model's weights."""
 
 
-def accept_length(counts: Mapping[str, Counts]) -> float | None:
-    """Tokens emitted per verify of what the draft model drafted; None where nothing of it was verified."""
-    verifies = sum(counts[name].verifies for name in DRAFTED_BY if name in counts)
-    emitted = sum(counts[name].emitted for name in DRAFTED_BY if name in counts)
-    return max(1.0, emitted / verifies) if verifies else None
+@dataclass(frozen=True, kw_only=True)
+class Drafted:
+    """By the draft model, in one rollout."""
+
+    accept_length: float
+    """Tokens emitted per verify of its drafts."""
+    window: float
+    """Mean number of its draft tokens per verify."""
+    share: float
+    """Of the requests' rounds, those with its drafts."""
+
+    @classmethod
+    def of(cls, counts: Mapping[str, Counts], num_tokens: int) -> Drafted | None:
+        """None where nothing of it was verified. Args: per drafter; response tokens of the rollout."""
+        own = [counts[name] for name in DRAFTED_BY if name in counts]
+        verifies = sum(of.verifies for of in own)
+        if not verifies:
+            return None
+        speculated = [of for of in counts.values() if of.verifies]
+        plain = max(0, num_tokens - sum(of.emitted for of in speculated))
+        return cls(
+            accept_length=max(1.0, sum(of.emitted for of in own) / verifies),
+            window=sum(of.drafted for of in own) / verifies,
+            share=verifies / (sum(of.verifies for of in speculated) + plain),
+        )
+
+
+def accept_length(overlap: float, window: float) -> float:
+    """Tokens per verify when every draft token is accepted with this probability: 1 + a + ... + a ** window."""
+    return window + 1 if overlap >= 1 else (1 - overlap ** (window + 1)) / (1 - overlap)
 
 
 @dataclass(kw_only=True)
@@ -34,50 +61,44 @@ class History:
 
     last: float | None = None
     """accept_length of the last rollout that had one."""
-    before: float | None = None
-    """The same, when the last refresh was made."""
-    fresh: float | None = None
-    """Of the first rollout after the last refresh that had one."""
-    gain: float | None = None
-    """That over `before`, of the last refresh of which both are known."""
     usual: float | None = None
     """What accept_length was: of the best rollout, less what its age takes off."""
-    waits: bool = False
-    """For the first rollout after the last refresh."""
+    window: float = 0.0
+    """Of the last rollout with drafts of the draft model."""
+    share: float = 0.0
+    """Of the rounds, in the last rollout; see `Drafted`."""
+    log_gain: float | None = None
+    """log(accept_length after / before) of refreshes, the newest counting most; None before one that was judged."""
+    refreshes: int = 0
     steps_since: int = 0
     """Rollouts since the last refresh."""
 
-    def rollout(self, accepted: float | None) -> None:
-        """One has ended. Args: its accept_length."""
+    def rollout(self, drafted: Drafted | None) -> None:
+        """One has ended."""
         self.steps_since += 1
-        if accepted is None:
-            return
-        if self.waits:
-            self.waits, self.fresh = False, accepted
-            self.gain = accepted / self.before if self.before is not None else self.gain
-        self.last = accepted
-        self.usual = max(accepted, USUAL_DECAY * (self.usual or 0.0))
+        self.share = drafted.share if drafted else 0.0
+        if drafted is not None:
+            self.last, self.window = drafted.accept_length, drafted.window
+            self.usual = max(drafted.accept_length, USUAL_DECAY * (self.usual or 0.0))
 
     @property
     def is_lost(self) -> bool:
         """Whether accept_length is well below what it was."""
         return self.last is not None and self.usual is not None and self.last < LOST * self.usual
 
-    def refreshed(self) -> None:
-        """After the last rollout, and before the next."""
-        self.before, self.waits, self.steps_since = self.last, True, 0
+    @property
+    def gain(self) -> float | None:
+        """accept_length after a refresh over that before it, as is expected of the next."""
+        return None if self.log_gain is None else math.exp(self.log_gain)
 
-    def outlook(self, *, rollout_s: float, refresh_s: float, steps_left: int) -> Outlook:
-        """Args: of the last rollout; that a refresh may take; rollouts still to come."""
-        return Outlook(
-            accept_length=self.last or 1.0,
-            fresh_accept_length=self.fresh,
-            gain=self.gain,
-            rollout_s=rollout_s,
-            refresh_s=refresh_s,
-            steps_since=self.steps_since,
-            steps_left=steps_left,
-        )
+    def refreshed(self, before: float, after: float) -> None:
+        """After the last rollout, and before the next. Args: overlap on responses that it did not learn from; nan where
+        it is not known."""
+        self.refreshes, self.steps_since = self.refreshes + 1, 0
+        if math.isnan(before + after):
+            return
+        found = math.log(accept_length(after, self.window) / accept_length(before, self.window))
+        self.log_gain = found if self.log_gain is None else NEWEST * found + (1 - NEWEST) * self.log_gain
 
     def state(self) -> dict[str, Any]:
         """Of JSON types."""
@@ -85,4 +106,6 @@ class History:
 
     @classmethod
     def of(cls, state: Mapping[str, Any]) -> History:
-        return cls(**state)
+        """What `state` returned; of another version, what both know."""
+        names = {field.name for field in fields(cls)}
+        return cls(**{name: value for name, value in state.items() if name in names})

@@ -14,11 +14,11 @@ Invariants:
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
@@ -29,23 +29,20 @@ import torch.distributed as dist
 from safetensors import SafetensorError
 
 from specactor.config import Config
-from specactor.errors import CheckpointError, ConfigError, PeerFailedError, SpecActorError
+from specactor.errors import CheckpointError, PeerFailedError, SpecActorError
 from specactor.parallel.collective import Collective
-from specactor.rollout.draft.counts import Counts
-from specactor.trainer.distillation import start
-from specactor.trainer.distillation.budget import Decision, decide, time_limit_s
+from specactor.trainer.distillation import held_out, start
+from specactor.trainer.distillation.budget import Decision, Outlook, decide, time_limit_s
 from specactor.trainer.distillation.buffer import Law, Lesson, lesson_from
 from specactor.trainer.distillation.drafter import DrafterTrainer, Learned, RefreshStats
-from specactor.trainer.distillation.history import History, accept_length
+from specactor.trainer.distillation.history import Drafted, History
 from specactor.trainer.distillation.likeliest import LawRecorder
+from specactor.trainer.distillation.step import Step
 from specactor.trainer.distillation.watch import Clock
-from specactor.types import ScoredGroup, TrainSequence
 from specactor.weights_sync.draft_sender import DraftSender, num_bytes, push_to_engine
 from specactor.weights_sync.messages import DraftWeights
 from specactor.weights_sync.sender import TargetEngine
 
-PHASES = ("rollout", "reward", "train", "sync")
-"""Of a step, before the draft model learns from it."""
 SOON_S = 0.05
 """Of waiting for others, after which a rank learns: the last one to be done does not begin."""
 FOLDER = "drafter"
@@ -57,49 +54,9 @@ class DrafterProcesses(Protocol):
 
     def want(self, version: int) -> bool: ...
 
-    def renew(self, weights: DraftWeights, *, timeout_s: float) -> list[str]: ...
+    def renew(self, weights: DraftWeights) -> tuple[list[str], float]: ...
 
     def oldest_version(self) -> int | None: ...
-
-
-@dataclass(frozen=True, kw_only=True)
-class Step:
-    """What an RL step leaves to learn from."""
-
-    sequences: Sequence[TrainSequence]
-    """Just as the policy learned from them."""
-    rewards: Sequence[float]
-    """Of each."""
-    version: int
-    """Of the policy that generated them."""
-    counts: Mapping[str, Counts]
-    """Of its rollout, per drafter."""
-    seconds: float
-    """Of all of it, on this rank."""
-    rollout_s: float
-    steps_left: int
-
-    @classmethod
-    def of(
-        cls,
-        groups: Sequence[ScoredGroup],
-        sequences: Sequence[TrainSequence],
-        counts: Mapping[str, Counts],
-        *,
-        version: int,
-        spent: Mapping[str, float],
-        steps_left: int,
-    ) -> Step:
-        """Args: what all groups were made to; seconds of the step by phase."""
-        return cls(
-            sequences=sequences,
-            rewards=[reward for group in groups for reward in group.rewards],
-            version=version,
-            counts=counts,
-            seconds=sum(spent.get(phase, 0.0) for phase in PHASES),
-            rollout_s=spent.get("rollout", 0.0),
-            steps_left=steps_left,
-        )
 
 
 class _Plan(msgspec.Struct, frozen=True, kw_only=True):
@@ -150,14 +107,14 @@ class Distillation:
         self._held: WeakKeyDictionary[TargetEngine, int] = WeakKeyDictionary()
         """Versions that engines took; others hold the weights that they were started with, version 0."""
         self._push_s = 0.0
-        """Of the last push, halved by every refresh since after which nobody wanted one."""
+        """Of the last push, less waiting in vain; halved by every refresh since after which nobody wanted one."""
         self._alone, self._problem = 0, ""
         """Updates that this rank has made alone in this rollout, and why it stopped, if it had to."""
         self._idle_updates, self._settle_s = 0, 0.0
         """Since the last refresh: updates made while others rolled out, and seconds of taking them over."""
         self._stream: torch.cuda.Stream | None = None
         start.quiet()
-        model = collective.together("draft model", lambda: _fitting(self._folder, vocab_size, device))
+        model = collective.together("draft model", lambda: start.read_fitting(self._folder, vocab_size, device))
         group = dist.group.WORLD if collective.world > 1 else None
         self.drafter = DrafterTrainer(self.config, model, seed=config.seed, group=group)
         self._sender = DraftSender(getattr(torch, config.model.dtype))
@@ -199,14 +156,18 @@ class Distillation:
 
     def refresh(self, step: Step) -> dict[str, float]:
         """After an RL step: remember it, learn if that is worth its time, push. Returns metrics. Collective."""
-        self.history.rollout(accept_length(step.counts))
-        self.drafter.buffer.add(self._lessons(step))
+        lessons = self._lessons(step)
+        self.history.rollout(Drafted.of(step.counts, sum(lesson.response_len for lesson in lessons)))
+        fitting, num_cut = self._fitting(lessons)
+        others, unseen = held_out.split(fitting) if self.config.refresh == "auto" else (fitting, [])
+        self.drafter.buffer.add(others)
         plan = self._plan(step)
         self.reason = plan.reason
-        stats, failed = self._learn(plan.limit_s) if plan.refresh else (None, False)
+        stats, failed = self._learn(plan.limit_s, unseen) if plan.refresh else (None, False)
+        self.drafter.buffer.add(unseen)
         refreshed = stats is not None and stats.updates > 0
         if refreshed or self._idle_updates:
-            self.history.refreshed()
+            self.history.refreshed(*((stats.overlap_before, stats.overlap_after) if stats else (math.nan, math.nan)))
         pushed = self.push()
         if not pushed["drafter/pushed_bytes"]:
             self._push_s /= 2  # or one slow push would leave no time for a refresh, and so for a push, ever again
@@ -216,12 +177,13 @@ class Distillation:
             "drafter/failed": int(failed),
             "drafter/idle_updates": self._idle_updates,
             "drafter/buffer_tokens": self.drafter.buffer.num_tokens,
+            "drafter/cut_responses": num_cut,
             "time/refresh_limit_s": plan.limit_s,
             "time/refresh_saves_s": plan.saved_s,
             "time/idle_settle_s": self._settle_s,
         }
         self._idle_updates, self._settle_s = 0, 0.0
-        return metrics | pushed | self._of_history() | (_of_stats(stats) if stats is not None else {})
+        return metrics | pushed | (_of_stats(stats) if stats is not None else {})
 
     def push(self) -> dict[str, float]:
         """Bring the draft model's version to all that draft with an older one. Collective."""
@@ -231,17 +193,21 @@ class Distillation:
         metrics: dict[str, float] = {"drafter/refused": 0, "drafter/pushed_bytes": 0}
         if self._collective.any(wanting) and self._is_sound():
             weights = self._sender.pack(self.drafter.named_weights(), version=version)
+            packed_s = self._clock()
 
-            def hand_over() -> list[str]:
-                said = [self._hand(engine, weights) for engine in behind]
-                return [*filter(None, said), *self._processes.renew(weights, timeout_s=self._timeout_s)]
+            def hand_over() -> tuple[list[str], float]:
+                said = [problem for engine in behind if (problem := self._hand(engine, weights))]
+                engines_s = self._clock() - packed_s
+                refused, processes_s = self._processes.renew(weights)
+                return said + refused, engines_s + processes_s
 
             own = self._collective.together("draft push", hand_over)
-            problems = [problem for part in self._collective.gather(own, list[str]) for problem in part]
+            ranks = self._collective.gather(own, tuple[list[str], float])
+            problems = [problem for part, _ in ranks for problem in part]
             for problem in problems:
                 self._note(f"draft model, version {version}: {problem}. It goes on with the weights that it has.")
             metrics = {"drafter/refused": len(problems), "drafter/pushed_bytes": num_bytes(weights)}
-            self._push_s = self._clock() - began_s
+            self._push_s = packed_s - began_s + max(spent_s for _, spent_s in ranks)
         return metrics | {"drafter/oldest_version": self._oldest()}
 
     def save(self, folder: Path) -> None:
@@ -258,16 +224,12 @@ class Distillation:
         def write() -> None:
             self.drafter.save(own)
 
-        try:
+        with _written(own):
             self._collective.together("checkpoint", make)
             if self.config.zero_stage:  # its ranks meet while they save, which they cannot within `together`
                 write()
             else:
                 self._collective.together("checkpoint", write)
-        except (OSError, SafetensorError) as error:
-            raise CheckpointError(f"{own}: could not be written: {error}. Free disk space.") from error
-        except PeerFailedError as error:
-            raise CheckpointError(str(error)) from error
 
     def load(self, checkpoint: Path) -> None:
         """Of a checkpoint; one of a run without refreshes has nothing, and the draft model starts anew. Collective."""
@@ -286,15 +248,35 @@ class Distillation:
     def restore(self, state: Mapping[str, Any]) -> None:
         self.history = History.of(state)
 
-    def export(self, folder: Path) -> None:
-        """In Hugging Face format. Collective."""
+    def export(self, folder: Path) -> bool:
+        """In Hugging Face format, unless weights are not finite; returns whether it was. Collective; raises
+        CheckpointError where the disk fails."""
+        if not self._is_sound():
+            return False
         weights = dict(self.drafter.named_weights())
-        if self._collective.rank == 0:
-            start.write_model(self.drafter.model, folder, tokenizer=self._folder, weights=weights)
-        self._collective.barrier()
+
+        def write() -> None:
+            if self._collective.rank == 0:
+                start.write_model(self.drafter.model, folder, tokenizer=self._folder, weights=weights)
+
+        with _written(folder):
+            self._collective.together("draft model export", write)
+        return True
 
     def close(self) -> None:
         self._sender.close()
+
+    def _fitting(self, lessons: Sequence[Lesson]) -> tuple[list[Lesson], int]:
+        """(as the buffer keeps them, how many of them were cut)"""
+        buffer = self.drafter.buffer
+        already = buffer.too_long
+        found = buffer.fitting(lessons)
+        if buffer.too_long and not already:
+            self._note(
+                "draft model: responses to prompts of distillation.tokens_per_microbatch "
+                f"({self.config.tokens_per_microbatch}) or more are not learned from. Raise it."
+            )
+        return found
 
     def _lessons(self, step: Step) -> list[Lesson]:
         laws: list[Law] | list[None] = [None] * len(step.sequences)
@@ -307,20 +289,28 @@ class Distillation:
         ]
 
     def _plan(self, step: Step) -> _Plan:
-        spent_s = self._push_s + self._settle_s
-        limit_s = max(0.0, time_limit_s(step.seconds, self.config.max_time_share) - spent_s)
-        now = self.history.outlook(rollout_s=step.rollout_s, refresh_s=limit_s, steps_left=step.steps_left)
+        usual_s, spent_s = time_limit_s(step.seconds, self.config.max_time_share), self._push_s + self._settle_s
+        lost_s = time_limit_s(step.seconds, self.config.recovery_time_share) if self.history.is_lost else 0.0
+        limit_s = max(0.0, max(usual_s, lost_s) - spent_s)
+        now = Outlook(
+            gain=self.history.gain,
+            tried=self.history.refreshes > 0,
+            drafted_s=self.history.share * step.rollout_s,
+            limit_s=limit_s,
+            cost_s=max(usual_s, spent_s),
+            steps_since=self.history.steps_since,
+            steps_left=step.steps_left,
+        )
         decision: Decision = decide(self.config.refresh, now, explore_every=self.config.explore_every)
-        if self.history.is_lost and self.config.recovery_time_share:  # decided as usual, then for longer
-            limit_s = max(0.0, time_limit_s(step.seconds, self.config.recovery_time_share) - spent_s)
         own = _Plan(refresh=decision.refresh, saved_s=decision.saved_s, limit_s=limit_s, reason=decision.reason)
         return self._collective.gather(own, _Plan)[0]
 
-    def _learn(self, limit_s: float) -> tuple[RefreshStats | None, bool]:
-        """(statistics, whether it failed)"""
+    def _learn(self, limit_s: float, unseen: Sequence[Lesson]) -> tuple[RefreshStats | None, bool]:
+        """(statistics, whether it failed). Args: responses to see on what it is worth."""
         tokens = self.drafter.tokens_per_update
+        judges = held_out.sample(unseen, tokens)
         try:
-            stats = self.drafter.refresh(limit_s=limit_s, clock=self._clock)
+            stats = self.drafter.refresh(limit_s=limit_s, clock=self._clock, held_out=judges)
         except SpecActorError as error:  # on every rank alike, since what went wrong is a sum over ranks
             self._note(str(error))
             return None, True
@@ -336,7 +326,7 @@ class Distillation:
         """Whether the weights may be drafted with later; says so if not. Collective."""
         sound = not self._collective.any(not self.drafter.is_finite())
         if not sound:
-            self._note("draft model: has weights that are not finite. They are neither pushed nor saved.")
+            self._note("draft model: has weights that are not finite. They are neither pushed, saved nor exported.")
         return sound
 
     @contextmanager
@@ -366,27 +356,33 @@ class Distillation:
         own += [] if of_processes is None else [of_processes]
         return min((v for part in self._collective.gather(own, list[int]) for v in part), default=0)
 
-    def _of_history(self) -> dict[str, float]:
-        found = {"before": self.history.before, "after": None if self.history.waits else self.history.fresh}
-        return {f"drafter/accept_length_{name}": value for name, value in found.items() if value is not None}
+
+def left_behind(checkpoint: Path, draft_model: str) -> str:
+    """What is to be said of a run that resumes there without refreshes, and drafts with `draft_model`, if anything."""
+    if not draft_model or not (checkpoint / FOLDER).is_dir():
+        return ""
+    return (
+        f"{checkpoint} holds a draft model that was kept fresh; without refreshes drafts come from {draft_model}. "
+        "Set --distillation.refresh to go on with it."
+    )
 
 
-def _fitting(folder: Path, vocab_size: int, device: torch.device | str) -> Any:
-    model = start.read_model(folder, device)
-    if model.config.vocab_size != vocab_size:
-        raise ConfigError.at(
-            "rollout.speculation.draft_model",
-            f"{model.config.vocab_size} tokens",
-            f"the policy's {vocab_size} tokens",
-            "Make one with specactor drafter init.",
-        )
-    return model
+@contextmanager
+def _written(what: Path) -> Iterator[None]:
+    """Raises CheckpointError, on every rank, where the disk of one fails."""
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{what}: could not be written: {error}. Free disk space.") from error
+    except PeerFailedError as error:
+        raise CheckpointError(str(error)) from error
 
 
 def _of_stats(stats: RefreshStats) -> dict[str, float]:
     if not stats.updates:
         return {"drafter/updates": 0, "drafter/tokens": 0}
-    return {
+    judged = {"drafter/overlap_before": stats.overlap_before, "drafter/overlap_after": stats.overlap_after}
+    return {name: value for name, value in judged.items() if not math.isnan(value)} | {
         "drafter/updates": stats.updates,
         "drafter/tokens": stats.tokens,
         "drafter/loss": sum(stats.losses) / len(stats.losses),

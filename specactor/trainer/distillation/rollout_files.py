@@ -2,8 +2,8 @@
 
     {"prompt_ids": [..], "token_ids": [..], "version": 7, "reward": 1.0, "temperature": 1.0}
 
-`token_ids` is the response. Version, reward and temperature may be missing; other fields, as those of a run's
-evaluations, are not looked at. The responses of evaluations are greedy, so they show the policy's law badly.
+`token_ids` is the response. Version, reward and temperature (1) may be missing; other fields are not looked at. A run's
+evaluations are such files too, but of temperature 0: greedy responses do not show the policy's law.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from specactor.types import ScoredGroup
 
 
 class RolloutLine(msgspec.Struct, frozen=True, kw_only=True):
-    """One line. Lines of a run's evaluations are such lines, too."""
+    """One line."""
 
     prompt_ids: list[int]
     token_ids: list[int]

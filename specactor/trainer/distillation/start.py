@@ -10,7 +10,7 @@ target's MLPs come along. A mixture's experts cannot: their sum depends on a rou
 - ``fresh``: random, with an output of zero, so a layer is its attention alone until it has learned.
 
 Invariants: equal arguments give equal bytes; the process's random state is neither read nor moved; a folder appears
-under its name only when it is whole.
+under its name only when it is whole; what was there stays until then, and is replaced only if it was a model.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from specactor.cpu import torchvision_ops
@@ -48,6 +49,9 @@ class TargetStart:
     """Width of the dense MLP in place of experts."""
     seed: int = 0
 
+    def __post_init__(self) -> None:
+        _check_positive(self, "num_layers", "max_intermediate")
+
 
 @dataclass(frozen=True, kw_only=True)
 class RandomStart:
@@ -61,6 +65,26 @@ class RandomStart:
     intermediate_size: int = 512
     seed: int = 0
 
+    def __post_init__(self) -> None:
+        _check_positive(
+            *(self, "hidden_size", "num_layers", "num_heads", "num_kv_heads", "head_dim", "intermediate_size")
+        )
+        if self.num_heads % self.num_kv_heads:
+            raise ConfigError.at(
+                "start.num_heads",
+                self.num_heads,
+                f"a multiple of num_kv_heads, {self.num_kv_heads}",
+                "Heads share keys and values in groups of one size.",
+            )
+        if self.head_dim % 2:
+            raise ConfigError.at("start.head_dim", self.head_dim, "an even number", "Rotary embeddings turn pairs.")
+
+
+def _check_positive(settings: object, *names: str) -> None:
+    for name in names:
+        if not getattr(settings, name) > 0:
+            raise ConfigError.at(f"start.{name}", getattr(settings, name), "> 0", "See --help for its meaning.")
+
 
 Start = TargetStart | RandomStart
 
@@ -68,10 +92,13 @@ Start = TargetStart | RandomStart
 def make_draft_model(target: Path, folder: Path, start: Start) -> int:
     """Write the draft model, with the target's tokenizer, into a new `folder`; returns its number of parameters.
 
-    Raises ConfigError when the folder exists, or the target cannot be cut so.
+    Raises ConfigError when there is something in the folder, or the target cannot be cut so.
     """
-    if folder.exists():
-        raise ConfigError.at("out", str(folder), "a path that does not exist", "Choose another, or remove it.")
+    if folder.exists() and not _is_empty(folder):
+        raise ConfigError.at(
+            "out", str(folder), "a path that does not exist or an empty folder", "Choose another, or remove it."
+        )
+    check_out(folder)
     model = _cut(target, start) if isinstance(start, TargetStart) else _random(target, start)
     write_model(model, folder, tokenizer=target)
     return sum(p.numel() for p in model.parameters())
@@ -101,11 +128,58 @@ def fill_buffers(model: nn.Module) -> None:
                 module.get_buffer(name).copy_(buffer)
 
 
+def read_fitting(folder: Path, vocab_size: int, device: torch.device | str) -> Any:
+    """A run's draft model. Raises ConfigError where it does not fit the policy."""
+    model = read_model(folder, device)
+    if model.config.vocab_size != vocab_size:
+        raise ConfigError.at(
+            "rollout.speculation.draft_model",
+            f"{model.config.vocab_size} tokens",
+            f"the policy's {vocab_size} tokens",
+            "Make one with specactor drafter init.",
+        )
+    return model
+
+
+def check_out(out: Path, *inputs: Path) -> None:
+    """Raises ConfigError where a model must not, or cannot, be written. Args: what is read, and must stay."""
+    if out.exists() and not (_is_empty(out) or _is_model(out)):
+        raise ConfigError.at(
+            "out",
+            str(out),
+            "a path that does not exist, an empty folder or a model's (config.json and *.safetensors)",
+            "Choose another: what is there would be lost.",
+        )
+    for path in inputs:
+        if path.resolve().is_relative_to(out.resolve()):
+            raise ConfigError.at(
+                "out", str(out), f"a folder without {path}, which is read", "Choose another: it would be replaced."
+            )
+    above = next(folder for folder in out.resolve().parents if folder.exists())
+    if not (above.is_dir() and os.access(above, os.W_OK)):
+        raise ConfigError.at("out", str(out), f"a path that can be made, which {above} forbids", "Choose another.")
+
+
+def _is_empty(folder: Path) -> bool:
+    return folder.is_dir() and not any(folder.iterdir())
+
+
+def _is_model(folder: Path) -> bool:
+    return (folder / "config.json").is_file() and any(folder.glob("*.safetensors"))
+
+
 def write_model(model: Any, folder: Path, *, tokenizer: Path, weights: Mapping[str, Tensor] | None = None) -> None:
-    """Hugging Face format, whole or not at all, in place of what was there. Args: a folder to copy tokenizer files
-    from; weights to write instead of the model's own."""
+    """Hugging Face format, whole or not at all, in place of what was there: the old folder is moved aside, and deleted
+    when the new one has its name.
+
+    Args: a folder to copy tokenizer files from; weights to write instead of the model's own. Raises ConfigError for a
+    folder that holds something else (`check_out`), OSError where the disk fails.
+    """
+    check_out(folder)
+    folder = folder.resolve()
     folder.parent.mkdir(parents=True, exist_ok=True)
     unfinished = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+    old = unfinished.with_name(f"{unfinished.name}.old")
     try:
         unfinished.chmod(0o755)
         model.save_pretrained(str(unfinished), state_dict=None if weights is None else dict(weights))
@@ -113,10 +187,15 @@ def write_model(model: Any, folder: Path, *, tokenizer: Path, weights: Mapping[s
             if file.is_file() and ("token" in file.name or file.name in ("vocab.json", "merges.txt")):
                 shutil.copyfile(file, unfinished / file.name)
         if folder.exists():
-            shutil.rmtree(folder)
+            os.rename(folder, old)
         os.rename(unfinished, folder)
+    except SafetensorError as error:
+        raise OSError(f"{folder}: could not be written: {error}") from error
     finally:
+        if old.exists() and not folder.exists():
+            os.rename(old, folder)
         shutil.rmtree(unfinished, ignore_errors=True)
+    shutil.rmtree(old, ignore_errors=True)
 
 
 def quiet() -> None:

@@ -43,6 +43,10 @@ class Watch:
         in_time = may_start(self.elapsed_s(), micro_steps * self._longest_s, self._limit_s)
         return self.agreed(not in_time or (self._called is not None and self._called()))
 
+    def reserve(self, seconds: float) -> None:
+        """For what comes after the last micro-batch."""
+        self._limit_s -= seconds
+
     def agreed(self, here: bool) -> bool:
         """Whether it is so on some rank. Collective."""
         if self.group is None:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 from torch import Tensor, nn
@@ -13,7 +13,12 @@ from torch import Tensor, nn
 from specactor.config import Config, SpeculationConfig
 from specactor.parallel.collective import Collective
 from specactor.rollout.draft.counts import Counts
-from specactor.trainer.distillation.in_run import Distillation, Step
+from specactor.trainer.distillation import acceptance
+from specactor.trainer.distillation.buffer import Law, lesson_from
+from specactor.trainer.distillation.in_run import Distillation
+from specactor.trainer.distillation.likeliest import LawRecorder
+from specactor.trainer.distillation.step import Step
+from specactor.types import TrainSequence
 from specactor.weights_sync import draft_receiver
 from specactor.weights_sync.draft_sender import LOAD
 from specactor.weights_sync.messages import CheckReply, DraftWeights
@@ -64,25 +69,41 @@ class Processes:
     def want(self, version: int) -> bool:
         return self.version < version
 
-    def renew(self, weights: DraftWeights, *, timeout_s: float) -> list[str]:
+    def renew(self, weights: DraftWeights) -> tuple[list[str], float]:
         self.version = weights.draft_version
-        return []
+        return [], 0.0
 
     def oldest_version(self) -> int | None:
         return self.version
 
 
+class Recorder:
+    """The laws of a policy that is known."""
+
+    def __init__(self) -> None:
+        self._policy = cases.model(seed=3)
+
+    def take(self, sequences: Sequence[TrainSequence]) -> list[Law]:
+        made = []
+        for sequence in sequences:
+            lesson = lesson_from(sequence, None, version=0, reward=0.0, temperature=1.0)
+            [known] = acceptance.with_laws(self._policy, [lesson], top_k=cases.VOCAB, storage="float32")
+            assert known.law is not None
+            made.append(known.law)
+        return made
+
+
 class World:
     """A run's ends of the draft model; seconds pass as they are told to."""
 
-    def __init__(self, collective: Collective, draft_dir: Path, **settings: Any) -> None:
+    def __init__(self, collective: Collective, draft_dir: Path, *, laws: bool = False, **settings: Any) -> None:
         self.engines, self.processes, self.notes = [Engine()], Processes(), list[str]()
         self.now_s = 0.0
         self.config = config(draft_dir, **settings)
         self.it = Distillation(
             self.config,
             collective,
-            recorder=None,
+            recorder=cast(LawRecorder, Recorder()) if laws else None,
             vocab_size=cases.VOCAB,
             engines=lambda: self.engines,
             processes=self.processes,
@@ -91,7 +112,7 @@ class World:
         )
 
     def step(self, number: int, *, accepted: float | None = 2.0, seconds: float = 10.0) -> dict[str, float]:
-        counts = {} if accepted is None else {"model": Counts(emitted=int(100 * accepted), verifies=100)}
+        counts = {} if accepted is None else {"model": Counts(emitted=int(100 * accepted), verifies=100, drafted=400)}
         return self.it.refresh(
             Step(
                 sequences=SEQUENCES,

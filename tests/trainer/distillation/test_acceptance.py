@@ -88,3 +88,12 @@ def test_laws_are_the_targets_own() -> None:
         want = (logits / 0.8).log_softmax(-1)[x.prompt_len - 1 : -1].topk(5)
         assert x.law.tokens.tolist() == want.indices.tolist()
         np.testing.assert_allclose(x.law.logprobs, want.values.numpy(), atol=1e-5)
+
+
+def test_laws_are_computed_as_long_as_there_is_time() -> None:
+    passes = iter([True, True, False])
+    some = acceptance.with_laws(
+        *(cases.model(0), cases.lessons(12)), top_k=5, storage="float32", tokens_per_pass=60, go_on=lambda: next(passes)
+    )
+    assert 0 < len(some) < 12
+    assert all(x.law is not None for x in some)

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specactor.errors import DataError
-from specactor.trainer.distillation.buffer import DraftBuffer, Law, Lesson
+from specactor.trainer.distillation.buffer import DraftBuffer, Law, Lesson, checked, cut
 from tests.trainer.distillation.cases import lesson, lessons
 
 
@@ -34,18 +34,44 @@ def same(a: Lesson, b: Lesson) -> bool:
     return flat(a) == flat(b)
 
 
-@settings(max_examples=40, deadline=None)
-@given(st.lists(st.tuples(st.integers(1, 30), st.integers(0, 5)), max_size=25), st.integers(1, 200))
-def test_the_bound_holds_and_what_left_was_older_or_shorter(made: list[tuple[int, int]], max_tokens: int) -> None:
-    held = buffer(max_tokens)
-    added = [plain(length, version=version) for length, version in made]
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.tuples(st.integers(1, 30), st.integers(0, 5)), max_size=25), st.integers(1, 200), st.integers(1, 40))
+def test_the_bound_holds_and_what_left_was_older_or_shorter(
+    made: list[tuple[int, int]], max_tokens: int, longest: int
+) -> None:
+    held = buffer(max_tokens, longest=longest)
+    added = [replace(plain(length, version=version), reward=i) for i, (length, version) in enumerate(made)]
+    room = min(longest, max_tokens)
+    _, num_cut = buffer(max_tokens, longest=longest).fitting(added)
     held.add(added)
     assert held.num_tokens <= max_tokens
-    kept = list(held.lessons)
-    gone = [x for x in added if not any(x is y for y in kept) and len(x.token_ids) <= max_tokens]
-    for x in gone:
-        assert all((x.version, x.response_len) <= (y.version, y.response_len) for y in kept)
-    assert held.too_long == sum(len(x.token_ids) > max_tokens for x in added)
+    fitting = [x if len(x.token_ids) <= room else cut(x, room) for x in added if room > 1]
+    kept = {x.reward for x in held.lessons}
+    assert all(same(x, fitting[int(x.reward)]) for x in held.lessons)
+    for x in fitting:
+        if x.reward not in kept:
+            assert all((x.version, x.response_len) <= (y.version, y.response_len) for y in held.lessons)
+    too_long = sum(len(x.token_ids) > room for x in added)
+    assert (num_cut, held.too_long) == ((too_long, 0) if room > 1 else (0, too_long))
+
+
+def test_of_a_long_response_the_beginning_is_learned_from() -> None:
+    held, long = buffer(longest=10), lesson(np.random.default_rng(3), longest=60)
+    assert long.law is not None
+    assert long.prompt_len < 10 < len(long.token_ids)
+    fit, num_cut = held.fitting([long, plain(20, prompt=10), plain(5)])
+    assert (len(fit), num_cut) == (2, 1)
+    assert held.too_long == 1, "of the second the prompt alone is that long"
+    held.add(fit)
+    first, second = held.lessons
+    assert same(second, plain(5))
+    assert first.law is not None
+    assert checked(first).token_ids.tolist() == long.token_ids[:10].tolist()
+    assert first.law.tokens.tolist() == long.law.tokens[: 10 - long.prompt_len].tolist()
+    assert first.law.logprobs.tolist() == long.law.logprobs[: 10 - long.prompt_len].tolist()
+    assert first.law.tokens.base is None, "what was cut off is not kept"
+    assert held.take() == [first, second]
+    assert (len(held), held.num_tokens) == (0, 0)
 
 
 def test_draws_have_no_lesson_twice_and_fit() -> None:

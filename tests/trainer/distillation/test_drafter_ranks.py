@@ -24,12 +24,12 @@ ROOT = Path(__file__).parents[3]
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore"}
 
 
-def run_ranks(world: int, folder: Path, zero_stage: int = 0) -> list[dict[str, Any]]:
+def run_ranks(world: int, folder: Path, zero_stage: int = 0, *, offload: bool = False) -> list[dict[str, Any]]:
     folder.mkdir()
     script = [sys.executable, "-m", "tests.trainer.distillation.drafter_rank"]
     ranks = [
         subprocess.Popen(
-            [*script, str(r), str(world), str(folder / "store"), str(folder), str(zero_stage)],
+            [*script, str(r), str(world), str(folder / "store"), str(folder), str(zero_stage), str(offload)],
             cwd=ROOT,
             env=os.environ | ONE_THREAD,
         )
@@ -73,9 +73,20 @@ def expected_weights() -> dict[str, Tensor]:
     return dict(made.named_weights())
 
 
+def assert_divisions_are_told_apart(results: list[dict[str, Any]], stage: int) -> None:
+    """Of a trainer of two ranks: of another stage, of three ranks; the plain one is of no number of ranks."""
+    expected = [f"zero_stage {stage + 1}, expected {stage}. Resume with --distillation.zero-stage {stage + 1}"]
+    expected += ["divided over 3 ranks, expected 2. Resume with 3 ranks"] if stage else []
+    for result in results:
+        assert len(result["refused"]) == len(expected)
+        assert all(part in text for part, text in zip(expected, result["refused"], strict=True))
+
+
 def test_two_ranks_train_as_one(tmp_path: Path) -> None:
     results = run_ranks(2, tmp_path / "two")
     assert_same_training(results, tmp_path / "two")
+    assert_divisions_are_told_apart(results, 0)
+    assert results[0]["finite"] == results[1]["finite"] == [True, False]
     for key in ("micro_steps", "stopped", "losses"):
         assert results[0]["bounded"][key] == results[1]["bounded"][key], "ranks stop together"
     assert results[0]["bounded"]["stopped"] == "time"
@@ -84,9 +95,15 @@ def test_two_ranks_train_as_one(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is not installed")
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_zero_trains_as_one_rank(tmp_path: Path, stage: int) -> None:
-    assert_same_training(run_ranks(2, tmp_path / "zero", stage), tmp_path / "zero")
+@pytest.mark.parametrize(("stage", "offload"), [(1, False), (2, False), (3, False), (2, True), (3, True)])
+def test_zero_trains_as_one_rank(tmp_path: Path, stage: int, offload: bool) -> None:
+    results = run_ranks(2, tmp_path / "zero", stage, offload=offload)
+    assert [result["offloads"] for result in results] == [offload] * 2
+    assert_same_training(results, tmp_path / "zero")
+    assert_divisions_are_told_apart(results, stage)
+    assert results[0]["finite"] == results[1]["finite"] == [True, False], "also of what another rank has"
+    if stage == 3:  # a wrong version looks at what a rank has at hand
+        assert [result["parts_are_finite"] for result in results] == [True, True]
 
 
 def test_zero_without_deepspeed_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +16,22 @@ from safetensors import SafetensorError
 
 from specactor.errors import CheckpointError, ConfigError, PeerFailedError
 from specactor.parallel.collective import Collective
+from specactor.rollout import drafter_pool
+from specactor.rollout.decoupled.spec import DrafterSpec
+from specactor.rollout.drafter_pool import DrafterPool
 from specactor.trainer import checkpoint
 from specactor.trainer.distillation.drafter import DrafterTrainer
-from specactor.trainer.distillation.in_run import FOLDER, Distillation, Step
+from specactor.trainer.distillation.in_run import FOLDER, Distillation, left_behind
+from specactor.trainer.distillation.step import Step
 from specactor.types import TrainSequence
 from specactor.weights_sync.messages import DraftWeights
+from tests.rollout.decoupled.test_host import child_of, make_drafter_spec
+from tests.rollout.test_drafter_pool import wait_until
 from tests.trainer.distillation import cases
 from tests.trainer.distillation.policy_cases import SEQUENCES
 from tests.trainer.distillation.run_cases import UPDATES, Engine, Processes, World, config
+
+__all__ = ["make_drafter_spec"]
 
 
 @pytest.fixture
@@ -92,11 +104,22 @@ def test_more_time_is_granted_while_acceptance_is_lost(
     assert limits == pytest.approx([0.3, 0.3, 10.0 * (recovery or 0.03), 0.3])
 
 
-def test_auto_refreshes_when_acceptance_was_lost(collective: Collective, draft_dir: Path) -> None:
-    world = World(collective, draft_dir, refresh="auto", max_time_share=0.01)
-    refreshed = [world.step(n, accepted=a)["drafter/refreshed"] for n, a in enumerate((2.0, 2.0, 2.0, 1.2, 1.2), 1)]
-    assert refreshed == [1, 0, 0, 1, 0]
-    assert world.it.reason.startswith("only saves")
+@pytest.mark.parametrize(("rate", "refreshed"), [(3e-3, [1, 1, 1, 1]), (1e-12, [1, 0, 0, 0])])
+def test_auto_goes_on_where_responses_that_were_held_out_are_drafted_better(
+    collective: Collective, draft_dir: Path, rate: float, refreshed: list[int]
+) -> None:
+    world = World(collective, draft_dir, laws=True, refresh="auto", learning_rate=rate)
+    found = [world.step(number) for number in range(1, 5)]
+    assert [of["drafter/refreshed"] for of in found] == refreshed
+    assert (found[0]["drafter/overlap_after"] > found[0]["drafter/overlap_before"]) == (rate > 1e-6)
+    assert found[0]["drafter/buffer_tokens"] == sum(len(s.token_ids) for s in SEQUENCES), "learned from next time"
+    assert world.it.reason.startswith("saves" if rate > 1e-6 else "only saves")
+
+
+def test_auto_without_laws_tries_once_in_a_while(collective: Collective, draft_dir: Path) -> None:
+    """What it is worth is not known then."""
+    world = World(collective, draft_dir, refresh="auto", explore_every=3)
+    assert [world.step(n)["drafter/refreshed"] for n in range(1, 6)] == [1, 0, 0, 1, 0]
 
 
 def test_every_response_is_a_lesson_and_empty_ones_are_not(world: World) -> None:
@@ -112,6 +135,29 @@ def test_every_response_is_a_lesson_and_empty_ones_are_not(world: World) -> None
     )
     world.it.refresh(empty)
     assert len(world.it.drafter.buffer) == len(SEQUENCES)
+
+
+def test_long_responses_are_cut_and_long_prompts_are_said_once(collective: Collective, draft_dir: Path) -> None:
+    prompts, lengths = [s.prompt_len for s in SEQUENCES], [len(s.token_ids) for s in SEQUENCES]
+    room = max(prompts)
+    world = World(collective, draft_dir, tokens_per_microbatch=room)
+    left_out = sum(prompt == room and length > room for prompt, length in zip(prompts, lengths, strict=True))
+    num_cut = sum(length > room for length in lengths) - left_out
+    assert left_out
+    assert num_cut
+    for number in (1, 2):
+        assert world.step(number)["drafter/cut_responses"] == num_cut
+        assert world.it.drafter.buffer.too_long == number * left_out
+        [note] = world.notes
+        assert f"prompts of distillation.tokens_per_microbatch ({room}) or more are not learned from. Raise it." in note
+    assert World(collective, draft_dir).step(1)["drafter/cut_responses"] == 0
+
+
+def test_a_resume_without_refreshes_says_what_it_leaves_behind(world: World, draft_dir: Path, tmp_path: Path) -> None:
+    assert left_behind(tmp_path, str(draft_dir)) == ""
+    world.it.save(tmp_path)
+    assert f"drafts come from {draft_dir}. Set --distillation.refresh" in left_behind(tmp_path, str(draft_dir))
+    assert left_behind(tmp_path, "") == "", "nothing drafts"
 
 
 def resumed(world: World, collective: Collective, draft_dir: Path, folder: Path) -> World:
@@ -197,14 +243,38 @@ def test_one_slow_push_does_not_end_all_refreshes(world: World, monkeypatch: pyt
     """60 s steps grant 1.8 s; a push of 2 s leaves nothing of it."""
     renew = world.processes.renew
 
-    def slow(weights: DraftWeights, *, timeout_s: float) -> list[str]:
+    def slow(weights: DraftWeights) -> tuple[list[str], float]:
         world.now_s += 2.0
-        return renew(weights, timeout_s=timeout_s)
+        return renew(weights)[0], 2.0
 
     monkeypatch.setattr(world.processes, "renew", slow)
     found = [world.step(number, seconds=60.0) for number in range(1, 6)]
     assert [of["drafter/refreshed"] for of in found] == [1, 0, 1, 0, 1]
     assert [of["time/refresh_limit_s"] for of in found] == pytest.approx([1.8, 0.0, 0.8, 0.0, 0.8])
+
+
+def test_a_drafter_process_that_hangs_ends_no_refresh(
+    world: World, make_drafter_spec: Callable[..., DrafterSpec], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """10 s steps grant 0.3 s; the wait for it takes 1 s, of a clock that goes by itself."""
+    monkeypatch.setattr(drafter_pool, "PUSH_LIMIT_S", 1.0)
+    world.it._clock = time.perf_counter
+    with DrafterPool([make_drafter_spec("Renewing")]) as pool:
+        pool.wait_ready()
+        world.it._processes = pool
+        os.kill(child_of(pool.drafters[0]), signal.SIGSTOP)
+        try:
+            found = [world.step(number) for number in (1, 2)]
+        finally:
+            os.kill(child_of(pool.drafters[0]), signal.SIGCONT)
+        assert [of["drafter/refused"] for of in found] == [1, 0], "it is asked once"
+        assert "drafter 0" in world.notes[0]
+        assert [of["drafter/oldest_version"] for of in found] == [0, 0]
+        assert [of["drafter/refreshed"] for of in found] == [1, 1]
+        assert found[1]["time/refresh_limit_s"] > 0.1
+        assert world.engines[0].versions == [1, 2]
+        wait_until(lambda: pool.want(3))
+        assert world.step(3)["drafter/oldest_version"] == 3
 
 
 def test_the_first_half_of_an_update_that_never_fits_is_said(world: World, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,8 +18,8 @@ from specactor.trainer.distillation.drafter import DrafterTrainer
 from tests.trainer import policy_cases
 from tests.trainer.conftest import run
 from tests.trainer.distillation import cases
+from tests.trainer.distillation.conftest import SHAPE
 from tests.trainer.distillation.policy_cases import SEQUENCES, TOP_K, UPDATES, draft_model
-from tests.trainer.distillation.test_start import SHAPE
 
 TORCHRUN = ["-m", "torch.distributed.run", "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
 SCRIPT = ["--nproc-per-node", "2", "-m", "tests.trainer.distillation.policy_laws_script"]

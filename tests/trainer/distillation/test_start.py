@@ -1,59 +1,22 @@
-"""Draft models cut out of a target, against what the target itself computes; rollouts on disk; the command."""
+"""Draft models cut out of a target, against what the target itself computes; rollouts on disk."""
 
 from __future__ import annotations
 
-import io
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from rich.console import Console
 from torch import Tensor, nn
 
-from specactor.cpu import torchvision_ops
 from specactor.errors import ConfigError, DataError
-from specactor.trainer.distillation import commands, start
+from specactor.trainer.distillation import start
 from specactor.trainer.distillation.rollout_files import RolloutLine, read_rollouts, write_rollouts
 from specactor.trainer.distillation.start import RandomStart, TargetStart, make_draft_model, picked_layers, read_model
-from tests.trainer.distillation.cases import VOCAB
-
-SHAPE = {
-    "vocab_size": VOCAB,
-    "hidden_size": 32,
-    "intermediate_size": 24,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 64,
-    "rope_parameters": {"rope_type": "default", "rope_theta": 300.0},
-    "initializer_range": 0.4,
-    "eos_token_id": 2,
-}
-EXPERTS = {"moe_intermediate_size": 12, "num_experts": 4, "num_experts_per_tok": 2, "norm_topk_prob": True}
-
-
-@pytest.fixture(scope="module")
-def targets(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    torchvision_ops.install()
-    from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
-
-    folder = tmp_path_factory.mktemp("targets")
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        models = {
-            "moe": Qwen3MoeForCausalLM(Qwen3MoeConfig(**SHAPE, **EXPERTS, tie_word_embeddings=False)),
-            "dense": Qwen3ForCausalLM(Qwen3Config(**SHAPE, tie_word_embeddings=False)),
-            "tied": Qwen3ForCausalLM(Qwen3Config(**SHAPE, tie_word_embeddings=True)),
-        }
-    for name, model in models.items():
-        model.float().save_pretrained(folder / name)
-        (folder / name / "tokenizer.json").write_text("stands for a tokenizer's file\n")
-    return {name: folder / name for name in models}
 
 
 def logits(model: Any, layers: list[int] | None = None) -> Tensor:
@@ -153,12 +116,27 @@ def test_the_same_bytes_whatever_the_process_drew_before(
 def test_what_cannot_be_made_is_refused(targets: dict[str, Path], tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"num_layers: got 4, expected 1\.\.3"):
         make_draft_model(targets["moe"], tmp_path / "x", TargetStart(num_layers=4))
-    with pytest.raises(ConfigError, match="expected a path that does not exist"):
+    with pytest.raises(ConfigError, match="expected a path that does not exist or an empty folder"):
         make_draft_model(targets["moe"], targets["dense"], TargetStart())
     with pytest.raises(ConfigError, match="expected a folder with a model"):
         make_draft_model(tmp_path / "nowhere", tmp_path / "x", TargetStart())
     assert list(tmp_path.iterdir()) == []
     assert picked_layers(9, 3, "spread") == [0, 4, 8]
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: TargetStart(max_intermediate=0), "start.max_intermediate: got 0, expected > 0"),
+        (lambda: RandomStart(hidden_size=0), "start.hidden_size: got 0, expected > 0"),
+        (lambda: RandomStart(head_dim=-8), "start.head_dim: got -8, expected > 0"),
+        (lambda: RandomStart(head_dim=7), "start.head_dim: got 7, expected an even number"),
+        (lambda: RandomStart(num_heads=3), "start.num_heads: got 3, expected a multiple of num_kv_heads, 2"),
+    ],
+)
+def test_sizes_that_make_no_model_are_refused(make: Callable[[], start.Start], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        make()
 
 
 # ------------------------------------------------------------------------------------------------------ rollouts
@@ -184,83 +162,6 @@ def test_files_that_are_no_rollouts_are_named(tmp_path: Path, text: str, message
         read_rollouts([tmp_path / "x.jsonl"])
     with pytest.raises(DataError, match="cannot be read"):
         read_rollouts([tmp_path / "y.jsonl"])
-
-
-# ----------------------------------------------------------------------------------------------------- the command
-
-
-def sampled(target: Path, count: int) -> list[RolloutLine]:
-    """Responses at temperature 1, one token at a time."""
-    model, chance = read_model(target), torch.Generator().manual_seed(0)
-    ids = torch.randint(3, VOCAB, (count, 4), generator=chance)
-    with torch.no_grad():
-        for _ in range(12):
-            law = model(input_ids=ids, use_cache=False).logits[:, -1].softmax(-1)
-            ids = torch.cat([ids, torch.multinomial(law, 1, generator=chance)], dim=1)
-    return [RolloutLine(prompt_ids=row[:4], token_ids=row[4:]) for row in ids.tolist()]
-
-
-def said(words: list[str]) -> str:
-    out = io.StringIO()
-    commands.run(words, Console(file=out, width=200))
-    return out.getvalue()
-
-
-def test_init_train_eval(targets: dict[str, Path], tmp_path: Path) -> None:
-    target, rollouts = str(targets["moe"]), tmp_path / "r.jsonl"
-    write_rollouts(rollouts, sampled(targets["moe"], 96))
-    first, then = str(tmp_path / "first"), str(tmp_path / "then")
-    both = ["--target", target, "--rollouts", str(rollouts)]
-    assert "a draft model of 0.0" in said(["init", "--target", target, "--out", first])
-    train = [
-        *both,
-        "--updates",
-        "40",
-        "--distillation.learning-rate",
-        "3e-3",
-        "--distillation.tokens-per-update",
-        "512",
-    ]
-    for out in (then, str(tmp_path / "again")):
-        assert "40 updates on" in said(["train", *train, "--draft", first, "--out", out])
-    assert len({(tmp_path / name / "model.safetensors").read_bytes() for name in ("then", "again")}) == 1
-    options = commands.parse(["eval", *both, "--draft", then, "--all"])
-    assert isinstance(options, commands.EvalOptions)
-    after = commands.evaluate(options)
-    words = said(["eval", *both, "--draft", then, "--all"])
-    assert f"accept_length {after.accept_length:.2f} with shared noise" in words
-    assert f"at most {after.overlap:.3f} (1 - TV)" in words
-    before = commands.evaluate(commands.parse(["eval", *both, "--draft", first, "--all"]))  # type: ignore[arg-type]
-    assert after.overlap > before.overlap + 0.02
-    assert commands.evaluate(commands.parse(["eval", *both, "--draft", target, "--all"])).shared == 1  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        ([], "expected init, train or eval"),
-        (["init"], "--target"),
-        (["init", "--target", "a", "--out", "b", "--wrong", "1"], "unknown setting --wrong"),
-        (["eval", "--draft", "a", "--target", "b", "--rollouts", "c", "--window", "x"], "--window"),
-        (["eval", "--draft", "a", "--target", "b", "--rollouts", "c", "--window", "0"], "expected >= 1"),
-        (["train", "--draft", "a", "--target", "b", "--rollouts", "c", "--out", "d", "--minutes", "0"], "minutes > 0"),
-    ],
-)
-def test_a_wrong_command_line_is_one_line(words: list[str], message: str) -> None:
-    with pytest.raises(ConfigError, match=message) as caught:
-        commands.parse(words)
-    assert "\n" not in str(caught.value)
-
-
-def test_models_of_other_vocabularies_are_refused(targets: dict[str, Path], tmp_path: Path) -> None:
-    write_rollouts(tmp_path / "r.jsonl", [RolloutLine(prompt_ids=[1], token_ids=[2, 3])])
-    wide = tmp_path / "wide"
-    model = read_model(targets["dense"])
-    model.resize_token_embeddings(VOCAB + 8)
-    start.write_model(model, wide, tokenizer=targets["dense"])
-    words = ["eval", "--draft", str(wide), "--target", str(targets["moe"]), "--rollouts", str(tmp_path / "r.jsonl")]
-    with pytest.raises(ConfigError, match=f"draft: got '{VOCAB + 8} tokens', expected the target's {VOCAB} tokens"):
-        commands.evaluate(commands.parse(words))  # type: ignore[arg-type]
 
 
 IN_A_TRAINER = """
