@@ -1,14 +1,15 @@
 """What keeping the draft model fresh is worth: four runs of the quickstart with the same seeds.
 
     python -m benchmarks.drafter_refresh [--steps 30] [--window 4] [--share 0.03] [--only runs|recovery]
-        [--start cut|distilled|curriculum] [--recovery-shares 0.03 0.25] [--recovery-time-share 1] [--jump 15]
+        [--start cut|distilled|curriculum|brief] [--recovery-shares 0.03 0.25] [--recovery-time-share 1] [--jump 15]
         [--key.path value ...]
 
 Without a drafter, with one that stays as it was (cut out of the policy with `specactor drafter init`, or distilled on
 it), with one that learns after every step, and with one that learns when that is predicted to pay. Tokens, rewards and
-losses must be identical in all four; accept_length by step and the seconds of refreshing are what differs. Then runs
-whose policy jumps (`drafter_refresh_recovery`), or, from `curriculum`, whose problems do
-(`drafter_refresh_curriculum`), frozen and with refreshes of some shares of the time. Settings by path go to all runs.
+losses must be identical in all four; accept_length by step and the seconds of refreshing are what differs. From
+`curriculum` and `brief`, a draft model that was distilled for long or shortly, problems get harder meanwhile
+(`drafter_refresh_curriculum`). Then runs whose policy jumps (`drafter_refresh_recovery`), or, from these two, whose
+problems do, frozen and with refreshes of some shares of the time. Settings by path go to all runs.
 Writes docs/results/drafter_refresh.md and .png, from another start than `cut` drafter_refresh_START; with --only
 recovery its section is printed and nothing is written.
 """
@@ -20,7 +21,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean
@@ -37,7 +38,7 @@ from benchmarks.drafter_refresh_ceiling import ceilings
 from benchmarks.drafter_refresh_recovery import STEPS_BEFORE, folder_of, jump, recovered, section, switch
 from benchmarks.drafter_refresh_runs import Run, differences, drafting, refreshing, start
 from benchmarks.results import RESULTS, Result, publish
-from benchmarks.trained_models import CACHE, ROOT, task_models, task_target
+from benchmarks.trained_models import CACHE, ROOT, DraftShape, task_models, task_target
 from specactor.cpu import sglang as cpu
 
 NAME = "drafter_refresh"
@@ -58,8 +59,33 @@ class Start:
     title: str
     draft: str
     """In words."""
-    problems: str = ""
-    recipe: str = "quickstart"
+    updates: int = 0
+    """For which it was distilled on problems as the first step has; those of the runs get harder. 0: the usual ones."""
+
+    @property
+    def problems(self) -> str:
+        """In words, of the runs."""
+        if not self.updates:
+            return ""
+        return (
+            f" Problems come in their order (`data.shuffle False`): numbers up to {curriculum.FIRST} in the first "
+            f"step, up to {curriculum.LAST} from {100 * curriculum.RISE:g} % of the run on; 32 responses to each."
+        )
+
+    @property
+    def recipe(self) -> str:
+        return curriculum.__file__ if self.updates else "quickstart"
+
+
+def harder(page: str, title: str, updates: int) -> Start:
+    """Problems that get harder."""
+    return Start(
+        page=f"{NAME}_{page}",
+        title=title,
+        draft=f"one layer that was distilled on the policy at its start, for {updates} updates, on problems as the "
+        "first step has",
+        updates=updates,
+    )
 
 
 STARTS = {
@@ -73,16 +99,11 @@ STARTS = {
         title="A draft model that was distilled before the run",
         draft="one layer that was distilled on the policy at its start, for 400 updates",
     ),
-    "curriculum": Start(
-        page=f"{NAME}_curriculum",
-        title="A draft model, and problems that get harder",
-        draft="one layer that was distilled on the policy at its start, for 400 updates, on problems as the first step "
-        "has",
-        problems=f" Problems come in their order (`data.shuffle False`): numbers up to {curriculum.FIRST} in the first "
-        f"step, up to {curriculum.LAST} from {100 * curriculum.RISE:g} % of the run on; 32 responses to each.",
-        recipe=curriculum.__file__,
-    ),
+    "curriculum": harder("curriculum", "A draft model, and problems that get harder", DraftShape().steps),
+    "brief": harder("brief", "A draft model that was distilled shortly, and problems that get harder", 50),
 }
+AHEAD, COST = 0.15, 0.03
+"""Aims: accept_length over that of a frozen draft model at the end, and refreshing over the steps' time."""
 STEP_PHASES = ("rollout", "reward", "train", "sync", "refresh")
 
 
@@ -103,20 +124,19 @@ def make_draft(target: Path, folder: Path) -> None:
 
 
 def row(run: Run) -> list[str]:
-    lengths = [length for _, length in run.lengths()]
-    fifth = max(1, len(lengths) // 5)
-    refreshes, steps_s = run.total("drafter/refreshed"), run.total(*(f"time/{phase}_s" for phase in STEP_PHASES))
+    lengths, means = [length for _, length in run.lengths()], fifths(run)
+    refreshes = run.total("drafter/refreshed")
     learned = KINDS[run.name] != "off"
     return [
         run.name,
-        f"{mean(lengths[:fifth]):.2f}" if lengths else "-",
-        f"{mean(lengths[-fifth:]):.2f}" if lengths else "-",
+        f"{means[0]:.2f}" if lengths else "-",
+        f"{means[-1]:.2f}" if lengths else "-",
         f"{mean(lengths):.2f}" if lengths else "-",
         f"{run.total('rollout/tokens') / run.total('time/rollout_s'):.0f}",
         f"{run.total('time/rollout_s') / len(run.lines):.2f}",
         f"{refreshes:.0f}" if learned else "-",
         f"{run.total('drafter/updates'):.0f}" if learned else "-",
-        f"{100 * run.total('time/refresh_s') / steps_s:.1f} %" if learned else "-",
+        f"{100 * shares_of_the_time(run):.1f} %" if learned else "-",
         run.tokens[:8],
     ]
 
@@ -133,6 +153,40 @@ COLUMNS = (
     "share of the steps' time",
     "digest of tokens and rewards",
 )
+
+
+def shares_of_the_time(run: Run) -> float:
+    """What refreshing took of the steps."""
+    return run.total("time/refresh_s") / run.total(*(f"time/{phase}_s" for phase in STEP_PHASES))
+
+
+def fifths(run: Run) -> list[float]:
+    """Mean accept_length of each."""
+    lengths = [length for _, length in run.lengths()]
+    size = max(1, len(lengths) // 5)
+    return [mean(lengths[i : i + size]) for i in range(0, len(lengths) - size + 1, size)]
+
+
+def aims(runs: Mapping[str, Run]) -> list[str]:
+    """Of these four runs, whether they were met."""
+    frozen, *fresh = (fifths(runs[name]) for name in ("frozen", "every step", "auto"))
+
+    def line(aim: str, met: bool, found: str) -> str:
+        return f"- {'Met' if met else 'MISSED'}: {aim} {found}."
+
+    lines = [line("a frozen draft model falls.", frozen[-1] < frozen[0], f"{frozen[0]:.2f} to {frozen[-1]:.2f}")]
+    for name, of in zip(("every step", "auto"), fresh, strict=True):
+        share, ahead = shares_of_the_time(runs[name]), of[-1] / frozen[-1] - 1
+        lines += [
+            line(
+                f"*{name}* stays at or above the first fifth.",
+                min(of) >= of[0],
+                f"{of[0]:.2f}, at least {min(of):.2f}, at the end {of[-1]:.2f}",
+            ),
+            line(f"*{name}* is at least {AHEAD:.0%} above frozen at the end.", ahead >= AHEAD, f"{ahead:.0%}"),
+            line(f"*{name}* takes at most {COST:.0%} of the steps' time.", share <= COST, f"{share:.1%}"),
+        ]
+    return lines
 
 
 def draw(runs: Sequence[Run], file: Path) -> None:
@@ -175,7 +229,7 @@ def page(runs: Sequence[Run], found: Sequence[str], options: argparse.Namespace,
         ),
         columns=COLUMNS,
         rows=[row(run) for run in runs],
-        notes="\n\n".join(filter(None, [notes, picture, more])),
+        notes="\n\n".join(filter(None, ["\n".join(aims({run.name: run for run in runs})), notes, picture, more])),
     )
 
 
@@ -203,7 +257,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     draft = first_draft(options, base)
     runs, found, different = [], [], []
     if options.only != "recovery":
-        if options.start == "curriculum":
+        if STARTS[options.start].updates:
             problems = curriculum.write_problems(base / "problems.jsonl", curriculum.rising(options.steps))
             settings = ["--data.train.path", str(problems), *settings]
         runs = [launch(kind, draft, base, options, settings) for kind in KINDS]
@@ -225,13 +279,13 @@ def first_draft(options: argparse.Namespace, base: Path) -> Path:
     if options.start == "cut":
         make_draft(options.target or task_target("A"), base / "draft")
     else:
-        curriculum.make_draft(base / "draft")
+        curriculum.make_draft(base / "draft", STARTS[options.start].updates)
     return base / "draft"
 
 
 def recovery(options: argparse.Namespace, base: Path, draft: Path, settings: Sequence[str]) -> tuple[str, list[str]]:
     """(the section of the page, what differs between its runs and must not)"""
-    switches = options.start == "curriculum"
+    switches = bool(STARTS[options.start].updates)
     event = switch(base) if switches else jump(options.jump)
     draft = draft if switches else task_models("A").draft
     found, different = recovered(

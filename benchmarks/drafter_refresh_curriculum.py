@@ -53,10 +53,10 @@ def numbers(source: SourceConfig) -> frozenset[int]:
     return frozenset(int(task[i]["metadata"]["number"]) for i in range(source.size))
 
 
-def make_draft(folder: Path) -> None:
+def make_draft(folder: Path, updates: int) -> None:
     """One layer, distilled on the policy at its start, on numbers as the first steps have."""
     source = replace(task_recipe("A").data.train, params={"min_n": 1, "max_n": FIRST})
-    distil(task_target("A"), folder, DraftShape(), "A", source)
+    distil(task_target("A"), folder, DraftShape(steps=updates), "A", source)
 
 
 def recipe() -> Config:

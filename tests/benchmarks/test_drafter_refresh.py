@@ -53,6 +53,16 @@ def test_the_table(runs: list[Run]) -> None:
     assert all(len(row) == len(drafter_refresh.COLUMNS) - 1 for row in rows)
 
 
+def test_every_aim_is_judged(runs: list[Run]) -> None:
+    """All rise by 1 from 2 or 3, and refreshing takes a twelfth of the time."""
+    found = drafter_refresh.aims({run.name: run for run in runs})
+    assert [line.partition(":")[0] for line in found] == ["- MISSED", *["- Met", "- Met", "- MISSED"] * 2]
+    assert found[0].endswith("2.00 to 3.00.")
+    assert found[1].endswith("3.00, at least 3.00, at the end 4.00.")
+    assert found[2].endswith("33%.")
+    assert found[3].endswith("8.3%.")
+
+
 def test_a_page_says_when_runs_differ(runs: list[Run], tmp_path: Path) -> None:
     assert "identical in the four runs" in drafter_refresh.page(runs, [], OPTIONS).notes
     assert "which they must not" in drafter_refresh.page(runs, ["auto, step 1: policy/loss"], OPTIONS).notes
