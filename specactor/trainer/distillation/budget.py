@@ -3,11 +3,12 @@
 What a refresh is worth: a verify takes about the same time whatever is accepted, so the time of rounds with the draft
 model's drafts goes with 1 / accept_length. By how much a refresh raises that is measured in every refresh, on responses
 that it does not learn from (`held_out`), so neither harder problems nor a lucky rollout pass for its doing; and as what
-was learned stays, it is worth that in every rollout until its worth would be measured anew. What it costs: its own
-seconds, in which nothing is generated.
+was learned stays, it is worth that in every rollout until its worth would be measured anew. Where the recent ones leave
+it open, it is made: it costs little, and what it would have been worth shows only then. What it costs: its own seconds,
+in which nothing is generated.
 
 Invariants: a refresh is never longer than its share of the last step; with `auto`, one whose predicted saving is below
-its cost is made only to learn what refreshing is worth (the first, and one after `explore_every` steps without).
+its cost is made only to learn what refreshing is worth (the first ones, and one after `explore_every` steps without).
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from typing import Literal, assert_never
 
 from specactor.errors import PlanError
 
+FIRST = 4
+"""Refreshes that are made before anything is known of their worth."""
 Refresh = Literal["off", "every_step", "auto"]
 
 
@@ -25,9 +28,9 @@ class Outlook:
     """What is known when a step has ended."""
 
     gain: float | None
-    """accept_length after a refresh over that before it, as the last ones had it; None where it is not known."""
-    tried: bool
-    """Whether there was a refresh."""
+    """accept_length after a refresh over that before it, as the next one may well have it; None: not known yet."""
+    refreshes: int
+    """So far."""
     drafted_s: float
     """Of the last rollout, in rounds with drafts of the draft model."""
     limit_s: float
@@ -84,14 +87,14 @@ def decide(mode: Refresh, now: Outlook, *, explore_every: int) -> Decision:
         return answer(True, "every step")
     if mode != "auto":
         assert_never(mode)
-    if not now.tried:
-        return answer(True, "the first refresh: shows what it is worth")
-    worth = f"saves {saved_s:.3g} s of rollouts for {now.cost_s:.3g} s"
+    if now.gain is None and now.refreshes < FIRST:
+        return answer(True, "one of the first refreshes: shows what it is worth")
+    worth = f"may save {saved_s:.3g} s of rollouts for {now.cost_s:.3g} s"
     if saved_s > now.cost_s:
         return answer(True, worth)
     if now.steps_since >= explore_every:
         return answer(True, f"{now.steps_since} steps without one: shows what it is worth now")
-    return answer(False, f"only {worth}")
+    return answer(False, f"{worth}, no more")
 
 
 def saving_s(now: Outlook, explore_every: int) -> float:

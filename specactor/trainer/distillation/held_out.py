@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from specactor.trainer.distillation.buffer import Lesson
 
-EVERY = 8
+EVERY = 4
 """One of so many prompts, and at least one of two."""
 
 

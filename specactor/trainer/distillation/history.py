@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
+from statistics import mean, stdev
 from typing import Any
 
 from specactor.rollout.draft.counts import Counts
@@ -17,8 +18,8 @@ USUAL_DECAY = 0.98
 """What accept_length was, is worth per rollout that did not reach it."""
 LOST = 0.9
 """Below this share of what it was, accept_length is to be recovered."""
-NEWEST = 0.5
-"""Weight of the last refresh in what is expected of the next one."""
+RECENT, FEW = 8, 3
+"""Refreshes whose gains count; with fewer, nothing is known."""
 DRAFTED_BY = ("model", "decoupled")
 """Drafters with the draft model's weights."""
 
@@ -67,9 +68,10 @@ class History:
     """Of the last rollout with drafts of the draft model."""
     share: float = 0.0
     """Of the rounds, in the last rollout; see `Drafted`."""
-    log_gain: float | None = None
-    """log(accept_length after / before) of refreshes, the newest counting most; None before one that was judged."""
+    log_gains: list[float] = field(default_factory=list)
+    """log(accept_length after / before) of the recent refreshes that were judged."""
     refreshes: int = 0
+    """So far."""
     steps_since: int = 0
     """Rollouts since the last refresh."""
 
@@ -88,8 +90,11 @@ class History:
 
     @property
     def gain(self) -> float | None:
-        """accept_length after a refresh over that before it, as is expected of the next."""
-        return None if self.log_gain is None else math.exp(self.log_gain)
+        """accept_length after a refresh over that before it, as it may well be: the mean of the recent ones and its
+        standard error, since a few prompts say little, and one that is not made says nothing. None: not known yet."""
+        if len(self.log_gains) < FEW:
+            return None
+        return math.exp(mean(self.log_gains) + stdev(self.log_gains) / math.sqrt(len(self.log_gains)))
 
     def refreshed(self, before: float, after: float) -> None:
         """After the last rollout, and before the next. Args: overlap on responses that it did not learn from; nan where
@@ -98,7 +103,7 @@ class History:
         if math.isnan(before + after):
             return
         found = math.log(accept_length(after, self.window) / accept_length(before, self.window))
-        self.log_gain = found if self.log_gain is None else NEWEST * found + (1 - NEWEST) * self.log_gain
+        self.log_gains = [*self.log_gains, found][-RECENT:]
 
     def state(self) -> dict[str, Any]:
         """Of JSON types."""
@@ -107,5 +112,5 @@ class History:
     @classmethod
     def of(cls, state: Mapping[str, Any]) -> History:
         """What `state` returned; of another version, what both know."""
-        names = {field.name for field in fields(cls)}
+        names = {known.name for known in fields(cls)}
         return cls(**{name: value for name, value in state.items() if name in names})

@@ -294,7 +294,7 @@ class Distillation:
         limit_s = max(0.0, max(usual_s, lost_s) - spent_s)
         now = Outlook(
             gain=self.history.gain,
-            tried=self.history.refreshes > 0,
+            refreshes=self.history.refreshes,
             drafted_s=self.history.share * step.rollout_s,
             limit_s=limit_s,
             cost_s=max(usual_s, spent_s),

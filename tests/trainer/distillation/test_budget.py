@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable
 from dataclasses import replace
+from statistics import mean
 
 import pytest
 from hypothesis import given
@@ -15,7 +17,7 @@ from specactor.trainer.distillation import budget
 from specactor.trainer.distillation.budget import Outlook, decide, may_start, saving_s, time_limit_s
 from specactor.trainer.distillation.history import Drafted, History, accept_length
 
-NOW = Outlook(gain=1.25, tried=True, drafted_s=100.0, limit_s=2.0, cost_s=3.0, steps_since=1, steps_left=50)
+NOW = Outlook(gain=1.25, refreshes=5, drafted_s=100.0, limit_s=2.0, cost_s=3.0, steps_since=1, steps_left=50)
 EVERY = 10
 
 
@@ -28,13 +30,13 @@ def test_a_refresh_that_pays_is_made() -> None:
     decision = decide("auto", NOW, explore_every=EVERY)
     assert decision.refresh
     assert decision.saved_s == pytest.approx(10 * 20.0)
-    assert decision.reason == "saves 200 s of rollouts for 3 s"
+    assert decision.reason == "may save 200 s of rollouts for 3 s"
 
 
 def test_one_that_does_not_pay_is_not() -> None:
-    assert auto(gain=1.0) == (False, "only saves 0 s of rollouts for 3 s")
+    assert auto(gain=1.0) == (False, "may save 0 s of rollouts for 3 s, no more")
     assert not auto(gain=0.9)[0]
-    assert auto(gain=1.01, drafted_s=10.0) == (False, "only saves 0.99 s of rollouts for 3 s")
+    assert auto(gain=1.01, drafted_s=10.0) == (False, "may save 0.99 s of rollouts for 3 s, no more")
     assert not auto(drafted_s=0.0)[0], "nothing of the draft model is verified"
 
 
@@ -51,7 +53,7 @@ def test_what_a_push_takes_is_a_cost() -> None:
 
 def test_refreshes_that_only_teach() -> None:
     assert not auto(gain=None)[0]
-    assert auto(gain=None, tried=False) == (True, "the first refresh: shows what it is worth")
+    assert auto(gain=None, refreshes=3) == (True, "one of the first refreshes: shows what it is worth")
     assert not auto(gain=1.0, steps_since=9)[0]
     assert auto(gain=1.0, steps_since=10) == (True, "10 steps without one: shows what it is worth now")
 
@@ -75,7 +77,7 @@ def test_auto_never_pays_more_than_it_gets(
     gain: float, drafted_s: float, limit_s: float, cost_s: float, since: int, left: int
 ) -> None:
     outlook = Outlook(
-        gain=gain, tried=True, drafted_s=drafted_s, limit_s=limit_s, cost_s=cost_s, steps_since=since, steps_left=left
+        gain=gain, refreshes=5, drafted_s=drafted_s, limit_s=limit_s, cost_s=cost_s, steps_since=since, steps_left=left
     )
     decision = decide("auto", outlook, explore_every=EVERY)
     assert decision.refresh == (decision.saved_s > cost_s)
@@ -129,7 +131,7 @@ WORLDS: dict[str, tuple[float, Callable[[int, float], float], Callable[[float], 
 }
 
 
-def run_s(mode: budget.Refresh, world: str, seed: int = 0) -> float:
+def run_s(mode: budget.Refresh, world: str, noise: float, seed: int = 0) -> float:
     """Seconds of rollouts and refreshes in a world where acceptance is known, and seen with noise."""
     chance, history, total_s = random.Random(seed), History(), 0.0
     acceptance, changed, refreshed = WORLDS[world]
@@ -143,7 +145,7 @@ def run_s(mode: budget.Refresh, world: str, seed: int = 0) -> float:
         cost_s = SHARE * (rollout_s + STEP_S - ROLLOUT_S)
         now = Outlook(
             gain=history.gain,
-            tried=history.refreshes > 0,
+            refreshes=history.refreshes,
             drafted_s=rollout_s,
             limit_s=cost_s,
             cost_s=cost_s,
@@ -152,21 +154,31 @@ def run_s(mode: budget.Refresh, world: str, seed: int = 0) -> float:
         )
         if decide(mode, now, explore_every=EVERY).refresh:
             before, acceptance = acceptance, refreshed(acceptance)
-            noise = chance.gauss(0, 0.001)
-            history.refreshed(before, min(1.0, max(0.0, acceptance + noise)))
+            history.refreshed(before, min(1.0, max(0.0, acceptance + chance.gauss(0, noise))))
             total_s += cost_s
     return total_s
 
 
+@pytest.mark.parametrize(("noise", "more"), [(0.0005, SHARE), (0.02, 2 * SHARE)])
 @pytest.mark.parametrize("world", WORLDS)
-def test_auto_is_about_as_fast_as_the_better_of_the_others(world: str) -> None:
-    assert run_s("auto", world) <= 1.02 * min(run_s("off", world), run_s("every_step", world))
+def test_auto_is_about_as_fast_as_the_better_of_the_others(world: str, noise: float, more: float) -> None:
+    """Noise is that of the overlap on many prompts, and on a few."""
+    ratios = []
+    for seed in range(5):
+        others = (run_s("off", world, noise, seed), run_s("every_step", world, noise, seed))
+        ratios.append(run_s("auto", world, noise, seed) / min(others))
+    assert mean(ratios) <= 1 + more
 
 
 def test_a_rule_that_counts_one_rollout_alone_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     true = budget.saving_s
     monkeypatch.setattr(budget, "saving_s", lambda now, explore_every: true(now, 1))
-    slow = [
-        world for world in WORLDS if run_s("auto", world) > 1.02 * min(run_s("off", world), run_s("every_step", world))
-    ]
-    assert "drifting" in slow
+    with pytest.raises(AssertionError):
+        test_auto_is_about_as_fast_as_the_better_of_the_others("drifting", 0.0005, SHARE)
+
+
+def test_a_rule_that_believes_in_the_mean_of_few_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It stops after an unlucky refresh."""
+    monkeypatch.setattr(History, "gain", property(lambda of: math.exp(of.log_gains[-1]) if of.log_gains else None))
+    with pytest.raises(AssertionError):
+        test_auto_is_about_as_fast_as_the_better_of_the_others("drifting", 0.02, 2 * SHARE)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import math
+from statistics import mean, stdev
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from specactor.rollout.draft.counts import Counts
-from specactor.trainer.distillation.history import Drafted, History, accept_length
+from specactor.trainer.distillation.history import RECENT, Drafted, History, accept_length
 
 
 def counts(emitted: int, verifies: int, drafted: int = 0) -> Counts:
@@ -39,17 +40,21 @@ def test_tokens_per_verify_are_those_of_independent_positions(a: float, window: 
     assert accept_length(a, window) == pytest.approx(sum(a**i for i in range(window + 1)), rel=1e-6)
 
 
-def test_a_refresh_is_judged_on_what_it_did_not_learn_from() -> None:
+def test_refreshes_are_judged_on_what_they_did_not_learn_from() -> None:
     history = History()
     history.rollout(rollout(2.0))
-    assert history.gain is None
-    history.refreshed(0.5, 0.6)
-    once = accept_length(0.6, 4) / accept_length(0.5, 4)
-    assert history.gain == pytest.approx(once)
-    history.refreshed(0.6, 0.6)
-    assert history.gain == pytest.approx(math.sqrt(once)), "the newest counts half"
+    found = []
+    for after in (0.6, 0.5, 0.6):
+        assert history.gain is None, "too few"
+        history.refreshed(0.5, after)
+        found.append(math.log(accept_length(after, 4) / accept_length(0.5, 4)))
+    error = stdev(found) / math.sqrt(3)
+    assert history.gain == pytest.approx(math.exp(mean(found) + error)), "it may well be more than the mean"
     history.refreshed(math.nan, math.nan)
-    assert history.gain == pytest.approx(math.sqrt(once)), "one that was not judged says nothing"
+    assert history.gain == pytest.approx(math.exp(mean(found) + error)), "one that was not judged says nothing"
+    for _ in range(RECENT):
+        history.refreshed(0.5, 0.5)
+    assert history.gain == 1.0, "old ones do not count"
 
 
 def test_rollouts_without_drafts_leave_what_is_known() -> None:
