@@ -156,12 +156,12 @@ class Distillation:
 
     def refresh(self, step: Step) -> dict[str, float]:
         """After an RL step: remember it, learn if that is worth its time, push. Returns metrics. Collective."""
-        lessons = self._lessons(step)
+        began_s, lessons = self._clock(), self._lessons(step)
         self.history.rollout(Drafted.of(step.counts, sum(lesson.response_len for lesson in lessons)))
         fitting, num_cut = self._fitting(lessons)
         others, unseen = held_out.split(fitting) if self.config.refresh == "auto" else (fitting, [])
         self.drafter.buffer.add(others)
-        plan = self._plan(step)
+        plan = self._plan(step, began_s)
         self.reason = plan.reason
         stats, failed = self._learn(plan.limit_s, unseen) if plan.refresh else (None, False)
         self.drafter.buffer.add(unseen)
@@ -288,8 +288,10 @@ class Distillation:
             if sequence.response_len
         ]
 
-    def _plan(self, step: Step) -> _Plan:
-        usual_s, spent_s = time_limit_s(step.seconds, self.config.max_time_share), self._push_s + self._settle_s
+    def _plan(self, step: Step, began_s: float) -> _Plan:
+        """Args: when this step's refresh began."""
+        usual_s = time_limit_s(step.seconds, self.config.max_time_share)
+        spent_s = self._push_s + self._settle_s + self._clock() - began_s
         lost_s = time_limit_s(step.seconds, self.config.recovery_time_share) if self.history.is_lost else 0.0
         limit_s = max(0.0, max(usual_s, lost_s) - spent_s)
         now = Outlook(
