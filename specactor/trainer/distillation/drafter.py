@@ -129,10 +129,9 @@ class DrafterTrainer:
 
         Args: seconds; a clock in seconds, each rank's own; updates at most (0: ``config.max_updates``, where 0 means
         any number); learning rate of an update by its number over all refreshes, instead of the config's; responses
-        with laws, not in the buffer, on which its worth is seen. Raises
-        SpecActorError when a loss, a gradient or a weight is not finite; weights and optimizer are then those before
-        (under ZeRO they are not brought back: see `is_finite`). Memory is excepted: torch.OutOfMemoryError is raised on
-        its rank alone.
+        with laws, not in the buffer, on which its worth is seen. Raises SpecActorError when a loss, a gradient or a
+        weight is not finite; weights and optimizer are then those before (under ZeRO they are not brought back: see
+        `is_finite`). Memory is excepted: torch.OutOfMemoryError is raised on its rank alone.
         """
         watch = Watch(clock, limit_s, self._micro_s, self._group, self.device)
         restore = self._updater.kept()

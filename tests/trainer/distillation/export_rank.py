@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from specactor.errors import SpecActorError
 from specactor.parallel.collective import Collective
 from specactor.trainer.distillation import start
 from specactor.trainer.distillation.in_run import Distillation
@@ -42,7 +43,7 @@ def main(rank: int, store: str, folder: Path, wrong: str) -> None:
         Distillation.export = alone  # type: ignore[method-assign]
     try:
         world.it.export(folder / "second")
-    except Exception as error:
+    except (SpecActorError, OSError, RuntimeError) as error:
         (folder / f"rank{rank}").write_text(f"{type(error).__name__}: {error}")
     dist.destroy_process_group()
 

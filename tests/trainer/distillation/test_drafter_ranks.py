@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -19,28 +17,12 @@ from specactor.errors import ConfigError
 from specactor.trainer.distillation.drafter import DrafterTrainer
 from specactor.trainer.distillation.updates import OPTIMIZER
 from tests.trainer.distillation.drafter_cases import UPDATES, learn, trainer
-
-ROOT = Path(__file__).parents[3]
-ONE_THREAD = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore"}
+from tests.trainer.distillation.ranks import run_ranks
 
 
-def run_ranks(world: int, folder: Path, zero_stage: int = 0, *, offload: bool = False) -> list[dict[str, Any]]:
+def drafter_ranks(world: int, folder: Path, zero_stage: int = 0, *, offload: bool = False) -> list[dict[str, Any]]:
     folder.mkdir()
-    script = [sys.executable, "-m", "tests.trainer.distillation.drafter_rank"]
-    ranks = [
-        subprocess.Popen(
-            [*script, str(r), str(world), str(folder / "store"), str(folder), str(zero_stage), str(offload)],
-            cwd=ROOT,
-            env=os.environ | ONE_THREAD,
-        )
-        for r in range(world)
-    ]
-    try:
-        assert [process.wait(timeout=240) for process in ranks] == [0] * world
-    finally:
-        for process in ranks:
-            process.kill()
-            process.wait(timeout=10)
+    run_ranks("drafter_rank", world, folder / "store", folder, zero_stage, offload, world=world, limit_s=240)
     return [json.loads((folder / f"rank{r}.json").read_text()) for r in range(world)]
 
 
@@ -83,7 +65,7 @@ def assert_divisions_are_told_apart(results: list[dict[str, Any]], stage: int) -
 
 
 def test_two_ranks_train_as_one(tmp_path: Path) -> None:
-    results = run_ranks(2, tmp_path / "two")
+    results = drafter_ranks(2, tmp_path / "two")
     assert_same_training(results, tmp_path / "two")
     assert_divisions_are_told_apart(results, 0)
     assert results[0]["finite"] == results[1]["finite"] == [True, False]
@@ -97,7 +79,7 @@ def test_two_ranks_train_as_one(tmp_path: Path) -> None:
 @pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is not installed")
 @pytest.mark.parametrize(("stage", "offload"), [(1, False), (2, False), (3, False), (2, True), (3, True)])
 def test_zero_trains_as_one_rank(tmp_path: Path, stage: int, offload: bool) -> None:
-    results = run_ranks(2, tmp_path / "zero", stage, offload=offload)
+    results = drafter_ranks(2, tmp_path / "zero", stage, offload=offload)
     assert [result["offloads"] for result in results] == [offload] * 2
     assert_same_training(results, tmp_path / "zero")
     assert_divisions_are_told_apart(results, stage)

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,9 +10,8 @@ import torch
 from specactor.errors import CheckpointError
 from specactor.parallel.collective import Collective
 from specactor.trainer.distillation.start import read_model
+from tests.trainer.distillation.ranks import run_ranks
 from tests.trainer.distillation.run_cases import World
-
-ROOT = Path(__file__).resolve().parents[3]
 
 
 def test_what_is_exported_is_the_draft_model_as_it_has_become(
@@ -53,21 +49,7 @@ def test_a_full_disk_is_an_error_that_names_the_way_out(
 
 @pytest.mark.parametrize("wrong", ["", "alone"])
 def test_what_fails_on_one_rank_is_said_on_all(tmp_path: Path, wrong: str) -> None:
-    command = [sys.executable, "-m", "tests.trainer.distillation.export_rank"]
-    ranks = [
-        subprocess.Popen(
-            [*command, str(rank), str(tmp_path / "store"), str(tmp_path), wrong],
-            cwd=ROOT,
-            env=os.environ | {"OMP_NUM_THREADS": "1"},
-        )
-        for rank in range(2)
-    ]
-    try:
-        assert [process.wait(timeout=120) for process in ranks] == [0, 0]
-    finally:
-        for process in ranks:
-            process.kill()
-            process.wait(timeout=10)
+    run_ranks("export_rank", tmp_path / "store", tmp_path, wrong)
     said = [(tmp_path / f"rank{rank}").read_text() for rank in range(2)]
     assert all(text.startswith("CheckpointError: ") for text in said) == (not wrong)
     if not wrong:

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -19,28 +16,13 @@ from specactor.parallel.collective import Collective
 from specactor.trainer.distillation.drafter import DrafterTrainer
 from tests.trainer.distillation import cases
 from tests.trainer.distillation.idle_rank import ALONE, TOGETHER, made
+from tests.trainer.distillation.ranks import run_ranks
 from tests.trainer.distillation.run_cases import World
 
-ROOT = Path(__file__).resolve().parents[3]
 
-
-def run_ranks(folder: Path, wrong: str = "") -> list[dict[str, Any]]:
+def idle_ranks(folder: Path, wrong: str = "") -> list[dict[str, Any]]:
     folder.mkdir()
-    command = [sys.executable, "-m", "tests.trainer.distillation.idle_rank"]
-    ranks = [
-        subprocess.Popen(
-            [*command, str(rank), str(folder / "store"), str(folder), wrong],
-            cwd=ROOT,
-            env=os.environ | {"OMP_NUM_THREADS": "1"},
-        )
-        for rank in range(2)
-    ]
-    try:
-        assert [process.wait(timeout=120) for process in ranks] == [0, 0]
-    finally:
-        for process in ranks:
-            process.kill()
-            process.wait(timeout=10)
+    run_ranks("idle_rank", folder / "store", folder, wrong)
     return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(2)]
 
 
@@ -56,7 +38,7 @@ def of_one_rank(updates: int) -> tuple[dict[str, torch.Tensor], tuple[float, ...
 @pytest.mark.parametrize(("wrong", "kept"), [("", ALONE), ("fail", 0)])
 def test_all_ranks_go_on_with_what_one_has_learned(tmp_path: Path, wrong: str, kept: int) -> None:
     weights, losses = of_one_rank(kept)
-    ranks = run_ranks(tmp_path / "ranks", wrong)
+    ranks = idle_ranks(tmp_path / "ranks", wrong)
     assert [of["alone"] for of in ranks] == [[], [kept] if kept else []]
     assert [of["problems"] for of in ranks] == [[], [] if kept else ["out of memory"]]
     for rank, of in enumerate(ranks):
@@ -72,7 +54,7 @@ def test_all_ranks_go_on_with_what_one_has_learned(tmp_path: Path, wrong: str, k
 
 def test_an_optimizer_that_is_left_behind_is_caught(tmp_path: Path) -> None:
     _, losses = of_one_rank(ALONE)
-    ranks = run_ranks(tmp_path / "forgot", "forget")
+    ranks = idle_ranks(tmp_path / "forgot", "forget")
     assert ranks[0]["losses"][0] == pytest.approx(losses[0], abs=1e-5), "before the first step of the optimizer"
     assert ranks[0]["losses"][1] != pytest.approx(losses[1], abs=1e-5)
 
