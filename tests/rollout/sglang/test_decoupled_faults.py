@@ -7,9 +7,10 @@ emitted in plain decoding, as told by each test.
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 
@@ -23,8 +24,8 @@ from specactor.rollout.draft.counts import Counts
 from specactor.rollout.drafter_pool import DrafterPool
 from specactor.rollout.pool import EnginePool
 from specactor.rollout.sglang.engine import EngineSpec
-from specactor.types import Trajectory
-from tests.rollout.conftest import Footprint
+from specactor.types import RolloutRequest, Trajectory
+from tests.rollout.conftest import Footprint, request
 from tests.rollout.sglang import recital
 from tests.rollout.sglang.asking import assert_same, differs, in_background, probe
 from tests.rollout.sglang.bad_network import Faults, Network
@@ -39,18 +40,26 @@ from tests.rollout.sglang.decoupled_setting import (
     recital_spec,
     wait_until,
 )
-from tests.rollout.sglang.faults_setting import BATCH, DRAFTER_KEYS, ENDLESS, ENGINE_KEYS, LONG, Setting
+from tests.rollout.sglang.faults_setting import BATCH, DRAFTER_KEYS, ENDLESS, ENGINE_KEYS, LONG, Setting, titled
 from tests.rollout.sglang.lying_drafter import LIES, LyingDrafter
+from tests.rollout.sglang.parts import in_two, with_seam
+from tests.rollout.sglang.sampling_cases import STOPS, make_tokenizer, with_options
 from tests.rollout.sglang.test_speculation import configure, report
 
 POOL = 900
 
 
 @pytest.fixture(scope="module")
-def setting(make_spec: Callable[..., EngineSpec], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Setting]:
+def setting(
+    make_spec: Callable[..., EngineSpec], model_dir: str, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Setting]:
     folder = recital_folder(tmp_path_factory.mktemp("recital"))
+    with_text = tmp_path_factory.mktemp("text") / "model"
+    shutil.copytree(model_dir, with_text)
+    make_tokenizer(with_text)
     spec = make_spec(
         70,
+        model_dir=str(with_text),
         config=EngineConfig(
             max_running_requests=16,
             max_total_tokens=POOL,
@@ -343,3 +352,35 @@ def test_an_engine_that_is_killed_and_started_again(near: Setting) -> None:
     assert_same(near.run(outcome.unfinished), near.wanted(outcome.unfinished))
     near.run_until_drafted()
     near.assert_clean()
+
+
+def test_every_option_stop_strings_and_responses_in_parts(setting: Setting) -> None:
+    """The drafter recites on beyond the stop strings; requests with penalties are decoded plainly among the others.
+
+    Wrong versions of the seam are caught in `test_interruptions`.
+    """
+    stops = [request(i, new=40, stop=STOPS[i % len(STOPS)], ignore_eos=i % 2 == 0) for i in range(36, 66)]
+    requests = titled("options", [replace(r, seed=r.seed + 50_000) for r in (*with_options(36), *stops)])
+    endless = [replace(r, sampling=replace(r.sampling, stop=())) for r in requests]
+    configure(setting.engine, OFF)
+    setting.engine.flush()
+    recital.write(setting.folder, endless, setting.run(endless))
+    setting.engine.flush()
+    plain = setting.run(requests)
+    assert sum(bool(r.sampling.stop) and t.finish_reason == "stop" for r, t in zip(requests, plain, strict=True)) > 10
+    setting.aim(setting.endpoint)
+    setting.start(decoupled(), "right")  # another manner than before, or the new texts are not read
+
+    def generate(some: Sequence[RolloutRequest]) -> list[Trajectory]:
+        setting.engine.flush()
+        return setting.run(some)
+
+    counts = Counts()
+    deadline = time.monotonic() + LIMIT_S
+    while counts.accepted < 50:
+        assert time.monotonic() < deadline, f"{counts.accepted} draft tokens were accepted"
+        assert_same(generate(requests), plain)
+        assert_same(in_two(generate, requests, plain, late=False), with_seam(plain, plain))
+        counts += report(setting.engine)
+    assert counts.failures == 0
+    setting.assert_clean()
