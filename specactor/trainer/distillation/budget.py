@@ -8,7 +8,8 @@ it open, it is made: it costs little, and what it would have been worth shows on
 in which nothing is generated.
 
 Invariants: a refresh is never longer than its share of the last step; with `auto`, one whose predicted saving is below
-its cost is made only to learn what refreshing is worth (the first ones, and one after `explore_every` steps without).
+its cost is made only to learn what refreshing is worth (the first ones, from when the learning rate has risen, and one
+after `explore_every` steps without).
 """
 
 from __future__ import annotations
@@ -30,7 +31,9 @@ class Outlook:
     gain: float | None
     """accept_length after a refresh over that before it, as the next one may well have it; None: not known yet."""
     refreshes: int
-    """So far."""
+    """So far, of those that count."""
+    is_warming_up: bool = False
+    """Whether the learning rate still rises: what refreshing is worth shows only after that."""
     drafted_s: float
     """Of the last rollout, in rounds with drafts of the draft model."""
     limit_s: float
@@ -87,6 +90,8 @@ def decide(mode: Refresh, now: Outlook, *, explore_every: int) -> Decision:
         return answer(True, "every step")
     if mode != "auto":
         assert_never(mode)
+    if now.is_warming_up:
+        return answer(True, "the learning rate still rises")
     if now.gain is None and now.refreshes < FIRST:
         return answer(True, "one of the first refreshes: shows what it is worth")
     worth = f"may save {saved_s:.3g} s of rollouts for {now.cost_s:.3g} s"

@@ -195,6 +195,11 @@ class DrafterTrainer:
         """That an update draws: the config's, halved while no update fits the time."""
         return max(1, self.config.tokens_per_update >> self.halvings)
 
+    @property
+    def is_warming_up(self) -> bool:
+        """Whether the next update has less than the whole learning rate."""
+        return self.updates + 1 < self.config.warmup_updates
+
     def is_finite(self) -> bool:
         """Whether all weights are, on this rank. Collective with ZeRO stage 3."""
         return all([bool(tensor.isfinite().all()) for _, tensor in self.named_weights()])  # every rank gathers all

@@ -71,7 +71,7 @@ class History:
     log_gains: list[float] = field(default_factory=list)
     """log(accept_length after / before) of the recent refreshes that were judged."""
     refreshes: int = 0
-    """So far."""
+    """So far, with the whole learning rate."""
     steps_since: int = 0
     """Rollouts since the last refresh."""
 
@@ -96,11 +96,11 @@ class History:
             return None
         return math.exp(mean(self.log_gains) + stdev(self.log_gains) / math.sqrt(len(self.log_gains)))
 
-    def refreshed(self, before: float, after: float) -> None:
-        """After the last rollout, and before the next. Args: overlap on responses that it did not learn from; nan where
-        it is not known."""
-        self.refreshes, self.steps_since = self.refreshes + 1, 0
-        if math.isnan(before + after):
+    def refreshed(self, before: float, after: float, *, counts: bool = True) -> None:
+        """After the last rollout, and before the next. Args: overlap on responses that it did not learn from, nan where
+        it is not known; whether it says what others will be worth."""
+        self.refreshes, self.steps_since = self.refreshes + counts, 0
+        if not counts or math.isnan(before + after):
             return
         found = math.log(accept_length(after, self.window) / accept_length(before, self.window))
         self.log_gains = [*self.log_gains, found][-RECENT:]

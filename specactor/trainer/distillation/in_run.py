@@ -161,13 +161,15 @@ class Distillation:
         fitting, num_cut = self._fitting(lessons)
         others, unseen = held_out.split(fitting) if self.config.refresh == "auto" else (fitting, [])
         self.drafter.buffer.add(others)
+        rises = self.drafter.is_warming_up
         plan = self._plan(step, began_s)
         self.reason = plan.reason
         stats, failed = self._learn(plan.limit_s, unseen) if plan.refresh else (None, False)
         self.drafter.buffer.add(unseen)
         refreshed = stats is not None and stats.updates > 0
         if refreshed or self._idle_updates:
-            self.history.refreshed(*((stats.overlap_before, stats.overlap_after) if stats else (math.nan, math.nan)))
+            seen = (stats.overlap_before, stats.overlap_after) if stats else (math.nan, math.nan)
+            self.history.refreshed(*seen, counts=not rises)
         pushed = self.push()
         if not pushed["drafter/pushed_bytes"]:
             self._push_s /= 2  # or one slow push would leave no time for a refresh, and so for a push, ever again
@@ -297,6 +299,7 @@ class Distillation:
         now = Outlook(
             gain=self.history.gain,
             refreshes=self.history.refreshes,
+            is_warming_up=self.drafter.is_warming_up,
             drafted_s=self.history.share * step.rollout_s,
             limit_s=limit_s,
             cost_s=max(usual_s, spent_s),

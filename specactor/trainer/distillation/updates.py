@@ -88,7 +88,8 @@ class PlainUpdater:
         self._model, self._clip = model, config.grad_clip
         self._replica: nn.Module = model
         if group is not None and group.size() > 1:
-            self._replica = DistributedDataParallel(model, process_group=group)
+            # its buffers never change
+            self._replica = DistributedDataParallel(model, process_group=group, broadcast_buffers=False)
         self._forward = self._replica
         self._parameters = dict(model.named_parameters())
         self._adam = torch.optim.AdamW(

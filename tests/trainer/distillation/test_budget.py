@@ -54,6 +54,7 @@ def test_what_a_push_takes_is_a_cost() -> None:
 def test_refreshes_that_only_teach() -> None:
     assert not auto(gain=None)[0]
     assert auto(gain=None, refreshes=3) == (True, "one of the first refreshes: shows what it is worth")
+    assert auto(gain=None, refreshes=9, is_warming_up=True) == (True, "the learning rate still rises")
     assert not auto(gain=1.0, steps_since=9)[0]
     assert auto(gain=1.0, steps_since=10) == (True, "10 steps without one: shows what it is worth now")
 

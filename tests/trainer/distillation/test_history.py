@@ -57,6 +57,14 @@ def test_refreshes_are_judged_on_what_they_did_not_learn_from() -> None:
     assert history.gain == 1.0, "old ones do not count"
 
 
+def test_refreshes_with_less_than_the_whole_learning_rate_say_nothing() -> None:
+    history = History()
+    history.rollout(rollout(2.0))
+    for _ in range(4):
+        history.refreshed(0.5, 0.51, counts=False)
+    assert (history.gain, history.refreshes, history.steps_since) == (None, 0, 0)
+
+
 def test_rollouts_without_drafts_leave_what_is_known() -> None:
     history = History()
     history.rollout(rollout(3.0))

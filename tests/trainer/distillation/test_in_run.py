@@ -108,7 +108,7 @@ def test_more_time_is_granted_while_acceptance_is_lost(
 def test_auto_goes_on_where_responses_that_were_held_out_are_drafted_better(
     collective: Collective, draft_dir: Path, rate: float, refreshed: list[int]
 ) -> None:
-    world = World(collective, draft_dir, laws=True, refresh="auto", learning_rate=rate)
+    world = World(collective, draft_dir, laws=True, refresh="auto", learning_rate=rate, warmup_updates=0)
     found = [world.step(number) for number in range(1, 6)]
     assert [of["drafter/refreshed"] for of in found] == refreshed
     assert (found[0]["drafter/overlap_after"] > found[0]["drafter/overlap_before"]) == (rate > 1e-6)
@@ -116,9 +116,16 @@ def test_auto_goes_on_where_responses_that_were_held_out_are_drafted_better(
     assert world.it.reason.endswith("no more") == (rate < 1e-6)
 
 
+def test_auto_judges_no_refresh_while_the_learning_rate_rises(collective: Collective, draft_dir: Path) -> None:
+    rising = 4 * UPDATES
+    world = World(collective, draft_dir, laws=True, refresh="auto", learning_rate=1e-12, warmup_updates=rising)
+    found = [world.step(number)["drafter/refreshed"] for number in range(1, 10)]
+    assert found == [1, 1, 1, 1, 1, 1, 1, 0, 0], "four of them, and three that are judged"
+
+
 def test_auto_without_laws_tries_once_in_a_while(collective: Collective, draft_dir: Path) -> None:
     """What it is worth is not known then."""
-    world = World(collective, draft_dir, refresh="auto", explore_every=3)
+    world = World(collective, draft_dir, refresh="auto", explore_every=3, warmup_updates=0)
     assert [world.step(n)["drafter/refreshed"] for n in range(1, 9)] == [1, 1, 1, 1, 0, 0, 1, 0]
 
 
@@ -256,7 +263,7 @@ def test_one_slow_push_does_not_end_all_refreshes(world: World, monkeypatch: pyt
 def test_a_drafter_process_that_hangs_ends_no_refresh(
     world: World, make_drafter_spec: Callable[..., DrafterSpec], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """10 s steps grant 0.3 s; the wait for it takes 1 s, of a clock that goes by itself."""
+    """100 s steps grant 3 s; the wait for it takes 1 s, of a clock that goes by itself."""
     monkeypatch.setattr(drafter_pool, "PUSH_LIMIT_S", 1.0)
     world.it._clock = time.perf_counter
     with DrafterPool([make_drafter_spec("Renewing")]) as pool:
@@ -264,14 +271,14 @@ def test_a_drafter_process_that_hangs_ends_no_refresh(
         world.it._processes = pool
         os.kill(child_of(pool.drafters[0]), signal.SIGSTOP)
         try:
-            found = [world.step(number) for number in (1, 2)]
+            found = [world.step(number, seconds=100.0) for number in (1, 2)]
         finally:
             os.kill(child_of(pool.drafters[0]), signal.SIGCONT)
         assert [of["drafter/refused"] for of in found] == [1, 0], "it is asked once"
         assert "drafter 0" in world.notes[0]
         assert [of["drafter/oldest_version"] for of in found] == [0, 0]
         assert [of["drafter/refreshed"] for of in found] == [1, 1]
-        assert found[1]["time/refresh_limit_s"] > 0.1
+        assert found[1]["time/refresh_limit_s"] > 2.1
         assert world.engines[0].versions == [1, 2]
         wait_until(lambda: pool.want(3))
         assert world.step(3)["drafter/oldest_version"] == 3
