@@ -7,15 +7,17 @@ was learned stays, it is worth that in every rollout until its worth would be me
 it open, it is made: it costs little, and what it would have been worth shows only then. What it costs: its own seconds,
 in which nothing is generated.
 
-Invariants: a refresh is never longer than its share of the last step; with `auto`, one whose predicted saving is below
-its cost is made only to learn what refreshing is worth (the first ones, from when the learning rate has risen, and one
-after `explore_every` steps without).
+Invariants: refreshes take no more than their share of the steps in the long run, whatever they spend beside learning;
+with `auto`, one whose predicted saving is below its cost is made only to learn what refreshing is worth (the first,
+from when the learning rate has risen, and one after `explore_every` steps without).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Literal, assert_never
+
+import msgspec
 
 from specactor.errors import PlanError
 
@@ -53,13 +55,32 @@ class Outlook:
                 raise PlanError(f"{name}: got {getattr(self, name)}, expected >= 0.")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Decision:
+@dataclass(kw_only=True)
+class Account:
+    """Of the seconds that refreshes may take: what one takes beyond its share is taken off the next ones."""
+
+    push_s: float = 0.0
+    """Of the last push; halved by every refresh since that made none, or a slow one would leave no time for a refresh,
+    and so for a push, ever again."""
+    owed_s: float = 0.0
+
+    def limit_s(self, share_s: float, spent_s: float) -> float:
+        """What is left to learn in. Args: this refresh's share; what it has spent of it."""
+        return max(0.0, share_s - spent_s - self.push_s - self.owed_s)
+
+    def ended(self, share_s: float, took_s: float) -> None:
+        """A refresh has. At most half a share is owed, so that one that was held up stops no others."""
+        self.owed_s = min(share_s / 2, max(0.0, self.owed_s + took_s - share_s))
+
+
+class Decision(msgspec.Struct, frozen=True, kw_only=True):
     """`reason` is for people and metrics."""
 
     refresh: bool
     saved_s: float
     """Predicted, in the rollouts that the refresh serves."""
+    limit_s: float
+    """That learning may take."""
     reason: str
 
 
@@ -78,7 +99,7 @@ def decide(mode: Refresh, now: Outlook, *, explore_every: int) -> Decision:
     saved_s = saving_s(now, explore_every)
 
     def answer(refresh: bool, reason: str) -> Decision:
-        return Decision(refresh=refresh, saved_s=saved_s, reason=reason)
+        return Decision(refresh=refresh, saved_s=saved_s, limit_s=now.limit_s, reason=reason)
 
     if mode == "off":
         return answer(False, "refresh is off")

@@ -32,7 +32,7 @@ from specactor.config import Config
 from specactor.errors import CheckpointError, PeerFailedError, SpecActorError
 from specactor.parallel.collective import Collective
 from specactor.trainer.distillation import held_out, start
-from specactor.trainer.distillation.budget import Decision, Outlook, decide, time_limit_s
+from specactor.trainer.distillation.budget import Account, Decision, Outlook, decide, time_limit_s
 from specactor.trainer.distillation.buffer import Law, Lesson, lesson_from
 from specactor.trainer.distillation.drafter import DrafterTrainer, Learned, RefreshStats
 from specactor.trainer.distillation.history import Drafted, History
@@ -57,15 +57,6 @@ class DrafterProcesses(Protocol):
     def renew(self, weights: DraftWeights) -> tuple[list[str], float]: ...
 
     def oldest_version(self) -> int | None: ...
-
-
-class _Plan(msgspec.Struct, frozen=True, kw_only=True):
-    """What rank 0 has decided."""
-
-    refresh: bool
-    saved_s: float
-    limit_s: float
-    reason: str
 
 
 class _Alone(msgspec.Struct, frozen=True, kw_only=True):
@@ -106,8 +97,9 @@ class Distillation:
         self._note, self._clock = note, clock
         self._held: WeakKeyDictionary[TargetEngine, int] = WeakKeyDictionary()
         """Versions that engines took; others hold the weights that they were started with, version 0."""
-        self._push_s = 0.0
-        """Of the last push, less waiting in vain; halved by every refresh since after which nobody wanted one."""
+        self._account = Account()
+        self._in_vain_s = 0.0
+        """That the last push waited for those who did not answer."""
         self._alone, self._problem = 0, ""
         """Updates that this rank has made alone in this rollout, and why it stopped, if it had to."""
         self._idle_updates, self._settle_s = 0, 0.0
@@ -161,8 +153,8 @@ class Distillation:
         fitting, num_cut = self._fitting(lessons)
         others, unseen = held_out.split(fitting) if self.config.refresh == "auto" else (fitting, [])
         self.drafter.buffer.add(others)
-        rises = self.drafter.is_warming_up
-        plan = self._plan(step, began_s)
+        rises, share_s = self.drafter.is_warming_up, self._share_s(step)
+        plan = self._plan(step, share_s, self._settle_s + self._clock() - began_s)
         self.reason = plan.reason
         stats, failed = self._learn(plan.limit_s, unseen) if plan.refresh else (None, False)
         self.drafter.buffer.add(unseen)
@@ -172,7 +164,7 @@ class Distillation:
             self.history.refreshed(*seen, counts=not rises)
         pushed = self.push()
         if not pushed["drafter/pushed_bytes"]:
-            self._push_s /= 2  # or one slow push would leave no time for a refresh, and so for a push, ever again
+            self._account.push_s /= 2
         metrics: dict[str, float] = {
             "drafter/version": self.drafter.version,
             "drafter/refreshed": int(refreshed),
@@ -184,6 +176,7 @@ class Distillation:
             "time/refresh_saves_s": plan.saved_s,
             "time/idle_settle_s": self._settle_s,
         }
+        self._account.ended(share_s, self._settle_s + self._clock() - began_s - self._in_vain_s)
         self._idle_updates, self._settle_s = 0, 0.0
         return metrics | pushed | (_of_stats(stats) if stats is not None else {})
 
@@ -193,6 +186,7 @@ class Distillation:
         behind = [engine for engine in self._engines() if self._held.get(engine, 0) < version]
         wanting = bool(behind) or self._processes.want(version)
         metrics: dict[str, float] = {"drafter/refused": 0, "drafter/pushed_bytes": 0}
+        self._in_vain_s = 0.0
         if self._collective.any(wanting) and self._is_sound():
             weights = self._sender.pack(self.drafter.named_weights(), version=version)
             packed_s = self._clock()
@@ -209,7 +203,8 @@ class Distillation:
             for problem in problems:
                 self._note(f"draft model, version {version}: {problem}. It goes on with the weights that it has.")
             metrics = {"drafter/refused": len(problems), "drafter/pushed_bytes": num_bytes(weights)}
-            self._push_s = packed_s - began_s + max(spent_s for _, spent_s in ranks)
+            self._account.push_s = packed_s - began_s + max(spent_s for _, spent_s in ranks)
+            self._in_vain_s = self._clock() - began_s - self._account.push_s
         return metrics | {"drafter/oldest_version": self._oldest()}
 
     def save(self, folder: Path) -> None:
@@ -290,25 +285,26 @@ class Distillation:
             if sequence.response_len
         ]
 
-    def _plan(self, step: Step, began_s: float) -> _Plan:
-        """Args: when this step's refresh began."""
+    def _share_s(self, step: Step) -> float:
+        """Of the step's time, what the refresh may take."""
+        lost = self.config.recovery_time_share if self.history.is_lost else 0.0
+        return time_limit_s(step.seconds, max(self.config.max_time_share, lost))
+
+    def _plan(self, step: Step, share_s: float, spent_s: float) -> Decision:
+        """Rank 0's. Args: what this step's refresh may take, and has taken."""
         usual_s = time_limit_s(step.seconds, self.config.max_time_share)
-        spent_s = self._push_s + self._settle_s + self._clock() - began_s
-        lost_s = time_limit_s(step.seconds, self.config.recovery_time_share) if self.history.is_lost else 0.0
-        limit_s = max(0.0, max(usual_s, lost_s) - spent_s)
         now = Outlook(
             gain=self.history.gain,
             refreshes=self.history.refreshes,
             is_warming_up=self.drafter.is_warming_up,
             drafted_s=self.history.share * step.rollout_s,
-            limit_s=limit_s,
-            cost_s=max(usual_s, spent_s),
+            limit_s=self._account.limit_s(share_s, spent_s),
+            cost_s=max(usual_s, spent_s + self._account.push_s),
             steps_since=self.history.steps_since,
             steps_left=step.steps_left,
         )
-        decision: Decision = decide(self.config.refresh, now, explore_every=self.config.explore_every)
-        own = _Plan(refresh=decision.refresh, saved_s=decision.saved_s, limit_s=limit_s, reason=decision.reason)
-        return self._collective.gather(own, _Plan)[0]
+        own = decide(self.config.refresh, now, explore_every=self.config.explore_every)
+        return self._collective.gather(own, Decision)[0]
 
     def _learn(self, limit_s: float, unseen: Sequence[Lesson]) -> tuple[RefreshStats | None, bool]:
         """(statistics, whether it failed). Args: responses to see on what it is worth."""

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from specactor.errors import PlanError
 from specactor.trainer.distillation import budget
-from specactor.trainer.distillation.budget import Outlook, decide, may_start, saving_s, time_limit_s
+from specactor.trainer.distillation.budget import Account, Outlook, decide, may_start, saving_s, time_limit_s
 from specactor.trainer.distillation.history import Drafted, History, accept_length
 
 NOW = Outlook(gain=1.25, refreshes=5, drafted_s=100.0, limit_s=2.0, cost_s=3.0, steps_since=1, steps_left=50)
@@ -49,6 +49,17 @@ def test_what_a_push_takes_is_a_cost() -> None:
     cheap = {"gain": 1.01, "limit_s": 0.1}
     assert auto(**cheap, cost_s=3.0)[0]
     assert not auto(**cheap, cost_s=10.0)[0]
+
+
+def test_what_refreshes_take_beyond_their_share_is_taken_off_the_next_ones() -> None:
+    """Each spends 0.4 s beside learning, which nobody foresaw; one is held up for 20 s."""
+    account, took = Account(push_s=0.2), []
+    for number in range(100):
+        took.append(account.limit_s(3.0, 0.1) + 0.3 + 0.4 + (20.0 if number == 50 else 0.0))
+        account.ended(3.0, took[-1])
+    assert sum(took[:50]) <= 50 * 3.0 + 0.5
+    assert took[51] > 1.0, "the others go on"
+    assert sum(took[51:]) <= 49 * 3.0 + 0.5
 
 
 def test_refreshes_that_only_teach() -> None:

@@ -86,12 +86,28 @@ def test_a_refresh_that_fails_is_said_and_the_run_goes_on(world: World) -> None:
 def test_time_is_bounded_by_a_share_of_the_step_less_the_last_push(world: World) -> None:
     metrics = world.step(1, seconds=100.0)
     assert metrics["time/refresh_limit_s"] == pytest.approx(3.0)
-    world.it._push_s = 2.0
+    world.it._account.push_s = 2.0
     assert world.step(2, seconds=100.0)["time/refresh_limit_s"] == pytest.approx(1.0)
-    world.it._push_s = 4.0
+    world.it._account.push_s = 4.0
     metrics = world.step(3, seconds=100.0)
     assert (metrics["drafter/refreshed"], metrics["drafter/version"]) == (0, 2)
     assert world.it.reason.startswith("no time was granted")
+
+
+def test_what_a_refresh_takes_beyond_its_share_is_owed(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four seconds of a clock that stands still else, in its push: where does not matter."""
+    save = world.it._is_sound
+
+    def slow() -> bool:
+        world.now_s += 4.0
+        return save()
+
+    monkeypatch.setattr(world.it, "_is_sound", slow)
+    world.step(1, seconds=100.0)
+    monkeypatch.undo()
+    world.it._account.push_s = 0.0
+    assert world.step(2, seconds=100.0)["time/refresh_limit_s"] == pytest.approx(2.0)
+    assert world.step(3, seconds=100.0)["time/refresh_limit_s"] == pytest.approx(3.0)
 
 
 @pytest.mark.parametrize("recovery", [0.0, 0.2])
