@@ -89,7 +89,7 @@ class PlainUpdater:
         self._replica: nn.Module = model
         if group is not None and group.size() > 1:
             # its buffers never change
-            self._replica = DistributedDataParallel(model, process_group=group, broadcast_buffers=False)
+            self._replica = DistributedDataParallel(model, process_group=group, forward_sync_buffers=False)
         self._forward = self._replica
         self._parameters = dict(model.named_parameters())
         self._adam = torch.optim.AdamW(
