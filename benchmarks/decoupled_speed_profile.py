@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from statistics import fmean, median
+from statistics import median
 
 import msgspec
 
@@ -23,6 +23,7 @@ from benchmarks.dialled import Script
 from specactor.rollout.decoupled.host import DrafterProcess
 from specactor.rollout.planning.costs import CostTable, Grid, Point
 from specactor.rollout.planning.plans import RolloutPlan
+from specactor.rollout.planning.process_costs import beside, by_requests, column
 from specactor.rollout.planning.rounds import AHEAD, Pace
 from specactor.rollout.sglang.engine import Engine
 from specactor.types import RolloutRequest
@@ -36,12 +37,8 @@ SHARE = 0.2
 """Of a plain step, what a step of the dialled drafter process takes."""
 PACES = 4
 """Times that plain steps are timed at first."""
-STALL = 3.0
-"""Times the median, from which on a turn is left out."""
 MESSAGE_S = 1e-4
 """The planner's own."""
-SEEN = 8
-"""Times, for a mean."""
 FILLER = "specactor.rollout.draft.filler:Filler"
 IN_ENGINE = "benchmarks.dialled:InEngine"
 ELSEWHERE = "benchmarks.dialled:Elsewhere"
@@ -82,7 +79,7 @@ class Profile:
         if way.share is None:
             return self.trained_s
         axis = self.loop_s.requests
-        return _column({n: way.share * self.table.plain.at(n, 1.0) + self.loop_s.at(n, 1.0) for n in axis})
+        return column({n: way.share * self.table.plain.at(n, 1.0) + self.loop_s.at(n, 1.0) for n in axis})
 
     def of_endless(self, plan: RolloutPlan, way: Way, p: float) -> float:
         """What a plan keeps of its speed where requests end: the planner knows of no end. `p`: acceptance."""
@@ -153,8 +150,8 @@ class _Pace:
     def decode(self, size: int) -> None:
         """So many requests on each of its engines, which are `configure`d."""
         engines, some = self.engines(size), self._work[size]
-        beside = [replace(r, request_id=f"{r.request_id}.beside") for r in some][: size * (len(engines) - 1)]
-        pairs = [r for pair in zip(some, beside, strict=True) for r in pair] if beside else some
+        twins = [replace(r, request_id=f"{r.request_id}.beside") for r in some][: size * (len(engines) - 1)]
+        pairs = [r for pair in zip(some, twins, strict=True) for r in pair] if twins else some
         self._bench.decode(pairs, engines)
 
     def _now_s(self, size: int) -> float:
@@ -184,8 +181,8 @@ def profile(bench: Bench, trained: Way, note: Callable[[str], None]) -> Profile:
     table = CostTable.fit(here.verifies + elsewhere.verifies, plain=plain, drafters={"model": drafts})
     return Profile(
         table=table,
-        choosing_s=here.beside(table),
-        ahead_s=elsewhere.beside(table),
+        choosing_s=beside(table, here.drafts, here.chosen),
+        ahead_s=beside(table, elsewhere.drafts, elsewhere.chosen),
         loop_s=by_requests(loop),
         trained_s=by_requests(own),
     )
@@ -201,17 +198,6 @@ class _Timed:
     """Verifies with windows that were chosen, as in the cells."""
     drafts: list[Point]
     """What came before those: choosing, hearing, and drafts that took no time."""
-
-    def beside(self, table: CostTable) -> Grid:
-        """What a round takes on average beside the table's verify, which is a median and knows nothing of other
-        processes on the cores."""
-        found: dict[float, float] = {}
-        for n in sorted({n for n, _, _ in self.drafts}):
-            rows = [(k, s) for size, k, s in self.chosen if size == n and k > n]
-            more = [s - table.verify_s(n, k) for k, s in rows if s <= STALL * table.verify_s(n, k)]
-            before_s = fmean(s for size, _, s in self.drafts if size == n)
-            found[n] = before_s + max(0.0, fmean(more or [0.0]))
-        return _column(found)
 
 
 def _works(bench: Bench) -> Mapping[int, list[RolloutRequest]]:
@@ -266,7 +252,7 @@ def _coupled(bench: Bench, pace: _Pace, note: Callable[[str], None]) -> tuple[_T
 def _decoupled(bench: Bench, pace: _Pace) -> tuple[_Timed, list[Point]]:
     """(rounds, turns of the drafter process beside drafting)."""
     timed = _Timed(verifies=[], chosen=[], drafts=[])
-    plain, engine = _column(pace.plain_s), bench.engines[:1]
+    plain, engine = column(pace.plain_s), bench.engines[:1]
     step_s = [SHARE * plain.at(n, 1.0) for n in range(1, max(pace.plain_s) + 1)]
     script = _dial(bench, step_s)
     way = Way(name="profile", in_engine=IN_ENGINE, continuer=ELSEWHERE, model_dir=script)
@@ -282,8 +268,8 @@ def _decoupled(bench: Bench, pace: _Pace) -> tuple[_Timed, list[Point]]:
                 timed.verifies.extend(_at(share, _points(found.verifies, size)))
             timed.chosen.extend(_at(share, _points(found.verifies, size)))
             timed.drafts.extend(_at(share, _points(found.drafts.get("decoupled", ()), size)))
-            beside = [(n, total, seconds - step_s[int(n) - 1]) for n, total, seconds in _turns(processes)]
-            loop += _at(share, [turn for turn in beside if turn[2] > 0])
+            over = [(n, total, seconds - step_s[int(n) - 1]) for n, total, seconds in _turns(processes)]
+            loop += _at(share, [turn for turn in over if turn[2] > 0])
     return timed, loop
 
 
@@ -300,24 +286,3 @@ def _turns(processes: Sequence[DrafterProcess]) -> list[Point]:
 
 def _points(points: Iterable[Point], size: int) -> list[Point]:
     return [point for point in points if point[0] == size]
-
-
-def by_requests(points: Iterable[Point]) -> Grid:
-    """Mean seconds, of one token each if there are several, by the number of requests; without stalls, and without
-    numbers that were seen too seldom."""
-    each: dict[int, list[float]] = {}
-    for requests, total, seconds in points:
-        each.setdefault(requests, []).append(seconds / max(1.0, total / requests))
-    most = max(map(len, each.values()), default=0)
-    return _column(
-        {
-            n: fmean([s for s in found if s <= STALL * median(found)])
-            for n, found in each.items()
-            if len(found) >= min(SEEN, most)
-        }
-    )
-
-
-def _column(seconds: Mapping[float, float]) -> Grid:
-    axis = sorted(seconds)
-    return Grid(requests=tuple(map(float, axis)), per_request=(1.0,), seconds=tuple((seconds[n],) for n in axis))

@@ -65,10 +65,12 @@ def profile(argv: list[str]) -> int:
     """Measure what rounds of a recipe's engine cost, and write the table; by default RUN/costs.json.
 
     --out FILE       where to write it
-    --limit SECONDS  longest time to measure; the engine's start comes on top (default: 300)
+    --limit SECONDS  longest time to measure; the engine's start comes on top, and half as long again for a drafter
+                     process (default: 300)
 
     One engine of the recipe is started, on its model, its tensor parallelism and this machine, and measured over
     requests and tokens per request, and over requests and windows for every drafter of rollout.speculation.drafters.
+    For decoupled among them a drafter process is started on the next core or GPU and measured over requests.
     Speculation reads the table with --rollout.speculation.cost-table FILE. Ctrl-C leaves nothing behind.
     """
     from pathlib import Path

@@ -19,7 +19,7 @@ from specactor.data.tokenizer import VOCAB_SIZE, load_tokenizer
 from specactor.metrics import Tracker, read_metrics, rss_bytes
 from specactor.parallel import groups
 from specactor.parallel.collective import Collective
-from specactor.parallel.devices import gpus
+from specactor.parallel.devices import gpus, numbers
 from specactor.parallel.failure import Failures, Member
 from specactor.parallel.layout import (
     Layout,
@@ -222,13 +222,12 @@ def _drafters(
     own_host = views[collective.rank]
     here = [rank for rank, view in enumerate(views) if view == own_host]
     owners = [engine_owner(i, engine_tensor=config.parallel.engine_tensor) for i in range(config.parallel.engines)]
-    found = len(gpus())
-    devices = tuple(range(found)) or tuple(sorted(os.sched_getaffinity(0)))
+    devices = numbers()
     host = Host(
         ranks=len(here),
         engines=sum(owner in here for owner in owners),
         devices=devices,
-        has_gpus=found > 0,
+        has_gpus=bool(gpus()),
         own_engines=tuple(
             (index, devices[first % len(devices)])
             for index, (owner, first) in enumerate(_places(config, members))

@@ -66,7 +66,8 @@ class PlanOptions:
     """Devices of one verifier to consider; none: of 1, 2, 4, 8 those that divide the heads and hold the model. With
     --cost-table: of the engine that was measured (default 1)."""
     drafter_devices: tuple[int, ...] = ()
-    """Devices of one decoupled drafter to consider; none: 1, 2. With --cost-table: as many as of the engine."""
+    """Devices of one decoupled drafter to consider; none: 1, 2. With --cost-table: 1 of the drafter process that was
+    measured, or as many as of the engine, if none was."""
     message_us: float = 100.0
     """Microseconds from a commit's departure to the arrival of what it changes, without drafting."""
     branches: int = 0
@@ -76,7 +77,8 @@ class PlanOptions:
     margin: float = 0.0
     """Share by which a plan must be faster than plain decoding, to be ranked before it: what predictions err by."""
     cost_table: str = ""
-    """File that ``specactor profile`` wrote; in place of --model, --device and --context."""
+    """File that ``specactor profile`` wrote; in place of --model, --device and --context. Where it has a drafter
+    process, that is what drafts elsewhere (decoupled), at its measured pace; nobody waits for it."""
     top: int = 10
     """Plans to show."""
     json: bool = False
@@ -115,7 +117,7 @@ def _check_sizes(options: PlanOptions) -> None:
         raise ConfigError.at(
             "drafter_devices",
             options.drafter_devices,
-            "none with --cost-table, whose drafters were measured on as many devices as its engine",
+            "none with --cost-table, whose drafters have the devices that they were measured on",
             "Leave it out, or give the measured engine's devices as --engine-devices.",
         )
     of = device(options.device)
@@ -212,10 +214,10 @@ def _measured(options: PlanOptions) -> Candidates:
             f"cost_table: got {options.cost_table!r}, expected a file that specactor profile wrote ({error.strerror}). "
             "Run specactor profile RECIPE."
         ) from None
-    names = options.drafters or tuple(table.drafters)
-    if unknown := sorted(set(names) - set(table.drafters)):
+    names = options.drafters or table.methods
+    if unknown := sorted(set(names) - set(table.methods)):
         raise ConfigError.at(
-            "drafters", unknown, f"names in the table: {sorted(table.drafters)}", "Leave them out, or measure them."
+            "drafters", unknown, f"names in the table: {sorted(table.methods)}", "Leave them out, or measure them."
         )
     if len(options.engine_devices) > 1:
         raise ConfigError.at(
@@ -224,15 +226,8 @@ def _measured(options: PlanOptions) -> Candidates:
             "one number with --cost-table",
             "Give the measured engine's.",
         )
-    kept = CostTable(
-        model=table.model,
-        device=table.device,
-        date=table.date,
-        verify=table.verify,
-        plain=table.plain,
-        drafters={name: table.drafters[name] for name in names},
-    )
-    return from_table(kept, devices=(options.engine_devices or (1,))[0], survivals=_survivals(options, names))
+    survivals = _survivals(options, names)
+    return from_table(table.only(names), devices=(options.engine_devices or (1,))[0], survivals=survivals)
 
 
 def _survivals(options: PlanOptions, names: Sequence[str]) -> Mapping[str, tuple[float, ...]]:

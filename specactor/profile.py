@@ -1,4 +1,5 @@
-"""``specactor profile``: starts one engine of a recipe, measures its rounds, and writes them as a cost table.
+"""``specactor profile``: starts one engine of a recipe, and a drafter process where the recipe has such, measures
+their rounds, and writes them as a cost table.
 
 Invariants: what cannot be profiled is refused before an engine starts; the table appears under its name only when it is
 whole; after an error or an interrupt neither a file nor a process is left.
@@ -19,28 +20,36 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from specactor.config import Config, SpeculationConfig
+from specactor.config import Config, SpeculationConfig, TailConfig
 from specactor.data.tiny_model import make_tiny_model
 from specactor.errors import ConfigError
-from specactor.parallel.devices import gpus
+from specactor.parallel.devices import gpus, numbers
 from specactor.parallel.layout import ModelShape
+from specactor.rollout.decoupled.access import DrafterAccess
+from specactor.rollout.decoupled.host import DrafterProcess
+from specactor.rollout.decoupled.spec import DrafterSpec
 from specactor.rollout.draft.named import make_drafters
+from specactor.rollout.drafter_specs import Host, make_specs
 from specactor.rollout.planning.cells import Check, cells, checks, cost_table
-from specactor.rollout.planning.costs import CostTable, Grid
+from specactor.rollout.planning.costs import METHOD, CostTable, Grid, ProcessCosts
 from specactor.rollout.planning.ladder import Ladder
 from specactor.rollout.planning.reconfiguration import LiveCosts
 from specactor.rollout.profile import PASSES, Sizes, measure
+from specactor.rollout.profile_process import measure_process
 from specactor.rollout.sglang.engine import Engine, EngineSpec
 from specactor.rollout.sglang.running import running
 
 ACCEPTANCES = (0.3, 0.5, 0.7, 0.8, 0.9)
 """At which the draft ladder is shown."""
+PROCESS_SHARE = 0.5
+"""Of the time for the engine, how much a drafter process may have."""
 
 
 def run(config: Config, *, out: Path | None, limit_s: float, console: Console) -> Path:
     """Measure, print, and write the table. Returns its file, by default costs.json in the folder of the run.
 
-    Measuring takes at most about `limit_s`; the engine's start comes on top, `rollout.engine.start_timeout_s` at most.
+    Measuring takes at most about `limit_s`, and half as long again where there is a drafter process; starts come on
+    top, `rollout.engine.start_timeout_s` at most for each.
 
     Raises SpecActorError for what cannot be profiled, and when an engine fails.
     """
@@ -54,9 +63,13 @@ def run(config: Config, *, out: Path | None, limit_s: float, console: Console) -
             make_tiny_model(config.model.tiny, config.seed, model_dir)
         shape = ModelShape.read(model_dir)
         sizes = Sizes.of(config.rollout, vocab=shape.vocab_size, context=shape.max_position - 2)
-        console.print("starting the engine")
-        with running(_spec(config, model_dir, shape.max_position, Path(folder))) as engine:
+        drafter = _drafter_spec(config, shape.max_position, Path(folder))
+        console.print("starting the engine" + (", and a drafter process" if drafter else ""))
+        spec = _spec(config, model_dir, shape.max_position, Path(folder), drafter)
+        with running(spec) as engine:
             table, errors = _profile(config, engine, sizes, limit_s, console)
+            if drafter is not None:
+                table = _with_process(table, config, engine, drafter, sizes, limit_s * PROCESS_SHARE, console)
     _write(file, table)
     _show(table, errors, console)
     console.print(f"Use it with --rollout.speculation.cost-table {file}", soft_wrap=True, highlight=False)
@@ -93,12 +106,27 @@ def _check(config: Config) -> None:
 
 
 def _profiled(speculation: SpeculationConfig) -> SpeculationConfig:
-    """What drafter processes draft costs an engine nothing that could be measured ahead of a run."""
-    drafters = tuple(name for name in speculation.drafters if name != "decoupled") or ("suffix",)
+    """For the engine alone; drafter processes are measured afterwards."""
+    drafters = tuple(name for name in speculation.drafters if name != METHOD) or ("suffix",)
     return replace(speculation, mode="coupled", drafters=drafters, cost_table="")
 
 
-def _spec(config: Config, model_dir: Path, context: int, folder: Path) -> EngineSpec:
+def _drafter_spec(config: Config, context: int, folder: Path) -> DrafterSpec | None:
+    """The drafter process of a run with one engine, on the device after the engine's; None where it has none."""
+    rollout = config.rollout
+    if METHOD not in rollout.speculation.draft_methods:
+        return None
+    alone = replace(
+        config,
+        rollout=replace(rollout, speculation=replace(rollout.speculation, mode="auto"), tail=TailConfig()),
+        parallel=replace(config.parallel, drafters=1, drafter_devices=config.parallel.drafter_devices[:1]),
+    )
+    host = Host(ranks=config.parallel.engine_tensor, engines=1, devices=numbers(), has_gpus=bool(gpus()))
+    [spec] = make_specs(alone, host, max_position=context, log_dir=folder)
+    return spec
+
+
+def _spec(config: Config, model_dir: Path, context: int, folder: Path, drafter: DrafterSpec | None) -> EngineSpec:
     """Like an engine of the run, but that it speculates in any case."""
     ranks = config.parallel.engine_tensor
     return EngineSpec(
@@ -109,6 +137,7 @@ def _spec(config: Config, model_dir: Path, context: int, folder: Path) -> Engine
         devices=tuple(range(ranks)),
         config=config.rollout.engine,
         speculation=_profiled(config.rollout.speculation),
+        drafters=DrafterAccess(endpoints=(drafter.endpoint,) if drafter else ()),
         context_length=context,
         log_file=str(folder / "engine.log"),
         random_seed=config.seed,
@@ -140,6 +169,27 @@ def _profile(
     return table, checks(measured, table)
 
 
+def _with_process(
+    table: CostTable,
+    config: Config,
+    engine: Engine,
+    spec: DrafterSpec,
+    sizes: Sizes,
+    limit_s: float,
+    console: Console,
+) -> CostTable:
+    """The table, and what drafting in this process costs."""
+    process = DrafterProcess(spec)
+    try:
+        process.wait_ready()
+        console.print(f"measuring the drafter process on {'GPU' if gpus() else 'core'} {spec.device}", highlight=False)
+        with _bar(console, len(table.verify.requests)) as advance:
+            costs = measure_process(engine, process, config.rollout, table, sizes, limit_s=limit_s, on_size=advance)
+    finally:
+        process.stop()
+    return replace(table, process=costs)
+
+
 @contextmanager
 def _bar(console: Console, total: int) -> Iterator[Callable[[int], None]]:
     columns = (TextColumn("{task.completed}/{task.total}"), BarColumn(), TimeElapsedColumn())
@@ -159,6 +209,8 @@ def _show(table: CostTable, errors: list[Check], console: Console) -> None:
     console.print(_seconds("verification, ms (1: a plain step)", "tokens per request", table.verify))
     for name, grid in table.drafters.items():
         console.print(_seconds(f"drafting of {name}, ms", "window", grid))
+    if table.process is not None:
+        console.print(_of_process(table.process))
     for requests in sorted({1, int(table.verify.requests[-1])} if table.drafters else ()):
         console.print(_ladder(table, requests))
     if errors:
@@ -199,4 +251,14 @@ def _seconds(title: str, columns: str, grid: Grid) -> Table:
         table.add_column(f"{per_request:g}", justify="right")
     for requests, row in zip(grid.requests, grid.seconds, strict=True):
         table.add_row(f"{requests:g}", *(f"{1e3 * seconds:.2f}" for seconds in row))
+    return table
+
+
+def _of_process(costs: ProcessCosts) -> Table:
+    table = Table(title="drafter process, ms", title_justify="left")
+    for column in ("requests", "a token of each", "of the engine, beside a verify"):
+        table.add_column(column, justify="right")
+    for requests in costs.ahead_s.requests:
+        seconds = (costs.token_s.at(requests, 1.0), costs.ahead_s.at(requests, 1.0))
+        table.add_row(f"{requests:g}", *(f"{1e3 * each:.2f}" for each in seconds))
     return table

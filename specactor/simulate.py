@@ -273,9 +273,8 @@ def _candidates(options: SimulateOptions, file: str, replay: Replay | None) -> C
         names = options.drafters or tuple(table.drafters)
         if unknown := sorted(set(names) - set(table.drafters)):
             raise ConfigError.at("drafters", unknown, f"some of {sorted(table.drafters)}", "Measure them.")
-        table = replace(table, drafters={name: table.drafters[name] for name in names})
         return from_table(
-            table, devices=(options.engine_devices or (1,))[0], survivals=_survivals(options, names, replay)
+            table.only(names), devices=(options.engine_devices or (1,))[0], survivals=_survivals(options, names, replay)
         )
     target, hardware = named_shape(options.model), device(options.device)
     names = options.drafters or DRAFTERS.get(target.name, ())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ import pytest
 from specactor.cli import main
 from specactor.errors import ConfigError
 from specactor.plan import acceptance_at, parse, plans
-from specactor.rollout.planning.costs import CostTable, Grid
+from specactor.rollout.planning.costs import CostTable, Grid, ProcessCosts
 
 SMALL = ["--model", "Qwen2.5-7B", "--devices", "8", "--requests", "64", "--max-window", "4"]
 
@@ -119,6 +120,33 @@ def test_a_measured_table_takes_the_place_of_figures(measured: Path, capsys: pyt
     assert {plan["draft"]["drafter"] for plan in only} == {"off", "suffix"}  # type: ignore[index]
     pairs = ranked(capsys, *words, "--engine-devices", "2")
     assert all(plan["verifiers"]["devices_each"] == 2 for plan in pairs)  # type: ignore[index]
+
+
+def test_a_measured_drafter_process_is_what_drafts_elsewhere(
+    measured: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """At its own pace: nobody waits for a window, and what it costs the engine is charged."""
+
+    def elsewhere(token_s: float, ahead_s: float) -> list[dict[str, object]]:
+        axis = (1.0, 32.0)
+        token, ahead = (Grid(requests=axis, per_request=(1.0,), seconds=((s,), (s,))) for s in (token_s, ahead_s))
+        table = CostTable.from_json(measured.read_bytes())
+        file = tmp_path / "with_process.json"
+        file.write_text(replace(table, process=ProcessCosts(token_s=token, ahead_s=ahead)).to_json())
+        words = ["--cost-table", str(file), "--devices", "2", "--requests", "4"]
+        found = ranked(capsys, *words, "--acceptance", "suffix=0.2", "model=0.5", "decoupled=0.9")
+        return [plan for plan in found if plan["draft"]["mode"] == "decoupled"]  # type: ignore[index]
+
+    [quick], [slow], [dear] = elsewhere(1e-4, 1e-5), elsewhere(0.02, 1e-5), elsewhere(1e-4, 0.01)
+    assert quick["draft"]["drafter"] == "decoupled"  # type: ignore[index]
+    assert "tokens are drafted" in str(quick["reason"])
+    assert quick["tokens_per_s"] > 1.2 * slow["tokens_per_s"]  # type: ignore[operator]
+    assert slow["round_s"] < 5 * 0.02, "of five tokens and an exchange, if it were waited for"  # type: ignore[operator]
+    assert dear["tokens_per_s"] < 0.9 * quick["tokens_per_s"]  # type: ignore[operator]
+    found = ranked(
+        capsys, "--cost-table", str(tmp_path / "with_process.json"), "--drafters", "decoupled", "--devices", "2"
+    )
+    assert {plan["draft"]["mode"] for plan in found} == {"off", "decoupled"}  # type: ignore[index]
 
 
 def test_acceptance_by_temperature_and_by_drafter() -> None:

@@ -98,6 +98,11 @@ def gpus() -> tuple[Gpu, ...]:
     return tuple(Gpu(name=each.name, memory_bytes=each.total_memory) for each in all_properties)
 
 
+def numbers() -> tuple[int, ...]:
+    """Of the devices here: GPUs, or the cores that this process may use where there are none."""
+    return tuple(range(len(gpus()))) or tuple(sorted(os.sched_getaffinity(0)))
+
+
 def probe(module: str) -> Package:
     """Whether an optional package is installed, and imports in a process of its own."""
     distribution, statement = PROBES[module]

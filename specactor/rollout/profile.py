@@ -32,7 +32,7 @@ PASSES = 3
 ROUNDS_PER_PASS = 6
 """Full rounds of every cell, at least, where drafts are wrong. The first one is not counted: a draft model sees the
 prompts in it, and all else is done for the first time."""
-_CALL_S = 60.0
+CALL_S = 60.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +43,8 @@ class Sizes:
     response: int
     """At most."""
     vocab: int
+    context: int
+    """Of prompt and response together."""
 
     @classmethod
     def of(cls, config: RolloutConfig, *, vocab: int, context: int) -> Sizes:
@@ -54,7 +56,7 @@ class Sizes:
                 f"profile: got a context of {context} tokens, expected more than {response}, which the rounds of one "
                 "measurement emit. Lower rollout.speculation.max_window."
             )
-        return cls(prompt=min(room, 16 + config.max_new_tokens // 2), response=response, vocab=vocab)
+        return cls(prompt=min(room, 16 + config.max_new_tokens // 2), response=response, vocab=vocab, context=context)
 
     def most_requests(self, config: RolloutConfig, kv_tokens: int) -> int:
         """That a step has, the engine runs together and its KV pool holds, window of two rounds included."""
@@ -67,6 +69,10 @@ class Sizes:
                 "rollout.engine.max_total_tokens or rollout.engine.memory_fraction."
             )
         return most
+
+    def longest_response(self, requests: int, kv_tokens: int, config: SpeculationConfig) -> int:
+        """For which so many requests have room: at least `response`, where they are at most `most_requests`."""
+        return min(self.context, kv_tokens // requests - 2 * (config.max_window + 1)) - self.prompt
 
 
 def measure(
@@ -118,13 +124,13 @@ def _measure_once(
         key=lambda cell: (cell.drafter, cell.window),
     ):
         of_window = list(group)
-        engine.rank_call(CONFIGURE, msgspec.json.encode(_drafting(config, drafter, window)), timeout_s=_CALL_S)
+        engine.rank_call(CONFIGURE, msgspec.json.encode(_drafting(config, drafter, window)), timeout_s=CALL_S)
         for cell in of_window:
             if is_late():
                 return None
-            engine.generate(_requests(config, cell, sizes))
+            engine.generate(requests_of(config, cell.requests, sizes, _response(cell.drafter, cell.window)))
             on_cell(number * len(cells) + len(found) + of_window.index(cell) + 1)
-        rounds = msgspec.json.decode(engine.rank_call(ROUNDS, b"", timeout_s=_CALL_S)[0], type=Rounds)
+        rounds = msgspec.json.decode(engine.rank_call(ROUNDS, b"", timeout_s=CALL_S)[0], type=Rounds)
         for cell in of_window:
             found[cell] = _seconds(cell, rounds)
     return found
@@ -154,12 +160,13 @@ def _response(drafter: str, window: int) -> int:
     return 1 + window + (2 * (1 + window) if drafter else ROUNDS_PER_PASS)
 
 
-def _requests(config: RolloutConfig, cell: Cell, sizes: Sizes) -> list[RolloutRequest]:
+def requests_of(config: RolloutConfig, number: int, sizes: Sizes, tokens: int) -> list[RolloutRequest]:
+    """Args: how many; tokens of each response."""
     sampling = SamplingParams(
         temperature=config.temperature,
         top_p=config.top_p,
         top_k=config.top_k,
-        max_new_tokens=_response(cell.drafter, cell.window),
+        max_new_tokens=tokens,
         ignore_eos=True,
     )
     return [
@@ -170,7 +177,7 @@ def _requests(config: RolloutConfig, cell: Cell, sizes: Sizes) -> list[RolloutRe
             seed=i,
             group_id=i // config.group_size,
         )
-        for i in range(cell.requests)
+        for i in range(number)
     ]
 
 

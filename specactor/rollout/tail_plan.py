@@ -34,12 +34,11 @@ import numpy as np
 from specactor.config import TailConfig
 from specactor.errors import PlanError
 from specactor.rollout.draft.counts import Counts
+from specactor.rollout.planning.costs import METHOD
 from specactor.rollout.planning.fastest import DryWorker, Straggler, while_it_pays
 from specactor.rollout.planning.freed import gain, gain_after
 from specactor.rollout.planning.reconfiguration import LiveCosts
 
-METHOD = "decoupled"
-"""As engines call what drafter processes draft."""
 PRIOR_DRAFTS = 64
 """Drafts that the belief about their acceptance is worth, when a step's own are counted."""
 NEWS_SHARE = 0.125

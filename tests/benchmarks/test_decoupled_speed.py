@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks.decoupled_speed import Rounds, predicted, survival_seen
 from benchmarks.decoupled_speed_bench import Way, speculation
-from benchmarks.decoupled_speed_profile import Profile, _Timed, by_requests
+from benchmarks.decoupled_speed_profile import Profile
 from benchmarks.decoupled_speed_table import (
     AUTO_APART,
     AUTO_TOGETHER,
@@ -164,24 +164,6 @@ def test_predictions_have_what_engine_and_drafter_process_take_beside_their_mode
     assert slow["decoupled"] < 0.8 * foreseen(trained, survival)["decoupled"]
     assert found().token_s(way).at(1, 1.0) == pytest.approx(0.2 * found().table.plain_s(1) + 1e-4)
     assert found().drafting(way).at(1, 3.0) == pytest.approx(0.6 * found().table.plain_s(1) + 1e-4)
-
-
-def test_means_leave_out_stalls_and_what_was_seldom_seen() -> None:
-    turns = [(2, 4, 0.004)] * 9 + [(2, 2, 0.1)] + [(1, 1, 9.0)]
-    assert by_requests(turns) == Grid(requests=(2.0,), per_request=(1.0,), seconds=((0.002,),))
-
-
-def test_what_rounds_take_beside_the_tables_verify_is_a_mean() -> None:
-    table = found().table
-    verify_s = table.verify_s(4, 8)
-    timed = _Timed(
-        verifies=[],
-        chosen=[(4, 8, verify_s + 0.001), (4, 8, verify_s + 0.003), (4, 8, 9.0), (4, 4, 9.0)],
-        drafts=[(4, 4, 0.0005), (4, 8, 0.0015)],
-    )
-    assert timed.beside(table).at(4, 1.0) == pytest.approx(0.002 + 0.001)
-    quick = replace(timed, chosen=[(4, 8, verify_s - 0.003)])
-    assert quick.beside(table).at(4, 1.0) == pytest.approx(0.001), "the table was timed while the cores were busy"
 
 
 def test_a_round_is_summed_up() -> None:

@@ -9,6 +9,7 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import psutil
@@ -23,6 +24,7 @@ from specactor.rollout.draft.speculator import Speculator
 from specactor.rollout.planning.cells import Cell, cells, checks, cost_table
 from specactor.rollout.planning.costs import CostTable
 from specactor.rollout.profile import FILLER, PASSES, ROUNDS_PER_PASS, Sizes, measure
+from specactor.rollout.profile_process import measure_process
 from specactor.rollout.sglang.speculation_calls import CONFIGURE, ROUNDS, Rounds
 from specactor.types import RolloutRequest
 from tests.rollout.conftest import heed_interrupts, process_exists
@@ -132,12 +134,31 @@ def test_measuring_ends_in_time_with_the_passes_that_are_whole() -> None:
         measured_by(FakeEngine(), limit_s=0.2 * whole.now)
 
 
+def test_a_process_that_drafts_nothing_is_an_error() -> None:
+    engine, measured = FakeEngine(), measured_by(FakeEngine())
+    engine.ready = SimpleNamespace(kv_tokens=4096)  # type: ignore[attr-defined]
+    process = SimpleNamespace(work=lambda trace: None, spec=SimpleNamespace(index=3))
+    table = cost_table(measured, model="", device="", date="")
+    with pytest.raises(PlanError, match=r"drafter 3 drafted 0 times .* allow more with --limit"):
+        measure_process(engine, process, CONFIG, table, SIZES, limit_s=-1.0, clock=engine.clock)  # type: ignore[arg-type]
+    assert engine.asked == [], "there was no time"
+
+
+def test_longer_responses_of_a_process_fit_as_well() -> None:
+    window = 2 * (CONFIG.speculation.max_window + 1)
+    for kv_tokens in (SIZES.prompt + SIZES.response + window, 1000, 100_000):
+        most = SIZES.most_requests(CONFIG, kv_tokens)
+        longest = SIZES.longest_response(most, kv_tokens, CONFIG.speculation)
+        assert SIZES.response <= longest <= 158 - SIZES.prompt
+        assert most * (SIZES.prompt + longest + window) <= kv_tokens
+
+
 @pytest.fixture(scope="module")
 def config(model_dir: str, tmp_path_factory: pytest.TempPathFactory) -> Config:
     """Of a mixture of experts, with a small dense draft model."""
     recipe = load(["quickstart", "--model.path", model_dir])
     draft_model = make_dense(tmp_path_factory.mktemp("dense"), "num_hidden_layers=1")
-    speculation = replace(CONFIG.speculation, drafters=("suffix", "model"), draft_model=draft_model)
+    speculation = replace(CONFIG.speculation, drafters=("suffix", "model", "decoupled"), draft_model=draft_model)
     rollout = replace(CONFIG, speculation=speculation)
     return replace(recipe, rollout=rollout, output_dir=str(tmp_path_factory.mktemp("runs")))
 
@@ -168,10 +189,21 @@ def test_the_table_of_a_real_engine_is_whole(profiled: tuple[Path, str], config:
     assert 1e-7 < table.draft_s("suffix", 1, 1) < table.draft_s("model", 1, 1)  # a pass of a model takes longer
 
 
+def test_the_drafter_process_of_the_recipe_is_in_it(profiled: tuple[Path, str]) -> None:
+    process = CostTable.from_json(profiled[0].read_bytes()).process
+    assert process is not None
+    for grid in (process.token_s, process.ahead_s):
+        assert grid.per_request == (1,)
+        assert 1 <= grid.requests[0] < grid.requests[-1] <= 10
+        assert all(1e-6 < seconds < 1 for [seconds] in grid.seconds)
+    assert set(process.ahead_s.requests) <= {1, 2, 4, 8, 10}
+
+
 def test_what_is_printed_has_the_table_its_error_and_its_use(profiled: tuple[Path, str]) -> None:
     file, text = profiled
     assert "median error" in text
     assert "drafting of model" in text
+    assert "drafter process, ms" in text
     assert "speed-up, requests: 1" in text
     assert f"--rollout.speculation.cost-table {file}" in text.replace("\n", "")
     assert "\x1b" not in text

@@ -2,8 +2,9 @@
 
 From figures: engines of 1, 2, 4, .. devices of a node for the target, wherever they divide its heads, as a run demands
 (`parallel.layout`), and its weights and one request fit;
-drafters on the verifiers' devices and on engines of their own. From a table: engines as it was measured on, and its
-drafters on as many devices of their own, if they are models.
+drafters on the verifiers' devices and on engines of their own. From a table: engines as it was measured on, with its
+drafters; and the drafter process that was measured with it, on one device of its own. Where none was, its models are
+placed on as many devices as the engine has.
 
 Invariant: the planner does not see which of the two it is.
 """
@@ -13,8 +14,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from specactor.config import MAX_WINDOW
 from specactor.errors import ConfigError, PlanError
-from specactor.rollout.planning.costs import CostTable
+from specactor.rollout.planning.costs import METHOD, CostTable, Grid
 from specactor.rollout.planning.devices import Attained, Device
 from specactor.rollout.planning.plans import DrafterEngine, DrafterOption, Footprint, VerifierOption
 from specactor.rollout.planning.rooflines import Roofline, cost_table, draft_grid
@@ -101,11 +103,23 @@ def from_figures(
 def from_table(table: CostTable, *, devices: int, survivals: Mapping[str, tuple[float, ...]]) -> Candidates:
     """Options of a measured table; `devices`: of the engine that was measured. Memory is not known, so nothing is
     refused for it."""
-    drafters = []
+    process, drafters = table.process, []
     for name, grid in table.drafters.items():
-        own = () if name in TEXT_DRAFTERS else (DrafterEngine(devices=devices, seconds=grid),)
+        alone = process is None and name not in TEXT_DRAFTERS
+        own = (DrafterEngine(devices=devices, seconds=grid),) if alone else ()
         drafters.append(DrafterOption(name=name, survival=survivals[name], engines=own))
-    return Candidates(verifiers=(VerifierOption(devices=devices, costs=table),), drafters=tuple(drafters))
+    if process is not None:
+        engine = DrafterEngine(devices=1, seconds=_windows(process.token_s), token_s=process.token_s)
+        drafters.append(DrafterOption(name=METHOD, survival=survivals[METHOD], engines=(engine,)))
+    verifier = VerifierOption(devices=devices, costs=table, ahead_s=process.ahead_s if process else None)
+    return Candidates(verifiers=(verifier,), drafters=tuple(drafters))
+
+
+def _windows(token_s: Grid) -> Grid:
+    """Drafting windows, token by token."""
+    windows = (1.0, MAX_WINDOW + 1.0)
+    seconds = tuple(tuple(w * each for w in windows) for (each,) in token_s.seconds)
+    return Grid(requests=token_s.requests, per_request=windows, seconds=seconds)
 
 
 def _footprint(shape: TransformerShape, context: int) -> Footprint:

@@ -13,8 +13,8 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import combinations, pairwise
 from math import isfinite
 from statistics import median
@@ -34,6 +34,8 @@ Point = tuple[int, int, float]
 draft)."""
 MAX_NODES = 12
 """Points of an axis that `fit` makes at most; ragged rounds have a different number of tokens per request each."""
+METHOD = "decoupled"
+"""The draft method of drafter processes."""
 REMEASURE = "Measure the table again."
 
 
@@ -130,6 +132,16 @@ class Grid:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ProcessCosts:
+    """What drafting in a process of its own costs. Grids over (requests, 1)."""
+
+    token_s: Grid
+    """In the process, from token to token of each request: its loop and messages included (`process.Work`)."""
+    ahead_s: Grid
+    """On the engine, of a round beside the verify: hearing the process, and what that takes from the engine."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class CostTable:
     """What rounds of one model cost on one device. Pure: wrap `verify_s` in functools.cache where it is asked often."""
 
@@ -143,6 +155,18 @@ class CostTable:
     """The engine's ordinary decode step, one token per request, with none of speculation's overhead."""
     drafters: Mapping[str, Grid]
     """By name: drafting `per_request` tokens for each request."""
+    process: ProcessCosts | None = None
+    """Of a drafter process (METHOD), where one was measured."""
+
+    @property
+    def methods(self) -> tuple[str, ...]:
+        """All that can draft, in the engine or for it."""
+        return (*self.drafters, *([METHOD] if self.process else []))
+
+    def only(self, methods: Collection[str]) -> CostTable:
+        """With these alone."""
+        drafters = {name: grid for name, grid in self.drafters.items() if name in methods}
+        return replace(self, drafters=drafters, process=self.process if METHOD in methods else None)
 
     def __post_init__(self) -> None:
         if self.version != VERSION:

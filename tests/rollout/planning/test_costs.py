@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specactor.errors import PlanError
-from specactor.rollout.planning.costs import MAX_NODES, MIN_RATIOS, Correction, CostTable, Grid
+from specactor.rollout.planning.costs import MAX_NODES, METHOD, MIN_RATIOS, Correction, CostTable, Grid, ProcessCosts
 
 AXES = st.lists(st.integers(1, 64), min_size=1, max_size=4, unique=True).map(lambda xs: tuple(map(float, sorted(xs))))
 SECONDS = st.floats(1e-4, 1.0)
@@ -35,6 +35,9 @@ TABLE = CostTable(
     verify=grid_of((1, 4), (1, 2, 8), (0.010, 0.030, 0.036), (0.013, 0.034, 0.058)),
     plain=grid_of((1, 4), (1,), (0.009,), (0.012,)),
     drafters={"suffix": grid_of((1, 4), (1, 8), (0.001, 0.002), (0.001, 0.004))},
+)
+PROCESS = ProcessCosts(
+    token_s=grid_of((1, 3), (1,), (0.002,), (0.003,)), ahead_s=grid_of((1, 4), (1,), (1e-4,), (3e-4,))
 )
 
 
@@ -150,11 +153,32 @@ def test_a_table_answers_in_rounds() -> None:
 
 
 @settings(deadline=None, max_examples=25)
-@given(grids(), grids(), st.dictionaries(st.text(max_size=5), grids(), max_size=2))
-def test_json_there_and_back(verify: Grid, plain: Grid, drafters: dict[str, Grid]) -> None:
-    table = replace(TABLE, verify=verify, plain=plain, drafters=drafters)
+@given(
+    grids(),
+    grids(),
+    st.dictionaries(st.text(max_size=5), grids(), max_size=2),
+    st.none() | st.builds(ProcessCosts, token_s=grids(), ahead_s=grids()),
+)
+def test_json_there_and_back(
+    verify: Grid, plain: Grid, drafters: dict[str, Grid], process: ProcessCosts | None
+) -> None:
+    table = replace(TABLE, verify=verify, plain=plain, drafters=drafters, process=process)
     assert CostTable.from_json(table.to_json()) == table
     assert CostTable.from_json(table.to_json().encode()) == table
+
+
+def test_a_file_without_drafter_processes_can_be_read() -> None:
+    """As they were before such processes were measured."""
+    text = TABLE.to_json().replace(',\n  "process": null', "")
+    assert "process" not in text
+    assert CostTable.from_json(text) == TABLE
+
+
+def test_methods_of_a_table() -> None:
+    both = replace(TABLE, process=PROCESS)
+    assert (TABLE.methods, both.methods) == (("suffix",), ("suffix", METHOD))
+    assert both.only([METHOD]) == replace(both, drafters={})
+    assert both.only(["suffix"]) == TABLE
 
 
 def test_a_file_that_is_no_table_is_refused() -> None:

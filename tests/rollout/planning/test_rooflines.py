@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from specactor.errors import PlanError
 from specactor.rollout.planning.candidates import from_figures, from_table
-from specactor.rollout.planning.costs import CostTable, Grid
+from specactor.rollout.planning.costs import CostTable, Grid, ProcessCosts
 from specactor.rollout.planning.devices import DEVICES, Attained, Device, device
 from specactor.rollout.planning.plans import Cluster
 from specactor.rollout.planning.rooflines import PLAIN_BUCKETS, WINDOW_BUCKETS, Roofline, cost_table, draft_grid
@@ -233,3 +233,21 @@ def test_candidates_of_a_table() -> None:
     found = from_table(table, devices=2, survivals={"suffix": (0.5,), "model": (0.6,)})
     assert [v.devices for v in found.verifiers] == [2]
     assert {d.name: [e.devices for e in d.engines] for d in found.drafters} == {"suffix": [], "model": [2]}
+    assert found.verifiers[0].ahead_s is None
+
+
+def test_a_measured_process_is_the_only_drafter_elsewhere() -> None:
+    grid = Grid(requests=(1.0, 8.0), per_request=(1.0, 4.0), seconds=((0.01, 0.02), (0.02, 0.04)))
+    token_s, ahead_s = (Grid(requests=(2.0,), per_request=(1.0,), seconds=((s,),)) for s in (0.003, 0.001))
+    process = ProcessCosts(token_s=token_s, ahead_s=ahead_s)
+    table = CostTable(
+        model="m", device="d", date="", verify=grid, plain=grid, drafters={"model": grid}, process=process
+    )
+    found = from_table(table, devices=2, survivals={"model": (0.6,), "decoupled": (0.7,)})
+    [model, elsewhere] = found.drafters
+    assert (model.name, model.engines) == ("model", ())
+    assert (elsewhere.name, elsewhere.survival) == ("decoupled", (0.7,))
+    [engine] = elsewhere.engines
+    assert (engine.devices, engine.token_s) == (1, token_s)
+    assert engine.seconds.at(2, 5) == pytest.approx(5 * 0.003)
+    assert found.verifiers[0].ahead_s == ahead_s
