@@ -128,6 +128,8 @@ TAIL: dict[str, str] = {
     "lost_tokens": "response tokens of replicas and originals that were not kept",
     "differing": "of those, attempts that emitted other tokens than what was kept: some in bfloat16, where rounding "
     "decides between tokens that are nearly tied; in float32 hardly any, or an engine is wrong",
+    "set_aside": "engines that were given no requests in a rollout, so that drafters on their devices draft for the "
+    "others from the start, with rollout.tail.drafters, mode auto and a cost table that has a drafter process",
     "lent": "times that the drafter on the device of an engine that had run dry was woken, with rollout.tail.drafters",
     "open_groups": "groups not complete when the rollout stopped, with rollout.oversample: dropped, or with "
     "rollout.partial carried to the next step",

@@ -33,6 +33,7 @@ PURE = [
     "rollout.draft.suffix",
     "rollout.draft.suffix_automaton",
     "rollout.draft.verification",
+    "rollout.layout_plan",
     "rollout.open_groups",
     "rollout.requests",
     "rollout.sglang.draft_slots",

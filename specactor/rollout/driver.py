@@ -46,6 +46,8 @@ class TailCounts:
     error of the engines."""
     lent: int = 0
     """Times that the drafter on a dry engine's device was woken."""
+    set_aside: int = 0
+    """Engines that were given no requests, for drafters on their devices."""
 
     def __add__(self, other: TailCounts) -> TailCounts:
         names = self.__dataclass_fields__
@@ -129,14 +131,17 @@ class Driver:
     def counts(self) -> TailCounts:
         return TailCounts(lent=self._lending.times, **self._counts)
 
-    def run(self, parts: Sequence[Sequence[RolloutRequest]]) -> None:
-        """Until all requests ended, one part per engine. `done` and `stopped` hold what became of them; the others were
+    def run(self, parts: Sequence[Sequence[RolloutRequest]], aside: Sequence[int] = ()) -> None:
+        """Until all requests ended, one part per engine; `aside`: engines without any, whose drafters draft while they
+        live, and which get none either until then. `done` and `stopped` hold what became of them; the others were
         lost with their engine. Raises EngineError when a request cannot be served; ends the engines if `notify` raises.
         """
         self._missing.update(request.group_id for part in parts for request in part)
         if self._enough is not None and self._enough <= 0:
             self.stopped = {request.request_id: request for part in parts for request in part}
             return
+        self._lending.set_aside(aside)
+        self._counts["set_aside"] += len(aside)
         try:
             for engine, part in enumerate(parts):
                 self._send(engine, [_Attempt(request, engine) for request in part])
@@ -209,7 +214,7 @@ class Driver:
             self._ask(self._policy)
 
     def _ask(self, policy: TailPolicy) -> None:
-        requests = {i: self._loaded[i] for i in range(len(self._engines)) if i not in self._dead}
+        requests = {i: self._loaded[i] for i in self._usable()}
         self._lending.dry(i for i, count in requests.items() if not count)
         standing = Standing(requests=requests, longest=self._longest)
         if policy.needs_dry and not is_news(self._asked, standing):
@@ -224,7 +229,12 @@ class Driver:
 
     def _any_dry(self) -> bool:
         """Whether `_loads` would have an engine without requests; without a look at each request."""
-        return any(not self._loaded[i] for i in range(len(self._engines)) if i not in self._dead)
+        return any(not self._loaded[i] for i in self._usable())
+
+    def _usable(self) -> list[int]:
+        """Engines that may be given requests."""
+        without = self._dead | self._lending.aside()
+        return [i for i in range(len(self._engines)) if i not in without]
 
     def _progressed(self, attempt: _Attempt, so_far: Trajectory) -> None:
         """First news of what was asked to end: the engine may have been asked before it was given the request, which
@@ -334,7 +344,7 @@ class Driver:
                 self._engines[position].abort_requests(ids)
 
     def _loads(self) -> list[EngineLoad]:
-        running: dict[int, list[Running]] = {i: [] for i in range(len(self._engines)) if i not in self._dead}
+        running: dict[int, list[Running]] = {i: [] for i in self._usable()}
         for request_id, here in self._attempts.items():
             if request_id in self.done:
                 continue

@@ -1,9 +1,10 @@
-"""Drafters on the devices of engines that have run dry, as one rollout uses them.
+"""Drafters on the devices of engines that have run dry, or were set aside, as one rollout uses them.
 
 Engines are positions here, and `EngineSpec.index` for `Sleepers`.
 
 Invariants: a drafter is told once that its engine has nothing to do, and again only after the engine had something; it
-leaves before its engine is given requests; nothing here waits.
+leaves before its engine is given requests; an engine that was set aside stays so while its drafter lives; nothing here
+waits.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ class Sleepers(Protocol):
     def any_awake(self) -> bool: ...
 
     def free(self, engine: int) -> None: ...
+
+    def is_awake(self, engine: int) -> bool: ...
 
     def wake_s(self, engine: int) -> float | None: ...
 
@@ -49,6 +52,7 @@ class Lending:
         self._began_s = clock()
         self._dry: set[int] = set()
         """Engines of which the drafters know that they have nothing to do."""
+        self._aside: set[int] = set()
 
     def busy(self, engine: int) -> None:
         """It is about to be given requests."""
@@ -62,6 +66,19 @@ class Lending:
             for engine in set(engines) - self._dry:
                 self._dry.add(engine)
                 self._drafters.free(self._engines[engine].index)
+
+    def set_aside(self, engines: Sequence[int]) -> None:
+        """These have nothing to do, so that the drafters on their devices draft from the start."""
+        self.dry(engines)
+        for engine in engines:
+            self.wake(engine)
+        self._aside = set(engines)
+
+    def aside(self) -> set[int]:
+        """Of those that were set aside, the ones whose drafter lives: once it is gone, its engine is free."""
+        if self._drafters is not None and self._aside:
+            self._aside = {i for i in self._aside if self._drafters.is_awake(self._engines[i].index)}
+        return self._aside
 
     def wake_rounds(self, engines: Iterable[int], longest: int) -> dict[int, float]:
         """Of these engines, which have nothing to do: rounds, as they were in this rollout, until the drafter there is

@@ -9,7 +9,8 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from statistics import fmean
 from types import TracebackType
 
 from specactor.errors import EngineError
@@ -17,6 +18,7 @@ from specactor.rollout.assignment import assign, merge
 from specactor.rollout.draft.counts import Counts, Figures, added, added_figures
 from specactor.rollout.drafter_pool import DrafterPool
 from specactor.rollout.driver import REPORT_TOKENS, Driver, TailCounts
+from specactor.rollout.layout_plan import LayoutPlanner
 from specactor.rollout.sglang.engine import Engine, EngineDied, EngineSpec
 from specactor.rollout.tail_plan import Planned, TailPolicy
 from specactor.trace import Span
@@ -47,13 +49,20 @@ class EnginePool:
         tail: TailPolicy | None = None,
         report_tokens: int = REPORT_TOKENS,
         drafters: DrafterPool | None = None,
+        layouts: LayoutPlanner | None = None,
+        note: Callable[[str], None] = lambda text: None,
     ) -> None:
         """Starts all engines at once; they are not ready before `wait_ready`.
 
         Args: what moves requests between engines, runs them on several, or wakes drafters on devices of engines that
-        have run dry; after how many tokens of a request it is asked; those drafters.
+        have run dry; after how many tokens of a request it is asked; those drafters; what decides before a rollout
+        which engines leave their devices to them; what is told when that changes.
         """
         self.tail = tail
+        self.layouts = layouts
+        self._note = note
+        self._num_drafting = 0
+        """Engines whose devices drafters had in the last rollout from its start on."""
         self.drafters = drafters if drafters is not None else DrafterPool([])
         self.report_tokens = report_tokens
         self._restarts = dict.fromkeys((spec.index for spec in specs), 0)
@@ -114,8 +123,10 @@ class EnginePool:
         )
         if requests and alive:
             with self.drafters.rollout():
-                driver.run(assign(requests, len(alive)))
+                driver.run(*self._parts(requests, alive))
         finished, rest = merge(requests, driver.done.values())
+        if self.layouts is not None and finished:
+            self.layouts = replace(self.layouts, response_tokens=fmean(len(t.token_ids) for t in finished))
         return RolloutOutcome(
             finished=finished,
             unfinished=[request for request in rest if request.request_id not in driver.stopped],
@@ -125,9 +136,30 @@ class EnginePool:
         )
 
     def learn(self, counts: Mapping[str, Counts]) -> None:
-        """What speculation did in a step, in all engines of the job: the tail of the next one is planned with it."""
+        """What speculation did in a step, in all engines of the job: the next one is planned with it."""
         if isinstance(self.tail, Planned):
             self.tail = self.tail.after(counts)
+        if self.layouts is not None:
+            self.layouts = self.layouts.after(counts)
+
+    def _parts(
+        self, requests: Sequence[RolloutRequest], alive: Sequence[Engine]
+    ) -> tuple[list[list[RolloutRequest]], tuple[int, ...]]:
+        """(per engine, the requests that it is given; the engines that leave their devices to drafters)."""
+        if self.layouts is None:
+            return assign(requests, len(alive)), ()
+        layout = self.layouts.layout(
+            [self.drafters.wake_s(engine.index) for engine in alive],
+            groups=len({request.group_id for request in requests}),
+            requests=len(requests),
+        )
+        if len(layout.drafting) != self._num_drafting:
+            self._note(layout.reason)
+            self._num_drafting = len(layout.drafting)
+        parts: list[list[RolloutRequest]] = [[] for _ in alive]
+        for engine, part in zip(layout.serving, assign(requests, len(layout.serving)), strict=True):
+            parts[engine] = part
+        return parts, layout.drafting
 
     def lost(self) -> tuple[int, ...]:
         """Indices of the engines that died and were not restarted yet."""

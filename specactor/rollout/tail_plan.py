@@ -39,8 +39,6 @@ from specactor.rollout.planning.fastest import DryWorker, Straggler, while_it_pa
 from specactor.rollout.planning.freed import gain, gain_after
 from specactor.rollout.planning.reconfiguration import LiveCosts
 
-PRIOR_DRAFTS = 64
-"""Drafts that the belief about their acceptance is worth, when a step's own are counted."""
 NEWS_SHARE = 0.125
 """Change of an engine's requests, or of the tokens so far, after which a plan may come out differently."""
 RETURN_SHARE = 0.2
@@ -188,11 +186,7 @@ class Planned:
         A drafter that is believed to be bad is not woken, so nothing of it is seen, though it may have learned since:
         a belief that is not confirmed goes back to the first one, until the drafter is tried again."""
         own, believed, first = counts.get(METHOD, Counts()), self.costs.acceptance, self.costs.first_acceptance
-        if own.drafted_at[0]:
-            accepted = own.accepted_at[0] + PRIOR_DRAFTS * believed
-            acceptance = accepted / (own.drafted_at[0] + PRIOR_DRAFTS)
-        else:
-            acceptance = believed + RETURN_SHARE * (first - believed)
+        acceptance = own.acceptance(believed) if own.drafted_at[0] else believed + RETURN_SHARE * (first - believed)
         return replace(self, costs=replace(self.costs, acceptance=acceptance))
 
 

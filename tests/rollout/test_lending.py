@@ -33,6 +33,9 @@ class FakeSleepers:
         assert engine not in self.free_now, "it was told so"
         self.free_now.add(engine)
 
+    def is_awake(self, engine: int) -> bool:
+        return engine in self.awake
+
     def wake_s(self, engine: int) -> float | None:
         return None if engine in self.awake else 0.25
 

@@ -139,8 +139,9 @@ def test_a_process_that_drafts_nothing_is_an_error() -> None:
     engine.ready = SimpleNamespace(kv_tokens=4096)  # type: ignore[attr-defined]
     process = SimpleNamespace(work=lambda trace: None, spec=SimpleNamespace(index=3))
     table = cost_table(measured, model="", device="", date="")
+    config = replace(CONFIG, speculation=replace(CONFIG.speculation, draft_model="there"))
     with pytest.raises(PlanError, match=r"drafter 3 drafted 0 times .* allow more with --limit"):
-        measure_process(engine, process, CONFIG, table, SIZES, limit_s=-1.0, clock=engine.clock)  # type: ignore[arg-type]
+        measure_process(engine, process, config, table, SIZES, limit_s=-1.0, clock=engine.clock)  # type: ignore[arg-type]
     assert engine.asked == [], "there was no time"
 
 

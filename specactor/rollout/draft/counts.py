@@ -16,6 +16,9 @@ import msgspec
 
 from specactor.config import MAX_WINDOW
 
+PRIOR_DRAFTS = 64
+"""Drafts that a belief about their acceptance is worth, when a step's own are counted."""
+
 
 class Counts(msgspec.Struct, kw_only=True):
     """What happened since the last report. Sums of several engines' counts are again counts."""
@@ -50,6 +53,11 @@ class Counts(msgspec.Struct, kw_only=True):
     @property
     def wasted(self) -> int:
         return self.drafted - self.accepted
+
+    def acceptance(self, believed: float) -> float:
+        """P(the first token of a draft is accepted), by these and `PRIOR_DRAFTS` of what was believed before."""
+        accepted = self.accepted_at[0] + PRIOR_DRAFTS * believed
+        return accepted / (self.drafted_at[0] + PRIOR_DRAFTS)
 
     def round(
         self,
