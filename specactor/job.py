@@ -16,7 +16,6 @@ from specactor.actor import SpecActor
 from specactor.config import Config
 from specactor.data.dataset import Dataset, build_dataset
 from specactor.data.tokenizer import VOCAB_SIZE, load_tokenizer
-from specactor.errors import ConfigError
 from specactor.metrics import Tracker, read_metrics, rss_bytes
 from specactor.parallel import groups
 from specactor.parallel.collective import Collective
@@ -33,11 +32,11 @@ from specactor.parallel.layout import (
 )
 from specactor.progress import Progress, summary_rows
 from specactor.recipes import to_json
+from specactor.rollout import cost_file
 from specactor.rollout.decoupled.access import DrafterAccess
 from specactor.rollout.drafter_pool import DrafterPool
 from specactor.rollout.drafter_specs import Host, Offer, access, check_in_engines, host_of, make_specs, offer
-from specactor.rollout.layout_plan import LayoutPlanner
-from specactor.rollout.planning.costs import CostTable
+from specactor.rollout.layout_plan import layout_planner
 from specactor.rollout.pool import EnginePool
 from specactor.rollout.sglang.engine import EngineSpec
 from specactor.rollout.tail_plan import tail_policy
@@ -130,7 +129,8 @@ def _build(
     drafters, access_of = _drafters(config, folder, collective, members, progress, stack)
     engines = _own_engines(config, start, folder, collective.rank, members, access_of)
     tail = tail_policy(config.rollout.tail, max_window=config.rollout.speculation.max_window)
-    layouts = _layouts(config)
+    table = config.rollout.speculation.cost_table
+    layouts = layout_planner(config.rollout, cost_file.read(table) if table else None)
     pool = stack.enter_context(EnginePool(engines, tail=tail, drafters=drafters, layouts=layouts, note=progress.note))
     with progress.phase("warm-up", announce=True):
         base = warmed_up_model(config, layout, start, train_data, tokenizer, collective, progress)
@@ -159,30 +159,6 @@ def _build(
         machine=members[collective.rank].machine,
         on_trace=folder.write_traces if collective.rank == 0 else lambda step, spans: None,
         on_groups=_rollout_writer(config, folder, collective.rank),
-    )
-
-
-def _layouts(config: Config) -> LayoutPlanner | None:
-    """What decides before each rollout on which engines' devices drafters draft, where the costs of both are known.
-
-    Raises ConfigError for a cost table that is not there."""
-    rollout, speculation = config.rollout, config.rollout.speculation
-    if not (rollout.tail.drafters and speculation.mode == "auto" and speculation.cost_table):
-        return None
-    try:
-        table = CostTable.from_json(Path(speculation.cost_table).read_bytes())
-    except OSError as error:
-        raise ConfigError.at(
-            "rollout.speculation.cost_table",
-            speculation.cost_table,
-            f"a file that specactor profile wrote ({error.strerror})",
-            "Write it with specactor profile, or leave it out.",
-        ) from None
-    return LayoutPlanner(
-        table=table,
-        methods=speculation.draft_methods,
-        slots=rollout.engine.max_running_requests,
-        max_window=speculation.largest_window,
     )
 
 

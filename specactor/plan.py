@@ -24,9 +24,9 @@ from rich.table import Table
 from tyro import _errors as tyro_errors
 
 from specactor.config import MAX_WINDOW
-from specactor.errors import ConfigError, DataError
+from specactor.errors import ConfigError
+from specactor.rollout import cost_file
 from specactor.rollout.planning.candidates import Candidates, from_figures, from_table
-from specactor.rollout.planning.costs import CostTable
 from specactor.rollout.planning.devices import DEVICES, device
 from specactor.rollout.planning.plans import Branches, Cluster, RolloutPlan
 from specactor.rollout.planning.rounds import survival_of
@@ -207,13 +207,7 @@ def _predicted(options: PlanOptions) -> Candidates:
 
 
 def _measured(options: PlanOptions) -> Candidates:
-    try:
-        table = CostTable.from_json(Path(options.cost_table).read_bytes())
-    except OSError as error:
-        raise DataError(
-            f"cost_table: got {options.cost_table!r}, expected a file that specactor profile wrote ({error.strerror}). "
-            "Run specactor profile RECIPE."
-        ) from None
+    table = cost_file.read(options.cost_table)
     names = options.drafters or table.methods
     if unknown := sorted(set(names) - set(table.methods)):
         raise ConfigError.at(

@@ -25,6 +25,7 @@ from specactor.data.tiny_model import make_tiny_model
 from specactor.errors import ConfigError
 from specactor.parallel.devices import gpus, numbers
 from specactor.parallel.layout import ModelShape
+from specactor.rollout import cost_file
 from specactor.rollout.decoupled.access import DrafterAccess
 from specactor.rollout.decoupled.host import DrafterProcess
 from specactor.rollout.decoupled.spec import DrafterSpec
@@ -70,7 +71,7 @@ def run(config: Config, *, out: Path | None, limit_s: float, console: Console) -
             table, errors = _profile(config, engine, sizes, limit_s, console)
             if drafter is not None:
                 table = _with_process(table, config, engine, drafter, sizes, limit_s * PROCESS_SHARE, console)
-    _write(file, table)
+    cost_file.write(file, table)
     _show(table, errors, console)
     console.print(f"Use it with --rollout.speculation.cost-table {file}", soft_wrap=True, highlight=False)
     return file
@@ -196,13 +197,6 @@ def _bar(console: Console, total: int) -> Iterator[Callable[[int], None]]:
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task("", total=total)
         yield lambda done: progress.update(task, completed=done)
-
-
-def _write(file: Path, table: CostTable) -> None:
-    file.parent.mkdir(parents=True, exist_ok=True)
-    fresh = file.with_name(f"{file.name}.tmp")
-    fresh.write_text(table.to_json() + "\n")
-    fresh.replace(file)
 
 
 def _show(table: CostTable, errors: list[Check], console: Console) -> None:

@@ -26,8 +26,8 @@ from tyro import _errors as tyro_errors
 from specactor.errors import ConfigError, DataError
 from specactor.metrics import read_metrics
 from specactor.plan import acceptance_at, named_shape, one_line
+from specactor.rollout import cost_file
 from specactor.rollout.planning.candidates import Candidates, from_figures, from_table
-from specactor.rollout.planning.costs import CostTable
 from specactor.rollout.planning.devices import Device, device
 from specactor.rollout.planning.rounds import survival_of
 from specactor.rollout.planning.shapes import DRAFTERS, TransformerShape
@@ -264,12 +264,7 @@ def _replay(options: SimulateOptions) -> Replay:
 def _candidates(options: SimulateOptions, file: str, replay: Replay | None) -> Candidates:
     """By a measured table, or by figures; with the acceptance that is believed."""
     if file:
-        try:
-            table = CostTable.from_json(Path(file).read_bytes())
-        except OSError as error:
-            raise DataError(
-                f"cost_table: got {file!r}, expected a file that specactor profile wrote ({error.strerror})."
-            ) from None
+        table = cost_file.read(file)
         names = options.drafters or tuple(table.drafters)
         if unknown := sorted(set(names) - set(table.drafters)):
             raise ConfigError.at("drafters", unknown, f"some of {sorted(table.drafters)}", "Measure them.")

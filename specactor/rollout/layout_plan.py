@@ -1,4 +1,4 @@
-"""Which engines generate a rollout, and on whose devices drafters draft for them. PURE: counts and seconds in, layouts
+"""Which engines generate a rollout, and on which devices drafters draft for them. PURE: counts and seconds in, layouts
 out.
 
 The search of `specactor plan` compares what the engines of one rank could do: all are given requests, and decode
@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from specactor.config import RolloutConfig
 from specactor.rollout.draft.counts import Counts
 from specactor.rollout.planning.candidates import from_table
 from specactor.rollout.planning.costs import METHOD, CostTable
@@ -113,6 +114,19 @@ class LayoutPlanner:
     def _believed(self, method: str) -> float:
         own = self.acceptance.get(method, 0.0)
         return own or (self.acceptance.get(IN_ENGINE, 0.0) if method == METHOD else 0.0)
+
+
+def layout_planner(config: RolloutConfig, table: CostTable | None) -> LayoutPlanner | None:
+    """What a run asked for; None: all engines serve in every rollout."""
+    speculation = config.speculation
+    if table is None or table.process is None or not config.tail.drafters or speculation.mode != "auto":
+        return None
+    return LayoutPlanner(
+        table=table,
+        methods=speculation.draft_methods,
+        slots=config.engine.max_running_requests,
+        max_window=speculation.largest_window,
+    )
 
 
 def _all(engines: int, why: str) -> Layout:

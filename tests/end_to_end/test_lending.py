@@ -7,8 +7,10 @@ from pathlib import Path
 import pytest
 
 from specactor.metrics import TAIL, read_metrics
+from specactor.rollout import cost_file
 from tests.end_to_end.conftest import Launched, Launcher
 from tests.end_to_end.test_run import deterministic, writers
+from tests.rollout.test_layout_plan import table
 
 SCRIPT = Path(__file__).with_name("lending_run.py")
 FAULT = "tests.rollout.sglang.wrong_versions:accepts_all"
@@ -19,10 +21,17 @@ ROUNDED = ("agreement/", "policy/")
 """Log-probabilities are computed in other batches, and rounded there."""
 
 
-def launch(launcher: Launcher, name: str, draft_model: str, *options: str, methods: tuple[str, ...] = ()) -> Launched:
+def launch(
+    launcher: Launcher,
+    name: str,
+    draft_model: str,
+    *options: str,
+    mode: str = "decoupled",
+    methods: tuple[str, ...] = (),
+) -> Launched:
     """One step on two ranks, whose engines the first one drives. The first engine has few requests at once, so that its
     rollout lasts for some hundred rounds, and the second one has none. Args: draft methods besides the drafters."""
-    speculation = ("--rollout.speculation.mode", "decoupled", "--rollout.speculation.draft-model", draft_model)
+    speculation = ("--rollout.speculation.mode", mode, "--rollout.speculation.draft-model", draft_model)
     drafters = ("--rollout.speculation.drafters", "decoupled", *methods, "--rollout.speculation.window", "4")
     lent = ("--parallel.engines", "2", "--rollout.tail.drafters", "True", "--rollout.engine.max-running-requests", "8")
     short = ("--train.steps", "1", "--checkpoint.export", "False")
@@ -61,6 +70,22 @@ def test_a_run_that_wakes_drafters_has_the_same_tokens_rewards_and_losses(
     logs = sorted(file.name for file in (lending.folder / "engines").glob("drafter-*.log"))
     assert logs == ["drafter-0.log", "drafter-1.log"]
     assert writers(lending.folder / "engines") == []
+
+
+@pytest.mark.timeout(900)
+def test_a_run_whose_second_engine_is_set_aside_has_the_same_tokens_rewards_and_losses(
+    finished: Launched, launcher: Launcher, draft_model: str, tmp_path: Path
+) -> None:
+    """By a cost table after which all engines are no faster than one."""
+    cost_file.write(tmp_path / "costs.json", table(base_s=1.0))
+    costs = ("--rollout.speculation.cost-table", str(tmp_path / "costs.json"))
+    run = launch(launcher, "set_aside", draft_model, *costs, mode="auto")
+    assert differing(run, finished) == set()
+    [line] = read_metrics(run.folder)[1:]
+    assert (line["tail/set_aside"], line["tail/differing"]) == (1, 0)
+    assert float(str(line["tail/lent"])) > 0
+    assert "1 of 2 engines serve, for which drafters on the devices of 1 draft" in run.output
+    assert writers(run.folder / "engines") == []
 
 
 @pytest.mark.timeout(900)

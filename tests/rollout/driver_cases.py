@@ -57,6 +57,7 @@ class FakeEngine:
     )
     aborted: set[str] = field(default_factory=set)
     num_aborts: int = 0
+    num_calls: int = 0
     killed: bool = False
     lock: Any = field(default_factory=threading.Lock)
 
@@ -72,6 +73,7 @@ class FakeEngine:
         left = list(requests)
         with self.lock:
             self.aborted -= set(emitted)
+            self.num_calls += 1
         while left:
             time.sleep(0)
             self.dies_after -= 1
@@ -142,10 +144,12 @@ class AtRandom:
 
 
 def drive(
-    engines: Sequence[FakeEngine], requests: Sequence[RolloutRequest], **options: Any
+    engines: Sequence[FakeEngine], requests: Sequence[RolloutRequest], aside: Sequence[int] = (), **options: Any
 ) -> tuple[Driver, list[Trajectory]]:
     seen: list[Trajectory] = []
     options = {"notify": seen.append, "report_tokens": 1} | options
     driver = Driver(cast("list[Engine]", engines), **options)
-    driver.run(assign(requests, len(engines)))
+    serving = [i for i in range(len(engines)) if i not in aside]
+    parts = dict(zip(serving, assign(requests, len(serving)), strict=True))
+    driver.run([parts.get(i, []) for i in range(len(engines))], aside)
     return driver, seen

@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from specactor.config import RolloutConfig, SpeculationConfig, TailConfig
 from specactor.rollout.draft.counts import PRIOR_DRAFTS, Counts
-from specactor.rollout.layout_plan import MARGIN, Layout, LayoutPlanner
+from specactor.rollout.layout_plan import MARGIN, Layout, LayoutPlanner, layout_planner
 from specactor.rollout.planning.candidates import from_table
 from specactor.rollout.planning.costs import CostTable, Grid, ProcessCosts
 from specactor.rollout.planning.plans import Cluster
@@ -125,6 +126,17 @@ def test_what_was_seen_is_believed_and_what_was_not_is_kept() -> None:
     assert again.after({"decoupled": seen(10**9, 0)}).acceptance["decoupled"] == pytest.approx(0.0, abs=1e-6)
 
 
+def test_a_run_asks_for_it_with_a_drafter_process_in_its_table() -> None:
+    auto = SpeculationConfig(mode="auto", drafters=("suffix", "decoupled"), draft_model="there", max_window=W)
+    config = RolloutConfig(speculation=auto, tail=TailConfig(drafters=True))
+    asked = layout_planner(config, table())
+    assert asked == replace(planner(), acceptance={}, response_tokens=0.0, slots=config.engine.max_running_requests)
+    assert layout_planner(config, None) is None
+    assert layout_planner(config, replace(table(), process=None)) is None
+    assert layout_planner(replace(config, tail=TailConfig()), table()) is None
+    assert layout_planner(replace(config, speculation=replace(auto, mode="decoupled")), table()) is None
+
+
 def wrong(layout: Layout, by: LayoutPlanner, wakes_s: list[float | None], requests: int) -> str:
     """What a layout breaks, by figures of the search alone; empty if nothing."""
     engines = range(len(wakes_s))
@@ -155,9 +167,9 @@ def wrong(layout: Layout, by: LayoutPlanner, wakes_s: list[float | None], reques
 
 CASES = {
     "base_s": st.floats(1e-3, 0.05),
-    "row_s": st.floats(1e-6, 1e-3),
-    "token_s": st.floats(1e-4, 0.02),
-    "p": st.floats(0.0, 0.99),
+    "row_s": st.floats(1e-6, 2e-4),
+    "token_s": st.floats(1e-4, 5e-3),
+    "p": st.floats(0.3, 0.99),
     "suffix": st.floats(0.0, 0.99),
     "wakes_s": st.lists(st.none() | st.floats(0.0, 1.0), min_size=1, max_size=4),
     "requests": st.integers(1, 48),
@@ -176,7 +188,7 @@ def laid_out(
     return layout, wrong(layout, by, wakes_s, requests)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=100)
 @given(st.fixed_dictionaries(CASES))
 def test_never_without_an_engine_that_serves_and_never_predicted_to_be_slower(case: dict[str, object]) -> None:
     _, problem = laid_out(MARGIN, **case)  # type: ignore[arg-type]

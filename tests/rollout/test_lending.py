@@ -84,6 +84,38 @@ def test_drafters_are_woken_on_dry_engines_and_leave_when_requests_come() -> Non
     assert lent == asked["wake"] > asked["sleep"] > 0
 
 
+@dataclass
+class Mortal(FakeSleepers):
+    """Those awake are found dead when that was asked so often."""
+
+    questions: float = float("inf")
+
+    def is_awake(self, engine: int) -> bool:
+        self.questions -= 1
+        if self.questions <= 0:
+            self.awake.clear()
+        return super().is_awake(engine)
+
+
+@pytest.mark.parametrize("questions", [float("inf"), 20])
+def test_an_engine_that_is_set_aside_gets_nothing_while_its_drafter_lives(questions: float) -> None:
+    served = lent = 0
+    for seed in range(20):
+        engines, sleepers = [FakeEngine() for _ in range(3)], Mortal(questions=questions)
+        for index, engine in enumerate(engines):
+            engine.index = 10 + index  # type: ignore[attr-defined]
+        requests = make_requests(seed)
+        policy = LendingAtRandom(seed, sleepers=sleepers)
+        driver, _ = drive(engines, requests, aside=[2], policy=policy, drafters=sleepers)
+        assert all(driver.done[r.request_id].token_ids == expected(r) for r in requests)
+        assert sleepers.asked[0] == ("wake", 12)
+        assert driver.counts.set_aside == 1
+        served += engines[2].num_calls
+        lent += driver.counts.lent
+    assert (served > 0) == (questions < float("inf"))
+    assert (lent > 20) == (questions < float("inf")), "another may be woken when it is dead"
+
+
 def test_waking_is_counted_in_rounds_of_this_rollout() -> None:
     """A quarter of a second, where the longest response got 8 tokens in two seconds."""
     clock = iter([0.0, *[2.0] * 100])

@@ -24,9 +24,9 @@ import logging
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
-from pathlib import Path
 
 from specactor.config import SpeculationConfig
+from specactor.rollout import cost_file
 from specactor.rollout.draft.accounts import Accounts
 from specactor.rollout.draft.counts import Counts
 from specactor.rollout.draft.decision import Decision
@@ -39,7 +39,6 @@ from specactor.rollout.draft.trees import Drafts
 from specactor.rollout.draft.verification import Credit, credits_of
 from specactor.rollout.draft.ways import Planner
 from specactor.rollout.planning.acceptance import AcceptanceModel
-from specactor.rollout.planning.costs import CostTable
 from specactor.rollout.planning.online_costs import OnlineCosts
 from specactor.rollout.planning.windows import MARGIN, OFF, Choice, Option, choose
 from specactor.trace import Recorder
@@ -70,7 +69,7 @@ class Speculator:
         self.config = config
         self.drafters = {drafter.name: drafter for drafter in drafters}
         self.acceptance = {name: AcceptanceModel(max_window=config.max_window) for name in self.drafters}
-        self.costs = OnlineCosts(_table(config))
+        self.costs = OnlineCosts(cost_file.read(config.cost_table) if config.cost_table else None)
         self.accounts = Accounts(self.drafters, self.costs)
         self._clock = clock
         self._policy = policy
@@ -385,7 +384,3 @@ class Speculator:
 
     def _failed(self, name: str) -> None:
         self.accounts.counts[name].failures += 1
-
-
-def _table(config: SpeculationConfig) -> CostTable | None:
-    return CostTable.from_json(Path(config.cost_table).read_bytes()) if config.cost_table else None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -15,6 +15,7 @@ from specactor.rollout.decoupled.transport import local_endpoint, make_keys
 from specactor.rollout.drafter_pool import DrafterPool
 from specactor.rollout.pool import EnginePool
 from specactor.rollout.sglang.engine import Engine, EngineSpec
+from specactor.rollout.tail_plan import Planned, TailCosts
 from tests.rollout.conftest import CONTEXT, request
 from tests.rollout.sglang.decoupled_setting import MAX_WINDOW, aim, loaded, recital_folder, recital_spec
 from tests.rollout.sglang.recital import behave, write
@@ -24,6 +25,8 @@ from tests.rollout.sglang.test_speculation import configure
 ENGINE_KEYS, DRAFTER_KEYS = make_keys()
 BATCH = [request(i, new=40 + i % 23) for i in range(24)]
 LONG = [request(100 + i, new=120) for i in range(16)]
+WAVES = [replace(request(200 + i, new=120), group_id=0) for i in range(48)]
+"""All for one engine, and more than it decodes together: the other has nothing to do."""
 
 
 @dataclass(frozen=True)
@@ -91,6 +94,27 @@ def setting(tmp_path_factory: pytest.TempPathFactory, make_spec: Callable[..., E
             write(recital, requests, first.generate(requests))
         behave(recital, "half")
         yield Setting(drafters, pair, tuple(engines.engines), folder, recital)
+
+
+@pytest.fixture(scope="module")
+def lending(setting: Setting, tmp_path_factory: pytest.TempPathFactory) -> Iterator[EnginePool]:
+    """Two engines, and the draft model asleep on the core of the second."""
+    busy, dry = setting.engines[0], setting.engines[2]
+    spec = replace(
+        setting.drafters.drafters[0].spec,
+        index=9,
+        engine=dry.index,
+        endpoint=local_endpoint(),
+        log_file=str(tmp_path_factory.mktemp("sleeper") / "log"),
+    )
+    with DrafterPool([spec]) as sleepers:
+        sleepers.wait_ready()
+        sleepers.drafters[0].wake_s = 0.0
+        costs = TailCosts(notice_rounds=0.0, draft_step=0.05, per_request=0.0)  # it pays at once
+        tail = Planned(migrate=False, drafters=True, costs=costs)
+        pool = EnginePool([], tail=tail, report_tokens=20, drafters=sleepers)
+        pool.engines = [busy, dry]
+        yield pool
 
 
 def aim_at_the_model(setting: Setting, engine: Engine) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -18,20 +18,19 @@ import torch
 from specactor.config import SpeculationConfig
 from specactor.errors import EngineError
 from specactor.rollout.decoupled.access import DrafterAccess
-from specactor.rollout.decoupled.transport import local_endpoint
 from specactor.rollout.draft.counts import Counts, added
-from specactor.rollout.drafter_pool import DrafterPool
+from specactor.rollout.layout_plan import LayoutPlanner
 from specactor.rollout.pool import EnginePool
 from specactor.rollout.sglang.engine import Engine, EngineSpec
 from specactor.rollout.sglang.running import running
-from specactor.rollout.tail_plan import Planned, TailCosts
 from specactor.types import RolloutRequest
 from specactor.weights_sync.draft_sender import DraftSender
-from tests.rollout.conftest import Footprint, request
+from tests.rollout.conftest import Footprint
 from tests.rollout.decoupled.test_host import assert_takes_no_time, child_of, is_listening
 from tests.rollout.sglang.asking import in_background, probe
 from tests.rollout.sglang.decoupled_setting import (
     LIMIT_S,
+    MAX_WINDOW,
     OFF,
     REMOTE,
     aim,
@@ -42,13 +41,23 @@ from tests.rollout.sglang.decoupled_setting import (
     loaded,
     plain,
 )
-from tests.rollout.sglang.model_setting import BATCH, ENGINE_KEYS, LONG, Setting, aim_at_the_model, setting
+from tests.rollout.sglang.model_setting import (
+    BATCH,
+    ENGINE_KEYS,
+    LONG,
+    WAVES,
+    Setting,
+    aim_at_the_model,
+    lending,
+    setting,
+)
 from tests.rollout.sglang.pushes import DAMAGES, Pushes
 from tests.rollout.sglang.test_draft_model import make_dense
 from tests.rollout.sglang.test_speculation import batch as batch_of_all_kinds
 from tests.rollout.sglang.test_speculation import configure, facts, report
+from tests.rollout.test_layout_plan import seen, table
 
-__all__ = ["setting"]
+__all__ = ["lending", "setting"]
 
 NEAR_AND_AHEAD = ("decoupled", f"{REMOTE}:Near")
 """Each request has one of the two, in the engine or elsewhere."""
@@ -288,31 +297,6 @@ def test_a_drafter_that_dies_costs_no_token(setting: Setting) -> None:
 # On the device of an engine that has run dry
 
 
-WAVES = [replace(request(200 + i, new=120), group_id=0) for i in range(48)]
-"""All for one engine, and more than it decodes together: the other has nothing to do."""
-
-
-@pytest.fixture(scope="module")
-def lending(setting: Setting, tmp_path_factory: pytest.TempPathFactory) -> Iterator[EnginePool]:
-    """Two engines, and the draft model asleep on the core of the second."""
-    busy, dry = setting.engines[0], setting.engines[2]
-    spec = replace(
-        setting.drafters.drafters[0].spec,
-        index=9,
-        engine=dry.index,
-        endpoint=local_endpoint(),
-        log_file=str(tmp_path_factory.mktemp("sleeper") / "log"),
-    )
-    with DrafterPool([spec]) as sleepers:
-        sleepers.wait_ready()
-        sleepers.drafters[0].wake_s = 0.0
-        costs = TailCosts(notice_rounds=0.0, draft_step=0.05, per_request=0.0)  # it pays at once
-        tail = Planned(migrate=False, drafters=True, costs=costs)
-        pool = EnginePool([], tail=tail, report_tokens=20, drafters=sleepers)
-        pool.engines = [busy, dry]
-        yield pool
-
-
 def lend(
     pool: EnginePool, setting: Setting, done: Callable[[Counts], bool], strike: Callable[[object], None] | None = None
 ) -> None:
@@ -346,6 +330,39 @@ def test_a_dry_engines_core_drafts_for_the_other_and_is_left_in_time(setting: Se
     assert sleeper.wake_s > 0, "its waking was measured"
     assert_takes_no_time(child_of(sleeper))
     lend(lending, setting, right)
+
+
+def test_an_engine_is_set_aside_for_a_drafter_that_is_predicted_to_win(setting: Setting, lending: EnginePool) -> None:
+    """From the second rollout on, when it is known that drafts are good, and until they are bad."""
+    [busy, aside], [sleeper], told = lending.engines, lending.drafters.drafters, list[str]()
+    layouts = LayoutPlanner(table=table(base_s=1.0), methods=("decoupled",), slots=32, max_window=MAX_WINDOW)
+    pool = EnginePool([], tail=lending.tail, drafters=lending.drafters, layouts=layouts, note=told.append)
+    pool.engines = [busy, aside]
+    want = plain(busy, LONG)
+    for engine in pool.engines:
+        aim(engine, [sleeper.spec.endpoint], ENGINE_KEYS, setting.folder)
+        configure(engine, setting.speculation())
+
+    def rollout() -> tuple[int, int]:
+        """(engines set aside, requests of the second engine)"""
+        before = aside.stats()["requests"]
+        pool.flush()
+        outcome = pool.generate(LONG)
+        assert facts(outcome.finished) == want
+        assert not is_listening(sleeper.spec)
+        return outcome.tail.set_aside, int(aside.stats()["requests"] - before)
+
+    assert rollout() == (0, len(LONG) // 2)
+    pool.learn({"decoupled": seen(1000, 950)})
+    report(busy)
+    for _ in range(6):
+        assert rollout() == (1, 0)
+        if (counts := report(busy)).accepted > 0:
+            break
+    assert counts.accepted > 0
+    pool.learn({"decoupled": seen(1000, 0)})
+    assert rollout() == (0, len(LONG) // 2)
+    assert ["1 of 2 engines serve" in text for text in told] == [True, False]
 
 
 def test_a_drafter_on_a_dry_engines_core_that_is_killed_costs_no_token(setting: Setting, lending: EnginePool) -> None:
