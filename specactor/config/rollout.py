@@ -27,8 +27,10 @@ class TailConfig:
     drafters: bool = False
     """A drafter process sleeps on each engine's device, or without GPUs its core, where no other engine has that. Where
     an engine has run dry, and neither of the above is done, it drafts for the others that the same rank drives (those
-    of its host) until the rollout ends, if that is predicted to pay. For mode decoupled, or decoupled among the
-    drafters, with parallel.drafters 0. On GPUs it must fit beside the engine: set
+    of its host) until the rollout ends, if that is predicted to pay. In mode auto, with a
+    rollout.speculation.cost_table that has a drafter process, an engine may also be left without requests from the
+    start, where the others with the drafter on its device are predicted to be faster than all. For mode decoupled, or
+    decoupled among the drafters, with parallel.drafters 0. On GPUs it must fit beside the engine: set
     rollout.speculation.drafter_kv_tokens."""
 
     def __post_init__(self) -> None:

@@ -53,7 +53,8 @@ class SpeculationConfig:
     """Drafter processes with nothing else to do draft on from the second choices of what they drafted, for the case
     that those are right."""
     cost_table: str = ""
-    """File that ``specactor profile`` wrote; empty: costs are measured while the engine runs."""
+    """File that ``specactor profile`` wrote; empty: costs are measured while the engine runs. With
+    rollout.tail.drafters it also decides which engines leave their devices to drafters."""
     history_tokens: int = 1_000_000
     """Tokens of earlier responses that a text drafter keeps."""
 
