@@ -29,9 +29,9 @@ class TailConfig:
     an engine has run dry, and neither of the above is done, it drafts for the others that the same rank drives (those
     of its host) until the rollout ends, if that is predicted to pay. In mode auto, with a
     rollout.speculation.cost_table that has a drafter process, an engine may also be left without requests from the
-    start, where the others with the drafter on its device are predicted to be faster than all. For mode decoupled, or
-    decoupled among the drafters, with parallel.drafters 0. On GPUs it must fit beside the engine: set
-    rollout.speculation.drafter_kv_tokens."""
+    start, where the others with the drafter on its device are predicted to be faster than all; log-probabilities are
+    then repeatable up to rounding. For mode decoupled, or decoupled among the drafters, with parallel.drafters 0. On
+    GPUs it must fit beside the engine: set rollout.speculation.drafter_kv_tokens."""
 
     def __post_init__(self) -> None:
         require(self.replicas >= 1, "rollout.tail.replicas", self.replicas, ">= 1", "Use 1 for no replicas.")
