@@ -18,11 +18,12 @@ import msgspec
 from specactor.config import RolloutConfig, SpeculationConfig
 from specactor.errors import PlanError
 from specactor.rollout.decoupled.host import DrafterProcess
+from specactor.rollout.draft.counts import Figures
 from specactor.rollout.planning.costs import METHOD, CostTable, Point, ProcessCosts
-from specactor.rollout.planning.process_costs import SEEN, beside, by_requests
+from specactor.rollout.planning.process_costs import SEEN, beside, by_requests, without_waits
 from specactor.rollout.profile import CALL_S, Sizes, requests_of
 from specactor.rollout.sglang.engine import Engine
-from specactor.rollout.sglang.speculation_calls import CONFIGURE, ROUNDS, Rounds
+from specactor.rollout.sglang.speculation_calls import CONFIGURE, FIGURES, ROUNDS, Rounds
 
 REPEATS = 8
 """Times that requests are generated, at most, for each number of them."""
@@ -62,7 +63,9 @@ def measure_process(
             of_size += _turns(process)
         rounds = msgspec.json.decode(engine.rank_call(ROUNDS, b"", timeout_s=CALL_S)[0], type=Rounds)
         turns += of_size
-        drafts += [point for point in rounds.drafts.get(METHOD, ()) if point[0] == size]
+        figures = msgspec.json.decode(engine.rank_call(FIGURES, b"", timeout_s=CALL_S)[0], type=Figures)
+        heard = without_waits(rounds.drafts.get(METHOD, ()), figures.get(METHOD, {}).get("waited_s", 0.0))
+        drafts += [point for point in heard if point[0] == size]
         verifies += [point for point in rounds.verifies if point[0] == size]
         on_size(done)
     if not turns or not drafts:

@@ -40,6 +40,7 @@ def main() -> int:
     Lending.wake_rounds = lambda self, *of: dict.fromkeys(real(self, *of), 0.0)  # type: ignore[method-assign]
     job.tail_policy = at_once  # type: ignore[assignment]
     job.layout_planner = of_good_drafts
+    TailCosts.notice_rounds = 0.0  # type: ignore[misc]
     pool.assign = to_the_first
     return train_moe.main()
 

@@ -25,7 +25,7 @@ from specactor.rollout.planning.cells import Cell, cells, checks, cost_table
 from specactor.rollout.planning.costs import CostTable
 from specactor.rollout.profile import FILLER, PASSES, ROUNDS_PER_PASS, Sizes, measure
 from specactor.rollout.profile_process import measure_process
-from specactor.rollout.sglang.speculation_calls import CONFIGURE, ROUNDS, Rounds
+from specactor.rollout.sglang.speculation_calls import CONFIGURE, FIGURES, ROUNDS, Rounds
 from specactor.types import RolloutRequest
 from tests.rollout.conftest import heed_interrupts, process_exists
 from tests.rollout.sglang.test_draft_model import make_dense
@@ -61,6 +61,8 @@ class FakeEngine:
     def rank_call(self, name: str, payload: bytes, *, timeout_s: float) -> list[bytes]:
         if name == ROUNDS:
             return [msgspec.json.encode(self._rounds)]
+        if name == FIGURES:
+            return [b"{}"]
         assert name == CONFIGURE
         self._config = msgspec.json.decode(payload, type=SpeculationConfig)
         self._rounds = Rounds(plain=[], verifies=[], drafts={})

@@ -138,7 +138,8 @@ class ProcessCosts:
     token_s: Grid
     """In the process, from token to token of each request: its loop and messages included (`process.Work`)."""
     ahead_s: Grid
-    """On the engine, of a round beside the verify: hearing the process, and what that takes from the engine."""
+    """On the engine, of a round beside the verify: hearing the process, without waits for drafts, and what the process
+    takes from the engine."""
 
 
 @dataclass(frozen=True, kw_only=True)

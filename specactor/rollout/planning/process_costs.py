@@ -47,6 +47,14 @@ def beside(table: CostTable, drafts: Sequence[Point], verifies: Iterable[Point])
     return column(found)
 
 
+def without_waits(drafts: Sequence[Point], waited_s: float) -> list[Point]:
+    """Of `drafts`, which include that much. An engine waits for drafts where that pays; a planner in whose rounds
+    nobody waits would count it as a loss."""
+    total_s = sum(seconds for *_, seconds in drafts)
+    share = 1.0 - waited_s / total_s if total_s > waited_s else 1.0
+    return [(n, total, share * seconds) for n, total, seconds in drafts]
+
+
 def column(seconds: Mapping[float, float]) -> Grid:
     """By the number of requests."""
     axis = sorted(seconds)

@@ -6,7 +6,7 @@ import pytest
 
 from specactor.errors import PlanError
 from specactor.rollout.planning.costs import CostTable, Grid, Point
-from specactor.rollout.planning.process_costs import beside, by_requests
+from specactor.rollout.planning.process_costs import beside, by_requests, without_waits
 
 POINTS = [(n, n * w, 1e-3 * (5 + 0.1 * n * w)) for n in (1, 2, 4, 8) for w in (1, 2, 4, 9)]
 TABLE = CostTable.fit(POINTS)
@@ -15,6 +15,15 @@ TABLE = CostTable.fit(POINTS)
 def test_means_leave_out_stalls_and_what_was_seldom_seen() -> None:
     turns = [(2, 4, 0.004)] * 9 + [(2, 2, 0.1)] + [(1, 1, 9.0)]
     assert by_requests(turns) == Grid(requests=(2.0,), per_request=(1.0,), seconds=((0.002,),))
+
+
+def test_waits_are_no_costs() -> None:
+    assert without_waits([(1, 4, 0.003), (2, 4, 0.001)], 0.001) == [
+        (1, 4, pytest.approx(0.00225)),
+        (2, 4, pytest.approx(0.00075)),
+    ]
+    assert without_waits([(1, 4, 0.003)], 0.004) == [(1, 4, 0.003)], "others waited, too"
+    assert without_waits([], 0.1) == []
 
 
 def test_nothing_seen_is_an_error() -> None:
