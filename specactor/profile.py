@@ -109,7 +109,7 @@ def _check(config: Config) -> None:
 def _profiled(speculation: SpeculationConfig) -> SpeculationConfig:
     """For the engine alone; drafter processes are measured afterwards."""
     drafters = tuple(name for name in speculation.drafters if name != METHOD) or ("suffix",)
-    return replace(speculation, mode="coupled", drafters=drafters, cost_table="")
+    return replace(speculation, mode="coupled", drafters=drafters, fastest_of=1, cost_table="")
 
 
 def _drafter_spec(config: Config, context: int, folder: Path) -> DrafterSpec | None:

@@ -93,7 +93,7 @@ def measure(
     deadline = clock() + limit_s
     measured: dict[Cell, list[float]] = {cell: [] for cell in cells}
     for number in range(PASSES):
-        found = _measure_once(engine, config, cells, sizes, number, lambda: clock() > deadline, on_cell)
+        found = measure_once(engine, config, cells, sizes, number, lambda: clock() > deadline, on_cell)
         if found is None:
             break
         for cell, seconds in found.items():
@@ -108,16 +108,16 @@ def measure(
     return measured
 
 
-def _measure_once(
+def measure_once(
     engine: Engine,
     config: RolloutConfig,
     cells: Sequence[Cell],
     sizes: Sizes,
-    number: int,
-    is_late: Callable[[], bool],
-    on_cell: Callable[[int], None],
+    number: int = 0,
+    is_late: Callable[[], bool] = lambda: False,
+    on_cell: Callable[[int], None] = lambda done: None,
 ) -> dict[Cell, list[float]] | None:
-    """None when it is too late to finish."""
+    """A pass, of this number; None when it is too late to finish."""
     found: dict[Cell, list[float]] = {}
     for (drafter, window), group in groupby(
         sorted(cells, key=lambda cell: (cell.drafter, cell.window, cell.requests)),
@@ -138,7 +138,10 @@ def _measure_once(
 
 def _drafting(config: RolloutConfig, drafter: str, window: int) -> SpeculationConfig:
     """Only this drafter, only this window."""
-    return replace(config.speculation, mode="coupled", drafters=(drafter or FILLER,), window=window, cost_table="")
+    drafters = (drafter or FILLER,)
+    return replace(
+        config.speculation, mode="coupled", drafters=drafters, window=window, merge=False, fastest_of=1, cost_table=""
+    )
 
 
 def _seconds(cell: Cell, rounds: Rounds) -> list[float]:

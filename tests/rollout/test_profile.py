@@ -20,6 +20,7 @@ from specactor import profile as profiling
 from specactor.config import Config, EngineConfig, RolloutConfig, SpeculationConfig
 from specactor.errors import ConfigError, PlanError
 from specactor.recipes import load
+from specactor.rollout.decoupled.process import Work
 from specactor.rollout.draft.speculator import Speculator
 from specactor.rollout.planning.cells import Cell, cells, checks, cost_table
 from specactor.rollout.planning.costs import CostTable
@@ -40,12 +41,14 @@ SIZES = Sizes.of(CONFIG, vocab=50, context=158)
 
 
 class FakeEngine:
-    """Rounds take what `verify_s` and `draft_s` say, the first of a call 100 times as long; drafts are always wrong.
-    `clock` goes on with them."""
+    """Rounds take `slower` times what `verify_s` and `draft_s` say, the first of a call `first` times as long; drafts
+    are always wrong. `clock` goes on with them."""
 
-    def __init__(self) -> None:
-        self.now = 0.0
+    def __init__(self, *, slower: float = 1.0, first: float = 100.0) -> None:
+        self.now, self._slower, self._first = 0.0, slower, first
         self.asked: list[RolloutRequest] = []
+        self.sizes: list[int] = []
+        """Of the calls."""
 
     def clock(self) -> float:
         return self.now
@@ -56,7 +59,7 @@ class FakeEngine:
 
     @staticmethod
     def draft_s(drafter: str, requests: int, window: int) -> float:
-        return {"suffix": 1e-5, "ngram": 2e-5, FILLER: 1.0}[drafter] * requests * window
+        return {"suffix": 1e-5, "ngram": 2e-5, FILLER: 1.0, "decoupled": 3e-5}[drafter] * requests * window
 
     def rank_call(self, name: str, payload: bytes, *, timeout_s: float) -> list[bytes]:
         if name == ROUNDS:
@@ -70,16 +73,19 @@ class FakeEngine:
 
     def generate(self, requests: list[RolloutRequest]) -> None:
         self.asked += requests
+        self.sizes.append(len(requests))
         [drafter], count = self._config.drafters, len(requests)
         assert self._config.window is not None
         new = requests[0].sampling.max_new_tokens
         for left in range(new - 1, 0, -1):
             window = min(self._config.window, left - 1)
-            verify_s = self.verify_s(count, count * (1 + window)) * (100 if left == new - 1 else 1)
+            times = self._slower * (self._first if left == new - 1 else 1)
+            verify_s = times * self.verify_s(count, count * (1 + window))
             of = self._rounds.verifies if self._config.window else self._rounds.plain
             of.append((count, count * (1 + window), verify_s))
-            draft_s = self.draft_s(drafter, count, window) * (100 if left == new - 1 else 1)
-            self._rounds.drafts.setdefault(drafter, []).append((count, count * window, draft_s))
+            draft_s = times * self.draft_s(drafter, count, window)
+            if window:
+                self._rounds.drafts.setdefault(drafter, []).append((count, count * window, draft_s))
             self.now += verify_s + draft_s
 
 
@@ -134,6 +140,25 @@ def test_measuring_ends_in_time_with_the_passes_that_are_whole() -> None:
     assert late.now < 0.6 * whole.now
     with pytest.raises(PlanError, match=r"no pass over all .* Allow more with --limit"):
         measured_by(FakeEngine(), limit_s=0.2 * whole.now)
+
+
+def test_a_process_is_measured_at_the_pace_of_the_table() -> None:
+    """The machine is half as fast as when the table was measured."""
+    table = cost_table(measured_by(FakeEngine()), model="", device="", date="")
+    engine = FakeEngine(slower=2.0, first=2.0)
+    engine.ready = SimpleNamespace(kv_tokens=4096)  # type: ignore[attr-defined]
+
+    def work(*, trace: bool) -> Work:
+        turns = [(size, size, 0.004) for size in engine.sizes[-1:]]
+        return Work(busy_s=0.0, turns=10 * turns, spans=[])
+
+    process = SimpleNamespace(work=work, spec=SimpleNamespace(index=3))
+    config = replace(CONFIG, speculation=replace(CONFIG.speculation, draft_model="there"))
+    costs = measure_process(engine, process, config, table, SIZES, limit_s=1e9, clock=engine.clock)  # type: ignore[arg-type]
+    assert costs.token_s.requests == costs.ahead_s.requests == (1, 2, 4, 8, 10)
+    assert [s for [s] in costs.token_s.seconds] == pytest.approx([0.002] * 5)
+    at_most = [engine.draft_s("decoupled", n, 4) for n in (1, 2, 4, 8, 10)]
+    assert all(0.5 * most < s <= 1.5 * most for [s], most in zip(costs.ahead_s.seconds, at_most, strict=True))
 
 
 def test_a_process_that_drafts_nothing_is_an_error() -> None:
