@@ -23,7 +23,7 @@ from benchmarks.dialled import Script
 from specactor.rollout.decoupled.host import DrafterProcess
 from specactor.rollout.planning.costs import CostTable, Grid, Point
 from specactor.rollout.planning.plans import RolloutPlan
-from specactor.rollout.planning.process_costs import beside, by_requests, column
+from specactor.rollout.planning.process_costs import beside, by_requests, column, with_drafts
 from specactor.rollout.planning.rounds import AHEAD, Pace
 from specactor.rollout.sglang.engine import Engine
 from specactor.types import RolloutRequest
@@ -181,8 +181,8 @@ def profile(bench: Bench, trained: Way, note: Callable[[str], None]) -> Profile:
     table = CostTable.fit(here.verifies + elsewhere.verifies, plain=plain, drafters={"model": drafts})
     return Profile(
         table=table,
-        choosing_s=beside(table, here.drafts, here.chosen),
-        ahead_s=beside(table, elsewhere.drafts, elsewhere.chosen),
+        choosing_s=beside(table, here.drafts, with_drafts(here.chosen)),
+        ahead_s=beside(table, elsewhere.drafts, with_drafts(elsewhere.chosen)),
         loop_s=by_requests(loop),
         trained_s=by_requests(own),
     )

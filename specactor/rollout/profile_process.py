@@ -1,7 +1,8 @@
 """Measures a drafter process that drafts for a running engine: its pace, and what it costs the engine.
 
 Requests are real ones, as in `profile`; the engine verifies what the process has drafted ahead, in windows of the
-largest size. How often drafts are right is not asked: it changes neither. Before each number of requests a round of the
+largest size. How often drafts are right is not asked: it changes neither, and rounds for which none was there count as
+well, since the process is at work in them, too. Before each number of requests a round of the
 table is timed again, with the process at rest, and all that follows is counted at the pace that the table has.
 
 Invariants: every number of requests is measured until its turns were seen `SEEN` times, at most `REPEATS` times and in

@@ -38,13 +38,18 @@ def beside(table: CostTable, drafts: Sequence[Point], verifies: Iterable[Point])
     """
     longer: dict[int, list[float]] = {}
     for n, rows, seconds in verifies:
-        if rows > n and seconds <= STALL * (expected := table.verify_s(n, rows)):
+        if seconds <= STALL * (expected := table.verify_s(n, rows)):
             longer.setdefault(n, []).append(seconds - expected)
     found: dict[float, float] = {}
     for n in {n for n, _, _ in drafts}:
         before_s = fmean(s for size, _, s in drafts if size == n)
         found[n] = before_s + max(0.0, fmean(longer.get(n) or [0.0]))
     return column(found)
+
+
+def with_drafts(verifies: Iterable[Point]) -> list[Point]:
+    """Those that had any."""
+    return [(n, rows, seconds) for n, rows, seconds in verifies if rows > n]
 
 
 def without_waits(drafts: Sequence[Point], waited_s: float) -> list[Point]:
