@@ -30,6 +30,7 @@ PURE = [
     "rollout.draft.further",
     "rollout.draft.mixing",
     "rollout.draft.ngram",
+    "rollout.draft.promises",
     "rollout.draft.suffix",
     "rollout.draft.suffix_automaton",
     "rollout.draft.verification",
