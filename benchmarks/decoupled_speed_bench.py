@@ -25,7 +25,7 @@ from specactor.data.tokenizer import load_tokenizer
 from specactor.rollout.decoupled.access import DrafterAccess
 from specactor.rollout.decoupled.host import DrafterProcess
 from specactor.rollout.decoupled.spec import DrafterSpec
-from specactor.rollout.decoupled.transport import local_endpoint
+from specactor.rollout.decoupled.transport import Address, local_endpoint
 from specactor.rollout.draft.counts import Counts, Figures
 from specactor.rollout.sglang.engine import Engine, EngineSpec
 from specactor.rollout.sglang.speculation_calls import CONFIGURE, FIGURES, REPORT, ROUNDS, Rounds
@@ -161,7 +161,7 @@ def bench(models: Models, batches: Sequence[int], folder: Path) -> Iterator[Benc
                 speculation=replace(speculation("coupled", "model"), mode="auto", draft_model=str(models.draft)),
                 context_length=CONTEXT,
                 log_file=str(folder / f"engine-{index}.log"),
-                drafters=DrafterAccess(endpoints=(endpoints[index],), engine=f"engine-{index}"),
+                drafters=DrafterAccess(drafters=(Address(endpoint=endpoints[index]),), engine=f"engine-{index}"),
             )
             engines.append(Engine.start(spec, **{SCRIPT: script}))
         for index, engine in enumerate(engines):

@@ -28,7 +28,7 @@ class DrafterSpec:
     """Sizes None: SGLang decides."""
 
     index: int
-    """Of the drafter on its host."""
+    """Of the drafter in the job."""
     endpoint: str
     """Where it listens, the same after a restart."""
     keys: DrafterKeys | None = None

@@ -14,7 +14,7 @@ import msgspec
 
 from specactor.rollout.decoupled.decoupled import Decoupled, connect
 from specactor.rollout.decoupled.process import Ready
-from specactor.rollout.decoupled.transport import DrafterKeys, EngineKeys
+from specactor.rollout.decoupled.transport import Address, DrafterKeys, EngineKeys
 from specactor.rollout.draft.drafter import DraftSequence
 from specactor.rollout.draft.verification import common
 from tests.rollout.decoupled.scripted import script
@@ -72,7 +72,9 @@ class Engine:
     def __init__(
         self, endpoints: list[str], *, keys: EngineKeys | None = None, name: str = "engine", right: float = 0.9
     ) -> None:
-        self.drafter: Decoupled = connect(endpoints, engine=name, window=WINDOW, keys=keys)
+        self.drafter: Decoupled = connect(
+            [Address(endpoint=endpoint, keys=keys) for endpoint in endpoints], engine=name, window=WINDOW
+        )
         self.sequences: list[DraftSequence] = []
         self.accepted = 0
         self.longest_round_s = 0.0

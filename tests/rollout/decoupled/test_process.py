@@ -13,7 +13,7 @@ import zmq
 from specactor.errors import ConfigError
 from specactor.rollout.decoupled.messages import MAX_FRAME_BYTES, Header, Pulse, encode
 from specactor.rollout.decoupled.tails import SILENT_S
-from specactor.rollout.decoupled.transport import EngineKeys, Hub, ZmqLink, local_endpoint, make_keys
+from specactor.rollout.decoupled.transport import Address, EngineKeys, Hub, ZmqLink, local_endpoint, make_keys
 from tests.rollout.decoupled.live import DrafterProcess, Engine
 
 Start = Callable[..., DrafterProcess]
@@ -213,7 +213,7 @@ def test_only_those_with_the_keys_are_heard(start: Start, connected: Connect) ->
 def test_a_frame_above_the_limit_does_not_arrive_and_ends_no_more_than_its_connection() -> None:
     engine_keys, drafter_keys = make_keys()
     hub = Hub("tcp://127.0.0.1:*", keys=drafter_keys)
-    links = [ZmqLink(session, [hub.endpoint], keys=engine_keys) for session in (7, 8)]
+    links = [ZmqLink(session, [Address(endpoint=hub.endpoint, keys=engine_keys)]) for session in (7, 8)]
 
     def arrives(session: int, frame: bytes, *, within_s: float = 60.0) -> bool:
         """Sent until it arrives, since a connection that was ended needs a while to come about again."""
