@@ -137,7 +137,7 @@ def speculation(mode: str, drafter: str = "suffix", window: int | None = None) -
         drafters=drafters.get(mode, (drafter,)),
         window=window,
         max_window=MAX_WINDOW,
-        branches=mode == "pre-drafting",
+        branches="on" if mode == "pre-drafting" else "off",
         draft_model="there",
     )
 
@@ -215,7 +215,7 @@ def drafters(bench: Bench, way: Way) -> Iterator[list[DrafterProcess]]:
                 context_length=CONTEXT,
                 kv_tokens=max(bench.requests) * (CONTEXT + 128),
                 max_requests=max(bench.requests),
-                branches=index == 1,
+                branches="on" if index == 1 else "off",
                 continuer=continuer,
                 log_file=str(bench.folder / f"drafter-{index}.log"),
             )

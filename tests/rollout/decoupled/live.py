@@ -28,7 +28,7 @@ class DrafterProcess:
     """Ends when its standard input does."""
 
     def __init__(
-        self, endpoint: str, *, step_s: float = 0.0, keys: DrafterKeys | None = None, branching: bool = False
+        self, endpoint: str, *, step_s: float = 0.0, keys: DrafterKeys | None = None, branches: str = "off"
     ) -> None:
         text = msgspec.json.encode(keys).decode() if keys else ""
         self.process = subprocess.Popen(
@@ -39,7 +39,7 @@ class DrafterProcess:
                 endpoint,
                 str(step_s),
                 text,
-                "1" if branching else "",
+                branches,
             ],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
