@@ -145,8 +145,8 @@ class Mirror:
         foreseen = None
         if examined > right and self.guesses is not None:
             foreseen = self.guesses.foresaw(self.committed + right, fresh[right])
-            if right >= self.window:  # no branch begins there
-                foreseen = foreseen and False
+            if foreseen:
+                foreseen = right < self.window  # no branch begins behind it
         return Judged(
             window=self.window, ahead=min(len(ahead), self.window), examined=examined, right=right, foreseen=foreseen
         )
