@@ -25,8 +25,11 @@ MIN_GAIN = 1.03
 """Predicted, to begin with branches; predictions err. They go on as long as any is predicted."""
 ASK_EVERY_S = 1.0
 MIN_SAMPLES = 16
-"""Rounds, turns of each kind, and rejections."""
+"""Rounds, turns, and rejections."""
 MAX_SAMPLES = 256
+MIN_TURNS = 4
+"""Of about equal sizes (within a power of two), with second choices and without, to be compared."""
+MAX_TURNS = 16
 LONGEST_ROUND_S = 1.0
 """An engine whose commits are further apart has decoded plainly meanwhile, or had nothing to do."""
 OUTLIER = 4.0
@@ -72,7 +75,10 @@ class Foresight:
         self._foreseen: deque[bool] = deque(maxlen=MAX_SAMPLES)
         self._news = 0
         """Rejections with second choices since `on` changed last."""
-        self._turns_s: dict[bool, deque[float]] = {on: deque(maxlen=MAX_SAMPLES) for on in (False, True)}
+        self._latest_s: deque[float] = deque(maxlen=MAX_SAMPLES)
+        """Turns since `on` changed last."""
+        self._by_size_s: dict[bool, dict[int, deque[float]]] = {False: {}, True: {}}
+        """Turns without second choices and with them, by their sizes."""
         self._window = 1
 
     def commits(self, engine: int, now_s: float, judged: Sequence[Judged]) -> None:
@@ -92,9 +98,10 @@ class Foresight:
         """It is gone."""
         self._seen_s.pop(engine, None)
 
-    def turn(self, seconds: float) -> None:
-        """All requests that wanted a token were drafted for, with second choices if `on`."""
-        self._turns_s[self.on].append(seconds)
+    def turn(self, requests: int, seconds: float) -> None:
+        """So many were drafted for, with second choices if `on`."""
+        self._by_size_s[self.on].setdefault(requests.bit_length(), deque(maxlen=MAX_TURNS)).append(seconds)
+        self._latest_s.append(seconds)
         self._turns += 1
 
     def look(self, now_s: float, requests: int) -> bool:
@@ -104,7 +111,7 @@ class Foresight:
             if known or self._turns >= MAX_LOOK_TURNS:
                 self._ask(now_s, requests)
                 self._do(self._pays)
-        elif self._turns >= (LOOK_EVERY_TURNS if self._turns_s[not self.on] else LOOK_TURNS):
+        elif self._turns >= (LOOK_EVERY_TURNS if self._by_size_s[not self.on] else LOOK_TURNS):
             self._do(not self._pays)
         elif now_s >= self._ask_s:
             self._ask(now_s, requests)
@@ -115,28 +122,42 @@ class Foresight:
         if self.on != on:
             self.on = on
             self._turns = self._news = 0
+            self._latest_s.clear()
 
     def _ask(self, now_s: float, requests: int) -> None:
         self._ask_s = now_s + ASK_EVERY_S
-        samples = (self._rounds, self._tokens, self._foreseen, *self._turns_s.values())
-        enough = min(len(of) for of in samples) >= MIN_SAMPLES
-        self.gain = self._speed(requests, on=True) / self._speed(requests, on=False) if enough else 1.0
+        samples = (self._rounds, self._tokens, self._foreseen, self._latest_s)
+        longer = self._times_as_long()
+        if not longer or min(len(of) for of in samples) < MIN_SAMPLES:
+            return
+        latest_s = median(self._latest_s)
+        without_s = latest_s / longer if self.on else latest_s
+        hit_rate = fmean(self._foreseen)
+        self.gain = self._speed(requests, without_s * longer, hit_rate) / self._speed(requests, without_s, 0.0)
         self._pays = self.gain > (1.0 if self._pays else MIN_GAIN)
 
-    def _speed(self, requests: int, *, on: bool) -> float:
-        """Tokens per second of a request, as predicted."""
+    def _times_as_long(self) -> float | None:
+        """That turns take with second choices; None where that is not known."""
+        without, beside = (
+            {size: median(of) for size, of in self._by_size_s[on].items() if len(of) >= MIN_TURNS}
+            for on in (False, True)
+        )
+        both = without.keys() & beside.keys()
+        return median(beside[size] / without[size] for size in both) if both else None
+
+    def _speed(self, requests: int, token_s: float, hit_rate: float) -> float:
+        """Tokens per second of a request, as predicted; with branches, if those are ever right."""
         window = self._window
         examined, right = (sum(column) for column in zip(*self._tokens, strict=True))
         pace = Pace(
             requests=max(1, requests),
             round_s=self._round_s(),
-            token_s=median(self._turns_s[on]),
+            token_s=token_s,
             message_s=LINK_S,
             most=AHEAD * window,
         )
-        hit_rate = fmean(self._foreseen) if on else 0.0
         survival = survival_of(right / examined, window + 1)
-        found: Running = running(survival, window, pace, hit_rate=hit_rate, branches=window if on else 0)
+        found: Running = running(survival, window, pace, hit_rate=hit_rate, branches=window if hit_rate else 0)
         return found.tokens / found.round_s
 
     def _round_s(self) -> Grid:

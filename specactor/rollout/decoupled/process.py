@@ -199,7 +199,7 @@ class Loop:
         if self.busy and self._drafted[1]:
             self._turns.append((*self._drafted, now_s - self._began_s))
             if self._foresight is not None:
-                self._foresight.turn(now_s - self._began_s)
+                self._foresight.turn(self._drafted[0], now_s - self._began_s)
         self._began_s = now_s
         wasted = mirrors.num_wasted
         for session, frame in self._hub.receive():

@@ -58,7 +58,7 @@ class Clock:
             while self.now_s < ends_s:
                 on = self.sight.look(self.now_s, world.requests)
                 turn_s = world.token_s + (world.second_s if on else 0.0)
-                self.sight.turn(turn_s)
+                self.sight.turn(world.requests, turn_s)
                 self.turns[on] += 1
                 self.now_s += turn_s
             self.sight.commits(7, self.now_s, judged)
@@ -92,7 +92,7 @@ def test_nothing_is_drafted_while_little_is_known() -> None:
     assert clock.run(replace(PAYS, requests=1), 2) == 0.0
     sight = Foresight()
     for i in range(200):
-        sight.turn(0.001)
+        sight.turn(1, 0.001)
         assert not sight.look(0.001 * i, 1) or i >= LOOK_TURNS - 1, "to look, before any round"
 
 
@@ -104,6 +104,19 @@ def test_what_has_changed_is_seen() -> None:
     assert clock.run(PAYS, 500) > 0.95, "looked again"
     clock.run(HOPELESS, 400)
     assert clock.run(HOPELESS, 500) < 0.2
+
+
+def test_only_turns_of_about_equal_sizes_are_compared() -> None:
+    sight = Foresight()
+    for _ in range(20):
+        sight.turn(64, 0.010)
+    sight._do(True)
+    for _ in range(20):
+        sight.turn(2, 0.001)
+    assert sight._times_as_long() is None, "few with second choices, many without"
+    for _ in range(20):
+        sight.turn(70, 0.011)
+    assert sight._times_as_long() == pytest.approx(1.1)
 
 
 def test_looks_are_few() -> None:
@@ -168,6 +181,6 @@ def test_whatever_is_seen_there_is_an_answer(judged: list[Judged], seconds: list
     for i in range(300):
         now_s += seconds[i % len(seconds)]
         sight.commits(i % 2, now_s, [judged[i % len(judged)]])
-        sight.turn(seconds[i % len(seconds)])
+        sight.turn(requests, seconds[i % len(seconds)])
         assert sight.look(now_s, requests) in (True, False)
         assert sight.gain > 0
