@@ -233,7 +233,7 @@ class Loop:
         on = self._foresight.look(now_s, self.mirrors.num_requests)
         if on != self._guessing.guessing:
             self._guessing.guessing = on
-            self.recorder.instant("draft", "branches", time.perf_counter(), on=on, gain=self._foresight.gain)
+            self.recorder.instant("draft", "branches", time.perf_counter(), on=int(on), gain=self._foresight.gain)
 
     def work(self, *, trace: bool) -> Work:
         """Since the last call. Args: whether to record spans from now on."""

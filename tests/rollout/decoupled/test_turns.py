@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import msgspec
 import pytest
 
 from specactor.rollout.decoupled.continuer import Lane
 from specactor.rollout.decoupled.foresight import Foresight
 from specactor.rollout.decoupled.order import Drops
-from specactor.rollout.decoupled.process import MAX_TURNS, Loop
+from specactor.rollout.decoupled.process import MAX_TURNS, Loop, Work
 from specactor.rollout.decoupled.tails import Tails
 
 STEP_S = 0.002
@@ -126,6 +127,7 @@ def test_branches_are_drafted_where_they_are_predicted_to_pay(foreseen: bool) ->
     loop = Loop(world, world, max_tokens=100_000, foresight=Foresight(), clock=world.clock)  # type: ignore[arg-type]
     loop.turn()
     world.open(1)
+    loop.work(trace=True)
     was_on = []
     for i in range(600):
         ends_s = world.now_s + 20 * STEP_S
@@ -138,6 +140,10 @@ def test_branches_are_drafted_where_they_are_predicted_to_pay(foreseen: bool) ->
     assert True in was_on, "to look"
     assert was_on[-300:].count(foreseen) > 290
     assert (world.tails.branched > 100) == foreseen
+    said = msgspec.json.decode(msgspec.json.encode(loop.work(trace=False)), type=Work)
+    changes = [span.details["on"] for span in said.spans if span.name == "branches"]
+    assert changes[0] == 1, "to look"
+    assert changes[-1] == int(foreseen)
 
 
 def test_what_is_remembered_is_bounded() -> None:
