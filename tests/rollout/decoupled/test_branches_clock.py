@@ -38,6 +38,7 @@ class World:
     """Continuer, hub, engine and clock."""
 
     version = 0
+    chooses = False
 
     def __init__(self, setting: Setting) -> None:
         self.setting = setting
@@ -47,7 +48,8 @@ class World:
         self.outputs: list[list[int]] = [[RIGHT] for _ in range(setting.requests)]
         self.drafts: list[list[int]] = [[] for _ in self.outputs]
         self.tails = Tails(1, engine="engine", num_drafters=1, window=WINDOW)
-        self.loop = Loop(self, self, max_tokens=10**9, clock=lambda: self.now_s)  # type: ignore[arg-type]
+        foresight = Foresight() if self.chooses else None
+        self.loop = Loop(self, self, max_tokens=10**9, foresight=foresight, clock=lambda: self.now_s)  # type: ignore[arg-type]
         self.loop.turn()
         for i, output in enumerate(self.outputs):
             self.tails.open(f"r{i}", (1, 2 + i), output, i, 1.0)
@@ -114,11 +116,9 @@ class Guessing(World):
 
 
 class Choosing(Guessing):
-    def __init__(self, setting: Setting) -> None:
-        super().__init__(setting)
-        self.loop = Loop(  # type: ignore[arg-type]
-            self, self, max_tokens=10**9, foresight=Foresight(), clock=lambda: self.now_s
-        )
+    """As the planner predicts."""
+
+    chooses = True
 
 
 SETTINGS = {
