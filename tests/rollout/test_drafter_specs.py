@@ -112,6 +112,7 @@ def test_engines_reach_the_drafters_of_their_host_alone(tmp_path: Path) -> None:
     assert told.keys is not None
     assert got.drafters == tuple(Address(endpoint=spec.endpoint, keys=told.keys) for spec in specs)
     assert len({address.endpoint for address in got.drafters}) == 3
+    assert all(address.endpoint.startswith("ipc://@") for address in got.drafters), "no other host reaches them"
     assert got.engine == "engine-4"
     assert all(spec.keys is not None and spec.keys.engine_public == told.keys.public for spec in own)
     secret = own[0].keys.secret if own[0].keys else ""
