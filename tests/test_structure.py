@@ -19,6 +19,7 @@ PURE = [
     "rollout.assignment",
     "rollout.continuation",
     "rollout.decoupled.branches",
+    "rollout.decoupled.foresight",
     "rollout.decoupled.messages",
     "rollout.decoupled.mirrors",
     "rollout.decoupled.order",

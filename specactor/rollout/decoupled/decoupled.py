@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from specactor.rollout.decoupled.patience import Patience
 from specactor.rollout.decoupled.tails import Tails
-from specactor.rollout.decoupled.transport import EngineKeys, Link, ZmqLink, new_session
+from specactor.rollout.decoupled.transport import Address, Link, ZmqLink, new_session
 from specactor.rollout.draft.drafter import Drafter, DraftSequence
 from specactor.rollout.draft.verification import common
 
@@ -209,10 +209,10 @@ class Decoupled(Drafter):
         return ended_s - began_s
 
 
-def connect(endpoints: Sequence[str], *, engine: str, window: int, keys: EngineKeys | None = None) -> Decoupled:
-    """To drafters at these endpoints, which need not be there yet.
+def connect(drafters: Sequence[Address], *, engine: str, window: int) -> Decoupled:
+    """To drafters that need not be there yet.
 
     Args: a name of the engine that no other engine has, the same after a restart; the most draft tokens of a verify.
     """
     session = new_session()
-    return Decoupled(session, ZmqLink(session, endpoints, keys=keys), engine=engine, window=window)
+    return Decoupled(session, ZmqLink(session, drafters), engine=engine, window=window)

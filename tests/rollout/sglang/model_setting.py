@@ -11,7 +11,7 @@ import pytest
 from specactor.config import EngineConfig, SpeculationConfig
 from specactor.rollout.decoupled.access import DrafterAccess
 from specactor.rollout.decoupled.spec import DrafterSpec
-from specactor.rollout.decoupled.transport import local_endpoint, make_keys
+from specactor.rollout.decoupled.transport import Address, local_endpoint, make_keys
 from specactor.rollout.drafter_pool import DrafterPool
 from specactor.rollout.pool import EnginePool
 from specactor.rollout.sglang.engine import Engine, EngineSpec
@@ -24,6 +24,11 @@ from tests.rollout.sglang.test_speculation import configure
 ENGINE_KEYS, DRAFTER_KEYS = make_keys()
 BATCH = [request(i, new=40 + i % 23) for i in range(24)]
 LONG = [request(100 + i, new=120) for i in range(16)]
+
+
+def address(endpoint: str) -> Address:
+    """Of a drafter of this setting."""
+    return Address(endpoint=endpoint, keys=ENGINE_KEYS)
 
 
 @dataclass(frozen=True)
@@ -76,7 +81,7 @@ def setting(tmp_path_factory: pytest.TempPathFactory, make_spec: Callable[..., E
             devices=devices,
             config=EngineConfig(max_running_requests=32, max_total_tokens=6144, start_timeout_s=170),
             speculation=start,
-            drafters=DrafterAccess(endpoints=(spec.endpoint,), keys=ENGINE_KEYS, engine=f"engine-{60 + index}"),
+            drafters=DrafterAccess(drafters=(address(spec.endpoint),), engine=f"engine-{60 + index}"),
         )
         for index, devices in enumerate([(0,), (0, 1), (1,)])
     ]
@@ -94,4 +99,4 @@ def setting(tmp_path_factory: pytest.TempPathFactory, make_spec: Callable[..., E
 
 
 def aim_at_the_model(setting: Setting, engine: Engine) -> None:
-    aim(engine, [setting.drafters.drafters[0].spec.endpoint], ENGINE_KEYS, setting.folder)
+    aim(engine, [address(setting.drafters.drafters[0].spec.endpoint)], setting.folder)

@@ -42,7 +42,7 @@ from tests.rollout.sglang.decoupled_setting import (
     loaded,
     plain,
 )
-from tests.rollout.sglang.model_setting import BATCH, ENGINE_KEYS, LONG, Setting, aim_at_the_model, setting
+from tests.rollout.sglang.model_setting import BATCH, ENGINE_KEYS, LONG, Setting, address, aim_at_the_model, setting
 from tests.rollout.sglang.pushes import DAMAGES, Pushes
 from tests.rollout.sglang.test_draft_model import make_dense
 from tests.rollout.sglang.test_speculation import batch as batch_of_all_kinds
@@ -131,7 +131,7 @@ def test_every_topology_emits_what_plain_decoding_emits(setting: Setting, topolo
     endpoints = [drafter.spec.endpoint for drafter in setting.reciters.drafters[:drafters]]
     wanted = [plain(engine, BATCH) for engine in engines]
     for engine in engines:
-        aim(engine, endpoints, ENGINE_KEYS, setting.folder)
+        aim(engine, map(address, endpoints), setting.folder)
         configure(engine, config)
     counts = [dict[str, Counts]() for _ in engines]
     for _ in range(20):
@@ -160,7 +160,7 @@ def is_busy(state: dict[str, Any]) -> bool:
 def test_a_rank_that_decides_for_itself_is_caught(setting: Setting) -> None:
     engine = setting.engines[1]
     want = plain(engine, BATCH)
-    aim(engine, [setting.reciters.drafters[0].spec.endpoint], ENGINE_KEYS, setting.folder)
+    aim(engine, [address(setting.reciters.drafters[0].spec.endpoint)], setting.folder)
     for version in ("far", "another_token", "far"):
         configure(engine, loaded(version, 4))
         for _ in range(20):
@@ -172,7 +172,7 @@ def test_a_rank_that_decides_for_itself_is_caught(setting: Setting) -> None:
 
 def test_modes_are_configured_while_requests_run(setting: Setting, engine: Engine) -> None:
     """At any round: half of the times soon again, else when the new mode has drafted something that was right."""
-    aim(engine, [setting.reciters.drafters[0].spec.endpoint], ENGINE_KEYS, setting.folder)
+    aim(engine, [address(setting.reciters.drafters[0].spec.endpoint)], setting.folder)
     configs = [OFF, loaded("Near", 5), loaded("Switching"), decoupled(2), decoupled(8), decoupled(None)]
     configs += [decoupled(None, drafters=NEAR_AND_AHEAD)]
     rng = Random(1)
@@ -319,7 +319,7 @@ def lend(
     """Rollouts like plain decoding, until what drafts did in one is as wanted; after each the core is free."""
     [busy, dry], [sleeper] = pool.engines, pool.drafters.drafters
     want = plain(busy, WAVES)
-    aim(busy, [sleeper.spec.endpoint], ENGINE_KEYS, setting.folder)
+    aim(busy, [address(sleeper.spec.endpoint)], setting.folder)
     configure(busy, setting.speculation())
     for _ in range(6):
         busy.flush()
