@@ -196,7 +196,7 @@ class Loop:
             self.recorder.instant("commits", "rollback", time.perf_counter(), tokens=mirrors.num_wasted - wasted)
         for key in mirrors.forgotten():
             continuer.forget(key)
-        self._send()  # an engine that asks whether anybody is here need not wait for the draft
+        self._send(more=self.busy)  # an engine that asks whether anybody is here need not wait for the draft
         lanes = mirrors.wanted(self._max_lanes, slower=self._pace.is_slower)
         if lanes:
             began_s = time.perf_counter()
@@ -208,8 +208,8 @@ class Loop:
             self.recorder.span("draft", "draft", began_s, ended_s, requests=len(lanes), tokens=tokens)
             self._drafted = (len(lanes), tokens)
             mirrors.extended(lanes, drafts, None if self._guessing is None else self._guessing.runner_ups())
-            self._send()
         self.busy = bool(lanes)
+        self._send(more=self.busy)
 
     def work(self, *, trace: bool) -> Work:
         """Since the last call. Args: whether to record spans from now on."""
@@ -235,10 +235,10 @@ class Loop:
             _LOG.warning("new weights were refused: %s", problem)
         return Renewed(version=continuer.version, problem=problem)
 
-    def _send(self) -> None:
+    def _send(self, *, more: bool) -> None:
         now_s = self._clock()
         for session in self.mirrors.sessions:
-            for frame in self.mirrors.outgoing(session, version=self._continuer.version, now_s=now_s):
+            for frame in self.mirrors.outgoing(session, version=self._continuer.version, now_s=now_s, more=more):
                 if not self._hub.send(session, frame):
                     self.mirrors.drops.expect("unsent")
 
