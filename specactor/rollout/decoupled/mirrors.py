@@ -30,6 +30,8 @@ from specactor.rollout.decoupled.mirror import AHEAD, Key, Mirror
 from specactor.rollout.decoupled.order import Drops, Numbering
 
 SILENT_S = 30.0
+TAILS_EVERY_S = 1e-3
+"""While more is drafted at once: frames, and not what is in them, are most of what a round takes in."""
 MAX_SESSIONS = 1024
 
 
@@ -51,6 +53,8 @@ class _Session:
     """A beat is to be answered."""
     resend: set[int] = field(default_factory=set)
     """Requests to be asked for."""
+    tails_s: float = float("-inf")
+    """When all of them that were unsent went last."""
 
 
 class Mirrors:
@@ -268,8 +272,9 @@ class Mirrors:
 
     # -------------------------------------------------------------------------------------------------- what leaves
 
-    def outgoing(self, session: int, *, version: int, now_s: float) -> list[bytes]:
-        """Frames for one engine. Args: version of the drafter's weights."""
+    def outgoing(self, session: int, *, version: int, now_s: float, more: bool = False) -> list[bytes]:
+        """Frames for one engine. Args: version of the drafter's weights; whether more is drafted at once, so that tails
+        may stay here for `TAILS_EVERY_S`, but for those of requests that had none."""
         peer = self._sessions[session]
         records: list[messages.ToEngine] = []
         if peer.pulse:
@@ -278,11 +283,14 @@ class Mirrors:
         if peer.resend:
             records.append(Resend(requests=sorted(peer.resend)))
             peer.resend.clear()
+        due = not more or now_s - peer.tails_s >= TAILS_EVERY_S
+        unsent = [mirror for mirror in peer.mirrors.values() if mirror.unsent and (due or mirror.emptied_s is not None)]
+        if unsent and due:
+            peer.tails_s = now_s
         plain: list[Tail] = []
-        for mirror in peer.mirrors.values():
-            if mirror.unsent:
-                tail = mirror.tail(version=version, now_s=now_s)
-                (records if tail.branches else plain).append(tail)
+        for mirror in unsent:
+            tail = mirror.tail(version=version, now_s=now_s)
+            (records if tail.branches else plain).append(tail)
         for first in range(0, len(plain), messages.MAX_ROWS):
             records.append(messages.columns(plain[first : first + messages.MAX_ROWS]))
         return self._out.frames(records, self.drops, receiver=session)

@@ -209,7 +209,7 @@ class Loop:
             self.recorder.instant("commits", "rollback", time.perf_counter(), tokens=mirrors.num_wasted - wasted)
         for key in mirrors.forgotten():
             continuer.forget(key)
-        self._send()  # an engine that asks whether anybody is here need not wait for the draft
+        self._send(more=self.busy)  # an engine that asks whether anybody is here need not wait for the draft
         self._look(now_s)
         lanes = mirrors.wanted(self._max_lanes, slower=self._pace.is_slower)
         if lanes:
@@ -223,8 +223,8 @@ class Loop:
             self._drafted = (len(lanes), tokens)
             guessing = self._guessing is not None and self._guessing.guessing
             mirrors.extended(lanes, drafts, self._guessing.runner_ups() if self._guessing and guessing else None)
-            self._send()
         self.busy = bool(lanes)
+        self._send(more=self.busy)
 
     def _look(self, now_s: float) -> None:
         """Whether branches are drafted from now on."""
@@ -259,10 +259,10 @@ class Loop:
             _LOG.warning("new weights were refused: %s", problem)
         return Renewed(version=continuer.version, problem=problem)
 
-    def _send(self) -> None:
+    def _send(self, *, more: bool) -> None:
         now_s = self._clock()
         for session in self.mirrors.sessions:
-            for frame in self.mirrors.outgoing(session, version=self._continuer.version, now_s=now_s):
+            for frame in self.mirrors.outgoing(session, version=self._continuer.version, now_s=now_s, more=more):
                 if not self._hub.send(session, frame):
                     self.mirrors.drops.expect("unsent")
 

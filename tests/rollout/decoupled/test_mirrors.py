@@ -24,7 +24,7 @@ from specactor.rollout.decoupled.messages import (
     unpack,
 )
 from specactor.rollout.decoupled.mirror import AHEAD
-from specactor.rollout.decoupled.mirrors import SILENT_S, Mirrors
+from specactor.rollout.decoupled.mirrors import SILENT_S, TAILS_EVERY_S, Mirrors
 from tests.rollout.decoupled.scripted import Scripted, script
 
 WINDOW = 3
@@ -51,8 +51,8 @@ class Drafter:
             lanes = self.mirrors.wanted(100)
             self.mirrors.extended(lanes, self.continuer.extend(lanes))
 
-    def say(self, session: int = ENGINE) -> list[ToEngine]:
-        frames = self.mirrors.outgoing(session, version=3, now_s=self.now_s)
+    def say(self, session: int = ENGINE, *, more: bool = False) -> list[ToEngine]:
+        frames = self.mirrors.outgoing(session, version=3, now_s=self.now_s, more=more)
         return [record for frame in frames for record in decode_to_engine(frame)[1]]
 
     def tails(self, session: int = ENGINE) -> dict[int, tuple[int, list[int]]]:
@@ -327,3 +327,29 @@ def test_a_continuer_that_cannot_go_on_is_not_asked_again_before_the_next_commit
     assert drafter.mirrors.wanted(10) == []
     drafter.hear(commit(0, 7))
     assert len(drafter.mirrors.wanted(10)) == 1
+
+
+def test_while_more_is_drafted_tails_go_now_and_then() -> None:
+    drafter = opened()
+    drafter.steps(1)
+    assert 1 in tails(drafter.say(more=True)), "the first goes at once"
+    drafter.steps(1)
+    assert drafter.say(more=True) == []
+    drafter.now_s += 2 * TAILS_EVERY_S
+    assert tails(drafter.say(more=True)) == {1: (0, script(PROMPT, [], 2))}
+    drafter.steps(1)
+    assert drafter.say(more=True) == []
+    assert tails(drafter.say()) == {1: (0, script(PROMPT, [], 3))}, "no more is drafted: all goes"
+
+
+def test_who_had_nothing_does_not_wait_for_others() -> None:
+    drafter = opened(1, 2)
+    drafter.steps(1)
+    drafter.say()
+    drafter.hear(commit(0, 999, request=2))
+    drafter.steps(1)
+    assert set(tails(drafter.say(more=True))) == {2}
+    drafter.steps(1)
+    assert drafter.say(more=True) == [], "both have some now"
+    drafter.hear(beat((1, 4, 0), (2, 4, 1)))
+    assert [type(record) for record in drafter.say(more=True)] == [Pulse], "a sign of life is not held back"

@@ -23,7 +23,9 @@ class Ticking:
 
     version = 0
 
-    def __init__(self) -> None:
+    def __init__(self, step_s: float = STEP_S, hearing_s: float = HEARING_S) -> None:
+        self.step_s, self.hearing_s = step_s, hearing_s
+        self.num_sent = 0
         self.drops = Drops("hub")
         self.now_s = 0.0
         self.tails = Tails(1, engine="engine", num_drafters=1, window=WINDOW)
@@ -33,17 +35,18 @@ class Ticking:
         return self.now_s
 
     def extend(self, lanes: Sequence[Lane]) -> list[list[int]]:
-        self.now_s += STEP_S * len(lanes)
+        self.now_s += self.step_s * len(lanes)
         return [[7] for _ in lanes]
 
     def forget(self, key: object) -> None:
         pass
 
     def receive(self) -> list[tuple[int, bytes]]:
-        self.now_s += HEARING_S
+        self.now_s += self.hearing_s
         return [(1, frame) for frame in self.tails.outgoing(0, self.now_s)]
 
     def send(self, session: int, frame: bytes) -> bool:
+        self.num_sent += 1
         self.tails.receive([(0, frame)], self.now_s)
         return True
 
@@ -86,6 +89,19 @@ def test_idleness_is_no_part_of_a_turn() -> None:
     for _ in range(3):
         loop.turn()
     assert max(seconds for _, _, seconds in loop.work(trace=False).turns) < 1.0
+
+
+def test_fast_turns_are_told_together_and_an_idle_drafter_holds_nothing_back() -> None:
+    world = Ticking(step_s=1e-5, hearing_s=1e-6)
+    loop = loop_of(world)
+    loop.turn()
+    world.open(1)
+    sent = world.num_sent
+    loop.turn()
+    while loop.busy:
+        loop.turn()
+    assert world.tails.drafts(["r0"], [2 * WINDOW]) == [[7] * 2 * WINDOW]
+    assert world.num_sent - sent == 2, "the first token, then all"
 
 
 def test_rollbacks_are_events_of_the_trace() -> None:
