@@ -32,7 +32,7 @@ from specactor.data.tiny_model import make_tiny_model
 from specactor.rollout.decoupled.access import DrafterAccess
 from specactor.rollout.decoupled.host import DrafterProcess
 from specactor.rollout.decoupled.spec import DrafterSpec
-from specactor.rollout.decoupled.transport import local_endpoint
+from specactor.rollout.decoupled.transport import Address, local_endpoint
 from specactor.rollout.sglang.engine import Engine, EngineSpec
 from specactor.types import RolloutRequest, SamplingParams
 
@@ -88,7 +88,7 @@ def players(folder: Path, batch: int) -> Iterator[tuple[Engine, DrafterProcess]]
                 extra_args={"disable_radix_cache": True},
             ),
             speculation=WAYS["auto"],
-            drafters=DrafterAccess(endpoints=(drafter.spec.endpoint,)),
+            drafters=DrafterAccess(drafters=(Address(endpoint=drafter.spec.endpoint),)),
             context_length=CONTEXT,
             log_file=str(folder / "engine.log"),
         )

@@ -25,7 +25,7 @@ from specactor.data.tokenizer import load_tokenizer
 from specactor.rollout.decoupled.access import DrafterAccess
 from specactor.rollout.decoupled.host import DrafterProcess
 from specactor.rollout.decoupled.spec import DrafterSpec
-from specactor.rollout.decoupled.transport import local_endpoint
+from specactor.rollout.decoupled.transport import Address, local_endpoint
 from specactor.rollout.draft.counts import Counts, Figures
 from specactor.rollout.sglang.engine import Engine, EngineSpec
 from specactor.rollout.sglang.speculation_calls import CONFIGURE, FIGURES, REPORT, ROUNDS, Rounds
@@ -137,7 +137,7 @@ def speculation(mode: str, drafter: str = "suffix", window: int | None = None) -
         drafters=drafters.get(mode, (drafter,)),
         window=window,
         max_window=MAX_WINDOW,
-        branches=mode == "pre-drafting",
+        branches="on" if mode == "pre-drafting" else "off",
         draft_model="there",
     )
 
@@ -161,7 +161,7 @@ def bench(models: Models, batches: Sequence[int], folder: Path) -> Iterator[Benc
                 speculation=replace(speculation("coupled", "model"), mode="auto", draft_model=str(models.draft)),
                 context_length=CONTEXT,
                 log_file=str(folder / f"engine-{index}.log"),
-                drafters=DrafterAccess(endpoints=(endpoints[index],), engine=f"engine-{index}"),
+                drafters=DrafterAccess(drafters=(Address(endpoint=endpoints[index]),), engine=f"engine-{index}"),
             )
             engines.append(Engine.start(spec, **{SCRIPT: script}))
         for index, engine in enumerate(engines):
@@ -215,7 +215,7 @@ def drafters(bench: Bench, way: Way) -> Iterator[list[DrafterProcess]]:
                 context_length=CONTEXT,
                 kv_tokens=max(bench.requests) * (CONTEXT + 128),
                 max_requests=max(bench.requests),
-                branches=index == 1,
+                branches="on" if index == 1 else "off",
                 continuer=continuer,
                 log_file=str(bench.folder / f"drafter-{index}.log"),
             )

@@ -6,13 +6,15 @@ handed out; choosing windows, in the engine; hearing a drafter process, there to
 process, its loop included.
 
 Invariants: nothing here is taken from the cells; all seconds are at one pace of the machine, since each kind of work is
-timed between plain steps, and counted in these.
+timed between plain steps, and counted in these; no single decoding decides what a round costs, since a machine that is
+slow for a part of one, and not for the plain steps around it, makes it cost twice as much.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from itertools import chain, product
 from statistics import median
 
 import msgspec
@@ -23,18 +25,21 @@ from benchmarks.dialled import Script
 from specactor.rollout.decoupled.host import DrafterProcess
 from specactor.rollout.planning.costs import CostTable, Grid, Point
 from specactor.rollout.planning.plans import RolloutPlan
-from specactor.rollout.planning.process_costs import beside, by_requests, column, with_drafts
+from specactor.rollout.planning.process_costs import beside, by_requests, column, with_drafts, without_waits
 from specactor.rollout.planning.rounds import AHEAD, Pace
 from specactor.rollout.sglang.engine import Engine
+from specactor.rollout.sglang.speculation_calls import Rounds
 from specactor.types import RolloutRequest
 
-WINDOWS = (1, 2, 3, 4, 6, 8)
+WINDOWS = (1, 2, 4, 8)
 """In mode coupled."""
 DRAFTED = (1, 2, 4, 8)
 """By the trained model in the engine, per round."""
 DIAL = 0.8
 SHARE = 0.2
 """Of a plain step, what a step of the dialled drafter process takes."""
+PASSES = 5
+"""Times that all work is timed, one after the other: medians count."""
 PACES = 4
 """Times that plain steps are timed at first."""
 MESSAGE_S = 1e-4
@@ -53,7 +58,8 @@ class Profile:
     choosing_s: Grid
     """Of a coupled round, beside verifying and drafting: choosing windows, and what a median leaves out."""
     ahead_s: Grid
-    """The same of a decoupled round, which hears a drafter process, with that process on the other core."""
+    """The same of a decoupled round, which hears a drafter process, with that process on the other core; without waits
+    for drafts."""
     loop_s: Grid
     """Of a drafter process per token, beside drafting it."""
     trained_s: Grid
@@ -171,18 +177,19 @@ def profile(bench: Bench, trained: Way, note: Callable[[str], None]) -> Profile:
     note("profiled: decoupled")
     own: list[Point] = []
     with drafters(bench, trained) as processes:
-        for size, some in work.items():
+        for size, some in PASSES * [*work.items()]:
             pace.begin(size)
             bench.configure(speculation("decoupled"), bench.engines[:1])
             bench.decode(some, bench.engines[:1])
             own += _at(pace.share(size), _turns(processes))
     bench.expected.clear()
     plain = [(size, size, seconds) for size, seconds in pace.plain_s.items()]
-    table = CostTable.fit(here.verifies + elsewhere.verifies, plain=plain, drafters={"model": drafts})
+    verifies = [point for timed in (*here, *elsewhere) for point in timed.verifies]
+    table = CostTable.fit(verifies, plain=plain, drafters={"model": drafts})
     return Profile(
         table=table,
-        choosing_s=beside(table, here.drafts, with_drafts(here.chosen)),
-        ahead_s=beside(table, elsewhere.drafts, with_drafts(elsewhere.chosen)),
+        choosing_s=median_beside(here, table),
+        ahead_s=median_beside(elsewhere, table),
         loop_s=by_requests(loop),
         trained_s=by_requests(own),
     )
@@ -190,14 +197,20 @@ def profile(bench: Bench, trained: Way, note: Callable[[str], None]) -> Profile:
 
 @dataclass(frozen=True, kw_only=True)
 class _Timed:
-    """Of a mode."""
+    """Of a mode, in one pass."""
 
-    verifies: list[Point]
+    verifies: list[Point] = field(default_factory=list)
     """With windows that were given."""
-    chosen: list[Point]
+    chosen: list[Point] = field(default_factory=list)
     """Verifies with windows that were chosen, as in the cells."""
-    drafts: list[Point]
-    """What came before those: choosing, hearing, and drafts that took no time."""
+    drafts: list[Point] = field(default_factory=list)
+    """What came before those: choosing, hearing without waits, and drafts that took no time."""
+
+
+def median_beside(passes: Sequence[_Timed], table: CostTable) -> Grid:
+    """The median of all passes."""
+    found = [beside(table, timed.drafts, with_drafts(timed.chosen)) for timed in passes]
+    return column({n: median(grid.at(n, 1.0) for grid in found) for n in found[0].requests})
 
 
 def _works(bench: Bench) -> Mapping[int, list[RolloutRequest]]:
@@ -221,44 +234,41 @@ def _dial(bench: Bench, step_s: list[float]) -> str:
     return str(path)
 
 
-def _coupled(bench: Bench, pace: _Pace, note: Callable[[str], None]) -> tuple[_Timed, list[Point]]:
-    """(rounds with drafts that take no time, the trained model's drafting)."""
-    timed = _Timed(verifies=[], chosen=[], drafts=[])
+def _coupled(bench: Bench, pace: _Pace, note: Callable[[str], None]) -> tuple[list[_Timed], list[Point]]:
+    """(rounds with drafts that take no time, in every pass, the trained model's drafting)."""
+    passes = [_Timed() for _ in range(PASSES)]
     drafts: list[Point] = []
     _dial(bench, [0.0])
-    for size in pace.plain_s:
+    for timed, size in product(passes, pace.plain_s):
+
+        def rounds(drafter: str, window: int | None, size: int = size) -> Rounds:
+            bench.configure(speculation("coupled", drafter, window), pace.engines(size))
+            for _ in range(2 if window is None else 1):
+                pace.decode(size)
+            return bench.rounds()
+
         pace.begin(size)
-        for window in WINDOWS:
-            bench.configure(speculation("coupled", IN_ENGINE, window), pace.engines(size))
-            pace.decode(size)
-            found = bench.rounds()
-            timed.verifies.extend(_at(pace.share(size), _points(found.verifies, size)))
-        bench.configure(speculation("coupled", IN_ENGINE), pace.engines(size))
-        pace.decode(size)
-        pace.decode(size)
-        found = bench.rounds()
-        share = pace.share(size)
+        given = [rounds(IN_ENGINE, window).verifies for window in WINDOWS]
+        timed.verifies.extend(_at(pace.share(size), _points(chain(*given), size)))
+        found, share = rounds(IN_ENGINE, None), pace.share(size)
         timed.chosen.extend(_at(share, _points(found.verifies, size)))
         timed.drafts.extend(_at(share, _points(found.drafts.get("dialled", ()), size)))
-        for window in DRAFTED:
-            bench.configure(speculation("coupled", "model", window), pace.engines(size))
-            pace.decode(size)
-            found = bench.rounds()
-            drafts += _at(pace.share(size), _points(found.drafts.get("model", ()), size))
+        modelled = [rounds("model", window).drafts.get("model", ()) for window in DRAFTED]
+        drafts += _at(pace.share(size), _points(chain(*modelled), size))
         note(f"profiled: {size} requests")
-    return timed, drafts
+    return passes, drafts
 
 
-def _decoupled(bench: Bench, pace: _Pace) -> tuple[_Timed, list[Point]]:
-    """(rounds, turns of the drafter process beside drafting)."""
-    timed = _Timed(verifies=[], chosen=[], drafts=[])
+def _decoupled(bench: Bench, pace: _Pace) -> tuple[list[_Timed], list[Point]]:
+    """(rounds in every pass, turns of the drafter process beside drafting)."""
+    passes = [_Timed() for _ in range(PASSES)]
     plain, engine = column(pace.plain_s), bench.engines[:1]
     step_s = [SHARE * plain.at(n, 1.0) for n in range(1, max(pace.plain_s) + 1)]
     script = _dial(bench, step_s)
     way = Way(name="profile", in_engine=IN_ENGINE, continuer=ELSEWHERE, model_dir=script)
     loop: list[Point] = []
     with drafters(bench, way) as processes:
-        for size, some in _works(bench).items():
+        for timed, (size, some) in product(passes, _works(bench).items()):
             pace.begin(size)
             for window in (1, None):
                 bench.configure(speculation("decoupled", window=window), engine)
@@ -267,10 +277,11 @@ def _decoupled(bench: Bench, pace: _Pace) -> tuple[_Timed, list[Point]]:
                 found, share = bench.rounds(), pace.share(size)
                 timed.verifies.extend(_at(share, _points(found.verifies, size)))
             timed.chosen.extend(_at(share, _points(found.verifies, size)))
-            timed.drafts.extend(_at(share, _points(found.drafts.get("decoupled", ()), size)))
+            drafts = without_waits(found.drafts.get("decoupled", ()), bench.figures("decoupled").get("waited_s", 0.0))
+            timed.drafts.extend(_at(share, _points(drafts, size)))
             over = [(n, total, seconds - step_s[int(n) - 1]) for n, total, seconds in _turns(processes)]
             loop += _at(share, [turn for turn in over if turn[2] > 0])
-    return timed, loop
+    return passes, loop
 
 
 def _at(share: float, points: Iterable[Point]) -> list[Point]:

@@ -22,10 +22,13 @@ class Guessing(Elsewhere):
 
     def __init__(self, spec: DrafterSpec) -> None:
         super().__init__(spec)
+        self.guessing = True
         self._second: list[list[int]] = []
 
     def extend(self, lanes: Sequence[Lane]) -> list[list[int]]:
         drafts = super().extend(lanes)
+        if not self.guessing:
+            return drafts
         self._second = [
             [second(self._script, lane.seed, len(lane.tokens), draft)]
             for lane, [draft] in zip(lanes, drafts, strict=True)

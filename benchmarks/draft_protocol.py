@@ -21,7 +21,7 @@ from benchmarks.results import Result, publish, spread
 from specactor.rollout.decoupled.continuer import Lane
 from specactor.rollout.decoupled.decoupled import Decoupled, connect
 from specactor.rollout.decoupled.process import Ready, serve
-from specactor.rollout.decoupled.transport import DrafterKeys, local_endpoint, make_keys
+from specactor.rollout.decoupled.transport import Address, DrafterKeys, local_endpoint, make_keys
 from specactor.rollout.draft.drafter import DraftSequence
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -68,7 +68,7 @@ def measure(requests: int, endpoint: str, *, curve: bool = False, rounds: int = 
     try:
         assert process.stdout is not None
         ready = msgspec.json.decode(process.stdout.readline(), type=Ready)
-        drafter = connect([ready.endpoint], engine="engine", window=WINDOW, keys=engine_keys)
+        drafter = connect([Address(endpoint=ready.endpoint, keys=engine_keys)], engine="engine", window=WINDOW)
         try:
             return _rounds(drafter, requests, rounds)
         finally:

@@ -69,11 +69,12 @@ def main() -> int:
     rank, local_rank, world = (int(os.environ[name]) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"))
     from specactor.parallel.failure import failure_guard, launcher_store
 
-    store = launcher_store(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
+    head = os.environ["MASTER_ADDR"]
+    store = launcher_store(head, int(os.environ["MASTER_PORT"]))
     with failure_guard(rank, store) as failures:
         from specactor.job import run
 
-        run(config, rank=rank, local_rank=local_rank, world=world, failures=failures)
+        run(config, rank=rank, local_rank=local_rank, world=world, head=head, failures=failures)
     return 0
 
 

@@ -17,10 +17,10 @@ from specactor.config import Config
 from specactor.data.dataset import Dataset, build_dataset
 from specactor.data.tokenizer import VOCAB_SIZE, load_tokenizer
 from specactor.metrics import Tracker, read_metrics, rss_bytes
-from specactor.parallel import groups
+from specactor.parallel import addresses, groups
 from specactor.parallel.collective import Collective
 from specactor.parallel.devices import gpus, numbers
-from specactor.parallel.failure import Failures, Member
+from specactor.parallel.failure import Failures, Member, View
 from specactor.parallel.layout import (
     Layout,
     ModelShape,
@@ -34,8 +34,19 @@ from specactor.progress import Progress, summary_rows
 from specactor.recipes import to_json
 from specactor.rollout import cost_file
 from specactor.rollout.decoupled.access import DrafterAccess
+from specactor.rollout.decoupled.ports import Ports
+from specactor.rollout.decoupled.transport import local_endpoint
 from specactor.rollout.drafter_pool import DrafterPool
-from specactor.rollout.drafter_specs import Host, Offer, access, check_in_engines, host_of, make_specs, offer
+from specactor.rollout.drafter_specs import (
+    Host,
+    Offer,
+    access,
+    check_in_engines,
+    drafting_hosts,
+    host_of,
+    make_specs,
+    offer,
+)
 from specactor.rollout.layout_plan import layout_planner
 from specactor.rollout.pool import EnginePool
 from specactor.rollout.sglang.engine import EngineSpec
@@ -50,10 +61,11 @@ from specactor.types import ScoredGroup
 from specactor.weights_sync.sender import WeightSender, WeightSource
 
 
-def run(config: Config, *, rank: int, local_rank: int, world: int, failures: Failures) -> None:
+def run(config: Config, *, rank: int, local_rank: int, world: int, head: str, failures: Failures) -> None:
     """Train the policy of `config`. Called on every rank; raises SpecActorError on every rank when one fails.
 
-    `local_rank` numbers the ranks of a host, and its devices; `failures` is told who takes part.
+    `local_rank` numbers the ranks of a host, and its devices; `head` is the host of rank 0, as the others know it;
+    `failures` is told who takes part.
     """
     policy = model_shape(config)
     layout = check(config, world, policy)
@@ -75,7 +87,7 @@ def run(config: Config, *, rank: int, local_rank: int, world: int, failures: Fai
                 on_phase=note_phase,
             )
         )
-        actor = _build(config, layout, folder, collective, members, progress, stack)
+        actor = _build(config, layout, folder, collective, members, head, progress, stack)
         if resume is not None:
             actor.restore(checkpoint.load(actor.trainer, resume))
             if actor.distillation is not None:
@@ -118,6 +130,7 @@ def _build(
     folder: RunFolder,
     collective: Collective,
     members: Sequence[Member],
+    head: str,
     progress: Progress,
     stack: ExitStack,
 ) -> SpecActor:
@@ -126,7 +139,7 @@ def _build(
         start = initial_model(config, collective)
         tokenizer = load_tokenizer(start)
         train_data, eval_data = collective.together("data", lambda: _problems(config, tokenizer))
-    drafters, access_of = _drafters(config, folder, collective, members, progress, stack)
+    drafters, access_of = _drafters(config, folder, collective, members, head, progress, stack)
     engines = _own_engines(config, start, folder, collective.rank, members, access_of)
     tail = tail_policy(config.rollout.tail, max_window=config.rollout.speculation.max_window)
     table = config.rollout.speculation.cost_table
@@ -149,7 +162,7 @@ def _build(
         pool=pool,
         drafters=drafters,
         sender=sender,
-        weights=_weights(trainer, pool, collective),
+        weights=_weights(trainer, pool, members),
         collective=collective,
         tokenizer=tokenizer,
         train_data=train_data,
@@ -204,10 +217,9 @@ def _problems(config: Config, tokenizer: PreTrainedTokenizerBase) -> tuple[Datas
     return train.without(Dataset(held_out[: config.eval.problems])) if config.eval.problems else train, held_out
 
 
-def _weights(trainer: PolicyTrainer, pool: EnginePool, collective: Collective) -> WeightSource:
+def _weights(trainer: PolicyTrainer, pool: EnginePool, members: Sequence[Member]) -> WeightSource:
     """Ranks of one machine share their buckets; over several machines each owner of engines gathers the model."""
-    machine = Path("/proc/sys/kernel/random/boot_id").read_text()
-    if len(set(collective.gather(machine, str))) == 1:
+    if len({member.machine for member in members}) == 1:
         return RankShards(trainer.policy)
     return GatheredWeights(trainer.policy, owns_engines=bool(pool.engines))
 
@@ -217,43 +229,67 @@ def _drafters(
     folder: RunFolder,
     collective: Collective,
     members: Sequence[Member],
+    head: str,
     progress: Progress,
     stack: ExitStack,
 ) -> tuple[DrafterPool, Callable[[int], DrafterAccess]]:
     """The drafters that this rank starts: those of its host, if it is the host's first rank. And how an engine that
-    this rank starts reaches the drafters of its host."""
+    this rank starts reaches those that draft for it."""
+    p = config.parallel
     views = [host_of(config, member.view) for member in members]
     own_host = views[collective.rank]
     here = [rank for rank, view in enumerate(views) if view == own_host]
-    owners = [engine_owner(i, engine_tensor=config.parallel.engine_tensor) for i in range(config.parallel.engines)]
+    drafting = drafting_hosts(config, views)
+    serve_all = p.drafters_serve == "job"
+    owners = [engine_owner(i, engine_tensor=p.engine_tensor) for i in range(p.engines)]
     devices = numbers()
     host = Host(
         ranks=len(here),
-        engines=sum(owner in here for owner in owners),
+        engines=sum(serve_all or owner in here for owner in owners),
         devices=devices,
         has_gpus=bool(gpus()),
+        first_drafter=p.drafters * drafting.index(own_host) if own_host in drafting else 0,
         own_engines=tuple(
             (index, devices[first % len(devices)])
             for index, (owner, first) in enumerate(_places(config, members))
             if owner == collective.rank
         ),
     )
-    is_first = collective.rank == here[0]
-    if is_first and config.rollout.tail.drafters and (host.engines < 2 or not host.lendable):
+    starts = collective.rank == here[0] and own_host in drafting
+    if starts and config.rollout.tail.drafters and (host.engines < 2 or not host.lendable):
         progress.note(
             f"rollout.tail.drafters: this host has {host.engines} engines, {len(host.lendable)} of them with "
             "a device that no other has; nothing will be lent there. Give a host two engines, each its own device."
         )
     max_position = model_shape(config).max_position
+    endpoint = _endpoints(config, views, collective, head, starts, stack)
     specs = collective.together(
         "drafters",
-        lambda: make_specs(config, host, max_position=max_position, log_dir=folder.engines) if is_first else [],
+        lambda: (
+            make_specs(config, host, max_position=max_position, log_dir=folder.engines, endpoint=endpoint)
+            if starts
+            else []
+        ),
     )
     own, told = offer(specs, own_host)
     pool = stack.enter_context(DrafterPool(own, on_gpus=host.has_gpus))
     offers = collective.gather(told, Offer)
-    may_be_none = config.rollout.tail.drafters
-    return pool, lambda engine: access(offers, host=own_host, engine=engine, may_be_none=may_be_none)
+    return pool, lambda engine: access(config, offers, host=own_host, engine=engine)
+
+
+def _endpoints(
+    config: Config, views: Sequence[View], collective: Collective, head: str, starts: bool, stack: ExitStack
+) -> Callable[[], str]:
+    """Where the drafters of this rank listen, if it starts any: where other hosts reach them, if those shall."""
+    if config.parallel.drafters_serve == "host" or len(set(views)) == 1:
+        return local_endpoint
+    seen = collective.gather(addresses.towards(head), str)
+    there = [address for view, address in zip(views, seen, strict=True) if address and view != views[collective.rank]]
+    network, peers = config.parallel.drafter_network, [head, *there]
+    address = collective.together(
+        "drafter address", lambda: addresses.own_address(network, peers=peers) if starts else ""
+    )
+    return stack.enter_context(Ports(address)).take
 
 
 def _own_engines(

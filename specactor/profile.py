@@ -29,6 +29,7 @@ from specactor.rollout import cost_file
 from specactor.rollout.decoupled.access import DrafterAccess
 from specactor.rollout.decoupled.host import DrafterProcess
 from specactor.rollout.decoupled.spec import DrafterSpec
+from specactor.rollout.decoupled.transport import Address
 from specactor.rollout.draft.named import make_drafters
 from specactor.rollout.drafter_specs import Host, make_specs
 from specactor.rollout.planning.cells import Check, cells, checks, cost_table
@@ -120,7 +121,14 @@ def _drafter_spec(config: Config, context: int, folder: Path) -> DrafterSpec | N
     alone = replace(
         config,
         rollout=replace(rollout, speculation=replace(rollout.speculation, mode="auto"), tail=TailConfig()),
-        parallel=replace(config.parallel, drafters=1, drafter_devices=config.parallel.drafter_devices[:1]),
+        parallel=replace(
+            config.parallel,
+            drafters=1,
+            drafter_devices=config.parallel.drafter_devices[:1],
+            drafter_hosts=(),
+            drafters_serve="host",
+            drafter_network="",
+        ),
     )
     host = Host(ranks=config.parallel.engine_tensor, engines=1, devices=numbers(), has_gpus=bool(gpus()))
     [spec] = make_specs(alone, host, max_position=context, log_dir=folder)
@@ -138,7 +146,7 @@ def _spec(config: Config, model_dir: Path, context: int, folder: Path, drafter: 
         devices=tuple(range(ranks)),
         config=config.rollout.engine,
         speculation=_profiled(config.rollout.speculation),
-        drafters=DrafterAccess(endpoints=(drafter.endpoint,) if drafter else ()),
+        drafters=DrafterAccess(drafters=(Address(endpoint=drafter.endpoint),) if drafter else ()),
         context_length=context,
         log_file=str(folder / "engine.log"),
         random_seed=config.seed,

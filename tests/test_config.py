@@ -126,6 +126,32 @@ WRONG: list[tuple[str, str]] = [
         "parallel.drafters: got 1, expected 0 with rollout.tail.drafters. Drafters have devices of their own, or those "
         "of engines that have run dry: use one of the two.",
     ),
+    (
+        "--rollout.tail.drafters True --parallel.engines 2 --rollout.speculation.mode decoupled "
+        "--rollout.speculation.draft-model x --parallel.drafters-serve job",
+        "parallel.drafters_serve: got 'job', expected its default with rollout.tail.drafters. Leave it out: a lent "
+        "drafter drafts for the engines that its own rank drives.",
+    ),
+    (
+        "--parallel.drafter-hosts 1",
+        "parallel.drafter_hosts: got (1,), expected its default with parallel.drafters 0. Leave it out, or set "
+        "parallel.drafters.",
+    ),
+    (
+        "--parallel.drafter-hosts 1 1",
+        "parallel.drafter_hosts: got (1, 1), expected numbers of hosts from 0 on, every one once. Leave it out to give "
+        "drafters to all hosts.",
+    ),
+    (
+        "--parallel.drafter-network 10.0.0.0/8",
+        "parallel.drafter_network: got '10.0.0.0/8', expected a network such as 10.1.0.0/16, with "
+        "parallel.drafters_serve job. Leave it out to have it found.",
+    ),
+    (
+        "--parallel.drafters-serve job --parallel.drafter-network eth0",
+        "parallel.drafter_network: got 'eth0', expected a network such as 10.1.0.0/16, with "
+        "parallel.drafters_serve job. Leave it out to have it found.",
+    ),
     ("--parallel.drafters -1", "parallel.drafters: got -1, expected >= 0. Use 0 for none."),
     (
         "--parallel.drafters 2 --parallel.drafter-devices 1",

@@ -146,6 +146,19 @@ class Config:
             "0 with rollout.tail.drafters",
             "Drafters have devices of their own, or those of engines that have run dry: use one of the two.",
         )
+        for name, is_default in (
+            ("drafters_serve", self.parallel.drafters_serve == "host"),
+            ("drafter_hosts", not self.parallel.drafter_hosts),
+        ):
+            require(
+                is_default or self.parallel.drafters > 0,
+                f"parallel.{name}",
+                getattr(self.parallel, name),
+                f"its default with {'rollout.tail.drafters' if freed else 'parallel.drafters 0'}",
+                "Leave it out: a lent drafter drafts for the engines that its own rank drives."
+                if freed
+                else "Leave it out, or set parallel.drafters.",
+            )
         require(
             freed or decoupled == (self.parallel.drafters > 0),
             "parallel.drafters",

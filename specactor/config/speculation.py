@@ -44,14 +44,14 @@ class SpeculationConfig:
     """Folder of a dense model in Hugging Face format with the policy's tokenizer, for the drafters ``model`` and
     ``decoupled``."""
     drafter_kv_tokens: int | None = None
-    """Size of a drafter process's KV cache in tokens; None: without GPUs room for all requests that its host's engines
-    run at once, else SGLang decides from rollout.engine.memory_fraction."""
+    """Size of a drafter process's KV cache in tokens; None: without GPUs room for all requests that the engines
+    which it serves run at once, else SGLang decides from rollout.engine.memory_fraction."""
     sharpen: Literal["fitted", "shared", "greedy"] = "fitted"
     """How a draft model samples. shared: with the policy's own noise; greedy: its likeliest token; fitted: with
     that noise, its log-probabilities times a factor that is fitted to what was accepted before."""
-    branches: bool = False
-    """Drafter processes with nothing else to do draft on from the second choices of what they drafted, for the case
-    that those are right."""
+    branches: Literal["off", "on", "auto"] = "off"
+    """Whether drafter processes with nothing else to do draft on from the second choices of what they drafted, for the
+    case that those are right; auto: each decides while it runs, by what the planner predicts."""
     cost_table: str = ""
     """File that ``specactor profile`` wrote; empty: costs are measured while the engine runs. With
     rollout.tail.drafters it also decides which engines leave their devices to drafters."""

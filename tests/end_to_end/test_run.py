@@ -54,7 +54,7 @@ def test_speculation_changes_neither_tokens_nor_rewards_nor_losses(
     speculation = ("--rollout.speculation.mode", "decoupled", "--rollout.speculation.draft-model", draft_model)
     drafters = ("--rollout.speculation.drafters", "decoupled", "suffix", "--rollout.speculation.merge", "True")
     window = ("--rollout.speculation.window", "4")  # fixed: whether `auto` drafts depends on the machine's speed
-    seen = ("--tracking.trace", "2", "--rollout.speculation.branches", "True", "--parallel.drafters", "1")
+    seen = ("--tracking.trace", "2", "--rollout.speculation.branches", "on", "--parallel.drafters", "1")
     learning = ("--distillation.refresh", "every_step", "--distillation.max-time-share", "1.0")
     learning += ("--distillation.max-updates", "2", "--distillation.keep-rollouts", "True")
     drafted = launcher.run("speculating", *speculation, *drafters, *window, *seen, *learning)

@@ -14,7 +14,18 @@ from specactor.parallel.failure import Member, View
 from specactor.parallel.layout import ModelShape, place_engine
 from specactor.recipes import load
 from specactor.rollout.decoupled.access import DrafterAccess
-from specactor.rollout.drafter_specs import Host, Offer, access, check_in_engines, host_of, make_specs, offer, place
+from specactor.rollout.decoupled.transport import Address
+from specactor.rollout.drafter_specs import (
+    Host,
+    Offer,
+    access,
+    check_in_engines,
+    drafting_hosts,
+    host_of,
+    make_specs,
+    offer,
+    place,
+)
 
 HOST = Host(ranks=2, engines=2, devices=(0, 1, 2, 3), has_gpus=False)
 
@@ -46,7 +57,8 @@ def test_devices_are_those_asked_for_or_those_after_the_ranks(
 def test_devices_that_the_host_does_not_have_are_refused(tmp_path: Path, has_gpus: bool, kind: str) -> None:
     made = config(tmp_path, drafters=2, devices=(1, 99))
     message = (
-        rf"^parallel.drafter_devices: got 99, expected {kind} of every host: here \(0, 1, 2, 3\). Choose among them"
+        rf"^parallel.drafter_devices: got 99, expected {kind} of every host that gets drafters: here \(0, 1, 2, 3\). "
+        "Choose among them"
     )
     with pytest.raises(ConfigError, match=message):
         make_specs(made, replace(HOST, has_gpus=has_gpus), max_position=30, log_dir=tmp_path)
@@ -90,24 +102,28 @@ def test_drafters_that_sleep_on_devices_of_engines(tmp_path: Path) -> None:
 
 
 def test_engines_reach_the_drafters_of_their_host_alone(tmp_path: Path) -> None:
-    specs = make_specs(config(tmp_path), HOST, max_position=30, log_dir=tmp_path)
+    made = config(tmp_path)
+    specs = make_specs(made, HOST, max_position=30, log_dir=tmp_path)
     own, told = offer(specs, View("here"))
     there = offer(specs, View("there"))[1]
     nobody = offer([], View("here"))[1]
     assert nobody == Offer(host=View("here"))
-    got = access([nobody, there, told], host=View("here"), engine=4)
-    assert got.endpoints == tuple(spec.endpoint for spec in specs)
-    assert len(set(got.endpoints)) == 3
+    got = access(made, [nobody, there, told], host=View("here"), engine=4)
+    assert told.keys is not None
+    assert got.drafters == tuple(Address(endpoint=spec.endpoint, keys=told.keys) for spec in specs)
+    assert len({address.endpoint for address in got.drafters}) == 3
+    assert all(address.endpoint.startswith("ipc://@") for address in got.drafters), "no other host reaches them"
     assert got.engine == "engine-4"
-    assert got.keys is not None
-    assert all(spec.keys is not None and spec.keys.engine_public == got.keys.public for spec in own)
+    assert all(spec.keys is not None and spec.keys.engine_public == told.keys.public for spec in own)
     secret = own[0].keys.secret if own[0].keys else ""
     assert secret.encode() not in msgspec.json.encode([told, there])
     assert secret not in repr(own)
-    assert access([nobody, told], host=View("elsewhere"), engine=0) == DrafterAccess(engine="engine-0")
-    none = access([nobody], host=View("here"), engine=0, may_be_none=True)
-    assert none.may_be_none, "the engine starts all the same"
-    assert not none.endpoints
+    assert access(made, [nobody, told], host=View("elsewhere"), engine=0) == DrafterAccess(engine="engine-0")
+    lending = replace(
+        made, parallel=ParallelConfig(engines=2), rollout=replace(made.rollout, tail=TailConfig(drafters=True))
+    )
+    none = access(lending, [nobody], host=View("here"), engine=0)
+    assert none == DrafterAccess(engine="engine-0", may_be_none=True), "the engine starts all the same"
     assert msgspec.json.decode(msgspec.json.encode(told), type=Offer) == told
 
 
@@ -132,9 +148,81 @@ def test_two_launchers_on_a_machine_that_see_other_devices(tmp_path: Path) -> No
     assert len({spec.log_file for spec in specs}) == 4
     endpoints = [spec.endpoint for spec in specs]
     for engine, (owner, _) in enumerate(places):
-        got = access(offers, host=host_of(lent, views[owner]), engine=engine)
-        assert list(got.endpoints) == (endpoints[:2] if engine < 2 else endpoints[2:])
+        got = access(lent, offers, host=host_of(lent, views[owner]), engine=engine)
+        assert [address.endpoint for address in got.drafters] == (endpoints[:2] if engine < 2 else endpoints[2:])
+    assert drafting_hosts(lent, views) == [views[0], views[4]]
     assert host_of(base, views[0]) == host_of(base, views[7]) == View("m"), "drafters with devices of their own"
+
+
+def spread(folder: Path, **parallel: object) -> Config:
+    """Two drafters on each host that gets any, two engines of two ranks each."""
+    base = config(folder)
+    return replace(base, parallel=ParallelConfig(drafters=2, engines=2, engine_tensor=2, **parallel))  # type: ignore[arg-type]
+
+
+A, B, C = View("a"), View("b"), View("c")
+RANKS = [A, A, B, B, C, C]
+"""Engines are on the first two."""
+
+
+@pytest.mark.parametrize(
+    ("serve", "hosts", "chosen"),
+    [
+        ("host", (), [A, B]),
+        ("host", (1, 0), [B, A]),
+        ("host", (0, 1, 2), [A, B]),
+        ("job", (), [A, B, C]),
+        ("job", (2,), [C]),
+        ("job", (1, 2), [B, C]),
+    ],
+)
+def test_hosts_that_get_drafters(tmp_path: Path, serve: str, hosts: tuple[int, ...], chosen: list[View]) -> None:
+    assert drafting_hosts(spread(tmp_path, drafters_serve=serve, drafter_hosts=hosts), RANKS) == chosen
+
+
+def test_hosts_that_cannot_be_chosen(tmp_path: Path) -> None:
+    message = r"^parallel.drafter_hosts: got 3, expected 0..2: the job has 3 hosts. Give numbers in the order of ranks"
+    with pytest.raises(ConfigError, match=message):
+        drafting_hosts(spread(tmp_path, drafters_serve="job", drafter_hosts=(0, 3)), RANKS)
+    message = (
+        r"^parallel.drafter_hosts: got \(1, 2\), expected also \[0\], whose engines have no other drafters with "
+        r"parallel.drafters_serve host. Name them, or use --parallel.drafters-serve job."
+    )
+    with pytest.raises(ConfigError, match=message):
+        drafting_hosts(spread(tmp_path, drafter_hosts=(1, 2)), RANKS)
+
+
+def test_engines_reach_the_drafters_of_all_hosts_with_the_keys_of_each(tmp_path: Path) -> None:
+    made = spread(tmp_path, drafters_serve="job", drafter_hosts=(1, 2))
+    specs, offers = [], []
+    for rank, view in enumerate(RANKS):
+        drafting = drafting_hosts(made, RANKS)
+        host = replace(HOST, engines=2, first_drafter=2 * drafting.index(view) if view in drafting else 0)
+        ports = iter(f"tcp://10.0.0.{rank}:{number}" for number in (4001, 4002))
+        starts = view in drafting and RANKS.index(view) == rank
+        found = make_specs(made, host, max_position=30, log_dir=tmp_path, endpoint=ports.__next__) if starts else []
+        own, told = offer(found, view)
+        specs += own
+        offers.append(told)
+    assert [spec.index for spec in specs] == [0, 1, 2, 3]
+    assert len({spec.log_file for spec in specs}) == 4, "hosts share the run's folder"
+    assert {spec.max_requests for spec in specs} == {20}, "each has room for those of all engines"
+    there = ["tcp://10.0.0.2:4001", "tcp://10.0.0.2:4002", "tcp://10.0.0.4:4001", "tcp://10.0.0.4:4002"]
+    assert [spec.endpoint for spec in specs] == there
+    for host_of_engine, order in ((A, there), (B, there), (C, there[2:] + there[:2])):
+        got = access(made, offers, host=host_of_engine, engine=1)
+        assert [address.endpoint for address in got.drafters] == order, "those of its host first"
+        drafters = {spec.endpoint: spec.keys for spec in specs}
+        for address in got.drafters:
+            theirs = drafters[address.endpoint]
+            assert address.keys is not None
+            assert theirs is not None
+            assert (address.keys.public, address.keys.drafter_public) == (theirs.engine_public, theirs.public)
+    assert len({spec.keys.public for spec in specs if spec.keys}) == 2, "of each host"
+    told_to_all = msgspec.json.encode(offers)
+    assert not [spec for spec in specs if spec.keys and spec.keys.secret.encode() in told_to_all]
+    only_own = access(spread(tmp_path), offers, host=B, engine=1)
+    assert [address.endpoint for address in only_own.drafters] == there[:2]
 
 
 def test_a_draft_model_that_is_not_there(tmp_path: Path) -> None:

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from specactor.rollout.decoupled.transport import EngineKeys
+from specactor.rollout.decoupled.transport import Address
 
 
 @dataclass(frozen=True, kw_only=True)
 class DrafterAccess:
-    """Of one engine. Without endpoints there are no drafter processes."""
+    """Of one engine."""
 
-    endpoints: tuple[str, ...] = ()
-    """One per drafter; they need not be there yet."""
-    keys: EngineKeys | None = None
-    """None: connections are open to everybody on this host."""
+    drafters: tuple[Address, ...] = ()
+    """They need not be there yet."""
     engine: str = "engine"
     """A name that no other engine has, the same after a restart."""
     may_be_none: bool = False

@@ -25,6 +25,9 @@ NONE = -1
 class RunnerUps(Protocol):
     """A `Continuer` with second choices; without them there are no branches."""
 
+    guessing: bool
+    """Whether they are wanted from the next `extend` on; its owner sets it."""
+
     def runner_ups(self) -> list[list[int]]:
         """What the last `extend` would have answered in place of each of its tokens; NONE where it does not know."""
 
@@ -66,6 +69,10 @@ class Guesses:
         for at, token in enumerate(runner_ups, position):
             if token != NONE:
                 self._runner_ups[at] = token
+
+    def foresaw(self, position: int, token: int) -> bool | None:
+        """Whether the second choice there was this token; None where it is not known."""
+        return self._runner_ups[position] == token if position in self._runner_ups else None
 
     def next(self, committed: int) -> Guess | None:
         """The one to go on with: the first incomplete one of the window that may be in the verifier's hands."""

@@ -16,12 +16,12 @@ from dataclasses import dataclass
 
 from specactor.rollout.decoupled.patience import Patience
 from specactor.rollout.decoupled.tails import Tails
-from specactor.rollout.decoupled.transport import EngineKeys, Link, ZmqLink, new_session
+from specactor.rollout.decoupled.transport import Address, Link, ZmqLink, new_session
 from specactor.rollout.draft.drafter import Drafter, DraftSequence
 from specactor.rollout.draft.verification import common
 
-MAX_JUDGED = 32
-"""Drafts at a time that are compared with what is emitted; of more, every so-manieth."""
+MAX_JUDGED = 8
+"""Drafts at a time that are compared with what is emitted; of more, every so-manieth, others in every round."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,6 +70,7 @@ class Decoupled(Drafter):
         self._clock = clock
         self._given: dict[str, tuple[list[int], int, list[int]]] = {}
         """Per request a draft to be judged: its output, which grows, how long that was, and the draft."""
+        self._round = 0
         self._proposed = 0
         self._waited_s = 0.0
         self._wait_s = 0.0
@@ -110,12 +111,8 @@ class Decoupled(Drafter):
         self._receive(now_s)
         drafts = self.tails.drafts(names, windows)
         self._wait_s = self._wait_for(names, windows, drafts) if self.may_wait else 0.0
-        without = [name for name, draft in zip(names, drafts, strict=True) if not draft]
-        self.expects = 2 * len(without) > len(names) and 2 * self.tails.num_owed(without) > len(names)
-        every = -(-len(names) // MAX_JUDGED) or 1
-        for sequence, draft in zip(sequences[::every], drafts[::every], strict=True):
-            if draft and len(self._given) < MAX_JUDGED:
-                self._given.setdefault(sequence.request_id, (sequence.output_ids, len(sequence.output_ids), draft))
+        self.expects = self._expects(names, drafts)
+        self._judge(sequences, drafts)
         self._proposed += sum(map(len, drafts))
         return drafts
 
@@ -158,6 +155,23 @@ class Decoupled(Drafter):
             self._send(self._clock())
             self._finalizer()
 
+    def _expects(self, names: Sequence[str], drafts: Sequence[Sequence[int]]) -> bool:
+        if 2 * drafts.count([]) <= len(names):
+            return False
+        without = [name for name, draft in zip(names, drafts, strict=True) if not draft]
+        return 2 * self.tails.num_owed(without) > len(names)
+
+    def _judge(self, sequences: Sequence[DraftSequence], drafts: Sequence[list[int]]) -> None:
+        """Some of these, once it is known how much of them is right."""
+        every = -(-len(drafts) // MAX_JUDGED) or 1
+        self._round += 1
+        for i in range(self._round % every, len(drafts), every):
+            if len(self._given) == MAX_JUDGED:
+                break
+            sequence, draft = sequences[i], drafts[i]
+            if draft:
+                self._given.setdefault(sequence.request_id, (sequence.output_ids, len(sequence.output_ids), draft))
+
     def _learn(self) -> None:
         """How much of the drafts was right, of those about which the outputs say it by now: it may be many plain
         rounds since they were given."""
@@ -186,7 +200,7 @@ class Decoupled(Drafter):
 
     def _wait_for(self, names: Sequence[str], windows: Sequence[int], drafts: list[list[int]]) -> float:
         """Put drafts that come while waiting for them pays into `drafts`; seconds that it took."""
-        missing = [i for i, window in enumerate(windows) if window and not drafts[i]]
+        missing = [] if all(drafts) else [i for i, window in enumerate(windows) if window and not drafts[i]]
         if not missing or not self.tails.live:
             return 0.0
         wait_s, expected = self.patience.bound(len(names), len(missing))
@@ -209,10 +223,10 @@ class Decoupled(Drafter):
         return ended_s - began_s
 
 
-def connect(endpoints: Sequence[str], *, engine: str, window: int, keys: EngineKeys | None = None) -> Decoupled:
-    """To drafters at these endpoints, which need not be there yet.
+def connect(drafters: Sequence[Address], *, engine: str, window: int) -> Decoupled:
+    """To drafters that need not be there yet.
 
     Args: a name of the engine that no other engine has, the same after a restart; the most draft tokens of a verify.
     """
     session = new_session()
-    return Decoupled(session, ZmqLink(session, endpoints, keys=keys), engine=engine, window=window)
+    return Decoupled(session, ZmqLink(session, drafters), engine=engine, window=window)

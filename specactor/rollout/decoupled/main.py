@@ -37,6 +37,7 @@ def main() -> None:
 
 
 def _draft(owner: socket) -> None:
+    from specactor.rollout.decoupled.foresight import Foresight
     from specactor.rollout.decoupled.process import Loop, Ready, serve
     from specactor.rollout.decoupled.spec import ALIVE, RENEW, SLEEP, TRACE, WAKE, DrafterSpec, Started
 
@@ -77,6 +78,7 @@ def _draft(owner: socket) -> None:
             endpoint=spec.endpoint,
             keys=spec.keys,
             max_tokens=max_tokens,
+            foresight=Foresight() if spec.branches == "auto" else None,
             owner_fd=owner.fileno(),
             asleep=spec.engine is not None,
             on_ready=ready,
@@ -106,7 +108,7 @@ def _continuer(spec: DrafterSpec) -> tuple[Continuer, int]:
         memory_fraction=spec.memory_fraction,
         random_seed=spec.random_seed,
     )
-    kind = GuessingContinuer if spec.branches else ModelContinuer
+    kind = ModelContinuer if spec.branches == "off" else GuessingContinuer
     continuer = kind(runner, steps=spec.steps, sharpen=spec.sharpen)
     return continuer, spec.kv_tokens or continuer.max_tokens
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from specactor.rollout.decoupled import messages
 from specactor.rollout.decoupled.branches import Guess, Guesses
 from specactor.rollout.decoupled.continuer import Lane
+from specactor.rollout.decoupled.foresight import Judged
 from specactor.rollout.decoupled.messages import Open, Tail
 from specactor.rollout.draft.verification import common
 
@@ -135,6 +136,20 @@ class Mirror:
         if not self.num_ahead:
             self.emptied_s = now_s
         return wasted
+
+    def judged(self, fresh: Sequence[int]) -> Judged:
+        """What these tokens, committed after those that are, say of the draft."""
+        ahead = self.tokens[self.committed :]
+        right = common(ahead, fresh)
+        examined = min(right + 1, len(ahead), len(fresh))
+        foreseen = None
+        if examined > right and self.guesses is not None:
+            foreseen = self.guesses.foresaw(self.committed + right, fresh[right])
+            if foreseen:
+                foreseen = right < self.window  # no branch begins behind it
+        return Judged(
+            window=self.window, ahead=min(len(ahead), self.window), examined=examined, right=right, foreseen=foreseen
+        )
 
     def tail(self, *, version: int, now_s: float) -> Tail:
         """All that is ahead. The engine has it then."""

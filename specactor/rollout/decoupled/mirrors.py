@@ -24,11 +24,14 @@ from specactor.config import MAX_WINDOW
 from specactor.rollout.decoupled import messages
 from specactor.rollout.decoupled.branches import Guesses
 from specactor.rollout.decoupled.continuer import Lane
+from specactor.rollout.decoupled.foresight import Foresight, Judged
 from specactor.rollout.decoupled.messages import Beat, Close, Commit, Open, Pulse, Resend, Tail
 from specactor.rollout.decoupled.mirror import AHEAD, Key, Mirror
 from specactor.rollout.decoupled.order import Drops, Numbering
 
 SILENT_S = 30.0
+TAILS_EVERY_S = 1e-3
+"""While more is drafted at once: frames, and not what is in them, are most of what a round takes in."""
 MAX_SESSIONS = 1024
 
 
@@ -50,16 +53,30 @@ class _Session:
     """A beat is to be answered."""
     resend: set[int] = field(default_factory=set)
     """Requests to be asked for."""
+    tails_s: float = float("-inf")
+    """When all of them that were unsent went last."""
 
 
 class Mirrors:
     """All requests of all engines that one drafter process serves."""
 
-    def __init__(self, session: int, *, max_tokens: int, branching: bool = False, drops: Drops | None = None) -> None:
-        """`branching`: guess what follows where a draft may be wrong. `drops`: of earlier incarnations, too."""
+    def __init__(
+        self,
+        session: int,
+        *,
+        max_tokens: int,
+        branching: bool = False,
+        foresight: Foresight | None = None,
+        drops: Drops | None = None,
+    ) -> None:
+        """`branching`: guess what follows where a draft may be wrong, if `foresight` agrees. `drops`: of earlier
+        incarnations, too."""
         self.session = session
         self.max_tokens = max_tokens
         self._branching = branching
+        self._foresight = foresight
+        self._judged: list[Judged] = []
+        """Of the frame that is being read."""
         self.drops = drops or Drops("drafter")
         self._out = Numbering(session)  # one for all engines: it outlasts an engine that was forgotten and comes back
         self._sessions: dict[int, _Session] = {}
@@ -110,6 +127,9 @@ class Mirrors:
                     self._forget((session.number, record.request))
                 case Beat():
                     self._beat(session, record)
+        if self._judged and self._foresight is not None:
+            self._foresight.commits(session.number, now_s, self._judged)
+            self._judged = []
 
     def _session(
         self, sender: int, header: messages.Header, records: Sequence[messages.ToDrafter], now_s: float
@@ -146,6 +166,8 @@ class Mirrors:
     def _end(self, session: _Session) -> None:
         for request in list(session.mirrors):
             self._forget((session.number, request))
+        if self._foresight is not None:
+            self._foresight.forget(session.number)
         del self._sessions[session.number]
         del self._engines[session.engine]
 
@@ -204,6 +226,8 @@ class Mirrors:
         fresh = record.tokens[mirror.committed - record.position :]
         if not fresh:
             return
+        if self._foresight is not None:
+            self._judged.append(mirror.judged(fresh))
         session.wasted += mirror.commit(fresh, now_s)
         self._oldest.move_to_end(mirror.key)
         self._account(mirror)
@@ -218,7 +242,7 @@ class Mirrors:
         waiting = [mirror for mirror in ready if mirror.num_ahead < mirror.window]
         if waiting and slower(min(len(waiting), max_lanes), min(len(ready), max_lanes)):
             ready = waiting
-        if not ready and self._branching:
+        if not ready and self._branching and (self._foresight is None or self._foresight.on):
             ready = [mirror for mirror in self._oldest.values() if mirror.wants_guess]
         if len(ready) > max_lanes:
             ready.sort(key=lambda mirror: mirror.num_ahead)
@@ -248,8 +272,9 @@ class Mirrors:
 
     # -------------------------------------------------------------------------------------------------- what leaves
 
-    def outgoing(self, session: int, *, version: int, now_s: float) -> list[bytes]:
-        """Frames for one engine. Args: version of the drafter's weights."""
+    def outgoing(self, session: int, *, version: int, now_s: float, more: bool = False) -> list[bytes]:
+        """Frames for one engine. Args: version of the drafter's weights; whether more is drafted at once, so that tails
+        may stay here for `TAILS_EVERY_S`, but for those of requests that had none."""
         peer = self._sessions[session]
         records: list[messages.ToEngine] = []
         if peer.pulse:
@@ -258,11 +283,14 @@ class Mirrors:
         if peer.resend:
             records.append(Resend(requests=sorted(peer.resend)))
             peer.resend.clear()
+        due = not more or now_s - peer.tails_s >= TAILS_EVERY_S
+        unsent = [mirror for mirror in peer.mirrors.values() if mirror.unsent and (due or mirror.emptied_s is not None)]
+        if unsent and due:
+            peer.tails_s = now_s
         plain: list[Tail] = []
-        for mirror in peer.mirrors.values():
-            if mirror.unsent:
-                tail = mirror.tail(version=version, now_s=now_s)
-                (records if tail.branches else plain).append(tail)
+        for mirror in unsent:
+            tail = mirror.tail(version=version, now_s=now_s)
+            (records if tail.branches else plain).append(tail)
         for first in range(0, len(plain), messages.MAX_ROWS):
             records.append(messages.columns(plain[first : first + messages.MAX_ROWS]))
         return self._out.frames(records, self.drops, receiver=session)

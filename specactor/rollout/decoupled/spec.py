@@ -28,7 +28,7 @@ class DrafterSpec:
     """Sizes None: SGLang decides."""
 
     index: int
-    """Of the drafter on its host."""
+    """Of the drafter in the job."""
     endpoint: str
     """Where it listens, the same after a restart."""
     keys: DrafterKeys | None = None
@@ -54,8 +54,8 @@ class DrafterSpec:
     sharpen: Literal["fitted", "shared", "greedy"] = "fitted"
     steps: int = 1
     """Draft tokens per text and pass through the loop."""
-    branches: bool = False
-    """Whether the model also drafts for rejections that it foresees."""
+    branches: Literal["off", "on", "auto"] = "off"
+    """Whether the model also drafts for rejections that it foresees; auto: where that is predicted to pay."""
     continuer: str = "model"
     """What drafts: the model, or the import path of a class, ``package.module:Name``, which gets this spec."""
     random_seed: int = 0

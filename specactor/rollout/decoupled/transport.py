@@ -46,7 +46,7 @@ _LINGER_MS = 100
 
 @dataclass(frozen=True, kw_only=True)
 class EngineKeys:
-    """CURVE keys of a job's engines, Z85."""
+    """CURVE keys of engines, Z85."""
 
     public: str
     secret: str = field(repr=False)
@@ -55,15 +55,24 @@ class EngineKeys:
 
 @dataclass(frozen=True, kw_only=True)
 class DrafterKeys:
-    """CURVE keys of a job's drafters, Z85."""
+    """CURVE keys of drafters, Z85."""
 
     public: str
     secret: str = field(repr=False)
     engine_public: str
 
 
+@dataclass(frozen=True, kw_only=True)
+class Address:
+    """Of a drafter, as an engine reaches it."""
+
+    endpoint: str
+    keys: EngineKeys | None = None
+    """None: it hears everybody on its host."""
+
+
 def make_keys() -> tuple[EngineKeys, DrafterKeys]:
-    """New ones, for one job."""
+    """New ones, for the drafters of one host and all engines that they serve."""
     (engine_public, engine_secret), (drafter_public, drafter_secret) = (
         (public.decode(), secret.decode()) for public, secret in (zmq.curve_keypair(), zmq.curve_keypair())
     )
@@ -104,26 +113,26 @@ class Link(Protocol):
 class ZmqLink:
     """`Link` over sockets."""
 
-    def __init__(self, session: int, endpoints: Sequence[str], *, keys: EngineKeys | None = None) -> None:
-        """Args: the engine's session; one endpoint per drafter. Connections come about later, and again when lost."""
-        self.num_drafters = len(endpoints)
+    def __init__(self, session: int, drafters: Sequence[Address]) -> None:
+        """Args: the engine's session. Connections come about later, and again when lost."""
+        self.num_drafters = len(drafters)
         self._context = zmq.Context()
-        self._sockets = [self._connect(session, endpoint, keys) for endpoint in endpoints]
+        self._sockets = [self._connect(session, address) for address in drafters]
         self._numbers: dict[object, int] = {socket: drafter for drafter, socket in enumerate(self._sockets)}
         self._inputs = [(socket, _INPUT) for socket in self._sockets]
 
-    def _connect(self, session: int, endpoint: str, keys: EngineKeys | None) -> zmq.Socket[bytes]:
+    def _connect(self, session: int, address: Address) -> zmq.Socket[bytes]:
         socket = self._context.socket(zmq.DEALER)
-        _bound(socket)
+        _prepare(socket, address.endpoint)
         socket.setsockopt(zmq.IDENTITY, _name(session))
         socket.setsockopt(zmq.IMMEDIATE, 1)  # what nobody is there for is not kept for later
         socket.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MS)
         socket.setsockopt(zmq.RECONNECT_IVL_MAX, MAX_RECONNECT_MS)
-        if keys is not None:
+        if (keys := address.keys) is not None:
             socket.curve_publickey = keys.public.encode()
             socket.curve_secretkey = keys.secret.encode()
             socket.curve_serverkey = keys.drafter_public.encode()
-        socket.connect(endpoint)
+        socket.connect(address.endpoint)
         return socket
 
     def send(self, drafter: int, frame: bytes) -> bool:
@@ -168,7 +177,7 @@ class Hub:
         self._authenticator = None if keys is None else self._admit(keys.engine_public)
         self._socket = self._context.socket(zmq.ROUTER)
         self._inputs = [(self._socket, _INPUT)]
-        _bound(self._socket)
+        _prepare(self._socket, endpoint)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # else what cannot be sent is lost without a word
         if keys is not None:
             self._socket.curve_server = True
@@ -245,7 +254,9 @@ class _Only:
         return admitted
 
 
-def _bound(socket: zmq.Socket[bytes]) -> None:
+def _prepare(socket: zmq.Socket[bytes], endpoint: str) -> None:
+    """Before it is connected, or listens there."""
+    socket.setsockopt(zmq.IPV6, "[" in endpoint)
     socket.setsockopt(zmq.LINGER, 0)
     socket.setsockopt(zmq.SNDHWM, QUEUE_FRAMES)
     socket.setsockopt(zmq.RCVHWM, QUEUE_FRAMES)

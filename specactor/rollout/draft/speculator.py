@@ -354,7 +354,8 @@ class Speculator:
         plain_s = self.costs.plain_s(requests) / (1 + self.accounts.balance.handicap) if is_auto else float("inf")
         margin = ENTRY_MARGIN if self._current == OFF else MARGIN
         choice = choose(options, requests=requests, plain_s=plain_s, current=self._current, margin=margin)
-        if self.config.mode == "auto" and not any(choice.windows):
+        promising = choice.drafter in options and options[choice.drafter].usual > 0
+        if self.config.mode == "auto" and not any(choice.windows) and not promising:
             choice = replace(choice, drafter=OFF)  # a drafter that is asked and never verified
         if choice.drafter != self._current:
             _LOG.info("speculation: %s", choice.reason)

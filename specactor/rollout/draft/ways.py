@@ -11,7 +11,7 @@ of what was drafted; an option is named after a drafter, or is `PER_REQUEST` or 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -22,6 +22,7 @@ from specactor.rollout.draft.further import Floats, further
 from specactor.rollout.draft.methods import Methods
 from specactor.rollout.draft.mixing import Mixing, reaching
 from specactor.rollout.draft.options import Costs, live_costs, of_drafter, of_requests, of_trees
+from specactor.rollout.draft.promises import Promises
 from specactor.rollout.draft.trees import Candidates, Drafts, Merging
 from specactor.rollout.planning.acceptance import AcceptanceModel
 from specactor.rollout.planning.costs import CostTable
@@ -80,6 +81,7 @@ class Planner:
     ) -> None:
         self.merging = Merging(list(acceptance), max_window=config.max_window)
         self.mixing = Mixing()
+        self._promises = Promises()
         self._config, self._methods, self._acceptance, self._costs = config, methods, acceptance, costs
         self._ladders: dict[tuple[tuple[str, ...], int], Ladder] = {}
         """By methods and number of requests; of the table that is known now."""
@@ -104,6 +106,8 @@ class Planner:
             if name in self._methods.there and not (self._config.merge and name in drafts):
                 choice = of_drafter(name, self._acceptance[name], costs, sequences, caps, drafts.get(name))
                 found.options[name] = self._option(name, choice)
+        if costs is self._costs:
+            self._expect(found, len(ids))
         ready = [name for name, lists in drafts.items() if any(lists)]
         goes_further = several and self._config.fastest_of > 1 and self._config.mode == "auto"
         if len(ready) > 1 and not self._config.merge and (len(ids) > 1 or goes_further):  # one alone is one drafter's
@@ -116,6 +120,15 @@ class Planner:
 
     def _option(self, kind: str, choice: Choice) -> Option:
         return Option(choice=choice, factor=self._costs.correction.factor(kind))
+
+    def _expect(self, found: Ways, requests: int) -> None:
+        """Of drafters elsewhere, what they usually have; asked where all requests are."""
+        plain_s = self._costs.plain_s(requests)
+        for name, option in found.options.items():
+            if name in self._methods.drafters and self._methods.drafters[name].drafts_ahead:
+                seconds = option.choice.round_s * option.factor
+                gain = self._promises.promised(name, tokens=option.choice.emitted / requests, rounds=seconds / plain_s)
+                found.options[name] = replace(option, usual=gain * requests / plain_s)
 
     def _merged(self, found: Ways, ids: Sequence[str], caps: Sequence[int], costs: Costs, max_branches: int) -> None:
         """All that was drafted for a request, in one tree."""

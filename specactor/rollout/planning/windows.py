@@ -62,6 +62,8 @@ class Option:
     choice: Choice
     factor: float = 1.0
     """Measured over predicted seconds of such rounds (`costs.Correction`)."""
+    usual: float = 0.0
+    """Tokens per second of such rounds on average, where drafts that are not there now come in the next round."""
 
 
 def choose_windows(
@@ -184,7 +186,8 @@ def choose(
 
     `current` is what the last round did; a drafter must be faster than it by more than `margin`, so that noise does not
     switch to and fro; plain decoding, which has no further costs, need not. Among equals plain decoding wins, then the
-    first name. The Choice has `drafter`, `reason`, and seconds after correction.
+    first name. A drafter is as fast as now or as usual, whichever is more; so what is picked may have windows of 0.
+    The Choice has `drafter`, `reason`, and seconds after correction.
     """
     if requests < 1 or not plain_s > 0 or margin < 0 or OFF in options:
         raise PlanError(
@@ -197,7 +200,7 @@ def choose(
         if len(choice.windows) != requests:
             raise PlanError(f"{name}: got windows of {len(choice.windows)} requests, expected {requests}.")
         seconds[name] = choice.round_s * options[name].factor
-        speeds[name] = choice.emitted / seconds[name]
+        speeds[name] = max(choice.emitted / seconds[name], options[name].usual)
     ranked = sorted(speeds, key=lambda name: -speeds[name])  # stable: off first among equals, then by name
     picked = ranked[0]
     if picked != OFF and current in speeds and speeds[picked] <= speeds[current] * (1 + margin):

@@ -234,6 +234,7 @@ class GuessingContinuer(ModelContinuer):
 
     def __init__(self, runner: Any, *, steps: int = 1, sharpen: Sharpen = "fitted") -> None:
         super().__init__(runner, steps=steps, sharpen=sharpen)
+        self.guessing = True
         self._second: dict[Hashable, list[int]] = {}
         """Of the last call."""
 
@@ -246,6 +247,8 @@ class GuessingContinuer(ModelContinuer):
 
     def _sample(self, logits_BV: Tensor, lanes: Sequence[Lane], noise: _Noise, base_B: Tensor, depth: int) -> Tensor:
         tokens_B = super()._sample(logits_BV, lanes, noise, base_B, depth)
+        if not self.guessing:
+            return tokens_B
         others_BV = logits_BV.float().scatter(1, tokens_B[:, None], -math.inf)
         second_B = draft_sampling.draw(
             draft_sampling.log_probabilities(others_BV, noise.temperatures),

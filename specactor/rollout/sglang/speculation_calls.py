@@ -77,13 +77,13 @@ def _connect(config: SpeculationConfig) -> Drafter:
     from specactor.rollout.decoupled.decoupled import connect
 
     access = msgspec.json.decode(os.environ.get(DRAFTERS, "{}"), type=DrafterAccess)
-    if not (access.endpoints or access.may_be_none):
+    if not (access.drafters or access.may_be_none):
         raise EngineError(
             f"rollout.speculation.drafters: got {config.draft_methods}, but this engine was started without drafter "
             "processes. Start it with parallel.drafters >= 1."
         )
-    endpoints = access.endpoints if get_parallel().tp_rank == 0 else ()
-    return connect(endpoints, engine=access.engine, window=config.largest_window, keys=access.keys)
+    drafters = access.drafters if get_parallel().tp_rank == 0 else ()
+    return connect(drafters, engine=access.engine, window=config.largest_window)
 
 
 def configure(rank: Any, payload: bytes) -> bytes:

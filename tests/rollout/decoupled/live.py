@@ -14,7 +14,7 @@ import msgspec
 
 from specactor.rollout.decoupled.decoupled import Decoupled, connect
 from specactor.rollout.decoupled.process import Ready
-from specactor.rollout.decoupled.transport import DrafterKeys, EngineKeys
+from specactor.rollout.decoupled.transport import Address, DrafterKeys, EngineKeys
 from specactor.rollout.draft.drafter import DraftSequence
 from specactor.rollout.draft.verification import common
 from tests.rollout.decoupled.scripted import script
@@ -28,7 +28,7 @@ class DrafterProcess:
     """Ends when its standard input does."""
 
     def __init__(
-        self, endpoint: str, *, step_s: float = 0.0, keys: DrafterKeys | None = None, branching: bool = False
+        self, endpoint: str, *, step_s: float = 0.0, keys: DrafterKeys | None = None, branches: str = "off"
     ) -> None:
         text = msgspec.json.encode(keys).decode() if keys else ""
         self.process = subprocess.Popen(
@@ -39,7 +39,7 @@ class DrafterProcess:
                 endpoint,
                 str(step_s),
                 text,
-                "1" if branching else "",
+                branches,
             ],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -72,7 +72,9 @@ class Engine:
     def __init__(
         self, endpoints: list[str], *, keys: EngineKeys | None = None, name: str = "engine", right: float = 0.9
     ) -> None:
-        self.drafter: Decoupled = connect(endpoints, engine=name, window=WINDOW, keys=keys)
+        self.drafter: Decoupled = connect(
+            [Address(endpoint=endpoint, keys=keys) for endpoint in endpoints], engine=name, window=WINDOW
+        )
         self.sequences: list[DraftSequence] = []
         self.accepted = 0
         self.longest_round_s = 0.0

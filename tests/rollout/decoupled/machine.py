@@ -56,6 +56,11 @@ class Protocol(RuleBasedStateMachine):
     def flush(self, engine: int) -> None:
         self.world.flush(engine)
 
+    @rule(drafter=EITHER, on=st.booleans())
+    def foresee(self, drafter: int, on: bool) -> None:
+        """Branches are wanted, or not, from now on."""
+        self.world.drafters[drafter].foresight.on = on
+
     @rule(drafter=EITHER, steps=st.integers(1, AHEAD * WINDOW))
     def step(self, drafter: int, steps: int) -> None:
         for _ in range(steps):

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import count
 
+from specactor.rollout.decoupled.foresight import Foresight
 from specactor.rollout.decoupled.mirror import AHEAD
 from specactor.rollout.decoupled.mirrors import Mirrors
 from specactor.rollout.decoupled.tails import BEAT_EVERY_S, SILENT_S, Tails
@@ -33,7 +34,9 @@ class EngineEnd:
 
 class DrafterEnd:
     def __init__(self, max_tokens: int, kind: type[Mirrors], branching: bool) -> None:
-        self.mirrors = kind(next(SESSIONS), max_tokens=max_tokens, branching=branching)
+        self.foresight = Foresight()
+        self.foresight.on = branching
+        self.mirrors = kind(next(SESSIONS), max_tokens=max_tokens, branching=branching, foresight=self.foresight)
         self.continuer = Doubting()
         self._branching = branching
 
@@ -48,7 +51,8 @@ class DrafterEnd:
             assert len(lane.prompt_ids) + len(lane.tokens) < mirrors._oldest[lane.key].reserved, "keys beyond the bound"
         if lanes:
             drafts = self.continuer.extend(lanes)
-            mirrors.extended(lanes, drafts, self.continuer.runner_ups() if self._branching else None)
+            guessing = self._branching and self.foresight.on
+            mirrors.extended(lanes, drafts, self.continuer.runner_ups() if guessing else None)
         return [
             (session, frame)
             for session in mirrors.sessions

@@ -53,6 +53,8 @@ class Scripted:
 class Doubting(Scripted):
     """Its second choice is what the target of `network.World` has where it does not follow the script."""
 
+    guessing = True
+
     def extend(self, lanes: Sequence[Lane]) -> list[list[int]]:
         drafts = super().extend(lanes)
         self._runner_ups = [[token + 1000 for token in draft] for draft in drafts]

@@ -360,3 +360,22 @@ def test_of_many_drafts_some_are_judged() -> None:
     drafter.propose(sequences, [4] * 100)
     assert 0 < len(noted.right) <= MAX_JUDGED
     assert set(noted.right) == {0}
+
+
+def test_others_are_judged_in_every_round() -> None:
+    link = Held()
+    drafter = over(link)
+    drafter.patience = noted = Noting()
+    count, rounds = 3 * MAX_JUDGED, 12
+    sequences = [DraftSequence(request_id=str(i), prompt_ids=(i,)) for i in range(count)]
+    for sequence in sequences:
+        drafter.open(sequence)
+    for _ in range(rounds):
+        drafter.propose(sequences, [4] * count)
+        link.draft(8)
+        for i, sequence in enumerate(sequences):
+            good = script(sequence.prompt_ids, sequence.output_ids, 4)
+            sequence.output_ids.extend(good if i % 3 == 0 else [1000])
+    served = len(noted.right)
+    assert served > rounds * MAX_JUDGED / 2
+    assert served / 4 < served - noted.right.count(0) < served / 2, "a third of the requests is drafted for rightly"

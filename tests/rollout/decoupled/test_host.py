@@ -18,7 +18,7 @@ from specactor.errors import EngineError
 from specactor.rollout.decoupled.decoupled import Decoupled, connect
 from specactor.rollout.decoupled.host import DrafterProcess
 from specactor.rollout.decoupled.spec import DrafterSpec
-from specactor.rollout.decoupled.transport import EngineKeys, ZmqLink, local_endpoint, make_keys, new_session
+from specactor.rollout.decoupled.transport import Address, EngineKeys, ZmqLink, local_endpoint, make_keys, new_session
 from specactor.rollout.draft.drafter import DraftSequence
 from specactor.weights_sync.draft_sender import DraftSender
 from tests.rollout.conftest import Footprint, process_exists
@@ -61,6 +61,10 @@ def drafter(make_drafter_spec: Callable[..., DrafterSpec]) -> Iterator[DrafterPr
         drafter.kill()
 
 
+def address(spec: DrafterSpec) -> Address:
+    return Address(endpoint=spec.endpoint, keys=ENGINE_KEYS)
+
+
 def is_listening(spec: DrafterSpec) -> bool:
     return spec.endpoint.removeprefix("ipc://") in Path("/proc/net/unix").read_text()
 
@@ -75,7 +79,7 @@ def ask(engine: Decoupled, sequence: DraftSequence) -> list[int]:
 
 
 def assert_drafts(spec: DrafterSpec) -> None:
-    engine = connect([spec.endpoint], engine="e", window=4, keys=ENGINE_KEYS)
+    engine = connect([address(spec)], engine="e", window=4)
     sequence = DraftSequence(request_id="r", prompt_ids=(3, 1, 4))
     engine.open(sequence)
     draft = ask(engine, sequence)
@@ -125,7 +129,7 @@ def test_one_that_sleeps_takes_nothing_and_drafts_when_it_is_woken(
 ) -> None:
     """Also right after it was asked to sleep, and with an engine that looks for it all the time."""
     drafter = DrafterProcess(make_drafter_spec("Sleeping", engine=3))
-    engine = connect([drafter.spec.endpoint], engine="looker", window=4, keys=ENGINE_KEYS)
+    engine = connect([address(drafter.spec)], engine="looker", window=4)
     sequence = DraftSequence(request_id="r", prompt_ids=(3, 1, 4))
     engine.open(sequence)
     try:
@@ -218,7 +222,7 @@ def test_a_model_that_raises_ends_the_process(make_drafter_spec: Callable[..., D
     drafter = DrafterProcess(make_drafter_spec("Crashing"))
     try:
         drafter.wait_ready()
-        engine = connect([drafter.spec.endpoint], engine="e", window=4, keys=ENGINE_KEYS)
+        engine = connect([address(drafter.spec)], engine="e", window=4)
         sequence = DraftSequence(request_id="r", prompt_ids=(3, 1, 4))
         engine.open(sequence)
         deadline = time.monotonic() + PATIENCE_S
@@ -296,10 +300,10 @@ def test_what_it_drops_and_refuses_is_told_once(drafter: DrafterProcess) -> None
     assert work() == {}
     strangers = make_keys()[0]
     wrong = EngineKeys(public=strangers.public, secret=strangers.secret, drafter_public=ENGINE_KEYS.drafter_public)
-    stranger = ZmqLink(new_session(), [drafter.spec.endpoint], keys=wrong)
+    stranger = ZmqLink(new_session(), [Address(endpoint=drafter.spec.endpoint, keys=wrong)])
     assert told("refused") > 0
     stranger.close()
-    member = ZmqLink(new_session(), [drafter.spec.endpoint], keys=ENGINE_KEYS)
+    member = ZmqLink(new_session(), [address(drafter.spec)])
     deadline = time.monotonic() + PATIENCE_S
     while not member.send(0, b"rubbish"):
         assert time.monotonic() < deadline

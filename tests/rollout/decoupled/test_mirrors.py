@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import pytest
+
+from specactor.rollout.decoupled.foresight import Foresight, Judged
 from specactor.rollout.decoupled.messages import (
     Beat,
     Close,
@@ -21,7 +24,7 @@ from specactor.rollout.decoupled.messages import (
     unpack,
 )
 from specactor.rollout.decoupled.mirror import AHEAD
-from specactor.rollout.decoupled.mirrors import SILENT_S, Mirrors
+from specactor.rollout.decoupled.mirrors import SILENT_S, TAILS_EVERY_S, Mirrors
 from tests.rollout.decoupled.scripted import Scripted, script
 
 WINDOW = 3
@@ -48,8 +51,8 @@ class Drafter:
             lanes = self.mirrors.wanted(100)
             self.mirrors.extended(lanes, self.continuer.extend(lanes))
 
-    def say(self, session: int = ENGINE) -> list[ToEngine]:
-        frames = self.mirrors.outgoing(session, version=3, now_s=self.now_s)
+    def say(self, session: int = ENGINE, *, more: bool = False) -> list[ToEngine]:
+        frames = self.mirrors.outgoing(session, version=3, now_s=self.now_s, more=more)
         return [record for frame in frames for record in decode_to_engine(frame)[1]]
 
     def tails(self, session: int = ENGINE) -> dict[int, tuple[int, list[int]]]:
@@ -255,6 +258,56 @@ def test_those_that_hold_less_than_a_window_go_alone_where_all_take_much_longer(
     assert keys(slower=True) == [(ENGINE, 1), (ENGINE, 2)], "nobody waits for any"
 
 
+class Overheard(Foresight):
+    def __init__(self) -> None:
+        super().__init__()
+        self.heard: list[tuple[int, Judged]] = []
+
+    def commits(self, engine: int, now_s: float, judged: Sequence[Judged]) -> None:
+        self.heard += [(engine, each) for each in judged]
+
+
+@pytest.mark.parametrize(
+    ("fresh", "examined", "right", "foreseen"),
+    [
+        ((10,), 1, 1, None),
+        ((10, 11, 12), 3, 3, None),
+        ((5,), 1, 0, False),
+        ((110,), 1, 0, True),
+        ((10, 111), 2, 1, True),
+        ((10, 111, 7), 2, 1, True),
+        ((*range(10, 10 + WINDOW), 110 + WINDOW), WINDOW + 1, WINDOW, False),
+    ],
+    ids=["right", "all", "wrong", "second", "later", "beyond", "bonus"],
+)
+def test_what_commits_say_of_drafts(fresh: tuple[int, ...], examined: int, right: int, foreseen: bool | None) -> None:
+    """A draft of 10, 11, ..; its second choices are 110, 111, .. No branch begins behind a window."""
+    drafter, overheard = Drafter(), Overheard()
+    drafter.mirrors = Mirrors(5, max_tokens=1000, branching=True, foresight=overheard)
+    drafter.hear(beat(), opening())
+    ahead = AHEAD * WINDOW
+    lanes = drafter.mirrors.wanted(1)
+    drafter.mirrors.extended(lanes, [list(range(10, 10 + ahead))], [list(range(110, 110 + ahead))])
+    drafter.hear(commit(0, *fresh))
+    expected = Judged(window=WINDOW, ahead=WINDOW, examined=examined, right=right, foreseen=foreseen)
+    assert overheard.heard == [(ENGINE, expected)]
+    drafter.hear(commit(0, *fresh))
+    assert len(overheard.heard) == 1, "said before"
+
+
+def test_guesses_are_asked_for_while_they_are_wanted() -> None:
+    drafter, overheard = Drafter(), Overheard()
+    drafter.mirrors = Mirrors(5, max_tokens=1000, branching=True, foresight=overheard)
+    drafter.hear(beat(), opening())
+    while lanes := drafter.mirrors.wanted(1):
+        drafter.mirrors.extended(lanes, [[5]], [[6]])
+    overheard.on = True
+    [lane] = drafter.mirrors.wanted(1)
+    assert list(lane.tokens) == [6]
+    overheard.on = False
+    assert drafter.mirrors.wanted(1) == []
+
+
 def test_guesses_take_no_room() -> None:
     """Else a drafter with branches would evict requests for which its KV cache has room."""
     room = len(PROMPT) + AHEAD * WINDOW
@@ -274,3 +327,29 @@ def test_a_continuer_that_cannot_go_on_is_not_asked_again_before_the_next_commit
     assert drafter.mirrors.wanted(10) == []
     drafter.hear(commit(0, 7))
     assert len(drafter.mirrors.wanted(10)) == 1
+
+
+def test_while_more_is_drafted_tails_go_now_and_then() -> None:
+    drafter = opened()
+    drafter.steps(1)
+    assert 1 in tails(drafter.say(more=True)), "the first goes at once"
+    drafter.steps(1)
+    assert drafter.say(more=True) == []
+    drafter.now_s += 2 * TAILS_EVERY_S
+    assert tails(drafter.say(more=True)) == {1: (0, script(PROMPT, [], 2))}
+    drafter.steps(1)
+    assert drafter.say(more=True) == []
+    assert tails(drafter.say()) == {1: (0, script(PROMPT, [], 3))}, "no more is drafted: all goes"
+
+
+def test_who_had_nothing_does_not_wait_for_others() -> None:
+    drafter = opened(1, 2)
+    drafter.steps(1)
+    drafter.say()
+    drafter.hear(commit(0, 999, request=2))
+    drafter.steps(1)
+    assert set(tails(drafter.say(more=True))) == {2}
+    drafter.steps(1)
+    assert drafter.say(more=True) == [], "both have some now"
+    drafter.hear(beat((1, 4, 0), (2, 4, 1)))
+    assert [type(record) for record in drafter.say(more=True)] == [Pulse], "a sign of life is not held back"

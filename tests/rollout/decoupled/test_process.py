@@ -13,7 +13,7 @@ import zmq
 from specactor.errors import ConfigError
 from specactor.rollout.decoupled.messages import MAX_FRAME_BYTES, Header, Pulse, encode
 from specactor.rollout.decoupled.tails import SILENT_S
-from specactor.rollout.decoupled.transport import EngineKeys, Hub, ZmqLink, local_endpoint, make_keys
+from specactor.rollout.decoupled.transport import Address, EngineKeys, Hub, ZmqLink, local_endpoint, make_keys
 from tests.rollout.decoupled.live import DrafterProcess, Engine
 
 Start = Callable[..., DrafterProcess]
@@ -78,8 +78,9 @@ def test_two_drafters_at_two_addresses_serve_two_engines(start: Start, connected
         assert said["held"] == 0, "the continuer was not told"
 
 
-def test_branches_are_used(start: Start, connected: Connect) -> None:
-    process = start(branching=True)
+@pytest.mark.parametrize("branches", ["on", "auto"])
+def test_branches_are_used(start: Start, connected: Connect, branches: str) -> None:
+    process = start(branches=branches, step_s=0.0005)
     engine = connected(process.endpoint, right=0.7)
     engine.open(4)
     engine.until(lambda: engine.drafter.report().branched > 10, "no branch was right")
@@ -213,7 +214,7 @@ def test_only_those_with_the_keys_are_heard(start: Start, connected: Connect) ->
 def test_a_frame_above_the_limit_does_not_arrive_and_ends_no_more_than_its_connection() -> None:
     engine_keys, drafter_keys = make_keys()
     hub = Hub("tcp://127.0.0.1:*", keys=drafter_keys)
-    links = [ZmqLink(session, [hub.endpoint], keys=engine_keys) for session in (7, 8)]
+    links = [ZmqLink(session, [Address(endpoint=hub.endpoint, keys=engine_keys)]) for session in (7, 8)]
 
     def arrives(session: int, frame: bytes, *, within_s: float = 60.0) -> bool:
         """Sent until it arrives, since a connection that was ended needs a while to come about again."""

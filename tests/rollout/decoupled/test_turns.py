@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import msgspec
 import pytest
 
 from specactor.rollout.decoupled.continuer import Lane
+from specactor.rollout.decoupled.foresight import Foresight
 from specactor.rollout.decoupled.order import Drops
-from specactor.rollout.decoupled.process import MAX_TURNS, Loop
+from specactor.rollout.decoupled.process import MAX_TURNS, Loop, Work
 from specactor.rollout.decoupled.tails import Tails
 
 STEP_S = 0.002
@@ -21,7 +23,9 @@ class Ticking:
 
     version = 0
 
-    def __init__(self) -> None:
+    def __init__(self, step_s: float = STEP_S, hearing_s: float = HEARING_S) -> None:
+        self.step_s, self.hearing_s = step_s, hearing_s
+        self.num_sent = 0
         self.drops = Drops("hub")
         self.now_s = 0.0
         self.tails = Tails(1, engine="engine", num_drafters=1, window=WINDOW)
@@ -31,17 +35,18 @@ class Ticking:
         return self.now_s
 
     def extend(self, lanes: Sequence[Lane]) -> list[list[int]]:
-        self.now_s += STEP_S * len(lanes)
+        self.now_s += self.step_s * len(lanes)
         return [[7] for _ in lanes]
 
     def forget(self, key: object) -> None:
         pass
 
     def receive(self) -> list[tuple[int, bytes]]:
-        self.now_s += HEARING_S
+        self.now_s += self.hearing_s
         return [(1, frame) for frame in self.tails.outgoing(0, self.now_s)]
 
     def send(self, session: int, frame: bytes) -> bool:
+        self.num_sent += 1
         self.tails.receive([(0, frame)], self.now_s)
         return True
 
@@ -86,6 +91,19 @@ def test_idleness_is_no_part_of_a_turn() -> None:
     assert max(seconds for _, _, seconds in loop.work(trace=False).turns) < 1.0
 
 
+def test_fast_turns_are_told_together_and_an_idle_drafter_holds_nothing_back() -> None:
+    world = Ticking(step_s=1e-5, hearing_s=1e-6)
+    loop = loop_of(world)
+    loop.turn()
+    world.open(1)
+    sent = world.num_sent
+    loop.turn()
+    while loop.busy:
+        loop.turn()
+    assert world.tails.drafts(["r0"], [2 * WINDOW]) == [[7] * 2 * WINDOW]
+    assert world.num_sent - sent == 2, "the first token, then all"
+
+
 def test_rollbacks_are_events_of_the_trace() -> None:
     world = Ticking()
     loop = loop_of(world)
@@ -101,6 +119,47 @@ def test_rollbacks_are_events_of_the_trace() -> None:
     rollbacks = [span for span in loop.work(trace=False).spans if span.name == "rollback"]
     assert [span.details["tokens"] for span in rollbacks] == [2 * WINDOW, 2 * WINDOW], "at each 9, all that was ahead"
     assert loop.mirrors.num_wasted == 4 * WINDOW
+
+
+class Doubting(Ticking):
+    """With second choices, which are what the target has where it differs. They cost a fifth of a turn."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.guessing = True
+
+    def extend(self, lanes: Sequence[Lane]) -> list[list[int]]:
+        self.now_s += 0.2 * STEP_S * len(lanes) * self.guessing
+        return super().extend(lanes)
+
+    def runner_ups(self) -> list[list[int]]:
+        return [[9] for _ in range(len(self.outputs))]
+
+
+@pytest.mark.parametrize("foreseen", [True, False])
+def test_branches_are_drafted_where_they_are_predicted_to_pay(foreseen: bool) -> None:
+    """A target that differs in every second round, foreseen or not; rounds of twenty turns."""
+    world = Doubting()
+    loop = Loop(world, world, max_tokens=100_000, foresight=Foresight(), clock=world.clock)  # type: ignore[arg-type]
+    loop.turn()
+    world.open(1)
+    loop.work(trace=True)
+    was_on = []
+    for i in range(600):
+        ends_s = world.now_s + 20 * STEP_S
+        while world.now_s < ends_s:
+            loop.turn()
+        world.outputs[0] += [7, 9 if foreseen else 8] if i % 2 else [7] * WINDOW
+        world.tails.commit(["r0"])
+        world.tails.drafts(["r0"], [WINDOW])
+        was_on.append(world.guessing)
+    assert True in was_on, "to look"
+    assert was_on[-300:].count(foreseen) > 290
+    assert (world.tails.branched > 100) == foreseen
+    said = msgspec.json.decode(msgspec.json.encode(loop.work(trace=False)), type=Work)
+    changes = [span.details["on"] for span in said.spans if span.name == "branches"]
+    assert changes[0] == 1, "to look"
+    assert changes[-1] == int(foreseen)
 
 
 def test_what_is_remembered_is_bounded() -> None:

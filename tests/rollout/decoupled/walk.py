@@ -26,6 +26,7 @@ MOVES = {
     "silence": 0.3,
     "restart_engine": 0.6,
     "restart_drafter": 0.6,
+    "foresee": 0.6,
 }
 """Move -> weight."""
 
@@ -83,3 +84,5 @@ class Walk:
             world.restart_engine(engine)
         elif move == "restart_drafter":
             world.restart_drafter(drafter)
+        elif move == "foresee":
+            world.drafters[drafter].foresight.on = rng.random() < 0.5

@@ -16,7 +16,8 @@ from specactor.rollout.decoupled.mirrors import Mirrors
 from specactor.rollout.decoupled.pace import Pace
 from specactor.rollout.decoupled.patience import Patience
 from specactor.rollout.draft import looks, methods
-from specactor.rollout.draft.drafter import Drafter
+from specactor.rollout.draft.drafter import Drafter, DraftSequence
+from specactor.rollout.draft.promises import Promises
 from tests.rollout.draft.test_resting import Rests
 from tests.rollout.draft.world import STEP_S, Coin, auto
 
@@ -39,9 +40,11 @@ class Half:
         return [[self._next(lane)] for lane in lanes]
 
     def _next(self, lane: Lane) -> int:
-        position = len(lane.tokens)
-        coin = zlib.crc32(f"{lane.seed} {position}".encode()) / 2**32
-        return 2 * ((7 * position + lane.seed) % 40) + (coin >= self.right)
+        return self.token(lane.seed, len(lane.tokens))
+
+    def token(self, seed: int, position: int) -> int:
+        coin = zlib.crc32(f"{seed} {position}".encode()) / 2**32
+        return 2 * ((7 * position + seed) % 40) + (coin >= self.right)
 
     def forget(self, key: Hashable) -> None:
         pass
@@ -245,6 +248,47 @@ def test_nobody_waits_for_a_look(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(methods.Methods, "let_wait", lambda *_: None)
     assert waits(0.0) > 0
     assert waits(0.0, Coin(0.95)) > 100
+
+
+class Here(Drafter):
+    """The drafter of a link, in the engine: a token takes half as long again, and the engine waits for it."""
+
+    name = "here"
+    drafts_first = False
+
+    def __init__(self, link: Elsewhere) -> None:
+        self.link = link
+
+    def propose(self, sequences: Sequence[DraftSequence], windows: Sequence[int]) -> list[list[int]]:
+        self.world.now += 1.5 * TOKEN_S * max(windows)
+        return [self._draft(sequence, window) for sequence, window in zip(sequences, windows, strict=True)]
+
+    def _draft(self, sequence: DraftSequence, window: int) -> list[int]:
+        start = len(sequence.output_ids)
+        return [self.link.continuer.token(sequence.seed, position) for position in range(start, start + window)]
+
+    world: Apart
+
+
+def speed_beside_one_here(right: float, requests: int) -> float:
+    """Tokens per second."""
+    link = Elsewhere(right)
+    here = Here(link)
+    here.world = world = Apart(link, here, requests=requests)
+    world.play(300)
+    return world.play(1200)
+
+
+@pytest.mark.parametrize(
+    ("right", "requests", "gain"), [(0.6, 1, 1.1), (0.7, 2, 1.05), (0.8, 4, 1.05), (0.8, 2, 0.99), (0.8, 8, 0.99)]
+)
+def test_one_that_has_no_drafts_in_a_round_is_not_left_for_it(
+    right: float, requests: int, gain: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Over a choice by what is there in the round alone."""
+    found = speed_beside_one_here(right, requests)
+    monkeypatch.setattr(Promises, "promised", lambda *_, **__: 0.0)
+    assert found > gain * speed_beside_one_here(right, requests)
 
 
 class Shared(Elsewhere):

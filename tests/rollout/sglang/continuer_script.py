@@ -6,6 +6,7 @@ with ANSWER. Operations:
   extend LANES              its answers
   forget KEY
   runner_ups                of the last answers
+  guess ON                  whether those are wanted from now on
   seconds LANES             per lane, the second best next token by transformers' logits and the noise
   reference LANES           per lane, what transformers' logits and the noise give for the next token, and by how much
                             its score is above the second
@@ -90,6 +91,8 @@ def main(folder: str, tokens: int, requests: int, context: int) -> None:
                 answer = references(model, lanes_of(arguments[0]))
             case "runner_ups":
                 answer = continuer.runner_ups()
+            case "guess":
+                [continuer.guessing] = arguments  # type: ignore[attr-defined]
             case "seconds":
                 answer = references(model, lanes_of(arguments[0]), place=-2)
             case "renew":

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from specactor.config import SpeculationConfig
 from specactor.rollout.decoupled.access import DrafterAccess
 from specactor.rollout.decoupled.decoupled import connect
 from specactor.rollout.decoupled.spec import DrafterSpec
-from specactor.rollout.decoupled.transport import DrafterKeys, EngineKeys, local_endpoint
+from specactor.rollout.decoupled.transport import Address, DrafterKeys, EngineKeys, local_endpoint
 from specactor.rollout.sglang.engine import Engine
 from specactor.types import RolloutRequest
 from tests.rollout.conftest import CONTEXT
@@ -80,9 +80,9 @@ def recital_spec(folder: Path, *, keys: DrafterKeys | None, endpoint: str = "", 
     )
 
 
-def aim(engine: Engine, endpoints: Sequence[str], keys: EngineKeys | None, folder: Path) -> None:
+def aim(engine: Engine, drafters: Iterable[Address], folder: Path) -> None:
     """Drafter processes of the next configuration on."""
-    access = DrafterAccess(endpoints=tuple(endpoints), keys=keys, engine=f"engine-{engine.index}")
+    access = DrafterAccess(drafters=tuple(drafters), engine=f"engine-{engine.index}")
     probe(engine, "aim", {"access": msgspec.to_builtins(access), "recital": str(folder)})
 
 
@@ -95,7 +95,7 @@ def wait_until(done: Callable[[], bool], what: str, within_s: float = LIMIT_S) -
 
 def assert_holds_nothing(endpoint: str, keys: EngineKeys | None) -> None:
     """As the drafter tells an engine without requests."""
-    looker = connect([endpoint], engine="looker", window=1, keys=keys)
+    looker = connect([Address(endpoint=endpoint, keys=keys)], engine="looker", window=1)
 
     def nothing() -> bool:
         looker.propose([], [])

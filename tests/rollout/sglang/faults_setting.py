@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from specactor.config import SpeculationConfig
-from specactor.rollout.decoupled.transport import EngineKeys, make_keys
+from specactor.rollout.decoupled.transport import Address, EngineKeys, make_keys
 from specactor.rollout.draft.counts import Counts
 from specactor.rollout.drafter_pool import DrafterPool
 from specactor.rollout.pool import EnginePool
@@ -64,7 +64,7 @@ class Setting:
         return [self.plain[r.request_id] for r in requests]
 
     def aim(self, *endpoints: str, keys: EngineKeys | None = ENGINE_KEYS) -> None:
-        aim(self.engine, endpoints, keys, self.folder)
+        aim(self.engine, [Address(endpoint=endpoint, keys=keys) for endpoint in endpoints], self.folder)
 
     def start(self, config: SpeculationConfig, manner: str = "half") -> None:
         """From empty caches, with drafters that are there."""

@@ -11,7 +11,7 @@ import pytest
 from specactor.config import EngineConfig, SpeculationConfig
 from specactor.rollout.decoupled.access import DrafterAccess
 from specactor.rollout.decoupled.spec import DrafterSpec
-from specactor.rollout.decoupled.transport import local_endpoint, make_keys
+from specactor.rollout.decoupled.transport import Address, local_endpoint, make_keys
 from specactor.rollout.drafter_pool import DrafterPool
 from specactor.rollout.pool import EnginePool
 from specactor.rollout.sglang.engine import Engine, EngineSpec
@@ -27,6 +27,11 @@ BATCH = [request(i, new=40 + i % 23) for i in range(24)]
 LONG = [request(100 + i, new=120) for i in range(16)]
 WAVES = [replace(request(200 + i, new=120), group_id=0) for i in range(48)]
 """All for one engine, and more than it decodes together: the other has nothing to do."""
+
+
+def address(endpoint: str) -> Address:
+    """Of a drafter of this setting."""
+    return Address(endpoint=endpoint, keys=ENGINE_KEYS)
 
 
 @dataclass(frozen=True)
@@ -79,7 +84,7 @@ def setting(tmp_path_factory: pytest.TempPathFactory, make_spec: Callable[..., E
             devices=devices,
             config=EngineConfig(max_running_requests=32, max_total_tokens=6144, start_timeout_s=170),
             speculation=start,
-            drafters=DrafterAccess(endpoints=(spec.endpoint,), keys=ENGINE_KEYS, engine=f"engine-{60 + index}"),
+            drafters=DrafterAccess(drafters=(address(spec.endpoint),), engine=f"engine-{60 + index}"),
         )
         for index, devices in enumerate([(0,), (0, 1), (1,)])
     ]
@@ -118,4 +123,4 @@ def lending(setting: Setting, tmp_path_factory: pytest.TempPathFactory) -> Itera
 
 
 def aim_at_the_model(setting: Setting, engine: Engine) -> None:
-    aim(engine, [setting.drafters.drafters[0].spec.endpoint], ENGINE_KEYS, setting.folder)
+    aim(engine, [address(setting.drafters.drafters[0].spec.endpoint)], setting.folder)

@@ -64,8 +64,8 @@ def remote(context: Any, _: object) -> dict[str, Any]:
 def connected() -> Decoupled:
     """As an engine of mode decoupled connects."""
     access = msgspec.json.decode(os.environ.get(DRAFTERS, "{}"), type=DrafterAccess)
-    endpoints = access.endpoints if get_parallel().tp_rank == 0 else ()
-    return connect(endpoints, engine=access.engine, window=MAX_WINDOW, keys=access.keys)
+    drafters = access.drafters if get_parallel().tp_rank == 0 else ()
+    return connect(drafters, engine=access.engine, window=MAX_WINDOW)
 
 
 class Near(Drafter):

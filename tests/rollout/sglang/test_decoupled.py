@@ -47,6 +47,7 @@ from tests.rollout.sglang.model_setting import (
     LONG,
     WAVES,
     Setting,
+    address,
     aim_at_the_model,
     lending,
     setting,
@@ -140,7 +141,7 @@ def test_every_topology_emits_what_plain_decoding_emits(setting: Setting, topolo
     endpoints = [drafter.spec.endpoint for drafter in setting.reciters.drafters[:drafters]]
     wanted = [plain(engine, BATCH) for engine in engines]
     for engine in engines:
-        aim(engine, endpoints, ENGINE_KEYS, setting.folder)
+        aim(engine, map(address, endpoints), setting.folder)
         configure(engine, config)
     counts = [dict[str, Counts]() for _ in engines]
     for _ in range(20):
@@ -169,7 +170,7 @@ def is_busy(state: dict[str, Any]) -> bool:
 def test_a_rank_that_decides_for_itself_is_caught(setting: Setting) -> None:
     engine = setting.engines[1]
     want = plain(engine, BATCH)
-    aim(engine, [setting.reciters.drafters[0].spec.endpoint], ENGINE_KEYS, setting.folder)
+    aim(engine, [address(setting.reciters.drafters[0].spec.endpoint)], setting.folder)
     for version in ("far", "another_token", "far"):
         configure(engine, loaded(version, 4))
         for _ in range(20):
@@ -181,7 +182,7 @@ def test_a_rank_that_decides_for_itself_is_caught(setting: Setting) -> None:
 
 def test_modes_are_configured_while_requests_run(setting: Setting, engine: Engine) -> None:
     """At any round: half of the times soon again, else when the new mode has drafted something that was right."""
-    aim(engine, [setting.reciters.drafters[0].spec.endpoint], ENGINE_KEYS, setting.folder)
+    aim(engine, [address(setting.reciters.drafters[0].spec.endpoint)], setting.folder)
     configs = [OFF, loaded("Near", 5), loaded("Switching"), decoupled(2), decoupled(8), decoupled(None)]
     configs += [decoupled(None, drafters=NEAR_AND_AHEAD)]
     rng = Random(1)
@@ -303,7 +304,7 @@ def lend(
     """Rollouts like plain decoding, until what drafts did in one is as wanted; after each the core is free."""
     [busy, dry], [sleeper] = pool.engines, pool.drafters.drafters
     want = plain(busy, WAVES)
-    aim(busy, [sleeper.spec.endpoint], ENGINE_KEYS, setting.folder)
+    aim(busy, [address(sleeper.spec.endpoint)], setting.folder)
     configure(busy, setting.speculation())
     for _ in range(6):
         busy.flush()
@@ -341,7 +342,7 @@ def test_an_engine_is_set_aside_for_a_drafter_that_is_predicted_to_win(setting: 
     requests = [replace(r, group_id=i % 2) for i, r in enumerate(WAVES)]
     want = plain(busy, requests)
     for engine in pool.engines:
-        aim(engine, [sleeper.spec.endpoint], ENGINE_KEYS, setting.folder)
+        aim(engine, [address(sleeper.spec.endpoint)], setting.folder)
         configure(engine, setting.speculation())
 
     def rollout() -> tuple[int, int]:

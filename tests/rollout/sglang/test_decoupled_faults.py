@@ -19,7 +19,10 @@ import pytest
 
 from specactor.config import EngineConfig
 from specactor.rollout import drafter_pool
-from specactor.rollout.decoupled.transport import make_keys
+from specactor.rollout.decoupled.host import DrafterProcess
+from specactor.rollout.decoupled.ports import Ports
+from specactor.rollout.decoupled.spec import DrafterSpec
+from specactor.rollout.decoupled.transport import Address, EngineKeys, make_keys
 from specactor.rollout.draft.counts import Counts
 from specactor.rollout.drafter_pool import DrafterPool
 from specactor.rollout.pool import EnginePool
@@ -32,6 +35,7 @@ from tests.rollout.sglang.bad_network import Faults, Network
 from tests.rollout.sglang.decoupled_setting import (
     LIMIT_S,
     OFF,
+    aim,
     assert_engine_holds_nothing,
     assert_holds_nothing,
     decoupled,
@@ -40,7 +44,7 @@ from tests.rollout.sglang.decoupled_setting import (
     recital_spec,
     wait_until,
 )
-from tests.rollout.sglang.faults_setting import BATCH, DRAFTER_KEYS, ENDLESS, ENGINE_KEYS, LONG, Setting, titled
+from tests.rollout.sglang.faults_setting import BATCH, DRAFTER_KEYS, ENDLESS, LONG, Setting, titled
 from tests.rollout.sglang.lying_drafter import LIES, LyingDrafter
 from tests.rollout.sglang.parts import in_two, with_seam
 from tests.rollout.sglang.sampling_cases import STOPS, make_tokenizer, with_options
@@ -230,28 +234,45 @@ def test_a_bad_network(setting: Setting, exposed: str, kind: str) -> None:
 # Addresses and keys
 
 
-def test_two_addresses_and_keys(setting: Setting) -> None:
-    specs = [
-        recital_spec(setting.folder, keys=DRAFTER_KEYS, endpoint=f"tcp://127.0.0.{host}:*", index=1 + host)
-        for host in (1, 2)
-    ]
-    with DrafterPool(specs) as pool:
-        pool.wait_ready()
-        endpoints = [started.endpoint for drafter in pool.drafters if (started := drafter.started)]
-        assert [endpoint.rpartition(":")[0] for endpoint in endpoints] == ["tcp://127.0.0.1", "tcp://127.0.0.2"]
-        setting.aim(*endpoints)
-        setting.start(decoupled())
-        wait_until(lambda: _drafted_there(setting) == [True, True], "one of the two drafts nothing")
-        for endpoint in endpoints:
-            assert_holds_nothing(endpoint, ENGINE_KEYS)
-        strangers, _ = make_keys()
-        for keys in (strangers, replace(strangers, drafter_public=ENGINE_KEYS.drafter_public), None):
-            setting.aim(*endpoints, keys=keys)
+def test_drafters_of_two_hosts_with_keys_of_their_own(setting: Setting) -> None:
+    """On two addresses of this one. One of them dies, and is found again at the port that was kept for it."""
+    of_engines, of_drafters = zip(make_keys(), make_keys(), strict=True)
+    with Ports("127.0.0.1") as near, Ports("127.0.0.2") as far:
+        specs = [
+            recital_spec(setting.folder, keys=of_drafters[host], endpoint=ports.take(), index=2 + host)
+            for host, ports in enumerate((near, far))
+        ]
+        with DrafterPool(specs) as pool:
+            pool.wait_ready()
+            assert [started.endpoint for d in pool.drafters if (started := d.started)] == [s.endpoint for s in specs]
+            _aim(setting, specs, of_engines)
             setting.start(decoupled())
-            for _ in range(3):
-                assert_same(setting.run(BATCH), setting.wanted(BATCH))
-            assert report(setting.engine).drafted == 0
-            assert probe(setting.engine, "remote")["live"] == []
+            wait_until(lambda: _drafted_there(setting) == [True, True], "one of the two drafts nothing")
+            os.kill(pool.drafters[1].wait_ready().pid, signal.SIGKILL)
+            wait_until(lambda: pool.restarts == 1, "it is not started again")
+            pool.drafters[1].wait_ready()
+            wait_until(lambda: all(_drafted_there(setting)) and _has_drafted(pool.drafters[1]), "it is not found again")
+            for spec, keys in zip(specs, of_engines, strict=True):
+                assert_holds_nothing(spec.endpoint, keys)
+            strangers, _ = make_keys()
+            pretending = [replace(strangers, drafter_public=keys.drafter_public) for keys in of_engines]
+            for wrong in (of_engines[::-1], [strangers, strangers], pretending, [None, None]):
+                _aim(setting, specs, wrong)
+                setting.start(decoupled())
+                for _ in range(3):
+                    assert_same(setting.run(BATCH), setting.wanted(BATCH))
+                assert report(setting.engine).drafted == 0
+                assert probe(setting.engine, "remote")["live"] == []
+
+
+def _aim(setting: Setting, specs: Sequence[DrafterSpec], keys: Sequence[EngineKeys | None]) -> None:
+    there = [Address(endpoint=spec.endpoint, keys=own) for spec, own in zip(specs, keys, strict=True)]
+    aim(setting.engine, there, setting.folder)
+
+
+def _has_drafted(drafter: DrafterProcess) -> bool:
+    work = drafter.work(trace=False)
+    return work is not None and work.busy_s > 0
 
 
 def _drafted_there(setting: Setting) -> list[bool]:

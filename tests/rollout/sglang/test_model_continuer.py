@@ -262,6 +262,21 @@ def test_runner_ups_are_the_second_best_by_score(child: Child, name: str) -> Non
     assert (wrong == 0) == (name == "GuessingContinuer")
 
 
+def test_runner_ups_are_there_while_they_are_wanted(child: Child) -> None:
+    """And the drafts are right in any case."""
+    rng = random.Random(10)
+    texts = [text(rng, i) for i in range(3)]
+    begin(child, "GuessingContinuer")
+    for wanted in (True, False, False, True):
+        child("guess", wanted)
+        lanes = [t.lane() for t in texts]
+        answers = child.extend(lanes)
+        assert child.wrong(lanes, answers) == 0
+        assert [len(of_text) for of_text in child("runner_ups")] == [int(wanted)] * 3
+        for t, answer in zip(texts, answers, strict=True):
+            t.tokens += answer
+
+
 def test_a_rejection_for_the_runner_up_finds_a_draft(child: Child) -> None:
     """With the continuer in a drafter's mirror: what follows the second choice is there when that is committed."""
     begin(child, "GuessingContinuer")

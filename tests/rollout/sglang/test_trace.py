@@ -13,7 +13,7 @@ import pytest
 from specactor.config import SpeculationConfig
 from specactor.rollout.decoupled.access import DrafterAccess
 from specactor.rollout.decoupled.mirrors import SILENT_S
-from specactor.rollout.decoupled.transport import make_keys
+from specactor.rollout.decoupled.transport import Address, make_keys
 from specactor.rollout.draft.counts import Counts
 from specactor.rollout.drafter_pool import DrafterPool
 from specactor.rollout.planning.costs import CostTable
@@ -43,7 +43,7 @@ class Setting:
 def setting(tmp_path_factory: pytest.TempPathFactory, make_spec: Callable[..., EngineSpec]) -> Iterator[Setting]:
     folder = recital_folder(tmp_path_factory.mktemp("recital"))
     drafter = recital_spec(folder, keys=DRAFTER_KEYS)
-    access = DrafterAccess(endpoints=(drafter.endpoint,), keys=ENGINE_KEYS, engine="engine")
+    access = DrafterAccess(drafters=(Address(endpoint=drafter.endpoint, keys=ENGINE_KEYS),), engine="engine")
     spec = make_spec(80, speculation=decoupled(4), drafters=access)
     with DrafterPool([drafter]) as drafters, running(spec) as engine:
         drafters.wait_ready()

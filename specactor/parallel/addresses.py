@@ -1,0 +1,60 @@
+"""By which address other hosts reach this one.
+
+Invariant: nothing is sent to find it, and an address that only this host knows (loopback) is found only where a network
+of such addresses was asked for.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Sequence
+from ipaddress import ip_address, ip_network
+
+import psutil  # type: ignore[import-untyped]
+
+from specactor.errors import ConfigError
+
+_ANY_PORT = 9
+
+
+def own_address(network: str, *, peers: Sequence[str]) -> str:
+    """Of this host. Raises ConfigError where there is none.
+
+    Args: that it shall lie in, or empty: the one on the way to the first of `peers` that leads out of this host.
+    """
+    found = within(network) if network else next(filter(_leads_out, map(towards, peers)), "")
+    if not found:
+        raise ConfigError.at(
+            "parallel.drafter_network",
+            network,
+            f"a network that every host has an address in: here there are {own_addresses()}, and other hosts {peers}",
+            "Name the one by which they reach each other.",
+        )
+    return found
+
+
+def towards(peer: str) -> str:
+    """What a packet to that host would have as its sender; empty where there is no way to it."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(peer, _ANY_PORT, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.connect(address)
+            return str(probe.getsockname()[0])
+    except OSError:
+        return ""
+
+
+def within(network: str) -> str:
+    """The first of this host's addresses in that network; empty where it has none."""
+    return next((own for own in own_addresses() if ip_address(own) in ip_network(network)), "")
+
+
+def own_addresses() -> list[str]:
+    """All of this host, but for those that name an interface beside."""
+    families = (socket.AF_INET, socket.AF_INET6)
+    every = [of.address for each in psutil.net_if_addrs().values() for of in each if of.family in families]
+    return [address for address in every if "%" not in address]
+
+
+def _leads_out(address: str) -> bool:
+    return bool(address) and not ip_address(address.partition("%")[0]).is_loopback

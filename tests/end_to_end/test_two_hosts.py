@@ -1,0 +1,49 @@
+"""Runs under torchrun on two hosts, as far as their ranks know: engines of one, drafters of the other."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from specactor.metrics import read_metrics
+from tests.end_to_end.conftest import Launched, Launcher
+from tests.end_to_end.test_run import deterministic, writers
+
+SCRIPT = Path(__file__).with_name("two_hosts_run.py")
+
+
+def launch(launcher: Launcher, name: str, draft_model: str, *options: str) -> Launched:
+    speculation = ("--rollout.speculation.mode", "decoupled", "--rollout.speculation.draft-model", draft_model)
+    window = ("--rollout.speculation.window", "4", "--rollout.speculation.branches", "auto")
+    elsewhere = ("--parallel.drafters", "1", "--parallel.drafter-hosts", "1")
+    return launcher.run(name, *speculation, *window, *elsewhere, *options, script=SCRIPT)
+
+
+@pytest.mark.timeout(900)  # it may be the first, and then launches what others use too
+def test_drafters_of_another_host_change_neither_tokens_nor_rewards_nor_losses(
+    finished: Launched, launcher: Launcher, draft_model: str
+) -> None:
+    """The second host has no engine. The other run does not speculate, on one host."""
+    job = ("--parallel.drafters-serve", "job", "--parallel.drafter-network", "127.0.0.0/8")
+    learning = ("--distillation.refresh", "every_step", "--distillation.max-updates", "2")
+    run = launch(launcher, "two_hosts", draft_model, *job, *learning)
+    assert run.code == 0, run.output
+    assert deterministic(run.folder) == deterministic(finished.folder)
+    for step in (0, 2):
+        file = f"evaluations/step-00000{step}.jsonl"
+        assert (run.folder / file).read_text() == (finished.folder / file).read_text()
+    lines = read_metrics(run.folder)[1:]
+    assert all(float(str(line["speculation/decoupled/drafted"])) > 0 for line in lines)
+    assert [line["speculation/decoupled/processes"] for line in lines] == [1, 1]
+    assert [line["drafter/oldest_version"] for line in lines] == [1, 1], "new weights reach it there"
+    assert writers(run.folder / "engines") == []
+
+
+def test_two_hosts_that_cannot_reach_each_other(launcher: Launcher, draft_model: str) -> None:
+    refused = launch(launcher, "apart", draft_model, "--parallel.drafters-serve", "job")
+    assert refused.code != 0
+    assert "parallel.drafter_network: got '', expected a network that every host has an address in" in refused.output
+    refused = launch(launcher, "alone", draft_model)
+    assert refused.code != 0
+    assert "parallel.drafter_hosts: got (1,), expected also [0], whose engines have no other drafters" in refused.output
