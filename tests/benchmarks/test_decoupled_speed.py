@@ -183,6 +183,7 @@ def test_survival_never_rises() -> None:
 
 def test_second_choices_are_right_as_often_as_dialled_and_drafts_the_same() -> None:
     guessing, plain = object.__new__(Guessing), object.__new__(Elsewhere)
+    guessing.guessing = True
     guessing._script = plain._script = Script(acceptance=0.6, step_s=[0.0], outputs={"5": RIGHT})
     lanes = [
         Lane(key=n, prompt_ids=(1,), tokens=RIGHT[:n], seed=5, temperature=1.0, agreed=0) for n in range(1, len(RIGHT))

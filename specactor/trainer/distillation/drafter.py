@@ -197,7 +197,7 @@ class DrafterTrainer:
 
     @property
     def is_warming_up(self) -> bool:
-        """Whether the next update has less than the whole learning rate."""
+        """Whether the next update has a lower learning rate than those to come."""
         return self.updates + 1 < self.config.warmup_updates
 
     def is_finite(self) -> bool:
@@ -366,9 +366,7 @@ class DrafterTrainer:
             weights, arrays = load_file(folder / WEIGHTS), load_arrays(folder / BUFFER)
             about = json.loads((folder / STATE).read_text())
         except (OSError, SafetensorError, ValueError) as error:
-            raise CheckpointError(
-                f"{folder}: is no state of a draft model ({error}). Use another checkpoint."
-            ) from error
+            raise CheckpointError(f"{folder}: no state of a draft model ({error}). Use another checkpoint.") from error
         self._check_division(folder, about)
         if self.config.zero_stage < 3:
             self._load_weights(weights, folder)
