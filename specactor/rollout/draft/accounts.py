@@ -3,8 +3,7 @@
 PURE: seconds are passed in.
 
 Invariants: a round is counted once, under the drafter that leads it, or OFF. Catching up is no part of what drafting
-costs, and a look no part of what plain decoding does; the balance has both, and stalls of the machine for no more than
-a round that is longer by half.
+costs, and a look no part of what plain decoding does; the balance has both.
 """
 
 from __future__ import annotations
@@ -17,10 +16,6 @@ from specactor.rollout.draft.decision import Decision
 from specactor.rollout.draft.verification import Credit
 from specactor.rollout.planning.online_costs import OnlineCosts
 from specactor.rollout.planning.windows import OFF
-
-STALL = 1.5
-"""Times what rounds of its kind take at present: more, in a round, is the machine's doing and no loss by drafts. Plain
-rounds are not compared with those that it was slow in."""
 
 
 class Accounts:
@@ -54,7 +49,7 @@ class Accounts:
         names = [decision.drafter, *decision.beside]
         drafted = sum(credit.drafted for own in credits for credit in own)
         accepted = sum(credit.accepted for own in credits for credit in own)
-        self._weigh(decision, requests, requests + accepted, round_s, is_steady=is_steady)
+        self._weigh(decision, requests, requests + accepted, round_s)
         first = [next((k for k, credit in enumerate(own) if credit.drafted), 0) for own in credits]
         lead = [own[0] for own, k in zip(credits, first, strict=True) if k == 0]
         verify_s = max(round_s - decision.draft_s, 1e-6)
@@ -79,7 +74,7 @@ class Accounts:
         report, self.counts = self.counts, {name: Counts() for name in self.counts}
         return report
 
-    def _weigh(self, decision: Decision, requests: int, emitted: int, round_s: float, *, is_steady: bool) -> None:
+    def _weigh(self, decision: Decision, requests: int, emitted: int, round_s: float) -> None:
         """What the round won or lost."""
         if self._costs.table is None:
             return
@@ -87,9 +82,6 @@ class Accounts:
         if decision.drafter == OFF:
             self.balance.looked(round_s - plain_s, plain_s=plain_s)
         else:
-            if is_steady and decision.predicted_s > 0:
-                usual_s = decision.predicted_s * self._costs.correction.factor(decision.timed_as)
-                round_s = min(round_s, STALL * usual_s)
             self.balance.drafted(plain_s * emitted / requests - round_s, plain_s=plain_s)
 
     def _count(self, decision: Decision, drafted: Sequence[int], accepted: Sequence[int], *, verify_s: float) -> None:

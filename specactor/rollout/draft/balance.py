@@ -4,8 +4,7 @@ A round with drafts takes longer than a plain one, and its tokens would have tak
 it won or lost, whatever the reason (drafts that were wrong, drafters that caught up, costs that were predicted too
 low). A prediction that drafting is faster must be the better the more such predictions have cost: by `handicap` more
 than plain decoding. So what cannot be won back is not tried again and again, and what is much faster is tried at once.
-What looks cost says nothing of predictions; they are bounded by themselves (`looks`). A slow machine says nothing of
-them either (`accounts.STALL`).
+What looks cost says nothing of predictions; they are bounded by themselves (`looks`).
 
 Invariants: memory is short. At most MOST plain rounds are kept, won or lost; what was lost is forgiven by TRIAL_SHARE
 of plain rounds. One round wins or loses AT_ONCE plain rounds at most: more is a stall, which says nothing of drafts.
