@@ -25,7 +25,7 @@ from benchmarks.dialled import Script
 from specactor.rollout.decoupled.host import DrafterProcess
 from specactor.rollout.planning.costs import CostTable, Grid, Point
 from specactor.rollout.planning.plans import RolloutPlan
-from specactor.rollout.planning.process_costs import beside, by_requests, column, with_drafts, without_waits
+from specactor.rollout.planning.process_costs import beside, by_requests, column, without_waits
 from specactor.rollout.planning.rounds import AHEAD, Pace
 from specactor.rollout.sglang.engine import Engine
 from specactor.rollout.sglang.speculation_calls import Rounds
@@ -209,7 +209,7 @@ class _Timed:
 
 def median_beside(passes: Sequence[_Timed], table: CostTable) -> Grid:
     """The median of all passes."""
-    found = [beside(table, timed.drafts, with_drafts(timed.chosen)) for timed in passes]
+    found = [beside(table, timed.drafts, [point for point in timed.chosen if point[1] > point[0]]) for timed in passes]
     return column({n: median(grid.at(n, 1.0) for grid in found) for n in found[0].requests})
 
 

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from specactor import measurements
 from specactor.actor import SpecActor
-from specactor.config import Config
+from specactor.config import Config, RolloutConfig
 from specactor.data.dataset import Dataset, build_dataset
 from specactor.data.tokenizer import VOCAB_SIZE, load_tokenizer
 from specactor.metrics import Tracker, read_metrics, rss_bytes
@@ -47,7 +47,7 @@ from specactor.rollout.drafter_specs import (
     make_specs,
     offer,
 )
-from specactor.rollout.layout_plan import layout_planner
+from specactor.rollout.layout_plan import LayoutPlanner, layout_planner, may_plan
 from specactor.rollout.pool import EnginePool
 from specactor.rollout.sglang.engine import EngineSpec
 from specactor.rollout.tail_plan import tail_policy
@@ -142,8 +142,7 @@ def _build(
     drafters, access_of = _drafters(config, folder, collective, members, head, progress, stack)
     engines = _own_engines(config, start, folder, collective.rank, members, access_of)
     tail = tail_policy(config.rollout.tail, max_window=config.rollout.speculation.max_window)
-    table = config.rollout.speculation.cost_table
-    layouts = layout_planner(config.rollout, cost_file.read(table) if table else None)
+    layouts = collective.together("cost table", lambda: _layouts(config.rollout, progress))
     pool = stack.enter_context(EnginePool(engines, tail=tail, drafters=drafters, layouts=layouts, note=progress.note))
     with progress.phase("warm-up", announce=True):
         base = warmed_up_model(config, layout, start, train_data, tokenizer, collective, progress)
@@ -173,6 +172,20 @@ def _build(
         on_trace=folder.write_traces if collective.rank == 0 else lambda step, spans: None,
         on_groups=_rollout_writer(config, folder, collective.rank),
     )
+
+
+def _layouts(rollout: RolloutConfig, progress: Progress) -> LayoutPlanner | None:
+    """What decides which engines leave their devices to drafters, where that is wanted and costs are known."""
+    if not may_plan(rollout):
+        return None
+    speculation = rollout.speculation
+    table = cost_file.read(speculation.cost_table)
+    if missing := [name for name in speculation.draft_methods if name not in table.methods]:
+        progress.note(
+            f"rollout.speculation.cost_table: {speculation.cost_table} lacks {', '.join(missing)}, so all engines "
+            "serve in every rollout. Measure them: specactor profile with these drafters."
+        )
+    return layout_planner(rollout, table)
 
 
 def _distillation(

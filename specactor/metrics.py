@@ -130,7 +130,8 @@ TAIL: dict[str, str] = {
     "decides between tokens that are nearly tied; in float32 hardly any, or an engine is wrong",
     "set_aside": "engines that were given no requests in a rollout, so that drafters on their devices draft for the "
     "others from the start, with rollout.tail.drafters, mode auto and a cost table that has a drafter process",
-    "lent": "times that the drafter on the device of an engine that had run dry was woken, with rollout.tail.drafters",
+    "lent": "times that the drafter on the device of an engine that had run dry, or was set aside, was to be woken, "
+    "with rollout.tail.drafters",
     "open_groups": "groups not complete when the rollout stopped, with rollout.oversample: dropped, or with "
     "rollout.partial carried to the next step",
     "open_requests": "their responses that had not finished",

@@ -115,12 +115,13 @@ def _profiled(speculation: SpeculationConfig) -> SpeculationConfig:
 
 def _drafter_spec(config: Config, context: int, folder: Path) -> DrafterSpec | None:
     """The drafter process of a run with one engine, on the device after the engine's; None where it has none."""
-    rollout = config.rollout
-    if METHOD not in rollout.speculation.draft_methods:
+    rollout, methods = config.rollout, config.rollout.speculation.draft_methods
+    if METHOD not in methods:
         return None
+    auto = replace(rollout.speculation, mode="auto", drafters=methods)
     alone = replace(
         config,
-        rollout=replace(rollout, speculation=replace(rollout.speculation, mode="auto"), tail=TailConfig()),
+        rollout=replace(rollout, speculation=auto, tail=TailConfig()),
         parallel=replace(
             config.parallel,
             drafters=1,

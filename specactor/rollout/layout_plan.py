@@ -38,7 +38,7 @@ SLOT = Footprint(weights_bytes=0.0, request_bytes=1.0)
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """Of one rollout. The engines that are in neither are left idle."""
+    """Of one rollout."""
 
     serving: tuple[int, ...]
     """They are given requests."""
@@ -85,7 +85,7 @@ class LayoutPlanner:
         if faster <= 1.0 + self.margin:
             return _all(engines, f"drafters on devices of others are predicted to be {faster:.2f} times as fast")
         drafting = sorted(-engine for _, engine in chosen)
-        serving = [engine for engine in range(engines) if engine not in drafting][: apart.verifiers.engines]
+        serving = [engine for engine in range(engines) if engine not in drafting]
         return Layout(
             serving=tuple(serving),
             drafting=tuple(drafting),
@@ -116,10 +116,16 @@ class LayoutPlanner:
         return own or (self.acceptance.get(IN_ENGINE, 0.0) if method == METHOD else 0.0)
 
 
+def may_plan(config: RolloutConfig) -> bool:
+    """Whether a run wants layouts, if its cost table has what it takes."""
+    return config.tail.drafters and config.speculation.mode == "auto" and bool(config.speculation.cost_table)
+
+
 def layout_planner(config: RolloutConfig, table: CostTable | None) -> LayoutPlanner | None:
-    """What a run asked for; None: all engines serve in every rollout."""
+    """What a run asked for; None: all engines serve in every rollout, as where the table lacks one of the methods, with
+    which all of them might be faster."""
     speculation = config.speculation
-    if table is None or table.process is None or not config.tail.drafters or speculation.mode != "auto":
+    if table is None or not may_plan(config) or not {*speculation.draft_methods} <= {*table.methods}:
         return None
     return LayoutPlanner(
         table=table,

@@ -61,6 +61,8 @@ class EnginePool:
         self.tail = tail
         self.layouts = layouts
         self._note = note
+        self._lengths: list[int] = []
+        """Tokens of the responses since the last step was learned from."""
         self._num_drafting = 0
         """Engines whose devices drafters had in the last rollout from its start on."""
         self.drafters = drafters if drafters is not None else DrafterPool([])
@@ -125,8 +127,7 @@ class EnginePool:
             with self.drafters.rollout():
                 driver.run(*self._parts(requests, alive))
         finished, rest = merge(requests, driver.done.values())
-        if self.layouts is not None and finished:
-            self.layouts = replace(self.layouts, response_tokens=fmean(len(t.token_ids) for t in finished))
+        self._lengths += [len(trajectory.token_ids) for trajectory in finished]
         return RolloutOutcome(
             finished=finished,
             unfinished=[request for request in rest if request.request_id not in driver.stopped],
@@ -140,7 +141,9 @@ class EnginePool:
         if isinstance(self.tail, Planned):
             self.tail = self.tail.after(counts)
         if self.layouts is not None:
-            self.layouts = self.layouts.after(counts)
+            mean = fmean(self._lengths) if self._lengths else self.layouts.response_tokens
+            self.layouts = replace(self.layouts.after(counts), response_tokens=mean)
+        self._lengths.clear()
 
     def _parts(
         self, requests: Sequence[RolloutRequest], alive: Sequence[Engine]

@@ -127,13 +127,18 @@ def test_what_was_seen_is_believed_and_what_was_not_is_kept() -> None:
 
 
 def test_a_run_asks_for_it_with_a_drafter_process_in_its_table() -> None:
-    auto = SpeculationConfig(mode="auto", drafters=("suffix", "decoupled"), draft_model="there", max_window=W)
+    auto = SpeculationConfig(
+        mode="auto", drafters=("suffix", "decoupled"), draft_model="there", max_window=W, cost_table="there"
+    )
     config = RolloutConfig(speculation=auto, tail=TailConfig(drafters=True))
     asked = layout_planner(config, table())
     assert asked == replace(planner(), acceptance={}, response_tokens=0.0, slots=config.engine.max_running_requests)
     assert layout_planner(config, None) is None
     assert layout_planner(config, replace(table(), process=None)) is None
     assert layout_planner(replace(config, tail=TailConfig()), table()) is None
+    assert layout_planner(replace(config, speculation=replace(auto, cost_table="")), table()) is None
+    more = replace(auto, drafters=(*auto.drafters, "model"))
+    assert layout_planner(replace(config, speculation=more), table()) is None, "all engines with it may be faster"
     assert layout_planner(replace(config, speculation=replace(auto, mode="decoupled")), table()) is None
 
 

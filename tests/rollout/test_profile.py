@@ -191,6 +191,19 @@ def config(model_dir: str, tmp_path_factory: pytest.TempPathFactory) -> Config:
     return replace(recipe, rollout=rollout, output_dir=str(tmp_path_factory.mktemp("runs")))
 
 
+def test_a_drafter_process_is_measured_however_it_was_asked_for(config: Config, tmp_path: Path) -> None:
+    for mode, drafters, processes in (("auto", ("suffix", "decoupled"), 1), ("decoupled", ("suffix",), 2)):
+        speculation = replace(config.rollout.speculation, mode=mode, drafters=drafters)  # type: ignore[arg-type]
+        rollout, parallel = (
+            replace(config.rollout, speculation=speculation),
+            replace(config.parallel, drafters=processes),
+        )
+        spec = profiling._drafter_spec(replace(config, rollout=rollout, parallel=parallel), 158, tmp_path)
+        assert spec is not None
+        assert spec.model_dir == config.rollout.speculation.draft_model
+    assert profiling._drafter_spec(replace(config, rollout=CONFIG), 158, tmp_path) is None
+
+
 @pytest.fixture(scope="module")
 def profiled(config: Config, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """(file, what was printed)"""

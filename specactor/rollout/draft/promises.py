@@ -5,7 +5,7 @@ then for one that drafts in the engine, or for plain decoding, looks best for th
 had drafts again in the next one. So where it promises less than usual, what it usually promises counts.
 
 Invariants: only the past is used, this round included; a drafter that promises the same in every round has that as
-usual; one that has stopped drafting has within some `ROUNDS` rounds what plain steps bring.
+usual; one that has stopped drafting promises less in every round, and within 6 * `ROUNDS` what plain steps bring.
 """
 
 from __future__ import annotations

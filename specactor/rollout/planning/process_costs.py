@@ -47,11 +47,6 @@ def beside(table: CostTable, drafts: Sequence[Point], verifies: Iterable[Point])
     return column(found)
 
 
-def with_drafts(verifies: Iterable[Point]) -> list[Point]:
-    """Those that had any."""
-    return [(n, rows, seconds) for n, rows, seconds in verifies if rows > n]
-
-
 def without_waits(drafts: Sequence[Point], waited_s: float) -> list[Point]:
     """Of `drafts`, which include that much. An engine waits for drafts where that pays; a planner in whose rounds
     nobody waits would count it as a loss."""

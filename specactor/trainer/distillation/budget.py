@@ -7,15 +7,16 @@ was learned stays, it is worth that in every rollout until its worth would be me
 it open, it is made: it costs little, and what it would have been worth shows only then. What it costs: its own seconds,
 in which nothing is generated.
 
-Invariants: refreshes take no more than their share of the steps in the long run, whatever they spend beside learning;
-with `auto`, one whose predicted saving is below its cost is made only to learn what refreshing is worth (the first,
-from when the learning rate has risen, and one after `explore_every` steps without).
+Invariants: refreshes take no more than their share of the steps in the long run, if they spend no more than half of it
+beside learning; with `auto`, one whose predicted saving is below its cost is made only to learn what refreshing is
+worth (the first, from when the learning rate has risen, and one after `explore_every` steps without).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal, assert_never
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, Literal, assert_never
 
 import msgspec
 
@@ -67,6 +68,15 @@ class Account:
     def limit_s(self, share_s: float, spent_s: float) -> float:
         """What is left to learn in. Args: this refresh's share; what it has spent of it."""
         return max(0.0, share_s - spent_s - self.push_s - self.owed_s)
+
+    def state(self) -> dict[str, float]:
+        """What a checkpoint keeps."""
+        return asdict(self)
+
+    @classmethod
+    def of(cls, state: Mapping[str, Any]) -> Account:
+        """What `state` returned, among others; of an older checkpoint nothing is owed."""
+        return cls(push_s=state.get("push_s", 0.0), owed_s=state.get("owed_s", 0.0))
 
     def ended(self, share_s: float, took_s: float) -> None:
         """A refresh has. At most half a share is owed, so that one that was held up stops no others."""

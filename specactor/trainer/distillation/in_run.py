@@ -240,10 +240,10 @@ class Distillation:
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint's own state keeps."""
-        return self.history.state()
+        return self.history.state() | self._account.state()
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        self.history = History.of(state)
+        self.history, self._account = History.of(state), Account.of(state)
 
     def export(self, folder: Path) -> bool:
         """In Hugging Face format, unless weights are not finite; returns whether it was. Collective; raises

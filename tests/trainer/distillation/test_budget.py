@@ -57,6 +57,7 @@ def test_what_refreshes_take_beyond_their_share_is_taken_off_the_next_ones() -> 
     for number in range(100):
         took.append(account.limit_s(3.0, 0.1) + 0.3 + 0.4 + (20.0 if number == 50 else 0.0))
         account.ended(3.0, took[-1])
+    assert Account.of({"last": 2.0} | account.state()) == account
     assert sum(took[:50]) <= 50 * 3.0 + 0.5
     assert took[51] > 1.0, "the others go on"
     assert sum(took[51:]) <= 49 * 3.0 + 0.5
