@@ -229,11 +229,12 @@ def _recipe(config: Config) -> list[Finding]:
         if source.path and not Path(source.path).is_file():
             remedy = f"Correct --{name}.path."
             findings.append(Finding(component=name, found=f"{source.path} is not a file", fatal=True, remedy=remedy))
-    return findings + _drafter_network(config.parallel.drafter_network)
+    p = config.parallel
+    return findings + _drafter_network(p.drafter_network, certain=not p.drafter_hosts)
 
 
-def _drafter_network(network: str) -> list[Finding]:
-    """Whether drafters of this host could listen in the network that a recipe names."""
+def _drafter_network(network: str, *, certain: bool) -> list[Finding]:
+    """Whether drafters of this host could listen in the network that a recipe names. `certain`: it will have some."""
     if not network:
         return []
     found = within(network)
@@ -241,7 +242,7 @@ def _drafter_network(network: str) -> list[Finding]:
         Finding(
             component="drafter network",
             found=f"{found} in {network}" if found else f"no address in {network}, only {own_addresses()}",
-            fatal=not found,
-            remedy="" if found else "Correct --parallel.drafter-network, or leave it out.",
+            fatal=certain and not found,
+            remedy="" if found else "Correct --parallel.drafter-network, or leave it out, if drafters run here.",
         )
     ]

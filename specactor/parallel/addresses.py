@@ -27,7 +27,7 @@ def own_address(network: str, *, peers: Sequence[str]) -> str:
         raise ConfigError.at(
             "parallel.drafter_network",
             network,
-            f"a network that every host has an address in: here there are {own_addresses()}, and other hosts {peers}",
+            f"a network that drafters' hosts are in: here there are {own_addresses()}, and other hosts {peers}",
             "Name the one by which they reach each other.",
         )
     return found

@@ -33,7 +33,7 @@ def test_loopback_is_no_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
     assert own_address("10.9.0.0/16", peers=["head", "10.1.0.7"]) == "10.9.0.2", "as asked for"
     assert own_address("127.0.0.0/8", peers=[]) == "127.0.0.1", "as asked for"
     message = (
-        r"^parallel.drafter_network: got '', expected a network that every host has an address in: here there are "
+        r"^parallel.drafter_network: got '', expected a network that drafters' hosts are in: here there are "
         r"\['127.0.0.1', '10.9.0.2'\], and other hosts \['head', 'gone'\]. Name the one by which they reach each other."
     )
     with pytest.raises(ConfigError, match=message):

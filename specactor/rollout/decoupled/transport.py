@@ -26,6 +26,8 @@ from specactor.errors import ConfigError
 from specactor.rollout.decoupled.messages import LARGEST, MAX_FRAME_BYTES
 from specactor.rollout.decoupled.order import Drops
 
+HEARTBEAT_MS = 5000
+"""Of connections over TCP: after three without an answer one is over, and made anew."""
 QUEUE_FRAMES = 256
 """Of a socket, in each direction."""
 RECONNECT_MS = 20
@@ -179,6 +181,9 @@ class Hub:
         self._inputs = [(self._socket, _INPUT)]
         _prepare(self._socket, endpoint)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # else what cannot be sent is lost without a word
+        self._socket.setsockopt(
+            zmq.ROUTER_HANDOVER, 1
+        )  # who comes back is heard, though its old connection seems alive
         if keys is not None:
             self._socket.curve_server = True
             self._socket.curve_publickey = keys.public.encode()
@@ -258,6 +263,9 @@ def _prepare(socket: zmq.Socket[bytes], endpoint: str) -> None:
     """Before it is connected, or listens there."""
     socket.setsockopt(zmq.IPV6, "[" in endpoint)
     socket.setsockopt(zmq.LINGER, 0)
+    if endpoint.startswith("tcp://"):  # a host that is cut off says no goodbye
+        socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
+        socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 3 * HEARTBEAT_MS)
     socket.setsockopt(zmq.SNDHWM, QUEUE_FRAMES)
     socket.setsockopt(zmq.RCVHWM, QUEUE_FRAMES)
     socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES + _CURVE_BYTES)

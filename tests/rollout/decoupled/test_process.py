@@ -248,6 +248,27 @@ def test_the_end_of_its_owner_is_its_end(start: Start) -> None:
     assert process.process.wait(60) == 0
 
 
+def test_an_engine_that_comes_back_is_heard_though_its_old_connection_seems_alive() -> None:
+    """As after a host was cut off: ZeroMQ would ignore the new one."""
+    hub = Hub("tcp://127.0.0.1:*")
+    links = [ZmqLink(7, [Address(endpoint=hub.endpoint)]) for _ in range(2)]
+    try:
+        for link, frame in zip(links, (b"before", b"after"), strict=True):
+            deadline = time.monotonic() + 10.0
+            while not link.send(0, frame):
+                assert time.monotonic() < deadline
+                time.sleep(0.01)
+            hub.wait(10.0)
+            assert hub.receive() == [(7, frame)]
+        assert hub.send(7, b"answer")
+        assert links[1].wait(10.0)
+        assert links[1].receive() == [(0, b"answer")]
+        assert links[0].receive() == []
+    finally:
+        for end in (*links, hub):
+            end.close()
+
+
 def test_an_address_that_others_reach_needs_keys() -> None:
     for endpoint in ("tcp://0.0.0.0:*", "tcp://*:*", "tcp://192.0.2.1:5000", "tcp://host:5000", "pgm://127.0.0.1:1"):
         with pytest.raises(ConfigError, match="CURVE"):
