@@ -17,6 +17,7 @@ import torch
 
 from specactor.config import SpeculationConfig
 from specactor.errors import EngineError
+from specactor.rollout import drafter_pool
 from specactor.rollout.decoupled.access import DrafterAccess
 from specactor.rollout.draft.counts import Counts, added
 from specactor.rollout.layout_plan import LayoutPlanner
@@ -231,8 +232,11 @@ def during_a_rollout(engine: Engine, want: list[object], push: Callable[[], str]
     raise AssertionError("no draft arrived in time")
 
 
-def test_pushes_to_a_drafter_that_drafts_change_no_token(setting: Setting, engine: Engine, noise_dir: str) -> None:
+def test_pushes_to_a_drafter_that_drafts_change_no_token(
+    setting: Setting, engine: Engine, noise_dir: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Damaged ones do not change its drafts either."""
+    monkeypatch.setattr(drafter_pool, "PUSH_LIMIT_S", 60.0)  # of a busy machine
     pool, config, sender = setting.drafters, setting.speculation(), DraftSender(torch.float32)
     want = plain(engine, BATCH)
     configure(engine, config)
