@@ -34,7 +34,8 @@ def test_drafters_of_another_host_change_neither_tokens_nor_rewards_nor_losses(
         file = f"evaluations/step-00000{step}.jsonl"
         assert (run.folder / file).read_text() == (finished.folder / file).read_text()
     lines = read_metrics(run.folder)[1:]
-    assert all(float(str(line["speculation/decoupled/drafted"])) > 0 for line in lines)
+    # on a busy machine all drafts of an untrained model may come too late to be verified
+    assert all(float(str(line["speculation/decoupled/drafted_ahead"])) > 0 for line in lines)
     assert [line["speculation/decoupled/processes"] for line in lines] == [1, 1]
     assert [line["drafter/oldest_version"] for line in lines] == [1, 1], "new weights reach it there"
     assert writers(run.folder / "engines") == []
