@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from specactor.config import SpeculationConfig
+from specactor.rollout.decoupled.spec import DrafterSpec
 from specactor.rollout.decoupled.transport import Address, EngineKeys, make_keys
 from specactor.rollout.draft.counts import Counts
 from specactor.rollout.drafter_pool import DrafterPool
@@ -16,7 +17,7 @@ from specactor.rollout.sglang.engine import Engine
 from specactor.types import RolloutRequest, Trajectory
 from tests.rollout.conftest import request
 from tests.rollout.sglang import recital
-from tests.rollout.sglang.asking import assert_same
+from tests.rollout.sglang.asking import assert_same, probe
 from tests.rollout.sglang.decoupled_setting import (
     LIMIT_S,
     aim,
@@ -50,6 +51,17 @@ class Setting:
     @property
     def engine(self) -> Engine:
         return self.engines.engines[0]
+
+    def aim_at(self, specs: Sequence[DrafterSpec], keys: Sequence[EngineKeys | None]) -> None:
+        """The engine, at these drafters with their keys."""
+        there = [Address(endpoint=spec.endpoint, keys=own) for spec, own in zip(specs, keys, strict=True)]
+        aim(self.engine, there, self.folder)
+
+    def drafted_there(self) -> list[bool]:
+        """Of each drafter that the engine is aimed at, whether it lives and has drafted."""
+        self.run_until_drafted()
+        state = probe(self.engine, "remote")
+        return [drafted > 0 and drafter in state["live"] for drafter, drafted in enumerate(state["drafted"])]
 
     @property
     def endpoint(self) -> str:

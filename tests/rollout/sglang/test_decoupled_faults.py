@@ -21,8 +21,7 @@ from specactor.config import EngineConfig
 from specactor.rollout import drafter_pool
 from specactor.rollout.decoupled.host import DrafterProcess
 from specactor.rollout.decoupled.ports import Ports
-from specactor.rollout.decoupled.spec import DrafterSpec
-from specactor.rollout.decoupled.transport import Address, EngineKeys, make_keys
+from specactor.rollout.decoupled.transport import make_keys
 from specactor.rollout.draft.counts import Counts
 from specactor.rollout.drafter_pool import DrafterPool
 from specactor.rollout.pool import EnginePool
@@ -35,7 +34,6 @@ from tests.rollout.sglang.bad_network import Faults, Network
 from tests.rollout.sglang.decoupled_setting import (
     LIMIT_S,
     OFF,
-    aim,
     assert_engine_holds_nothing,
     assert_holds_nothing,
     decoupled,
@@ -245,19 +243,19 @@ def test_drafters_of_two_hosts_with_keys_of_their_own(setting: Setting) -> None:
         with DrafterPool(specs) as pool:
             pool.wait_ready()
             assert [started.endpoint for d in pool.drafters if (started := d.started)] == [s.endpoint for s in specs]
-            _aim(setting, specs, of_engines)
+            setting.aim_at(specs, of_engines)
             setting.start(decoupled())
-            wait_until(lambda: _drafted_there(setting) == [True, True], "one of the two drafts nothing")
+            wait_until(lambda: setting.drafted_there() == [True, True], "one of the two drafts nothing")
             os.kill(pool.drafters[1].wait_ready().pid, signal.SIGKILL)
             wait_until(lambda: pool.restarts == 1, "it is not started again")
             pool.drafters[1].wait_ready()
-            wait_until(lambda: all(_drafted_there(setting)) and _has_drafted(pool.drafters[1]), "it is not found again")
+            wait_until(lambda: all(setting.drafted_there()) and _has_drafted(pool.drafters[1]), "it is not found again")
             for spec, keys in zip(specs, of_engines, strict=True):
                 assert_holds_nothing(spec.endpoint, keys)
             strangers, _ = make_keys()
             pretending = [replace(strangers, drafter_public=keys.drafter_public) for keys in of_engines]
             for wrong in (of_engines[::-1], [strangers, strangers], pretending, [None, None]):
-                _aim(setting, specs, wrong)
+                setting.aim_at(specs, wrong)
                 setting.start(decoupled())
                 for _ in range(3):
                     assert_same(setting.run(BATCH), setting.wanted(BATCH))
@@ -265,20 +263,9 @@ def test_drafters_of_two_hosts_with_keys_of_their_own(setting: Setting) -> None:
                 assert probe(setting.engine, "remote")["live"] == []
 
 
-def _aim(setting: Setting, specs: Sequence[DrafterSpec], keys: Sequence[EngineKeys | None]) -> None:
-    there = [Address(endpoint=spec.endpoint, keys=own) for spec, own in zip(specs, keys, strict=True)]
-    aim(setting.engine, there, setting.folder)
-
-
 def _has_drafted(drafter: DrafterProcess) -> bool:
     work = drafter.work(trace=False)
     return work is not None and work.busy_s > 0
-
-
-def _drafted_there(setting: Setting) -> list[bool]:
-    setting.run_until_drafted()
-    state = probe(setting.engine, "remote")
-    return [drafted > 0 and drafter in state["live"] for drafter, drafted in enumerate(state["drafted"])]
 
 
 # The engine
