@@ -17,15 +17,13 @@ from specactor.config import Config, RolloutConfig
 from specactor.data.dataset import Dataset, build_dataset
 from specactor.data.tokenizer import VOCAB_SIZE, load_tokenizer
 from specactor.metrics import Tracker, read_metrics, rss_bytes
-from specactor.parallel import addresses, groups
+from specactor.parallel import groups
 from specactor.parallel.collective import Collective
-from specactor.parallel.devices import gpus, numbers
-from specactor.parallel.failure import Failures, Member, View
+from specactor.parallel.failure import Failures, Member
 from specactor.parallel.layout import (
     Layout,
     ModelShape,
     check,
-    engine_owner,
     longest_prompt,
     place_engine,
     reserved_tokens,
@@ -34,19 +32,9 @@ from specactor.progress import Progress, summary_rows
 from specactor.recipes import to_json
 from specactor.rollout import cost_file
 from specactor.rollout.decoupled.access import DrafterAccess
-from specactor.rollout.decoupled.ports import Ports
-from specactor.rollout.decoupled.transport import local_endpoint
 from specactor.rollout.drafter_pool import DrafterPool
-from specactor.rollout.drafter_specs import (
-    Host,
-    Offer,
-    access,
-    check_in_engines,
-    drafting_hosts,
-    host_of,
-    make_specs,
-    offer,
-)
+from specactor.rollout.drafter_specs import check_in_engines
+from specactor.rollout.drafter_start import start_drafters
 from specactor.rollout.layout_plan import LayoutPlanner, layout_planner, may_plan
 from specactor.rollout.pool import EnginePool
 from specactor.rollout.sglang.engine import EngineSpec
@@ -139,7 +127,13 @@ def _build(
         start = initial_model(config, collective)
         tokenizer = load_tokenizer(start)
         train_data, eval_data = collective.together("data", lambda: _problems(config, tokenizer))
-    drafters, access_of = _drafters(config, folder, collective, members, head, progress, stack)
+    drafters, access_of = start_drafters(
+        *(config, collective, members, _places(config, members), stack),
+        head=head,
+        max_position=model_shape(config).max_position,
+        log_dir=folder.engines,
+        note=progress.note,
+    )
     engines = _own_engines(config, start, folder, collective.rank, members, access_of)
     tail = tail_policy(config.rollout.tail, max_window=config.rollout.speculation.max_window)
     layouts = collective.together("cost table", lambda: _layouts(config.rollout, progress))
@@ -235,74 +229,6 @@ def _weights(trainer: PolicyTrainer, pool: EnginePool, members: Sequence[Member]
     if len({member.machine for member in members}) == 1:
         return RankShards(trainer.policy)
     return GatheredWeights(trainer.policy, owns_engines=bool(pool.engines))
-
-
-def _drafters(
-    config: Config,
-    folder: RunFolder,
-    collective: Collective,
-    members: Sequence[Member],
-    head: str,
-    progress: Progress,
-    stack: ExitStack,
-) -> tuple[DrafterPool, Callable[[int], DrafterAccess]]:
-    """The drafters that this rank starts: those of its host, if it is the host's first rank. And how an engine that
-    this rank starts reaches those that draft for it."""
-    p = config.parallel
-    views = [host_of(config, member.view) for member in members]
-    own_host = views[collective.rank]
-    here = [rank for rank, view in enumerate(views) if view == own_host]
-    drafting = drafting_hosts(config, views)
-    serve_all = p.drafters_serve == "job"
-    owners = [engine_owner(i, engine_tensor=p.engine_tensor) for i in range(p.engines)]
-    devices = numbers()
-    host = Host(
-        ranks=len(here),
-        engines=sum(serve_all or owner in here for owner in owners),
-        devices=devices,
-        has_gpus=bool(gpus()),
-        first_drafter=p.drafters * drafting.index(own_host) if own_host in drafting else 0,
-        own_engines=tuple(
-            (index, devices[first % len(devices)])
-            for index, (owner, first) in enumerate(_places(config, members))
-            if owner == collective.rank
-        ),
-    )
-    starts = collective.rank == here[0] and own_host in drafting
-    if starts and config.rollout.tail.drafters and (host.engines < 2 or not host.lendable):
-        progress.note(
-            f"rollout.tail.drafters: this host has {host.engines} engines, {len(host.lendable)} of them with "
-            "a device that no other has; nothing will be lent there. Give a host two engines, each its own device."
-        )
-    max_position = model_shape(config).max_position
-    endpoint = _endpoints(config, views, collective, head, starts, stack)
-    specs = collective.together(
-        "drafters",
-        lambda: (
-            make_specs(config, host, max_position=max_position, log_dir=folder.engines, endpoint=endpoint)
-            if starts
-            else []
-        ),
-    )
-    own, told = offer(specs, own_host)
-    pool = stack.enter_context(DrafterPool(own, on_gpus=host.has_gpus))
-    offers = collective.gather(told, Offer)
-    return pool, lambda engine: access(config, offers, host=own_host, engine=engine)
-
-
-def _endpoints(
-    config: Config, views: Sequence[View], collective: Collective, head: str, starts: bool, stack: ExitStack
-) -> Callable[[], str]:
-    """Where the drafters of this rank listen, if it starts any: where other hosts reach them, if those shall."""
-    if config.parallel.drafters_serve == "host" or len(set(views)) == 1:
-        return local_endpoint
-    seen = collective.gather(addresses.towards(head), str)
-    there = [address for view, address in zip(views, seen, strict=True) if address and view != views[collective.rank]]
-    network, peers = config.parallel.drafter_network, [head, *there]
-    address = collective.together(
-        "drafter address", lambda: addresses.own_address(network, peers=peers) if starts else ""
-    )
-    return stack.enter_context(Ports(address)).take
 
 
 def _own_engines(
