@@ -281,7 +281,12 @@ WRONG: list[tuple[str, str]] = [
     ),
     (
         "--distillation.max-time-share 0",
-        'distillation.max_time_share: got 0.0, expected in (0, 1]. Use refresh="off" to spend none.',
+        'distillation.max_time_share: got 0.0, expected > 0. Use refresh="off" to spend none.',
+    ),
+    (
+        "--distillation.max-time-share 1.5",
+        "distillation.max_time_share: got 1.5, expected <= 1 with max_updates 0 or refresh auto. Set refresh "
+        "every_step and max_updates, which bounds a refresh then.",
     ),
     (
         "--distillation.adam-betas 0.9 1.0",

@@ -15,14 +15,14 @@ class DistillationConfig:
     refresh: Literal["off", "every_step", "auto"] = "off"
     """When the draft model learns: never, after every RL step, or when that is worth its time."""
     max_time_share: float = 0.03
-    """Longest refresh, as a share of the last RL step's time."""
+    """Longest refresh, as a share of the last RL step's time. Above 1, or inf, where max_updates alone bounds it."""
     recovery_time_share: float = 0.0
     """The same while accept_length is more than a tenth below what it was, as after a jump of the policy. What it was
     is worth 2 % less with every rollout: a loss of a quarter counts for 10 rollouts, of a half for 29. 0: it makes no
     difference."""
     max_updates: int = 0
-    """Optimizer updates of one refresh at most; 0: as many as fit its time. With a number that always fits, the draft
-    model's weights are reproducible."""
+    """Optimizer updates of one refresh at most; 0: as many as fit its time. With a number that always fits (say with
+    max_time_share inf), the draft model's weights are reproducible."""
     explore_every: int = 10
     """With auto: refresh after so many steps without one, to learn what it is worth now."""
 
@@ -77,7 +77,13 @@ class DistillationConfig:
             self._check(name, getattr(self, name) >= 0, ">= 0")
         fine = all(0 <= beta < 1 for beta in self.adam_betas)
         self._check("adam_betas", fine, "in [0, 1) each", "Use for example 0.9 0.98.")
-        self._check("max_time_share", 0 < self.max_time_share <= 1, "in (0, 1]", 'Use refresh="off" to spend none.')
+        self._check("max_time_share", self.max_time_share > 0, "> 0", 'Use refresh="off" to spend none.')
+        self._check(
+            "max_time_share",
+            self.max_time_share <= 1 or (self.max_updates > 0 and self.refresh != "auto"),
+            "<= 1 with max_updates 0 or refresh auto",
+            "Set refresh every_step and max_updates, which bounds a refresh then.",
+        )
         share, usual = self.recovery_time_share, self.max_time_share
         self._check(
             "recovery_time_share", share == 0 or usual <= share <= 1, f"0 or in {usual:g}..1, max_time_share..1"

@@ -14,7 +14,7 @@ ONE_GROUP = (
 LEARNING = (
     *("--rollout.speculation.mode", "coupled", "--rollout.speculation.drafters", "model"),
     *("--rollout.speculation.window", "2", "--distillation.refresh", "every_step", "--distillation.max-updates", "1"),
-    *("--distillation.max-time-share", "1.0"),
+    *("--distillation.max-time-share", "inf"),
     *("--distillation.tokens-per-update", "64", "--distillation.tokens-per-microbatch", "256"),
 )
 

@@ -55,7 +55,7 @@ def test_speculation_changes_neither_tokens_nor_rewards_nor_losses(
     drafters = ("--rollout.speculation.drafters", "decoupled", "suffix", "--rollout.speculation.merge", "True")
     window = ("--rollout.speculation.window", "4")  # fixed: whether `auto` drafts depends on the machine's speed
     seen = ("--tracking.trace", "2", "--rollout.speculation.branches", "on", "--parallel.drafters", "1")
-    learning = ("--distillation.refresh", "every_step", "--distillation.max-time-share", "1.0")
+    learning = ("--distillation.refresh", "every_step", "--distillation.max-time-share", "inf")
     learning += ("--distillation.max-updates", "2", "--distillation.keep-rollouts", "True")
     drafted = launcher.run("speculating", *speculation, *drafters, *window, *seen, *learning)
     assert drafted.code == 0, drafted.output

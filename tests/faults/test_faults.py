@@ -27,7 +27,7 @@ STEPS = ("--train.steps", "3", "--resume", "auto", "--tracking.wandb", "off")
 LEARNING = (
     *("--rollout.speculation.mode", "coupled", "--rollout.speculation.drafters", "model"),
     *("--rollout.speculation.window", "2", "--distillation.refresh", "every_step"),
-    *("--distillation.max-updates", "12", "--distillation.max-time-share", "1.0"),
+    *("--distillation.max-updates", "12", "--distillation.max-time-share", "inf"),
 )
 """So many updates always fit, so the draft model's losses are reproducible; and they last long enough to be struck."""
 END_S = 30.0

@@ -225,7 +225,7 @@ def test_the_state_of_another_model_is_refused(tmp_path: Path) -> None:
     ("wrong", "message"),
     [
         ({"sample_weight": 0.0, "law_weight": 0.0}, "law_weight: got 0.0"),
-        ({"max_time_share": 0.0}, "max_time_share: got 0.0, expected in"),
+        ({"max_time_share": 0.0}, "max_time_share: got 0.0, expected > 0"),
         ({"offload": True}, "offload: got True, expected False without ZeRO"),
         ({"recovery_time_share": 0.01}, "recovery_time_share: got 0.01, expected 0 or in 0.03..1"),
         ({"top_k": 0}, "position_emphasis: got 0.5, expected 0 with top_k 0"),
