@@ -3,15 +3,15 @@
     python -m benchmarks.decoupled_speed [--quick] [--batches 1 4 ...] [--repetitions 3]
 
 Plain and coupled decoding use two engines of one core each, with half of the requests each; decoupled and pre-drafting
-(decoupled with `branches`), one engine with all requests on a core, and one drafter process on the other. Auto is
+(decoupled with `branches auto`), one engine with all requests on a core, and one drafter process on the other. Auto is
 measured in both layouts, and counts in the one that is planned for the cell: in every round it chooses for each
 request off, drafting in the engine, or what the drafter process (without branches) has drafted. Drafters are a trained
 draft model, and `dialled` ones of known cost and acceptance. What is predicted comes from rounds that were timed
 before, on other requests.
 
 Invariants: every response is what plain decoding emits, which is checked; contestants take turns, each between two
-decodings without drafts, which it is compared with, and all have decoded these requests once when they are timed, so
-that costs and acceptance are known to them; prefills are left out of all times (the median of decoding a single token).
+decodings without drafts, which it is compared with, and each has decoded a group of these requests when it is timed, so
+that costs and acceptance are known to it; prefills are left out of all times (the median of decoding a single token).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from statistics import median
 
 import msgspec
 
-from benchmarks.decoupled_speed_bench import MAX_WINDOW, NEW_TOKENS, Bench, Way, bench, drafters
+from benchmarks.decoupled_speed_bench import GROUPS, MAX_WINDOW, NEW_TOKENS, Bench, Way, bench, drafters
 from benchmarks.decoupled_speed_profile import Profile, profile
 from benchmarks.decoupled_speed_table import (
     AUTO_APART,
@@ -74,6 +74,8 @@ BRANCHES = (1, 2, 4)
 """Per request, of which the planner's best counts."""
 START_S = 12.0
 """Of the two drafter processes of a cell, about; for the time left."""
+WORK = 5 * (1 + 2 * GROUPS)
+"""Groups that a repetition decodes, of all contestants; for the same."""
 QUICK_BATCHES = (1, 16)
 QUICK_DIALS = ((0.3, 0.8),)
 """(share, acceptance)"""
@@ -149,7 +151,7 @@ def measure(bench: Bench, way: Way, batch: int, repetitions: int) -> Seen:
     counts = {mode: Counts() for mode in CONTESTANTS}
     waited_s, branched = dict.fromkeys(CONTESTANTS, 0.0), 0.0
     with drafters(bench, way):
-        turns = Turns(bench, way, bench.requests[batch])
+        turns = Turns(bench, way, bench.groups(batch))
         for repetition in range(repetitions):
             for mode in DRAFTING if repetition % 2 else DRAFTING[::-1]:
                 turns.begin(mode)
@@ -164,7 +166,7 @@ def measure(bench: Bench, way: Way, batch: int, repetitions: int) -> Seen:
                     waited_s[mode] += figures.get("waited_s", 0.0)
                     branched += figures.get("branched", 0.0)
                 turns.off()
-    emitted = batch * (NEW_TOKENS - 1)
+    emitted = len(bench.requests[batch]) * (NEW_TOKENS - 1)
     survival = survival_seen(counts["coupled"])
     chained = (1.0, *survival)
     ahead = counts["pre-drafting"].drafted_at
@@ -268,7 +270,7 @@ def run(
         profiled = profile(found, trained(models), note)
         for line in profiled.lines():
             note(line)
-        weights = [START_S + 15 * repetitions * NEW_TOKENS * profiled.table.plain_s(b) for b in batches]
+        weights = [START_S + WORK * repetitions * NEW_TOKENS * profiled.table.plain_s(b) for b in batches]
         costs = [weight for weight in weights for _ in range(1 + len(dials))]
         progress = Progress(costs, time.monotonic())
         for batch in batches:
@@ -301,7 +303,7 @@ def run(
         note(line)
     return Result(
         title="Coupled and decoupled drafting on two cores",
-        intro=INTRO.format(tokens=NEW_TOKENS, repetitions=repetitions, hit_rate=HIT_RATE, margin=MARGIN),
+        intro=INTRO.format(tokens=NEW_TOKENS, groups=GROUPS, repetitions=repetitions, hit_rate=HIT_RATE, margin=MARGIN),
         columns=COLUMNS,
         rows=[cell.row() for cell in cells],
         notes="\n".join(f"- {line}" for line in [means(cells), *aims(cells)]),

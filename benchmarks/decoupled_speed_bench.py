@@ -33,6 +33,8 @@ from specactor.types import RolloutRequest, SamplingParams
 
 NEW_TOKENS = 96
 MAX_WINDOW = 8
+GROUPS = 4
+"""That a cell decodes one after the other, each of a batch of requests: one alone takes too short a time."""
 CONTEXT = 256
 LIMIT_S = 300.0
 
@@ -66,7 +68,7 @@ class Bench:
     """Each engine's own drafter process; that of the second drafts branches."""
     folder: Path
     requests: dict[int, list[RolloutRequest]]
-    """By batch."""
+    """By batch: GROUPS times as many."""
     expected: dict[str, tuple[int, ...]] = field(default_factory=dict)
     off: frozenset[int] = frozenset()
     """Indices of the engines that were told to decode plainly."""
@@ -75,6 +77,11 @@ class Bench:
         """The engines that decode in this mode."""
         alone = {"decoupled": self.engines[:1], AUTO_APART: self.engines[:1], "pre-drafting": self.engines[1:]}
         return alone.get(mode, self.engines)
+
+    def groups(self, batch: int) -> list[list[RolloutRequest]]:
+        """Decoded one after the other."""
+        requests = self.requests[batch]
+        return [requests[first : first + batch] for first in range(0, len(requests), batch)]
 
     def configure(self, config: SpeculationConfig, engines: Sequence[Engine]) -> None:
         """These; all others have nothing to do, and nobody to talk to."""
@@ -137,7 +144,7 @@ def speculation(mode: str, drafter: str = "suffix", window: int | None = None) -
         drafters=drafters.get(mode, (drafter,)),
         window=window,
         max_window=MAX_WINDOW,
-        branches="on" if mode == "pre-drafting" else "off",
+        branches="auto" if mode == "pre-drafting" else "off",
         draft_model="there",
     )
 
@@ -185,7 +192,7 @@ def _pin(engine: Engine, core: int) -> None:
 
 
 def requests(models: Models, batch: int) -> list[RolloutRequest]:
-    """As many, each of a prompt of its own, and of NEW_TOKENS tokens."""
+    """GROUPS times as many, each of a prompt of its own, and of NEW_TOKENS tokens."""
     source = replace(task_recipe("B").data.train, size=200)
     problems = build_dataset(source, load_tokenizer(models.target), max_prompt_tokens=80)
     return [
@@ -196,7 +203,7 @@ def requests(models: Models, batch: int) -> list[RolloutRequest]:
             seed=1 + (batch * 64 + i) * 7919,
             group_id=i,
         )
-        for i in range(batch)
+        for i in range(GROUPS * batch)
     ]
 
 
@@ -215,7 +222,7 @@ def drafters(bench: Bench, way: Way) -> Iterator[list[DrafterProcess]]:
                 context_length=CONTEXT,
                 kv_tokens=max(bench.requests) * (CONTEXT + 128),
                 max_requests=max(bench.requests),
-                branches="on" if index == 1 else "off",
+                branches="auto" if index == 1 else "off",
                 continuer=continuer,
                 log_file=str(bench.folder / f"drafter-{index}.log"),
             )

@@ -38,18 +38,19 @@ MARGIN = 0.05
 
 INTRO = """\
 Task B's model of 1.8 M parameters, {tokens} tokens per request at temperature 1. `x off`: times as fast as `off` \
-decoded before and after, since the machine's pace changes within minutes; median of {repetitions} \
-repetitions, each after a first decoding that teaches costs and acceptance. `off` and `coupled`: two engines on a core \
-each, with half of the requests each; `decoupled` and `pre-drafting` (with branches): one engine and one drafter \
-process on a core each. `auto` has the layout of what is `planned` for the cell, and chooses in it per request and \
-round among off, drafting in the engine and, where there is a drafter process, its drafts without branches. Windows \
-are chosen while it runs. `dialled` drafters compute nothing: they take a given share of a plain step per token, and \
-are right as often as told; where they are wrong, their second choice is right with probability {hit_rate}. Acceptance \
-is that of the first draft token. `predicted` is the planner's best plan of a mode over its plan without drafts, from \
-rounds and drafter processes that were timed before on other requests, each beside plain rounds; less what is lost \
-because requests end in different rounds (auto: the best in its layout; how often tokens and branches are right is \
-taken from the run itself). `planned` and `fastest` are among all columns but auto; planned is another than off only \
-where it is predicted faster by more than {margin:.0%}."""
+decoded before and after, since the machine's pace changes within minutes; median of {repetitions} repetitions of \
+{groups} groups of requests, one after the other, and after one that teaches costs and acceptance. `off` and \
+`coupled`: two engines on a core each, with half of the requests each; `decoupled` and `pre-drafting` (with branches \
+wherever the drafter process predicts that they pay): one engine and one drafter process on a core each. `auto` has \
+the layout of what is `planned` for the cell, and chooses in it per request and round among off, drafting in the \
+engine and, where there is a drafter process, its drafts without branches. Windows are chosen while it runs. `dialled` \
+drafters compute nothing: they take a given share of a plain step per token, and are right as often as told; where \
+they are wrong, their second choice is right with probability {hit_rate}. Acceptance is that of the first draft token. \
+`predicted` is the planner's best plan of a mode over its plan without drafts, from rounds and drafter processes that \
+were timed before on other requests, each beside plain rounds; less what is lost because requests end in different \
+rounds (auto: the best in its layout; how often tokens and branches are right is taken from the run itself). `planned` \
+and `fastest` are among all columns but auto; planned is another than off only where it is predicted faster by more \
+than {margin:.0%}."""
 
 
 def planned(foreseen: Mapping[str, float]) -> str:

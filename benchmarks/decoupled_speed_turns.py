@@ -21,10 +21,11 @@ DRAFTING = tuple(mode for mode in CONTESTANTS if mode != "off")
 
 
 class Turns:
-    """Of a cell's contestants: each decodes between two decodings without drafts, which it is compared with."""
+    """Of a cell's contestants: each decodes between two decodings without drafts, which it is compared with. Requests
+    are decoded in groups, one group after the other."""
 
-    def __init__(self, bench: Bench, way: Way, requests: Sequence[RolloutRequest]) -> None:
-        self._bench, self._way, self._requests = bench, way, requests
+    def __init__(self, bench: Bench, way: Way, groups: Sequence[Sequence[RolloutRequest]]) -> None:
+        self._bench, self._way, self._groups = bench, way, groups
         self._prefills_s: dict[str, list[float]] = {mode: [] for mode in CONTESTANTS}
         self._off_s: list[float] = []
         self._own_s: list[tuple[str, float]] = []
@@ -33,21 +34,21 @@ class Turns:
 
     def off(self) -> None:
         self.begin("off")
-        self._off_s.append(self._decode("off"))
+        self._off_s.append(self._decode("off", self._groups))
 
     def begin(self, mode: str) -> None:
         """The engines of this mode have no costs yet, and do not know how good drafts are."""
         engines = self._bench.of(mode)
         self._bench.configure(speculation(mode, self._way.in_engine), engines)
-        self._prefills_s[mode].append(self._bench.decode(shortened(self._requests), engines))
+        self._prefills_s[mode].append(self._decode(mode, [shortened(group) for group in self._groups]))
 
     def teach(self, mode: str) -> None:
-        """The decoding that is timed next is the second."""
-        self._decode(mode)
+        """The decoding that is timed next is not the first: a group was decoded before."""
+        self._decode(mode, self._groups[:1])
 
     def timed(self, mode: str) -> None:
         """To be followed by one without drafts."""
-        self._own_s.append((mode, self._decode(mode)))
+        self._own_s.append((mode, self._decode(mode, self._groups)))
 
     def off_s(self) -> list[float]:
         """Of all decodings without drafts, without prefills."""
@@ -55,21 +56,23 @@ class Turns:
         return [seconds - prefill_s for seconds in self._off_s]
 
     def ratios(self) -> dict[str, list[float]]:
-        """Times as fast as without drafts, by contestant that drafts. The decoding before came one earlier, since a
-        first one teaches: it counts half as much as that after, so that a steady drift of the machine is left out."""
+        """Times as fast as without drafts, by contestant that drafts. The decoding before came a group earlier, which
+        teaches: it counts less than that after, so that a steady drift of the machine is left out."""
         found: dict[str, list[float]] = {mode: [] for mode in DRAFTING}
-        off_s = self.off_s()
+        off_s, num = self.off_s(), len(self._groups)
         for (mode, own_s), before_s, after_s in zip(self._own_s, off_s, off_s[1:], strict=False):
-            found[mode].append((before_s + 2 * after_s) / 3 / (own_s - median(self._prefills_s[mode])))
+            beside_s = (num * before_s + (num + 1) * after_s) / (2 * num + 1)
+            found[mode].append(beside_s / (own_s - median(self._prefills_s[mode])))
         return found
 
-    def _decode(self, mode: str) -> float:
-        return self._bench.decode(self._requests, self._bench.of(mode))
+    def _decode(self, mode: str, groups: Sequence[Sequence[RolloutRequest]]) -> float:
+        engines = self._bench.of(mode)
+        return sum(self._bench.decode(group, engines) for group in groups)
 
 
 def pace_of(bench: Bench, table: CostTable, batch: int) -> float:
     """Seconds of a plain step now over those of the table."""
-    requests = bench.requests[batch]
+    requests = bench.requests[batch][:batch]
     bench.configure(speculation("off"), bench.engines)
     found = [
         bench.decode(requests, bench.engines) - bench.decode(shortened(requests), bench.engines) for _ in range(PACES)

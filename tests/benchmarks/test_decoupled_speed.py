@@ -112,7 +112,7 @@ def test_modes_are_configured_as_named() -> None:
     assert speculation(AUTO_APART).mode == speculation(AUTO_TOGETHER).mode == "auto"
     assert speculation("coupled", "model").draft_methods == ("model",)
     assert speculation("decoupled", "model").draft_methods == ("decoupled",)
-    assert speculation("pre-drafting", "model").branches == "on"
+    assert speculation("pre-drafting", "model").branches == "auto"
     assert speculation("decoupled", "model").branches == "off"
 
 

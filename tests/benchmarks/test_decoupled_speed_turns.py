@@ -60,8 +60,9 @@ class FakeBench:
         return Rounds(plain=self.plain, verifies=[], drafts={})
 
 
-def turns(bench: FakeBench) -> Turns:
-    found = Turns(bench, Way(name="w", in_engine="suffix", continuer="x", model_dir="y"), [request(1)])  # type: ignore[arg-type]
+def turns(bench: FakeBench, num_groups: int = 1) -> Turns:
+    groups = [[request(n)] for n in range(num_groups)]
+    found = Turns(bench, Way(name="w", in_engine="suffix", continuer="x", model_dir="y"), groups)  # type: ignore[arg-type]
     for mode in DRAFTING:
         found.begin(mode)
         found.teach(mode)
@@ -70,10 +71,12 @@ def turns(bench: FakeBench) -> Turns:
     return found
 
 
-def test_a_steady_drift_changes_no_ratio() -> None:
-    found = turns(FakeBench(pace=lambda n: 1.0 + 0.1 * n))
+@pytest.mark.parametrize("num_groups", [1, 4])
+def test_a_steady_drift_changes_no_ratio(num_groups: int) -> None:
+    found = turns(FakeBench(pace=lambda n: 1.0 + 0.1 * n), num_groups)
     assert found.ratios() == {mode: [pytest.approx(GAIN)] for mode in DRAFTING}
-    assert found.off_s()[0] == pytest.approx(1.0), "less the prefill"
+    first_s = sum(1.0 + 0.1 * n for n in range(num_groups))
+    assert found.off_s()[0] == pytest.approx(first_s), "less the prefills"
     assert len(found.off_s()) == 1 + len(DRAFTING)
 
 

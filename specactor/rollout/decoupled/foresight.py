@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 from statistics import fmean, linear_regression, median
 from typing import NamedTuple
 
@@ -52,6 +53,21 @@ class Judged(NamedTuple):
     foreseen: bool | None
     """Whether the second choice was right where the draft was wrong; None: nothing was wrong, or there was no second
     choice."""
+    fresh: int
+    """Tokens that it committed: more than a window and one are of several rounds, in which nobody was asked."""
+
+
+@dataclass(slots=True)
+class _Heard:
+    """Of one engine, in one turn: several rounds where those are shorter than turns."""
+
+    before_s: float
+    """When it was heard before that."""
+    now_s: float
+    rows: list[float]
+    """Per request, by round; not known of several rounds in one commit."""
+    several: bool = False
+    """There were such commits."""
 
 
 class Foresight:
@@ -66,8 +82,8 @@ class Foresight:
         self._turns = 0
         """Since `on` changed last."""
         self._ask_s = 0.0
-        self._seen_s: dict[int, float] = {}
-        """The last commits of every engine."""
+        self._heard: dict[int, _Heard] = {}
+        """The last commits, by engine."""
         self._rounds: deque[tuple[float, float]] = deque(maxlen=MAX_SAMPLES)
         """(rows per request, seconds)"""
         self._tokens: deque[tuple[int, int]] = deque(maxlen=MAX_SAMPLES)
@@ -82,10 +98,14 @@ class Foresight:
         self._window = 1
 
     def commits(self, engine: int, now_s: float, judged: Sequence[Judged]) -> None:
-        """Of one round of an engine."""
-        before_s, self._seen_s[engine] = self._seen_s.get(engine, float("-inf")), now_s
-        if 0 < now_s - before_s < LONGEST_ROUND_S:
-            self._rounds.append((1.0 + fmean(each.ahead for each in judged), now_s - before_s))
+        """Of one round of an engine; of those that were heard in one turn, at the same time."""
+        heard = self._heard.get(engine)
+        if heard is None or heard.now_s != now_s:
+            before_s = float("-inf") if heard is None else heard.now_s
+            self._learn_rounds(heard)
+            heard = self._heard[engine] = _Heard(before_s=before_s, now_s=now_s, rows=[])
+        heard.rows.append(1.0 + fmean(each.ahead for each in judged))
+        heard.several |= any(each.fresh > each.window + 1 for each in judged)
         self._window = judged[-1].window
         for each in judged:
             if each.examined:
@@ -94,9 +114,17 @@ class Foresight:
                 self._foreseen.append(each.foreseen)
                 self._news += 1
 
+    def _learn_rounds(self, heard: _Heard | None) -> None:
+        """All of a turn are known."""
+        if heard is None or heard.several:
+            return
+        each_s = (heard.now_s - heard.before_s) / len(heard.rows)
+        if 0 < each_s < LONGEST_ROUND_S:
+            self._rounds.extend((rows, each_s) for rows in heard.rows)
+
     def forget(self, engine: int) -> None:
         """It is gone."""
-        self._seen_s.pop(engine, None)
+        self._heard.pop(engine, None)
 
     def turn(self, requests: int, seconds: float) -> None:
         """So many were drafted for, with second choices if `on`."""

@@ -148,7 +148,12 @@ class Mirror:
             if foreseen:
                 foreseen = right < self.window  # no branch begins behind it
         return Judged(
-            window=self.window, ahead=min(len(ahead), self.window), examined=examined, right=right, foreseen=foreseen
+            window=self.window,
+            ahead=min(len(ahead), self.window),
+            examined=examined,
+            right=right,
+            foreseen=foreseen,
+            fresh=len(fresh),
         )
 
     def tail(self, *, version: int, now_s: float) -> Tail:

@@ -39,6 +39,10 @@ BUSY = World(token_s=ROUND_S / 4, requests=64)
 DEAR = World(second_s=0.0012)
 
 
+VERIFIED = Judged(window=WINDOW, ahead=2, examined=2, right=1, foreseen=None, fresh=2)
+"""One round."""
+
+
 class Clock:
     def __init__(self, seed: int = 0) -> None:
         self.sight = Foresight()
@@ -69,7 +73,10 @@ class Clock:
         ahead = WINDOW + 1
         right = next((i for i in range(ahead) if self._rng.random() >= world.right), ahead)
         foreseen = self._rng.random() < world.hit if right < ahead and self.sight.on else None
-        return Judged(window=WINDOW, ahead=WINDOW, examined=min(right + 1, ahead), right=right, foreseen=foreseen)
+        fresh = min(right, WINDOW) + 1
+        return Judged(
+            window=WINDOW, ahead=WINDOW, examined=min(right + 1, ahead), right=right, foreseen=foreseen, fresh=fresh
+        )
 
 
 def test_branches_that_pay_are_drafted() -> None:
@@ -151,7 +158,25 @@ def test_engines_that_decoded_plainly_or_are_gone_say_nothing_of_rounds() -> Non
     after = clock.sight._round_s()
     assert after.at(1, 3.0) == pytest.approx(grid.at(1, 3.0), rel=0.1)
     clock.sight.forget(7)
-    assert clock.sight._seen_s == {}
+    assert clock.sight._heard == {}
+
+
+def test_rounds_that_are_shorter_than_turns_are_told_apart() -> None:
+    """An engine's rounds take 4 ms, and the drafter's turns 10: two or three are heard in each."""
+    sight, heard = Foresight(), 0
+    for turn in range(1, 101):
+        while (heard + 1) * 0.004 <= turn * 0.010:
+            heard += 1
+            sight.commits(7, turn * 0.010, [VERIFIED])
+    assert sight._round_s().at(1, 3.0) == pytest.approx(0.004, rel=0.05)
+
+
+def test_a_commit_of_several_rounds_tells_nothing_of_them() -> None:
+    sight = Foresight()
+    for i in range(100):
+        looked = i % 2 == 1
+        sight.commits(7, 0.040 * (i // 2) + 0.036 * looked, [VERIFIED._replace(fresh=9) if looked else VERIFIED])
+    assert sight._round_s().at(1, 3.0) == pytest.approx(0.004)
 
 
 @settings(max_examples=40, deadline=None)
@@ -164,6 +189,7 @@ def test_engines_that_decoded_plainly_or_are_gone_say_nothing_of_rounds() -> Non
                 examined=min(right + 1, ahead),
                 right=min(right, ahead),
                 foreseen=foreseen if right < ahead else None,
+                fresh=right + 1,
             ),
             st.just(3),
             st.integers(0, 6),

@@ -289,7 +289,7 @@ def test_what_commits_say_of_drafts(fresh: tuple[int, ...], examined: int, right
     lanes = drafter.mirrors.wanted(1)
     drafter.mirrors.extended(lanes, [list(range(10, 10 + ahead))], [list(range(110, 110 + ahead))])
     drafter.hear(commit(0, *fresh))
-    expected = Judged(window=WINDOW, ahead=WINDOW, examined=examined, right=right, foreseen=foreseen)
+    expected = Judged(window=WINDOW, ahead=WINDOW, examined=examined, right=right, foreseen=foreseen, fresh=len(fresh))
     assert overheard.heard == [(ENGINE, expected)]
     drafter.hear(commit(0, *fresh))
     assert len(overheard.heard) == 1, "said before"
