@@ -83,6 +83,8 @@ class Mirrors:
         self._engines: dict[str, int] = {}
         self._oldest: OrderedDict[Key, Mirror] = OrderedDict()
         """The one that was told of longest ago first."""
+        self._unread: set[Key] = set()
+        """Opened, and never drafted for."""
         self._reserved = 0
         self._forgotten: list[Key] = []
 
@@ -213,6 +215,7 @@ class Mirrors:
         )
         session.mirrors[record.request] = mirror
         self._oldest[key] = mirror
+        self._unread.add(key)
         self._account(mirror)
 
     def _commit(self, session: _Session, record: Commit, now_s: float) -> None:
@@ -258,6 +261,7 @@ class Mirrors:
         """What the continuer answered for `wanted`, and its second choices if it has any."""
         for lane, draft, beside in zip(lanes, drafts, runner_ups or [()] * len(lanes), strict=True):
             key = cast(Key, lane.key)
+            self._unread.discard(key)
             self._sessions[key[0]].drafted += self._oldest[key].extended(lane, draft, beside)
 
     def forget_all(self) -> None:
@@ -274,7 +278,8 @@ class Mirrors:
 
     def outgoing(self, session: int, *, version: int, now_s: float, more: bool = False) -> list[bytes]:
         """Frames for one engine. Args: version of the drafter's weights; whether more is drafted at once, so that tails
-        may stay here for `TAILS_EVERY_S`, but for those of requests that had none."""
+        may stay here for `TAILS_EVERY_S`, but for those of requests that had none, and unless a prompt is to be read
+        first, which may take long."""
         peer = self._sessions[session]
         records: list[messages.ToEngine] = []
         if peer.pulse:
@@ -283,7 +288,7 @@ class Mirrors:
         if peer.resend:
             records.append(Resend(requests=sorted(peer.resend)))
             peer.resend.clear()
-        due = not more or now_s - peer.tails_s >= TAILS_EVERY_S
+        due = not more or bool(self._unread) or now_s - peer.tails_s >= TAILS_EVERY_S
         unsent = [mirror for mirror in peer.mirrors.values() if mirror.unsent and (due or mirror.emptied_s is not None)]
         if unsent and due:
             peer.tails_s = now_s
@@ -317,6 +322,7 @@ class Mirrors:
         mirror = self._oldest.pop(key, None)
         if mirror is None:
             return
+        self._unread.discard(key)
         session = self._sessions[key[0]]
         del session.mirrors[key[1]]
         session.wasted += mirror.num_ahead + (mirror.guesses.clear() if mirror.guesses else 0)

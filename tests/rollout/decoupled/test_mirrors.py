@@ -342,6 +342,21 @@ def test_while_more_is_drafted_tails_go_now_and_then() -> None:
     assert tails(drafter.say()) == {1: (0, script(PROMPT, [], 3))}, "no more is drafted: all goes"
 
 
+def test_nothing_is_held_back_while_a_prompt_is_read() -> None:
+    drafter = opened()
+    drafter.steps(1)
+    drafter.say()
+    drafter.steps(1)
+    assert drafter.say(more=True) == []
+    drafter.hear(opening(2))
+    assert tails(drafter.say(more=True)) == {1: (0, script(PROMPT, [], 2))}
+    drafter.steps(1)
+    assert set(tails(drafter.say(more=True))) == {2}, "it was read"
+    drafter.hear(opening(3))
+    drafter.hear(Close(request=3))
+    assert drafter.say(more=True) == [], "it need not be read any more"
+
+
 def test_who_had_nothing_does_not_wait_for_others() -> None:
     drafter = opened(1, 2)
     drafter.steps(1)

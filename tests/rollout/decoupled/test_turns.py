@@ -51,7 +51,7 @@ class Ticking:
         return True
 
     def open(self, requests: int) -> None:
-        for i in range(requests):
+        for i in range(len(self.outputs), len(self.outputs) + requests):
             self.outputs.append([1])
             self.tails.open(f"r{i}", (1, 2), self.outputs[-1], 0, 1.0)
 
@@ -102,6 +102,34 @@ def test_fast_turns_are_told_together_and_an_idle_drafter_holds_nothing_back() -
         loop.turn()
     assert world.tails.drafts(["r0"], [2 * WINDOW]) == [[7] * 2 * WINDOW]
     assert world.num_sent - sent == 2, "the first token, then all"
+
+
+class Reading(Ticking):
+    """The first batch with a request takes long; what the engine holds for the first request meanwhile."""
+
+    def __init__(self) -> None:
+        super().__init__(step_s=1e-5, hearing_s=1e-6)
+        self.read = 0
+        self.held: list[list[list[int]]] = []
+
+    def extend(self, lanes: Sequence[Lane]) -> list[list[int]]:
+        if self.read < len(self.outputs):
+            self.read = len(self.outputs)
+            self.held.append(self.tails.drafts(["r0"], [2 * WINDOW]))
+            self.now_s += 0.05
+        return super().extend(lanes)
+
+
+def test_what_was_drafted_does_not_wait_for_a_prompt_to_be_read() -> None:
+    world = Reading()
+    loop = loop_of(world)
+    loop.turn()
+    world.open(1)
+    for _ in range(3):
+        loop.turn()
+    world.open(1)
+    loop.turn()
+    assert world.held == [[[]], [[7] * 3]]
 
 
 def test_rollbacks_are_events_of_the_trace() -> None:

@@ -70,8 +70,11 @@ class ForeignTaken(Tails):
             header, records = messages.decode_to_engine(data)
         except messages.FrameError:
             return
-        readdressed = messages.Header(sender=header.sender, receiver=self.session, number=header.number)
-        super()._receive(index, messages.encode(readdressed, records), now_s)
+        super()._receive(index, _readdressed(header, records, self.session), now_s)
+
+
+def _readdressed(header: messages.Header, records: Sequence[messages.ToEngine], receiver: int) -> bytes:
+    return messages.encode(messages.Header(sender=header.sender, receiver=receiver, number=header.number), records)
 
 
 class ArrivedKept(Tails):
@@ -198,6 +201,15 @@ class GuessesKept(Mirrors):
         mirror = session.mirrors.get(record.request)
         if mirror is not None and mirror.guesses is not None:
             mirror.guesses = _Kept(mirror.window)
+
+
+class AnsweredToAnother(Mirrors):
+    """Says to one engine what it has drafted for another."""
+
+    def outgoing(self, session: int, **named: Any) -> list[bytes]:
+        other = self.sessions[self.sessions.index(session) - 1]
+        frames = super().outgoing(other, **named)
+        return [_readdressed(*messages.decode_to_engine(frame), session) for frame in frames]
 
 
 class NeverAsks(Mirrors):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from itertools import accumulate
+from itertools import accumulate, product
 from operator import mul
 
 import pytest
@@ -14,12 +14,14 @@ from hypothesis import strategies as st
 from benchmarks.decoupled_speed_clock import decoupled
 from specactor.errors import PlanError
 from specactor.rollout.decoupled import mirror
+from specactor.rollout.decoupled.patience import Patience
 from specactor.rollout.planning.costs import Grid
 from specactor.rollout.planning.rounds import AHEAD, Pace, coupled_tokens, pipelined, running, survival_of
 
 BASE_S = 0.010
 PER_ROW_S = 0.0002
 LATER_S = 1e-9
+ROUNDS = 1000
 
 
 def round_grid(base_s: float = BASE_S) -> Grid:
@@ -39,6 +41,12 @@ def pace(token_s: float, requests: int = 1, message_s: float = 2e-4, most: int =
 def on_a_clock(p: float, window: int, of: Pace) -> tuple[float, float]:
     """(tokens per round of a request, seconds of a round) of a verifier and a drafter that wait for nobody."""
     played = decoupled(p, window, of)
+    return played.tokens / played.rounds / of.requests, played.seconds / played.rounds
+
+
+def where_verifiers_wait(p: float, window: int, of: Pace) -> tuple[float, float]:
+    """The same, for drafts where that pays, as an engine does."""
+    played = decoupled(p, window, of, rounds=ROUNDS, patience=Patience())
     return played.tokens / played.rounds / of.requests, played.seconds / played.rounds
 
 
@@ -67,6 +75,17 @@ def test_speeds_are_those_of_a_clock() -> None:
     check_speed(by_the_chain, 0.03)
     with pytest.raises(AssertionError):
         check_speed(as_if_windows_were_there, 0.03)
+
+
+def test_waits_for_drafts_may_be_left_out_unless_drafters_are_quick() -> None:
+    def played_of_predicted(p: float, share: float, requests: int) -> float:
+        at = pace(share * BASE_S, requests)
+        (tokens, seconds), (found, round_s) = where_verifiers_wait(p, 4, at), by_the_chain(p, 4, at)
+        return tokens / seconds / (found / round_s)
+
+    for p, share, requests in product((0.4, 0.6, 0.8, 0.9), (0.1, 0.3), (1, 4)):
+        assert played_of_predicted(p, share, requests) == pytest.approx(1.0, abs=0.08), (p, share, requests)
+    assert played_of_predicted(0.6, 0.02, 1) > 1.08
 
 
 @settings(deadline=None, max_examples=30)

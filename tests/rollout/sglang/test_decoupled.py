@@ -58,6 +58,7 @@ from tests.rollout.sglang.test_draft_model import make_dense
 from tests.rollout.sglang.test_speculation import batch as batch_of_all_kinds
 from tests.rollout.sglang.test_speculation import configure, facts, report
 from tests.rollout.test_layout_plan import seen, table
+from tests.rollout.wrong_pools import DropsAPart
 
 __all__ = ["lending", "setting"]
 
@@ -349,7 +350,7 @@ def test_an_engine_is_set_aside_for_a_drafter_that_is_predicted_to_win(setting: 
         aim(engine, [address(sleeper.spec.endpoint)], setting.folder)
         configure(engine, setting.speculation())
 
-    def rollout() -> tuple[int, int]:
+    def rollout(pool: EnginePool = pool) -> tuple[int, int]:
         """(engines set aside, requests of the second engine)"""
         before = aside.stats()["requests"]
         pool.flush()
@@ -366,6 +367,10 @@ def test_an_engine_is_set_aside_for_a_drafter_that_is_predicted_to_win(setting: 
         if (counts := report(busy)).accepted > 0:
             break
     assert counts.accepted > 0
+    wrong = DropsAPart([], tail=pool.tail, drafters=pool.drafters, layouts=pool.layouts)
+    wrong.engines = pool.engines
+    with pytest.raises(AssertionError):
+        rollout(wrong)
     pool.learn({"decoupled": seen(1000, 0)})
     assert rollout() == (0, len(requests) // 2)
     assert ["1 of 2 engines serve" in text for text in told] == [True, False]

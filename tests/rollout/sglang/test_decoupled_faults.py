@@ -250,6 +250,9 @@ def test_drafters_of_two_hosts_with_keys_of_their_own(setting: Setting) -> None:
             wait_until(lambda: pool.restarts == 1, "it is not started again")
             pool.drafters[1].wait_ready()
             wait_until(lambda: all(setting.drafted_there()) and _has_drafted(pool.drafters[1]), "it is not found again")
+            setting.start(loaded("accepts_all", 4))
+            wait_until(lambda: differs(setting.run(BATCH), setting.wanted(BATCH)), "what they draft is not compared")
+            setting.start(loaded("far", 4))
             for spec, keys in zip(specs, of_engines, strict=True):
                 assert_holds_nothing(spec.endpoint, keys)
             strangers, _ = make_keys()
