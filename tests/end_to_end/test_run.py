@@ -125,7 +125,7 @@ def test_the_exported_model_answers_greedily_like_the_engine(finished: Launched)
     evaluated = finished.folder / "evaluations" / "step-000002.jsonl"
     command = [sys.executable, str(REFERENCE), str(finished.folder / "export"), str(evaluated)]
     done = subprocess.run(
-        command, env={**os.environ, **environment([0])}, capture_output=True, text=True, timeout=280, check=False
+        command, env={**os.environ, **environment([0])}, capture_output=True, text=True, timeout=600, check=False
     )
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout.splitlines()[-1]) == {"prompts": 64, "different": []}
