@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -144,9 +145,11 @@ def test_a_finished_run_is_not_overwritten(finished: Launched, launcher: Launche
 
 
 def test_resuming_for_another_step_gives_what_one_longer_run_gives(finished: Launched, launcher: Launcher) -> None:
-    """Also from the cached warm-up, which must give the same start as the run that made it."""
+    """Also from the cached warm-up, which must give the same start as the run that made it. A copy goes on: the run
+    itself stays as other tests know it."""
     before = deterministic(finished.folder)
-    resumed = launcher.run("finished", "--resume", "auto", "--train.steps", "3")
+    shutil.copytree(finished.folder, finished.folder.with_name("resumed"))
+    resumed = launcher.run("resumed", "--resume", "auto", "--train.steps", "3")
     assert resumed.code == 0, resumed.output
     straight = launcher.run("straight", "--train.steps", "3")
     assert straight.code == 0, straight.output

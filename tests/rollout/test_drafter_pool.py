@@ -289,6 +289,7 @@ def test_those_that_hang_hold_a_push_once_and_not_for_long(
         said, answered_s = pool.renew(sender.pack([("norm", torch.full((5,), float(version)))], version=version))
         return said, answered_s, time.monotonic() - began_s
 
+    monkeypatch.setattr(drafter_pool, "PUSH_LIMIT_S", 60.0)
     with DrafterPool(specs) as pool:
         pool.wait_ready()
         assert push(1)[0] == []  # each imports torch for it
