@@ -297,7 +297,7 @@ def test_a_drafter_process_that_hangs_ends_no_refresh(
         assert found[1]["time/refresh_limit_s"] > 25.1
         assert world.engines[0].versions == [1, 2]
         wait_until(lambda: pool.want(3))
-        assert world.step(3)["drafter/oldest_version"] == 3
+        assert world.step(3, seconds=1000.0)["drafter/oldest_version"] == 3
 
 
 def test_the_first_half_of_an_update_that_never_fits_is_said(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
