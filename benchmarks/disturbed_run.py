@@ -13,8 +13,10 @@ import subprocess
 import sys
 import time
 import uuid
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -44,7 +46,8 @@ class Belongings:
     processes: set[psutil.Process] = field(default_factory=set)
     sessions: set[int] = field(default_factory=set)
     shared: set[Path] = field(default_factory=set)
-    ports: set[int] = field(default_factory=set)
+    listening: set[str] = field(default_factory=set)
+    """Sockets, by their inodes: another process may be given the same port later."""
 
 
 class Job:
@@ -67,7 +70,7 @@ class Job:
                 command, cwd=ROOT, env=environment, stdout=log, stderr=log, start_new_session=True
             )
 
-    def wait_for(self, phase: str, step: int, *, timeout_s: float = 240.0) -> Status:
+    def wait_for(self, phase: str, step: int, *, timeout_s: float = 600.0) -> Status:
         """Until the run is in `phase` of RL step `step` (1 is the first) or of a later one.
 
         Raises RuntimeError when the run ends before, or the time is over.
@@ -93,7 +96,7 @@ class Job:
                 mine.processes.add(process)
                 if process.pid == os.getsid(process.pid):
                     mine.sessions.add(process.pid)
-                mine.ports |= {c.laddr.port for c in process.net_connections("inet") if c.status == psutil.CONN_LISTEN}
+                mine.listening |= set(_listening(process.net_connections("inet"), process.pid))
                 maps = Path(f"/proc/{process.pid}/maps").read_text().splitlines()
             except (psutil.Error, OSError):
                 continue
@@ -169,12 +172,24 @@ class Job:
         pids = {str(p.pid) for p in mine.processes}
         named = [p for p in Path("/dev/shm").iterdir() if pids & set(p.name.split("_"))]
         folders = [p for p in Path("/tmp").glob("specactor-*") if pids & set(p.name.split("-"))]
-        listening = {c.laddr.port for c in psutil.net_connections("tcp") if c.status == psutil.CONN_LISTEN}
+        listening = _listening(psutil.net_connections("tcp"))
         return [
             *alive,
             *(str(path) for path in {*named, *folders, *(p for p in mine.shared if p.exists())}),
-            *(f"port {port}" for port in mine.ports & listening),
+            *(f"port {listening[inode]}" for inode in mine.listening & listening.keys()),
         ]
+
+
+def _listening(connections: Iterable[Any], owner: int | None = None) -> dict[str, int]:
+    """Ports of those of psutil's connections that listen, by the inodes of their sockets. Args: whose they are, where
+    they do not say it."""
+    found = {}
+    for connection in connections:
+        if connection.status == psutil.CONN_LISTEN:
+            with contextlib.suppress(OSError):  # it has just been closed
+                pid = getattr(connection, "pid", owner)
+                found[os.readlink(f"/proc/{pid}/fd/{connection.fd}")] = connection.laddr.port
+    return found
 
 
 def _schedules(process: psutil.Process) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import re
 import time
+from collections.abc import Callable
 
 from rich.console import Console
 
@@ -39,7 +40,14 @@ def finished(tokens: int) -> Trajectory:
     )
 
 
-def run(console: Console, *, enabled: bool = True, quiet: bool = False, wait_s: float = 0.0) -> Progress:
+def run(
+    console: Console,
+    *,
+    enabled: bool = True,
+    quiet: bool = False,
+    look: Callable[[int], None] = lambda step: None,
+) -> Progress:
+    """Args: what is called when all responses of a step are finished."""
     clock = Clock()
     with Progress(3, enabled, quiet=quiet, console=console, clock=clock) as progress:
         with progress.phase("warm-up", announce=True):
@@ -49,7 +57,7 @@ def run(console: Console, *, enabled: bool = True, quiet: bool = False, wait_s: 
                 clock.now += 4
                 for _ in range(3):
                     progress.response(finished(1000))
-                time.sleep(wait_s)
+                look(step)
             with progress.phase("train"):
                 clock.now += 2
             progress.step_line(step, METRICS)
@@ -74,13 +82,21 @@ def test_without_a_terminal_there_are_only_plain_aligned_lines() -> None:
 
 def test_on_a_terminal_a_live_line_shows_phase_speed_and_time_left() -> None:
     out = io.StringIO()
-    run(Console(file=out, force_terminal=True, width=120), wait_s=0.6)
+
+    def plain() -> str:
+        return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", out.getvalue())
+
+    def until_shown(step: int) -> None:
+        deadline = time.monotonic() + 60
+        while f"step {step}/3  rollout  3 responses  750 tokens/s" not in plain():
+            assert time.monotonic() < deadline, plain()
+            time.sleep(0.02)
+
+    run(Console(file=out, force_terminal=True, width=120), look=until_shown)
     text = out.getvalue()
     assert "\x1b[" in text
-    plain = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text)
-    assert "step 1/3  rollout  3 responses  750 tokens/s" in plain
-    assert re.search(r"step 3/3  rollout  3 responses  750 tokens/s  reward 0.500  0:02 left", plain)
-    assert "│ accuracy" in plain  # the table
+    assert re.search(r"step 3/3  rollout  3 responses  750 tokens/s  reward 0.500  0:02 left", plain())
+    assert "│ accuracy" in plain()  # the table
     assert text.rstrip().endswith("╯") or "\x1b[?25h" in text  # the cursor is back
 
 

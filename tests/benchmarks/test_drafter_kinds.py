@@ -89,7 +89,7 @@ def test_a_draft_model_is_learned_and_kept(target: Path, tmp_path: Path, name: s
         source=SourceConfig(task="count_bits"),
         responses=8,
         max_new_tokens=8,
-        seconds=(0.5, 1.0),
+        seconds=(2.0, 4.0),
         window=4,
         settings=DistillationConfig(tokens_per_update=64, tokens_per_microbatch=256, learning_rate=1e-2),
     )

@@ -15,12 +15,12 @@ from specactor.data.math_answers import MathAnswers
 from specactor.errors import DataError
 
 SLOW = r"\boxed{9^{9^{9^{9}}}}"
-"""Takes far longer than a second to compare."""
+"""Takes far longer than any bound to compare."""
 
 
 @pytest.fixture(scope="module")
 def answers() -> Iterator[MathAnswers]:
-    asked = MathAnswers(question_timeout_s=2)
+    asked = MathAnswers(question_timeout_s=5)
     yield asked
     asked.close()
 
@@ -35,7 +35,7 @@ def test_an_endless_comparison_is_not_equal_and_the_next_one_works(answers: Math
     started = time.monotonic()
     assert not answers.equal("7", r"\boxed{\sum_{n=1}^{10^{9}} \sin(n^{n})}")
     assert not answers.equal("7", SLOW)
-    assert time.monotonic() - started < 40
+    assert time.monotonic() - started < 60
     assert answers.equal("7", r"\boxed{7}")
 
 
@@ -80,7 +80,7 @@ def test_the_child_ends_when_its_parent_is_killed() -> None:
         assert parent.stdout is not None
         child = int(parent.stdout.readline())
         parent.kill()
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while _alive(child):
         assert time.monotonic() < deadline, "the child outlives its parent"
         time.sleep(0.05)

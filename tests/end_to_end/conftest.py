@@ -47,7 +47,7 @@ class Launcher:
         ]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "WANDB_MODE": "offline"}
         done = subprocess.run(
-            command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=280, check=False
+            command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600, check=False
         )
         return Launched(self.base / "runs" / name, done.returncode, done.stdout + done.stderr)
 
@@ -64,7 +64,7 @@ def draft_model(tmp_path_factory: pytest.TempPathFactory) -> str:
     with start_script(
         "sglang/make_dense.py", folder, f"vocab_size={VOCAB_SIZE}", "max_position_embeddings=512"
     ) as process:
-        assert process.wait(120) == 0
+        assert process.wait(240) == 0
     return folder
 
 

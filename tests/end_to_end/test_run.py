@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -125,7 +126,7 @@ def test_the_exported_model_answers_greedily_like_the_engine(finished: Launched)
     evaluated = finished.folder / "evaluations" / "step-000002.jsonl"
     command = [sys.executable, str(REFERENCE), str(finished.folder / "export"), str(evaluated)]
     done = subprocess.run(
-        command, env={**os.environ, **environment([0])}, capture_output=True, text=True, timeout=280, check=False
+        command, env={**os.environ, **environment([0])}, capture_output=True, text=True, timeout=600, check=False
     )
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout.splitlines()[-1]) == {"prompts": 64, "different": []}
@@ -144,9 +145,11 @@ def test_a_finished_run_is_not_overwritten(finished: Launched, launcher: Launche
 
 
 def test_resuming_for_another_step_gives_what_one_longer_run_gives(finished: Launched, launcher: Launcher) -> None:
-    """Also from the cached warm-up, which must give the same start as the run that made it."""
+    """Also from the cached warm-up, which must give the same start as the run that made it. A copy goes on: the run
+    itself stays as other tests know it."""
     before = deterministic(finished.folder)
-    resumed = launcher.run("finished", "--resume", "auto", "--train.steps", "3")
+    shutil.copytree(finished.folder, finished.folder.with_name("resumed"))
+    resumed = launcher.run("resumed", "--resume", "auto", "--train.steps", "3")
     assert resumed.code == 0, resumed.output
     straight = launcher.run("straight", "--train.steps", "3")
     assert straight.code == 0, straight.output

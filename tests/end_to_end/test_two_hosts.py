@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-
 from specactor.metrics import read_metrics
 from tests.end_to_end.conftest import Launched, Launcher
 from tests.end_to_end.test_run import deterministic, writers
@@ -20,13 +18,13 @@ def launch(launcher: Launcher, name: str, draft_model: str, *options: str) -> La
     return launcher.run(name, *speculation, *window, *elsewhere, *options, script=SCRIPT)
 
 
-@pytest.mark.timeout(900)  # it may be the first, and then launches what others use too
 def test_drafters_of_another_host_change_neither_tokens_nor_rewards_nor_losses(
     finished: Launched, launcher: Launcher, draft_model: str
 ) -> None:
     """The second host has no engine. The other run does not speculate, on one host."""
     job = ("--parallel.drafters-serve", "job", "--parallel.drafter-network", "127.0.0.0/8")
     learning = ("--distillation.refresh", "every_step", "--distillation.max-updates", "2")
+    learning += ("--distillation.max-time-share", "inf")  # one update may take long on a busy machine
     run = launch(launcher, "two_hosts", draft_model, *job, *learning)
     assert run.code == 0, run.output
     assert deterministic(run.folder) == deterministic(finished.folder)

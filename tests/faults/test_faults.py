@@ -27,11 +27,13 @@ STEPS = ("--train.steps", "3", "--resume", "auto", "--tracking.wandb", "off")
 LEARNING = (
     *("--rollout.speculation.mode", "coupled", "--rollout.speculation.drafters", "model"),
     *("--rollout.speculation.window", "2", "--distillation.refresh", "every_step"),
-    *("--distillation.max-updates", "12", "--distillation.max-time-share", "inf"),
+    *("--distillation.max-updates", "24", "--distillation.max-time-share", "inf"),
 )
 """So many updates always fit, so the draft model's losses are reproducible; and they last long enough to be struck."""
-END_S = 30.0
-LEFT_S = 15.0
+RUN_S = 600.0
+END_S = 60.0
+LEFT_S = 30.0
+"""Longest waits: for a whole run, for the end of one that was struck, and for all that it leaves."""
 STILL_S = 1.0
 """Of hardly any work, after which a rank is taken to wait."""
 
@@ -50,14 +52,14 @@ def options(base: Path) -> list[str]:
     with start_script(
         "sglang/make_dense.py", draft, f"vocab_size={VOCAB_SIZE}", "max_position_embeddings=512"
     ) as process:
-        assert process.wait(120) == 0
+        assert process.wait(240) == 0
     return [*STEPS, *LEARNING, "--rollout.speculation.draft-model", draft]
 
 
 @pytest.fixture(scope="module")
 def undisturbed(base: Path, options: list[str]) -> list[dict[str, Value]]:
     job = Job(base, "undisturbed", *options)
-    assert job.wait(200) == 0, job.output()
+    assert job.wait(RUN_S) == 0, job.output()
     assert job.left(LEFT_S) == []
     lines = compared(job.folder)
     assert [line["drafter/version"] for line in lines[1:]] == [1, 2, 2]
@@ -119,7 +121,7 @@ def status_of(job: Job) -> Status:
 def test_an_engine_whose_scheduler_dies_is_replaced(start: Start, undisturbed: list[dict[str, Value]]) -> None:
     job = start("scheduler")
     strike(job, "scheduler", "rollout", 2)
-    assert job.wait(200) == 0, job.output()
+    assert job.wait(RUN_S) == 0, job.output()
     assert "engine 0 had died and was started again" in job.output()
     assert compared(job.folder) == undisturbed
     assert job.left(LEFT_S) == []
@@ -143,7 +145,7 @@ def test_after_deaths_resuming_gives_the_same_metrics(start: Start, undisturbed:
             assert job.messages() == [f"specactor: rank 0: rank 1 (process {pid}) was killed or crashed. {RESUME}"]
         assert job.left(LEFT_S) == []
     job = start("killed")
-    assert job.wait(200) == 0, job.output()
+    assert job.wait(RUN_S) == 0, job.output()
     assert compared(job.folder) == undisturbed
 
 
@@ -152,7 +154,7 @@ def test_ctrl_c_ends_the_run_and_says_how_to_continue(start: Start) -> None:
     job.wait_for("rollout", 1)
     job.record()
     os.killpg(job.launcher.pid, signal.SIGINT)
-    assert job.wait(20) != 0
+    assert job.wait(END_S) != 0
     assert job.messages() == [f"specactor: rank 0: interrupted. {RESUME}"]
     assert job.left(LEFT_S) == []
 
@@ -174,12 +176,12 @@ def test_half_a_checkpoint_is_never_loaded(base: Path, start: Start, undisturbed
     newest = checkpoints / "step-000003"
     newest.rename(checkpoints / "step-000003.tmp")
     job = start("half")
-    assert job.wait(200) == 0, job.output()
+    assert job.wait(RUN_S) == 0, job.output()
     assert compared(job.folder) == undisturbed  # step 3 was done again, from step 2
     largest = max(newest.iterdir(), key=lambda file: file.stat().st_size)
     os.truncate(largest, largest.stat().st_size // 2)
     job = start("half")
-    assert job.wait(200) != 0
+    assert job.wait(RUN_S) != 0
     [message] = job.messages()
     assert largest.name in message
     assert "The checkpoint is damaged: use an earlier one." in message

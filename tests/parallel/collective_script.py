@@ -28,7 +28,7 @@ def main() -> None:
     seen["spans"] = [span.version for part in spans for span in part]
     seen["any"] = [collective.any(rank == 1), collective.any(False)]
     start = time.monotonic()
-    seen["together"] = collective.together("long", lambda: time.sleep(1.0 * rank) or rank)
+    seen["together"] = collective.together("long", lambda: time.sleep(2.0 * rank) or rank)
     seen["waited"] = time.monotonic() - start
     try:
         collective.together("doomed", lambda: fail() if rank == 1 else "fine")

@@ -101,7 +101,7 @@ def test_sigterm_is_reported_also_from_within_a_library_call(library: bool) -> N
         assert rank.stdout is not None
         assert rank.stdout.readline() == "in\n"
         rank.terminate()
-        _, err = rank.communicate(timeout=10)
+        _, err = rank.communicate(timeout=60)
     assert (rank.returncode, err) == (143, f"specactor: rank 0: ended by SIGTERM. {failure.RESUME}\n")
 
 

@@ -45,7 +45,7 @@ def start_script(script: str, *args: str) -> subprocess.Popen[str]:
 def model_dir(tmp_path_factory: pytest.TempPathFactory) -> str:
     folder = tmp_path_factory.mktemp("model")
     with start_script("make_model.py", str(folder)) as process:
-        assert process.wait(120) == 0
+        assert process.wait(240) == 0
     return str(folder)
 
 
@@ -60,7 +60,7 @@ def make_spec(model_dir: str, tmp_path_factory: pytest.TempPathFactory) -> Calla
             "model_dir": model_dir,
             "dtype": "float32",
             "devices": (0,),
-            "config": EngineConfig(max_running_requests=32, max_total_tokens=4096, start_timeout_s=120),
+            "config": EngineConfig(max_running_requests=32, max_total_tokens=4096, start_timeout_s=300),
             "context_length": CONTEXT,
             "log_file": str(logs / f"engine-{index}.log"),
         }
@@ -74,7 +74,7 @@ def engines(make_spec: Callable[..., EngineSpec]) -> Iterator[tuple[Engine, Engi
     started = [Engine.start(make_spec(0)), Engine.start(make_spec(1, tensor_parallel=2, devices=(0, 1)))]
     try:
         for engine in started:
-            engine.wait_ready(120)
+            engine.wait_ready(300)
         yield started[0], started[1]
     finally:
         footprints = [Footprint.of(engine.pid) for engine in started]
@@ -116,7 +116,7 @@ def reference(
 
         yield ask
         stdin.close()
-        assert process.wait(20) == 0
+        assert process.wait(60) == 0
 
 
 def request(

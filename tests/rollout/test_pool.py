@@ -26,7 +26,7 @@ BATCH = [request(i, new=30 + 13 * i % 60) for i in range(32)]  # they end one by
 @pytest.fixture(scope="module")
 def pool(make_spec: Callable[..., EngineSpec]) -> Iterator[EnginePool]:
     config = EngineConfig(
-        max_running_requests=8, max_total_tokens=4096, start_timeout_s=120, request_timeout_s=5, max_restarts=3
+        max_running_requests=8, max_total_tokens=4096, start_timeout_s=300, request_timeout_s=20, max_restarts=3
     )
     with EnginePool([make_spec(2, config=config)]) as pool:
         pool.wait_ready()
@@ -51,7 +51,7 @@ def strike(
     assert footprint.shared_files
     started = time.monotonic()
     outcome = pool.generate(requests, on_finished=on_finished)
-    assert time.monotonic() - started < 20
+    assert time.monotonic() - started < 60
     assert outcome.lost_engines == (engine.index,)
     assert sorted(seen) == sorted(t.request_id for t in outcome.finished)
     return outcome, footprint
@@ -167,7 +167,7 @@ def test_parents_that_go_leave_nothing(make_spec: Callable[..., EngineSpec], tmp
     try:
         starting, busy, interrupted = parents
         guard = int(starting.wait_for("started"))
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 120
         while len((footprint := Footprint.of(guard)).pids) < 2:
             assert time.monotonic() < deadline
         time.sleep(1)  # amid the imports
@@ -180,7 +180,7 @@ def test_parents_that_go_leave_nothing(make_spec: Callable[..., EngineSpec], tmp
             assert footprint.shared_files
             parent.process.send_signal(end)
             footprint.assert_gone()
-            assert parent.process.wait(10) != 0
+            assert parent.process.wait(60) != 0
     finally:
         for parent in parents:
             parent.process.kill()

@@ -20,8 +20,8 @@ from tests.rollout.conftest import request
 from tests.rollout.driver_cases import AtRandom
 
 BATCH = [request(i, new=30 + 13 * i % 60, ignore_eos=i % 3 > 0) for i in range(24)]
-QUEUED = [replace(request(i, new=20), group_id=0) for i in range(48)]
-"""All on one engine, more than it decodes together."""
+QUEUED = [replace(request(i, new=100), group_id=0) for i in range(48)]
+"""All on one engine, more than it decodes together, and long enough to be moved on a busy machine."""
 
 
 @pytest.fixture

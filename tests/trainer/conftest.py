@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -12,8 +11,10 @@ from typing import Any
 
 import pytest
 
+from tests.ending import end_all
+
 ROOT = Path(__file__).parents[2]
-LIMIT_S = 240
+LIMIT_S = 600
 
 EVERY_CASE = ["grpo", "dapo", "gspo_sequence_mean", "gspo_token_mean", "grpo_updates"]
 FEW_CASES = ["grpo", "gspo_token_mean"]
@@ -53,8 +54,10 @@ def run(command: list[str]) -> None:
     try:
         output, _ = process.communicate(timeout=LIMIT_S)
     except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
+        end_all(process)
         output, _ = process.communicate()
+    finally:
+        end_all(process)
     assert process.returncode == 0, output.decode()[-6000:]
 
 

@@ -149,9 +149,9 @@ def test_refused_lengths_are_named() -> None:
 
 def test_thousands_of_sequences_take_a_moment() -> None:
     lengths = [1000 + (i * 7919) % 3000 for i in range(8192)]
-    start = time.perf_counter()
+    start = time.process_time()
     plan = balance(lengths, 8, 8192)
-    assert time.perf_counter() - start < 5.0
+    assert time.process_time() - start < 5.0
     minimum = sum(lengths) / 8 / 8192
     assert len(plan[0]) <= 1.25 * minimum
 

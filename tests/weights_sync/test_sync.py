@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +13,7 @@ import pytest
 
 from specactor.config import TinyModelConfig
 from specactor.data.tiny_model import make_tiny_model
+from tests.ending import end_all
 
 ROOT = Path(__file__).parents[2]
 LAYOUTS: dict[int, dict[str, dict[str, int]]] = {
@@ -55,16 +55,16 @@ def run(world: int, folder: Path) -> dict[str, Any]:
             command, cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
         )
         try:
-            code = process.wait(400)
+            code = process.wait(600)
         except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            code = process.wait()
+            code = -1
+        finally:
+            end_all(process)
     assert code == 0, (own / "log").read_text(errors="replace")[-6000:]
     found: dict[str, Any] = json.loads((own / "results.json").read_text())
     return found
 
 
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize(("world", "name"), CASES)
 def test_every_engine_rank_holds_the_trainers_weights(
     results: dict[int, dict[str, Any]], world: int, name: str

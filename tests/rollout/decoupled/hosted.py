@@ -15,6 +15,9 @@ if TYPE_CHECKING:
     from specactor.weights_sync.messages import DraftWeights
 
 
+WAKE_S = 1.5
+
+
 def scripted(spec: DrafterSpec) -> Scripted:
     return Scripted()
 
@@ -43,7 +46,7 @@ class Crashing(Scripted):
 
 
 class Sleeping(Scripted):
-    """Takes a while to wake, and is asked for nothing while it sleeps."""
+    """Takes `WAKE_S` to wake, and is asked for nothing while it sleeps."""
 
     def __init__(self, spec: DrafterSpec) -> None:
         super().__init__()
@@ -61,7 +64,7 @@ class Sleeping(Scripted):
     def wake(self) -> None:
         assert self.asleep
         self.asleep = False
-        time.sleep(0.5)
+        time.sleep(WAKE_S)
 
 
 class Unwakeable(Sleeping):

@@ -70,8 +70,15 @@ class Engine:
     """Rounds as a speculator makes them. A draft token on another prefix than its own fails the test."""
 
     def __init__(
-        self, endpoints: list[str], *, keys: EngineKeys | None = None, name: str = "engine", right: float = 0.9
+        self,
+        endpoints: list[str],
+        *,
+        keys: EngineKeys | None = None,
+        name: str = "engine",
+        right: float = 0.9,
+        pause_s: float = 0.005,
     ) -> None:
+        """Args: how often draft tokens are right; what a round takes beside drafting."""
         self.drafter: Decoupled = connect(
             [Address(endpoint=endpoint, keys=keys) for endpoint in endpoints], engine=name, window=WINDOW
         )
@@ -80,6 +87,7 @@ class Engine:
         self.longest_round_s = 0.0
         self._rng = random.Random(1)
         self._right = right
+        self._pause_s = pause_s
 
     def open(self, count: int) -> None:
         for _ in range(count):
@@ -88,7 +96,7 @@ class Engine:
             self.sequences.append(DraftSequence(request_id=f"request {number}", prompt_ids=prompt))
             self.drafter.open(self.sequences[-1])
 
-    def round(self, pause_s: float = 0.005) -> int:
+    def round(self) -> int:
         """Returns how many draft tokens were right."""
         began = time.monotonic()
         drafts = self.drafter.propose(self.sequences, [WINDOW] * len(self.sequences))
@@ -103,7 +111,7 @@ class Engine:
             sequence.output_ids.extend(tokens)
             self.drafter.commit(sequence, tokens)
         self.accepted += accepted
-        time.sleep(pause_s)
+        time.sleep(self._pause_s)
         return accepted
 
     def _emitted(self, sequence: DraftSequence, count: int) -> list[int]:

@@ -68,7 +68,7 @@ def test_two_drafters_at_two_addresses_serve_two_engines(start: Start, connected
     for engine in engines:
         report = engine.drafter.report
         engine.until(lambda report=report: report().wasted_ahead > 0, "drafters do not say what they do")  # type: ignore[misc]
-        assert report().drafters == 2
+        engine.until(lambda report=report: report().drafters == 2, "one of them is missed")  # type: ignore[misc]
         assert report().proposed >= engine.accepted > 0
         assert report().drafted_ahead > report().wasted_ahead
         engine.close()
@@ -83,7 +83,7 @@ def test_two_drafters_at_two_addresses_serve_two_engines(start: Start, connected
 @pytest.mark.parametrize("branches", ["on", "auto"])
 def test_branches_are_used(start: Start, connected: Connect, branches: str) -> None:
     process = start(branches=branches, step_s=0.0005)
-    engine = connected(process.endpoint, right=0.7)
+    engine = connected(process.endpoint, right=0.7, pause_s=0.02)  # time to draft two windows ahead, and branches
     engine.open(4)
     engine.until(lambda: engine.drafter.report().branched > 10, "no branch was right")
     engine.until_drafts()
@@ -266,7 +266,7 @@ def test_an_engine_that_comes_back_is_heard_though_its_old_connection_seems_aliv
     link = ZmqLink(7, [Address(endpoint="tcp://127.0.0.1:9")])
 
     def hears(frame: bytes, *, send: bool) -> bool:
-        deadline = time.monotonic() + 30.0
+        deadline = time.monotonic() + 60.0
         while time.monotonic() < deadline:
             if send:
                 link.send(0, frame)
@@ -283,7 +283,7 @@ def test_an_engine_that_comes_back_is_heard_though_its_old_connection_seems_aliv
         link = ZmqLink(7, [Address(endpoint=hub.endpoint)])
         assert hears(b"after", send=True)
         assert hub.send(7, b"answer")
-        assert link.wait(10.0)
+        assert link.wait(60.0)
         assert link.receive() == [(0, b"answer")]
     finally:
         first.kill()

@@ -5,11 +5,12 @@ from __future__ import annotations
 import socket
 import time
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 
 from specactor.rollout.decoupled import host
-from specactor.rollout.decoupled.host import Talk
+from specactor.rollout.decoupled.host import SIGN_EVERY_S, Talk
 
 SOON_S, PATIENCE_S = 0.05, 10.0
 
@@ -114,9 +115,11 @@ def test_one_that_dies_or_says_what_is_no_answer(ends: Ends, garbage: bytes) -> 
 def test_a_sign_of_life_is_asked_for_in_time_and_holds_up_no_other_question(
     ends: Ends, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """On a clock of the test's own."""
     assert ends.talk.silent_s() == 0.0
-    monkeypatch.setattr(host, "SIGN_EVERY_S", 0.3)
-    time.sleep(0.3)
+    now_s = time.monotonic()
+    monkeypatch.setattr(host, "time", SimpleNamespace(monotonic=lambda: now_s))
+    now_s += SIGN_EVERY_S + 1
     assert ends.talk.silent_s() == 0.0
     assert ends.hears() == b"1 alive\n"
     assert not ends.talk.is_silent()
@@ -124,10 +127,10 @@ def test_a_sign_of_life_is_asked_for_in_time_and_holds_up_no_other_question(
     assert ends.talk.ask(b"work", PATIENCE_S) == b"done\n"
     assert ends.hears() == b"2 work\n"
     assert ends.talk.silent_s() == 0.0, "it has just said something"
-    time.sleep(0.3)
+    now_s += SIGN_EVERY_S + 1
     assert ends.talk.silent_s() == 0.0
-    time.sleep(0.4)
-    assert ends.talk.silent_s() >= 0.4
+    now_s += SIGN_EVERY_S + 1
+    assert ends.talk.silent_s() == pytest.approx(SIGN_EVERY_S + 1)
     assert ends.talk.is_silent(), "the sign is late"
     assert ends.hears() == b"3 alive\n", "and is not asked for again"
     ends.say(b"3 yes\n")

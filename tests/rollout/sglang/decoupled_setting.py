@@ -24,7 +24,7 @@ from tests.rollout.sglang.test_speculation import configure, facts
 
 MAX_WINDOW = 8
 REMOTE = "tests.rollout.sglang.remote"
-LIMIT_S = 60.0
+LIMIT_S = 120.0
 """For one rollout, whatever the drafters do."""
 OFF = SpeculationConfig(mode="off", max_window=MAX_WINDOW)
 

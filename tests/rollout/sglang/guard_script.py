@@ -1,4 +1,7 @@
-"""A host that is no engine: guard_script.py FD FOLDER BEHAVIOUR. Writes the pids of its tree to FOLDER/pids."""
+"""A host that is no engine: guard_script.py FD FOLDER BEHAVIOUR. Writes the pids of its tree to FOLDER/pids.
+
+With the behaviour exit it ends when there is a file FOLDER/exit.
+"""
 
 import os
 import subprocess
@@ -24,7 +27,8 @@ def host(folder: Path, behaviour: str) -> None:
     (folder / "pids.new").write_text(f"{os.getpid()} {child.pid} {orphan} {tempfile.gettempdir()}")
     (folder / "pids.new").rename(folder / "pids")
     if behaviour == "exit":
-        time.sleep(0.6)
+        while not (folder / "exit").exists():
+            time.sleep(0.02)
         return
     time.sleep(300)
 

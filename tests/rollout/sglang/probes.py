@@ -63,7 +63,7 @@ class Slow(Half):
     """Gives a test time to come in between."""
 
     name = "slow"
-    pause_s = 0.04
+    pause_s = 0.1
 
     def propose(self, sequences: Sequence[DraftSequence], windows: Sequence[int]) -> list[list[int]]:
         time.sleep(self.pause_s)

@@ -191,7 +191,7 @@ def test_modes_are_configured_while_requests_run(setting: Setting, engine: Engin
     want = plain(engine, LONG)
     counts: dict[str, Counts] = {"near": Counts(), "decoupled": Counts()}
     switches, limit_s, switched_s, before = 0, 0.0, 0.0, 0
-    deadline = time.monotonic() + 2 * LIMIT_S
+    deadline = time.monotonic() + 5 * LIMIT_S
     while switches < 20 or not (counts["near"].accepted and counts["decoupled"].accepted):
         assert time.monotonic() < deadline, counts
         engine.flush()
@@ -292,12 +292,11 @@ def test_a_drafter_that_dies_costs_no_token(setting: Setting) -> None:
     pool.drafters[0].wait_ready()
     footprint.assert_gone(within_s=0.1)
     report(engine)
-    for _ in range(10):
+    deadline = time.monotonic() + LIMIT_S
+    while report(engine).accepted == 0:
+        assert time.monotonic() < deadline, "no draft of the new drafter was accepted"
         engine.flush()
         assert facts(engine.generate(BATCH)) == want
-        if report(engine).accepted > 0:
-            return
-    raise AssertionError("no draft of the new drafter was accepted")
 
 
 # On the device of an engine that has run dry
@@ -311,7 +310,7 @@ def lend(
     want = plain(busy, WAVES)
     aim(busy, [address(sleeper.spec.endpoint)], setting.folder)
     configure(busy, setting.speculation())
-    for _ in range(6):
+    for _ in range(20):
         busy.flush()
         outcome = pool.generate(WAVES, on_finished=strike)
         assert facts(outcome.finished) == want

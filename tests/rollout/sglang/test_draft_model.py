@@ -40,7 +40,7 @@ def other_dir(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def make_dense(folder: Path, *fields: str) -> str:
     with start_script("sglang/make_dense.py", str(folder), *fields) as process:
-        assert process.wait(120) == 0
+        assert process.wait(240) == 0
     return str(folder)
 
 
@@ -59,7 +59,7 @@ def fields_of(ranks: int, draft_dir: str) -> dict[str, object]:
     return {
         "tensor_parallel": ranks,
         "devices": tuple(range(ranks)),
-        "config": EngineConfig(max_running_requests=32, max_total_tokens=6144, start_timeout_s=120),
+        "config": EngineConfig(max_running_requests=32, max_total_tokens=6144, start_timeout_s=300),
         "speculation": speculation(draft_dir, 3),
     }
 
@@ -202,7 +202,7 @@ def test_a_push_between_rollouts_changes_drafts_and_no_token(
 def test_pushes_during_a_rollout_change_no_token(
     twins: Engine, dense_dir: str, noise_dir: str, sender: DraftSender
 ) -> None:
-    push, requests = pushes_to(twins, sender), batch(1.0)
+    push, requests = pushes_to(twins, sender), batch(1.0, count=120)
     twins.flush()
     configure(twins, OFF)
     plain = facts(twins.generate(requests))

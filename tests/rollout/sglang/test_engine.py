@@ -157,7 +157,7 @@ def aborted(engine: Engine, after_s: float) -> list[Trajectory]:
     thread.start()
     time.sleep(after_s)
     engine.abort()
-    thread.join(20)
+    thread.join(120)
     assert len(box) == 24
     return [t for t in box if t.finish_reason == "abort"]
 
@@ -170,22 +170,32 @@ def test_abort(engine: Engine) -> None:
     assert len(engine.generate([request(0)])) == 1
 
 
-def test_pause_and_resume_change_nothing(engine: Engine) -> None:
-    batch = [request(i, new=140) for i in range(8)]
-    want = engine.generate(batch)
-    engine.flush()
+def paused(engine: Engine, batch: list[RolloutRequest]) -> tuple[list[Trajectory], bool]:
+    """(responses, whether they were waited for while the engine was paused)"""
     box: list[Trajectory] = []
+    engine.flush()
     thread = threading.Thread(target=lambda: box.extend(engine.generate(batch)))
     thread.start()
     time.sleep(0.05)
     engine.pause()
     try:
         time.sleep(0.3)
-        assert thread.is_alive()
+        in_between = thread.is_alive()
     finally:
         engine.resume()
         thread.join(60)
-    assert tokens(box) == tokens(want)
+    return box, in_between
+
+
+def test_pause_and_resume_change_nothing(engine: Engine) -> None:
+    batch = [request(i, new=140) for i in range(8)]
+    want = engine.generate(batch)
+    for _ in range(4):  # the end may come before the pause
+        responses, in_between = paused(engine, batch)
+        assert tokens(responses) == tokens(want)
+        if in_between:
+            return
+    raise AssertionError("it goes on while it is paused")
 
 
 def test_the_longest_request_is_served_whole(engine: Engine) -> None:
@@ -254,17 +264,17 @@ def test_deadline_aborts_and_leaves_the_engine_usable(engine: Engine) -> None:
 @pytest.mark.parametrize("which", ["engine", "engine_tp2"])
 def test_rank_calls_reach_every_rank(which: str, request: pytest.FixtureRequest) -> None:
     engine: Engine = request.getfixturevalue(which)
-    replies = [json.loads(reply) for reply in engine.rank_call("identify", b"hello", timeout_s=20)]
+    replies = [json.loads(reply) for reply in engine.rank_call("identify", b"hello", timeout_s=60)]
     size = engine.spec.tensor_parallel
     assert replies == [{"tp_rank": rank, "tp_size": size, "echo": "hello"} for rank in range(size)]
 
 
 def test_rank_call_errors_name_rank_and_cause(engine_tp2: Engine) -> None:
     with pytest.raises(EngineError, match=r"rank 0: EngineError: rank call 'nope'.*rank 1: .*nope"):
-        engine_tp2.rank_call("nope", b"", timeout_s=20)
+        engine_tp2.rank_call("nope", b"", timeout_s=60)
     with pytest.raises(EngineError, match="rank 1: UnicodeDecodeError"):
-        engine_tp2.rank_call("identify", b"\xff", timeout_s=20)
-    assert len(engine_tp2.rank_call("identify", b"", timeout_s=20)) == 2
+        engine_tp2.rank_call("identify", b"\xff", timeout_s=60)
+    assert len(engine_tp2.rank_call("identify", b"", timeout_s=60)) == 2
 
 
 def test_rank_call_while_generating(engine: Engine) -> None:
@@ -274,7 +284,7 @@ def test_rank_call_while_generating(engine: Engine) -> None:
     thread = threading.Thread(target=lambda: box.extend(engine.generate([request(i, new=100) for i in range(4)])))
     thread.start()
     while thread.is_alive():
-        engine.rank_call("identify", b"", timeout_s=20)
+        engine.rank_call("identify", b"", timeout_s=60)
     assert tokens(box) == want
 
 
@@ -287,7 +297,7 @@ def test_bad_model_folder_is_an_error_at_once(make_spec: Callable[..., EngineSpe
     started = time.monotonic()
     engine = Engine.start(make_spec(8, model_dir=str(tmp_path)))
     with pytest.raises(EngineError, match=r"(?s)did not start.*no config.json.*engine-8.log.*Traceback"):
-        engine.wait_ready(60)
-    assert time.monotonic() - started < 30
+        engine.wait_ready(300)
+    assert time.monotonic() - started < 150
     assert not engine.alive
     engine.stop()

@@ -30,14 +30,14 @@ class Tree:
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,
             )
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 120
         while not (folder / "pids").exists():
             assert time.monotonic() < deadline
             time.sleep(0.02)
         *pids, temporary = (folder / "pids").read_text().split()
         self.host, self.child, self.orphan = map(int, pids)
         self.temporary = Path(temporary)
-        deadline = time.monotonic() + 5
+        deadline = time.monotonic() + 60
         while f"_{self.child}_" not in (self.temporary / guard.SHARED_FILES).read_text():
             assert time.monotonic() < deadline
             time.sleep(0.02)
@@ -61,38 +61,39 @@ def tree(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Tree]:
     yield tree
     tree.connection.close()
     tree.guard.kill()
-    tree.guard.wait(10)
+    tree.guard.wait(60)
 
 
 def test_death_of_the_trainer_rank(tree: Tree) -> None:
     assert tree.temporary.is_dir()
     tree.connection.close()
-    tree.assert_gone(guard.GRACE_S + 4)  # this host ignores the end of the stream, so it gets its full time
-    assert tree.guard.wait(5) == 0
+    tree.assert_gone(guard.GRACE_S + 30)  # this host ignores the end of the stream, so it gets its full time
+    assert tree.guard.wait(60) == 0
 
 
 def test_death_of_the_host_is_seen_when_all_is_gone(tree: Tree) -> None:
     os.kill(tree.host, signal.SIGKILL)
-    tree.connection.settimeout(5)
+    tree.connection.settimeout(60)
     assert tree.connection.recv(1) == b""
     tree.assert_gone(0.0)
 
 
 @pytest.mark.parametrize("tree", ["exit"], indirect=True)
-def test_end_of_the_host(tree: Tree) -> None:
-    tree.assert_gone(5)
+def test_end_of_the_host(tree: Tree, tmp_path: Path) -> None:
+    (tmp_path / "exit").touch()
+    tree.assert_gone(60)
 
 
 def test_sigterm_ends_all_at_once(tree: Tree) -> None:
     tree.guard.terminate()
-    tree.assert_gone(3)
+    tree.assert_gone(0.9 * guard.GRACE_S)
 
 
 @pytest.mark.parametrize("by", ["age", "pid"])
 def test_a_killed_guard_takes_the_host_along_and_is_swept_later(tree: Tree, by: str) -> None:
     os.kill(tree.guard.pid, signal.SIGKILL)
-    tree.guard.wait(5)
-    deadline = time.monotonic() + 5
+    tree.guard.wait(60)
+    deadline = time.monotonic() + 60
     while process_exists(tree.host):
         assert time.monotonic() < deadline
         time.sleep(0.05)
@@ -105,7 +106,7 @@ def test_a_killed_guard_takes_the_host_along_and_is_swept_later(tree: Tree, by: 
         guard.sweep()
     else:
         guard.sweep(tree.guard.pid)
-    tree.assert_gone(5)
+    tree.assert_gone(60)
 
 
 def test_sweep_leaves_living_guards_alone(tree: Tree) -> None:

@@ -70,14 +70,14 @@ def reference(model_dir: str) -> Iterator[Reference]:
 
         yield ask
         stdin.close()
-        assert process.wait(20) == 0
+        assert process.wait(60) == 0
 
 
 @pytest.fixture(scope="module")
 def speculating(make_spec: Callable[..., EngineSpec]) -> Iterator[Engine]:
     spec = make_spec(
         40,
-        config=EngineConfig(max_running_requests=RUNNING, max_total_tokens=16_384, start_timeout_s=120),
+        config=EngineConfig(max_running_requests=RUNNING, max_total_tokens=16_384, start_timeout_s=300),
         speculation=speculation(),
     )
     with running(spec) as engine:

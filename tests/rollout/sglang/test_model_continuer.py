@@ -69,7 +69,7 @@ class Child:
     def close(self) -> None:
         assert self._process.stdin is not None
         self._process.stdin.close()
-        assert self._process.wait(20) == 0
+        assert self._process.wait(60) == 0
 
 
 @pytest.fixture(scope="module")

@@ -27,12 +27,12 @@ def speculation(drafter: str, window: int) -> SpeculationConfig:
 
 
 def configure(engine: Engine, config: SpeculationConfig) -> None:
-    engine.rank_call(CONFIGURE, msgspec.json.encode(config), timeout_s=30)
+    engine.rank_call(CONFIGURE, msgspec.json.encode(config), timeout_s=60)
 
 
 def report(engine: Engine) -> Counts:
     """Of the only drafter, on rank 0."""
-    counts = msgspec.json.decode(engine.rank_call(REPORT, b"", timeout_s=30)[0], type=dict[str, Counts])
+    counts = msgspec.json.decode(engine.rank_call(REPORT, b"", timeout_s=60)[0], type=dict[str, Counts])
     [name] = set(counts) - {OFF_NAME}
     return counts[name]
 
@@ -45,7 +45,7 @@ def speculating(request: pytest.FixtureRequest, make_spec: Callable[..., EngineS
         10 + ranks,
         tensor_parallel=ranks,
         devices=tuple(range(ranks)),
-        config=EngineConfig(max_running_requests=32, max_total_tokens=6144, start_timeout_s=120),
+        config=EngineConfig(max_running_requests=32, max_total_tokens=6144, start_timeout_s=300),
         speculation=replace(OFF, mode="coupled", drafters=(f"{HERE}:Constant",)),
     )
     with running(spec) as engine:
@@ -118,7 +118,7 @@ def test_plain_rounds_between_rounds_with_drafts_change_no_token(
     for _ in range(4):  # in the first, the drafter learns what will come
         speculating.flush()
         assert facts(speculating.generate(batch())) == plain
-    counts = msgspec.json.decode(speculating.rank_call(REPORT, b"", timeout_s=30)[0], type=dict[str, Counts])
+    counts = msgspec.json.decode(speculating.rank_call(REPORT, b"", timeout_s=60)[0], type=dict[str, Counts])
     plainly = counts.pop(OFF_NAME)
     [drafted] = counts.values()
     assert plainly.rested > 3

@@ -55,7 +55,7 @@ def trees(name: str, window: int | None = WINDOW, *further: str, **fields: objec
 
 def report(engine: Engine) -> dict[str, Counts]:
     """Of drafters, on rank 0."""
-    counts = msgspec.json.decode(engine.rank_call(REPORT, b"", timeout_s=30)[0], type=dict[str, Counts])
+    counts = msgspec.json.decode(engine.rank_call(REPORT, b"", timeout_s=60)[0], type=dict[str, Counts])
     assert sum(c.failures for c in counts.values()) == 0
     return {name: c for name, c in counts.items() if name != OFF_NAME}
 

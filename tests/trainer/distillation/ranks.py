@@ -11,7 +11,7 @@ ROOT = Path(__file__).resolve().parents[3]
 SURROUNDINGS = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore"}
 
 
-def run_ranks(script: str, *arguments: object, world: int = 2, limit_s: float = 120) -> None:
+def run_ranks(script: str, *arguments: object, world: int = 2, limit_s: float = 240) -> None:
     """Each is a module beside this one, with its rank before the arguments; all must end with exit code 0."""
     command = [sys.executable, "-m", f"{__package__}.{script}"]
     ranks = [

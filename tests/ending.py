@@ -1,0 +1,19 @@
+"""Ending what a test has started."""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+from typing import Any
+
+import psutil
+
+
+def end_all(process: subprocess.Popen[Any]) -> None:
+    """With its descendants, of which ranks of torchrun are in sessions of their own. Harmless when it is gone."""
+    if process.poll() is None:
+        parent = psutil.Process(process.pid)
+        for each in [*parent.children(recursive=True), parent]:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                each.kill()
+        process.wait()
