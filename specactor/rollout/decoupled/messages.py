@@ -28,7 +28,7 @@ from specactor.config import MAX_WINDOW
 from specactor.errors import SpecActorError
 
 MAGIC = b"SADP"
-VERSION = 2
+VERSION = 3
 MAX_FRAME_BYTES = 16 << 20
 MAX_TAIL_TOKENS = 2 * MAX_WINDOW
 """A window in the hands of the verifier, and a window ahead of it."""
@@ -84,12 +84,30 @@ class Open(_Record, frozen=True, tag=1):
     """The most draft tokens that a verify takes."""
 
 
-class Commit(_Record, frozen=True, tag=2):
-    """Engine: these tokens are committed, from this position on."""
+class Commits(_Record, frozen=True, tag=2):
+    """Engine: tokens of these requests are committed; field by field, since an object for each of hundreds costs it
+    more."""
 
-    request: Number
-    position: Number
+    requests: list[Number]
+    positions: list[Number]
+    """Of the first token of each."""
+    counts: list[Number]
+    """Tokens of each."""
     tokens: list[Token]
+    """Of all of them."""
+
+    def __post_init__(self) -> None:
+        if not len(self.requests) == len(self.positions) == len(self.counts):
+            raise ValueError("columns of different lengths")
+        if len(self.tokens) != sum(self.counts):
+            raise ValueError(f"{len(self.tokens)} tokens, expected {sum(self.counts)}")
+
+    def __iter__(self) -> Iterator[tuple[int, int, list[int]]]:
+        """(request, position, tokens) of each."""
+        end = 0
+        for request, position, count in zip(self.requests, self.positions, self.counts, strict=True):
+            start, end = end, end + count
+            yield request, position, self.tokens[start:end]
 
 
 class Close(_Record, frozen=True, tag=3):
@@ -165,7 +183,7 @@ class Resend(_Record, frozen=True, tag=19):
     requests: list[Number]
 
 
-ToDrafter = Beat | Open | Commit | Close
+ToDrafter = Beat | Open | Commits | Close
 ToEngine = Pulse | Tail | TailColumns | Resend
 Record = TypeVar("Record", ToDrafter, ToEngine)
 

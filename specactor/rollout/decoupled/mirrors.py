@@ -25,7 +25,7 @@ from specactor.rollout.decoupled import messages
 from specactor.rollout.decoupled.branches import Guesses
 from specactor.rollout.decoupled.continuer import Lane
 from specactor.rollout.decoupled.foresight import Foresight, Judged
-from specactor.rollout.decoupled.messages import Beat, Close, Commit, Open, Pulse, Resend, Tail
+from specactor.rollout.decoupled.messages import Beat, Close, Commits, Open, Pulse, Resend, Tail
 from specactor.rollout.decoupled.mirror import AHEAD, Key, Mirror
 from specactor.rollout.decoupled.order import Drops, Numbering
 
@@ -121,8 +121,9 @@ class Mirrors:
         session.heard_s = now_s
         for record in records:
             match record:
-                case Commit():
-                    self._commit(session, record, now_s)
+                case Commits():
+                    for request, position, tokens in record:
+                        self._commit(session, request, position, tokens, now_s)
                 case Open():
                     self._open(session, record, now_s)
                 case Close():
@@ -202,7 +203,7 @@ class Mirrors:
         if known is not None and known.tokens[: known.committed] == record.output_ids[: known.committed]:
             known.complete = True
             known.unsent = known.num_ahead > 0
-            self._commit(session, Commit(request=record.request, position=0, tokens=record.output_ids), now_s)
+            self._commit(session, record.request, 0, record.output_ids, now_s)
             return
         self._forget(key)
         mirror = Mirror(
@@ -218,15 +219,15 @@ class Mirrors:
         self._unread.add(key)
         self._account(mirror)
 
-    def _commit(self, session: _Session, record: Commit, now_s: float) -> None:
-        mirror = session.mirrors.get(record.request)
+    def _commit(self, session: _Session, request: int, position: int, tokens: Sequence[int], now_s: float) -> None:
+        mirror = session.mirrors.get(request)
         if mirror is None:
             return  # evicted or never opened; the next beat says whether it is wanted
-        if record.position > mirror.committed:
+        if position > mirror.committed:
             mirror.complete = False
-            session.resend.add(record.request)
+            session.resend.add(request)
             return
-        fresh = record.tokens[mirror.committed - record.position :]
+        fresh = tokens[mirror.committed - position :]
         if not fresh:
             return
         if self._foresight is not None:

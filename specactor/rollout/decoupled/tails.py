@@ -14,17 +14,14 @@ Invariants:
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
 
 from specactor.rollout.decoupled import messages
 from specactor.rollout.decoupled.branches import chain
 from specactor.rollout.decoupled.messages import (
-    NO_SESSION,
     Beat,
-    Branch,
     Close,
-    Commit,
+    Commits,
     FrameError,
     Open,
     Pulse,
@@ -32,7 +29,8 @@ from specactor.rollout.decoupled.messages import (
     Tail,
     TailColumns,
 )
-from specactor.rollout.decoupled.order import Drops, Numbering, Total
+from specactor.rollout.decoupled.order import Drops, Numbering
+from specactor.rollout.decoupled.served import Peer, Request
 
 BEAT_EVERY_S = 0.25
 SILENT_S = 1.0
@@ -40,65 +38,7 @@ REOPEN_EVERY_S = 0.1
 """A request is opened again at most so often, whatever its drafter says."""
 
 
-@dataclass(slots=True, eq=False)
-class _Request:
-    """One open request."""
-
-    number: int
-    name: str
-    prompt_ids: Sequence[int]
-    output_ids: list[int]
-    """The engine's own list; it grows."""
-    seed: int
-    temperature: float
-    drafter: int | None = None
-    told: int = 0
-    """Output tokens that the drafter was told of."""
-    owed_from: int | None = 0
-    """It was told of much at once, up to here, and has not answered since."""
-    opened_s: float = float("-inf")
-    base: int = 0
-    """Position of the tail's first token."""
-    tokens: bytes | None = None
-    """The tail, packed: a list of numbers is ten times as much to fetch after a verify. None: there is none."""
-    branches: Sequence[Branch] = ()
-
-
-@dataclass(slots=True)
-class _Drafter:
-    """One drafter process, in whatever incarnation."""
-
-    out: Numbering
-    session: int = NO_SESSION
-    """Of the incarnation that was heard last."""
-    frame: int = 0
-    """Number of its last frame."""
-    live: bool = False
-    asked_s: float | None = None
-    """Since when a beat is unanswered."""
-    beat_s: float = float("-inf")
-    """When the last beat was sent."""
-    others: int = 0
-    """Requests of other engines there, as it said last."""
-    requests: dict[int, _Request] = field(default_factory=dict)
-    unopened: dict[int, _Request] = field(default_factory=dict)
-    """Of those, the ones that it must be told of."""
-    grown: dict[int, _Request] = field(default_factory=dict)
-    """Of those, the ones with new tokens."""
-    closed: list[int] = field(default_factory=list)
-    """Numbers that it need not hold any longer."""
-    arrived: list[Tail | TailColumns] = field(default_factory=list)
-    """Not looked into yet."""
-    version: int = 0
-    drafted: Total = field(default_factory=Total)
-    wasted: Total = field(default_factory=Total)
-
-    @property
-    def load(self) -> int:
-        return self.others + len(self.requests)
-
-
-def _load(drafter: _Drafter) -> int:
+def _load(drafter: Peer) -> int:
     return drafter.load
 
 
@@ -116,8 +56,8 @@ class Tails:
         self.waits_s: deque[float] = deque(maxlen=256)
         """Seconds from a commit that left nothing of a tail to the next tail, as the drafters measured; taken and
         cleared by whoever wants them."""
-        self._drafters = [_Drafter(out=Numbering(session)) for _ in range(num_drafters)]
-        self._requests: dict[str, _Request] = {}
+        self._drafters = [Peer(out=Numbering(session)) for _ in range(num_drafters)]
+        self._requests: dict[str, Request] = {}
         self._next = 1
 
     @property
@@ -155,7 +95,7 @@ class Tails:
     def open(self, name: str, prompt_ids: Sequence[int], output_ids: list[int], seed: int, temperature: float) -> None:
         """A request starts. `output_ids` is read again whenever something is to be sent or drafted."""
         self.close(name)
-        request = _Request(self._next, name, prompt_ids, output_ids, seed, temperature)
+        request = Request(self._next, name, prompt_ids, output_ids, seed, temperature)
         self._next += 1
         self._requests[name] = request
         self._place(request)
@@ -202,7 +142,7 @@ class Tails:
         self.drops.expect("stale", stale)
         return drafts
 
-    def _other_way(self, request: _Request, tokens: list[int], known: list[int]) -> list[int]:
+    def _other_way(self, request: Request, tokens: list[int], known: list[int]) -> list[int]:
         """Through the tail's branches, if one begins with what is known; else the tail is of no use any longer."""
         way = chain(tokens, request.branches, known) if request.branches else []
         self.branched += bool(way)
@@ -313,27 +253,20 @@ class Tails:
         for number, request in drafter.unopened.items():
             records.append(self._opening(request, now_s))
             drafter.grown.pop(number, None)
-        longest = self.window + 1
-        for number, request in drafter.grown.items():
-            told = request.told
-            fresh = request.output_ids[told:]
-            records.append(Commit(request=number, position=told, tokens=fresh))
-            request.told = told + len(fresh)
-            if len(fresh) > longest:
-                request.owed_from = request.told
+        records += self._commits(drafter.grown)
         drafter.closed.clear()
         drafter.unopened.clear()
         drafter.grown.clear()
         return drafter.out.frames(records, self.drops, receiver=drafter.session)
 
-    def _beat(self, drafter: _Drafter, now_s: float) -> Beat:
+    def _beat(self, drafter: Peer, now_s: float) -> Beat:
         drafter.beat_s = now_s
         if drafter.asked_s is None:
             drafter.asked_s = now_s
         held = [(number, len(request.prompt_ids), request.told) for number, request in drafter.requests.items()]
         return Beat(engine=self.engine, requests=held)
 
-    def _opening(self, request: _Request, now_s: float) -> Open:
+    def _opening(self, request: Request, now_s: float) -> Open:
         request.opened_s = now_s
         request.told = request.owed_from = len(request.output_ids)
         return Open(
@@ -344,6 +277,31 @@ class Tails:
             temperature=request.temperature,
             window=self.window,
         )
+
+    def _commits(self, grown: Mapping[int, Request]) -> list[Commits]:
+        """One that grew by much has a record of its own, so that no record becomes too large for a frame."""
+        longest = self.window + 1
+        records: list[Commits] = []
+        requests: list[int] = []
+        positions: list[int] = []
+        counts: list[int] = []
+        tokens: list[int] = []
+        for number, request in grown.items():
+            told = request.told
+            fresh = request.output_ids[told:]
+            count = len(fresh)
+            request.told = told + count
+            if count > longest:
+                request.owed_from = request.told
+                records.append(Commits(requests=[number], positions=[told], counts=[count], tokens=fresh))
+                continue
+            requests.append(number)
+            positions.append(told)
+            counts.append(count)
+            tokens += fresh
+        if requests:
+            records.append(Commits(requests=requests, positions=positions, counts=counts, tokens=tokens))
+        return records
 
     def tick(self, now_s: float) -> None:
         """Time has passed, and what had arrived was received."""
@@ -360,7 +318,7 @@ class Tails:
 
     # ------------------------------------------------------------------------------------------------------------ where
 
-    def _place(self, request: _Request) -> None:
+    def _place(self, request: Request) -> None:
         """With the live drafter of least load; with none if none is live, or there is no prompt."""
         live = self.live
         if not (live and request.prompt_ids):
@@ -387,7 +345,7 @@ class Tails:
             self._leave(request)
             self._place(request)
 
-    def _leave(self, request: _Request) -> None:
+    def _leave(self, request: Request) -> None:
         """The request is not with its drafter any longer."""
         if request.drafter is None:
             return

@@ -14,7 +14,7 @@ from specactor.rollout.decoupled.messages import (
     Beat,
     Branch,
     Close,
-    Commit,
+    Commits,
     FrameError,
     Header,
     Open,
@@ -42,7 +42,7 @@ HEADER = Header(sender=7, receiver=9, number=3)
 TO_DRAFTER = [
     Beat(engine="e", requests=[(1, 10, 5)]),
     Open(request=1, prompt_ids=[1, 2], output_ids=[3], seed=-5, temperature=0.7, window=4),
-    Commit(request=1, position=3, tokens=[2, 1 << 30]),
+    Commits(requests=[1, 5], positions=[3, 0], counts=[2, 1], tokens=[2, 1 << 30, 7]),
     Close(request=1),
 ]
 TO_ENGINE = [
@@ -92,12 +92,10 @@ def test_anything_else_is_a_frame_error(decode, data: bytes, whole: int, at: int
 @pytest.mark.parametrize(
     "record",
     [
-        b"\x93\x02\x01\x00",  # a commit without tokens
-        b"\x94\x02\x01\x00\x91\xff",  # a negative token
-        b"\x94\x02\xff\x00\x90",  # a negative request
-        b"\x95\x02\x01\x00\x90\x00",  # one field too many
+        b"\x92\x03",  # a close of nothing
+        b"\x92\x03\xff",  # a negative request
+        b"\x93\x03\x01\x00",  # one field too many
         b"\x92\x09\x01",  # an unknown kind
-        b"\x94\x02\x01\x00\x91\xce\x80\x00\x00\x00",  # token 2^31
         b"\x92\x03\xcb\x3f\xf0\x00\x00\x00\x00\x00\x00",  # 1.0 in place of a number
         b"\x92\x03\xa1\x31",  # text in place of a number
         b"\x97\x01\x01\x90\x90\x00\xcb\x3f\xf0\x00\x00\x00\x00\x00\x00\x04",  # an empty prompt
@@ -107,11 +105,44 @@ def test_anything_else_is_a_frame_error(decode, data: bytes, whole: int, at: int
 )
 def test_records_are_strict(record: bytes) -> None:
     start = encode(HEADER, [])[:-1]
-    assert decode_to_drafter(start + b"\x91\x94\x02\x01\x00\x90")[1] == [Commit(request=1, position=0, tokens=[])]
+    assert decode_to_drafter(start + b"\x91\x92\x03\x01")[1] == [Close(request=1)]
     opening = b"\x97\x01\x01\x91\x05\x90\x00\xcb\x3f\xf0\x00\x00\x00\x00\x00\x00\x04"
     assert len(decode_to_drafter(start + b"\x91" + opening)[1]) == 1
     with pytest.raises(FrameError):
         decode_to_drafter(start + b"\x91" + record)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        ([1], [0], [2]),  # no tokens
+        ([1], [0], [2], [5, 6], 0),  # one field too many
+        ([1], [0], [1], [5, 6]),
+        ([1], [0], [3], [5, 6]),
+        ([1], [0], [], []),
+        ([1], [0, 0], [2], [5, 6]),
+        ([1, 2], [0], [2], [5, 6]),
+        ([1, 2], [0, 0], [3, -1], [5, 6]),
+        ([1, 2], [0, 0], [(1 << 63) - 1, (1 << 63) - 1], [5, 6]),
+        ([-1], [0], [2], [5, 6]),
+        ([1], [-1], [2], [5, 6]),
+        ([1], [0], [2], [5, -6]),
+        ([1], [0], [2], [5, 1 << 31]),
+        ([1], [0], [2], [5, 6.0]),
+        (["1"], [0], [2], [5, 6]),
+        ([1], [0], [2], pack([5, 6])),
+        ([1], [0], [1], [[5]]),
+        (1, 0, 2, [5, 6]),
+    ],
+)
+def test_commits_are_strict(fields: tuple[object, ...]) -> None:
+    start = encode(HEADER, [])[:-1] + b"\x91"
+    [record] = decode_to_drafter(start + msgspec.msgpack.encode((2, [1, 9], [0, 4], [2, 0], [5, 6])))[1]
+    assert isinstance(record, Commits)
+    assert list(record) == [(1, 0, [5, 6]), (9, 4, [])]
+    with pytest.raises(FrameError) as error:
+        decode_to_drafter(start + msgspec.msgpack.encode((2, *fields)))
+    assert len(str(error.value)) < 200, "it may be logged"
 
 
 @pytest.mark.parametrize(
@@ -180,7 +211,7 @@ def test_branches_stay_with_their_tail() -> None:
 
 def test_headers_are_strict() -> None:
     frame = encode(HEADER, [])
-    for at, value in ((0, b"X"), (4, b"\x01"), (4, b"\x03"), (8, bytes(8)), (15, b"\xff"), (24, bytes(8))):
+    for at, value in ((0, b"X"), (4, b"\x02"), (4, b"\x04"), (8, bytes(8)), (15, b"\xff"), (24, bytes(8))):
         with pytest.raises(FrameError):
             decode_to_drafter(frame[:at] + value + frame[at + len(value) :])
     with pytest.raises(FrameError, match="bytes"):
@@ -189,14 +220,14 @@ def test_headers_are_strict() -> None:
 
 def test_what_is_too_much_for_a_frame_goes_in_several(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(messages, "MAX_FRAME_BYTES", 200)
-    records = [Commit(request=i, position=0, tokens=list(range(20))) for i in range(9)]
-    records.insert(4, Commit(request=99, position=0, tokens=[70_000] * 100))
+    records = [Commits(requests=[i], positions=[0], counts=[20], tokens=list(range(20))) for i in range(9)]
+    records.insert(4, Commits(requests=[99], positions=[0], counts=[100], tokens=[70_000] * 100))
     drops = Drops("test")
     frames = Numbering(7).frames(records, drops, receiver=9)
     assert len(frames) > 2
     assert all(len(frame) <= 200 for frame in frames)
     decoded = [decode_to_drafter(frame) for frame in frames]
-    assert [record.request for _, records in decoded for record in records] == list(range(9))  # type: ignore[union-attr]
+    assert [record.requests for _, records in decoded for record in records] == [[i] for i in range(9)]  # type: ignore[union-attr]
     assert [header.number for header, _ in decoded] == list(range(1, len(frames) + 1))
     assert drops.counts == {"too_large": 1}
 

@@ -10,7 +10,7 @@ from specactor.rollout.decoupled.foresight import Foresight, Judged
 from specactor.rollout.decoupled.messages import (
     Beat,
     Close,
-    Commit,
+    Commits,
     Header,
     Open,
     Pulse,
@@ -76,8 +76,8 @@ def opening(request: int = 1, prompt: Sequence[int] = PROMPT, output: Sequence[i
     )
 
 
-def commit(position: int, *tokens: int, request: int = 1) -> Commit:
-    return Commit(request=request, position=position, tokens=list(tokens))
+def commit(position: int, *tokens: int, request: int = 1) -> Commits:
+    return Commits(requests=[request], positions=[position], counts=[len(tokens)], tokens=list(tokens))
 
 
 def opened(*requests: int, max_tokens: int = 10_000) -> Drafter:
@@ -141,6 +141,16 @@ def test_old_and_overlapping_commits() -> None:
     drafter.hear(commit(1, 8, 9))
     [lane] = drafter.mirrors.wanted(10)
     assert list(lane.tokens) == [7, 8, 9]
+
+
+def test_commits_of_several_requests() -> None:
+    """Each gets its own tokens, from its own position on; one that lacks some costs the others nothing."""
+    drafter = opened(1, 2, 3, 4)
+    requests, positions, counts = [3, 1, 77, 2, 4, 1], [0, 0, 0, 0, 5, 1], [2, 3, 1, 0, 1, 3]
+    drafter.hear(Commits(requests=requests, positions=positions, counts=counts, tokens=list(range(10, 20))))
+    lanes = {lane.key[1]: list(lane.tokens) for lane in drafter.mirrors.wanted(10)}
+    assert lanes == {1: [12, 13, 14, 19], 2: [], 3: [10, 11]}
+    assert Resend(requests=[4]) in drafter.say()
 
 
 def test_after_a_gap_it_asks_and_drafts_nothing_until_it_knows() -> None:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import pytest
 
+from specactor.rollout.decoupled import messages
 from specactor.rollout.decoupled.messages import (
     MAX_TAIL_TOKENS,
     Beat,
     Branch,
     Close,
-    Commit,
+    Commits,
     Header,
     Open,
     Pulse,
@@ -105,7 +106,7 @@ def test_what_an_engine_says_of_a_request() -> None:
     assert end.say() == [Open(request=1, prompt_ids=[1, 2, 3], output_ids=[5], seed=9, temperature=0.5, window=4)]
     end.commit("a", 6, 7)
     end.commit("a", 8)
-    assert end.say() == [Commit(request=1, position=1, tokens=[6, 7, 8])]
+    assert end.say() == [Commits(requests=[1], positions=[1], counts=[3], tokens=[6, 7, 8])]
     end.commit("a", 9)
     end.tails.close("a")
     assert end.say() == [Close(request=1)]
@@ -115,6 +116,42 @@ def test_what_an_engine_says_of_a_request() -> None:
     end.open("a")
     end.open("a")
     assert [record.request for record in end.say() if isinstance(record, Open)] == [4], "a number is used once"
+
+
+def test_what_all_requests_grew_by_is_one_record_but_for_what_is_long() -> None:
+    end = ready()
+    for name in ("a", "b", "c"):
+        end.open(name, 1)
+    end.say()
+    end.commit("c", 10, 11)
+    end.commit("b", *range(20, 26))  # more than a round emits
+    end.commit("a", 30)
+    first, second = end.say()
+    assert isinstance(first, Commits)
+    assert isinstance(second, Commits)
+    assert list(first) == [(2, 1, [20, 21, 22, 23, 24, 25])]
+    assert list(second) == [(3, 1, [10, 11]), (1, 1, [30])]
+    assert end.tails.num_owed(["a", "b", "c"]) == 3, "two of them since they were opened"
+    end.hear(tail(1, 5, request=1), tail(3, 6, request=3), tail(3, 7, request=2))
+    assert end.tails.num_owed(["a", "b", "c"]) == 1
+    end.hear(tail(7, 8, request=2))
+    assert end.tails.num_owed(["a", "b", "c"]) == 0
+
+
+def test_long_commits_go_in_several_frames(monkeypatch: pytest.MonkeyPatch) -> None:
+    end = ready()
+    names = [str(number) for number in range(5)]
+    for name in names:
+        end.open(name, 1)
+    end.say()
+    for name in names:
+        end.commit(name, *range(1000, 1100))
+    monkeypatch.setattr(messages, "MAX_FRAME_BYTES", 800)
+    frames = end.tails.outgoing(0, end.now_s)
+    assert len(frames) > 2
+    rows = [row for frame in frames for record in decode_to_drafter(frame)[1] for row in record]  # type: ignore[attr-defined]
+    assert rows == [(number, 1, list(range(1000, 1100))) for number in range(1, 6)]
+    assert not end.tails.drops.counts
 
 
 def test_a_draft_is_what_is_beyond_the_output_where_all_before_agrees() -> None:

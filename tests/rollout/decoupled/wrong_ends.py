@@ -7,7 +7,7 @@ from typing import Any
 
 from specactor.rollout.decoupled import messages
 from specactor.rollout.decoupled.branches import Guesses
-from specactor.rollout.decoupled.messages import Beat, Commit, Tail, TailColumns
+from specactor.rollout.decoupled.messages import Beat, Commits, Tail, TailColumns
 from specactor.rollout.decoupled.mirrors import Mirrors
 from specactor.rollout.decoupled.tails import Tails
 
@@ -95,33 +95,51 @@ class ClosesForgotten(Tails):
             self._leave(self._requests[name])
 
 
+class RowsShifted(Mirrors):
+    """Gives the tokens of a row to the one before it."""
+
+    def receive(self, sender: int, data: bytes, now_s: float) -> None:
+        try:
+            header, records = messages.decode_to_drafter(data)
+        except messages.FrameError:
+            return
+        super().receive(sender, messages.encode(header, [_shifted(record) for record in records]), now_s)
+
+
+def _shifted(record: messages.ToDrafter) -> messages.ToDrafter:
+    if not isinstance(record, Commits):
+        return record
+    tokens = [*record.tokens[1:], *record.tokens[:1]]
+    return Commits(requests=record.requests, positions=record.positions, counts=record.counts, tokens=tokens)
+
+
 class GapIgnored(Mirrors):
     """Tokens are put behind those that are there, wherever they belong."""
 
-    def _commit(self, session: Any, record: Commit, now_s: float) -> None:
-        mirror = session.mirrors.get(record.request)
-        if mirror is not None and record.position > mirror.committed:
-            record = Commit(request=record.request, position=mirror.committed, tokens=record.tokens)
-        super()._commit(session, record, now_s)
+    def _commit(self, session: Any, request: int, position: int, tokens: Sequence[int], now_s: float) -> None:
+        mirror = session.mirrors.get(request)
+        if mirror is not None:
+            position = min(position, mirror.committed)
+        super()._commit(session, request, position, tokens, now_s)
 
 
 class PositionIgnored(Mirrors):
     """Tokens that were committed before are committed again."""
 
-    def _commit(self, session: Any, record: Commit, now_s: float) -> None:
-        mirror = session.mirrors.get(record.request)
+    def _commit(self, session: Any, request: int, position: int, tokens: Sequence[int], now_s: float) -> None:
+        mirror = session.mirrors.get(request)
         if mirror is not None:
-            record = Commit(request=record.request, position=mirror.committed, tokens=record.tokens)
-        super()._commit(session, record, now_s)
+            position = mirror.committed
+        super()._commit(session, request, position, tokens, now_s)
 
 
 class RollbackForgotten(Mirrors):
     """Keeps what it drafted after a commit that differs."""
 
-    def _commit(self, session: Any, record: Commit, now_s: float) -> None:
-        mirror = session.mirrors.get(record.request)
+    def _commit(self, session: Any, request: int, position: int, tokens: Sequence[int], now_s: float) -> None:
+        mirror = session.mirrors.get(request)
         before = [] if mirror is None else list(mirror.tokens)
-        super()._commit(session, record, now_s)
+        super()._commit(session, request, position, tokens, now_s)
         if mirror is not None:
             extra = before[len(mirror.tokens) :][: mirror.window]
             mirror.tokens += extra

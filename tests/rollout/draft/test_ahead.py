@@ -11,7 +11,7 @@ import pytest
 from specactor.rollout.decoupled import tails
 from specactor.rollout.decoupled.continuer import Lane
 from specactor.rollout.decoupled.decoupled import Decoupled
-from specactor.rollout.decoupled.messages import Beat, Commit, Header, Open, ToDrafter, encode
+from specactor.rollout.decoupled.messages import Beat, Commits, Header, Open, ToDrafter, encode
 from specactor.rollout.decoupled.mirrors import Mirrors
 from specactor.rollout.decoupled.pace import Pace
 from specactor.rollout.decoupled.patience import Patience
@@ -309,7 +309,9 @@ class Shared(Elsewhere):
 
     def _go_on(self) -> None:
         if self.clock() >= OTHERS_ROUND_S * (self._committed + 1):
-            self._tell(*(Commit(request=i, position=self._committed, tokens=[999]) for i in range(1, OTHERS + 1)))
+            requests = list(range(1, OTHERS + 1))
+            positions, counts, tokens = [self._committed] * OTHERS, [1] * OTHERS, [999] * OTHERS
+            self._tell(Commits(requests=requests, positions=positions, counts=counts, tokens=tokens))
             self._committed += 1
         super()._go_on()
 

@@ -13,7 +13,7 @@ import msgspec
 import zmq
 
 from specactor.rollout.decoupled import messages
-from specactor.rollout.decoupled.messages import Branch, Commit, Open, Pulse, Resend, Tail, ToEngine
+from specactor.rollout.decoupled.messages import Branch, Commits, Open, Pulse, Resend, Tail, ToEngine
 
 _HEADER = struct.Struct("<4sB3xQQQ")
 _LOOK_MS = 1
@@ -130,10 +130,11 @@ class LyingDrafter:
     def _hear(self, record: messages.ToDrafter) -> None:
         if isinstance(record, Open):
             self._heard[record.request] = _Heard(record)
-        elif isinstance(record, Commit) and record.request in self._heard:
-            one = self._heard[record.request]
-            one.length = record.position + len(record.tokens)
-            one.last = [*one.last, *record.tokens][-3:]
+        elif isinstance(record, Commits):
+            for request, position, tokens in record:
+                if (one := self._heard.get(request)) is not None:
+                    one.length = position + len(tokens)
+                    one.last = [*one.last, *tokens][-3:]
 
     def _answers(self, engine: int) -> Iterator[bytes]:
         pulse: list[ToEngine] = [Pulse(version=1, requests=len(self._heard), drafted=1, wasted=1)]
