@@ -20,7 +20,7 @@ from specactor.rollout.decoupled.transport import Address, Link, ZmqLink, new_se
 from specactor.rollout.draft.drafter import Drafter, DraftSequence
 from specactor.rollout.draft.verification import common
 
-MAX_JUDGED = 2
+MAX_JUDGED = 8
 """Drafts at a time that are compared with what is emitted; of more, every so-manieth, others in every round."""
 
 
