@@ -312,7 +312,7 @@ def run(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--quick", action="store_true", help="few batches and dials: about 6 minutes, for all 25")
+    parser.add_argument("--quick", action="store_true", help="few batches and dials; all take half an hour")
     parser.add_argument("--batches", nargs="+", type=int, help=f"default: {BATCHES}")
     parser.add_argument("--repetitions", type=int, default=3)
     options = parser.parse_args()
