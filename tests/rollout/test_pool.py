@@ -20,7 +20,8 @@ from specactor.rollout.sglang.engine import Engine, EngineSpec
 from specactor.types import RolloutRequest, Trajectory
 from tests.rollout.conftest import Footprint, heed_interrupts, request
 
-BATCH = [request(i, new=30 + 13 * i % 60) for i in range(32)]  # they end one by one
+BATCH = [request(i, new=30 + 13 * i % 60) for i in range(64)]
+"""They end one by one, and last longer than three strikes, which end with more responses the faster the machine."""
 
 
 @pytest.fixture(scope="module")
