@@ -218,12 +218,10 @@ def test_a_bad_network(setting: Setting, exposed: str, kind: str) -> None:
         setting.start(decoupled())
         wanted = [faults.loss > 0, faults.repeat > 0, faults.delay_s[0] < faults.delay_s[1]]
 
-        def happened() -> list[bool]:
-            return [count > 5 for count in (network.lost, network.repeated, network.overtaken)]
-
         def enough() -> bool:
             setting.run_until_drafted()
-            return network.passed >= 200 and happened() == wanted
+            happened = [count > 5 for count in (network.lost, network.repeated, network.overtaken)]
+            return network.passed >= 200 and happened == wanted
 
         wait_until(enough, f"frames that were lost, repeated and overtaken: expected {wanted}")
         assert_engine_holds_nothing(setting.engine)
