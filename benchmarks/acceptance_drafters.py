@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from specactor.rollout.draft.drafter import DraftSequence
-from specactor.rollout.sglang.draft_model import DraftModel
+from specactor.rollout.sglang.model_drafter import DraftModel
 
 LOG = "SPECACTOR_BENCHMARK_DRAFTS"
 """Environment variable that names the file: per draft a JSON list [request id, tokens emitted before, draft, beta]."""

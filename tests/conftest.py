@@ -15,7 +15,7 @@ settings.load_profile("any machine")
 
 TESTS = Path(__file__).parent
 LONGEST = (
-    "rollout/sglang/test_draft_model.py",
+    "rollout/sglang/test_model_drafter.py",
     "faults/test_faults.py",
     "weights_sync/test_sync.py",
     "trainer/test_layouts.py",

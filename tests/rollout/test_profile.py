@@ -29,7 +29,7 @@ from specactor.rollout.profile_process import measure_process
 from specactor.rollout.sglang.speculation_calls import CONFIGURE, FIGURES, ROUNDS, Rounds
 from specactor.types import RolloutRequest
 from tests.rollout.conftest import heed_interrupts, process_exists
-from tests.rollout.sglang.test_draft_model import make_dense
+from tests.rollout.sglang.test_model_drafter import make_dense
 
 CONFIG = RolloutConfig(
     prompts_per_step=3,

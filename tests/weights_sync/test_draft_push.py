@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from specactor.errors import EngineError
 from specactor.rollout.draft.drafter import DraftSequence
 from specactor.rollout.sglang import draft_weights
-from specactor.rollout.sglang.draft_model import DraftModel
+from specactor.rollout.sglang.model_drafter import DraftModel
 from specactor.weights_sync import draft_receiver
 from specactor.weights_sync.draft_sender import CHECK, LOAD, DraftSender, num_bytes, push_to_engine
 from specactor.weights_sync.messages import Bucket, CheckReply, DraftWeights, Round

@@ -95,9 +95,9 @@ def _continuer(spec: DrafterSpec) -> tuple[Continuer, int]:
         module, _, attribute = spec.continuer.partition(":")
         made: Continuer = getattr(importlib.import_module(module), attribute)(spec)
         return made, spec.kv_tokens or _UNBOUNDED
-    from specactor.rollout.sglang.draft_forward import load_alone
+    from specactor.rollout.sglang.draft_backend import GuessingContinuer, ModelContinuer
+    from specactor.rollout.sglang.draft_runner import load_alone
     from specactor.rollout.sglang.draft_slots import BLOCK_TOKENS
-    from specactor.rollout.sglang.model_continuer import GuessingContinuer, ModelContinuer
 
     runner = load_alone(
         spec.model_dir,

@@ -35,7 +35,7 @@ def _make(name: str, config: SpeculationConfig, connect: Callable[[], Drafter] |
 
             return NgramDrafter(max_tokens=config.history_tokens, rank=int(name[6:] or 1) - 1)
         case "model":
-            from specactor.rollout.sglang.draft_model import DraftModel
+            from specactor.rollout.sglang.model_drafter import DraftModel
 
             return DraftModel(config.sharpen)
         case "decoupled":

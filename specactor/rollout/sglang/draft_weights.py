@@ -14,7 +14,7 @@ import msgspec
 import torch
 
 from specactor.errors import EngineError
-from specactor.rollout.sglang.draft_model import DraftModel
+from specactor.rollout.sglang.model_drafter import DraftModel
 from specactor.weights_sync import draft_receiver
 from specactor.weights_sync.messages import CheckReply, DraftWeights
 

@@ -30,8 +30,8 @@ from specactor.rollout.draft.drafter import DraftSequence
 from specactor.rollout.draft.looks import SOON
 from specactor.rollout.draft.speculator import Speculator
 from specactor.rollout.draft.verification import DraftTree, accepted_path, chain
-from specactor.rollout.sglang import beginnings, draft_forward, draft_sampling, plain_rounds
-from specactor.rollout.sglang.draft_model import DraftModel
+from specactor.rollout.sglang import beginnings, draft_runner, draft_sampling, plain_rounds
+from specactor.rollout.sglang.model_drafter import DraftModel
 from specactor.rollout.sglang.penalties import has_penalties
 from specactor.rollout.sglang.rounds import Rounds
 from specactor.rollout.sglang.rows import Branches, Rows, spread
@@ -95,7 +95,7 @@ class Worker(BaseSpecWorker):  # type: ignore[misc]
         self._target_worker = target_worker
         self._draft_worker = None
         if get_spec().speculative_draft_model_path is not None:
-            self._draft_worker = draft_forward.load(
+            self._draft_worker = draft_runner.load(
                 server_args, gpu_id=gpu_id, nccl_port=nccl_port, target_worker=target_worker
             )
         self._max_rows = int(get_spec().speculative_num_draft_tokens)

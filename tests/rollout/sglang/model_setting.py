@@ -19,7 +19,7 @@ from specactor.rollout.tail_plan import Planned, TailCosts
 from tests.rollout.conftest import CONTEXT, request
 from tests.rollout.sglang.decoupled_setting import MAX_WINDOW, aim, loaded, recital_folder, recital_spec
 from tests.rollout.sglang.recital import behave, write
-from tests.rollout.sglang.test_draft_model import make_dense
+from tests.rollout.sglang.test_model_drafter import make_dense
 from tests.rollout.sglang.test_speculation import configure
 
 ENGINE_KEYS, DRAFTER_KEYS = make_keys()

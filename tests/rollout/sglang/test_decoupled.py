@@ -54,7 +54,7 @@ from tests.rollout.sglang.model_setting import (
     setting,
 )
 from tests.rollout.sglang.pushes import DAMAGES, Pushes
-from tests.rollout.sglang.test_draft_model import make_dense
+from tests.rollout.sglang.test_model_drafter import make_dense
 from tests.rollout.sglang.test_speculation import batch as batch_of_all_kinds
 from tests.rollout.sglang.test_speculation import configure, facts, report
 from tests.rollout.test_layout_plan import seen, table

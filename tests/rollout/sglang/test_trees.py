@@ -22,7 +22,7 @@ from specactor.rollout.sglang.running import running
 from specactor.rollout.sglang.speculation_calls import REPORT
 from specactor.types import RolloutRequest, Trajectory
 from tests.rollout.conftest import request as request_of
-from tests.rollout.sglang.test_draft_model import make_dense
+from tests.rollout.sglang.test_model_drafter import make_dense
 from tests.rollout.sglang.test_seeded_faults import batch, continued, differing
 from tests.rollout.sglang.test_speculation import MAX_WINDOW, configure
 
@@ -216,7 +216,7 @@ def test_a_draft_model_finds_its_keys_after_branches_were_accepted(
     """Other texts for each, or the draft model would find keys of the one before."""
     requests = [request_of(i, temperature=1.0, new=50) for i in range(first, first + 20)]
     expected = run(engine, trees(RIGHT), requests)
-    config = trees("turns", WINDOW, f"tests.rollout.sglang.wrong_draft_models:{drafter}")
+    config = trees("turns", WINDOW, f"tests.rollout.sglang.wrong_model_drafters:{drafter}")
     assert differing(run(engine, config, requests), expected) == set()
     counts = report(engine)
     assert counts["second"].accepted + counts["third"].accepted > 50

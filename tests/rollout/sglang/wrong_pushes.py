@@ -9,7 +9,7 @@ import msgspec
 from specactor.rollout.sglang import rank_calls
 from specactor.weights_sync import draft_receiver
 from specactor.weights_sync.messages import CheckReply, DraftWeights
-from tests.rollout.sglang.wrong_draft_models import Shared as Shared
+from tests.rollout.sglang.wrong_model_drafters import Shared as Shared
 
 INTO_POLICY = "wrong.into_policy"
 

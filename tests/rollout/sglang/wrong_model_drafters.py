@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from specactor.rollout.draft.drafter import DraftSequence
-from specactor.rollout.sglang.draft_model import DraftModel
+from specactor.rollout.sglang.model_drafter import DraftModel
 
 
 class Shared(DraftModel):

@@ -28,7 +28,7 @@ from torch import Tensor
 from specactor.rollout.draft.drafter import Drafter, DraftSequence
 from specactor.rollout.planning.sharpening import Lane, Record, Sharpening
 from specactor.rollout.sglang import draft_sampling
-from specactor.rollout.sglang.draft_forward import DraftForward, common
+from specactor.rollout.sglang.draft_runner import DraftForward, common
 
 NEW_WEIGHTS_WEIGHT = 0.25
 """What evidence about the best sharpness is worth after the draft model has changed."""

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from specactor.rollout.decoupled.continuer import Lane
-from specactor.rollout.sglang.model_continuer import GuessingContinuer, ModelContinuer
+from specactor.rollout.sglang.draft_backend import GuessingContinuer, ModelContinuer
 from specactor.weights_sync.messages import DraftWeights
 
 

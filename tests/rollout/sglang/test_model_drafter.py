@@ -22,7 +22,7 @@ from tests.rollout.sglang.test_speculation import batch as batch_of_all_kinds
 from tests.rollout.sglang.test_speculation import configure, facts, report
 from tests.rollout.sglang.wrong_pushes import INTO_POLICY
 
-WRONG = "tests.rollout.sglang.wrong_draft_models"
+WRONG = "tests.rollout.sglang.wrong_model_drafters"
 WRONG_PUSHES = "tests.rollout.sglang.wrong_pushes"
 MAX_WINDOW = 8
 OFF = SpeculationConfig(mode="off", max_window=MAX_WINDOW)

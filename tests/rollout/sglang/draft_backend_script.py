@@ -1,4 +1,4 @@
-"""A draft model without a target, and transformers beside it: continuer_script.py FOLDER TOKENS REQUESTS CONTEXT.
+"""A draft model without a target, and transformers beside it: draft_backend_script.py FOLDER TOKENS REQUESTS CONTEXT.
 
 A line on stdin is a JSON list, the name of an operation and its arguments; the line on stdout that answers it begins
 with ANSWER. Operations:
@@ -27,11 +27,11 @@ from transformers import AutoModelForCausalLM
 
 from specactor.rollout.decoupled.continuer import Lane
 from specactor.rollout.planning.noise import gumbel
-from specactor.rollout.sglang import model_continuer
-from specactor.rollout.sglang.draft_forward import load_alone
-from specactor.rollout.sglang.model_continuer import ModelContinuer
+from specactor.rollout.sglang import draft_backend
+from specactor.rollout.sglang.draft_backend import ModelContinuer
+from specactor.rollout.sglang.draft_runner import load_alone
 from specactor.weights_sync.draft_sender import DraftSender
-from tests.rollout.sglang import wrong_continuers
+from tests.rollout.sglang import wrong_draft_backends
 
 
 def lanes_of(values: list[dict[str, object]]) -> list[Lane]:
@@ -81,7 +81,7 @@ def main(folder: str, tokens: int, requests: int, context: int) -> None:
         match operation:
             case "new":
                 name, steps, sharpen = arguments
-                kind = getattr(wrong_continuers, name, None) or getattr(model_continuer, name)
+                kind = getattr(wrong_draft_backends, name, None) or getattr(draft_backend, name)
                 continuer = kind(runner, steps=steps, sharpen=sharpen)
             case "extend":
                 answer = continuer.extend(lanes_of(arguments[0]))

@@ -21,7 +21,7 @@ from specactor.rollout.decoupled.continuer import Lane
 from specactor.rollout.decoupled.messages import Beat, Header, Open, Tail, decode_to_engine, encode, unpack
 from specactor.rollout.decoupled.mirrors import Mirrors
 from specactor.rollout.sglang.draft_slots import BLOCK_TOKENS
-from tests.rollout.sglang.test_draft_model import make_dense
+from tests.rollout.sglang.test_model_drafter import make_dense
 
 VOCAB = 96
 CONTEXT = 100
@@ -32,10 +32,10 @@ REPOSITORY = Path(__file__).resolve().parents[3]
 
 
 class Child:
-    """The process of continuer_script.py."""
+    """The process of draft_backend_script.py."""
 
     def __init__(self, folder: str, temporary: Path) -> None:
-        script = [sys.executable, "-m", "tests.rollout.sglang.continuer_script"]
+        script = [sys.executable, "-m", "tests.rollout.sglang.draft_backend_script"]
         with open(temporary / "log", "w") as log:
             self._process = subprocess.Popen(
                 [*script, folder, str(BLOCKS * BLOCK_TOKENS), str(ROWS), str(CONTEXT)],

@@ -28,9 +28,9 @@ from specactor.rollout.decoupled.continuer import Lane
 from specactor.rollout.planning.hindsight import Hindsight
 from specactor.rollout.planning.sharpening import Sharpening
 from specactor.rollout.sglang import draft_sampling
-from specactor.rollout.sglang.draft_forward import DraftForward, common
-from specactor.rollout.sglang.draft_model import NEW_WEIGHTS_WEIGHT
+from specactor.rollout.sglang.draft_runner import DraftForward, common
 from specactor.rollout.sglang.draft_slots import BLOCK_TOKENS, Slots
+from specactor.rollout.sglang.model_drafter import NEW_WEIGHTS_WEIGHT
 from specactor.weights_sync import draft_receiver
 from specactor.weights_sync.messages import DraftWeights
 
@@ -65,7 +65,7 @@ class ModelContinuer:
     """A `Continuer`."""
 
     def __init__(self, runner: Any, *, steps: int = 1, sharpen: Sharpen = "fitted") -> None:
-        """Args: SGLang's runner from `draft_forward.load_alone`; draft tokens per text and call."""
+        """Args: SGLang's runner from `draft_runner.load_alone`; draft tokens per text and call."""
         self.version = 0
         self._forward = DraftForward(runner)
         self._slots = Slots(num_slots=self._forward.num_slots, num_rows=self._forward.num_rows)
