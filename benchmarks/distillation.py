@@ -25,9 +25,9 @@ from benchmarks.trained_models import DraftShape
 from specactor.config import DistillationConfig, SourceConfig
 from specactor.data.dataset import build_dataset
 from specactor.data.tokenizer import load_tokenizer
-from specactor.trainer.distillation import acceptance, start
+from specactor.trainer.distillation import acceptance, init
 from specactor.trainer.distillation.buffer import Lesson
-from specactor.trainer.distillation.drafter import DrafterTrainer
+from specactor.trainer.distillation.train import DrafterTrainer
 
 SAMPLED_TOGETHER = 512
 HELD_OUT = 8
@@ -92,8 +92,8 @@ def main() -> None:
     target_dir, folder = Path(sys.argv[1]), Path(sys.argv[2])
     shape = DraftShape(**json.loads(sys.argv[3]))
     torch.set_num_threads(1)
-    start.quiet()
-    beginning = start.RandomStart(
+    init.quiet()
+    beginning = init.RandomStart(
         hidden_size=shape.hidden_size,
         num_layers=shape.num_layers,
         num_heads=shape.num_heads,
@@ -102,9 +102,9 @@ def main() -> None:
         intermediate_size=shape.intermediate_size,
         seed=shape.seed,
     )
-    said = f"{start.make_draft_model(target_dir, folder, beginning) / 1e3:.0f} k parameters"
+    said = f"{init.make_draft_model(target_dir, folder, beginning) / 1e3:.0f} k parameters"
     if shape.sequences:
-        target, draft = start.read_model(target_dir), start.read_model(folder)
+        target, draft = init.read_model(target_dir), init.read_model(folder)
         source = msgspec.json.decode(sys.argv[4], type=SourceConfig)
         problems = build_dataset(source, load_tokenizer(target_dir), max_prompt_tokens=256)
         prompts = [problems[i % len(problems)].prompt_ids for i in range(shape.sequences)]
@@ -114,7 +114,7 @@ def main() -> None:
         learn(draft, acceptance.with_laws(target, taught, top_k=vocabulary, storage="float32"), shape)
         found = acceptance.measure(target, draft, lessons[::HELD_OUT], window=WINDOW, seed=shape.seed)
         said += f", sum of min(p, q) {found.overlap:.3f} on {len(lessons[::HELD_OUT])} responses of their own"
-        start.write_model(draft, folder, tokenizer=target_dir)
+        init.write_model(draft, folder, tokenizer=target_dir)
     print(f"RESULT {said}", flush=True)
 
 

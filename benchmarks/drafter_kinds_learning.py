@@ -21,9 +21,9 @@ from benchmarks.distillation import sampled
 from specactor.config import DistillationConfig, SourceConfig
 from specactor.data.dataset import build_dataset
 from specactor.data.tokenizer import load_tokenizer
-from specactor.trainer.distillation import acceptance, start
+from specactor.trainer.distillation import acceptance, init
 from specactor.trainer.distillation.buffer import Lesson
-from specactor.trainer.distillation.drafter import DrafterTrainer
+from specactor.trainer.distillation.train import DrafterTrainer
 
 HELD_OUT = 8
 """One of so many responses is kept for measuring."""
@@ -36,10 +36,10 @@ class Beginning(msgspec.Struct, frozen=True, kw_only=True):
     hidden_size: int = 0
     """0: it is cut out of the target, its first layers; else it is random, with so wide a residual stream."""
 
-    def start(self) -> start.Start:
+    def start(self) -> init.Start:
         if not self.hidden_size:
-            return start.TargetStart(num_layers=self.num_layers)
-        return start.RandomStart(
+            return init.TargetStart(num_layers=self.num_layers)
+        return init.RandomStart(
             num_layers=self.num_layers,
             hidden_size=self.hidden_size,
             num_heads=max(1, self.hidden_size // 32),
@@ -89,8 +89,8 @@ def reach_s(points: list[tuple[float, float]], share: float) -> float:
 def learn(name: str, target: Any, job: Job, lessons: list[Lesson], held_out: list[Lesson]) -> Learned:
     """Args: with the target's law; of the target, to measure with."""
     folder = Path(job.folder) / name
-    parameters = start.make_draft_model(Path(job.target), folder, job.beginnings[name].start())
-    draft = start.read_model(folder)
+    parameters = init.make_draft_model(Path(job.target), folder, job.beginnings[name].start())
+    draft = init.read_model(folder)
     trainer = DrafterTrainer(job.settings, draft, seed=job.seed)
     trainer.buffer.add(lessons)
     points: list[tuple[float, float]] = []
@@ -102,15 +102,15 @@ def learn(name: str, target: Any, job: Job, lessons: list[Lesson], held_out: lis
         found = acceptance.measure(target, draft, held_out, window=job.window, seed=job.seed)
         points.append((spent_s, found.accept_length))
         print(f"{name}: {spent_s:.1f} s, {trainer.updates} updates, accept_length {points[-1][1]:.2f}", flush=True)
-    start.write_model(draft, folder, tokenizer=Path(job.target))
+    init.write_model(draft, folder, tokenizer=Path(job.target))
     return Learned(name=name, parameters=parameters, points=points, updates=trainer.updates, tokens=tokens)
 
 
 def main() -> None:
     job = msgspec.json.decode(sys.argv[1], type=Job)
     torch.set_num_threads(1)
-    start.quiet()
-    target = start.read_model(Path(job.target))
+    init.quiet()
+    target = init.read_model(Path(job.target))
     problems = build_dataset(job.source, load_tokenizer(Path(job.target)), max_prompt_tokens=256)
     prompts = [problems[i % len(problems)].prompt_ids for i in range(job.responses)]
     responses = sampled(target, prompts, job.max_new_tokens, job.seed)

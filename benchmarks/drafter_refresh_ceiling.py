@@ -16,11 +16,11 @@ from safetensors.torch import load_file
 
 from benchmarks.trained_models import DraftShape, distil
 from specactor.run_folder import RunFolder
-from specactor.trainer.distillation import start
+from specactor.trainer.distillation import init
 from specactor.trainer.distillation.acceptance import measure
-from specactor.trainer.distillation.drafter import WEIGHTS
-from specactor.trainer.distillation.in_run import FOLDER
+from specactor.trainer.distillation.refresh import FOLDER
 from specactor.trainer.distillation.rollout_files import lesson_of, read_rollouts
+from specactor.trainer.distillation.train import WEIGHTS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,10 +48,10 @@ class Ceilings:
 
 def ceilings(root: Path, draft: Path, *, jump_step: int, window: int) -> Ceilings:
     """Args: folder of a run that was exported; the draft model that it began with; the step of the jump."""
-    start.quiet()
+    init.quiet()
     folder = RunFolder(root=root)
     lessons = [lesson_of(line) for line in read_rollouts([sorted((root / "rollouts").glob("*.jsonl"))[-1]])]
-    policy = start.read_model(folder.export)
+    policy = init.read_model(folder.export)
     distil(folder.export, root / "anew", DraftShape(), "A")
     checkpoints = sorted(folder.checkpoints.glob("step-*"))
     at_jump = next(path for path in checkpoints if path.name == f"step-{jump_step:06d}")
@@ -62,13 +62,13 @@ def ceilings(root: Path, draft: Path, *, jump_step: int, window: int) -> Ceiling
     return Ceilings(
         untaught=measured(of_checkpoint(draft, at_jump)),
         taught=measured(of_checkpoint(draft, checkpoints[-1])),
-        anew=measured(start.read_model(root / "anew")),
+        anew=measured(init.read_model(root / "anew")),
         policy=measured(policy),
     )
 
 
 def of_checkpoint(draft: Path, checkpoint: Path) -> Any:
     """The draft model in a run's checkpoint. Args: that which the run began with."""
-    model = start.read_model(draft)
+    model = init.read_model(draft)
     model.load_state_dict(load_file(checkpoint / FOLDER / WEIGHTS), strict=False)  # tied heads are saved once
     return model

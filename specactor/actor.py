@@ -30,7 +30,7 @@ from specactor.rollout.pool import EnginePool
 from specactor.rollout.requests import greedy_requests, group_requests
 from specactor.trace import Span
 from specactor.trainer.advantages import group_advantages, informative, shape_overlong
-from specactor.trainer.distillation.in_run import Distillation
+from specactor.trainer.distillation.refresh import Distillation
 from specactor.trainer.distillation.step import Step
 from specactor.trainer.policy import PolicyTrainer, TrainStats
 from specactor.trainer.schedule import learning_rate

@@ -115,9 +115,9 @@ def simulate(argv: list[str]) -> int:
 
 def drafter(argv: list[str]) -> int:
     """Make a draft model from the policy, train it on a run's rollouts, or measure how often it is right."""
-    from specactor.trainer.distillation import commands
+    from specactor.trainer.distillation import command
 
-    return _guarded(commands.run, argv)
+    return _guarded(command.run, argv)
 
 
 def _guarded(run: Callable[[list[str], Console], None], argv: list[str]) -> int:

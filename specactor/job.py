@@ -41,7 +41,7 @@ from specactor.rollout.sglang.engine import EngineSpec
 from specactor.rollout.tail_plan import tail_policy
 from specactor.run_folder import RunFolder, Status, checkpoint_to_resume
 from specactor.trainer import checkpoint
-from specactor.trainer.distillation.in_run import Distillation, left_behind
+from specactor.trainer.distillation.refresh import Distillation, left_behind
 from specactor.trainer.policy import PolicyTrainer
 from specactor.trainer.shards import GatheredWeights, RankShards
 from specactor.trainer.warmup import find_solver, initial_model, warmed_up_model

@@ -15,7 +15,7 @@ from benchmarks.trained_models import task_recipe
 from specactor.config import DistillationConfig, SourceConfig, TinyModelConfig
 from specactor.data.tiny_model import make_tiny_model
 from specactor.rollout.draft.counts import Counts
-from specactor.trainer.distillation import acceptance, start
+from specactor.trainer.distillation import acceptance, init
 from specactor.trainer.distillation.buffer import Lesson
 from specactor.types import Problem
 
@@ -94,7 +94,7 @@ def test_a_draft_model_is_learned_and_kept(target: Path, tmp_path: Path, name: s
         settings=DistillationConfig(tokens_per_update=64, tokens_per_microbatch=256, learning_rate=1e-2),
     )
     assert msgspec.json.decode(msgspec.json.encode(job), type=Job) == job, "a job is told to another process"
-    policy, chance = start.read_model(target), np.random.default_rng(0)
+    policy, chance = init.read_model(target), np.random.default_rng(0)
     lessons = [
         Lesson(token_ids=chance.integers(3, 100, 16).astype(np.int32), prompt_len=4, version=0) for _ in range(8)
     ]
@@ -104,7 +104,7 @@ def test_a_draft_model_is_learned_and_kept(target: Path, tmp_path: Path, name: s
     assert found.points[0][0] == 0
     assert 0 < found.points[1][0] < found.points[2][0]
     assert found.updates > 0
-    kept = start.read_model(tmp_path / name)
+    kept = init.read_model(tmp_path / name)
     assert sum(p.numel() for p in kept.parameters()) == found.parameters
     again = acceptance.measure(policy, kept, lessons, window=4, seed=0)
     assert again.accept_length == pytest.approx(found.points[-1][1])

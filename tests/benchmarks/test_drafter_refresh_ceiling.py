@@ -11,9 +11,9 @@ import pytest
 from benchmarks import drafter_refresh_ceiling as module
 from benchmarks.drafter_refresh_ceiling import ceilings
 from specactor.trainer.distillation.acceptance import accept_length
-from specactor.trainer.distillation.drafter import DrafterTrainer
-from specactor.trainer.distillation.in_run import FOLDER
+from specactor.trainer.distillation.refresh import FOLDER
 from specactor.trainer.distillation.rollout_files import RolloutLine
+from specactor.trainer.distillation.train import DrafterTrainer
 from tests.trainer.distillation import cases
 
 WINDOW = 4

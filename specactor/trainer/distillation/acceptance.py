@@ -21,7 +21,7 @@ from torch import Tensor
 
 from specactor.trainer.distillation import batches, losses
 from specactor.trainer.distillation.buffer import Law, Lesson
-from specactor.trainer.distillation.likeliest import vocab_parallel_likeliest
+from specactor.trainer.distillation.top_k import vocab_parallel_likeliest
 
 CPU = torch.device("cpu")
 

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from specactor.config import DistillationConfig
-from specactor.trainer.distillation import start
+from specactor.trainer.distillation import init
 from specactor.trainer.distillation.buffer import Law, Lesson
 
 VOCAB = 48
@@ -56,7 +56,7 @@ def lessons(count: int = 20, seed: int = 0, *, unknown_law_every: int = 5) -> li
 
 def model(seed: int = 0) -> Any:
     """A dense Qwen3 of one layer, in float32; the process's random state is left alone."""
-    transformers = start.the_transformers()
+    transformers = init.the_transformers()
     shape = transformers.Qwen3Config(
         vocab_size=VOCAB,
         hidden_size=16,

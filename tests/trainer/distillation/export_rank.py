@@ -14,17 +14,17 @@ import torch.distributed as dist
 
 from specactor.errors import SpecActorError
 from specactor.parallel.collective import Collective
-from specactor.trainer.distillation import start
-from specactor.trainer.distillation.in_run import Distillation
+from specactor.trainer.distillation import init
+from specactor.trainer.distillation.refresh import Distillation
 from tests.trainer.distillation import cases
-from tests.trainer.distillation.run_cases import World
+from tests.trainer.distillation.refresh_cases import World
 
 
 def alone(self: Distillation, folder: Path) -> bool:
     """A wrong version of `Distillation.export`."""
     weights = dict(self.drafter.named_weights())
     if self._collective.rank == 0:
-        start.write_model(self.drafter.model, folder, tokenizer=self._folder, weights=weights)
+        init.write_model(self.drafter.model, folder, tokenizer=self._folder, weights=weights)
     self._collective.barrier()
     return True
 

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 
 from specactor.parallel.collective import Collective
-from specactor.trainer.distillation.drafter import DrafterTrainer, Learned
+from specactor.trainer.distillation.train import DrafterTrainer, Learned
 from specactor.trainer.distillation.updates import PlainUpdater
 from tests.trainer.distillation import cases
 

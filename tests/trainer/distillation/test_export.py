@@ -9,9 +9,9 @@ import torch
 
 from specactor.errors import CheckpointError
 from specactor.parallel.collective import Collective
-from specactor.trainer.distillation.start import read_model
+from specactor.trainer.distillation.init import read_model
 from tests.trainer.distillation.ranks import run_ranks
-from tests.trainer.distillation.run_cases import World
+from tests.trainer.distillation.refresh_cases import World
 
 
 def test_what_is_exported_is_the_draft_model_as_it_has_become(

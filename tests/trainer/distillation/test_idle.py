@@ -13,11 +13,11 @@ from safetensors.torch import load_file
 
 from specactor.errors import ConfigError
 from specactor.parallel.collective import Collective
-from specactor.trainer.distillation.drafter import DrafterTrainer
+from specactor.trainer.distillation.train import DrafterTrainer
 from tests.trainer.distillation import cases
 from tests.trainer.distillation.idle_rank import ALONE, TOGETHER, made
 from tests.trainer.distillation.ranks import run_ranks
-from tests.trainer.distillation.run_cases import World
+from tests.trainer.distillation.refresh_cases import World
 
 
 def idle_ranks(folder: Path, wrong: str = "") -> list[dict[str, Any]]:

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from specactor.errors import ConfigError
-from specactor.trainer.distillation import commands, start
+from specactor.trainer.distillation import command, init
+from specactor.trainer.distillation.init import TargetStart, make_draft_model, read_model, write_model
 from specactor.trainer.distillation.rollout_files import RolloutLine, write_rollouts
-from specactor.trainer.distillation.start import TargetStart, make_draft_model, read_model, write_model
 from tests.trainer.distillation import cases
 
 Write = Callable[..., None]
@@ -32,7 +32,7 @@ def precious(folder: Path) -> Path:
 
 
 def trained_to(out: Path, *inputs: str) -> None:
-    commands.train(commands.parse(["train", *(inputs or NOTHING_TO_READ), "--out", str(out)]))  # type: ignore[arg-type]
+    command.train(command.parse(["train", *(inputs or NOTHING_TO_READ), "--out", str(out)]))  # type: ignore[arg-type]
 
 
 def test_only_a_model_or_nothing_is_replaced(tmp_path: Path, targets: dict[str, Path]) -> None:
@@ -106,7 +106,7 @@ def full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
     def save(self: Any, folder: str, **_: Any) -> None:
         (Path(folder) / "model.safetensors").write_bytes(b"half of a")
-        raise start.SafetensorError("No space left on device (os error 28)")
+        raise init.SafetensorError("No space left on device (os error 28)")
 
     monkeypatch.setattr(type(cases.model()), "save_pretrained", save)
     return tmp_path

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 
 from specactor.errors import CheckpointError
-from specactor.trainer.distillation.drafter import STATE, DrafterTrainer, RefreshStats
+from specactor.trainer.distillation.train import STATE, DrafterTrainer, RefreshStats
 from tests.trainer.distillation import cases
 
 UPDATES = 3

@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from specactor.trainer.distillation.drafter import DrafterTrainer, RefreshStats
-from tests.trainer.distillation import cases, drafter_rank
+from specactor.trainer.distillation.train import DrafterTrainer, RefreshStats
+from tests.trainer.distillation import cases, train_rank
 
-UPDATES = drafter_rank.UPDATES
+UPDATES = train_rank.UPDATES
 
 
 def trainer(**changes: Any) -> DrafterTrainer:

@@ -14,12 +14,12 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from specactor.errors import CheckpointError, ConfigError
-from specactor.trainer.distillation import drafter as module
+from specactor.trainer.distillation import train as module
 from specactor.trainer.distillation.buffer import Lesson
-from specactor.trainer.distillation.drafter import DrafterTrainer
 from specactor.trainer.distillation.emphasis import bin_of, lost, token_weights
+from specactor.trainer.distillation.train import DrafterTrainer
 from tests.trainer.distillation import cases
-from tests.trainer.distillation.drafter_cases import UPDATES, learn, resumed, trainer
+from tests.trainer.distillation.train_cases import UPDATES, learn, resumed, trainer
 
 # ------------------------------------------------------------------------------------- one rank, against a plain loop
 

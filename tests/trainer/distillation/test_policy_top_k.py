@@ -14,7 +14,7 @@ from safetensors.numpy import load_file
 
 from specactor.cpu import torchvision_ops
 from specactor.trainer.distillation.buffer import DraftBuffer
-from specactor.trainer.distillation.drafter import DrafterTrainer
+from specactor.trainer.distillation.train import DrafterTrainer
 from tests.trainer import policy_cases
 from tests.trainer.conftest import run
 from tests.trainer.distillation import cases
@@ -22,7 +22,7 @@ from tests.trainer.distillation.conftest import SHAPE
 from tests.trainer.distillation.policy_cases import SEQUENCES, TOP_K, UPDATES, draft_model
 
 TORCHRUN = ["-m", "torch.distributed.run", "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
-SCRIPT = ["--nproc-per-node", "2", "-m", "tests.trainer.distillation.policy_laws_script"]
+SCRIPT = ["--nproc-per-node", "2", "-m", "tests.trainer.distillation.policy_top_k_script"]
 LAYOUTS = ["TP2", "DP2", "PP2"]
 
 

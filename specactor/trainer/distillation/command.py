@@ -27,10 +27,10 @@ from tyro import _errors as tyro_errors
 
 from specactor.config import DistillationConfig
 from specactor.errors import ConfigError, DataError
-from specactor.trainer.distillation import acceptance, start
+from specactor.trainer.distillation import acceptance, init
 from specactor.trainer.distillation.buffer import Lesson
-from specactor.trainer.distillation.drafter import DrafterTrainer, RefreshStats
 from specactor.trainer.distillation.rollout_files import lesson_of, read_rollouts
+from specactor.trainer.distillation.train import DrafterTrainer, RefreshStats
 
 PROG = "specactor drafter"
 HELD_OUT = 8
@@ -50,7 +50,7 @@ class InitOptions:
     """Folder of the target, in Hugging Face format."""
     out: Path
     """New folder of the draft model."""
-    start: start.TargetStart | start.RandomStart = field(default_factory=start.TargetStart)
+    start: init.TargetStart | init.RandomStart = field(default_factory=init.TargetStart)
     """start:target-start or start:random-start, and its settings."""
 
 
@@ -160,10 +160,10 @@ def run(argv: Sequence[str], console: Console) -> None:
     options = parse(argv)
     if not isinstance(options, InitOptions):
         torch.set_num_threads(options.threads or len(os.sched_getaffinity(0)))
-    start.quiet()
+    init.quiet()
     match options:
         case InitOptions():
-            count = start.make_draft_model(options.target, options.out, options.start)
+            count = init.make_draft_model(options.target, options.out, options.start)
             console.print(f"{options.out}: a draft model of {count / 1e6:.3g} M parameters", soft_wrap=True)
         case TrainOptions():
             stats = train(options)
@@ -187,7 +187,7 @@ def train(options: TrainOptions) -> RefreshStats:
     """Learn, and write the draft model. Raises SpecActorError, and writes nothing, where there was nothing to learn
     from or no time for it."""
     settings = options.distillation
-    start.check_out(options.out, options.draft, options.target, *options.rollouts)
+    init.check_out(options.out, options.draft, options.target, *options.rollouts)
     found = _lessons(options.rollouts)
     lessons = [lesson for i, lesson in enumerate(found) if i % HELD_OUT]
     if not lessons:
@@ -195,7 +195,7 @@ def train(options: TrainOptions) -> RefreshStats:
             f"rollouts: got {len(found)} response to learn from, expected at least 2: every {HELD_OUT}th is held out "
             "for eval, from the first on. Give more."
         )
-    target, model = start.read_model(options.target), start.read_model(options.draft)
+    target, model = init.read_model(options.target), init.read_model(options.draft)
     _check_vocabulary(target, model)
     trainer = DrafterTrainer(settings, model, seed=options.seed)
     trainer.buffer.add(lessons)
@@ -235,7 +235,7 @@ def train(options: TrainOptions) -> RefreshStats:
             "the time of one update at least",
             "Nothing was written. Raise it, or lower distillation.tokens_per_update or distillation.buffer_tokens.",
         )
-    start.write_model(model, options.out, tokenizer=options.draft)
+    init.write_model(model, options.out, tokenizer=options.draft)
     return stats
 
 
@@ -243,7 +243,7 @@ def evaluate(options: EvalOptions) -> acceptance.Acceptance:
     """What the draft model would be accepted."""
     lessons = _lessons(options.rollouts)
     lessons = (lessons if options.all else lessons[::HELD_OUT])[: options.responses]
-    target, draft = start.read_model(options.target), start.read_model(options.draft)
+    target, draft = init.read_model(options.target), init.read_model(options.draft)
     _check_vocabulary(target, draft)
     return acceptance.measure(target, draft, lessons, window=options.window, seed=options.seed)
 

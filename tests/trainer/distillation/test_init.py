@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from specactor.errors import ConfigError, DataError
-from specactor.trainer.distillation import start
+from specactor.trainer.distillation import init
+from specactor.trainer.distillation.init import RandomStart, TargetStart, make_draft_model, picked_layers, read_model
 from specactor.trainer.distillation.rollout_files import RolloutLine, read_rollouts, write_rollouts
-from specactor.trainer.distillation.start import RandomStart, TargetStart, make_draft_model, picked_layers, read_model
 
 
 def logits(model: Any, layers: list[int] | None = None) -> Tensor:
@@ -33,7 +33,7 @@ def logits(model: Any, layers: list[int] | None = None) -> Tensor:
 @pytest.mark.parametrize("name", ["dense", "tied"])
 @pytest.mark.parametrize(("layers", "num", "picked"), [("first", 2, [0, 1]), ("spread", 2, [0, 2]), ("first", 3, None)])
 def test_a_dense_target_is_cut_to_some_of_its_layers(
-    targets: dict[str, Path], tmp_path: Path, name: str, layers: start.Layers, num: int, picked: list[int] | None
+    targets: dict[str, Path], tmp_path: Path, name: str, layers: init.Layers, num: int, picked: list[int] | None
 ) -> None:
     count = make_draft_model(targets[name], tmp_path / "draft", TargetStart(num_layers=num, layers=layers))
     draft = read_model(tmp_path / "draft")
@@ -54,7 +54,7 @@ def mlp_of(targets: dict[str, Path], folder: Path, **settings: Any) -> tuple[nn.
 def expert_outputs(experts: nn.Module, x: Tensor) -> Tensor:
     """[experts, ...], one expert at a time."""
     weights = {f"model.layers.0.mlp.{name}": value for name, value in experts.state_dict().items()}
-    gate, up, down = (start.expert_weights(weights, 0, f"{p}_proj") for p in ("gate", "up", "down"))
+    gate, up, down = (init.expert_weights(weights, 0, f"{p}_proj") for p in ("gate", "up", "down"))
     return torch.stack(
         [(nn.functional.silu(x @ g.T) * (x @ u.T)) @ d.T for g, u, d in zip(gate, up, down, strict=True)]
     )
@@ -102,7 +102,7 @@ def test_a_fresh_mlp_answers_nothing_yet(targets: dict[str, Path], tmp_path: Pat
     "how", [TargetStart(mlp="fresh"), RandomStart(hidden_size=16, head_dim=8, intermediate_size=8)]
 )
 def test_the_same_bytes_whatever_the_process_drew_before(
-    targets: dict[str, Path], tmp_path: Path, how: start.Start
+    targets: dict[str, Path], tmp_path: Path, how: init.Start
 ) -> None:
     for name in ("a", "b"):
         torch.manual_seed(len(name) + ord(name))
@@ -134,7 +134,7 @@ def test_what_cannot_be_made_is_refused(targets: dict[str, Path], tmp_path: Path
         (lambda: RandomStart(num_heads=3), "start.num_heads: got 3, expected a multiple of num_kv_heads, 2"),
     ],
 )
-def test_sizes_that_make_no_model_are_refused(make: Callable[[], start.Start], message: str) -> None:
+def test_sizes_that_make_no_model_are_refused(make: Callable[[], init.Start], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         make()
 
@@ -170,11 +170,11 @@ from pathlib import Path
 from specactor.cpu import megatron
 megatron.install()
 import torch
-from specactor.trainer.distillation import start
+from specactor.trainer.distillation import init
 if sys.argv[2] == "wrong":
-    start.fill_buffers = lambda model: None
+    init.fill_buffers = lambda model: None
 with torch.no_grad():
-    logits = start.read_model(Path(sys.argv[1]))(input_ids=torch.arange(24)[None]).logits
+    logits = init.read_model(Path(sys.argv[1]))(input_ids=torch.arange(24)[None]).logits
 print("LOGITS", logits.double().abs().sum().item())
 """
 
@@ -191,6 +191,6 @@ def test_a_model_that_a_trainer_reads_is_the_same_model(targets: dict[str, Path]
     )
     [said] = [line for line in done.stdout.splitlines() if line.startswith("LOGITS ")]
     with torch.no_grad():
-        logits = start.read_model(targets["dense"])(input_ids=torch.arange(24)[None]).logits
+        logits = init.read_model(targets["dense"])(input_ids=torch.arange(24)[None]).logits
     here = logits.double().abs().sum().item()
     assert (float(said.split()[1]) == pytest.approx(here, rel=1e-9)) == (version == "right")

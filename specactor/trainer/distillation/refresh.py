@@ -31,13 +31,13 @@ from safetensors import SafetensorError
 from specactor.config import Config
 from specactor.errors import CheckpointError, PeerFailedError, SpecActorError
 from specactor.parallel.collective import Collective
-from specactor.trainer.distillation import held_out, start
+from specactor.trainer.distillation import held_out, init
 from specactor.trainer.distillation.budget import Account, Decision, Outlook, decide, time_limit_s
 from specactor.trainer.distillation.buffer import Law, Lesson, lesson_from
-from specactor.trainer.distillation.drafter import DrafterTrainer, Learned, RefreshStats
 from specactor.trainer.distillation.history import Drafted, History
-from specactor.trainer.distillation.likeliest import LawRecorder
 from specactor.trainer.distillation.step import Step
+from specactor.trainer.distillation.top_k import LawRecorder
+from specactor.trainer.distillation.train import DrafterTrainer, Learned, RefreshStats
 from specactor.trainer.distillation.watch import Clock
 from specactor.weights_sync.draft_sender import DraftSender, num_bytes, push_to_engine
 from specactor.weights_sync.messages import DraftWeights
@@ -105,8 +105,8 @@ class Distillation:
         self._idle_updates, self._settle_s = 0, 0.0
         """Since the last refresh: updates made while others rolled out, and seconds of taking them over."""
         self._stream: torch.cuda.Stream | None = None
-        start.quiet()
-        model = collective.together("draft model", lambda: start.read_fitting(self._folder, vocab_size, device))
+        init.quiet()
+        model = collective.together("draft model", lambda: init.read_fitting(self._folder, vocab_size, device))
         group = dist.group.WORLD if collective.world > 1 else None
         self.drafter = DrafterTrainer(self.config, model, seed=config.seed, group=group)
         self._sender = DraftSender(getattr(torch, config.model.dtype))
@@ -254,7 +254,7 @@ class Distillation:
 
         def write() -> None:
             if self._collective.rank == 0:
-                start.write_model(self.drafter.model, folder, tokenizer=self._folder, weights=weights)
+                init.write_model(self.drafter.model, folder, tokenizer=self._folder, weights=weights)
 
         with _written(folder):
             self._collective.together("draft model export", write)

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from specactor.errors import SpecActorError
-from specactor.trainer.distillation.drafter import DrafterTrainer
+from specactor.trainer.distillation.train import DrafterTrainer
 from tests.trainer.distillation import cases
-from tests.trainer.distillation.drafter_cases import learn, resumed, trainer
+from tests.trainer.distillation.train_cases import learn, resumed, trainer
 
 
 class Slow(DrafterTrainer):

@@ -1,6 +1,6 @@
 """One trainer rank: RL steps with and without laws recorded and the draft model refreshed; rank 0 writes the results.
 
-torchrun ... -m tests.trainer.distillation.policy_laws_script MODEL FOLDER
+torchrun ... -m tests.trainer.distillation.policy_top_k_script MODEL FOLDER
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import torch.distributed as dist  # noqa: E402
 from safetensors.numpy import save_file  # noqa: E402
 
 from specactor.trainer.distillation.buffer import Law, Lesson, lesson_from  # noqa: E402
-from specactor.trainer.distillation.drafter import DrafterTrainer  # noqa: E402
+from specactor.trainer.distillation.train import DrafterTrainer  # noqa: E402
 from specactor.trainer.policy import PolicyTrainer  # noqa: E402
 from tests.trainer.distillation import cases  # noqa: E402
 from tests.trainer.distillation.policy_cases import SEQUENCES, TOP_K, UPDATES, draft_model  # noqa: E402

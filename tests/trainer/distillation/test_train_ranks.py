@@ -14,15 +14,15 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from specactor.errors import ConfigError
-from specactor.trainer.distillation.drafter import DrafterTrainer
+from specactor.trainer.distillation.train import DrafterTrainer
 from specactor.trainer.distillation.updates import OPTIMIZER
-from tests.trainer.distillation.drafter_cases import UPDATES, learn, trainer
 from tests.trainer.distillation.ranks import run_ranks
+from tests.trainer.distillation.train_cases import UPDATES, learn, trainer
 
 
 def drafter_ranks(world: int, folder: Path, zero_stage: int = 0, *, offload: bool = False) -> list[dict[str, Any]]:
     folder.mkdir()
-    run_ranks("drafter_rank", world, folder / "store", folder, zero_stage, offload, world=world, limit_s=240)
+    run_ranks("train_rank", world, folder / "store", folder, zero_stage, offload, world=world, limit_s=240)
     return [json.loads((folder / f"rank{r}.json").read_text()) for r in range(world)]
 
 

@@ -13,10 +13,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from specactor.trainer.distillation import likeliest as module
-from specactor.trainer.distillation.likeliest import LikeliestRecorder, vocab_parallel_likeliest
+from specactor.trainer.distillation import top_k as module
+from specactor.trainer.distillation.top_k import LikeliestRecorder, vocab_parallel_likeliest
 
-RANK_SCRIPT = Path(__file__).with_name("likeliest_rank.py")
+RANK_SCRIPT = Path(__file__).with_name("top_k_rank.py")
 
 
 def case(tokens: int, vocab: int, k: int, *, temperature: float = 1.0, seed: int = 0) -> dict[str, Any]:

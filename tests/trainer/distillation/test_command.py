@@ -14,10 +14,10 @@ from rich.console import Console
 
 from specactor.errors import ConfigError, DataError
 from specactor.run_folder import RunFolder
-from specactor.trainer.distillation import acceptance, commands, start
+from specactor.trainer.distillation import acceptance, command, init
 from specactor.trainer.distillation.buffer import Lesson
+from specactor.trainer.distillation.init import read_model
 from specactor.trainer.distillation.rollout_files import RolloutLine, read_rollouts, write_rollouts
-from specactor.trainer.distillation.start import read_model
 from specactor.types import Problem, ScoredGroup, Trajectory
 from tests.trainer.distillation.cases import VOCAB
 
@@ -47,7 +47,7 @@ def threads() -> Iterator[int]:
 
 def said(words: list[str]) -> str:
     out = io.StringIO()
-    commands.run(words, Console(file=out, width=200))
+    command.run(words, Console(file=out, width=200))
     return out.getvalue()
 
 
@@ -71,15 +71,15 @@ def test_init_train_eval(targets: dict[str, Path], tmp_path: Path) -> None:
     for out in (then, str(tmp_path / "again")):
         assert "40 updates on" in said(["train", *train, "--draft", first, "--out", out])
     assert len({(tmp_path / name / "model.safetensors").read_bytes() for name in ("then", "again")}) == 1
-    options = commands.parse(["eval", *both, "--draft", then, "--all"])
-    assert isinstance(options, commands.EvalOptions)
-    after = commands.evaluate(options)
+    options = command.parse(["eval", *both, "--draft", then, "--all"])
+    assert isinstance(options, command.EvalOptions)
+    after = command.evaluate(options)
     words = said(["eval", *both, "--draft", then, "--all"])
     assert f"accept_length {after.accept_length:.2f} with shared noise" in words
     assert f"at most {after.overlap:.3f} (1 - TV)" in words
-    before = commands.evaluate(commands.parse(["eval", *both, "--draft", first, "--all"]))  # type: ignore[arg-type]
+    before = command.evaluate(command.parse(["eval", *both, "--draft", first, "--all"]))  # type: ignore[arg-type]
     assert after.overlap > before.overlap + 0.02
-    assert commands.evaluate(commands.parse(["eval", *both, "--draft", target, "--all"])).shared == 1  # type: ignore[arg-type]
+    assert command.evaluate(command.parse(["eval", *both, "--draft", target, "--all"])).shared == 1  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -102,7 +102,7 @@ def test_init_train_eval(targets: dict[str, Path], tmp_path: Path) -> None:
 )
 def test_a_wrong_command_line_is_one_line(words: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=message) as caught:
-        commands.parse(words)
+        command.parse(words)
     assert "\n" not in str(caught.value)
 
 
@@ -111,10 +111,10 @@ def test_models_of_other_vocabularies_are_refused(targets: dict[str, Path], tmp_
     wide = tmp_path / "wide"
     model = read_model(targets["dense"])
     model.resize_token_embeddings(VOCAB + 8)
-    start.write_model(model, wide, tokenizer=targets["dense"])
+    init.write_model(model, wide, tokenizer=targets["dense"])
     words = ["eval", "--draft", str(wide), "--target", str(targets["moe"]), "--rollouts", str(tmp_path / "r.jsonl")]
     with pytest.raises(ConfigError, match=f"draft: got '{VOCAB + 8} tokens', expected the target's {VOCAB} tokens"):
-        commands.evaluate(commands.parse(words))  # type: ignore[arg-type]
+        command.evaluate(command.parse(words))  # type: ignore[arg-type]
 
 
 # ---------------------------------------------------------------------- what there is to learn from, and how long

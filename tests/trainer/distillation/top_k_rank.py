@@ -8,7 +8,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from specactor.trainer.distillation.likeliest import vocab_parallel_likeliest
+from specactor.trainer.distillation.top_k import vocab_parallel_likeliest
 
 
 def main(rank: int, world: int, store: str, source: str, target: str) -> None:

@@ -20,16 +20,16 @@ from specactor.rollout import drafter_pool
 from specactor.rollout.decoupled.spec import DrafterSpec
 from specactor.rollout.drafter_pool import DrafterPool
 from specactor.trainer import checkpoint
-from specactor.trainer.distillation.drafter import DrafterTrainer
-from specactor.trainer.distillation.in_run import FOLDER, Distillation, left_behind
+from specactor.trainer.distillation.refresh import FOLDER, Distillation, left_behind
 from specactor.trainer.distillation.step import Step
+from specactor.trainer.distillation.train import DrafterTrainer
 from specactor.types import TrainSequence
 from specactor.weights_sync.messages import DraftWeights
 from tests.rollout.decoupled.test_host import child_of, make_drafter_spec
 from tests.rollout.test_drafter_pool import wait_until
 from tests.trainer.distillation import cases
 from tests.trainer.distillation.policy_cases import SEQUENCES
-from tests.trainer.distillation.run_cases import UPDATES, Engine, Processes, World, config
+from tests.trainer.distillation.refresh_cases import UPDATES, Engine, Processes, World, config
 
 __all__ = ["make_drafter_spec"]
 

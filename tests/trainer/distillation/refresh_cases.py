@@ -15,9 +15,9 @@ from specactor.parallel.collective import Collective
 from specactor.rollout.draft.counts import Counts
 from specactor.trainer.distillation import acceptance
 from specactor.trainer.distillation.buffer import Law, lesson_from
-from specactor.trainer.distillation.in_run import Distillation
-from specactor.trainer.distillation.likeliest import LawRecorder
+from specactor.trainer.distillation.refresh import Distillation
 from specactor.trainer.distillation.step import Step
+from specactor.trainer.distillation.top_k import LawRecorder
 from specactor.types import TrainSequence
 from specactor.weights_sync import draft_receiver
 from specactor.weights_sync.draft_sender import LOAD
