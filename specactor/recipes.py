@@ -29,6 +29,7 @@ from tyro import _errors as tyro_errors
 
 from specactor.config import Config
 from specactor.errors import ConfigError
+from specactor.parallel.failure import tell_launcher
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -98,6 +99,7 @@ def load_or_exit(argv: Sequence[str], *, prog: str = "train_moe.py", quiet: bool
             time.sleep(QUIET_EXIT_S)
         else:
             print(f"error: {error}", file=sys.stderr, flush=True)
+            tell_launcher(f"error: {error}")
         raise SystemExit(2) from None
 
 

@@ -24,8 +24,10 @@ import math
 import re
 import threading
 from collections.abc import Callable
+from decimal import Decimal
 from fractions import Fraction
 from functools import lru_cache
+from numbers import Real
 
 from specactor.data import math_answers
 from specactor.errors import DataError
@@ -95,15 +97,23 @@ def _checked(name: str, function: Verifier) -> Verifier:
                 f"{who}: it raised {type(error).__name__}: {error}, on the response {response[:200]!r}. "
                 "Correct the verifier, or remove the problem."
             ) from error
-        try:
-            value = float(score)
-        except (TypeError, ValueError):
-            value = math.nan
+        value = _as_score(score)
         if not 0.0 <= value <= 1.0:
-            raise DataError(f"{who}: it returned {score!r}, expected a number in [0, 1]. Correct the verifier.")
+            got = f"{score!r:.200}, which is of type {type(score).__name__}" if math.isnan(value) else repr(score)
+            raise DataError(f"{who}: it returned {got}, expected a number in [0, 1]. Correct the verifier.")
         return value
 
     return verify
+
+
+def _as_score(result: object) -> float:
+    """What a verifier returned, as a number: Python's, NumPy's or torch's, bool included. NaN where it is none."""
+    try:
+        value = result.item() if hasattr(result, "item") else result
+        # float() alone would read the text "1", and drop the imaginary part of NumPy's complex numbers
+        return float(value) if isinstance(value, Real | Decimal) else math.nan
+    except (ValueError, RuntimeError, OverflowError):  # several values, or more than a float can hold
+        return math.nan
 
 
 def _bounded(function: Verifier, response: str, problem: Problem) -> float:

@@ -1,14 +1,15 @@
 """All ranks fail together, with one message that names the rank and the cause.
 
-Invariants: of one failure there is one report, on stderr; the first to report takes a ticket from the launcher's
-store. A rank that fails only because a peer did gives that peer time to report first, and else reports what it knows.
-A rank that torchrun ends (SIGTERM) because another was killed says so, also from within a collective, and is gone at
-once. After Ctrl-C every rank is gone within `GRACE_S`.
+Invariants: of one failure there is one report, on stderr, which torchrun's own ends with, too; the first to report
+takes a ticket from the launcher's store. A rank that fails only because a peer did gives that peer time to report
+first, and else reports what it knows. A rank that torchrun ends (SIGTERM) because another was killed says so, also from
+within a collective, and is gone at once. After Ctrl-C every rank is gone within `GRACE_S`.
 """
 
 from __future__ import annotations
 
 import datetime
+import json
 import os
 import signal
 import socket
@@ -17,7 +18,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
@@ -81,6 +82,17 @@ class Member(msgspec.Struct, frozen=True, kw_only=True):
             return True
 
 
+def tell_launcher(message: str) -> None:
+    """Have torchrun end its own report of the failure with `message`: it prints twenty lines after a rank has failed.
+
+    Its root cause, which comes last, is the earliest failure in whole seconds; peers end within the same second.
+    """
+    if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        with suppress(OSError):  # the message itself has been printed already
+            details = {"py_callstack": message, "timestamp": str(int(time.time()) - 1)}
+            Path(file).write_text(json.dumps({"message": {"message": message, "extraInfo": details}}))
+
+
 def launcher_store(address: str, port: int) -> Store | None:
     """The store that torchrun keeps for its ranks; None where it cannot be reached."""
     import torch.distributed as dist
@@ -108,7 +120,9 @@ class Failures:
     def report(self, message: str, *, trace: str = "") -> None:
         """Print, unless this or another rank has reported already."""
         if self._reported.acquire(blocking=False) and self._tickets(1) == 1:
-            print(f"{trace}specactor: rank {self.rank}: {message}", file=sys.stderr, flush=True)
+            line = f"specactor: rank {self.rank}: {message}"
+            tell_launcher(line)  # first, since torchrun ends this rank as soon as a peer has seen the ticket and left
+            print(f"{trace}{line}", file=sys.stderr, flush=True)
 
     def wait_for_report(self) -> None:
         """Until another rank has reported, for at most `GRACE_S`."""

@@ -128,12 +128,28 @@ def test_reasoning_gym_scores_with_the_parameters_of_the_task() -> None:
 
 
 OWN = """
+from fractions import Fraction
+import numpy as np
+import torch
 def half(response, problem): return 0.5
 def first(response, problem): return response[0] == problem.answer
 def two(response, problem): return 2
 def nan(response, problem): return float("nan")
 def words(response, problem): return "good"
 def nothing(response, problem): pass
+def text(response, problem): return "1"
+def digits(response, problem): return b"1"
+def infinite(response, problem): return float("inf")
+def imaginary(response, problem): return 1j
+def imaginary_array(response, problem): return np.complex64(1)
+def several(response, problem): return np.ones(2)
+def huge(response, problem): return 10**400
+def listed(response, problem): return [1.0]
+def true(response, problem): return True
+def array(response, problem): return np.float32(0.25)
+def flag(response, problem): return np.bool_(True)
+def tensor(response, problem): return torch.tensor(0.5)
+def fraction(response, problem): return Fraction(1, 4)
 """
 
 
@@ -150,13 +166,29 @@ def test_a_function_of_one_s_own(own_module: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("name", "value"), [("true", 1.0), ("array", 0.25), ("flag", 1.0), ("tensor", 0.5), ("fraction", 0.25)]
+)
+def test_a_score_may_be_any_number_or_a_bool(own_module: str, name: str, value: float) -> None:
+    got = score(f"{own_module}:{name}", "x", "7")
+    assert (got, type(got)) == (value, float)
+
+
+@pytest.mark.parametrize(
     ("name", "message"),
     [
         ("first", r"it raised IndexError: string index out of range, on the response ''\. Correct the verifier, or"),
         ("two", r"it returned 2, expected a number in \[0, 1\]"),
-        ("nan", r"it returned nan, expected a number in \[0, 1\]"),
-        ("words", r"it returned 'good', expected a number in \[0, 1\]"),
-        ("nothing", r"it returned None, expected a number in \[0, 1\]"),
+        ("nan", r"it returned nan, which is of type float, expected a number in \[0, 1\]"),
+        ("words", r"it returned 'good', which is of type str, expected a number in \[0, 1\]"),
+        ("nothing", r"it returned None, which is of type NoneType, expected a number in \[0, 1\]"),
+        ("text", r"it returned '1', which is of type str, expected a number in \[0, 1\]. Correct the verifier."),
+        ("digits", r"it returned b'1', which is of type bytes, expected a number"),
+        ("infinite", r"it returned inf, expected a number in \[0, 1\]"),
+        ("imaginary", r"it returned 1j, which is of type complex, expected a number"),
+        ("imaginary_array", r"it returned .*, which is of type complex64, expected a number"),
+        ("several", r"it returned .*, which is of type ndarray, expected a number"),
+        ("huge", r"it returned 1000.*, which is of type int, expected a number"),
+        ("listed", r"it returned \[1\.0\], which is of type list, expected a number"),
     ],
 )
 def test_a_function_that_fails_names_the_problem(own_module: str, name: str, message: str) -> None:

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
@@ -36,6 +37,25 @@ def test_the_first_failing_rank_reports_in_one_line(capsys: pytest.CaptureFixtur
     assert leave(1, store, EngineError("gone")) == 1
     assert leave(0, store, EngineError("gone too")) == 1
     assert capsys.readouterr().err == "specactor: rank 1: EngineError: gone\n"
+
+
+SCRIPT = """
+import os
+from specactor.errors import DataError, PeerFailedError
+from specactor.parallel.failure import failure_guard, launcher_store
+rank, store = int(os.environ["RANK"]), launcher_store(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
+with failure_guard(rank, store):
+    raise PeerFailedError("rank 1 failed") if rank == 0 else DataError("verifier v: problem 7")
+"""
+
+
+def test_torchruns_own_report_ends_with_ours(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(SCRIPT)
+    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(tmp_path / "script.py")]
+    done = subprocess.run([sys.executable, *command], capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 1
+    last = [line for line in done.stderr.splitlines() if line.strip("= ")][-1]
+    assert last == "  traceback : specactor: rank 1: DataError: verifier v: problem 7"
 
 
 def test_a_rank_told_of_a_peers_failure_is_silent(capsys: pytest.CaptureFixture[str]) -> None:
