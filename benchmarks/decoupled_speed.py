@@ -51,6 +51,7 @@ from benchmarks.dialled_branches import HIT_RATE
 from benchmarks.results import Result, publish
 from benchmarks.trained_models import Models, task_models
 from specactor.rollout.draft.counts import Counts
+from specactor.rollout.planning.acceptance import survival_of
 from specactor.rollout.planning.costs import CostTable
 from specactor.rollout.planning.plans import (
     NO_BRANCHES,
@@ -61,7 +62,6 @@ from specactor.rollout.planning.plans import (
     RolloutPlan,
     VerifierOption,
 )
-from specactor.rollout.planning.rounds import survival_of
 from specactor.rollout.planning.search import search
 
 BATCHES = (1, 4, 8, 16)

@@ -15,7 +15,8 @@ from dataclasses import dataclass, field
 from statistics import fmean
 
 from specactor.rollout.decoupled.patience import Patience
-from specactor.rollout.planning.rounds import Pace, coupled_tokens, survival_of
+from specactor.rollout.planning.acceptance import survival_of
+from specactor.rollout.planning.rounds import Pace, coupled_tokens
 
 ENDLESS = 1 << 40
 """Tokens."""

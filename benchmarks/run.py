@@ -28,7 +28,6 @@ BENCHMARKS = {
     "decoupled_speed": "coupled and decoupled drafting on the same cores, and what the planner foresaw",
     "tail_speed": "the last requests of a rollout: single drafters, the best in hindsight, and Fastest-of-N",
     "drafter_kinds": "what draft tokens of small models and of text drafters cost, and what learning them takes",
-    "tail_events": "milliseconds that the news of a request cost the driver of a rollout",
     "drafter_refresh": "accept_length of a draft model that stays fresh, beside a frozen one",
     "speculation_speed": "tokens per second of plain SGLang, its own speculation, and ours",
     "speculation_speed_profile": "where the time of a round goes, of the contestants of speculation_speed",

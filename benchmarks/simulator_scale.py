@@ -21,8 +21,7 @@ from specactor.rollout.planning.candidates import Candidates, from_figures
 from specactor.rollout.planning.devices import device
 from specactor.rollout.planning.fastest import DryWorker, Straggler, as_published
 from specactor.rollout.planning.online_costs import OnlineCosts
-from specactor.rollout.planning.plans import DraftPlan
-from specactor.rollout.planning.reconfiguration import LiveCosts, Offer, reconfigure
+from specactor.rollout.planning.reconfiguration import DraftPlan, LiveCosts, Offer, reconfigure
 from specactor.rollout.planning.search import search
 from specactor.rollout.planning.shapes import SHAPES
 from specactor.rollout.simulator.requests import Lengths, Method, draw

@@ -22,12 +22,11 @@ from specactor.errors import AgreementError, EngineError, WeightSyncError
 from specactor.parallel.collective import Collective
 from specactor.progress import Progress
 from specactor.rollout import open_groups
-from specactor.rollout.continuation import stale_tokens
 from specactor.rollout.draft.counts import Counts, Figures, added, added_figures
 from specactor.rollout.drafter_pool import DrafterPool
-from specactor.rollout.driver import TailCounts
 from specactor.rollout.pool import EnginePool
 from specactor.rollout.requests import greedy_requests, group_requests
+from specactor.rollout.resume import stale_tokens
 from specactor.trace import Span
 from specactor.trainer.advantages import group_advantages, informative, shape_overlong
 from specactor.trainer.distillation.refresh import Distillation
@@ -97,7 +96,8 @@ class SpecActor:
         self.prompts = PromptStream(len(train_data), config.seed, shuffle=config.data.shuffle)
         self.open_groups: list[open_groups.OpenGroup] = []
         """That go on in the next step; equal on all ranks."""
-        self.tail = TailCounts()
+        self.drafters_woken = 0
+        """On devices of engines that had run dry, in this step so far."""
         """Of this rank's engines since the last step."""
         self.dropped: list[open_groups.OpenGroup] = []
         self.steps_done = 0
@@ -238,7 +238,7 @@ class SpecActor:
             finished += outcome.finished
             stopped += outcome.stopped
             missing.subtract(trajectory.group_id for trajectory in outcome.finished)
-            self.tail += outcome.tail
+            self.drafters_woken += outcome.drafters_woken
             pending = list(outcome.unfinished)
             if not self.collective.any(bool(pending)):
                 break
@@ -354,12 +354,10 @@ class SpecActor:
 
     def of_tail(self, batch: Sequence[TrainSequence]) -> dict[str, float]:
         """Metrics of what was done with the step's last requests, since the last call. Collective."""
-        rollout, own, self.tail = self.config.rollout, self.tail, TailCounts()
-        tail = sum(self.collective.gather(own, TailCounts), TailCounts()) if rollout.tail.is_on else None
-        if tail is not None and tail.differing:
-            self.progress.note(f"{tail.differing} attempts at one request emitted other tokens: see tail/differing")
+        rollout, own, self.drafters_woken = self.config.rollout, self.drafters_woken, 0
+        woken = sum(self.collective.gather(own, int)) if rollout.tail.drafters else None
         left = self.open_groups if rollout.partial else self.dropped
-        return measurements.of_tail(tail, left if rollout.oversample > 1 else None, batch)
+        return measurements.of_tail(woken, left if rollout.oversample > 1 else None, batch)
 
     def evaluate(self) -> list[ScoredGroup]:
         """The greedy policy's response to each held-out problem, in groups of one."""
@@ -375,7 +373,7 @@ class SpecActor:
             trajectories = self.rollout(requests)
             scores = self.score(problems, trajectories)
             self.speculation()  # a step's counts are of its own rollout
-            self.tail = TailCounts()
+            self.drafters_woken = 0
         return [
             ScoredGroup(problem=problem, trajectories=(trajectory,), scores=(score,), rewards=(score,))
             for problem, trajectory, score in zip(problems, trajectories, scores, strict=True)

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from specactor import measurements
 from specactor.actor import SpecActor
-from specactor.config import Config, RolloutConfig
+from specactor.config import Config
 from specactor.data.dataset import Dataset, build_dataset
 from specactor.data.tokenizer import VOCAB_SIZE, load_tokenizer
 from specactor.metrics import Tracker, read_metrics, rss_bytes
@@ -30,15 +30,13 @@ from specactor.parallel.layout import (
 )
 from specactor.progress import Progress, summary_rows
 from specactor.recipes import to_json
-from specactor.rollout import cost_file
 from specactor.rollout.decoupled.access import DrafterAccess
 from specactor.rollout.drafter_pool import DrafterPool
 from specactor.rollout.drafter_specs import check_in_engines
 from specactor.rollout.drafter_start import start_drafters
-from specactor.rollout.layout_plan import LayoutPlanner, layout_planner, may_plan
 from specactor.rollout.pool import EnginePool
 from specactor.rollout.sglang.engine import EngineSpec
-from specactor.rollout.tail_plan import tail_policy
+from specactor.rollout.tail import tail_policy
 from specactor.run_folder import RunFolder, Status, checkpoint_to_resume
 from specactor.trainer import checkpoint
 from specactor.trainer.distillation.refresh import Distillation, left_behind
@@ -136,8 +134,7 @@ def _build(
     )
     engines = _own_engines(config, start, folder, collective.rank, members, access_of)
     tail = tail_policy(config.rollout.tail, max_window=config.rollout.speculation.max_window)
-    layouts = collective.together("cost table", lambda: _layouts(config.rollout, progress))
-    pool = stack.enter_context(EnginePool(engines, tail=tail, drafters=drafters, layouts=layouts, note=progress.note))
+    pool = stack.enter_context(EnginePool(engines, tail=tail, drafters=drafters))
     with progress.phase("warm-up", announce=True):
         base = warmed_up_model(config, layout, start, train_data, tokenizer, collective, progress)
         trainer = PolicyTrainer(config, layout, base)
@@ -166,20 +163,6 @@ def _build(
         on_trace=folder.write_traces if collective.rank == 0 else lambda step, spans: None,
         on_groups=_rollout_writer(config, folder, collective.rank),
     )
-
-
-def _layouts(rollout: RolloutConfig, progress: Progress) -> LayoutPlanner | None:
-    """What decides which engines leave their devices to drafters, where that is wanted and costs are known."""
-    if not may_plan(rollout):
-        return None
-    speculation = rollout.speculation
-    table = cost_file.read(speculation.cost_table)
-    if missing := [name for name in speculation.draft_methods if name not in table.methods]:
-        progress.note(
-            f"rollout.speculation.cost_table: {speculation.cost_table} lacks {', '.join(missing)}, so all engines "
-            "serve in every rollout. Measure them: specactor profile with these drafters."
-        )
-    return layout_planner(rollout, table)
 
 
 def _distillation(
@@ -265,7 +248,7 @@ def _own_engines(
 def _places(config: Config, members: Sequence[Member]) -> list[tuple[int, int]]:
     """Of each engine, the rank that starts it and its first device there."""
     views, local_ranks = [member.view for member in members], [member.local_rank for member in members]
-    size, pooled = config.parallel.engine_tensor, config.rollout.tail.is_on
+    size, pooled = config.parallel.engine_tensor, config.rollout.tail.drafters
     return [
         place_engine(index, views, local_ranks, engine_tensor=size, pooled=pooled)
         for index in range(config.parallel.engines)

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from statistics import fmean, pstdev
 from typing import TYPE_CHECKING
 
 from specactor.metrics import SPECULATION
-from specactor.rollout.continuation import num_begun
 from specactor.rollout.draft.counts import Counts, Figures
+from specactor.rollout.resume import num_begun
 from specactor.trainer.advantages import informative
 from specactor.types import ScoredGroup, TrainSequence
 
 if TYPE_CHECKING:  # these import torch, or start processes
-    from specactor.rollout.driver import TailCounts
     from specactor.rollout.open_groups import OpenGroup
     from specactor.trainer.policy import TrainStats
     from specactor.weights_sync.sender import SyncReport
@@ -80,16 +78,14 @@ def of_speculation(counts: Mapping[str, Counts]) -> dict[str, float]:
     }
 
 
-def of_tail(
-    tail: TailCounts | None, left: Sequence[OpenGroup] | None, batch: Sequence[TrainSequence]
-) -> dict[str, float]:
+def of_tail(woken: int | None, left: Sequence[OpenGroup] | None, batch: Sequence[TrainSequence]) -> dict[str, float]:
     """What was done with a step's last requests; and with the groups that were not complete in the end.
 
-    None: requests stay on their engines; the step waits for all groups.
+    None: no drafter can be woken; the step waits for all groups.
     """
     found: dict[str, float] = {}
-    if tail is not None:
-        found |= {f"tail/{name}": value for name, value in asdict(tail).items()}
+    if woken is not None:
+        found["tail/drafters_woken"] = woken
     if left is not None:
         begun = [request for group in left for request in group.pending]
         found |= {

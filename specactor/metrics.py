@@ -121,17 +121,8 @@ DRAFTER: dict[str, str] = {
 }
 """Last part of ``drafter/...`` -> unit and meaning, with distillation.refresh."""
 TAIL: dict[str, str] = {
-    "moved": "requests that went on on another engine, with rollout.tail.migrate",
-    "moved_tokens": "tokens of their prompts and responses, computed again there",
-    "replicas": "requests that were given to a further engine, with rollout.tail.replicas",
-    "replicas_won": "those of them that ended before the original",
-    "lost_tokens": "response tokens of replicas and originals that were not kept",
-    "differing": "of those, attempts that emitted other tokens than what was kept: some in bfloat16, where rounding "
-    "decides between tokens that are nearly tied; in float32 hardly any, or an engine is wrong",
-    "set_aside": "engines that were given no requests in a rollout, so that drafters on their devices draft for the "
-    "others from the start, with rollout.tail.drafters, mode auto and a cost table that has a drafter process",
-    "lent": "times that the drafter on the device of an engine that had run dry, or was set aside, was to be woken, "
-    "with rollout.tail.drafters",
+    "drafters_woken": "times that the drafter on the device of an engine that had run dry was to be woken, with "
+    "rollout.tail.drafters",
     "open_groups": "groups not complete when the rollout stopped, with rollout.oversample: dropped, or with "
     "rollout.partial carried to the next step",
     "open_requests": "their responses that had not finished",

@@ -26,10 +26,10 @@ from tyro import _errors as tyro_errors
 from specactor.config import MAX_WINDOW
 from specactor.errors import ConfigError
 from specactor.rollout import cost_file
+from specactor.rollout.planning.acceptance import survival_of
 from specactor.rollout.planning.candidates import Candidates, from_figures, from_table
 from specactor.rollout.planning.devices import DEVICES, device
 from specactor.rollout.planning.plans import Branches, Cluster, RolloutPlan
-from specactor.rollout.planning.rounds import survival_of
 from specactor.rollout.planning.search import search
 from specactor.rollout.planning.shapes import DRAFTERS, SHAPES, TransformerShape
 

@@ -34,7 +34,7 @@ from specactor.rollout.draft.named import make_drafters
 from specactor.rollout.drafter_specs import Host, make_specs
 from specactor.rollout.planning.cells import Check, cells, checks, cost_table
 from specactor.rollout.planning.costs import METHOD, CostTable, Grid, ProcessCosts
-from specactor.rollout.planning.ladder import Ladder
+from specactor.rollout.planning.fastest import speedup
 from specactor.rollout.planning.reconfiguration import LiveCosts
 from specactor.rollout.profile import PASSES, Sizes, measure
 from specactor.rollout.profile_process import measure_process
@@ -42,7 +42,7 @@ from specactor.rollout.sglang.engine import Engine, EngineSpec
 from specactor.rollout.sglang.running import running
 
 ACCEPTANCES = (0.3, 0.5, 0.7, 0.8, 0.9)
-"""At which the draft ladder is shown."""
+"""At which speed-ups are shown."""
 PROCESS_SHARE = 0.5
 """Of the time for the engine, how much a drafter process may have."""
 
@@ -215,7 +215,7 @@ def _show(table: CostTable, errors: list[Check], console: Console) -> None:
     if table.process is not None:
         console.print(_of_process(table.process))
     for requests in sorted({1, int(table.verify.requests[-1])} if table.drafters else ()):
-        console.print(_ladder(table, requests))
+        console.print(_speedups(table, requests))
     if errors:
         of_all = [check.error for check in errors]
         worst = max(errors, key=lambda check: check.error)
@@ -229,21 +229,19 @@ def _show(table: CostTable, errors: list[Check], console: Console) -> None:
         )
 
 
-def _ladder(table: CostTable, requests: int) -> Table:
+def _speedups(table: CostTable, requests: int) -> Table:
     """What each method would buy, by how good it turns out to be: profiled requests are random, so its acceptance is
     learned in runs."""
     max_window = max(1, int(table.verify.per_request[-1]) - 1)
     costs = {
         name: LiveCosts.of(table, requests=requests, max_window=max_window, drafter=name) for name in table.drafters
     }
-    ladder = Ladder.of(costs)
     shown = Table(title=f"speed-up, requests: {requests}", title_justify="left")
     shown.add_column("acceptance", justify="right")
     for name in costs:
         shown.add_column(name, justify="right")
     for p in ACCEPTANCES:
-        bought = {rung.method: rung.speedup for rung in ladder.rank(dict.fromkeys(costs, p))}
-        shown.add_row(f"{p:g}", *(f"{bought[name]:.2f}" for name in costs))
+        shown.add_row(f"{p:g}", *(f"{speedup(p, of_method):.2f}" for of_method in costs.values()))
     return shown
 
 

@@ -27,9 +27,9 @@ from specactor.errors import ConfigError, DataError
 from specactor.metrics import read_metrics
 from specactor.plan import acceptance_at, named_shape, one_line
 from specactor.rollout import cost_file
+from specactor.rollout.planning.acceptance import survival_of
 from specactor.rollout.planning.candidates import Candidates, from_figures, from_table
 from specactor.rollout.planning.devices import Device, device
-from specactor.rollout.planning.rounds import survival_of
 from specactor.rollout.planning.shapes import DRAFTERS, TransformerShape
 from specactor.rollout.simulator.page import page
 from specactor.rollout.simulator.replay import Replay, of_metrics
@@ -99,8 +99,6 @@ class SimulateOptions:
     """Mode auto: windows follow what is seen."""
     fastest: bool = True
     """Mode auto: engines that ran dry draft for the others."""
-    migrate: bool = False
-    """Mode auto: engines that ran dry take requests over. Engines do not do this yet."""
     steps: int = 1
     schedule: Schedule = "synchronous"
     train_devices: int = 0
@@ -231,7 +229,6 @@ def figures(of: Run) -> dict[str, Any]:
                 "decisions": step.outcome.decisions,
                 "dry_engines_drafting": step.outcome.lent,
                 "further_methods": step.outcome.pairs,
-                "migrated": step.outcome.migrated,
             }
             for step in of.steps
         ],
@@ -245,7 +242,6 @@ def _in_mode(options: SimulateOptions, job: Job, mode: SimulatedMode) -> Job:
         max_window=options.max_window,
         reconfigure=options.reconfigure,
         fastest=options.fastest,
-        migrate=options.migrate,
     )
     refreshed = job.phases if mode != "off" else replace(job.phases, refresh="never")
     return replace(job, policy=policy, phases=refreshed)

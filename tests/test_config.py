@@ -196,13 +196,9 @@ WRONG: list[tuple[str, str]] = [
         "sampling: set it, for example to 2.0.",
     ),
     (
-        "--rollout.tail.migrate True",
-        "parallel.engines: got 1, expected >= 2 with rollout.tail. Requests need another engine to go on on, or to "
-        "be drafted for: raise it, or leave rollout.tail.* out.",
-    ),
-    (
-        "--rollout.tail.replicas 0",
-        "rollout.tail.replicas: got 0, expected >= 1. Use 1 for no replicas.",
+        "--rollout.tail.drafters True",
+        "parallel.engines: got 1, expected >= 2 with rollout.tail.drafters. There must be an engine to draft for: "
+        "raise it, or leave rollout.tail.drafters out.",
     ),
     (
         "--warmup.steps 550",

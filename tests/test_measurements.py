@@ -10,7 +10,6 @@ import pytest
 from specactor import measurements
 from specactor.metrics import METRICS, TAIL
 from specactor.rollout.draft.counts import added_figures
-from specactor.rollout.driver import TailCounts
 from specactor.rollout.open_groups import OpenGroup
 from specactor.types import (
     Begun,
@@ -113,9 +112,9 @@ def test_what_was_done_with_the_last_requests() -> None:
         TrainSequence(token_ids=(1,) * 4, prompt_len=1, num_stale=2),
         TrainSequence(token_ids=(1, 2), prompt_len=1),
     ]
-    seen = measurements.of_tail(TailCounts(moved=2, lost_tokens=5), left, batch)
+    seen = measurements.of_tail(5, left, batch)
     assert {name.removeprefix("tail/") for name in seen} == set(TAIL)
-    assert (seen["tail/moved"], seen["tail/lost_tokens"], seen["tail/differing"]) == (2, 5, 0)
+    assert seen["tail/drafters_woken"] == 5
     assert (seen["tail/open_groups"], seen["tail/open_requests"], seen["tail/open_tokens"]) == (1, 2, 3)
     assert seen["tail/stale_tokens"] == 2
     assert measurements.of_tail(None, None, batch) == {}

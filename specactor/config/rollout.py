@@ -11,40 +11,13 @@ from specactor.config.speculation import SpeculationConfig
 
 @dataclass(frozen=True, kw_only=True)
 class TailConfig:
-    """The last requests of a rollout, when some engines have nothing left. It changes the speed, and rounding.
+    """The last requests of a rollout, when some engines have nothing left. It changes the speed, never a token."""
 
-    With `migrate` and `replicas`: a request that goes on on another engine has the keys of what was begun computed
-    again there, so its later log-probabilities may differ by rounding (1e-5 in float32), and a token where two
-    candidates are tied that nearly: rare in float32, not in bfloat16. Where requests go on depends on time: a run is
-    repeatable in its tokens (float32, such ties aside), in its log-probabilities up to rounding alone."""
-
-    migrate: bool = False
-    """Requests go on on engines that have run dry, where that is predicted to end the rollout earlier; among the
-    engines of one host, which its first rank then drives."""
-    replicas: int = 1
-    """Fastest-of-N: a request runs on up to this many engines of one host, once some of them have run dry; whichever
-    ends first is kept. 1: off."""
     drafters: bool = False
     """A drafter process sleeps on each engine's device, or without GPUs its core, where no other engine has that. Where
-    an engine has run dry, and neither of the above is done, it drafts for the others that the same rank drives (those
-    of its host) until the rollout ends, if that is predicted to pay. In mode auto, with a
-    rollout.speculation.cost_table that has a drafter process, an engine may also be left without requests from the
-    start, where the others with the drafter on its device are predicted to be faster than all; log-probabilities are
-    then repeatable up to rounding. For mode decoupled, or decoupled among the drafters, with parallel.drafters 0. On
+    an engine has run dry, it drafts for the others that the same rank drives (those of its host) until the rollout
+    ends, if that is predicted to pay. For mode decoupled, or decoupled among the drafters, with parallel.drafters 0. On
     GPUs it must fit beside the engine: set rollout.speculation.drafter_kv_tokens."""
-
-    def __post_init__(self) -> None:
-        require(self.replicas >= 1, "rollout.tail.replicas", self.replicas, ">= 1", "Use 1 for no replicas.")
-
-    @property
-    def moves(self) -> bool:
-        """Whether any request may run on another engine than its first."""
-        return self.migrate or self.replicas > 1
-
-    @property
-    def is_on(self) -> bool:
-        """Whether anything is done with engines that have run dry."""
-        return self.moves or self.drafters
 
 
 @dataclass(frozen=True, kw_only=True)

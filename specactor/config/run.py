@@ -102,11 +102,11 @@ class Config:
     def _check_rollout(self) -> None:
         """What the engines do can be learned from, and there are enough of them."""
         require(
-            not self.rollout.tail.is_on or self.parallel.engines >= 2,
+            not self.rollout.tail.drafters or self.parallel.engines >= 2,
             "parallel.engines",
             self.parallel.engines,
-            ">= 2 with rollout.tail",
-            "Requests need another engine to go on on, or to be drafted for: raise it, or leave rollout.tail.* out.",
+            ">= 2 with rollout.tail.drafters",
+            "There must be an engine to draft for: raise it, or leave rollout.tail.drafters out.",
         )
         require(
             not self.rollout.partial or self.algorithm.tis_cap is not None,

@@ -204,7 +204,7 @@ ENGINE_RESERVED_OF_INPUT = 7
 def reserved_tokens(rollout: RolloutConfig) -> int:
     """Of the room of a sequence, what requests may not use: where a request may be ended and gone on with, so much that
     what was begun of it is never too long an input, with one token left to emit."""
-    return ENGINE_RESERVED_OF_INPUT - 1 if rollout.tail.moves or rollout.partial else ENGINE_RESERVED_TOKENS
+    return ENGINE_RESERVED_OF_INPUT - 1 if rollout.partial else ENGINE_RESERVED_TOKENS
 
 
 def longest_prompt(config: Config, max_position: int) -> int:

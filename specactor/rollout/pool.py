@@ -9,18 +9,16 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
-from dataclasses import dataclass, field, replace
-from statistics import fmean
+from dataclasses import dataclass, field
 from types import TracebackType
 
 from specactor.errors import EngineError
 from specactor.rollout.assignment import assign, merge
 from specactor.rollout.draft.counts import Counts, Figures, added, added_figures
 from specactor.rollout.drafter_pool import DrafterPool
-from specactor.rollout.driver import REPORT_TOKENS, Driver, TailCounts
-from specactor.rollout.layout_plan import LayoutPlanner
+from specactor.rollout.driver import REPORT_TOKENS, Driver
 from specactor.rollout.sglang.engine import Engine, EngineDied, EngineSpec
-from specactor.rollout.tail_plan import Planned, TailPolicy
+from specactor.rollout.tail import TailPolicy, WakeWhereItPays
 from specactor.trace import Span
 from specactor.types import RolloutRequest, Trajectory
 
@@ -36,7 +34,8 @@ class RolloutOutcome:
     """Indices (`EngineSpec.index`) of the engines that died."""
     stopped: list[RolloutRequest] = field(default_factory=list)
     """Ended because there were enough groups; each holds what was begun of its response."""
-    tail: TailCounts = field(default_factory=TailCounts)
+    drafters_woken: int = 0
+    """On devices of engines that had run dry."""
 
 
 class EnginePool:
@@ -49,22 +48,15 @@ class EnginePool:
         tail: TailPolicy | None = None,
         report_tokens: int = REPORT_TOKENS,
         drafters: DrafterPool | None = None,
-        layouts: LayoutPlanner | None = None,
-        note: Callable[[str], None] = lambda text: None,
     ) -> None:
         """Starts all engines at once; they are not ready before `wait_ready`.
 
-        Args: what moves requests between engines, runs them on several, or wakes drafters on devices of engines that
-        have run dry; after how many tokens of a request it is asked; those drafters; what decides before a rollout
-        which engines leave their devices to them; what is told when that changes.
+        Args:
+            tail: says when a drafter is woken on the device of an engine that has run dry.
+            report_tokens: an engine reports a running request after so many tokens of it.
+            drafters: that sleep on the engines' devices, or draft elsewhere.
         """
         self.tail = tail
-        self.layouts = layouts
-        self._note = note
-        self._lengths: list[int] = []
-        """Tokens of the responses since the last step was learned from."""
-        self._num_drafting = 0
-        """Engines whose devices drafters had in the last rollout from its start on."""
         self.drafters = drafters if drafters is not None else DrafterPool([])
         self.report_tokens = report_tokens
         self._restarts = dict.fromkeys((spec.index for spec in specs), 0)
@@ -125,44 +117,20 @@ class EnginePool:
         )
         if requests and alive:
             with self.drafters.rollout():
-                driver.run(*self._parts(requests, alive))
+                driver.run(assign(requests, len(alive)))
         finished, rest = merge(requests, driver.done.values())
-        self._lengths += [len(trajectory.token_ids) for trajectory in finished]
         return RolloutOutcome(
             finished=finished,
             unfinished=[request for request in rest if request.request_id not in driver.stopped],
             lost_engines=self.lost(),
             stopped=[driver.stopped[r.request_id] for r in rest if r.request_id in driver.stopped],
-            tail=driver.counts,
+            drafters_woken=driver.num_woken,
         )
 
     def learn(self, counts: Mapping[str, Counts]) -> None:
         """What speculation did in a step, in all engines of the job: the next one is planned with it."""
-        if isinstance(self.tail, Planned):
+        if isinstance(self.tail, WakeWhereItPays):
             self.tail = self.tail.after(counts)
-        if self.layouts is not None:
-            mean = fmean(self._lengths) if self._lengths else self.layouts.response_tokens
-            self.layouts = replace(self.layouts.after(counts), response_tokens=mean)
-        self._lengths.clear()
-
-    def _parts(
-        self, requests: Sequence[RolloutRequest], alive: Sequence[Engine]
-    ) -> tuple[list[list[RolloutRequest]], tuple[int, ...]]:
-        """(per engine, the requests that it is given; the engines that leave their devices to drafters)."""
-        if self.layouts is None:
-            return assign(requests, len(alive)), ()
-        layout = self.layouts.layout(
-            [self.drafters.wake_s(engine.index) for engine in alive],
-            groups=len({request.group_id for request in requests}),
-            requests=len(requests),
-        )
-        if len(layout.drafting) != self._num_drafting:
-            self._note(layout.reason)
-            self._num_drafting = len(layout.drafting)
-        parts: list[list[RolloutRequest]] = [[] for _ in alive]
-        for engine, part in zip(layout.serving, assign(requests, len(layout.serving)), strict=True):
-            parts[engine] = part
-        return parts, layout.drafting
 
     def lost(self) -> tuple[int, ...]:
         """Indices of the engines that died and were not restarted yet."""

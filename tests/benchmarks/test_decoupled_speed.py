@@ -26,8 +26,8 @@ from benchmarks.dialled_branches import HIT_RATE, Guessing
 from specactor.rollout.decoupled.branches import RunnerUps
 from specactor.rollout.decoupled.continuer import Lane
 from specactor.rollout.draft.counts import Counts
+from specactor.rollout.planning.acceptance import survival_of
 from specactor.rollout.planning.costs import CostTable, Grid
-from specactor.rollout.planning.rounds import survival_of
 
 SPEEDS = {"off": 1.0, "coupled": 1.2, "decoupled": 1.4, "pre-drafting": 1.5, "auto": 1.49}
 GOOD = Cell(drafter="d", acceptance=0.8, batch=4, off=(100.0, 125.0), measured=SPEEDS, foreseen=SPEEDS)

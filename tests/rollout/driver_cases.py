@@ -1,21 +1,19 @@
-"""Engines of which nothing is real but the noise, requests for them, and a policy that does whatever can be done."""
+"""Engines of which nothing is real but the noise, and requests for them."""
 
 from __future__ import annotations
 
 import random
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any, cast
 
-from specactor.rollout import continuation
+from specactor.rollout import resume
 from specactor.rollout.assignment import assign
 from specactor.rollout.driver import Driver
 from specactor.rollout.sglang.engine import Engine, EngineDied
-from specactor.rollout.tail_plan import EngineLoad, Move, Replica
 from specactor.types import RolloutRequest, SamplingParams, Trajectory
 
 GROUPS, SIZE = 4, 3
@@ -86,10 +84,10 @@ class FakeEngine:
                 with self.lock:
                     aborted = request.request_id in self.aborted
                 if not aborted:
-                    place = self.position_of(request, continuation.num_begun(request) + len(tokens))
+                    place = self.position_of(request, resume.num_begun(request) + len(tokens))
                     tokens.append(token(request.seed, place))
-                whole = continuation.num_begun(request) + len(tokens) == request.sampling.max_new_tokens
-                response = continuation.whole(
+                whole = resume.num_begun(request) + len(tokens) == request.sampling.max_new_tokens
+                response = resume.whole(
                     request,
                     token_ids=tokens,
                     logprobs=[-1.0] * len(tokens),
@@ -114,42 +112,11 @@ class FakeEngine:
         self.killed = True
 
 
-@dataclass
-class AtRandom:
-    """Moves and replicates whatever can be, at random."""
-
-    seed: int
-    share: float = 0.3
-    decisions: int = 0
-    needs_dry: bool = False
-
-    def __post_init__(self) -> None:
-        self.chance = random.Random(self.seed)
-
-    def decide(self, loads: Sequence[EngineLoad], finished: Sequence[int]) -> Sequence[Move | Replica]:
-        self.decisions += 1
-        places = Counter(r.request_id for load in loads for r in load.running)
-        plan: list[Move | Replica] = []
-        for load in loads:
-            for request in load.running:
-                others = [other.engine for other in loads if other.engine != load.engine]
-                free = not request.on_its_way and places[request.request_id] == 1
-                if free and others and self.chance.random() < self.share:
-                    target = self.chance.choice(others)
-                    if self.chance.random() < 0.5:
-                        plan.append(Move(request_id=request.request_id, source=load.engine, target=target))
-                    else:
-                        plan.append(Replica(request_id=request.request_id, target=target))
-        return plan
-
-
 def drive(
-    engines: Sequence[FakeEngine], requests: Sequence[RolloutRequest], aside: Sequence[int] = (), **options: Any
+    engines: Sequence[FakeEngine], requests: Sequence[RolloutRequest], **options: Any
 ) -> tuple[Driver, list[Trajectory]]:
     seen: list[Trajectory] = []
     options = {"notify": seen.append, "report_tokens": 1} | options
     driver = Driver(cast("list[Engine]", engines), **options)
-    serving = [i for i in range(len(engines)) if i not in aside]
-    parts = dict(zip(serving, assign(requests, len(serving)), strict=True))
-    driver.run([parts.get(i, []) for i in range(len(engines))], aside)
+    driver.run(assign(requests, len(engines)))
     return driver, seen

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from specactor.errors import CheckpointError
 from specactor.rollout import open_groups
-from specactor.rollout.continuation import going_on, whole
 from specactor.rollout.open_groups import OpenGroup
+from specactor.rollout.resume import going_on, whole
 from specactor.types import RolloutRequest, SamplingParams, Trajectory
 
 SIZE = 2

@@ -1,100 +1,233 @@
-"""Requests that are moved, replicated and stopped, on two real engines at temperature 1: the responses do not change.
-
-What is moved when is decided by the tokens that were emitted, and by chance, and not by time.
-"""
+"""Drafters are woken on the devices of engines that have run dry, one at a time and where that is predicted to pay;
+responses do not change."""
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
+from typing import Any, cast
 
-import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from specactor.rollout.driver import TailCounts
-from specactor.rollout.pool import EnginePool
+from specactor.config import TailConfig
+from specactor.rollout import tail
+from specactor.rollout.draft.counts import Counts
 from specactor.rollout.sglang.engine import Engine
-from specactor.rollout.tail_plan import Planned
-from specactor.types import RolloutRequest, Trajectory
-from tests.rollout.conftest import request
-from tests.rollout.driver_cases import AtRandom
-
-BATCH = [request(i, new=30 + 13 * i % 60, ignore_eos=i % 3 > 0) for i in range(24)]
-QUEUED = [replace(request(i, new=100), group_id=0) for i in range(48)]
-"""All on one engine, more than it decodes together, and long enough to be moved on a busy machine."""
-
-
-@pytest.fixture
-def pool(engines: tuple[Engine, Engine]) -> EnginePool:
-    """Of one and of two tensor-parallel ranks; their caches are empty."""
-    pool = EnginePool([], report_tokens=3)
-    pool.engines = list(engines)
-    pool.set_version(0)
-    pool.flush()
-    return pool
+from specactor.rollout.tail import (
+    METHOD,
+    BorrowedDevices,
+    EngineLoad,
+    Lengths,
+    Running,
+    TailCosts,
+    WakeWhereItPays,
+    tail_policy,
+)
+from tests.rollout.driver_cases import FakeEngine, drive, expected, make_requests
 
 
-def assert_same(ours: Sequence[Trajectory], expected: Sequence[Trajectory]) -> None:
-    assert [(t.request_id, t.token_ids, t.finish_reason) for t in ours] == [
-        (t.request_id, t.token_ids, t.finish_reason) for t in expected
-    ]
-    for mine, other in zip(ours, expected, strict=True):
-        np.testing.assert_allclose(mine.logprobs, other.logprobs, atol=1e-5, rtol=0)
-        assert mine.spans == other.spans
+def load(engine: int, count: int = 0, *, emitted: int = 10, limit: int = 200, **more: Any) -> EngineLoad:
+    requests = (Running(emitted=emitted, max_new_tokens=limit),) * count
+    return EngineLoad(engine=engine, running=requests, **{"slots": 8} | more)
 
 
-def undisturbed(engine: Engine, requests: Sequence[RolloutRequest]) -> list[Trajectory]:
-    engine.flush()
-    return engine.generate(requests)
+def woken(loads: Sequence[EngineLoad], costs: TailCosts, finished: Sequence[int] = ()) -> int | None:
+    return WakeWhereItPays(costs=costs).engine_to_wake(loads, finished)
 
 
-def test_moves_and_replicas_at_random(pool: EnginePool, engines: tuple[Engine, Engine]) -> None:
-    expected = undisturbed(engines[0], BATCH)
-    total = TailCounts()
-    for seed in range(8):  # few are enough, unless the machine lets responses end before they can be moved
-        pool.tail = AtRandom(seed, share=0.2)
-        outcome = pool.generate(BATCH)
-        assert_same(outcome.finished, expected)
-        assert outcome.tail.differing == 0
-        total += outcome.tail
-        with_tokens = total.moved_tokens > total.moved * max(len(r.prompt_ids) for r in BATCH)
-        if total.moved > 10 and total.replicas > 10 and with_tokens:
-            break
-    assert total.moved > 10
-    assert total.replicas > 10
-    assert total.lost_tokens > 0
-    assert with_tokens, "requests were moved with what they had emitted"
+@st.composite
+def fleets(draw: st.DrawFn) -> list[EngineLoad]:
+    loads = []
+    for i in range(draw(st.integers(1, 5))):
+        limits = draw(st.lists(st.integers(1, 400), max_size=4))
+        running = tuple(Running(emitted=draw(st.integers(0, n - 1)), max_new_tokens=n) for n in limits)
+        wakes = None if running else draw(st.none() | st.floats(0, 200))
+        loads.append(EngineLoad(engine=i, slots=draw(st.integers(1, 4)), running=running, wake_rounds=wakes))
+    return loads
 
 
-def test_a_queue_is_shared(pool: EnginePool, engines: tuple[Engine, Engine]) -> None:
-    """By the policy that ships."""
-    expected = undisturbed(engines[0], QUEUED)
-    pool.tail = Planned(migrate=True, replicas=2)
-    before = engines[1].stats()["requests"]
-    outcome = pool.generate(QUEUED)
-    assert_same(outcome.finished, expected)
-    assert outcome.tail.moved + outcome.tail.replicas > 0
-    assert engines[1].stats()["requests"] > before
-    assert outcome.tail.differing == 0
+@given(fleets(), st.lists(st.integers(1, 400), max_size=20), st.floats(0, 1), st.floats(0, 2))
+def test_the_drafter_that_is_awake_soonest(
+    loads: list[EngineLoad], finished: list[int], acceptance: float, draft_step: float
+) -> None:
+    engine = woken(loads, TailCosts(acceptance=acceptance, draft_step=draft_step), finished)
+    wakes = {of.engine: of.wake_rounds for of in loads if of.wake_rounds is not None}
+    assert engine is None or wakes[engine] == min(wakes.values())
+    assert engine is None or any(of.running for of in loads), "for nobody"
 
 
-def test_enough_groups_and_the_rest_later(pool: EnginePool, engines: tuple[Engine, Engine]) -> None:
-    """What was stopped goes on at the next policy version; with equal weights its tokens are the same."""
-    expected = undisturbed(engines[0], BATCH)
-    outcome = pool.generate(BATCH, enough_groups=2)
-    assert not outcome.unfinished
-    assert len(outcome.finished) + len(outcome.stopped) == len(BATCH)
-    groups = {r.group_id for r in BATCH} - {r.group_id for r in outcome.stopped}
-    assert len(groups) >= 2
-    pool.set_version(7)
-    pool.flush()
-    rest = pool.generate(outcome.stopped)
-    pool.set_version(0)
-    found = {t.request_id: t for t in [*outcome.finished, *rest.finished]}
-    for r, whole in zip(BATCH, expected, strict=True):
-        assert found[r.request_id].token_ids == whole.token_ids
-        np.testing.assert_allclose(found[r.request_id].logprobs, whole.logprobs, atol=1e-5, rtol=0)
-    stopped = {r.request_id: len(r.begun.token_ids) for r in outcome.stopped if r.begun is not None}
-    for name, count in stopped.items():
-        assert found[name].spans[-1].version == 7
-        assert found[name].spans[-1].start == count
+def test_a_drafter_is_woken_where_it_pays() -> None:
+    costs = TailCosts(acceptance=0.8, draft_step=0.1, notice_rounds=10.0)
+    busy = load(0, 1, emitted=20)
+    dry = load(1, wake_rounds=30.0)
+    assert woken([busy, dry], costs) == 1
+    assert woken([busy, load(1)], costs) is None, "nobody sleeps there"
+    assert woken([busy, load(1, wake_rounds=300.0)], costs) is None, "it would wake too late"
+    assert woken([load(0, 1, emitted=160), dry], costs) is None
+    assert woken([busy, dry], costs, [30] * 9) is None, "responses have not been that long"
+    for worse in (replace(costs, acceptance=0.0), replace(costs, draft_step=2.0), replace(costs, per_request=9.0)):
+        assert woken([busy, dry], worse) is None
+    two = [load(0, 2), dry, load(2, wake_rounds=5.0)]
+    assert woken(two, costs) == 2, "one drafts for both, and the one that is there first"
+
+
+def test_the_time_of_a_drafter_that_serves_all_is_charged() -> None:
+    costs = TailCosts(acceptance=0.8, draft_step=0.3, per_request=0.3, notice_rounds=0.0)
+    one, others = load(0, 1, limit=400), load(1, 20, limit=400, slots=20)
+    assert woken([one, load(2, wake_rounds=5.0)], costs) == 2
+    assert woken([one, others, load(2, wake_rounds=5.0)], costs) is None
+
+
+def test_with_many_requests_rows_are_dear_and_nobody_is_woken() -> None:
+    assert woken([load(0, 2, limit=400, slots=64), load(1, wake_rounds=10.0)], TailCosts()) == 1
+    assert woken([load(0, 64, limit=400, slots=64), load(1, wake_rounds=10.0)], TailCosts()) is None
+
+
+def test_the_next_step_is_planned_with_the_acceptance_of_this_one() -> None:
+    policy, seen, few = WakeWhereItPays(), Counts(), Counts()
+    seen.round([3] * 1000, [3] * 900 + [0] * 100, verify_s=1.0, draft_s=0.0)
+    assert policy.after({}) == policy
+    assert policy.after({"suffix": seen}) == policy
+    assert policy.after({METHOD: seen}).costs.acceptance == pytest.approx(0.9, abs=0.03)
+    few.round([3], [0], verify_s=1.0, draft_s=0.0)
+    assert policy.after({METHOD: few}).costs.acceptance == pytest.approx(policy.costs.acceptance, abs=0.02)
+
+
+def test_a_drafter_that_was_bad_once_is_tried_again() -> None:
+    """It is seen only while it is awake, and is not woken while it is believed to be bad; and it learns meanwhile."""
+    loads, policy, bad = [load(0, 2, limit=110), load(1, wake_rounds=20.0)], WakeWhereItPays(), Counts()
+    bad.round([3] * 1000, [1] * 150 + [0] * 850, verify_s=1.0, draft_s=0.0)
+    assert policy.engine_to_wake(loads, ()) == 1
+    policy = policy.after({METHOD: bad})
+    steps = 0
+    while policy.engine_to_wake(loads, ()) is None:
+        policy = policy.after({"suffix": bad})
+        steps += 1
+        assert steps < 20
+    assert steps > 3, "not at once, or it would be woken for nothing in most steps"
+    assert policy.costs.acceptance < policy.costs.first_acceptance
+
+
+def test_what_is_left_follows_from_longer_responses() -> None:
+    finished = Lengths([10, 20, 60, 100])
+    assert finished.expected_left(0, 200) == 47.5
+    assert finished.expected_left(20, 200) == 60
+    assert finished.expected_left(100, 200) == 100, "nothing was longer: the limit is all that is known"
+    assert finished.expected_left(20, 50) == 30
+    assert finished.expected_left(199, 200) == 1
+
+
+def test_the_policy_of_a_configuration() -> None:
+    assert tail_policy(TailConfig()) is None
+    assert tail_policy(TailConfig(drafters=True), max_window=3) == WakeWhereItPays(costs=TailCosts(max_window=3))
+
+
+@dataclass
+class FakeSleepers:
+    """Drafters on the devices of all engines."""
+
+    awake: set[int] = field(default_factory=set)
+    asked: list[tuple[str, int]] = field(default_factory=list)
+    free_now: set[int] = field(default_factory=set)
+
+    def any_awake(self) -> bool:
+        return bool(self.awake)
+
+    def free(self, engine: int) -> None:
+        assert engine not in self.free_now, "it was told so"
+        self.free_now.add(engine)
+
+    def wake_s(self, engine: int) -> float | None:
+        return None if engine in self.awake else 0.25
+
+    def wake(self, engine: int) -> None:
+        assert not self.awake
+        assert engine in self.free_now
+        self.asked.append(("wake", engine))
+        self.awake.add(engine)
+
+    def sleep(self, engine: int) -> None:
+        self.asked += [("sleep", engine)] * (engine in self.awake)
+        self.awake.discard(engine)
+        self.free_now.discard(engine)
+
+
+@dataclass
+class AtRandom:
+    """Wakes any drafter that sleeps on a dry engine."""
+
+    seed: int
+    num_asked: int = 0
+
+    def __post_init__(self) -> None:
+        self.chance = random.Random(self.seed)
+
+    def engine_to_wake(self, loads: Sequence[EngineLoad], finished: Sequence[int]) -> int | None:
+        self.num_asked += 1
+        assert any(not load.running for load in loads)
+        assert all(load.wake_rounds is None or not load.running for load in loads)
+        dry = [load.engine for load in loads if load.wake_rounds is not None]
+        return self.chance.choice(dry) if dry and self.chance.random() < 0.5 else None
+
+
+def test_waking_drafters_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tail, "ASK_EVERY_S", 0.0)
+    num_woken = 0
+    for seed in range(30):
+        engines, sleepers = [FakeEngine() for _ in range(3)], FakeSleepers()
+        for index, engine in enumerate(engines):
+            engine.index = 10 + index  # type: ignore[attr-defined]
+        requests = make_requests(seed)
+        driver, _ = drive(engines, requests, policy=AtRandom(seed), drafters=sleepers)
+        assert all(driver.done[r.request_id].token_ids == expected(r) for r in requests)
+        assert {engine for _, engine in sleepers.asked} <= {10, 11, 12}
+        assert driver.num_woken == len(sleepers.asked) <= 1, "one that is awake drafts for all"
+        num_woken += driver.num_woken
+    assert num_woken > 0
+
+
+def borrowed(policy: Any, clock: Sequence[float] = (), sleepers: FakeSleepers | None = None) -> BorrowedDevices:
+    times = iter([0.0, *clock])
+    engines = cast("list[Engine]", [SimpleNamespace(index=i) for i in range(3)])
+    return BorrowedDevices(engines, sleepers or FakeSleepers(), policy, clock=lambda: next(times))
+
+
+def test_waking_is_counted_in_rounds_of_this_rollout() -> None:
+    """A quarter of a second, where the longest response got 8 tokens in two seconds."""
+    seen: list[list[float | None]] = []
+
+    class Looks:
+        def engine_to_wake(self, loads: Sequence[EngineLoad], finished: Sequence[int]) -> None:
+            seen.append([load.wake_rounds for load in loads])
+
+    loads, sleepers = [load(0, 1), load(1), load(2)], FakeSleepers()
+    devices = borrowed(Looks(), [2.0] * 2 + [4.0] * 2 + [6.0], sleepers)
+    devices.lend(lambda: loads, [1, 2], (), 0)
+    devices.lend(lambda: loads, [1, 2], (), 16)
+    assert seen == [[None] * 3, [None, 0.25 * 16 / 4, 0.25 * 16 / 4]], "nothing was heard of at first"
+    sleepers.awake.add(0)
+    devices.lend(lambda: loads, [1, 2], (), 24)
+    assert len(seen) == 2, "the one that is awake drafts for all"
+
+
+def test_a_prediction_is_not_made_at_every_event() -> None:
+    policy = AtRandom(0)
+    policy.chance.random = lambda: 1.0  # type: ignore[method-assign]
+    devices = borrowed(policy, [1.0 + i // 2 * tail.ASK_EVERY_S / 10 for i in range(400)])
+    for _ in range(200):
+        devices.lend(lambda: [load(0, 1), load(1)], [1], (), 8)
+    assert 10 < policy.num_asked < 40
+
+
+def test_a_drafter_leaves_before_its_engine_is_busy() -> None:
+    sleepers = FakeSleepers()
+    devices = borrowed(None, sleepers=sleepers)
+    sleepers.awake.add(1)
+    sleepers.free_now.add(1)
+    devices.give_back(1)
+    assert (sleepers.awake, sleepers.free_now) == (set(), set())
+    assert sleepers.asked == [("sleep", 1)]

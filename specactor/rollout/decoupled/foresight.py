@@ -19,8 +19,9 @@ from statistics import fmean, linear_regression, median
 from typing import NamedTuple
 
 from specactor.rollout.decoupled.patience import LINK_S
+from specactor.rollout.planning.acceptance import survival_of
 from specactor.rollout.planning.costs import Grid
-from specactor.rollout.planning.rounds import AHEAD, Pace, Running, running, survival_of
+from specactor.rollout.planning.rounds import AHEAD, Pace, Running, running
 
 MIN_GAIN = 1.03
 """Predicted, to begin with branches; predictions err. They go on as long as any is predicted."""

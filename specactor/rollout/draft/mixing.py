@@ -23,8 +23,7 @@ from numpy.typing import NDArray
 
 from specactor.rollout.draft.decision import Decision
 from specactor.rollout.draft.trees import Drafts
-from specactor.rollout.planning.plans import PLAIN, DraftPlan
-from specactor.rollout.planning.reconfiguration import LiveCosts, Offer, reconfigure, worths
+from specactor.rollout.planning.reconfiguration import PLAIN, DraftPlan, LiveCosts, Offer, reconfigure, worths
 from specactor.rollout.planning.windows import OFF
 
 MARGIN = 0.1

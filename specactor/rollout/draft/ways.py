@@ -26,7 +26,7 @@ from specactor.rollout.draft.promises import Promises
 from specactor.rollout.draft.trees import Candidates, Drafts, Merging
 from specactor.rollout.planning.acceptance import AcceptanceModel
 from specactor.rollout.planning.costs import CostTable
-from specactor.rollout.planning.ladder import Ladder
+from specactor.rollout.planning.fastest import ranked
 from specactor.rollout.planning.online_costs import OnlineCosts
 from specactor.rollout.planning.reconfiguration import LiveCosts
 from specactor.rollout.planning.windows import Choice, Option
@@ -83,9 +83,9 @@ class Planner:
         self.mixing = Mixing()
         self._promises = Promises()
         self._config, self._methods, self._acceptance, self._costs = config, methods, acceptance, costs
-        self._ladders: dict[tuple[tuple[str, ...], int], Ladder] = {}
-        """By methods and number of requests; of the table that is known now."""
-        self._ladders_of: CostTable | None = None
+        self._alone: dict[tuple[str, int], LiveCosts] = {}
+        """Of rounds in which that drafter drafts for all, by drafter and number of requests."""
+        self._alone_of: CostTable | None = None
 
     def ways(
         self,
@@ -208,27 +208,22 @@ class Planner:
         self._add_trees(found, FASTEST, trees, costs, caps, spent_s)
 
     def ranked(self, names: Sequence[str], requests: int) -> list[str]:
-        """By the draft ladder, at the acceptance of each that was seen so far."""
-        if self._ladders_of is not self._costs.table:
-            self._ladders, self._ladders_of = {}, self._costs.table
-        key = tuple(names), requests
-        ladder = self._ladders.get(key) or self._ladders.setdefault(key, self._ladder(*key))
-        return [rung.method for rung in ladder.rank({name: self._acceptance[name].rate for name in names})]
+        """The best first, at the acceptance of each that was seen so far."""
+        if self._alone_of is not self._costs.table:
+            self._alone, self._alone_of = {}, self._costs.table
+        costs = {name: self._costs_alone(name, requests) for name in names}
+        return ranked({name: self._acceptance[name].rate for name in names}, costs)
 
-    def _ladder(self, names: Sequence[str], requests: int) -> Ladder:
-        most = self._config.max_window
-        verify_s = self._costs.verify_curve(requests, requests * (1 + most))[::requests]
-        return Ladder.of(
-            {
-                name: LiveCosts(
-                    plain_s=self._costs.plain_s(requests),
-                    verify_s=verify_s,
-                    coupled_draft_s=np.array([self._costs.draft_s(name, requests)(w) for w in range(1, most + 1)]),
-                    decoupled_draft_s=None,
-                )
-                for name in names
-            }
-        )
+    def _costs_alone(self, name: str, requests: int) -> LiveCosts:
+        if (name, requests) not in self._alone:
+            most = self._config.max_window
+            self._alone[name, requests] = LiveCosts(
+                plain_s=self._costs.plain_s(requests),
+                verify_s=self._costs.verify_curve(requests, requests * (1 + most))[::requests],
+                coupled_draft_s=np.array([self._costs.draft_s(name, requests)(w) for w in range(1, most + 1)]),
+                decoupled_draft_s=None,
+            )
+        return self._alone[name, requests]
 
 
 def _of_owners(drafts: Drafts, ready: Sequence[str], owners: Sequence[str], windows: Sequence[int]) -> Drafts:

@@ -35,6 +35,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate, pairwise, repeat
+from operator import mul
 
 import numpy as np
 from numpy.typing import NDArray
@@ -47,6 +49,23 @@ SURE = 8.0
 """Of what is remembered of drafts of one confidence, over what is of all, where little is."""
 _UNKNOWN = (0.0, 0.0, 0.0)
 """Counts of a request that was never observed."""
+
+
+def survival_of(p: float, window: int) -> tuple[float, ...]:
+    """p, p^2, .., p^window: every draft token is accepted with probability p."""
+    if not 0 <= p <= 1 or window < 0:
+        raise PlanError(f"acceptance: got {p} for {window} positions, expected a probability in 0..1, and >= 0.")
+    return tuple(accumulate(repeat(p, window), mul))
+
+
+def checked(survival: Sequence[float]) -> tuple[float, ...]:
+    """The same. Raises PlanError for what are no survivals."""
+    if not survival or any(not 0 <= b <= a for a, b in pairwise((1.0, *survival))):
+        raise PlanError(
+            f"survival: got {tuple(survival)}, expected probabilities that do not rise, at least one. "
+            "Give P(the first j draft tokens are accepted) for j = 1, 2, .."
+        )
+    return tuple(survival)
 
 
 class _Positions:

@@ -4,8 +4,9 @@ Late in a rollout few requests are left, and workers have none. Such a worker dr
 others; a request then has drafts of several methods, and what is accepted of a round is the longest that agrees with
 the target. All methods lead to the same tokens (noise keyed by position), so keeping the longest is exact.
 
-`as_published`: requests by acceptance ascending, methods by their rank on the ladder; a (request, method) pair that has
-no drafter yet gets the least-loaded worker of that method, while its load is under its bound.
+`as_published`: requests by acceptance ascending, methods by what they buy at the acceptance that was seen of each (the
+paper's draft ladder, `ranked`); a (request, method) pair that has no drafter yet gets the least-loaded worker of that
+method, while its load is under its bound.
 
 `while_it_pays` is that with a stop: a pair is left out unless the request's predicted speed rises by more than
 `margin`, since every further method adds rows to the verify, and load to a worker.
@@ -18,7 +19,7 @@ Shape legend: M methods, W positions 1..window.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from heapq import heapify, heapreplace
 
@@ -26,6 +27,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from specactor.errors import PlanError
+from specactor.rollout.planning.acceptance import survival_of
+from specactor.rollout.planning.reconfiguration import LiveCosts, Mode, speeds
 
 Floats = NDArray[np.float64]
 
@@ -71,10 +74,45 @@ Pays = Callable[[Straggler, frozenset[str], str, int], float]
 method over that without."""
 
 
+def speedup(rate: float, costs: LiveCosts) -> float:
+    """Predicted speed over plain decoding, at the best mode and window of a method whose draft tokens are accepted with
+    probability `rate` each; below 1 where plain decoding is faster."""
+    modes: tuple[Mode, ...] = ("coupled", "decoupled")
+    return max(float(_by_window(rate, costs, mode).max()) for mode in modes) * costs.plain_s
+
+
+def ranked(rates: Mapping[str, float], costs: Mapping[str, LiveCosts]) -> list[str]:
+    """Methods by their speed-up, the best first, by name among equals. Args: rates: P(a draft token is accepted | those
+    before it were), by method; costs: of rounds if that method drafts, in every way that it can."""
+    return sorted(rates, key=lambda name: (-speedup(rates[name], costs[name]), name))
+
+
+def best_window(rate: float, costs: LiveCosts) -> int:
+    """Of a drafter elsewhere."""
+    return int(_by_window(rate, costs, "decoupled").argmax()) + 1
+
+
+def gain_after(waking: float, left: float, faster: float) -> float:
+    """Speed of a request that has `left` tokens to go, over that without a drafter that is there after `waking` tokens
+    of it; from then on the request is `faster` times as fast. A drafter that wakes too late brings nothing."""
+    if waking < 0 or left <= 0 or faster < 1:
+        raise PlanError(
+            f"gain_after: got waking {waking}, left {left}, faster {faster}; expected >= 0, > 0 and >= 1 times."
+        )
+    before = min(waking, left)
+    return left / (before + (left - before) / faster)
+
+
+def _by_window(rate: float, costs: LiveCosts, mode: Mode) -> Floats:
+    """Tokens per second."""
+    by_window_W: Floats = speeds(np.array([survival_of(rate, len(costs.verify_s) - 1)]), costs, mode)[0]
+    return by_window_W
+
+
 def as_published(
     stragglers: Iterable[Straggler], ranked: Sequence[str], workers: Iterable[DryWorker]
 ) -> list[Assignment]:
-    """Algorithm 3. `ranked`: methods, the best of the ladder first."""
+    """Algorithm 3. `ranked`: methods, the best first."""
     return _assign(stragglers, ranked, workers, pays=None, margin=0.0)
 
 

@@ -33,17 +33,41 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from specactor.errors import PlanError
 from specactor.rollout.planning.costs import CostTable, Grid
-from specactor.rollout.planning.plans import PLAIN, DraftPlan, Mode
+from specactor.rollout.planning.windows import OFF
 
 Floats = NDArray[np.float64]
+Mode = Literal["off", "coupled", "decoupled"]
 MODES: tuple[Mode, ...] = ("off", "coupled", "decoupled")
 """In order of preference among equals."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DraftPlan:
+    """What is drafted for a request."""
+
+    mode: Mode
+    drafter: str
+    """OFF for plain decoding."""
+    window: int
+    """Draft tokens per verify; 0 for plain decoding."""
+
+    def __post_init__(self) -> None:
+        plain = (self.mode == OFF, self.drafter == OFF, self.window == 0)
+        if self.window < 0 or len(set(plain)) > 1:
+            raise PlanError(
+                f"draft plan: got mode {self.mode}, drafter {self.drafter}, window {self.window}; expected a window of "
+                f"0 with mode and drafter {OFF}, and > 0 with others."
+            )
+
+
+PLAIN = DraftPlan(mode="off", drafter=OFF, window=0)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

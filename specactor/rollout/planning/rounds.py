@@ -27,14 +27,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise, repeat
 from math import floor
-from operator import mul
 
 import numpy as np
 from numpy.typing import NDArray
 
 from specactor.errors import PlanError
+from specactor.rollout.planning.acceptance import checked
 from specactor.rollout.planning.costs import Grid
 
 AHEAD = 2
@@ -60,23 +59,6 @@ class Pipelined:
     def tokens_at(self, share: float) -> float:
         """Where windows are verified in that share of rounds only; at most `ready`."""
         return 1.0 + share * (self.tokens_when_ready - 1.0)
-
-
-def survival_of(p: float, window: int) -> tuple[float, ...]:
-    """p, p^2, .., p^window: every draft token is accepted with probability p."""
-    if not 0 <= p <= 1 or window < 0:
-        raise PlanError(f"acceptance: got {p} for {window} positions, expected a probability in 0..1, and >= 0.")
-    return tuple(accumulate(repeat(p, window), mul))
-
-
-def checked(survival: Sequence[float]) -> tuple[float, ...]:
-    """The same. Raises PlanError for what are no survivals."""
-    if not survival or any(not 0 <= b <= a for a, b in pairwise((1.0, *survival))):
-        raise PlanError(
-            f"survival: got {tuple(survival)}, expected probabilities that do not rise, at least one. "
-            "Give P(the first j draft tokens are accepted) for j = 1, 2, .."
-        )
-    return tuple(survival)
 
 
 def coupled_tokens(survival: Sequence[float], window: int) -> float:

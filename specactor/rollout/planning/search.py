@@ -31,17 +31,16 @@ from specactor.errors import PlanError
 from specactor.rollout.planning.costs import Grid
 from specactor.rollout.planning.plans import (
     NO_BRANCHES,
-    PLAIN,
     Branches,
     Cluster,
     DrafterEngine,
     DrafterOption,
-    DraftPlan,
     Placement,
     RolloutPlan,
     VerifierOption,
     fitting,
 )
+from specactor.rollout.planning.reconfiguration import PLAIN, DraftPlan
 from specactor.rollout.planning.rounds import AHEAD, Pace, coupled_tokens, pipelined, running
 
 MESSAGE_BYTES = 64

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from specactor.errors import EngineError
-from specactor.rollout.continuation import num_begun
+from specactor.rollout.resume import num_begun
 from specactor.rollout.sglang import beginnings, guard, rank_calls, routed_experts, stopping
 from specactor.rollout.sglang.protocol import EngineSpec
 from specactor.types import FinishReason, RolloutRequest

@@ -10,7 +10,7 @@ from __future__ import annotations
 from array import array
 from typing import Any
 
-from specactor.rollout.continuation import num_begun
+from specactor.rollout.resume import num_begun
 from specactor.types import RolloutRequest
 
 _NUMBER = "specactor_begun"

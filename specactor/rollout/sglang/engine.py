@@ -15,7 +15,7 @@ import msgspec
 
 from specactor.cpu import sglang as cpu
 from specactor.errors import EngineError
-from specactor.rollout import continuation
+from specactor.rollout import resume
 from specactor.rollout.draft.counts import Counts, Figures
 from specactor.rollout.sglang import responses, speculation_calls
 from specactor.rollout.sglang.guarded import END_TIMEOUT_S, Guarded
@@ -159,7 +159,7 @@ class Engine:
         running: dict[int, tuple[list[int], list[float]]] = {}
         call, inbox = self._open_call()
         try:
-            bare = [continuation.bare(request) for request in requests]
+            bare = [resume.bare(request) for request in requests]
             self._send(Generate(call=call, requests=bare, report_tokens=report_tokens))
             while True:
                 try:
@@ -289,7 +289,7 @@ class Engine:
             raise EngineError(f"engine {self.index}: {_text(message)}")
 
     def _count(self, requests: Sequence[RolloutRequest], done: Collection[Trajectory], seconds: float) -> None:
-        begun = sum(map(continuation.num_begun, requests))
+        begun = sum(map(resume.num_begun, requests))
         with self._lock:
             self._counts["requests"] += len(done)
             self._counts["tokens"] += sum(len(t.token_ids) for t in done) - begun

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from specactor.errors import EngineError
 from specactor.parallel.layout import ENGINE_RESERVED_OF_INPUT
-from specactor.rollout import continuation
+from specactor.rollout import resume
 from specactor.rollout.sglang.protocol import EngineSpec, Finished, News, Ready
 from specactor.types import RolloutRequest, Trajectory
 
@@ -18,7 +18,7 @@ def check(requests: Sequence[RolloutRequest], spec: EngineSpec, ready: Ready) ->
     """Raises EngineError for a request that is too long, or that goes on from a beginning that cannot be."""
     limit = ready.max_sequence_tokens
     for request in requests:
-        continuation.check(request, with_experts=spec.config.routed_experts)
+        resume.check(request, with_experts=spec.config.routed_experts)
         prompt, new = len(request.prompt_ids), request.sampling.max_new_tokens
         if not 1 <= prompt <= limit - new:
             raise EngineError(
@@ -27,7 +27,7 @@ def check(requests: Sequence[RolloutRequest], spec: EngineSpec, ready: Ready) ->
                 f"{spec.context_length} and a KV pool of {ready.kv_tokens} tokens. Shorten one of them, "
                 "or raise rollout.engine.max_total_tokens."
             )
-        given = prompt + continuation.num_begun(request)
+        given = prompt + resume.num_begun(request)
         longest = limit + spec.reserved_tokens - ENGINE_RESERVED_OF_INPUT
         if given > longest:
             raise EngineError(
@@ -50,7 +50,7 @@ def finished(request: RolloutRequest, message: Finished, spec: EngineSpec, versi
             f"{message.finish_reason!r} without routed experts, expected those of every token with "
             "rollout.engine.routed_experts. Engine and SGLang disagree: check its version with specactor doctor."
         )
-    return continuation.whole(
+    return resume.whole(
         request,
         token_ids=() if dropped else message.token_ids,
         logprobs=() if dropped else message.logprobs,
@@ -65,4 +65,4 @@ def so_far(request: RolloutRequest, news: News, parts: Parts, version: int) -> T
     tokens, logprobs = parts.setdefault(news.request, ([], []))
     tokens += news.token_ids
     logprobs += news.logprobs
-    return continuation.whole(request, token_ids=tokens, logprobs=logprobs, finish_reason="abort", version=version)
+    return resume.whole(request, token_ids=tokens, logprobs=logprobs, finish_reason="abort", version=version)

@@ -22,8 +22,8 @@ from specactor.rollout.draft.options import of_drafter
 from specactor.rollout.planning.acceptance import AcceptanceModel
 from specactor.rollout.planning.candidates import Candidates
 from specactor.rollout.planning.online_costs import OnlineCosts
-from specactor.rollout.planning.plans import PLAIN, Cluster, DraftPlan, RolloutPlan, VerifierOption
-from specactor.rollout.planning.reconfiguration import MODES, LiveCosts, Offer, reconfigure
+from specactor.rollout.planning.plans import Cluster, RolloutPlan, VerifierOption
+from specactor.rollout.planning.reconfiguration import MODES, PLAIN, DraftPlan, LiveCosts, Offer, reconfigure
 from specactor.rollout.planning.search import search
 from specactor.rollout.planning.windows import OFF as NO_DRAFTER
 from specactor.rollout.planning.windows import Choice, Option, choose

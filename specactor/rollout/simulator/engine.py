@@ -17,8 +17,8 @@ from collections import deque
 import numpy as np
 
 from specactor.errors import PlanError
-from specactor.rollout.planning.plans import PLAIN, DraftPlan, VerifierOption
-from specactor.rollout.planning.reconfiguration import MODES
+from specactor.rollout.planning.plans import VerifierOption
+from specactor.rollout.planning.reconfiguration import MODES, PLAIN, DraftPlan
 from specactor.rollout.simulator.deciding import Decider, Decision
 from specactor.rollout.simulator.ledger import Span
 from specactor.rollout.simulator.requests import Floats, Ints

@@ -1,6 +1,6 @@
 """Engines that ran dry draft for the others: which method, and for whom (Algorithm 3). PURE.
 
-The method of such an engine is the one of the ladder's rank that fewest of them draft with, so the best comes first.
+The method of such an engine is, best first, the one that fewest of them draft with, so the best comes first.
 Requests get methods by `fastest`. Beliefs decide; the truth is only looked at for what a window then takes.
 
 Invariants: a request has each method at most once, the one that its engine drafts with included; no drafter exceeds
@@ -17,14 +17,19 @@ from operator import itemgetter
 
 import numpy as np
 
+from specactor.rollout.planning.acceptance import survival_of
 from specactor.rollout.planning.candidates import Candidates
 from specactor.rollout.planning.costs import Grid
-from specactor.rollout.planning.fastest import DryWorker, Straggler, as_published, while_it_pays
-from specactor.rollout.planning.freed import best_window
-from specactor.rollout.planning.ladder import Ladder
+from specactor.rollout.planning.fastest import (
+    DryWorker,
+    Straggler,
+    as_published,
+    best_window,
+    ranked,
+    while_it_pays,
+)
 from specactor.rollout.planning.plans import DrafterEngine
 from specactor.rollout.planning.reconfiguration import LiveCosts
-from specactor.rollout.planning.rounds import survival_of
 from specactor.rollout.simulator.engine import Engine
 from specactor.rollout.simulator.ledger import Span
 from specactor.rollout.simulator.speed import Beside, Ints, Remote, round_of
@@ -112,7 +117,7 @@ class Freed:
         return found
 
     def _ranked(self, engines: Mapping[str, DrafterEngine], busy: Sequence[Engine]) -> list[str]:
-        """Methods by the ladder, at the acceptance seen so far."""
+        """Methods, the best first, at the acceptance seen so far."""
         table = busy[0].decider.believed.costs
         requests = max(1, sum(len(e.running) for e in busy) // len(busy))
         live = {
@@ -127,7 +132,7 @@ class Freed:
             for name, own in engines.items()
         }
         seen = {name: float(np.mean([e.decider.model(name).rate for e in busy])) for name in engines}
-        return [rung.method for rung in Ladder.of(live).rank(seen)]
+        return ranked(seen, live)
 
     def assign(self, busy: Sequence[Engine], requests_of: Sequence[str], now: float) -> set[int]:
         """Algorithm 3 over what runs; returns the engines whose requests got a method. `requests_of`: ids by index."""
@@ -139,15 +144,15 @@ class Freed:
             return set()
         by_id = {requests_of[i]: (i, engine) for engine in busy for i in engine.running.tolist()}
         stragglers = [s for engine in busy for s in self._stragglers(engine, requests_of)]
-        ranked = self._ranked(
+        best_first = self._ranked(
             {name: self._drafters(one.engine.option.devices)[name] for name, one in methods.items()}, busy
         )
         workers = self._least_loaded(there, len(stragglers))
         if self.policy.published:
-            found = as_published(stragglers, ranked, workers)
+            found = as_published(stragglers, best_first, workers)
         else:
             gains = _Gains(self, {name: engine for name, (_, engine) in by_id.items()}, methods)
-            found = while_it_pays(stragglers, ranked, workers, pays=gains)
+            found = while_it_pays(stragglers, best_first, workers, pays=gains)
         touched = set()
         for pair in found:
             i, engine = by_id[pair.request_id]

@@ -38,7 +38,6 @@ class Outcome:
     """Engines that ran dry and drafted for others."""
     pairs: int
     """(request, further method) pairs."""
-    migrated: int
 
     @property
     def seconds(self) -> float:

@@ -90,7 +90,7 @@ class Rollout:
         self.drafter_spans: list[Span] = []
         self.left, self.left_assigned = len(requests), len(requests)
         self.shared_at = -SHARE_EVERY_S
-        self.events, self.migrated = 0, 0
+        self.events = 0
         self._heap: list[tuple[float, int, int, int]] = []
         self._order = count()
 
@@ -287,8 +287,6 @@ class Rollout:
         busy = [e for e in self.engines if len(e.running)]
         if self.policy.mode != "auto" or not busy:
             return
-        if self.policy.migrate and self._migrate(engine, busy, now):
-            return
         ready = now + self.truth.delays.drafter_start_s
         if self.policy.fastest and self.freed.lend(engine, busy, ready):
             self._push(ready, engine)
@@ -312,33 +310,6 @@ class Rollout:
             engine = self.engines[index]
             engine.settle(now, self.done_N)
             self._go_on(engine, now, decide=False)
-
-    def _migrate(self, engine: Engine, busy: Sequence[Engine], now: float) -> bool:
-        """Take waiting requests, else half of the running ones where that is believed to save more than it costs."""
-        source = max(busy, key=lambda e: (len(e.waiting), len(e.running), -e.index))
-        delay_s = 0.0
-        if source.waiting:
-            for _ in range((len(source.waiting) + 1) // 2):
-                engine.waiting.append(source.waiting.pop())
-        else:
-            source = max(busy, key=lambda e: (len(e.running), -e.index))
-            half = len(source.running) // 2
-            costs = source.decider.believed.costs
-            source.settle(now, self.done_N)
-            left_rounds = float(self.done_N[source.running].mean())  # as much is expected to come as has come
-            saved_s = left_rounds * (costs.plain_s(len(source.running)) - costs.plain_s(max(1, half)))
-            delay_s = self.truth.delays.migrate_s
-            if half < 1 or saved_s <= delay_s:
-                self._go_on(source, now, decide=False)
-                return False
-            moving_B = np.arange(len(source.running)) >= len(source.running) - half
-            self.freed.drop(source, source.running[moving_B], now)
-            engine.waiting.extend(source.remove(moving_B).tolist())
-            self.migrated += half
-            self._go_on(source, now)
-        engine.since = now + delay_s
-        self._push(engine.since, engine)
-        return True
 
     def _outcome(self) -> Outcome:
         if self.left or np.isnan(self.finish_N).any():
@@ -367,5 +338,4 @@ class Rollout:
             events=self.events,
             lent=len(self.freed.lent),
             pairs=self.freed.pairs,
-            migrated=self.migrated,
         )

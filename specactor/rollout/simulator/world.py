@@ -15,7 +15,8 @@ from typing import Literal
 from specactor.errors import PlanError
 from specactor.rollout.planning.candidates import Candidates
 from specactor.rollout.planning.costs import Grid
-from specactor.rollout.planning.plans import DrafterEngine, DrafterOption, Mode, VerifierOption
+from specactor.rollout.planning.plans import DrafterEngine, DrafterOption, VerifierOption
+from specactor.rollout.planning.reconfiguration import Mode
 from specactor.rollout.simulator.requests import Method
 
 SimulatedMode = Literal["off", "coupled", "decoupled", "auto"]
@@ -31,13 +32,11 @@ class Delays:
     """Of an engine, for deciding anew."""
     rollback_s: float = 0.0005
     """Of a drafter ahead of its verifier, for going back to what was committed, per round in which all requests do."""
-    migrate_s: float = 1.0
-    """Of a request's move to another engine: its keys and values are sent, or made again."""
     drafter_start_s: float = 2.0
     """Until an engine that ran dry drafts for others: weights, and the prefixes of its requests."""
 
     def __post_init__(self) -> None:
-        if min(self.start_s, self.replan_s, self.rollback_s, self.migrate_s, self.drafter_start_s) < 0:
+        if min(self.start_s, self.replan_s, self.rollback_s, self.drafter_start_s) < 0:
             raise PlanError(f"delays: got {self}, expected seconds >= 0.")
 
 
@@ -96,8 +95,6 @@ class Policy:
     """Mode auto: engines that ran dry draft for the others."""
     published: bool = False
     """Algorithm 3 as published, without the stop where nothing is gained."""
-    migrate: bool = False
-    """Mode auto: engines that ran dry take requests over. The engine does not do this yet."""
     max_load: int = 64
     """Requests of a drafter on an engine that ran dry (b_max)."""
 

@@ -21,11 +21,11 @@ from specactor.rollout.draft.mixing import reaching
 from specactor.rollout.draft.options import live_costs
 from specactor.rollout.draft.trees import Drafts
 from specactor.rollout.draft.ways import FASTEST
+from specactor.rollout.planning.acceptance import survival_of
 from specactor.rollout.planning.costs import CostTable
 from specactor.rollout.planning.fastest import Straggler
 from specactor.rollout.planning.online_costs import OnlineCosts
 from specactor.rollout.planning.reconfiguration import LiveCosts
-from specactor.rollout.planning.rounds import survival_of
 from specactor.rollout.planning.windows import OFF
 from tests.rollout.draft.world import World, auto, truth
 

@@ -7,9 +7,9 @@ from operator import mul
 
 from hypothesis import strategies as st
 
+from specactor.rollout.planning.acceptance import survival_of
 from specactor.rollout.planning.costs import CostTable, Grid
 from specactor.rollout.planning.plans import Cluster, DrafterEngine, DrafterOption, VerifierOption
-from specactor.rollout.planning.rounds import survival_of
 
 AXIS = (1.0, 64.0)
 W = 4

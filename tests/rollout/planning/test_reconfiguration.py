@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 from specactor.errors import PlanError
 from specactor.rollout.planning.acceptance import AcceptanceModel
 from specactor.rollout.planning.costs import CostTable, Grid
-from specactor.rollout.planning.plans import PLAIN, DraftPlan
-from specactor.rollout.planning.reconfiguration import LiveCosts, Offer, reconfigure, speeds, worths
+from specactor.rollout.planning.reconfiguration import PLAIN, DraftPlan, LiveCosts, Offer, reconfigure, speeds, worths
 from specactor.rollout.planning.rounds import coupled_tokens, pipelined
 
 W = 4

@@ -9,12 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specactor.errors import PlanError
+from specactor.rollout.planning.acceptance import survival_of
 from specactor.rollout.planning.candidates import from_figures, from_table
 from specactor.rollout.planning.costs import CostTable, Grid, ProcessCosts
 from specactor.rollout.planning.devices import DEVICES, Attained, Device, device
 from specactor.rollout.planning.plans import Cluster
 from specactor.rollout.planning.rooflines import PLAIN_BUCKETS, WINDOW_BUCKETS, Roofline, cost_table, draft_grid
-from specactor.rollout.planning.rounds import survival_of
 from specactor.rollout.planning.search import search
 from specactor.rollout.planning.shapes import DRAFTERS, SHAPES, TransformerShape
 

@@ -12,21 +12,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specactor.errors import PlanError
+from specactor.rollout.planning.acceptance import survival_of
 from specactor.rollout.planning.costs import Grid
 from specactor.rollout.planning.paper import PaperCosts
 from specactor.rollout.planning.paper import plan as algorithm_1
 from specactor.rollout.planning.plans import (
-    PLAIN,
     Branches,
     Cluster,
     DrafterEngine,
     DrafterOption,
-    DraftPlan,
     Footprint,
     RolloutPlan,
     VerifierOption,
 )
-from specactor.rollout.planning.rounds import AHEAD, Pace, coupled_tokens, pipelined, running, survival_of
+from specactor.rollout.planning.reconfiguration import PLAIN, DraftPlan
+from specactor.rollout.planning.rounds import AHEAD, Pace, coupled_tokens, pipelined, running
 from specactor.rollout.planning.search import search
 from tests import test_structure
 from tests.rollout.planning.search_cases import AXIS, Case, W, cases, drafter, drafting, linear, verifier

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
-from specactor.rollout.continuation import going_on
+from specactor.rollout.resume import going_on
 from specactor.types import Begun, RolloutRequest, Trajectory, VersionSpan
 
 T = TypeVar("T")

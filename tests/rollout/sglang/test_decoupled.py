@@ -20,7 +20,6 @@ from specactor.errors import EngineError
 from specactor.rollout import drafter_pool
 from specactor.rollout.decoupled.access import DrafterAccess
 from specactor.rollout.draft.counts import Counts, added
-from specactor.rollout.layout_plan import LayoutPlanner
 from specactor.rollout.pool import EnginePool
 from specactor.rollout.sglang.engine import Engine, EngineSpec
 from specactor.rollout.sglang.running import running
@@ -31,7 +30,6 @@ from tests.rollout.decoupled.test_host import assert_takes_no_time, child_of, is
 from tests.rollout.sglang.asking import in_background, probe
 from tests.rollout.sglang.decoupled_setting import (
     LIMIT_S,
-    MAX_WINDOW,
     OFF,
     REMOTE,
     aim,
@@ -57,8 +55,6 @@ from tests.rollout.sglang.pushes import DAMAGES, Pushes
 from tests.rollout.sglang.test_model_drafter import make_dense
 from tests.rollout.sglang.test_speculation import batch as batch_of_all_kinds
 from tests.rollout.sglang.test_speculation import configure, facts, report
-from tests.rollout.test_layout_plan import seen, table
-from tests.rollout.wrong_pools import DropsAPart
 
 __all__ = ["lending", "setting"]
 
@@ -311,7 +307,7 @@ def lend(
         busy.flush()
         outcome = pool.generate(WAVES, on_finished=strike)
         assert facts(outcome.finished) == want
-        assert outcome.tail.lent > 0
+        assert outcome.drafters_woken > 0
         assert not pool.drafters.is_awake(dry.index)
         assert not is_listening(sleeper.spec)
         counts = report(busy)
@@ -332,44 +328,6 @@ def test_a_dry_engines_core_drafts_for_the_other_and_is_left_in_time(setting: Se
     assert sleeper.wake_s > 0, "its waking was measured"
     assert_takes_no_time(child_of(sleeper))
     lend(lending, setting, right)
-
-
-def test_an_engine_is_set_aside_for_a_drafter_that_is_predicted_to_win(setting: Setting, lending: EnginePool) -> None:
-    """From the second rollout on, when it is known that drafts are good, and until they are bad."""
-    [busy, aside], [sleeper], told = lending.engines, lending.drafters.drafters, list[str]()
-    layouts = LayoutPlanner(table=table(base_s=1.0), methods=("decoupled",), slots=32, max_window=MAX_WINDOW)
-    pool = EnginePool([], tail=lending.tail, drafters=lending.drafters, layouts=layouts, note=told.append)
-    pool.engines = [busy, aside]
-    requests = [replace(r, group_id=i % 2) for i, r in enumerate(WAVES)]
-    want = plain(busy, requests)
-    for engine in pool.engines:
-        aim(engine, [address(sleeper.spec.endpoint)], setting.folder)
-        configure(engine, setting.speculation())
-
-    def rollout(pool: EnginePool = pool) -> tuple[int, int]:
-        """(engines set aside, requests of the second engine)"""
-        before = aside.stats()["requests"]
-        pool.flush()
-        outcome = pool.generate(requests)
-        assert facts(outcome.finished) == want
-        assert not is_listening(sleeper.spec)
-        return outcome.tail.set_aside, int(aside.stats()["requests"] - before)
-
-    assert rollout() == (0, len(requests) // 2)
-    pool.learn({"decoupled": seen(1000, 950)})
-    report(busy)
-    for _ in range(20):  # one may end before the drafter is awake
-        assert rollout() == (1, 0)
-        if (counts := report(busy)).accepted > 0:
-            break
-    assert counts.accepted > 0
-    wrong = DropsAPart([], tail=pool.tail, drafters=pool.drafters, layouts=pool.layouts)
-    wrong.engines = pool.engines
-    with pytest.raises(AssertionError):
-        rollout(wrong)
-    pool.learn({"decoupled": seen(1000, 0)})
-    assert rollout() == (0, len(requests) // 2)
-    assert ["1 of 2 engines serve" in text for text in told] == [True, False]
 
 
 def test_a_drafter_on_a_dry_engines_core_that_is_killed_costs_no_token(setting: Setting, lending: EnginePool) -> None:

@@ -13,10 +13,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from specactor.config import RolloutConfig, TailConfig
+from specactor.config import RolloutConfig
 from specactor.errors import EngineError
 from specactor.parallel.layout import ENGINE_RESERVED_TOKENS, reserved_tokens
-from specactor.rollout import continuation
+from specactor.rollout import resume
 from specactor.rollout.sglang.engine import Engine, EngineSpec
 from specactor.types import RolloutRequest, Trajectory, VersionSpan
 from tests.rollout.conftest import CONTEXT, VOCAB, request
@@ -213,7 +213,7 @@ def test_a_response_with_few_tokens_left_goes_on(engine: Engine) -> None:
     """At the limit of what may go on (`layout.reserved_tokens`); beyond it the engine says so, and not SGLang."""
     assert engine.ready is not None
     most = engine.ready.max_sequence_tokens
-    reserved = reserved_tokens(RolloutConfig(tail=TailConfig(migrate=True))) - ENGINE_RESERVED_TOKENS
+    reserved = reserved_tokens(RolloutConfig(oversample=1.5, partial=True)) - ENGINE_RESERVED_TOKENS
     whole = request(0, new=most - reserved - len(request(0).prompt_ids))
     (expected,) = engine.generate([whole])
     for left in range(1, 6):
@@ -234,7 +234,7 @@ def without_last(whole: RolloutRequest, response: Trajectory, count: int) -> Rol
     """`whole`, to go on with from all but the last tokens of its response."""
     tokens, logprobs = response.token_ids[:-count], response.logprobs[:-count]
     spans = (VersionSpan(version=response.spans[0].version, start=0, end=len(tokens)),)
-    return continuation.going_on(whole, replace(response, token_ids=tokens, logprobs=logprobs, spans=spans))
+    return resume.going_on(whole, replace(response, token_ids=tokens, logprobs=logprobs, spans=spans))
 
 
 def test_too_long_a_request_names_the_limit(engine: Engine) -> None:

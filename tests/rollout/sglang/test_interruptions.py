@@ -19,7 +19,7 @@ from tokenizers import Tokenizer
 
 from specactor.config import EngineConfig, SpeculationConfig
 from specactor.errors import EngineError
-from specactor.rollout.continuation import going_on
+from specactor.rollout.resume import going_on
 from specactor.rollout.sglang.engine import Engine, EngineSpec
 from specactor.rollout.sglang.running import running
 from specactor.types import RolloutRequest, Trajectory

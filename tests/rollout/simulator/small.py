@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+from specactor.rollout.planning.acceptance import survival_of
 from specactor.rollout.planning.candidates import Candidates
 from specactor.rollout.planning.costs import CostTable, Grid
 from specactor.rollout.planning.plans import Cluster, DrafterEngine, DrafterOption, VerifierOption
-from specactor.rollout.planning.rounds import survival_of
 from specactor.rollout.simulator.requests import Lengths, Method, Requests, draw
 from specactor.rollout.simulator.world import Delays, Truth
 
 W = 4
 AXIS = (1.0, 64.0)
-NO_DELAYS = Delays(start_s=0.0, replan_s=0.0, rollback_s=0.0, migrate_s=0.0, drafter_start_s=0.0)
+NO_DELAYS = Delays(start_s=0.0, replan_s=0.0, rollback_s=0.0, drafter_start_s=0.0)
 
 
 def table(base_s: float = 0.010, row_s: float = 0.0002, step_s: float = 0.001, *, local: bool = True) -> CostTable:

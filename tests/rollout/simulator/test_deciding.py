@@ -10,11 +10,10 @@ import numpy as np
 import pytest
 
 from specactor import plan as planning
-from specactor.rollout import pool, tail_plan
+from specactor.rollout import pool, tail
 from specactor.rollout.draft import further, mixing, options, speculator, ways
 from specactor.rollout.draft.drafter import DraftSequence
-from specactor.rollout.planning import fastest, ladder, reconfiguration, search, windows
-from specactor.rollout.planning import freed as freed_devices
+from specactor.rollout.planning import fastest, reconfiguration, search, windows
 from specactor.rollout.planning.windows import OFF
 from specactor.rollout.simulator import deciding, freed, rollout
 from specactor.rollout.simulator.deciding import AHEAD, Decider, Decision, placed
@@ -35,10 +34,9 @@ def test_decisions_are_those_of_the_engine() -> None:
     assert deciding.reconfigure is mixing.reconfigure is reconfiguration.reconfigure
     assert rollout.assign is pool.assign
     assert freed.while_it_pays is further.while_it_pays is fastest.while_it_pays
-    assert tail_plan.while_it_pays is fastest.while_it_pays
-    assert freed.best_window is freed_devices.best_window
-    assert tail_plan.gain is freed_devices.gain
-    assert freed.Ladder is ways.Ladder is ladder.Ladder
+    assert freed.best_window is fastest.best_window
+    assert tail.speedup is fastest.speedup
+    assert freed.ranked is ways.ranked is fastest.ranked
 
 
 def defined(text: str) -> set[str]:
@@ -48,7 +46,8 @@ def defined(text: str) -> set[str]:
 def test_the_simulator_defines_no_second_policy() -> None:
     theirs = {
         "best_window",
-        "gain",
+        "ranked",
+        "speedup",
         "search",
         "choose",
         "choose_windows",

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specactor.errors import PlanError
-from specactor.rollout.planning.plans import RolloutPlan, VerifierOption
+from specactor.rollout.planning.plans import RolloutPlan
 from specactor.rollout.simulator.deciding import placed
 from specactor.rollout.simulator.engine import Engine
 from specactor.rollout.simulator.ledger import Span, busy_s, checked
@@ -20,7 +20,7 @@ from specactor.rollout.simulator.rollout import Rollout, simulate
 from specactor.rollout.simulator.world import Delays, Policy, SimulatedMode, Truth, slower
 from tests.rollout.simulator.small import W, candidates, cluster, requests, table, truth
 
-SOME = Delays(start_s=0.3, replan_s=0.01, rollback_s=0.001, migrate_s=0.2, drafter_start_s=0.1)
+SOME = Delays(start_s=0.3, replan_s=0.01, rollback_s=0.001, drafter_start_s=0.1)
 MODES: list[SimulatedMode] = ["off", "coupled", "decoupled", "auto"]
 
 
@@ -50,12 +50,11 @@ def check(outcome: Outcome, of: Requests, devices: int = 8) -> None:
     st.floats(0.3, 0.95),
     st.booleans(),
     st.booleans(),
-    st.booleans(),
 )
 def test_work_and_devices_are_conserved(
-    mode: SimulatedMode, prompts: int, seed: int, p: float, fastest: bool, published: bool, migrate: bool
+    mode: SimulatedMode, prompts: int, seed: int, p: float, fastest: bool, published: bool
 ) -> None:
-    policy = Policy(mode=mode, max_window=W, fastest=fastest, published=published, migrate=migrate)
+    policy = Policy(mode=mode, max_window=W, fastest=fastest, published=published)
     of = requests(prompts, seed=seed)
     outcome = simulated(of, policy, p=p, seed=seed)
     check(outcome, of)
@@ -212,8 +211,8 @@ def test_engines_that_ran_dry_draft_for_the_others() -> None:
 
 def test_delays_cost_time() -> None:
     of = requests(8, 4, median=600.0)
-    policy = Policy(max_window=W, migrate=True)
-    none = Delays(start_s=0.0, replan_s=0.0, rollback_s=0.0, migrate_s=0.0, drafter_start_s=0.0)
+    policy = Policy(max_window=W)
+    none = Delays(start_s=0.0, replan_s=0.0, rollback_s=0.0, drafter_start_s=0.0)
     free = simulated(of, policy, delays=none).seconds
     for name in ("start_s", "replan_s"):
         assert simulated(of, policy, delays=replace(none, **{name: 0.2})).seconds > free
@@ -234,25 +233,6 @@ def test_delays_cost_time() -> None:
         for wait in (0.0, 18.0)
     ]
     assert lending[0] < lending[1]
-
-
-def test_requests_move_to_engines_that_ran_dry_where_that_saves_time() -> None:
-    real, plan, of = decoupled_plan()
-    dear = candidates(0.0)
-    steep = replace(dear, verifiers=(VerifierOption(devices=2, costs=table(0.001, 0.01)),), drafters=())
-    stay, move, late = (
-        simulate(cluster(of), steep, replace(real, candidates=steep, delays=delays), policy, of, plan=plan)
-        for policy, delays in (
-            (Policy(fastest=False), replace(SOME, migrate_s=0.1)),
-            (Policy(fastest=False, migrate=True), replace(SOME, migrate_s=0.1)),
-            (Policy(fastest=False, migrate=True), replace(SOME, migrate_s=1e6)),
-        )
-    )
-    assert (stay.migrated, late.migrated) == (0, 0)
-    assert move.migrated > 0
-    assert move.seconds < 0.7 * stay.seconds
-    assert late.seconds == pytest.approx(stay.seconds)
-    check(move, of)
 
 
 def test_requests_that_do_not_fit_wait() -> None:

@@ -10,7 +10,6 @@ from tests import test_structure
 
 SIMULATOR = [
     "rollout.planning.fastest",
-    "rollout.planning.ladder",
     *(
         f"rollout.simulator.{name}"
         for name in (

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specactor.errors import EngineError
-from specactor.rollout import continuation
+from specactor.rollout import resume
 from specactor.types import Begun, RolloutRequest, SamplingParams, Trajectory, VersionSpan
 
 REQUEST = RolloutRequest(
@@ -26,7 +26,7 @@ def in_parts(cuts: list[int], versions: list[int], *, with_experts: bool = True)
     request, emitted = REQUEST, 0
     for i, (count, version) in enumerate(zip(cuts, versions, strict=True)):
         tokens = range(emitted, emitted + count)
-        response = continuation.whole(
+        response = resume.whole(
             request,
             token_ids=list(tokens),
             logprobs=[-float(token) for token in tokens],
@@ -35,9 +35,9 @@ def in_parts(cuts: list[int], versions: list[int], *, with_experts: bool = True)
             routed_experts=bytes(tokens) if with_experts else b"",
         )
         emitted += count
-        request = continuation.going_on(request, response)
+        request = resume.going_on(request, response)
         if emitted < 50:
-            continuation.check(request, with_experts=with_experts)
+            resume.check(request, with_experts=with_experts)
     return response
 
 
@@ -60,7 +60,7 @@ def test_parts_make_the_whole(parts: list[tuple[int, int]], with_experts: bool) 
 
 
 def test_a_response_without_tokens_leaves_the_request_as_it_was() -> None:
-    assert continuation.going_on(REQUEST, in_parts([0], [3])) == REQUEST
+    assert resume.going_on(REQUEST, in_parts([0], [3])) == REQUEST
     assert in_parts([0], [3]).spans == (VersionSpan(version=3, start=0, end=0),)
 
 
@@ -81,28 +81,26 @@ BEGUN = Begun(token_ids=(1, 2), logprobs=(-1.0, -2.0), spans=(VersionSpan(versio
 )
 def test_damaged_beginnings_are_refused(begun: Begun, message: str) -> None:
     with pytest.raises(EngineError, match=message):
-        continuation.check(replace(REQUEST, begun=begun))
+        resume.check(replace(REQUEST, begun=begun))
 
 
 def test_experts_are_of_all_tokens_or_of_none() -> None:
     request = replace(REQUEST, begun=BEGUN)
-    continuation.check(request)
+    resume.check(request)
     with pytest.raises(EngineError, match="without routed experts"):
-        continuation.check(request, with_experts=True)
-    late = continuation.whole(
-        request, token_ids=[3], logprobs=[-3.0], finish_reason="stop", version=1, routed_experts=b"x"
-    )
+        resume.check(request, with_experts=True)
+    late = resume.whole(request, token_ids=[3], logprobs=[-3.0], finish_reason="stop", version=1, routed_experts=b"x")
     assert late.routed_experts == b""
 
 
 def test_an_engine_is_told_the_tokens_alone() -> None:
-    bare = continuation.bare(replace(REQUEST, begun=BEGUN)).begun
+    bare = resume.bare(replace(REQUEST, begun=BEGUN)).begun
     assert bare is not None
     assert (bare.token_ids, bare.logprobs, bare.spans) == ((1, 2), (), ())
-    assert continuation.bare(REQUEST) is REQUEST
+    assert resume.bare(REQUEST) is REQUEST
 
 
 def test_responses_agree_as_far_as_both_go() -> None:
-    assert continuation.agree((1, 2, 3), (1, 2))
-    assert continuation.agree((), (1, 2))
-    assert not continuation.agree((1, 2, 3), (1, 3))
+    assert resume.agree((1, 2, 3), (1, 2))
+    assert resume.agree((), (1, 2))
+    assert not resume.agree((1, 2, 3), (1, 3))

@@ -1,0 +1,218 @@
+"""Late in a rollout, some engines have nothing left to do, and the drafters that sleep on their devices can be woken
+to draft for the others (Algorithm 3 of 2511.16193). Tokens never change by it.
+
+Invariants: at most one drafter is awake, on a dry engine's device; it drafts for all requests; it leaves before its
+engine is given requests; it is woken only where it is predicted to pay; nothing here waits.
+"""
+
+from __future__ import annotations
+
+import time
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache
+from itertools import accumulate
+from typing import Protocol
+
+import numpy as np
+
+from specactor.config import TailConfig
+from specactor.rollout.draft.counts import Counts
+from specactor.rollout.planning.costs import METHOD
+from specactor.rollout.planning.fastest import gain_after, speedup
+from specactor.rollout.planning.reconfiguration import LiveCosts
+from specactor.rollout.sglang.engine import Engine
+
+ASK_EVERY_S = 0.1
+"""Events come by the hundred per second, and a prediction looks at every request."""
+RETURN_SHARE = 0.2
+"""Of the way back to the first belief about their acceptance, per step without any draft of theirs."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Running:
+    """A request on an engine."""
+
+    emitted: int
+    max_new_tokens: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineLoad:
+    """What an engine that is alive has to do."""
+
+    engine: int
+    slots: int
+    """Requests that it decodes together; others wait."""
+    running: tuple[Running, ...]
+    wake_rounds: float | None = None
+    """Rounds until the drafter on its device is awake; None: the engine is busy, or no drafter sleeps there."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TailCosts:
+    """Seconds are counted in rounds of an engine with one request."""
+
+    per_request: float = 0.05
+    """Of a round, for each request beyond the first; a row that is verified costs what a request does."""
+    margin: float = 0.05
+    """Share of a request's time left that a drafter must save."""
+    draft_step: float = 0.2
+    """Of a round: a draft token of each request."""
+    acceptance: float = 0.6
+    """P(the first draft token is accepted), of a drafter on a dry engine's device, as believed now."""
+    first_acceptance: float = 0.6
+    """As believed before any was seen."""
+    max_window: int = 8
+    notice_rounds: float = 32.0
+    """Until an engine that found no drafter looks for one again."""
+
+
+class TailPolicy(Protocol):
+    """Asked while an engine has run dry. A test may give its own."""
+
+    def engine_to_wake(self, loads: Sequence[EngineLoad], finished: Sequence[int]) -> int | None:
+        """Args: loads: of the engines that are alive; finished: lengths of the responses that finished."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class WakeWhereItPays:
+    """The shipped policy. PURE."""
+
+    costs: TailCosts = field(default_factory=TailCosts)
+
+    def engine_to_wake(self, loads: Sequence[EngineLoad], finished: Sequence[int]) -> int | None:
+        """The one whose drafter is awake soonest, if that is predicted to pay for some request."""
+        wakes = [(load.wake_rounds, load.engine) for load in loads if load.wake_rounds is not None]
+        if not wakes:
+            return None
+        soonest, engine = min(wakes)
+        lengths, costs = Lengths(finished), self.costs
+        # One drafter drafts for all requests, so its time is charged for all.
+        served = sum(min(len(load.running), load.slots) for load in loads)
+
+        @cache
+        def faster(requests: int) -> float:
+            return max(1.0, speedup(costs.acceptance, _live_costs(costs, requests, served)))
+
+        pays = any(
+            gain_after(
+                soonest + costs.notice_rounds,
+                lengths.expected_left(request.emitted, request.max_new_tokens),
+                faster(min(len(load.running), load.slots)),
+            )
+            > 1.0 + costs.margin
+            for load in loads
+            for request in load.running
+        )
+        return engine if pays else None
+
+    def after(self, counts: Mapping[str, Counts]) -> WakeWhereItPays:
+        """The policy of the next step. Args: counts: what speculation did in this one, per drafter."""
+        own, believed, first = counts.get(METHOD, Counts()), self.costs.acceptance, self.costs.first_acceptance
+        # A drafter that is believed to be bad is not woken, so nothing of it is seen, though it may have learned
+        # since: such a belief goes back to the first one, until the drafter is tried again.
+        acceptance = own.acceptance(believed) if own.drafted_at[0] else believed + RETURN_SHARE * (first - believed)
+        return replace(self, costs=replace(self.costs, acceptance=acceptance))
+
+
+def tail_policy(config: TailConfig, *, max_window: int = TailCosts.max_window) -> WakeWhereItPays | None:
+    """What a run asked for; None: nothing is done. Args: max_window: draft tokens of a request and round."""
+    return WakeWhereItPays(costs=TailCosts(max_window=max_window)) if config.drafters else None
+
+
+class Lengths:
+    """Of the responses that finished in this rollout."""
+
+    def __init__(self, finished: Iterable[int] = ()) -> None:
+        self._sorted = sorted(finished)
+        self._sums = list(accumulate(reversed(self._sorted), initial=0))
+
+    def expected_left(self, emitted: int, limit: int) -> float:
+        """Tokens that a response of `emitted` tokens will yet get, if it goes on as those did that were longer: 1 at
+        least, and no more than the limit allows."""
+        longer = len(self._sorted) - bisect_right(self._sorted, emitted)
+        mean = self._sums[longer] / longer if longer else float(limit)
+        return max(1.0, min(mean, limit) - emitted)
+
+
+def _live_costs(costs: TailCosts, requests: int, served: int) -> LiveCosts:
+    """In rounds of an engine with one request. Args: requests: of the engine; served: of the drafter."""
+    rows_W = requests * np.arange(1.0, costs.max_window + 2)
+    verify_W = 1.0 + costs.per_request * (rows_W - 1.0)
+    step = costs.draft_step * (1.0 + costs.per_request * (served - 1))
+    return LiveCosts(
+        plain_s=float(verify_W[0]),
+        verify_s=verify_W,
+        coupled_draft_s=None,
+        decoupled_draft_s=step * np.arange(2.0, costs.max_window + 2),
+    )
+
+
+class SleepingDrafters(Protocol):
+    """Drafters on devices of engines, by `EngineSpec.index`; see `DrafterPool`. Nothing here waits."""
+
+    def any_awake(self) -> bool: ...
+
+    def free(self, engine: int) -> None: ...
+
+    def wake_s(self, engine: int) -> float | None: ...
+
+    def wake(self, engine: int) -> None: ...
+
+    def sleep(self, engine: int) -> None: ...
+
+
+class BorrowedDevices:
+    """The devices of engines that have run dry, in one rollout, which begins now. Engines are positions here."""
+
+    def __init__(
+        self,
+        engines: Sequence[Engine],
+        drafters: SleepingDrafters | None,
+        policy: TailPolicy | None,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.num_woken = 0
+        self._engines, self._drafters, self._policy, self._clock = engines, drafters, policy, clock
+        self._began_s, self._asked_s = clock(), -float("inf")
+        self._dry: set[int] = set()
+        """Engines of which the drafters know that they have nothing to do."""
+
+    def give_back(self, engine: int) -> None:
+        """The engine is about to be given requests."""
+        if self._drafters is not None:
+            self._dry.discard(engine)
+            self._drafters.sleep(self._engines[engine].index)
+
+    def lend(
+        self, loads: Callable[[], Sequence[EngineLoad]], dry: Iterable[int], finished: Iterable[int], rounds: int
+    ) -> None:
+        """Wake a drafter, if the policy says so. Args: loads: of all living engines; dry: those of them without
+        requests; finished: lengths of the finished responses; rounds: of this rollout so far."""
+        if self._drafters is None or self._policy is None:
+            return
+        for engine in set(dry) - self._dry:
+            self._dry.add(engine)
+            self._drafters.free(self._engines[engine].index)
+        now_s = self._clock()
+        # One that is awake drafts for all, also for a dead engine's successor.
+        if now_s - self._asked_s < ASK_EVERY_S or self._drafters.any_awake():
+            return
+        self._asked_s = now_s
+        engine_to_wake = self._policy.engine_to_wake(self._with_wakes(loads(), rounds), list(finished))
+        if engine_to_wake is not None:
+            self._drafters.wake(self._engines[engine_to_wake].index)
+            self.num_woken += 1
+
+    def _with_wakes(self, loads: Sequence[EngineLoad], rounds: int) -> list[EngineLoad]:
+        """Waking takes seconds, which become rounds as they were in this rollout: none before one was seen."""
+        assert self._drafters is not None
+        rounds_per_s = rounds / max(self._clock() - self._began_s, 1e-6)
+        found = []
+        for load in loads:
+            wake_s = None if load.running or not rounds else self._drafters.wake_s(self._engines[load.engine].index)
+            found.append(replace(load, wake_rounds=None if wake_s is None else wake_s * rounds_per_s))
+        return found
