@@ -25,7 +25,7 @@ def main() -> None:
     config = task_recipe(sys.argv[1])
     shape = model_shape(config)
     layout = check(config, int(os.environ["WORLD_SIZE"]), shape)
-    groups.init(layout, config.parallel, seed=config.seed)
+    groups.init(layout, config.parallel, seed=config.seed, local_rank=int(os.environ["LOCAL_RANK"]))
     collective = Collective(torch.device("cpu"))
     start = initial_model(config, collective)
     tokenizer = load_tokenizer(start)

@@ -33,7 +33,7 @@ def main() -> None:
         train=TrainConfig(adam_betas=case.ADAM_BETAS, grad_clip=case.GRAD_CLIP),
     )
     layout = check(config, int(os.environ["WORLD_SIZE"]), ModelShape.read(model_dir))
-    groups.init(layout, parallel, seed=0)
+    groups.init(layout, parallel, seed=0, local_rank=int(os.environ["LOCAL_RANK"]))
     trainer = PolicyTrainer(config, layout, model_dir)
     vocab_size = json.loads((model_dir / "config.json").read_text())["vocab_size"]
     batch = case.sequences(vocab_size)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 from pathlib import Path
@@ -69,7 +70,7 @@ def main() -> None:
     model_dir, options = Path(sys.argv[1]), json.loads(sys.argv[2])
     config = sync_config(str(model_dir), **options)
     layout = check(config, options["world"], ModelShape.read(model_dir))
-    groups.init(layout, config.parallel, seed=0)
+    groups.init(layout, config.parallel, seed=0, local_rank=int(os.environ["LOCAL_RANK"]))
     collective = Collective(torch.device("cpu"))
     trainer = PolicyTrainer(config, layout, model_dir)
     specs = [

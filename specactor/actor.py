@@ -325,7 +325,7 @@ class SpecActor:
         self.version += 1
         self.trainer.offload()
         self.collective.barrier()
-        self.pool.resume_memory()
+        self.collective.together("resume", self.pool.resume_memory)
         return stats
 
     def sync(self) -> SyncReport:

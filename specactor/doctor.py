@@ -140,7 +140,7 @@ def _optional(devices: Devices) -> list[Finding]:
     instead = {
         "transformer_engine": ("PyTorch layers", "pip install 'transformer-engine[pytorch]'"),
         "apex": ("PyTorch's AdamW", "build NVIDIA's apex from its source; the one on PyPI is another project"),
-        "sgl_kernel": ("PyTorch reference of its operators", "pip install sgl-kernel"),
+        "sgl_kernel": ("PyTorch reference of its operators", "pip install sglang-kernel"),
         "deepspeed": ("not needed", "pip install 'specactor[deepspeed]'"),
         "torch_memory_saver": ("engine memory stays allocated during training", "pip install torch-memory-saver"),
     }

@@ -8,7 +8,6 @@ from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 
-import torch
 from transformers import PreTrainedTokenizerBase
 
 from specactor import measurements
@@ -19,11 +18,13 @@ from specactor.data.tokenizer import VOCAB_SIZE, load_tokenizer
 from specactor.metrics import Tracker, read_metrics, rss_bytes
 from specactor.parallel import groups
 from specactor.parallel.collective import Collective
+from specactor.parallel.devices import gpu_uuid
 from specactor.parallel.failure import Failures, Member
 from specactor.parallel.layout import (
     Layout,
     ModelShape,
     check,
+    engine_devices,
     longest_prompt,
     place_engine,
     reserved_tokens,
@@ -56,11 +57,12 @@ def run(config: Config, *, rank: int, local_rank: int, world: int, head: str, fa
     policy = model_shape(config)
     layout = check(config, world, policy)
     check_in_engines(config, policy)
-    groups.init(layout, config.parallel, seed=config.seed)
+    device = groups.init(layout, config.parallel, seed=config.seed, local_rank=local_rank)
     with ExitStack() as stack:
         stack.callback(groups.destroy)
-        collective = Collective(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
-        members = collective.gather(Member.here(local_rank), Member)
+        collective = Collective(device)
+        gpu = gpu_uuid(device.index) if device.type == "cuda" else ""
+        members = collective.gather(Member.here(local_rank, gpu=gpu), Member)
         failures.know(members)
         folder = RunFolder.of(config)
         resume = collective.together("run folder", lambda: checkpoint_to_resume(config, folder))
@@ -224,13 +226,14 @@ def _own_engines(
 ) -> list[EngineSpec]:
     """The engines that this rank starts, drives and stops."""
     p = config.parallel
+    machines, devices = [member.machine for member in members], [member.device for member in members]
     return [
         EngineSpec(
             index=index,
             model_dir=str(model_dir.resolve()),
             dtype=config.model.dtype,
             tensor_parallel=p.engine_tensor,
-            devices=tuple(range(first_device, first_device + p.engine_tensor)),
+            devices=engine_devices(index, machines, devices, engine_tensor=p.engine_tensor),
             config=config.rollout.engine,
             speculation=config.rollout.speculation,
             drafters=access_of(index),
@@ -240,7 +243,7 @@ def _own_engines(
             log_file=str((folder.engines / f"engine-{index}.log").resolve()),
             random_seed=config.seed,
         )
-        for index, (owner, first_device) in enumerate(_places(config, members))
+        for index, (owner, _) in enumerate(_places(config, members))
         if owner == rank
     ]
 

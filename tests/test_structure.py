@@ -97,3 +97,14 @@ def test_pure_modules_read_no_clock_and_no_environment(module: str) -> None:
 def test_files_stay_readable() -> None:
     long = [path.name for path in PACKAGE.rglob("*.py") if len(path.read_text().splitlines()) > 400]
     assert long == [], "a file fits on a few screens"
+
+
+def test_what_can_fail_on_one_rank_fails_on_all() -> None:
+    """The actor hands what its engines do with memory to `Collective.together`, so that nobody waits for a rank alone."""
+    calls = [
+        node.func.attr
+        for node in ast.walk(ast.parse((PACKAGE / "actor.py").read_text()))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
+    ]
+    assert "together" in calls
+    assert not {"release_memory", "resume_memory", "restart_lost"} & {*calls}

@@ -18,7 +18,7 @@ SHIMS = Path(__file__).parent / "shims"
 _TORCHRUN_PREFIXES = ("TORCHELASTIC_", "TORCH_NCCL_", "GROUP_", "LOCAL_", "ROLE_", "MASTER_", "RANK", "WORLD_SIZE")
 
 
-def environment(cores: Sequence[int] = ()) -> dict[str, str]:
+def environment(cores: Sequence[int | str] = ()) -> dict[str, str]:
     """Variables for a process that hosts an engine without a GPU, on top of the inherited ones.
 
     `cores` holds one core per tensor-parallel rank; SGLang refuses several ranks on one NUMA node without the list.
@@ -39,21 +39,37 @@ def environment(cores: Sequence[int] = ()) -> dict[str, str]:
     return variables
 
 
-def process_environment(devices: Sequence[int]) -> dict[str, str]:
+def process_environment(devices: Sequence[int | str]) -> dict[str, str]:
     """The whole environment of a process that hosts an engine on these devices: GPUs if the machine has any, or cores.
 
     What torchrun tells its ranks is left out: an engine is a world of its own.
     """
     kept = {name: value for name, value in os.environ.items() if not name.startswith(_TORCHRUN_PREFIXES)}
     if has_gpu():
-        return {**kept, "CUDA_VISIBLE_DEVICES": ",".join(map(_gpu_name, devices)), "SGLANG_PLUGINS": "specactor"}
+        return {**kept, **gpu_environment(devices), "SGLANG_PLUGINS": "specactor"}
     return {**kept, **environment(devices)}
 
 
-def _gpu_name(device: int) -> str:
-    """What this process calls GPU `device` may be one of a subset that CUDA_VISIBLE_DEVICES names."""
+def gpu_environment(devices: Sequence[int | str]) -> dict[str, str]:
+    """Return the variables of a process that hosts an engine on these GPUs.
+
+    Args:
+        devices: UUIDs, or numbers as this process counts its GPUs.
+    """
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return visible.split(",")[device] if visible else str(device)
+    given = visible.split(",") if visible else []
+    names = [device if isinstance(device, str) else given[device] if given else str(device) for device in devices]
+    variables = {
+        "CUDA_VISIBLE_DEVICES": ",".join(names),
+        # CUDA graphs keep activations of their own: without this a release leaves that memory with the engine.
+        "SGLANG_MEMORY_SAVER_CUDA_GRAPH": "1",
+    }
+    for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
+        # The memory saver cannot release segments that grow; what else a user has set for the trainer may stay.
+        kept = [part for part in os.environ.get(name, "").split(",") if "expandable_segments" not in part]
+        if os.environ.get(name) is not None:
+            variables[name] = ",".join(kept)
+    return variables
 
 
 def has_gpu() -> bool:

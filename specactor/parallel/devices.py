@@ -25,7 +25,7 @@ PROBE_S = 120
 PROBES = {
     "transformer_engine": ("transformer-engine", "import transformer_engine.pytorch as m; m.Linear, m.LayerNorm"),
     "apex": ("apex", "from apex.optimizers import FusedAdam"),
-    "sgl_kernel": ("sgl-kernel", "import sgl_kernel"),
+    "sgl_kernel": ("sglang-kernel", "import sgl_kernel"),
     "deepspeed": ("deepspeed", "import deepspeed; deepspeed.initialize"),
     "torch_memory_saver": ("torch-memory-saver", "import torch_memory_saver"),
 }
@@ -96,6 +96,13 @@ def gpus() -> tuple[Gpu, ...]:
         return ()
     all_properties = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
     return tuple(Gpu(name=each.name, memory_bytes=each.total_memory) for each in all_properties)
+
+
+def gpu_uuid(number: int) -> str:
+    """Return the name of a GPU that means the same to every process, whatever CUDA_VISIBLE_DEVICES each has."""
+    import torch
+
+    return f"GPU-{torch.cuda.get_device_properties(number).uuid}"
 
 
 def numbers() -> tuple[int, ...]:

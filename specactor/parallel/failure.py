@@ -59,15 +59,22 @@ class Member(msgspec.Struct, frozen=True, kw_only=True):
     """Devices of the machine that it was given, as CUDA has them; None: all."""
     local_rank: int = 0
     """Its number among the ranks that one launcher started on the machine."""
+    device: int | str = 0
+    """UUID of its GPU, which means the same device to every process of the machine, or the number of its core."""
 
     @classmethod
-    def here(cls, local_rank: int = 0) -> Member:
-        """Of this process."""
+    def here(cls, local_rank: int = 0, *, gpu: str = "") -> Member:
+        """Describe this process.
+
+        Args:
+            gpu: UUID of its GPU, empty where it has none.
+        """
         return cls(
             machine=Path("/proc/sys/kernel/random/boot_id").read_text().strip(),
             pid=os.getpid(),
             visible=os.environ.get("CUDA_VISIBLE_DEVICES"),
             local_rank=local_rank,
+            device=gpu or local_rank,
         )
 
     @property

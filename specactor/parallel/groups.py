@@ -12,23 +12,27 @@ import torch.distributed as dist
 
 from specactor.config import ParallelConfig
 from specactor.cpu import megatron as cpu_platform
-from specactor.parallel.layout import Layout
+from specactor.parallel.layout import Layout, own_device
 
 
-def init(layout: Layout, parallel: ParallelConfig, *, seed: int) -> torch.device:
+def init(layout: Layout, parallel: ParallelConfig, *, seed: int, local_rank: int) -> torch.device:
     """Join the job that torchrun started and set up all groups of `layout`; returns this rank's device.
 
     Uses NCCL with a GPU, gloo without. A default process group that exists already is used as it is. Collective.
+
+    Args:
+        local_rank: number of this rank among those of its launcher, which is that of its GPU.
     """
     cpu_platform.install()
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
     gpu = torch.cuda.is_available()
+    # A wrong number is refused before anything waits for the other ranks.
+    device = torch.device("cuda", own_device(local_rank, torch.cuda.device_count())) if gpu else torch.device("cpu")
     if not dist.is_initialized():
         timeout = datetime.timedelta(seconds=parallel.timeout_s)
         dist.init_process_group("nccl" if gpu else "gloo", timeout=timeout)
-    device = torch.device("cuda", dist.get_rank() % torch.cuda.device_count()) if gpu else torch.device("cpu")
     if gpu:
         torch.cuda.set_device(device)
     parallel_state.initialize_model_parallel(

@@ -236,6 +236,55 @@ def engine_owner(engine: int, *, engine_tensor: int) -> int:
     return engine * engine_tensor
 
 
+def own_device(local_rank: int, visible: int) -> int:
+    """Return the number of a rank's GPU among the `visible` ones: its own, or the only one that it was given.
+
+    Raises ConfigError when a launcher started more ranks than it has GPUs.
+    """
+    if visible > 1 and local_rank >= visible:
+        raise ConfigError.at(
+            "torchrun --nproc-per-node",
+            f"a rank {local_rank}",
+            f"at most {visible} ranks, one per GPU that they see",
+            "Start fewer ranks per host, or set CUDA_VISIBLE_DEVICES.",
+        )
+    return 0 if visible == 1 else local_rank
+
+
+def engine_devices(
+    engine: int, machines: Sequence[str], devices: Sequence[int | str], *, engine_tensor: int
+) -> tuple[int | str, ...]:
+    """Return the devices of an engine, which are those of the ranks that it shares them with.
+
+    Args:
+        machines: host of each rank.
+        devices: of each rank, the UUID of its GPU, or the number of its core where it has none.
+
+    Raises ConfigError for an engine over several hosts, and when two of the ranks have one GPU.
+    """
+    first = engine_owner(engine, engine_tensor=engine_tensor)
+    ranks = range(first, first + engine_tensor)
+    if len({machines[rank] for rank in ranks}) > 1:
+        raise ConfigError.at(
+            "parallel.engine_tensor",
+            engine_tensor,
+            f"a divisor of the ranks of a host: engine {engine} would share the devices of ranks {first} to "
+            f"{ranks[-1]}, which are on several hosts",
+            "Choose one that divides torchrun --nproc-per-node.",
+        )
+    own = tuple(devices[rank] for rank in ranks)
+    for rank in ranks:
+        others = [other for other, device in enumerate(devices) if other != rank and device == devices[rank]]
+        if isinstance(devices[rank], str) and others:
+            raise ConfigError.at(
+                "torchrun --nproc-per-node",
+                f"ranks {sorted([rank, *others])} on GPU {devices[rank]}",
+                "one GPU per rank",
+                "Start fewer ranks, or give each another GPU in CUDA_VISIBLE_DEVICES.",
+            )
+    return own
+
+
 def place_engine(
     engine: int, views: Sequence[Hashable], local_ranks: Sequence[int], *, engine_tensor: int, pooled: bool
 ) -> tuple[int, int]:

@@ -63,7 +63,8 @@ class Policy:
                     yield name, tensor
 
     def for_bridge(self) -> list[Any]:
-        return [_SpecNames(chunk) for chunk in self.chunks] if self.local_spec else self.chunks
+        """The chunks under the names that mbridge knows: without the wrapper that Megatron puts around bfloat16."""
+        return [_SpecNames(chunk) if self.local_spec else unwrap_model(chunk) for chunk in self.chunks]
 
 
 def build(model_dir: Path, *, dtype: str, train: TrainConfig) -> Policy:

@@ -15,7 +15,15 @@ from hypothesis import strategies as st
 from specactor.config import Config, ParallelConfig
 from specactor.errors import ConfigError
 from specactor.parallel.failure import Member
-from specactor.parallel.layout import ModelShape, check, engine_owner, longest_prompt, place_engine
+from specactor.parallel.layout import (
+    ModelShape,
+    check,
+    engine_devices,
+    engine_owner,
+    longest_prompt,
+    own_device,
+    place_engine,
+)
 from specactor.recipes import load
 
 MOE = ModelShape(num_layers=4, num_heads=4, num_kv_heads=2, num_experts=8, vocab_size=96, max_position=512)
@@ -216,11 +224,67 @@ def places(views: Sequence[Hashable], *, pooled: bool) -> list[tuple[int, int]]:
 def test_a_member_says_which_devices_it_sees(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     everything = Member.here(3)
+    assert (everything.device, Member.here(3, gpu="GPU-a").device) == (3, "GPU-a")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
     some = Member.here(3)
     assert (everything.local_rank, everything.visible, some.visible) == (3, None, "4,5")
     assert everything.machine == some.machine
     assert everything.view != some.view
+
+
+def cluster(hosts: int, ranks: int, *, gpus: int, one_visible: bool = False) -> tuple[list[str], list[int | str]]:
+    """(host of each rank, UUID of the GPU that it trains on): each launcher's ranks see all GPUs, or one each."""
+    machines: list[str] = []
+    devices: list[int | str] = []
+    for host in range(hosts):
+        for local_rank in range(ranks):
+            number = local_rank if one_visible else own_device(local_rank, gpus)
+            machines.append(f"host {host}")
+            devices.append(f"GPU-{host}.{number}")
+    return machines, devices
+
+
+@pytest.mark.parametrize(
+    ("hosts", "ranks", "gpus", "one_visible", "engines", "size"),
+    [
+        (1, 1, 1, False, 1, 1),
+        (1, 8, 8, False, 2, 4),
+        (2, 8, 8, False, 4, 4),
+        (2, 4, 8, False, 2, 4),  # half of the GPUs of each host
+        (1, 8, 8, True, 8, 1),  # srun --gpus-per-task=1
+        (1, 8, 8, True, 2, 4),
+    ],
+)
+def test_an_engine_runs_on_the_devices_that_its_ranks_train_on(
+    hosts: int, ranks: int, gpus: int, one_visible: bool, engines: int, size: int
+) -> None:
+    machines, devices = cluster(hosts, ranks, gpus=gpus, one_visible=one_visible)
+    assert len(set(devices)) == hosts * ranks
+    for engine in range(engines):
+        first = engine * size
+        found = engine_devices(engine, machines, devices, engine_tensor=size)
+        assert found == tuple(devices[first : first + size])
+
+
+@pytest.mark.parametrize(("size", "engine"), [(16, 0), (3, 2)])
+def test_an_engine_over_two_hosts_is_refused(size: int, engine: int) -> None:
+    machines, devices = cluster(2, 8, gpus=8)
+    with pytest.raises(ConfigError, match=f"parallel.engine_tensor: got {size}, .*several hosts.*Choose one that div"):
+        engine_devices(engine, machines, devices, engine_tensor=size)
+
+
+def test_two_ranks_on_one_gpu_are_refused() -> None:
+    machines, devices = ["a", "a"], ["GPU-0", "GPU-0"]
+    with pytest.raises(ConfigError, match=r"got 'ranks \[0, 1\] on GPU GPU-0', expected one GPU per rank"):
+        engine_devices(0, machines, devices, engine_tensor=1)
+    assert engine_devices(0, machines, [0, 0], engine_tensor=1) == (0,)  # cores may be shared
+
+
+def test_a_ranks_own_device() -> None:
+    assert [own_device(local_rank, 8) for local_rank in range(8)] == [*range(8)]
+    assert own_device(5, 1) == 0  # the only one that it was given
+    with pytest.raises(ConfigError, match="got 'a rank 4', expected at most 4 ranks"):
+        own_device(4, 4)
 
 
 def test_engines_start_at_multiples_of_their_size() -> None:

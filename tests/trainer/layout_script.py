@@ -43,7 +43,7 @@ def make(entry: dict[str, Any]) -> PolicyTrainer:
         expert=p.expert,
         expert_tensor=p.expert_tensor,
     )
-    groups.init(layout, p, seed=0)
+    groups.init(layout, p, seed=0, local_rank=0)
     return PolicyTrainer(config, layout, Path(entry["model"]))
 
 

@@ -90,7 +90,7 @@ class Bench:
         p = config.parallel
         sizes = {key: getattr(p, key) for key in ("tensor", "pipeline", "context", "expert", "expert_tensor")}
         layout = Layout(world=self.collective.world, **sizes)
-        groups.init(layout, p, seed=0)
+        groups.init(layout, p, seed=0, local_rank=0)
         self.trainer = PolicyTrainer(config, layout, self.model_dir)
         self.trainer.train_step(cases.sequences(len(name)), learning_rate=2e-3)
         before = self.answers()

@@ -68,7 +68,14 @@ def server_args(spec: EngineSpec, *, gpu: bool, memory_release: bool) -> dict[st
         # With overlap SGLang counts a token a round late, and the last one of what it was given, prompt or beginning,
         # as if it had been emitted now: a response in parts would not be the response in one.
         arguments["disable_overlap_schedule"] = True
-    if not gpu:
+    if gpu:
+        # Graphs of prefills cannot be released for training.
+        arguments["cuda_graph_backend_prefill"] = "disabled"
+        if spec.speculation.mode != "off":
+            # SGLang would capture graphs of one request's draft tokens per row. A verification here is a decode of one
+            # token per row: a single row is broadcast into such a graph without an error, and tokens are wrong.
+            arguments["disable_cuda_graph"] = True
+    else:
         arguments |= {
             "device": "cpu",
             "attention_backend": "torch_native",

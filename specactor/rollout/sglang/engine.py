@@ -247,7 +247,11 @@ class Engine:
         return msgspec.msgpack.decode(reply, type=list[Span])
 
     def release_memory(self) -> bool:
-        """Free the device's memory until `resume_memory`; False where the platform cannot, and nothing happens."""
+        """Free the device's memory until `resume_memory`; return False where the platform cannot.
+
+        Raises EngineError when requests are running: SGLang's scheduler dies of a release before it counts itself idle.
+        """
+        self.flush()
         self._command("release_memory")
         return self.ready is not None and self.ready.memory_release
 

@@ -42,7 +42,7 @@ class EngineSpec:
     dtype: str
     """float32 or bfloat16."""
     tensor_parallel: int = 1
-    devices: tuple[int, ...]
+    devices: tuple[int | str, ...]
     """One core (without a GPU) or one GPU per tensor-parallel rank."""
     config: EngineConfig = field(default_factory=EngineConfig)
     speculation: SpeculationConfig = field(default_factory=SpeculationConfig)

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import runpy
+import subprocess
+import sys
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from specactor.config import SpeculationConfig
+from specactor.config import EngineConfig, RolloutConfig, SpeculationConfig
+from specactor.cpu import sglang as cpu
+from specactor.errors import ConfigError
 from specactor.rollout.sglang.backend import server_args
 from specactor.rollout.sglang.protocol import EngineSpec
 
@@ -51,3 +57,73 @@ def test_sglang_has_every_argument(gpu: bool) -> None:
     order = Path(package.origin).parent / "srt/arg_groups/field_order.py"  # which imports nothing
     known = runpy.run_path(str(order))["POSITIONAL_FIELD_ORDER"]
     assert set(server_args(spec(COUPLED), gpu=gpu, memory_release=gpu)) <= set(known)
+
+
+@pytest.fixture(scope="module")
+def on_hopper(model_dir: str) -> dict[str, Any]:
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.rollout.sglang.resolved_arguments", model_dir],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def test_where_engines_speculate_sglang_captures_no_graphs(on_hopper: dict[str, Any]) -> None:
+    """By SGLang's own resolution of arguments for device cuda, with our plugin."""
+    resolved = on_hopper["arguments"]
+    assert {mode: resolved[mode]["decode"] for mode in ("off", "coupled", "auto")} == {
+        "off": "full",
+        "coupled": "disabled",
+        "auto": "disabled",
+    }
+    assert {resolved[mode]["prefill"] for mode in ("off", "coupled", "auto")} == {"disabled"}
+    assert resolved["SGLang's default"] == {"decode": "full", "prefill": "breakable", "rows": 9}
+
+
+def test_a_graph_of_wider_requests_would_take_a_row_without_an_error(on_hopper: dict[str, Any]) -> None:
+    """Why there are none: one row is broadcast over the tokens of its request, and more than one is an error."""
+    one, three = on_hopper["graphs"]["1"], on_hopper["graphs"]["3"]
+    assert one == {"replayed": True, "copied": [5] * 9}
+    assert three == {"replayed": True, "copied": "RuntimeError"}
+
+
+@pytest.mark.parametrize(
+    ("mode", "extra", "fine"),
+    [
+        ("off", {"disable_cuda_graph": False}, True),
+        ("off", {"cuda-graph-max-bs": 8}, True),
+        ("coupled", {"disable_cuda_graph": True}, True),
+        ("coupled", {"disable_cuda_graph": False}, False),
+        ("auto", {"cuda-graph-max-bs": 8}, False),
+        ("coupled", {"cuda_graph_backend_decode": "full"}, False),
+    ],
+)
+def test_nobody_brings_graphs_back(mode: Any, extra: dict[str, Any], fine: bool) -> None:
+    def make() -> RolloutConfig:
+        return RolloutConfig(speculation=SpeculationConfig(mode=mode), engine=EngineConfig(extra_args=extra))
+
+    if fine:
+        make()
+    else:
+        with pytest.raises(ConfigError, match=r"rollout\.engine\.extra_args: got .*cuda.graph.*wrong tokens"):
+            make()
+
+
+def test_an_engines_environment_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A UUID is the same device to everyone; a number is one of those that this process was given."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True,max_split_size_mb:64")
+    monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
+    assert cpu.gpu_environment(("GPU-b", "GPU-a")) == {
+        "CUDA_VISIBLE_DEVICES": "GPU-b,GPU-a",
+        "SGLANG_MEMORY_SAVER_CUDA_GRAPH": "1",
+        "PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64",
+    }
+    assert cpu.gpu_environment((1,))["CUDA_VISIBLE_DEVICES"] == "5"
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    assert cpu.gpu_environment((1,))["CUDA_VISIBLE_DEVICES"] == "1"

@@ -293,6 +293,31 @@ def test_memory_comes_and_goes(engine: Engine) -> None:
     engine.resume_memory()
 
 
+def test_memory_is_released_when_requests_have_ended_and_not_before(engine: Engine) -> None:
+    """SGLang's scheduler asserts that it is idle, and dies of a release that comes too early."""
+    thread = threading.Thread(target=lambda: engine.generate([request(i, new=CONTEXT - 20) for i in range(24)]))
+    before = engine.stats()["requests"]
+    thread.start()
+    while engine.rank_call("flush", b"", timeout_s=60) == [b"flushed"] and thread.is_alive():
+        pass  # not admitted yet
+    if thread.is_alive():
+        engine.abort()
+        engine.release_memory()  # waits for the last moment of what was ended
+    thread.join()
+    engine.resume_memory()
+    assert engine.stats()["requests"] == before + 24
+    assert len(engine.generate([request(0)])) == 1
+
+
+def test_memory_is_not_released_under_running_requests(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr(engine, "rank_call", lambda name, payload, timeout_s: [b""])  # never idle
+    monkeypatch.setattr(engine, "_command", asked.append)
+    with pytest.raises(EngineError, match="requests are still running"):
+        engine.release_memory()
+    assert asked == []
+
+
 def test_bad_model_folder_is_an_error_at_once(make_spec: Callable[..., EngineSpec], tmp_path) -> None:  # type: ignore[no-untyped-def]
     started = time.monotonic()
     engine = Engine.start(make_spec(8, model_dir=str(tmp_path)))

@@ -34,7 +34,7 @@ def make(model: Path, parallel: dict[str, Any]) -> PolicyTrainer:
     config = policy_cases.config(str(model), parallel)
     p = config.parallel
     layout = Layout(world=2, tensor=p.tensor, pipeline=p.pipeline, context=1, expert=1, expert_tensor=p.expert_tensor)
-    groups.init(layout, p, seed=0)
+    groups.init(layout, p, seed=0, local_rank=0)
     return PolicyTrainer(config, layout, model)
 
 

@@ -1,0 +1,95 @@
+"""Script: what SGLang makes of our arguments on a machine with Hopper GPUs, by mode, and what its graphs would do with
+the rows of a verification. Prints JSON."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from types import SimpleNamespace
+
+from tests.lib import hopper
+
+
+def main(model_dir: str) -> None:
+    os.environ["SGLANG_PLUGINS"] = "specactor"
+    hopper.install()
+    from sglang.srt.arg_groups.overrides import resolved_view
+    from sglang.srt.plugins import load_plugins
+    from sglang.srt.server_args import ServerArgs
+
+    from specactor.config import SpeculationConfig
+    from specactor.rollout.sglang.backend import server_args
+    from specactor.rollout.sglang.protocol import EngineSpec
+
+    load_plugins()
+    found = {}
+    for mode in ("off", "coupled", "auto", "SGLang's default"):
+        spec = EngineSpec(
+            index=0,
+            model_dir=model_dir,
+            dtype="bfloat16",
+            devices=("GPU-0",),
+            context_length=128,
+            log_file="log",
+            speculation=SpeculationConfig(mode="coupled" if mode.startswith("SGLang") else mode),
+        )
+        arguments = server_args(spec, gpu=True, memory_release=True)
+        if mode.startswith("SGLang"):  # what it does where nothing is said
+            del arguments["disable_cuda_graph"], arguments["cuda_graph_backend_prefill"]
+        resolved = ServerArgs(**arguments | {"attention_backend": "triton"})
+        resolved.resolve_once()
+        resolved.check_server_args()
+        view = resolved_view(resolved)
+        graphs = view.cuda_graph_config
+        found[mode] = {
+            "decode": str(graphs.decode.backend),
+            "prefill": str(graphs.prefill.backend),
+            "rows": view.speculative_num_draft_tokens,
+        }
+    print(json.dumps({"arguments": found, "graphs": graphs_of(width=9)}))
+
+
+def graphs_of(*, width: int) -> dict[str, object]:
+    """Whether SGLang's own runner would replay a graph captured for `width` tokens per request for decode rows of one
+    token, and what its copy into the graph's input then does."""
+    import torch
+    from sglang.srt.model_executor.runner.decode_cuda_graph_runner import DecodeCudaGraphRunner
+
+    class Runner(DecodeCudaGraphRunner):  # type: ignore[misc]
+        def __init__(self) -> None:  # captures nothing: there is no device
+            vars(self).update(
+                ragged_verify_mode=False,
+                captured_req_width=width,
+                require_mlp_tp_gather=False,
+                enable_pdmux=False,
+                disable_padding=False,
+                max_bs=256,
+                require_mlp_sync=False,
+                is_encoder_decoder=False,
+                enable_two_batch_overlap=False,
+                model_runner=SimpleNamespace(spec_algorithm=SimpleNamespace(is_ngram=lambda: False)),
+            )
+
+        def _resolve_lora_variant(self, batch: object) -> None:
+            return None
+
+        def _make_graph_key(self, *args: object, **kwargs: object) -> int:
+            return 0
+
+    found: dict[str, object] = {}
+    for rows in (1, 3):
+        tokens = torch.arange(5, 5 + rows)
+        batch = SimpleNamespace(replace_embeds=None, spec_info=None, batch_size=rows, input_ids=tokens)
+        target = torch.zeros(rows * width, dtype=torch.int64)
+        try:
+            torch._foreach_copy_([target], [tokens])
+            copied = target.tolist()
+        except RuntimeError:
+            copied = "RuntimeError"
+        found[str(rows)] = {"replayed": bool(Runner().can_run_graph(batch)), "copied": copied}
+    return found
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

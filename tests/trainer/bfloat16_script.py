@@ -1,0 +1,78 @@
+"""Script: the trainer in bfloat16 in one process, which Megatron wraps as it does on a GPU. Prints JSON.
+
+Usage: python -m tests.trainer.bfloat16_script MODEL_DIR FOLDER
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from specactor.cpu import megatron as cpu_platform
+
+cpu_platform.install()
+
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+
+from specactor.parallel import groups  # noqa: E402
+from specactor.parallel.layout import Layout  # noqa: E402
+from specactor.trainer import checkpoint  # noqa: E402
+from specactor.trainer.model import Policy  # noqa: E402
+from specactor.trainer.policy import PolicyTrainer  # noqa: E402
+from specactor.trainer.shards import RankShards  # noqa: E402
+from tests.trainer import policy_cases as cases  # noqa: E402
+
+
+def bits(pairs: Any) -> dict[str, str]:
+    """Name -> dtype and exact contents."""
+    return {
+        name: f"{tensor.dtype} {hash(tensor.contiguous().view(torch.uint8).numpy().tobytes())}"
+        for name, tensor in pairs
+    }
+
+
+def handed_over(policy: Policy) -> dict[str, str]:
+    """Everything that the only rank hands over in a weight sync."""
+    return bits(pair for one_round in RankShards(policy).rounds(2**16) for pair in one_round)
+
+
+def fused_names(policy: Policy) -> list[str]:
+    """Names under which a policy of TransformerEngine's layers, which none of the local ones has, meets mbridge."""
+    return [name for chunk in replace(policy, local_spec=False).for_bridge() for name, _ in chunk.named_parameters()]
+
+
+def main(model_dir: str, folder: Path) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{folder / 'store'}", rank=0, world_size=1)
+    config = cases.config(model_dir, {})
+    config = replace(config, model=replace(config.model, dtype="bfloat16"))
+    layout = Layout(world=1, tensor=1, pipeline=1, context=1, expert=1, expert_tensor=1)
+    groups.init(layout, config.parallel, seed=0, local_rank=0)
+    trainer = PolicyTrainer(config, layout, Path(model_dir))
+    before = handed_over(trainer.policy)
+    loss = trainer.train_step(cases.sequences(), learning_rate=1e-2).loss
+    after, whole = handed_over(trainer.policy), bits(trainer.policy.named_weights())
+    saved = folder / "checkpoints"
+    checkpoint.save(trainer, saved, 1, {"steps_done": 1})
+    again = trainer.train_step(cases.sequences(1), learning_rate=1e-2).loss
+    checkpoint.load(trainer, saved / "step-000001")
+    restored = handed_over(trainer.policy)
+    repeated = trainer.train_step(cases.sequences(1), learning_rate=1e-2).loss
+    result = {
+        "wrapper": type(trainer.policy.chunks[0]).__name__,
+        "names": fused_names(trainer.policy),
+        "dtypes": sorted({text.split()[0] for text in after.values()}),
+        "changed": before != after and set(before) == set(after),
+        "shards_are_the_model": after == whole,
+        "restored": restored == after,
+        "losses": [loss, again, repeated],
+    }
+    print(json.dumps(result))
+    groups.destroy()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], Path(sys.argv[2]))

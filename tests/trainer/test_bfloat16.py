@@ -1,0 +1,41 @@
+"""The trainer in bfloat16, where Megatron wraps the model as it does on a GPU."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+from specactor.config import TinyModelConfig
+from specactor.data.tiny_model import make_tiny_model
+from tests.trainer.conftest import LIMIT_S, ROOT, environment
+
+SHAPE = TinyModelConfig(num_layers=2, hidden_size=64, head_dim=16, num_experts=4, expert_size=64)
+
+
+def test_a_wrapped_model_is_trained_saved_and_handed_over(tmp_path: Path) -> None:
+    """Under the names that mbridge knows: without the wrapper's `module.` before them."""
+    make_tiny_model(SHAPE, 0, tmp_path / "model")
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.trainer.bfloat16_script", str(tmp_path / "model"), str(tmp_path)],
+        cwd=ROOT,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["wrapper"] == "Float16Module"  # else this test would show nothing
+    assert "embedding.word_embeddings.weight" in found["names"]
+    assert not [name for name in found["names"] if name.startswith("module.")]
+    assert found["dtypes"] == ["torch.bfloat16"]
+    assert found["changed"]
+    assert found["shards_are_the_model"]
+    assert found["restored"]
+    first, again, repeated = found["losses"]
+    assert math.isfinite(first)
+    assert again == repeated
