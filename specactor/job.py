@@ -31,10 +31,12 @@ from specactor.parallel.layout import (
 )
 from specactor.progress import Progress, summary_rows
 from specactor.recipes import to_json
+from specactor.rollout import cost_file
 from specactor.rollout.decoupled.access import DrafterAccess
 from specactor.rollout.drafter_pool import DrafterPool
 from specactor.rollout.drafter_specs import check_in_engines
 from specactor.rollout.drafter_start import start_drafters
+from specactor.rollout.planning import job_plan
 from specactor.rollout.pool import EnginePool
 from specactor.rollout.sglang.engine import EngineSpec
 from specactor.rollout.tail import tail_policy
@@ -123,6 +125,7 @@ def _build(
     stack: ExitStack,
 ) -> SpecActor:
     """Model, data, drafters, engines and trainer. Drafters and engines start while the model is warmed up."""
+    config = collective.together("plan", lambda: _planned(config, members, progress))
     with progress.phase("data", announce=True):
         start = initial_model(config, collective)
         tokenizer = load_tokenizer(start)
@@ -165,6 +168,17 @@ def _build(
         on_trace=folder.write_traces if collective.rank == 0 else lambda step, spans: None,
         on_groups=_rollout_writer(config, folder, collective.rank),
     )
+
+
+def _planned(config: Config, members: Sequence[Member], progress: Progress) -> Config:
+    """Who drafts in this job, where measured costs can say."""
+    speculation = config.rollout.speculation
+    if speculation.mode != "auto" or not speculation.cost_table:
+        return config
+    machines = len({member.machine for member in members})
+    config, text = job_plan.planned(config, cost_file.read(speculation.cost_table), machines=machines)
+    progress.note(text)
+    return config
 
 
 def _distillation(

@@ -53,8 +53,8 @@ class SpeculationConfig:
     """Whether drafter processes with nothing else to do draft on from the second choices of what they drafted, for the
     case that those are right; auto: each decides while it runs, by what the planner predicts."""
     cost_table: str = ""
-    """File that ``specactor profile`` wrote; empty: costs are measured while the engine runs. With
-    rollout.tail.drafters it also decides which engines leave their devices to drafters."""
+    """File that ``specactor profile`` wrote; empty: costs are measured while the engine runs. In mode
+    auto the job is also planned by it when it starts: what no plan has is not started."""
     history_tokens: int = 1_000_000
     """Tokens of earlier responses that a text drafter keeps."""
 
