@@ -11,12 +11,12 @@ from dataclasses import dataclass, replace
 from itertools import product
 from math import ceil
 
+from benchmarks.paper_algorithms import PaperCosts, PaperPlan, plan, tgs_coupled
 from benchmarks.results import RESULTS, Result, publish
 from specactor.rollout.planning.acceptance import survival_of
 from specactor.rollout.planning.candidates import Candidates, from_figures
 from specactor.rollout.planning.costs import Grid
 from specactor.rollout.planning.devices import DEVICES, Attained, device
-from specactor.rollout.planning.paper import PaperCosts, PaperPlan, plan, tgs_coupled
 from specactor.rollout.planning.plans import Branches, Cluster, RolloutPlan
 from specactor.rollout.planning.reconfiguration import Mode
 from specactor.rollout.planning.rounds import pipelined

@@ -11,7 +11,7 @@ Decoupled, a drafter runs ahead of the verifier, and nobody waits for a redraft.
     redrafting the drafter starts again from the commit: a plain step of one token. The request is ready again if the
                drafter's first token is the one that this step adds (survival_1, or a hit).
 The share of rounds that are ready follows, and with it tokens and rows per round. It is a ratio of averages; the
-paper's tau (`paper.py`) averages ratios.
+paper's tau (`benchmarks/paper_algorithms.py`) averages ratios.
 
 That takes rounds to last until windows are there (`pipelined`). The drafter processes of this project are not waited
 for, so how many draft tokens there are depends on the round's length over the drafter's step, both measured:

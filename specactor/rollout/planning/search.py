@@ -10,9 +10,9 @@ A plan is one of
 and is charged for every device of the cluster, used or idle: plans are compared by tokens per second of the whole.
 Costs are `CostTable`s and `Grid`s, measured (`specactor profile`) or predicted from device figures (`rooflines.py`).
 
-Compared with Algorithm 1 of 2511.16193 (`paper.py`): off and coupled are plans too, drafters and verifiers need not
-come in equal numbers, tables take the place of lines, memory bounds how many requests run at once, and drafting for
-outcomes in advance (2603.03251) is an option. The 1:1 groups of Algorithm 1 are among the plans.
+Compared with Algorithm 1 of 2511.16193 (`benchmarks/paper_algorithms.py`): off and coupled are plans too, drafters and
+verifiers need not come in equal numbers, tables take the place of lines, memory bounds how many requests run at once,
+and drafting for outcomes in advance (2603.03251) is an option. The 1:1 groups of Algorithm 1 are among the plans.
 
 Invariants: the first plan has the most tokens per second, and off wins ties, and wherever no other plan is faster by
 more than `margin`; a drafter with acceptance 0 is never in the first plan; survivals that rise never lower the first

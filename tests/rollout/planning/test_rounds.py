@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.paper_algorithms import tau
 from specactor.errors import PlanError
 from specactor.rollout.planning.acceptance import checked, survival_of
-from specactor.rollout.planning.paper import tau
 from specactor.rollout.planning.rounds import coupled_tokens, pipelined
 
 SURVIVAL = st.lists(st.floats(0, 1), min_size=1, max_size=6).map(lambda steps: tuple(accumulate(steps, mul)))

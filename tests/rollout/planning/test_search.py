@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.paper_algorithms import PaperCosts
+from benchmarks.paper_algorithms import plan as algorithm_1
 from specactor.errors import PlanError
 from specactor.rollout.planning.acceptance import survival_of
 from specactor.rollout.planning.costs import Grid
-from specactor.rollout.planning.paper import PaperCosts
-from specactor.rollout.planning.paper import plan as algorithm_1
 from specactor.rollout.planning.plans import (
     Branches,
     Cluster,
@@ -345,6 +345,6 @@ def test_what_cannot_be_is_refused() -> None:
 
 
 def test_the_search_does_not_know_where_costs_come_from() -> None:
-    for module in ("plans", "search", "rounds", "reconfiguration", "paper"):
+    for module in ("plans", "search", "rounds", "reconfiguration"):
         text = test_structure.file_of(f"rollout.planning.{module}").read_text()
         assert not any(f"planning.{other} import" in text for other in ("rooflines", "devices", "shapes", "candidates"))

@@ -9,10 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specactor.errors import PlanError
-from specactor.rollout.planning import paper
-from specactor.rollout.planning.costs import Grid
-from specactor.rollout.planning.paper import (
+from benchmarks import paper_algorithms as paper
+from benchmarks.paper_algorithms import (
     Line,
     PaperCosts,
     PaperPlan,
@@ -25,6 +23,8 @@ from specactor.rollout.planning.paper import (
     tgs_coupled,
     windows,
 )
+from specactor.errors import PlanError
+from specactor.rollout.planning.costs import Grid
 
 
 def line(per_request_s: float, base_s: float) -> Line:
