@@ -16,7 +16,7 @@ from statistics import fmean
 
 from specactor.rollout.decoupled.patience import Patience
 from specactor.rollout.planning.acceptance import survival_of
-from specactor.rollout.planning.rounds import Pace, coupled_tokens
+from specactor.rollout.planning.throughput_model import Pace, coupled_tokens
 
 ENDLESS = 1 << 40
 """Tokens."""

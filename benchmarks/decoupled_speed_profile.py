@@ -26,7 +26,7 @@ from specactor.rollout.decoupled.host import DrafterProcess
 from specactor.rollout.planning.costs import CostTable, Grid, Point
 from specactor.rollout.planning.plans import RolloutPlan
 from specactor.rollout.planning.process_costs import beside, by_requests, column, without_waits
-from specactor.rollout.planning.rounds import AHEAD, Pace
+from specactor.rollout.planning.throughput_model import AHEAD, Pace
 from specactor.rollout.sglang.engine import Engine
 from specactor.rollout.sglang.speculation_calls import Rounds
 from specactor.types import RolloutRequest

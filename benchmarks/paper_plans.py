@@ -16,12 +16,12 @@ from benchmarks.results import RESULTS, Result, publish
 from specactor.rollout.planning.acceptance import survival_of
 from specactor.rollout.planning.candidates import Candidates, from_figures
 from specactor.rollout.planning.costs import Grid
-from specactor.rollout.planning.devices import DEVICES, Attained, device
+from specactor.rollout.planning.gpu_specs import DEVICES, Attained, device
+from specactor.rollout.planning.model_shapes import SHAPES
 from specactor.rollout.planning.plans import Branches, Cluster, RolloutPlan
 from specactor.rollout.planning.reconfiguration import Mode
-from specactor.rollout.planning.rounds import pipelined
 from specactor.rollout.planning.search import search
-from specactor.rollout.planning.shapes import SHAPES
+from specactor.rollout.planning.throughput_model import pipelined
 
 GPUS = 256
 CONTEXT = 4096
@@ -210,7 +210,7 @@ def inputs() -> str:
         f"weights, {share.attention:.0%} reading keys and values, {share.link:.0%} of the link; an all-reduce takes "
         f"{1e6 * share.all_reduce_s:g} us at least, a kernel {1e6 * share.kernel_s:g} us. Messages between drafters "
         "and verifiers take 100 us. Sources stand beside the figures in `specactor/rollout/planning/devices.py`, "
-        "those of the models' shapes in `shapes.py`."
+        "those of the models' shapes in `model_shapes.py`."
     )
 
 

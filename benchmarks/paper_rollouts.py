@@ -12,8 +12,8 @@ from itertools import product
 
 from benchmarks.results import RESULTS, Result, publish
 from specactor.rollout.planning.candidates import from_figures
-from specactor.rollout.planning.devices import device
-from specactor.rollout.planning.shapes import SHAPES
+from specactor.rollout.planning.gpu_specs import device
+from specactor.rollout.planning.model_shapes import SHAPES
 from specactor.rollout.simulator.requests import Lengths, Method
 from specactor.rollout.simulator.steps import Job, Phases, Refresh, Run, run
 from specactor.rollout.simulator.world import Delays, Policy, Truth, slower

@@ -38,8 +38,8 @@ from benchmarks.trained_models import Models, task_models
 from specactor.config import EngineConfig, RolloutConfig, SpeculationConfig
 from specactor.parallel.layout import ModelShape
 from specactor.rollout.draft.counts import Counts
-from specactor.rollout.planning.cells import cells, checks, cost_table
 from specactor.rollout.planning.costs import CostTable
+from specactor.rollout.planning.profile_grid import cells, checks, cost_table
 from specactor.rollout.profile import Sizes, measure
 from specactor.rollout.sglang.engine import Engine, EngineSpec
 from specactor.rollout.sglang.running import running

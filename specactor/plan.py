@@ -28,10 +28,10 @@ from specactor.errors import ConfigError
 from specactor.rollout import cost_file
 from specactor.rollout.planning.acceptance import survival_of
 from specactor.rollout.planning.candidates import Candidates, from_figures, from_table
-from specactor.rollout.planning.devices import DEVICES, device
+from specactor.rollout.planning.gpu_specs import DEVICES, device
+from specactor.rollout.planning.model_shapes import DRAFTERS, SHAPES, TransformerShape
 from specactor.rollout.planning.plans import Branches, Cluster, RolloutPlan
 from specactor.rollout.planning.search import search
-from specactor.rollout.planning.shapes import DRAFTERS, SHAPES, TransformerShape
 
 PROG = "specactor plan"
 NUMBERS = ("x off", "tok/s/device", "verifiers", "drafters", "idle", "requests")

@@ -32,9 +32,9 @@ from specactor.rollout.decoupled.spec import DrafterSpec
 from specactor.rollout.decoupled.transport import Address
 from specactor.rollout.draft.named import make_drafters
 from specactor.rollout.drafter_specs import Host, make_specs
-from specactor.rollout.planning.cells import Check, cells, checks, cost_table
 from specactor.rollout.planning.costs import METHOD, CostTable, Grid, ProcessCosts
-from specactor.rollout.planning.fastest import speedup
+from specactor.rollout.planning.fastest_of_n import speedup
+from specactor.rollout.planning.profile_grid import Check, cells, checks, cost_table
 from specactor.rollout.planning.reconfiguration import LiveCosts
 from specactor.rollout.profile import PASSES, Sizes, measure
 from specactor.rollout.profile_process import measure_process

@@ -29,8 +29,8 @@ from specactor.plan import acceptance_at, named_shape, one_line
 from specactor.rollout import cost_file
 from specactor.rollout.planning.acceptance import survival_of
 from specactor.rollout.planning.candidates import Candidates, from_figures, from_table
-from specactor.rollout.planning.devices import Device, device
-from specactor.rollout.planning.shapes import DRAFTERS, TransformerShape
+from specactor.rollout.planning.gpu_specs import Device, device
+from specactor.rollout.planning.model_shapes import DRAFTERS, TransformerShape
 from specactor.rollout.simulator.page import page
 from specactor.rollout.simulator.replay import Replay, of_metrics
 from specactor.rollout.simulator.requests import Lengths, Method

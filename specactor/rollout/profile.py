@@ -1,4 +1,4 @@
-"""Measures the seconds of rounds in a running engine, cell by cell (`planning.cells`).
+"""Measures the seconds of rounds in a running engine, cell by cell (`planning.profile_grid`).
 
 Requests are real ones: prompts of random tokens, sampled as the recipe samples. To time a verification they get drafts
 that fill their windows and are nearly always wrong, so that all requests stay together; to time a drafter they get its
@@ -21,8 +21,8 @@ import msgspec
 
 from specactor.config import RolloutConfig, SpeculationConfig
 from specactor.errors import PlanError
-from specactor.rollout.planning.cells import Cell
 from specactor.rollout.planning.costs import Point
+from specactor.rollout.planning.profile_grid import Cell
 from specactor.rollout.sglang.engine import Engine
 from specactor.rollout.sglang.speculation_calls import CONFIGURE, ROUNDS, Rounds
 from specactor.types import RolloutRequest, SamplingParams

@@ -22,9 +22,9 @@ from specactor.config import RolloutConfig, SpeculationConfig
 from specactor.errors import PlanError
 from specactor.rollout.decoupled.host import DrafterProcess
 from specactor.rollout.draft.counts import Figures
-from specactor.rollout.planning.cells import Cell
 from specactor.rollout.planning.costs import METHOD, CostTable, Point, ProcessCosts
 from specactor.rollout.planning.process_costs import SEEN, beside, by_requests, without_waits
+from specactor.rollout.planning.profile_grid import Cell
 from specactor.rollout.profile import CALL_S, Sizes, measure_once, requests_of
 from specactor.rollout.sglang.engine import Engine
 from specactor.rollout.sglang.speculation_calls import CONFIGURE, FIGURES, ROUNDS, Rounds

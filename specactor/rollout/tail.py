@@ -20,7 +20,7 @@ import numpy as np
 from specactor.config import TailConfig
 from specactor.rollout.draft.counts import Counts
 from specactor.rollout.planning.costs import METHOD
-from specactor.rollout.planning.fastest import gain_after, speedup
+from specactor.rollout.planning.fastest_of_n import gain_after, speedup
 from specactor.rollout.planning.reconfiguration import LiveCosts
 from specactor.rollout.sglang.engine import Engine
 

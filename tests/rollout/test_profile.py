@@ -22,8 +22,8 @@ from specactor.errors import ConfigError, PlanError
 from specactor.recipes import load
 from specactor.rollout.decoupled.process import Work
 from specactor.rollout.draft.speculator import Speculator
-from specactor.rollout.planning.cells import Cell, cells, checks, cost_table
 from specactor.rollout.planning.costs import CostTable
+from specactor.rollout.planning.profile_grid import Cell, cells, checks, cost_table
 from specactor.rollout.profile import FILLER, PASSES, ROUNDS_PER_PASS, Sizes, measure
 from specactor.rollout.profile_process import measure_process
 from specactor.rollout.sglang.speculation_calls import CONFIGURE, FIGURES, ROUNDS, Rounds

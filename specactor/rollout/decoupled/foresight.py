@@ -1,8 +1,8 @@
 """Whether a drafter process drafts branches (`branches`), where it may choose. PURE: seconds are passed in.
 
 Branches cost second choices, which make every turn longer, and they bring drafts that are there at once after a
-rejection. The planner's own model (`planning.rounds.running`) says what that is worth, of what this drafter has seen of
-late: how often its draft tokens and second choices were right, what the engines' rounds took by the rows that they
+rejection. The planner's own model (`throughput_model.running`) says what that is worth, of what this drafter has seen
+of late: how often its draft tokens and second choices were right, what the engines' rounds took by the rows that they
 verified, and what its own turns took with second choices and without. Once in a while it does the other thing for some
 turns, so that all of this is known.
 
@@ -21,7 +21,7 @@ from typing import NamedTuple
 from specactor.rollout.decoupled.patience import LINK_S
 from specactor.rollout.planning.acceptance import survival_of
 from specactor.rollout.planning.costs import Grid
-from specactor.rollout.planning.rounds import AHEAD, Pace, Running, running
+from specactor.rollout.planning.throughput_model import AHEAD, Pace, Running, running
 
 MIN_GAIN = 1.03
 """Predicted, to begin with branches; predictions err. They go on as long as any is predicted."""

@@ -2,7 +2,7 @@
 
 When few requests run, rows are cheap to verify and each request's next tokens are waited for. Then one that is often
 rejected gets the drafts of further methods, in one tree with its own: all lead to the same tokens, so whichever is
-right is kept. `planning.fastest.while_it_pays` decides, with requests by acceptance ascending, methods by the ladder.
+right is kept. `fastest_of_n.while_it_pays` decides, with requests by acceptance ascending, methods by gain.
 A method's worker is the round itself, and its bound is the room for branches.
 
 A further draft pays if a round in which every request had such a one would emit more tokens per second. It is of use
@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from specactor.rollout.draft.trees import Drafts, survivals
-from specactor.rollout.planning.fastest import DryWorker, Straggler, while_it_pays
+from specactor.rollout.planning.fastest_of_n import DryWorker, Straggler, while_it_pays
 from specactor.rollout.planning.reconfiguration import LiveCosts
 from specactor.rollout.planning.windows import OFF
 

@@ -26,7 +26,7 @@ from specactor.rollout.draft.promises import Promises
 from specactor.rollout.draft.trees import Candidates, Drafts, Merging
 from specactor.rollout.planning.acceptance import AcceptanceModel
 from specactor.rollout.planning.costs import CostTable
-from specactor.rollout.planning.fastest import ranked
+from specactor.rollout.planning.fastest_of_n import ranked
 from specactor.rollout.planning.online_costs import OnlineCosts
 from specactor.rollout.planning.reconfiguration import LiveCosts
 from specactor.rollout.planning.windows import Choice, Option

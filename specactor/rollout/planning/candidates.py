@@ -17,10 +17,10 @@ from dataclasses import dataclass
 from specactor.config import MAX_WINDOW
 from specactor.errors import ConfigError, PlanError
 from specactor.rollout.planning.costs import METHOD, CostTable, Grid
-from specactor.rollout.planning.devices import Attained, Device
+from specactor.rollout.planning.gpu_specs import Attained, Device
+from specactor.rollout.planning.model_shapes import TransformerShape
 from specactor.rollout.planning.plans import DrafterEngine, DrafterOption, Footprint, VerifierOption
 from specactor.rollout.planning.rooflines import Roofline, cost_table, draft_grid
-from specactor.rollout.planning.shapes import TransformerShape
 
 TEXT_DRAFTERS = ("suffix", "ngram", "ngram_2", "ngram_3")
 """They look things up on the host, where the verifier is."""

@@ -120,7 +120,7 @@ class Offer:
     """[B][W]: P(the first j draft tokens of request i are accepted)."""
     costs: LiveCosts
     hit_rate: float = 0.0
-    """See `rounds.pipelined`."""
+    """See `throughput_model.pipelined`."""
 
 
 def reconfigure(
@@ -219,7 +219,7 @@ def _rounds(survival_BW: Floats, costs: LiveCosts, mode: Mode, hit_rate: float) 
 
 
 def _ready(survival_BW: Floats, hit_rate: float) -> Floats:
-    """`rounds.Pipelined.ready` of every window; the position after the last one is accepted as often as the last."""
+    """`Pipelined.ready` of every window; the position after the last one is accepted as often as the last."""
     last_B, before_B = survival_BW[:, -1], survival_BW[:, -2] if survival_BW.shape[1] > 1 else 1.0
     beyond_B = np.divide(last_B * last_B, before_B, out=np.zeros_like(last_B), where=np.asarray(before_B) > 0)
     onward_BW = np.column_stack([survival_BW[:, 1:], beyond_B])

@@ -26,8 +26,8 @@ from itertools import chain
 
 from specactor.errors import PlanError
 from specactor.rollout.planning.costs import CostTable, Grid
-from specactor.rollout.planning.devices import Attained, Device
-from specactor.rollout.planning.shapes import TransformerShape
+from specactor.rollout.planning.gpu_specs import Attained, Device
+from specactor.rollout.planning.model_shapes import TransformerShape
 
 LOGIT_BYTES = 4
 PLAIN_BUCKETS = (1, 2, 4, 8, 12, *range(16, 257, 8), *range(272, 512, 16), *range(512, 8193, 32))

@@ -5,8 +5,8 @@ A plan is one of
     coupled    every verifier drafts and verifies on its own devices: verify_s + draft_s a round
     decoupled  some devices draft for all verifiers (N drafters serve M verifiers): a round takes the longer of the
                two, where drafting is w + 1 tokens and one exchange of messages; how many rounds have a window follows
-               from acceptance (`rounds.pipelined`). For a drafter process that was measured, nobody waits, and the
-               tokens that are there follow from its pace, too (`rounds.running`)
+               from acceptance (`pipelined`). For a drafter process that was measured, nobody waits, and the
+               tokens that are there follow from its pace, too (`running`)
 and is charged for every device of the cluster, used or idle: plans are compared by tokens per second of the whole.
 Costs are `CostTable`s and `Grid`s, measured (`specactor profile`) or predicted from device figures (`rooflines.py`).
 
@@ -41,7 +41,7 @@ from specactor.rollout.planning.plans import (
     fitting,
 )
 from specactor.rollout.planning.reconfiguration import PLAIN, DraftPlan
-from specactor.rollout.planning.rounds import AHEAD, Pace, coupled_tokens, pipelined, running
+from specactor.rollout.planning.throughput_model import AHEAD, Pace, coupled_tokens, pipelined, running
 
 MESSAGE_BYTES = 64
 """Of a commit or a tail without its tokens: request, position, versions, lengths, framing."""

@@ -19,7 +19,7 @@ import numpy as np
 from specactor.errors import PlanError
 from specactor.rollout.planning.plans import VerifierOption
 from specactor.rollout.planning.reconfiguration import MODES, PLAIN, DraftPlan
-from specactor.rollout.simulator.deciding import Decider, Decision
+from specactor.rollout.simulator.decide import Decider, Decision
 from specactor.rollout.simulator.ledger import Span
 from specactor.rollout.simulator.requests import Floats, Ints
 from specactor.rollout.simulator.speed import COUPLED, DECOUPLED, Round

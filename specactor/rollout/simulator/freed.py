@@ -20,7 +20,7 @@ import numpy as np
 from specactor.rollout.planning.acceptance import survival_of
 from specactor.rollout.planning.candidates import Candidates
 from specactor.rollout.planning.costs import Grid
-from specactor.rollout.planning.fastest import (
+from specactor.rollout.planning.fastest_of_n import (
     DryWorker,
     Straggler,
     as_published,

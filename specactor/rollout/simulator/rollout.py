@@ -24,7 +24,7 @@ from specactor.rollout.assignment import assign
 from specactor.rollout.draft.drafter import DraftSequence
 from specactor.rollout.planning.candidates import Candidates
 from specactor.rollout.planning.plans import Cluster, RolloutPlan, VerifierOption
-from specactor.rollout.simulator.deciding import Decider, placed
+from specactor.rollout.simulator.decide import Decider, placed
 from specactor.rollout.simulator.engine import DONE, Engine
 from specactor.rollout.simulator.evidence import show
 from specactor.rollout.simulator.freed import Freed

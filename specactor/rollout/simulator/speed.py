@@ -3,8 +3,8 @@
 The same arithmetic serves what is predicted (believed tables, estimated survivals) and what happens (true ones).
 
     a request's method m offers window w in a share ready_m of its rounds (1 where it drafts on the verifier's devices,
-    `rounds.pipelined` where it runs ahead), so it accepts j tokens or more with probability ready_m survival_mj;
-    methods together: `fastest.combined`; emitted = 1 + the sum over j
+    `pipelined` where it runs ahead), so it accepts j tokens or more with probability ready_m survival_mj;
+    methods together: `fastest_of_n.combined`; emitted = 1 + the sum over j
     rows = 1 + sum_m ready_m w_m;  seconds = max(verify of all rows, drafting elsewhere) + drafting here
 
 Invariants: a round emits at least one token per request; a round without windows is a plain step; better survivals
@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from specactor.rollout.planning.costs import CostTable, Grid
-from specactor.rollout.planning.fastest import combined
+from specactor.rollout.planning.fastest_of_n import combined
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -71,7 +71,7 @@ class Round:
 
 
 def ready(survival_BW: Floats, window_B: Ints) -> Floats:
-    """[B]: `rounds.pipelined(..).ready` of every request, at its window >= 1."""
+    """[B]: `throughput_model.pipelined(..).ready` of every request, at its window >= 1."""
     rows_B, last = np.arange(len(window_B)), survival_BW.shape[1] - 1
     at_B = survival_BW[rows_B, np.minimum(window_B, last)]
     end_B, before_B = survival_BW[:, last], survival_BW[:, last - 1] if last else np.ones(len(window_B))

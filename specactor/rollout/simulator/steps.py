@@ -22,7 +22,7 @@ import numpy as np
 from specactor.errors import PlanError
 from specactor.rollout.planning.candidates import Candidates
 from specactor.rollout.planning.plans import Cluster, RolloutPlan
-from specactor.rollout.simulator.deciding import placed
+from specactor.rollout.simulator.decide import placed
 from specactor.rollout.simulator.ledger import Span, busy_s, checked, moved
 from specactor.rollout.simulator.outcome import Outcome
 from specactor.rollout.simulator.requests import Floats, Lengths, draw

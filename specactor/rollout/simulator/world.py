@@ -52,7 +52,7 @@ class Truth:
     jitter: float = 0.0
     """Standard deviation of the logarithm of engines' slowness: stragglers."""
     alike: float = 0.5
-    """See `fastest.combined`."""
+    """See `fastest_of_n.combined`."""
 
     def __post_init__(self) -> None:
         missing = sorted({d.name for d in self.candidates.drafters} - set(self.methods))

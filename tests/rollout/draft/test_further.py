@@ -23,7 +23,7 @@ from specactor.rollout.draft.trees import Drafts
 from specactor.rollout.draft.ways import FASTEST
 from specactor.rollout.planning.acceptance import survival_of
 from specactor.rollout.planning.costs import CostTable
-from specactor.rollout.planning.fastest import Straggler
+from specactor.rollout.planning.fastest_of_n import Straggler
 from specactor.rollout.planning.online_costs import OnlineCosts
 from specactor.rollout.planning.reconfiguration import LiveCosts
 from specactor.rollout.planning.windows import OFF

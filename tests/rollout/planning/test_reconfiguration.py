@@ -15,7 +15,7 @@ from specactor.errors import PlanError
 from specactor.rollout.planning.acceptance import AcceptanceModel
 from specactor.rollout.planning.costs import CostTable, Grid
 from specactor.rollout.planning.reconfiguration import PLAIN, DraftPlan, LiveCosts, Offer, reconfigure, speeds, worths
-from specactor.rollout.planning.rounds import coupled_tokens, pipelined
+from specactor.rollout.planning.throughput_model import coupled_tokens, pipelined
 
 W = 4
 AXIS = (1.0, 64.0)

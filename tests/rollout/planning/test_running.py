@@ -17,7 +17,7 @@ from specactor.rollout.decoupled import mirror
 from specactor.rollout.decoupled.patience import Patience
 from specactor.rollout.planning.acceptance import survival_of
 from specactor.rollout.planning.costs import Grid
-from specactor.rollout.planning.rounds import AHEAD, Pace, coupled_tokens, pipelined, running
+from specactor.rollout.planning.throughput_model import AHEAD, Pace, coupled_tokens, pipelined, running
 
 BASE_S = 0.010
 PER_ROW_S = 0.0002

@@ -26,8 +26,8 @@ from specactor.rollout.planning.plans import (
     VerifierOption,
 )
 from specactor.rollout.planning.reconfiguration import PLAIN, DraftPlan
-from specactor.rollout.planning.rounds import AHEAD, Pace, coupled_tokens, pipelined, running
 from specactor.rollout.planning.search import search
+from specactor.rollout.planning.throughput_model import AHEAD, Pace, coupled_tokens, pipelined, running
 from tests import test_structure
 from tests.rollout.planning.search_cases import AXIS, Case, W, cases, drafter, drafting, linear, verifier
 
@@ -345,6 +345,8 @@ def test_what_cannot_be_is_refused() -> None:
 
 
 def test_the_search_does_not_know_where_costs_come_from() -> None:
-    for module in ("plans", "search", "rounds", "reconfiguration"):
+    for module in ("plans", "search", "throughput_model", "reconfiguration"):
         text = test_structure.file_of(f"rollout.planning.{module}").read_text()
-        assert not any(f"planning.{other} import" in text for other in ("rooflines", "devices", "shapes", "candidates"))
+        assert not any(
+            f"planning.{other} import" in text for other in ("rooflines", "gpu_specs", "model_shapes", "candidates")
+        )

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specactor.errors import PlanError
-from specactor.rollout.planning.fastest import best_window, gain_after, ranked, speedup
+from specactor.rollout.planning.fastest_of_n import best_window, gain_after, ranked, speedup
 from specactor.rollout.planning.reconfiguration import LiveCosts
 
 WINDOWS = 4

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from specactor.errors import PlanError
 from specactor.rollout.planning.plans import RolloutPlan
-from specactor.rollout.simulator.deciding import placed
+from specactor.rollout.simulator.decide import placed
 from specactor.rollout.simulator.engine import Engine
 from specactor.rollout.simulator.ledger import Span, busy_s, checked
 from specactor.rollout.simulator.outcome import Outcome

@@ -9,11 +9,11 @@ import pytest
 from tests import test_structure
 
 SIMULATOR = [
-    "rollout.planning.fastest",
+    "rollout.planning.fastest_of_n",
     *(
         f"rollout.simulator.{name}"
         for name in (
-            "deciding",
+            "decide",
             "engine",
             "evidence",
             "freed",

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from specactor.rollout.planning.acceptance import survival_of
 from specactor.rollout.planning.plans import RolloutPlan
-from specactor.rollout.planning.rounds import pipelined
 from specactor.rollout.planning.search import search
+from specactor.rollout.planning.throughput_model import pipelined
 from specactor.rollout.simulator.speed import COUPLED, DECOUPLED, OFF, Beside, Floats, Remote, Round, ready, round_of
 from tests.rollout.simulator.small import W, candidates, cluster, drafting, requests, table
 

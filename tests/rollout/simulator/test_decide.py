@@ -13,10 +13,11 @@ from specactor import plan as planning
 from specactor.rollout import pool, tail
 from specactor.rollout.draft import further, mixing, options, speculator, ways
 from specactor.rollout.draft.drafter import DraftSequence
-from specactor.rollout.planning import fastest, reconfiguration, search, windows
+from specactor.rollout.planning import fastest_of_n, reconfiguration, search, windows
 from specactor.rollout.planning.windows import OFF
-from specactor.rollout.simulator import deciding, freed, rollout
-from specactor.rollout.simulator.deciding import AHEAD, Decider, Decision, placed
+from specactor.rollout.simulator import decide as deciding
+from specactor.rollout.simulator import freed, rollout
+from specactor.rollout.simulator.decide import AHEAD, Decider, Decision, placed
 from specactor.rollout.simulator.speed import Remote
 from specactor.rollout.simulator.world import Policy
 from tests.rollout.simulator.small import W, candidates, cluster, drafting, requests
@@ -33,10 +34,10 @@ def test_decisions_are_those_of_the_engine() -> None:
     assert deciding.OnlineCosts is speculator.OnlineCosts
     assert deciding.reconfigure is mixing.reconfigure is reconfiguration.reconfigure
     assert rollout.assign is pool.assign
-    assert freed.while_it_pays is further.while_it_pays is fastest.while_it_pays
-    assert freed.best_window is fastest.best_window
-    assert tail.speedup is fastest.speedup
-    assert freed.ranked is ways.ranked is fastest.ranked
+    assert freed.while_it_pays is further.while_it_pays is fastest_of_n.while_it_pays
+    assert freed.best_window is fastest_of_n.best_window
+    assert tail.speedup is fastest_of_n.speedup
+    assert freed.ranked is ways.ranked is fastest_of_n.ranked
 
 
 def defined(text: str) -> set[str]:

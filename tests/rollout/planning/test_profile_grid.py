@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specactor.errors import PlanError
-from specactor.rollout.planning.cells import Cell, cells, checks, cost_table
+from specactor.rollout.planning.profile_grid import Cell, cells, checks, cost_table
 
 
 def true_s(cell: Cell) -> float:

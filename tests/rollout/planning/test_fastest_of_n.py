@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specactor.errors import PlanError
-from specactor.rollout.planning.fastest import (
+from specactor.rollout.planning.fastest_of_n import (
     Assignment,
     DryWorker,
     Straggler,

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from benchmarks.paper_algorithms import tau
 from specactor.errors import PlanError
 from specactor.rollout.planning.acceptance import checked, survival_of
-from specactor.rollout.planning.rounds import coupled_tokens, pipelined
+from specactor.rollout.planning.throughput_model import coupled_tokens, pipelined
 
 SURVIVAL = st.lists(st.floats(0, 1), min_size=1, max_size=6).map(lambda steps: tuple(accumulate(steps, mul)))
 
