@@ -100,7 +100,7 @@ def test_files_stay_readable() -> None:
 
 
 def test_what_can_fail_on_one_rank_fails_on_all() -> None:
-    """The actor hands what its engines do with memory to `Collective.together`, so that nobody waits for a rank alone."""
+    """The actor hands what its engines do with memory to `Collective.together`."""
     calls = [
         node.func.attr
         for node in ast.walk(ast.parse((PACKAGE / "actor.py").read_text()))
