@@ -1,9 +1,9 @@
-"""Makes a dense draft model that has learned a target's law of the next token, with the package's drafter trainer.
+"""Makes a dense draft model that has learned a target's probabilities of the next token, with the drafter trainer.
 
     python -m benchmarks.distillation TARGET FOLDER SHAPE_AS_JSON SOURCE_AS_JSON MAX_NEW_TOKENS
 
-Responses are sampled from the target at temperature 1, so the contexts are those of its rollouts. The whole law of
-every token is learned, not its likeliest tokens alone, since the vocabulary is small.
+Responses are sampled from the target at temperature 1, so the contexts are those of its rollouts. The whole
+distribution of every token is learned, not its top-k alone, since the vocabulary is small.
 
 Shape legend: B sequences, T tokens of a response, V vocabulary.
 """
@@ -26,7 +26,7 @@ from specactor.config import DistillationConfig, SourceConfig
 from specactor.data.dataset import build_dataset
 from specactor.data.tokenizer import load_tokenizer
 from specactor.trainer.distillation import acceptance, init
-from specactor.trainer.distillation.buffer import Lesson
+from specactor.trainer.distillation.buffer import TrainingExample
 from specactor.trainer.distillation.train import DrafterTrainer
 
 SAMPLED_TOGETHER = 512
@@ -36,22 +36,22 @@ WINDOW = 4
 
 
 @torch.no_grad()
-def sampled(target: Any, prompts: list[tuple[int, ...]], max_new_tokens: int, seed: int) -> list[Lesson]:
+def sampled(target: Any, prompts: list[tuple[int, ...]], max_new_tokens: int, seed: int) -> list[TrainingExample]:
     """A response to each prompt, at temperature 1."""
     chance = torch.Generator().manual_seed(seed)
     by_length = defaultdict(list)
     for prompt in prompts:
         by_length[len(prompt)].append(prompt)
-    lessons = []
+    examples = []
     for same in by_length.values():
         for first in range(0, len(same), SAMPLED_TOGETHER):
-            lessons += _responses(target, same[first : first + SAMPLED_TOGETHER], max_new_tokens, chance)
-    return lessons
+            examples += _responses(target, same[first : first + SAMPLED_TOGETHER], max_new_tokens, chance)
+    return examples
 
 
 def _responses(
     target: Any, prompts: list[tuple[int, ...]], max_new_tokens: int, chance: torch.Generator
-) -> list[Lesson]:
+) -> list[TrainingExample]:
     """Args: prompts of one length."""
     end = target.config.eos_token_id
     fed, cache = torch.tensor(prompts), None
@@ -63,20 +63,20 @@ def _responses(
         fed = torch.multinomial(output.logits[:, -1].float().softmax(-1), 1, generator=chance)
         tokens.append(fed[:, 0])
         running_B &= fed[:, 0] != end
-    lessons = []
+    examples = []
     for prompt, response in zip(prompts, torch.stack(tokens, 1).tolist(), strict=True):
         length = response.index(end) + 1 if end in response else len(response)
         ids = np.array([*prompt, *response[:length]], np.int32)
-        lessons.append(Lesson(token_ids=ids, prompt_len=len(prompt), version=0))
-    return lessons
+        examples.append(TrainingExample(token_ids=ids, prompt_len=len(prompt), version=0))
+    return examples
 
 
-def learn(draft: Any, lessons: list[Lesson], shape: DraftShape) -> None:
+def learn(draft: Any, examples: list[TrainingExample], shape: DraftShape) -> None:
     """`shape.steps` updates of about `shape.batch_size` responses; the rate falls linearly to a hundredth."""
-    num_tokens = sum(len(lesson.token_ids) for lesson in lessons)
+    num_tokens = sum(len(example.token_ids) for example in examples)
     config = DistillationConfig(
         buffer_tokens=num_tokens,
-        tokens_per_update=max(1, num_tokens * shape.batch_size // len(lessons)),
+        tokens_per_update=max(1, num_tokens * shape.batch_size // len(examples)),
         learning_rate=shape.learning_rate,
     )
 
@@ -84,7 +84,7 @@ def learn(draft: Any, lessons: list[Lesson], shape: DraftShape) -> None:
         return shape.learning_rate * max(0.01, 1 - update / shape.steps) * min(1.0, (update + 1) / 20)
 
     trainer = DrafterTrainer(config, draft, seed=shape.seed)
-    trainer.buffer.add(lessons)
+    trainer.buffer.add(examples)
     trainer.refresh(limit_s=float("inf"), clock=time.perf_counter, max_updates=shape.steps, rate_of=rate)
 
 
@@ -108,12 +108,12 @@ def main() -> None:
         source = msgspec.json.decode(sys.argv[4], type=SourceConfig)
         problems = build_dataset(source, load_tokenizer(target_dir), max_prompt_tokens=256)
         prompts = [problems[i % len(problems)].prompt_ids for i in range(shape.sequences)]
-        lessons = sampled(target, prompts, int(sys.argv[5]), shape.seed)
-        taught = [lesson for i, lesson in enumerate(lessons) if i % HELD_OUT]
+        examples = sampled(target, prompts, int(sys.argv[5]), shape.seed)
+        taught = [example for i, example in enumerate(examples) if i % HELD_OUT]
         vocabulary = int(target.config.vocab_size)
-        learn(draft, acceptance.with_laws(target, taught, top_k=vocabulary, storage="float32"), shape)
-        found = acceptance.measure(target, draft, lessons[::HELD_OUT], window=WINDOW, seed=shape.seed)
-        said += f", sum of min(p, q) {found.overlap:.3f} on {len(lessons[::HELD_OUT])} responses of their own"
+        learn(draft, acceptance.with_top_k(target, taught, top_k=vocabulary), shape)
+        found = acceptance.measure(target, draft, examples[::HELD_OUT], window=WINDOW, seed=shape.seed)
+        said += f", sum of min(p, q) {found.overlap:.3f} on {len(examples[::HELD_OUT])} responses of their own"
         init.write_model(draft, folder, tokenizer=target_dir)
     print(f"RESULT {said}", flush=True)
 

@@ -22,7 +22,7 @@ from specactor.config import DistillationConfig, SourceConfig
 from specactor.data.dataset import build_dataset
 from specactor.data.tokenizer import load_tokenizer
 from specactor.trainer.distillation import acceptance, init
-from specactor.trainer.distillation.buffer import Lesson
+from specactor.trainer.distillation.buffer import TrainingExample
 from specactor.trainer.distillation.train import DrafterTrainer
 
 HELD_OUT = 8
@@ -86,13 +86,15 @@ def reach_s(points: list[tuple[float, float]], share: float) -> float:
     return points[below[-1] + 1 if below else 0][0]
 
 
-def learn(name: str, target: Any, job: Job, lessons: list[Lesson], held_out: list[Lesson]) -> Learned:
-    """Args: with the target's law; of the target, to measure with."""
+def learn(
+    name: str, target: Any, job: Job, examples: list[TrainingExample], held_out: list[TrainingExample]
+) -> Learned:
+    """Args: with the target's top-k; of the target, to measure with."""
     folder = Path(job.folder) / name
     parameters = init.make_draft_model(Path(job.target), folder, job.beginnings[name].start())
     draft = init.read_model(folder)
     trainer = DrafterTrainer(job.settings, draft, seed=job.seed)
-    trainer.buffer.add(lessons)
+    trainer.buffer.add(examples)
     points: list[tuple[float, float]] = []
     spent_s, tokens = 0.0, 0
     for until_s in (0.0, *job.seconds):
@@ -114,10 +116,10 @@ def main() -> None:
     problems = build_dataset(job.source, load_tokenizer(Path(job.target)), max_prompt_tokens=256)
     prompts = [problems[i % len(problems)].prompt_ids for i in range(job.responses)]
     responses = sampled(target, prompts, job.max_new_tokens, job.seed)
-    taught = [lesson for i, lesson in enumerate(responses) if i % HELD_OUT]
-    lessons = acceptance.with_laws(target, taught, top_k=job.settings.top_k, storage=job.settings.storage)
+    taught = [example for i, example in enumerate(responses) if i % HELD_OUT]
+    examples = acceptance.with_top_k(target, taught, top_k=job.settings.top_k)
     print(f"sampled {len(responses)} responses", flush=True)
-    learned = [learn(name, target, job, lessons, responses[::HELD_OUT]) for name in job.beginnings]
+    learned = [learn(name, target, job, examples, responses[::HELD_OUT]) for name in job.beginnings]
     print(f"RESULT {msgspec.json.encode(learned).decode()}", flush=True)
 
 

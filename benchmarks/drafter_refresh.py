@@ -1,17 +1,13 @@
-"""What keeping the draft model fresh is worth: four runs of the quickstart with the same seeds.
+"""What keeping the draft model fresh is worth: three runs of the quickstart with the same seeds.
 
-    python -m benchmarks.drafter_refresh [--steps 30] [--window 4] [--share 0.03] [--only runs|recovery]
-        [--start cut|distilled|curriculum|brief] [--recovery-shares 0.03 0.25] [--recovery-time-share 1] [--jump 15]
-        [--key.path value ...]
+    python -m benchmarks.drafter_refresh [--steps 30] [--window 4] [--share 0.03]
+        [--start cut|distilled|curriculum|brief] [--key.path value ...]
 
 Without a drafter, with one that stays as it was (cut out of the policy with `specactor drafter init`, or distilled on
-it), with one that learns after every step, and with one that learns when that is predicted to pay. Tokens, rewards and
-losses must be identical in all four; accept_length by step and the seconds of refreshing are what differs. From
-`curriculum` and `brief`, a draft model that was distilled for long or shortly, problems get harder meanwhile
-(`drafter_refresh_curriculum`). Then runs whose policy jumps (`drafter_refresh_recovery`), or, from these two, whose
-problems do, frozen and with refreshes of some shares of the time. Settings by path go to all runs.
-Writes docs/results/drafter_refresh.md and .png, from another start than `cut` drafter_refresh_START; with --only
-recovery its section is printed and nothing is written.
+it), and with one that learns after every step. Tokens, rewards and losses must be identical in all three;
+accept_length by step and the seconds of refreshing are what differs. From `curriculum` and `brief`, a draft model that
+was distilled for long or shortly, problems get harder meanwhile (`drafter_refresh_curriculum`). Settings by path go to
+all runs. Writes docs/results/drafter_refresh.md and .png, from another start than `cut` drafter_refresh_START.
 """
 
 from __future__ import annotations
@@ -34,8 +30,6 @@ import matplotlib.pyplot as plt
 
 from benchmarks import drafter_refresh_curriculum as curriculum
 from benchmarks.curves import smoothed
-from benchmarks.drafter_refresh_ceiling import ceilings
-from benchmarks.drafter_refresh_recovery import STEPS_BEFORE, folder_of, jump, recovered, section, switch
 from benchmarks.drafter_refresh_runs import Run, differences, drafting, refreshing, start
 from benchmarks.results import RESULTS, Result, publish
 from benchmarks.trained_models import CACHE, ROOT, DraftShape, task_models, task_target
@@ -46,7 +40,6 @@ KINDS = {
     "no drafter": "off",
     "frozen": "off",
     "every step": "every_step",
-    "auto": "auto",
 }
 """Run -> distillation.refresh."""
 
@@ -168,30 +161,28 @@ def fifths(run: Run) -> list[float]:
 
 
 def aims(runs: Mapping[str, Run]) -> list[str]:
-    """Of these four runs, whether they were met."""
-    frozen, *fresh = (fifths(runs[name]) for name in ("frozen", "every step", "auto"))
+    """Of these runs, whether they were met."""
+    frozen, fresh = (fifths(runs[name]) for name in ("frozen", "every step"))
+    share, ahead = shares_of_the_time(runs["every step"]), fresh[-1] / frozen[-1] - 1
 
     def line(aim: str, met: bool, found: str) -> str:
         return f"- {'Met' if met else 'MISSED'}: {aim} {found}."
 
-    lines = [line("a frozen draft model falls.", frozen[-1] < frozen[0], f"{frozen[0]:.2f} to {frozen[-1]:.2f}")]
-    for name, of in zip(("every step", "auto"), fresh, strict=True):
-        share, ahead = shares_of_the_time(runs[name]), of[-1] / frozen[-1] - 1
-        lines += [
-            line(
-                f"*{name}* stays at or above the first fifth.",
-                min(of) >= of[0],
-                f"{of[0]:.2f}, at least {min(of):.2f}, at the end {of[-1]:.2f}",
-            ),
-            line(f"*{name}* is at least {AHEAD:.0%} above frozen at the end.", ahead >= AHEAD, f"{ahead:.0%}"),
-            line(f"*{name}* takes at most {COST:.0%} of the steps' time.", share <= COST, f"{share:.1%}"),
-        ]
-    return lines
+    return [
+        line("a frozen draft model falls.", frozen[-1] < frozen[0], f"{frozen[0]:.2f} to {frozen[-1]:.2f}"),
+        line(
+            "*every step* stays at or above the first fifth.",
+            min(fresh) >= fresh[0],
+            f"{fresh[0]:.2f}, at least {min(fresh):.2f}, at the end {fresh[-1]:.2f}",
+        ),
+        line(f"*every step* is at least {AHEAD:.0%} above frozen at the end.", ahead >= AHEAD, f"{ahead:.0%}"),
+        line(f"*every step* takes at most {COST:.0%} of the steps' time.", share <= COST, f"{share:.1%}"),
+    ]
 
 
 def draw(runs: Sequence[Run], file: Path) -> None:
     figure, (left, right) = plt.subplots(1, 2, figsize=(12, 4.2), layout="constrained")
-    for run, colour in zip(runs, ("#9a9a9a", "#4c6a92", "#c0504d", "#d9a441"), strict=True):
+    for run, colour in zip(runs, ("#9a9a9a", "#4c6a92", "#c0504d"), strict=True):
         points = run.lengths()
         if points:
             steps, lengths = [step for step, _ in points], [length for _, length in points]
@@ -213,9 +204,9 @@ def draw(runs: Sequence[Run], file: Path) -> None:
     plt.close(figure)
 
 
-def page(runs: Sequence[Run], found: Sequence[str], options: argparse.Namespace, more: str = "") -> Result:
-    """Args: what differs and must not; a section that follows."""
-    equal = "Responses, rewards and all metrics of the policy are identical in the four runs, bit for bit."
+def page(runs: Sequence[Run], found: Sequence[str], options: argparse.Namespace) -> Result:
+    """The page of these runs. `found` is what differs and must not."""
+    equal = "Responses, rewards and all metrics of the policy are identical in the three runs, bit for bit."
     begun = STARTS[options.start]
     picture = f"![accept_length and seconds by step]({begun.page}.png)"
     notes = equal if not found else "**The runs differ, which they must not:** " + "; ".join(found[:10]) + "."
@@ -224,12 +215,12 @@ def page(runs: Sequence[Run], found: Sequence[str], options: argparse.Namespace,
         intro=(
             f"The quickstart, {options.steps} RL steps, the same seeds, mode coupled with a fixed window of "
             f"{options.window}.{begun.problems} The draft model is {begun.draft}. *frozen* leaves it so; *every step* "
-            f"distils it after each step for at most {100 * options.share:g} % of the step's time; *auto* where that "
-            "is predicted to pay. The share in the table holds deciding, learning and pushing."
+            f"distils it after each step for at most {100 * options.share:g} % of the step's time. The share in the "
+            "table holds learning and pushing."
         ),
         columns=COLUMNS,
         rows=[row(run) for run in runs],
-        notes="\n\n".join(filter(None, ["\n".join(aims({run.name: run for run in runs})), notes, picture, more])),
+        notes="\n\n".join(filter(None, ["\n".join(aims({run.name: run for run in runs})), notes, picture])),
     )
 
 
@@ -242,64 +233,30 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the page and the picture")
     parser.add_argument("--start", choices=tuple(STARTS), default="cut", help="where the draft model comes from")
     parser.add_argument("--target", type=Path, help="the draft model is cut out of it; by default the warmed-up policy")
-    parser.add_argument("--only", choices=("runs", "recovery"), help="one of the two parts; by default both")
-    parser.add_argument(
-        "--recovery-shares", type=float, nargs="+", default=[0.03, 0.25], help="max_time_share of runs that jump"
-    )
-    parser.add_argument(
-        "--recovery-time-share", type=float, default=0.0, help="theirs while accept_length is well below what it was"
-    )
-    parser.add_argument("--jump", type=float, default=15, help="times the learning rate, in the step of the jump")
     options, settings = parser.parse_known_args(arguments)
     name, base = STARTS[options.start].page, CACHE / NAME
     shutil.rmtree(base, ignore_errors=True)
     base.mkdir(parents=True)
     draft = first_draft(options, base)
-    runs, found, different = [], [], []
-    if options.only != "recovery":
-        if STARTS[options.start].updates:
-            problems = curriculum.write_problems(base / "problems.jsonl", curriculum.rising(options.steps))
-            settings = ["--data.train.path", str(problems), *settings]
-        runs = [launch(kind, draft, base, options, settings) for kind in KINDS]
-        found = differences(runs)
-        draw(runs, options.results / f"{name}.png")
-        publish(name, page(runs, found, options), options.results)
-    if options.only != "runs":
-        text, different = recovery(options, base, draft, settings)
-        print(text)
-        if runs:
-            publish(name, page(runs, found, options, text), options.results)
-    return 1 if found or different else 0
+    if STARTS[options.start].updates:
+        problems = curriculum.write_problems(base / "problems.jsonl", curriculum.rising(options.steps))
+        settings = ["--data.train.path", str(problems), *settings]
+    runs = [launch(kind, draft, base, options, settings) for kind in KINDS]
+    found = differences(runs)
+    draw(runs, options.results / f"{name}.png")
+    publish(name, page(runs, found, options), options.results)
+    return 1 if found else 0
 
 
 def first_draft(options: argparse.Namespace, base: Path) -> Path:
     """The draft model that the runs begin with."""
-    if options.start == "distilled" or (options.start == "cut" and options.only == "recovery"):
+    if options.start == "distilled":
         return task_models("A").draft
     if options.start == "cut":
         make_draft(options.target or task_target("A"), base / "draft")
     else:
         curriculum.make_draft(base / "draft", STARTS[options.start].updates)
     return base / "draft"
-
-
-def recovery(options: argparse.Namespace, base: Path, draft: Path, settings: Sequence[str]) -> tuple[str, list[str]]:
-    """(the section of the page, what differs between its runs and must not)"""
-    switches = bool(STARTS[options.start].updates)
-    event = switch(base) if switches else jump(options.jump)
-    draft = draft if switches else task_models("A").draft
-    found, different = recovered(
-        *(base, draft, event),
-        window=options.window,
-        shares=options.recovery_shares,
-        after=options.recovery_time_share,
-        settings=settings,
-    )
-    if switches:
-        return section(found, different, event), different
-    longest = folder_of(base, found[-1].run.name)
-    ceiling = ceilings(longest, draft, jump_step=STEPS_BEFORE + 1, window=options.window)
-    return section(found, different, event, ceiling.text()), different
 
 
 if __name__ == "__main__":

@@ -29,11 +29,6 @@ def rising(steps: int) -> list[int]:
     return [round(FIRST * (LAST / FIRST) ** min(1.0, step / last)) for step in range(steps)]
 
 
-def switched(before: int, after: int) -> list[int]:
-    """The largest number of every step, when it changes at once."""
-    return [FIRST] * before + [LAST] * after
-
-
 def write_problems(file: Path, largest: Sequence[int], *, seed: int = 0) -> Path:
     """As many steps as numbers are given, in their order; none of those that are held out."""
     chance, usual = random.Random(seed), quickstart.recipe()

@@ -75,10 +75,9 @@ def start(root: Path, settings: Sequence[str], recipe: str = "quickstart") -> No
     subprocess.run([*command, *settings], cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=True)
 
 
-def refreshing(when: str, share: float, recovery_share: float = 0.0) -> list[str]:
-    """Args: distillation.refresh, .max_time_share, .recovery_time_share."""
-    shares = ["--distillation.max-time-share", str(share), "--distillation.recovery-time-share", str(recovery_share)]
-    return ["--distillation.refresh", when, *shares]
+def refreshing(when: str, share: float) -> list[str]:
+    """Settings of `distillation`."""
+    return ["--distillation.refresh", when, "--distillation.max-time-share", str(share)]
 
 
 def drafting(draft: Path, window: int) -> list[str]:

@@ -30,7 +30,6 @@ from specactor.rollout.resume import stale_tokens
 from specactor.trace import Span
 from specactor.trainer.advantages import group_advantages, informative, shape_overlong
 from specactor.trainer.distillation.refresh import Distillation
-from specactor.trainer.distillation.step import Step
 from specactor.trainer.policy import PolicyTrainer, TrainStats
 from specactor.trainer.schedule import learning_rate
 from specactor.types import Problem, RolloutRequest, ScoredGroup, TrainSequence, Trajectory
@@ -122,10 +121,13 @@ class SpecActor:
         metrics = measurements.of_step(groups, batch, stats, report, version=self.version)
         metrics |= measurements.of_speculation(speculation) | self.of_tail(batch)
         if self.distillation is not None:
-            left, spent = self.config.train.steps - self.steps_done, self.progress.spent()
+            spent, is_last = self.progress.spent(), self.steps_done == self.config.train.steps
             with self.progress.phase("refresh"):
                 metrics |= self.distillation.refresh(
-                    Step.of(groups, batch, speculation, version=self.version - 1, spent=spent, steps_left=left)
+                    batch,
+                    version=self.version - 1,
+                    step_s=sum(spent.get(phase, 0.0) for phase in ("rollout", "reward", "train", "sync")),
+                    is_last=is_last,
                 )
         figures = added_figures(seen.figures for seen in watched)
         return metrics | measurements.of_drafters(figures, [of for seen in watched for of in seen.work])
@@ -225,16 +227,12 @@ class SpecActor:
         finished: list[Trajectory] = []
         stopped: list[RolloutRequest] = []
         missing = Counter(request.group_id for request in pending)
-        learner = self.distillation if self.config.distillation.idle else None
         while True:
             left = None if enough is None else enough - sum(count == 0 for count in missing.values())
             outcome = self.collective.together(
                 "rollout",
                 partial(self.pool.generate, pending, on_finished=self.progress.response, enough_groups=left),
-                meanwhile=None if learner is None else learner.meanwhile(has_engines=bool(own)),
             )
-            if learner is not None:
-                learner.settle()
             finished += outcome.finished
             stopped += outcome.stopped
             missing.subtract(trajectory.group_id for trajectory in outcome.finished)

@@ -197,7 +197,7 @@ def _distillation(
     return Distillation(
         config,
         collective,
-        recorder=trainer.law_recorder(settings.top_k, settings.storage) if settings.top_k else None,
+        recorder=trainer.top_k_recorder(settings.top_k) if settings.top_k else None,
         vocab_size=int(trainer.policy.bridge.hf_config.vocab_size),
         engines=lambda: [engine for engine in pool.engines if engine.alive] if in_engine else [],
         processes=drafters,
@@ -321,6 +321,5 @@ def _log(actor: SpecActor, tracker: Tracker | None, step: int, metrics: dict[str
     metrics["memory/rank_rss_bytes"] = max(rank for rank, _ in memory)
     metrics["memory/engine_rss_bytes"] = sum(of_engines for _, of_engines in memory)
     if tracker is not None:
-        told = actor.distillation.reason if actor.distillation is not None and step else ""
-        tracker.log(step, metrics | ({"drafter/reason": told} if told else {}))
+        tracker.log(step, metrics)
         actor.progress.step_line(step, metrics)

@@ -102,19 +102,15 @@ DRAFTER: dict[str, str] = {
     "version": "refreshes that changed the draft model's weights",
     "oldest_version": "oldest version that an engine or a drafter process drafts with in the next step",
     "refreshed": "1 after a refresh of at least one update, else 0",
-    "reason": "why there was one, or none",
     "updates": "optimizer updates of the refresh",
     "tokens": "response tokens that it learned from",
-    "idle_updates": "updates made on a rank that was idle in the rollout, with distillation.idle",
     "loss": "mean loss of its updates, nats per response token",
-    "law_loss": "KL(policy, draft) over the likeliest tokens in its last update, nats per response token",
+    "kl": "KL(policy, draft) over the policy's top-k tokens in its last update, nats per response token",
     "overlap": "sum of min(policy, draft) in its last update: at least 1 - total variation",
     "grad_norm": "global gradient norm of its last update, before clipping",
     "buffer_tokens": "prompt and response tokens to learn from",
     "cut_responses": "responses of the step of which only the beginning is learned from, since they are longer, with "
     "their prompts, than distillation.tokens_per_microbatch",
-    "overlap_before": "with auto, before the refresh: overlap on responses that it does not learn from",
-    "overlap_after": "the same after it",
     "pushed_bytes": "weights sent to each engine and drafter process that took them",
     "refused": "engines and drafter processes that did not take the weights, and keep older ones",
     "failed": "1 if the refresh failed; the run goes on with the weights there are",
@@ -131,10 +127,8 @@ TAIL: dict[str, str] = {
 }
 """Last part of ``tail/...`` -> unit and meaning, with rollout.tail and rollout.oversample."""
 DRAFTER_TIMES: dict[str, str] = {
-    "time/refresh_s": "seconds of refreshing the draft model: deciding, learning and pushing",
+    "time/refresh_s": "seconds of refreshing the draft model: learning and pushing",
     "time/refresh_limit_s": "seconds that learning was granted",
-    "time/refresh_saves_s": "seconds of rollouts that a refresh was predicted to save",
-    "time/idle_settle_s": "seconds of taking over what an idle rank has learned, within the rollout's",
 }
 
 WANDB_INIT_S = 30

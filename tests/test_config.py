@@ -261,19 +261,14 @@ WRONG: list[tuple[str, str]] = [
         "weights_sync.bucket_bytes: got 10, expected >= 65536. It must hold the largest tensor, or it is raised to it.",
     ),
     (
-        "--distillation.refresh auto",
-        "distillation.refresh: got 'auto', expected off with rollout.speculation.mode off and drafters ('suffix',). "
-        "Only a draft model learns: name model or decoupled among rollout.speculation.drafters.",
-    ),
-    (
-        "--distillation.refresh auto --rollout.speculation.mode coupled",
-        "distillation.refresh: got 'auto', expected off with rollout.speculation.mode coupled and drafters "
+        "--distillation.refresh every_step",
+        "distillation.refresh: got 'every_step', expected off with rollout.speculation.mode off and drafters "
         "('suffix',). Only a draft model learns: name model or decoupled among rollout.speculation.drafters.",
     ),
     (
-        "--distillation.position-emphasis 0.5 --distillation.top-k 0",
-        "distillation.position_emphasis: got 0.5, expected 0 with top_k 0. Where acceptance is lost is seen from the "
-        "policy's likeliest tokens.",
+        "--distillation.refresh every_step --rollout.speculation.mode coupled",
+        "distillation.refresh: got 'every_step', expected off with rollout.speculation.mode coupled and drafters "
+        "('suffix',). Only a draft model learns: name model or decoupled among rollout.speculation.drafters.",
     ),
     (
         "--distillation.max-time-share 0",
@@ -281,12 +276,8 @@ WRONG: list[tuple[str, str]] = [
     ),
     (
         "--distillation.max-time-share 1.5",
-        "distillation.max_time_share: got 1.5, expected <= 1 with max_updates 0 or refresh auto. Set refresh "
-        "every_step and max_updates, which bounds a refresh then.",
-    ),
-    (
-        "--distillation.adam-betas 0.9 1.0",
-        "distillation.adam_betas: got (0.9, 1.0), expected in [0, 1) each. Use for example 0.9 0.98.",
+        "distillation.max_time_share: got 1.5, expected <= 1 with max_updates 0. Set max_updates, which bounds a "
+        "refresh then.",
     ),
     (
         "--train.adam-betas 0.9 1.0",

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from functools import partial
 from types import GenericAlias
 from typing import Generic, NoReturn, TypeVar
 
@@ -61,38 +60,21 @@ class Collective:
     def barrier(self) -> None:
         self.any(False)
 
-    def together(
-        self, phase: str, work: Callable[[], T], *, meanwhile: Callable[[threading.Event], None] | None = None
-    ) -> T:
+    def together(self, phase: str, work: Callable[[], T]) -> T:
         """Run `work`, which uses no collective, on every rank; return this rank's result when all are done.
 
         A rank whose work is long joins an exchange every `HEARTBEAT_S`, so nobody runs into the group's timeout, and
         a rank that dies is noticed at once. Where work fails, its own error is raised there, and PeerFailedError,
         which names the rank and the cause, on the others.
-
-        Args: what a rank does, without collectives, from the end of its work until all are done; it looks between short
-        pieces whether its argument is set, and then ends. All ranks give one, or none does.
         """
         own = _Thread(phase, work)
-        waiting: _Thread[None] | None = None
-        over = threading.Event()
-        try:
-            while True:
-                own.wait(HEARTBEAT_S)
-                if meanwhile is not None and waiting is None and own.state == _DONE and self.world > 1:
-                    waiting = _Thread(f"{phase}: meanwhile", partial(meanwhile, over))
-                states = self._gather_states(own.state)
-                if _FAILED in states or all(state == _DONE for state in states):
-                    break
-        finally:
-            over.set()
-        if _FAILED in states:
-            if waiting is not None:
-                waiting.wait(HEARTBEAT_S)
-            self._fail(phase, own)
-        if meanwhile is not None:  # not every rank had to wait
-            self.together(f"{phase}: meanwhile", waiting.result if waiting is not None else lambda: None)
-        return own.result()
+        while True:
+            own.wait(HEARTBEAT_S)
+            states = self._gather_states(own.state)
+            if _FAILED in states:
+                self._fail(phase, own)
+            if all(state == _DONE for state in states):
+                return own.result()
 
     def _fail(self, phase: str, own: _Thread[T]) -> NoReturn:
         """Raises, with the cause, on every rank."""

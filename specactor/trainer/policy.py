@@ -23,7 +23,7 @@ from specactor.cpu import megatron as cpu_platform
 from specactor.errors import SpecActorError
 from specactor.parallel.layout import Layout
 from specactor.trainer import model, optimizer, packing
-from specactor.trainer.distillation.top_k import LawRecorder, LikeliestRecorder
+from specactor.trainer.distillation.top_k import TopKRecorder
 from specactor.trainer.export import export_hf
 from specactor.trainer.losses import token_weights
 from specactor.trainer.microbatch import Item, MicroBatch, Shape, build, items_of
@@ -89,7 +89,7 @@ class PolicyTrainer:
             self.take_reference()
 
     def train_step(
-        self, sequences: Sequence[TrainSequence], *, learning_rate: float, recorder: LawRecorder | None = None
+        self, sequences: Sequence[TrainSequence], *, learning_rate: float, recorder: TopKRecorder | None = None
     ) -> TrainStats:
         """Learn from the sequences of one RL step; all ranks pass all of them. Collective.
 
@@ -162,12 +162,15 @@ class PolicyTrainer:
         """Forget Adam's moments and step count, as between supervised warm-up and reinforcement learning."""
         optimizer.reset(self.optimizer)
 
-    def law_recorder(self, top_k: int, storage: str) -> LawRecorder:
-        """For `train_step`. Args: likeliest tokens per position; float16 or float32."""
-        group = parallel_state.get_tensor_model_parallel_group()
-        recorder = LikeliestRecorder(top_k, temperature=self.config.rollout.temperature, group=group)
-        vocab_size = int(self.policy.bridge.hf_config.vocab_size)
-        return LawRecorder(recorder, vocab_size=vocab_size, storage=storage, device=self.device)
+    def top_k_recorder(self, top_k: int) -> TopKRecorder:
+        """A recorder of the policy's top-k log-probabilities, for `train_step`."""
+        return TopKRecorder(
+            top_k,
+            temperature=self.config.rollout.temperature,
+            vocab_size=int(self.policy.bridge.hf_config.vocab_size),
+            device=self.device,
+            group=parallel_state.get_tensor_model_parallel_group(),
+        )
 
     def offload(self) -> None:
         """Free a GPU's memory of gradients and optimizer while engines generate; nothing to do on a CPU."""

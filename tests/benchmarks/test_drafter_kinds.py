@@ -16,7 +16,7 @@ from specactor.config import DistillationConfig, SourceConfig, TinyModelConfig
 from specactor.data.tiny_model import make_tiny_model
 from specactor.rollout.draft.counts import Counts
 from specactor.trainer.distillation import acceptance, init
-from specactor.trainer.distillation.buffer import Lesson
+from specactor.trainer.distillation.buffer import TrainingExample
 from specactor.types import Problem
 
 LEARNED = Learned(name="1 layer", parameters=469_440, points=[(0.0, 1.5), (2.0, 3.9), (4.0, 4.0)], updates=60, tokens=9)
@@ -95,16 +95,17 @@ def test_a_draft_model_is_learned_and_kept(target: Path, tmp_path: Path, name: s
     )
     assert msgspec.json.decode(msgspec.json.encode(job), type=Job) == job, "a job is told to another process"
     policy, chance = init.read_model(target), np.random.default_rng(0)
-    lessons = [
-        Lesson(token_ids=chance.integers(3, 100, 16).astype(np.int32), prompt_len=4, version=0) for _ in range(8)
+    examples = [
+        TrainingExample(token_ids=chance.integers(3, 100, 16).astype(np.int32), prompt_len=4, version=0)
+        for _ in range(8)
     ]
-    taught = acceptance.with_laws(policy, lessons, top_k=16, storage="float32")
-    found = learn(name, policy, job, taught, lessons)
+    taught = acceptance.with_top_k(policy, examples, top_k=16)
+    found = learn(name, policy, job, taught, examples)
     assert len(found.points) == 3
     assert found.points[0][0] == 0
     assert 0 < found.points[1][0] < found.points[2][0]
     assert found.updates > 0
     kept = init.read_model(tmp_path / name)
     assert sum(p.numel() for p in kept.parameters()) == found.parameters
-    again = acceptance.measure(policy, kept, lessons, window=4, seed=0)
+    again = acceptance.measure(policy, kept, examples, window=4, seed=0)
     assert again.accept_length == pytest.approx(found.points[-1][1])

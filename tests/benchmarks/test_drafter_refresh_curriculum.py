@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import drafter_refresh_curriculum as module
-from benchmarks.drafter_refresh_curriculum import FIRST, LAST, RISE, numbers, rising, switched, write_problems
+from benchmarks.drafter_refresh_curriculum import FIRST, LAST, RISE, numbers, rising, write_problems
 from examples import quickstart
 
 
@@ -19,7 +19,6 @@ def test_numbers_rise_and_then_stay() -> None:
     assert largest == sorted(largest)
     assert largest.count(LAST) == 1 + round((1 - RISE) * 20)
     assert rising(1) == [FIRST]
-    assert switched(2, 1) == [FIRST, FIRST, LAST]
 
 
 def test_every_step_has_its_problems(tmp_path: Path) -> None:

@@ -1,6 +1,6 @@
 """Processes of a run are killed: it goes on or resumes with identical metrics, says what happened, leaves nothing.
 
-A draft model learns after every step, so its weights, optimizer and lessons are resumed, too. The whole table, every
+A draft model learns after every step, so its weights, optimizer and examples are resumed, too. The whole table, every
 victim in every phase, is `make faults`.
 """
 

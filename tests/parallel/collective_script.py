@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-import threading
 import time
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -36,67 +34,11 @@ def main() -> None:
         seen["error"] = f"PeerFailedError: {error}"
     except EngineError as error:
         seen["error"] = f"EngineError: {error}"
-    seen["meanwhile"] = meanwhile(collective, Path(sys.argv[1]))
-    seen["doomed"] = doomed(collective)
     seen["after"] = collective.together("next", lambda: "goes on")
     # One write: ranks share a pipe, and a line written in parts would mix with another rank's.
     sys.stdout.write(json.dumps(seen) + "\n")
     sys.stdout.flush()
     dist.destroy_process_group()
-
-
-def meanwhile(collective: Collective, told: Path) -> list[object]:
-    """[results of work, pieces done meanwhile, whether they had ended when all went on, and what came of an error]
-
-    Rank 1 works until it is told to end by what rank 0 does meanwhile.
-    """
-    pieces: list[bool] = []
-
-    def work() -> str:
-        while collective.rank == 1 and not told.exists():
-            time.sleep(0.01)
-        return "done"
-
-    def wait(over: threading.Event) -> None:
-        if collective.rank == 1:
-            return
-        while not over.wait(0.01):
-            pieces.append(True)
-            if len(pieces) == 3:
-                told.touch()
-
-    def wrong(over: threading.Event) -> None:
-        if collective.rank == 0:
-            raise EngineError("nobody is idle for free")
-
-    result = collective.together("busy", work, meanwhile=wait)
-    num_pieces = len(pieces)
-    time.sleep(0.1)
-    ended = len(pieces) == num_pieces
-    try:
-        collective.together("busy", lambda: None, meanwhile=wrong)
-        caught = ""
-    except (EngineError, PeerFailedError) as error:
-        caught = f"{type(error).__name__}: {error}"
-    return [result, num_pieces, ended, caught]
-
-
-def doomed(collective: Collective) -> list[object]:
-    """[what came of work that failed, whether the other rank knew that it was over]"""
-    seen: list[bool] = []
-
-    def work() -> None:
-        if collective.rank == 1:
-            fail()
-
-    def wait(over: threading.Event) -> None:
-        seen.append(over.wait(20))
-
-    try:
-        collective.together("doomed", work, meanwhile=wait)
-        return ["", seen]
-    except (EngineError, PeerFailedError) as error:
-        return [type(error).__name__, seen]
 
 
 def fail() -> str:

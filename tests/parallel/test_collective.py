@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any, cast
 
 import pytest
 
@@ -46,22 +45,3 @@ def test_a_failure_on_one_rank_reaches_all_with_its_cause_and_the_group_stays_us
     assert ranks[0]["error"] == "PeerFailedError: doomed: rank 1 failed: EngineError: the engine is out of paper"
     assert ranks[1]["error"] == "EngineError: the engine is out of paper"
     assert [r["after"] for r in ranks] == ["goes on"] * 2
-
-
-def test_what_a_rank_does_meanwhile_ends_when_all_are_done(ranks: list[dict[str, object]]) -> None:
-    (first, pieces, ended, _), (second, *_) = [cast(list[Any], r["meanwhile"]) for r in ranks]
-    assert first == second == "done"
-    assert pieces >= 3
-    assert ended
-
-
-def test_an_error_of_what_a_rank_does_meanwhile_reaches_all(ranks: list[dict[str, object]]) -> None:
-    cause = "EngineError: nobody is idle for free"
-    assert [cast(list[Any], r["meanwhile"])[3] for r in ranks] == [
-        cause,
-        f"PeerFailedError: busy: meanwhile: rank 0 failed: {cause}",
-    ]
-
-
-def test_work_that_fails_ends_what_others_do_meanwhile(ranks: list[dict[str, object]]) -> None:
-    assert [r["doomed"] for r in ranks] == [["PeerFailedError", [True]], ["EngineError", []]]

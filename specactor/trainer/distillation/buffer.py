@@ -1,14 +1,14 @@
 """The newest rollouts, for the draft model to learn from. PURE: arrays in, arrays out.
 
 Invariants:
-1. The buffer never holds more than `max_tokens` tokens of prompts and responses, nor of one lesson more than
-   `max_lesson_tokens`: of a longer one the first are kept, with their law.
+1. The buffer never holds more than `max_tokens` tokens of prompts and responses, nor of one example more than
+   `max_example_tokens`: of a longer one the first are kept, with their top-k.
 2. What leaves first is of the oldest policy version; of one version, the shortest response.
 3. What is drawn depends on the seed, the number of the draw and the content alone, so a resumed run draws the same.
 4. A state that was saved and loaded is equal bit for bit.
 
 Newer and longer responses are drawn more often: the policy has moved on from old ones, and long ones are what a rollout
-waits for. Shape legend: L tokens, R of them of the response, K likeliest tokens of the policy.
+waits for. Shape legend: L tokens, R of them of the response, K top-k of the policy.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ Arrays = dict[str, NDArray[Any]]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Law:
-    """The policy's likeliest next tokens at every response token, likeliest first."""
+class TopK:
+    """The policy's K most probable next tokens at every response token, most probable first."""
 
     tokens: NDArray[np.int32]
     """[R, K]"""
-    logprobs: NDArray[Any]
-    """[R, K] float16 or float32, of the whole distribution at the sampling temperature."""
+    logprobs: NDArray[np.float16]
+    """[R, K] of the whole distribution at the sampling temperature."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Lesson:
+class TrainingExample:
     """One response, and what is known of the distributions that it was sampled from."""
 
     token_ids: NDArray[np.int32]
@@ -45,174 +45,164 @@ class Lesson:
     prompt_len: int
     version: int
     """Of the policy that generated it."""
-    reward: float = 0.0
     temperature: float = 1.0
-    law: Law | None = None
+    top_k: TopK | None = None
 
     @property
     def response_len(self) -> int:
         return len(self.token_ids) - self.prompt_len
 
 
-def lesson_from(sequence: TrainSequence, law: Law | None, *, version: int, reward: float, temperature: float) -> Lesson:
-    """Of what the policy learns from. Args: the policy's version that generated it."""
-    return Lesson(
+def example_from(sequence: TrainSequence, top_k: TopK | None, *, version: int, temperature: float) -> TrainingExample:
+    """What the policy learned from, for the draft model. `version` is that of the policy that generated it."""
+    return TrainingExample(
         token_ids=np.array(sequence.token_ids, np.int32),
         prompt_len=sequence.prompt_len,
         version=version,
-        reward=reward,
         temperature=temperature,
-        law=law,
+        top_k=top_k,
     )
 
 
-def checked(lesson: Lesson) -> Lesson:
+def checked(example: TrainingExample) -> TrainingExample:
     """The argument. Raises DataError for one that cannot be learned from."""
-    if not 1 <= lesson.prompt_len < len(lesson.token_ids):
+    if not 1 <= example.prompt_len < len(example.token_ids):
         raise DataError(
-            f"lesson: got a prompt of {lesson.prompt_len} in {len(lesson.token_ids)} tokens, expected at least one "
+            f"example: got a prompt of {example.prompt_len} in {len(example.token_ids)} tokens, expected at least one "
             "token of each, prompt and response. Leave out responses without tokens."
         )
-    if not lesson.temperature > 0:
-        raise DataError(f"lesson: got temperature {lesson.temperature}, expected > 0. Leave greedy responses out.")
-    if lesson.law is not None and not (
-        len(lesson.law.tokens) == len(lesson.law.logprobs) == lesson.response_len
-        and lesson.law.tokens.shape == lesson.law.logprobs.shape
+    if not example.temperature > 0:
+        raise DataError(f"example: got temperature {example.temperature}, expected > 0. Leave greedy responses out.")
+    top_k = example.top_k
+    if top_k is not None and not (
+        len(top_k.tokens) == len(top_k.logprobs) == example.response_len and top_k.tokens.shape == top_k.logprobs.shape
     ):
         raise DataError(
-            f"lesson: got likeliest tokens of shape {lesson.law.tokens.shape} with log-probabilities of shape "
-            f"{lesson.law.logprobs.shape}, expected one row for each of {lesson.response_len} response tokens."
+            f"example: got top-k tokens of shape {top_k.tokens.shape} with log-probabilities of shape "
+            f"{top_k.logprobs.shape}, expected one row for each of {example.response_len} response tokens."
         )
-    return lesson
+    return example
 
 
-def cut(lesson: Lesson, num_tokens: int) -> Lesson:
+def cut(example: TrainingExample, num_tokens: int) -> TrainingExample:
     """Its first tokens: more than those of the prompt, fewer than all."""
-    law, kept = lesson.law, num_tokens - lesson.prompt_len
-    if law is not None:
-        law = Law(tokens=law.tokens[:kept].copy(), logprobs=law.logprobs[:kept].copy())
-    return replace(lesson, token_ids=lesson.token_ids[:num_tokens].copy(), law=law)
+    top_k, kept = example.top_k, num_tokens - example.prompt_len
+    if top_k is not None:
+        top_k = TopK(tokens=top_k.tokens[:kept].copy(), logprobs=top_k.logprobs[:kept].copy())
+    return replace(example, token_ids=example.token_ids[:num_tokens].copy(), top_k=top_k)
 
 
 class DraftBuffer:
     """Of one run; the same on every rank."""
 
-    def __init__(self, *, max_tokens: int, half_life_steps: float, seed: int, max_lesson_tokens: int) -> None:
-        """Longer lessons than `max_lesson_tokens` are cut; those whose prompt alone is that long are left out."""
+    def __init__(self, *, max_tokens: int, half_life_steps: float, seed: int, max_example_tokens: int) -> None:
+        """Longer examples than `max_example_tokens` are cut; those whose prompt alone is that long are left out."""
         self._max_tokens, self._half_life, self._seed = max_tokens, half_life_steps, seed
-        self._longest = min(max_lesson_tokens, max_tokens)
-        self._lessons: list[Lesson] = []
+        self._longest = min(max_example_tokens, max_tokens)
+        self._examples: list[TrainingExample] = []
         self.too_long = 0
-        """Lessons left out so far."""
+        """Examples left out so far."""
         self._known_chances: NDArray[np.float64] | None = None
-        """Of the content as it is; draws are many, and lessons thousands."""
+        """Of the content as it is; draws are many, and examples thousands."""
 
     def __len__(self) -> int:
-        return len(self._lessons)
+        return len(self._examples)
 
     @property
-    def lessons(self) -> Sequence[Lesson]:
-        return self._lessons
+    def examples(self) -> Sequence[TrainingExample]:
+        return self._examples
 
     @property
     def num_tokens(self) -> int:
-        return sum(len(lesson.token_ids) for lesson in self._lessons)
+        return sum(len(example.token_ids) for example in self._examples)
 
-    def mean_reward(self) -> float:
-        return float(np.mean([lesson.reward for lesson in self._lessons])) if self._lessons else 0.0
-
-    def fitting(self, lessons: Sequence[Lesson]) -> tuple[list[Lesson], int]:
+    def fitting(self, examples: Sequence[TrainingExample]) -> tuple[list[TrainingExample], int]:
         """(as they would be kept, how many of them were cut); those that are left out are counted. Raises DataError for
-        a lesson that cannot be learned from."""
-        fit: list[Lesson] = []
+        an example that cannot be learned from."""
+        fit: list[TrainingExample] = []
         num_cut = 0
-        for lesson in map(checked, lessons):
-            if len(lesson.token_ids) <= self._longest:
-                fit.append(lesson)
-            elif lesson.prompt_len < self._longest:
-                fit.append(cut(lesson, self._longest))
+        for example in map(checked, examples):
+            if len(example.token_ids) <= self._longest:
+                fit.append(example)
+            elif example.prompt_len < self._longest:
+                fit.append(cut(example, self._longest))
                 num_cut += 1
             else:
                 self.too_long += 1
         return fit, num_cut
 
-    def add(self, lessons: Sequence[Lesson]) -> None:
-        """As far as they fit. Raises DataError for a lesson that cannot be learned from."""
-        self._lessons += self.fitting(lessons)[0]
+    def add(self, examples: Sequence[TrainingExample]) -> None:
+        """As far as they fit. Raises DataError for an example that cannot be learned from."""
+        self._examples += self.fitting(examples)[0]
         self._evict()
 
-    def take(self) -> list[Lesson]:
-        """All lessons, which are then gone."""
-        taken, self._lessons = self._lessons, []
+    def take(self) -> list[TrainingExample]:
+        """All examples, which are then gone."""
+        taken, self._examples = self._examples, []
         return taken
 
-    def draw(self, number: int, num_tokens: int) -> list[Lesson]:
-        """Lessons of at most `num_tokens` tokens together, or one longer than that; none twice. [] when empty.
+    def draw(self, number: int, num_tokens: int) -> list[TrainingExample]:
+        """Examples of at most `num_tokens` tokens together, or one longer than that; none twice. [] when empty.
 
-        The `number`-th draw: the same lessons whenever it is asked for, while the content is the same. Weighted
+        The `number`-th draw: the same examples whenever it is asked for, while the content is the same. Weighted
         sampling without replacement by exponential keys (Efraimidis and Spirakis, Inf. Proc. Letters 97, 2006).
         """
-        if not self._lessons:
+        if not self._examples:
             return []
         chance = np.random.default_rng([self._seed, number])
-        keys = chance.exponential(size=len(self._lessons)) / self._chances()
-        drawn: list[Lesson] = []
+        keys = chance.exponential(size=len(self._examples)) / self._chances()
+        drawn: list[TrainingExample] = []
         left = num_tokens
         for index in np.argsort(keys, kind="stable"):
-            lesson = self._lessons[index]
-            if drawn and len(lesson.token_ids) > left:
+            example = self._examples[index]
+            if drawn and len(example.token_ids) > left:
                 break
-            drawn.append(lesson)
-            left -= len(lesson.token_ids)
+            drawn.append(example)
+            left -= len(example.token_ids)
         return drawn
 
     def state(self) -> Arrays:
-        """All lessons as a few arrays."""
-        laws = [lesson.law for lesson in self._lessons]
+        """All examples as a few arrays."""
+        known = [example.top_k for example in self._examples]
         return {
-            "tokens": _joined([x.token_ids for x in self._lessons], np.int32),
-            "lengths": np.array([len(x.token_ids) for x in self._lessons], np.int64),
-            "prompt_lens": np.array([x.prompt_len for x in self._lessons], np.int64),
-            "versions": np.array([x.version for x in self._lessons], np.int64),
-            "rewards": np.array([x.reward for x in self._lessons], np.float64),
-            "temperatures": np.array([x.temperature for x in self._lessons], np.float64),
-            "law_widths": np.array([law.tokens.shape[1] if law else -1 for law in laws], np.int64),
-            "law_is_half": np.array([bool(law and law.logprobs.dtype == np.float16) for law in laws], np.bool_),
-            "law_tokens": _joined([law.tokens.reshape(-1) for law in laws if law], np.int32),
-            "law_halves": _joined([law.logprobs.reshape(-1) for law in laws if law and _half(law)], np.float16),
-            "law_singles": _joined([law.logprobs.reshape(-1) for law in laws if law and not _half(law)], np.float32),
+            "tokens": _joined([x.token_ids for x in self._examples], np.int32),
+            "lengths": np.array([len(x.token_ids) for x in self._examples], np.int64),
+            "prompt_lens": np.array([x.prompt_len for x in self._examples], np.int64),
+            "versions": np.array([x.version for x in self._examples], np.int64),
+            "temperatures": np.array([x.temperature for x in self._examples], np.float64),
+            "top_k": np.array([of.tokens.shape[1] if of else -1 for of in known], np.int64),
+            "top_k_tokens": _joined([of.tokens.reshape(-1) for of in known if of], np.int32),
+            "top_k_logprobs": _joined([of.logprobs.reshape(-1) for of in known if of], np.float16),
             "too_long": np.array([self.too_long], np.int64),
         }
 
     def restore(self, state: Mapping[str, NDArray[Any]]) -> None:
         """Replace the content with what `state` returned."""
-        take = {name: _Reader(state[name]) for name in ("tokens", "law_tokens", "law_halves", "law_singles")}
-        self._lessons = []
+        tokens, top_tokens, logprobs = (_Reader(state[n]) for n in ("tokens", "top_k_tokens", "top_k_logprobs"))
+        self._examples = []
         for i, (length, prompt_len) in enumerate(zip(state["lengths"], state["prompt_lens"], strict=True)):
-            width, law = int(state["law_widths"][i]), None
+            width, top_k = int(state["top_k"][i]), None
             if width >= 0:
                 shape = (int(length) - int(prompt_len), width)
-                logprobs = take["law_halves" if state["law_is_half"][i] else "law_singles"]
-                law = Law(tokens=take["law_tokens"](shape), logprobs=logprobs(shape))
-            self._lessons.append(
-                Lesson(
-                    token_ids=take["tokens"]((int(length),)),
+                top_k = TopK(tokens=top_tokens(shape), logprobs=logprobs(shape))
+            self._examples.append(
+                TrainingExample(
+                    token_ids=tokens((int(length),)),
                     prompt_len=int(prompt_len),
                     version=int(state["versions"][i]),
-                    reward=float(state["rewards"][i]),
                     temperature=float(state["temperatures"][i]),
-                    law=law,
+                    top_k=top_k,
                 )
             )
         self.too_long = int(state["too_long"][0])
         self._evict()
 
     def _chances(self) -> NDArray[np.float64]:
-        """Of every lesson to be drawn."""
+        """Of every example to be drawn."""
         if self._known_chances is not None:
             return self._known_chances
-        versions = np.array([lesson.version for lesson in self._lessons])
-        lengths = np.array([lesson.response_len for lesson in self._lessons])
+        versions = np.array([example.version for example in self._examples])
+        lengths = np.array([example.response_len for example in self._examples])
         chances: NDArray[np.float64] = lengths * 0.5 ** ((versions.max() - versions) / self._half_life)
         self._known_chances = np.maximum(chances, np.finfo(np.float64).tiny)
         return self._known_chances
@@ -224,14 +214,14 @@ class DraftBuffer:
             return
         gone: set[int] = set()
         worst_first = sorted(
-            range(len(self._lessons)), key=lambda i: (self._lessons[i].version, self._lessons[i].response_len, i)
+            range(len(self._examples)), key=lambda i: (self._examples[i].version, self._examples[i].response_len, i)
         )
         for i in worst_first:
             if too_many <= 0:
                 break
             gone.add(i)
-            too_many -= len(self._lessons[i].token_ids)
-        self._lessons = [lesson for i, lesson in enumerate(self._lessons) if i not in gone]
+            too_many -= len(self._examples[i].token_ids)
+        self._examples = [example for i, example in enumerate(self._examples) if i not in gone]
 
 
 class _Reader:
@@ -245,10 +235,6 @@ class _Reader:
         piece = self._flat[self._at : self._at + size].reshape(shape).copy()
         self._at += size
         return piece
-
-
-def _half(law: Law) -> bool:
-    return law.logprobs.dtype == np.float16
 
 
 def _joined(parts: Sequence[NDArray[Any]], kind: Any) -> NDArray[Any]:

@@ -28,17 +28,14 @@ from tyro import _errors as tyro_errors
 from specactor.config import DistillationConfig
 from specactor.errors import ConfigError, DataError
 from specactor.trainer.distillation import acceptance, init
-from specactor.trainer.distillation.buffer import Lesson
-from specactor.trainer.distillation.rollout_files import lesson_of, read_rollouts
+from specactor.trainer.distillation.buffer import TrainingExample
+from specactor.trainer.distillation.rollout_files import example_of, read_rollouts
 from specactor.trainer.distillation.train import DrafterTrainer, RefreshStats
 
 PROG = "specactor drafter"
 HELD_OUT = 8
 """With one set of rollouts for both, `train` leaves out every so many-th response, and `eval` takes just these."""
-OF_RUNS = (
-    *("refresh", "max_time_share", "recovery_time_share", "max_updates", "explore_every", "position_emphasis"),
-    *("idle", "keep_rollouts", "zero_stage", "offload"),
-)
+OF_RUNS = ("refresh", "max_time_share", "max_updates", "keep_rollouts", "zero_stage", "offload")
 """Settings of `DistillationConfig` that say nothing about learning offline."""
 
 
@@ -61,13 +58,13 @@ class TrainOptions:
     draft: Path
     """Folder of the draft model to start from."""
     target: Path
-    """Folder of the target: its law of the next token is learned."""
+    """Folder of the target: its probabilities of the next token are learned."""
     rollouts: tuple[Path, ...]
     """Files of JSON lines with prompt_ids and token_ids, or folders of such."""
     out: Path
     """Folder of the trained draft model; one that is there is replaced."""
     minutes: float = 10.0
-    """Longest time to learn, and to compute the target's law before that, of the newest distillation.buffer_tokens."""
+    """Longest time to learn, and to compute the target's top-k of the newest distillation.buffer_tokens before that."""
     updates: int = 0
     """Optimizer updates at most, with a learning rate that falls to a hundredth; 0: as many as fit, at one rate."""
     threads: int = 0
@@ -169,7 +166,7 @@ def run(argv: Sequence[str], console: Console) -> None:
             stats = train(options)
             console.print(
                 f"{options.out}: {stats.updates} updates on {stats.tokens} response tokens in {stats.seconds:.0f} s; "
-                f"KL to the target {stats.law_loss:.3f}, overlap {stats.overlap:.3f} in the last",
+                f"KL to the target {stats.kl:.3f}, overlap {stats.overlap:.3f} in the last",
                 soft_wrap=True,
             )
         case EvalOptions():
@@ -188,9 +185,9 @@ def train(options: TrainOptions) -> RefreshStats:
     from or no time for it."""
     settings = options.distillation
     init.check_out(options.out, options.draft, options.target, *options.rollouts)
-    found = _lessons(options.rollouts)
-    lessons = [lesson for i, lesson in enumerate(found) if i % HELD_OUT]
-    if not lessons:
+    found = _examples(options.rollouts)
+    examples = [example for i, example in enumerate(found) if i % HELD_OUT]
+    if not examples:
         raise DataError(
             f"rollouts: got {len(found)} response to learn from, expected at least 2: every {HELD_OUT}th is held out "
             "for eval, from the first on. Give more."
@@ -198,7 +195,7 @@ def train(options: TrainOptions) -> RefreshStats:
     target, model = init.read_model(options.target), init.read_model(options.draft)
     _check_vocabulary(target, model)
     trainer = DrafterTrainer(settings, model, seed=options.seed)
-    trainer.buffer.add(lessons)
+    trainer.buffer.add(examples)
     if not len(trainer.buffer):
         longest = min(settings.tokens_per_microbatch, settings.buffer_tokens)
         raise ConfigError.at(
@@ -209,14 +206,13 @@ def train(options: TrainOptions) -> RefreshStats:
         )
     began_s, limit_s = time.perf_counter(), 60 * options.minutes
     if settings.top_k:  # of what fits the buffer alone
-        with_laws = acceptance.with_laws(
+        examples_with_top_k = acceptance.with_top_k(
             target,
             trainer.buffer.take(),
             top_k=settings.top_k,
-            storage=settings.storage,
             go_on=lambda: time.perf_counter() - began_s < limit_s,
         )
-        trainer.buffer.add(with_laws)
+        trainer.buffer.add(examples_with_top_k)
 
     def falling(update: int) -> float:
         rise = min(1.0, (update + 1) / max(1, settings.warmup_updates))
@@ -241,16 +237,16 @@ def train(options: TrainOptions) -> RefreshStats:
 
 def evaluate(options: EvalOptions) -> acceptance.Acceptance:
     """What the draft model would be accepted."""
-    lessons = _lessons(options.rollouts)
-    lessons = (lessons if options.all else lessons[::HELD_OUT])[: options.responses]
+    examples = _examples(options.rollouts)
+    examples = (examples if options.all else examples[::HELD_OUT])[: options.responses]
     target, draft = init.read_model(options.target), init.read_model(options.draft)
     _check_vocabulary(target, draft)
-    return acceptance.measure(target, draft, lessons, window=options.window, seed=options.seed)
+    return acceptance.measure(target, draft, examples, window=options.window, seed=options.seed)
 
 
-def _lessons(paths: Sequence[Path]) -> list[Lesson]:
+def _examples(paths: Sequence[Path]) -> list[TrainingExample]:
     """Of sampled responses."""
-    found = [lesson_of(line) for line in read_rollouts(paths) if line.temperature > 0]
+    found = [example_of(line) for line in read_rollouts(paths) if line.temperature > 0]
     if not found:
         raise DataError(
             f"{', '.join(map(str, paths))}: got greedy responses (temperature 0) alone, expected sampled ones. Give "

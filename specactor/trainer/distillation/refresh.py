@@ -6,24 +6,22 @@ Invariants:
 3. What goes wrong here costs speed: a refresh that fails leaves the weights there are, whoever refuses a push goes on
    with its own and is asked again after the next step. Memory is excepted: torch.OutOfMemoryError in a refresh ends
    the run, since a rank that raises it is missing in the reduction of gradients, where the others wait for it.
-4. With `idle`, ranks learn alone, each in a copy of its own, while others roll out; when all are done they take the
-   copy that learned most, so outside a rollout all copies are the same.
+4. Refreshes take no more than their share of the steps in the long run, if they spend no more than half of it beside
+   learning.
 5. After `save` and `load` it goes on as if it had not stopped; engines and drafter processes that were started anew
    get the version there is.
 """
 
 from __future__ import annotations
 
-import math
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
-import msgspec
 import torch
 import torch.distributed as dist
 from safetensors import SafetensorError
@@ -31,20 +29,15 @@ from safetensors import SafetensorError
 from specactor.config import Config
 from specactor.errors import CheckpointError, PeerFailedError, SpecActorError
 from specactor.parallel.collective import Collective
-from specactor.trainer.distillation import held_out, init
-from specactor.trainer.distillation.budget import Account, Decision, Outlook, decide, time_limit_s
-from specactor.trainer.distillation.buffer import Law, Lesson, lesson_from
-from specactor.trainer.distillation.history import Drafted, History
-from specactor.trainer.distillation.step import Step
-from specactor.trainer.distillation.top_k import LawRecorder
-from specactor.trainer.distillation.train import DrafterTrainer, Learned, RefreshStats
-from specactor.trainer.distillation.watch import Clock
+from specactor.trainer.distillation import init
+from specactor.trainer.distillation.buffer import TopK, example_from
+from specactor.trainer.distillation.top_k import TopKRecorder
+from specactor.trainer.distillation.train import Clock, DrafterTrainer, RefreshStats
+from specactor.types import TrainSequence
 from specactor.weights_sync.draft_sender import DraftSender, num_bytes, push_to_engine
 from specactor.weights_sync.messages import DraftWeights
 from specactor.weights_sync.sender import TargetEngine
 
-SOON_S = 0.05
-"""Of waiting for others, after which a rank learns: the last one to be done does not begin."""
 FOLDER = "drafter"
 """In a checkpoint."""
 
@@ -59,12 +52,22 @@ class DrafterProcesses(Protocol):
     def oldest_version(self) -> int | None: ...
 
 
-class _Alone(msgspec.Struct, frozen=True, kw_only=True):
-    """What one rank did with the draft model while others rolled out."""
+@dataclass(kw_only=True)
+class TimeAccount:
+    """The seconds that refreshes may take: what one takes beyond its share is taken off the next ones."""
 
-    updates: int
-    learned: Learned
-    problem: str
+    push_s: float = 0.0
+    """Of the last push; halved by every refresh since that made none, or a slow one would leave no time for a refresh,
+    and so for a push, ever again."""
+    owed_s: float = 0.0
+
+    def limit_s(self, share_s: float, spent_s: float) -> float:
+        """What is left to learn in, of this refresh's share, when it has spent so much of it."""
+        return max(0.0, share_s - spent_s - self.push_s - self.owed_s)
+
+    def ended(self, share_s: float, took_s: float) -> None:
+        """Count a refresh. At most half a share is owed, so that one that was held up stops no others."""
+        self.owed_s = min(share_s / 2, max(0.0, self.owed_s + took_s - share_s))
 
 
 class Distillation:
@@ -75,7 +78,7 @@ class Distillation:
         config: Config,
         collective: Collective,
         *,
-        recorder: LawRecorder | None,
+        recorder: TopKRecorder | None,
         vocab_size: int,
         engines: Callable[[], Sequence[TargetEngine]],
         processes: DrafterProcesses,
@@ -83,12 +86,15 @@ class Distillation:
         device: torch.device | str = "cpu",
         clock: Clock = time.perf_counter,
     ) -> None:
-        """Collective. Args: of the policy; this rank's engines that hold a draft model, as of now; its drafter
-        processes; what is said to people. Raises ConfigError for a draft model that does not fit the policy."""
+        """Read the draft model. Collective. Raises ConfigError for one that does not fit the policy.
+
+        Args:
+            vocab_size: of the policy.
+            engines: this rank's that hold a draft model, as of now.
+            processes: this rank's drafter processes.
+            note: says something to people.
+        """
         self.config, self.recorder = config.distillation, recorder
-        self.history = History()
-        self.reason = ""
-        """Of the last decision."""
         self._collective = collective
         self._temperature = config.rollout.temperature
         self._timeout_s = config.weights_sync.timeout_s
@@ -97,88 +103,44 @@ class Distillation:
         self._note, self._clock = note, clock
         self._held: WeakKeyDictionary[TargetEngine, int] = WeakKeyDictionary()
         """Versions that engines took; others hold the weights that they were started with, version 0."""
-        self._account = Account()
+        self._account = TimeAccount()
         self._in_vain_s = 0.0
         """That the last push waited for those who did not answer."""
-        self._alone, self._problem = 0, ""
-        """Updates that this rank has made alone in this rollout, and why it stopped, if it had to."""
-        self._idle_updates, self._settle_s = 0, 0.0
-        """Since the last refresh: updates made while others rolled out, and seconds of taking them over."""
-        self._stream: torch.cuda.Stream | None = None
         init.quiet()
         model = collective.together("draft model", lambda: init.read_fitting(self._folder, vocab_size, device))
         group = dist.group.WORLD if collective.world > 1 else None
         self.drafter = DrafterTrainer(self.config, model, seed=config.seed, group=group)
         self._sender = DraftSender(getattr(torch, config.model.dtype))
 
-    def meanwhile(self, *, has_engines: bool) -> Callable[[threading.Event], None]:
-        """What this rank does while others roll out (`Collective.together`), before all `settle`.
+    def refresh(
+        self, sequences: Sequence[TrainSequence], *, version: int, step_s: float, is_last: bool
+    ) -> dict[str, float]:
+        """Remember an RL step, learn, and push. Returns metrics. Collective.
 
-        Args: whether it drives engines. One that does not has lent its device to another's, and does not know when that
-        has run dry.
+        Args:
+            sequences: just as the policy learned from them.
+            version: of the policy that generated them.
+            step_s: seconds of the step on this rank.
+            is_last: whether no rollout is left to serve; nothing is learned then.
         """
-        return self.learn_alone if has_engines else lambda over: None
-
-    def learn_alone(self, over: threading.Event) -> None:
-        """While other ranks roll out: learn until it is over, as seen between two micro-batches, between two refreshes
-        from at most as many tokens as the buffer holds. Not collective; in another thread than all other calls."""
-        most = self.drafter.buffer.num_tokens // self.drafter.tokens_per_update - self._idle_updates
-        if most <= 0 or over.wait(SOON_S):
-            return
-        try:
-            with self._own_stream():
-                self._alone = self.drafter.learn_alone(over.is_set, max_updates=most).updates
-        except (SpecActorError, RuntimeError) as error:
-            self._problem = str(error)
-
-    def settle(self) -> None:
-        """All ranks take the copy that learned most while others rolled out. Collective."""
-        began_s = self._clock()
-        own = _Alone(updates=self._alone, learned=self.drafter.learned(), problem=self._problem)
-        ranks = self._collective.gather(own, _Alone)
-        for rank, of in enumerate(ranks):
-            if of.problem:
-                self._note(f"distillation.idle: rank {rank} had to stop learning in this rollout: {of.problem}")
-        most = max(range(len(ranks)), key=lambda rank: (ranks[rank].updates, not ranks[rank].problem))
-        if any(of.updates or of.problem for of in ranks):
-            self.drafter.adopt(most, ranks[most].learned)
-        self._alone, self._problem = 0, ""
-        self._idle_updates += ranks[most].updates
-        self._settle_s += self._clock() - began_s
-
-    def refresh(self, step: Step) -> dict[str, float]:
-        """After an RL step: remember it, learn if that is worth its time, push. Returns metrics. Collective."""
-        began_s, lessons = self._clock(), self._lessons(step)
-        self.history.rollout(Drafted.of(step.counts, sum(lesson.response_len for lesson in lessons)))
-        fitting, num_cut = self._fitting(lessons)
-        others, unseen = held_out.split(fitting) if self.config.refresh == "auto" else (fitting, [])
-        self.drafter.buffer.add(others)
-        rises, share_s = self.drafter.is_warming_up, self._share_s(step)
-        plan = self._plan(step, share_s, self._settle_s + self._clock() - began_s)
-        self.reason = plan.reason
-        stats, failed = self._learn(plan.limit_s, unseen) if plan.refresh else (None, False)
-        self.drafter.buffer.add(unseen)
-        refreshed = stats is not None and stats.updates > 0
-        if refreshed or self._idle_updates:
-            seen = (stats.overlap_before, stats.overlap_after) if stats else (math.nan, math.nan)
-            self.history.refreshed(*seen, counts=not rises)
+        began_s, num_cut = self._clock(), self._remember(sequences, version)
+        share_s = max(0.0, step_s) * self.config.max_time_share
+        limit_s = self._account.limit_s(share_s, self._clock() - began_s)
+        limit_s = self._collective.gather(limit_s, float)[0]  # ranks have clocks of their own
+        stats, failed = self._learn(limit_s) if limit_s and not is_last else (None, False)
         pushed = self.push()
         if not pushed["drafter/pushed_bytes"]:
             self._account.push_s /= 2
+        self._account.ended(share_s, self._clock() - began_s - self._in_vain_s)
         metrics: dict[str, float] = {
             "drafter/version": self.drafter.version,
-            "drafter/refreshed": int(refreshed),
+            "drafter/refreshed": int(stats is not None and stats.updates > 0),
             "drafter/failed": int(failed),
-            "drafter/idle_updates": self._idle_updates,
             "drafter/buffer_tokens": self.drafter.buffer.num_tokens,
             "drafter/cut_responses": num_cut,
-            "time/refresh_limit_s": plan.limit_s,
-            "time/refresh_saves_s": plan.saved_s,
-            "time/idle_settle_s": self._settle_s,
+            "time/refresh_limit_s": limit_s,
         }
-        self._account.ended(share_s, self._settle_s + self._clock() - began_s - self._in_vain_s)
-        self._idle_updates, self._settle_s = 0, 0.0
-        return metrics | pushed | (_of_stats(stats) if stats is not None else {})
+        return metrics | pushed | (_metrics_of(stats) if stats is not None else {})
 
     def push(self) -> dict[str, float]:
         """Bring the draft model's version to all that draft with an older one. Collective."""
@@ -240,10 +202,10 @@ class Distillation:
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint's own state keeps."""
-        return self.history.state() | self._account.state()
+        return asdict(self._account)
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        self.history, self._account = History.of(state), Account.of(state)
+        self._account = TimeAccount(push_s=state["push_s"], owed_s=state["owed_s"])
 
     def export(self, folder: Path) -> bool:
         """In Hugging Face format, unless weights are not finite; returns whether it was. Collective; raises
@@ -263,55 +225,33 @@ class Distillation:
     def close(self) -> None:
         self._sender.close()
 
-    def _fitting(self, lessons: Sequence[Lesson]) -> tuple[list[Lesson], int]:
-        """(as the buffer keeps them, how many of them were cut)"""
+    def _remember(self, sequences: Sequence[TrainSequence], version: int) -> int:
+        """Put the step's responses into the buffer; returns how many of them were cut."""
+        known: Sequence[TopK | None] = [None] * len(sequences)
+        if self.recorder is not None:
+            known = self.recorder.take(sequences)
         buffer = self.drafter.buffer
-        already = buffer.too_long
-        found = buffer.fitting(lessons)
-        if buffer.too_long and not already:
+        before = buffer.too_long
+        examples, num_cut = buffer.fitting(
+            [
+                example_from(sequence, top_k, version=version, temperature=self._temperature)
+                for sequence, top_k in zip(sequences, known, strict=True)
+                if sequence.response_len
+            ]
+        )
+        buffer.add(examples)
+        if buffer.too_long and not before:
             self._note(
                 "draft model: responses to prompts of distillation.tokens_per_microbatch "
                 f"({self.config.tokens_per_microbatch}) or more are not learned from. Raise it."
             )
-        return found
+        return num_cut
 
-    def _lessons(self, step: Step) -> list[Lesson]:
-        laws: list[Law] | list[None] = [None] * len(step.sequences)
-        if self.recorder is not None:
-            laws = self.recorder.take(step.sequences)
-        return [
-            lesson_from(sequence, law, version=step.version, reward=reward, temperature=self._temperature)
-            for sequence, law, reward in zip(step.sequences, laws, step.rewards, strict=True)
-            if sequence.response_len
-        ]
-
-    def _share_s(self, step: Step) -> float:
-        """Of the step's time, what the refresh may take."""
-        lost = self.config.recovery_time_share if self.history.is_lost else 0.0
-        return time_limit_s(step.seconds, max(self.config.max_time_share, lost))
-
-    def _plan(self, step: Step, share_s: float, spent_s: float) -> Decision:
-        """Rank 0's. Args: what this step's refresh may take, and has taken."""
-        usual_s = time_limit_s(step.seconds, self.config.max_time_share)
-        now = Outlook(
-            gain=self.history.gain,
-            refreshes=self.history.refreshes,
-            is_warming_up=self.drafter.is_warming_up,
-            drafted_s=self.history.share * step.rollout_s,
-            limit_s=self._account.limit_s(share_s, spent_s),
-            cost_s=max(usual_s, spent_s + self._account.push_s),
-            steps_since=self.history.steps_since,
-            steps_left=step.steps_left,
-        )
-        own = decide(self.config.refresh, now, explore_every=self.config.explore_every)
-        return self._collective.gather(own, Decision)[0]
-
-    def _learn(self, limit_s: float, unseen: Sequence[Lesson]) -> tuple[RefreshStats | None, bool]:
-        """(statistics, whether it failed). Args: responses to see on what it is worth."""
+    def _learn(self, limit_s: float) -> tuple[RefreshStats | None, bool]:
+        """(statistics, whether it failed)"""
         tokens = self.drafter.tokens_per_update
-        judges = held_out.sample(unseen, tokens)
         try:
-            stats = self.drafter.refresh(limit_s=limit_s, clock=self._clock, held_out=judges)
+            stats = self.drafter.refresh(limit_s=limit_s, clock=self._clock)
         except SpecActorError as error:  # on every rank alike, since what went wrong is a sum over ranks
             self._note(str(error))
             return None, True
@@ -329,21 +269,6 @@ class Distillation:
         if not sound:
             self._note("draft model: has weights that are not finite. They are neither pushed, saved nor exported.")
         return sound
-
-    @contextmanager
-    def _own_stream(self) -> Iterator[None]:
-        """On a GPU, what a second thread does would queue behind the exchange in which the first one waits for others.
-        (The weights were written long before: they have been copied to the host since, to be pushed.)"""
-        if self.drafter.device.type != "cuda":
-            yield
-            return
-        torch.cuda.set_device(self.drafter.device)
-        self._stream = self._stream or torch.cuda.Stream(self.drafter.device)  # type: ignore[no-untyped-call]
-        try:
-            with torch.cuda.stream(self._stream):
-                yield
-        finally:
-            self._stream.synchronize()
 
     def _hand(self, engine: TargetEngine, weights: DraftWeights) -> str:
         problem = push_to_engine(engine, weights, timeout_s=self._timeout_s)
@@ -379,15 +304,14 @@ def _written(what: Path) -> Iterator[None]:
         raise CheckpointError(str(error)) from error
 
 
-def _of_stats(stats: RefreshStats) -> dict[str, float]:
+def _metrics_of(stats: RefreshStats) -> dict[str, float]:
     if not stats.updates:
         return {"drafter/updates": 0, "drafter/tokens": 0}
-    judged = {"drafter/overlap_before": stats.overlap_before, "drafter/overlap_after": stats.overlap_after}
-    return {name: value for name, value in judged.items() if not math.isnan(value)} | {
+    return {
         "drafter/updates": stats.updates,
         "drafter/tokens": stats.tokens,
         "drafter/loss": sum(stats.losses) / len(stats.losses),
-        "drafter/law_loss": stats.law_loss,
+        "drafter/kl": stats.kl,
         "drafter/overlap": stats.overlap,
         "drafter/grad_norm": stats.grad_norm,
     }

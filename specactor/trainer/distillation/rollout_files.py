@@ -3,7 +3,7 @@
     {"prompt_ids": [..], "token_ids": [..], "version": 7, "reward": 1.0, "temperature": 1.0}
 
 `token_ids` is the response. Version, reward and temperature (1) may be missing; other fields are not looked at. A run's
-evaluations are such files too, but of temperature 0: greedy responses do not show the policy's law.
+evaluations are such files too, but of temperature 0: greedy responses do not show what the policy samples from.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 
 from specactor.errors import DataError
-from specactor.trainer.distillation.buffer import Lesson
+from specactor.trainer.distillation.buffer import TrainingExample
 from specactor.types import ScoredGroup
 
 
@@ -30,12 +30,11 @@ class RolloutLine(msgspec.Struct, frozen=True, kw_only=True):
     temperature: float = 1.0
 
 
-def lesson_of(line: RolloutLine) -> Lesson:
-    return Lesson(
+def example_of(line: RolloutLine) -> TrainingExample:
+    return TrainingExample(
         token_ids=np.array([*line.prompt_ids, *line.token_ids], np.int32),
         prompt_len=len(line.prompt_ids),
         version=line.version,
-        reward=line.reward,
         temperature=line.temperature,
     )
 

@@ -1,8 +1,8 @@
 """The drafter trainer: the draft model learns from the buffer for a bounded time, after RL steps.
 
 Invariants:
-1. Every rank calls the same methods with the same lessons; losses do not depend on the number of ranks (up to float32
-   rounding), and all ranks stop at the same micro-batch. `learn_alone` is excepted: `adopt` is called after it.
+1. Every rank calls the same methods with the same examples; losses do not depend on the number of ranks (up to float32
+   rounding), and all ranks stop at the same micro-batch.
 2. Nothing of the policy is touched, and the process's random state neither read nor moved: what is drawn follows from
    the seed and the number of the update.
 3. An update is made whole or not at all. A refresh ends before its limit, unless a micro-batch takes longer than any
@@ -12,35 +12,34 @@ Invariants:
    Memory is excepted: a rank that runs out of it raises alone.
 5. After `save` and `load`, training goes on as if it had not stopped.
 
-Shape legend: as in `batches` and `losses`.
+Shape legend: as in `losses`.
 """
 
 from __future__ import annotations
 
 import json
 import math
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-import msgspec
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from specactor.config import DistillationConfig
 from specactor.errors import CheckpointError, SpecActorError
-from specactor.trainer.distillation import batches, losses
-from specactor.trainer.distillation.buffer import DraftBuffer, Lesson
-from specactor.trainer.distillation.emphasis import NUM_BINS, lost, token_weights
-from specactor.trainer.distillation.updates import OPTIMIZER, diverged, make_updater
-from specactor.trainer.distillation.watch import Clock, Watch
+from specactor.trainer.distillation import losses
+from specactor.trainer.distillation.buffer import DraftBuffer
+from specactor.trainer.distillation.updates import diverged, make_updater
 
 WEIGHTS, BUFFER, STATE = "weights.safetensors", "buffer.safetensors", "drafter.json"
-_SUMS = ("loss", "sample", "law", "overlap", "laws", "weight")
+_SUMS = ("loss", "kl", "overlap", "with_top_k", "tokens")
+
+Clock = Callable[[], float]
+"""Seconds."""
+Stopped = Literal["time", "updates", "empty"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,34 +52,63 @@ class RefreshStats:
     tokens: int
     """Response tokens learned from."""
     losses: tuple[float, ...]
-    """Of every update: weighted mean per response token."""
-    sample_loss: float
-    """-log q of the policy's samples, in the last update; nan without an update, like all of these."""
-    law_loss: float
-    """KL(policy, draft) over the likeliest tokens, in the last update."""
+    """Of every update: mean per response token."""
+    kl: float
+    """KL(policy, draft) over the top-k, in the last update; nan without an update, like the next two."""
     overlap: float
-    """At least 1 - TV (see `losses.overlap`), in the last update: what the best drafter with this law would reach."""
+    """At least 1 - TV (see `losses.overlap`), in the last update."""
     grad_norm: float
     """Of the last update, before clipping."""
     seconds: float
-    stopped: Literal["time", "updates", "empty"]
+    stopped: Stopped
     tokens_per_update: int
     """That each update drew; fewer than the config's after a refresh in which no update fitted the time."""
     version: int
     """Of the draft model, after the refresh."""
-    overlap_before: float = math.nan
-    """As `overlap`, on the responses that were held out; nan without any."""
-    overlap_after: float = math.nan
 
 
-class Learned(msgspec.Struct, frozen=True, kw_only=True):
-    """How far one rank's draft model has come."""
+class Deadline:
+    """The time of one refresh, on which its ranks agree: it is over by the clock of any of them."""
 
-    version: int
-    updates: int
-    lost: tuple[float, ...]
-    moments: list[str]
-    """What its optimizer has a state of (`updates.PlainUpdater.optimizer_state`)."""
+    def __init__(
+        self, clock: Clock, limit_s: float, *, expected_s: float, group: dist.ProcessGroup | None, device: torch.device
+    ) -> None:
+        """Start the clock.
+
+        Args:
+            expected_s: of the first micro-batch.
+            group: ranks that learn together; None: one.
+        """
+        self._clock, self._limit_s, self._group, self._device = clock, limit_s, group, device
+        self._start_s, self._longest_s, self._began_s = clock(), expected_s, 0.0
+        self.total_s = 0.0
+        """Of all micro-batches."""
+
+    def elapsed_s(self) -> float:
+        return self._clock() - self._start_s
+
+    def is_over(self, micro_steps: int = 1) -> bool:
+        """Whether the next micro-batches, each as long as the longest so far, would not end in time on some rank."""
+        return self.on_any_rank(self.elapsed_s() + micro_steps * self._longest_s > self._limit_s)
+
+    def on_any_rank(self, here: bool) -> bool:
+        """Whether it is so on some rank. Collective."""
+        if self._group is None:
+            return here
+        flag = torch.tensor([int(here)], dtype=torch.int32, device=self._device)
+        dist.all_reduce(flag, dist.ReduceOp.MAX, group=self._group)
+        return bool(flag.item())
+
+    def __enter__(self) -> None:
+        """A micro-batch begins."""
+        self._began_s = self._clock()
+
+    def __exit__(self, *_: object) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.current_stream(self._device).synchronize()  # or only the launches would be timed
+        took_s = self._clock() - self._began_s
+        self._longest_s = max(self._longest_s, took_s)
+        self.total_s += took_s
 
 
 class DrafterTrainer:
@@ -89,27 +117,23 @@ class DrafterTrainer:
     def __init__(
         self, config: DistillationConfig, model: nn.Module, *, seed: int, group: dist.ProcessGroup | None = None
     ) -> None:
-        """Args: a causal model of transformers, in float32 for training, on its device. Collective."""
+        """Take a causal model of transformers, in float32 for training, on its device. Collective."""
         self.config, self.model = config, model
         self.device = next(model.parameters()).device
         self.buffer = DraftBuffer(
             max_tokens=config.buffer_tokens,
             half_life_steps=config.half_life_steps,
             seed=seed,
-            max_lesson_tokens=config.tokens_per_microbatch,
+            max_example_tokens=config.tokens_per_microbatch,
         )
         self.version = 0
-        """Times that the weights have changed, by refreshes and by what ranks learned alone."""
+        """Refreshes that have changed the weights."""
         self.updates = 0
         """Made so far, also in refreshes that diverged."""
-        self.lost: tuple[float, ...] = ()
-        """Where acceptance is lost (`emphasis.lost`), as the last refresh saw it; one refresh has one."""
         self.halvings = 0
         """Of the tokens of an update, since no update fitted the time."""
-        self._seen = torch.zeros(2, NUM_BINS, dtype=torch.float64)
-        """Of this refresh's updates, all ranks, per bin: tokens whose law is known, and the sum of their overlaps."""
         self._drawn = (0, 0)
-        """Lessons and tokens of the last draw."""
+        """Examples and tokens of the last draw."""
         self._micro_s = 0.0
         self._group = group
         self._rank, self._ranks = (0, 1) if group is None else (group.rank(), group.size())
@@ -123,222 +147,139 @@ class DrafterTrainer:
         clock: Clock,
         max_updates: int = 0,
         rate_of: Callable[[int], float] | None = None,
-        held_out: Sequence[Lesson] = (),
     ) -> RefreshStats:
         """Learn from the buffer until the time or the updates are over. Collective.
 
-        Args: seconds; a clock in seconds, each rank's own; updates at most (0: ``config.max_updates``, where 0 means
-        any number); learning rate of an update by its number over all refreshes, instead of the config's; responses
-        with laws, not in the buffer, on which its worth is seen. Raises SpecActorError when a loss, a gradient or a
-        weight is not finite; weights and optimizer are then those before (under ZeRO they are not brought back: see
-        `is_finite`). Memory is excepted: torch.OutOfMemoryError is raised on its rank alone.
+        Raises SpecActorError when a loss, a gradient or a weight is not finite; weights and optimizer are then those
+        before (under ZeRO they are not brought back: see `is_finite`). Memory is excepted: torch.OutOfMemoryError is
+        raised on its rank alone.
+
+        Args:
+            clock: each rank's own.
+            max_updates: at most; 0: ``config.max_updates``, where 0 means any number.
+            rate_of: learning rate of an update by its number over all refreshes, instead of the config's.
         """
-        watch = Watch(clock, limit_s, self._micro_s, self._group, self.device)
+        deadline = Deadline(clock, limit_s, expected_s=self._micro_s, group=self._group, device=self.device)
         restore = self._updater.kept()
         try:
-            before = self._overlap(held_out, watch)
-            watch.reserve(watch.elapsed_s())  # as much for the same afterwards
-            stats = self._learn(watch, max_updates or self.config.max_updates or 2**62, rate_of or self._rate)
-            after = self._overlap(held_out, watch) if stats.updates else before
+            stats = self._learn(deadline, max_updates or self.config.max_updates or 2**62, rate_of or self._rate)
         except SpecActorError:  # on every rank alike, since what is not finite is a sum over ranks
             restore()
             raise
-        self._adapt(watch, stats.updates, stats.micro_steps, stats.stopped)
-        return replace(stats, overlap_before=before, overlap_after=after)
+        self._adapt(deadline, stats)
+        return stats
 
-    def learn_alone(self, over: Callable[[], bool], *, max_updates: int) -> RefreshStats:
-        """Learn on this rank, without the others, until `over` says so between two micro-batches. Not with ZeRO.
-
-        Its draft model is another than theirs from then on, until all `adopt` one. Raises SpecActorError as `refresh`
-        does, and RuntimeError where memory is short; all is then as before.
-        """
-        watch = Watch(time.perf_counter, math.inf, 0.0, None, self.device, over)
-        updates, restore = self.updates, self._updater.kept()
-        try:
-            return self._learn(watch, max_updates, self._rate)
-        except (SpecActorError, RuntimeError):
-            self.updates = updates
-            restore()
-            raise
-
-    def learned(self) -> Learned:
-        """How far this rank has come."""
-        return Learned(version=self.version, updates=self.updates, lost=self.lost, moments=self._updater.moments())
-
-    def adopt(self, source: int, learned: Learned) -> None:
-        """What one rank has `learned`, with its weights and optimizer, on all ranks. Collective."""
-        self._updater.adopt(source, learned.moments)
-        self.version, self.updates, self.lost = learned.version, learned.updates, learned.lost
-
-    def _learn(self, watch: Watch, max_updates: int, rate_of: Callable[[int], float]) -> RefreshStats:
-        found: list[dict[str, float]] = []
+    def _learn(self, deadline: Deadline, max_updates: int, rate_of: Callable[[int], float]) -> RefreshStats:
+        made: list[dict[str, float]] = []
         tokens_per_update, micro_steps, norm = self.tokens_per_update, 0, math.nan
-        stopped: Literal["time", "updates", "empty"] = "updates" if len(self.buffer) else "empty"
-        self._seen.zero_()
-        while stopped == "updates" and len(found) < max_updates:
-            made, steps = self._gradients(watch)
+        stopped: Stopped = "updates" if len(self.buffer) else "empty"
+        while stopped == "updates" and len(made) < max_updates:
+            sums, steps = self._gradients(deadline)
             micro_steps += steps
-            if made is None:
+            if sums is None:
                 stopped = "time"
                 break
             norm = self._updater.step(rate_of(self.updates))
             self.updates += 1
-            found.append(made)
-        if found and watch.agreed(not self.is_finite()):
+            made.append(sums)
+        if made and deadline.on_any_rank(not self.is_finite()):
             raise diverged("weight", math.nan)
-        self.version += bool(found)
-        self.lost = lost(*self._seen.tolist()) or self.lost
-        return self._stats(found, micro_steps, norm, watch.elapsed_s(), stopped, tokens_per_update)
+        self.version += bool(made)
+        last = made[-1] if made else dict.fromkeys(_SUMS, math.nan)
+        with_top_k = last["with_top_k"] or math.nan
+        return RefreshStats(
+            updates=len(made),
+            micro_steps=micro_steps,
+            tokens=round(sum(sums["tokens"] for sums in made)),
+            losses=tuple(sums["loss"] / sums["tokens"] for sums in made),
+            kl=last["kl"] / with_top_k,
+            overlap=last["overlap"] / with_top_k,
+            grad_norm=norm,
+            seconds=deadline.elapsed_s(),
+            stopped=stopped,
+            tokens_per_update=tokens_per_update,
+            version=self.version,
+        )
 
     @property
     def tokens_per_update(self) -> int:
         """That an update draws: the config's, halved while no update fits the time."""
         return max(1, self.config.tokens_per_update >> self.halvings)
 
-    @property
-    def is_warming_up(self) -> bool:
-        """Whether the next update has a lower learning rate than those to come."""
-        return self.updates + 1 < self.config.warmup_updates
-
     def is_finite(self) -> bool:
         """Whether all weights are, on this rank. Collective with ZeRO stage 3."""
         return all([bool(tensor.isfinite().all()) for _, tensor in self.named_weights()])  # every rank gathers all
-
-    def _adapt(
-        self, watch: Watch, updates: int, micro_steps: int, stopped: Literal["time", "updates", "empty"]
-    ) -> None:
-        """What the next refresh expects of a micro-batch, and draws for an update. Collective."""
-        if micro_steps:
-            self._micro_s = watch.total_s / micro_steps
-        elif stopped == "time":
-            self._micro_s /= 2  # it may have been an exception, and nothing is measured before one is run again
-        if stopped == "time" and not updates:
-            num_lessons, num_tokens = self._drawn
-            if num_lessons > 1:  # of one there is no half
-                self.halvings += 1
-                while self.tokens_per_update >= num_tokens:  # the buffer had no more
-                    self.halvings += 1
-        elif self.halvings and updates:
-            in_time = stopped == "updates" and not watch.over(2 * math.ceil(micro_steps / updates))
-            self.halvings -= updates > 2 or in_time  # where three fit, one of twice the tokens does, with time to spare
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Whole tensors under Hugging Face names, as the drafters take them. Collective with ZeRO stage 3."""
         return self._updater.named_weights()
 
-    def _gradients(self, watch: Watch) -> tuple[dict[str, float] | None, int]:
+    def _adapt(self, deadline: Deadline, stats: RefreshStats) -> None:
+        """Set what the next refresh expects of a micro-batch, and draws for an update. Collective."""
+        if stats.micro_steps:
+            self._micro_s = deadline.total_s / stats.micro_steps
+        elif stats.stopped == "time":
+            self._micro_s /= 2  # it may have been an exception, and nothing is measured before one is run again
+        if stats.stopped == "time" and not stats.updates:
+            num_examples, num_tokens = self._drawn
+            if num_examples > 1:  # of one there is no half
+                self.halvings += 1
+                while self.tokens_per_update >= num_tokens:  # the buffer had no more
+                    self.halvings += 1
+        elif self.halvings and stats.updates:
+            twice = 2 * math.ceil(stats.micro_steps / stats.updates)
+            in_time = stats.stopped == "updates" and not deadline.is_over(twice)
+            # where three fit, one of twice the tokens does, with time to spare
+            self.halvings -= stats.updates > 2 or in_time
+
+    def _gradients(self, deadline: Deadline) -> tuple[dict[str, float] | None, int]:
         """(sums of one update over all ranks, micro-batches run); None where the time is over."""
-        lessons = batches.of_one_width(self.buffer.draw(self.updates, self.tokens_per_update))
-        mean = self.buffer.mean_reward()
-        weights = [
-            token_weights(
-                lesson.response_len,
-                lost=self.lost,
-                position_emphasis=self.config.position_emphasis,
-                reward=lesson.reward,
-                mean_reward=mean,
-                reward_emphasis=self.config.reward_emphasis,
-            )
-            for lesson in lessons
-        ]
-        total = float(sum(of_lesson.sum() for of_lesson in weights))
-        lengths = [len(lesson.token_ids) for lesson in lessons]
-        self._drawn = (len(lessons), sum(lengths))
-        mine = batches.plan(lengths, watch.ranks, self.config.tokens_per_microbatch)[watch.rank]
+        examples = losses.of_one_width(self.buffer.draw(self.updates, self.tokens_per_update))
+        lengths = [len(example.token_ids) for example in examples]
+        num_tokens = sum(example.response_len for example in examples)
+        self._drawn = (len(examples), sum(lengths))
+        mine = losses.plan_micro_batches(lengths, self._ranks, self.config.tokens_per_microbatch)[self._rank]
         whole = not self._updater.can_abandon
-        if whole and watch.over(micro_steps=len(mine)):
+        if whole and deadline.is_over(micro_steps=len(mine)):
             return None, 0
-        sums = torch.zeros(len(_SUMS) + 1 + 2 * NUM_BINS, dtype=torch.float64, device=self.device)
+        sums = torch.zeros(len(_SUMS), dtype=torch.float64, device=self.device)
         for number, indices in enumerate(mine):
-            if not whole and watch.over():
+            if not whole and deadline.is_over():
                 self._updater.abandon()
                 return None, number
-            batch = batches.build([lessons[i] for i in indices], [weights[i] for i in indices], self.device)
+            batch = losses.build([examples[i] for i in indices], self.device)
             last = number == len(mine) - 1
-            with self._updater.micro_step(last, alone=watch.alone), watch.timed():
-                loss, values = self._loss(batch, total)
-                self._updater.backward(loss * watch.ranks, last)  # gradients are averaged over the ranks
+            with self._updater.micro_step(last), deadline:
+                loss, values = self._loss(batch)
+                # gradients are averaged over the ranks
+                self._updater.backward(loss * (self._ranks / num_tokens), last)
             sums += values
-        if watch.group is not None:
-            dist.all_reduce(sums, group=watch.group)
-        result = dict(zip((*_SUMS, "tokens"), sums.tolist(), strict=False))
+        if self._group is not None:
+            dist.all_reduce(sums, group=self._group)
+        result = dict(zip(_SUMS, sums.tolist(), strict=True))
         if not math.isfinite(result["loss"]):
             if not whole:
                 self._updater.abandon()
             raise diverged("loss", result["loss"])
-        self._seen += sums[-2 * NUM_BINS :].view(2, NUM_BINS).cpu()
         return result, len(mine)
 
-    @torch.no_grad()
-    def _overlap(self, lessons: Sequence[Lesson], watch: Watch) -> float:
-        """Per token of these responses; nan where no law is known. Collective."""
-        mine = batches.plan([len(x.token_ids) for x in lessons], watch.ranks, self.config.tokens_per_microbatch)
-        sums = torch.zeros(2, dtype=torch.float64, device=self.device)
-        for indices in mine[watch.rank]:
-            members = [lessons[i] for i in indices]
-            batch = batches.build(members, [np.ones(x.response_len) for x in members], self.device)
-            _, values = self._loss(batch, 1.0)
-            sums += values[[_SUMS.index("overlap"), _SUMS.index("laws")]]
-        if lessons and watch.group is not None:
-            dist.all_reduce(sums, group=watch.group)
-        overlap, laws = (float(total) for total in sums)
-        return overlap / laws if laws else math.nan
-
-    def _loss(self, batch: batches.Batch, total: float) -> tuple[Tensor, Tensor]:
-        """(this micro-batch's part of the mean over the update's weights, sums over its tokens)."""
+    def _loss(self, batch: losses.Batch) -> tuple[Tensor, Tensor]:
+        """(sum of this micro-batch's losses, `_SUMS` over its tokens)."""
         logits = self._updater.logits(batch.tokens_BT)
         logits_NV = logits.flatten(0, 1).index_select(0, batch.row_N)
-        logq_NV = losses.log_draft(logits_NV, batch.temperatures_N)
-        found = losses.terms(logq_NV, batch.targets_N, batch.top_tokens_NK, batch.top_logp_NK, batch.has_law_N)
-        loss_N = losses.per_token(
-            found, batch.has_law_N, sample_weight=self.config.sample_weight, law_weight=self.config.law_weight
-        )
-        loss = (loss_N * batch.weights_N).sum() / total
+        logq_NV = losses.draft_logprobs(logits_NV, batch.temperatures_N)
+        loss_N, overlap_N = losses.token_losses(logq_NV, batch)
+        loss = loss_N.sum()
         if not len(loss_N):
             loss = loss + 0.0 * logits.sum()  # an empty micro-batch takes part in the reduction
-        known_N = batch.has_law_N.to(loss_N.dtype)
-        values = [
-            loss.detach() * total,
-            found.sample.detach().sum(),
-            (found.law.detach() * known_N).sum(),
-            found.overlap.nan_to_num().sum(),
-            known_N.sum(),
-            batch.weights_N.sum(),
-            known_N.new_tensor(float(len(loss_N))),
-        ]
-        kept_2N = torch.stack([known_N, found.overlap.nan_to_num()]).double()
-        at_2B = kept_2N.new_zeros(2, NUM_BINS).index_add_(1, batch.bins_N, kept_2N)
-        return loss, torch.cat([torch.stack([value.double() for value in values]), at_2B.flatten()])
+        known_N = batch.has_top_k_N.double()
+        kl_N = loss_N.detach().double() * known_N
+        sums = [loss.detach().double(), kl_N.sum(), overlap_N.double().sum(), known_N.sum()]
+        return loss, torch.stack([*sums, known_N.new_tensor(float(len(loss_N)))])
 
     def _rate(self, update: int) -> float:
         """Of an update by its number over all refreshes: it rises along a line, then stays."""
         return self.config.learning_rate * min(1.0, (update + 1) / max(1, self.config.warmup_updates))
-
-    def _stats(
-        self,
-        found: Sequence[dict[str, float]],
-        micro_steps: int,
-        norm: float,
-        seconds: float,
-        stopped: Literal["time", "updates", "empty"],
-        tokens_per_update: int,
-    ) -> RefreshStats:
-        end = found[-1] if found else dict.fromkeys((*_SUMS, "tokens"), math.nan)
-        laws = end["laws"] or math.nan
-        return RefreshStats(
-            updates=len(found),
-            micro_steps=micro_steps,
-            tokens=round(sum(of["tokens"] for of in found)),
-            losses=tuple(of["loss"] / of["weight"] for of in found),
-            sample_loss=end["sample"] / end["tokens"],
-            law_loss=end["law"] / laws,
-            overlap=end["overlap"] / laws,
-            grad_norm=norm,
-            seconds=seconds,
-            stopped=stopped,
-            tokens_per_update=tokens_per_update,
-            version=self.version,
-        )
 
     def save(self, folder: Path) -> None:
         """Everything that continuing needs, into an existing folder. Collective; rank 0 writes (ZeRO: every rank)."""
@@ -350,7 +291,7 @@ class DrafterTrainer:
         if self._rank == 0:
             save_file(weights, folder / WEIGHTS)
             save_arrays(self.buffer.state(), folder / BUFFER)
-            about = {"version": self.version, "updates": self.updates, "lost": self.lost, "halvings": self.halvings}
+            about = {"version": self.version, "updates": self.updates, "halvings": self.halvings}
             (folder / STATE).write_text(
                 json.dumps(about | {"zero_stage": self.config.zero_stage, "ranks": self._ranks})
             )
@@ -372,19 +313,17 @@ class DrafterTrainer:
             self._load_weights(weights, folder)
         self._updater.load(folder)
         self.buffer.restore(arrays)
-        self.version, self.updates, self.lost = about["version"], about["updates"], tuple(about["lost"])
-        self.halvings = about.get("halvings", 0)  # older checkpoints have none
+        self.version, self.updates = about["version"], about["updates"]
+        self.halvings = about["halvings"]
 
     def _check_division(self, folder: Path, about: Mapping[str, Any]) -> None:
-        """Older checkpoints do not say how they were divided, but plain ones have a file of their own."""
-        own = self.config.zero_stage
-        stage = about.get("zero_stage", 0 if (folder / OPTIMIZER).is_file() else own or "1, 2 or 3")
+        stage, own = about["zero_stage"], self.config.zero_stage
         if stage != own:
             raise CheckpointError(
                 f"{folder}: got an optimizer of distillation.zero_stage {stage}, expected {own}. Resume with "
                 f"--distillation.zero-stage {stage}, or with --distillation.refresh off."
             )
-        if own and about.get("ranks", self._ranks) != self._ranks:
+        if own and about["ranks"] != self._ranks:
             raise CheckpointError(
                 f"{folder}: got an optimizer that ZeRO divided over {about['ranks']} ranks, expected {self._ranks}. "
                 f"Resume with {about['ranks']} ranks, or with --distillation.refresh off."

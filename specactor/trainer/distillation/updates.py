@@ -1,7 +1,7 @@
 """How gradients of the draft model become its next weights: PyTorch's DDP and AdamW, or DeepSpeed ZeRO where asked.
 
 Both average gradients over the data-parallel ranks at the last micro-batch of an update, clip their global norm, and
-make one step of AdamW. `names` and state are those of the bare model.
+make one step of AdamW. Names and state are those of the bare model.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import importlib
 import importlib.util
 import math
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, Protocol, cast
@@ -22,6 +22,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from specactor.config import DistillationConfig
 from specactor.errors import CheckpointError, ConfigError, SpecActorError
+
+ADAM_BETAS = (0.9, 0.98)
+"""Of AdamW; a shorter memory than usual, since the policy that is followed moves on."""
+GRAD_CLIP = 1.0
+"""Largest global norm of a gradient."""
 
 
 def diverged(what: str, value: float) -> SpecActorError:
@@ -37,9 +42,8 @@ class Updater(Protocol):
     can_abandon: bool
     """Whether an update can be given up between micro-batches; if not, the clock is looked at between updates."""
 
-    def micro_step(self, last: bool, *, alone: bool) -> AbstractContextManager[Any]:
-        """Around forward and backward pass of a micro-batch; gradients are reduced in the last of an update, unless
-        this rank learns alone."""
+    def micro_step(self, last: bool) -> AbstractContextManager[Any]:
+        """Around forward and backward pass of a micro-batch; gradients are reduced in the last of an update."""
         ...
 
     def logits(self, tokens_BT: Tensor) -> Tensor:
@@ -60,14 +64,6 @@ class Updater(Protocol):
         """Copy weights and optimizer; what is returned brings them back as they are now."""
         ...
 
-    def moments(self) -> list[str]:
-        """Names of what the optimizer has a state of, on this rank."""
-        ...
-
-    def adopt(self, source: int, moments: Sequence[str]) -> None:
-        """Weights and optimizer of one rank, whose `moments` are given, on all ranks. Collective."""
-        ...
-
     def save(self, folder: Path) -> None:
         """The optimizer's state, on every rank."""
         ...
@@ -85,28 +81,26 @@ class PlainUpdater:
     can_abandon = True
 
     def __init__(self, model: nn.Module, config: DistillationConfig, group: dist.ProcessGroup | None) -> None:
-        self._model, self._clip = model, config.grad_clip
+        self._model = model
         self._replica: nn.Module = model
         if group is not None and group.size() > 1:
             # its buffers never change
             self._replica = DistributedDataParallel(model, process_group=group, forward_sync_buffers=False)
-        self._forward = self._replica
         self._parameters = dict(model.named_parameters())
         self._adam = torch.optim.AdamW(
             list(self._parameters.values()),
             lr=config.learning_rate,
-            betas=config.adam_betas,
-            weight_decay=config.weight_decay,
+            betas=ADAM_BETAS,
+            weight_decay=0.0,
         )
 
-    def micro_step(self, last: bool, *, alone: bool) -> AbstractContextManager[Any]:
-        self._forward = self._model if alone else self._replica  # whose forward pass is collective, also under no_sync
-        if alone or last or not isinstance(self._replica, DistributedDataParallel):
+    def micro_step(self, last: bool) -> AbstractContextManager[Any]:
+        if last or not isinstance(self._replica, DistributedDataParallel):
             return nullcontext()
         return self._replica.no_sync()
 
     def logits(self, tokens_BT: Tensor) -> Tensor:
-        return cast(Tensor, self._forward(input_ids=tokens_BT, use_cache=False).logits)
+        return cast(Tensor, self._replica(input_ids=tokens_BT, use_cache=False).logits)
 
     def backward(self, loss: Tensor, last: bool) -> None:
         loss.backward()  # type: ignore[no-untyped-call]
@@ -114,7 +108,7 @@ class PlainUpdater:
     def step(self, learning_rate: float) -> float:
         for group in self._adam.param_groups:
             group["lr"] = learning_rate
-        norm = float(torch.nn.utils.clip_grad_norm_(self._parameters.values(), self._clip))
+        norm = float(torch.nn.utils.clip_grad_norm_(self._parameters.values(), GRAD_CLIP))
         if math.isfinite(norm):
             self._adam.step()
         self._adam.zero_grad(set_to_none=True)
@@ -137,26 +131,6 @@ class PlainUpdater:
             self.restore_optimizer(state)
 
         return restore
-
-    def moments(self) -> list[str]:
-        return list(self.optimizer_state())
-
-    @torch.no_grad()
-    def adopt(self, source: int, moments: Sequence[str]) -> None:
-        self.abandon()
-        group = self._replica.process_group if isinstance(self._replica, DistributedDataParallel) else None
-        if group is None:
-            return
-        for parameter in self._parameters.values():
-            dist.broadcast(parameter.data, source, group)
-        state = self.optimizer_state()
-        for key in moments:
-            kind, _, name = key.partition(".")
-            like = self._parameters[name]
-            own = state.get(key, like.new_zeros(()) if kind == "step" else torch.empty_like(like))
-            state[key] = own.to(like.device)  # of a step count: where the backend wants its tensors
-            dist.broadcast(state[key], source, group)
-        self.restore_optimizer({key: state[key] for key in moments})
 
     def optimizer_state(self) -> dict[str, Tensor]:
         """Adam's moments and step counts by ``<kind>.<parameter>``; empty before the first update."""
@@ -213,7 +187,7 @@ class ZeroUpdater:
             dist_init_required=False,
         )
 
-    def micro_step(self, last: bool, *, alone: bool) -> AbstractContextManager[Any]:
+    def micro_step(self, last: bool) -> AbstractContextManager[Any]:
         self._engine.set_gradient_accumulation_boundary(last)
         return nullcontext()
 
@@ -239,12 +213,6 @@ class ZeroUpdater:
 
     def kept(self) -> Callable[[], None]:
         return lambda: None  # its master weights are DeepSpeed's, in parts
-
-    def moments(self) -> list[str]:
-        return []
-
-    def adopt(self, source: int, moments: Sequence[str]) -> None:
-        raise NotImplementedError("no rank has ever learned alone: gradients and states are DeepSpeed's, in parts")
 
     def save(self, folder: Path) -> None:
         self._engine.save_checkpoint(str(folder), tag="zero")
@@ -287,7 +255,7 @@ def zero_config(config: DistillationConfig) -> dict[str, Any]:
     return {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
-        "gradient_clipping": config.grad_clip,
+        "gradient_clipping": GRAD_CLIP,
         "zero_optimization": zero,
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
@@ -295,9 +263,9 @@ def zero_config(config: DistillationConfig) -> dict[str, Any]:
             "type": "AdamW",
             "params": {
                 "lr": config.learning_rate,
-                "betas": list(config.adam_betas),
+                "betas": list(ADAM_BETAS),
                 "eps": 1e-8,
-                "weight_decay": config.weight_decay,
+                "weight_decay": 0.0,
                 "torch_adam": True,
             },
         },

@@ -1,4 +1,4 @@
-"""Lessons and a small draft model for the tests of distillation."""
+"""Examples and a small draft model for the tests of distillation."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 from specactor.config import DistillationConfig
 from specactor.trainer.distillation import init
-from specactor.trainer.distillation.buffer import Law, Lesson
+from specactor.trainer.distillation.buffer import TopK, TrainingExample
 
 VOCAB = 48
 CONFIG = DistillationConfig(
@@ -18,11 +18,7 @@ CONFIG = DistillationConfig(
     tokens_per_microbatch=48,
     learning_rate=3e-3,
     warmup_updates=2,
-    storage="float32",
     top_k=8,
-    sample_weight=0.1,
-    reward_emphasis=0.2,
-    position_emphasis=0.5,
 )
 
 
@@ -30,28 +26,27 @@ def config(**changes: Any) -> DistillationConfig:
     return replace(CONFIG, **changes)
 
 
-def lesson(rng: np.random.Generator, *, version: int = 0, top_k: int = 8, longest: int = 24) -> Lesson:
-    """Random tokens; the law is a softmax of random numbers, to which the sampled token does not matter."""
+def example(rng: np.random.Generator, *, version: int = 0, top_k: int = 8, longest: int = 24) -> TrainingExample:
+    """Random tokens; the policy is a softmax of random numbers, to which the sampled token does not matter."""
     prompt, response = int(rng.integers(1, 9)), int(rng.integers(1, longest))
-    law = None
+    known = None
     if top_k:
         logits = 2 * rng.standard_normal((response, VOCAB))
         logp = logits - np.log(np.exp(logits).sum(1, keepdims=True))
         order = np.argsort(-logp, axis=1)[:, :top_k]
-        law = Law(tokens=order.astype(np.int32), logprobs=np.take_along_axis(logp, order, 1).astype(np.float32))
-    return Lesson(
+        known = TopK(tokens=order.astype(np.int32), logprobs=np.take_along_axis(logp, order, 1).astype(np.float16))
+    return TrainingExample(
         token_ids=rng.integers(0, VOCAB, prompt + response).astype(np.int32),
         prompt_len=prompt,
         version=version,
-        reward=float(rng.uniform()),
         temperature=0.8,
-        law=law,
+        top_k=known,
     )
 
 
-def lessons(count: int = 20, seed: int = 0, *, unknown_law_every: int = 5) -> list[Lesson]:
+def examples(count: int = 20, seed: int = 0, *, without_top_k_every: int = 5) -> list[TrainingExample]:
     rng = np.random.default_rng(seed)
-    return [lesson(rng, version=i // 5, top_k=0 if i % unknown_law_every == 0 else 8) for i in range(count)]
+    return [example(rng, version=i // 5, top_k=0 if i % without_top_k_every == 0 else 8) for i in range(count)]
 
 
 def model(seed: int = 0) -> Any:

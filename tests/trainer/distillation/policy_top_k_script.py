@@ -1,4 +1,4 @@
-"""One trainer rank: RL steps with and without laws recorded and the draft model refreshed; rank 0 writes the results.
+"""One trainer rank: RL steps with and without the top-k recorded and a refresh; rank 0 writes the results.
 
 torchrun ... -m tests.trainer.distillation.policy_top_k_script MODEL FOLDER
 """
@@ -21,7 +21,7 @@ import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from safetensors.numpy import save_file  # noqa: E402
 
-from specactor.trainer.distillation.buffer import Law, Lesson, lesson_from  # noqa: E402
+from specactor.trainer.distillation.buffer import TopK, TrainingExample, example_from  # noqa: E402
 from specactor.trainer.distillation.train import DrafterTrainer  # noqa: E402
 from specactor.trainer.policy import PolicyTrainer  # noqa: E402
 from tests.trainer.distillation import cases  # noqa: E402
@@ -38,10 +38,10 @@ def make(model: Path, parallel: dict[str, Any]) -> PolicyTrainer:
     return PolicyTrainer(config, layout, model)
 
 
-def lessons_of(laws: list[Law]) -> list[Lesson]:
+def examples_of(known: list[TopK]) -> list[TrainingExample]:
     return [
-        lesson_from(s, law, version=0, reward=0.0, temperature=policy_cases.TEMPERATURE)
-        for s, law in zip(SEQUENCES, laws, strict=True)
+        example_from(s, top_k, version=0, temperature=policy_cases.TEMPERATURE)
+        for s, top_k in zip(SEQUENCES, known, strict=True)
     ]
 
 
@@ -50,11 +50,11 @@ def steps(trainer: PolicyTrainer) -> list[dict[str, Any]]:
 
 
 def steps_with_refresh(trainer: PolicyTrainer, folder: Path) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    recorder = trainer.law_recorder(TOP_K, "float32")
+    recorder = trainer.top_k_recorder(TOP_K)
     first = asdict(trainer.train_step(SEQUENCES, learning_rate=2e-3, recorder=recorder))
-    laws = recorder.take(SEQUENCES)
+    known = recorder.take(SEQUENCES)
     drafter = DrafterTrainer(cases.config(), draft_model(), seed=0, group=dist.group.WORLD)
-    drafter.buffer.add(lessons_of(laws))
+    drafter.buffer.add(examples_of(known))
     before = torch.get_rng_state()
     stats = drafter.refresh(limit_s=1e9, clock=lambda: 0.0, max_updates=UPDATES)
     moved = not torch.equal(before, torch.get_rng_state())

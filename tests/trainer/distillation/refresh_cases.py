@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import msgspec
 from torch import Tensor, nn
 
 from specactor.config import Config, SpeculationConfig
 from specactor.parallel.collective import Collective
-from specactor.rollout.draft.counts import Counts
-from specactor.trainer.distillation import acceptance
-from specactor.trainer.distillation.buffer import Law, lesson_from
 from specactor.trainer.distillation.refresh import Distillation
-from specactor.trainer.distillation.step import Step
-from specactor.trainer.distillation.top_k import LawRecorder
-from specactor.types import TrainSequence
 from specactor.weights_sync import draft_receiver
 from specactor.weights_sync.draft_sender import LOAD
 from specactor.weights_sync.messages import CheckReply, DraftWeights
@@ -77,33 +71,17 @@ class Processes:
         return self.version
 
 
-class Recorder:
-    """The laws of a policy that is known."""
-
-    def __init__(self) -> None:
-        self._policy = cases.model(seed=3)
-
-    def take(self, sequences: Sequence[TrainSequence]) -> list[Law]:
-        made = []
-        for sequence in sequences:
-            lesson = lesson_from(sequence, None, version=0, reward=0.0, temperature=1.0)
-            [known] = acceptance.with_laws(self._policy, [lesson], top_k=cases.VOCAB, storage="float32")
-            assert known.law is not None
-            made.append(known.law)
-        return made
-
-
 class World:
     """A run's ends of the draft model; seconds pass as they are told to."""
 
-    def __init__(self, collective: Collective, draft_dir: Path, *, laws: bool = False, **settings: Any) -> None:
+    def __init__(self, collective: Collective, draft_dir: Path, **settings: Any) -> None:
         self.engines, self.processes, self.notes = [Engine()], Processes(), list[str]()
         self.now_s = 0.0
         self.config = config(draft_dir, **settings)
         self.it = Distillation(
             self.config,
             collective,
-            recorder=cast(LawRecorder, Recorder()) if laws else None,
+            recorder=None,
             vocab_size=cases.VOCAB,
             engines=lambda: self.engines,
             processes=self.processes,
@@ -111,19 +89,8 @@ class World:
             clock=lambda: self.now_s,
         )
 
-    def step(self, number: int, *, accepted: float | None = 2.0, seconds: float = 10.0) -> dict[str, float]:
-        counts = {} if accepted is None else {"model": Counts(emitted=int(100 * accepted), verifies=100, drafted=400)}
-        return self.it.refresh(
-            Step(
-                sequences=SEQUENCES,
-                rewards=[0.5] * len(SEQUENCES),
-                version=number,
-                counts=counts,
-                seconds=seconds,
-                rollout_s=5.0,
-                steps_left=10 - number,
-            )
-        )
+    def step(self, number: int, *, seconds: float = 10.0) -> dict[str, float]:
+        return self.it.refresh(SEQUENCES, version=number, step_s=seconds, is_last=number == 10)
 
     def weights(self) -> dict[str, list[float]]:
         return {name: value.flatten().tolist() for name, value in self.it.drafter.named_weights()}
@@ -135,7 +102,7 @@ class World:
 def config(draft_dir: Path, **settings: Any) -> Config:
     base = policy_cases.config(str(draft_dir), {})
     speculation = SpeculationConfig(mode="coupled", drafters=("model",), draft_model=str(draft_dir))
-    refresh = {"refresh": "every_step", "max_updates": UPDATES, "reward_emphasis": 0.0, "position_emphasis": 0.0}
+    refresh = {"refresh": "every_step", "max_updates": UPDATES}
     return replace(
         base,
         rollout=replace(base.rollout, speculation=speculation),

@@ -1,4 +1,4 @@
-"""Acceptance computed offline: the noise given a token, chains of accepted drafts, and laws beside a plain loop."""
+"""Acceptance computed offline: noise given a token, chains of accepted drafts, and the top-k beside a plain loop."""
 
 from __future__ import annotations
 
@@ -52,11 +52,11 @@ def test_accept_length_of_chains(agrees: list[list[bool]], window: int, expected
 
 
 def test_measure_beside_a_plain_loop() -> None:
-    target, draft, lessons = cases.model(0), cases.model(1), cases.lessons(12)
-    found = acceptance.measure(target, draft, lessons, window=4, seed=0, tokens_per_pass=60)
+    target, draft, examples = cases.model(0), cases.model(1), cases.examples(12)
+    found = acceptance.measure(target, draft, examples, window=4, seed=0, tokens_per_pass=60)
     overlap, entropy, greedy = [], [], []
     with torch.no_grad():
-        for x in lessons:
+        for x in examples:
             ids = torch.tensor(x.token_ids[None].astype(np.int64))
             p, q = (m(input_ids=ids).logits[0].double().div(0.8).softmax(-1) for m in (target, draft))
             for t in range(x.prompt_len, len(x.token_ids)):
@@ -71,29 +71,32 @@ def test_measure_beside_a_plain_loop() -> None:
 
 def test_a_draft_model_equal_to_the_target_is_always_accepted() -> None:
     model = cases.model()
-    found = acceptance.measure(model, model, cases.lessons(12), window=4, seed=0)
+    found = acceptance.measure(model, model, cases.examples(12), window=4, seed=0)
     assert (found.shared, found.overlap) == (1.0, pytest.approx(1.0))
     assert found.accept_length > 2.5
     assert found.greedy < 0.9
 
 
-def test_laws_are_the_targets_own() -> None:
-    target, bare = cases.model(0), cases.lessons(6, unknown_law_every=1)
+def test_the_top_k_is_the_targets_own() -> None:
+    target, bare = cases.model(0), cases.examples(6, without_top_k_every=1)
     by_text = {x.token_ids.tobytes(): x for x in bare}
-    for x in acceptance.with_laws(target, bare, top_k=5, storage="float32", tokens_per_pass=60):
+    for x in acceptance.with_top_k(target, bare, top_k=5, tokens_per_pass=60):
         assert x.prompt_len == by_text[x.token_ids.tobytes()].prompt_len
-        assert x.law is not None
+        assert x.top_k is not None
         with torch.no_grad():
             logits = target(input_ids=torch.tensor(x.token_ids[None].astype(np.int64))).logits[0]
         want = (logits / 0.8).log_softmax(-1)[x.prompt_len - 1 : -1].topk(5)
-        assert x.law.tokens.tolist() == want.indices.tolist()
-        np.testing.assert_allclose(x.law.logprobs, want.values.numpy(), atol=1e-5)
+        assert x.top_k.tokens.tolist() == want.indices.tolist()
+        np.testing.assert_allclose(x.top_k.logprobs, want.values.numpy(), rtol=1e-3, atol=1e-3)
 
 
-def test_laws_are_computed_as_long_as_there_is_time() -> None:
+def test_the_top_k_is_computed_as_long_as_there_is_time() -> None:
     passes = iter([True, True, False])
-    some = acceptance.with_laws(
-        *(cases.model(0), cases.lessons(12)), top_k=5, storage="float32", tokens_per_pass=60, go_on=lambda: next(passes)
+    some = acceptance.with_top_k(
+        *(cases.model(0), cases.examples(12)),
+        top_k=5,
+        tokens_per_pass=60,
+        go_on=lambda: next(passes),
     )
     assert 0 < len(some) < 12
-    assert all(x.law is not None for x in some)
+    assert all(x.top_k is not None for x in some)

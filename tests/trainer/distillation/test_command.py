@@ -15,7 +15,7 @@ from rich.console import Console
 from specactor.errors import ConfigError, DataError
 from specactor.run_folder import RunFolder
 from specactor.trainer.distillation import acceptance, command, init
-from specactor.trainer.distillation.buffer import Lesson
+from specactor.trainer.distillation.buffer import TrainingExample
 from specactor.trainer.distillation.init import read_model
 from specactor.trainer.distillation.rollout_files import RolloutLine, read_rollouts, write_rollouts
 from specactor.types import Problem, ScoredGroup, Trajectory
@@ -92,11 +92,14 @@ def test_init_train_eval(targets: dict[str, Path], tmp_path: Path) -> None:
         ([*EVAL, "--window", "0"], "expected >= 1"),
         ([*INIT, "start:target-start", "--start.max-intermediate", "0"], "start.max_intermediate: got 0, expected > 0"),
         ([*INIT, "start:random-start", "--start.hidden-size", "0"], "start.hidden_size: got 0, expected > 0"),
-        ([*TRAIN, "--distillation.adam-betas", "0.9", "1"], r"adam_betas: got \(0.9, 1.0\), expected in \[0, 1\)"),
+        ([*TRAIN, "--distillation.learning-rate", "0"], "distillation.learning_rate: got 0.0, expected > 0"),
         ([*EVAL, "--threads", "-1"], "threads: got -1, expected >= 0"),
         ([*TRAIN, "--minutes", "0"], "minutes > 0"),
         ([*TRAIN, "--distillation.zero-stage", "1"], "zero_stage: got 1, expected 0 in specactor drafter train"),
-        ([*TRAIN, "--distillation.refresh", "auto"], "refresh: got 'auto', expected off in specactor drafter train"),
+        (
+            [*TRAIN, "--distillation.refresh", "every_step"],
+            "refresh: got 'every_step', expected off in specactor drafter train",
+        ),
         ([*TRAIN, "--distillation.max-updates", "3"], "max_updates: got 3, expected 0 in specactor drafter train"),
     ],
 )
@@ -157,13 +160,13 @@ def test_laws_are_computed_of_what_fits_the_buffer_alone(
     targets: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[int] = []
-    with_laws = acceptance.with_laws
+    with_top_k = acceptance.with_top_k
 
-    def counting(target: Any, lessons: list[Lesson], **settings: Any) -> list[Lesson]:
-        asked.extend(lesson.version for lesson in lessons)
-        return with_laws(target, lessons, **settings)
+    def counting(target: Any, examples: list[TrainingExample], **settings: Any) -> list[TrainingExample]:
+        asked.extend(example.version for example in examples)
+        return with_top_k(target, examples, **settings)
 
-    monkeypatch.setattr(acceptance, "with_laws", counting)
+    monkeypatch.setattr(acceptance, "with_top_k", counting)
     lines = [RolloutLine(prompt_ids=[3], token_ids=[4] * 9, version=version) for version in range(20)]
     train(targets["dense"], lines, tmp_path, "--updates", "1", "--distillation.buffer-tokens", "35")
     assert sorted(asked) == [17, 18, 19], "the newest"

@@ -1,4 +1,4 @@
-"""The policy's likeliest tokens against a sort of the whole vocabulary, on one rank and on two that share it."""
+"""The policy's top-k against a sort of the whole vocabulary, on one rank and on two that share it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from specactor.trainer.distillation import top_k as module
-from specactor.trainer.distillation.top_k import LikeliestRecorder, vocab_parallel_likeliest
+from specactor.trainer.distillation.top_k import TopKRecorder, vocab_parallel_top_k
+from specactor.types import TrainSequence
 
 RANK_SCRIPT = Path(__file__).with_name("top_k_rank.py")
 
@@ -33,7 +34,7 @@ CASES = [
 ]
 
 
-def assert_likeliest(ids: Tensor, logprobs: Tensor, of: dict[str, Any]) -> None:
+def assert_top_k(ids: Tensor, logprobs: Tensor, of: dict[str, Any]) -> None:
     """Against a sort in float64."""
     logp = (of["logits"].double() / of["temperature"]).log_softmax(-1)
     width = min(of["k"], logp.shape[1])
@@ -47,7 +48,7 @@ def assert_likeliest(ids: Tensor, logprobs: Tensor, of: dict[str, Any]) -> None:
 @pytest.mark.parametrize("of", CASES)
 def test_one_rank(of: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "CHUNK_ELEMENTS", 24)
-    assert_likeliest(*vocab_parallel_likeliest(of["logits"], of["k"], temperature=of["temperature"], group=None), of)
+    assert_top_k(*vocab_parallel_top_k(of["logits"], of["k"], temperature=of["temperature"], group=None), of)
 
 
 def test_two_ranks_that_share_the_vocabulary(tmp_path: Path) -> None:
@@ -68,12 +69,12 @@ def test_two_ranks_that_share_the_vocabulary(tmp_path: Path) -> None:
     for of, one, two in zip(CASES, *(torch.load(out, weights_only=True) for out in outputs), strict=True):
         assert torch.equal(one["ids"], two["ids"])
         assert torch.equal(one["logprobs"], two["logprobs"])
-        assert_likeliest(one["ids"], one["logprobs"], of)
+        assert_top_k(one["ids"], one["logprobs"], of)
         own_shard = of["logits"].chunk(2, dim=1)[0]
         if len(own_shard):
-            wrong = vocab_parallel_likeliest(own_shard, of["k"], temperature=of["temperature"], group=None)
+            wrong = vocab_parallel_top_k(own_shard, of["k"], temperature=of["temperature"], group=None)
             with pytest.raises(AssertionError):  # a rank that forgets the other's shard
-                assert_likeliest(*wrong, of)
+                assert_top_k(*wrong, of)
 
 
 @dataclass
@@ -93,7 +94,7 @@ def test_the_recorder_sees_micro_batches_on_their_way() -> None:
         seen.append(logits_1TV)
         return logits_1TV.sum(), {}
 
-    recorder = LikeliestRecorder(2, temperature=0.7, group=None)
+    recorder = TopKRecorder(2, temperature=0.7, vocab_size=6, device=torch.device("cpu"), group=None)
     observed = recorder.around(objective)
     second = logits_TV[None, 4:].clone().requires_grad_()
     loss, _ = observed(FakeBatch(torch.tensor([1, 2]), torch.tensor([3, 4])), second)  # type: ignore[arg-type]
@@ -101,13 +102,15 @@ def test_the_recorder_sees_micro_batches_on_their_way() -> None:
     observed(FakeBatch(torch.tensor([0, 1, 2]), torch.tensor([0, 1, 2])), logits_TV[None, :4])  # type: ignore[arg-type]
     assert seen[0] is second
     assert torch.equal(second.grad, torch.ones_like(second)), "the loss is not touched"  # type: ignore[arg-type]
-    laws = recorder.collect([3, 2], vocab_size=6, storage="float16", device=torch.device("cpu"), gather=False)
+    sequences = [TrainSequence(token_ids=tuple(range(1 + n)), prompt_len=1) for n in (3, 2)]
+    recorder.updated(sequences)
+    known = recorder.take(sequences)
     rows = torch.cat([logits_TV[:3], logits_TV[5:7]])
     want = (rows / 0.7).log_softmax(-1).topk(2)
-    assert np.concatenate([law.tokens for law in laws]).tolist() == want.indices.tolist()
-    got = np.concatenate([law.logprobs for law in laws])
+    assert np.concatenate([of.tokens for of in known]).tolist() == want.indices.tolist()
+    got = np.concatenate([of.logprobs for of in known])
     assert got.dtype == np.float16
     np.testing.assert_allclose(got, want.values.numpy(), rtol=1e-3, atol=1e-3)
-    assert [len(law.tokens) for law in laws] == [3, 2]
-    again = recorder.collect([3, 2], vocab_size=6, storage="float32", device=torch.device("cpu"), gather=False)
-    assert not np.concatenate([law.tokens for law in again]).any(), "it is empty again"
+    assert [len(of.tokens) for of in known] == [3, 2]
+    recorder.updated(sequences)
+    assert not np.concatenate([of.tokens for of in recorder.take(sequences)]).any(), "it is empty again"

@@ -22,16 +22,15 @@ class Slow(DrafterTrainer):
 
     now_s = 0.0
 
-    def _loss(self, batch: Any, total: float) -> tuple[Tensor, Tensor]:
+    def _loss(self, batch: Any) -> tuple[Tensor, Tensor]:
         self.now_s += 1.0
-        return super()._loss(batch, total)
+        return super()._loss(batch)
 
 
 @pytest.mark.parametrize("limit_s", [0.0, 1.0, 7.5, 9.0, 10.0])
 def test_it_stops_in_time_and_forgets_half_an_update(limit_s: float) -> None:
     made = Slow(cases.config(), cases.model(), seed=0)
-    made.lost = (0.1, 0.2, 0.4)
-    made.buffer.add(cases.lessons())
+    made.buffer.add(cases.examples())
     stats = made.refresh(limit_s=limit_s, clock=lambda: made.now_s)
     assert stats.stopped == "time"
     assert max(1.0, limit_s) - 1 < stats.seconds <= max(1.0, limit_s), "only of the first is it not known how long"
@@ -39,14 +38,13 @@ def test_it_stops_in_time_and_forgets_half_an_update(limit_s: float) -> None:
     assert made.updates == stats.updates
     assert made.version == (stats.updates > 0)
     made.halvings = 0
-    made.lost = (0.1, 0.2, 0.4)  # that of the first refresh, for both
     on = learn(made, 1).losses
     assert stats.losses + on == learn(trainer(), stats.updates + 1).losses, "half an update leaves no gradients"
 
 
 def test_a_refresh_knows_from_the_last_how_long_a_micro_batch_takes() -> None:
     made = Slow(cases.config(), cases.model(), seed=0)
-    made.buffer.add(cases.lessons())
+    made.buffer.add(cases.examples())
     assert made.refresh(limit_s=0.5, clock=lambda: made.now_s).micro_steps == 1
     assert made.refresh(limit_s=0.5, clock=lambda: made.now_s).micro_steps == 0
     assert made.refresh(limit_s=1.0, clock=lambda: made.now_s).micro_steps == 1
@@ -54,7 +52,7 @@ def test_a_refresh_knows_from_the_last_how_long_a_micro_batch_takes() -> None:
 
 def test_one_slow_micro_batch_does_not_end_all_refreshes() -> None:
     made = Slow(cases.config(), cases.model(), seed=0)
-    made.buffer.add(cases.lessons())
+    made.buffer.add(cases.examples())
     made._micro_s = 7.0  # of a first one, which compiled
     steps = [made.refresh(limit_s=2.0, clock=lambda: made.now_s).micro_steps for _ in range(4)]
     assert steps[:2] == [0, 0]
@@ -64,7 +62,7 @@ def test_one_slow_micro_batch_does_not_end_all_refreshes() -> None:
 
 def test_an_update_that_never_fits_becomes_smaller_and_grows_again(tmp_path: Path) -> None:
     made = Slow(cases.config(), cases.model(), seed=0)
-    made.buffer.add(cases.lessons())
+    made.buffer.add(cases.examples())
     small = [made.refresh(limit_s=2.0, clock=lambda: made.now_s) for _ in range(6)]
     assert small[0].updates == 0
     drawn = [stats.tokens_per_update for stats in small]
@@ -95,7 +93,7 @@ def test_divergence_after_some_updates_leaves_the_weights_before_all_of_them() -
     assert made.updates > 2, "some were made"
     assert made.version == 1
     assert all(torch.equal(a, b) for a, b in zip(kept, made.model.parameters(), strict=True))
-    made.updates, made.lost = other.updates, other.lost
+    made.updates = other.updates
     assert learn(made, 2).losses == learn(other, 2).losses, "the optimizer is the one before, too"
 
 

@@ -36,7 +36,6 @@ def assert_same_training(results: list[dict[str, Any]], folder: Path) -> None:
         assert result["whole"]["overlap"] == pytest.approx(expected.overlap, abs=1e-5)
         assert result["on"]["losses"] == pytest.approx(learn_more(alone), abs=1e-5)
         assert result["resumed"]["losses"] == result["on"]["losses"]
-        assert result["on"]["lost"] == pytest.approx(alone.lost, abs=1e-5), "of all ranks' tokens"
         weights = load_file(folder / f"rank{r}.safetensors")
         for name, tensor in expected_weights().items():
             torch.testing.assert_close(weights[name], tensor, atol=2e-5, rtol=1e-4)

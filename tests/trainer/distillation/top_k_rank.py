@@ -8,7 +8,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from specactor.trainer.distillation.top_k import vocab_parallel_likeliest
+from specactor.trainer.distillation.top_k import vocab_parallel_top_k
 
 
 def main(rank: int, world: int, store: str, source: str, target: str) -> None:
@@ -18,9 +18,7 @@ def main(rank: int, world: int, store: str, source: str, target: str) -> None:
     results = []
     for case in torch.load(source, weights_only=True):
         shard = case["logits"].chunk(world, dim=1)[rank]
-        ids, logprobs = vocab_parallel_likeliest(
-            shard, case["k"], temperature=case["temperature"], group=dist.group.WORLD
-        )
+        ids, logprobs = vocab_parallel_top_k(shard, case["k"], temperature=case["temperature"], group=dist.group.WORLD)
         results.append({"ids": ids, "logprobs": logprobs})
     torch.save(results, target)
     dist.destroy_process_group()

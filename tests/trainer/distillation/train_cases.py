@@ -1,4 +1,4 @@
-"""Drafter trainers of one rank with the same lessons, to compare with each other and with a plain loop."""
+"""Drafter trainers of one rank with the same examples, to compare with each other and with a plain loop."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ UPDATES = train_rank.UPDATES
 
 def trainer(**changes: Any) -> DrafterTrainer:
     made = DrafterTrainer(cases.config(**changes), cases.model(), seed=0)
-    made.lost = (0.1, 0.2, 0.4)
-    made.buffer.add(cases.lessons())
+    made.buffer.add(cases.examples())
     return made
 
 
