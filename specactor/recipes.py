@@ -83,7 +83,10 @@ def load(argv: Sequence[str], *, prog: str = "train_moe.py") -> Config:
         raise ConfigError(
             f"RECIPE: got {argv[0] if argv else 'nothing'}, expected the name of a recipe.\n{usage(prog)}"
         )
-    return override(_build(argv[0]), argv[1:], prog=f"{prog} {argv[0]}")
+    config = override(_build(argv[0]), argv[1:], prog=f"{prog} {argv[0]}")
+    if config.resume not in ("off", "auto") and not Path(config.resume).is_dir():
+        raise ConfigError.at("resume", config.resume, "off, auto or the folder of a checkpoint", "Check the path.")
+    return config
 
 
 def load_or_exit(argv: Sequence[str], *, prog: str = "train_moe.py", quiet: bool = False) -> Config:

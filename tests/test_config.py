@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+from pathlib import Path
+
 import pytest
 
 from specactor.config import RolloutConfig
@@ -9,6 +12,26 @@ from specactor.errors import ConfigError
 from specactor.recipes import load
 
 WRONG: list[tuple[str, str]] = [
+    *(
+        (f"--{name.replace('_', '-')} inf", f"{name}: got inf, expected a finite number. See --help for its meaning.")
+        for name in [
+            "train.learning_rate",
+            "train.weight_decay",
+            "train.grad_clip",
+            "rollout.temperature",
+            "rollout.engine.start_timeout_s",
+            "algorithm.clip_high",
+            "distillation.learning_rate",
+            "distillation.half_life_steps",
+        ]
+    ),
+    (
+        "--warmup.learning-rates 1e-3 inf",
+        "warmup.learning_rates: got inf, expected a finite number. See --help for its meaning.",
+    ),
+    ("--train.max-logprob-gap nan", "train.max_logprob_gap: got nan, expected > 0. Use inf for no bound."),
+    ("--resume continue", "resume: got 'continue', expected off, auto or the folder of a checkpoint. Check the path."),
+    ("--name a\0b", "name: got 'a\\x00b', expected a text without NUL characters. Leave them out."),
     ("--train.lr 1", "unknown setting --train.lr. Did you mean --train.learning-rate?"),
     ("--rollout.grup_size 4", "unknown setting --rollout.grup-size. Did you mean --rollout.group-size?"),
     ("--wandb off", "unknown setting --wandb. Did you mean --tracking.wandb?"),
@@ -292,6 +315,35 @@ def test_a_wrong_setting_is_one_line(words: str, message: str) -> None:
         load(["quickstart", *words.split()])
     assert str(caught.value) == message
     assert "\n" not in message
+
+
+def float_names(tree: object, name: str = "") -> list[str]:
+    """Dotted paths of all settings that take a float, but for such in mappings."""
+    found = []
+    for field in dataclasses.fields(tree):  # type: ignore[arg-type]
+        value, path = getattr(tree, field.name), f"{name}.{field.name}".removeprefix(".")
+        found += float_names(value, path) if dataclasses.is_dataclass(value) else []
+        found += [path] if field.type == "float" else []
+    return found
+
+
+@pytest.mark.parametrize("name", float_names(load(["quickstart"])))
+def test_no_setting_takes_what_is_no_number(name: str) -> None:
+    with pytest.raises(ConfigError, match=rf"{name}: got nan, expected "):
+        load(["quickstart", f"--{name.replace('_', '-')}", "nan"])
+
+
+def test_values_in_mappings_are_looked_at() -> None:
+    config = load(["quickstart"])
+    params = dict(config.data.train.params) | {"max_n": float("inf")}
+    data = dataclasses.replace(config.data, train=dataclasses.replace(config.data.train, params=params))
+    with pytest.raises(ConfigError, match=r"data.train.params.max_n: got inf, expected a finite number"):
+        dataclasses.replace(config, data=data)
+
+
+def test_a_folder_that_exists_can_be_resumed_from(tmp_path: Path) -> None:
+    assert load(["quickstart", "--resume", str(tmp_path)]).resume == str(tmp_path)
+    assert load(["quickstart", "--resume", "auto", "--train.max-logprob-gap", "inf"]).resume == "auto"
 
 
 @pytest.mark.parametrize(

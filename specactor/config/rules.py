@@ -6,6 +6,9 @@ the way out.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
+from dataclasses import fields, is_dataclass
 from string import Formatter
 
 from specactor.errors import ConfigError
@@ -15,6 +18,31 @@ def require(ok: bool, name: str, got: object, expected: str, remedy: str) -> Non
     """Raise ConfigError for the setting `name`, its dotted path in a recipe, unless `ok`."""
     if not ok:
         raise ConfigError.at(name, got, expected, remedy)
+
+
+MAY_BE_INFINITE = ("train.max_logprob_gap", "distillation.max_time_share")
+
+
+def check_values(value: object, name: str = "") -> None:
+    """Raise ConfigError for a number that is none, or is infinite where that says nothing, and for a NUL in a text.
+
+    Sections, lists and mappings are looked into. `name` is the dotted path of the value in a recipe.
+    """
+    if is_dataclass(value):
+        for item in fields(value):
+            check_values(getattr(value, item.name), f"{name}.{item.name}".removeprefix("."))
+    elif isinstance(value, Mapping):
+        for key, part in value.items():
+            check_values(key, name)
+            check_values(part, f"{name}.{key}")
+    elif isinstance(value, tuple | list):
+        for part in value:
+            check_values(part, name)
+    elif isinstance(value, float):
+        fine = math.isfinite(value) or (value == math.inf and name in MAY_BE_INFINITE)
+        require(fine, name, value, "a finite number", "See --help for its meaning.")
+    elif isinstance(value, str):
+        require("\0" not in value, name, value, "a text without NUL characters", "Leave them out.")
 
 
 def is_template(text: str) -> bool:

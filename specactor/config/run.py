@@ -12,7 +12,7 @@ from specactor.config.model import ModelConfig
 from specactor.config.parallel import ParallelConfig
 from specactor.config.results import CheckpointConfig, EvalConfig, TrackingConfig
 from specactor.config.rollout import RolloutConfig
-from specactor.config.rules import require
+from specactor.config.rules import check_values, require
 from specactor.config.train import TrainConfig, WarmupConfig
 
 
@@ -43,6 +43,7 @@ class Config:
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
 
     def __post_init__(self) -> None:
+        check_values(self)
         self._check_name_and_seed()
         self._check_groups()
         self._check_rollout()

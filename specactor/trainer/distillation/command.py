@@ -26,6 +26,7 @@ from rich.console import Console
 from tyro import _errors as tyro_errors
 
 from specactor.config import DistillationConfig
+from specactor.config.rules import check_values
 from specactor.errors import ConfigError, DataError
 from specactor.trainer.distillation import acceptance, init
 from specactor.trainer.distillation.buffer import TrainingExample
@@ -125,6 +126,7 @@ def _check_train(options: TrainOptions) -> None:
     if not (options.minutes > 0 and options.updates >= 0):
         got = (options.minutes, options.updates)
         raise ConfigError.at("minutes, updates", got, "minutes > 0 and updates >= 0", f"See {PROG} train --help")
+    check_values(options.distillation, "distillation")
     usual = DistillationConfig()
     for name in OF_RUNS:
         if getattr(options.distillation, name) != getattr(usual, name):

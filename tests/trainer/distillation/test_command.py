@@ -98,7 +98,7 @@ def test_init_train_eval(targets: dict[str, Path], tmp_path: Path) -> None:
         ([*TRAIN, "--distillation.zero-stage", "1"], "zero_stage: got 1, expected 0 in specactor drafter train"),
         (
             [*TRAIN, "--distillation.refresh", "every_step"],
-            "refresh: got 'every_step', expected off in specactor drafter train",
+            "refresh: got 'every_step', expected off in specactor",
         ),
         ([*TRAIN, "--distillation.max-updates", "3"], "max_updates: got 3, expected 0 in specactor drafter train"),
     ],
