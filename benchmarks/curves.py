@@ -43,8 +43,8 @@ PHASES = {
 }
 """Phases of an RL step in their order, with the colours of their bars, which are not those of runs."""
 
-PREDICTED = ("time/refresh_limit_s", "time/refresh_saves_s")
-"""Seconds that nobody spent."""
+NOT_SPENT = ("time/refresh_limit_s",)
+"""Seconds that were granted."""
 
 COLUMNS = (
     "run",
@@ -96,7 +96,7 @@ def seconds(line: dict[str, Value]) -> float:
     """Of one line: the whole step where it was measured, otherwise all its phases."""
     if "time/step_s" in line:
         return float(line["time/step_s"])
-    return sum(float(value) for name, value in line.items() if name.startswith("time/") and name not in PREDICTED)
+    return sum(float(value) for name, value in line.items() if name.startswith("time/") and name not in NOT_SPENT)
 
 
 def duration(value_s: float) -> str:
