@@ -1,6 +1,7 @@
 # make quickstart   set up, then reinforcement learning of a small MoE on two CPU cores
 # make check        set up, then lint, types and all tests
 # make bench        the benchmarks; results under docs/results/
+# make measure      how large the project is: lines, files, settings, words
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV := .venv
 BIN := $(VENV)/bin
@@ -11,7 +12,7 @@ export OMP_NUM_THREADS ?= 1
 # DeepSpeed is built at setup; nothing of it is compiled.
 export DS_BUILD_OPS = 0
 
-.PHONY: setup quickstart check lint test bench faults clean
+.PHONY: setup quickstart check lint test bench faults measure clean
 
 setup: $(STAMP)
 
@@ -43,6 +44,9 @@ bench: setup
 
 faults: setup
 	$(BIN)/python -m benchmarks.faults $(ARGS)
+
+measure: setup
+	$(BIN)/python -m benchmarks.measure $(ARGS)
 
 clean:
 	rm -rf $(VENV) .cache runs .pytest_cache .mypy_cache .ruff_cache

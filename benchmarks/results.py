@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import platform
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -14,6 +15,8 @@ import psutil
 from rich.console import Console
 from rich.table import Table
 from scipy.stats import quantile_test
+
+from specactor.parallel import devices
 
 RESULTS = Path(__file__).resolve().parent.parent / "docs" / "results"
 
@@ -32,7 +35,7 @@ class Result:
 
 
 def machine() -> str:
-    """One line: date, processor, memory, versions."""
+    """One line: date, processor, memory, GPUs, versions."""
     model = next(
         (
             line.partition(":")[2].strip()
@@ -44,8 +47,14 @@ def machine() -> str:
     packages = ", ".join(f"{name} {version(name)}" for name in ("torch", "megatron-core", "sglang", "transformers"))
     return (
         f"{datetime.date.today()}, {psutil.cpu_count()} cores of {model}, "
-        f"{psutil.virtual_memory().total / 2**30:.0f} GiB, no GPU, {packages}"
+        f"{psutil.virtual_memory().total / 2**30:.0f} GiB, {accelerators()}, {packages}"
     )
+
+
+def accelerators() -> str:
+    """The GPUs of this machine: ``8 x NVIDIA H100 (80 GiB)``, or ``no GPU``."""
+    counts = Counter(f"{gpu.name} ({gpu.memory_bytes / 2**30:.0f} GiB)" for gpu in devices.gpus())
+    return ", ".join(f"{count} x {gpu}" for gpu, count in counts.items()) or "no GPU"
 
 
 def publish(name: str, result: Result, folder: Path | None = None) -> None:

@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks import results
+from specactor.parallel import devices
+from specactor.parallel.devices import Gpu
 
 
 def test_publishes_terminal_table_and_page(
@@ -24,6 +26,13 @@ def test_publishes_terminal_table_and_page(
     assert "torch " in page
     assert "GiB" in page
     assert "us" in capsys.readouterr().out
+
+
+def test_the_machine_is_said_with_its_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = Gpu(name="NVIDIA H100", memory_bytes=80 * 2**30)
+    for found, said in (((), "no GPU"), ((gpu, gpu), "2 x NVIDIA H100 (80 GiB)")):
+        monkeypatch.setattr(devices, "gpus", lambda found=found: found)
+        assert f" GiB, {said}, torch " in results.machine()
 
 
 def test_spread_is_median_and_range() -> None:
