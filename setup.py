@@ -32,7 +32,7 @@ setup(
         "xxhash>=3.5",
     ],
     extras_require={
-        "gpu": ["transformer-engine[pytorch]"],
+        "gpu": ["transformer-engine[core_cu13,pytorch]>=2.9,<2.12"],
         "deepspeed": ["deepspeed==0.19.8"],
         "dev": ["pytest", "pytest-timeout", "pytest-xdist", "ruff", "mypy"],
     },

@@ -138,7 +138,10 @@ def _optional(devices: Devices) -> list[Finding]:
     """Packages that make a run faster; one that is installed and broken stops Megatron-core from importing."""
     gpu = bool(devices.gpus)
     instead = {
-        "transformer_engine": ("PyTorch layers", "pip install 'transformer-engine[pytorch]'"),
+        "transformer_engine": (
+            "PyTorch layers",
+            "pip install --no-build-isolation 'transformer-engine[core_cu13,pytorch]>=2.9,<2.12'",
+        ),
         "apex": ("PyTorch's AdamW", "build NVIDIA's apex from its source; the one on PyPI is another project"),
         "sgl_kernel": ("PyTorch reference of its operators", "pip install sglang-kernel"),
         "deepspeed": ("not needed", "pip install 'specactor[deepspeed]'"),
