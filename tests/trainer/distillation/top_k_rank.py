@@ -1,4 +1,4 @@
-"""One rank of the test of likeliest tokens over a sharded vocabulary: rank, world, store file, input, output."""
+"""One rank of the test of the top-k over a sharded vocabulary: rank, world, store file, input, output."""
 
 from __future__ import annotations
 
