@@ -18,7 +18,7 @@ from specactor.rollout.planning.candidates import Candidates, from_figures
 from specactor.rollout.planning.costs import Grid
 from specactor.rollout.planning.gpu_specs import DEVICES, Attained, device
 from specactor.rollout.planning.model_shapes import SHAPES
-from specactor.rollout.planning.plans import Branches, Cluster, RolloutPlan
+from specactor.rollout.planning.plans import Cluster, RolloutPlan
 from specactor.rollout.planning.reconfiguration import Mode
 from specactor.rollout.planning.search import search
 from specactor.rollout.planning.throughput_model import pipelined
@@ -28,7 +28,6 @@ CONTEXT = 4096
 MAX_WINDOW = 12
 BATCHES = (8, 64, 128, 256)
 RATES = (0.6, 0.8)
-BRANCHES = Branches(count=4, hit_rate=0.8)
 STEPS_MS = (1.0, 2.0, 4.0, 8.0)
 COLUMNS = (
     "target on",
@@ -40,7 +39,6 @@ COLUMNS = (
     "its gain",
     "coupled",
     "decoupled",
-    "decoupled, outcomes drafted ahead",
     "Algorithm 1",
     "its own prediction: over plain",
     "over coupled",
@@ -102,7 +100,6 @@ def slowed(found: Candidates, step_s: float) -> Candidates:
 def row(setting: Setting) -> list[str]:
     cluster, found = setting.cluster, setting.candidates()
     ranked = search(cluster, found.verifiers, found.drafters, max_window=MAX_WINDOW)
-    ahead = search(cluster, found.verifiers, found.drafters, max_window=MAX_WINDOW, branches=BRANCHES)
     off = _of(ranked, "off")
     assert off is not None
     chosen, costs = _algorithm_1(setting, found)
@@ -123,7 +120,6 @@ def row(setting: Setting) -> list[str]:
         f"{ranked[0].speedup:.2f}",
         _cell(_of(ranked, "coupled")),
         _cell(_of(ranked, "decoupled")),
-        _cell(_of(ahead, "decoupled")),
         f"{chosen.g_d}+{chosen.g_v}, w={chosen.window}",
         f"{theirs / (plain * cluster.requests):.2f}",
         f"{chosen.tgs / coupled:.2f}",
@@ -209,7 +205,7 @@ def inputs() -> str:
         f"{peaks}. Attained: {share.matmul:.0%} of FLOP/s in matrix products, {share.weights:.0%} of bandwidth reading "
         f"weights, {share.attention:.0%} reading keys and values, {share.link:.0%} of the link; an all-reduce takes "
         f"{1e6 * share.all_reduce_s:g} us at least, a kernel {1e6 * share.kernel_s:g} us. Messages between drafters "
-        "and verifiers take 100 us. Sources stand beside the figures in `specactor/rollout/planning/devices.py`, "
+        "and verifiers take 100 us. Sources stand beside the figures in `specactor/rollout/planning/gpu_specs.py`, "
         "those of the models' shapes in `model_shapes.py`."
     )
 
@@ -223,8 +219,7 @@ def result(rows: Sequence[Setting]) -> Result:
             "KV memory bounds it, the number that fits stands beside it, and the others wait. `p`: acceptance of every "
             f"draft token; windows up to {MAX_WINDOW}. `added to a draft step`: beside the roofline's seconds. Gains "
             "are tokens/s of the whole cluster, idle devices included, over plain decoding; in brackets the window, "
-            f"and verifiers:drafters x GPUs each. `outcomes drafted ahead`: {BRANCHES.count} further drafts per "
-            f"request, with an assumed hit rate of {BRANCHES.hit_rate:g}. `Algorithm 1` of arXiv 2511.16193 as "
+            "and verifiers:drafters x GPUs each. `Algorithm 1` of arXiv 2511.16193 as "
             "published: GPUs of drafter + verifier, window; its gains as it predicts them itself (with lines fitted to "
             "the same tables) over plain and over the best coupled window; and the gain of the same plan in our model."
             f"\n\nInputs. {inputs()}"
@@ -241,14 +236,12 @@ NOTES = """What the table says:
   next to nothing from batch 64 on, as the paper reports of vanilla speculation at batch 128. The MoE gains little at
   batch 8, where every further token touches further experts, most at 64, and little again at 256. Where nothing pays
   the plan is `off`.
-- With draft steps as fast as the roofline, and no outcomes drafted ahead, coupled drafting on the verifiers' own
+- With draft steps as fast as the roofline, coupled drafting on the verifiers' own
   devices beats decoupled drafting in every cell: a rejection costs a decoupled request a plain round, and drafters
   take devices from the verifiers.
 - Decoupling wins where a draft step has a cost that a larger batch does not multiply and nothing hides (launches,
   sampling, scheduling): the last rows add it. With 4 ms at batch 64 and 8 ms at batch 128 the decoupled plan is chosen,
   with fewer GPUs for drafters than for verifiers. By its own model Algorithm 1 is ahead of coupled from 2 and 4 ms on.
-- Drafting for outcomes ahead pays at batch 8, where it makes decoupled plans the fastest on H100 (but for the MoE at
-  p = 0.6), and at no large batch: there drafters are bound by reading keys and values, once for every further draft.
 - Algorithm 1's plan is never above the extended search's in the same model. It has no plain and no coupled plan to fall
   back to, and equal groups of a drafter and a verifier leave it more drafters than it needs, or fewer.
 

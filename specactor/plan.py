@@ -30,7 +30,7 @@ from specactor.rollout.planning.acceptance import survival_of
 from specactor.rollout.planning.candidates import Candidates, from_figures, from_table
 from specactor.rollout.planning.gpu_specs import DEVICES, device
 from specactor.rollout.planning.model_shapes import DRAFTERS, SHAPES, TransformerShape
-from specactor.rollout.planning.plans import Branches, Cluster, RolloutPlan
+from specactor.rollout.planning.plans import Cluster, RolloutPlan
 from specactor.rollout.planning.search import search
 
 PROG = "specactor plan"
@@ -70,10 +70,6 @@ class PlanOptions:
     measured, or as many as of the engine, if none was."""
     message_us: float = 100.0
     """Microseconds from a commit's departure to the arrival of what it changes, without drafting."""
-    branches: int = 0
-    """Further drafts per request for outcomes of a verify before it has ended (decoupled only)."""
-    branch_hit_rate: float = 0.5
-    """P(the outcome is among them). Measure it."""
     margin: float = 0.0
     """Share by which a plan must be faster than plain decoding, to be ranked before it: what predictions err by."""
     cost_table: str = ""
@@ -98,8 +94,6 @@ def parse(argv: Sequence[str]) -> PlanOptions:
             raise ConfigError.at(name, getattr(options, name), ">= 1", f"Its meaning: {PROG} --help")
     if not 1 <= options.max_window <= MAX_WINDOW:
         raise ConfigError.at("max_window", options.max_window, f"1..{MAX_WINDOW}", "No engine verifies a larger one.")
-    if options.branches < 0:
-        raise ConfigError.at("branches", options.branches, ">= 0", "Use 0 for none.")
     if options.device.lower() not in map(str.lower, DEVICES):
         raise ConfigError.at(
             "device", options.device, f"one of {', '.join(DEVICES)}", "For others measure: specactor profile RECIPE."
@@ -136,7 +130,6 @@ def plans(options: PlanOptions) -> list[RolloutPlan]:
         Cluster(devices=options.devices, requests=options.requests, message_s=options.message_us * 1e-6),
         *_candidates(options),
         max_window=options.max_window,
-        branches=Branches(count=options.branches, hit_rate=options.branch_hit_rate),
         margin=options.margin,
     )
 
@@ -264,8 +257,7 @@ def _show(options: PlanOptions, ranked: Sequence[RolloutPlan], console: Console)
     console.print(table)
     for number, plan in enumerate(ranked, 1):
         drafter = "" if plan.mode == "off" else f"{plan.draft.drafter}: "
-        branches = f"; {plan.branches} branches ({plan.branch_gain:.2f}x)" if plan.branches else ""
-        console.print(f"{number}  {drafter}{plan.reason}{branches}{_bytes(plan)}", highlight=False, soft_wrap=True)
+        console.print(f"{number}  {drafter}{plan.reason}{_bytes(plan)}", highlight=False, soft_wrap=True)
 
 
 def _row(plan: RolloutPlan) -> tuple[str, ...]:

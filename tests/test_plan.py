@@ -56,10 +56,6 @@ def test_the_table_says_why(capsys: pytest.CaptureFixture[str], monkeypatch: pyt
         "64",
         "--engine-devices",
         "4",
-        "--branches",
-        "4",
-        "--branch-hit-rate",
-        "0.8",
     ]
     assert main(["plan", *words]) == 0
     said = capsys.readouterr().out
@@ -67,7 +63,6 @@ def test_the_table_says_why(capsys: pytest.CaptureFixture[str], monkeypatch: pyt
     assert "tokens per round of" in said
     assert "1 token per" in said
     assert "windows in" in said
-    assert "; 4 branches (" in said
 
 
 def test_a_folder_is_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -174,7 +169,6 @@ def test_acceptance_by_temperature_and_by_drafter() -> None:
         (["--device", "A100"], 2, "device: got 'A100', expected one of H100, H200, H20, B200. For others measure"),
         (["--devices", "0"], 2, "devices: got 0, expected >= 1"),
         (["--devices", "many"], 2, "devices: got 'many', expected INT"),
-        (["--branches", "-1"], 2, "branches: got -1, expected >= 0. Use 0 for none."),
         (["--temperature", "-1"], 2, "temperature: got -1.0, expected >= 0."),
         (["--message-us", "-1"], 2, "message_us: got -1.0, expected >= 0."),
         (["--margin", "-0.1"], 2, "margin: got -0.1, expected >= 0."),
@@ -190,7 +184,6 @@ def test_acceptance_by_temperature_and_by_drafter() -> None:
         (["--cost-table", "gone.json"], 1, "cost_table: got 'gone.json', expected a file that specactor profile wrote"),
         (["--devices", "1"], 1, "cluster: got 1 devices"),
         (["--model", "Qwen3-235B-A22B", "--engine-devices", "4"], 1, "got 470 GB of weights"),
-        (["--branch-hit-rate", "2", "--branches", "1"], 1, "branches: got 1, hit rate 2.0"),
     ],
 )
 def test_errors_are_one_line(words: list[str], code: int, text: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -222,7 +215,7 @@ def test_help_lists_every_setting(capsys: pytest.CaptureFixture[str]) -> None:
     assert stop.value.code == 0
     said = capsys.readouterr().out
     assert "usage: specactor plan" in said
-    for flag in ("--cost-table", "--acceptance", "--temperature", "--branches", "--json"):
+    for flag in ("--cost-table", "--acceptance", "--temperature", "--json"):
         assert flag in said
 
 

@@ -89,6 +89,24 @@ def test_pure_modules_read_no_clock_and_no_environment(module: str) -> None:
     assert not {name.partition(".")[0] for name in names} & IMPURE
 
 
+PLANNER = ("search", "plans", "throughput_model", "rooflines", "gpu_specs", "model_shapes", "candidates", "job_plan")
+
+
+def planners_in(text: str) -> set[str]:
+    """Modules of planner and simulator that a text imports."""
+    imported = {str(node.module) for node in ast.walk(ast.parse(text)) if isinstance(node, ast.ImportFrom)}
+    planner = {f"specactor.rollout.planning.{name}" for name in PLANNER}
+    return {name for name in imported if name in planner or ".simulator" in name}
+
+
+def test_rollouts_do_not_import_the_planner_or_the_simulator() -> None:
+    """They import what engines decide by, so that one policy is planned, simulated and run."""
+    own = [path for path in (PACKAGE / "rollout").rglob("*.py") if not {"planning", "simulator"} & {*path.parts}]
+    assert len(own) > 50
+    assert {str(path): planners_in(path.read_text()) for path in own if planners_in(path.read_text())} == {}
+    assert planners_in("from specactor.rollout.planning.search import search"), "the check would see one"
+
+
 def test_files_stay_readable() -> None:
     long = [path.name for path in PACKAGE.rglob("*.py") if len(path.read_text().splitlines()) > 400]
     assert long == [], "a file fits on a few screens"

@@ -74,10 +74,6 @@ def test_what_the_notes_say_holds_in_every_row() -> None:
             assert gain(found["coupled"]) > gain(found["decoupled"])
         elif (found["batch"], found[ADDED]) in (("64", "4 ms"), ("64", "8 ms"), ("128", "8 ms")):
             assert found["chosen"].startswith("decoupled")
-        if found["batch"] != "8":
-            assert gain(found["decoupled, outcomes drafted ahead"]) == gain(found["decoupled"])
-        elif "H100" in found["target on"] and not (found["p"] == "0.6" and "235B" in found["target on"]):
-            assert gain(found["decoupled, outcomes drafted ahead"]) > best
 
 
 def test_the_page_is_whole() -> None:

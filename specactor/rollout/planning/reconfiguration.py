@@ -119,8 +119,6 @@ class Offer:
     survival: Floats
     """[B][W]: P(the first j draft tokens of request i are accepted)."""
     costs: LiveCosts
-    hit_rate: float = 0.0
-    """See `throughput_model.pipelined`."""
 
 
 def reconfigure(
@@ -185,11 +183,11 @@ def _below_average(offers: Sequence[Offer], first_MB: Floats, current: Sequence[
     return below_B
 
 
-def speeds(survival_BW: Floats, costs: LiveCosts, mode: Mode, *, hit_rate: float = 0.0) -> Floats:
+def speeds(survival_BW: Floats, costs: LiveCosts, mode: Mode) -> Floats:
     """Tokens per second of each request by window ([B][1] for off); 0 where the mode cannot be."""
     if mode != "off" and mode not in _modes(costs):
         return np.zeros(survival_BW.shape)
-    tokens_BW, seconds_BW = _rounds(survival_BW, costs, mode, hit_rate)
+    tokens_BW, seconds_BW = _rounds(survival_BW, costs, mode)
     speeds_BW: Floats = tokens_BW / seconds_BW
     return speeds_BW
 
@@ -197,12 +195,12 @@ def speeds(survival_BW: Floats, costs: LiveCosts, mode: Mode, *, hit_rate: float
 def worths(offer: Offer, mode: Mode, *, pace: float | None) -> Floats:
     """Of each request by window ([B][1] for off): its tokens less what its seconds are worth; pace None: its speed."""
     if pace is None:
-        return speeds(offer.survival, offer.costs, mode, hit_rate=offer.hit_rate)
-    tokens_BW, seconds_BW = _rounds(offer.survival, offer.costs, mode, offer.hit_rate)
+        return speeds(offer.survival, offer.costs, mode)
+    tokens_BW, seconds_BW = _rounds(offer.survival, offer.costs, mode)
     return tokens_BW - pace * seconds_BW
 
 
-def _rounds(survival_BW: Floats, costs: LiveCosts, mode: Mode, hit_rate: float) -> tuple[Floats, Floats]:
+def _rounds(survival_BW: Floats, costs: LiveCosts, mode: Mode) -> tuple[Floats, Floats]:
     """(tokens [B][W], seconds [W] or [B][W]) of rounds in a mode that can be; W is 1 for off."""
     num_requests, max_window = survival_BW.shape
     if mode == "off":
@@ -212,20 +210,19 @@ def _rounds(survival_BW: Floats, costs: LiveCosts, mode: Mode, hit_rate: float) 
         assert costs.coupled_draft_s is not None
         return emitted_BW, costs.verify_s[1:] + costs.coupled_draft_s
     assert costs.decoupled_draft_s is not None
-    ready_BW = _ready(survival_BW, hit_rate)
+    ready_BW = _ready(survival_BW)
     rows_BW = 1.0 + ready_BW * np.arange(1, max_window + 1)
     verify_BW = np.interp(rows_BW, np.arange(1, max_window + 2), costs.verify_s)
     return 1.0 + ready_BW * (emitted_BW - 1.0), np.maximum(verify_BW, costs.decoupled_draft_s)
 
 
-def _ready(survival_BW: Floats, hit_rate: float) -> Floats:
+def _ready(survival_BW: Floats) -> Floats:
     """`Pipelined.ready` of every window; the position after the last one is accepted as often as the last."""
     last_B, before_B = survival_BW[:, -1], survival_BW[:, -2] if survival_BW.shape[1] > 1 else 1.0
     beyond_B = np.divide(last_B * last_B, before_B, out=np.zeros_like(last_B), where=np.asarray(before_B) > 0)
     onward_BW = np.column_stack([survival_BW[:, 1:], beyond_B])
-    leaves_BW = (1.0 - onward_BW) * (1.0 - hit_rate)
-    returns_B = survival_BW[:, :1] + (1.0 - survival_BW[:, :1]) * hit_rate
-    total_BW = returns_B + leaves_BW
+    returns_B = survival_BW[:, :1]
+    total_BW = returns_B + 1.0 - onward_BW
     ready_BW: Floats = np.divide(
         np.broadcast_to(returns_B, total_BW.shape), total_BW, out=np.ones_like(total_BW), where=total_BW > 0
     )

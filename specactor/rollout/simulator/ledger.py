@@ -1,4 +1,4 @@
-"""What devices did when, in virtual time. PURE: spans in, sums out.
+"""What devices did when, in virtual time, and what a rollout was. PURE: spans in, sums out.
 
 Invariants, which `checked` asserts: no device does two things at once; no span ends before it begins; all lie within
 the devices that there are.
@@ -10,6 +10,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from specactor.errors import PlanError
+from specactor.rollout.planning.plans import RolloutPlan
+from specactor.rollout.simulator.requests import Floats, Ints
 
 KINDS: Mapping[str, str] = {
     "start": "#c9ced6",
@@ -84,3 +86,36 @@ def busy_s(spans: Iterable[Span]) -> dict[str, float]:
 def moved(spans: Iterable[Span], *, by_s: float) -> list[Span]:
     """The same, later."""
     return [replace(span, start_s=span.start_s + by_s, end_s=span.end_s + by_s) for span in spans]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Outcome:
+    """What a rollout was. Every request has finished. N requests."""
+
+    plan: RolloutPlan
+    lengths: Ints
+    """[N], tokens."""
+    finish_s: Floats
+    """[N]: seconds from the rollout's begin."""
+    spans: Sequence[Span]
+    rounds: float
+    """Of all engines."""
+    emitted: float
+    """Tokens, as engines counted them."""
+    drafted: float
+    """Draft tokens that were verified."""
+    accepted: float
+    decisions: int
+    events: int
+    lent: int
+    """Engines that ran dry and drafted for others."""
+    pairs: int
+    """(request, further method) pairs."""
+
+    @property
+    def seconds(self) -> float:
+        return float(self.finish_s.max())
+
+    @property
+    def tokens(self) -> int:
+        return int(self.lengths.sum())

@@ -25,11 +25,9 @@ from specactor.rollout.draft.drafter import DraftSequence
 from specactor.rollout.planning.candidates import Candidates
 from specactor.rollout.planning.plans import Cluster, RolloutPlan, VerifierOption
 from specactor.rollout.simulator.decide import Decider, placed
-from specactor.rollout.simulator.engine import DONE, Engine
-from specactor.rollout.simulator.evidence import show
+from specactor.rollout.simulator.engine import DONE, Engine, show
 from specactor.rollout.simulator.freed import Freed
-from specactor.rollout.simulator.ledger import ROUNDING_S, Span, checked, merged
-from specactor.rollout.simulator.outcome import Outcome
+from specactor.rollout.simulator.ledger import ROUNDING_S, Outcome, Span, checked, merged
 from specactor.rollout.simulator.requests import Floats, Ints, Requests, survivals
 from specactor.rollout.simulator.speed import DECOUPLED, Beside, Remote, round_of
 from specactor.rollout.simulator.world import Policy, Truth, drafter_engine, drafter_option

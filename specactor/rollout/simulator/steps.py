@@ -23,8 +23,7 @@ from specactor.errors import PlanError
 from specactor.rollout.planning.candidates import Candidates
 from specactor.rollout.planning.plans import Cluster, RolloutPlan
 from specactor.rollout.simulator.decide import placed
-from specactor.rollout.simulator.ledger import Span, busy_s, checked, moved
-from specactor.rollout.simulator.outcome import Outcome
+from specactor.rollout.simulator.ledger import Outcome, Span, busy_s, checked, moved
 from specactor.rollout.simulator.requests import Floats, Lengths, draw
 from specactor.rollout.simulator.rollout import simulate
 from specactor.rollout.simulator.world import Policy, Truth

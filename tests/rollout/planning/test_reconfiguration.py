@@ -55,20 +55,20 @@ def survivals(*rates: float) -> np.ndarray:
 
 
 def reconfigured(
-    survival_BW: np.ndarray, live: LiveCosts, current: list[DraftPlan], *, hit_rate: float = 0.0, **fields: object
+    survival_BW: np.ndarray, live: LiveCosts, current: list[DraftPlan], **fields: object
 ) -> list[DraftPlan]:
     """With one drafter, as published."""
-    offer = Offer(drafter="small", survival=survival_BW, costs=live, hit_rate=hit_rate)
+    offer = Offer(drafter="small", survival=survival_BW, costs=live)
     return reconfigure([offer], current, **fields)  # type: ignore[arg-type]
 
 
-def one_by_one(survival: tuple[float, ...], requests: int, hit_rate: float) -> dict[tuple[str, int], float]:
+def one_by_one(survival: tuple[float, ...], requests: int) -> dict[tuple[str, int], float]:
     """Speeds by (mode, window), by the scalar functions of the search."""
     found = {("off", 0): 1 / TABLE.plain_s(requests)}
     for w in range(1, W + 1):
         verify_s = TABLE.verify_s(requests, requests * (1 + w))
         found["coupled", w] = coupled_tokens(survival, w) / (verify_s + TABLE.draft_s("small", requests, w))
-        rounds = pipelined(survival, w, hit_rate=hit_rate)
+        rounds = pipelined(survival, w)
         whole = np.interp(
             1 + w * rounds.ready, range(1, W + 2), [TABLE.verify.at(requests, k) for k in range(1, W + 2)]
         )
@@ -77,16 +77,16 @@ def one_by_one(survival: tuple[float, ...], requests: int, hit_rate: float) -> d
 
 
 @settings(deadline=None, max_examples=50)
-@given(st.lists(st.lists(st.floats(0.01, 1), min_size=W, max_size=W), min_size=1, max_size=6), st.floats(0, 1))
-def test_every_request_as_one_by_one(steps: list[list[float]], hit_rate: float) -> None:
+@given(st.lists(st.lists(st.floats(0.01, 1), min_size=W, max_size=W), min_size=1, max_size=6))
+def test_every_request_as_one_by_one(steps: list[list[float]]) -> None:
     survival_BW = np.cumprod(np.array(steps), axis=1)
     live = costs()
-    expected = [one_by_one(tuple(row), 8, hit_rate) for row in survival_BW.tolist()]
+    expected = [one_by_one(tuple(row), 8) for row in survival_BW.tolist()]
     for mode in ("coupled", "decoupled"):
-        found = speeds(survival_BW, live, mode, hit_rate=hit_rate)
+        found = speeds(survival_BW, live, mode)
         wanted = [[speed for (m, _), speed in row.items() if m == mode] for row in expected]
         assert found == pytest.approx(np.array(wanted))
-    chosen = reconfigured(survival_BW, live, [PLAIN] * len(steps), everyone=True, margin=0.0, hit_rate=hit_rate)
+    chosen = reconfigured(survival_BW, live, [PLAIN] * len(steps), everyone=True, margin=0.0)
     for plan, row in zip(chosen, expected, strict=True):
         assert row[plan.mode, plan.window] == pytest.approx(max(row.values()))
 

@@ -17,7 +17,6 @@ from specactor.errors import PlanError
 from specactor.rollout.planning.acceptance import survival_of
 from specactor.rollout.planning.costs import Grid
 from specactor.rollout.planning.plans import (
-    Branches,
     Cluster,
     DrafterEngine,
     DrafterOption,
@@ -122,7 +121,7 @@ def test_nor_where_rows_suddenly_cost() -> None:
 def test_without_acceptance_the_answer_is_off(case: Case) -> None:
     cluster, verifiers, option = case
     hopeless = replace(option, survival=(0.0,) * (W + 1))
-    found = search(cluster, verifiers, [hopeless], max_window=W, branches=Branches(count=2, hit_rate=1.0))
+    found = search(cluster, verifiers, [hopeless], max_window=W)
     assert [plan.mode for plan in found] == ["off"] * len(verifiers)
     assert found[0].draft == PLAIN
     assert found[0].speedup == 1.0
@@ -209,21 +208,6 @@ def test_drafters_that_are_not_needed_stay_idle() -> None:
     found = search(Cluster(devices=12, requests=8), [verifier(8)], [drafter(0.9, drafting(1e-5, 0.0))])
     plan = next(plan for plan in found if plan.mode == "decoupled")
     assert (plan.drafters.engines, plan.idle_devices) == (1, 3)
-
-
-def test_drafting_for_outcomes_in_advance_is_used_where_it_pays() -> None:
-    cluster = Cluster(devices=4, requests=16, message_s=0.0)
-    options = [drafter(0.6, drafting(1e-4, 1e-6))]
-    without = search(cluster, [verifier(2, linear(0.02, 0.0, 1e-5))], options)[0]
-    ahead = search(cluster, [verifier(2, linear(0.02, 0.0, 1e-5))], options, branches=Branches(count=3, hit_rate=0.8))[
-        0
-    ]
-    assert (without.branches, ahead.branches) == (0, 3)
-    assert ahead.branch_gain > 1.2
-    assert ahead.tokens_per_s > without.tokens_per_s
-    costly = [drafter(0.6, drafting(1e-4, 5e-4))]
-    kept = search(cluster, [verifier(2)], costly, branches=Branches(count=64, hit_rate=0.01))
-    assert all(plan.branches == 0 and plan.branch_gain == 1.0 for plan in kept)
 
 
 def running_drafter(p: float, token_s: float, **more: object) -> DrafterOption:
@@ -338,8 +322,6 @@ def test_what_cannot_be_is_refused() -> None:
         DrafterOption(name="x", survival=(0.5, 0.9))
     with pytest.raises(PlanError, match="expected a window of 0 with mode and drafter off"):
         DraftPlan(mode="coupled", drafter="x", window=0)
-    with pytest.raises(PlanError, match="hit rate 2"):
-        Branches(count=1, hit_rate=2)
     assert Footprint(weights_bytes=1.0, request_bytes=0.0) is not None
     assert VerifierOption(devices=1, costs=verifier().costs, capacity_bytes=inf).requests() is None
 

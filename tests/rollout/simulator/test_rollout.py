@@ -13,8 +13,7 @@ from specactor.errors import PlanError
 from specactor.rollout.planning.plans import RolloutPlan
 from specactor.rollout.simulator.decide import placed
 from specactor.rollout.simulator.engine import Engine
-from specactor.rollout.simulator.ledger import Span, busy_s, checked
-from specactor.rollout.simulator.outcome import Outcome
+from specactor.rollout.simulator.ledger import Outcome, Span, busy_s, checked
 from specactor.rollout.simulator.requests import Requests
 from specactor.rollout.simulator.rollout import Rollout, simulate
 from specactor.rollout.simulator.world import Delays, Policy, SimulatedMode, Truth, slower

@@ -15,10 +15,8 @@ SIMULATOR = [
         for name in (
             "decide",
             "engine",
-            "evidence",
             "freed",
             "ledger",
-            "outcome",
             "replay",
             "requests",
             "rollout",
