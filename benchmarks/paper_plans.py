@@ -14,12 +14,12 @@ from math import ceil
 from benchmarks.paper_algorithms import PaperCosts, PaperPlan, plan, tgs_coupled
 from benchmarks.results import RESULTS, Result, publish
 from specactor.rollout.planning.acceptance import survival_of
-from specactor.rollout.planning.candidates import Candidates, from_figures
 from specactor.rollout.planning.costs import Grid
 from specactor.rollout.planning.gpu_specs import DEVICES, Attained, device
 from specactor.rollout.planning.model_shapes import SHAPES
-from specactor.rollout.planning.plans import Cluster, RolloutPlan
+from specactor.rollout.planning.plans import Candidates, Cluster, RolloutPlan
 from specactor.rollout.planning.reconfiguration import Mode
+from specactor.rollout.planning.rooflines import from_figures
 from specactor.rollout.planning.search import search
 from specactor.rollout.planning.throughput_model import pipelined
 

@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 from itertools import product
 
 from benchmarks.results import RESULTS, Result, publish
-from specactor.rollout.planning.candidates import from_figures
 from specactor.rollout.planning.gpu_specs import device
 from specactor.rollout.planning.model_shapes import SHAPES
+from specactor.rollout.planning.rooflines import from_figures
 from specactor.rollout.simulator.requests import Lengths, Method
 from specactor.rollout.simulator.steps import Job, Phases, Refresh, Run, run
 from specactor.rollout.simulator.world import Delays, Policy, Truth, slower

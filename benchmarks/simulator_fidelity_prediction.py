@@ -17,9 +17,8 @@ from statistics import mean, median
 import numpy as np
 
 from specactor.rollout.draft.counts import Counts
-from specactor.rollout.planning.candidates import from_table
 from specactor.rollout.planning.costs import CostTable
-from specactor.rollout.planning.plans import Cluster
+from specactor.rollout.planning.plans import Cluster, from_table
 from specactor.rollout.simulator.requests import Method, Requests
 from specactor.rollout.simulator.rollout import simulate
 from specactor.rollout.simulator.world import Delays, Policy, Truth

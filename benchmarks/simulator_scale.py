@@ -17,12 +17,13 @@ from benchmarks.results import Result, publish
 from specactor.rollout.draft.drafter import DraftSequence
 from specactor.rollout.draft.options import of_drafter
 from specactor.rollout.planning.acceptance import AcceptanceModel
-from specactor.rollout.planning.candidates import Candidates, from_figures
 from specactor.rollout.planning.fastest_of_n import DryWorker, Straggler, as_published
 from specactor.rollout.planning.gpu_specs import device
 from specactor.rollout.planning.model_shapes import SHAPES
 from specactor.rollout.planning.online_costs import OnlineCosts
+from specactor.rollout.planning.plans import Candidates
 from specactor.rollout.planning.reconfiguration import DraftPlan, LiveCosts, Offer, reconfigure
+from specactor.rollout.planning.rooflines import from_figures
 from specactor.rollout.planning.search import search
 from specactor.rollout.simulator.requests import Lengths, Method, draw
 from specactor.rollout.simulator.rollout import simulate

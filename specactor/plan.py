@@ -27,10 +27,10 @@ from specactor.config import MAX_WINDOW
 from specactor.errors import ConfigError
 from specactor.rollout import cost_file
 from specactor.rollout.planning.acceptance import survival_of
-from specactor.rollout.planning.candidates import Candidates, from_figures, from_table
 from specactor.rollout.planning.gpu_specs import DEVICES, device
 from specactor.rollout.planning.model_shapes import DRAFTERS, SHAPES, TransformerShape
-from specactor.rollout.planning.plans import Cluster, RolloutPlan
+from specactor.rollout.planning.plans import Candidates, Cluster, RolloutPlan, from_table
+from specactor.rollout.planning.rooflines import from_figures
 from specactor.rollout.planning.search import search
 
 PROG = "specactor plan"

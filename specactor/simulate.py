@@ -28,9 +28,10 @@ from specactor.metrics import read_metrics
 from specactor.plan import acceptance_at, named_shape, one_line
 from specactor.rollout import cost_file
 from specactor.rollout.planning.acceptance import survival_of
-from specactor.rollout.planning.candidates import Candidates, from_figures, from_table
 from specactor.rollout.planning.gpu_specs import Device, device
 from specactor.rollout.planning.model_shapes import DRAFTERS, TransformerShape
+from specactor.rollout.planning.plans import Candidates, from_table
+from specactor.rollout.planning.rooflines import from_figures
 from specactor.rollout.simulator.page import page
 from specactor.rollout.simulator.replay import Replay, of_metrics
 from specactor.rollout.simulator.requests import Lengths, Method

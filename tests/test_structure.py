@@ -89,7 +89,7 @@ def test_pure_modules_read_no_clock_and_no_environment(module: str) -> None:
     assert not {name.partition(".")[0] for name in names} & IMPURE
 
 
-PLANNER = ("search", "plans", "throughput_model", "rooflines", "gpu_specs", "model_shapes", "candidates", "job_plan")
+PLANNER = ("search", "plans", "throughput_model", "rooflines", "gpu_specs", "model_shapes", "job_plan")
 
 
 def planners_in(text: str) -> set[str]:

@@ -12,9 +12,8 @@ from dataclasses import replace
 
 from specactor.config import Config
 from specactor.rollout.planning.acceptance import AcceptanceModel
-from specactor.rollout.planning.candidates import from_table
 from specactor.rollout.planning.costs import METHOD, CostTable
-from specactor.rollout.planning.plans import Cluster, RolloutPlan
+from specactor.rollout.planning.plans import Cluster, RolloutPlan, from_table
 from specactor.rollout.planning.search import search
 
 

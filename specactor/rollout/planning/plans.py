@@ -1,4 +1,5 @@
-"""What a plan of a rollout is, and what it is made from. PURE: values, checked when made.
+"""What a plan of a rollout is, and what it is made from: options by a measured table, or by figures (`rooflines`).
+PURE: values, checked when made.
 
 `search.search` makes plans. Sizes are bytes, times seconds, counts devices, engines, requests or tokens.
 
@@ -7,14 +8,19 @@ Invariants: a window of 0 means plain decoding and nothing else does; no count, 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import isfinite
 
+from specactor.config import MAX_WINDOW
 from specactor.errors import PlanError
 from specactor.rollout.planning.acceptance import checked
-from specactor.rollout.planning.costs import CostTable, Grid
+from specactor.rollout.planning.costs import METHOD, CostTable, Grid
 from specactor.rollout.planning.reconfiguration import DraftPlan, Mode
 from specactor.rollout.planning.windows import OFF
+
+TEXT_DRAFTERS = ("suffix", "ngram", "ngram_2", "ngram_3")
+"""They look things up on the host, where the verifier is."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -162,3 +168,33 @@ def fitting(capacity_bytes: float, *footprints: Footprint) -> int | None:
     if left < 0:
         return 0
     return int(left / each) if isfinite(left) and each > 0 else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Candidates:
+    """What `search` is given."""
+
+    verifiers: tuple[VerifierOption, ...]
+    drafters: tuple[DrafterOption, ...]
+
+
+def from_table(table: CostTable, *, devices: int, survivals: Mapping[str, tuple[float, ...]]) -> Candidates:
+    """Options of a measured table; `devices`: of the engine that was measured. Memory is not known, so nothing is
+    refused for it."""
+    process, drafters = table.process, []
+    for name, grid in table.drafters.items():
+        alone = process is None and name not in TEXT_DRAFTERS
+        own = (DrafterEngine(devices=devices, seconds=grid),) if alone else ()
+        drafters.append(DrafterOption(name=name, survival=survivals[name], engines=own))
+    if process is not None:
+        engine = DrafterEngine(devices=1, seconds=_windows(process.token_s), token_s=process.token_s)
+        drafters.append(DrafterOption(name=METHOD, survival=survivals[METHOD], engines=(engine,)))
+    verifier = VerifierOption(devices=devices, costs=table, ahead_s=process.ahead_s if process else None)
+    return Candidates(verifiers=(verifier,), drafters=tuple(drafters))
+
+
+def _windows(token_s: Grid) -> Grid:
+    """Drafting windows, token by token."""
+    windows = (1.0, MAX_WINDOW + 1.0)
+    seconds = tuple(tuple(w * each for w in windows) for (each,) in token_s.seconds)
+    return Grid(requests=token_s.requests, per_request=windows, seconds=seconds)

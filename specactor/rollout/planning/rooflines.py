@@ -24,10 +24,11 @@ from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from itertools import chain
 
-from specactor.errors import PlanError
+from specactor.errors import ConfigError, PlanError
 from specactor.rollout.planning.costs import CostTable, Grid
 from specactor.rollout.planning.gpu_specs import Attained, Device
 from specactor.rollout.planning.model_shapes import TransformerShape
+from specactor.rollout.planning.plans import Candidates, DrafterEngine, DrafterOption, Footprint, VerifierOption
 
 LOGIT_BYTES = 4
 PLAIN_BUCKETS = (1, 2, 4, 8, 12, *range(16, 257, 8), *range(272, 512, 16), *range(512, 8193, 32))
@@ -147,3 +148,78 @@ def _nodes(max_requests: int) -> list[int]:
     if max_requests < 1:
         raise PlanError(f"table: got {max_requests} requests, expected at least 1.")
     return sorted({n for n in chain(REQUESTS, (max_requests,)) if n <= max_requests})
+
+
+def from_figures(
+    target: TransformerShape,
+    drafters: Sequence[TransformerShape],
+    device: Device,
+    *,
+    survivals: Mapping[str, tuple[float, ...]],
+    context: int,
+    max_requests: int,
+    sizes: Sequence[int] = (),
+    drafter_sizes: Sequence[int] = (1, 2),
+    attained: Attained | None = None,
+) -> Candidates:
+    """Options by rooflines. `survivals` by drafter; `max_requests`: of one engine, at most; `sizes`: devices of a
+    verifier, by default all that fit.
+
+    Raises ConfigError for a size asked for that does not divide the target's heads, and PlanError where the target fits
+    on no engine of one node.
+    """
+    for g in sizes:
+        if g > 0 and target.heads % g:
+            raise ConfigError.at(
+                "engine_devices", g, f"a divisor of the {target.heads} heads of {target.name}", "Choose a divisor."
+            )
+    sizes = sizes or [g for g in _powers(device.node_devices) if target.heads % g == 0]
+    max_window = max((len(survivals[drafter.name]) for drafter in drafters), default=1)
+    kept = attained or Attained()
+    verifiers = []
+    for g in sizes:
+        roofline = Roofline(target, device, devices=g, context=context, attained=kept)
+        option = VerifierOption(
+            devices=g,
+            costs=cost_table(
+                roofline,
+                {d.name: Roofline(d, device, devices=g, context=context, attained=kept) for d in drafters},
+                max_window=max_window,
+                max_requests=max_requests,
+            ),
+            footprint=_footprint(target, context),
+            capacity_bytes=roofline.capacity_bytes,
+        )
+        if option.requests() != 0:
+            verifiers.append(option)
+    if not verifiers:
+        raise PlanError(
+            f"{target.name}: got {target.weights_bytes / 1e9:.0f} GB of weights and engines of "
+            f"{tuple(sizes)} {device.name} with {device.memory_bytes / 1e9:.0f} GB; "
+            "expected a node that holds them with a request. Use a larger device or a shorter context."
+        )
+    options = []
+    for drafter in drafters:
+        engines = []
+        for g in drafter_sizes:
+            roofline = Roofline(drafter, device, devices=g, context=context, attained=kept)
+            grid = draft_grid(roofline, max_window=max_window + 1, max_requests=max_requests)
+            engines.append(DrafterEngine(devices=g, seconds=grid, capacity_bytes=roofline.capacity_bytes))
+        options.append(
+            DrafterOption(
+                name=drafter.name,
+                survival=survivals[drafter.name],
+                engines=tuple(engines),
+                footprint=_footprint(drafter, context),
+            )
+        )
+    return Candidates(verifiers=tuple(verifiers), drafters=tuple(options))
+
+
+def _footprint(shape: TransformerShape, context: int) -> Footprint:
+    return Footprint(weights_bytes=shape.weights_bytes, request_bytes=context * shape.kv_bytes_per_token)
+
+
+def _powers(largest: int) -> list[int]:
+    """1, 2, 4, .. up to `largest`."""
+    return [1 << k for k in range(largest.bit_length()) if 1 << k <= largest]

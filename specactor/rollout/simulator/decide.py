@@ -20,9 +20,8 @@ from specactor.errors import PlanError
 from specactor.rollout.draft.drafter import DraftSequence
 from specactor.rollout.draft.options import of_drafter
 from specactor.rollout.planning.acceptance import AcceptanceModel
-from specactor.rollout.planning.candidates import Candidates
 from specactor.rollout.planning.online_costs import OnlineCosts
-from specactor.rollout.planning.plans import Cluster, RolloutPlan, VerifierOption
+from specactor.rollout.planning.plans import Candidates, Cluster, RolloutPlan, VerifierOption
 from specactor.rollout.planning.reconfiguration import MODES, PLAIN, DraftPlan, LiveCosts, Offer, reconfigure
 from specactor.rollout.planning.search import search
 from specactor.rollout.planning.windows import OFF as NO_DRAFTER

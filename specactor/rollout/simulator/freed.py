@@ -18,7 +18,6 @@ from operator import itemgetter
 import numpy as np
 
 from specactor.rollout.planning.acceptance import survival_of
-from specactor.rollout.planning.candidates import Candidates
 from specactor.rollout.planning.costs import Grid
 from specactor.rollout.planning.fastest_of_n import (
     DryWorker,
@@ -28,7 +27,7 @@ from specactor.rollout.planning.fastest_of_n import (
     ranked,
     while_it_pays,
 )
-from specactor.rollout.planning.plans import DrafterEngine
+from specactor.rollout.planning.plans import Candidates, DrafterEngine
 from specactor.rollout.planning.reconfiguration import LiveCosts
 from specactor.rollout.simulator.engine import Engine
 from specactor.rollout.simulator.ledger import Span

@@ -20,8 +20,7 @@ from typing import Literal
 import numpy as np
 
 from specactor.errors import PlanError
-from specactor.rollout.planning.candidates import Candidates
-from specactor.rollout.planning.plans import Cluster, RolloutPlan
+from specactor.rollout.planning.plans import Candidates, Cluster, RolloutPlan
 from specactor.rollout.simulator.decide import placed
 from specactor.rollout.simulator.ledger import Outcome, Span, busy_s, checked, moved
 from specactor.rollout.simulator.requests import Floats, Lengths, draw

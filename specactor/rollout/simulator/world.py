@@ -13,9 +13,8 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from specactor.errors import PlanError
-from specactor.rollout.planning.candidates import Candidates
 from specactor.rollout.planning.costs import Grid
-from specactor.rollout.planning.plans import DrafterEngine, DrafterOption, VerifierOption
+from specactor.rollout.planning.plans import Candidates, DrafterEngine, DrafterOption, VerifierOption
 from specactor.rollout.planning.reconfiguration import Mode
 from specactor.rollout.simulator.requests import Method
 

@@ -10,12 +10,18 @@ from hypothesis import strategies as st
 
 from specactor.errors import PlanError
 from specactor.rollout.planning.acceptance import survival_of
-from specactor.rollout.planning.candidates import from_figures, from_table
 from specactor.rollout.planning.costs import CostTable, Grid, ProcessCosts
 from specactor.rollout.planning.gpu_specs import DEVICES, Attained, Device, device
 from specactor.rollout.planning.model_shapes import DRAFTERS, SHAPES, TransformerShape
-from specactor.rollout.planning.plans import Cluster
-from specactor.rollout.planning.rooflines import PLAIN_BUCKETS, WINDOW_BUCKETS, Roofline, cost_table, draft_grid
+from specactor.rollout.planning.plans import Cluster, from_table
+from specactor.rollout.planning.rooflines import (
+    PLAIN_BUCKETS,
+    WINDOW_BUCKETS,
+    Roofline,
+    cost_table,
+    draft_grid,
+    from_figures,
+)
 from specactor.rollout.planning.search import search
 
 DENSE, ROUTED, SMALL = SHAPES["Qwen2.5-32B"], SHAPES["Qwen3-30B-A3B"], SHAPES["Qwen2.5-0.5B"]

@@ -329,6 +329,4 @@ def test_what_cannot_be_is_refused() -> None:
 def test_the_search_does_not_know_where_costs_come_from() -> None:
     for module in ("plans", "search", "throughput_model", "reconfiguration"):
         text = test_structure.file_of(f"rollout.planning.{module}").read_text()
-        assert not any(
-            f"planning.{other} import" in text for other in ("rooflines", "gpu_specs", "model_shapes", "candidates")
-        )
+        assert not any(f"planning.{other} import" in text for other in ("rooflines", "gpu_specs", "model_shapes"))

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from specactor.rollout.planning.acceptance import survival_of
-from specactor.rollout.planning.candidates import Candidates
 from specactor.rollout.planning.costs import CostTable, Grid
-from specactor.rollout.planning.plans import Cluster, DrafterEngine, DrafterOption, VerifierOption
+from specactor.rollout.planning.plans import Candidates, Cluster, DrafterEngine, DrafterOption, VerifierOption
 from specactor.rollout.simulator.requests import Lengths, Method, Requests, draw
 from specactor.rollout.simulator.world import Delays, Truth
 
