@@ -146,7 +146,7 @@ def ablation(devices: int) -> list[str]:
         ("best plan, reconfiguration", replace(AUTO, fastest=False), 1.0, "never"),
         ("best plan, reconfiguration, fastest-of-N as published", replace(AUTO, published=True), 1.0, "never"),
         ("best plan, reconfiguration, fastest-of-N while it pays", AUTO, 1.0, "never"),
-        ("the same, drafter refreshed on idle GPUs", AUTO, 1.0, "idle"),
+        ("the same, drafter refreshed after each step", AUTO, 1.0, "after"),
     ]
     plain = [run(replace(_ablated(model, 1.0, "never").job(devices), policy=OFF)) for model in MODELS]
     for name, policy, share, refresh in variants:

@@ -4,8 +4,8 @@
     one-step-off   some devices train on the last step's responses while the others generate; both meet at the sync
 
 Responses are scored as they finish, by a number of workers that take equally long for each. The drafter is refreshed
-on devices that idle in the rollout's tail (`idle`), after the sync on all devices (`after`), or never (`never`), and
-then its acceptance falls by `Method.staleness` per policy version. The plan is made once, as Algorithm 1 is.
+after the sync, or never, and then its acceptance falls by `Method.staleness` per policy version. The plan is made once,
+as Algorithm 1 is.
 
 Invariants: a step's phases follow each other; busy and idle device-seconds add up to devices x seconds; no device does
 two things at once; equal input gives equal bits.
@@ -28,7 +28,7 @@ from specactor.rollout.simulator.rollout import simulate
 from specactor.rollout.simulator.world import Policy, Truth
 
 Schedule = Literal["synchronous", "one-step-off"]
-Refresh = Literal["never", "idle", "after"]
+Refresh = Literal["never", "after"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +43,7 @@ class Phases:
     """Of one response."""
     reward_workers: int = 64
     sync_s: float = 2.0
-    refresh: Refresh = "idle"
+    refresh: Refresh = "after"
     refresh_device_s: float = 512.0
     """Device-seconds of distilling the drafter."""
 
@@ -191,9 +191,7 @@ def _step(job: Job, outcome: Outcome, now: float, pending_s: float) -> tuple[Ste
         spans.append(_block(0, job.devices, now + scored, train_s, "train"))
     spans.append(_block(0, job.devices, ready, phases.sync_s, "sync"))
     end = ready + phases.sync_s
-    beside, left = _refreshed(job, outcome, now)
-    spans += beside
-    refresh_s = left / job.rollout_devices
+    refresh_s = phases.refresh_device_s / job.rollout_devices if phases.refresh == "after" else 0.0
     spans.append(_block(0, job.rollout_devices, end, refresh_s, "refresh"))
     step = Step(
         start_s=now,
@@ -206,26 +204,6 @@ def _step(job: Job, outcome: Outcome, now: float, pending_s: float) -> tuple[Ste
         outcome=outcome,
     )
     return step, spans
-
-
-def _refreshed(job: Job, outcome: Outcome, now: float) -> tuple[list[Span], float]:
-    """Spans of refreshing on devices that have nothing to do until the rollout ends, and device-seconds left to do."""
-    left = 0.0 if job.phases.refresh == "never" else job.phases.refresh_device_s
-    if job.phases.refresh != "idle":
-        return [], left
-    until = [0.0] * job.rollout_devices
-    for span in outcome.spans:
-        for device in range(span.first, span.first + span.devices):
-            until[device] = max(until[device], span.end_s)
-    spans = []
-    for device in sorted(range(len(until)), key=lambda d: (until[d], d)):
-        share = min(left, outcome.seconds - until[device])
-        if share <= 0:
-            break
-        left -= share
-        start = now + until[device]
-        spans.append(Span(first=device, devices=1, start_s=start, end_s=start + share, kind="refresh"))
-    return spans, max(left, 0.0)
 
 
 def _block(first: int, end: int, start_s: float, seconds: float, kind: str) -> Span:

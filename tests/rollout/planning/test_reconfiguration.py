@@ -121,7 +121,7 @@ def test_modes_that_are_not_there_are_not_chosen() -> None:
 def test_small_gains_do_not_switch() -> None:
     rates = survivals(0.7)
     best = reconfigured(rates, costs(), [PLAIN], everyone=True, margin=0.0)[0]
-    found = one_by_one(tuple(rates[0]), 8, 0.0)
+    found = one_by_one(tuple(rates[0]), 8)
     second = max((key for key in found if key != (best.mode, best.window) and key[1]), key=found.__getitem__)
     gain = found[best.mode, best.window] / found[second] - 1
     now = DraftPlan(mode="coupled" if second[0] == "coupled" else "decoupled", drafter="small", window=second[1])

@@ -79,7 +79,7 @@ def test_one_step_off_overlaps_training_with_the_next_rollout() -> None:
 
 def test_a_stale_drafter_slows_rollouts_and_a_refreshed_one_does_not() -> None:
     rates = {}
-    for refresh in ("never", "after", "idle"):
+    for refresh in ("never", "after"):
         of = run(replace(JOB, phases=replace(PHASES, refresh=refresh, refresh_device_s=2.0)))  # type: ignore[arg-type]
         check(of)
         rates[refresh] = [step.outcome.accepted / step.outcome.drafted for step in of.steps]
@@ -87,14 +87,6 @@ def test_a_stale_drafter_slows_rollouts_and_a_refreshed_one_does_not() -> None:
         assert ("refresh" in of.shares) == (refresh != "never")
     assert rates["never"][2] < 0.7 * rates["never"][0]
     assert rates["after"][2] > 0.9 * rates["after"][0]
-
-
-def test_what_idle_devices_cannot_do_is_done_after() -> None:
-    of = run(replace(JOB, phases=replace(PHASES, refresh="idle", refresh_device_s=10000.0)))
-    check(of)
-    assert of.steps[0].refresh_s > 0
-    idle = 8 * of.steps[0].rollout_s - sum(s.device_s for s in of.steps[0].outcome.spans)
-    assert of.steps[0].refresh_s * 8 == pytest.approx(10000.0 - idle, rel=1e-3)
 
 
 @given(st.lists(st.floats(0, 10), min_size=1, max_size=12), st.floats(0.0, 3.0), st.integers(1, 4))
