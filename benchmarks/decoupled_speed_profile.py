@@ -44,7 +44,7 @@ PACES = 4
 """Times that plain steps are timed at first."""
 MESSAGE_S = 1e-4
 """The planner's own."""
-FILLER = "specactor.rollout.draft.filler:Filler"
+FILLER = "specactor.rollout.draft.registry:Filler"
 IN_ENGINE = "benchmarks.dialled:InEngine"
 ELSEWHERE = "benchmarks.dialled:Elsewhere"
 

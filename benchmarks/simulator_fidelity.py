@@ -49,24 +49,24 @@ from specactor.types import RolloutRequest, SamplingParams
 NAME = "simulator_fidelity"
 BATCHES, QUICK_BATCHES = {4: 8, 16: 4, 64: 3}, {4: 4, 16: 2}
 """Batch -> rollouts of a run, one after the other."""
-DRAFTERS, QUICK_DRAFTERS = ("suffix", "ngram", "model"), ("suffix", "model")
+DRAFTERS = ("suffix", "model")
 GROUP_SIZE = 4
 MAX_WINDOW = 4
 CONTEXT = 256
 LIMIT_S = 300.0
 PROFILE_S, QUICK_PROFILE_S = 150.0, 60.0
 CORE = 0
-COLOURS = {"-": "#555555", "suffix": "#d9a441", "ngram": "#5b8c5a", "model": "#4c6a92", "suffix model": "#c0504d"}
+COLOURS = {"-": "#555555", "suffix": "#d9a441", "model": "#4c6a92", "suffix model": "#c0504d"}
 
 
 def settings(batch: int, *, quick: bool) -> list[Setting]:
     """The widest fixed window of each drafter is among them: chosen windows are predicted from its counts."""
-    drafters = QUICK_DRAFTERS if quick else DRAFTERS
+    drafters = DRAFTERS
     fixed = [(name, window) for name in drafters for window in (2, MAX_WINDOW)]
     return [
         Setting(batch=batch),
         *(Setting(batch=batch, drafters=(name,), window=window) for name, window in fixed),
-        *(Setting(batch=batch, drafters=(name,)) for name in drafters if name != "ngram"),
+        *(Setting(batch=batch, drafters=(name,)) for name in drafters),
         Setting(batch=batch, drafters=("suffix", "model"), auto=True),
     ]
 
@@ -193,7 +193,7 @@ def profile(engine: Engine, config: RolloutConfig, models: Models, *, quick: boo
     assert engine.ready is not None
     sizes = Sizes.of(config, vocab=ModelShape.read(models.target).vocab_size, context=CONTEXT - 2)
     most = sizes.most_requests(config, engine.ready.kv_tokens)
-    chosen = cells(max_requests=most, max_window=MAX_WINDOW, drafters=QUICK_DRAFTERS if quick else DRAFTERS)
+    chosen = cells(max_requests=most, max_window=MAX_WINDOW, drafters=DRAFTERS)
     rounds = measure(engine, config, chosen, sizes, limit_s=QUICK_PROFILE_S if quick else PROFILE_S)
     table = cost_table(rounds, model=str(models.target), device="core", date="")
     return table, median(check.error for check in checks(rounds, table))

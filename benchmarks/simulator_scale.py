@@ -15,7 +15,7 @@ import numpy as np
 
 from benchmarks.results import Result, publish
 from specactor.rollout.draft.drafter import DraftSequence
-from specactor.rollout.draft.options import of_drafter
+from specactor.rollout.draft.planner import of_drafter
 from specactor.rollout.planning.acceptance import AcceptanceModel
 from specactor.rollout.planning.fastest_of_n import DryWorker, Straggler, as_published
 from specactor.rollout.planning.gpu_specs import device

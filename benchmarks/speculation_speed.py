@@ -51,8 +51,6 @@ LIMIT_S = 300.0
 OURS: dict[str, SpeculationConfig | None] = {
     "off": None,
     "suffix": SpeculationConfig(mode="coupled", drafters=("suffix",)),
-    "ngram": SpeculationConfig(mode="coupled", drafters=("ngram",)),
-    "trees": SpeculationConfig(mode="coupled", drafters=("suffix", "ngram_2", "ngram_3"), merge=True),
     "model": SpeculationConfig(mode="coupled", drafters=("model",), draft_model="made later"),
     "auto": SpeculationConfig(mode="auto", drafters=("suffix", "model"), draft_model="made later"),
 }

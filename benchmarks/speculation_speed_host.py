@@ -34,7 +34,7 @@ PARTS = {
     ("speculation.py", "forward_batch_generation"): "worker",
     ("speculation.py", "_follow"): "commits",
     ("speculation.py", "_drafts"): "decide and draft",
-    ("methods.py", "draft"): "draft",
+    ("drafter_set.py", "draft"): "draft",
     ("speculator.py", "learn"): "learn",
     ("rows.py", "spread"): "spread",
     ("rows.py", "place"): "spread",

@@ -113,8 +113,8 @@ def result(cells: Sequence[Cell], load: float, clock: str) -> Result:
             "are history. Weights do not change between the two, which spares SGLang's NGRAM the loss of its corpus "
             "at every weight update. All emit as many tokens for each request (as many as plain decoding until its "
             "EOS, at most 64); ours emit the same tokens, which is checked. `off`: the engine is able to speculate and "
-            "does not. `suffix`, `ngram`, `model`: windows of at most 8, chosen by predicted speed; `trees`: suffix, "
-            "ngram_2 and ngram_3 in one tree. `auto` chooses among suffix, the model and plain decoding. Costs are "
+            "does not. `suffix`, `model`: windows of at most 8, chosen by predicted speed. "
+            "`auto` chooses among suffix, the model and plain decoding. Costs are "
             "measured online by each contestant, in a warm-up of one repetition. accept_length is over rounds with "
             "draft tokens; SGLang's own algorithms draft in every round."
         ),

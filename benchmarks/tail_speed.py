@@ -61,8 +61,8 @@ WINDOW = 4
 REPORT_TOKENS = 4
 LIMIT_S = 600.0
 """Longest wait for one rollout."""
-DRAFTERS = ("suffix", "ngram", "ngram_2", "ngram_3", "model")
-"""Of `auto`. ngram_2 and ngram_3 draft second and third choices: alone they are no contestants unless asked for."""
+DRAFTERS = ("suffix", "examples.custom_drafter:LastFollower", "model")
+"""Of `auto`."""
 
 SINGLES = {
     f"{drafter}, {kind}": SpeculationConfig(
@@ -78,7 +78,6 @@ CONTESTANTS = {
     WITHOUT: ONE_EACH,
     **{name: replace(ONE_EACH, fastest_of=n) for name, n in FASTEST.items()},
 }
-DEFAULT = tuple(name for name in CONTESTANTS if not name.startswith(("ngram_2", "ngram_3")))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -245,7 +244,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--quick", action="store_true", help="few rollouts, one repetition, no page")
     parser.add_argument("--models", nargs="+", choices=list(SETTINGS), default=["B"])
     parser.add_argument("--repetitions", type=int)
-    parser.add_argument("--contestants", nargs="+", choices=list(CONTESTANTS), default=list(DEFAULT))
+    parser.add_argument("--contestants", nargs="+", choices=list(CONTESTANTS), default=list(CONTESTANTS))
     options = parser.parse_args(arguments)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))  # so that the engine is stopped
     load = os.getloadavg()[0]

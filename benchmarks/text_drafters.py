@@ -27,7 +27,6 @@ from examples.quickstart_tasks import LAZY_HARD, add
 from specactor.cpu import torchvision_ops
 from specactor.data.reasoning import create_task
 from specactor.rollout.draft.drafter import Drafter, DraftSequence
-from specactor.rollout.draft.ngram import NgramDrafter
 from specactor.rollout.draft.suffix import SuffixDrafter
 
 PROMPTS, GROUP_SIZE, STEPS = 16, 8, 2
@@ -290,7 +289,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--without-sglang", action="store_true", help="leave SGLang's drafter out")
     options = parser.parse_args(arguments)
-    drafters: list[Callable[[], Drafter]] = [LastFollower, NgramDrafter, SuffixDrafter]
+    drafters: list[Callable[[], Drafter]] = [LastFollower, SuffixDrafter]
     if not options.without_sglang:
         torchvision_ops.install()
         drafters.append(SglangCorpus)

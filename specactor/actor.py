@@ -108,6 +108,7 @@ class SpecActor:
         self.watch(trace=traced)
         groups = self.collect()
         speculation, watched = self.speculation(), self.watch(trace=False)
+        self.progress.drafter_problems(speculation)
         self.pool.learn(speculation)
         if traced:
             self.on_trace(self.steps_done + 1, [seen.spans for seen in watched])

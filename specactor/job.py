@@ -321,5 +321,7 @@ def _log(actor: SpecActor, tracker: Tracker | None, step: int, metrics: dict[str
     metrics["memory/rank_rss_bytes"] = max(rank for rank, _ in memory)
     metrics["memory/engine_rss_bytes"] = sum(of_engines for _, of_engines in memory)
     if tracker is not None:
-        tracker.log(step, metrics)
+        problems = actor.progress.problems.items()
+        texts = {f"speculation/{name}/problems": "; ".join(reasons) for name, reasons in problems}
+        tracker.log(step, {**metrics, **texts})
         actor.progress.step_line(step, metrics)

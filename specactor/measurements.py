@@ -73,7 +73,7 @@ def of_speculation(counts: Mapping[str, Counts]) -> dict[str, float]:
     return {
         f"speculation/{name}/{key}": value
         for name, of in counts.items()
-        if of.rounds or of.drafted
+        if of.rounds or of.drafted or of.failures
         for key, value in _of_drafter(of, rounds).items()
     }
 
@@ -114,12 +114,13 @@ def of_drafters(figures: Figures, work: Sequence[tuple[float, int]]) -> dict[str
 
 def _of_drafter(counts: Counts, rounds: int) -> dict[str, float]:
     always: dict[str, float] = {
-        "share_of_rounds": counts.rounds / rounds,
+        "share_of_rounds": counts.rounds / max(1, rounds),
         "draft_s": counts.draft_s,
         "verify_s": counts.verify_s,
         "predicted_s": counts.predicted_s,
         "measured_s": counts.measured_s,
     }
+    always |= {name: count for name in ("failures", "cut_drafts") if (count := getattr(counts, name))}
     if not counts.drafted:
         return always
     used = [j for j, drafted in enumerate(counts.drafted_at) if drafted]

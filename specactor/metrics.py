@@ -80,6 +80,10 @@ SPECULATION: dict[str, str] = {
     "verify_s": "seconds of the rest of the rounds: forward pass, sampling, scheduling",
     "predicted_s": "seconds that were predicted for rounds, where they were predicted",
     "measured_s": "seconds that those rounds took",
+    "failures": "times that the drafter raised, or returned other than one draft per request; after three it is not "
+    "asked again (as the next two: only where there are any)",
+    "cut_drafts": "drafts that had more tokens than were asked for, or what is no token",
+    "problems": "what was wrong with the drafter: its class and the reason; each is told once",
     "waited_s": "seconds that rounds waited for drafts (decoupled, as all below)",
     "drafted_ahead": "draft tokens that the drafter processes made",
     "wasted_ahead": "draft tokens that the drafter processes threw away: the text went on otherwise, or ended; those "

@@ -30,7 +30,7 @@ from specactor.rollout.decoupled.access import DrafterAccess
 from specactor.rollout.decoupled.host import DrafterProcess
 from specactor.rollout.decoupled.spec import DrafterSpec
 from specactor.rollout.decoupled.transport import Address
-from specactor.rollout.draft.named import make_drafters
+from specactor.rollout.draft.registry import make_drafters
 from specactor.rollout.drafter_specs import Host, make_specs
 from specactor.rollout.planning.costs import METHOD, CostTable, Grid, ProcessCosts
 from specactor.rollout.planning.fastest_of_n import speedup

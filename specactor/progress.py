@@ -17,6 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from specactor.metrics import METRICS, Value
+from specactor.rollout.draft.counts import Counts
 from specactor.types import Trajectory
 
 REDRAWS_PER_S = 4
@@ -57,6 +58,9 @@ class Progress:
         self.total_steps = total_steps
         self.total_seconds: dict[str, float] = {}
         """Seconds per phase since the beginning."""
+        self.problems: dict[str, list[str]] = {}
+        """By drafter, what was wrong with it in the last step and in none before."""
+        self._problems: set[str] = set()
         self._quiet = quiet
         self._on_phase = on_phase
         self._seconds: dict[str, float] = {}
@@ -138,6 +142,16 @@ class Progress:
     def note(self, text: str) -> None:
         """Print one line, with the seconds since the beginning."""
         self._print(f"[{self._clock() - self._begun:7.1f} s] {text}")
+
+    def drafter_problems(self, counts: Mapping[str, Counts]) -> None:
+        """Print what was wrong with drafters in a step, each reason once in a run, however many engines found it."""
+        self.problems = {}
+        for name, of in counts.items():
+            for problem in of.problems:
+                if problem not in self._problems:
+                    self._problems.add(problem)
+                    self.problems.setdefault(name, []).append(problem)
+                    self.note(f"drafter {name}: {problem}. That costs speed, and changes no token.")
 
     def step_line(self, step: int, metrics: Mapping[str, Value]) -> None:
         """Print the line of a finished step of ``1..total_steps``; step 0 is what was evaluated before the first."""
@@ -228,8 +242,22 @@ def summary_rows(
     spent = sum(float(line["time/rollout_s"]) for line in lines if "rollout/tokens" in line)
     if spent > 0:
         rows.append(("rollout", f"{tokens / spent:,.0f} tokens/s"))
+    rows += _problems(lines)
     rows += [(f"time in {phase}", f"{spent:.1f} s") for phase, spent in seconds.items()]
     return rows + list(places.items())
+
+
+def _problems(lines: Sequence[Mapping[str, Value]]) -> list[tuple[str, str]]:
+    """What was wrong with drafters, each reason once; of a run that was resumed, those of its earlier parts, too."""
+    found: dict[str, list[str]] = {}
+    for line in lines:
+        for name, value in line.items():
+            family, _, rest = name.partition("/")
+            drafter, _, kind = rest.rpartition("/")
+            if family == "speculation" and kind == "problems":
+                reasons = found.setdefault(f"drafter {drafter}", [])
+                reasons += [reason for reason in str(value).split("; ") if reason not in reasons]
+    return [(drafter, "; ".join(reasons)) for drafter, reasons in found.items()]
 
 
 def _cell(value: Value | None, form: str) -> str:

@@ -9,7 +9,9 @@ from collections.abc import Callable
 
 from rich.console import Console
 
+from specactor.metrics import Value
 from specactor.progress import Progress, duration, summary_rows
+from specactor.rollout.draft.counts import Counts
 from specactor.types import Trajectory
 
 METRICS = {
@@ -63,6 +65,19 @@ def run(
             progress.step_line(step, METRICS)
         progress.summary([("accuracy", "0.500 -> 0.900"), ("run folder", "runs/" + "x" * 100)])
     return progress
+
+
+def test_what_is_wrong_with_a_drafter_is_printed_once_and_stands_in_the_summary() -> None:
+    out = io.StringIO()
+    with Progress(2, False, console=Console(file=out, width=80), clock=Clock()) as progress:
+        for problems in (["Mine: KeyError: 3"], [], ["Mine: KeyError: 3", "Mine: and more"]):
+            progress.drafter_problems({"mine": Counts(problems=problems), "off": Counts()})
+            fresh = progress.problems
+    assert fresh == {"mine": ["Mine: and more"]}
+    assert out.getvalue().count("drafter mine: Mine: KeyError: 3. That costs speed, and changes no token.") == 1
+    lines: list[dict[str, Value]] = [{"step": 1, "speculation/mine/problems": "Mine: a; Mine: b"}, {"step": 2}]
+    rows = summary_rows([*lines, {"speculation/mine/problems": "Mine: b"}], seconds={}, places={})
+    assert rows == [("drafter mine", "Mine: a; Mine: b")]
 
 
 def test_without_a_terminal_there_are_only_plain_aligned_lines() -> None:

@@ -135,7 +135,7 @@ def test_tables_hold_what_the_run_wrote(tmp_path: Path) -> None:
         "data": {"train": {"task": "count_bits"}},
         "parallel": {"tensor": 1, "pipeline": 2, "virtual_pipeline": None, "expert": 4, "engines": 3},
         "algorithm": {"advantage": "grpo", "loss": "gspo", "aggregation": "token_mean"},
-        "rollout": {"speculation": {"mode": "auto", "drafters": ["suffix", "ngram"]}},
+        "rollout": {"speculation": {"mode": "auto", "drafters": ["suffix", "model"]}},
         "train": {"steps": 10, "max_logprob_gap": 1e-4},
     }
     lines = [START, *STEPS[:-1], STEPS[-1] | {"accuracy/eval": 0.75}]
@@ -149,7 +149,7 @@ def test_tables_hold_what_the_run_wrote(tmp_path: Path) -> None:
         "Layout": ["pipeline 2, expert 4"],
         "Engines": ["3"],
         "Algorithm": ["grpo, gspo, token_mean"],
-        "Speculation": ["auto, suffix, ngram"],
+        "Speculation": ["auto, suffix, model"],
         "Seed": ["7"],
         "Steps": ["10"],
     }

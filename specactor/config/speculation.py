@@ -13,7 +13,7 @@ from specactor.config.rules import require
 
 MAX_WINDOW = 16
 """Draft tokens per request and round."""
-DRAFTERS = "suffix, ngram, ngram_2, ngram_3, model, decoupled, or package.module:Class"
+DRAFTERS = "suffix, model, decoupled, or package.module:Class"
 """What `rollout.speculation.drafters` may name."""
 SGLANG_DRAFTERS = ("eagle", "eagle3", "mtp", "nextn", "standalone")
 """Draft methods of SGLang that are refused by name."""
@@ -28,18 +28,15 @@ class SpeculationConfig:
     of their own (parallel.drafters) have drafted ahead; auto: drafters, or off, whichever is predicted to be
     faster, request by request and round by round."""
     drafters: tuple[str, ...] = ("suffix",)
-    """Draft methods: suffix, ngram, ngram_2, ngram_3, model, decoupled, or the import path of a class,
-    ``package.module:Name``. Mode decoupled puts decoupled before them where it is not named."""
+    """Draft methods: suffix, model, decoupled, or the import path of a class, ``package.module:Name``. Mode decoupled
+    puts decoupled before them where it is not named."""
     window: int | None = None
     """Draft tokens per request and round; None: chosen per request from its past acceptance and measured costs."""
     max_window: int = 8
     """Largest window that is ever chosen, and most draft tokens of a tree."""
-    merge: bool = False
-    """Verify what all drafters but ``model`` draft for a request at once, in a tree; else each request has one of
-    them, the best for it."""
     fastest_of: int = 1
     """In mode auto, draft methods that one request may have at once, in a tree, where few requests run and it is
-    predicted to pay (Fastest-of-N); 1: one, the best for that request. ``merge`` has all of them always."""
+    predicted to pay (Fastest-of-N); 1: one, the best for that request."""
     draft_model: str = ""
     """Folder of a dense model in Hugging Face format with the policy's tokenizer, for the drafters ``model`` and
     ``decoupled``."""
@@ -106,7 +103,7 @@ class SpeculationConfig:
             "rollout.speculation.fastest_of",
             self.fastest_of,
             f">= 1, and 1 in rollout.speculation.mode {self.mode}" if self.mode in ("coupled", "decoupled") else ">= 1",
-            "Use mode auto for more than one method at once, or rollout.speculation.merge.",
+            "Use mode auto for more than one method at once.",
         )
         foreign = [name for name in self.drafters if name.lower() in SGLANG_DRAFTERS]
         require(

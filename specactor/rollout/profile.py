@@ -27,7 +27,7 @@ from specactor.rollout.sglang.engine import Engine
 from specactor.rollout.sglang.speculation_calls import CONFIGURE, ROUNDS, Rounds
 from specactor.types import RolloutRequest, SamplingParams
 
-FILLER = "specactor.rollout.draft.filler:Filler"
+FILLER = "specactor.rollout.draft.registry:Filler"
 PASSES = 3
 ROUNDS_PER_PASS = 6
 """Full rounds of every cell, at least, where drafts are wrong. The first one is not counted: a draft model sees the
@@ -139,9 +139,7 @@ def measure_once(
 def _drafting(config: RolloutConfig, drafter: str, window: int) -> SpeculationConfig:
     """Only this drafter, only this window."""
     drafters = (drafter or FILLER,)
-    return replace(
-        config.speculation, mode="coupled", drafters=drafters, window=window, merge=False, fastest_of=1, cost_table=""
-    )
+    return replace(config.speculation, mode="coupled", drafters=drafters, window=window, fastest_of=1, cost_table="")
 
 
 def _seconds(cell: Cell, rounds: Rounds) -> list[float]:

@@ -131,7 +131,6 @@ def _drafting(config: SpeculationConfig) -> SpeculationConfig:
         mode="decoupled",
         drafters=(METHOD,),
         window=config.max_window,
-        merge=False,
         fastest_of=1,
         cost_table="",
     )

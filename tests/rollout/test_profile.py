@@ -35,7 +35,7 @@ CONFIG = RolloutConfig(
     prompts_per_step=3,
     group_size=4,
     engine=EngineConfig(max_running_requests=10, max_total_tokens=4096, start_timeout_s=300),
-    speculation=SpeculationConfig(drafters=("suffix", "ngram"), max_window=4),
+    speculation=SpeculationConfig(drafters=("suffix", "second"), max_window=4),
 )
 SIZES = Sizes.of(CONFIG, vocab=50, context=158)
 
@@ -59,7 +59,7 @@ class FakeEngine:
 
     @staticmethod
     def draft_s(drafter: str, requests: int, window: int) -> float:
-        return {"suffix": 1e-5, "ngram": 2e-5, FILLER: 1.0, "decoupled": 3e-5}[drafter] * requests * window
+        return {"suffix": 1e-5, "second": 2e-5, FILLER: 1.0, "decoupled": 3e-5}[drafter] * requests * window
 
     def rank_call(self, name: str, payload: bytes, *, timeout_s: float) -> list[bytes]:
         if name == ROUNDS:

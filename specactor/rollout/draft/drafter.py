@@ -16,12 +16,12 @@ from specactor.trace import Recorder
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class DraftSequence:
-    """A running request, as drafters see it. The engine appends to `output_ids`; a drafter only reads."""
+    """A running request. A drafter gets a copy of its own, which ends where it is to draft from, and only reads it."""
 
     request_id: str
     prompt_ids: tuple[int, ...]
     output_ids: list[int] = field(default_factory=list)
-    """Committed tokens, the target's own."""
+    """Committed tokens, the target's own. What is there never changes; more are appended."""
     seed: int = 0
     """Of the request's noise."""
     temperature: float = 1.0
@@ -31,9 +31,9 @@ class DraftSequence:
 class Drafter(ABC):
     """A draft method. One object serves all requests of an engine; its methods are called from one thread.
 
-    While decoding is plain, one that drafts first hears of requests later, of those that ended too, and of prompts that
-    nobody asks it for perhaps never; one that drafts ahead hears of those requests alone that it is asked for. Whatever
-    it is asked for was opened, and all its tokens committed."""
+    While decoding is plain, a drafter over text (one that drafts first, and not ahead) hears of requests later, also of
+    those that ended, and of prompts that nobody asks it for perhaps never; others hear of those requests alone that
+    they are asked for. Whatever a drafter is asked for was opened, and the tokens to draft from were committed."""
 
     name: str
     """As recipes and metrics call it."""

@@ -6,13 +6,12 @@ A drafter that raises costs its drafts and nothing else. Whatever is decided, to
 Modes: with a fixed window every request gets it. Otherwise windows are those of the highest predicted speed
 (`planning.windows`), from each request's past acceptance and the measured costs of rounds; in mode auto plain decoding
 is among the choices, and so is every drafter. To begin, drafting must be faster by ENTRY_MARGIN, and by more after
-losses (`balance`). While decoding is plain, drafts are made now and then for the record and compared with what is
-emitted, so that a drafter that has become good is noticed. In between the engine need not ask
-(`rest`), and drafters hear of nothing (`listeners`).
+losses (`probing.Balance`). While decoding is plain, drafts are made now and then for the record and compared with
+what is emitted, so that a drafter that has become good is noticed. In between the engine need not ask (`rest`), and
+drafters hear of nothing (`drafter_set`).
 
-Where several drafters that draft first have drafts, each request may have its own (`mixing`), or several in one tree:
-with `fastest_of` those that gain by it (`further`), with `merge` all (`trees`). The first of them that drafted anything
-leads the round.
+Where several drafters that draft first have drafts, each request may have its own (`planner`), or with `fastest_of`
+several in one tree, where that pays (`fastest_of_n`). The first of them that drafted anything leads the round.
 
 One rank of an engine decides. A drafter that computes on all ranks together (one that does not draft first) is only
 chosen by `decide`; its drafts are then made by `draft`, on every rank with the same arguments.
@@ -27,17 +26,12 @@ from dataclasses import replace
 
 from specactor.config import SpeculationConfig
 from specactor.rollout import cost_file
-from specactor.rollout.draft.accounts import Accounts
-from specactor.rollout.draft.counts import Counts
-from specactor.rollout.draft.decision import Decision
+from specactor.rollout.draft.counts import Accounts, Counts
 from specactor.rollout.draft.drafter import Drafter, DraftSequence
-from specactor.rollout.draft.listeners import Listeners
-from specactor.rollout.draft.looks import FEW, MAX_REST, Look, Looks, Rest, Seen
-from specactor.rollout.draft.methods import LOOK_TRIALS, Methods, Policy
-from specactor.rollout.draft.options import Part
-from specactor.rollout.draft.trees import Drafts
-from specactor.rollout.draft.verification import Credit, credits_of
-from specactor.rollout.draft.ways import Planner
+from specactor.rollout.draft.drafter_set import LOOK_TRIALS, DrafterSet
+from specactor.rollout.draft.planner import Part, Planner
+from specactor.rollout.draft.probing import FEW, MAX_REST, Look, Looks, Rest, Seen
+from specactor.rollout.draft.verification import Credit, Decision, Drafts, credits_of
 from specactor.rollout.planning.acceptance import AcceptanceModel
 from specactor.rollout.planning.online_costs import OnlineCosts
 from specactor.rollout.planning.windows import MARGIN, OFF, Choice, Option, choose
@@ -64,7 +58,6 @@ class Speculator:
         drafters: Sequence[Drafter],
         *,
         clock: Callable[[], float] = time.perf_counter,
-        policy: Policy | None = None,
     ) -> None:
         self.config = config
         self.drafters = {drafter.name: drafter for drafter in drafters}
@@ -72,11 +65,11 @@ class Speculator:
         self.costs = OnlineCosts(cost_file.read(config.cost_table) if config.cost_table else None)
         self.accounts = Accounts(self.drafters, self.costs)
         self._clock = clock
-        self._policy = policy
         self._current = OFF
-        self._listeners = Listeners(drafters, max_tokens=config.history_tokens, on_failure=self._failed)
-        self.methods = Methods(drafters, self._listeners, config, self.acceptance)
-        self._planner = Planner(config, self.methods, self.acceptance, self.costs)
+        self.drafter_set = DrafterSet(
+            drafters, config, acceptance=self.acceptance, counts=lambda name: self.accounts.counts[name]
+        )
+        self._planner = Planner(config, self.drafter_set, self.acceptance, self.costs)
         self._looks = Looks()
         self._rest = Rest()
         self._num_looks = 0
@@ -88,13 +81,13 @@ class Speculator:
         self._decision = Decision(drafter=OFF, windows=[], drafts=[])
 
     def open(self, sequence: DraftSequence) -> None:
-        self._listeners.open(sequence)
+        self.drafter_set.open(sequence)
         self._rest.renewed()
 
     def commit(self, sequence: DraftSequence, tokens: Sequence[int]) -> None:
         """`tokens` were appended to the sequence's output. While decoding is plain, drafters are told later, and of
         many tokens at once."""
-        self._listeners.commit(sequence)
+        self.drafter_set.commit(sequence)
         self._saw(sequence, self._looks.over(sequence.request_id, sequence.output_ids))
 
     def close(self, sequence: DraftSequence) -> None:
@@ -102,7 +95,7 @@ class Speculator:
         for acceptance in self.acceptance.values():
             acceptance.forget(sequence.request_id)
         self._planner.forget(sequence.request_id)
-        self._listeners.close(sequence)
+        self.drafter_set.close(sequence)
 
     def _saw(self, sequence: DraftSequence, looks: Iterable[Seen]) -> None:
         for drafter, drafted, agreed, asked, sure in looks:
@@ -114,8 +107,7 @@ class Speculator:
         self._planner.merging.new_version(NEW_POLICY_WEIGHT)
         self.accounts.balance.renewed(NEW_POLICY_WEIGHT)
         self._rest.forget()
-        for drafter in self.drafters.values():
-            self._listeners.call(drafter, drafter.policy_changed)
+        self.drafter_set.policy_changed()
 
     def decide(self, sequences: Sequence[DraftSequence], limits: Sequence[int], *, max_branches: int = 0) -> Decision:
         """Drafts for the next round, of at most `limits[i]` tokens for request i; none where verifying would not pay.
@@ -127,24 +119,18 @@ class Speculator:
         known = self.config.window is None and self.costs.table is not None
         if known and not any(caps) and self._may_rest() and self._rest.over():
             self._rest.looked({}, look_s=0.0, plain_s=1.0)  # there is nothing to look at
-        if self._policy is None and ((known and not any(caps)) or self._resting()):
-            self._listeners.pause()
+        if (known and not any(caps)) or self._resting():
+            self.drafter_set.pause()
             self._decision = self._plain(requests)
             return self._decision
         started = self._clock()
-        self.methods.find()
-        if not self.methods.there:
-            self._listeners.pause()
+        self.drafter_set.find()
+        if not self.drafter_set.there:
+            self.drafter_set.pause()
             self._decision = self._plain(requests)
             return self._decision
-        self.methods.let_wait(self._waited_for())
-        if self._policy is not None:
-            decision = self._wanted(self._policy, sequences, caps, max_branches)
-        elif known:
-            decision = self._best(sequences, caps, max_branches)
-        else:
-            self._is_steady = not self._listeners.later
-            decision = self._tried(sequences, caps, max_branches)
+        self.drafter_set.let_wait(self._waited_for())
+        decision = self._best(sequences, caps, max_branches) if known else self._tried(sequences, caps)
         decision.draft_s = self._clock() - started
         self._decision = decision
         return decision
@@ -153,9 +139,9 @@ class Speculator:
     def rest(self) -> int:
         """After `decide`: rounds from the next on that will be plain, whatever comes; `decide` need not be asked, and
         nothing committed, until these are over."""
-        if not self.methods.there:
-            return self.methods.rest
-        if self._policy is not None or self.config.window:
+        if not self.drafter_set.there:
+            return self.drafter_set.plain_rounds_ahead
+        if self.config.window:
             return 0
         if self.config.window is not None:
             return MAX_REST
@@ -165,18 +151,18 @@ class Speculator:
 
     def rested(self, requests: int, *, round_s: float) -> None:
         """A plain round has ended, of those that `rest` promised; its seconds."""
-        if self.config.window is None or not self.methods.there:
-            self._listeners.pause()
+        if self.config.window is None or not self.drafter_set.there:
+            self.drafter_set.pause()
         if self._may_rest():
             self._rest.over()
-        self.methods.listen(self._clock())
+        self.drafter_set.listen(self._clock())
         self._decision = self._plain(requests)
         self.accounts.plain_round(self._decision, requests, round_s=round_s)
 
     def draft(self, drafter: str, sequences: Sequence[DraftSequence], windows: Sequence[int]) -> list[list[int]]:
         """The drafts of a decision that left them to all ranks; those that did not decide must call it too."""
         started = self._clock()
-        drafts = self.methods.draft(drafter, sequences, windows)
+        drafts = self.drafter_set.draft(drafter, sequences, windows)
         if self._decision.together:
             self._decision.drafts = drafts
             self._decision.draft_s += self._clock() - started
@@ -191,7 +177,7 @@ class Speculator:
         self.accounts.round(decision, credits, len(sequences), round_s=round_s, is_steady=self._is_steady)
         if every:
             leader = self.drafters[decision.drafter]
-            self._listeners.call(leader, leader.led, round_s)
+            self.drafter_set.call(leader, leader.led, round_s)
             self._observe(sequences, [decision.drafter, *decision.beside], every, credits)
 
     def _observe(
@@ -224,20 +210,21 @@ class Speculator:
         for drafter in self.drafters.values():
             drafter.recorder = recorder
 
-    def _tried(self, sequences: Sequence[DraftSequence], caps: Sequence[int], max_branches: int) -> Decision:
+    def _tried(self, sequences: Sequence[DraftSequence], caps: Sequence[int]) -> Decision:
         """With the fixed window, or one that tells what rounds cost."""
+        self._is_steady = not self.drafter_set.is_paused
         started = self._clock()
-        self._listeners.resume()
+        self.drafter_set.resume()
         seldom, window = self._may_rest(), self.config.window
         most = (self.costs.wanted(self.config.max_window) or int(seldom)) if window is None else window
-        decision = self.methods.fixed(sequences, [min(cap, most) for cap in caps], max_branches)
+        decision = self.drafter_set.fixed(sequences, [min(cap, most) for cap in caps])
         if any(decision.drafts) or decision.together:
             self._fruitless = 0
             self._rest.forget()
         elif most:
             self._fruitless += 1
             look_s = self._clock() - started
-            if seldom and not self._rest.waits(self.methods.expects(), look_s=look_s):
+            if seldom and not self._rest.waits(self.drafter_set.expects(), look_s=look_s):
                 self._rest.looked({}, look_s=look_s, plain_s=float("inf"))
         return decision
 
@@ -257,13 +244,11 @@ class Speculator:
 
     def _waited_for(self) -> Collection[str]:
         """Drafters whose drafts this round would verify. Those of others are looked at, and nobody waits for a look."""
-        if self._policy is not None:
-            return self.drafters
         if self.config.window is not None or self.costs.table is None:
             return () if self._may_rest() else self.drafters
         if self._current == OFF:
             return ()
-        return (self._current,) if self._current in self.drafters and not self.config.merge else self.drafters
+        return (self._current,) if self._current in self.drafters else self.drafters
 
     def _resting(self) -> bool:
         """Whether plain decoding goes on without another look."""
@@ -276,9 +261,9 @@ class Speculator:
         seldom = requests > LOOKED_AT or self._rest.is_long
         if seldom and self._may_rest() and not self._is_promising(sequences, caps, max_branches):
             return self._plain(requests)
-        self._is_steady = not self._listeners.later
-        self._listeners.resume()
-        drafts = self.methods.first(sequences, caps)
+        self._is_steady = not self.drafter_set.is_paused
+        self.drafter_set.resume()
+        drafts = self.drafter_set.first(sequences, caps)
         ways = self._planner.ways(sequences, caps, self.costs, drafts, max_branches=max_branches)
         choice = self._choose(ways.options, requests)
         if choice.drafter == OFF:
@@ -289,16 +274,6 @@ class Speculator:
         self._look(sequences, ways.drafts, caps, decision)
         if len(ways.drafts) > 1:
             self._settle(sequences, ways.drafts, decision, choice.reason)
-        return decision
-
-    def _wanted(
-        self, policy: Policy, sequences: Sequence[DraftSequence], caps: Sequence[int], max_branches: int
-    ) -> Decision:
-        """What a policy says."""
-        self._is_steady = False
-        self._listeners.resume()
-        drafts, decision = self.methods.wanted(policy, sequences, caps, max_branches)
-        self._settle(sequences, drafts, decision, "as the policy says")
         return decision
 
     def _settle(self, sequences: Sequence[DraftSequence], drafts: Drafts, decision: Decision, reason: str) -> None:
@@ -319,9 +294,9 @@ class Speculator:
         some, some_caps = [sequences[i] for i in which], [caps[i] for i in which]
         known: Drafts = {}
         if self._rest.is_long and not self._rest.goes_on:
-            known = self.methods.hindsight(some, some_caps)
-        self._listeners.resume(some)
-        later = self.methods.first(some, some_caps, ahead=True if known else None)
+            known = self.drafter_set.hindsight(some, some_caps)
+        self.drafter_set.resume(some)
+        later = self.drafter_set.first(some, some_caps, ahead=True if known else None)
         costs = Part(self.costs, sample=sample, requests=requests)
         ways = self._planner.ways(some, some_caps, costs, known | later, max_branches=max_branches, several=False)
         plain_s = self.costs.plain_s(requests) * sample / requests
@@ -338,7 +313,7 @@ class Speculator:
         self, sequences: Sequence[DraftSequence], drafts: Drafts, caps: Sequence[int], *, started: float, requests: int
     ) -> None:
         """Verifying these drafts would not pay; or some that would are still on their way."""
-        if self._rest.waits(self.methods.expects(), look_s=self._clock() - started):
+        if self._rest.waits(self.drafter_set.expects(), look_s=self._clock() - started):
             return
         rates = {drafter: model.rate for drafter, model in self.acceptance.items()}
         for name in drafts if self._rest.is_long else ():
@@ -382,6 +357,3 @@ class Speculator:
             if compared:
                 sure = {name: self.acceptance[name].told(sequence.request_id) for name in compared}
                 self._looks.keep(sequence.request_id, Look(len(sequence.output_ids), cap, compared, sure))
-
-    def _failed(self, name: str) -> None:
-        self.accounts.counts[name].failures += 1

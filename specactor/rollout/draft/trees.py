@@ -20,14 +20,11 @@ from operator import itemgetter
 import numpy as np
 from numpy.typing import NDArray
 
-from specactor.rollout.draft.verification import Credit, common, held
+from specactor.rollout.draft.verification import Credit, Drafts, common, held
 from specactor.rollout.planning.acceptance import AcceptanceModel
 
 AFTER_RATE = 0.3
 """Believed acceptance of a first token where earlier drafts were wrong, of a drafter nobody has seen. Hopeful."""
-
-Drafts = dict[str, list[list[int]]]
-"""Per drafter, per request."""
 
 
 def fitted(drafts: Mapping[str, Sequence[Sequence[int]]], *, max_tokens: int, max_branches: int) -> Drafts:

@@ -15,9 +15,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import takewhile
+from numbers import Integral
 from typing import NamedTuple
+
+Drafts = dict[str, list[list[int]]]
+"""Per drafter, per request."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +127,51 @@ def branches(tree: DraftTree) -> list[list[int]]:
     return paths
 
 
+@dataclass(kw_only=True)
+class Decision:
+    """What one round verifies."""
+
+    drafter: str
+    """OFF, or who drafted."""
+    windows: list[int]
+    """Per request, the most draft tokens to verify."""
+    depth: int = 0
+    """The largest window that was drafted."""
+    drafts: list[list[int]]
+    """Per request; at most its window."""
+    beside: Drafts = field(default_factory=dict)
+    """Of further drafters: for other requests, or in the same trees."""
+    kind: str = ""
+    """As such rounds are called where their seconds are remembered; "": by the drafter."""
+    together: bool = False
+    """The drafts are still to be made, by `Speculator.draft`."""
+    predicted_s: float = 0.0
+    """Of the whole round, uncorrected; 0 where nothing is known."""
+    draft_s: float = 0.0
+    """Of drafting, and of deciding what to verify."""
+
+    @property
+    def timed_as(self) -> str:
+        """What its seconds are those of."""
+        return self.kind or self.drafter
+
+    @property
+    def trees(self) -> list[DraftTree]:
+        """Per request."""
+        if not self.beside:
+            return [chain(draft) for draft in self.drafts]
+        of_requests = ([draft for draft in of if draft] for of in zip(self.drafts, *self.beside.values(), strict=True))
+        return [merged(drafts) if len(drafts) > 1 else chain(drafts[0] if drafts else ()) for drafts in of_requests]
+
+    def take(self, drafts: Drafts) -> None:
+        """Verify all of these. The first drafter leads."""
+        for name, lists in drafts.items():
+            if name == next(iter(drafts)):
+                self.drafter, self.drafts = name, lists
+            else:
+                self.beside[name] = lists
+
+
 class Credit(NamedTuple):
     """What one draft of a tree brought that those before it did not."""
 
@@ -160,11 +209,11 @@ def credits_of(drafts: Sequence[Sequence[int]], accepted: Sequence[int]) -> list
 
 
 def existing(tokens: list[int], vocab_size: int | None) -> list[int]:
-    """Those before the first that does not exist. None: all but negative ones do."""
+    """Those before the first that is no token. vocab_size None: all numbers but negative ones are."""
     size = sys.maxsize if vocab_size is None else vocab_size
-    if not tokens or (min(tokens) >= 0 and max(tokens) < size):
+    if not tokens or ({*map(type, tokens)} == {int} and min(tokens) >= 0 and max(tokens) < size):
         return tokens
-    return list(takewhile(lambda token: 0 <= token < size, tokens))
+    return [int(token) for token in takewhile(lambda t: isinstance(t, Integral) and 0 <= t < size, tokens)]
 
 
 def common(some: Sequence[int], others: Sequence[int]) -> int:

@@ -19,7 +19,7 @@ from specactor.rollout.planning.costs import METHOD, CostTable, Grid
 from specactor.rollout.planning.reconfiguration import DraftPlan, Mode
 from specactor.rollout.planning.windows import OFF
 
-TEXT_DRAFTERS = ("suffix", "ngram", "ngram_2", "ngram_3")
+TEXT_DRAFTERS = ("suffix",)
 """They look things up on the host, where the verifier is."""
 
 

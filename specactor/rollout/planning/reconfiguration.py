@@ -18,7 +18,7 @@ accept much, the seconds of a row are worth more tokens. With `pace`, the tokens
 a whole, a choice is worth its tokens less pace times its seconds. At the pace that results, these choices make the
 engine fastest (Dinkelbach's method for ratios of sums).
 
-An engine asks in every round, of drafters whose drafts are there (`draft.mixing`), and survivals end where a draft
+An engine asks in every round, of drafters whose drafts are there (`draft.planner`), and survivals end where a draft
 ends. The simulator asks when its requests change, of one drafter elsewhere.
 
 Invariants: one plan per request, in order; equal input gives equal plans; no plan is predicted slower than the one

@@ -27,7 +27,7 @@ from sglang.srt.speculative.spec_registry import CustomSpecAlgo
 
 from specactor.errors import EngineError
 from specactor.rollout.draft.drafter import DraftSequence
-from specactor.rollout.draft.looks import SOON
+from specactor.rollout.draft.probing import SOON
 from specactor.rollout.draft.speculator import Speculator
 from specactor.rollout.draft.verification import DraftTree, accepted_path, chain
 from specactor.rollout.sglang import beginnings, draft_runner, draft_sampling, plain_rounds
@@ -124,9 +124,9 @@ class Worker(BaseSpecWorker):  # type: ignore[misc]
                     )
                 drafter.attach(self._draft_worker.model_runner, lambda rid: self._running[rid].req)
         if speculator is not None:
-            speculator.methods.vocab_size = self._vocab_size
+            speculator.drafter_set.vocab_size = self._vocab_size
         if self.speculator is not None:
-            self.speculator.methods.stop()
+            self.speculator.drafter_set.stop()
         if speculator is not None:
             speculator.record(self.rounds.recorder)
         self._running.clear()

@@ -13,7 +13,7 @@ from specactor.errors import EngineError
 from specactor.rollout.decoupled.access import DrafterAccess
 from specactor.rollout.draft.counts import Counts
 from specactor.rollout.draft.drafter import Drafter
-from specactor.rollout.draft.named import make_drafters
+from specactor.rollout.draft.registry import make_drafters
 from specactor.rollout.draft.speculator import Speculator
 from specactor.rollout.planning.costs import Point
 from specactor.rollout.planning.online_costs import OnlineCosts
@@ -108,7 +108,7 @@ def report(rank: Any, payload: bytes) -> bytes:
 def figures(rank: Any, payload: bytes) -> bytes:
     """Answer `FIGURES`."""
     speculator = _worker(rank).speculator
-    return msgspec.json.encode(speculator.methods.figures() if speculator is not None else {})
+    return msgspec.json.encode(speculator.drafter_set.figures() if speculator is not None else {})
 
 
 def trace(rank: Any, payload: bytes) -> bytes:

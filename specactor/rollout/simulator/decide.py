@@ -1,6 +1,6 @@
 """What an engine of the simulator decides, by the functions that a real one calls. PURE: the past in, plans out.
 
-Placement: `search`. Windows of drafters on the engine's devices: `options.of_drafter`. Mode and window of each request
+Placement: `search`. Windows of drafters on the engine's devices: `planner.of_drafter`. Mode and window of each request
 with a drafter elsewhere: `reconfigure`. Which of them, or none: `windows.choose`. What is known: `AcceptanceModel` and
 `OnlineCosts`, fed with verifies and rounds that have passed. Nothing here knows the truth.
 
@@ -18,7 +18,7 @@ import numpy as np
 
 from specactor.errors import PlanError
 from specactor.rollout.draft.drafter import DraftSequence
-from specactor.rollout.draft.options import of_drafter
+from specactor.rollout.draft.planner import of_drafter
 from specactor.rollout.planning.acceptance import AcceptanceModel
 from specactor.rollout.planning.online_costs import OnlineCosts
 from specactor.rollout.planning.plans import Candidates, Cluster, RolloutPlan, VerifierOption

@@ -15,9 +15,9 @@ from specactor.rollout.decoupled.messages import Beat, Commits, Header, Open, To
 from specactor.rollout.decoupled.mirrors import Mirrors
 from specactor.rollout.decoupled.pace import Pace
 from specactor.rollout.decoupled.patience import Patience
-from specactor.rollout.draft import looks, methods
+from specactor.rollout.draft import drafter_set, probing
 from specactor.rollout.draft.drafter import Drafter, DraftSequence
-from specactor.rollout.draft.promises import Promises
+from specactor.rollout.draft.probing import Promises
 from tests.rollout.draft.test_resting import Rests
 from tests.rollout.draft.world import STEP_S, Coin, auto
 
@@ -148,7 +148,7 @@ def test_a_drafter_that_has_become_good_is_chosen_again(requests: int) -> None:
 
 
 def test_a_look_that_does_not_wait_for_drafts_sees_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(looks, "MOST_TRIES", 0)
+    monkeypatch.setattr(probing, "MOST_TRIES", 0)
     assert not noticed(64)
 
 
@@ -189,7 +189,7 @@ def rounds_until_found() -> float:
         world = Apart(link)
         world.play(silent)
         link.is_alive, before = True, world.unasked
-        while not world.speculator.methods.there:
+        while not world.speculator.drafter_set.there:
             world.play(1)
         found.append(world.unasked - before)
     return sum(found) / len(found)
@@ -198,9 +198,9 @@ def rounds_until_found() -> float:
 def test_one_that_begins_to_answer_is_found_at_the_next_look(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its answer to a beat is not left lying until the look after that."""
     monkeypatch.setattr(tails, "BEAT_EVERY_S", 1e-3)
-    monkeypatch.setattr(methods, "LISTEN_EVERY_S", 1e-3)
+    monkeypatch.setattr(drafter_set, "LISTEN_EVERY_S", 1e-3)
     assert rounds_until_found() < 24
-    monkeypatch.setattr(methods, "LISTEN_EVERY_S", float("inf"))
+    monkeypatch.setattr(drafter_set, "LISTEN_EVERY_S", float("inf"))
     assert rounds_until_found() > 32
 
 
@@ -245,7 +245,7 @@ def test_nobody_waits_for_a_look(monkeypatch: pytest.MonkeyPatch) -> None:
     assert waits(0.9) > 100
     assert waits(0.0) == 0
     assert waits(0.0, Coin(0.95)) == 0
-    monkeypatch.setattr(methods.Methods, "let_wait", lambda *_: None)
+    monkeypatch.setattr(drafter_set.DrafterSet, "let_wait", lambda *_: None)
     assert waits(0.0) > 0
     assert waits(0.0, Coin(0.95)) > 100
 

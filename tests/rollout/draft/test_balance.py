@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specactor.rollout.draft import balance
-from specactor.rollout.draft.balance import AT_ONCE, HANDICAP, MOST, TRIAL_SHARE, Balance
+from specactor.rollout.draft import probing
+from specactor.rollout.draft.probing import AT_ONCE, HANDICAP, MOST, TRIAL_SHARE, Balance
 from specactor.rollout.draft.speculator import ENTRY_MARGIN
 from specactor.rollout.planning.windows import OFF, Choice, Option
 from tests.rollout.draft.world import Coin, World, auto
@@ -134,5 +134,5 @@ def test_much_faster_is_tried_at_once_and_a_little_faster_only_without_losses(
 ) -> None:
     assert chosen(gain, lost) == expected
     if lost and expected == OFF:
-        monkeypatch.setattr(balance, "HANDICAP", 0.0)
+        monkeypatch.setattr(probing, "HANDICAP", 0.0)
         assert chosen(gain, lost) == "coin"

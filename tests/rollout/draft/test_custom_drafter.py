@@ -9,7 +9,7 @@ import pytest
 from examples import custom_drafter
 from specactor.config import SpeculationConfig
 from specactor.rollout.draft.drafter import DraftSequence
-from specactor.rollout.draft.named import make_drafters
+from specactor.rollout.draft.registry import make_drafters
 
 PATH = "examples.custom_drafter:LastFollower"
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from specactor.rollout.draft.drafter import DraftSequence
-from specactor.rollout.draft.filler import Filler
+from specactor.rollout.draft.registry import Filler
 
 
 def test_every_window_is_filled_with_tokens_of_the_prompt() -> None:

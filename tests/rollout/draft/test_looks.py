@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from specactor.rollout.draft.looks import (
+from specactor.rollout.draft.probing import (
     LOOK_AT_LEAST_EVERY,
     LOOK_EVERY,
     LOOK_SHARE,

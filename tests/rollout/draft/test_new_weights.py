@@ -36,7 +36,7 @@ def test_every_newer_version_gets_a_new_prior(versions: tuple[int, ...], changed
     rates = [before]
     for version in versions:
         learner.held = version
-        speculator.methods.find()
+        speculator.drafter_set.find()
         rates.append(known.survival("r", 1)[0])
     assert sum(later > earlier for earlier, later in pairwise(rates)) == changed, rates
 

@@ -9,7 +9,7 @@ import pytest
 from numpy.typing import NDArray
 
 from specactor.rollout.draft.drafter import DraftSequence
-from specactor.rollout.draft.options import Part, of_drafter
+from specactor.rollout.draft.planner import Part, of_drafter
 from specactor.rollout.planning.acceptance import AcceptanceModel
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from specactor.rollout.draft.promises import ROUNDS, Promises
+from specactor.rollout.draft.probing import PROMISED_ROUNDS as ROUNDS
+from specactor.rollout.draft.probing import Promises
 
 
 def test_the_same_in_every_round_is_usual() -> None:

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import pytest
 
 from specactor.config import SpeculationConfig
-from specactor.rollout.draft import balance, looks, methods, speculator
+from specactor.rollout.draft import drafter_set, probing, speculator
 from specactor.rollout.draft.drafter import DraftSequence
-from specactor.rollout.draft.looks import LOOK_EVERY
+from specactor.rollout.draft.probing import LOOK_EVERY
 from specactor.rollout.planning.windows import OFF
 from tests.rollout.draft.world import STEP_S, Coin, World, auto, truth
 
@@ -115,8 +115,8 @@ class Seldom(Coin):
 def test_one_request_is_drafted_for_wherever_there_is_a_draft(monkeypatch: pytest.MonkeyPatch) -> None:
     """A round without a draft is no sign that drafting does not pay."""
     speeds = []
-    for share in (balance.LOOKS_SHARE, 0.0):
-        monkeypatch.setattr(balance, "LOOKS_SHARE", share)
+    for share in (probing.LOOKS_SHARE, 0.0):
+        monkeypatch.setattr(probing, "LOOKS_SHARE", share)
         world = World(auto(), Seldom(12), requests=1)
         world.look_s = 1e-5
         world.play(100)
@@ -165,7 +165,7 @@ def rounds_until_noticed() -> int:
 
 def test_old_evidence_makes_way_for_looks(monkeypatch: pytest.MonkeyPatch) -> None:
     assert rounds_until_noticed() < 400
-    monkeypatch.setattr(methods, "LOOK_TRIALS", float("inf"))
+    monkeypatch.setattr(drafter_set, "LOOK_TRIALS", float("inf"))
     monkeypatch.setattr(speculator, "LOOK_TRIALS", float("inf"))
     assert rounds_until_noticed() == 1000
 
@@ -191,9 +191,9 @@ def rounds_until_new_requests_are_drafted_for() -> int:
 
 def test_new_requests_are_soon_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
     """And their own last tokens tell at once how good drafts are."""
-    assert rounds_until_new_requests_are_drafted_for() <= looks.SOON + 1
-    monkeypatch.setattr(methods.Methods, "hindsight", lambda *_: {})
+    assert rounds_until_new_requests_are_drafted_for() <= probing.SOON + 1
+    monkeypatch.setattr(drafter_set.DrafterSet, "hindsight", lambda *_: {})
     without_hindsight = rounds_until_new_requests_are_drafted_for()
     monkeypatch.undo()
-    monkeypatch.setattr(looks.Rest, "renewed", lambda _: None)
-    assert min(without_hindsight, rounds_until_new_requests_are_drafted_for()) > 2 * looks.SOON
+    monkeypatch.setattr(probing.Rest, "renewed", lambda _: None)
+    assert min(without_hindsight, rounds_until_new_requests_are_drafted_for()) > 2 * probing.SOON

@@ -1,10 +1,10 @@
-"""What a suffix drafter drafts and from where; and both drafters of text under random calls."""
+"""What a suffix drafter drafts and from where, also under random calls; what its corpus finds."""
 
 from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Sequence
 
 import pytest
 from hypothesis import given, settings
@@ -12,11 +12,9 @@ from hypothesis import strategies as st
 
 from specactor.errors import ConfigError
 from specactor.rollout.draft.drafter import Drafter, DraftSequence
-from specactor.rollout.draft.ngram import NgramDrafter
-from specactor.rollout.draft.suffix import TOKENS_PER_MATCH, SuffixDrafter
+from specactor.rollout.draft.suffix import CORPUS_MAX_N, CORPUS_MIN_N, TOKENS_PER_MATCH, Corpus, SuffixDrafter
 
 PROMPT = (91, 92, 93)
-Both = SuffixDrafter | NgramDrafter
 
 
 def start(drafter: Drafter, name: str, prompt: tuple[int, ...] = PROMPT, output: Iterable[int] = ()) -> DraftSequence:
@@ -117,16 +115,7 @@ def test_a_draft_is_bounded_by_the_match_and_by_the_window() -> None:
         assert draft(drafter, sequence, 0) == []
 
 
-def test_min_match() -> None:
-    drafter = SuffixDrafter(min_match=2)
-    start(drafter, "a", output=range(20))
-    assert draft(drafter, start(drafter, "b", output=[50, 7])) == []
-    assert draft(drafter, start(drafter, "c", output=[50, 7, 8])) == [9, 10, 11, 12]
-
-
 def test_refuses_what_cannot_work() -> None:
-    with pytest.raises(ConfigError, match="min_match"):
-        SuffixDrafter(min_match=0)
     with pytest.raises(ConfigError, match="max_tokens"):
         SuffixDrafter(max_tokens=-1)
 
@@ -154,20 +143,18 @@ def test_ended_responses_of_a_running_group_are_forgotten_oldest_first() -> None
 
 
 def test_nothing_of_earlier_steps_is_kept_with_a_history_of_0() -> None:
-    for make in (SuffixDrafter, NgramDrafter):
-        drafter: Both = make(max_tokens=0)
-        first, second = start(drafter, "a", output=[1, 2, 3, 1]), start(drafter, "b", output=[5])
-        assert draft(drafter, first, 2) == [2, 3]
-        drafter.close(first)
-        drafter.close(second)
-        assert drafter.num_tokens == 0
-        assert draft(drafter, start(drafter, "c")) == []
+    drafter = SuffixDrafter(max_tokens=0)
+    first, second = start(drafter, "a", output=[1, 2, 3, 1]), start(drafter, "b", output=[5])
+    assert draft(drafter, first, 2) == [2, 3]
+    drafter.close(first)
+    drafter.close(second)
+    assert drafter.num_tokens == 0
+    assert draft(drafter, start(drafter, "c")) == []
 
 
-@pytest.mark.parametrize("make", [SuffixDrafter, NgramDrafter])
-def test_ten_thousand_tokens_in_one_request(make: Callable[[], Both]) -> None:
+def test_ten_thousand_tokens_in_one_request() -> None:
     rng = random.Random(0)
-    drafter = make()
+    drafter = SuffixDrafter()
     sequence = start(drafter, "a")
     seconds = []
     for _ in range(2_500):
@@ -193,7 +180,9 @@ OPERATIONS = st.lists(
 PROMPTS: tuple[tuple[int, ...], ...] = ((), (7,), (1, 2, 3, 1, 2))
 
 
-def play(drafter: Both, max_tokens: int, operations: list[tuple[str, int, int, list[int]]]) -> list[list[list[int]]]:
+def play(
+    drafter: SuffixDrafter, max_tokens: int, operations: list[tuple[str, int, int, list[int]]]
+) -> list[list[list[int]]]:
     """All drafts. Checks after every call that they are possible, and how many tokens are held."""
     running: dict[str, DraftSequence] = {}
     drafts = []
@@ -215,17 +204,15 @@ def play(drafter: Both, max_tokens: int, operations: list[tuple[str, int, int, l
             windows = [(number + i) % 5 for i in range(len(running))]
             drafts.append(drafter.propose(list(running.values()), windows))
             assert all(len(d) <= w and seen.issuperset(d) for d, w in zip(drafts[-1], windows, strict=True))
-        assert drafter.num_tokens <= bound(drafter, max_tokens, running.values())
+        assert drafter.num_tokens <= bound(max_tokens, running.values())
     for sequence in running.values():
         drafter.close(sequence)
     assert drafter.num_tokens <= max_tokens
     return drafts
 
 
-def bound(drafter: Both, max_tokens: int, running: Iterable[DraftSequence]) -> int:
+def bound(max_tokens: int, running: Iterable[DraftSequence]) -> int:
     outputs = sum(len(sequence.output_ids) for sequence in running)
-    if isinstance(drafter, NgramDrafter):
-        return max(max_tokens, outputs + sum(len(sequence.prompt_ids) for sequence in running))
     prompts = sum(map(len, {sequence.prompt_ids for sequence in running}))
     corpus = max_tokens // 4
     return max(max_tokens, 2 * (outputs + prompts) + corpus)
@@ -234,9 +221,8 @@ def bound(drafter: Both, max_tokens: int, running: Iterable[DraftSequence]) -> i
 @settings(deadline=None, max_examples=150)
 @given(OPERATIONS, st.sampled_from([0, 12, 40, 1000]))
 def test_any_calls_in_any_order(operations: list[tuple[str, int, int, list[int]]], max_tokens: int) -> None:
-    for make in (SuffixDrafter, NgramDrafter):
-        drafts = play(make(max_tokens=max_tokens), max_tokens, operations)
-        assert play(make(max_tokens=max_tokens), max_tokens, operations) == drafts, "equal calls, equal drafts"
+    drafts = play(SuffixDrafter(max_tokens=max_tokens), max_tokens, operations)
+    assert play(SuffixDrafter(max_tokens=max_tokens), max_tokens, operations) == drafts, "equal calls, equal drafts"
 
 
 class NeverForgets(SuffixDrafter):
@@ -260,3 +246,79 @@ def test_the_bound_catches_wrong_versions(wrong: type[SuffixDrafter]) -> None:
     with pytest.raises(AssertionError):
         play(wrong(max_tokens=40), 40, operations)
     play(SuffixDrafter(max_tokens=40), 40, operations)
+
+
+Found = tuple[list[int], int]
+
+
+def searched(places: list[tuple[list[int], int]], context: list[int], window: int, longer_than: int) -> Found:
+    """What `Corpus.find` should give, by a search through all places: (text, position that can be found)."""
+    for n in range(CORPUS_MAX_N, max(CORPUS_MIN_N - 1, longer_than), -1):
+        for text, position in reversed(places):
+            if n <= min(position, len(context)) and text[position - n : position] == context[-n:]:
+                room = window if n == CORPUS_MAX_N else min(window, TOKENS_PER_MATCH * n)
+                return text[position : position + room], n
+    return [], 0
+
+
+def check_corpus(make: type[Corpus], texts: list[tuple[list[int], list[int]]], limit: int) -> None:
+    """Args: (what came before, text)."""
+    corpus = make()
+    places: list[tuple[list[int], int]] = []
+    for context, tokens in texts:
+        corpus.add(context, tokens)
+        places += [([*context, *tokens], len(context) + i) for i in range(len(tokens))]
+        corpus.shrink(limit)
+        places = places[len(places) - min(limit, len(places)) :]
+        assert corpus.num_tokens == len(places)
+        for before, asking in texts:
+            for longer_than in range(3):
+                text = [*before, *asking]
+                assert corpus.find(text, 7, longer_than=longer_than) == searched(places, text, 7, longer_than)
+    corpus.shrink(0)
+    assert not corpus._places
+
+
+TOKENS = st.lists(st.integers(0, 2), max_size=8)
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.lists(st.tuples(TOKENS, TOKENS), max_size=6), st.integers(0, 20))
+def test_the_corpus_finds_what_a_search_through_its_newest_tokens_finds(
+    texts: list[tuple[list[int], list[int]]], limit: int
+) -> None:
+    check_corpus(Corpus, texts, limit)
+
+
+class OldestWins(Corpus):
+    """Wrong: the first follower stays."""
+
+    def add(self, context: Sequence[int], tokens: Sequence[int]) -> None:
+        before = dict(self._places)
+        super().add(context, tokens)
+        self._places |= before
+
+
+class ForgetsNothing(Corpus):
+    """Wrong: what was forgotten is found."""
+
+    def shrink(self, max_tokens: int) -> None:
+        places = dict(self._places)
+        super().shrink(max_tokens)
+        self._places |= places
+
+
+class FindsWhatCameBefore(Corpus):
+    """Wrong: the end of the prompt is found, too."""
+
+    def add(self, context: Sequence[int], tokens: Sequence[int]) -> None:
+        super().add((), [*context, *tokens])
+
+
+@pytest.mark.parametrize("wrong", [OldestWins, ForgetsNothing, FindsWhatCameBefore])
+def test_the_search_catches_wrong_versions(wrong: type[Corpus]) -> None:
+    rng = random.Random(0)
+    texts = [([rng.randrange(3) for _ in range(4)], [rng.randrange(3) for _ in range(6)]) for _ in range(8)]
+    check_corpus(Corpus, texts, 20)
+    with pytest.raises(AssertionError):
+        check_corpus(wrong, texts, 20)

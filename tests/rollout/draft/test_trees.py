@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specactor.rollout.draft.trees import Drafts, Merging, fitted, survivals
-from specactor.rollout.draft.verification import accepted_path, branches, common, credits_of, merged
+from specactor.rollout.draft.trees import Merging, fitted, survivals
+from specactor.rollout.draft.verification import Drafts, accepted_path, branches, common, credits_of, merged
 from specactor.rollout.planning.acceptance import AcceptanceModel
 
 draft = st.lists(st.integers(0, 2), max_size=5)

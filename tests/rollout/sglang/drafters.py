@@ -80,6 +80,27 @@ class OutOfBounds(_Liar):
         return [3, 10**6, -1] * 40
 
 
+class Negative(_Liar):
+    name = "negative"
+
+    def lie(self, sequence: DraftSequence, window: int) -> list[int]:
+        return [3, -1][:window]
+
+
+class Fractional(_Liar):
+    name = "fractional"
+
+    def lie(self, sequence: DraftSequence, window: int) -> list[int]:
+        return [3, 2.5][:window]  # type: ignore[list-item]
+
+
+class TooFew(_Liar):
+    name = "too-few"
+
+    def propose(self, sequences: Sequence[DraftSequence], windows: Sequence[int]) -> list[list[int]]:
+        return []
+
+
 class Raises(_Liar):
     name = "raises"
 

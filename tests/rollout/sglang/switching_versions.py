@@ -11,7 +11,7 @@ from typing import Any
 from specactor.rollout.draft.speculator import Speculator
 from specactor.rollout.draft.verification import DraftTree
 from specactor.rollout.sglang import speculation
-from tests.rollout.draft.forced import Forced
+from tests.rollout.draft.forced import Drawn, Switching
 from tests.rollout.sglang.wrong_trees import Third
 from tests.rollout.sglang.wrong_versions import Function, Rehearsed, heal, patch
 
@@ -26,7 +26,9 @@ def switching() -> Rehearsed:
     """The next speculator does what is drawn at random, and not what costs say."""
 
     def made(right: Function, self: Speculator, *arguments: Any, **named: Any) -> None:
-        right(self, *arguments, policy=Forced(5), **named)
+        right(self, *arguments, **named)
+        self.__class__ = Switching
+        self._drawn = Drawn(5)  # type: ignore[attr-defined]
 
     heal()
     patch(Speculator, "__init__", made)

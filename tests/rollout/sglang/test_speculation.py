@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import io
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import msgspec
 import pytest
+from rich.console import Console
 
 from specactor.config import EngineConfig, SpeculationConfig
+from specactor.progress import Progress
 from specactor.rollout.draft.counts import Counts
 from specactor.rollout.planning.windows import OFF as OFF_NAME
 from specactor.rollout.sglang.engine import Engine, EngineSpec
@@ -16,6 +20,7 @@ from specactor.rollout.sglang.running import running
 from specactor.rollout.sglang.speculation_calls import CONFIGURE, REPORT
 from specactor.types import RolloutRequest, Trajectory
 from tests.rollout.conftest import request
+from tests.rollout.sglang import drafters
 
 MAX_WINDOW = 16
 HERE = "tests.rollout.sglang.drafters"
@@ -102,12 +107,48 @@ def test_drafts_change_no_token(
         assert 0 < counts.accepted < counts.drafted
 
 
-@pytest.mark.parametrize("drafter", ["Garbage", "Constant", "OnlyEos", "OutOfBounds", "Raises"])
-def test_liars_change_no_token(speculating: Engine, plain: list[tuple[object, ...]], drafter: str) -> None:
+TOO_MANY = "drafted more tokens than it was asked for; they are cut"
+DROPPED = "failed 3 times, and is not asked again"
+LIARS: dict[str, list[str]] = {
+    "Garbage": [],
+    "Constant": [],
+    "OnlyEos": [],
+    "OutOfBounds": ["drafted a token beyond the vocabulary; the draft ends before it", TOO_MANY],
+    "Negative": ["drafted a negative token; the draft ends before it"],
+    "Fractional": ["drafted a float, which is no token; the draft ends before it"],
+    "TooFew": ["ValueError: propose returned 0 drafts for N requests", DROPPED],
+    "Raises": ["RuntimeError: a drafter's bug", DROPPED],
+}
+"""What is told of each."""
+
+
+@pytest.mark.parametrize("drafter", LIARS)
+def test_liars_change_no_token_and_are_told_of(
+    speculating: Engine, plain: list[tuple[object, ...]], drafter: str
+) -> None:
+    """On the terminal once, in two steps' worth of its lies."""
     assert run(speculating, speculation(drafter, 4), batch()) == plain
-    counts = report(speculating)
-    assert (counts.failures > 0) == (drafter == "Raises")
-    assert (counts.drafted == 0) == (drafter == "Raises")
+    seen = speculating.speculation_counts()
+    [counts] = [of for name, of in seen.items() if name != OFF_NAME]
+    assert (counts.failures > 0) == (drafter in ("TooFew", "Raises"))
+    assert (counts.drafted == 0) == (drafter in ("TooFew", "Raises"))
+    console = Console(file=io.StringIO(), width=200)
+    with Progress(2, enabled=False, console=console) as progress:
+        progress.drafter_problems(seen)
+        assert [len(of) for of in progress.problems.values()] == [len(LIARS[drafter])] * bool(LIARS[drafter])
+        speculating.flush()
+        speculating.generate(batch(10))
+        progress.drafter_problems(speculating.speculation_counts())
+        assert progress.problems == {}
+    told = [re.sub(r"[0-9]+ requests", "N requests", line) for line in console.file.getvalue().splitlines()]  # type: ignore[attr-defined]
+    assert sorted(line.partition("drafter ")[2] for line in told) == sorted(
+        f"{counts_name(drafter)}: {drafter}: {reason}. That costs speed, and changes no token."
+        for reason in LIARS[drafter]
+    )
+
+
+def counts_name(drafter: str) -> str:
+    return str(getattr(drafters, drafter).name)
 
 
 def test_plain_rounds_between_rounds_with_drafts_change_no_token(

@@ -17,18 +17,41 @@ from sglang.srt.layers.sampler import Sampler
 from sglang.srt.runtime_context import get_parallel
 from torch import Tensor
 
-from specactor.rollout.draft.decision import Decision
 from specactor.rollout.draft.drafter import DraftSequence
-from specactor.rollout.draft.methods import Methods
-from specactor.rollout.draft.verification import DraftTree, branches
+from specactor.rollout.draft.drafter_set import DrafterSet
+from specactor.rollout.draft.speculator import Speculator
+from specactor.rollout.draft.verification import Decision, DraftTree, branches
 from specactor.rollout.sglang import rows as spreading
 from specactor.rollout.sglang import speculation
 from specactor.rollout.sglang.rows import Branches, Rows
+from tests.rollout.draft.forced import together
 from tests.rollout.sglang.drafters import Memory
 from tests.rollout.sglang.wrong_versions import Function, Rehearsed, _Round, heal, in_place_of, patch
 
 WITNESS = "SPECACTOR_TEST_WITNESS"
 """Environment variable: file in which `witnessed` counts; a rank's number is added. Also in `test_trees`."""
+
+
+_room = [0]
+"""Branches that the trees of this round may have."""
+_decide, _fixed = Speculator.decide, DrafterSet.fixed
+
+
+def _with_room(self: Speculator, *arguments: Any, max_branches: int) -> Decision:
+    _room[0] = max_branches
+    return _decide(self, *arguments, max_branches=max_branches)
+
+
+def _all_in_trees(self: DrafterSet, sequences: Any, windows: list[int]) -> Decision:
+    """With a fixed window, a tree of what all have drafted that draft first."""
+    if self.config.window is None or not any(windows):
+        return _fixed(self, sequences, windows)
+    drafts = self.first(sequences, windows)
+    return together(drafts, depth=max(windows), max_tokens=self.config.max_window, max_branches=_room[0])
+
+
+Speculator.decide = _with_room  # type: ignore[method-assign]
+DrafterSet.fixed = _all_in_trees  # type: ignore[method-assign]
 
 
 class Second(Rehearsed):
@@ -76,15 +99,15 @@ def turns() -> Rehearsed:
     """Every second round the draft model drafts in place of the others, two tokens."""
     rounds = iter(range(10**6))
 
-    def fixed(right: Function, self: Methods, sequences: Any, windows: list[int], max_branches: int) -> Decision:
+    def fixed(right: Function, self: DrafterSet, sequences: Any, windows: list[int]) -> Decision:
         if next(rounds) % 2 == 0 or not any(windows):
-            return right(self, sequences, windows, max_branches)
+            return right(self, sequences, windows)
         windows = [min(window, 2) for window in windows]
         nothing: list[list[int]] = [[] for _ in windows]
         return Decision(drafter="model", windows=windows, depth=max(windows), drafts=nothing, together=True)
 
     heal()
-    patch(Methods, "fixed", fixed)
+    patch(DrafterSet, "fixed", fixed)
     return Rehearsed(learns=False)
 
 

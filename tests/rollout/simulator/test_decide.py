@@ -11,7 +11,8 @@ import pytest
 
 from specactor import plan as planning
 from specactor.rollout import pool, tail
-from specactor.rollout.draft import further, mixing, options, speculator, ways
+from specactor.rollout.draft import fastest_of_n as drafting_more
+from specactor.rollout.draft import planner, speculator
 from specactor.rollout.draft.drafter import DraftSequence
 from specactor.rollout.planning import fastest_of_n, reconfiguration, search, windows
 from specactor.rollout.planning.windows import OFF
@@ -28,16 +29,16 @@ SEQUENCES = [DraftSequence(request_id=str(i), prompt_ids=()) for i in range(8)]
 def test_decisions_are_those_of_the_engine() -> None:
     """By identity: a copy, or a wrapper, would be another object."""
     assert deciding.search is planning.search is search.search
-    assert deciding.of_drafter is ways.of_drafter is options.of_drafter
+    assert deciding.of_drafter is planner.of_drafter
     assert deciding.choose is speculator.choose is windows.choose
     assert deciding.AcceptanceModel is speculator.AcceptanceModel
     assert deciding.OnlineCosts is speculator.OnlineCosts
-    assert deciding.reconfigure is mixing.reconfigure is reconfiguration.reconfigure
+    assert deciding.reconfigure is planner.reconfigure is reconfiguration.reconfigure
     assert rollout.assign is pool.assign
-    assert freed.while_it_pays is further.while_it_pays is fastest_of_n.while_it_pays
+    assert freed.while_it_pays is drafting_more.while_it_pays is fastest_of_n.while_it_pays
     assert freed.best_window is fastest_of_n.best_window
     assert tail.speedup is fastest_of_n.speedup
-    assert freed.ranked is ways.ranked is fastest_of_n.ranked
+    assert freed.ranked is planner.ranked is fastest_of_n.ranked
 
 
 def defined(text: str) -> set[str]:

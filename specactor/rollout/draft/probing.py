@@ -1,15 +1,15 @@
 """Looks at drafts that are not verified: they are compared with what is emitted.
 
 So a drafter that has become good is noticed, while another leads or while decoding is plain. After a rest, a look is
-made in hindsight (`methods.Methods.hindsight`): drafters over text draft from some tokens ago, and what was emitted
-since tells at once how good they are. Other looks are kept (`Looks`) until enough was emitted. PURE: seconds are passed
-in.
+made in hindsight (`DrafterSet.hindsight`): drafters over text draft from some tokens ago, and what was emitted since
+tells at once how good they are. Other looks are kept (`Looks`) until enough was emitted. `Balance` is what mode auto
+has won and lost against plain decoding; after losses it trusts predictions less. PURE: seconds are passed in.
 
 Invariants: what looks cost is bounded. Looks come every LOOK_EVERY rounds at first; while they find nothing, the time
 between two doubles, up to LOOK_AT_LEAST_EVERY rounds, and a look that took long is followed by as many rounds as make
 it LOOK_SHARE of them, up to MAX_REST. New requests bring the next look forward to SOON rounds after them, within that
 share. With FEW requests there are also looks in every round, as long as rounds with drafts have won more than such
-looks cost (`balance`): then a round in which nobody has a draft is no sign that drafting does not pay. Only the past is
+looks cost: then a round in which nobody has a draft is no sign that drafting does not pay. Only the past is
 used.
 
 A drafter that drafts ahead hears of requests at a look, and has drafts some rounds later. So a look that has to wait
@@ -41,6 +41,18 @@ MAX_REST = 4096
 """Rounds between two looks, however long they take."""
 RISE = 1.1
 """A look has found something if a drafter's estimated acceptance has risen by this factor."""
+MOST = 8.0
+"""Plain rounds, won or lost, that are remembered."""
+AT_ONCE = 4.0
+"""Plain rounds that one round wins or loses at most: more is a stall, which says nothing of drafts."""
+TRIAL_SHARE = 0.01
+"""Of plain rounds, what trials that lose may cost."""
+HANDICAP = 0.15
+"""Per plain round that was lost: by how much more drafting must promise."""
+LOOKS_SHARE = 0.5
+"""Of what rounds with drafts have won, what looks in every round may cost."""
+PROMISED_ROUNDS = 8
+"""Over which promises are averaged."""
 
 
 class Seen(NamedTuple):
@@ -175,3 +187,83 @@ class Rest:
         self._lowest = {name: min(rate, self._lowest.get(name, rate)) for name, rate in rates.items()}
         self._least = min(ceil(look_s / (LOOK_SHARE * plain_s)), MAX_REST)
         self._interval = self._pause = max(interval, self._least)
+
+
+class Balance:
+    """What drafting won and lost in one engine. `plain_s`: seconds of a plain round of as many requests.
+
+    A round with drafts takes longer than a plain one, and its tokens would have taken plain rounds: the difference is
+    what it won or lost, whatever the reason. A prediction that drafting is faster must be the better the more such
+    predictions have cost, by `handicap`: what cannot be won back is not tried again and again, and what is much faster
+    is tried at once. What was lost is forgiven by TRIAL_SHARE of plain rounds.
+    """
+
+    def __init__(self) -> None:
+        self._rounds = 0.0
+        self._for_looks = 0.0
+
+    @property
+    def handicap(self) -> float:
+        """By which predicted speed must be above that of plain decoding, beside other margins; 0 without losses."""
+        return HANDICAP * max(0.0, -self._rounds)
+
+    def drafted(self, won_s: float, *, plain_s: float) -> None:
+        """A round with drafts won so much, or lost if less than 0."""
+        self._add(won_s / plain_s)
+        self._add_for_looks(LOOKS_SHARE * won_s / plain_s)
+
+    def promised(self, won_s: float, *, plain_s: float) -> None:
+        """Drafts of some tokens ago would have won so much: so may those of the next rounds, if one looks."""
+        self._add_for_looks(LOOKS_SHARE * won_s / plain_s)
+
+    def looked(self, cost_s: float, *, plain_s: float) -> None:
+        """A round without drafts, in which there was a look, took so much longer than a plain one."""
+        self._add_for_looks(-max(0.0, cost_s) / plain_s)
+
+    def rested(self, round_s: float, *, plain_s: float, after_drafts: bool) -> None:
+        """A plain round took `round_s`. `after_drafts`: it did some of the work of a round with drafts."""
+        if after_drafts:
+            self._add(min(0.0, 1.0 - round_s / plain_s))
+        if self._rounds < 0:
+            self._rounds = min(0.0, self._rounds + TRIAL_SHARE)
+
+    def renewed(self, weight: float) -> None:
+        """Drafters or the policy have other weights: what was won and lost before is worth so much now."""
+        self._rounds *= weight
+
+    def pays_for(self, look_s: float, *, plain_s: float) -> bool:
+        """Whether drafts have won enough for such a look in the next round."""
+        return self._for_looks * plain_s > look_s
+
+    def _add(self, rounds: float) -> None:
+        self._rounds = _within(self._rounds + _within(rounds, AT_ONCE), MOST)
+
+    def _add_for_looks(self, rounds: float) -> None:
+        self._for_looks = _within(self._for_looks + _within(rounds, AT_ONCE), MOST)
+
+
+def _within(rounds: float, most: float) -> float:
+    return min(max(rounds, -most), most)
+
+
+class Promises:
+    """What drafters elsewhere usually promise.
+
+    A commit that differs from what was drafted leaves a request without drafts for a round or two. To leave its drafter
+    then for another, or for plain decoding, looks best for that round alone: it would have had drafts again in the next
+    one. So where it promises less than usual, what it usually promises counts. One that has stopped drafting promises
+    less in every round, and within 6 * `PROMISED_ROUNDS` what plain steps bring.
+    """
+
+    def __init__(self) -> None:
+        self._usual: dict[str, tuple[float, float]] = {}
+        """By drafter: tokens per request, and plain rounds that they take, on average."""
+
+    def promised(self, drafter: str, *, tokens: float, rounds: float) -> float:
+        """In this round so many tokens per request, in as many plain rounds' time; returns how many times as fast as
+        plain decoding that usually is. A ratio of averages: quick rounds without drafts weigh less than long ones."""
+        mean_tokens, mean_rounds = self._usual.get(drafter, (tokens, rounds))
+        mean_tokens += (tokens - mean_tokens) / PROMISED_ROUNDS
+        mean_rounds += (rounds - mean_rounds) / PROMISED_ROUNDS
+        self._usual[drafter] = mean_tokens, mean_rounds
+        return mean_tokens / mean_rounds

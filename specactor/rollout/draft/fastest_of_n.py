@@ -23,7 +23,8 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from specactor.rollout.draft.trees import Drafts, survivals
+from specactor.rollout.draft.trees import survivals
+from specactor.rollout.draft.verification import Drafts
 from specactor.rollout.planning.fastest_of_n import DryWorker, Straggler, while_it_pays
 from specactor.rollout.planning.reconfiguration import LiveCosts
 from specactor.rollout.planning.windows import OFF

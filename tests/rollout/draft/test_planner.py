@@ -11,13 +11,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specactor.rollout.draft import mixing as mixing_module
+from specactor.rollout.draft import planner
 from specactor.rollout.draft.counts import Counts
-from specactor.rollout.draft.decision import Decision
 from specactor.rollout.draft.drafter import Drafter, DraftSequence
-from specactor.rollout.draft.mixing import Mixing, Switch, reaching
-from specactor.rollout.draft.options import live_costs
-from specactor.rollout.draft.ways import PER_REQUEST
+from specactor.rollout.draft.planner import PER_REQUEST, Mixing, Switch, live_costs, reaching
+from specactor.rollout.draft.verification import Decision
 from specactor.rollout.planning.acceptance import survival_of
 from specactor.rollout.planning.costs import CostTable
 from specactor.rollout.planning.online_costs import OnlineCosts
@@ -91,7 +89,7 @@ def test_noise_and_missing_drafts_seldom_switch(monkeypatch: pytest.MonkeyPatch)
     """A drafter without a draft is stood in for, which is no switch."""
     seldom = flapping()
     assert seldom.switches < 0.02 * seldom.verifies
-    monkeypatch.setattr(mixing_module, "MARGIN", 0.0)
+    monkeypatch.setattr(planner, "MARGIN", 0.0)
     assert flapping().switches > 3 * seldom.switches
 
 

@@ -6,11 +6,12 @@ Built-in ones are imported when they are asked for: only `model` needs SGLang.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import cycle, islice
 
 from specactor.config import DRAFTERS, SpeculationConfig
 from specactor.errors import ConfigError
-from specactor.rollout.draft.drafter import Drafter
+from specactor.rollout.draft.drafter import Drafter, DraftSequence
 
 
 def make_drafters(config: SpeculationConfig, *, connect: Callable[[], Drafter] | None = None) -> list[Drafter]:
@@ -30,10 +31,6 @@ def _make(name: str, config: SpeculationConfig, connect: Callable[[], Drafter] |
             from specactor.rollout.draft.suffix import SuffixDrafter
 
             return SuffixDrafter(max_tokens=config.history_tokens)
-        case "ngram" | "ngram_2" | "ngram_3":
-            from specactor.rollout.draft.ngram import NgramDrafter
-
-            return NgramDrafter(max_tokens=config.history_tokens, rank=int(name[6:] or 1) - 1)
         case "model":
             from specactor.rollout.sglang.model_drafter import DraftModel
 
@@ -64,3 +61,15 @@ def _imported(name: str, module: str, attribute: str) -> Drafter:
             "rollout.speculation.drafters", name, "a subclass of specactor.rollout.draft.drafter.Drafter", "Fix it."
         )
     return found
+
+
+class Filler(Drafter):
+    """Fills windows with tokens of the prompt, over and over, to measure what verification costs; rarely right."""
+
+    name = "filler"
+
+    def propose(self, sequences: Sequence[DraftSequence], windows: Sequence[int]) -> list[list[int]]:
+        return [
+            list(islice(cycle(sequence.prompt_ids), window))
+            for sequence, window in zip(sequences, windows, strict=True)
+        ]

@@ -16,11 +16,9 @@ from specactor.config import SpeculationConfig
 from specactor.errors import ConfigError
 from specactor.rollout.draft.counts import Counts
 from specactor.rollout.draft.drafter import Drafter, DraftSequence
-from specactor.rollout.draft.further import MARGIN, MOST_REQUESTS, Gains, further
-from specactor.rollout.draft.mixing import reaching
-from specactor.rollout.draft.options import live_costs
-from specactor.rollout.draft.trees import Drafts
-from specactor.rollout.draft.ways import FASTEST
+from specactor.rollout.draft.fastest_of_n import MARGIN, MOST_REQUESTS, Gains, further
+from specactor.rollout.draft.planner import FASTEST, live_costs, reaching
+from specactor.rollout.draft.verification import Drafts
 from specactor.rollout.planning.acceptance import survival_of
 from specactor.rollout.planning.costs import CostTable
 from specactor.rollout.planning.fastest_of_n import Straggler
