@@ -7,6 +7,7 @@ engine that died costs time and never a request; after `stop` nothing of any eng
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
@@ -21,6 +22,9 @@ from specactor.rollout.sglang.engine import Engine, EngineDied, EngineSpec
 from specactor.rollout.tail import TailPolicy, WakeWhereItPays
 from specactor.trace import Span
 from specactor.types import RolloutRequest, Trajectory
+
+_RESTART_PAUSE_S = 1.0
+"""Before an engine whose replacement died is started for the second time; it doubles every further time."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,9 +146,19 @@ class EnginePool:
     def restart_lost(self) -> tuple[int, ...]:
         """Replaces every engine that died; the new ones hold the weights of their model folder until the next sync.
 
+        One that dies while it starts has died once more, and is replaced again after a pause that doubles.
         Returns their indices. Raises EngineError, with the end of the log, for an engine that died too often.
         """
-        lost = self.lost()
+        lost, pause_s = self.lost(), _RESTART_PAUSE_S
+        self._replace_lost()
+        while self.any_lost():
+            time.sleep(pause_s)  # what killed it, such as memory that another process holds, may pass
+            pause_s *= 2
+            self._replace_lost()
+        return lost
+
+    def _replace_lost(self) -> None:
+        """Start every engine that is lost anew, once, and wait until each of these is ready or lost again."""
         for position, engine in enumerate(self.engines):
             if engine.alive:
                 continue
@@ -157,8 +171,16 @@ class EnginePool:
                 )
             self._restarts[engine.index] += 1
             self.engines[position] = Engine.start(engine.spec)
-        self.wait_ready()
-        return lost
+
+        def until_ready_or_lost(engine: Engine) -> None:
+            with contextlib.suppress(EngineError):  # which has ended it
+                engine.wait_ready(engine.spec.config.start_timeout_s)
+
+        try:
+            self._each([engine for engine in self.engines if engine.ready is None], until_ready_or_lost)
+        except BaseException:
+            self.stop()
+            raise
 
     def flush(self) -> None:
         """Drop the KV and prefix caches."""

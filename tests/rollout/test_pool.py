@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import msgspec
@@ -17,6 +19,7 @@ from specactor.config import EngineConfig
 from specactor.errors import EngineError
 from specactor.rollout.pool import EnginePool, RolloutOutcome
 from specactor.rollout.sglang.engine import Engine, EngineSpec
+from specactor.rollout.sglang.guard import descendants
 from specactor.types import RolloutRequest, Trajectory
 from tests.rollout.conftest import Footprint, heed_interrupts, request
 
@@ -27,7 +30,7 @@ BATCH = [request(i, new=30 + 13 * i % 60) for i in range(64)]
 @pytest.fixture(scope="module")
 def pool(make_spec: Callable[..., EngineSpec]) -> Iterator[EnginePool]:
     config = EngineConfig(
-        max_running_requests=8, max_total_tokens=4096, start_timeout_s=300, request_timeout_s=20, max_restarts=3
+        max_running_requests=8, max_total_tokens=4096, start_timeout_s=300, request_timeout_s=20, max_restarts=4
     )
     with EnginePool([make_spec(2, config=config)]) as pool:
         pool.wait_ready()
@@ -58,8 +61,28 @@ def strike(
     return outcome, footprint
 
 
+def kill_replacement(pool: EnginePool) -> Future[Footprint]:
+    """Kill the engine that is started next at a random moment before it is ready; what it had on the machine."""
+    dead = pool.engines[0]
+
+    def kill() -> Footprint:
+        while pool.engines[0] is dead or len(descendants(pool.engines[0].pid)) == 0:
+            time.sleep(0.05)
+        time.sleep(random.uniform(0, 5))
+        engine = pool.engines[0]
+        assert engine.ready is None, "it was ready too soon to be killed while it loads"
+        footprint = Footprint.of(engine.pid)
+        os.kill(descendants(engine.pid)[-1], signal.SIGKILL)
+        return footprint
+
+    return ThreadPoolExecutor(max_workers=1).submit(kill)
+
+
 def test_deaths_in_mid_generation(pool: EnginePool, engine: Engine) -> None:
-    """A dead scheduler, a dead host, a hanging scheduler; generated again, the rollout equals an undisturbed one."""
+    """A dead scheduler, whose replacement is killed while it loads, a dead host, a hanging scheduler.
+
+    Generated again, the rollout equals an undisturbed one.
+    """
     want = {t.request_id: t for t in engine.generate(BATCH)}
     finished: list[Trajectory] = []
     pending = BATCH
@@ -80,7 +103,10 @@ def test_deaths_in_mid_generation(pool: EnginePool, engine: Engine) -> None:
         pending = outcome.unfinished
         assert pool.any_lost()
         assert pool.generate(pending).unfinished == pending, "nobody is left to generate"
+        killed = kill_replacement(pool) if victim is scheduler and by == signal.SIGKILL else None
         assert pool.restart_lost() == (2,)
+        if killed is not None:
+            killed.result().assert_gone()
     outcome = pool.generate(pending)
     assert not outcome.unfinished
     assert not outcome.lost_engines
@@ -91,7 +117,7 @@ def test_deaths_in_mid_generation(pool: EnginePool, engine: Engine) -> None:
         assert trajectory.logprobs == want[trajectory.request_id].logprobs
 
     _, footprint = strike(pool, BATCH, lambda engine: engine.pid, signal.SIGKILL)
-    with pytest.raises(EngineError, match=r"(?s)max_restarts: engine 2 died 4 times.*engine-2.log:\n  \|"):
+    with pytest.raises(EngineError, match=r"(?s)max_restarts: engine 2 died 5 times.*engine-2.log:\n  \|"):
         pool.restart_lost()
     footprint.assert_gone()
 
