@@ -241,13 +241,15 @@ def _own_engines(
     """The engines that this rank starts, drives and stops."""
     p = config.parallel
     machines, devices = [member.machine for member in members], [member.device for member in members]
+    # Of all engines, so that every rank refuses a layout that cannot be.
+    of_engines = [engine_devices(i, machines, devices, engine_tensor=p.engine_tensor) for i in range(p.engines)]
     return [
         EngineSpec(
             index=index,
             model_dir=str(model_dir.resolve()),
             dtype=config.model.dtype,
             tensor_parallel=p.engine_tensor,
-            devices=engine_devices(index, machines, devices, engine_tensor=p.engine_tensor),
+            devices=of_engines[index],
             config=config.rollout.engine,
             speculation=config.rollout.speculation,
             drafters=access_of(index),
