@@ -16,7 +16,6 @@ PURE = [
     "types",
     "data.stream",
     "parallel.layout",
-    "rollout.assignment",
     "rollout.resume",
     "rollout.decoupled.branches",
     "rollout.decoupled.foresight",

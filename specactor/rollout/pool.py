@@ -14,10 +14,10 @@ from dataclasses import dataclass, field
 from types import TracebackType
 
 from specactor.errors import EngineError
-from specactor.rollout.assignment import assign, merge
 from specactor.rollout.draft.counts import Counts, Figures, added, added_figures
 from specactor.rollout.drafter_pool import DrafterPool
 from specactor.rollout.driver import REPORT_TOKENS, Driver
+from specactor.rollout.requests import assign, merge
 from specactor.rollout.sglang.engine import Engine, EngineDied, EngineSpec
 from specactor.rollout.tail import TailPolicy, WakeWhereItPays
 from specactor.trace import Span

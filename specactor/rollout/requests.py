@@ -1,16 +1,20 @@
-"""Which responses to ask for. PURE: problems in, requests out.
+"""Which responses to ask for, and which engine generates which. PURE: problems in, requests per engine out.
 
 A request's seed depends on the run, the step, the problem and the sample alone, so the same step asks for the same
 tokens again after a resume, on any number of engines. A problem that a step asks for again gets further samples.
+
+Requests of one group go to one engine, whose prefix cache then holds their prompt; engines differ by at most one
+group's work; the same input gives the same assignment.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from specactor.config import RolloutConfig
 from specactor.data.stream import request_seed
-from specactor.types import Problem, RolloutRequest, SamplingParams
+from specactor.errors import EngineError
+from specactor.types import Problem, RolloutRequest, SamplingParams, Trajectory
 
 
 def group_requests(
@@ -65,3 +69,46 @@ def greedy_requests(
         )
         for position, problem in enumerate(problems)
     ]
+
+
+def assign(requests: Sequence[RolloutRequest], num_engines: int) -> list[list[RolloutRequest]]:
+    """Requests per engine, each list in the order of `requests`. The heaviest group goes first, to the lightest engine.
+
+    A request weighs its prompt plus the most tokens that it may generate.
+    """
+    if num_engines < 1:
+        raise EngineError(f"assign: got {num_engines} engines, expected at least 1. Restart the lost ones first.")
+    weights: dict[int, int] = {}
+    for request in requests:
+        weight = len(request.prompt_ids) + request.sampling.max_new_tokens
+        weights[request.group_id] = weights.get(request.group_id, 0) + weight
+    loads = [0] * num_engines
+    engine_of: dict[int, int] = {}
+    for group, weight in sorted(weights.items(), key=lambda item: (-item[1], item[0])):
+        engine = min(range(num_engines), key=lambda i: (loads[i], i))
+        engine_of[group] = engine
+        loads[engine] += weight
+    parts: list[list[RolloutRequest]] = [[] for _ in range(num_engines)]
+    for request in requests:
+        parts[engine_of[request.group_id]].append(request)
+    return parts
+
+
+def merge(
+    requests: Sequence[RolloutRequest], delivered: Iterable[Trajectory]
+) -> tuple[list[Trajectory], list[RolloutRequest]]:
+    """(finished, unfinished), each in the order of `requests`.
+
+    Raises EngineError when a response answers no request, or a request has two: that would be a bug of ours.
+    """
+    wanted = {request.request_id for request in requests}
+    if len(wanted) != len(requests):
+        raise EngineError("request_id: used twice in one rollout. Ids must be unique within a call.")
+    by_id: dict[str, Trajectory] = {}
+    for trajectory in delivered:
+        if trajectory.request_id not in wanted or trajectory.request_id in by_id:
+            kind = "a second response to" if trajectory.request_id in by_id else "a response to unknown"
+            raise EngineError(f"{kind} request {trajectory.request_id!r}")
+        by_id[trajectory.request_id] = trajectory
+    finished = [by_id[r.request_id] for r in requests if r.request_id in by_id]
+    return finished, [r for r in requests if r.request_id not in by_id]

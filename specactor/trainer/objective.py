@@ -111,3 +111,17 @@ class PolicyObjective:
 def _larger(a: float, b: float) -> float:
     """The maximum; nan when either is."""
     return a if math.isnan(a) or a > b else b
+
+
+def constant_weight(num_sequences: int, tokens_per_sequence: int) -> float:
+    """Weight of every response token of a supervised batch of `num_sequences`."""
+    # A mean over tokens would reward short responses: of two ways to answer, the one with fewer tokens would get the
+    # larger gradient per token. So the number of tokens is a constant.
+    return 1 / (num_sequences * tokens_per_sequence)
+
+
+def cross_entropy(batch: MicroBatch, logits_1TV: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return (loss, named sums) of a supervised micro-batch: -sum of weight * log-probability at temperature 1."""
+    logprobs_R, _ = response_logprobs(batch, logits_1TV, 1.0)
+    loss = -(logprobs_R * batch.weights_R).sum()
+    return loss, {"loss": loss.detach()}

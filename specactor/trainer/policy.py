@@ -27,9 +27,15 @@ from specactor.trainer.distillation.top_k import TopKRecorder
 from specactor.trainer.export import export_hf
 from specactor.trainer.losses import token_weights
 from specactor.trainer.microbatch import Item, MicroBatch, Shape, build, items_of
-from specactor.trainer.objective import PolicyObjective, Sums, reduce_over_ranks, response_logprobs
-from specactor.trainer.supervised import constant_weight, cross_entropy
-from specactor.trainer.updates import checked, split
+from specactor.trainer.objective import (
+    PolicyObjective,
+    Sums,
+    constant_weight,
+    cross_entropy,
+    reduce_over_ranks,
+    response_logprobs,
+)
+from specactor.trainer.packing import checked, split
 from specactor.types import TrainSequence
 
 cpu_platform.install()
@@ -130,7 +136,7 @@ class PolicyTrainer:
         )
 
     def supervised_step(self, sequences: Sequence[TrainSequence], *, learning_rate: float) -> float:
-        """One update on the cross entropy of the responses; returns the loss (see `specactor.trainer.supervised`).
+        """One update on the cross entropy of the responses; returns the loss (see `specactor.trainer.objective`).
 
         The constant number of tokens per sequence is ``rollout.max_new_tokens``. Collective; raises as `train_step`.
         """

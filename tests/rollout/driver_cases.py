@@ -11,8 +11,8 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 from specactor.rollout import resume
-from specactor.rollout.assignment import assign
 from specactor.rollout.driver import Driver
+from specactor.rollout.requests import assign
 from specactor.rollout.sglang.engine import Engine, EngineDied
 from specactor.types import RolloutRequest, SamplingParams, Trajectory
 

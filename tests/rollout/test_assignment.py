@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specactor.errors import EngineError
-from specactor.rollout.assignment import assign, merge
+from specactor.rollout.requests import assign, merge
 from specactor.types import RolloutRequest, SamplingParams, Trajectory
 
 

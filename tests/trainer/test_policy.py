@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from specactor.errors import DataError
-from specactor.trainer.updates import checked, split
+from specactor.trainer.packing import checked, split
 from specactor.types import TrainSequence
 from tests.trainer import policy_cases as cases
 from tests.trainer.conftest import EVERY_CASE

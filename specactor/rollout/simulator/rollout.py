@@ -20,9 +20,9 @@ from itertools import count
 import numpy as np
 
 from specactor.errors import PlanError
-from specactor.rollout.assignment import assign
 from specactor.rollout.draft.drafter import DraftSequence
 from specactor.rollout.planning.plans import Candidates, Cluster, RolloutPlan, VerifierOption
+from specactor.rollout.requests import assign
 from specactor.rollout.simulator.decide import Decider, placed
 from specactor.rollout.simulator.engine import DONE, Engine, show
 from specactor.rollout.simulator.freed import Freed
