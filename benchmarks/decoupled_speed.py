@@ -2,10 +2,10 @@
 
     python -m benchmarks.decoupled_speed [--quick] [--batches 1 4 ...] [--repetitions 3]
 
-Plain and coupled decoding use two engines of one core each, with half of the requests each; decoupled and pre-drafting
-(decoupled with `branches auto`), one engine with all requests on a core, and one drafter process on the other. Auto is
+Plain and coupled decoding use two engines of one core each, with half of the requests each; decoupled decoding, one
+engine with all requests on a core, and one drafter process on the other. Auto is
 measured in both layouts, and counts in the one that is planned for the cell: in every round it chooses for each
-request off, drafting in the engine, or what the drafter process (without branches) has drafted. Drafters are a trained
+request off, drafting in the engine, or what the drafter process has drafted. Drafters are a trained
 draft model, and `dialled` ones of known cost and acceptance. What is predicted comes from rounds that were timed
 before, on other requests.
 
@@ -29,7 +29,7 @@ from statistics import median
 
 import msgspec
 
-from benchmarks.decoupled_speed_bench import GROUPS, MAX_WINDOW, NEW_TOKENS, Bench, Way, bench, drafters
+from benchmarks.decoupled_speed_bench import GROUPS, MAX_WINDOW, NEW_TOKENS, Bench, Way, bench, drafter
 from benchmarks.decoupled_speed_profile import Profile, profile
 from benchmarks.decoupled_speed_table import (
     AUTO_APART,
@@ -47,15 +47,12 @@ from benchmarks.decoupled_speed_table import (
 )
 from benchmarks.decoupled_speed_turns import DRAFTING, Turns, as_dialled, pace_of
 from benchmarks.dialled import Script
-from benchmarks.dialled_branches import HIT_RATE
 from benchmarks.results import Result, publish
 from benchmarks.trained_models import Models, task_models
 from specactor.rollout.draft.counts import Counts
 from specactor.rollout.planning.acceptance import survival_of
 from specactor.rollout.planning.costs import CostTable
 from specactor.rollout.planning.plans import (
-    NO_BRANCHES,
-    Branches,
     Cluster,
     DrafterEngine,
     DrafterOption,
@@ -68,13 +65,9 @@ BATCHES = (1, 4, 8, 16)
 ACCEPTANCES = (0.6, 0.8, 0.9)
 SHARES = (0.1, 0.3)
 """Of a plain step, what a dialled drafter's step takes."""
-ELSEWHERE = ("decoupled", "pre-drafting")
-"""Modes that draft in a process alone."""
-BRANCHES = (1, 2, 4)
-"""Per request, of which the planner's best counts."""
 START_S = 12.0
-"""Of the two drafter processes of a cell, about; for the time left."""
-WORK = 5 * (1 + 2 * GROUPS)
+"""Of the drafter process of a cell, about; for the time left."""
+WORK = 4 * (1 + 2 * GROUPS)
 """Groups that a repetition decodes, of all contestants; for the same."""
 QUICK_BATCHES = (1, 16)
 QUICK_DIALS = ((0.3, 0.8),)
@@ -83,23 +76,21 @@ QUICK_DIALS = ((0.3, 0.8),)
 
 
 def predicted(
-    found: Profile, way: Way, survival: tuple[float, ...], hit_rate: float, batch: int
+    found: Profile, way: Way, survival: tuple[float, ...], batch: int
 ) -> tuple[dict[str, float], RolloutPlan | None]:
     """(tokens per second of the best plan of every mode, by the planner's search, 0 where there is none; the decoupled
-    plan). Of auto: the best in the layout that is planned. `hit_rate`: P(a second choice is right | the draft token is
-    the first wrong one)."""
+    plan). Of auto: the best in the layout that is planned."""
     grid = found.drafting(way)
     costs = replace(found.table, drafters={way.name: grid})
     engine = DrafterEngine(devices=1, seconds=grid, token_s=found.token_s(way))
 
-    def best(devices: int, branches: Branches = NO_BRANCHES) -> dict[str, RolloutPlan]:
+    def best(devices: int) -> dict[str, RolloutPlan]:
         """By mode."""
         plans = search(
             Cluster(devices=devices, requests=batch),
             [VerifierOption(devices=1, costs=costs, ahead_s=found.ahead_s)],
             [DrafterOption(name=way.name, survival=survival, engines=(engine,))],
             max_window=MAX_WINDOW,
-            branches=branches,
         )
         return {plan.mode: plan for plan in reversed(plans)}
 
@@ -107,20 +98,11 @@ def predicted(
         return found.of_endless(plan, way, survival[0]) * plan.tokens_per_s if plan else 0.0
 
     one, two = best(1), best(2)
-    ended = 1.0 - survival[-1]
-    ahead = [
-        Branches(count=count, hit_rate=hit_rate * (1.0 - survival[count - 1]) / ended)
-        for count in BRANCHES
-        if ended > 0
-    ]
     elsewhere = speed(two.get("decoupled"))
-    guessing = [best(2, branches).get("decoupled") for branches in ahead]
-    chosen = max((plan for plan in guessing if plan), key=lambda plan: plan.tokens_per_s, default=None)
     speeds = {
         "off": two["off"].tokens_per_s,
         "coupled": speed(two.get("coupled")),
         "decoupled": elsewhere,
-        "pre-drafting": max(speed(chosen), elsewhere),
     }
     together = max(speeds["off"], speeds["coupled"])
     apart = max(*map(speed, one.values()), elsewhere)
@@ -141,42 +123,33 @@ class Seen:
     """Times as fast as that, by contestant."""
     survival: tuple[float, ...]
     """In mode coupled."""
-    hit_rate: float
-    """Of branches."""
-    rounds: dict[str, Rounds]
-    """Of the modes with a drafter process."""
+    rounds: Rounds
+    """In mode decoupled."""
 
 
 def measure(bench: Bench, way: Way, batch: int, repetitions: int) -> Seen:
     counts = {mode: Counts() for mode in CONTESTANTS}
-    waited_s, branched = dict.fromkeys(CONTESTANTS, 0.0), 0.0
-    with drafters(bench, way):
+    waited_s = 0.0
+    with drafter(bench, way):
         turns = Turns(bench, way, bench.groups(batch))
         for repetition in range(repetitions):
             for mode in DRAFTING if repetition % 2 else DRAFTING[::-1]:
                 turns.begin(mode)
                 turns.teach(mode)
                 bench.counts()  # of rounds that teach: windows are tried in them
-                if mode in ELSEWHERE:
-                    bench.figures(mode)
+                if mode == "decoupled":
+                    bench.figures()
                 turns.timed(mode)
                 counts[mode] += bench.counts()
-                if mode in ELSEWHERE:
-                    figures = bench.figures(mode)
-                    waited_s[mode] += figures.get("waited_s", 0.0)
-                    branched += figures.get("branched", 0.0)
+                if mode == "decoupled":
+                    waited_s += bench.figures().get("waited_s", 0.0)
                 turns.off()
     emitted = len(bench.requests[batch]) * (NEW_TOKENS - 1)
-    survival = survival_seen(counts["coupled"])
-    chained = (1.0, *survival)
-    ahead = counts["pre-drafting"].drafted_at
-    rejections = sum(n * (a - b) for n, a, b in zip(ahead, chained, survival, strict=False))
     return Seen(
         off=emitted / median(turns.off_s()),
         ratios={"off": 1.0} | {mode: median(ratios) for mode, ratios in turns.ratios().items()},
-        survival=survival,
-        hit_rate=min(1.0, branched / rejections) if rejections else 0.0,
-        rounds={mode: Rounds.of(counts[mode], waited_s[mode], repetitions * emitted) for mode in ELSEWHERE},
+        survival=survival_seen(counts["coupled"]),
+        rounds=Rounds.of(counts["decoupled"], waited_s, repetitions * emitted),
     )
 
 
@@ -276,11 +249,11 @@ def run(
         for batch in batches:
             for way in ways(found, models, profiled.table, batch, dials):
                 seen = measure(found, way, batch, repetitions)
-                survival, hit_rate = seen.survival, seen.hit_rate
+                survival = seen.survival
                 if way.acceptance is not None:
-                    survival, hit_rate = survival_of(_rate(way), MAX_WINDOW), HIT_RATE
+                    survival = survival_of(_rate(way), MAX_WINDOW)
                 dialled = as_dialled(way, profiled.table, batch, seen.off)
-                foreseen, plan = predicted(profiled, dialled, survival, hit_rate, batch)
+                foreseen, plan = predicted(profiled, dialled, survival, batch)
                 first = survival[0] if way.acceptance is None else way.acceptance
                 auto = AUTO_APART if drafts_elsewhere(planned(foreseen)) else AUTO_TOGETHER
                 cells.append(
@@ -293,17 +266,16 @@ def run(
                         foreseen={mode: speed / foreseen["off"] for mode, speed in foreseen.items()},
                     )
                 )
-                for mode, rounds in seen.rounds.items():
-                    note(f"{mode}, a round: {rounds}")
+                note(f"decoupled, a round: {seen.rounds}")
                 share = "" if dialled.share is None else f"; {dialled.share:.2f} of a plain step"
                 note(f"predicted decoupled: {plan.reason if plan else 'none'}; {survival[0]:.2f} right{share}")
                 done = f"{len(cells)}/{len(costs)} {progress.over(time.monotonic())}"
-                note(f"{done}: {' '.join(cells[-1].row())} (branches right: {seen.hit_rate:.2f})")
+                note(f"{done}: {' '.join(cells[-1].row())}")
     for line in [means(cells), *aims(cells)]:
         note(line)
     return Result(
         title="Coupled and decoupled drafting on two cores",
-        intro=INTRO.format(tokens=NEW_TOKENS, groups=GROUPS, repetitions=repetitions, hit_rate=HIT_RATE, margin=MARGIN),
+        intro=INTRO.format(tokens=NEW_TOKENS, groups=GROUPS, repetitions=repetitions, margin=MARGIN),
         columns=COLUMNS,
         rows=[cell.row() for cell in cells],
         notes="\n".join(f"- {line}" for line in [means(cells), *aims(cells)]),

@@ -1,7 +1,7 @@
-"""Two engines and two drafter processes on two cores, of which every mode uses its own part.
+"""Two engines and a drafter process on two cores, of which every mode uses its own part.
 
-Invariants: engine i stays on core i, and its drafter process on the other; every response is what was decoded before
-for that request, in whatever mode.
+Invariants: engine i stays on core i, and the drafter process of the first on core 1; every response is what
+was decoded before for that request, in whatever mode.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import os
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -54,18 +54,14 @@ class Way:
     """None: measured."""
     share: float | None = None
 
-    @property
-    def continuer_with_branches(self) -> str:
-        return "benchmarks.dialled_branches:Guessing" if self.acceptance is not None else self.continuer
-
 
 @dataclass(kw_only=True)
 class Bench:
     """Two engines, one drafter address, and what was measured."""
 
     engines: tuple[Engine, Engine]
-    endpoints: tuple[str, str]
-    """Each engine's own drafter process; that of the second drafts branches."""
+    endpoint: str
+    """Of the first engine's drafter process."""
     folder: Path
     requests: dict[int, list[RolloutRequest]]
     """By batch: GROUPS times as many."""
@@ -75,8 +71,7 @@ class Bench:
 
     def of(self, mode: str) -> Sequence[Engine]:
         """The engines that decode in this mode."""
-        alone = {"decoupled": self.engines[:1], AUTO_APART: self.engines[:1], "pre-drafting": self.engines[1:]}
-        return alone.get(mode, self.engines)
+        return self.engines[:1] if mode in ("decoupled", AUTO_APART) else self.engines
 
     def groups(self, batch: int) -> list[list[RolloutRequest]]:
         """Decoded one after the other."""
@@ -118,9 +113,9 @@ class Bench:
                 total += counts
         return total
 
-    def figures(self, mode: str) -> dict[str, float]:
-        """What the drafter `decoupled` of this mode's engine counted, since the last call."""
-        answer = self.of(mode)[0].rank_call(FIGURES, b"", timeout_s=60)[0]
+    def figures(self) -> dict[str, float]:
+        """What the drafter `decoupled` of the first engine counted, since the last call."""
+        answer = self.engines[0].rank_call(FIGURES, b"", timeout_s=60)[0]
         return msgspec.json.decode(answer, type=Figures).get("decoupled", {})
 
     def rounds(self) -> Rounds:
@@ -137,21 +132,21 @@ def shortened(requests: Sequence[RolloutRequest]) -> list[RolloutRequest]:
 
 def speculation(mode: str, drafter: str = "suffix", window: int | None = None) -> SpeculationConfig:
     """Args: a contestant, or a mode."""
-    drafters = {"decoupled": ("decoupled",), "pre-drafting": ("decoupled",), AUTO_APART: (drafter, "decoupled")}
-    modes = {"pre-drafting": "decoupled", AUTO_APART: "auto", AUTO_TOGETHER: "auto"}
+    drafters = {"decoupled": ("decoupled",), AUTO_APART: (drafter, "decoupled")}
+    modes = {AUTO_APART: "auto", AUTO_TOGETHER: "auto"}
     return SpeculationConfig(
         mode=modes.get(mode, mode),  # type: ignore[arg-type]
         drafters=drafters.get(mode, (drafter,)),
         window=window,
         max_window=MAX_WINDOW,
-        branches="auto" if mode == "pre-drafting" else "off",
         draft_model="there",
     )
 
 
 @contextmanager
 def bench(models: Models, batches: Sequence[int], folder: Path) -> Iterator[Bench]:
-    endpoints = (local_endpoint(), local_endpoint())
+    endpoint = local_endpoint()
+    access = DrafterAccess(drafters=(Address(endpoint=endpoint),))
     script = str(folder / "script.json")
     largest = max(batches)
     engines: list[Engine] = []
@@ -168,7 +163,7 @@ def bench(models: Models, batches: Sequence[int], folder: Path) -> Iterator[Benc
                 speculation=replace(speculation("coupled", "model"), mode="auto", draft_model=str(models.draft)),
                 context_length=CONTEXT,
                 log_file=str(folder / f"engine-{index}.log"),
-                drafters=DrafterAccess(drafters=(Address(endpoint=endpoints[index]),), engine=f"engine-{index}"),
+                drafters=access if index == 0 else DrafterAccess(engine="second"),
             )
             engines.append(Engine.start(spec, **{SCRIPT: script}))
         for index, engine in enumerate(engines):
@@ -176,7 +171,7 @@ def bench(models: Models, batches: Sequence[int], folder: Path) -> Iterator[Benc
             _pin(engine, index)
         one, two = engines
         yield Bench(
-            engines=(one, two), endpoints=endpoints, folder=folder, requests={b: requests(models, b) for b in batches}
+            engines=(one, two), endpoint=endpoint, folder=folder, requests={b: requests(models, b) for b in batches}
         )
     finally:
         for engine in engines:
@@ -208,26 +203,24 @@ def requests(models: Models, batch: int) -> list[RolloutRequest]:
 
 
 @contextmanager
-def drafters(bench: Bench, way: Way) -> Iterator[list[DrafterProcess]]:
-    """Each engine's, on the other engine's core; the second with branches."""
-    with ExitStack() as started:
-        processes: list[DrafterProcess] = []
-        for index, continuer in enumerate((way.continuer, way.continuer_with_branches)):
-            spec = DrafterSpec(
-                index=index,
-                endpoint=bench.endpoints[index],
-                model_dir=way.model_dir,
-                dtype="float32",
-                device=1 - index,
-                context_length=CONTEXT,
-                kv_tokens=max(bench.requests) * (CONTEXT + 128),
-                max_requests=max(bench.requests),
-                branches="auto" if index == 1 else "off",
-                continuer=continuer,
-                log_file=str(bench.folder / f"drafter-{index}.log"),
-            )
-            processes.append(DrafterProcess(spec))
-            started.callback(processes[-1].stop)
-        for process in processes:
-            process.wait_ready()
-        yield processes
+def drafter(bench: Bench, way: Way) -> Iterator[DrafterProcess]:
+    """The first engine's, on the other engine's core."""
+    process = DrafterProcess(
+        DrafterSpec(
+            index=0,
+            endpoint=bench.endpoint,
+            model_dir=way.model_dir,
+            dtype="float32",
+            device=1,
+            context_length=CONTEXT,
+            kv_tokens=max(bench.requests) * (CONTEXT + 128),
+            max_requests=max(bench.requests),
+            continuer=way.continuer,
+            log_file=str(bench.folder / "drafter.log"),
+        )
+    )
+    try:
+        process.wait_ready()
+        yield process
+    finally:
+        process.stop()

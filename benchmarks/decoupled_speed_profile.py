@@ -19,7 +19,7 @@ from statistics import median
 
 import msgspec
 
-from benchmarks.decoupled_speed_bench import MAX_WINDOW, NEW_TOKENS, Bench, Way, drafters, speculation
+from benchmarks.decoupled_speed_bench import MAX_WINDOW, NEW_TOKENS, Bench, Way, drafter, speculation
 from benchmarks.decoupled_speed_clock import coupled_of_endless, decoupled_of_endless
 from benchmarks.dialled import Script
 from specactor.rollout.decoupled.host import DrafterProcess
@@ -176,12 +176,12 @@ def profile(bench: Bench, trained: Way, note: Callable[[str], None]) -> Profile:
     elsewhere, loop = _decoupled(bench, pace)
     note("profiled: decoupled")
     own: list[Point] = []
-    with drafters(bench, trained) as processes:
+    with drafter(bench, trained) as process:
         for size, some in PASSES * [*work.items()]:
             pace.begin(size)
             bench.configure(speculation("decoupled"), bench.engines[:1])
             bench.decode(some, bench.engines[:1])
-            own += _at(pace.share(size), _turns(processes))
+            own += _at(pace.share(size), _turns(process))
     bench.expected.clear()
     plain = [(size, size, seconds) for size, seconds in pace.plain_s.items()]
     verifies = [point for timed in (*here, *elsewhere) for point in timed.verifies]
@@ -267,7 +267,7 @@ def _decoupled(bench: Bench, pace: _Pace) -> tuple[list[_Timed], list[Point]]:
     script = _dial(bench, step_s)
     way = Way(name="profile", in_engine=IN_ENGINE, continuer=ELSEWHERE, model_dir=script)
     loop: list[Point] = []
-    with drafters(bench, way) as processes:
+    with drafter(bench, way) as process:
         for timed, (size, some) in product(passes, _works(bench).items()):
             pace.begin(size)
             for window in (1, None):
@@ -279,7 +279,7 @@ def _decoupled(bench: Bench, pace: _Pace) -> tuple[list[_Timed], list[Point]]:
             timed.chosen.extend(_at(share, _points(found.verifies, size)))
             drafts = without_waits(found.drafts.get("decoupled", ()), bench.figures("decoupled").get("waited_s", 0.0))
             timed.drafts.extend(_at(share, _points(drafts, size)))
-            over = [(n, total, seconds - step_s[int(n) - 1]) for n, total, seconds in _turns(processes)]
+            over = [(n, total, seconds - step_s[int(n) - 1]) for n, total, seconds in _turns(process)]
             loop += _at(share, [turn for turn in over if turn[2] > 0])
     return passes, loop
 
@@ -289,9 +289,9 @@ def _at(share: float, points: Iterable[Point]) -> list[Point]:
     return [(n, total, share * seconds) for n, total, seconds in points]
 
 
-def _turns(processes: Sequence[DrafterProcess]) -> list[Point]:
+def _turns(process: DrafterProcess) -> list[Point]:
     """Of the first, since it was asked last."""
-    told = processes[0].work(trace=False)
+    told = process.work(trace=False)
     return told.turns if told else []
 
 

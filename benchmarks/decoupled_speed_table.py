@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import geometric_mean, median
 
-PLANS = ("off", "coupled", "decoupled", "pre-drafting")
-"""What the planner chooses among; pre-drafting is decoupled with branches."""
+PLANS = ("off", "coupled", "decoupled")
+"""What the planner chooses among."""
 MODES = (*PLANS, "auto")
 AUTO_APART, AUTO_TOGETHER = "auto with a drafter process", "auto with two engines"
 CONTESTANTS = (*PLANS, AUTO_APART, AUTO_TOGETHER)
@@ -40,15 +40,15 @@ INTRO = """\
 Task B's model of 1.8 M parameters, {tokens} tokens per request at temperature 1. `x off`: times as fast as `off` \
 decoded before and after, since the machine's pace changes within minutes; median of {repetitions} repetitions of \
 {groups} groups of requests, one after the other, and after one that teaches costs and acceptance. `off` and \
-`coupled`: two engines on a core each, with half of the requests each; `decoupled` and `pre-drafting` (with branches \
-wherever the drafter process predicts that they pay): one engine and one drafter process on a core each. `auto` has \
+`coupled`: two engines on a core each, with half of the requests each; `decoupled`: one engine and one drafter \
+process on a core each. `auto` has \
 the layout of what is `planned` for the cell, and chooses in it per request and round among off, drafting in the \
-engine and, where there is a drafter process, its drafts without branches. Windows are chosen while it runs. `dialled` \
-drafters compute nothing: they take a given share of a plain step per token, and are right as often as told; where \
-they are wrong, their second choice is right with probability {hit_rate}. Acceptance is that of the first draft token. \
+engine and, where there is a drafter process, its drafts. Windows are chosen while it runs. `dialled` \
+drafters compute nothing: they take a given share of a plain step per token, and are right as often as told. \
+Acceptance is that of the first draft token. \
 `predicted` is the planner's best plan of a mode over its plan without drafts, from rounds and drafter processes that \
 were timed before on other requests, each beside plain rounds; less what is lost because requests end in different \
-rounds (auto: the best in its layout; how often tokens and branches are right is taken from the run itself). `planned` \
+rounds (auto: the best in its layout; how often tokens are right is taken from the run itself). `planned` \
 and `fastest` are among all columns but auto; planned is another than off only where it is predicted faster by more \
 than {margin:.0%}."""
 
@@ -102,7 +102,7 @@ class Cell:
 
     @property
     def decoupled_loses(self) -> bool:
-        """Without branches or with them, to what needs no process beside the engines."""
+        """To what needs no process beside the engines."""
         return not drafts_elsewhere(self.fastest)
 
     def row(self) -> list[str]:
@@ -150,7 +150,7 @@ def aims(cells: Sequence[Cell]) -> list[str]:
         f" predicted, median by column: {over}. Tokens per second of off are {pace[0]:.2f}-{pace[1]:.2f} of what was"
         " predicted: the machine's pace, and what the table errs by.",
         _aim("where decoupled loses, the planner plans something else", not unknown)
-        + f" Decoupled, with branches or without, loses in {len(lost)} of {len(cells)} cells, and the planner knew it"
+        + f" Decoupled loses in {len(lost)} of {len(cells)} cells, and the planner knew it"
         f" in {len(lost) - len(unknown)} of these; it wins in {len(won)}, and was planned in"
         f" {len(won) - len(foregone)} of these." + _named(unknown),
         _aim(

@@ -88,7 +88,6 @@ SPECULATION: dict[str, str] = {
     "drafted_ahead": "draft tokens that the drafter processes made",
     "wasted_ahead": "draft tokens that the drafter processes threw away: the text went on otherwise, or ended; those "
     "that an engine verified and rejected among them",
-    "branched": "rejections after which a draft was there, since they had been foreseen",
     "stale_tails": "drafts that arrived too late, or for another continuation",
     "dropped_frames": "messages dropped for all other reasons; those to drafters that do not answer are not counted",
     "dropped_by_drafters": "frames that drafter processes dropped (malformed, foreign, repeated), requests that "

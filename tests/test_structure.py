@@ -17,8 +17,6 @@ PURE = [
     "data.stream",
     "parallel.layout",
     "rollout.resume",
-    "rollout.decoupled.branches",
-    "rollout.decoupled.foresight",
     "rollout.decoupled.messages",
     "rollout.decoupled.mirrors",
     "rollout.decoupled.order",

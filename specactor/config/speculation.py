@@ -46,9 +46,6 @@ class SpeculationConfig:
     sharpen: Literal["fitted", "shared", "greedy"] = "fitted"
     """How a draft model samples. shared: with the policy's own noise; greedy: its likeliest token; fitted: with
     that noise, its log-probabilities times a factor that is fitted to what was accepted before."""
-    branches: Literal["off", "on", "auto"] = "auto"
-    """Whether drafter processes with nothing else to do draft on from the second choices of what they drafted, for the
-    case that those are right; auto: each decides while it runs, by what the planner predicts."""
     cost_table: str = ""
     """File that ``specactor profile`` wrote; empty: costs are measured while the engine runs. In mode
     auto the job is also planned by it when it starts: what no plan has is not started."""

@@ -1,4 +1,4 @@
-"""The page has all cells, and an aim is met only where all cells meet it; branches are right as often as dialled."""
+"""The page has all cells, and an aim is met only where all cells meet it."""
 
 from __future__ import annotations
 
@@ -21,17 +21,12 @@ from benchmarks.decoupled_speed_table import (
     aims,
     means,
 )
-from benchmarks.dialled import Elsewhere, Script
-from benchmarks.dialled_branches import HIT_RATE, Guessing
-from specactor.rollout.decoupled.branches import RunnerUps
-from specactor.rollout.decoupled.continuer import Lane
 from specactor.rollout.draft.counts import Counts
 from specactor.rollout.planning.acceptance import survival_of
 from specactor.rollout.planning.costs import CostTable, Grid
 
-SPEEDS = {"off": 1.0, "coupled": 1.2, "decoupled": 1.4, "pre-drafting": 1.5, "auto": 1.49}
+SPEEDS = {"off": 1.0, "coupled": 1.2, "decoupled": 1.5, "auto": 1.49}
 GOOD = Cell(drafter="d", acceptance=0.8, batch=4, off=(100.0, 125.0), measured=SPEEDS, foreseen=SPEEDS)
-RIGHT = [i * 7 % 13 for i in range(4000)]
 
 
 def met(*cells: Cell) -> list[bool]:
@@ -46,8 +41,8 @@ def with_(cell: Cell, *, measured: dict[str, float] | None = None, foreseen: dic
 def test_a_row_has_all_columns_and_ratios_to_off() -> None:
     row = GOOD.row()
     assert len(row) == len(COLUMNS)
-    assert row[3:] == ["100", "125", *(text for text in ("1.20", "1.40", "1.50", "1.49") for _ in range(2)), *row[-4:]]
-    assert row[-4:] == ["pre-drafting", "pre-drafting", "1.00", "0.99"]
+    assert row[3:] == ["100", "125", *(text for text in ("1.20", "1.50", "1.49") for _ in range(2)), *row[-4:]]
+    assert row[-4:] == ["decoupled", "decoupled", "1.00", "0.99"]
 
 
 def test_all_aims_are_met_by_a_cell_as_predicted() -> None:
@@ -112,8 +107,6 @@ def test_modes_are_configured_as_named() -> None:
     assert speculation(AUTO_APART).mode == speculation(AUTO_TOGETHER).mode == "auto"
     assert speculation("coupled", "model").draft_methods == ("model",)
     assert speculation("decoupled", "model").draft_methods == ("decoupled",)
-    assert speculation("pre-drafting", "model").branches == "auto"
-    assert speculation("decoupled", "model").branches == "off"
 
 
 def dialled(acceptance: float, share: float) -> Way:
@@ -137,21 +130,18 @@ def found(ahead_s: float = 1e-4, trained_s: float = 1e-3) -> Profile:
     )
 
 
-def foreseen(way: Way, survival: tuple[float, ...], hit_rate: float = 0.5, **costs: float) -> dict[str, float]:
-    return predicted(found(**costs), way, survival, hit_rate, 4)[0]
+def foreseen(way: Way, survival: tuple[float, ...], **costs: float) -> dict[str, float]:
+    return predicted(found(**costs), way, survival, 4)[0]
 
 
 def test_predictions_are_of_the_layouts() -> None:
     good = foreseen(dialled(0.8, 0.1), survival_of(0.8, 8))
     assert set(good) == set(MODES)
-    assert good["pre-drafting"] >= good["decoupled"] > 0
+    assert good["decoupled"] > 0
     assert good["auto"] >= good["decoupled"]
     useless = foreseen(dialled(0.0, 0.1), survival_of(0.0, 8))
     assert useless["decoupled"] == 0.0
     assert useless["auto"] == useless["off"], "in the layout that is planned, two engines"
-    quick = dialled(0.6, 0.001)
-    sure, none = foreseen(quick, survival_of(0.6, 8), 1.0), foreseen(quick, survival_of(0.6, 8), 0.0)
-    assert sure["pre-drafting"] > none["pre-drafting"] == none["decoupled"]
 
 
 def test_predictions_have_what_engine_and_drafter_process_take_beside_their_models() -> None:
@@ -179,20 +169,3 @@ def test_survival_never_rises() -> None:
     counts = Counts()
     counts.round([2, 2, 1], [2, 1, 0], verify_s=0.1, draft_s=0.1)
     assert survival_seen(counts) == pytest.approx((2 / 3, 0.5, *[0.0] * 6))
-
-
-def test_second_choices_are_right_as_often_as_dialled_and_drafts_the_same() -> None:
-    guessing, plain = object.__new__(Guessing), object.__new__(Elsewhere)
-    guessing.guessing = True
-    guessing._script = plain._script = Script(acceptance=0.6, step_s=[0.0], outputs={"5": RIGHT})
-    lanes = [
-        Lane(key=n, prompt_ids=(1,), tokens=RIGHT[:n], seed=5, temperature=1.0, agreed=0) for n in range(1, len(RIGHT))
-    ]
-    drafts = guessing.extend(lanes)
-    assert drafts == plain.extend(lanes)
-    assert isinstance(guessing, RunnerUps)
-    seconds = [second for [second] in guessing.runner_ups()]
-    assert all(second != draft for second, [draft] in zip(seconds, drafts, strict=True))
-    wrong = [i for i, [draft] in enumerate(drafts) if draft != RIGHT[i + 1]]
-    hits = sum(seconds[i] == RIGHT[i + 1] for i in wrong)
-    assert hits / len(wrong) == pytest.approx(HIT_RATE, abs=0.05)

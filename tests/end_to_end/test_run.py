@@ -56,7 +56,7 @@ def test_speculation_changes_neither_tokens_nor_rewards_nor_losses(
     liar = "tests.rollout.sglang.drafters:Raises"
     drafters = ("--rollout.speculation.drafters", liar, "decoupled", "suffix")
     window = ("--rollout.speculation.window", "4")  # fixed: whether `auto` drafts depends on the machine's speed
-    seen = ("--tracking.trace", "2", "--rollout.speculation.branches", "on", "--parallel.drafters", "1")
+    seen = ("--tracking.trace", "2", "--parallel.drafters", "1")
     learning = ("--distillation.refresh", "every_step", "--distillation.max-time-share", "inf")
     learning += ("--distillation.max-updates", "2", "--distillation.keep-rollouts", "True")
     drafted = launcher.run("speculating", *speculation, *drafters, *window, *seen, *learning)

@@ -13,7 +13,7 @@ SCRIPT = Path(__file__).with_name("two_hosts_run.py")
 
 def launch(launcher: Launcher, name: str, draft_model: str, *options: str) -> Launched:
     speculation = ("--rollout.speculation.mode", "decoupled", "--rollout.speculation.draft-model", draft_model)
-    window = ("--rollout.speculation.window", "4", "--rollout.speculation.branches", "auto")
+    window = ("--rollout.speculation.window", "4")
     elsewhere = ("--parallel.drafters", "1", "--parallel.drafter-hosts", "1")
     return launcher.run(name, *speculation, *window, *elsewhere, *options, script=SCRIPT)
 

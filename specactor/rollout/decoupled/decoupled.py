@@ -34,8 +34,6 @@ class Report:
     """Oldest weights among them."""
     proposed: int
     """Draft tokens handed to the engine."""
-    branched: int
-    """Times that a branch of a tail was right where the tail was not."""
     drafted_ahead: int
     """Tokens that drafters drafted for this engine, as they say."""
     wasted_ahead: int
@@ -125,7 +123,6 @@ class Decoupled(Drafter):
             drafters=len(tails.live),
             version=tails.version,
             proposed=self._proposed,
-            branched=tails.branched,
             drafted_ahead=tails.drafted,
             wasted_ahead=tails.wasted,
             waited_s=self._waited_s,
@@ -138,7 +135,6 @@ class Decoupled(Drafter):
         ordinary = sum(report.dropped.get(reason, 0) for reason in ("stale", "late", "nobody"))
         now: dict[str, float] = {
             "waited_s": report.waited_s,
-            "branched": report.branched,
             "drafted_ahead": report.drafted_ahead,
             "wasted_ahead": report.wasted_ahead,
             "stale_tails": report.dropped.get("stale", 0),

@@ -37,7 +37,6 @@ def main() -> None:
 
 
 def _draft(owner: socket) -> None:
-    from specactor.rollout.decoupled.foresight import Foresight
     from specactor.rollout.decoupled.process import Loop, Ready, serve
     from specactor.rollout.decoupled.spec import ALIVE, RENEW, SLEEP, TRACE, WAKE, DrafterSpec, Started
 
@@ -78,7 +77,6 @@ def _draft(owner: socket) -> None:
             endpoint=spec.endpoint,
             keys=spec.keys,
             max_tokens=max_tokens,
-            foresight=Foresight() if spec.branches == "auto" else None,
             owner_fd=owner.fileno(),
             asleep=spec.engine is not None,
             on_ready=ready,
@@ -95,7 +93,7 @@ def _continuer(spec: DrafterSpec) -> tuple[Continuer, int]:
         module, _, attribute = spec.continuer.partition(":")
         made: Continuer = getattr(importlib.import_module(module), attribute)(spec)
         return made, spec.kv_tokens or _UNBOUNDED
-    from specactor.rollout.sglang.draft_backend import GuessingContinuer, ModelContinuer
+    from specactor.rollout.sglang.draft_backend import ModelContinuer
     from specactor.rollout.sglang.draft_runner import load_alone
     from specactor.rollout.sglang.draft_slots import BLOCK_TOKENS
 
@@ -108,8 +106,7 @@ def _continuer(spec: DrafterSpec) -> tuple[Continuer, int]:
         memory_fraction=spec.memory_fraction,
         random_seed=spec.random_seed,
     )
-    kind = ModelContinuer if spec.branches == "off" else GuessingContinuer
-    continuer = kind(runner, steps=spec.steps, sharpen=spec.sharpen)
+    continuer = ModelContinuer(runner, steps=spec.steps, sharpen=spec.sharpen)
     return continuer, spec.kv_tokens or continuer.max_tokens
 
 

@@ -19,7 +19,7 @@ import struct
 import sys
 from array import array
 from collections.abc import Iterator, Sequence
-from typing import Annotated, TypeVar
+from typing import Annotated, NamedTuple, TypeVar
 
 import msgspec
 from msgspec import Meta
@@ -28,11 +28,10 @@ from specactor.config import MAX_WINDOW
 from specactor.errors import SpecActorError
 
 MAGIC = b"SADP"
-VERSION = 3
+VERSION = 4
 MAX_FRAME_BYTES = 16 << 20
 MAX_TAIL_TOKENS = 2 * MAX_WINDOW
 """A window in the hands of the verifier, and a window ahead of it."""
-MAX_BRANCHES = MAX_WINDOW
 MAX_ROWS = 1 << 14
 """Tails in one record: with all their tokens, less than a frame."""
 NO_SESSION = 0
@@ -42,13 +41,11 @@ TOKEN_BYTES = 4
 _NUMBER_BYTES = 8
 _COUNTS = bytes(range(MAX_TAIL_TOKENS + 1))
 """All that a tail's number of tokens may be."""
-_UNPACK = [struct.Struct(f"<{count}i").unpack_from for count in range(2 * MAX_TAIL_TOKENS + 2)]
-"""By the number of tokens: of a tail, or of a way through a tail and one of its branches."""
+_UNPACK = [struct.Struct(f"<{count}i").unpack_from for count in range(MAX_TAIL_TOKENS + 1)]
+"""By the number of tokens of a tail."""
 
 Number = Annotated[int, Meta(ge=0, le=LARGEST)]
 Token = Annotated[int, Meta(ge=0, lt=1 << 31)]
-Packed = Annotated[bytes, Meta(max_length=TOKEN_BYTES * MAX_TAIL_TOKENS)]
-"""Tokens of 4 bytes each, little endian: a tail is mostly replaced by a later one before it is looked into."""
 
 
 class FrameError(SpecActorError):
@@ -129,31 +126,21 @@ class Pulse(_Record, frozen=True, tag=16):
     """Of them, thrown away."""
 
 
-class Branch(_Record, frozen=True, tag=17):
-    """What would follow if of the tail `accepted` tokens are right, and `bonus` comes in place of the next one."""
+class Tail(NamedTuple):
+    """What may follow the output of a request at a position up to which its engine has committed."""
 
-    accepted: Number
-    bonus: Token
-    tokens: Packed
-
-
-class Tail(_Record, frozen=True, tag=18):
-    """Drafter: what may follow the output at a position up to which the engine has committed."""
-
-    request: Number
-    base: Number
+    request: int
+    base: int
     """Position of the first token."""
-    tokens: Packed
-    version: Number
-    """Of the weights that drafted it."""
-    wait_us: Number = 0
+    tokens: bytes
+    """4 bytes each, little endian: a tail is mostly replaced by a later one before it is looked into."""
+    wait_us: int = 0
     """Microseconds from the commit that left nothing of the last tail to this one; 0 where it was otherwise."""
-    branches: Annotated[list[Branch], Meta(max_length=MAX_BRANCHES)] = []
 
 
 class TailColumns(_Record, frozen=True, tag=20):
-    """Drafter: tails without branches, field by field, packed: an object for each of hundreds costs an engine more than
-    all else here. A request is in it once."""
+    """Drafter: tails, field by field, packed: an object for each of hundreds costs an engine more than all else here. A
+    request is in it once."""
 
     requests: bytes
     """8 bytes each."""
@@ -164,6 +151,7 @@ class TailColumns(_Record, frozen=True, tag=20):
     tokens: bytes
     """Of all of them."""
     version: Number
+    """Of the weights that drafted them."""
     waits_us: list[Number]
     """Of those tails that ended a wait."""
 
@@ -184,7 +172,7 @@ class Resend(_Record, frozen=True, tag=19):
 
 
 ToDrafter = Beat | Open | Commits | Close
-ToEngine = Pulse | Tail | TailColumns | Resend
+ToEngine = Pulse | TailColumns | Resend
 Record = TypeVar("Record", ToDrafter, ToEngine)
 
 _ENCODER = msgspec.msgpack.Encoder()
@@ -254,36 +242,33 @@ def _little(values: array[int]) -> array[int]:
     return values
 
 
-def columns(tails: Sequence[Tail]) -> TailColumns:
-    """One record in place of at most MAX_ROWS. Their branches are left out."""
+def columns(tails: Sequence[Tail], *, version: int) -> TailColumns:
+    """One record of at most MAX_ROWS tails. Args: of the weights that drafted them."""
     return TailColumns(
         requests=_little(array("Q", [tail.request for tail in tails])).tobytes(),
         bases=_little(array("Q", [tail.base for tail in tails])).tobytes(),
         counts=bytes([len(tail.tokens) // TOKEN_BYTES for tail in tails]),
         tokens=b"".join([tail.tokens for tail in tails]),
-        version=tails[0].version,
+        version=version,
         waits_us=[tail.wait_us for tail in tails if tail.wait_us],
     )
 
 
-def newest(records: Sequence[Tail | TailColumns]) -> Iterator[tuple[int, int, bytes, Sequence[Branch]]]:
-    """(request, base, packed tokens, branches) of every request's last tail. A drafter sends several between two
-    rounds, each with all that is ahead, so those before it are not looked into."""
+def newest(records: Sequence[TailColumns]) -> Iterator[tuple[int, int, bytes]]:
+    """(request, base, packed tokens) of every request's last tail. A drafter sends several between two rounds, each
+    with all that is ahead, so those before it are not looked into."""
     seen: set[int] = set()
     last = b""
     for record in reversed(records):
-        if type(record) is Tail:
-            if record.request not in seen:
-                seen.add(record.request)
-                yield record.request, record.base, record.tokens, record.branches
-        elif type(record) is TailColumns and record.requests != last:
-            last = record.requests
-            requests, bases = _little(array("Q", last)), _little(array("Q", record.bases))
-            if seen.issuperset(requests):
-                continue
-            end = 0
-            for request, base, count in zip(requests, bases, record.counts, strict=True):
-                start, end = end, end + TOKEN_BYTES * count
-                if request not in seen:
-                    yield request, base, record.tokens[start:end], ()
-            seen.update(requests)
+        if record.requests == last:
+            continue
+        last = record.requests
+        requests, bases = _little(array("Q", last)), _little(array("Q", record.bases))
+        if seen.issuperset(requests):
+            continue
+        end = 0
+        for request, base, count in zip(requests, bases, record.counts, strict=True):
+            start, end = end, end + TOKEN_BYTES * count
+            if request not in seen:
+                yield request, base, record.tokens[start:end]
+        seen.update(requests)

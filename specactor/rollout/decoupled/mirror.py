@@ -1,4 +1,4 @@
-"""One request as a drafter has it: its prompt, what is committed, what is drafted ahead, and guesses beside that. PURE.
+"""One request as a drafter has it: its prompt, what is committed, and what is drafted ahead. PURE.
 
 Invariants: the first `committed` tokens are what the engine told; draft tokens follow them, drafted from them alone;
 `AHEAD` windows of them at most. A lane tells truly how many of its tokens the continuer was shown in the last lane.
@@ -10,9 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from specactor.rollout.decoupled import messages
-from specactor.rollout.decoupled.branches import Guess, Guesses
 from specactor.rollout.decoupled.continuer import Lane
-from specactor.rollout.decoupled.foresight import Judged
 from specactor.rollout.decoupled.messages import Open, Tail
 from specactor.rollout.draft.verification import common
 
@@ -31,8 +29,6 @@ class Mirror:
     tokens: list[int]
     """Committed, then drafted ahead."""
     committed: int
-    guesses: Guesses | None
-    """None: none are made."""
     emptied_s: float | None
     """When a commit left no draft token, if none was made since."""
     reserved: int = 0
@@ -43,8 +39,6 @@ class Mirror:
     """There are draft tokens that the engine was not sent."""
     _stuck: bool = False
     """The continuer had nothing to add to these tokens."""
-    _asked: Guess | None = None
-    """What the last lane was about; None: the draft itself."""
     _shown_from: int = 0
     _shown: list[int] = field(default_factory=list)
     """Tokens of the last lane from a position on that was committed then."""
@@ -60,7 +54,7 @@ class Mirror:
 
     @property
     def num_held(self) -> int:
-        """Tokens, guesses left out."""
+        """Tokens."""
         return len(self.opening.prompt_ids) + len(self.tokens)
 
     @property
@@ -70,18 +64,8 @@ class Mirror:
 
     @property
     def wants_token(self) -> bool:
-        """Of the draft."""
+        """Whether another draft token may be made."""
         return self.complete and not self._stuck and self._room > 0
-
-    @property
-    def wants_guess(self) -> bool:
-        """The draft is there as far as it may be, and guesses are not."""
-        return (
-            self.guesses is not None
-            and self.complete
-            and self._room <= 0
-            and self.guesses.next(self.committed) is not None
-        )
 
     @property
     def _room(self) -> int:
@@ -89,30 +73,21 @@ class Mirror:
         return AHEAD * self.window - self.num_ahead
 
     def lane(self) -> Lane:
-        """For the next call of the continuer; one of the two is wanted. Valid until the mirror changes."""
-        self._asked = guess = None if self.guesses is None or self._room > 0 else self.guesses.next(self.committed)
-        tokens = self.tokens if guess is None else [*self.tokens[: guess.position], guess.bonus, *guess.tokens]
-        since = tokens[self._shown_from :]
+        """For the next call of the continuer. Valid until the mirror changes."""
         return Lane(
             key=self.key,
             prompt_ids=self.opening.prompt_ids,
-            tokens=tokens,
+            tokens=self.tokens,
             seed=self.opening.seed,
             temperature=self.opening.temperature,
-            agreed=self._shown_from + common(self._shown, since),
+            agreed=self._shown_from + common(self._shown, self.tokens[self._shown_from :]),
             committed=self.committed,
         )
 
-    def extended(self, lane: Lane, draft: Sequence[int], runner_ups: Sequence[int]) -> int:
+    def extended(self, lane: Lane, draft: Sequence[int]) -> int:
         """What the continuer answered to the last lane; returns how many tokens were kept."""
         self._shown_from, self._shown = self.committed, list(lane.tokens[self.committed :])
-        if self._asked is not None and self.guesses is not None:
-            kept = self.guesses.extend(self._asked, draft)
-            self.unsent = self.unsent or self._asked.complete or len(self._asked.tokens) == kept
-            return kept
         tokens = draft[: self._room]
-        if self.guesses is not None:
-            self.guesses.learn(len(self.tokens), runner_ups[: len(tokens)])
         self.tokens += tokens
         self._stuck = not tokens
         self.unsent = self.unsent or bool(tokens)
@@ -123,40 +98,17 @@ class Mirror:
         ahead = self.tokens[self.committed :]
         agreed = common(ahead, fresh)
         wasted = 0
-        if agreed == len(fresh):
-            wasted = self.guesses.drop_before(self.committed + agreed) if self.guesses else 0
-        else:
-            position = self.committed + agreed
-            foreseen = self.guesses.after(position, fresh[agreed:]) if self.guesses else []
-            wasted = len(ahead) - agreed - len(foreseen) + (self.guesses.clear() if self.guesses else 0)
-            self.tokens[position:] = [*fresh[agreed:], *foreseen]
-            self.unsent = bool(foreseen)
+        if agreed < len(fresh):
+            wasted = len(ahead) - agreed
+            self.tokens[self.committed + agreed :] = fresh[agreed:]
+            self.unsent = False
         self.committed += len(fresh)
         self._stuck = False
         if not self.num_ahead:
             self.emptied_s = now_s
         return wasted
 
-    def judged(self, fresh: Sequence[int]) -> Judged:
-        """What these tokens, committed after those that are, say of the draft."""
-        ahead = self.tokens[self.committed :]
-        right = common(ahead, fresh)
-        examined = min(right + 1, len(ahead), len(fresh))
-        foreseen = None
-        if examined > right and self.guesses is not None:
-            foreseen = self.guesses.foresaw(self.committed + right, fresh[right])
-            if foreseen:
-                foreseen = right < self.window  # no branch begins behind it
-        return Judged(
-            window=self.window,
-            ahead=min(len(ahead), self.window),
-            examined=examined,
-            right=right,
-            foreseen=foreseen,
-            fresh=len(fresh),
-        )
-
-    def tail(self, *, version: int, now_s: float) -> Tail:
+    def tail(self, now_s: float) -> Tail:
         """All that is ahead. The engine has it then."""
         self.unsent = False
         wait_us = 0
@@ -167,7 +119,5 @@ class Mirror:
             request=self.key[1],
             base=self.committed,
             tokens=messages.pack(self.tokens[self.committed :]),
-            version=version,
             wait_us=wait_us,
-            branches=self.guesses.branches(self.committed) if self.guesses else [],
         )

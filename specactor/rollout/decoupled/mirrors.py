@@ -6,8 +6,7 @@ Invariants:
 - those of `mirror`, for every request;
 - prompts, committed and draft tokens of all mirrors, with room for those that may yet be drafted, are at most
   `max_tokens`. The request that was told of longest ago goes first; it comes back when there is room. One that is
-  larger than `max_tokens` goes alone. Guesses are not counted: a text with one is never longer than two windows, and
-  keys are held of one text per request;
+  larger than `max_tokens` goes alone;
 - who waits goes first: a request that holds less than a window is not left waiting for those that hold more, where
   drafting for all of them takes much longer;
 - a request that its engine does not list any more, or whose engine is silent for `SILENT_S`, is forgotten.
@@ -22,10 +21,8 @@ from typing import cast
 
 from specactor.config import MAX_WINDOW
 from specactor.rollout.decoupled import messages
-from specactor.rollout.decoupled.branches import Guesses
 from specactor.rollout.decoupled.continuer import Lane
-from specactor.rollout.decoupled.foresight import Foresight, Judged
-from specactor.rollout.decoupled.messages import Beat, Close, Commits, Open, Pulse, Resend, Tail
+from specactor.rollout.decoupled.messages import Beat, Close, Commits, Open, Pulse, Resend
 from specactor.rollout.decoupled.mirror import AHEAD, Key, Mirror
 from specactor.rollout.decoupled.order import Drops, Numbering
 
@@ -60,23 +57,10 @@ class _Session:
 class Mirrors:
     """All requests of all engines that one drafter process serves."""
 
-    def __init__(
-        self,
-        session: int,
-        *,
-        max_tokens: int,
-        branching: bool = False,
-        foresight: Foresight | None = None,
-        drops: Drops | None = None,
-    ) -> None:
-        """`branching`: guess what follows where a draft may be wrong, if `foresight` agrees. `drops`: of earlier
-        incarnations, too."""
+    def __init__(self, session: int, *, max_tokens: int, drops: Drops | None = None) -> None:
+        """Args: drops: of earlier incarnations, too."""
         self.session = session
         self.max_tokens = max_tokens
-        self._branching = branching
-        self._foresight = foresight
-        self._judged: list[Judged] = []
-        """Of the frame that is being read."""
         self.drops = drops or Drops("drafter")
         self._out = Numbering(session)  # one for all engines: it outlasts an engine that was forgotten and comes back
         self._sessions: dict[int, _Session] = {}
@@ -130,9 +114,6 @@ class Mirrors:
                     self._forget((session.number, record.request))
                 case Beat():
                     self._beat(session, record)
-        if self._judged and self._foresight is not None:
-            self._foresight.commits(session.number, now_s, self._judged)
-            self._judged = []
 
     def _session(
         self, sender: int, header: messages.Header, records: Sequence[messages.ToDrafter], now_s: float
@@ -169,8 +150,6 @@ class Mirrors:
     def _end(self, session: _Session) -> None:
         for request in list(session.mirrors):
             self._forget((session.number, request))
-        if self._foresight is not None:
-            self._foresight.forget(session.number)
         del self._sessions[session.number]
         del self._engines[session.engine]
 
@@ -211,7 +190,6 @@ class Mirrors:
             opening=record,
             tokens=record.output_ids.copy(),
             committed=len(record.output_ids),
-            guesses=Guesses(record.window) if self._branching else None,
             emptied_s=now_s,
         )
         session.mirrors[record.request] = mirror
@@ -230,8 +208,6 @@ class Mirrors:
         fresh = tokens[mirror.committed - position :]
         if not fresh:
             return
-        if self._foresight is not None:
-            self._judged.append(mirror.judged(fresh))
         session.wasted += mirror.commit(fresh, now_s)
         self._oldest.move_to_end(mirror.key)
         self._account(mirror)
@@ -239,31 +215,24 @@ class Mirrors:
     # -------------------------------------------------------------------------------------------------- what drafts
 
     def wanted(self, max_lanes: int, *, slower: Callable[[int, int], bool] = lambda few, many: False) -> list[Lane]:
-        """Requests that want another token, those with the fewest tokens ahead first; where none does, those that want
-        a guess. Those that hold less than a window go alone if `slower` says that to draft for all, of whom there are
-        so many, takes much longer than for these few. Valid until the next call of another method."""
+        """Requests that want another token, those with the fewest tokens ahead first. Those that hold less than a
+        window go alone if `slower` says that to draft for all, of whom there are so many, takes much longer than for
+        these few. Valid until the next call of another method."""
         ready = [mirror for mirror in self._oldest.values() if mirror.wants_token]
         waiting = [mirror for mirror in ready if mirror.num_ahead < mirror.window]
         if waiting and slower(min(len(waiting), max_lanes), min(len(ready), max_lanes)):
             ready = waiting
-        if not ready and self._branching and (self._foresight is None or self._foresight.on):
-            ready = [mirror for mirror in self._oldest.values() if mirror.wants_guess]
         if len(ready) > max_lanes:
             ready.sort(key=lambda mirror: mirror.num_ahead)
             del ready[max_lanes:]
         return [mirror.lane() for mirror in ready]
 
-    def extended(
-        self,
-        lanes: Sequence[Lane],
-        drafts: Sequence[Sequence[int]],
-        runner_ups: Sequence[Sequence[int]] | None = None,
-    ) -> None:
-        """What the continuer answered for `wanted`, and its second choices if it has any."""
-        for lane, draft, beside in zip(lanes, drafts, runner_ups or [()] * len(lanes), strict=True):
+    def extended(self, lanes: Sequence[Lane], drafts: Sequence[Sequence[int]]) -> None:
+        """What the continuer answered for `wanted`."""
+        for lane, draft in zip(lanes, drafts, strict=True):
             key = cast(Key, lane.key)
             self._unread.discard(key)
-            self._sessions[key[0]].drafted += self._oldest[key].extended(lane, draft, beside)
+            self._sessions[key[0]].drafted += self._oldest[key].extended(lane, draft)
 
     def forget_all(self) -> None:
         """This incarnation ends."""
@@ -293,12 +262,9 @@ class Mirrors:
         unsent = [mirror for mirror in peer.mirrors.values() if mirror.unsent and (due or mirror.emptied_s is not None)]
         if unsent and due:
             peer.tails_s = now_s
-        plain: list[Tail] = []
-        for mirror in unsent:
-            tail = mirror.tail(version=version, now_s=now_s)
-            (records if tail.branches else plain).append(tail)
-        for first in range(0, len(plain), messages.MAX_ROWS):
-            records.append(messages.columns(plain[first : first + messages.MAX_ROWS]))
+        tails = [mirror.tail(now_s) for mirror in unsent]
+        for first in range(0, len(tails), messages.MAX_ROWS):
+            records.append(messages.columns(tails[first : first + messages.MAX_ROWS], version=version))
         return self._out.frames(records, self.drops, receiver=session)
 
     def tick(self, now_s: float) -> None:
@@ -326,6 +292,6 @@ class Mirrors:
         self._unread.discard(key)
         session = self._sessions[key[0]]
         del session.mirrors[key[1]]
-        session.wasted += mirror.num_ahead + (mirror.guesses.clear() if mirror.guesses else 0)
+        session.wasted += mirror.num_ahead
         self._reserved -= mirror.reserved
         self._forgotten.append(key)

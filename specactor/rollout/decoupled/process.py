@@ -21,9 +21,7 @@ from types import FrameType
 
 import msgspec
 
-from specactor.rollout.decoupled.branches import RunnerUps
 from specactor.rollout.decoupled.continuer import Continuer, Renewable, Sleeper
-from specactor.rollout.decoupled.foresight import Foresight
 from specactor.rollout.decoupled.mirrors import Mirrors
 from specactor.rollout.decoupled.order import Drops
 from specactor.rollout.decoupled.pace import Pace
@@ -74,21 +72,19 @@ def serve(
     keys: DrafterKeys | None = None,
     max_tokens: int = 4_000_000,
     max_lanes: int = MAX_LANES,
-    foresight: Foresight | None = None,
     owner_fd: int | None = None,
     asleep: bool = False,
     on_owner: Callable[[Loop], bool] = lambda loop: False,
 ) -> None:
     """Runs until it is to end; to be called from the main thread.
 
-    Args: where to listen; bound of all requests' tokens; what decides whether a continuer with second choices is asked
-    for branches, which it is always without; a file that the owner writes to, and what is called when there
+    Args: where to listen; bound of all requests' tokens; a file that the owner writes to, and what is called when there
     is something to read: whether to go on; whether it sleeps until its owner wakes it. Raises ConfigError for an
     endpoint that cannot be had.
     """
     parent = os.getppid()
     hub = Hub(endpoint, keys=keys)
-    loop = Loop(continuer, hub, max_tokens=max_tokens, max_lanes=max_lanes, foresight=foresight)
+    loop = Loop(continuer, hub, max_tokens=max_tokens, max_lanes=max_lanes)
     if asleep:
         loop.sleep()
     try:
@@ -119,11 +115,8 @@ class Loop:
         *,
         max_tokens: int,
         max_lanes: int = MAX_LANES,
-        foresight: Foresight | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._guessing: RunnerUps | None = continuer if isinstance(continuer, RunnerUps) else None
-        self._foresight = foresight if self._guessing is not None else None
         self._max_tokens = max_tokens
         self._drops = Drops("drafter")
         self.mirrors = self._new_mirrors()
@@ -146,14 +139,7 @@ class Loop:
 
     def _new_mirrors(self) -> Mirrors:
         """Of a new incarnation."""
-        branching = self._guessing is not None
-        return Mirrors(
-            new_session(),
-            max_tokens=self._max_tokens,
-            branching=branching,
-            foresight=self._foresight,
-            drops=self._drops,
-        )
+        return Mirrors(new_session(), max_tokens=self._max_tokens, drops=self._drops)
 
     def wait(self, files: Sequence[int]) -> list[int]:
         """Until there is something to do; those of `files` that can be read."""
@@ -198,8 +184,6 @@ class Loop:
         now_s = self._clock()
         if self.busy and self._drafted[1]:
             self._turns.append((*self._drafted, now_s - self._began_s))
-            if self._foresight is not None:
-                self._foresight.turn(self._drafted[0], now_s - self._began_s)
         self._began_s = now_s
         wasted = mirrors.num_wasted
         for session, frame in self._hub.receive():
@@ -210,7 +194,6 @@ class Loop:
         for key in mirrors.forgotten():
             continuer.forget(key)
         self._send(more=self.busy)  # an engine that asks whether anybody is here need not wait for the draft
-        self._look(now_s)
         lanes = mirrors.wanted(self._max_lanes, slower=self._pace.is_slower)
         if lanes:
             began_s = time.perf_counter()
@@ -221,19 +204,9 @@ class Loop:
             tokens = sum(map(len, drafts))
             self.recorder.span("draft", "draft", began_s, ended_s, requests=len(lanes), tokens=tokens)
             self._drafted = (len(lanes), tokens)
-            guessing = self._guessing is not None and self._guessing.guessing
-            mirrors.extended(lanes, drafts, self._guessing.runner_ups() if self._guessing and guessing else None)
+            mirrors.extended(lanes, drafts)
         self.busy = bool(lanes)
         self._send(more=self.busy)
-
-    def _look(self, now_s: float) -> None:
-        """Whether branches are drafted from now on."""
-        if self._foresight is None or self._guessing is None:
-            return
-        on = self._foresight.look(now_s, self.mirrors.num_requests)
-        if on != self._guessing.guessing:
-            self._guessing.guessing = on
-            self.recorder.instant("draft", "branches", time.perf_counter(), on=int(on), gain=self._foresight.gain)
 
     def work(self, *, trace: bool) -> Work:
         """Since the last call. Args: whether to record spans from now on."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from specactor.rollout.decoupled.messages import NO_SESSION, Branch, Tail, TailColumns
+from specactor.rollout.decoupled.messages import NO_SESSION, TailColumns
 from specactor.rollout.decoupled.order import Numbering, Total
 
 
@@ -30,7 +30,6 @@ class Request:
     """Position of the tail's first token."""
     tokens: bytes | None = None
     """The tail, packed: a list of numbers is ten times as much to fetch after a verify. None: there is none."""
-    branches: Sequence[Branch] = ()
 
 
 @dataclass(slots=True)
@@ -56,7 +55,7 @@ class Peer:
     """Of those, the ones with new tokens."""
     closed: list[int] = field(default_factory=list)
     """Numbers that it need not hold any longer."""
-    arrived: list[Tail | TailColumns] = field(default_factory=list)
+    arrived: list[TailColumns] = field(default_factory=list)
     """Not looked into yet."""
     version: int = 0
     drafted: Total = field(default_factory=Total)

@@ -54,8 +54,6 @@ class DrafterSpec:
     sharpen: Literal["fitted", "shared", "greedy"] = "fitted"
     steps: int = 1
     """Draft tokens per text and pass through the loop."""
-    branches: Literal["off", "on", "auto"] = "off"
-    """Whether the model also drafts for rejections that it foresees; auto: where that is predicted to pay."""
     continuer: str = "model"
     """What drafts: the model, or the import path of a class, ``package.module:Name``, which gets this spec."""
     random_seed: int = 0

@@ -17,7 +17,6 @@ from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 
 from specactor.rollout.decoupled import messages
-from specactor.rollout.decoupled.branches import chain
 from specactor.rollout.decoupled.messages import (
     Beat,
     Close,
@@ -26,7 +25,6 @@ from specactor.rollout.decoupled.messages import (
     Open,
     Pulse,
     Resend,
-    Tail,
     TailColumns,
 )
 from specactor.rollout.decoupled.order import Drops, Numbering
@@ -51,8 +49,6 @@ class Tails:
         self.engine = engine
         self.window = window
         self.drops = Drops(f"engine {engine}")
-        self.branched = 0
-        """Times that a branch was right where the tail was not."""
         self.waits_s: deque[float] = deque(maxlen=256)
         """Seconds from a commit that left nothing of a tail to the next tail, as the drafters measured; taken and
         cleared by whoever wants them."""
@@ -136,19 +132,11 @@ class Tails:
             known = request.output_ids[request.base :]
             start = len(known)
             if tokens[:start] != known:
-                tokens = self._other_way(request, tokens, known)
-                stale += not tokens
+                tokens, request.tokens = [], None
+                stale += 1
             drafts.append(tokens[start : start + window])
         self.drops.expect("stale", stale)
         return drafts
-
-    def _other_way(self, request: Request, tokens: list[int], known: list[int]) -> list[int]:
-        """Through the tail's branches, if one begins with what is known; else the tail is of no use any longer."""
-        way = chain(tokens, request.branches, known) if request.branches else []
-        self.branched += bool(way)
-        request.tokens = messages.pack(way) if way else None
-        request.branches = ()  # other branches stand on the tail as it was
-        return way
 
     # ---------------------------------------------------------------------------------------------------- what arrives
 
@@ -183,10 +171,6 @@ class Tails:
                 case TailColumns():
                     self.waits_s.extend([wait_us / 1e6 for wait_us in record.waits_us])
                     drafter.arrived.append(record)
-                case Tail():
-                    if record.wait_us:
-                        self.waits_s.append(record.wait_us / 1e6)
-                    drafter.arrived.append(record)
                 case Resend():
                     self._resend(index, record, now_s)
                 case Pulse():
@@ -210,11 +194,11 @@ class Tails:
             request.told, request.tokens = 0, None
             drafter.unopened[request.number] = request
 
-    def _tails(self, index: int, records: Sequence[Tail | TailColumns]) -> None:
+    def _tails(self, index: int, records: Sequence[TailColumns]) -> None:
         """There are hundreds of requests per round, so this is one loop without calls."""
         find = self._drafters[index].requests.get
         late = stale = 0
-        for number, base, tokens, branches in messages.newest(records):
+        for number, base, tokens in messages.newest(records):
             request = find(number)
             if request is None:
                 late += 1
@@ -228,7 +212,7 @@ class Tails:
             ):
                 stale += 1
             else:
-                request.base, request.tokens, request.branches = base, tokens, branches
+                request.base, request.tokens = base, tokens
         self.drops.expect("late", late)
         self.drops.expect("stale", stale)
 

@@ -229,39 +229,6 @@ class ModelContinuer:
                 )
 
 
-class GuessingContinuer(ModelContinuer):
-    """With second choices (`branches.RunnerUps`): what would have been drafted if the draft token did not exist."""
-
-    def __init__(self, runner: Any, *, steps: int = 1, sharpen: Sharpen = "fitted") -> None:
-        super().__init__(runner, steps=steps, sharpen=sharpen)
-        self.guessing = True
-        self._second: dict[Hashable, list[int]] = {}
-        """Of the last call."""
-
-    def extend(self, lanes: Sequence[Lane]) -> list[list[int]]:
-        self._second = {lane.key: [] for lane in lanes}
-        return super().extend(lanes)
-
-    def runner_ups(self) -> list[list[int]]:
-        return list(self._second.values())
-
-    def _sample(self, logits_BV: Tensor, lanes: Sequence[Lane], noise: _Noise, base_B: Tensor, depth: int) -> Tensor:
-        tokens_B = super()._sample(logits_BV, lanes, noise, base_B, depth)
-        if not self.guessing:
-            return tokens_B
-        others_BV = logits_BV.float().scatter(1, tokens_B[:, None], -math.inf)
-        second_B = draft_sampling.draw(
-            draft_sampling.log_probabilities(others_BV, noise.temperatures),
-            beta=self.beta,
-            seeds_B=noise.seeds,
-            positions_B=(base_B + depth).to(logits_BV.device),
-            greedy_B=noise.greedy,
-        )
-        for lane, token in zip(lanes, second_B.tolist(), strict=True):
-            self._second[lane.key].append(token)
-        return tokens_B
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Noise:
     """What sampling needs of each text of a batch."""

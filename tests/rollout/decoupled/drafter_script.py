@@ -7,23 +7,21 @@ import sys
 
 import msgspec
 
-from specactor.rollout.decoupled.foresight import Foresight
 from specactor.rollout.decoupled.process import Ready, serve
 from specactor.rollout.decoupled.transport import DrafterKeys
-from tests.rollout.decoupled.scripted import Doubting, Scripted
+from tests.rollout.decoupled.scripted import Scripted
 
 
 def ready(told: Ready) -> None:
     print(msgspec.json.encode(told).decode(), flush=True)
 
 
-def main(endpoint: str, step_s: str, keys: str, branches: str) -> None:
-    continuer = (Scripted if branches == "off" else Doubting)(step_s=float(step_s))
+def main(endpoint: str, step_s: str, keys: str) -> None:
+    continuer = Scripted(step_s=float(step_s))
     serve(
         continuer,
         endpoint=endpoint,
         keys=msgspec.json.decode(keys, type=DrafterKeys) if keys else None,
-        foresight=Foresight() if branches == "auto" else None,
         owner_fd=sys.stdin.fileno(),
         on_ready=ready,
     )

@@ -27,9 +27,7 @@ PATIENCE_S = 60.0
 class DrafterProcess:
     """Ends when its standard input does."""
 
-    def __init__(
-        self, endpoint: str, *, step_s: float = 0.0, keys: DrafterKeys | None = None, branches: str = "off"
-    ) -> None:
+    def __init__(self, endpoint: str, *, step_s: float = 0.0, keys: DrafterKeys | None = None) -> None:
         text = msgspec.json.encode(keys).decode() if keys else ""
         self.process = subprocess.Popen(
             [
@@ -39,7 +37,6 @@ class DrafterProcess:
                 endpoint,
                 str(step_s),
                 text,
-                branches,
             ],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,

@@ -25,9 +25,9 @@ class Protocol(RuleBasedStateMachine):
     tails: type[Tails] = Tails
     mirrors: type[Mirrors] = Mirrors
 
-    @initialize(max_tokens=st.sampled_from([SMALL, LARGE]), branching=st.booleans(), warm=st.booleans())
-    def begin(self, max_tokens: int, branching: bool, warm: bool) -> None:
-        self.world = World(max_tokens=max_tokens, branching=branching, tails=self.tails, mirrors=self.mirrors)
+    @initialize(max_tokens=st.sampled_from([SMALL, LARGE]), warm=st.booleans())
+    def begin(self, max_tokens: int, warm: bool) -> None:
+        self.world = World(max_tokens=max_tokens, tails=self.tails, mirrors=self.mirrors)
         if warm:
             self.world.settle(2)
 
@@ -55,11 +55,6 @@ class Protocol(RuleBasedStateMachine):
     @rule(engine=EITHER)
     def flush(self, engine: int) -> None:
         self.world.flush(engine)
-
-    @rule(drafter=EITHER, on=st.booleans())
-    def foresee(self, drafter: int, on: bool) -> None:
-        """Branches are wanted, or not, from now on."""
-        self.world.drafters[drafter].foresight.on = on
 
     @rule(drafter=EITHER, steps=st.integers(1, AHEAD * WINDOW))
     def step(self, drafter: int, steps: int) -> None:

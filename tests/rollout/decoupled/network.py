@@ -6,11 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import count
 
-from specactor.rollout.decoupled.foresight import Foresight
 from specactor.rollout.decoupled.mirror import AHEAD
 from specactor.rollout.decoupled.mirrors import Mirrors
 from specactor.rollout.decoupled.tails import BEAT_EVERY_S, SILENT_S, Tails
-from tests.rollout.decoupled.scripted import Doubting, script
+from tests.rollout.decoupled.scripted import Scripted, script
 
 WINDOW = 3
 SESSIONS = count(1)
@@ -33,12 +32,9 @@ class EngineEnd:
 
 
 class DrafterEnd:
-    def __init__(self, max_tokens: int, kind: type[Mirrors], branching: bool) -> None:
-        self.foresight = Foresight()
-        self.foresight.on = branching
-        self.mirrors = kind(next(SESSIONS), max_tokens=max_tokens, branching=branching, foresight=self.foresight)
-        self.continuer = Doubting()
-        self._branching = branching
+    def __init__(self, max_tokens: int, kind: type[Mirrors]) -> None:
+        self.mirrors = kind(next(SESSIONS), max_tokens=max_tokens)
+        self.continuer = Scripted()
 
     def step(self, now_s: float) -> list[tuple[int, bytes]]:
         """One turn; (session, frame) of what it sends."""
@@ -50,9 +46,7 @@ class DrafterEnd:
         for lane in lanes:
             assert len(lane.prompt_ids) + len(lane.tokens) < mirrors._oldest[lane.key].reserved, "keys beyond the bound"
         if lanes:
-            drafts = self.continuer.extend(lanes)
-            guessing = self._branching and self.foresight.on
-            mirrors.extended(lanes, drafts, self.continuer.runner_ups() if guessing else None)
+            mirrors.extended(lanes, self.continuer.extend(lanes))
         return [
             (session, frame)
             for session in mirrors.sessions
@@ -79,17 +73,15 @@ class World:
         engines: int = 2,
         drafters: int = 2,
         max_tokens: int = 100_000,
-        branching: bool = False,
         tails: type[Tails] = Tails,
         mirrors: type[Mirrors] = Mirrors,
     ) -> None:
         self.now_s = 100.0
         self.kinds = tails, mirrors
         self.max_tokens = max_tokens
-        self.branching = branching
         self.engines = [EngineEnd(f"engine {i}", drafters, tails) for i in range(engines)]
         self.places = {end.session: i for i, end in enumerate(self.engines)}
-        self.drafters = [DrafterEnd(max_tokens, mirrors, branching) for _ in range(drafters)]
+        self.drafters = [DrafterEnd(max_tokens, mirrors) for _ in range(drafters)]
         self.flying: list[Frame] = []
         self.past: list[Frame] = []
         self.count = 0
@@ -155,7 +147,7 @@ class World:
             self.open(engine, text.prompt, text.output[: len(text.output) // 2])
 
     def restart_drafter(self, drafter: int) -> None:
-        self.drafters[drafter] = DrafterEnd(self.max_tokens, self.kinds[1], self.branching)
+        self.drafters[drafter] = DrafterEnd(self.max_tokens, self.kinds[1])
 
     def settle(self, rounds: int = 12, *, down: Sequence[int] = ()) -> None:
         """Time passes, and the network works; drafters that are `down` do nothing."""

@@ -50,20 +50,6 @@ class Scripted:
         self.seen.pop(key, None)
 
 
-class Doubting(Scripted):
-    """Its second choice is what the target of `network.World` has where it does not follow the script."""
-
-    guessing = True
-
-    def extend(self, lanes: Sequence[Lane]) -> list[list[int]]:
-        drafts = super().extend(lanes)
-        self._runner_ups = [[token + 1000 for token in draft] for draft in drafts]
-        return drafts
-
-    def runner_ups(self) -> list[list[int]]:
-        return self._runner_ups
-
-
 def slow() -> Scripted:
     """Like a model: two milliseconds per call."""
     return Scripted(step_s=0.002)

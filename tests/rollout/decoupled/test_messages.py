@@ -12,7 +12,6 @@ from specactor.rollout.decoupled.messages import (
     MAX_ROWS,
     MAX_TAIL_TOKENS,
     Beat,
-    Branch,
     Close,
     Commits,
     FrameError,
@@ -47,7 +46,6 @@ TO_DRAFTER = [
 ]
 TO_ENGINE = [
     Pulse(version=1, requests=2, drafted=3, wasted=1),
-    Tail(request=1, base=2, tokens=pack([5, 6]), version=3, branches=[Branch(accepted=1, bonus=4, tokens=pack([7]))]),
     TailColumns(
         requests=numbers(1, 2),
         bases=numbers(2, 700),
@@ -172,46 +170,33 @@ def test_columns_are_strict(fields: tuple[object, ...]) -> None:
 
 
 def tail(request: int, base: int, *tokens: int, wait_us: int = 0) -> Tail:
-    return Tail(request=request, base=base, tokens=pack(tokens), version=3, wait_us=wait_us)
+    return Tail(request, base, pack(tokens), wait_us)
 
 
 def test_tails_survive_as_columns() -> None:
-    made = columns([tail(1, 4, 10, 11), tail(2, 0, wait_us=7), tail(3, 9, 12)])
+    made = columns([tail(1, 4, 10, 11), tail(2, 0, wait_us=7), tail(3, 9, 12)], version=3)
     assert decode_to_engine(encode(HEADER, [made])) == (HEADER, [made])
-    assert sorted(newest([made])) == [(1, 4, pack([10, 11]), ()), (2, 0, b"", ()), (3, 9, pack([12]), ())]
+    assert sorted(newest([made])) == [(1, 4, pack([10, 11])), (2, 0, b""), (3, 9, pack([12]))]
     assert made.waits_us == [7]
 
 
 @given(
     sent=st.lists(
-        st.tuples(st.integers(0, 3), st.integers(0, 9), st.lists(st.integers(0, 99), max_size=4), st.booleans())
+        st.dictionaries(st.integers(0, 3), st.tuples(st.integers(0, 9), st.lists(st.integers(0, 99), max_size=4)))
     )
 )
-def test_of_several_tails_the_last_counts(sent: list[tuple[int, int, list[int], bool]]) -> None:
-    """However they are mixed, whole or with an odd byte, alone or in columns."""
-    records: list[Tail | TailColumns] = []
-    for request, base, tokens, alone in sent:
-        one = tail(request, base, *tokens)
-        odd = Tail(request=request, base=base, tokens=one.tokens + b"\1", version=3, branches=[])
-        records.append(odd if alone else columns([one]))
-    expected = {request: (base, tokens) for request, base, tokens, _ in sent}
-    assert {request: (base, unpack(tokens)) for request, base, tokens, _ in newest(records)} == expected
-
-
-def test_branches_stay_with_their_tail() -> None:
-    branch = Branch(accepted=0, bonus=4, tokens=pack([7]))
-    branchy = Tail(request=1, base=2, tokens=pack([5]), version=3, branches=[branch])
-    plain = columns([tail(1, 3, 6), tail(2, 0, 8)])
-    for records, expected in (
-        ([branchy, plain], {1: (6, []), 2: (8, [])}),
-        ([plain, branchy], {1: (5, [branch]), 2: (8, [])}),
-    ):
-        assert {request: (unpack(tokens)[0], list(of)) for request, _, tokens, of in newest(records)} == expected
+def test_of_several_tails_the_last_counts(sent: list[dict[int, tuple[int, list[int]]]]) -> None:
+    records = [
+        columns([tail(request, base, *tokens) for request, (base, tokens) in record.items()], version=3)
+        for record in sent
+    ]
+    expected = {request: of for record in sent for request, of in record.items()}
+    assert {request: (base, unpack(tokens)) for request, base, tokens in newest(records)} == expected
 
 
 def test_headers_are_strict() -> None:
     frame = encode(HEADER, [])
-    for at, value in ((0, b"X"), (4, b"\x02"), (4, b"\x04"), (8, bytes(8)), (15, b"\xff"), (24, bytes(8))):
+    for at, value in ((0, b"X"), (4, b"\x03"), (4, b"\x05"), (8, bytes(8)), (15, b"\xff"), (24, bytes(8))):
         with pytest.raises(FrameError):
             decode_to_drafter(frame[:at] + value + frame[at + len(value) :])
     with pytest.raises(FrameError, match="bytes"):

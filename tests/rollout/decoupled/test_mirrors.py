@@ -4,9 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import pytest
-
-from specactor.rollout.decoupled.foresight import Foresight, Judged
 from specactor.rollout.decoupled.messages import (
     Beat,
     Close,
@@ -63,7 +60,7 @@ class Drafter:
 def tails(said: Sequence[ToEngine]) -> dict[int, tuple[int, list[int]]]:
     """The same, of what it said."""
     records = [record for record in said if isinstance(record, TailColumns)]
-    return {request: (base, unpack(tokens)) for request, base, tokens, _ in newest(records)}
+    return {request: (base, unpack(tokens)) for request, base, tokens in newest(records)}
 
 
 def beat(*requests: tuple[int, int, int], engine: str = "e") -> Beat:
@@ -266,68 +263,6 @@ def test_those_that_hold_less_than_a_window_go_alone_where_all_take_much_longer(
     assert asked == [(1, 2)] * 2
     drafter.mirrors.extended(drafter.mirrors.wanted(100)[1:], [[5] * WINDOW])
     assert keys(slower=True) == [(ENGINE, 1), (ENGINE, 2)], "nobody waits for any"
-
-
-class Overheard(Foresight):
-    def __init__(self) -> None:
-        super().__init__()
-        self.heard: list[tuple[int, Judged]] = []
-
-    def commits(self, engine: int, now_s: float, judged: Sequence[Judged]) -> None:
-        self.heard += [(engine, each) for each in judged]
-
-
-@pytest.mark.parametrize(
-    ("fresh", "examined", "right", "foreseen"),
-    [
-        ((10,), 1, 1, None),
-        ((10, 11, 12), 3, 3, None),
-        ((5,), 1, 0, False),
-        ((110,), 1, 0, True),
-        ((10, 111), 2, 1, True),
-        ((10, 111, 7), 2, 1, True),
-        ((*range(10, 10 + WINDOW), 110 + WINDOW), WINDOW + 1, WINDOW, False),
-    ],
-    ids=["right", "all", "wrong", "second", "later", "beyond", "bonus"],
-)
-def test_what_commits_say_of_drafts(fresh: tuple[int, ...], examined: int, right: int, foreseen: bool | None) -> None:
-    """A draft of 10, 11, ..; its second choices are 110, 111, .. No branch begins behind a window."""
-    drafter, overheard = Drafter(), Overheard()
-    drafter.mirrors = Mirrors(5, max_tokens=1000, branching=True, foresight=overheard)
-    drafter.hear(beat(), opening())
-    ahead = AHEAD * WINDOW
-    lanes = drafter.mirrors.wanted(1)
-    drafter.mirrors.extended(lanes, [list(range(10, 10 + ahead))], [list(range(110, 110 + ahead))])
-    drafter.hear(commit(0, *fresh))
-    expected = Judged(window=WINDOW, ahead=WINDOW, examined=examined, right=right, foreseen=foreseen, fresh=len(fresh))
-    assert overheard.heard == [(ENGINE, expected)]
-    drafter.hear(commit(0, *fresh))
-    assert len(overheard.heard) == 1, "said before"
-
-
-def test_guesses_are_asked_for_while_they_are_wanted() -> None:
-    drafter, overheard = Drafter(), Overheard()
-    drafter.mirrors = Mirrors(5, max_tokens=1000, branching=True, foresight=overheard)
-    drafter.hear(beat(), opening())
-    while lanes := drafter.mirrors.wanted(1):
-        drafter.mirrors.extended(lanes, [[5]], [[6]])
-    overheard.on = True
-    [lane] = drafter.mirrors.wanted(1)
-    assert list(lane.tokens) == [6]
-    overheard.on = False
-    assert drafter.mirrors.wanted(1) == []
-
-
-def test_guesses_take_no_room() -> None:
-    """Else a drafter with branches would evict requests for which its KV cache has room."""
-    room = len(PROMPT) + AHEAD * WINDOW
-    drafter = Drafter()
-    drafter.mirrors = Mirrors(5, max_tokens=3 * room, branching=True)
-    drafter.hear(beat(), opening(1), opening(2), opening(3))
-    assert drafter.mirrors.num_requests == 3
-    drafter.hear(beat((1, 4, 0), (2, 4, 0)))
-    drafter.hear(beat((1, 4, 0), (2, 4, 0), (3, 4, 0)))
-    assert Resend(requests=[3]) in drafter.say()
 
 
 def test_a_continuer_that_cannot_go_on_is_not_asked_again_before_the_next_commit() -> None:

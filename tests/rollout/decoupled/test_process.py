@@ -80,15 +80,6 @@ def test_two_drafters_at_two_addresses_serve_two_engines(start: Start, connected
         assert said["held"] == 0, "the continuer was not told"
 
 
-@pytest.mark.parametrize("branches", ["on", "auto"])
-def test_branches_are_used(start: Start, connected: Connect, branches: str) -> None:
-    process = start(branches=branches, step_s=0.0005)
-    engine = connected(process.endpoint, right=0.7, pause_s=0.02)  # time to draft two windows ahead, and branches
-    engine.open(4)
-    engine.until(lambda: engine.drafter.report().branched > 10, "no branch was right")
-    engine.until_drafts()
-
-
 def test_a_killed_drafter_is_missed_and_its_successor_is_used(start: Start, connected: Connect) -> None:
     process = start()
     engine = connected(process.endpoint)

@@ -6,9 +6,7 @@ import pytest
 
 from specactor.rollout.decoupled import messages
 from specactor.rollout.decoupled.messages import (
-    MAX_TAIL_TOKENS,
     Beat,
-    Branch,
     Close,
     Commits,
     Header,
@@ -16,6 +14,7 @@ from specactor.rollout.decoupled.messages import (
     Pulse,
     Resend,
     Tail,
+    TailColumns,
     ToDrafter,
     ToEngine,
     columns,
@@ -74,8 +73,12 @@ def pulse(requests: int = 0) -> Pulse:
     return Pulse(version=1, requests=requests, drafted=0, wasted=0)
 
 
-def tail(base: int, *tokens: int, request: int = 1) -> Tail:
-    return Tail(request=request, base=base, tokens=pack(tokens), version=1)
+def tails(*of_requests: Tail) -> TailColumns:
+    return columns(of_requests, version=1)
+
+
+def tail(base: int, *tokens: int, request: int = 1) -> TailColumns:
+    return tails(Tail(request, base, pack(tokens)))
 
 
 def ready(num_drafters: int = 1, **options: type[Tails]) -> End:
@@ -206,9 +209,9 @@ def test_of_tails_that_arrive_together_every_requests_last_counts() -> None:
     for index in range(2):
         end.say(index)
     records: list[ToEngine] = [
-        columns([tail(0, 10), tail(0, 30, request=3)]),
+        tails(Tail(1, 0, pack([10])), Tail(3, 0, pack([30]))),
         tail(0, 10, 11),
-        columns([tail(0, 10, 11, 12)]),
+        tail(0, 10, 11, 12),
     ]
     others = [end.frame_of(tail(0, 20, 21, request=2), index=1), end.frame_of(tail(0, 99, request=1), index=1)]
     end.tails.receive([*(end.frame_of(record) for record in records), *others], end.now_s)
@@ -216,14 +219,14 @@ def test_of_tails_that_arrive_together_every_requests_last_counts() -> None:
     assert end.tails.drops.counts == {"late": 1}
 
 
-def test_waits_are_told_alone_and_in_columns() -> None:
+def test_waits_are_told() -> None:
     end = ready()
     end.open("a")
     end.say()
-    one = Tail(request=1, base=0, tokens=pack([10]), version=1, wait_us=2000)
-    end.hear(one)
-    end.hear(columns([tail(0, 10, 11), one]))
-    assert list(end.tails.waits_s) == [0.002, 0.002]
+    end.hear(
+        tails(Tail(1, 0, pack([10]), wait_us=2000)), tails(Tail(1, 0, pack([10, 11])), Tail(2, 0, b"", wait_us=500))
+    )
+    assert list(end.tails.waits_s) == [0.002, 0.0005]
 
 
 @pytest.mark.parametrize("kind", [Tails, ArrivedKept])
@@ -248,28 +251,6 @@ def test_which_frames_are_dropped() -> None:
     end.tails.receive([(0, b"rubbish")], 0.0)
     assert end.draft("a") == [10]
     assert end.tails.drops.counts == {"repeated": 2, "foreign": 2, "malformed": 1}
-
-
-def test_an_odd_tail_costs_a_part_of_itself() -> None:
-    end = ready()
-    end.open("a")
-    end.say()
-    end.hear(Tail(request=1, base=0, tokens=pack([10, 11])[:-1], version=1))
-    assert end.draft("a") == [10]
-
-
-def test_the_longest_way_through_a_branch() -> None:
-    end = ready()
-    end.open("a")
-    end.say()
-    first, second = list(range(MAX_TAIL_TOKENS)), list(range(100, 100 + MAX_TAIL_TOKENS))
-    branch = Branch(accepted=len(first), bonus=99, tokens=pack(second))
-    end.hear(Tail(request=1, base=0, tokens=pack(first), version=1, branches=[branch]))
-    end.commit("a", *first, 99)
-    assert end.draft("a") == second[:4]
-    end.commit("a", *second[:-1])
-    assert end.draft("a") == second[-1:]
-    assert end.tails.num_tokens == 2 * MAX_TAIL_TOKENS + 1
 
 
 @pytest.mark.parametrize("kind", [Tails, ForeignTaken])

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import msgspec
 import pytest
 
 from specactor.rollout.decoupled.continuer import Lane
-from specactor.rollout.decoupled.foresight import Foresight
 from specactor.rollout.decoupled.order import Drops
-from specactor.rollout.decoupled.process import MAX_TURNS, Loop, Work
+from specactor.rollout.decoupled.process import MAX_TURNS, Loop
 from specactor.rollout.decoupled.tails import Tails
 
 STEP_S = 0.002
@@ -147,47 +145,6 @@ def test_rollbacks_are_events_of_the_trace() -> None:
     rollbacks = [span for span in loop.work(trace=False).spans if span.name == "rollback"]
     assert [span.details["tokens"] for span in rollbacks] == [2 * WINDOW, 2 * WINDOW], "at each 9, all that was ahead"
     assert loop.mirrors.num_wasted == 4 * WINDOW
-
-
-class Doubting(Ticking):
-    """With second choices, which are what the target has where it differs. They cost a fifth of a turn."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.guessing = True
-
-    def extend(self, lanes: Sequence[Lane]) -> list[list[int]]:
-        self.now_s += 0.2 * STEP_S * len(lanes) * self.guessing
-        return super().extend(lanes)
-
-    def runner_ups(self) -> list[list[int]]:
-        return [[9] for _ in range(len(self.outputs))]
-
-
-@pytest.mark.parametrize("foreseen", [True, False])
-def test_branches_are_drafted_where_they_are_predicted_to_pay(foreseen: bool) -> None:
-    """A target that differs in every second round, foreseen or not; rounds of twenty turns."""
-    world = Doubting()
-    loop = Loop(world, world, max_tokens=100_000, foresight=Foresight(), clock=world.clock)  # type: ignore[arg-type]
-    loop.turn()
-    world.open(1)
-    loop.work(trace=True)
-    was_on = []
-    for i in range(600):
-        ends_s = world.now_s + 20 * STEP_S
-        while world.now_s < ends_s:
-            loop.turn()
-        world.outputs[0] += [7, 9 if foreseen else 8] if i % 2 else [7] * WINDOW
-        world.tails.commit(["r0"])
-        world.tails.drafts(["r0"], [WINDOW])
-        was_on.append(world.guessing)
-    assert True in was_on, "to look"
-    assert was_on[-300:].count(foreseen) > 290
-    assert (world.tails.branched > 100) == foreseen
-    said = msgspec.json.decode(msgspec.json.encode(loop.work(trace=False)), type=Work)
-    changes = [span.details["on"] for span in said.spans if span.name == "branches"]
-    assert changes[0] == 1, "to look"
-    assert changes[-1] == int(foreseen)
 
 
 def test_what_is_remembered_is_bounded() -> None:

@@ -26,7 +26,6 @@ MOVES = {
     "silence": 0.3,
     "restart_engine": 0.6,
     "restart_drafter": 0.6,
-    "foresee": 0.6,
 }
 """Move -> weight."""
 
@@ -35,7 +34,7 @@ class Walk:
     def __init__(self, seed: int, *, tails: type[Tails] = Tails, mirrors: type[Mirrors] = Mirrors) -> None:
         self.rng = random.Random(seed)
         self.max_tokens = SMALL if seed % 3 == 0 else LARGE
-        self.world = World(max_tokens=self.max_tokens, branching=seed % 2 == 1, tails=tails, mirrors=mirrors)
+        self.world = World(max_tokens=self.max_tokens, tails=tails, mirrors=mirrors)
 
     def run(self, steps: int = 120) -> None:
         """Raises AssertionError where the ends are wrong."""
@@ -84,5 +83,3 @@ class Walk:
             world.restart_engine(engine)
         elif move == "restart_drafter":
             world.restart_drafter(drafter)
-        elif move == "foresee":
-            world.drafters[drafter].foresight.on = rng.random() < 0.5

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from specactor.rollout.decoupled import messages
-from specactor.rollout.decoupled.branches import Guesses
-from specactor.rollout.decoupled.messages import Beat, Commits, Tail, TailColumns
+from specactor.rollout.decoupled.messages import Beat, Commits, TailColumns
 from specactor.rollout.decoupled.mirrors import Mirrors
 from specactor.rollout.decoupled.tails import Tails
 
@@ -41,10 +40,10 @@ class FutureTaken(Tails):
 class AnyTail(Tails):
     """Gives a tail to the request of that place, whoever it was for."""
 
-    def _tails(self, index: int, records: Sequence[Tail | TailColumns]) -> None:
-        for _, base, tokens, branches in messages.newest(records):
+    def _tails(self, index: int, records: Sequence[TailColumns]) -> None:
+        for _, base, tokens in messages.newest(records):
             for request in list(self._requests.values())[-1:]:
-                request.base, request.tokens, request.branches = base, tokens, branches
+                request.base, request.tokens = base, tokens
 
 
 class ResendIgnored(Tails):
@@ -188,37 +187,11 @@ class NoBound(Mirrors):
 
 
 class AheadWithoutBound(Mirrors):
-    def extended(self, lanes: Any, drafts: Any, runner_ups: Any = None) -> None:
-        super().extended(lanes, drafts, runner_ups)
+    def extended(self, lanes: Any, drafts: Any) -> None:
+        super().extended(lanes, drafts)
         for lane in lanes:
             if lane.committed + 5 < len(lane.tokens):
                 lane.tokens.extend([0] * 5)
-
-
-class AnyBranch(Tails):
-    """Takes a branch for its bonus, wherever it begins."""
-
-    def _other_way(self, request: Any, tokens: list[int], known: list[int]) -> list[int]:
-        for branch in request.branches:
-            if branch.bonus == known[-1]:
-                return [*known, *messages.unpack(branch.tokens)]
-        request.tokens = None
-        return []
-
-
-class _Kept(Guesses):
-    def clear(self) -> int:
-        return 0
-
-
-class GuessesKept(Mirrors):
-    """Sends guesses of a draft that was wrong."""
-
-    def _open(self, session: Any, record: Any, now_s: float) -> None:
-        super()._open(session, record, now_s)
-        mirror = session.mirrors.get(record.request)
-        if mirror is not None and mirror.guesses is not None:
-            mirror.guesses = _Kept(mirror.window)
 
 
 class AnsweredToAnother(Mirrors):

@@ -5,9 +5,6 @@ with ANSWER. Operations:
   new NAME STEPS SHARPEN    forget all, and begin with the continuer of this name
   extend LANES              its answers
   forget KEY
-  runner_ups                of the last answers
-  guess ON                  whether those are wanted from now on
-  seconds LANES             per lane, the second best next token by transformers' logits and the noise
   reference LANES           per lane, what transformers' logits and the noise give for the next token, and by how much
                             its score is above the second
   renew FOLDER DAMAGED      new weights for continuer and reference; damaged ones for the continuer alone: what it says,
@@ -38,19 +35,19 @@ def lanes_of(values: list[dict[str, object]]) -> list[Lane]:
     return [replace(Lane(**value), prompt_ids=tuple(value["prompt_ids"])) for value in values]  # type: ignore[arg-type]
 
 
-def references(model: torch.nn.Module, lanes: list[Lane], *, place: int = -1) -> list[tuple[int, float]]:
+def references(model: torch.nn.Module, lanes: list[Lane]) -> list[tuple[int, float]]:
     """Args: -1 for the best next token, -2 for the second best."""
     texts = [[*lane.prompt_ids, *lane.tokens] for lane in lanes]
     longest = max(map(len, texts))
     with torch.no_grad():
         logits_BTV = model(torch.tensor([text + [0] * (longest - len(text)) for text in texts])).logits
     return [
-        reference(lane, logits_TV[len(text) - 1], place)
+        reference(lane, logits_TV[len(text) - 1])
         for lane, text, logits_TV in zip(lanes, texts, logits_BTV, strict=True)
     ]
 
 
-def reference(lane: Lane, logits_V: torch.Tensor, place: int) -> tuple[int, float]:
+def reference(lane: Lane, logits_V: torch.Tensor) -> tuple[int, float]:
     scores_V = torch.log_softmax(logits_V / (lane.temperature or 1.0), dim=0).double().numpy()
     if lane.temperature:
         position = len(lane.prompt_ids) + len(lane.tokens) - 1
@@ -58,7 +55,7 @@ def reference(lane: Lane, logits_V: torch.Tensor, place: int) -> tuple[int, floa
         scores_V = scores_V + noise_1V[0]
     order = scores_V.argsort()
     gaps = np.diff(scores_V[order])
-    return int(order[place]), float(gaps[place:].min())
+    return int(order[-1]), float(gaps[-1])
 
 
 def renew(continuer: ModelContinuer, source: torch.nn.Module, *, damaged: bool) -> str:
@@ -89,12 +86,6 @@ def main(folder: str, tokens: int, requests: int, context: int) -> None:
                 continuer.forget(arguments[0])
             case "reference":
                 answer = references(model, lanes_of(arguments[0]))
-            case "runner_ups":
-                answer = continuer.runner_ups()
-            case "guess":
-                [continuer.guessing] = arguments  # type: ignore[attr-defined]
-            case "seconds":
-                answer = references(model, lanes_of(arguments[0]), place=-2)
             case "renew":
                 source, damaged = arguments
                 there = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).eval()

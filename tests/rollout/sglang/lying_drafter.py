@@ -13,15 +13,16 @@ import msgspec
 import zmq
 
 from specactor.rollout.decoupled import messages
-from specactor.rollout.decoupled.messages import Branch, Commits, Open, Pulse, Resend, Tail, ToEngine
+from specactor.rollout.decoupled.messages import Commits, Open, Pulse, Resend, Tail, TailColumns, ToEngine
 
 _HEADER = struct.Struct("<4sB3xQQQ")
 _LOOK_MS = 1
 _SESSION = 1 << 40
 
 
-def tail(request: int, base: int, tokens: list[int], branches: list[Branch] | None = None) -> Tail:
-    return Tail(request=request, base=base, tokens=messages.pack(tokens), version=1, branches=branches or [])
+def tail(request: int, base: int, *lists: list[int]) -> TailColumns:
+    """Args: lists: of tokens; of several, each is a tail of the same request."""
+    return messages.columns([Tail(request, base, messages.pack(tokens)) for tokens in lists], version=1)
 
 
 class _Heard:
@@ -45,19 +46,10 @@ def _neighbours(one: _Heard, rng: Random) -> list[ToEngine]:
     return [tail(max(1, one.number + rng.choice((-1, 1))), one.length, _tokens(rng))]
 
 
-def _branches(one: _Heard, rng: Random) -> list[ToEngine]:
-    branches = [
-        Branch(accepted=rng.choice((k, messages.LARGEST)), bonus=rng.randrange(96), tokens=messages.pack(_tokens(rng)))
-        for k in range(messages.MAX_BRANCHES)
-    ]
-    return [tail(one.number, max(0, one.length - 1), _tokens(rng), branches)]
-
-
 def _columns(one: _Heard, rng: Random) -> list[ToEngine]:
     """One request twice, the second time with as many tokens as fit, some of which are none."""
-    tails = [tail(one.number, one.length, _tokens(rng, 2))]
-    tails.append(tail(one.number, one.length, [rng.randrange(-5, 200) for _ in range(messages.MAX_TAIL_TOKENS)]))
-    return [messages.columns(tails), tails[0]]
+    short, long = _tokens(rng, 2), [rng.randrange(-5, 200) for _ in range(messages.MAX_TAIL_TOKENS)]
+    return [tail(one.number, one.length, short, long), tail(one.number, one.length, short)]
 
 
 LIES: dict[str, Lie] = {
@@ -69,7 +61,6 @@ LIES: dict[str, Lie] = {
         tail(rng.choice((0, messages.LARGEST, one.number + 10**6)), one.length, _tokens(rng))
     ],
     "the neighbour's": _neighbours,
-    "branches": _branches,
     "columns": _columns,
     "resend": lambda one, rng: [Resend(requests=[one.number, 0, messages.LARGEST])],
     "loads": lambda one, rng: [

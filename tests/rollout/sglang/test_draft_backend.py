@@ -16,9 +16,8 @@ from typing import Any
 import pytest
 
 from specactor.cpu import sglang as cpu
-from specactor.rollout.decoupled.branches import chain
 from specactor.rollout.decoupled.continuer import Lane
-from specactor.rollout.decoupled.messages import Beat, Header, Open, Tail, decode_to_engine, encode, unpack
+from specactor.rollout.decoupled.messages import Beat, Header, Open, encode
 from specactor.rollout.decoupled.mirrors import Mirrors
 from specactor.rollout.sglang.draft_slots import BLOCK_TOKENS
 from tests.rollout.sglang.test_model_drafter import make_dense
@@ -240,63 +239,6 @@ def test_sharpness_is_fitted_to_what_the_target_emitted(child: Child) -> None:
         assert (beta > 1) == committing
         for t in texts:
             child("forget", t.key)
-
-
-@pytest.mark.parametrize("name", ["GuessingContinuer", "GuessesTheThird"])
-def test_runner_ups_are_the_second_best_by_score(child: Child, name: str) -> None:
-    rng = random.Random(9)
-    texts = [text(rng, i) for i in range(6)]
-    begin(child, name)
-    wrong = checked = 0
-    for _ in range(8):
-        lanes = [t.lane() for t in texts]
-        answers = child.extend(lanes)
-        assert child.wrong(lanes, answers) == 0
-        seconds = child("seconds", [asdict(lane) for lane in lanes])
-        for [found], (second, gap) in zip(child("runner_ups"), seconds, strict=True):
-            wrong += found != second and gap > NEAR_TIE
-            checked += 1
-        for t, answer in zip(texts, answers, strict=True):
-            t.tokens += answer
-    assert checked == 48
-    assert (wrong == 0) == (name == "GuessingContinuer")
-
-
-def test_runner_ups_are_there_while_they_are_wanted(child: Child) -> None:
-    """And the drafts are right in any case."""
-    rng = random.Random(10)
-    texts = [text(rng, i) for i in range(3)]
-    begin(child, "GuessingContinuer")
-    for wanted in (True, False, False, True):
-        child("guess", wanted)
-        lanes = [t.lane() for t in texts]
-        answers = child.extend(lanes)
-        assert child.wrong(lanes, answers) == 0
-        assert [len(of_text) for of_text in child("runner_ups")] == [int(wanted)] * 3
-        for t, answer in zip(texts, answers, strict=True):
-            t.tokens += answer
-
-
-def test_a_rejection_for_the_runner_up_finds_a_draft(child: Child) -> None:
-    """With the continuer in a drafter's mirror: what follows the second choice is there when that is committed."""
-    begin(child, "GuessingContinuer")
-    mirrors = Mirrors(1, max_tokens=4000, branching=True)
-    header = Header(sender=5, receiver=1, number=1)
-    opening = Open(request=1, prompt_ids=[5, 9, 7], output_ids=[], seed=77, temperature=1.0, window=2)
-    mirrors.receive(5, encode(header, [Beat(engine="e", requests=[]), opening]), 0.0)
-    while lanes := mirrors.wanted(8):
-        keyed = [replace(lane, key=str(lane.key)) for lane in lanes]
-        mirrors.extended(lanes, child.extend(keyed), child("runner_ups"))
-    [frame] = mirrors.outgoing(5, version=1, now_s=0.0)
-    [tail] = [record for record in decode_to_engine(frame)[1] if isinstance(record, Tail)]
-    assert [branch.accepted for branch in tail.branches] == [0, 1]
-    for branch in tail.branches:
-        known = [*unpack(tail.tokens)[: branch.accepted], branch.bonus]
-        way = chain(unpack(tail.tokens), tail.branches, known)
-        assert len(way) == len(known) + 2
-        lane = Lane(key="new", prompt_ids=(5, 9, 7), tokens=known, seed=77, temperature=1.0, agreed=0)
-        assert child.wrong([lane], [way[len(known) :]]) == 0, "the draft is what the model says after the runner-up"
-        child("forget", "new")
 
 
 def test_an_empty_prompt_does_not_reach_it(child: Child) -> None:

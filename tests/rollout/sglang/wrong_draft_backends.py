@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from specactor.rollout.decoupled.continuer import Lane
-from specactor.rollout.sglang.draft_backend import GuessingContinuer, ModelContinuer
+from specactor.rollout.sglang.draft_backend import ModelContinuer
 from specactor.weights_sync.messages import DraftWeights
 
 
@@ -71,17 +71,6 @@ class IsGreedy(ModelContinuer):
     @property
     def beta(self) -> float:
         return float("inf")
-
-
-class GuessesTheThird(GuessingContinuer):
-    """Runner-ups with the noise of the position after."""
-
-    def _sample(self, logits_BV: Tensor, lanes: Sequence[Lane], noise: Any, base_B: Tensor, depth: int) -> Tensor:
-        tokens_B = super()._sample(logits_BV, lanes, noise, base_B, depth)
-        before = {key: list(tokens) for key, tokens in self._second.items()}
-        super()._sample(logits_BV, lanes, noise, base_B, depth + 1)
-        self._second = {key: [*tokens[:-1], self._second[key][-1]] for key, tokens in before.items()}
-        return tokens_B
 
 
 class KeepsKeysOfOldWeights(ModelContinuer):
