@@ -99,7 +99,6 @@ def planners_in(text: str) -> set[str]:
 def test_rollouts_do_not_import_the_planner_or_the_simulator() -> None:
     """They import what engines decide by, so that one policy is planned, simulated and run."""
     own = [path for path in (PACKAGE / "rollout").rglob("*.py") if not {"planning", "simulator"} & {*path.parts}]
-    own = [path for path in own if path.name != "foresight.py"]  # which leaves
     assert len(own) > 50
     assert {str(path): planners_in(path.read_text()) for path in own if planners_in(path.read_text())} == {}
     assert planners_in("from specactor.rollout.planning.search import search"), "the check would see one"

@@ -59,10 +59,6 @@ class RolloutPlan:
     """Of all devices, idle ones too."""
     speedup: float = 1.0
     """Over the fastest plan that does not speculate."""
-    branches: int = 0
-    """Outcomes that are drafted for in advance, per request; 0: none."""
-    branch_gain: float = 1.0
-    """Predicted speed over that of the same plan without."""
     message_bytes_per_s: float = 0.0
     """Between drafters and verifiers, both ways."""
     reason: str = ""
@@ -163,24 +159,6 @@ class DrafterOption:
         checked(self.survival)
         if self.name == OFF:
             raise PlanError(f"drafter: got the name {OFF!r}, which means plain decoding. Use another.")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Branches:
-    """Drafting for outcomes of a verify before it has ended (2603.03251)."""
-
-    count: int
-    """Further drafts per request, each as long as the window. The drafter's batch grows by so many times itself, each
-    of them reading its own context; memory does not grow, since their keys and values are those of one prefix."""
-    hit_rate: float
-    """P(the outcome is among them), given that the tail ended there. Measure it; it depends on the policy's entropy."""
-
-    def __post_init__(self) -> None:
-        if self.count < 0 or not 0 <= self.hit_rate <= 1:
-            raise PlanError(f"branches: got {self.count}, hit rate {self.hit_rate}; expected >= 0 and 0..1.")
-
-
-NO_BRANCHES = Branches(count=0, hit_rate=0.0)
 
 
 def fitting(capacity_bytes: float, *footprints: Footprint) -> int | None:

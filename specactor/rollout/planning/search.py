@@ -11,8 +11,8 @@ and is charged for every device of the cluster, used or idle: plans are compared
 Costs are `CostTable`s and `Grid`s, measured (`specactor profile`) or predicted from device figures (`rooflines.py`).
 
 Compared with Algorithm 1 of 2511.16193 (`benchmarks/paper_algorithms.py`): off and coupled are plans too, drafters and
-verifiers need not come in equal numbers, tables take the place of lines, memory bounds how many requests run at once,
-and drafting for outcomes in advance (2603.03251) is an option. The 1:1 groups of Algorithm 1 are among the plans.
+verifiers need not come in equal numbers, tables take the place of lines, and memory bounds how many requests run at
+once. The 1:1 groups of Algorithm 1 are among the plans.
 
 Invariants: the first plan has the most tokens per second, and off wins ties, and wherever no other plan is faster by
 more than `margin`; a drafter with acceptance 0 is never in the first plan; survivals that rise never lower the first
@@ -24,14 +24,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import pairwise, product
+from itertools import pairwise
 from math import ceil, isfinite
 
 from specactor.errors import PlanError
 from specactor.rollout.planning.costs import Grid
 from specactor.rollout.planning.plans import (
-    NO_BRANCHES,
-    Branches,
     Cluster,
     DrafterEngine,
     DrafterOption,
@@ -54,7 +52,6 @@ def search(
     drafters: Sequence[DrafterOption] = (),
     *,
     max_window: int = 16,
-    branches: Branches = NO_BRANCHES,
     margin: float = 0.0,
 ) -> list[RolloutPlan]:
     """The best plan of every mode, drafter and pair of engine sizes, fastest first; then off, fewer devices, smaller
@@ -77,7 +74,7 @@ def search(
             if drafter.name in verifier.costs.drafters:
                 found += _best(_coupled(cluster, verifier, drafter, w) for w in range(1, largest + 1))
             for engine in drafter.engines:
-                found += _decoupled(cluster, verifier, drafter, engine, largest, branches)
+                found += _decoupled(cluster, verifier, drafter, engine, largest)
     found = [replace(plan, speedup=plan.tokens_per_s / plain) for plan in found]
 
     def believed(plan: RolloutPlan) -> float:
@@ -125,7 +122,6 @@ def _decoupled(
     drafter: DrafterOption,
     engine: DrafterEngine,
     max_window: int,
-    branches: Branches,
 ) -> list[RolloutPlan]:
     """The best; none if there is none. Looked at: every number of verifiers, with as many drafters as there is room
     for, and the 1:1 groups of Algorithm 1. Of the best one's drafters those are left idle that it does not need.
@@ -148,22 +144,19 @@ def _decoupled(
                 verifying=verifying,
                 most=AHEAD * max_window,
             )
-            for window, ahead in product(range(1, max_window + 1), dict.fromkeys((NO_BRANCHES, branches))):
-                plan = pair.plan(drafting, window, ahead)
+            for window in range(1, max_window + 1):
+                plan = pair.plan(drafting, window)
                 if plan is not None and (best is None or _order(plan) < _order(best[0])):
                     best = (plan, pair)
     if best is None:
         return []
     plan, pair = best
-    used = branches if plan.branches else NO_BRANCHES
-    plan = pair.fewest(plan.drafters.engines, plan.window, used)
-    without = pair.plan(plan.drafters.engines, plan.window, NO_BRANCHES)
-    return [replace(plan, branch_gain=plan.tokens_per_s / without.tokens_per_s if without else 1.0)]
+    return [pair.fewest(plan.drafters.engines, plan.window)]
 
 
-def _order(plan: RolloutPlan) -> tuple[float, int, int, int]:
-    """Fastest first; among equals fewer devices, then fewer branches, then the smaller window."""
-    return (-plan.tokens_per_s, _used(plan), plan.branches, plan.window)
+def _order(plan: RolloutPlan) -> tuple[float, int, int]:
+    """Fastest first; among equals fewer devices, then the smaller window."""
+    return (-plan.tokens_per_s, _used(plan), plan.window)
 
 
 def _counts(cluster: Cluster, verifier: VerifierOption) -> range:
@@ -219,32 +212,32 @@ class _Pair:
     most: int
     """Draft tokens of a request that its drafter may be ahead."""
 
-    def fewest(self, drafting: int, window: int, branches: Branches) -> RolloutPlan:
+    def fewest(self, drafting: int, window: int) -> RolloutPlan:
         """With as few of these drafters as it takes to be as fast as with all."""
-        best = self.plan(drafting, window, branches)
+        best = self.plan(drafting, window)
         assert best is not None
         low, high = 0, drafting  # with `low` it is slower, with `high` as fast
         while high - low > 1:
             middle = (low + high) // 2
-            plan = self.plan(middle, window, branches)
+            plan = self.plan(middle, window)
             if plan is not None and plan.tokens_per_s >= best.tokens_per_s:
                 best, high = plan, middle
             else:
                 low = middle
         return best
 
-    def plan(self, drafting: int, window: int, branches: Branches) -> RolloutPlan | None:
+    def plan(self, drafting: int, window: int) -> RolloutPlan | None:
         """None where it does not fit, or nothing would be accepted."""
         running = self.load.running(self.cluster, self.verifying)
         served = ceil(running / drafting)
         fit = fitting(self.engine.capacity_bytes, self.drafter.footprint)
         if fit is not None and served > fit:
             return None
-        paced = self._lasting(served, window, branches) if self.engine.token_s is None else None
-        share, tokens, round_s, bound = paced or self._running(served, window, branches)
+        paced = self._lasting(served, window) if self.engine.token_s is None else None
+        share, tokens, round_s, bound = paced or self._running(served, window)
         if tokens <= 1.0:
             return None
-        sent = MESSAGE_BYTES * 2 + TOKEN_BYTES * (tokens + share * (window + 1) * (1 + branches.count))
+        sent = MESSAGE_BYTES * 2 + TOKEN_BYTES * (tokens + share * (window + 1))
         memory = self.drafter.footprint
         found = _Found(
             engines=self.verifying,
@@ -266,18 +259,18 @@ class _Pair:
             reason=f"{tokens:.2f} tokens per {1e3 * round_s:.2f} ms round {bound}; windows in {share:.0%} of "
             f"rounds, {served} requests per drafter",
         )
-        return replace(plan, branches=branches.count, message_bytes_per_s=sent * running / round_s)
+        return replace(plan, message_bytes_per_s=sent * running / round_s)
 
-    def _lasting(self, served: int, window: int, branches: Branches) -> tuple[float, float, float, str]:
+    def _lasting(self, served: int, window: int) -> tuple[float, float, float, str]:
         """(share of rounds with a window, tokens of a round, its seconds, and what they are bound by), where it lasts
         until the next windows are there."""
-        draft_s = self.engine.seconds.at(served * (1 + branches.count), window + 1) + self.cluster.message_s
-        rounds = pipelined(self.drafter.survival, window, hit_rate=branches.hit_rate)
+        draft_s = self.engine.seconds.at(served, window + 1) + self.cluster.message_s
+        rounds = pipelined(self.drafter.survival, window)
         share, round_s = self._fastest(window, rounds.ready, rounds.tokens_when_ready, draft_s)
         bound = "bound by drafting" if draft_s >= round_s else "bound by verifying"
         return share, rounds.tokens_at(share), round_s, bound
 
-    def _running(self, served: int, window: int, branches: Branches) -> tuple[float, float, float, str]:
+    def _running(self, served: int, window: int) -> tuple[float, float, float, str]:
         """The same, where it takes what is there."""
         assert self.engine.token_s is not None
         token_s = self.engine.token_s.at(served, 1.0)
@@ -291,8 +284,6 @@ class _Pair:
                 message_s=self.cluster.message_s,
                 most=self.most,
             ),
-            hit_rate=branches.hit_rate,
-            branches=branches.count,
         )
         drafted = f"in which {found.round_s / token_s:.1f} tokens are drafted and {found.window:.1f} verified"
         return found.ready, found.tokens, found.round_s, drafted

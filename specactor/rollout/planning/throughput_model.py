@@ -6,10 +6,9 @@ of the target's own:
 
 Decoupled, a drafter runs ahead of the verifier, and nobody waits for a redraft. A request is in one of two states:
     ready      the next w draft tokens are there: the round emits what a coupled one does. It stays ready if all are
-               accepted and the drafter's next token is the one that the target added (survival_{w+1}), or if the
-               outcome was drafted for in advance (2603.03251; `hit_rate`).
+               accepted and the drafter's next token is the one that the target added (survival_{w+1}).
     redrafting the drafter starts again from the commit: a plain step of one token. The request is ready again if the
-               drafter's first token is the one that this step adds (survival_1, or a hit).
+               drafter's first token is the one that this step adds (survival_1).
 The share of rounds that are ready follows, and with it tokens and rows per round. It is a ratio of averages; the
 paper's tau (`benchmarks/paper_algorithms.py`) averages ratios.
 
@@ -17,8 +16,8 @@ That takes rounds to last until windows are there (`pipelined`). The drafter pro
 for, so how many draft tokens there are depends on the round's length over the drafter's step, both measured:
 `running` is the same by a Markov chain over the tokens in stock.
 
-Invariants: at least 1 token per round; tokens and share do not fall when survivals or the hit rate rise; with a hit
-rate of 1 decoupled rounds emit what coupled ones do; with a drafter that takes no time `running` is `pipelined`.
+Invariants: at least 1 token per round; tokens and share do not fall when survivals rise; with a drafter that takes no
+time `running` is `pipelined`.
 
 Shape legend: S states, K windows 0..w.
 """
@@ -66,20 +65,14 @@ def coupled_tokens(survival: Sequence[float], window: int) -> float:
     return 1.0 + sum(survival[:window])
 
 
-def pipelined(survival: Sequence[float], window: int, *, hit_rate: float = 0.0) -> Pipelined:
-    """Decoupled rounds of a window. `survival` has at least `window` entries; the next one is extrapolated if missing.
-
-    hit_rate: P(what the verify ended with was drafted for in advance), given that the tail ended there.
-    """
-    if not 1 <= window <= len(survival) or not 0 <= hit_rate <= 1:
+def pipelined(survival: Sequence[float], window: int) -> Pipelined:
+    """Decoupled rounds of a window. Of `survival` the entry behind the window is extrapolated if missing."""
+    if not 1 <= window <= len(survival):
         raise PlanError(
-            f"pipelined: got window {window}, hit rate {hit_rate}; expected 1..{len(survival)} (as many as there are "
-            "survivals) and 0..1."
+            f"pipelined: got window {window}, expected 1..{len(survival)} (as many as there are survivals)."
         )
     onward = survival[window] if len(survival) > window else _next(survival[:window])
-    stays = onward + (1.0 - onward) * hit_rate
-    returns = survival[0] + (1.0 - survival[0]) * hit_rate
-    leaves = 1.0 - stays
+    returns, leaves = survival[0], 1.0 - onward
     ready = returns / (returns + leaves) if returns + leaves > 0 else 1.0
     return Pipelined(ready=ready, tokens_when_ready=coupled_tokens(survival, window))
 
@@ -125,17 +118,14 @@ def running(
     pace: Pace,
     *,
     returns: float | None = None,
-    hit_rate: float = 0.0,
-    branches: int = 0,
 ) -> Running:
     """Rounds of a window: what is there at a round's beginning is verified, up to the window, and nobody waits.
 
     A commit leaves with the next round's beginning. A request has draft tokens in stock beyond it, or is lost: the
     commit differs from what was drafted, its round is a plain step, and the drafter has the length of that, less a
-    message both ways and what is left of the step that it is in. A guess (`branches`) is made when a request has `most`
-    tokens ahead and no other request wants one.
+    message both ways and what is left of the step that it is in.
 
-    returns: P(the first token is right | the last was not); default: as after any. hit_rate: see `pipelined`.
+    returns: P(the first token is right | the last was not); default: as after any.
     """
     checked(survival)
     if not 1 <= window <= len(survival) or not pace.token_s > 0 or pace.most < 1:
@@ -147,8 +137,6 @@ def running(
     chain = _Chain(
         goes_on=(*survival[:window], onward),
         returns=survival[0] if returns is None else returns,
-        hit_rate=hit_rate,
-        guessed=branches * window,
         pace=pace,
     )
     low_s, high_s = 0.0, float("inf")
@@ -176,24 +164,18 @@ class _Chain:
     goes_on: tuple[float, ...]
     """[K]: P(k draft tokens and the one after them are right)."""
     returns: float
-    hit_rate: float
-    guessed: int
-    """Tokens of a request's guesses."""
     pace: Pace
 
     def windows(self, round_s: float) -> NDArray[np.float64]:
         """[K]: P(a round verifies k tokens of a request)."""
-        share_S = _stationary(self._moves(round_s, self.hit_rate))
-        if self.hit_rate and self.pace.requests > 1:  # others that are lost leave no time for guesses
-            alone = float(1.0 - share_S[-1]) ** (self.pace.requests - 1)
-            share_S = _stationary(self._moves(round_s, self.hit_rate * alone))
+        share_S = _stationary(self._moves(round_s))
         window = len(self.goes_on) - 1
         windows_K = np.zeros(window + 1)
         np.add.at(windows_K, np.minimum(np.arange(self.pace.most + 1), window), share_S[:-1])
         windows_K[0] += share_S[-1]
         return windows_K
 
-    def _moves(self, round_s: float, hit_rate: float) -> NDArray[np.float64]:
+    def _moves(self, round_s: float) -> NDArray[np.float64]:
         """[S][S]: P(from this state to that one)."""
         most, window = self.pace.most, len(self.goes_on) - 1
         lost = most + 1
@@ -204,20 +186,12 @@ class _Chain:
             for tokens, share in _whole(drafted):
                 after = min(most, stock + tokens) - (k + 1)
                 moves_SS[stock, max(0, after)] += self.goes_on[k] * share
-            hit = (1.0 - self.goes_on[k]) * hit_rate * self._spare(stock + drafted)
-            moves_SS[stock, min(window, most)] += hit
-            moves_SS[stock, lost] += 1.0 - self.goes_on[k] - hit
+            moves_SS[stock, lost] += 1.0 - self.goes_on[k]
         afresh = max(0.0, round_s - self.pace.message_s) / self.pace.token_s
-        hit = (1.0 - self.returns) * hit_rate * self._spare(afresh)
-        moves_SS[lost, min(window, most)] += hit
-        moves_SS[lost, lost] += 1.0 - self.returns - hit
+        moves_SS[lost, lost] += 1.0 - self.returns
         for tokens, share in _begun(afresh):
             moves_SS[lost, min(most, tokens) - 1 if tokens else lost] += self.returns * share
         return moves_SS
-
-    def _spare(self, tokens: float) -> float:
-        """Share of the guesses that are made when so many draft tokens might be."""
-        return min(1.0, max(0.0, tokens - self.pace.most) / self.guessed) if self.guessed else 1.0
 
 
 def _whole(tokens: float) -> tuple[tuple[int, float], ...]:

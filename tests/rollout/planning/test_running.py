@@ -90,14 +90,12 @@ def test_waits_for_drafts_may_be_left_out_unless_drafters_are_quick() -> None:
 
 
 @settings(deadline=None, max_examples=30)
-@given(st.lists(st.floats(0.01, 1), min_size=6, max_size=6), st.integers(1, 5), st.floats(0, 1), st.integers(1, 3))
-def test_a_drafter_that_takes_no_time_is_pipelined(
-    steps: list[float], window: int, hit_rate: float, branches: int
-) -> None:
+@given(st.lists(st.floats(0.01, 1), min_size=6, max_size=6), st.integers(1, 5))
+def test_a_drafter_that_takes_no_time_is_pipelined(steps: list[float], window: int) -> None:
     survival = tuple(accumulate(steps, mul))
     free = pace(LATER_S, message_s=0.0, most=2 * window + 1)
-    found = running(survival, window, free, hit_rate=hit_rate, branches=branches)
-    whole = pipelined(survival, window, hit_rate=hit_rate)
+    found = running(survival, window, free)
+    whole = pipelined(survival, window)
     assert (found.tokens, found.ready) == pytest.approx((whole.tokens, whole.ready), rel=1e-6)
     assert found.window == pytest.approx(whole.ready * window, rel=1e-6)
 
@@ -122,18 +120,6 @@ def test_one_request_pays_the_mixture_of_its_rounds() -> None:
     found = running(survival_of(0.5, 2), 1, steep)
     assert found.round_s == pytest.approx(0.01 + 0.01 * found.ready, rel=1e-3)
     assert found.round_s < steep.round_s.at(1, 1.0 + found.window)
-
-
-def test_guesses_are_made_only_where_there_is_time_for_them() -> None:
-    survival = survival_of(0.7, 5)
-
-    def gain(token_s: float, requests: int = 1) -> float:
-        at = pace(token_s, requests)
-        return running(survival, 4, at, hit_rate=0.8, branches=2).tokens / running(survival, 4, at).tokens
-
-    assert gain(1e-4) > 1.2
-    assert gain(0.004) == pytest.approx(1.0, abs=0.01), "never 16 tokens ahead"
-    assert gain(1e-4, requests=16) < gain(1e-4), "another request is always behind"
 
 
 @settings(deadline=None, max_examples=40)

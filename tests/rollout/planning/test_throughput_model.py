@@ -19,7 +19,7 @@ from specactor.rollout.planning.throughput_model import coupled_tokens, pipeline
 SURVIVAL = st.lists(st.floats(0, 1), min_size=1, max_size=6).map(lambda steps: tuple(accumulate(steps, mul)))
 
 
-def simulated(p: float, window: int, hit_rate: float, rounds: int, rng: random.Random) -> float:
+def simulated(p: float, window: int, rounds: int, rng: random.Random) -> float:
     """Tokens per round of a drafter that is right with probability p at each token."""
     ready, emitted = False, 0
     for _ in range(rounds):
@@ -28,23 +28,23 @@ def simulated(p: float, window: int, hit_rate: float, rounds: int, rng: random.R
             right += 1
         emitted += right + 1
         went_on = right == window if ready else True
-        ready = (went_on and rng.random() < p) or rng.random() < hit_rate
+        ready = went_on and rng.random() < p
     return emitted / rounds
 
 
-def by_the_model(p: float, window: int, hit_rate: float) -> float:
-    return pipelined(survival_of(p, window + 1), window, hit_rate=hit_rate).tokens
+def by_the_model(p: float, window: int) -> float:
+    return pipelined(survival_of(p, window + 1), window).tokens
 
 
-def always_ready(p: float, window: int, hit_rate: float) -> float:
+def always_ready(p: float, window: int) -> float:
     """Wrong: nothing is lost by a rejection."""
     return coupled_tokens(survival_of(p, window), window)
 
 
-def check_simulation(of: Callable[[float, int, float], float]) -> None:
+def check_simulation(of: Callable[[float, int], float]) -> None:
     rng = random.Random(0)
-    for p, window, hit_rate in ((0.8, 4, 0.0), (0.5, 2, 0.0), (0.9, 8, 0.3), (0.6, 1, 0.5)):
-        assert of(p, window, hit_rate) == pytest.approx(simulated(p, window, hit_rate, 40_000, rng), rel=0.02)
+    for p, window in ((0.8, 4), (0.5, 2), (0.9, 8), (0.6, 1)):
+        assert of(p, window) == pytest.approx(simulated(p, window, 40_000, rng), rel=0.02)
 
 
 def test_tokens_per_round_are_those_of_a_simulation() -> None:
@@ -64,19 +64,17 @@ def test_at_the_ends() -> None:
     assert pipelined(survival_of(0.0, 4), 4).tokens == 1.0
     perfect = pipelined(survival_of(1.0, 4), 4)
     assert (perfect.ready, perfect.tokens) == (1.0, 5.0)
-    assert pipelined((0.5, 0.2), 2, hit_rate=1.0).tokens == pytest.approx(coupled_tokens((0.5, 0.2), 2))
     assert tau(4, 1.0) == 4, "the paper's does not count the target's own token"
 
 
 @settings(deadline=None)
-@given(SURVIVAL, st.floats(0, 1), st.floats(0, 1), st.integers(1, 6))
-def test_better_drafts_never_emit_less(survival: tuple[float, ...], share: float, hit: float, window: int) -> None:
+@given(SURVIVAL, st.floats(0, 1), st.integers(1, 6))
+def test_better_drafts_never_emit_less(survival: tuple[float, ...], share: float, window: int) -> None:
     window = min(window, len(survival))
     better = tuple(accumulate((s + share * (1 - s) for s in survival), min))  # rounding may make it rise
-    plain, improved = pipelined(survival, window, hit_rate=hit), pipelined(better, window, hit_rate=hit)
+    plain, improved = pipelined(survival, window), pipelined(better, window)
     assert improved.tokens >= plain.tokens * (1 - 1e-12)
     assert 1.0 <= plain.tokens <= coupled_tokens(survival, window) * (1 + 1e-12)
-    assert pipelined(survival, window, hit_rate=hit + share * (1 - hit)).tokens >= plain.tokens * (1 - 1e-12)
     assert plain.tokens_at(0.0) == 1.0
 
 
