@@ -1,25 +1,27 @@
 """What acceptance is measured against: the laws of target and draft model at every emitted token, by transformers.
 
-Shape legend: N positions, V vocabulary, T tokens of one response.
+Shape legend: N positions, V vocabulary, T tokens of one response, K temperatures.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from specactor.cpu import torchvision_ops
-from specactor.rollout.planning.noise import Floats, gumbel
+from specactor.cpu.sglang_ops import sample_with_noise
 from specactor.types import RolloutRequest, Trajectory
 
 TOGETHER = 128
 """Responses of one forward pass."""
+
+Hits = NDArray[np.bool_]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,8 +32,8 @@ class Laws:
     """1 - TV(target, draft) = sum over v of min(p(v), q(v)): no drafter that samples from q is accepted more often."""
     entropy: list[float]
     """Of the target, in nats."""
-    agrees: dict[float, list[bool]] = field(default_factory=dict)
-    """Per beta, whether argmax_v [beta log q(v) + G(v)] is the token, G the noise that the token was drawn with."""
+    hits: Hits
+    """[T, K] whether the draft model, at the k-th temperature and with the token's own noise, drafts the token."""
 
 
 def overlap(logp_NV: Tensor, logq_NV: Tensor) -> Tensor:
@@ -45,47 +47,48 @@ def entropy(logp_NV: Tensor) -> Tensor:
     return surprise_NV.sum(-1)
 
 
-def agreement(logq_NV: Floats, noise_NV: Floats, tokens: Sequence[int], beta: float) -> list[bool]:
-    """Whether argmax_v [beta log q(v) + G(v)] is the token."""
-    scores_NV = logq_NV if math.isinf(beta) else beta * logq_NV + noise_NV
-    drafted: list[bool] = (scores_NV.argmax(-1) == np.asarray(tokens)).tolist()
-    return drafted
+def drafted(logq_NV: Tensor, seeds_N: Tensor, positions_N: Tensor, temperature: float) -> Tensor:
+    """argmax_v [log q(v) / temperature + G(v)], G the noise of sampling; 0: argmax_v log q(v). int64 [N]"""
+    if temperature == 0:
+        return logq_NV.argmax(-1)
+    return sample_with_noise(logq_NV / temperature, seeds_N, positions_N).view(-1)
 
 
 @torch.no_grad()
 def laws(
-    target: Path, draft: Path, requests: Sequence[RolloutRequest], done: Sequence[Trajectory], betas: Sequence[float]
-) -> dict[str, Laws]:
-    """Per request id; forward passes in float32, the rest in float64."""
+    target: Path,
+    draft: Path,
+    requests: Sequence[RolloutRequest],
+    done: Sequence[Trajectory],
+    temperatures: Sequence[float],
+) -> list[Laws]:
+    """Per response; forward passes in float32, the rest in float64."""
     if torch.version.cuda is None:
         torchvision_ops.install()
     from transformers import AutoModelForCausalLM
 
     p_model, q_model = (AutoModelForCausalLM.from_pretrained(d, dtype=torch.float32).eval() for d in (target, draft))
-    found = {}
-    pairs = sorted(zip(requests, done, strict=True), key=lambda pair: len(pair[1].prompt_ids) + len(pair[1].token_ids))
-    for first in range(0, len(pairs), TOGETHER):
-        part = pairs[first : first + TOGETHER]
-        texts = [[*t.prompt_ids, *t.token_ids] for _, t in part]
+    found: dict[int, Laws] = {}
+    order = sorted(range(len(done)), key=lambda i: len(done[i].prompt_ids) + len(done[i].token_ids))
+    for first in range(0, len(order), TOGETHER):
+        part = order[first : first + TOGETHER]
+        texts = [[*done[i].prompt_ids, *done[i].token_ids] for i in part]
         ids = torch.zeros(len(part), max(map(len, texts)), dtype=torch.int64)
         for row, text in zip(ids, texts, strict=True):
             row[: len(text)] = torch.tensor(text)
         logp, logq = (model(ids, use_cache=False).logits.double().log_softmax(-1) for model in (p_model, q_model))
-        for i, (request, t) in enumerate(part):
-            before = len(t.prompt_ids) - 1
-            here = slice(before, before + len(t.token_ids))
-            found[request.request_id] = _laws(logp[i, here], logq[i, here], request, t, betas)
-    return found
+        for row, i in enumerate(part):
+            before = len(done[i].prompt_ids) - 1
+            here = slice(before, before + len(done[i].token_ids))
+            found[i] = _laws(logp[row, here], logq[row, here], requests[i].seed, done[i], temperatures)
+    return [found[i] for i in range(len(done))]
 
 
-def _laws(logp_TV: Tensor, logq_TV: Tensor, request: RolloutRequest, t: Trajectory, betas: Sequence[float]) -> Laws:
-    length, vocabulary = logp_TV.shape
-    positions_T = np.arange(length) + len(t.prompt_ids) - 1
-    noise_TV = gumbel(
-        np.full(length, request.seed), positions_T, np.broadcast_to(np.arange(vocabulary), (length, vocabulary))
-    )
+def _laws(logp_TV: Tensor, logq_TV: Tensor, seed: int, t: Trajectory, temperatures: Sequence[float]) -> Laws:
+    length = len(t.token_ids)
+    seeds_T, positions_T = torch.full((length,), seed), torch.arange(length) + len(t.prompt_ids) - 1
+    tokens_T = torch.tensor(t.token_ids)
+    hits_KT = [(drafted(logq_TV, seeds_T, positions_T, kind) == tokens_T).numpy() for kind in temperatures]
     return Laws(
-        overlap=overlap(logp_TV, logq_TV).tolist(),
-        entropy=entropy(logp_TV).tolist(),
-        agrees={beta: agreement(logq_TV.numpy(), noise_TV, t.token_ids, beta) for beta in betas},
+        overlap=overlap(logp_TV, logq_TV).tolist(), entropy=entropy(logp_TV).tolist(), hits=np.stack(hits_KT, axis=1)
     )

@@ -297,7 +297,7 @@ def page(rows: Sequence[Row], size: Size) -> Result:
             "first layers of the target (`specactor drafter init`), or for *quarter width* one random layer of a "
             "quarter of its width, distilled on one core at one learning rate, with "
             f"{SETTINGS.tokens_per_update} tokens per update, on {size.responses} responses of the target less "
-            "every eighth, on which accept_length by seconds is measured (shared noise, without a fitted sharpness, "
+            "every eighth, on which accept_length by seconds is measured (at the policy's temperature, "
             "so a little less than in the engine)."
         ),
         columns=COLUMNS,

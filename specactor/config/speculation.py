@@ -43,9 +43,6 @@ class SpeculationConfig:
     drafter_kv_tokens: int | None = None
     """Size of a drafter process's KV cache in tokens; None: without GPUs room for all requests that the engines
     which it serves run at once, else SGLang decides from rollout.engine.memory_fraction."""
-    sharpen: Literal["fitted", "shared", "greedy"] = "fitted"
-    """How a draft model samples. shared: with the policy's own noise; greedy: its likeliest token; fitted: with
-    that noise, its log-probabilities times a factor that is fitted to what was accepted before."""
     cost_table: str = ""
     """File that ``specactor profile`` wrote; empty: costs are measured while the engine runs. In mode
     auto the job is also planned by it when it starts: what no plan has is not started."""

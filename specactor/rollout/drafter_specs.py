@@ -101,7 +101,6 @@ def make_specs(
             kv_tokens=kv_tokens,
             max_requests=requests,
             memory_fraction=engine.memory_fraction,
-            sharpen=speculation.sharpen,
             random_seed=config.seed,
             log_file=str((log_dir / f"drafter-{index}.log").resolve()),
             start_timeout_s=engine.start_timeout_s,

@@ -23,8 +23,8 @@ from specactor.weights_sync.memory import HostBuffer
 from specactor.weights_sync.messages import CheckReply, DraftWeights
 from specactor.weights_sync.sender import TargetEngine
 
-CHECK = "specactor.rollout.sglang.draft_weights:check"
-LOAD = "specactor.rollout.sglang.draft_weights:load"
+CHECK = "specactor.rollout.sglang.model_drafter:check_weights"
+LOAD = "specactor.rollout.sglang.model_drafter:load_weights"
 """Rank calls. Payload: `DraftWeights`; answer: `CheckReply`."""
 
 

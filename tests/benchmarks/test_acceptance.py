@@ -1,4 +1,4 @@
-"""The figures of the acceptance benchmark against brute force, and what counts as reached and accepted."""
+"""The figures of the acceptance benchmark against brute force."""
 
 from __future__ import annotations
 
@@ -10,10 +10,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.acceptance import Draft, rate
-from benchmarks.acceptance_laws import Laws, agreement, entropy, overlap
-from specactor.cpu import sglang_ops as ops
-from specactor.rollout.planning.noise import gumbel
+from benchmarks.acceptance import BETAS, RUNNING, Sums, fitted, rounds
+from benchmarks.acceptance_laws import Laws, drafted, entropy, overlap
 
 WEIGHTS = st.lists(st.integers(0, 5), min_size=4, max_size=4).filter(any)
 
@@ -39,43 +37,52 @@ def test_entropy_is_the_mean_surprise(p: list[int]) -> None:
     assert float(entropy(log_law(p)[None])[0]) == pytest.approx(sum(-x * math.log(x) for x in law if x))
 
 
-def test_agreement_is_that_of_sampled_drafts() -> None:
-    torch.manual_seed(0)
-    logq = torch.log_softmax(2 * torch.randn(300, 12, dtype=torch.float64), dim=1)
-    seeds, positions = np.arange(300) * 7919, np.arange(300) % 50
-    noise = gumbel(seeds, positions, np.tile(np.arange(12), (300, 1)))
-    tokens = torch.randint(12, (300,)).tolist()
-    for beta in (0.5, 1.0, 2.0):
-        drafts = ops.sample_with_noise(beta * logq, torch.tensor(seeds), torch.tensor(positions)).view(-1).tolist()
-        expected = [draft == token for draft, token in zip(drafts, tokens, strict=True)]
-        assert agreement(logq.numpy(), noise, tokens, beta) == expected
-    greedy = [likeliest == token for likeliest, token in zip(logq.argmax(1).tolist(), tokens, strict=True)]
-    assert agreement(logq.numpy(), noise, tokens, math.inf) == greedy
+def test_a_model_like_the_target_is_always_right_at_its_temperature_alone() -> None:
+    logp = torch.log_softmax(2 * torch.randn(300, 12, dtype=torch.float64), dim=1)
+    seeds, positions = torch.arange(300) * 7919, torch.arange(300) % 50
+    tokens = drafted(logp, seeds, positions, 1.0)
+    assert (drafted(logp, seeds, positions, 1.0) == tokens).all()
+    assert 0 < (drafted(logp, seeds, positions, 1 / 1.5) != tokens).sum() < 300
+    assert (drafted(logp, seeds, positions, 1e-9) == drafted(logp, seeds, positions, 0)).all()
 
 
-@pytest.mark.parametrize(
-    ("tokens", "emitted", "accepted", "reached"),
-    [
-        ([5, 6, 7], (5, 6, 7, 8), 3, 3),  # all right; the bonus was not drafted
-        ([5, 6, 7], (5, 9, 7), 1, 2),  # what follows a wrong token is no context of the target
-        ([4, 6, 7], (5, 6, 7), 0, 1),
-        ([5, 6, 7], (5, 6), 2, 2),  # the response ended
-    ],
-)
-def test_reached_are_the_accepted_and_the_one_after(
-    tokens: list[int], emitted: tuple[int, ...], accepted: int, reached: int
-) -> None:
-    draft = Draft(request_id="r", start=0, tokens=tokens, emitted=emitted, beta=1.0)
-    assert (draft.accepted, draft.reached) == (accepted, reached)
+@given(st.lists(st.booleans(), min_size=1, max_size=30), st.integers(1, 5))
+def test_rounds_are_those_of_decoding_token_by_token(hits: list[bool], window: int) -> None:
+    emitted, expected = 1, []
+    while emitted < len(hits):
+        expected.append(emitted)
+        for _ in range(window):
+            right = emitted < len(hits) and hits[emitted]
+            emitted += right
+            if not right:
+                break
+        emitted += 1
+    assert rounds(np.array(hits), window) == expected
 
 
-def test_rates_and_overlaps_are_of_the_same_positions() -> None:
-    drafts = [
-        Draft(request_id="r", start=1, tokens=[5, 6, 7], emitted=(5, 9, 7, 1), beta=1.0),  # tokens 1 and 2
-        Draft(request_id="r", start=3, tokens=[4, 4], emitted=(7, 1), beta=1.0),  # token 3
-    ]
-    laws = {"r": Laws(overlap=[0.0, 0.9, 0.6, 0.3, 0.0], entropy=[0.0] * 5)}
-    whole, first = rate(drafts, laws), rate(drafts, laws, first_only=True)
-    assert (whole.rate, whole.overlap) == pytest.approx((1 / 3, 0.6))
-    assert (first.rate, first.overlap) == pytest.approx((1 / 2, 0.6))
-    assert whole.error == pytest.approx((1 / 3 * 2 / 3 / 3) ** 0.5)
+def law_of(hits: np.ndarray) -> Laws:
+    return Laws(overlap=[], entropy=[], hits=hits)
+
+
+def test_the_fitted_temperature_is_the_best_of_the_past_and_knows_no_future() -> None:
+    rng = np.random.default_rng(2)
+    length, best = 60, BETAS.index(2.0)
+    always = np.zeros((length, len(BETAS)), bool)
+    always[:, best] = True
+    rights = fitted([law_of(always)] * RUNNING)
+    assert all(hits[1:].tolist() == [False] + [True] * (length - 2) for hits in rights), "1 before anything is known"
+    found = [law_of(rng.random((length, len(BETAS))) < 0.5) for _ in range(RUNNING + 3)]
+    before = fitted(found)
+    for law in found[:RUNNING]:
+        law.hits[30:] ^= True
+    for hits, changed in zip(before[:RUNNING], fitted(found), strict=False):
+        assert hits[:30].tolist() == changed[:30].tolist()
+
+
+def test_sums_are_of_prompts_and_leave_the_first_tokens_out() -> None:
+    sums = Sums.of([np.array(hits, bool) for hits in ([1, 1, 0], [0, 1], [1], [0, 0, 0])], group_size=2)
+    assert (sums.accepted.tolist(), sums.tokens.tolist()) == ([2, 0], [3, 2])
+    assert (sums.rounds.tolist(), sums.begun.tolist()) == ([2, 2], [2, 0])
+    share, length = sums.figures(np.array([[0, 0], [0, 1]]))
+    assert share.tolist() == [4 / 6, 2 / 5]
+    assert length.tolist() == [6 / 4, 5 / 4]

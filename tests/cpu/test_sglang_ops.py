@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
+
 import numpy as np
 import pytest
 import torch
 from torch.nn import functional
 
 from specactor.cpu import sglang_ops as ops
+from tests.rollout.conftest import start_script
 
 HEADS, KV_HEADS, HEAD_DIM, SLOTS = 4, 2, 16, 4000
 
@@ -51,6 +54,20 @@ def test_samples_equal_a_gumbel_argmax_in_python() -> None:
         hashes = [murmur3_x86_32([int(seeds[row]), 0, int(positions[row]), v]) for v in range(40)]
         u = np.clip(np.log(np.array(hashes) / (2**32 - 1)), None, -(2.0**-32))
         assert int(got[row]) == int(np.argmax(logprobs[row].double().numpy() - np.log(-u)))
+
+
+def test_samples_are_those_of_sglang_s_own_function() -> None:
+    torch.manual_seed(3)
+    rows, vocabulary = 400, 60
+    logprobs = torch.log_softmax(torch.randn(rows, vocabulary) * torch.linspace(0.1, 6, rows)[:, None], dim=-1)
+    seeds, positions = torch.randint(2**40, (rows,)), torch.randint(10_000, (rows,))
+    with start_script("../cpu/sglang_sample.py") as process:
+        question = json.dumps([logprobs.tolist(), seeds.tolist(), positions.tolist()])
+        told, _ = process.communicate(question + "\n", timeout=240)
+    [line] = [line for line in told.splitlines() if line.startswith("TOKENS ")]
+    wanted = json.loads(line.removeprefix("TOKENS "))
+    assert ops.sample_with_noise(logprobs, seeds, positions).view(-1).tolist() == wanted
+    assert ops.sample_with_noise(logprobs, seeds, positions + 1).view(-1).tolist() != wanted
 
 
 def test_samples_follow_the_distribution() -> None:

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from specactor.errors import EngineError
 from specactor.rollout.draft.drafter import DraftSequence
-from specactor.rollout.sglang import draft_weights
-from specactor.rollout.sglang.model_drafter import DraftModel
+from specactor.rollout.sglang import model_drafter
+from specactor.rollout.sglang.model_drafter import ModelDrafter
 from specactor.weights_sync import draft_receiver
 from specactor.weights_sync.draft_sender import CHECK, LOAD, DraftSender, num_bytes, push_to_engine
 from specactor.weights_sync.messages import Bucket, CheckReply, DraftWeights, Round
@@ -135,7 +135,7 @@ def test_policy_and_draft_model_cannot_read_each_others_messages(sender: DraftSe
 
 
 class Engine:
-    """With two ranks; answers rank calls as `draft_weights` does."""
+    """With two ranks; answers rank calls as `model_drafter` does."""
 
     def __init__(self, index: int, say: Callable[[str, int], str] = lambda call, rank: "") -> None:
         self.index, self._say = index, say
@@ -167,8 +167,8 @@ def test_an_engine_that_died_is_left_to_whoever_uses_it(sender: DraftSender) -> 
 
 
 def test_the_names_of_the_calls_are_those_of_functions() -> None:
-    assert f"{draft_weights.__name__}:{draft_weights.check.__name__}" == CHECK
-    assert f"{draft_weights.__name__}:{draft_weights.load.__name__}" == LOAD
+    assert f"{model_drafter.__name__}:{model_drafter.check_weights.__name__}" == CHECK
+    assert f"{model_drafter.__name__}:{model_drafter.load_weights.__name__}" == LOAD
 
 
 class Refusing(Model):
@@ -179,11 +179,11 @@ class Refusing(Model):
         raise RuntimeError("out of memory")
 
 
-def engine_rank(model: Model) -> tuple[Any, DraftModel]:
-    """As `draft_weights` sees it, with a drafter that has shown five tokens of a text to its model."""
-    drafter = DraftModel()
+def engine_rank(model: Model) -> tuple[Any, ModelDrafter]:
+    """As `model_drafter` sees it, with a drafter that has shown five tokens of a text to its model."""
+    drafter = ModelDrafter()
     drafter.open(DraftSequence(request_id="r", prompt_ids=(1, 2, 3)))
-    drafter._seen["r"].cached = 5
+    drafter._caches["r"].cached = 5
     worker = SimpleNamespace(
         speculator=SimpleNamespace(drafters={"model": drafter}),
         _draft_model_runners=lambda: [SimpleNamespace(model=model)],
@@ -195,11 +195,11 @@ def test_all_ranks_draft_from_the_same_state_whether_or_not_they_took_the_weight
     """Or tensor-parallel ranks would run the draft model on different tokens, and wait for each other for ever."""
     payload = msgspec.msgpack.encode(sender.pack(Model(1).named(), version=4))
     ranks = [engine_rank(Model(2)), engine_rank(Refusing(2))]
-    replies = [draft_weights.load(rank, payload) for rank, _ in ranks]
+    replies = [model_drafter.load_weights(rank, payload) for rank, _ in ranks]
     problems = [msgspec.msgpack.decode(reply, type=CheckReply).problem for reply in replies]
     assert problems[0] == ""
     assert "out of memory" in problems[1]
-    assert [drafter._seen["r"].cached for _, drafter in ranks] == [0, 0]
+    assert [drafter._caches["r"].cached for _, drafter in ranks] == [0, 0]
     assert [drafter.version for _, drafter in ranks] == [4, 0], "its own, where it did not take them"
 
 
@@ -210,5 +210,5 @@ def test_a_rank_that_raises_begins_anew_too(sender: DraftSender, monkeypatch: py
     monkeypatch.setattr(draft_receiver, "load", no_room)
     rank, drafter = engine_rank(Model(2))
     with pytest.raises(RuntimeError, match="out of memory"):
-        draft_weights.load(rank, msgspec.msgpack.encode(sender.pack(Model(1).named(), version=4)))
-    assert (drafter.version, drafter._seen["r"].cached) == (0, 0)
+        model_drafter.load_weights(rank, msgspec.msgpack.encode(sender.pack(Model(1).named(), version=4)))
+    assert (drafter.version, drafter._caches["r"].cached) == (0, 0)

@@ -93,21 +93,10 @@ def _continuer(spec: DrafterSpec) -> tuple[Continuer, int]:
         module, _, attribute = spec.continuer.partition(":")
         made: Continuer = getattr(importlib.import_module(module), attribute)(spec)
         return made, spec.kv_tokens or _UNBOUNDED
-    from specactor.rollout.sglang.draft_backend import ModelContinuer
-    from specactor.rollout.sglang.draft_runner import load_alone
-    from specactor.rollout.sglang.draft_slots import BLOCK_TOKENS
+    from specactor.rollout.sglang.draft_backend import DraftBackend
 
-    runner = load_alone(
-        spec.model_dir,
-        dtype=spec.dtype,
-        max_tokens=spec.kv_tokens and spec.kv_tokens + spec.max_requests * BLOCK_TOKENS,
-        max_requests=spec.max_requests,
-        context_length=spec.context_length,
-        memory_fraction=spec.memory_fraction,
-        random_seed=spec.random_seed,
-    )
-    continuer = ModelContinuer(runner, steps=spec.steps, sharpen=spec.sharpen)
-    return continuer, spec.kv_tokens or continuer.max_tokens
+    backend = DraftBackend.start(spec)
+    return backend, spec.kv_tokens or backend.max_tokens
 
 
 if __name__ == "__main__":

@@ -51,7 +51,6 @@ class DrafterSpec:
     """Texts whose keys are held at once."""
     memory_fraction: float = 0.5
     """Share of a GPU's memory for weights and KV cache."""
-    sharpen: Literal["fitted", "shared", "greedy"] = "fitted"
     steps: int = 1
     """Draft tokens per text and pass through the loop."""
     continuer: str = "model"

@@ -32,9 +32,9 @@ def _make(name: str, config: SpeculationConfig, connect: Callable[[], Drafter] |
 
             return SuffixDrafter(max_tokens=config.history_tokens)
         case "model":
-            from specactor.rollout.sglang.model_drafter import DraftModel
+            from specactor.rollout.sglang.model_drafter import ModelDrafter
 
-            return DraftModel(config.sharpen)
+            return ModelDrafter()
         case "decoupled":
             if connect is None:
                 raise ConfigError.at(

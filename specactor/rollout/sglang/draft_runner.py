@@ -1,18 +1,22 @@
-"""Forward passes of a draft model on SGLang's model runner. All contact of drafting with that runner is in this file.
+"""A draft model on SGLang's model runner: what it has seen of a text, and how it goes on.
 
-A pass computes rows, each the next token of some request, and writes their keys and values at the slots that a page
-table names: the target's, or in a process without a target (`load_alone`) one of its own. It goes to the layers
-directly: what SGLang's runner does besides (graphs, padding, copies to fixed buffers, balance of experts) serves
-batches of the scheduler, and takes longer than a small model.
+The drafter `model` in an engine (`model_drafter`) and a drafter process (`draft_backend`) both draft with a
+`DraftRunner`. They differ in where keys and values lie: at the target's slots, or in a pool of its own (`load_alone`).
 
-Shape legend: R rows, B rows whose logits are wanted, V vocabulary.
+Invariants:
+- the first `cached` tokens of a text, counted from position 0, have keys and values that were computed from just these
+  tokens; what drafts left behind them is overwritten before it is read. So a rollback is a shorter length;
+- what is drafted for a text depends on its tokens, seed and temperature: not on the other texts of the call, nor on
+  what was drafted, evicted or rolled back before.
+
+Shape legend: R rows, B texts, V vocabulary.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -20,10 +24,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from specactor.rollout.draft.verification import common
 from specactor.rollout.sglang.draft_slots import BLOCK_TOKENS, slot_range
 
+DRAFT_TEMPERATURE = 2 / 3
+"""Factor of a request's temperature in its drafts. Measured at temperature 1 (docs/results/acceptance.md): 0.4 to 1.6 %
+more tokens accepted than with 1, 2.7 % with a draft model whose policy was trained on, and as many as with a factor
+fitted to what was accepted before; 1.5 % fewer where the policy became less certain than its draft model."""
 MAX_ROWS = 512
 """Rows of one pass over tokens that were not seen yet."""
+
+
+def is_greedy(sampling: Any) -> bool:
+    """Whether the noise of a request with these parameters of SGLang is of no use to drafters: there is none, or it
+    belongs to ranks among sorted tokens."""
+    from sglang.srt.sampling.sampling_params import TOP_K_ALL
+
+    return bool(sampling.temperature == 0 or sampling.top_p < 1 or sampling.top_k < TOP_K_ALL)
 
 
 def load(server_args: Any, *, gpu_id: int, nccl_port: int, target_worker: Any) -> Any:
@@ -109,16 +126,97 @@ def _alone(**arguments: Any) -> dict[str, Any]:
     return arguments
 
 
-class DraftForward:
-    """Of one engine rank. With several ranks all must call it, with equal arguments."""
+@dataclass(slots=True)
+class SequenceCache:
+    """What the draft model has seen of a text."""
+
+    cached: int = 0
+    """Leading tokens whose keys and values count."""
+    fed: list[int] = field(default_factory=list)
+    """Draft tokens that it saw after those; seen for good as far as the text goes on with the same."""
+
+    def grow(self, length: int, tokens: Sequence[int]) -> None:
+        """`tokens` follow the text, which had `length`."""
+        if self.cached == length:
+            self.cached += common(self.fed, tokens)
+        self.fed = []
+
+    def cut(self, length: int) -> None:
+        """Tokens from position `length` on are others now."""
+        self.cached, self.fed = min(self.cached, length), []
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DraftText:
+    """A text that wants draft tokens."""
+
+    prompt_ids: Sequence[int]
+    output_ids: Sequence[int]
+    seed: int
+    """Of the request's noise."""
+    temperature: float
+    """0: the likeliest token is drafted."""
+    window: int
+    """Draft tokens, at least one. The page table has slots for all but the last."""
+    row: int
+    """Of the page table."""
+    cache: SequenceCache
+
+    @property
+    def length(self) -> int:
+        return len(self.prompt_ids) + len(self.output_ids)
+
+    def since(self, start: int) -> list[int]:
+        """Tokens from position `start` on."""
+        prompt = len(self.prompt_ids)
+        if start >= prompt:
+            return list(self.output_ids[start - prompt :])
+        return [*self.prompt_ids[start:], *self.output_ids]
+
+
+class DraftBatch:
+    """Texts as tensors, those of larger windows first."""
+
+    def __init__(self, texts: Sequence[DraftText], device: torch.device, draft_temperature: float) -> None:
+        self.texts = texts
+        self.base = torch.tensor([text.length - 1 for text in texts], dtype=torch.int64)
+        """[B] position of the last token, on the CPU."""
+        self.table = torch.tensor([text.row for text in texts], dtype=torch.int64, device=device)
+        """[B] rows of the page table."""
+        self.seeds = torch.tensor([text.seed for text in texts], dtype=torch.int64, device=device)
+        """[B]"""
+        temperatures = [[(text.temperature or 1.0) * draft_temperature] for text in texts]
+        self.temperatures = torch.tensor(temperatures, dtype=torch.float32, device=device)
+        """[B, 1]"""
+        self.greedy = torch.tensor([text.temperature == 0 for text in texts], device=device)
+        """[B]"""
+
+    def count(self, depth: int) -> int:
+        """Texts that want more than `depth` tokens; they are the first ones."""
+        return sum(text.window > depth for text in self.texts)
+
+
+class DraftRunner:
+    """Of one engine rank, or of a drafter process. With several ranks all must call it, with equal arguments.
+
+    It goes to the layers directly: what SGLang's runner does besides (graphs, padding, copies to fixed buffers, balance
+    of experts) serves batches of the scheduler, and takes longer than a small model.
+    """
+
+    draft_temperature = DRAFT_TEMPERATURE
 
     def __init__(self, runner: Any) -> None:
         from sglang.srt.model_executor import forward_batch_info
 
         self._runner = runner
         self._info = forward_batch_info
-        self.vocab_size = int(runner.model_config.vocab_size)
-        self.device = torch.device(runner.device)
+        self._vocab_size = int(runner.model_config.vocab_size)
+        self._device = torch.device(runner.device)
+
+    @property
+    def model(self) -> torch.nn.Module:
+        model: torch.nn.Module = self._runner.model
+        return model
 
     @property
     def context_length(self) -> int:
@@ -138,14 +236,14 @@ class DraftForward:
     def leave_device(self) -> None:
         """Weights go to the host's memory, and the KV pool goes. On a GPU the page table and CUDA's own memory stay: a
         process gives those back with its end alone."""
-        self._runner.model.to("cpu")
+        self.model.to("cpu")
         self._runner.token_to_kv_pool._clear_buffers()
-        if self.device.type == "cuda":
+        if self._device.type == "cuda":
             torch.cuda.empty_cache()
 
     def take_device(self) -> None:
         """After `leave_device`; no key of before is there."""
-        self._runner.model.to(self.device)
+        self.model.to(self._device)
         self._runner.token_to_kv_pool._create_buffers()
 
     def place(self, row: int, index: int, block: int) -> None:
@@ -155,41 +253,69 @@ class DraftForward:
         slot = slot_range(block).start
         table[row, first:stop] = torch.arange(slot, slot + stop - first, dtype=table.dtype, device=table.device)
 
-    @contextmanager
-    def running(self) -> Iterator[None]:
-        """Around any number of passes."""
+    @torch.no_grad()
+    def draft(self, texts: Sequence[DraftText]) -> list[list[int]]:
+        """What may follow each text: a pass over the tokens that the model has not seen, a row for each, and a pass per
+        further draft token, with a row for each text."""
         from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
 
+        if not texts:
+            return []
+        order = sorted(range(len(texts)), key=lambda i: -texts[i].window)
+        batch = DraftBatch([texts[i] for i in order], self._device, self.draft_temperature)
         with forward_context(ForwardContext(attn_backend=self._runner.attn_backend)):
-            yield
+            columns = [self._sample(self._catch_up(batch), batch, 0)]
+            for depth in range(1, batch.texts[0].window):
+                count = batch.count(depth)
+                logits_BV = self._logits(columns[-1][:count], batch.table[:count], batch.base[:count] + depth)
+                columns.append(self._sample(logits_BV, batch, depth))
+        tokens = [tokens_B.tolist() for tokens_B in columns]
+        drafts: list[list[int]] = [[] for _ in texts]
+        for b, i in enumerate(order):
+            drafts[i] = [tokens_of_depth[b] for tokens_of_depth in tokens[: texts[i].window]]
+            texts[i].cache.fed = drafts[i][:-1]
+        return drafts
 
-    def after(self, texts: Sequence[Sequence[int]], table_B: Tensor, starts: Sequence[int]) -> Tensor:
-        """[B, V], of the next token after each text, in passes of at most `MAX_ROWS` rows.
+    def _sample(self, logits_BV: Tensor, batch: DraftBatch, depth: int) -> Tensor:
+        """argmax over v of log q(v) + G(seed, position, v), G the target's own noise: int64 [B], of the first texts.
 
-        Args: tokens that were not seen yet, at least one of each request; rows of the page table; position of the
-        first of these tokens.
+        Args:
+            depth: draft tokens after the text so far; the position is that of the last, as in the target's sampler.
         """
-        if sum(map(len, texts)) == len(texts) <= MAX_ROWS:
-            tokens_B = torch.tensor([text[0] for text in texts], dtype=torch.int64, device=self.device)
-            return self.logits(tokens_B, table_B, torch.tensor(starts, dtype=torch.int64))
+        from sglang.srt.layers import sampler
+
+        count, likeliest_B = len(logits_BV), logits_BV.argmax(dim=1)
+        if all(text.temperature == 0 for text in batch.texts[:count]):
+            return likeliest_B
+        logq_BV = (logits_BV.float() / batch.temperatures[:count]).log_softmax(dim=1)
+        positions_B = (batch.base[:count] + depth).to(self._device)
+        sampled_B1: Tensor = sampler.multinomial_with_seed(logq_BV, batch.seeds[:count], positions_B)
+        return sampled_B1.view(-1).where(~batch.greedy[:count], likeliest_B)
+
+    def _catch_up(self, batch: DraftBatch) -> Tensor:
+        """[B, V], after the last token of each text, in passes of at most `MAX_ROWS` rows over what was not seen."""
+        starts = [min(text.cache.cached, text.length - 1) for text in batch.texts]
+        unseen = [text.since(start) for text, start in zip(batch.texts, starts, strict=True)]
         rows = [
-            (token, lane, start + j)
-            for lane, (text, start) in enumerate(zip(texts, starts, strict=True))
-            for j, token in enumerate(text)
+            (token, b, start + j)
+            for b, (tokens, start) in enumerate(zip(unseen, starts, strict=True))
+            for j, token in enumerate(tokens)
         ]
-        last = [row - 1 for row in accumulate(map(len, texts))]
+        last = [row - 1 for row in accumulate(map(len, unseen))]
         pieces = []
         for first in range(0, len(rows), MAX_ROWS):
-            tokens_R, lanes_R, positions_R = torch.tensor(rows[first : first + MAX_ROWS], dtype=torch.int64).unbind(1)
-            wanted = torch.tensor([row - first for row in last if first <= row < first + MAX_ROWS], device=self.device)
-            tokens_R, table_R = tokens_R.to(self.device), table_B[lanes_R.to(self.device)]
+            tokens_R, texts_R, positions_R = torch.tensor(rows[first : first + MAX_ROWS], dtype=torch.int64).unbind(1)
+            wanted = torch.tensor([row - first for row in last if first <= row < first + MAX_ROWS], device=self._device)
+            tokens_R, table_R = tokens_R.to(self._device), batch.table[texts_R.to(self._device)]
             if len(wanted):
-                pieces.append(self.logits(tokens_R, table_R, positions_R, wanted))
+                pieces.append(self._logits(tokens_R, table_R, positions_R, wanted))
             else:
                 self._hidden(tokens_R, table_R, positions_R)
+        for text in batch.texts:
+            text.cache.cached = text.length
         return torch.cat(pieces)
 
-    def logits(self, tokens_R: Tensor, table_R: Tensor, positions_R: Tensor, wanted_B: Tensor | None = None) -> Tensor:
+    def _logits(self, tokens_R: Tensor, table_R: Tensor, positions_R: Tensor, wanted_B: Tensor | None = None) -> Tensor:
         """[B, V], of the rows `wanted_B`, or of all. Args: tokens, rows of the page table, positions (on the CPU).
 
         A row reads the keys of its request up to its own position, be they from this pass or from an earlier one.
@@ -197,7 +323,7 @@ class DraftForward:
         batch, hidden = self._hidden(tokens_R, table_R, positions_R)
         if wanted_B is not None:
             hidden = hidden[wanted_B]
-        model = self._runner.model
+        model: Any = self._runner.model
         output = model.logits_processor(tokens_R, hidden, model.lm_head, batch)
         logits: Tensor = output.next_token_logits
         return logits
@@ -205,13 +331,13 @@ class DraftForward:
     def _hidden(self, tokens_R: Tensor, table_R: Tensor, positions_R: Tensor) -> tuple[Any, Tensor]:
         runner = self._runner
         lengths_R = positions_R + 1
-        positions_R = positions_R.to(self.device)
+        positions_R = positions_R.to(self._device)
         batch = self._info.ForwardBatch(
             forward_mode=self._info.ForwardMode.DECODE,
             batch_size=len(tokens_R),
-            input_ids=tokens_R.clamp(max=self.vocab_size - 1),  # the target may have ids beyond, for padding
+            input_ids=tokens_R.clamp(max=self._vocab_size - 1),  # the target may have ids beyond, for padding
             req_pool_indices=table_R,
-            seq_lens=lengths_R.to(self.device),
+            seq_lens=lengths_R.to(self._device),
             seq_lens_cpu=lengths_R,
             seq_lens_sum=int(lengths_R.sum()),
             out_cache_loc=runner.req_to_token_pool.req_to_token[table_R, positions_R].to(torch.int64),
@@ -224,10 +350,3 @@ class DraftForward:
         runner.attn_backend.init_forward_metadata(batch)
         hidden: Tensor = runner.model.model(batch.input_ids, positions_R, batch)
         return batch, hidden
-
-
-def common(draft: Sequence[int], tokens: Sequence[int]) -> int:
-    """Length of the common beginning."""
-    return next(
-        (j for j, (a, b) in enumerate(zip(draft, tokens, strict=False)) if a != b), min(len(draft), len(tokens))
-    )

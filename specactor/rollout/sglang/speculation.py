@@ -30,8 +30,8 @@ from specactor.rollout.draft.drafter import DraftSequence
 from specactor.rollout.draft.probing import SOON
 from specactor.rollout.draft.speculator import Speculator
 from specactor.rollout.draft.verification import DraftTree, accepted_path, chain
-from specactor.rollout.sglang import beginnings, draft_runner, draft_sampling, plain_rounds
-from specactor.rollout.sglang.model_drafter import DraftModel
+from specactor.rollout.sglang import beginnings, draft_runner, plain_rounds
+from specactor.rollout.sglang.model_drafter import ModelDrafter
 from specactor.rollout.sglang.penalties import has_penalties
 from specactor.rollout.sglang.rounds import Rounds
 from specactor.rollout.sglang.rows import Branches, Rows, spread
@@ -116,7 +116,7 @@ class Worker(BaseSpecWorker):  # type: ignore[misc]
     def use(self, speculator: Speculator | None) -> None:
         """Draft like this from the next round on."""
         for drafter in speculator.drafters.values() if speculator is not None else ():
-            if isinstance(drafter, DraftModel):
+            if isinstance(drafter, ModelDrafter):
                 if self._draft_worker is None:
                     raise EngineError(
                         "rollout.speculation.drafters: got model, but this engine was started without a draft model. "
@@ -267,7 +267,7 @@ class Worker(BaseSpecWorker):  # type: ignore[misc]
             request_id=req.rid,
             prompt_ids=tuple(req.origin_input_ids)[: len(req.origin_input_ids) - len(begun)],
             seed=sampling.sampling_seed or 0,
-            temperature=0.0 if draft_sampling.is_greedy(sampling) else sampling.temperature,
+            temperature=0.0 if draft_runner.is_greedy(sampling) else sampling.temperature,
         )
         self._running[req.rid] = _Running(req, sequence, begun)
         self._plain_left = min(self._plain_left, SOON)

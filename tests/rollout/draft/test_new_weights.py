@@ -10,7 +10,6 @@ import pytest
 from specactor.config import SpeculationConfig
 from specactor.rollout.draft.drafter import Drafter, DraftSequence
 from specactor.rollout.draft.speculator import Speculator
-from specactor.rollout.planning.sharpening import Sharpening
 
 
 class Learner(Drafter):
@@ -39,13 +38,3 @@ def test_every_newer_version_gets_a_new_prior(versions: tuple[int, ...], changed
         speculator.drafter_set.find()
         rates.append(known.survival("r", 1)[0])
     assert sum(later > earlier for earlier, later in pairwise(rates)) == changed, rates
-
-
-def test_sharpness_is_fitted_anew_and_not_forgotten() -> None:
-    sharpening = Sharpening()
-    sharpening._hits_B[3], sharpening._weight = 8.0, 10.0
-    beta = sharpening.beta
-    sharpening.new_version(0.25)
-    assert sharpening.beta == beta
-    assert sharpening._weight == 2.5
-    assert max(sharpening.agreement().values()) == 0.8

@@ -53,7 +53,6 @@ class Setting:
             window=window,
             max_window=MAX_WINDOW,
             draft_model=self.draft_dir,
-            sharpen="shared",
             **fields,  # type: ignore[arg-type]
         )
 
@@ -72,7 +71,7 @@ def setting(tmp_path_factory: pytest.TempPathFactory, make_spec: Callable[..., E
         context_length=CONTEXT,
         kv_tokens=6144,
         max_requests=48,
-        sharpen="shared",
+        continuer="tests.rollout.sglang.wrong_draft_backends:start_shared",
         log_file=str(tmp_path_factory.mktemp("drafter") / "log"),
     )
     start = SpeculationConfig(mode="decoupled", max_window=MAX_WINDOW, window=3, draft_model=folder)

@@ -55,6 +55,11 @@ def speculation(draft_dir: str, window: int | None, *, drafter: str = "model", *
     )
 
 
+def shared(draft_dir: str, window: int) -> SpeculationConfig:
+    """The target's own noise, at its own temperature."""
+    return speculation(draft_dir, window, drafter=f"{WRONG}:Shared")
+
+
 def fields_of(ranks: int, draft_dir: str) -> dict[str, object]:
     return {
         "tensor_parallel": ranks,
@@ -100,7 +105,7 @@ def accept_rate(counts: Counts) -> float:
 def test_the_target_itself_as_drafter_is_always_right(
     twins: Engine, dense_dir: str, temperature: float, window: int
 ) -> None:
-    config = speculation(dense_dir, window, sharpen="shared")
+    config = shared(dense_dir, window)
     for _ in range(2):  # the second time, prompts are in the prefix cache
         counts = counts_of(twins, config, batch(temperature))
         assert accept_rate(counts) >= 0.999
@@ -146,14 +151,14 @@ def accepted_if_right(requests: list[RolloutRequest], *, window: int) -> int:
     return accepted
 
 
-@pytest.mark.parametrize("sharpen", ["fitted", "shared", "greedy"])
+@pytest.mark.parametrize("drafter", ["model", f"{WRONG}:Shared", f"{WRONG}:Greedy"])
 @pytest.mark.parametrize("window", [1, 4, 8])
-def test_any_draft_model_changes_no_token(strangers: Engine, other_dir: str, window: int, sharpen: str) -> None:
+def test_any_draft_model_changes_no_token(strangers: Engine, other_dir: str, window: int, drafter: str) -> None:
     requests = batch_of_all_kinds()
     configure(strangers, OFF)
     strangers.flush()
     plain = facts(strangers.generate(requests))
-    configure(strangers, speculation(other_dir, window, sharpen=sharpen))
+    configure(strangers, speculation(other_dir, window, drafter=drafter))
     assert facts(strangers.generate(requests)) == plain
     counts = report(strangers)
     assert 0 < counts.accepted < counts.drafted
@@ -184,7 +189,7 @@ def policy_digests(engine: Engine) -> list[bytes]:
 def test_a_push_between_rollouts_changes_drafts_and_no_token(
     twins: Engine, dense_dir: str, noise_dir: str, sender: DraftSender
 ) -> None:
-    push, requests, config = pushes_to(twins, sender), batch(1.0), speculation(dense_dir, 3, sharpen="shared")
+    push, requests, config = pushes_to(twins, sender), batch(1.0), shared(dense_dir, 3)
     configure(twins, OFF)
     plain, policy = facts(twins.generate(requests)), policy_digests(twins)
     rates = []
@@ -206,7 +211,7 @@ def test_pushes_during_a_rollout_change_no_token(
     twins.flush()
     configure(twins, OFF)
     plain = facts(twins.generate(requests))
-    configure(twins, speculation(dense_dir, 3, sharpen="shared"))
+    configure(twins, shared(dense_dir, 3))
     report(twins)
     ended: list[str] = []
     said: list[str] = []
@@ -225,13 +230,13 @@ def test_pushes_during_a_rollout_change_no_token(
     assert counts.failures == 0
     assert accept_rate(counts) < 0.99, "some of it was drafted with other weights"
     assert push(dense_dir) == ""
-    assert accept_rate(counts_of(twins, speculation(dense_dir, 3, sharpen="shared"), requests)) >= 0.999
+    assert accept_rate(counts_of(twins, shared(dense_dir, 3), requests)) >= 0.999
 
 
 def test_damaged_pushes_during_a_rollout_change_neither_tokens_nor_drafts(
     twins: Engine, dense_dir: str, noise_dir: str, sender: DraftSender
 ) -> None:
-    push, requests, config = pushes_to(twins, sender), batch(1.0), speculation(dense_dir, 3, sharpen="shared")
+    push, requests, config = pushes_to(twins, sender), batch(1.0), shared(dense_dir, 3)
     twins.flush()
     configure(twins, OFF)
     plain, policy = facts(twins.generate(requests)), policy_digests(twins)

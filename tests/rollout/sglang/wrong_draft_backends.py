@@ -1,84 +1,89 @@
-"""Model continuers with a mistake each. The script that serves them loads them by name."""
+"""Backends with the target's own temperature, and of those some with a mistake each. Loaded by name."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Sequence
-from typing import Any
-
-from torch import Tensor
+from collections.abc import Collection, Hashable
 
 from specactor.rollout.decoupled.continuer import Lane
-from specactor.rollout.sglang.draft_backend import ModelContinuer
+from specactor.rollout.decoupled.spec import DrafterSpec
+from specactor.rollout.sglang.draft_backend import DraftBackend
+from specactor.rollout.sglang.draft_runner import DraftText
 from specactor.weights_sync.messages import DraftWeights
+from tests.rollout.sglang.wrong_model_drafters import GreedyRunner, NextNoiseRunner, SharedRunner
 
 
-class TakesTheNextNoise(ModelContinuer):
-    """Noise of the position after."""
+class Shared(DraftBackend):
+    """Right: a model equal to the target drafts what the target emits."""
 
-    def _sample(self, logits_BV: Tensor, lanes: Sequence[Lane], noise: Any, base_B: Tensor, depth: int) -> Tensor:
-        return super()._sample(logits_BV, lanes, noise, base_B, depth + 1)
+    runner_type = SharedRunner
 
 
-class KeepsWhatWasRolledBack(ModelContinuer):
+def start_shared(spec: DrafterSpec) -> DraftBackend:
+    return Shared.start(spec)
+
+
+class TakesTheNextNoise(Shared):
+    runner_type = NextNoiseRunner
+
+
+class IsGreedy(Shared):
+    """Whatever the temperature."""
+
+    runner_type = GreedyRunner
+
+
+class KeepsWhatWasRolledBack(Shared):
     """Keys and values of tokens that were replaced count as those of the new ones."""
 
     def _meet(self, lane: Lane) -> None:
-        seen = self._seen.get(lane.key)
-        before = seen.cached if seen is not None else 0
+        known = self._known.get(lane.key)
+        before = known.cache.cached if known is not None else 0
         super()._meet(lane)
-        self._seen[lane.key].cached = before
+        self._known[lane.key].cache.cached = before
 
 
-class SkipsTheFirstToken(ModelContinuer):
+class SkipsTheFirstToken(Shared):
     """The prompt is shown from its second token on."""
 
     def _meet(self, lane: Lane) -> None:
         super()._meet(lane)
-        seen = self._seen[lane.key]
-        seen.cached = max(seen.cached, 1)
+        cache = self._known[lane.key].cache
+        cache.cached = max(cache.cached, 1)
 
 
-class SeesTheLastTokenAlone(ModelContinuer):
+class SeesTheLastTokenAlone(Shared):
     """Of what came since the last call only the last token is shown."""
 
     def _meet(self, lane: Lane) -> None:
-        known = lane.key in self._seen
+        before = lane.key in self._known
         super()._meet(lane)
-        if known:
-            self._seen[lane.key].cached = len(lane.prompt_ids) + len(lane.tokens) - 1
+        if before:
+            self._known[lane.key].cache.cached = len(lane.prompt_ids) + len(lane.tokens) - 1
 
 
-class RemembersTheEvicted(ModelContinuer):
+class RemembersTheEvicted(Shared):
     """A text that lost its place in the pool counts as seen."""
 
-    def _place(self, lane: Lane, asked: Collection[Hashable], in_use: Collection[Hashable]) -> int | None:
-        before = dict(self._seen)
-        row = super()._place(lane, asked, in_use)
-        self._seen |= {key: seen for key, seen in before.items() if key not in self._seen}
-        return row
+    def _place(self, lane: Lane, in_use: Collection[Hashable]) -> DraftText | None:
+        before = dict(self._known)
+        text = super()._place(lane, in_use)
+        self._known |= {key: known for key, known in before.items() if key not in self._known}
+        return text
 
 
-class RemembersTheForgotten(ModelContinuer):
+class RemembersTheForgotten(Shared):
     """A key that comes back counts as the text that it was."""
 
     def forget(self, key: Hashable) -> None:
         self._slots.free(key)
 
 
-class IsGreedy(ModelContinuer):
-    """Whatever the temperature."""
-
-    @property
-    def beta(self) -> float:
-        return float("inf")
-
-
-class KeepsKeysOfOldWeights(ModelContinuer):
+class KeepsKeysOfOldWeights(Shared):
     """Keys and values that the old weights computed are read with the new ones."""
 
     def renew(self, weights: DraftWeights) -> str:
-        before = {key: seen.cached for key, seen in self._seen.items()}
+        before = {key: known.cache.cached for key, known in self._known.items()}
         problem = super().renew(weights)
-        for key, seen in self._seen.items():
-            seen.cached = before[key]
+        for key, known in self._known.items():
+            known.cache.cached = before[key]
         return problem

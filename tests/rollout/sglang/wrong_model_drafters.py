@@ -1,21 +1,34 @@
-"""Draft models with a mistake each, and one that rests now and then. Engines load them by import path."""
+"""Draft models with a mistake each, and some that sample at other temperatures. Engines load them by import path."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from torch import Tensor
 
 from specactor.rollout.draft.drafter import DraftSequence
-from specactor.rollout.sglang.model_drafter import DraftModel
+from specactor.rollout.sglang.draft_runner import DraftBatch, DraftRunner
+from specactor.rollout.sglang.model_drafter import ModelDrafter
 
 
-class Shared(DraftModel):
-    """Right: samples with the target's noise."""
+class SharedRunner(DraftRunner):
+    draft_temperature = 1.0
 
-    def __init__(self) -> None:
-        super().__init__("shared")
+
+class GreedyRunner(DraftRunner):
+    draft_temperature = 1e-6
+
+
+class Shared(ModelDrafter):
+    """Right: a model equal to the target drafts what the target emits."""
+
+    runner_type = SharedRunner
+
+
+class Greedy(ModelDrafter):
+    """Right: the likeliest tokens."""
+
+    runner_type = GreedyRunner
 
 
 class Rests(Shared):
@@ -34,46 +47,56 @@ class SkipsTheFirstToken(Shared):
 
     def open(self, sequence: DraftSequence) -> None:
         super().open(sequence)
-        self._seen[sequence.request_id].cached = 1
+        self._caches[sequence.request_id].cached = 1
 
 
 class SeesTheLastTokenAlone(Shared):
     """Of what was emitted only the last token is shown, so an accepted last draft token never is."""
 
     def commit(self, sequence: DraftSequence, tokens: Sequence[int]) -> None:
-        seen = self._seen[sequence.request_id]
-        began = seen.cached > 0
+        cache = self._caches[sequence.request_id]
+        began = cache.cached > 0
         super().commit(sequence, tokens)
         if began:
-            seen.cached = len(sequence.prompt_ids) + len(sequence.output_ids) - 1
+            cache.cached = len(sequence.prompt_ids) + len(sequence.output_ids) - 1
+
+
+class NextNoiseRunner(SharedRunner):
+    """Noise of the position after."""
+
+    def _sample(self, logits_BV: Tensor, batch: DraftBatch, depth: int) -> Tensor:
+        return super()._sample(logits_BV, batch, depth + 1)
 
 
 class TakesTheNextNoise(Shared):
-    """Noise of the position after."""
+    runner_type = NextNoiseRunner
 
-    def _sample(self, logits_BV: Tensor, lanes: Any, depth: int) -> Tensor:
-        return super()._sample(logits_BV, lanes, depth + 1)
+
+class ErringRunner(SharedRunner):
+    """Right but for the token after every fourth position."""
+
+    def _sample(self, logits_BV: Tensor, batch: DraftBatch, depth: int) -> Tensor:
+        tokens_B = super()._sample(logits_BV, batch, depth)
+        wrong_B = (batch.base[: len(tokens_B)] + depth) % 4 == 3
+        return tokens_B.where(~wrong_B.to(tokens_B.device), (tokens_B + 1) % logits_BV.shape[1])
 
 
 class Errs(Shared):
-    """Right but for the token after every fourth position, where drafts are rejected; it rests in the round after."""
+    """Its drafts are rejected at every fourth position; it rests in the round after."""
+
+    runner_type = ErringRunner
 
     def propose(self, sequences: Sequence[DraftSequence], windows: Sequence[int]) -> list[list[int]]:
         last = [len(s.prompt_ids) + len(s.output_ids) - 1 for s in sequences]
         kept = [0 if at % 4 == 0 else window for at, window in zip(last, windows, strict=True)]
         return super().propose(sequences, kept)
 
-    def _sample(self, logits_BV: Tensor, lanes: Any, depth: int) -> Tensor:
-        tokens_B = super()._sample(logits_BV, lanes, depth)
-        wrong_B = (lanes.base[: len(tokens_B)] + depth) % 4 == 3
-        return tokens_B.where(~wrong_B.to(tokens_B.device), (tokens_B + 1) % logits_BV.shape[1])
-
 
 class ErrsAndKeeps(Errs):
     """Keys and values of rejected draft tokens count as those of the tokens that were emitted in their place."""
 
     def commit(self, sequence: DraftSequence, tokens: Sequence[int]) -> None:
-        seen = self._seen[sequence.request_id]
-        if seen.fed:
-            seen.fed = list(tokens[: len(seen.fed)])
+        cache = self._caches[sequence.request_id]
+        if cache.fed:
+            cache.fed = list(tokens[: len(cache.fed)])
         super().commit(sequence, tokens)
