@@ -21,6 +21,7 @@ from typing import Any
 import psutil
 
 from specactor.metrics import Value, read_metrics
+from specactor.rollout import warm
 from specactor.run_folder import RunFolder, Status
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -65,6 +66,7 @@ class Job:
             *("--warmup.cache-dir", str(base / "cache"), *SHORT, *options),
         ]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "WANDB_MODE": "offline", _MARK: self._mark}
+        environment.pop(warm.NAME, None)  # its engines descend from it
         with self.log.open("w") as log:
             self.launcher = subprocess.Popen(
                 command, cwd=ROOT, env=environment, stdout=log, stderr=log, start_new_session=True
@@ -149,7 +151,7 @@ class Job:
         deadline = time.monotonic() + _APPEARS_S
         while time.monotonic() < deadline:
             with contextlib.suppress(psutil.NoSuchProcess):
-                hosts = [h for g in rank.children() if ENGINE_HOST in g.cmdline() for h in g.children()]
+                hosts = [h for g in rank.children(recursive=True) if ENGINE_HOST in g.cmdline() for h in g.children()]
                 found = (
                     hosts
                     if name == "engine host"

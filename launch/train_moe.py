@@ -62,16 +62,20 @@ def main() -> int:
         print(f"error: launcher: got plain python, expected torchrun. Use: {command}", file=sys.stderr)
         return 2
 
+    rank, local_rank, world = (int(os.environ[name]) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"))
+    from specactor.rollout.warm import WarmStarter
+
+    # It imports what engines need while this rank imports what a trainer needs. Only one rank of a machine starts it.
+    run_id = os.environ.get("TORCHELASTIC_RUN_ID", "none")
+    starter = WarmStarter(f"specactor-starter-{run_id}-{os.getppid()}", starts=local_rank == 0)
     from specactor.cpu import megatron
 
     megatron.install()  # before megatron.core is imported; does nothing where there is a GPU
-
-    rank, local_rank, world = (int(os.environ[name]) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"))
     from specactor.parallel.failure import failure_guard, launcher_store
 
     head = os.environ["MASTER_ADDR"]
     store = launcher_store(head, int(os.environ["MASTER_PORT"]))
-    with failure_guard(rank, store) as failures:
+    with starter, failure_guard(rank, store) as failures:
         from specactor.job import run
 
         run(config, rank=rank, local_rank=local_rank, world=world, head=head, failures=failures)

@@ -317,7 +317,9 @@ def _evaluate(actor: SpecActor, folder: RunFolder) -> dict[str, float]:
 
 def _log(actor: SpecActor, tracker: Tracker | None, step: int, metrics: dict[str, float]) -> None:
     """Add times and memory, which are this rank's and all ranks' largest; write on rank 0."""
-    engines = sum(rss_bytes(engine.pid, children=True) for engine in actor.pool.engines if engine.alive)
+    # Without the guards, which share what they hold with the warm starter.
+    pids = [engine.pid for engine in actor.pool.engines if engine.alive]
+    engines = sum(rss_bytes(pid, children=True) - rss_bytes(pid) for pid in pids)
     memory = actor.collective.gather((rss_bytes(), engines), tuple[int, int])
     metrics |= measurements.of_time(metrics, actor.progress.seconds())
     metrics["memory/rank_rss_bytes"] = max(rank for rank, _ in memory)

@@ -5,10 +5,14 @@ Files that take minutes come first, so that no worker is left alone with one of 
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from hypothesis import settings
+
+from specactor.rollout.warm import WarmStarter
 
 settings.register_profile("any machine", deadline=None)
 settings.load_profile("any machine")
@@ -31,3 +35,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     places = {TESTS / name: place for place, name in enumerate(LONGEST)}
     assert all(path.is_file() for path in places), "a file was renamed"
     items.sort(key=lambda item: places.get(item.path, len(places)))
+
+
+@pytest.fixture(scope="session")
+def warm_starter() -> Iterator[WarmStarter]:
+    """Forks the engines of all tests of this worker, and of the jobs that they launch."""
+    with WarmStarter(f"specactor-tests-{os.getpid()}") as starter:
+        yield starter

@@ -1,18 +1,10 @@
-"""SGLang on a machine without a GPU: the environment of its processes, and the hooks they need.
-
-All contact with SGLang's insides that only the CPU needs is in this file; the arithmetic is in `sglang_ops`.
-"""
+"""The environment of processes that run SGLang, with GPUs and without. Imports neither torch nor SGLang."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
-
-import torch
-
-from specactor.cpu import sglang_ops
 
 SHIMS = Path(__file__).parent / "shims"
 _TORCHRUN_PREFIXES = ("TORCHELASTIC_", "TORCH_NCCL_", "GROUP_", "LOCAL_", "ROLE_", "MASTER_", "RANK", "WORLD_SIZE")
@@ -74,115 +66,8 @@ def gpu_environment(devices: Sequence[int | str]) -> dict[str, str]:
 
 def has_gpu() -> bool:
     """Whether engines have NVIDIA GPUs. `torch.cuda` is not asked: a trainer without one may have replaced it."""
-    hidden = os.environ.get("CUDA_VISIBLE_DEVICES") == ""
-    return torch.version.cuda is not None and Path("/dev/nvidiactl").exists() and not hidden
+    if os.environ.get("CUDA_VISIBLE_DEVICES") == "" or not Path("/dev/nvidiactl").exists():
+        return False
+    import torch  # which takes seconds, and is not needed where there is no driver
 
-
-def install() -> None:
-    """Registers the CPU hooks with SGLang's plugin registry. Call it from a plugin, where there is no GPU."""
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
-
-    _allow_seeded_sampling()
-    _install_attention()
-    _allow_capture_of_experts()
-    layers = "sglang.srt.layers"
-    replacements: dict[str, Callable[..., Any]] = {
-        # The batch-invariant kernels of the deterministic mode are Triton's; `sglang_ops` is invariant by itself.
-        "sglang.srt.model_executor.model_runner.ModelRunner.maybe_enable_batch_invariant_mode": _do_nothing,
-        f"{layers}.sampler.multinomial_with_seed": sglang_ops.sample_with_noise,
-    }
-    wrappers: dict[str, Callable[..., Any]] = {
-        f"{layers}.moe.fused_moe_native.moe_forward_native": _experts,
-        f"{layers}.quantization.unquant.UnquantizedLinearMethod.apply": _linear,
-        f"{layers}.logits_processor.LogitsProcessor._compute_lm_head": _lm_head,
-    }
-    for target, replacement in replacements.items():
-        HookRegistry.register(target, replacement, HookType.REPLACE)
-    for target, wrapper in wrappers.items():
-        HookRegistry.register(target, wrapper, HookType.AROUND)
-
-
-def _do_nothing(*_: object) -> None:
-    pass
-
-
-def _allow_seeded_sampling() -> None:
-    """Seeds per request are honoured in the deterministic mode alone, which lists the attention backends it trusts."""
-    from sglang.srt.arg_groups import choices
-
-    for names in (
-        choices.DETERMINISTIC_ATTENTION_BACKEND_CHOICES,
-        choices.RADIX_SUPPORTED_DETERMINISTIC_ATTENTION_BACKEND,
-    ):
-        if "torch_native" not in names:
-            names.append("torch_native")
-
-
-def _allow_capture_of_experts() -> None:
-    """The experts of every slot are kept in memory that SGLang registers with CUDA, on a CPU too."""
-    from sglang.srt.mem_cache.pool_host.common import ALLOC_MEMORY_FUNCS
-
-    ALLOC_MEMORY_FUNCS["cpu"] = _plain_memory
-
-
-def _plain_memory(shape: tuple[int, ...], dtype: torch.dtype, **_: object) -> torch.Tensor:
-    return torch.empty(shape, dtype=dtype)
-
-
-def _install_attention() -> None:
-    from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
-    from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
-
-    class BatchedAttention(TorchNativeAttnBackend):  # type: ignore[misc]
-        """The torch-native backend with one kernel call per layer and decode step, not one per request."""
-
-        def init_forward_metadata(self, forward_batch: Any) -> None:
-            super().init_forward_metadata(forward_batch)
-            self._slots = None
-            if forward_batch.forward_mode.is_decode() and forward_batch.encoder_lens is None:
-                longest = int(forward_batch.seq_lens.max())
-                self._slots, self._bias = sglang_ops.key_slots(
-                    self.req_to_token_pool.req_to_token,
-                    forward_batch.req_pool_indices,
-                    forward_batch.seq_lens,
-                    longest,
-                )
-
-        def _run_sdpa_forward_decode(
-            self, query: Any, output: Any, k_cache: Any, v_cache: Any, *args: Any, **kw: Any
-        ) -> Any:
-            window = kw["sliding_window_size"]
-            if self._slots is None or window is not None or query.dtype != k_cache.dtype:
-                return super()._run_sdpa_forward_decode(query, output, k_cache, v_cache, *args, **kw)
-            output.copy_(sglang_ops.decode_attention(query, k_cache, v_cache, self._slots, self._bias, kw["scaling"]))
-            return output
-
-    ATTENTION_BACKENDS["torch_native"] = BatchedAttention
-
-
-def _experts(original: Callable[..., Any], layer: Any, x: Any, topk_output: Any, config: Any) -> Any:
-    """Also upstream's gap: it cannot skip the ids of -1 that expert parallelism gives to other ranks' experts."""
-    weights, ids, _ = topk_output
-    plain = (
-        config.activation == "silu"
-        and not config.apply_router_weight_on_input
-        and config.gemm1_alpha is None
-        and getattr(layer, "w13_weight_bias", None) is None
-    )
-    if not plain:
-        return original(layer, x, topk_output, config)
-    return sglang_ops.experts(x, weights, ids, layer.w13_weight, layer.w2_weight)
-
-
-def _linear(original: Callable[..., Any], method: Any, layer: Any, x: Any, bias: Any = None) -> Any:
-    if x.numel() >= sglang_ops.MIN_ROWS * x.shape[-1]:
-        return original(method, layer, x, bias)
-    return sglang_ops.linear(x, layer.weight, bias)
-
-
-def _lm_head(original: Callable[..., Any], processor: Any, hidden: Any, *args: Any, **kwargs: Any) -> Any:
-    rows = hidden.shape[0]
-    if rows >= sglang_ops.MIN_ROWS:
-        return original(processor, hidden, *args, **kwargs)
-    kwargs.pop("out", None)  # a buffer for as many rows as there are
-    return original(processor, sglang_ops.fill_rows(hidden), *args, **kwargs)[:rows]
+    return torch.version.cuda is not None

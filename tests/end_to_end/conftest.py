@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from specactor.data.tokenizer import VOCAB_SIZE
+from specactor.rollout.warm import WarmStarter
 from tests.rollout.conftest import start_script
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -53,7 +54,7 @@ class Launcher:
 
 
 @pytest.fixture(scope="session")
-def launcher(tmp_path_factory: pytest.TempPathFactory) -> Launcher:
+def launcher(warm_starter: WarmStarter, tmp_path_factory: pytest.TempPathFactory) -> Launcher:
     return Launcher(tmp_path_factory.mktemp("end_to_end"))
 
 

@@ -18,6 +18,7 @@ from specactor.config import EngineConfig
 from specactor.cpu import sglang as cpu
 from specactor.rollout.sglang.engine import Engine, EngineSpec
 from specactor.rollout.sglang.guard import SHARED_FILES, TEMPORARY, descendants
+from specactor.rollout.warm import WarmStarter
 from specactor.types import RolloutRequest, SamplingParams
 
 HERE = Path(__file__).parent
@@ -50,7 +51,9 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture(scope="session")
-def make_spec(model_dir: str, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., EngineSpec]:
+def make_spec(
+    warm_starter: WarmStarter, model_dir: str, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[..., EngineSpec]:
     """A spec of a small engine; arguments override fields of EngineSpec."""
     logs = tmp_path_factory.mktemp("run") / "engines"
 

@@ -20,6 +20,7 @@ from specactor.errors import EngineError
 from specactor.rollout.pool import EnginePool, RolloutOutcome
 from specactor.rollout.sglang.engine import Engine, EngineSpec
 from specactor.rollout.sglang.guard import descendants
+from specactor.rollout.warm import NAME
 from specactor.types import RolloutRequest, Trajectory
 from tests.rollout.conftest import Footprint, heed_interrupts, request
 
@@ -170,12 +171,13 @@ def test_failing_to_start_stops_the_others(make_spec: Callable[..., EngineSpec],
 class Parent:
     """A process that owns an engine."""
 
-    def __init__(self, spec: EngineSpec, folder: Path) -> None:
+    def __init__(self, spec: EngineSpec, folder: Path, *, warm: bool) -> None:
         folder.mkdir()
         self.folder = folder
         self.process = subprocess.Popen(
             [sys.executable, "-m", "tests.rollout.parent_script", msgspec.json.encode(spec).decode(), str(folder)],
             stderr=subprocess.DEVNULL,
+            env={name: value for name, value in os.environ.items() if warm or name != NAME},
             preexec_fn=heed_interrupts,
         )
 
@@ -190,7 +192,7 @@ class Parent:
 
 def test_parents_that_go_leave_nothing(make_spec: Callable[..., EngineSpec], tmp_path: Path) -> None:
     """kill -9 while the engine starts; kill -9 while it generates; Ctrl-C while it generates."""
-    parents = [Parent(make_spec(5 + i), tmp_path / str(i)) for i in range(3)]
+    parents = [Parent(make_spec(5 + i), tmp_path / str(i), warm=i > 0) for i in range(3)]
     try:
         starting, busy, interrupted = parents
         guard = int(starting.wait_for("started"))

@@ -13,6 +13,7 @@ import pytest
 
 from specactor.config import TinyModelConfig
 from specactor.data.tiny_model import make_tiny_model
+from specactor.rollout.warm import WarmStarter
 from tests.ending import end_all
 
 ROOT = Path(__file__).parents[2]
@@ -35,7 +36,7 @@ VICTIM = "model.layers.1.mlp.experts.3.down_proj.weight"
 
 
 @pytest.fixture(scope="session")
-def results(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, Any]]:
+def results(warm_starter: WarmStarter, tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, Any]]:
     folder = tmp_path_factory.mktemp("sync")
     shape = TinyModelConfig(num_layers=2, hidden_size=64, head_dim=16, num_experts=4, expert_size=64)
     make_tiny_model(shape, 0, folder / "model")
@@ -49,7 +50,7 @@ def run(world: int, folder: Path) -> dict[str, Any]:
     torchrun = ["-m", "torch.distributed.run", "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
     script = ["-m", "tests.weights_sync.sync_script", str(folder / "model"), json.dumps(LAYOUTS[world])]
     command = [sys.executable, *torchrun, "--nproc-per-node", str(world), *script, str(int(world == 2)), str(own)]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore"}
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
     with open(own / "log", "wb") as log:
         process = subprocess.Popen(
             command, cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True

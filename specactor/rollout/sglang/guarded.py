@@ -14,6 +14,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
+from specactor.rollout import warm
 from specactor.rollout.sglang import guard
 
 END_TIMEOUT_S = 10.0
@@ -26,13 +27,15 @@ class Guarded:
     """One process."""
 
     def __init__(self, module: str, *, environment: Mapping[str, str], log_file: str) -> None:
-        """Starts ``python -m module --fd N``, which must call `guard.run_guarded` with N, one end of `connection`."""
+        """Starts ``python -m module --fd N``, or has the warm starter fork the same. The module must call
+        `guard.run_guarded` with N, one end of `connection`."""
         self.log_file = log_file
         self.connection, theirs = socket.socketpair()
         self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", _SEND_TIMEOUT_S, 0))
         Path(log_file).parent.mkdir(parents=True, exist_ok=True)
         with theirs, open(log_file, "ab") as log:
-            self._process = subprocess.Popen(
+            forked = warm.fork(module, (theirs.fileno(), log.fileno()), environment)
+            self._process = forked or subprocess.Popen(
                 [sys.executable, "-m", module, "--fd", str(theirs.fileno())],
                 stdin=subprocess.DEVNULL,
                 stdout=log,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from specactor.cpu import sglang as cpu
+from specactor.cpu import sglang_hooks
 from specactor.rollout.sglang import (
     penalties,
     rank_calls,
@@ -24,7 +24,7 @@ from specactor.weights_sync.receiver import Receiver
 def register() -> None:
     """Called once per process by SGLang."""
     if not torch.cuda.is_available():
-        cpu.install()
+        sglang_hooks.install()
     for part in (sampling, penalties, stopping, routed_experts):
         part.install()
     receiver = Receiver()
