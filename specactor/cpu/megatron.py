@@ -35,6 +35,7 @@ def install() -> None:
     _state["installed"] = True
     torchvision_ops.install()
     torch_cuda.install()
+    _import_core()
     _install_rng()
     _install_experts()
     _install_norm()
@@ -45,6 +46,17 @@ def install() -> None:
 def installed() -> bool:
     """Whether this process runs Megatron on the CPU."""
     return _state["installed"]
+
+
+def _import_core() -> None:
+    """Without wandb, which Megatron's inference engine would log to: it takes a second."""
+    had_wandb = "wandb" in sys.modules
+    sys.modules.setdefault("wandb", None)  # type: ignore[arg-type]
+    try:
+        _module("inference.contexts")
+    finally:
+        if not had_wandb:
+            del sys.modules["wandb"]
 
 
 def _module(name: str) -> Any:

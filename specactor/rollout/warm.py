@@ -53,8 +53,8 @@ _READ_ON_IMPORT = (
     "TOKENIZERS_",
 )
 """Libraries read variables of these names once, so a child must have them as the starter had them."""
-_READ_LATE = ("SGLANG_CPU_OMP_THREADS_BIND", "SGLANG_EAGER_INPUT_NO_COPY")
-"""But these are read when an engine starts."""
+_READ_LATE = ("SGLANG_CPU_OMP_THREADS_BIND", "SGLANG_EAGER_INPUT_NO_COPY", "TORCHINDUCTOR_CACHE_DIR")
+"""But these are read when an engine starts; the last one torch itself sets when it is imported."""
 _TIMEOUT_S = 60.0
 """Longest wait for a child; the starter may still be importing."""
 _REAP_EVERY_MS = 200
@@ -244,6 +244,7 @@ def _become(order: _Order, fd: int, log: int, ours: tuple[socket.socket, socket.
         os.environ.update(order.environment)
         os.chdir(order.folder)
         sys.argv = [order.module, "--fd", str(fd)]
+        print(f"specactor: process {os.getpid()}, forked by the warm starter", flush=True)
         setproctitle(f"{sys.executable} -m {order.module} --fd {fd}")
         runpy.run_module(order.module, run_name="__main__", alter_sys=True)
         sys.stdout.flush()

@@ -8,9 +8,12 @@ shows them to mbridge under the names it expects. Contact with mbridge is in thi
 from __future__ import annotations
 
 import contextlib
+import importlib
 import importlib.util
 import io
 import re
+import sys
+import types
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +27,25 @@ from specactor.cpu import megatron as cpu_platform
 from specactor.errors import ConfigError
 
 cpu_platform.install()
+
+
+def _import_bridges() -> None:
+    """mbridge with the families of text models alone: those with images take three seconds."""
+    spec = importlib.util.find_spec("mbridge")
+    assert spec is not None
+    assert spec.origin is not None
+    if "mbridge" not in sys.modules:
+        models = types.ModuleType("mbridge.models")
+        models.__path__ = [str(Path(spec.origin).parent / "models")]
+        sys.modules["mbridge.models"] = models  # so that its own __init__, which imports all, does not run
+    for family in FAMILIES:
+        found = vars(importlib.import_module(f"mbridge.models.{family}"))
+        bridges = {name: value for name, value in found.items() if name.endswith("Bridge")}
+        vars(sys.modules["mbridge.models"]).update(bridges)  # some families import others from there
+
+
+FAMILIES = ("qwen2", "qwen2moe", "qwen3", "qwen3moe", "llama", "mixtral", "mimo", "deepseek_v3", "glm4moe")
+_import_bridges()
 
 import mbridge  # noqa: E402
 from mbridge.core.util import unwrap_model  # noqa: E402
