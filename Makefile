@@ -1,5 +1,7 @@
 # make quickstart   set up, then reinforcement learning of a small MoE on two CPU cores
-# make check        set up, then lint, types and all tests
+# make check        set up, then lint, types and all tests but the deep ones
+# make check-fast   of these, what starts neither engines nor ranks
+# make check-deep   the deep tests, and every property with more examples; SLICE=K/N runs a part
 # make bench        the benchmarks; results under docs/results/
 # make measure      how large the project is: lines, files, settings, words
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
@@ -12,7 +14,10 @@ export OMP_NUM_THREADS ?= 1
 # DeepSpeed is built at setup; nothing of it is compiled.
 export DS_BUILD_OPS = 0
 
-.PHONY: setup quickstart check lint test bench faults measure clean
+PYTEST = $(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder
+SLICE ?= 0/1
+
+.PHONY: setup quickstart check check-fast check-deep lint test bench faults measure clean
 
 setup: $(STAMP)
 
@@ -37,7 +42,13 @@ lint: setup
 	$(BIN)/mypy
 
 test: setup
-	$(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder
+	$(PYTEST) -m "not deep" --durations=50
+
+check-fast: lint
+	$(PYTEST) -m "not deep and not processes"
+
+check-deep: setup
+	$(PYTEST) -m "deep or hypothesis" --hypothesis-profile=deep --slice=$(SLICE) --durations=20
 
 bench: setup
 	$(BIN)/python -m benchmarks.run $(ARGS)

@@ -151,7 +151,8 @@ class Job:
         deadline = time.monotonic() + _APPEARS_S
         while time.monotonic() < deadline:
             with contextlib.suppress(psutil.NoSuchProcess):
-                hosts = [h for g in rank.children(recursive=True) if ENGINE_HOST in g.cmdline() for h in g.children()]
+                below = [p for p in rank.children(recursive=True) if ENGINE_HOST in p.cmdline()]
+                hosts = [h for guard in below if os.getsid(guard.pid) == guard.pid for h in guard.children()]
                 found = (
                     hosts
                     if name == "engine host"

@@ -1,11 +1,13 @@
-"""For all tests: a property may take long. The machine may be busy, and how long it takes is no part of it.
+"""For all tests: properties, the order of files, which tests `make check-fast` leaves out, one warm starter.
 
-Files that take minutes come first, so that no worker is left alone with one of them at the end.
+A property may take long: the machine may be busy, and how long it takes is no part of it. Files that take minutes come
+first, so that no worker is left alone with one of them at the end.
 """
 
 from __future__ import annotations
 
 import os
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,8 +16,9 @@ from hypothesis import settings
 
 from specactor.rollout.warm import WarmStarter
 
-settings.register_profile("any machine", deadline=None)
-settings.load_profile("any machine")
+settings.register_profile("check", deadline=None, max_examples=25, derandomize=True)
+settings.register_profile("deep", deadline=None, max_examples=200)
+settings.load_profile("check")
 
 TESTS = Path(__file__).parent
 LONGEST = (
@@ -31,10 +34,23 @@ LONGEST = (
 """Longest first."""
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+STARTING = {"warm_starter", "launcher", "two_ranks", "one_rank", "four_ranks", "undisturbed", "results", "engines"}
+"""Fixtures that start processes which take seconds to import what they need."""
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--slice", default="0/1", metavar="K/N", help="of N parts of the tests run the K-th, from 0")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     places = {TESTS / name: place for place, name in enumerate(LONGEST)}
     assert all(path.is_file() for path in places), "a file was renamed"
     items.sort(key=lambda item: places.get(item.path, len(places)))
+    for item in items:
+        if item.path in places or STARTING & set(getattr(item, "fixturenames", ())):
+            item.add_marker("processes")
+    part, parts = map(int, config.getoption("--slice").split("/"))
+    items[:] = [item for item in items if zlib.crc32(item.nodeid.encode()) % parts == part]
 
 
 @pytest.fixture(scope="session")
