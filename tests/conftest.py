@@ -50,7 +50,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if item.path in places or STARTING & set(getattr(item, "fixturenames", ())):
             item.add_marker("processes")
     part, parts = map(int, config.getoption("--slice").split("/"))
-    items[:] = [item for item in items if zlib.crc32(item.nodeid.encode()) % parts == part]
+    mine = [zlib.crc32(item.nodeid.encode()) % parts == part for item in items]
+    config.hook.pytest_deselected(items=[item for item, is_mine in zip(items, mine, strict=True) if not is_mine])
+    items[:] = [item for item, is_mine in zip(items, mine, strict=True) if is_mine]
 
 
 @pytest.fixture(scope="session")

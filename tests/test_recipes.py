@@ -95,7 +95,7 @@ def test_a_model_folder_takes_the_place_of_the_tiny_model() -> None:
     assert (model.path, model.tiny) == ("/models/x", None)
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 @given(seed=st.integers(0, 2**31 - 1), rate=st.floats(1e-9, 1.0), steps=st.integers(0, 10**6))
 def test_values_reach_the_config_exactly(seed: int, rate: float, steps: int) -> None:
     words = ["--seed", str(seed), "--train.learning_rate", repr(rate), "--train.steps", str(steps)]

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from math import ceil
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks import paper_algorithms as paper
@@ -57,7 +57,6 @@ def test_tau_without_the_half() -> None:
     assert tau_coupled(2, 0.5) == pytest.approx(1.5)
 
 
-@settings(deadline=None)
 @given(st.integers(1, 16), st.floats(0, 1))
 def test_outcomes_have_probabilities(window: int, p: float) -> None:
     assert sum(probability(a, window, p) for a in range(window + 1)) == pytest.approx(1.0)
@@ -111,7 +110,6 @@ def clusters(draw: st.DrawFn) -> PaperCosts:
     )
 
 
-@settings(deadline=None)
 @given(clusters(), st.integers(5, 32), st.integers(1, 64), st.floats(0, 1))
 def test_algorithm_1_is_the_loop_over_everything(costs: PaperCosts, devices: int, requests: int, p: float) -> None:
     speeds = []

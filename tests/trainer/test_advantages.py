@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from specactor.errors import DataError
@@ -107,14 +107,12 @@ def test_a_wrong_version_is_caught(wrong: Advantages, kind: AdvantageKind) -> No
         check_against_reference(wrong, kind)
 
 
-@settings(deadline=None)
 @given(groups=GROUPS, kind=st.sampled_from(KINDS))
 def test_every_group_sums_to_zero(groups: list[list[float]], kind: AdvantageKind) -> None:
     for row in group_advantages(groups, kind):
         assert math.fsum(row) == pytest.approx(0.0, abs=1e-9)
 
 
-@settings(deadline=None)
 @given(groups=GROUPS, kind=st.sampled_from(KINDS), shift=REWARD)
 def test_a_shift_of_one_group_changes_nothing(groups: list[list[float]], kind: AdvantageKind, shift: float) -> None:
     shifted = [[r + shift for r in groups[0]], *groups[1:]]
@@ -122,7 +120,6 @@ def test_a_shift_of_one_group_changes_nothing(groups: list[list[float]], kind: A
         assert got == pytest.approx(want, rel=1e-7, abs=1e-9)
 
 
-@settings(deadline=None)
 @given(groups=ANY_GROUPS, kind=st.sampled_from(KINDS), data=st.data())
 def test_permuting_permutes_exactly(groups: list[list[float]], kind: AdvantageKind, data: st.DataObject) -> None:
     order = data.draw(st.permutations(range(len(groups))))
@@ -132,7 +129,6 @@ def test_permuting_permutes_exactly(groups: list[list[float]], kind: AdvantageKi
     assert group_advantages(permuted, kind) == [[want[g][i] for i in inner[g]] for g in order]
 
 
-@settings(deadline=None)
 @given(groups=GROUPS, scale=st.sampled_from([2.0, 4.0, 0.5]))
 def test_grpo_is_blind_to_the_scale_of_a_group_and_dr_grpo_is_not(groups: list[list[float]], scale: float) -> None:
     scaled = [[r * scale for r in group] for group in groups]

@@ -9,7 +9,7 @@ import sys
 import time
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from specactor.errors import ConfigError, DataError
@@ -42,14 +42,12 @@ def check_plan(plan: Plan, lengths: list[int], ranks: int, multiple_of: int, cap
     assert max(of_bin) - min(of_bin) <= longest
 
 
-@settings(deadline=None)
 @given(lengths=LENGTHS, ranks=st.integers(1, 5), multiple_of=st.integers(1, 4))
 def test_invariants(lengths: list[int], ranks: int, multiple_of: int) -> None:
     plan = balance(lengths, ranks, CAPACITY, multiple_of=multiple_of)
     check_plan(plan, lengths, ranks, multiple_of, CAPACITY)
 
 
-@settings(deadline=None)
 @given(lengths=LENGTHS, ranks=st.integers(1, 5))
 def test_simultaneous_microbatches_are_neighbours_in_size(lengths: list[int], ranks: int) -> None:
     plan = balance(lengths, ranks, CAPACITY)
@@ -58,13 +56,11 @@ def test_simultaneous_microbatches_are_neighbours_in_size(lengths: list[int], ra
         assert min(earlier) >= max(later)
 
 
-@settings(deadline=None)
 @given(lengths=LENGTHS, ranks=st.integers(1, 5))
 def test_equal_arguments_give_equal_plans(lengths: list[int], ranks: int) -> None:
     assert balance(lengths, ranks, CAPACITY) == balance(tuple(lengths), ranks, CAPACITY)
 
 
-@settings(deadline=None)
 @given(lengths=LENGTHS, ranks=st.integers(1, 4), data=st.data())
 def test_the_work_does_not_depend_on_the_order_of_sequences(
     lengths: list[int], ranks: int, data: st.DataObject
@@ -85,7 +81,6 @@ def smallest_makespan(lengths: list[int], bins: int) -> int:
     return min(max(load) for load in loads)
 
 
-@settings(deadline=None)
 @given(lengths=st.lists(st.integers(1, 20), min_size=1, max_size=7), ranks=st.integers(1, 3))
 def test_close_to_the_optimum(lengths: list[int], ranks: int) -> None:
     plan = balance(lengths, ranks, 24)
@@ -156,7 +151,6 @@ def test_thousands_of_sequences_take_a_moment() -> None:
     assert len(plan[0]) <= 1.25 * minimum
 
 
-@settings(deadline=None)
 @given(length=st.integers(0, 1000), multiple=st.integers(1, 64))
 def test_padded_len(length: int, multiple: int) -> None:
     padded = padded_len(length, multiple)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from specactor.config import TrainConfig
@@ -33,7 +33,6 @@ def test_cosine() -> None:
     assert got == pytest.approx([1.0, (1 + half) / 2, 0.5, (1 - half) / 2, 0.0, 0.0])
 
 
-@settings(deadline=None)
 @given(
     steps=st.integers(0, 50),
     warmup=st.integers(0, 60),

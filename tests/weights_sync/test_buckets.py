@@ -7,13 +7,12 @@ import math
 import msgspec
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from specactor.weights_sync.buckets import ALIGNMENT, ELEMENT_BYTES, Slot, aligned
 
 
-@settings(deadline=None)
 @given(st.integers(0, 2**40))
 def test_alignment_rounds_up_by_less_than_one_line(num_bytes: int) -> None:
     assert aligned(num_bytes) % ALIGNMENT == 0

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from specactor.weights_sync import digest as module
@@ -19,7 +19,6 @@ FORMS: list[Callable[[torch.Tensor], int]] = [
 
 
 @pytest.mark.parametrize("form", FORMS, ids=["host", "device"])
-@settings(deadline=None)
 @given(st.integers(1, 300), st.data())
 def test_every_single_bit_counts(form: Callable[[torch.Tensor], int], length: int, data: st.DataObject) -> None:
     tensor = torch.randn(length, generator=torch.Generator().manual_seed(length))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import product
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from specactor.weights_sync.plan import Part, Spread, rounds
@@ -23,7 +23,6 @@ def carried(plan: list[list[int]], parts: list[Part], spread: Spread, expert: bo
     }
 
 
-@settings(deadline=None)
 @given(PARTS, SPREADS, SPREADS, st.integers(1, 3000))
 def test_every_parameter_is_in_one_round_in_order(parts: list[Part], d: Spread, e: Spread, capacity: int) -> None:
     plan = rounds(parts, dense=d, expert=e, capacity_bytes=capacity)
@@ -31,7 +30,6 @@ def test_every_parameter_is_in_one_round_in_order(parts: list[Part], d: Spread, 
     assert all(plan)
 
 
-@settings(deadline=None)
 @given(PARTS, SPREADS, SPREADS)
 def test_every_parameter_has_one_carrier_which_exists(parts: list[Part], d: Spread, e: Spread) -> None:
     for spread, expert in ((d, False), (e, True)):
@@ -40,7 +38,6 @@ def test_every_parameter_has_one_carrier_which_exists(parts: list[Part], d: Spre
         assert total == sum(part.num_bytes for part in parts if part.expert == expert)
 
 
-@settings(deadline=None)
 @given(PARTS, SPREADS, SPREADS, st.integers(1, 3000))
 def test_what_a_rank_carries_in_a_round_fits(parts: list[Part], d: Spread, e: Spread, capacity: int) -> None:
     plan = rounds(parts, dense=d, expert=e, capacity_bytes=capacity)
@@ -50,7 +47,6 @@ def test_what_a_rank_carries_in_a_round_fits(parts: list[Part], d: Spread, e: Sp
         assert worst <= capacity or len(indices) == 1
 
 
-@settings(deadline=None)
 @given(st.integers(1, 200), SPREADS)
 def test_carriers_take_turns(count: int, spread: Spread) -> None:
     parts = [Part(num_bytes=8, expert=False)] * count
@@ -59,7 +55,6 @@ def test_carriers_take_turns(count: int, spread: Spread) -> None:
     assert max(loads) - min(loads) <= 8
 
 
-@settings(deadline=None)
 @given(PARTS, SPREADS, SPREADS, st.integers(1, 3000), st.integers(1, 200))
 def test_a_larger_bucket_never_needs_more_rounds(
     parts: list[Part], d: Spread, e: Spread, capacity: int, more: int

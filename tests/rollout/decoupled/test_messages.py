@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from specactor.rollout.decoupled import messages
@@ -72,7 +72,6 @@ def test_one_direction_does_not_read_the_other() -> None:
 
 
 @pytest.mark.parametrize("decode", [decode_to_drafter, decode_to_engine])
-@settings(max_examples=200, deadline=None)
 @given(data=st.binary(max_size=200), whole=st.integers(0, 2), at=st.integers(0, 150), change=st.integers(1, 255))
 def test_anything_else_is_a_frame_error(decode, data: bytes, whole: int, at: int, change: int) -> None:  # type: ignore[no-untyped-def]
     """Random bytes; a header, then random bytes; a frame with one byte changed, cut, or with something behind it."""

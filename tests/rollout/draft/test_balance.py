@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from specactor.rollout.draft import probing
@@ -94,7 +94,6 @@ def test_only_what_drafts_won_pays_for_looks_in_every_round() -> None:
     assert of.pays_for(look_s, plain_s=PLAIN_S)
 
 
-@settings(deadline=None)
 @given(st.lists(st.tuples(st.sampled_from("dlpr"), st.floats(-1e3, 1e3)), max_size=100))
 def test_it_stays_within_its_bounds(rounds: list[tuple[str, float]]) -> None:
     of = Balance()

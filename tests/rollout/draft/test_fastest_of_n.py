@@ -9,7 +9,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from specactor.config import SpeculationConfig
@@ -102,7 +102,6 @@ def test_only_drafts_that_are_there_count() -> None:
 chances = st.floats(0.01, 0.99)
 
 
-@settings(deadline=None, max_examples=50)
 @given(chances, chances, chances, st.floats(1e-6, 1e-3), st.integers(1, 8))
 def test_what_is_added_is_predicted_to_gain_and_a_better_drafter_gains_more(
     p: float, q: float, better: float, row_s: float, requests: int

@@ -8,7 +8,7 @@ from random import Random
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from specactor.rollout.draft import planner
@@ -124,7 +124,6 @@ def test_requests_for_which_nobody_drafted_have_nobody() -> None:
 rates = st.lists(st.floats(0.01, 0.99), min_size=3, max_size=3)
 
 
-@settings(deadline=None, max_examples=50)
 @given(rates, rates, st.lists(st.integers(0, W), min_size=6, max_size=6))
 def test_every_request_has_the_best_of_the_drafts_that_are_there(
     a: list[float], b: list[float], lengths: list[int]

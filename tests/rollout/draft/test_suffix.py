@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterable, Sequence
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from specactor.errors import ConfigError
@@ -218,7 +218,6 @@ def bound(max_tokens: int, running: Iterable[DraftSequence]) -> int:
     return max(max_tokens, 2 * (outputs + prompts) + corpus)
 
 
-@settings(deadline=None, max_examples=150)
 @given(OPERATIONS, st.sampled_from([0, 12, 40, 1000]))
 def test_any_calls_in_any_order(operations: list[tuple[str, int, int, list[int]]], max_tokens: int) -> None:
     drafts = play(SuffixDrafter(max_tokens=max_tokens), max_tokens, operations)

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from specactor.rollout.draft.suffix_automaton import ROOT, SuffixAutomaton
@@ -93,13 +93,11 @@ def counting_all() -> SuffixAutomaton:
     return SuffixAutomaton(counted=ALL)
 
 
-@settings(deadline=None, max_examples=100)
 @given(st.lists(st.integers(0, 2), max_size=8), STEPS)
 def test_matches_the_longest_suffix_that_was_continued(prompt: list[int], steps: list[tuple[int, int]]) -> None:
     check_matches(play(prompt, steps, SuffixAutomaton))
 
 
-@settings(deadline=None, max_examples=100)
 @given(st.lists(st.integers(0, 2), max_size=8), STEPS, st.integers(1, 3))
 def test_drafts_the_most_frequent_continuations(
     prompt: list[int], steps: list[tuple[int, int]], min_length: int

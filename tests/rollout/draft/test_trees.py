@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from specactor.rollout.draft.trees import Merging, fitted, survivals
@@ -33,7 +33,6 @@ def falling(draw: st.DrawFn, length: int) -> list[float]:
     return sorted((draw(st.floats(0, 1)) for _ in range(length)), reverse=True)
 
 
-@settings(deadline=None)
 @given(of_requests(), st.integers(0, 8), st.integers(0, 5))
 def test_trees_keep_their_bounds(drafts: Drafts, max_tokens: int, max_branches: int) -> None:
     trees = [
@@ -44,14 +43,12 @@ def test_trees_keep_their_bounds(drafts: Drafts, max_tokens: int, max_branches: 
     assert sum(len(branches(tree)) for tree in trees) <= max_branches
 
 
-@settings(deadline=None)
 @given(of_requests())
 def test_without_bounds_everything_is_held(drafts: Drafts) -> None:
     held = fitted(drafts, max_tokens=100, max_branches=100)
     assert held == {name: lists for name, lists in drafts.items() if any(lists)}
 
 
-@settings(deadline=None)
 @given(of_requests(), st.integers(1, 8))
 def test_without_room_the_first_draft_stays_alone(drafts: Drafts, max_tokens: int) -> None:
     for i, of_request in enumerate(per_request(drafts)):
@@ -62,7 +59,6 @@ def test_without_room_the_first_draft_stays_alone(drafts: Drafts, max_tokens: in
         assert list(tree.tokens[: len(first)]) == first[:max_tokens]
 
 
-@settings(deadline=None)
 @given(several, st.randoms(use_true_random=False))
 def test_credits_add_up(drafts: list[list[int]], coins: random.Random) -> None:
     tree = merged(drafts)
@@ -87,7 +83,6 @@ def test_a_draft_is_put_to_the_test_where_earlier_ones_fail() -> None:
     assert [c.accepted for c in credits_of(drafts, [1, 4])] == [1, 1, 0]
 
 
-@settings(deadline=None)
 @given(several, st.data())
 def test_probabilities_are_those_of_a_tree(drafts: list[list[int]], data: st.DataObject) -> None:
     alone, after = ([falling(data.draw, len(d)) for d in drafts] for _ in range(2))  # type: ignore[arg-type]
@@ -121,7 +116,6 @@ def test_probabilities_by_hand() -> None:
     assert own[3] == pytest.approx([0.4 * 0.3 / 0.4])
 
 
-@settings(deadline=None)
 @given(of_requests(), st.integers(0, 4), st.data())
 def test_chosen_tokens_are_the_likeliest(drafts: Drafts, max_branches: int, data: st.DataObject) -> None:
     requests = len(per_request(drafts))

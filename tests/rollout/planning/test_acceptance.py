@@ -8,7 +8,7 @@ from itertools import accumulate, pairwise
 from operator import mul
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from specactor.errors import PlanError
@@ -36,7 +36,6 @@ def learn(model: AcceptanceModel, history: list[Verify]) -> AcceptanceModel:
     return model
 
 
-@settings(deadline=None)
 @given(HISTORIES, st.floats(0, 1))
 def test_survival_is_a_falling_probability(history: list[Verify], weight: float) -> None:
     model = learn(AcceptanceModel(max_window=W, memory=10), history)
@@ -52,7 +51,6 @@ def test_survival_is_a_falling_probability(history: list[Verify], weight: float)
         model.new_version(weight)
 
 
-@settings(deadline=None)
 @given(HISTORIES, st.floats(0, 1))
 def test_many_requests_at_once_have_the_same_bits(history: list[Verify], weight: float) -> None:
     model = learn(AcceptanceModel(max_window=W, memory=10), history)
@@ -136,7 +134,6 @@ def check_only_past(make: Maker, history: list[Verify], last: tuple[Verify, Veri
     assert one == two
 
 
-@settings(deadline=None)
 @given(HISTORIES, REQUESTS, st.integers(0, W), st.integers(0, W))
 def test_an_outcome_counts_only_after_it_was_observed(
     history: list[Verify], request: str, accepted: int, other: int
@@ -150,7 +147,6 @@ def test_a_model_that_peeks_is_caught() -> None:
         check_only_past(peek, [], (("a", W, W, 0), ("a", W, W, W)))
 
 
-@settings(deadline=None)
 @given(HISTORIES)
 def test_reading_changes_nothing(history: list[Verify]) -> None:
     read, unread = AcceptanceModel(max_window=W), AcceptanceModel(max_window=W)
@@ -251,7 +247,6 @@ def test_a_request_that_does_as_the_drafter_does_stays_at_its_mean_with_any_wind
         assert model.survival(request, 4) == pytest.approx(model.survival("new", 4), abs=0.06)
 
 
-@settings(deadline=None)
 @given(HISTORIES, st.integers(1, W))
 def test_success_never_lowers_and_failure_never_raises(history: list[Verify], drafted: int) -> None:
     for accepted, sign in ((drafted, 1), (0, -1)):
@@ -275,7 +270,6 @@ def test_the_prior_decays_with_position_and_unseen_positions_follow_seen_ones() 
     assert model.survival("new", 3)[1] < 0.05 * 0.05
 
 
-@settings(deadline=None)
 @given(HISTORIES)
 def test_no_draft_changes_nothing_but_coverage(history: list[Verify]) -> None:
     model = learn(AcceptanceModel(max_window=W), history)

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from specactor.errors import PlanError
@@ -41,7 +41,6 @@ PROCESS = ProcessCosts(
 )
 
 
-@settings(deadline=None)
 @given(grids(), st.floats(0.5, 100), st.lists(st.floats(0.1, 100), min_size=1, max_size=8))
 def test_many_at_once_are_as_one_by_one(grid: Grid, requests: float, per_request: list[float]) -> None:
     points = [*per_request, *grid.per_request]
@@ -56,14 +55,12 @@ def test_a_curve_of_a_table_needs_a_token_for_each_request() -> None:
             TABLE.verify_curve(*wrong)
 
 
-@settings(deadline=None)
 @given(grids())
 def test_a_grid_gives_back_its_points_exactly(grid: Grid) -> None:
     for n, row in zip(grid.requests, grid.seconds, strict=True):
         assert tuple(grid.at(n, k) for k in grid.per_request) == row
 
 
-@settings(deadline=None)
 @given(grids(), st.floats(0.1, 100), st.floats(0.1, 100))
 def test_inside_it_stays_within_its_neighbours(grid: Grid, n: float, k: float) -> None:
     cells = [x for row in grid.seconds for x in row]
@@ -72,7 +69,6 @@ def test_inside_it_stays_within_its_neighbours(grid: Grid, n: float, k: float) -
     assert grid.at(n, k) > 0
 
 
-@settings(deadline=None)
 @given(grids(), *[st.floats(0, 50)] * 4)
 def test_beyond_its_last_points_it_never_falls(grid: Grid, n: float, k: float, dn: float, dk: float) -> None:
     """Along either axis from its last node on, wherever the other coordinate is beyond its own last one or inside."""
@@ -99,7 +95,6 @@ def test_interpolation_by_hand() -> None:
     assert closing.at(4, 3) >= closing.at(4, 2) == 5, "rows that come closer would make a fall beyond both axes"
 
 
-@settings(deadline=None)
 @given(st.integers(1, 8), st.integers(0, 40))
 def test_a_bilinear_cost_is_found_everywhere(requests: int, more: int) -> None:
     def cost(n: float, k: float) -> float:
@@ -152,7 +147,6 @@ def test_a_table_answers_in_rounds() -> None:
         TABLE.draft_s("suffix", 1, -1)
 
 
-@settings(deadline=None, max_examples=25)
 @given(
     grids(),
     grids(),
@@ -200,7 +194,6 @@ def test_a_file_that_is_no_table_is_refused() -> None:
 COEFFICIENTS = st.tuples(st.floats(1e-4, 1e-2), st.floats(0, 1e-3), st.floats(1e-6, 1e-3))
 
 
-@settings(deadline=None)
 @given(COEFFICIENTS, st.lists(st.tuples(st.integers(1, 64), st.integers(0, 8)), min_size=8, max_size=60))
 def test_a_fit_of_a_linear_cost_is_that_cost(c: tuple[float, float, float], rounds: list[tuple[int, int]]) -> None:
     """Rank-deficient sets of rounds and more different ones than an axis has nodes are among them."""
@@ -290,7 +283,6 @@ def corrected(ratios: list[float]) -> float:
     return correction.factor("suffix")
 
 
-@settings(deadline=None)
 @given(st.lists(st.floats(1e-3, 1e3), max_size=60))
 def test_a_correction_is_bounded(ratios: list[float]) -> None:
     assert 0.25 <= corrected(ratios) <= 4

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from specactor.errors import PlanError
@@ -174,7 +174,6 @@ def test_small_kernels_have_a_floor() -> None:
     assert roofline(tiny, devices=1, context=0, attained=IDEAL).forward_s(1) < floor * 1.5
 
 
-@settings(deadline=None, max_examples=40)
 @given(
     st.sampled_from(list(SHAPES.values())),
     st.sampled_from(list(DEVICES.values())),

@@ -52,7 +52,6 @@ def by_brute_force(cluster: Cluster, verifiers: list[VerifierOption], option: Dr
     return best
 
 
-@settings(deadline=None, max_examples=40)
 @given(cases())
 def test_nothing_is_faster(case: Case) -> None:
     cluster, verifiers, option = case
@@ -79,7 +78,7 @@ def check_charges(case: Case, charge: Callable[[RolloutPlan, Cluster], float]) -
         assert plan.idle_devices >= 0
 
 
-@settings(deadline=None, max_examples=20)
+@settings(max_examples=20)
 @given(cases())
 def test_every_device_is_charged(case: Case) -> None:
     check_charges(case, of_all)
@@ -92,7 +91,6 @@ def test_free_idle_devices_are_caught() -> None:
         check_charges(case, of_the_used)
 
 
-@settings(deadline=None, max_examples=40)
 @given(cases(), st.floats(0, 1))
 def test_a_better_drafter_never_makes_the_plan_slower(case: Case, share: float) -> None:
     cluster, verifiers, option = case
@@ -116,7 +114,6 @@ def test_nor_where_rows_suddenly_cost() -> None:
     assert "windows in 50% of rounds" in found[-1].reason
 
 
-@settings(deadline=None, max_examples=30)
 @given(cases())
 def test_without_acceptance_the_answer_is_off(case: Case) -> None:
     cluster, verifiers, option = case
@@ -133,7 +130,7 @@ def test_off_also_where_the_plain_step_was_measured_slower_than_a_verify() -> No
     assert found[0].mode == "off"
 
 
-@settings(deadline=None, max_examples=20)
+@settings(max_examples=20)
 @given(cases(), st.integers(1, 4))
 def test_more_devices_never_make_the_plan_slower(case: Case, more: int) -> None:
     cluster, verifiers, option = case
@@ -142,7 +139,7 @@ def test_more_devices_never_make_the_plan_slower(case: Case, more: int) -> None:
     assert search(larger, verifiers, [option], max_window=W)[0].tokens_per_s >= before * (1 - 1e-9)
 
 
-@settings(deadline=None, max_examples=20)
+@settings(max_examples=20)
 @given(cases(), st.floats(0.05, 0.99))
 def test_no_slower_than_the_papers_plan_in_the_same_model(case: Case, p: float) -> None:
     cluster, verifiers, option = case
@@ -256,7 +253,7 @@ def test_what_the_engine_does_beside_the_verify_is_charged() -> None:
     assert fastest_of(lasting, "decoupled").round_s > 0.011
 
 
-@settings(deadline=None, max_examples=20)
+@settings(max_examples=20)
 @given(st.floats(0.002, 0.02), st.integers(1, 16))
 def test_drafts_that_are_never_right_lose_to_the_same_engine(token_s: float, requests: int) -> None:
     cluster = Cluster(devices=2, requests=requests)

@@ -12,7 +12,7 @@ from operator import mul
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from specactor.errors import PlanError
@@ -108,14 +108,12 @@ def check_best(
     assert speed_of(survivals, windows, verify, draft) == pytest.approx(best, rel=1e-9)
 
 
-@settings(deadline=None)
 @given(rounds())
 def test_no_windows_are_predicted_faster(case: tuple[Survivals, list[float], list[float], int]) -> None:
     check_best(shipped, *case)
     assert tabled(*case) == shipped(*case)
 
 
-@settings(deadline=None)
 @given(rounds(), st.floats(0, 3), st.floats(0, 0.2))
 def test_nor_with_a_jump_between_one_and_two_tokens(
     case: tuple[Survivals, list[float], list[float], int], jump: float, slope: float
@@ -142,7 +140,6 @@ def test_wrong_choosers_are_caught(
         check_best(wrong, *case)
 
 
-@settings(deadline=None)
 @given(rounds())
 def test_what_is_predicted_is_what_the_windows_give(case: tuple[Survivals, list[float], list[float], int]) -> None:
     survivals, verify, draft, max_window = case
@@ -161,7 +158,6 @@ def test_what_is_predicted_is_what_the_windows_give(case: tuple[Survivals, list[
     assert chosen(*case) == choice
 
 
-@settings(deadline=None)
 @given(rounds(), st.floats(0, 1))
 def test_more_acceptance_never_lowers_the_predicted_speed(
     case: tuple[Survivals, list[float], list[float], int], share: float
@@ -264,7 +260,6 @@ def test_the_current_drafter_is_kept_for_less_than_the_margin(speed: float, expe
     assert drafter({"suffix": option(200), "b": option(speed)}, current="suffix") == expected
 
 
-@settings(deadline=None)
 @given(st.lists(st.floats(98.1, 101.9), min_size=2, max_size=20))
 def test_noise_within_the_margin_never_switches(speeds: list[float]) -> None:
     current = "off"
@@ -273,7 +268,6 @@ def test_noise_within_the_margin_never_switches(speeds: list[float]) -> None:
         assert current == "off"
 
 
-@settings(deadline=None)
 @given(st.dictionaries(st.sampled_from("abc"), st.floats(1, 1000)), st.sampled_from(["off", "a", "gone"]))
 def test_no_choice_loses_more_than_the_margin(speeds: dict[str, float], current: str) -> None:
     picked = choose({n: option(s) for n, s in speeds.items()}, requests=2, plain_s=0.02, current=current)

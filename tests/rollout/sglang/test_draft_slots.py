@@ -91,7 +91,6 @@ def check(kind: type[Slots], operations: Operations) -> None:
 
 
 @given(OPERATIONS)
-@settings(max_examples=200, deadline=None)
 def test_every_slot_has_one_owner(operations: Operations) -> None:
     check(Slots, operations)
 

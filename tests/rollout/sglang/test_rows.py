@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from specactor.rollout.draft.verification import DraftTree, branches, chain, merged
@@ -42,7 +42,6 @@ def ancestors(tree: DraftTree, row: int) -> list[int]:
     return path[::-1]
 
 
-@settings(deadline=None)
 @given(several, several)
 def test_rows_read_the_text_and_their_ancestors(one: list[list[int]], two: list[list[int]]) -> None:
     trees = [merged(one), chain([1, 2]), merged(two), DraftTree()]
@@ -62,7 +61,6 @@ def test_rows_read_the_text_and_their_ancestors(one: list[list[int]], two: list[
     assert sorted(pool.free_slots) == free
 
 
-@settings(deadline=None)
 @given(several, st.data())
 def test_an_accepted_path_comes_first_and_no_slot_is_lost(drafts: list[list[int]], data: st.DataObject) -> None:
     tree, pool = merged(drafts), Pool(taken=1)

@@ -41,7 +41,6 @@ def check(outcome: Outcome, of: Requests, devices: int = 8) -> None:
     assert max(span.end_s for span in outcome.spans) == pytest.approx(outcome.seconds)
 
 
-@settings(deadline=None, max_examples=25)
 @given(
     st.sampled_from(MODES),
     st.integers(1, 10),
@@ -253,7 +252,7 @@ def test_requests_that_do_not_fit_wait() -> None:
     check(few, of)
 
 
-@settings(deadline=None, max_examples=15)
+@settings(max_examples=15)
 @given(st.floats(0.3, 0.9), st.floats(0.0, 1.0), st.sampled_from(MODES[1:]))
 def test_a_better_drafter_never_makes_the_predicted_plan_worse(p: float, share: float, mode: SimulatedMode) -> None:
     of = requests()

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from specactor.errors import DataError
@@ -34,7 +34,6 @@ def same(a: TrainingExample, b: TrainingExample) -> bool:
     return flat(a) == flat(b)
 
 
-@settings(max_examples=60, deadline=None)
 @given(st.lists(st.tuples(st.integers(1, 30), st.integers(0, 5)), max_size=25), st.integers(1, 200), st.integers(1, 40))
 def test_the_bound_holds_and_what_left_was_older_or_shorter(
     made: list[tuple[int, int]], max_tokens: int, longest: int

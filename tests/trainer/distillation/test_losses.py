@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -145,7 +145,6 @@ def test_both_losses_have_the_same_gradient_in_expectation() -> None:
 CPU = torch.device("cpu")
 
 
-@settings(max_examples=60, deadline=None)
 @given(st.lists(st.integers(1, 40), max_size=20), st.integers(1, 5), st.integers(1, 120))
 def test_every_example_is_in_one_micro_batch_that_fits(lengths: list[int], ranks: int, capacity: int) -> None:
     plan = losses.plan_micro_batches(lengths, ranks, capacity)
