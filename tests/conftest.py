@@ -17,7 +17,7 @@ from hypothesis import settings
 from specactor.rollout.warm import WarmStarter
 
 settings.register_profile("check", deadline=None, max_examples=25, derandomize=True)
-settings.register_profile("deep", deadline=None, max_examples=200)
+settings.register_profile("deep", deadline=None, derandomize=True, max_examples=200)  # a failure repeats
 settings.load_profile("check")
 
 TESTS = Path(__file__).parent
