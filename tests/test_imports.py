@@ -34,9 +34,3 @@ def test_a_rank_imports_what_it_needs() -> None:
     modules = imported(RANK)
     assert "mbridge.models.qwen3moe" in modules
     assert modules & {*LATE, *FAMILIES} == set()
-
-
-def test_data_of_reasoning_gym_come_without_plots() -> None:
-    """And plots can be made afterwards."""
-    assert "matplotlib" not in imported("import specactor.data.reasoning")
-    assert "matplotlib.figure" in imported("import specactor.data.reasoning; import matplotlib.pyplot as p; p.figure()")

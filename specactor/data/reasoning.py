@@ -3,39 +3,17 @@
 from __future__ import annotations
 
 import difflib
-import importlib
 import json
-import sys
-import types
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields
 from functools import lru_cache
 from typing import Any
 
+import reasoning_gym
+from reasoning_gym.factory import DATASETS
+
 from specactor.errors import ConfigError, DataError
 from specactor.types import Problem
-
-
-def _import_automata() -> None:
-    """cellpylib, of which reasoning_gym uses no plot, without matplotlib, which takes two seconds."""
-    parts = ("", ".pyplot", ".animation", ".collections")
-    if "matplotlib" in sys.modules:
-        return
-    plots = {f"matplotlib{part}": types.ModuleType(f"matplotlib{part}") for part in parts}
-    for part in parts[1:]:
-        setattr(plots["matplotlib"], part[1:], plots[f"matplotlib{part}"])
-    sys.modules.update(plots)
-    try:
-        importlib.import_module("cellpylib")
-    finally:
-        for name in plots:
-            del sys.modules[name]
-
-
-_import_automata()
-
-import reasoning_gym  # noqa: E402
-from reasoning_gym.factory import DATASETS  # noqa: E402
 
 Entry = dict[str, Any]
 """A problem as reasoning-gym makes it: question, answer, metadata."""

@@ -281,7 +281,6 @@ def check_corpus(make: type[Corpus], texts: list[tuple[list[int], list[int]]], l
 TOKENS = st.lists(st.integers(0, 2), max_size=8)
 
 
-@settings(deadline=None, max_examples=60)
 @given(st.lists(st.tuples(TOKENS, TOKENS), max_size=6), st.integers(0, 20))
 def test_the_corpus_finds_what_a_search_through_its_newest_tokens_finds(
     texts: list[tuple[list[int], list[int]]], limit: int
