@@ -108,7 +108,6 @@ class SpecActor:
         self.watch(trace=traced)
         groups = self.collect()
         speculation, watched = self.speculation(), self.watch(trace=False)
-        self.progress.drafter_problems(speculation)
         self.pool.learn(speculation)
         if traced:
             self.on_trace(self.steps_done + 1, [seen.spans for seen in watched])
@@ -186,7 +185,9 @@ class SpecActor:
         if self.config.rollout.speculation.mode == "off":
             return {}
         own = self.collective.together("speculation", self.pool.speculation_counts)
-        return added(self.collective.gather(own, dict[str, Counts]))
+        counts = added(self.collective.gather(own, dict[str, Counts]))
+        self.progress.drafter_problems(counts)
+        return counts
 
     def watch(self, *, trace: bool) -> list[Watched]:
         """What engines and drafter processes say of themselves, since the last call, per host; equal on all ranks.

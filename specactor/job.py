@@ -328,4 +328,5 @@ def _log(actor: SpecActor, tracker: Tracker | None, step: int, metrics: dict[str
         problems = actor.progress.problems.items()
         texts = {f"speculation/{name}/problems": "; ".join(reasons) for name, reasons in problems}
         tracker.log(step, {**metrics, **texts})
+        actor.progress.problems.clear()
         actor.progress.step_line(step, metrics)

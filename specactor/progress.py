@@ -59,7 +59,7 @@ class Progress:
         self.total_seconds: dict[str, float] = {}
         """Seconds per phase since the beginning."""
         self.problems: dict[str, list[str]] = {}
-        """By drafter, what was wrong with it in the last step and in none before."""
+        """By drafter, what is wrong with it, as far as no line of metrics has said so."""
         self._problems: set[str] = set()
         self._quiet = quiet
         self._on_phase = on_phase
@@ -144,8 +144,7 @@ class Progress:
         self._print(f"[{self._clock() - self._begun:7.1f} s] {text}")
 
     def drafter_problems(self, counts: Mapping[str, Counts]) -> None:
-        """Print what was wrong with drafters in a step, each reason once in a run, however many engines found it."""
-        self.problems = {}
+        """Print what is wrong with drafters, each reason once in a run, however many engines found it."""
         for name, of in counts.items():
             for problem in of.problems:
                 if problem not in self._problems:

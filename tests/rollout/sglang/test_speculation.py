@@ -136,6 +136,7 @@ def test_liars_change_no_token_and_are_told_of(
     with Progress(2, enabled=False, console=console) as progress:
         progress.drafter_problems(seen)
         assert [len(of) for of in progress.problems.values()] == [len(LIARS[drafter])] * bool(LIARS[drafter])
+        progress.problems.clear()
         speculating.flush()
         speculating.generate(batch(10))
         progress.drafter_problems(speculating.speculation_counts())

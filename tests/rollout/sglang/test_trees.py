@@ -227,4 +227,5 @@ def test_no_wrong_version_left_anything_behind(engine: Engine, plain: list[Traje
 def test_every_wrong_version_is_tried() -> None:
     file = Path(__file__).parent / "wrong_trees.py"
     names = [node.name for node in ast.parse(file.read_text()).body if isinstance(node, ast.FunctionDef)]
-    assert sorted(set(names) - {"witnessed", "turns"}) == sorted([*WRONG_TOKENS, *HARMLESS])
+    versions = {name for name in names if not name.startswith("_")}
+    assert sorted(versions - {"witnessed", "turns"}) == sorted([*WRONG_TOKENS, *HARMLESS])
