@@ -22,12 +22,12 @@ import msgspec
 from benchmarks.decoupled_speed_bench import MAX_WINDOW, NEW_TOKENS, Bench, Way, drafter, speculation
 from benchmarks.decoupled_speed_clock import coupled_of_endless, decoupled_of_endless
 from benchmarks.dialled import Script
-from specactor.rollout.decoupled.host import DrafterProcess
-from specactor.rollout.planning.costs import CostTable, Grid, Point
-from specactor.rollout.planning.plans import RolloutPlan
-from specactor.rollout.planning.process_costs import beside, by_requests, column, without_waits
-from specactor.rollout.planning.throughput_model import AHEAD, Pace
-from specactor.rollout.sglang.engine import Engine
+from specactor.rollout.decoupled.supervisor import DrafterProcess
+from specactor.rollout.speculation.costs import CostTable, Grid, Point
+from specactor.planning.plans import RolloutPlan
+from specactor.planning.process_costs import beside, by_requests, column, without_waits
+from specactor.planning.throughput_model import AHEAD, Pace
+from specactor.rollout.sglang.engine_client import Engine
 from specactor.rollout.sglang.speculation_calls import Rounds
 from specactor.types import RolloutRequest
 
@@ -44,7 +44,7 @@ PACES = 4
 """Times that plain steps are timed at first."""
 MESSAGE_S = 1e-4
 """The planner's own."""
-FILLER = "specactor.rollout.draft.registry:Filler"
+FILLER = "specactor.rollout.speculation.registry:Filler"
 IN_ENGINE = "benchmarks.dialled:InEngine"
 ELSEWHERE = "benchmarks.dialled:Elsewhere"
 

@@ -14,7 +14,7 @@ from benchmarks.decoupled_speed_bench import NEW_TOKENS, Bench, Way, shortened, 
 from benchmarks.decoupled_speed_profile import PACES
 from benchmarks.decoupled_speed_table import CONTESTANTS
 from benchmarks.dialled import Script
-from specactor.rollout.planning.costs import CostTable
+from specactor.rollout.speculation.costs import CostTable
 from specactor.types import RolloutRequest
 
 DRAFTING = tuple(mode for mode in CONTESTANTS if mode != "off")

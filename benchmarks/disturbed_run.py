@@ -21,7 +21,7 @@ from typing import Any
 import psutil
 
 from specactor.metrics import Value, read_metrics
-from specactor.rollout import warm
+from specactor.rollout import warm_starter as warm
 from specactor.run_folder import RunFolder, Status
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -18,11 +18,11 @@ import msgspec
 import numpy as np
 
 from benchmarks.results import Result, publish, spread
-from specactor.rollout.decoupled.continuer import Lane
-from specactor.rollout.decoupled.decoupled import Decoupled, connect
-from specactor.rollout.decoupled.process import Ready, serve
+from specactor.rollout.decoupled.backend import Lane
+from specactor.rollout.decoupled.remote_drafter import Decoupled, connect
+from specactor.rollout.decoupled.loop import Ready, serve
 from specactor.rollout.decoupled.transport import Address, DrafterKeys, local_endpoint, make_keys
-from specactor.rollout.draft.drafter import DraftSequence
+from specactor.rollout.speculation.drafter import DraftSequence
 
 ROOT = Path(__file__).resolve().parent.parent
 REQUESTS = (1, 16, 64, 256)

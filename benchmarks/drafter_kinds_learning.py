@@ -21,9 +21,10 @@ from benchmarks.distillation import sampled
 from specactor.config import DistillationConfig, SourceConfig
 from specactor.data.dataset import build_dataset
 from specactor.data.tokenizer import load_tokenizer
-from specactor.trainer.distillation import acceptance, init
-from specactor.trainer.distillation.buffer import TrainingExample
-from specactor.trainer.distillation.train import DrafterTrainer
+from specactor.trainer.drafter import acceptance
+from specactor.trainer.drafter import init
+from specactor.trainer.drafter.buffer import TrainingExample
+from specactor.trainer.drafter.train import DrafterTrainer
 
 HELD_OUT = 8
 """One of so many responses is kept for measuring."""

@@ -33,7 +33,7 @@ from typing import Literal
 import numpy as np
 
 from specactor.errors import PlanError
-from specactor.rollout.planning.costs import Grid
+from specactor.rollout.speculation.costs import Grid
 
 MAX_FACTOR = 10**6
 """Of w_max: a drafter whose steps cost nothing would have an infinite one."""

@@ -1,6 +1,6 @@
 """Plans at the scale of arXiv 2511.16193, predicted from published figures: what is chosen, and what it gains.
 
-Nothing is timed: every second is a roofline's (`specactor/rollout/planning/rooflines.py`).
+Nothing is timed: every second is a roofline's (`specactor/planning/rooflines.py`).
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from math import ceil
 
 from benchmarks.paper_algorithms import PaperCosts, PaperPlan, plan, tgs_coupled
 from benchmarks.results import RESULTS, Result, publish
-from specactor.rollout.planning.acceptance import survival_of
-from specactor.rollout.planning.costs import Grid
-from specactor.rollout.planning.gpu_specs import DEVICES, Attained, device
-from specactor.rollout.planning.model_shapes import SHAPES
-from specactor.rollout.planning.plans import Candidates, Cluster, RolloutPlan
-from specactor.rollout.planning.reconfiguration import Mode
-from specactor.rollout.planning.rooflines import from_figures
-from specactor.rollout.planning.search import search
-from specactor.rollout.planning.throughput_model import pipelined
+from specactor.rollout.speculation.acceptance import survival_of
+from specactor.rollout.speculation.costs import Grid
+from specactor.planning.gpu_specs import DEVICES, Attained, device
+from specactor.planning.model_shapes import SHAPES
+from specactor.planning.plans import Candidates, Cluster, RolloutPlan
+from specactor.rollout.speculation.reconfiguration import Mode
+from specactor.planning.rooflines import from_figures
+from specactor.planning.search import search
+from specactor.planning.throughput_model import pipelined
 
 GPUS = 256
 CONTEXT = 4096
@@ -205,7 +205,7 @@ def inputs() -> str:
         f"{peaks}. Attained: {share.matmul:.0%} of FLOP/s in matrix products, {share.weights:.0%} of bandwidth reading "
         f"weights, {share.attention:.0%} reading keys and values, {share.link:.0%} of the link; an all-reduce takes "
         f"{1e6 * share.all_reduce_s:g} us at least, a kernel {1e6 * share.kernel_s:g} us. Messages between drafters "
-        "and verifiers take 100 us. Sources stand beside the figures in `specactor/rollout/planning/gpu_specs.py`, "
+        "and verifiers take 100 us. Sources stand beside the figures in `specactor/planning/gpu_specs.py`, "
         "those of the models' shapes in `model_shapes.py`."
     )
 

@@ -1,6 +1,6 @@
 """Rollouts and RL steps in the settings of arXiv 2511.16193, simulated: speed-ups, an ablation, and what they hang on.
 
-Nothing is timed: every second is a roofline's, moved by the simulator's events (`specactor/rollout/simulator/`).
+Nothing is timed: every second is a roofline's, moved by the simulator's events (`specactor/simulator/`).
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from dataclasses import dataclass, replace
 from itertools import product
 
 from benchmarks.results import RESULTS, Result, publish
-from specactor.rollout.planning.gpu_specs import device
-from specactor.rollout.planning.model_shapes import SHAPES
-from specactor.rollout.planning.rooflines import from_figures
-from specactor.rollout.simulator.requests import Lengths, Method
-from specactor.rollout.simulator.steps import Job, Phases, Refresh, Run, run
-from specactor.rollout.simulator.world import Delays, Policy, Truth, slower
-from specactor.simulate import trained_per_s
+from specactor.planning.gpu_specs import device
+from specactor.planning.model_shapes import SHAPES
+from specactor.planning.rooflines import from_figures
+from specactor.simulator.requests import Lengths, Method
+from specactor.simulator.steps import Job, Phases, Refresh, Run, run
+from specactor.simulator.world import Delays, Policy, Truth, slower
+from specactor.simulator.command import trained_per_s
 
 CONTEXT = 4096
 GROUP = 16

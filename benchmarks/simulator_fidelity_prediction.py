@@ -16,12 +16,12 @@ from statistics import mean, median
 
 import numpy as np
 
-from specactor.rollout.draft.counts import Counts
-from specactor.rollout.planning.costs import CostTable
-from specactor.rollout.planning.plans import Cluster, from_table
-from specactor.rollout.simulator.requests import Method, Requests
-from specactor.rollout.simulator.rollout import simulate
-from specactor.rollout.simulator.world import Delays, Policy, Truth
+from specactor.rollout.speculation.counters import Counts
+from specactor.rollout.speculation.costs import CostTable
+from specactor.planning.plans import Cluster, from_table
+from specactor.simulator.requests import Method, Requests
+from specactor.simulator.rollout import simulate
+from specactor.simulator.world import Delays, Policy, Truth
 
 SEEDS = 5
 """Simulations of each rollout; which requests are easy to draft is drawn."""

@@ -14,21 +14,21 @@ from statistics import median
 import numpy as np
 
 from benchmarks.results import Result, publish
-from specactor.rollout.draft.drafter import DraftSequence
-from specactor.rollout.draft.planner import of_drafter
-from specactor.rollout.planning.acceptance import AcceptanceModel
-from specactor.rollout.planning.fastest_of_n import DryWorker, Straggler, as_published
-from specactor.rollout.planning.gpu_specs import device
-from specactor.rollout.planning.model_shapes import SHAPES
-from specactor.rollout.planning.online_costs import OnlineCosts
-from specactor.rollout.planning.plans import Candidates
-from specactor.rollout.planning.reconfiguration import DraftPlan, LiveCosts, Offer, reconfigure
-from specactor.rollout.planning.rooflines import from_figures
-from specactor.rollout.planning.search import search
-from specactor.rollout.simulator.requests import Lengths, Method, draw
-from specactor.rollout.simulator.rollout import simulate
-from specactor.rollout.simulator.steps import Job, Phases
-from specactor.rollout.simulator.world import Delays, Policy, SimulatedMode, Truth
+from specactor.rollout.speculation.drafter import DraftSequence
+from specactor.rollout.speculation.planner import of_drafter
+from specactor.rollout.speculation.acceptance import AcceptanceModel
+from specactor.rollout.speculation.stragglers import DryWorker, Straggler, as_published
+from specactor.planning.gpu_specs import device
+from specactor.planning.model_shapes import SHAPES
+from specactor.rollout.speculation.online_costs import OnlineCosts
+from specactor.planning.plans import Candidates
+from specactor.rollout.speculation.reconfiguration import DraftPlan, LiveCosts, Offer, reconfigure
+from specactor.planning.rooflines import from_figures
+from specactor.planning.search import search
+from specactor.simulator.requests import Lengths, Method, draw
+from specactor.simulator.rollout import simulate
+from specactor.simulator.steps import Job, Phases
+from specactor.simulator.world import Delays, Policy, SimulatedMode, Truth
 
 SIZES = ((8, 64), (64, 64), (256, 64), (1024, 16), (4096, 4))
 """GPUs, and requests per GPU."""

@@ -32,8 +32,8 @@ from benchmarks.trained_models import CACHE, Models, task_models, task_recipe
 from specactor.config import EngineConfig, SpeculationConfig
 from specactor.data.dataset import build_dataset
 from specactor.data.tokenizer import load_tokenizer
-from specactor.rollout.draft.counts import Counts
-from specactor.rollout.sglang.engine import Engine, EngineSpec
+from specactor.rollout.speculation.counters import Counts
+from specactor.rollout.sglang.engine_client import Engine, EngineSpec
 from specactor.rollout.sglang.speculation_calls import REPORT
 from specactor.types import RolloutRequest, SamplingParams
 

@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 
 from specactor.config import SpeculationConfig
-from specactor.rollout.sglang import guard
+from specactor.rollout import process_guard as guard
 
 SWITCH = "speculation_speed.switch"
 """Rank call: go on as the contestant of this name. Payload: `Switch` as JSON."""
@@ -105,7 +105,8 @@ def profile(rank: Any, payload: bytes) -> bytes:
 def _host(fd: int) -> None:
     import socket
 
-    from specactor.rollout.sglang import rank_calls, server
+    from specactor.rollout.sglang import rank_calls
+    from specactor.rollout.sglang import engine_server as server
 
     rank_calls.RANK_CALLS.update({SWITCH: switch, PROFILE: profile})
     if os.environ.get(BUILTIN):

@@ -43,7 +43,7 @@ from specactor.config import EngineConfig, SpeculationConfig
 from specactor.data.dataset import build_dataset
 from specactor.data.tokenizer import load_tokenizer
 from specactor.parallel.layout import ENGINE_RESERVED_TOKENS
-from specactor.rollout.sglang.engine import Engine, EngineSpec
+from specactor.rollout.sglang.engine_client import Engine, EngineSpec
 from specactor.types import RolloutRequest, SamplingParams, Trajectory
 
 LAW = Law(shortest=4, longest=64)

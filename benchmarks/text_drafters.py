@@ -26,8 +26,8 @@ from examples.custom_drafter import LastFollower
 from examples.quickstart_tasks import LAZY_HARD, add
 from specactor.cpu import torchvision_ops
 from specactor.data.reasoning import create_task
-from specactor.rollout.draft.drafter import Drafter, DraftSequence
-from specactor.rollout.draft.suffix import SuffixDrafter
+from specactor.rollout.speculation.drafter import Drafter, DraftSequence
+from specactor.rollout.speculation.suffix import SuffixDrafter
 
 PROMPTS, GROUP_SIZE, STEPS = 16, 8, 2
 """Each step asks for a group of responses to each prompt; the second step asks for the same prompts again."""

@@ -16,7 +16,7 @@ from specactor.parallel import groups
 from specactor.parallel.collective import Collective
 from specactor.parallel.layout import ModelShape, check
 from specactor.rollout.pool import EnginePool
-from specactor.rollout.sglang.engine import Engine, EngineSpec
+from specactor.rollout.sglang.engine_client import Engine, EngineSpec
 from specactor.trainer.policy import PolicyTrainer
 from specactor.trainer.shards import RankShards
 from specactor.weights_sync.sender import WeightSender

@@ -9,7 +9,7 @@ Any class that can be imported will do. Whatever a drafter proposes, it changes 
 from collections.abc import Sequence
 from itertools import pairwise
 
-from specactor.rollout.draft.drafter import Drafter, DraftSequence
+from specactor.rollout.speculation.drafter import Drafter, DraftSequence
 
 
 class LastFollower(Drafter):

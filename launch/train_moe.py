@@ -3,7 +3,7 @@
     torchrun --nproc-per-node N launch/train_moe.py RECIPE [--key.path value ...]
     python launch/train_moe.py RECIPE --help
 
-Only what must happen before anything else is imported happens here; the run itself is `specactor.job.run`.
+Only what must happen before anything else is imported happens here; the run itself is `specactor.run.run`.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def main() -> int:
         return 2
 
     rank, local_rank, world = (int(os.environ[name]) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"))
-    from specactor.rollout.warm import WarmStarter
+    from specactor.rollout.warm_starter import WarmStarter
 
     # It imports what engines need while this rank imports what a trainer needs. Only one rank of a machine starts it.
     run_id = os.environ.get("TORCHELASTIC_RUN_ID", "none")
@@ -76,7 +76,7 @@ def main() -> int:
     head = os.environ["MASTER_ADDR"]
     store = launcher_store(head, int(os.environ["MASTER_PORT"]))
     with starter, failure_guard(rank, store) as failures:
-        from specactor.job import run
+        from specactor.run import run
 
         run(config, rank=rank, local_rank=local_rank, world=world, head=head, failures=failures)
     return 0

@@ -85,7 +85,7 @@ def profile(argv: list[str]) -> int:
 
     from rich.console import Console
 
-    from specactor import profile as profiling
+    from specactor.planning import profile_command as profiling
     from specactor.errors import ConfigError, SpecActorError
 
     try:
@@ -101,21 +101,21 @@ def profile(argv: list[str]) -> int:
 
 def plan(argv: list[str]) -> int:
     """Rank plans of a rollout, plain, coupled and decoupled, for a model and a cluster. Needs no GPU."""
-    from specactor import plan as planning
+    from specactor.planning import command as planning
 
     return _guarded(planning.run, argv)
 
 
 def simulate(argv: list[str]) -> int:
     """Simulate RL steps of a cluster in virtual time, with the engines' own planner. Needs no GPU."""
-    from specactor import simulate as simulating
+    from specactor.simulator import command as simulating
 
     return _guarded(simulating.command, argv)
 
 
 def drafter(argv: list[str]) -> int:
     """Make a draft model from the policy, train it on a run's rollouts, or measure how often it is right."""
-    from specactor.trainer.distillation import command
+    from specactor.trainer.drafter import command
 
     return _guarded(command.run, argv)
 

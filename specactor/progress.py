@@ -17,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from specactor.metrics import METRICS, Value
-from specactor.rollout.draft.counts import Counts
+from specactor.rollout.speculation.counters import Counts
 from specactor.types import Trajectory
 
 REDRAWS_PER_S = 4

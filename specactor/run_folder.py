@@ -13,7 +13,7 @@ from specactor.config import Config
 from specactor.errors import CheckpointError, ConfigError
 from specactor.trace import Span, chrome_trace
 from specactor.trainer import checkpoint
-from specactor.trainer.distillation.rollout_files import lines_of, write_rollouts
+from specactor.trainer.drafter.rollout_files import lines_of, write_rollouts
 from specactor.types import ScoredGroup
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
-from specactor.rollout.warm import WarmStarter
+from specactor.rollout.warm_starter import WarmStarter
 
 settings.register_profile("check", deadline=None, max_examples=25, derandomize=True)
 settings.register_profile("deep", deadline=None, derandomize=True, max_examples=200)  # a failure repeats

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-RANK = "from specactor.cpu import megatron; megatron.install(); import specactor.job"
+RANK = "from specactor.cpu import megatron; megatron.install(); import specactor.run"
 LATE = ("wandb", "scipy", "matplotlib", "reasoning_gym", "math_verify", "sglang", "deepspeed", "datasets", "sklearn")
 """Used by some runs, or at some moment: wandb by rank 0, matplotlib at the end, reasoning_gym where it is the data."""
 FAMILIES = ("mbridge.models.glm4_vl", "mbridge.models.gemma3", "mbridge.models.internvl3", "mbridge.models.qwen2_5_vl")
@@ -27,7 +27,7 @@ def test_the_package_imports_nothing() -> None:
 
 def test_what_starts_engines_needs_no_torch() -> None:
     """A run starts the warm starter before anything else is imported."""
-    assert "torch" not in imported("import specactor.rollout.warm")
+    assert "torch" not in imported("import specactor.rollout.warm_starter")
 
 
 def test_a_rank_imports_what_it_needs() -> None:

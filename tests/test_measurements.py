@@ -9,7 +9,7 @@ import pytest
 
 from specactor import measurements
 from specactor.metrics import METRICS, TAIL
-from specactor.rollout.draft.counts import added_figures
+from specactor.rollout.speculation.counters import added_figures
 from specactor.rollout.open_groups import OpenGroup
 from specactor.types import (
     Begun,

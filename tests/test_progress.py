@@ -11,7 +11,7 @@ from rich.console import Console
 
 from specactor.metrics import Value
 from specactor.progress import Progress, duration, summary_rows
-from specactor.rollout.draft.counts import Counts
+from specactor.rollout.speculation.counters import Counts
 from specactor.types import Trajectory
 
 METRICS = {

@@ -1,6 +1,6 @@
 """The section `rollout.speculation` of a recipe: who drafts, where, and how far. PURE.
 
-Draft methods of SGLang are refused by name; any other name stands for a drafter of `specactor.rollout.draft`.
+Draft methods of SGLang are refused by name; any other name stands for a drafter of `specactor.rollout.speculation`.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from specactor.errors import DataError
-from specactor.rollout.planning.costs import CostTable
+from specactor.rollout.speculation.costs import CostTable
 
 
 def read(file: str | Path) -> CostTable:

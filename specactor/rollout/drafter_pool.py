@@ -24,8 +24,8 @@ from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from specactor.rollout.decoupled.host import DrafterProcess
-from specactor.rollout.decoupled.process import Work
+from specactor.rollout.decoupled.supervisor import DrafterProcess
+from specactor.rollout.decoupled.loop import Work
 from specactor.rollout.decoupled.spec import DrafterSpec
 
 if TYPE_CHECKING:

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 from specactor.errors import EngineError
 from specactor.rollout import resume
-from specactor.rollout.sglang.engine import Engine, EngineDied
+from specactor.rollout.sglang.engine_client import Engine, EngineDied
 from specactor.rollout.tail import BorrowedDevices, EngineLoad, Running, SleepingDrafters, TailPolicy
 from specactor.types import RolloutRequest, Trajectory
 

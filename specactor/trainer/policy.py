@@ -23,7 +23,7 @@ from specactor.cpu import megatron as cpu_platform
 from specactor.errors import SpecActorError
 from specactor.parallel.layout import Layout
 from specactor.trainer import model, optimizer, packing
-from specactor.trainer.distillation.top_k import TopKRecorder
+from specactor.trainer.drafter.top_k import TopKRecorder
 from specactor.trainer.export import export_hf
 from specactor.trainer.losses import token_weights
 from specactor.trainer.microbatch import Item, MicroBatch, Shape, build, items_of

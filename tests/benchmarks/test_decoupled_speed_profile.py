@@ -13,7 +13,7 @@ from benchmarks import decoupled_speed_profile as module
 from benchmarks.decoupled_speed_bench import NEW_TOKENS
 from benchmarks.decoupled_speed_profile import _coupled, _Pace, _works, median_beside
 from specactor.config import SpeculationConfig
-from specactor.rollout.planning.costs import CostTable
+from specactor.rollout.speculation.costs import CostTable
 from specactor.rollout.sglang.speculation_calls import Rounds
 from specactor.types import RolloutRequest, SamplingParams
 

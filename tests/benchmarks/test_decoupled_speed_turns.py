@@ -15,7 +15,7 @@ from benchmarks.decoupled_speed_profile import _Pace
 from benchmarks.decoupled_speed_turns import DRAFTING, Turns, as_dialled, pace_at, pace_of
 from benchmarks.dialled import Script
 from specactor.config import SpeculationConfig
-from specactor.rollout.planning.costs import CostTable
+from specactor.rollout.speculation.costs import CostTable
 from specactor.rollout.sglang.speculation_calls import Rounds
 from specactor.types import RolloutRequest, SamplingParams
 

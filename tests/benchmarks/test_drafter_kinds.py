@@ -14,9 +14,10 @@ from benchmarks.drafter_kinds_learning import Beginning, Job, Learned, learn, re
 from benchmarks.trained_models import task_recipe
 from specactor.config import DistillationConfig, SourceConfig, TinyModelConfig
 from specactor.data.tiny_model import make_tiny_model
-from specactor.rollout.draft.counts import Counts
-from specactor.trainer.distillation import acceptance, init
-from specactor.trainer.distillation.buffer import TrainingExample
+from specactor.rollout.speculation.counters import Counts
+from specactor.trainer.drafter import acceptance
+from specactor.trainer.drafter import init
+from specactor.trainer.drafter.buffer import TrainingExample
 from specactor.types import Problem
 
 LEARNED = Learned(name="1 layer", parameters=469_440, points=[(0.0, 1.5), (2.0, 3.9), (4.0, 4.0)], updates=60, tokens=9)

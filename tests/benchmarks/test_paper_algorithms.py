@@ -24,7 +24,7 @@ from benchmarks.paper_algorithms import (
     windows,
 )
 from specactor.errors import PlanError
-from specactor.rollout.planning.costs import Grid
+from specactor.rollout.speculation.costs import Grid
 
 
 def line(per_request_s: float, base_s: float) -> Line:

@@ -13,7 +13,7 @@ from benchmarks.tail_speed import CONTESTANTS, Contest, Work
 from benchmarks.tail_speed_table import COLUMNS, Law, Run, Tally, Timeline, result, tail_of
 from benchmarks.trained_models import Models
 from examples.quickstart_tasks import add
-from specactor.rollout.draft.counts import Counts
+from specactor.rollout.speculation.counters import Counts
 from specactor.types import RolloutRequest, SamplingParams, Trajectory
 
 TWO, THREE = "auto, fastest of 2", "auto, fastest of 3"

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from specactor.data.tokenizer import VOCAB_SIZE
-from specactor.rollout.warm import WarmStarter
+from specactor.rollout.warm_starter import WarmStarter
 from tests.rollout.conftest import start_script
 
 ROOT = Path(__file__).resolve().parent.parent.parent

@@ -15,7 +15,7 @@ import train_moe
 
 def main() -> int:
     train_moe.set_environment()
-    from specactor import job
+    from specactor import run as job
     from specactor.config import TailConfig
     from specactor.rollout import pool
     from specactor.rollout.tail import BorrowedDevices, EngineLoad, TailCosts, WakeWhereItPays

@@ -81,7 +81,7 @@ def main(folder: Path) -> None:
     megatron.install()
     import torch.distributed as dist
 
-    from specactor import job
+    from specactor import run as job
     from specactor.parallel import groups
     from specactor.parallel.failure import Failures
     from specactor.rollout.pool import EnginePool

@@ -14,7 +14,7 @@ import psutil
 
 from specactor.cpu.sglang import environment
 from specactor.metrics import METRICS, read_metrics
-from specactor.trainer.distillation.rollout_files import read_rollouts
+from specactor.trainer.drafter.rollout_files import read_rollouts
 from tests.end_to_end.conftest import Launched, Launcher
 
 REFERENCE = Path(__file__).with_name("greedy_reference.py")

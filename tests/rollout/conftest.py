@@ -16,9 +16,9 @@ import pytest
 
 from specactor.config import EngineConfig
 from specactor.cpu import sglang as cpu
-from specactor.rollout.sglang.engine import Engine, EngineSpec
-from specactor.rollout.sglang.guard import SHARED_FILES, TEMPORARY, descendants
-from specactor.rollout.warm import WarmStarter
+from specactor.rollout.sglang.engine_client import Engine, EngineSpec
+from specactor.rollout.process_guard import SHARED_FILES, TEMPORARY, descendants
+from specactor.rollout.warm_starter import WarmStarter
 from specactor.types import RolloutRequest, SamplingParams
 
 HERE = Path(__file__).parent

@@ -13,7 +13,7 @@ from typing import Any, cast
 from specactor.rollout import resume
 from specactor.rollout.driver import Driver
 from specactor.rollout.requests import assign
-from specactor.rollout.sglang.engine import Engine, EngineDied
+from specactor.rollout.sglang.engine_client import Engine, EngineDied
 from specactor.types import RolloutRequest, SamplingParams, Trajectory
 
 GROUPS, SIZE = 4, 3

@@ -7,7 +7,7 @@ from pathlib import Path
 import msgspec
 
 from specactor.rollout.pool import EnginePool
-from specactor.rollout.sglang.engine import EngineSpec
+from specactor.rollout.sglang.engine_client import EngineSpec
 from tests.rollout.conftest import request
 
 

@@ -14,12 +14,12 @@ import torch
 
 from specactor.errors import EngineError
 from specactor.rollout import drafter_pool
-from specactor.rollout.decoupled import host
+from specactor.rollout.decoupled import supervisor as host
 from specactor.rollout.decoupled.spec import DrafterSpec
 from specactor.rollout.drafter_pool import DrafterPool
 from specactor.weights_sync.draft_sender import DraftSender
 from tests.rollout.conftest import Footprint
-from tests.rollout.decoupled.test_host import PATIENCE_S, assert_drafts, child_of, is_listening, make_drafter_spec
+from tests.rollout.decoupled.test_supervisor import PATIENCE_S, assert_drafts, child_of, is_listening, make_drafter_spec
 
 __all__ = ["make_drafter_spec"]
 

@@ -14,7 +14,7 @@ from specactor.errors import EngineError
 from specactor.rollout import resume
 from specactor.rollout.driver import Driver
 from specactor.rollout.requests import assign
-from specactor.rollout.sglang.engine import Engine
+from specactor.rollout.sglang.engine_client import Engine
 from specactor.types import RolloutRequest, Trajectory
 from tests.rollout.driver_cases import GROUPS, FakeEngine, drive, expected, make_requests
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from specactor.rollout.pool import EnginePool
-from specactor.rollout.sglang.engine import Engine
+from specactor.rollout.sglang.engine_client import Engine
 from tests.rollout.conftest import request
 
 BATCH = [request(i, new=30 + 13 * i % 60, ignore_eos=i % 3 > 0) for i in range(24)]

@@ -11,7 +11,7 @@ from specactor.config import EngineConfig
 from specactor.errors import EngineError
 from specactor.rollout import pool as pool_module
 from specactor.rollout.pool import EnginePool
-from specactor.rollout.sglang.engine import EngineSpec
+from specactor.rollout.sglang.engine_client import EngineSpec
 
 
 class Scripted:

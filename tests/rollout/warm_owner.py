@@ -4,7 +4,7 @@ import os
 import sys
 from pathlib import Path
 
-from specactor.rollout.warm import NAME, WarmStarter
+from specactor.rollout.warm_starter import NAME, WarmStarter
 
 os.environ.pop(NAME, None)
 with WarmStarter(sys.argv[1]):

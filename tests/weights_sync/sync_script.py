@@ -30,7 +30,7 @@ from specactor.errors import WeightSyncError  # noqa: E402
 from specactor.parallel.collective import Collective  # noqa: E402
 from specactor.parallel.layout import Layout  # noqa: E402
 from specactor.rollout.pool import EnginePool  # noqa: E402
-from specactor.rollout.sglang.engine import Engine, EngineSpec  # noqa: E402
+from specactor.rollout.sglang.engine_client import Engine, EngineSpec  # noqa: E402
 from specactor.trainer.policy import PolicyTrainer  # noqa: E402
 from specactor.trainer.shards import GatheredWeights, RankShards  # noqa: E402
 from specactor.types import RolloutRequest, SamplingParams  # noqa: E402

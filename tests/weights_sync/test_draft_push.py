@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from specactor.errors import EngineError
-from specactor.rollout.draft.drafter import DraftSequence
+from specactor.rollout.speculation.drafter import DraftSequence
 from specactor.rollout.sglang import model_drafter
 from specactor.rollout.sglang.model_drafter import ModelDrafter
 from specactor.weights_sync import draft_receiver

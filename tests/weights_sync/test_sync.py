@@ -13,7 +13,7 @@ import pytest
 
 from specactor.config import TinyModelConfig
 from specactor.data.tiny_model import make_tiny_model
-from specactor.rollout.warm import WarmStarter
+from specactor.rollout.warm_starter import WarmStarter
 from tests.ending import end_all
 
 ROOT = Path(__file__).parents[2]

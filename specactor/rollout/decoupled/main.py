@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from specactor.rollout.sglang import guard
+from specactor.rollout import process_guard as guard
 
 if TYPE_CHECKING:
-    from specactor.rollout.decoupled.continuer import Continuer
+    from specactor.rollout.decoupled.backend import Continuer
     from specactor.rollout.decoupled.spec import DrafterSpec
 
 _UNBOUNDED = 1 << 40
@@ -37,7 +37,7 @@ def main() -> None:
 
 
 def _draft(owner: socket) -> None:
-    from specactor.rollout.decoupled.process import Loop, Ready, serve
+    from specactor.rollout.decoupled.loop import Loop, Ready, serve
     from specactor.rollout.decoupled.spec import ALIVE, RENEW, SLEEP, TRACE, WAKE, DrafterSpec, Started
 
     lines = owner.makefile("rb")

@@ -10,7 +10,7 @@ import logging
 from collections import Counter
 from collections.abc import Sequence
 
-from specactor.rollout.decoupled.messages import (
+from specactor.rollout.decoupled.protocol import (
     NO_SESSION,
     FrameError,
     Header,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from specactor.rollout.decoupled.messages import NO_SESSION, TailColumns
+from specactor.rollout.decoupled.protocol import NO_SESSION, TailColumns
 from specactor.rollout.decoupled.order import Numbering, Total
 
 

@@ -23,7 +23,7 @@ import zmq
 from zmq.auth.thread import ThreadAuthenticator
 
 from specactor.errors import ConfigError
-from specactor.rollout.decoupled.messages import LARGEST, MAX_FRAME_BYTES
+from specactor.rollout.decoupled.protocol import LARGEST, MAX_FRAME_BYTES
 from specactor.rollout.decoupled.order import Drops
 
 HEARTBEAT_MS = 5000

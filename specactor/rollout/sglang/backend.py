@@ -23,8 +23,10 @@ import torch
 
 from specactor.errors import EngineError
 from specactor.rollout.resume import num_begun
-from specactor.rollout.sglang import beginnings, guard, rank_calls, routed_experts, stopping
-from specactor.rollout.sglang.protocol import EngineSpec
+from specactor.rollout.sglang import rank_calls, routed_experts, stopping
+from specactor.rollout.sglang import partial_response as beginnings
+from specactor.rollout import process_guard as guard
+from specactor.rollout.sglang.engine_protocol import EngineSpec
 from specactor.types import FinishReason, RolloutRequest
 
 _ADMISSION_PAUSE_S = 0.005

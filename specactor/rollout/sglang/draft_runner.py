@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specactor.rollout.draft.verification import common
+from specactor.rollout.speculation.verification import common
 from specactor.rollout.sglang.draft_slots import BLOCK_TOKENS, slot_range
 
 DRAFT_TEMPERATURE = 2 / 3

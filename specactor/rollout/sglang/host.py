@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import os
 
-from specactor.rollout.sglang import guard
+from specactor.rollout import process_guard as guard
 
 
 def main() -> None:
@@ -24,7 +24,7 @@ def main() -> None:
 def _host(fd: int) -> None:
     import socket
 
-    from specactor.rollout.sglang import server
+    from specactor.rollout.sglang import engine_server as server
 
     server.run(socket.socket(fileno=fd))
 

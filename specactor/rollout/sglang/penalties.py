@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specactor.rollout.sglang import beginnings
+from specactor.rollout.sglang import partial_response as beginnings
 
 
 def install() -> None:

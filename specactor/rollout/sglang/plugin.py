@@ -8,15 +8,8 @@ from __future__ import annotations
 import torch
 
 from specactor.cpu import sglang_hooks
-from specactor.rollout.sglang import (
-    penalties,
-    rank_calls,
-    routed_experts,
-    sampling,
-    speculation,
-    speculation_calls,
-    stopping,
-)
+from specactor.rollout.sglang import penalties, rank_calls, routed_experts, sampling, speculation_calls, stopping
+from specactor.rollout.sglang import verify_worker as speculation
 from specactor.weights_sync import messages
 from specactor.weights_sync.receiver import Receiver
 

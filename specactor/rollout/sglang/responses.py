@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from specactor.errors import EngineError
 from specactor.parallel.layout import ENGINE_RESERVED_OF_INPUT
 from specactor.rollout import resume
-from specactor.rollout.sglang.protocol import EngineSpec, Finished, News, Ready
+from specactor.rollout.sglang.engine_protocol import EngineSpec, Finished, News, Ready
 from specactor.types import RolloutRequest, Trajectory
 
 Parts = dict[int, tuple[list[int], list[float]]]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from specactor.rollout.sglang.engine import Engine, EngineSpec
+from specactor.rollout.sglang.engine_client import Engine, EngineSpec
 
 
 @contextmanager

@@ -11,13 +11,13 @@ import msgspec
 from specactor.config import SpeculationConfig
 from specactor.errors import EngineError
 from specactor.rollout.decoupled.access import DrafterAccess
-from specactor.rollout.draft.counts import Counts
-from specactor.rollout.draft.drafter import Drafter
-from specactor.rollout.draft.registry import make_drafters
-from specactor.rollout.draft.speculator import Speculator
-from specactor.rollout.planning.costs import Point
-from specactor.rollout.planning.online_costs import OnlineCosts
-from specactor.rollout.sglang.protocol import EngineSpec
+from specactor.rollout.speculation.counters import Counts
+from specactor.rollout.speculation.drafter import Drafter
+from specactor.rollout.speculation.registry import make_drafters
+from specactor.rollout.speculation.speculator import Speculator
+from specactor.rollout.speculation.costs import Point
+from specactor.rollout.speculation.online_costs import OnlineCosts
+from specactor.rollout.sglang.engine_protocol import EngineSpec
 
 CONFIGURE = "speculation.configure"
 """Rank call: from the next round on, speculate like this. Payload: a `SpeculationConfig` as JSON."""
@@ -74,7 +74,7 @@ def _connect(config: SpeculationConfig) -> Drafter:
     """The drafter processes, as a drafter. One rank of an engine is connected with them."""
     from sglang.srt.runtime_context import get_parallel
 
-    from specactor.rollout.decoupled.decoupled import connect
+    from specactor.rollout.decoupled.remote_drafter import connect
 
     access = msgspec.json.decode(os.environ.get(DRAFTERS, "{}"), type=DrafterAccess)
     if not (access.drafters or access.may_be_none):

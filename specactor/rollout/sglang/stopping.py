@@ -23,7 +23,7 @@ from typing import Any
 
 from specactor.data.tokenizer import load_tokenizer
 from specactor.errors import ConfigError, EngineError
-from specactor.rollout.sglang import beginnings
+from specactor.rollout.sglang import partial_response as beginnings
 
 _NEEDED = "rollout.stop: needs a tokenizer in the model's folder, or use rollout.stop_token_ids."
 

@@ -7,7 +7,7 @@ import sys
 
 import msgspec
 
-from specactor.rollout.decoupled.process import Ready, serve
+from specactor.rollout.decoupled.loop import Ready, serve
 from specactor.rollout.decoupled.transport import DrafterKeys
 from tests.rollout.decoupled.scripted import Scripted
 

@@ -5,7 +5,7 @@ import time
 
 import msgspec
 
-from specactor.rollout.decoupled.host import DrafterProcess
+from specactor.rollout.decoupled.supervisor import DrafterProcess
 from specactor.rollout.decoupled.spec import DrafterSpec
 
 if __name__ == "__main__":

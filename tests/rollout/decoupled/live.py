@@ -12,11 +12,11 @@ from pathlib import Path
 
 import msgspec
 
-from specactor.rollout.decoupled.decoupled import Decoupled, connect
-from specactor.rollout.decoupled.process import Ready
+from specactor.rollout.decoupled.remote_drafter import Decoupled, connect
+from specactor.rollout.decoupled.loop import Ready
 from specactor.rollout.decoupled.transport import Address, DrafterKeys, EngineKeys
-from specactor.rollout.draft.drafter import DraftSequence
-from specactor.rollout.draft.verification import common
+from specactor.rollout.speculation.drafter import DraftSequence
+from specactor.rollout.speculation.verification import common
 from tests.rollout.decoupled.scripted import script
 
 ROOT = Path(__file__).resolve().parents[3]

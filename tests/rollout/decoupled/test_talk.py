@@ -9,8 +9,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from specactor.rollout.decoupled import host
-from specactor.rollout.decoupled.host import SIGN_EVERY_S, Talk
+from specactor.rollout.decoupled import supervisor as host
+from specactor.rollout.decoupled.supervisor import SIGN_EVERY_S, Talk
 
 SOON_S, PATIENCE_S = 0.05, 10.0
 

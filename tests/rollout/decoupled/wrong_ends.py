@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from specactor.rollout.decoupled import messages
-from specactor.rollout.decoupled.messages import Beat, Commits, TailColumns
-from specactor.rollout.decoupled.mirrors import Mirrors
-from specactor.rollout.decoupled.tails import Tails
+from specactor.rollout.decoupled import protocol as messages
+from specactor.rollout.decoupled.protocol import Beat, Commits, TailColumns
+from specactor.rollout.decoupled.drafter_side import Mirrors
+from specactor.rollout.decoupled.engine_side import Tails
 
 
 class LengthsCompared(Tails):

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from specactor.rollout.sglang.engine import Engine
+from specactor.rollout.sglang.engine_client import Engine
 from specactor.types import RolloutRequest, Trajectory
 
 

@@ -12,15 +12,15 @@ import msgspec
 
 from specactor.config import SpeculationConfig
 from specactor.rollout.decoupled.access import DrafterAccess
-from specactor.rollout.decoupled.decoupled import connect
+from specactor.rollout.decoupled.remote_drafter import connect
 from specactor.rollout.decoupled.spec import DrafterSpec
 from specactor.rollout.decoupled.transport import Address, DrafterKeys, EngineKeys, local_endpoint
-from specactor.rollout.sglang.engine import Engine
+from specactor.rollout.sglang.engine_client import Engine
 from specactor.types import RolloutRequest
 from tests.rollout.conftest import CONTEXT
 from tests.rollout.sglang import recital
 from tests.rollout.sglang.asking import probe
-from tests.rollout.sglang.test_speculation import configure, facts
+from tests.rollout.sglang.test_verify_worker import configure, facts
 
 MAX_WINDOW = 8
 REMOTE = "tests.rollout.sglang.remote"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from specactor.rollout.draft.drafter import Drafter, DraftSequence
+from specactor.rollout.speculation.drafter import Drafter, DraftSequence
 
 EOS = 1
 

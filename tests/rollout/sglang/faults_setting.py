@@ -10,10 +10,10 @@ from pathlib import Path
 from specactor.config import SpeculationConfig
 from specactor.rollout.decoupled.spec import DrafterSpec
 from specactor.rollout.decoupled.transport import Address, EngineKeys, make_keys
-from specactor.rollout.draft.counts import Counts
+from specactor.rollout.speculation.counters import Counts
 from specactor.rollout.drafter_pool import DrafterPool
 from specactor.rollout.pool import EnginePool
-from specactor.rollout.sglang.engine import Engine
+from specactor.rollout.sglang.engine_client import Engine
 from specactor.types import RolloutRequest, Trajectory
 from tests.rollout.conftest import request
 from tests.rollout.sglang import recital
@@ -25,7 +25,7 @@ from tests.rollout.sglang.decoupled_setting import (
     assert_holds_nothing,
 )
 from tests.rollout.sglang.sampling_cases import EOS
-from tests.rollout.sglang.test_speculation import configure, report
+from tests.rollout.sglang.test_verify_worker import configure, report
 
 ENGINE_KEYS, DRAFTER_KEYS = make_keys()
 

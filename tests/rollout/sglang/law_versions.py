@@ -12,7 +12,7 @@ from itertools import pairwise
 import torch
 
 from specactor.cpu.sglang_ops import sample_with_noise
-from specactor.rollout.draft.drafter import Drafter, DraftSequence
+from specactor.rollout.speculation.drafter import Drafter, DraftSequence
 from tests.rollout.sglang import wrong_versions
 from tests.rollout.sglang.make_dense import FIELDS
 

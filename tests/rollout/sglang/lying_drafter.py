@@ -12,8 +12,8 @@ from random import Random
 import msgspec
 import zmq
 
-from specactor.rollout.decoupled import messages
-from specactor.rollout.decoupled.messages import Commits, Open, Pulse, Resend, Tail, TailColumns, ToEngine
+from specactor.rollout.decoupled import protocol as messages
+from specactor.rollout.decoupled.protocol import Commits, Open, Pulse, Resend, Tail, TailColumns, ToEngine
 
 _HEADER = struct.Struct("<4sB3xQQQ")
 _LOOK_MS = 1

@@ -14,13 +14,13 @@ from specactor.rollout.decoupled.spec import DrafterSpec
 from specactor.rollout.decoupled.transport import Address, local_endpoint, make_keys
 from specactor.rollout.drafter_pool import DrafterPool
 from specactor.rollout.pool import EnginePool
-from specactor.rollout.sglang.engine import Engine, EngineSpec
+from specactor.rollout.sglang.engine_client import Engine, EngineSpec
 from specactor.rollout.tail import TailCosts, WakeWhereItPays
 from tests.rollout.conftest import CONTEXT, request
 from tests.rollout.sglang.decoupled_setting import MAX_WINDOW, aim, loaded, recital_folder, recital_spec
 from tests.rollout.sglang.recital import behave, write
 from tests.rollout.sglang.test_model_drafter import make_dense
-from tests.rollout.sglang.test_speculation import configure
+from tests.rollout.sglang.test_verify_worker import configure
 
 ENGINE_KEYS, DRAFTER_KEYS = make_keys()
 BATCH = [request(i, new=40 + i % 23) for i in range(24)]

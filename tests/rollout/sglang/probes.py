@@ -22,10 +22,12 @@ from sglang.srt.sampling.penaltylib import (
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 from sglang.srt.sampling.sampling_params import SamplingParams
 
-from specactor.rollout.draft.drafter import DraftSequence
-from specactor.rollout.sglang import beginnings, sampling, speculation, stopping
+from specactor.rollout.speculation.drafter import DraftSequence
+from specactor.rollout.sglang import sampling, stopping
+from specactor.rollout.sglang import partial_response as beginnings
+from specactor.rollout.sglang import verify_worker as speculation
 from specactor.rollout.sglang.rank_calls import RANK_CALLS
-from specactor.rollout.sglang.speculation import Worker
+from specactor.rollout.sglang.verify_worker import Worker
 from tests.rollout.sglang.drafters import HalfRight, Memory
 
 _texts: dict[tuple[tuple[int, ...], int], list[int]] = {}

@@ -16,11 +16,11 @@ import msgspec
 from sglang.srt.runtime_context import get_parallel
 
 from specactor.rollout.decoupled.access import DrafterAccess
-from specactor.rollout.decoupled.decoupled import Decoupled, connect
-from specactor.rollout.draft.drafter import Drafter, DraftSequence
-from specactor.rollout.draft.verification import common
-from specactor.rollout.sglang import speculation
-from specactor.rollout.sglang.rows import Rows
+from specactor.rollout.decoupled.remote_drafter import Decoupled, connect
+from specactor.rollout.speculation.drafter import Drafter, DraftSequence
+from specactor.rollout.speculation.verification import common
+from specactor.rollout.sglang import verify_worker as speculation
+from specactor.rollout.sglang.verify_batch import Rows
 from specactor.rollout.sglang.speculation_calls import DRAFTERS
 from tests.rollout.conftest import VOCAB
 from tests.rollout.sglang import wrong_versions

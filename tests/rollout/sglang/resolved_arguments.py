@@ -20,7 +20,7 @@ def main(model_dir: str) -> None:
 
     from specactor.config import SpeculationConfig
     from specactor.rollout.sglang.backend import server_args
-    from specactor.rollout.sglang.protocol import EngineSpec
+    from specactor.rollout.sglang.engine_protocol import EngineSpec
 
     load_plugins()
     found = {}

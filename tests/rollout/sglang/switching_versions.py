@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from specactor.rollout.draft.speculator import Speculator
-from specactor.rollout.draft.verification import DraftTree
-from specactor.rollout.sglang import speculation
-from tests.rollout.draft.forced import Drawn, Switching
+from specactor.rollout.speculation.speculator import Speculator
+from specactor.rollout.speculation.verification import DraftTree
+from specactor.rollout.sglang import verify_worker as speculation
+from tests.rollout.speculation.forced import Drawn, Switching
 from tests.rollout.sglang.wrong_trees import Third
 from tests.rollout.sglang.wrong_versions import Function, Rehearsed, heal, patch
 

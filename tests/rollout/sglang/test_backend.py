@@ -16,7 +16,7 @@ from specactor.config import EngineConfig, RolloutConfig, SpeculationConfig
 from specactor.cpu import sglang as cpu
 from specactor.errors import ConfigError
 from specactor.rollout.sglang.backend import server_args
-from specactor.rollout.sglang.protocol import EngineSpec
+from specactor.rollout.sglang.engine_protocol import EngineSpec
 
 COUPLED = SpeculationConfig(mode="coupled", drafters=("model",), draft_model="d")
 BACKUP = "enable_draft_weights_cpu_backup"

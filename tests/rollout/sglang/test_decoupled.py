@@ -19,14 +19,14 @@ from specactor.config import SpeculationConfig
 from specactor.errors import EngineError
 from specactor.rollout import drafter_pool
 from specactor.rollout.decoupled.access import DrafterAccess
-from specactor.rollout.draft.counts import Counts, added
+from specactor.rollout.speculation.counters import Counts, added
 from specactor.rollout.pool import EnginePool
-from specactor.rollout.sglang.engine import Engine, EngineSpec
+from specactor.rollout.sglang.engine_client import Engine, EngineSpec
 from specactor.rollout.sglang.running import running
 from specactor.types import RolloutRequest
 from specactor.weights_sync.draft_sender import DraftSender
 from tests.rollout.conftest import Footprint
-from tests.rollout.decoupled.test_host import assert_takes_no_time, child_of, is_listening
+from tests.rollout.decoupled.test_supervisor import assert_takes_no_time, child_of, is_listening
 from tests.rollout.sglang.asking import in_background, probe
 from tests.rollout.sglang.decoupled_setting import (
     LIMIT_S,
@@ -53,8 +53,8 @@ from tests.rollout.sglang.model_setting import (
 )
 from tests.rollout.sglang.pushes import DAMAGES, Pushes
 from tests.rollout.sglang.test_model_drafter import make_dense
-from tests.rollout.sglang.test_speculation import batch as batch_of_all_kinds
-from tests.rollout.sglang.test_speculation import configure, facts, report
+from tests.rollout.sglang.test_verify_worker import batch as batch_of_all_kinds
+from tests.rollout.sglang.test_verify_worker import configure, facts, report
 
 __all__ = ["lending", "setting"]
 

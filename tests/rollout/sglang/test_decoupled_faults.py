@@ -19,13 +19,13 @@ import pytest
 
 from specactor.config import EngineConfig
 from specactor.rollout import drafter_pool
-from specactor.rollout.decoupled.host import DrafterProcess
+from specactor.rollout.decoupled.supervisor import DrafterProcess
 from specactor.rollout.decoupled.ports import Ports
 from specactor.rollout.decoupled.transport import make_keys
-from specactor.rollout.draft.counts import Counts
+from specactor.rollout.speculation.counters import Counts
 from specactor.rollout.drafter_pool import DrafterPool
 from specactor.rollout.pool import EnginePool
-from specactor.rollout.sglang.engine import EngineSpec
+from specactor.rollout.sglang.engine_client import EngineSpec
 from specactor.types import RolloutRequest, Trajectory
 from tests.rollout.conftest import Footprint, request
 from tests.rollout.sglang import recital
@@ -46,7 +46,7 @@ from tests.rollout.sglang.faults_setting import BATCH, DRAFTER_KEYS, ENDLESS, LO
 from tests.rollout.sglang.lying_drafter import LIES, LyingDrafter
 from tests.rollout.sglang.parts import in_two, with_seam
 from tests.rollout.sglang.sampling_cases import STOPS, make_tokenizer, with_options
-from tests.rollout.sglang.test_speculation import configure, report
+from tests.rollout.sglang.test_verify_worker import configure, report
 
 POOL = 900
 

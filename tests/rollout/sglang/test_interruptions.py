@@ -20,7 +20,7 @@ from tokenizers import Tokenizer
 from specactor.config import EngineConfig, SpeculationConfig
 from specactor.errors import EngineError
 from specactor.rollout.resume import going_on
-from specactor.rollout.sglang.engine import Engine, EngineSpec
+from specactor.rollout.sglang.engine_client import Engine, EngineSpec
 from specactor.rollout.sglang.running import running
 from specactor.types import RolloutRequest, Trajectory
 from tests.rollout.conftest import VOCAB, request
@@ -28,7 +28,7 @@ from tests.rollout.sglang.asking import assert_same, differs, in_background, pro
 from tests.rollout.sglang.parts import cut as cut_at
 from tests.rollout.sglang.parts import in_two, with_seam, without_the_seam_token
 from tests.rollout.sglang.sampling_cases import EOS, STOPS, cut, make_tokenizer, with_options
-from tests.rollout.sglang.test_speculation import configure, report
+from tests.rollout.sglang.test_verify_worker import configure, report
 
 PROBES = "tests.rollout.sglang.probes"
 WINDOW = 6

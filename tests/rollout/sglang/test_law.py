@@ -16,13 +16,13 @@ import msgspec
 import pytest
 
 from specactor.config import EngineConfig, SpeculationConfig
-from specactor.rollout.draft.verification import accepted_path, chain
-from specactor.rollout.sglang.engine import Engine, EngineSpec
+from specactor.rollout.speculation.verification import accepted_path, chain
+from specactor.rollout.sglang.engine_client import Engine, EngineSpec
 from specactor.rollout.sglang.running import running
 from specactor.types import RolloutRequest, SamplingParams
 from tests.rollout.conftest import VOCAB, start_script
 from tests.rollout.law import Law, Reference, Response, Sample, entropy, p_values, surprise
-from tests.rollout.sglang.test_speculation import configure, report
+from tests.rollout.sglang.test_verify_worker import configure, report
 
 HERE = "tests.rollout.sglang.law_versions"
 TOO_SMALL = 1e-6

@@ -11,15 +11,15 @@ import torch
 
 from specactor.config import EngineConfig, SpeculationConfig
 from specactor.errors import EngineError
-from specactor.rollout.draft.counts import Counts
-from specactor.rollout.sglang.engine import Engine, EngineSpec
+from specactor.rollout.speculation.counters import Counts
+from specactor.rollout.sglang.engine_client import Engine, EngineSpec
 from specactor.rollout.sglang.running import running
 from specactor.types import RolloutRequest, Trajectory
 from specactor.weights_sync.draft_sender import DraftSender, push_to_engine
 from tests.rollout.conftest import request, start_script
 from tests.rollout.sglang.pushes import DAMAGES, Pushes
-from tests.rollout.sglang.test_speculation import batch as batch_of_all_kinds
-from tests.rollout.sglang.test_speculation import configure, facts, report
+from tests.rollout.sglang.test_verify_worker import batch as batch_of_all_kinds
+from tests.rollout.sglang.test_verify_worker import configure, facts, report
 from tests.rollout.sglang.wrong_pushes import INTO_POLICY
 
 WRONG = "tests.rollout.sglang.wrong_model_drafters"

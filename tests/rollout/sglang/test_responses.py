@@ -11,7 +11,7 @@ from specactor.errors import EngineError
 from specactor.parallel.layout import ENGINE_RESERVED_TOKENS, reserved_tokens
 from specactor.rollout.sglang import responses
 from specactor.rollout.sglang.backend import server_args
-from specactor.rollout.sglang.protocol import EngineSpec, Finished, Ready
+from specactor.rollout.sglang.engine_protocol import EngineSpec, Finished, Ready
 from specactor.types import Begun, RolloutRequest, SamplingParams, VersionSpan
 
 CONTEXT = 64

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from specactor.errors import EngineError
-from specactor.rollout.sglang.engine import Engine
+from specactor.rollout.sglang.engine_client import Engine
 from tests.rollout.conftest import request
 from tests.rollout.sglang.asking import differs
 from tests.rollout.sglang.sampling_cases import OPTIONS

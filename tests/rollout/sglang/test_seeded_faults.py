@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 
 from specactor.config import EngineConfig, SpeculationConfig
-from specactor.rollout.sglang.engine import Engine, EngineSpec
+from specactor.rollout.sglang.engine_client import Engine, EngineSpec
 from specactor.rollout.sglang.running import running
 from specactor.types import RolloutRequest, Trajectory
 from tests.rollout.conftest import VOCAB, request
-from tests.rollout.sglang.test_speculation import OFF, configure, report
+from tests.rollout.sglang.test_verify_worker import OFF, configure, report
 
 FILE = Path(__file__).parent / "wrong_versions.py"
 WINDOW = 6

@@ -12,19 +12,19 @@ import pytest
 
 from specactor.config import SpeculationConfig
 from specactor.rollout.decoupled.access import DrafterAccess
-from specactor.rollout.decoupled.mirrors import SILENT_S
+from specactor.rollout.decoupled.drafter_side import SILENT_S
 from specactor.rollout.decoupled.transport import Address, make_keys
-from specactor.rollout.draft.counts import Counts
+from specactor.rollout.speculation.counters import Counts
 from specactor.rollout.drafter_pool import DrafterPool
-from specactor.rollout.planning.costs import CostTable
-from specactor.rollout.sglang.engine import Engine, EngineSpec
+from specactor.rollout.speculation.costs import CostTable
+from specactor.rollout.sglang.engine_client import Engine, EngineSpec
 from specactor.rollout.sglang.running import running
 from specactor.trace import Span, chrome_trace
 from tests.rollout.conftest import request
 from tests.rollout.sglang.asking import in_background
 from tests.rollout.sglang.decoupled_setting import OFF, assert_holds_nothing, decoupled, recital_folder, recital_spec
 from tests.rollout.sglang.recital import behave, write
-from tests.rollout.sglang.test_speculation import configure, facts
+from tests.rollout.sglang.test_verify_worker import configure, facts
 
 BATCH = [request(i, new=90 + i % 23) for i in range(8)]
 ENGINE_KEYS, DRAFTER_KEYS = make_keys()

@@ -15,16 +15,16 @@ import msgspec
 import pytest
 
 from specactor.config import EngineConfig, SpeculationConfig
-from specactor.rollout.draft.counts import Counts
-from specactor.rollout.planning.windows import OFF as OFF_NAME
-from specactor.rollout.sglang.engine import Engine, EngineSpec
+from specactor.rollout.speculation.counters import Counts
+from specactor.rollout.speculation.windows import OFF as OFF_NAME
+from specactor.rollout.sglang.engine_client import Engine, EngineSpec
 from specactor.rollout.sglang.running import running
 from specactor.rollout.sglang.speculation_calls import REPORT
 from specactor.types import RolloutRequest, Trajectory
 from tests.rollout.conftest import request as request_of
 from tests.rollout.sglang.test_model_drafter import make_dense
 from tests.rollout.sglang.test_seeded_faults import batch, continued, differing
-from tests.rollout.sglang.test_speculation import MAX_WINDOW, configure
+from tests.rollout.sglang.test_verify_worker import MAX_WINDOW, configure
 
 HERE = "tests.rollout.sglang.wrong_trees"
 RIGHT = "tests.rollout.sglang.wrong_versions:right"

@@ -17,14 +17,14 @@ from sglang.srt.layers.sampler import Sampler
 from sglang.srt.runtime_context import get_parallel
 from torch import Tensor
 
-from specactor.rollout.draft.drafter import DraftSequence
-from specactor.rollout.draft.drafter_set import DrafterSet
-from specactor.rollout.draft.speculator import Speculator
-from specactor.rollout.draft.verification import Decision, DraftTree, branches
-from specactor.rollout.sglang import rows as spreading
-from specactor.rollout.sglang import speculation
-from specactor.rollout.sglang.rows import Branches, Rows
-from tests.rollout.draft.forced import together
+from specactor.rollout.speculation.drafter import DraftSequence
+from specactor.rollout.speculation.drafter_set import DrafterSet
+from specactor.rollout.speculation.speculator import Speculator
+from specactor.rollout.speculation.verification import Decision, DraftTree, branches
+from specactor.rollout.sglang import verify_batch as spreading
+from specactor.rollout.sglang import verify_worker as speculation
+from specactor.rollout.sglang.verify_batch import Branches, Rows
+from tests.rollout.speculation.forced import together
 from tests.rollout.sglang.drafters import Memory
 from tests.rollout.sglang.wrong_versions import Function, Rehearsed, _Round, heal, in_place_of, patch
 

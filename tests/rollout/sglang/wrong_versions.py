@@ -18,12 +18,12 @@ from sglang.srt.layers.sampler import Sampler, top_p_normalize_probs_torch
 from sglang.srt.managers.schedule_batch import FINISH_LENGTH, Req
 from torch import Tensor
 
-from specactor.rollout.draft.drafter import DraftSequence
-from specactor.rollout.draft.verification import DraftTree, chain
-from specactor.rollout.sglang import rows as spreading
-from specactor.rollout.sglang import speculation
-from specactor.rollout.sglang.rows import Rows
-from specactor.rollout.sglang.speculation import Worker
+from specactor.rollout.speculation.drafter import DraftSequence
+from specactor.rollout.speculation.verification import DraftTree, chain
+from specactor.rollout.sglang import verify_batch as spreading
+from specactor.rollout.sglang import verify_worker as speculation
+from specactor.rollout.sglang.verify_batch import Rows
+from specactor.rollout.sglang.verify_worker import Worker
 from tests.rollout.sglang.drafters import HalfRight
 
 Function = Callable[..., Any]

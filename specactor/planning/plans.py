@@ -1,0 +1,200 @@
+"""What a plan of a rollout is, and what it is made from: options by a measured table, or by figures (`rooflines`).
+PURE: values, checked when made.
+
+`search.search` makes plans. Sizes are bytes, times seconds, counts devices, engines, requests or tokens.
+
+Invariants: a window of 0 means plain decoding and nothing else does; no count, time or probability is out of range.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import isfinite
+
+from specactor.config import MAX_WINDOW
+from specactor.errors import PlanError
+from specactor.rollout.speculation.acceptance import checked
+from specactor.rollout.speculation.costs import METHOD, CostTable, Grid
+from specactor.rollout.speculation.reconfiguration import DraftPlan, Mode
+from specactor.rollout.speculation.windows import OFF
+
+TEXT_DRAFTERS = ("suffix",)
+"""They look things up on the host, where the verifier is."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Placement:
+    """Engines of one kind."""
+
+    engines: int
+    devices_each: int
+    weights_bytes: float = 0.0
+    """Per device; 0 where not known."""
+    kv_bytes: float = 0.0
+    """Per device, of the requests that run at once; 0 where not known."""
+
+    @property
+    def devices(self) -> int:
+        return self.engines * self.devices_each
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolloutPlan:
+    """Where a rollout runs, how it drafts, and what is predicted."""
+
+    draft: DraftPlan
+    """Of every request, to begin with."""
+    verifiers: Placement
+    drafters: Placement
+    idle_devices: int
+    requests_per_engine: int
+    """At once on a verifier; more wait where there are more."""
+    round_s: float
+    tokens_per_round: float
+    """Emitted, of a request."""
+    tokens_per_s: float
+    """Of the whole cluster."""
+    tokens_per_s_per_device: float
+    """Of all devices, idle ones too."""
+    speedup: float = 1.0
+    """Over the fastest plan that does not speculate."""
+    message_bytes_per_s: float = 0.0
+    """Between drafters and verifiers, both ways."""
+    reason: str = ""
+
+    @property
+    def mode(self) -> Mode:
+        return self.draft.mode
+
+    @property
+    def window(self) -> int:
+        return self.draft.window
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cluster:
+    """What there is to plan for."""
+
+    devices: int
+    requests: int
+    """That are there to run at once, in all."""
+    message_s: float = 1e-4
+    """From a commit's departure to the arrival of what it changes, without drafting."""
+
+    def __post_init__(self) -> None:
+        if self.devices < 1 or self.requests < 1 or not self.message_s >= 0:
+            raise PlanError(
+                f"cluster: got {self.devices} devices, {self.requests} requests, message_s {self.message_s}; "
+                "expected >= 1, >= 1, >= 0."
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Footprint:
+    """Memory of a model."""
+
+    weights_bytes: float
+    """One copy."""
+    request_bytes: float
+    """KV of one request, at the length to plan for."""
+
+
+NOTHING = Footprint(weights_bytes=0.0, request_bytes=0.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class VerifierOption:
+    """An engine for the target on `devices` devices."""
+
+    devices: int
+    costs: CostTable
+    """With a grid for every drafter that can draft on these devices."""
+    footprint: Footprint = NOTHING
+    capacity_bytes: float = float("inf")
+    """Of the engine's devices together, for weights and KV."""
+    ahead_s: Grid | None = None
+    """Over (requests, 1): what a decoupled round takes on the engine beside the verify, to hear its drafters and choose
+    windows; None: nothing."""
+
+    def __post_init__(self) -> None:
+        if self.devices < 1:
+            raise PlanError(f"verifier: got {self.devices} devices, expected at least 1.")
+
+    def requests(self, drafter: Footprint = NOTHING) -> int | None:
+        """That run at once beside this drafter; None: no bound."""
+        return fitting(self.capacity_bytes, self.footprint, drafter)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DrafterEngine:
+    """An engine for a drafter on `devices` devices of its own."""
+
+    devices: int
+    seconds: Grid
+    """Over (requests, window): drafting `window` tokens for each."""
+    capacity_bytes: float = float("inf")
+    token_s: Grid | None = None
+    """Over (requests, 1), measured in a drafter process: from token to token of each, its loop and messages included
+    (`decoupled.process.Work`). Rounds then take what is there (`running`); None: they last until windows are
+    (`pipelined`)."""
+
+    def __post_init__(self) -> None:
+        if self.devices < 1:
+            raise PlanError(f"drafter: got {self.devices} devices, expected at least 1.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DrafterOption:
+    """A draft method."""
+
+    name: str
+    survival: tuple[float, ...]
+    """P(the first j draft tokens are accepted), j = 1, 2, ..: bounds the window."""
+    engines: tuple[DrafterEngine, ...] = ()
+    """None: it drafts on the verifiers' devices only."""
+    footprint: Footprint = NOTHING
+
+    def __post_init__(self) -> None:
+        checked(self.survival)
+        if self.name == OFF:
+            raise PlanError(f"drafter: got the name {OFF!r}, which means plain decoding. Use another.")
+
+
+def fitting(capacity_bytes: float, *footprints: Footprint) -> int | None:
+    """Requests whose KV fits beside the weights; None: no bound."""
+    left = capacity_bytes - sum(f.weights_bytes for f in footprints)
+    each = sum(f.request_bytes for f in footprints)
+    if left < 0:
+        return 0
+    return int(left / each) if isfinite(left) and each > 0 else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Candidates:
+    """What `search` is given."""
+
+    verifiers: tuple[VerifierOption, ...]
+    drafters: tuple[DrafterOption, ...]
+
+
+def from_table(table: CostTable, *, devices: int, survivals: Mapping[str, tuple[float, ...]]) -> Candidates:
+    """Options of a measured table; `devices`: of the engine that was measured. Memory is not known, so nothing is
+    refused for it."""
+    process, drafters = table.process, []
+    for name, grid in table.drafters.items():
+        alone = process is None and name not in TEXT_DRAFTERS
+        own = (DrafterEngine(devices=devices, seconds=grid),) if alone else ()
+        drafters.append(DrafterOption(name=name, survival=survivals[name], engines=own))
+    if process is not None:
+        engine = DrafterEngine(devices=1, seconds=_windows(process.token_s), token_s=process.token_s)
+        drafters.append(DrafterOption(name=METHOD, survival=survivals[METHOD], engines=(engine,)))
+    verifier = VerifierOption(devices=devices, costs=table, ahead_s=process.ahead_s if process else None)
+    return Candidates(verifiers=(verifier,), drafters=tuple(drafters))
+
+
+def _windows(token_s: Grid) -> Grid:
+    """Drafting windows, token by token."""
+    windows = (1.0, MAX_WINDOW + 1.0)
+    seconds = tuple(tuple(w * each for w in windows) for (each,) in token_s.seconds)
+    return Grid(requests=token_s.requests, per_request=windows, seconds=seconds)

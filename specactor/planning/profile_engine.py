@@ -1,0 +1,186 @@
+"""Measures the seconds of rounds in a running engine, cell by cell (`planning.profile_grid`).
+
+Requests are real ones: prompts of random tokens, sampled as the recipe samples. To time a verification they get drafts
+that fill their windows and are nearly always wrong, so that all requests stay together; to time a drafter they get its
+own drafts. Every rank of the engine times its rounds anyway, as it does in a run; rank 0's seconds are asked for here.
+
+Invariants: a cell holds seconds of rounds with exactly its number of requests and draft tokens; cells are measured in
+passes over all of them, so that a slow minute does not fall on some of them alone; the engine is as before afterwards,
+but for its prefix cache.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
+
+import msgspec
+
+from specactor.config import RolloutConfig, SpeculationConfig
+from specactor.errors import PlanError
+from specactor.rollout.speculation.costs import Point
+from specactor.planning.profile_grid import Cell
+from specactor.rollout.sglang.engine_client import Engine
+from specactor.rollout.sglang.speculation_calls import CONFIGURE, ROUNDS, Rounds
+from specactor.types import RolloutRequest, SamplingParams
+
+FILLER = "specactor.rollout.speculation.registry:Filler"
+PASSES = 3
+ROUNDS_PER_PASS = 6
+"""Full rounds of every cell, at least, where drafts are wrong. The first one is not counted: a draft model sees the
+prompts in it, and all else is done for the first time."""
+CALL_S = 60.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """Of the requests that are measured, in tokens."""
+
+    prompt: int
+    response: int
+    """At most."""
+    vocab: int
+    context: int
+    """Of prompt and response together."""
+
+    @classmethod
+    def of(cls, config: RolloutConfig, *, vocab: int, context: int) -> Sizes:
+        """Prompts as long as a sequence that is half done. Raises PlanError where the model's context is too short."""
+        response = max(_response(drafter, config.speculation.max_window) for drafter in ("", "any"))
+        room = context - response
+        if room < 1:
+            raise PlanError(
+                f"profile: got a context of {context} tokens, expected more than {response}, which the rounds of one "
+                "measurement emit. Lower rollout.speculation.max_window."
+            )
+        return cls(prompt=min(room, 16 + config.max_new_tokens // 2), response=response, vocab=vocab, context=context)
+
+    def most_requests(self, config: RolloutConfig, kv_tokens: int) -> int:
+        """That a step has, the engine runs together and its KV pool holds, window of two rounds included."""
+        of_one = self.prompt + self.response + 2 * (config.speculation.max_window + 1)
+        of_step = config.prompts_per_step * config.group_size
+        most = min(config.engine.max_running_requests, of_step, kv_tokens // of_one)
+        if most < 1:
+            raise PlanError(
+                f"profile: got a KV pool of {kv_tokens} tokens, expected room for a request of {of_one}. Raise "
+                "rollout.engine.max_total_tokens or rollout.engine.memory_fraction."
+            )
+        return most
+
+    def longest_response(self, requests: int, kv_tokens: int, config: SpeculationConfig) -> int:
+        """For which so many requests have room: at least `response`, where they are at most `most_requests`."""
+        return min(self.context, kv_tokens // requests - 2 * (config.max_window + 1)) - self.prompt
+
+
+def measure(
+    engine: Engine,
+    config: RolloutConfig,
+    cells: Sequence[Cell],
+    sizes: Sizes,
+    *,
+    limit_s: float,
+    on_cell: Callable[[int], None] = lambda done: None,
+    clock: Callable[[], float] = time.monotonic,
+) -> dict[Cell, list[float]]:
+    """Seconds of rounds per cell, of up to PASSES passes; `on_cell` is told how many cells of all passes are done.
+
+    After `limit_s` no further pass is begun, and one that is going on is dropped. Raises PlanError when that is the
+    first one.
+    """
+    deadline = clock() + limit_s
+    measured: dict[Cell, list[float]] = {cell: [] for cell in cells}
+    for number in range(PASSES):
+        found = measure_once(engine, config, cells, sizes, number, lambda: clock() > deadline, on_cell)
+        if found is None:
+            break
+        for cell, seconds in found.items():
+            measured[cell] += seconds
+    else:
+        number = PASSES
+    if number == 0:
+        raise PlanError(
+            f"profile: got no pass over all {len(cells)} cells within {limit_s:g} s, expected at least one. Allow more "
+            "with --limit, or lower rollout.engine.max_running_requests or rollout.speculation.max_window."
+        )
+    return measured
+
+
+def measure_once(
+    engine: Engine,
+    config: RolloutConfig,
+    cells: Sequence[Cell],
+    sizes: Sizes,
+    number: int = 0,
+    is_late: Callable[[], bool] = lambda: False,
+    on_cell: Callable[[int], None] = lambda done: None,
+) -> dict[Cell, list[float]] | None:
+    """A pass, of this number; None when it is too late to finish."""
+    found: dict[Cell, list[float]] = {}
+    for (drafter, window), group in groupby(
+        sorted(cells, key=lambda cell: (cell.drafter, cell.window, cell.requests)),
+        key=lambda cell: (cell.drafter, cell.window),
+    ):
+        of_window = list(group)
+        engine.rank_call(CONFIGURE, msgspec.json.encode(_drafting(config, drafter, window)), timeout_s=CALL_S)
+        for cell in of_window:
+            if is_late():
+                return None
+            engine.generate(requests_of(config, cell.requests, sizes, _response(cell.drafter, cell.window)))
+            on_cell(number * len(cells) + len(found) + of_window.index(cell) + 1)
+        rounds = msgspec.json.decode(engine.rank_call(ROUNDS, b"", timeout_s=CALL_S)[0], type=Rounds)
+        for cell in of_window:
+            found[cell] = _seconds(cell, rounds)
+    return found
+
+
+def _drafting(config: RolloutConfig, drafter: str, window: int) -> SpeculationConfig:
+    """Only this drafter, only this window."""
+    drafters = (drafter or FILLER,)
+    return replace(config.speculation, mode="coupled", drafters=drafters, window=window, fastest_of=1, cost_table="")
+
+
+def _seconds(cell: Cell, rounds: Rounds) -> list[float]:
+    if not cell.drafter:
+        points = rounds.verifies if cell.window else rounds.plain
+        return _of(points, cell.requests, cell.requests * (1 + cell.window))
+    return _of(
+        (point for points in rounds.drafts.values() for point in points), cell.requests, cell.requests * cell.window
+    )
+
+
+def _of(points: Iterable[Point], requests: int, total: int) -> list[float]:
+    """Of all but the first such round. It is the first of the cell's own requests: smaller cells came before."""
+    return [seconds for n, of_round, seconds in points if (n, of_round) == (requests, total)][1:]
+
+
+def _response(drafter: str, window: int) -> int:
+    """Tokens for ROUNDS_PER_PASS full rounds if drafts are wrong, or for two if all of a drafter's are right."""
+    return 1 + window + (2 * (1 + window) if drafter else ROUNDS_PER_PASS)
+
+
+def requests_of(config: RolloutConfig, number: int, sizes: Sizes, tokens: int) -> list[RolloutRequest]:
+    """Args: how many; tokens of each response."""
+    sampling = SamplingParams(
+        temperature=config.temperature,
+        top_p=config.top_p,
+        top_k=config.top_k,
+        max_new_tokens=tokens,
+        ignore_eos=True,
+    )
+    return [
+        RolloutRequest(
+            request_id=f"{i}",
+            prompt_ids=_prompt(i // config.group_size, sizes),
+            sampling=sampling,
+            seed=i,
+            group_id=i // config.group_size,
+        )
+        for i in range(number)
+    ]
+
+
+def _prompt(group: int, sizes: Sizes) -> tuple[int, ...]:
+    return tuple(random.Random(group).choices(range(sizes.vocab), k=sizes.prompt))

@@ -1,0 +1,225 @@
+"""Cost tables from published device figures, for devices that nobody has measured. PURE: shapes and figures in.
+
+A forward of n requests with t tokens each, on g devices that share every layer (tensor parallelism), takes the sum over
+its parts of the longer of moving bytes and computing:
+
+    projections, MLP or router, output   weights / g   and   2 params rows / g operations,  rows = t bucket(n)
+    experts                              E (1 - (1 - k/E)^rows) of them are read; each row computes with k
+    attention                            KV of n c tokens is read once, whatever t; 4 rows c head_dim heads operations
+    logits                               rows V float32, written and read
+
+and two all-reduces of rows x hidden per layer (g > 1), the least time of its kernels, and the launch. `bucket` rounds
+requests up to the sizes for which graphs are captured (SGLang 0.5.23's lists, with and without speculation).
+
+The tables are `CostTable`s and `Grid`s like measured ones. What they leave out: imbalance of experts, prefills beside
+decodes, stragglers, the host (`Attained.host_s`), and kernels that fall short of the attained shares. Measure where you
+can.
+
+Invariants: seconds do not fall with requests, tokens or context; devices are added within one node.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
+from itertools import chain
+
+from specactor.errors import ConfigError, PlanError
+from specactor.rollout.speculation.costs import CostTable, Grid
+from specactor.planning.gpu_specs import Attained, Device
+from specactor.planning.model_shapes import TransformerShape
+from specactor.planning.plans import Candidates, DrafterEngine, DrafterOption, Footprint, VerifierOption
+
+LOGIT_BYTES = 4
+PLAIN_BUCKETS = (1, 2, 4, 8, 12, *range(16, 257, 8), *range(272, 512, 16), *range(512, 8193, 32))
+WINDOW_BUCKETS = (*range(1, 9), *range(10, 33, 2), *range(40, 65, 4), *range(72, 257, 8), *range(272, 8193, 16))
+REQUESTS = tuple(
+    sorted({1 << k for k in range(12)} | {3 << k for k in range(2, 10)} | {(1 << k) + 1 for k in range(4, 9)})
+)
+"""Nodes of a table, 1 to 2048. Those after a power of two show the step to the next bucket."""
+
+
+class Roofline:
+    """Of one model on engines of one size."""
+
+    def __init__(
+        self,
+        shape: TransformerShape,
+        device: Device,
+        *,
+        devices: int,
+        context: int,
+        attained: Attained | None = None,
+    ) -> None:
+        """`context`: tokens of a request in the KV cache, on average. Raises PlanError for an engine that cannot be."""
+        if not 1 <= devices <= device.node_devices or context < 0:
+            raise PlanError(
+                f"engine: got {devices} devices and a context of {context}; expected 1..{device.node_devices} (a node "
+                f"of {device.name}) and >= 0. Split larger models over nodes by hand, and measure."
+            )
+        self.shape, self.device, self.devices, self.context = shape, device, devices, context
+        self.attained = attained or Attained()
+
+    @property
+    def capacity_bytes(self) -> float:
+        """For weights and KV, of all devices."""
+        return self.devices * self.device.memory_bytes * self.attained.memory
+
+    def forward_s(self, requests: int, tokens: int = 1, *, buckets: Sequence[int] = PLAIN_BUCKETS) -> float:
+        """Seconds of one forward, `tokens` rows of each request."""
+        shape = self.shape
+        padded = buckets[min(bisect_left(buckets, requests), len(buckets) - 1)]
+        rows = tokens * max(padded, requests)
+        attended = requests * self.context * shape.kv_bytes_per_token / shape.layers
+        layer = self._matmul(shape.attention_params + shape.mlp_params, rows)
+        layer += self._experts(rows)
+        layer += self._longer(
+            attended, 4.0 * rows * self.context * shape.heads * shape.head_dim, share=self.attained.attention
+        )
+        layer = max(layer, self.attained.kernel_s * self.attained.kernels_per_layer) + 2 * self._all_reduce(rows)
+        output = self._matmul(shape.head_params, rows) + self._longer(2.0 * LOGIT_BYTES * rows * shape.vocab, 0.0)
+        return shape.layers * layer + output + self.attained.launch_s
+
+    def _matmul(self, params: int, rows: float) -> float:
+        return self._longer(params * self.shape.param_bytes, 2.0 * params * rows)
+
+    def _experts(self, rows: float) -> float:
+        read = self.shape.distinct_experts(rows) * self.shape.expert_params * self.shape.param_bytes
+        return self._longer(read, 2.0 * rows * self.shape.experts_per_token * self.shape.expert_params)
+
+    def _longer(self, num_bytes: float, operations: float, *, share: float | None = None) -> float:
+        """Seconds of moving or of computing, each spread over the devices."""
+        moved = num_bytes / (self.device.memory_bytes_per_s * (self.attained.weights if share is None else share))
+        return max(moved, operations / (self.device.flops * self.attained.matmul)) / self.devices
+
+    def _all_reduce(self, rows: float) -> float:
+        if self.devices == 1:
+            return 0.0
+        num_bytes = rows * self.shape.hidden * self.shape.param_bytes
+        ring = 2.0 * (self.devices - 1) / self.devices * num_bytes
+        return self.attained.all_reduce_s + ring / (self.device.link_bytes_per_s * self.attained.link)
+
+
+def draft_grid(roofline: Roofline, *, max_window: int, max_requests: int) -> Grid:
+    """Drafting 1 to max_window tokens one after the other, on all devices of an engine.
+
+    The drafter is either cut over the devices, or copied to groups of them that share the requests: the faster.
+    """
+    requests = _nodes(max_requests)
+    g = roofline.devices
+    parts = [
+        Roofline(roofline.shape, roofline.device, devices=d, context=roofline.context, attained=roofline.attained)
+        for d in range(1, g + 1)
+        if g % d == 0 and (d == 1 or roofline.shape.kv_heads % d == 0)
+    ]
+    steps = [min(part.forward_s(-(-n * part.devices // g)) for part in parts) for n in requests]
+    return Grid(
+        requests=tuple(map(float, requests)),
+        per_request=tuple(map(float, range(1, max_window + 1))),
+        seconds=tuple(tuple(w * step for w in range(1, max_window + 1)) for step in steps),
+    )
+
+
+def cost_table(target: Roofline, drafters: Mapping[str, Roofline], *, max_window: int, max_requests: int) -> CostTable:
+    """As a profile of that engine would give it. `drafters` draft on the same devices, by name."""
+    requests, tokens = _nodes(max_requests), range(1, max_window + 2)
+    axis = tuple(map(float, requests))
+    host = target.attained.host_s
+    return CostTable(
+        model=target.shape.name,
+        device=f"{target.devices} x {target.device.name}, published figures",
+        date="",
+        verify=Grid(
+            requests=axis,
+            per_request=tuple(map(float, tokens)),
+            seconds=tuple(
+                tuple(target.forward_s(n, t, buckets=WINDOW_BUCKETS) + host for t in tokens) for n in requests
+            ),
+        ),
+        plain=Grid(requests=axis, per_request=(1.0,), seconds=tuple((target.forward_s(n) + host,) for n in requests)),
+        drafters={
+            name: draft_grid(drafter, max_window=max_window, max_requests=max_requests)
+            for name, drafter in drafters.items()
+        },
+    )
+
+
+def _nodes(max_requests: int) -> list[int]:
+    if max_requests < 1:
+        raise PlanError(f"table: got {max_requests} requests, expected at least 1.")
+    return sorted({n for n in chain(REQUESTS, (max_requests,)) if n <= max_requests})
+
+
+def from_figures(
+    target: TransformerShape,
+    drafters: Sequence[TransformerShape],
+    device: Device,
+    *,
+    survivals: Mapping[str, tuple[float, ...]],
+    context: int,
+    max_requests: int,
+    sizes: Sequence[int] = (),
+    drafter_sizes: Sequence[int] = (1, 2),
+    attained: Attained | None = None,
+) -> Candidates:
+    """Options by rooflines. `survivals` by drafter; `max_requests`: of one engine, at most; `sizes`: devices of a
+    verifier, by default all that fit.
+
+    Raises ConfigError for a size asked for that does not divide the target's heads, and PlanError where the target fits
+    on no engine of one node.
+    """
+    for g in sizes:
+        if g > 0 and target.heads % g:
+            raise ConfigError.at(
+                "engine_devices", g, f"a divisor of the {target.heads} heads of {target.name}", "Choose a divisor."
+            )
+    sizes = sizes or [g for g in _powers(device.node_devices) if target.heads % g == 0]
+    max_window = max((len(survivals[drafter.name]) for drafter in drafters), default=1)
+    kept = attained or Attained()
+    verifiers = []
+    for g in sizes:
+        roofline = Roofline(target, device, devices=g, context=context, attained=kept)
+        option = VerifierOption(
+            devices=g,
+            costs=cost_table(
+                roofline,
+                {d.name: Roofline(d, device, devices=g, context=context, attained=kept) for d in drafters},
+                max_window=max_window,
+                max_requests=max_requests,
+            ),
+            footprint=_footprint(target, context),
+            capacity_bytes=roofline.capacity_bytes,
+        )
+        if option.requests() != 0:
+            verifiers.append(option)
+    if not verifiers:
+        raise PlanError(
+            f"{target.name}: got {target.weights_bytes / 1e9:.0f} GB of weights and engines of "
+            f"{tuple(sizes)} {device.name} with {device.memory_bytes / 1e9:.0f} GB; "
+            "expected a node that holds them with a request. Use a larger device or a shorter context."
+        )
+    options = []
+    for drafter in drafters:
+        engines = []
+        for g in drafter_sizes:
+            roofline = Roofline(drafter, device, devices=g, context=context, attained=kept)
+            grid = draft_grid(roofline, max_window=max_window + 1, max_requests=max_requests)
+            engines.append(DrafterEngine(devices=g, seconds=grid, capacity_bytes=roofline.capacity_bytes))
+        options.append(
+            DrafterOption(
+                name=drafter.name,
+                survival=survivals[drafter.name],
+                engines=tuple(engines),
+                footprint=_footprint(drafter, context),
+            )
+        )
+    return Candidates(verifiers=tuple(verifiers), drafters=tuple(options))
+
+
+def _footprint(shape: TransformerShape, context: int) -> Footprint:
+    return Footprint(weights_bytes=shape.weights_bytes, request_bytes=context * shape.kv_bytes_per_token)
+
+
+def _powers(largest: int) -> list[int]:
+    """1, 2, 4, .. up to `largest`."""
+    return [1 << k for k in range(largest.bit_length()) if 1 << k <= largest]

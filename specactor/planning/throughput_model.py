@@ -1,0 +1,223 @@
+"""How many tokens a round of speculation emits, coupled and decoupled. PURE: probabilities and seconds in, tokens out.
+
+survival_j = P(the first j draft tokens are accepted). A round verifies w draft tokens and emits those accepted and one
+of the target's own:
+    coupled:   1 + sum_{j <= w} survival_j    (2211.17192, equation 1, where survival_j = p^j)
+
+Decoupled, a drafter runs ahead of the verifier, and nobody waits for a redraft. A request is in one of two states:
+    ready      the next w draft tokens are there: the round emits what a coupled one does. It stays ready if all are
+               accepted and the drafter's next token is the one that the target added (survival_{w+1}).
+    redrafting the drafter starts again from the commit: a plain step of one token. The request is ready again if the
+               drafter's first token is the one that this step adds (survival_1).
+The share of rounds that are ready follows, and with it tokens and rows per round. It is a ratio of averages; the
+paper's tau (`benchmarks/paper_algorithms.py`) averages ratios.
+
+That takes rounds to last until windows are there (`pipelined`). The drafter processes of this project are not waited
+for, so how many draft tokens there are depends on the round's length over the drafter's step, both measured:
+`running` is the same by a Markov chain over the tokens in stock.
+
+Invariants: at least 1 token per round; tokens and share do not fall when survivals rise; with a drafter that takes no
+time `running` is `pipelined`.
+
+Shape legend: S states, K windows 0..w.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import floor
+
+import numpy as np
+from numpy.typing import NDArray
+
+from specactor.errors import PlanError
+from specactor.rollout.speculation.acceptance import checked
+from specactor.rollout.speculation.costs import Grid
+
+AHEAD = 2
+"""Windows that a drafter may be ahead of a commit."""
+SETTLED = 1e-4
+"""A round's seconds are found when they change by less than this share."""
+MAX_ITERATIONS = 50
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pipelined:
+    """Decoupled rounds of one request, on average."""
+
+    ready: float
+    """Share of rounds that verify a window."""
+    tokens_when_ready: float
+
+    @property
+    def tokens(self) -> float:
+        """Emitted per round."""
+        return self.tokens_at(self.ready)
+
+    def tokens_at(self, share: float) -> float:
+        """Where windows are verified in that share of rounds only; at most `ready`."""
+        return 1.0 + share * (self.tokens_when_ready - 1.0)
+
+
+def coupled_tokens(survival: Sequence[float], window: int) -> float:
+    """Emitted per round of a window."""
+    return 1.0 + sum(survival[:window])
+
+
+def pipelined(survival: Sequence[float], window: int) -> Pipelined:
+    """Decoupled rounds of a window. Of `survival` the entry behind the window is extrapolated if missing."""
+    if not 1 <= window <= len(survival):
+        raise PlanError(
+            f"pipelined: got window {window}, expected 1..{len(survival)} (as many as there are survivals)."
+        )
+    onward = survival[window] if len(survival) > window else _next(survival[:window])
+    returns, leaves = survival[0], 1.0 - onward
+    ready = returns / (returns + leaves) if returns + leaves > 0 else 1.0
+    return Pipelined(ready=ready, tokens_when_ready=coupled_tokens(survival, window))
+
+
+def _next(survival: Sequence[float]) -> float:
+    """Of one more position, accepted as often as the last."""
+    last, before = survival[-1], survival[-2] if len(survival) > 1 else 1.0
+    return last * last / before if before > 0 else 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Running:
+    """Decoupled rounds of an engine whose drafter is not waited for, on average."""
+
+    tokens: float
+    """Emitted per round, of a request."""
+    window: float
+    """Draft tokens verified per round, of a request: those that are there, at most the window."""
+    ready: float
+    """Share of rounds, of a request, that verify any."""
+    round_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pace:
+    """What decides how many draft tokens are there in time."""
+
+    requests: int
+    """Of the verifier's rounds."""
+    round_s: Grid
+    """Seconds of a verifier's round over (requests, rows per request), with all that the engine does in it."""
+    token_s: float
+    """Of the drafter from token to token of all requests that it serves."""
+    message_s: float
+    """From the verifier to the drafter and back."""
+    most: int
+    """Draft tokens that it may be ahead of a commit, of a request."""
+
+
+def running(
+    survival: Sequence[float],
+    window: int,
+    pace: Pace,
+    *,
+    returns: float | None = None,
+) -> Running:
+    """Rounds of a window: what is there at a round's beginning is verified, up to the window, and nobody waits.
+
+    A commit leaves with the next round's beginning. A request has draft tokens in stock beyond it, or is lost: the
+    commit differs from what was drafted, its round is a plain step, and the drafter has the length of that, less a
+    message both ways and what is left of the step that it is in.
+
+    returns: P(the first token is right | the last was not); default: as after any.
+    """
+    checked(survival)
+    if not 1 <= window <= len(survival) or not pace.token_s > 0 or pace.most < 1:
+        raise PlanError(
+            f"running: got window {window}, {pace.token_s} s per draft token, {pace.most} ahead; expected "
+            f"1..{len(survival)} (as many as there are survivals), > 0, >= 1."
+        )
+    onward = survival[window] if len(survival) > window else _next(survival[:window])
+    chain = _Chain(
+        goes_on=(*survival[:window], onward),
+        returns=survival[0] if returns is None else returns,
+        pace=pace,
+    )
+    low_s, high_s = 0.0, float("inf")
+    round_s = pace.round_s.at(pace.requests, 1.0)
+    for _ in range(MAX_ITERATIONS):
+        windows_K = chain.windows(round_s)
+        found_s = _mean_round_s(pace, windows_K)
+        if abs(found_s - round_s) <= SETTLED * round_s:
+            break
+        # Longer rounds have more rows, which make them longer: one is between those too short and those too long.
+        low_s, high_s = (round_s, high_s) if found_s > round_s else (low_s, round_s)
+        round_s = found_s if low_s < found_s < high_s else (low_s + high_s) / 2
+    return Running(
+        tokens=1.0 + float(windows_K[1:] @ np.cumsum(survival[:window])),
+        window=float(windows_K @ np.arange(window + 1)),
+        ready=float(1.0 - windows_K[0]),
+        round_s=found_s,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Chain:
+    """States: 0, 1, .., most tokens in stock beyond the commit, then lost."""
+
+    goes_on: tuple[float, ...]
+    """[K]: P(k draft tokens and the one after them are right)."""
+    returns: float
+    pace: Pace
+
+    def windows(self, round_s: float) -> NDArray[np.float64]:
+        """[K]: P(a round verifies k tokens of a request)."""
+        share_S = _stationary(self._moves(round_s))
+        window = len(self.goes_on) - 1
+        windows_K = np.zeros(window + 1)
+        np.add.at(windows_K, np.minimum(np.arange(self.pace.most + 1), window), share_S[:-1])
+        windows_K[0] += share_S[-1]
+        return windows_K
+
+    def _moves(self, round_s: float) -> NDArray[np.float64]:
+        """[S][S]: P(from this state to that one)."""
+        most, window = self.pace.most, len(self.goes_on) - 1
+        lost = most + 1
+        moves_SS = np.zeros((most + 2, most + 2))
+        drafted = round_s / self.pace.token_s
+        for stock in range(most + 1):
+            k = min(window, stock)
+            for tokens, share in _whole(drafted):
+                after = min(most, stock + tokens) - (k + 1)
+                moves_SS[stock, max(0, after)] += self.goes_on[k] * share
+            moves_SS[stock, lost] += 1.0 - self.goes_on[k]
+        afresh = max(0.0, round_s - self.pace.message_s) / self.pace.token_s
+        moves_SS[lost, lost] += 1.0 - self.returns
+        for tokens, share in _begun(afresh):
+            moves_SS[lost, min(most, tokens) - 1 if tokens else lost] += self.returns * share
+        return moves_SS
+
+
+def _whole(tokens: float) -> tuple[tuple[int, float], ...]:
+    """(whole tokens, share): on average as many."""
+    least = floor(min(tokens, 1e9))
+    return ((least, 1.0 - (tokens - least)), (least + 1, tokens - least)) if tokens < 1e9 else ((least, 1.0),)
+
+
+def _begun(tokens: float) -> tuple[tuple[int, float], ...]:
+    """The same, where the time began at any moment of a step, which is of no use: floor(tokens - U), U in 0..1."""
+    return tuple((max(0, whole - 1), share) for whole, share in _whole(tokens))
+
+
+def _stationary(moves_SS: NDArray[np.float64]) -> NDArray[np.float64]:
+    """[S]: how often each state is. The lost one is reached from all, or never left, or never entered."""
+    states = len(moves_SS)
+    equations = np.vstack([moves_SS.T - np.eye(states), np.ones(states)])
+    share_S: NDArray[np.float64] = np.linalg.lstsq(equations, np.append(np.zeros(states), 1.0), rcond=None)[0]
+    share_S = share_S.clip(0.0)
+    share_S /= share_S.sum()
+    return share_S
+
+
+def _mean_round_s(pace: Pace, windows_K: NDArray[np.float64]) -> float:
+    """Of a round whose requests have windows of their own, independently: over all sums of them."""
+    size = pace.requests * (len(windows_K) - 1) + 1
+    sums = np.fft.irfft(np.fft.rfft(windows_K, 2 * size) ** pace.requests, 2 * size)[:size].clip(0.0)
+    seconds = pace.round_s.along(pace.requests, 1.0 + np.arange(size) / pace.requests)
+    return float(sums @ seconds / sums.sum())

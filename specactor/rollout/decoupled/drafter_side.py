@@ -1,0 +1,297 @@
+"""The drafter's end: what it knows of the requests of all engines, and what it has drafted ahead of them.
+
+PURE: frames and seconds in, frames out. Events and what they do: docs/decoupled.md.
+
+Invariants:
+- those of `mirror`, for every request;
+- prompts, committed and draft tokens of all mirrors, with room for those that may yet be drafted, are at most
+  `max_tokens`. The request that was told of longest ago goes first; it comes back when there is room. One that is
+  larger than `max_tokens` goes alone;
+- who waits goes first: a request that holds less than a window is not left waiting for those that hold more, where
+  drafting for all of them takes much longer;
+- a request that its engine does not list any more, or whose engine is silent for `SILENT_S`, is forgotten.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import cast
+
+from specactor.config import MAX_WINDOW
+from specactor.rollout.decoupled import protocol as messages
+from specactor.rollout.decoupled.backend import Lane
+from specactor.rollout.decoupled.protocol import Beat, Close, Commits, Open, Pulse, Resend
+from specactor.rollout.decoupled.request_mirror import AHEAD, Key, Mirror
+from specactor.rollout.decoupled.order import Drops, Numbering
+
+SILENT_S = 30.0
+TAILS_EVERY_S = 1e-3
+"""While more is drafted at once: frames, and not what is in them, are most of what a round takes in."""
+MAX_SESSIONS = 1024
+
+
+@dataclass(slots=True)
+class _Session:
+    """One incarnation of an engine."""
+
+    number: int
+    engine: str
+    heard_s: float
+    frame: int = 0
+    """Number of the last frame that counted."""
+    mirrors: dict[int, Mirror] = field(default_factory=dict)
+    drafted: int = 0
+    wasted: int = 0
+    window: int = MAX_WINDOW
+    """Its own, once it has opened a request."""
+    pulse: bool = False
+    """A beat is to be answered."""
+    resend: set[int] = field(default_factory=set)
+    """Requests to be asked for."""
+    tails_s: float = float("-inf")
+    """When all of them that were unsent went last."""
+
+
+class Mirrors:
+    """All requests of all engines that one drafter process serves."""
+
+    def __init__(self, session: int, *, max_tokens: int, drops: Drops | None = None) -> None:
+        """Args: drops: of earlier incarnations, too."""
+        self.session = session
+        self.max_tokens = max_tokens
+        self.drops = drops or Drops("drafter")
+        self._out = Numbering(session)  # one for all engines: it outlasts an engine that was forgotten and comes back
+        self._sessions: dict[int, _Session] = {}
+        self._engines: dict[str, int] = {}
+        self._oldest: OrderedDict[Key, Mirror] = OrderedDict()
+        """The one that was told of longest ago first."""
+        self._unread: set[Key] = set()
+        """Opened, and never drafted for."""
+        self._reserved = 0
+        self._forgotten: list[Key] = []
+
+    @property
+    def num_tokens(self) -> int:
+        """Held, with room for those that may yet be drafted."""
+        return self._reserved
+
+    @property
+    def num_wasted(self) -> int:
+        """Draft tokens thrown away, of the engines that are known now."""
+        return sum(session.wasted for session in self._sessions.values())
+
+    @property
+    def num_requests(self) -> int:
+        return len(self._oldest)
+
+    @property
+    def sessions(self) -> list[int]:
+        return list(self._sessions)
+
+    # ------------------------------------------------------------------------------------------------ what arrives
+
+    def receive(self, sender: int, data: bytes, now_s: float) -> None:
+        """A frame from the connection of session `sender`."""
+        try:
+            header, records = messages.decode_to_drafter(data)
+        except messages.FrameError as error:
+            self.drops.add("malformed", str(error))
+            return
+        session = self._session(sender, header, records, now_s)
+        if session is None:
+            return
+        session.heard_s = now_s
+        for record in records:
+            match record:
+                case Commits():
+                    for request, position, tokens in record:
+                        self._commit(session, request, position, tokens, now_s)
+                case Open():
+                    self._open(session, record, now_s)
+                case Close():
+                    self._forget((session.number, record.request))
+                case Beat():
+                    self._beat(session, record)
+
+    def _session(
+        self, sender: int, header: messages.Header, records: Sequence[messages.ToDrafter], now_s: float
+    ) -> _Session | None:
+        """Whose frame it is; None if it does not count."""
+        if header.sender != sender:
+            self.drops.add("foreign", f"session {header.sender} in the name of {sender}")
+            return None
+        session = self._sessions.get(sender)
+        if session is None:
+            beat = records[0] if records else None
+            if not isinstance(beat, Beat) or len(self._sessions) >= MAX_SESSIONS:
+                self.drops.add("unannounced", f"session {sender}")
+                return None
+            if sender < self._engines.get(beat.engine, 0):
+                self.drops.add("foreign", f"session {sender} of {beat.engine}, which has been started again since")
+                return None
+            session = self._begin(sender, beat.engine, now_s)
+        if header.number <= session.frame:
+            self.drops.add("repeated", f"frame {header.number} of {session.engine} after {session.frame}")
+            return None
+        session.frame = header.number
+        return session
+
+    def _begin(self, number: int, engine: str, now_s: float) -> _Session:
+        """A new incarnation of an engine: what its last one asked for is over."""
+        if engine in self._engines:
+            self._end(self._sessions[self._engines[engine]])
+        session = _Session(number=number, engine=engine, heard_s=now_s)
+        self._sessions[number] = session
+        self._engines[engine] = number
+        return session
+
+    def _end(self, session: _Session) -> None:
+        for request in list(session.mirrors):
+            self._forget((session.number, request))
+        del self._sessions[session.number]
+        del self._engines[session.engine]
+
+    def _beat(self, session: _Session, beat: Beat) -> None:
+        """Drop what is not listed; ask for what is missing, as far as there is room; and send all tails once more,
+        since they may have been lost."""
+        session.pulse = True
+        listed = {request for request, _, _ in beat.requests}
+        for request in [request for request in session.mirrors if request not in listed]:
+            self._forget((session.number, request))
+        free = self.max_tokens - self._reserved
+        for request, prompt, committed in beat.requests:
+            mirror = session.mirrors.get(request)
+            if mirror is None:
+                size = prompt + committed + AHEAD * session.window
+                if size <= free:
+                    free -= size
+                    session.resend.add(request)
+            elif mirror.committed < committed or not mirror.complete:
+                mirror.complete = False
+                session.resend.add(request)
+            else:
+                mirror.unsent = mirror.num_ahead > 0
+
+    def _open(self, session: _Session, record: Open, now_s: float) -> None:
+        key = (session.number, record.request)
+        session.resend.discard(record.request)
+        session.window = record.window
+        known = session.mirrors.get(record.request)
+        if known is not None and known.tokens[: known.committed] == record.output_ids[: known.committed]:
+            known.complete = True
+            known.unsent = known.num_ahead > 0
+            self._commit(session, record.request, 0, record.output_ids, now_s)
+            return
+        self._forget(key)
+        mirror = Mirror(
+            key=key,
+            opening=record,
+            tokens=record.output_ids.copy(),
+            committed=len(record.output_ids),
+            emptied_s=now_s,
+        )
+        session.mirrors[record.request] = mirror
+        self._oldest[key] = mirror
+        self._unread.add(key)
+        self._account(mirror)
+
+    def _commit(self, session: _Session, request: int, position: int, tokens: Sequence[int], now_s: float) -> None:
+        mirror = session.mirrors.get(request)
+        if mirror is None:
+            return  # evicted or never opened; the next beat says whether it is wanted
+        if position > mirror.committed:
+            mirror.complete = False
+            session.resend.add(request)
+            return
+        fresh = tokens[mirror.committed - position :]
+        if not fresh:
+            return
+        session.wasted += mirror.commit(fresh, now_s)
+        self._oldest.move_to_end(mirror.key)
+        self._account(mirror)
+
+    # -------------------------------------------------------------------------------------------------- what drafts
+
+    def wanted(self, max_lanes: int, *, slower: Callable[[int, int], bool] = lambda few, many: False) -> list[Lane]:
+        """Requests that want another token, those with the fewest tokens ahead first. Those that hold less than a
+        window go alone if `slower` says that to draft for all, of whom there are so many, takes much longer than for
+        these few. Valid until the next call of another method."""
+        ready = [mirror for mirror in self._oldest.values() if mirror.wants_token]
+        waiting = [mirror for mirror in ready if mirror.num_ahead < mirror.window]
+        if waiting and slower(min(len(waiting), max_lanes), min(len(ready), max_lanes)):
+            ready = waiting
+        if len(ready) > max_lanes:
+            ready.sort(key=lambda mirror: mirror.num_ahead)
+            del ready[max_lanes:]
+        return [mirror.lane() for mirror in ready]
+
+    def extended(self, lanes: Sequence[Lane], drafts: Sequence[Sequence[int]]) -> None:
+        """What the continuer answered for `wanted`."""
+        for lane, draft in zip(lanes, drafts, strict=True):
+            key = cast(Key, lane.key)
+            self._unread.discard(key)
+            self._sessions[key[0]].drafted += self._oldest[key].extended(lane, draft)
+
+    def forget_all(self) -> None:
+        """This incarnation ends."""
+        for session in list(self._sessions.values()):
+            self._end(session)
+
+    def forgotten(self) -> list[Key]:
+        """Requests that are over, since the last call."""
+        keys, self._forgotten = self._forgotten, []
+        return keys
+
+    # -------------------------------------------------------------------------------------------------- what leaves
+
+    def outgoing(self, session: int, *, version: int, now_s: float, more: bool = False) -> list[bytes]:
+        """Frames for one engine. Args: version of the drafter's weights; whether more is drafted at once, so that tails
+        may stay here for `TAILS_EVERY_S`, but for those of requests that had none, and unless a prompt is to be read
+        first, which may take long."""
+        peer = self._sessions[session]
+        records: list[messages.ToEngine] = []
+        if peer.pulse:
+            peer.pulse = False
+            records.append(Pulse(version=version, requests=self.num_requests, drafted=peer.drafted, wasted=peer.wasted))
+        if peer.resend:
+            records.append(Resend(requests=sorted(peer.resend)))
+            peer.resend.clear()
+        due = not more or bool(self._unread) or now_s - peer.tails_s >= TAILS_EVERY_S
+        unsent = [mirror for mirror in peer.mirrors.values() if mirror.unsent and (due or mirror.emptied_s is not None)]
+        if unsent and due:
+            peer.tails_s = now_s
+        tails = [mirror.tail(now_s) for mirror in unsent]
+        for first in range(0, len(tails), messages.MAX_ROWS):
+            records.append(messages.columns(tails[first : first + messages.MAX_ROWS], version=version))
+        return self._out.frames(records, self.drops, receiver=session)
+
+    def tick(self, now_s: float) -> None:
+        """Time has passed."""
+        for session in list(self._sessions.values()):
+            if now_s - session.heard_s > SILENT_S:
+                self._end(session)
+
+    # ---------------------------------------------------------------------------------------------------- the bound
+
+    def _account(self, mirror: Mirror) -> None:
+        """Count the mirror, and make room for it."""
+        size = mirror.most_held
+        self._reserved += size - mirror.reserved
+        mirror.reserved = size
+        while self._reserved > self.max_tokens:
+            key = mirror.key if size > self.max_tokens else next(iter(self._oldest))
+            self.drops.add("evicted", f"more than max_tokens = {self.max_tokens}: raise it, or add drafters")
+            self._forget(key)
+
+    def _forget(self, key: Key) -> None:
+        mirror = self._oldest.pop(key, None)
+        if mirror is None:
+            return
+        self._unread.discard(key)
+        session = self._sessions[key[0]]
+        del session.mirrors[key[1]]
+        session.wasted += mirror.num_ahead
+        self._reserved -= mirror.reserved
+        self._forgotten.append(key)

@@ -1,0 +1,341 @@
+"""The engine's end: which drafter serves which request, and what it has drafted for it.
+
+PURE: frames and seconds in, frames out. Events and what they do: docs/decoupled.md.
+
+Invariants:
+- a draft is the end of a tail whose tokens, from its base up to where the request is now, are the request's own; so no
+  draft token ever stands on another prefix than the one that it was drafted for;
+- a request is with one drafter or with none, and only that drafter's tails count;
+- a drafter that does not answer for `SILENT_S` is gone: its requests go to the others. When it answers again, or is
+  there for the first time, or in a new incarnation, it is told all that it should hold;
+- what is kept here is one tail per open request, of bounded size.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+
+from specactor.rollout.decoupled import protocol as messages
+from specactor.rollout.decoupled.protocol import (
+    Beat,
+    Close,
+    Commits,
+    FrameError,
+    Open,
+    Pulse,
+    Resend,
+    TailColumns,
+)
+from specactor.rollout.decoupled.order import Drops, Numbering
+from specactor.rollout.decoupled.served import Peer, Request
+
+BEAT_EVERY_S = 0.25
+SILENT_S = 1.0
+REOPEN_EVERY_S = 0.1
+"""A request is opened again at most so often, whatever its drafter says."""
+
+
+def _load(drafter: Peer) -> int:
+    return drafter.load
+
+
+class Tails:
+    """All open requests of one engine, and the drafters that may draft for it."""
+
+    def __init__(self, session: int, *, engine: str, num_drafters: int, window: int) -> None:
+        """Args: the engine's name, the same after a restart; the most draft tokens of a verify."""
+        self.session = session
+        self.engine = engine
+        self.window = window
+        self.drops = Drops(f"engine {engine}")
+        self.waits_s: deque[float] = deque(maxlen=256)
+        """Seconds from a commit that left nothing of a tail to the next tail, as the drafters measured; taken and
+        cleared by whoever wants them."""
+        self._drafters = [Peer(out=Numbering(session)) for _ in range(num_drafters)]
+        self._requests: dict[str, Request] = {}
+        self._next = 1
+
+    @property
+    def num_requests(self) -> int:
+        return len(self._requests)
+
+    @property
+    def num_tokens(self) -> int:
+        """Held in tails."""
+        tails = [request.tokens for request in self._requests.values() if request.tokens is not None]
+        return sum(map(len, tails)) // messages.TOKEN_BYTES
+
+    @property
+    def live(self) -> list[int]:
+        """Drafters that answer."""
+        return [index for index, drafter in enumerate(self._drafters) if drafter.live]
+
+    @property
+    def version(self) -> int:
+        """Oldest weights that a live drafter drafts with; 0 when there is none."""
+        return min((drafter.version for drafter in self._drafters if drafter.live), default=0)
+
+    @property
+    def drafted(self) -> int:
+        """Tokens that the drafters have drafted for this engine, as far as they have said."""
+        return sum(drafter.drafted.value for drafter in self._drafters)
+
+    @property
+    def wasted(self) -> int:
+        """Of those, what they threw away."""
+        return sum(drafter.wasted.value for drafter in self._drafters)
+
+    # --------------------------------------------------------------------------------------------- what the engine does
+
+    def open(self, name: str, prompt_ids: Sequence[int], output_ids: list[int], seed: int, temperature: float) -> None:
+        """A request starts. `output_ids` is read again whenever something is to be sent or drafted."""
+        self.close(name)
+        request = Request(self._next, name, prompt_ids, output_ids, seed, temperature)
+        self._next += 1
+        self._requests[name] = request
+        self._place(request)
+
+    def commit(self, names: Iterable[str]) -> None:
+        """The outputs of these requests may have grown."""
+        for request in map(self._requests.get, names):
+            if request is not None and request.drafter is not None and request.told < len(request.output_ids):
+                self._drafters[request.drafter].grown[request.number] = request
+
+    def close(self, name: str) -> None:
+        """The request is over; one that is not known is ignored."""
+        request = self._requests.pop(name, None)
+        if request is not None:
+            self._leave(request)
+
+    def num_owed(self, names: Sequence[str]) -> int:
+        """Of these requests, those whose drafters have been told of more than a window, and have not answered yet."""
+        requests = map(self._requests.get, names)
+        return sum(r is not None and r.drafter is not None and r.owed_from is not None for r in requests)
+
+    def close_all(self) -> None:
+        """The engine ends. What is sent then tells every drafter so, also those that seem to be gone."""
+        for name in list(self._requests):
+            self.close(name)
+        for drafter in self._drafters:
+            drafter.beat_s = float("-inf")
+
+    def drafts(self, names: Sequence[str], windows: Sequence[int]) -> list[list[int]]:
+        """What may follow each request's output: at most `windows[i]` tokens of request i."""
+        drafts: list[list[int]] = []
+        stale = 0
+        for request, window in zip(map(self._requests.get, names), windows, strict=True):
+            if request is None or request.tokens is None:
+                drafts.append([])
+                continue
+            tokens = messages.unpack(request.tokens)
+            known = request.output_ids[request.base :]
+            start = len(known)
+            if tokens[:start] != known:
+                tokens, request.tokens = [], None
+                stale += 1
+            drafts.append(tokens[start : start + window])
+        self.drops.expect("stale", stale)
+        return drafts
+
+    # ---------------------------------------------------------------------------------------------------- what arrives
+
+    def receive(self, frames: Iterable[tuple[int, bytes]], now_s: float) -> None:
+        """(drafter, frame) of all that has arrived, in order."""
+        for index, data in frames:
+            self._receive(index, data, now_s)
+        for index, drafter in enumerate(self._drafters):
+            if drafter.arrived:
+                self._tails(index, drafter.arrived)
+                drafter.arrived.clear()
+
+    def _receive(self, index: int, data: bytes, now_s: float) -> None:
+        try:
+            header, records = messages.decode_to_engine(data)
+        except FrameError as error:
+            self.drops.add("malformed", str(error))
+            return
+        drafter = self._drafters[index]
+        if header.receiver != self.session or (drafter.live and header.sender < drafter.session):
+            self.drops.add("foreign", f"session {header.sender} to {header.receiver}")
+            return
+        if header.sender != drafter.session:
+            self._meet(index, header.sender)
+        elif header.number <= drafter.frame:
+            self.drops.add("repeated", f"frame {header.number} of drafter {index} after {drafter.frame}")
+            return
+        drafter.frame = header.number
+        drafter.asked_s = None
+        for record in records:
+            match record:
+                case TailColumns():
+                    self.waits_s.extend([wait_us / 1e6 for wait_us in record.waits_us])
+                    drafter.arrived.append(record)
+                case Resend():
+                    self._resend(index, record, now_s)
+                case Pulse():
+                    drafter.version = record.version
+                    drafter.others = max(0, record.requests - len(drafter.requests))
+                    drafter.drafted.tell(record.drafted)
+                    drafter.wasted.tell(record.wasted)
+        if not drafter.live:
+            drafter.live = True
+            self._balance()
+
+    def _meet(self, index: int, session: int) -> None:
+        """A drafter in a new incarnation: it knows nothing yet."""
+        drafter = self._drafters[index]
+        drafter.session, drafter.frame = session, 0
+        drafter.drafted.begin()
+        drafter.wasted.begin()
+        drafter.closed.clear()
+        drafter.arrived.clear()
+        for request in drafter.requests.values():
+            request.told, request.tokens = 0, None
+            drafter.unopened[request.number] = request
+
+    def _tails(self, index: int, records: Sequence[TailColumns]) -> None:
+        """There are hundreds of requests per round, so this is one loop without calls."""
+        find = self._drafters[index].requests.get
+        late = stale = 0
+        for number, base, tokens in messages.newest(records):
+            request = find(number)
+            if request is None:
+                late += 1
+                continue
+            if request.owed_from is not None and base >= request.owed_from:
+                request.owed_from = None
+            if base > request.told:
+                self.drops.add("future", f"tail at {base} from drafter {index}, which was told of {request.told}")
+            elif base + len(tokens) // messages.TOKEN_BYTES <= len(request.output_ids) or (
+                request.tokens is not None and base < request.base
+            ):
+                stale += 1
+            else:
+                request.base, request.tokens = base, tokens
+        self.drops.expect("late", late)
+        self.drops.expect("stale", stale)
+
+    def _resend(self, index: int, record: Resend, now_s: float) -> None:
+        drafter = self._drafters[index]
+        for number in record.requests:
+            request = drafter.requests.get(number)
+            if request is not None and now_s - request.opened_s >= REOPEN_EVERY_S:
+                drafter.unopened[number] = request
+
+    # ------------------------------------------------------------------------------------------------------ what leaves
+
+    def outgoing(self, index: int, now_s: float) -> list[bytes]:
+        """Frames for one drafter."""
+        drafter = self._drafters[index]
+        records: list[messages.ToDrafter] = []
+        if now_s - drafter.beat_s >= BEAT_EVERY_S:
+            records.append(self._beat(drafter, now_s))
+        elif not drafter.live:
+            return []
+        records += [Close(request=number) for number in drafter.closed]
+        for number, request in drafter.unopened.items():
+            records.append(self._opening(request, now_s))
+            drafter.grown.pop(number, None)
+        records += self._commits(drafter.grown)
+        drafter.closed.clear()
+        drafter.unopened.clear()
+        drafter.grown.clear()
+        return drafter.out.frames(records, self.drops, receiver=drafter.session)
+
+    def _beat(self, drafter: Peer, now_s: float) -> Beat:
+        drafter.beat_s = now_s
+        if drafter.asked_s is None:
+            drafter.asked_s = now_s
+        held = [(number, len(request.prompt_ids), request.told) for number, request in drafter.requests.items()]
+        return Beat(engine=self.engine, requests=held)
+
+    def _opening(self, request: Request, now_s: float) -> Open:
+        request.opened_s = now_s
+        request.told = request.owed_from = len(request.output_ids)
+        return Open(
+            request=request.number,
+            prompt_ids=list(request.prompt_ids),
+            output_ids=request.output_ids,
+            seed=request.seed,
+            temperature=request.temperature,
+            window=self.window,
+        )
+
+    def _commits(self, grown: Mapping[int, Request]) -> list[Commits]:
+        """One that grew by much has a record of its own, so that no record becomes too large for a frame."""
+        longest = self.window + 1
+        records: list[Commits] = []
+        requests: list[int] = []
+        positions: list[int] = []
+        counts: list[int] = []
+        tokens: list[int] = []
+        for number, request in grown.items():
+            told = request.told
+            fresh = request.output_ids[told:]
+            count = len(fresh)
+            request.told = told + count
+            if count > longest:
+                request.owed_from = request.told
+                records.append(Commits(requests=[number], positions=[told], counts=[count], tokens=fresh))
+                continue
+            requests.append(number)
+            positions.append(told)
+            counts.append(count)
+            tokens += fresh
+        if requests:
+            records.append(Commits(requests=requests, positions=positions, counts=counts, tokens=tokens))
+        return records
+
+    def tick(self, now_s: float) -> None:
+        """Time has passed, and what had arrived was received."""
+        for drafter in self._drafters:
+            if drafter.live and drafter.asked_s is not None and now_s - drafter.asked_s > SILENT_S:
+                drafter.live = False
+                drafter.others = 0
+                requests = list(drafter.requests.values())
+                for request in requests:
+                    self._leave(request)
+                drafter.closed.clear()  # it will be told what it should hold
+                for request in requests:
+                    self._place(request)
+
+    # ------------------------------------------------------------------------------------------------------------ where
+
+    def _place(self, request: Request) -> None:
+        """With the live drafter of least load; with none if none is live, or there is no prompt."""
+        live = self.live
+        if not (live and request.prompt_ids):
+            return
+        index = min(live, key=lambda i: (self._drafters[i].load, i))
+        drafter = self._drafters[index]
+        request.drafter, request.told, request.opened_s = index, 0, float("-inf")
+        drafter.requests[request.number] = drafter.unopened[request.number] = request
+
+    def _balance(self) -> None:
+        """A drafter has come: requests without one are placed, and others move until loads differ by one at most."""
+        for request in self._requests.values():
+            if request.drafter is None:
+                self._place(request)
+        while True:
+            loads = [self._drafters[index] for index in self.live]
+            lightest = min(loads, key=_load)
+            heaviest = max((drafter for drafter in loads if drafter.requests), key=_load, default=lightest)
+            if heaviest.load - lightest.load <= 1:
+                return
+            request = heaviest.requests[
+                next(reversed(heaviest.requests))
+            ]  # the youngest has the least to be read again
+            self._leave(request)
+            self._place(request)
+
+    def _leave(self, request: Request) -> None:
+        """The request is not with its drafter any longer."""
+        if request.drafter is None:
+            return
+        drafter = self._drafters[request.drafter]
+        del drafter.requests[request.number]
+        drafter.grown.pop(request.number, None)
+        if drafter.unopened.pop(request.number, None) is None or request.told:
+            drafter.closed.append(request.number)
+        request.drafter = request.tokens = None

@@ -1,0 +1,228 @@
+"""The drafter `decoupled`: what processes of their own have drafted for this engine's requests.
+
+For the engine it is one more draft method. `open` and `close` become messages; `propose` tells of the tokens that are
+new, and returns what has arrived. A round never waits for a drafter, but for as long as measured rounds say that
+waiting wins (`patience`).
+
+Invariants: what drafters send, or do not send, changes speed and never a token; nothing here blocks.
+"""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from specactor.rollout.decoupled.wait_policy import Patience
+from specactor.rollout.decoupled.engine_side import Tails
+from specactor.rollout.decoupled.transport import Address, Link, ZmqLink, new_session
+from specactor.rollout.speculation.drafter import Drafter, DraftSequence
+from specactor.rollout.speculation.verification import common
+
+MAX_JUDGED = 8
+"""Drafts at a time that are compared with what is emitted; of more, every so-manieth, others in every round."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """What happened since the start."""
+
+    drafters: int
+    """That answer now."""
+    version: int
+    """Oldest weights among them."""
+    proposed: int
+    """Draft tokens handed to the engine."""
+    drafted_ahead: int
+    """Tokens that drafters drafted for this engine, as they say."""
+    wasted_ahead: int
+    """Of them, thrown away before or after they were sent."""
+    waited_s: float
+    """In rounds, for drafts."""
+    waits: int
+    dropped: dict[str, int]
+    """Frames and tails, by reason: `stale`, `late`, `future`, `repeated`, `foreign`, `malformed`, `unsent`; and to
+    `nobody`, a drafter that does not answer, as every beat to one that sleeps; ..."""
+
+
+class Decoupled(Drafter):
+    """Call `stop` in the end; else it happens when the object goes."""
+
+    name = "decoupled"
+    drafts_ahead = True
+
+    def __init__(
+        self,
+        session: int,
+        link: Link,
+        *,
+        engine: str,
+        window: int,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Use `connect`."""
+        self.tails = Tails(session, engine=engine, num_drafters=link.num_drafters, window=window)
+        self.patience = Patience()
+        self._link = link
+        self._clock = clock
+        self._given: dict[str, tuple[list[int], int, list[int]]] = {}
+        """Per request a draft to be judged: its output, which grows, how long that was, and the draft."""
+        self._round = 0
+        self._proposed = 0
+        self._waited_s = 0.0
+        self._wait_s = 0.0
+        """In this round."""
+        self._waits = 0
+        self._told: dict[str, float] = {}
+        """Figures as of the last call."""
+        self._finalizer = weakref.finalize(self, link.close)
+
+    @property
+    def version(self) -> int:
+        return self.tails.version
+
+    def is_there(self) -> bool:
+        """Whether any drafter answers. One that did not is asked by a beat, and by nothing else."""
+        if not self.tails.live:
+            now_s = self._clock()
+            self._send(now_s)
+            self._receive(now_s)
+        return bool(self.tails.live)
+
+    def open(self, sequence: DraftSequence) -> None:
+        self.tails.open(
+            sequence.request_id, sequence.prompt_ids, sequence.output_ids, sequence.seed, sequence.temperature
+        )
+
+    def close(self, sequence: DraftSequence) -> None:
+        self.tails.close(sequence.request_id)
+        self._given.pop(sequence.request_id, None)
+        self._send(self._clock())  # there may be no next round
+
+    def propose(self, sequences: Sequence[DraftSequence], windows: Sequence[int]) -> list[list[int]]:
+        now_s = self._clock()
+        names = [sequence.request_id for sequence in sequences]
+        self._learn()
+        self.tails.commit(names)
+        self._send(now_s)
+        self._receive(now_s)
+        drafts = self.tails.drafts(names, windows)
+        self._wait_s = self._wait_for(names, windows, drafts) if self.may_wait else 0.0
+        self.expects = self._expects(names, drafts)
+        self._judge(sequences, drafts)
+        self._proposed += sum(map(len, drafts))
+        return drafts
+
+    def led(self, round_s: float) -> None:
+        self.patience.rounds(round_s - self._wait_s)
+
+    def report(self) -> Report:
+        tails = self.tails
+        return Report(
+            drafters=len(tails.live),
+            version=tails.version,
+            proposed=self._proposed,
+            drafted_ahead=tails.drafted,
+            wasted_ahead=tails.wasted,
+            waited_s=self._waited_s,
+            waits=self._waits,
+            dropped=dict(tails.drops.counts),
+        )
+
+    def figures(self) -> dict[str, float]:
+        report = self.report()
+        ordinary = sum(report.dropped.get(reason, 0) for reason in ("stale", "late", "nobody"))
+        now: dict[str, float] = {
+            "waited_s": report.waited_s,
+            "drafted_ahead": report.drafted_ahead,
+            "wasted_ahead": report.wasted_ahead,
+            "stale_tails": report.dropped.get("stale", 0),
+            "dropped_frames": sum(report.dropped.values()) - ordinary,
+        }
+        before, self._told = self._told, now
+        fresh = {name: float(value - before.get(name, 0)) for name, value in now.items()}
+        return fresh | {"live_drafters": report.drafters}
+
+    def stop(self) -> None:
+        """Tell the drafters that all is over, and disconnect."""
+        if self._finalizer.alive:
+            self.tails.close_all()
+            self._send(self._clock())
+            self._finalizer()
+
+    def _expects(self, names: Sequence[str], drafts: Sequence[Sequence[int]]) -> bool:
+        if 2 * drafts.count([]) <= len(names):
+            return False
+        without = [name for name, draft in zip(names, drafts, strict=True) if not draft]
+        return 2 * self.tails.num_owed(without) > len(names)
+
+    def _judge(self, sequences: Sequence[DraftSequence], drafts: Sequence[list[int]]) -> None:
+        """Some of these, once it is known how much of them is right."""
+        every = -(-len(drafts) // MAX_JUDGED) or 1
+        self._round += 1
+        for i in range(self._round % every, len(drafts), every):
+            if len(self._given) == MAX_JUDGED:
+                break
+            sequence, draft = sequences[i], drafts[i]
+            if draft:
+                self._given.setdefault(sequence.request_id, (sequence.output_ids, len(sequence.output_ids), draft))
+
+    def _learn(self) -> None:
+        """How much of the drafts was right, of those about which the outputs say it by now: it may be many plain
+        rounds since they were given."""
+        right: list[int] = []
+        for name, (output_ids, start, draft) in list(self._given.items()):
+            emitted = output_ids[start : start + len(draft)]
+            agreed = common(draft, emitted)
+            if agreed < len(emitted) or agreed == len(draft):
+                right.append(agreed)
+                del self._given[name]
+        self.patience.judged(right)
+
+    def _send(self, now_s: float) -> None:
+        for drafter in range(self._link.num_drafters):
+            for frame in self.tails.outgoing(drafter, now_s):
+                if not self._link.send(drafter, frame):
+                    self.tails.drops.expect("unsent" if drafter in self.tails.live else "nobody")
+
+    def _receive(self, now_s: float) -> None:
+        tails = self.tails
+        tails.receive(self._link.receive(), now_s)
+        tails.tick(now_s)
+        if tails.waits_s:
+            self.patience.answers(tails.waits_s)
+            tails.waits_s.clear()
+
+    def _wait_for(self, names: Sequence[str], windows: Sequence[int], drafts: list[list[int]]) -> float:
+        """Put drafts that come while waiting for them pays into `drafts`; seconds that it took."""
+        missing = [] if all(drafts) else [i for i, window in enumerate(windows) if window and not drafts[i]]
+        if not missing or not self.tails.live:
+            return 0.0
+        wait_s, expected = self.patience.bound(len(names), len(missing))
+        if wait_s <= 0:
+            return 0.0
+        began_s = now_s = self._clock()
+        before = len(missing)
+        while missing and (left_s := began_s + wait_s - now_s) > 0 and self._link.wait(left_s):
+            now_s = self._clock()
+            self._receive(now_s)
+            found = self.tails.drafts([names[i] for i in missing], [windows[i] for i in missing])
+            for i, draft in zip(missing, found, strict=True):
+                drafts[i] = draft
+            missing = [i for i in missing if not drafts[i]]
+        self.patience.kept(expected, before - len(missing))
+        ended_s = self._clock()
+        self.recorder.span("rounds", "wait for drafts", began_s, ended_s, missing=before, arrived=before - len(missing))
+        self._waited_s += ended_s - began_s
+        self._waits += 1
+        return ended_s - began_s
+
+
+def connect(drafters: Sequence[Address], *, engine: str, window: int) -> Decoupled:
+    """To drafters that need not be there yet.
+
+    Args: a name of the engine that no other engine has, the same after a restart; the most draft tokens of a verify.
+    """
+    session = new_session()
+    return Decoupled(session, ZmqLink(session, drafters), engine=engine, window=window)

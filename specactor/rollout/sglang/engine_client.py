@@ -1,0 +1,397 @@
+"""A rollout engine as its trainer rank sees it: a child process behind a socket. No SGLang here.
+
+Invariants: no wait is unbounded; a death of the host, of a scheduler or of SGLang is an `EngineDied` that carries the
+responses finished before it; after `stop` or `kill` no process of the engine is left.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Collection, Sequence
+
+import msgspec
+
+from specactor.cpu import sglang as cpu
+from specactor.errors import EngineError
+from specactor.rollout import resume
+from specactor.rollout.speculation.counters import Counts, Figures
+from specactor.rollout.sglang import responses, speculation_calls
+from specactor.rollout.child_process import END_TIMEOUT_S, Guarded
+from specactor.rollout.sglang.engine_protocol import (
+    Abort,
+    Command,
+    Done,
+    EngineSpec,
+    Failed,
+    Finished,
+    FromHost,
+    Generate,
+    Progress,
+    ProtocolError,
+    RankCall,
+    RankReplies,
+    Ready,
+    Start,
+    StartFailed,
+    decode_from_host,
+    frame,
+    read_frame,
+)
+from specactor.trace import Span
+from specactor.types import RolloutRequest, Trajectory
+
+__all__ = ["Engine", "EngineDied", "EngineSpec"]
+
+_COMMAND_TIMEOUT_S = 60.0
+_FLUSH_TRIES = 20
+_FLUSH_PAUSE_S = 0.1
+_START_CALL = 0
+
+
+class EngineDied(EngineError):  # noqa: N818  (an event, like StopIteration)
+    """The engine is gone, or was ended because it made no progress. ``finished`` holds what it had delivered."""
+
+    def __init__(self, message: str, finished: Sequence[Trajectory] = ()) -> None:
+        super().__init__(message)
+        self.finished = list(finished)
+
+
+class Engine:
+    """One engine. Methods may be called from several threads; calls that overlap are told apart by number."""
+
+    def __init__(self, spec: EngineSpec, process: Guarded) -> None:
+        """Use `Engine.start`."""
+        self.spec = spec
+        self.ready: Ready | None = None
+        self._process = process
+        self._connection = process.connection
+        self._send_lock = threading.Lock()
+        self._lock = threading.Lock()
+        self._inboxes: dict[int, queue.Queue[FromHost | None]] = {_START_CALL: queue.Queue()}
+        self._next_call = _START_CALL + 1
+        self._dead = threading.Event()
+        self._version = 0
+        self._heard = 0.0
+        """When a request of any call last showed progress."""
+        self._counts = {"requests": 0, "tokens": 0, "generate_s": 0.0}
+        self._reader = threading.Thread(target=self._read, name=f"engine-{spec.index}", daemon=True)
+        self._reader.start()
+
+    @classmethod
+    def start(cls, spec: EngineSpec, *, host: str = "specactor.rollout.sglang.host", **environment: str) -> Engine:
+        """Starts the host process, a module, and returns at once; `wait_ready` tells how it went."""
+        environment |= cpu.process_environment(spec.devices) | speculation_calls.start_environment(spec)
+        engine = cls(spec, Guarded(host, environment=environment, log_file=spec.log_file))
+        engine._send(Start(spec=spec))
+        return engine
+
+    @property
+    def index(self) -> int:
+        return self.spec.index
+
+    @property
+    def pid(self) -> int:
+        """Of the guard around the host; leader of the session that all the engine's processes are in."""
+        return self._process.pid
+
+    @property
+    def alive(self) -> bool:
+        """Whether the host still answers, as far as is known."""
+        return not self._dead.is_set()
+
+    @property
+    def version(self) -> int:
+        """Of the weights that the engine holds."""
+        return self._version
+
+    def set_version(self, version: int) -> None:
+        """States which weights were put into the engine; the trajectories of later calls carry it."""
+        self._version = version
+
+    def stats(self) -> dict[str, float]:
+        """Requests and tokens generated, seconds spent in `generate`, and seconds that the start took."""
+        return {**self._counts, "start_s": self.ready.start_s if self.ready else 0.0}
+
+    def wait_ready(self, timeout_s: float) -> None:
+        """Until the engine takes requests. Raises EngineError, with the end of the log, when it does not."""
+        if self.ready is not None:
+            return
+        try:
+            message = self._inboxes[_START_CALL].get(timeout=timeout_s)
+        except queue.Empty:
+            self.kill()
+            raise EngineError(
+                self._with_log(f"did not start within {timeout_s:g} s. Raise rollout.engine.start_timeout_s.")
+            ) from None
+        if isinstance(message, Ready):
+            self.ready = message
+            return
+        self.kill()
+        reason = message.message if isinstance(message, StartFailed) else "the process died"
+        raise EngineError(self._with_log(f"did not start: {reason}."))
+
+    def generate(
+        self,
+        requests: Sequence[RolloutRequest],
+        *,
+        on_finished: Callable[[Trajectory], None] | None = None,
+        on_progress: Callable[[RolloutRequest, Trajectory], None] | None = None,
+        report_tokens: int = 0,
+        timeout_s: float | None = None,
+    ) -> list[Trajectory]:
+        """Responses in the order of `requests`; `on_finished` sees each as it comes, in the caller's thread.
+
+        `on_progress` sees after every `report_tokens` tokens of a request what it has, without its experts.
+
+        Raises EngineDied when the engine dies or shows no progress for `rollout.engine.request_timeout_s`, and
+        EngineError, the engine being unharmed, when a request cannot be served or `timeout_s` for all is over.
+        """
+        if not requests:
+            return []
+        if self.ready is None:
+            raise EngineError(f"engine {self.index} is not ready. Call wait_ready first.")
+        responses.check(requests, self.spec, self.ready)
+        started = time.monotonic()
+        deadline = None if timeout_s is None else started + timeout_s
+        finished: dict[int, Trajectory] = {}
+        running: dict[int, tuple[list[int], list[float]]] = {}
+        call, inbox = self._open_call()
+        try:
+            bare = [resume.bare(request) for request in requests]
+            self._send(Generate(call=call, requests=bare, report_tokens=report_tokens))
+            while True:
+                try:
+                    message = self._next(inbox, deadline)
+                except EngineDied as death:
+                    raise EngineDied(str(death), list(finished.values())) from None
+                if isinstance(message, Done):
+                    break
+                if isinstance(message, Failed):
+                    raise EngineError(f"engine {self.index}: {message.message}")
+                if isinstance(message, Finished):
+                    trajectory = responses.finished(requests[message.request], message, self.spec, self._version)
+                    finished[message.request] = trajectory
+                    if on_finished is not None:
+                        on_finished(trajectory)
+                if isinstance(message, Progress) and message.news is not None and on_progress is not None:
+                    request = requests[message.news.request]
+                    on_progress(request, responses.so_far(request, message.news, running, self._version))
+        finally:
+            self._close_call(call)
+        self._count(requests, finished.values(), time.monotonic() - started)
+        return [finished[i] for i in range(len(requests))]
+
+    def rank_call(self, name: str, payload: bytes, *, timeout_s: float) -> list[bytes]:
+        """Runs a function of `rank_calls` in every tensor-parallel rank, between two steps; one answer per rank.
+
+        Raises EngineError, the engine being unharmed, when it raised on a rank; a rank that does not come back within
+        `timeout_s` costs the engine its life (EngineDied).
+        """
+        call, inbox = self._open_call()
+        try:
+            self._send(RankCall(call=call, name=name, payload=payload, timeout_s=timeout_s))
+            message = self._answer(inbox, timeout_s)
+        finally:
+            self._close_call(call)
+        if isinstance(message, RankReplies):
+            return message.replies
+        raise EngineError(f"engine {self.index}: rank call {name!r}: {_text(message)}")
+
+    def flush(self) -> None:
+        """Drop the KV and prefix cache. Raises EngineError when requests are running.
+
+        The last response is delivered a moment before the scheduler counts itself as idle: that moment is waited for.
+        """
+        for _ in range(_FLUSH_TRIES):
+            if all(self.rank_call("flush", b"", timeout_s=_COMMAND_TIMEOUT_S)):
+                return
+            time.sleep(_FLUSH_PAUSE_S)
+        raise EngineError(f"engine {self.index}: flush: requests are still running. Abort them or wait for them first.")
+
+    def abort(self) -> None:
+        """End all running requests; their `generate` returns them with finish reason ``abort``."""
+        self._command("abort")
+
+    def abort_requests(self, request_ids: Sequence[str]) -> None:
+        """As `abort`, of these requests alone; ids of requests that do not run are passed over."""
+        self._ask(lambda call: Abort(call=call, request_ids=list(request_ids)))
+
+    def pause(self) -> None:
+        """Hold generation between two steps until `resume`."""
+        self._command("pause")
+
+    def resume(self) -> None:
+        self._command("resume")
+
+    def speculation_counts(self) -> dict[str, Counts]:
+        """What speculation did since the last call, per drafter; nothing from an engine that was started without it."""
+        if self.spec.speculation.mode == "off":
+            return {}
+        reply = self.rank_call(speculation_calls.REPORT, b"", timeout_s=_COMMAND_TIMEOUT_S)[0]  # rank 0 decides
+        return msgspec.json.decode(reply, type=dict[str, Counts])
+
+    def speculation_figures(self) -> Figures:
+        """What drafters counted themselves since the last call; see `Drafter.figures`."""
+        if self.spec.speculation.mode == "off":
+            return {}
+        reply = self.rank_call(speculation_calls.FIGURES, b"", timeout_s=_COMMAND_TIMEOUT_S)[0]
+        return msgspec.json.decode(reply, type=Figures)
+
+    def trace(self, *, on: bool) -> list[Span]:
+        """What was recorded since the last call; record from now on, or do not. Nothing without speculation."""
+        if self.spec.speculation.mode == "off":
+            return []
+        reply = self.rank_call(speculation_calls.TRACE, b"on" if on else b"off", timeout_s=_COMMAND_TIMEOUT_S)[0]
+        return msgspec.msgpack.decode(reply, type=list[Span])
+
+    def release_memory(self) -> bool:
+        """Free the device's memory until `resume_memory`; return False where the platform cannot.
+
+        Raises EngineError when requests are running: SGLang's scheduler dies of a release before it counts itself idle.
+        """
+        self.flush()
+        self._command("release_memory")
+        return self.ready is not None and self.ready.memory_release
+
+    def resume_memory(self) -> None:
+        """Take the device's memory again. The weights are undefined until the next weight sync."""
+        self._command("resume_memory")
+
+    def stop(self) -> None:
+        """Orderly end; falls back to `kill`. Harmless when the engine is gone."""
+        if not self._process.exited and self.alive and self.ready is not None:
+            try:
+                self._send(Command(call=self._open_call()[0], verb="shutdown"))
+            except EngineDied:
+                pass
+            else:
+                self._process.reap()
+        self.kill()
+
+    def kill(self) -> None:
+        """Immediate end of every process of the engine. Harmless when it is gone."""
+        self._process.end()
+        self._reader.join(timeout=END_TIMEOUT_S)
+        self._mark_dead()
+        self._connection.close()
+        self._process.sweep()
+
+    def _command(self, verb: str) -> None:
+        self._ask(lambda call: Command(call=call, verb=verb))
+
+    def _ask(self, message_of: Callable[[int], Command | Abort]) -> None:
+        """Until the host says that it is done."""
+        call, inbox = self._open_call()
+        try:
+            self._send(message_of(call))
+            message = self._answer(inbox, _COMMAND_TIMEOUT_S)
+        finally:
+            self._close_call(call)
+        if not isinstance(message, Done):
+            raise EngineError(f"engine {self.index}: {_text(message)}")
+
+    def _count(self, requests: Sequence[RolloutRequest], done: Collection[Trajectory], seconds: float) -> None:
+        begun = sum(map(resume.num_begun, requests))
+        with self._lock:
+            self._counts["requests"] += len(done)
+            self._counts["tokens"] += sum(len(t.token_ids) for t in done) - begun
+            self._counts["generate_s"] += seconds
+
+    def _open_call(self) -> tuple[int, queue.Queue[FromHost | None]]:
+        with self._lock:
+            call, self._next_call = self._next_call, self._next_call + 1
+            inbox = self._inboxes[call] = queue.Queue()
+        if not self.alive:
+            inbox.put(None)
+        return call, inbox
+
+    def _close_call(self, call: int) -> None:
+        with self._lock:
+            self._inboxes.pop(call, None)
+
+    def _next(self, inbox: queue.Queue[FromHost | None], deadline: float | None) -> FromHost:
+        """Next message of a generation: bounded by progress, and by the deadline if there is one."""
+        patience = self.spec.config.request_timeout_s
+        began = time.monotonic()
+        left = float("inf") if deadline is None else deadline - began
+        while True:
+            quiet = time.monotonic() - max(began, self._heard)  # a call may wait for others of this engine
+            gone = time.monotonic() - began
+            try:
+                message = inbox.get(timeout=max(0.0, min(patience - quiet, left - gone)))
+                break
+            except queue.Empty:
+                gone = time.monotonic() - began
+            if gone >= left:
+                self.abort()
+                raise EngineError(f"engine {self.index}: generation was not over in time and was aborted")
+            if time.monotonic() - max(began, self._heard) >= patience:
+                self.kill()
+                raise EngineDied(
+                    self._with_log(
+                        f"made no progress for {patience:g} s and was ended. Raise rollout.engine.request_timeout_s "
+                        "if it was only slow."
+                    )
+                )
+        if message is None:
+            raise self._death()
+        return message
+
+    def _answer(self, inbox: queue.Queue[FromHost | None], timeout_s: float) -> FromHost:
+        try:
+            message = inbox.get(timeout=timeout_s)
+        except queue.Empty:
+            self.kill()
+            raise EngineDied(self._with_log(f"did not answer within {timeout_s:g} s and was ended.")) from None
+        if message is None:
+            raise self._death()
+        return message
+
+    def _send(self, message: Start | Generate | Abort | RankCall | Command) -> None:
+        data = frame(message)
+        try:
+            with self._send_lock:
+                self._connection.sendall(data)
+        except OSError:
+            self._mark_dead()
+            if not isinstance(message, Start):
+                raise self._death() from None
+
+    def _read(self) -> None:
+        """Thread: hands every message to the call that it belongs to, until the host is gone."""
+        try:
+            while (body := read_frame(self._connection)) is not None:
+                message = decode_from_host(body)
+                if isinstance(message, Finished | Progress):
+                    self._heard = time.monotonic()
+                call = _START_CALL if isinstance(message, Ready | StartFailed) else message.call
+                with self._lock:
+                    inbox = self._inboxes.get(call)
+                if inbox is not None:
+                    inbox.put(message)
+        except (ProtocolError, OSError):
+            pass  # the two ends are out of step, or the socket was closed: either way the engine is lost
+        self._mark_dead()
+
+    def _mark_dead(self) -> None:
+        self._dead.set()
+        with self._lock:
+            for inbox in self._inboxes.values():
+                inbox.put(None)
+
+    def _death(self) -> EngineDied:
+        self._process.reap()
+        return EngineDied(self._with_log("died."))
+
+    def _with_log(self, what: str) -> str:
+        return f"engine {self.index} {what} The end of its log, {self.spec.log_file}:\n{self.log_tail()}"
+
+    def log_tail(self) -> str:
+        """Last lines of the engine's log."""
+        return self._process.log_tail()
+
+
+def _text(message: FromHost) -> str:
+    return message.message if isinstance(message, Failed) else f"unexpected answer {type(message).__name__}"

@@ -1,0 +1,177 @@
+"""What the host of an engine does: start SGLang, then answer the calls of the trainer rank on the inherited socket."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import sys
+import time
+import traceback
+from pathlib import Path
+
+import msgspec
+
+from specactor.errors import EngineError
+from specactor.rollout.sglang.backend import Backend
+from specactor.rollout.sglang.engine_protocol import (
+    HEADER_BYTES,
+    Abort,
+    Command,
+    Done,
+    EngineSpec,
+    Failed,
+    Finished,
+    FromHost,
+    Generate,
+    News,
+    Progress,
+    ProtocolError,
+    RankCall,
+    RankReplies,
+    Ready,
+    Start,
+    StartFailed,
+    ToHost,
+    body_length,
+    decode_to_host,
+    frame,
+    read_frame,
+)
+
+_PROGRESS_EVERY_S = 1.0
+_BACKSTOP_S = 30.0
+"""The trainer rank gives up first, and ends the engine: a rank that hangs cannot be used again."""
+
+
+def run(connection: socket.socket) -> None:
+    """The first message names the engine (`Start`); returns after `shutdown`, or when the trainer rank is gone."""
+    body = read_frame(connection)
+    if body is None:
+        return
+    first = decode_to_host(body)
+    if not isinstance(first, Start):
+        raise ProtocolError(f"first message {type(first).__name__}, expected Start")
+    try:
+        backend = _start(first.spec)
+    except Exception as error:  # the boundary of the process: the trainer rank reports it
+        traceback.print_exc()
+        connection.sendall(frame(StartFailed(message=f"{type(error).__name__}: {error}")))
+        return
+    try:
+        backend.loop.run_until_complete(_Server(backend, connection).serve())
+    finally:
+        backend.shutdown()
+
+
+def _start(spec: EngineSpec) -> Backend:
+    if not (Path(spec.model_dir) / "config.json").is_file():
+        raise EngineError(f"model folder {spec.model_dir}: no config.json. Give a model in Hugging Face format.")
+    print(f"specactor: engine {spec.index} of {spec.model_dir}, host {os.getpid()}", flush=True)
+    backend = Backend(spec)
+    replies = backend.rank_call("identify", b"start", timeout_s=60.0)
+    ranks = [msgspec.json.decode(reply)["tp_rank"] for reply in replies]
+    if ranks != list(range(spec.tensor_parallel)):
+        raise EngineError(f"ranks {ranks} answered, expected 0..{spec.tensor_parallel - 1}")
+    return backend
+
+
+class _Server:
+    """Answers calls, each in a task of its own, so that an abort overtakes a generation."""
+
+    def __init__(self, backend: Backend, connection: socket.socket) -> None:
+        self._backend = backend
+        self._connection = connection
+        self._rank_calls = asyncio.Lock()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._failure: BaseException | None = None
+
+    async def serve(self) -> None:
+        reader, self._writer = await asyncio.open_connection(sock=self._connection)
+        backend = self._backend
+        await self._send(
+            Ready(
+                host_pid=os.getpid(),
+                scheduler_pids=backend.scheduler_pids,
+                max_sequence_tokens=backend.max_sequence_tokens,
+                kv_tokens=backend.kv_tokens,
+                start_s=backend.start_s,
+                memory_release=backend.memory_release,
+            )
+        )
+        while True:
+            try:
+                header = await reader.readexactly(HEADER_BYTES)
+                message = decode_to_host(await reader.readexactly(body_length(header)))
+            except (asyncio.IncompleteReadError, ConnectionResetError):
+                return  # the trainer rank is gone
+            if isinstance(message, Command) and message.verb == "shutdown":
+                await self._send(Done(call=message.call))
+                return
+            task = asyncio.create_task(self._answer(message))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    async def _answer(self, message: ToHost) -> None:
+        if isinstance(message, Start):
+            raise ProtocolError("a second Start")
+        try:
+            answer = await self._dispatch(message)
+        except Exception as error:  # the boundary of the process: the caller gets it, the engine goes on
+            traceback.print_exc()
+            sys.stderr.flush()
+            text = str(error) if isinstance(error, EngineError) else f"{type(error).__name__}: {error}"
+            answer = Failed(call=message.call, message=text)
+        await self._send(answer)
+
+    async def _dispatch(self, message: Generate | Abort | RankCall | Command) -> FromHost:
+        match message:
+            case Generate():
+                await self._generate(message)
+            case Abort():
+                await self._backend.abort(message.request_ids)
+            case RankCall():
+                async with self._rank_calls:
+                    loop = asyncio.get_running_loop()
+                    patience = message.timeout_s + _BACKSTOP_S
+                    replies = await loop.run_in_executor(
+                        None, self._backend.rank_call, message.name, message.payload, patience
+                    )
+                return RankReplies(call=message.call, replies=replies)
+            case Command():
+                await self._command(message.verb)
+        return Done(call=message.call)
+
+    async def _command(self, verb: str) -> None:
+        match verb:
+            case "abort":
+                self._backend.abort_all()
+            case "pause":
+                await self._backend.pause()
+            case "resume":
+                await self._backend.resume()
+            case "release_memory":
+                await self._backend.release_memory()
+            case "resume_memory":
+                await self._backend.resume_memory()
+            case _:
+                raise ProtocolError(f"unknown verb {verb!r}")
+
+    async def _generate(self, message: Generate) -> None:
+        reported = time.monotonic()
+        sent = [0] * len(message.requests)
+        async for index, state, response in self._backend.generate(message.requests, message.report_tokens):
+            if response is not None:
+                await self._send(Finished(call=message.call, request=index, **response))
+            elif message.report_tokens:
+                tokens, logprobs = state
+                news = News(request=index, token_ids=tokens[sent[index] :], logprobs=logprobs[sent[index] :])
+                sent[index] = len(tokens)
+                await self._send(Progress(call=message.call, news=news))
+            elif time.monotonic() - reported > _PROGRESS_EVERY_S:
+                reported = time.monotonic()
+                await self._send(Progress(call=message.call))
+
+    async def _send(self, message: FromHost) -> None:
+        self._writer.write(frame(message))
+        await self._writer.drain()

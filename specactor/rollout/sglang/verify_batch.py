@@ -1,0 +1,147 @@
+"""A verification round as an ordinary decode batch: one row per token, each with its own length.
+
+A row reads the keys of its request's committed tokens and of its own path, so the kernels that decode one token at a
+time verify a tree, with the same bits, whatever windows the batch mixes. All contact with SGLang's batch that this
+needs is in this file.
+
+Shape legend: B requests, R rows of all requests, M rows that read through a borrowed row of the page table.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from specactor.rollout.speculation.verification import DraftTree, branches
+
+_PER_REQUEST = ("temperatures", "top_ps", "top_ks", "min_ps", "sampling_seed", "logit_bias")
+_PENALTIES = ("acc_additive_penalties", "acc_scaling_penalties")
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Where the rows of each request begin, and what they hold."""
+
+    trees: Sequence[DraftTree]
+    starts: list[int]
+    """First row of each request; one more entry at the end: R."""
+
+    @classmethod
+    def of(cls, trees: Sequence[DraftTree]) -> Rows:
+        return cls(trees, [0, *accumulate(tree.num_rows for tree in trees)])
+
+    @property
+    def total(self) -> int:
+        return self.starts[-1]
+
+    @property
+    def drafted(self) -> bool:
+        """Whether any request has a draft token. If not, rows are requests, and all the arranging can be spared."""
+        return self.total > len(self.trees)
+
+
+def spread(batch: Any, rows: Rows, *, req_to_token: Tensor) -> None:
+    """Turn a decode batch of B requests into one of R rows, in place.
+
+    `batch.seq_lens` counts the tokens whose keys are in the pool: all committed ones but the last, which is the root.
+    """
+    device = batch.seq_lens.device
+    trees, reqs = rows.trees, batch.reqs
+    tokens = [t for req, tree in zip(reqs, trees, strict=True) for t in (req.output_ids[-1], *tree.tokens)]
+    batch.input_ids = torch.tensor(tokens, dtype=torch.int64, device=device)
+    place_R: Tensor | int = 0
+    depth_R: Tensor | int = 0
+    if rows.drafted:
+        owner = [i for i, tree in enumerate(trees) for _ in range(tree.num_rows)]
+        owner_R = torch.tensor(owner, dtype=torch.int64, device=device)
+        place_R = torch.tensor([r for tree in trees for r in range(tree.num_rows)], dtype=torch.int64, device=device)
+        depth_R = torch.tensor([d for tree in trees for d in tree.depths()], dtype=torch.int64, device=device)
+        batch.seq_lens = batch.seq_lens[owner_R]
+        batch.req_pool_indices = batch.req_pool_indices[owner_R]
+        batch.sampling_info = _spread_sampling(batch.sampling_info, owner_R)
+        batch.reqs = [reqs[i] for i in owner]
+        for name in ("top_logprobs_nums", "token_ids_logprobs"):
+            values = getattr(batch, name)
+            if values:
+                setattr(batch, name, [values[i] for i in owner])
+    batch.out_cache_loc = req_to_token[batch.req_pool_indices, batch.seq_lens + place_R].to(torch.int64)
+    batch.seq_lens = batch.seq_lens + depth_R + 1
+    batch.seq_lens_cpu = batch.seq_lens.cpu()
+    batch.seq_lens_sum = None
+    batch.orig_seq_lens = batch.seq_lens.to(batch.orig_seq_lens.dtype)
+
+
+def _spread_sampling(info: Any, owner_R: Tensor) -> Any:
+    """The requests' sampling parameters, once per row."""
+    spread_info = copy.copy(info)
+    for name in (*_PER_REQUEST, *_PENALTIES):
+        value = getattr(info, name)
+        if value is not None:
+            setattr(spread_info, name, value.index_select(0, owner_R))
+    return spread_info
+
+
+class Branches:
+    """Page-table rows for the branches of trees, borrowed for one round from requests that are not there.
+
+    Row r of a request writes to its (r + 1)-th free slot. A row whose ancestors are not the rows before it, and so not
+    in the slots before, reads through a borrowed page-table row: the request's committed slots, then those of its path.
+    """
+
+    def __init__(self, pool: Any, *, page_size: int) -> None:
+        self._pool = pool
+        self._page_size = page_size
+        self._borrowed: list[int] = []
+
+    def room(self) -> int:
+        """Branches that can be had: none with pages of several slots, which a path cannot pick from."""
+        return len(self._pool.free_slots) if self._page_size == 1 else 0
+
+    def place(self, batch: Any, rows: Rows) -> None:
+        """Give every branch a page-table row. `batch` was `spread` before."""
+        homes: list[int] = []
+        moves: list[tuple[int, int, int]] = []  # (borrowed row, column, column of the same slot in the request's row)
+        readers: list[tuple[int, int]] = []  # (row of the batch, borrowed row)
+        for tree, first in zip(rows.trees, rows.starts, strict=False):
+            if tree.is_chain:
+                continue
+            base = int(batch.seq_lens_cpu[first]) - 1
+            for path in branches(tree):
+                row = self._borrow()
+                homes.append(batch.reqs[first].kv.req_pool_idx)
+                off = [(depth, r) for depth, r in enumerate(path) if depth != r]
+                moves += [(row, base + depth, base + r) for depth, r in off]
+                readers += [(first + r, row) for _, r in off]
+        if not homes:
+            return
+        table, device = self._pool.req_to_token, self._pool.req_to_token.device
+        table[self._borrowed] = table[homes]
+        row_M, column_M, source_M = torch.tensor(moves, device=device).unbind(1)
+        table[row_M, column_M] = table[row_M, source_M]
+        reader_M, borrowed_M = torch.tensor(readers, device=device).unbind(1)
+        batch.req_pool_indices[reader_M] = borrowed_M
+
+    def keep(self, req: Any, base: int, tree: DraftTree, path: Sequence[int]) -> None:
+        """Bring the slots of an accepted path, rows in order, to where the request's next tokens are looked for."""
+        if list(path) == list(range(len(path))):
+            return
+        table, home = self._pool.req_to_token, req.kv.req_pool_idx
+        chosen = set(path)
+        order = [*path, *(r for r in range(tree.num_rows) if r not in chosen)]
+        span = table[home, base : base + tree.num_rows]
+        span.copy_(span[torch.tensor(order, device=span.device)])
+
+    def give_back(self) -> None:
+        self._pool.free_slots.extend(reversed(self._borrowed))
+        self._borrowed = []
+
+    def _borrow(self) -> int:
+        row: int = self._pool.free_slots.pop()
+        self._borrowed.append(row)
+        return row

@@ -1,0 +1,392 @@
+"""The speculative algorithm SPECACTOR of an SGLang engine, registered by the plugin.
+
+A decode round: ask the `Speculator` for drafts, verify all requests' rows in one forward pass of the target, in which
+SGLang's own sampler draws every row's token with the noise of (request seed, position), and keep what equals it. So the
+tokens and log-probabilities are those that SGLang's plain decoding of the same requests gives. Rounds that are known to
+have no drafts before they begin take SGLang's own path (`plain_rounds`).
+
+Under tensor parallelism rank 0 decides what is drafted, and the others follow what it says. Text drafters draft on rank
+0 alone; a draft model runs on all ranks together, and rank 0's tokens are verified. How many plain rounds follow
+comes with the drafts, so that those need no agreement.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from sglang.srt.managers.utils import GenerationBatchResult
+from sglang.srt.runtime_context import get_parallel, get_spec
+from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
+from sglang.srt.speculative.spec_info import SpecInput, SpecInputType, SpeculativeAlgorithm
+from sglang.srt.speculative.spec_registry import CustomSpecAlgo
+
+from specactor.errors import EngineError
+from specactor.rollout.speculation.drafter import DraftSequence
+from specactor.rollout.speculation.probing import SOON
+from specactor.rollout.speculation.speculator import Speculator
+from specactor.rollout.speculation.verification import DraftTree, accepted_path, chain
+from specactor.rollout.sglang import draft_runner, plain_rounds
+from specactor.rollout.sglang import partial_response as beginnings
+from specactor.rollout.sglang.model_drafter import ModelDrafter
+from specactor.rollout.sglang.penalties import has_penalties
+from specactor.rollout.sglang.round_trace import Rounds
+from specactor.rollout.sglang.verify_batch import Branches, Rows, spread
+
+NAME = "SPECACTOR"
+_NOTHING = DraftTree()
+
+
+class Algorithm(CustomSpecAlgo):  # type: ignore[misc]
+    """What SGLang asks of a speculative algorithm, beyond what it asks by default."""
+
+    create_future_map = SpeculativeAlgorithm.create_future_map
+
+    def has_draft_kv(self) -> bool:
+        return False
+
+    def carries_draft_hidden_states(self) -> bool:
+        return False
+
+    def need_topk(self) -> bool:
+        return False
+
+    def get_platform_worker_cls(self) -> None:
+        return None
+
+    def handle_server_args(self, arguments: Any) -> None:
+        arguments.disable_overlap_schedule = True  # a round's drafts need the tokens of the one before
+        arguments.enable_mixed_chunk = False
+        arguments.speculative_eagle_topk = 1
+        arguments.speculative_num_steps = arguments.speculative_num_draft_tokens - 1
+
+
+class _Carried(SpecInput):  # type: ignore[misc]
+    """What SGLang carries with a batch from round to round: nothing, since requests hold all state."""
+
+    def __init__(self) -> None:
+        super().__init__(SpecInputType.NGRAM_VERIFY)
+
+    def filter_batch(self, *_: Any, **__: Any) -> None:
+        pass
+
+    def merge_batch(self, _: Any) -> None:
+        pass
+
+
+@dataclass(slots=True)
+class _Running:
+    """A request in the decode batch, and its view for drafters."""
+
+    req: Any
+    sequence: DraftSequence
+    begun: list[int]
+    """What the request brought along of its response."""
+
+
+class Worker(BaseSpecWorker):  # type: ignore[misc]
+    """Runs every batch of one engine rank."""
+
+    def __init__(self, server_args: Any, gpu_id: int, nccl_port: int, target_worker: Any) -> None:
+        super().__init__()
+        self._target_worker = target_worker
+        self._draft_worker = None
+        if get_spec().speculative_draft_model_path is not None:
+            self._draft_worker = draft_runner.load(
+                server_args, gpu_id=gpu_id, nccl_port=nccl_port, target_worker=target_worker
+            )
+        self._max_rows = int(get_spec().speculative_num_draft_tokens)
+        self._vocab_size = int(target_worker.model_runner.model_config.vocab_size)
+        self._ended: float | None = None
+        """When the round before ended, if this batch follows it at once."""
+        self._running: dict[str, _Running] = {}
+        self._plain_left = 0
+        """Rounds from now on that are plain; the same on all ranks."""
+        self.rounds = Rounds()
+        self.speculator: Speculator | None = None
+        """None: plain decoding."""
+
+    @property
+    def max_window(self) -> int:
+        return self._max_rows - 1
+
+    def use(self, speculator: Speculator | None) -> None:
+        """Draft like this from the next round on."""
+        for drafter in speculator.drafters.values() if speculator is not None else ():
+            if isinstance(drafter, ModelDrafter):
+                if self._draft_worker is None:
+                    raise EngineError(
+                        "rollout.speculation.drafters: got model, but this engine was started without a draft model. "
+                        "Start it with rollout.speculation.draft_model."
+                    )
+                drafter.attach(self._draft_worker.model_runner, lambda rid: self._running[rid].req)
+        if speculator is not None:
+            speculator.drafter_set.vocab_size = self._vocab_size
+        if self.speculator is not None:
+            self.speculator.drafter_set.stop()
+        if speculator is not None:
+            speculator.record(self.rounds.recorder)
+        self._running.clear()
+        self._plain_left = 0
+        self.speculator = speculator
+
+    def alloc_memory_pool(self, **pools: Any) -> None:
+        super().alloc_memory_pool(**pools)
+        self._pool, slots = self._target_worker.get_memory_pool()
+        self._branches = Branches(self._pool, page_size=slots.page_size)
+
+    def init_cuda_graphs(self) -> None:
+        if self._draft_worker is not None:
+            self._draft_worker.init_cuda_graphs(capture_decode_cuda_graph=False)
+
+    def _draft_model_runners(self) -> tuple[Any, ...]:
+        return () if self._draft_worker is None else (self._draft_worker.model_runner,)
+
+    def weight_update_runners(self) -> list[tuple[str, Any]]:
+        """Whose weights SGLang may update: the draft model is not the policy, and never gets the policy's."""
+        return []
+
+    def clear_cache_pool(self) -> None:
+        """SGLang drops all keys and values: the weights may be others from now on."""
+        for rid in list(self._running):
+            self._close(rid)
+        self._plain_left = 0
+        if self.speculator is not None:
+            self.speculator.policy_changed()
+
+    def note_request_finished(self, *, rid: str, natural_stop: bool) -> None:
+        if self.speculator is not None and rid in self._running:
+            self._close(rid)
+
+    def decodes_plainly(self) -> bool:
+        """Whether the next round of decoding is a plain one."""
+        return self.speculator is None or self._plain_left > 0
+
+    def forward_batch_generation(
+        self, batch: Any, on_publish: Any = None, pp_proxy_tensors: Any = None
+    ) -> GenerationBatchResult:
+        """One batch of the scheduler; it undoes what is changed in `batch`."""
+        if not batch.forward_mode.is_decode():
+            return self._prefill(batch, pp_proxy_tensors)
+        if batch.spec_algorithm.is_none():
+            return self._plain_round(batch, pp_proxy_tensors)
+        base = batch.seq_lens
+        reqs = batch.reqs
+        began, entered = self._began(), time.perf_counter()
+        running = self._follow(reqs)
+        trees = self._drafts(reqs, running)
+        decided = time.perf_counter()
+        rows = Rows.of(trees)
+        batch.spec_info = None
+        spread(batch, rows, req_to_token=self._pool.req_to_token)
+        try:
+            if rows.drafted:
+                self._branches.place(batch, rows)
+            result = self._target_worker.forward_batch_generation(batch, pp_proxy_tensors=pp_proxy_tensors)
+            samples = result.next_token_ids.tolist()
+        finally:
+            self._branches.give_back()
+        paths = self._accepted(reqs, rows, samples, base.tolist()) if rows.drafted else [[0]] * len(reqs)
+        self._ended = time.perf_counter()
+        if get_parallel().tp_rank == 0:
+            assert self.speculator is not None
+            self.speculator.learn(
+                [r.sequence for r in running],
+                [[tree.tokens[row - 1] for row in path[1:]] for tree, path in zip(trees, paths, strict=True)],
+                round_s=self._ended - began,
+            )
+        emitted = self._emit(result, rows, paths, base)
+        self.rounds.verified(
+            entered, decided, self._ended, requests=len(reqs), rows=rows.total, emitted=sum(map(len, paths))
+        )
+        return emitted
+
+    def _accepted(
+        self, reqs: Sequence[Any], rows: Rows, samples: Sequence[int], lengths: Sequence[int]
+    ) -> list[list[int]]:
+        """Per request the rows that are kept; their slots are brought to where its next tokens look for them."""
+        paths = []
+        for i, (req, tree, length) in enumerate(zip(reqs, rows.trees, lengths, strict=True)):
+            paths.append(accepted_path(tree, samples[rows.starts[i] : rows.starts[i + 1]]))
+            self._branches.keep(req, length, tree, paths[-1])
+        return paths
+
+    def _began(self) -> float:
+        """When the round began that runs now: what SGLang does between two rounds belongs to the second."""
+        return self._ended or time.perf_counter()
+
+    def _plain_round(self, batch: Any, pp_proxy_tensors: Any) -> GenerationBatchResult:
+        began = self._began()
+        self._attend(batch.reqs)
+        self._plain_left -= 1
+        batch.input_ids = plain_rounds.last_tokens(batch)
+        result = self._target_worker.forward_batch_generation(batch, pp_proxy_tensors=pp_proxy_tensors)
+        self._ended = time.perf_counter()
+        self.rounds.plain(began, self._ended)
+        if self.speculator is not None and get_parallel().tp_rank == 0:
+            self.speculator.rested(len(batch.reqs), round_s=self._ended - began)
+        return result
+
+    def _prefill(self, batch: Any, pp_proxy_tensors: Any) -> GenerationBatchResult:
+        self._ended = None
+        self.rounds.end_stretch()
+        result = self._target_worker.forward_batch_generation(batch, pp_proxy_tensors=pp_proxy_tensors)
+        result.accept_lens = torch.ones(len(batch.reqs), dtype=torch.int32, device=batch.seq_lens.device)
+        result.new_seq_lens = batch.seq_lens
+        result.next_draft_input = _Carried()
+        result.speculative_num_draft_tokens = self._max_rows
+        return result
+
+    def _follow(self, reqs: Sequence[Any]) -> list[_Running]:
+        """Tell the drafters which requests run and what was committed since the last round."""
+        self._attend(reqs)
+        running = [self._running[req.rid] for req in reqs]
+        for request in running:
+            self._commit(request)
+        return running
+
+    def _attend(self, reqs: Sequence[Any]) -> None:
+        """Open and close requests, so that those which run are open."""
+        if self.speculator is None:
+            return
+        for req in reqs:
+            if req.rid not in self._running:
+                self._open(req)
+        if len(self._running) > len(reqs):
+            present = {req.rid for req in reqs}
+            for rid in [rid for rid in self._running if rid not in present]:
+                self._close(rid)  # retracted or aborted: if it comes back, it is opened again
+
+    def _open(self, req: Any) -> None:
+        assert self.speculator is not None
+        sampling, begun = req.sampling_params, list(beginnings.of(req))
+        sequence = DraftSequence(
+            request_id=req.rid,
+            prompt_ids=tuple(req.origin_input_ids)[: len(req.origin_input_ids) - len(begun)],
+            seed=sampling.sampling_seed or 0,
+            temperature=0.0 if draft_runner.is_greedy(sampling) else sampling.temperature,
+        )
+        self._running[req.rid] = _Running(req, sequence, begun)
+        self._plain_left = min(self._plain_left, SOON)
+        self.speculator.open(sequence)
+
+    def _commit(self, running: _Running) -> None:
+        assert self.speculator is not None
+        known, begun = len(running.sequence.output_ids), running.begun
+        fresh = [*begun[known:], *running.req.output_ids[max(0, known - len(begun)) :]]
+        if fresh:
+            running.sequence.output_ids.extend(fresh)
+            self.speculator.commit(running.sequence, fresh)
+
+    def _close(self, rid: str) -> None:
+        assert self.speculator is not None
+        running = self._running.pop(rid)
+        self._commit(running)
+        self.speculator.close(running.sequence)
+
+    def _drafts(self, reqs: Sequence[Any], running: Sequence[_Running]) -> list[DraftTree]:
+        """What to verify for each request; the same on all ranks."""
+        assert self.speculator is not None
+        sequences = [r.sequence for r in running]
+        who: list[int] = []
+        rest = [0]
+        lists: list[list[int]] = [[] for _ in reqs]
+        if get_parallel().tp_rank == 0:
+            limits = [
+                0 if has_penalties(req.sampling_params) else min(self._max_rows - 1, self._wanted(req) - 1)
+                for req in reqs
+            ]
+            decision = self.speculator.decide(sequences, limits, max_branches=self._branches.room())
+            if decision.together:
+                who = [list(self.speculator.drafters).index(decision.drafter)]
+                lists = [[window] for window in decision.windows]
+            else:
+                lists = [_to_list(tree) for tree in decision.trees]
+            rest = [self.speculator.rest]
+        who, [self._plain_left], *lists = self._agreed([who, rest, *lists])
+        if who:
+            drafter = list(self.speculator.drafters)[who[0]]
+            made = self.speculator.draft(drafter, sequences, [window for [window] in lists])
+            lists = self._agreed([_to_list(chain(draft)) for draft in made])
+        return [_to_tree(values) for values in lists]
+
+    @staticmethod
+    def _wanted(req: Any) -> int:
+        """Tokens that the request may still emit."""
+        return int(req.sampling_params.max_new_tokens) - len(req.output_ids)
+
+    def _agreed(self, lists: list[list[int]]) -> list[list[int]]:
+        """Rank 0's lists; they hold no negative numbers, and each at most a tree."""
+        parallel = get_parallel()
+        if parallel.tp_size == 1:
+            return lists
+        group = parallel.tp_group
+        padded = torch.full((len(lists), 2 * self._max_rows), -1, dtype=torch.int64)
+        for row, values in zip(padded, lists, strict=True):
+            row[: len(values)] = torch.tensor(values, dtype=torch.int64)
+        dist.broadcast(padded, src=group.ranks[0], group=group.cpu_group)
+        return [[value for value in row if value >= 0] for row in padded.tolist()]
+
+    def _emit(
+        self, result: GenerationBatchResult, rows: Rows, paths: Sequence[Sequence[int]], base: torch.Tensor
+    ) -> GenerationBatchResult:
+        """The round as SGLang's result: per request, its emitted tokens padded to the longest."""
+        width = max(len(path) for path in paths)
+        if rows.drafted:
+            padded = [[*path, *[path[-1]] * (width - len(path))] for path in paths]
+            _keep(result, [start + row for start, path in zip(rows.starts, padded, strict=False) for row in path])
+        output = result.logits_output
+        if output.next_token_logprobs is not None:
+            output.next_token_logprobs = output.next_token_logprobs.view(len(paths), width)
+        lengths = torch.tensor([len(path) for path in paths], dtype=torch.int32, device=base.device)
+        result.accept_lens = lengths
+        result.new_seq_lens = base + lengths
+        result.next_draft_input = _Carried()
+        result.speculative_num_draft_tokens = self._max_rows
+        result.speculative_output_stride = width
+        return result
+
+
+def _keep(result: GenerationBatchResult, rows: list[int]) -> None:
+    """Of what the target returned per row, these rows, in this order."""
+    kept = torch.tensor(rows, dtype=torch.int64, device=result.next_token_ids.device)
+    output = result.logits_output
+    if output.next_token_logprobs is not None:
+        output.next_token_logprobs = output.next_token_logprobs[kept]
+    for name in ("top_logprobs", "token_ids_logprobs"):
+        for kind in ("val", "idx"):
+            values = getattr(output, f"next_token_{name}_{kind}")
+            if values:
+                setattr(output, f"next_token_{name}_{kind}", [values[row] for row in rows])
+    if output.hidden_states is not None:
+        output.hidden_states = output.hidden_states[kept]
+    result.next_token_ids = result.next_token_ids[kept]
+
+
+def _to_list(tree: DraftTree) -> list[int]:
+    return [*tree.tokens, *tree.parents]
+
+
+def _to_tree(values: Sequence[int]) -> DraftTree:
+    half = len(values) // 2
+    return DraftTree(tuple(values[:half]), tuple(values[half:])) if half else _NOTHING
+
+
+def register(make_speculator: Callable[[], Speculator | None]) -> None:
+    """Make the algorithm known to SGLang; `make_speculator` gives each worker that starts its own."""
+
+    class StartedWorker(Worker):
+        def __init__(self, *arguments: Any, **named: Any) -> None:
+            super().__init__(*arguments, **named)
+            self.use(make_speculator())
+
+    def decodes_plainly(scheduler: Any) -> bool:
+        worker = scheduler.draft_worker
+        return isinstance(worker, Worker) and worker.decodes_plainly()
+
+    plain_rounds.install(decodes_plainly)
+    SpeculativeAlgorithm.register(NAME, supports_overlap=True, spec_class=Algorithm)(lambda _: StartedWorker)

@@ -1,0 +1,383 @@
+"""The drafters of an engine: what each is told of its requests, and what it drafts for them.
+
+A drafter gets a copy of its own of each request, which holds the tokens that it was told of, and drafts from that; the
+engine's own lists are out of its reach. To take in a text costs a drafter over text some microseconds per token, which
+is a tenth of plain decoding where many requests run. So while decoding is plain drafters are told nothing, and then
+those over text only of the prompts that they are asked for: of their running requests, and of those that have ended
+since. Others are told of the requests that they are asked for alone.
+
+Invariants: when a drafter is asked for a request, it knows all of its text up to where it is to draft from; one over
+text also knows the text of all requests with its prompt that was not forgotten. A drafter hears of a request in order
+(open, commit, close) and of each token once. Text that waits is at most `history_tokens`, and the oldest goes first. A
+drafter that raises loses its drafts, and is not asked again after `FAILURES` times; a draft is at most as long as it
+may be, and ends before what is no token. Whatever is wrong with a drafter is counted, and told with a reason.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from specactor.config import SpeculationConfig
+from specactor.rollout.speculation.counters import Counts, Figures
+from specactor.rollout.speculation.drafter import Drafter, DraftSequence
+from specactor.rollout.speculation.verification import Decision, Drafts, common, existing
+from specactor.rollout.speculation.acceptance import AcceptanceModel
+from specactor.rollout.speculation.windows import OFF
+
+FAILURES = 3
+"""A drafter that raised this often is not asked again."""
+NEW_WEIGHTS_WEIGHT = 0.5
+"""What evidence about a drafter's acceptance is worth after its weights have changed."""
+LOOK_TRIALS = 8.0
+"""What earlier evidence about acceptance is worth when a look brings new."""
+LISTEN_EVERY_S = 0.02
+"""Between two looks, while decoding is plain, for answers of drafters elsewhere that were silent. They are asked less
+often (`decoupled.tails.BEAT_EVERY_S`)."""
+ABSENT = 5
+"""While no drafter is there, they are looked for every 2, 4, 8, .. 2**ABSENT rounds."""
+
+_LOG = logging.getLogger(__name__)
+_Prompt = tuple[int, ...]
+_Kind = Literal["text", "model"]
+"""Drafters over text learn from all requests with a prompt; models need only the requests that they draft for."""
+
+
+@dataclass(slots=True, eq=False)
+class _Request:
+    """A request of the engine."""
+
+    sequence: DraftSequence
+    known: dict[_Kind, DraftSequence] = field(default_factory=dict)
+    """What drafters know of it: a copy that grows as they are told. Only of the kinds for which it is open."""
+
+    @property
+    def untold(self) -> int:
+        """Tokens that drafters over text do not know."""
+        known = self.known.get("text")
+        return len(self.sequence.output_ids) - (len(known.output_ids) if known is not None else 0)
+
+
+class DrafterSet:
+    """All drafters of one engine, in order of preference."""
+
+    def __init__(
+        self,
+        drafters: Sequence[Drafter],
+        config: SpeculationConfig,
+        *,
+        acceptance: Mapping[str, AcceptanceModel] | None = None,
+        counts: Callable[[str], Counts] | None = None,
+    ) -> None:
+        """Args:
+        acceptance: what is known of each, which is worth less when it drafts with new weights.
+        counts: where what goes wrong with a drafter is counted.
+        """
+        self.config = config
+        self.vocab_size: int | None = None
+        """Tokens from this one on do not exist; None: all do."""
+        self.drafters = {drafter.name: drafter for drafter in drafters}
+        self.there = set(self.drafters)
+        """Those that work and can have drafts, as of the last `find`."""
+        self.is_paused = False
+        """Whether drafters hear of requests later."""
+        self._by_kind: dict[_Kind, list[Drafter]] = {"text": [], "model": []}
+        for drafter in drafters:
+            self._by_kind[_kind(drafter)].append(drafter)
+        self._acceptance = acceptance or {}
+        own = {name: Counts() for name in self.drafters}
+        self._counts = counts or own.__getitem__
+        self._failures = dict.fromkeys(self.drafters, 0)
+        self._problems: set[str] = set()
+        self._running: dict[str, _Request] = {}
+        self._ended: OrderedDict[_Prompt, list[_Request]] = OrderedDict()
+        """By prompt, those of which drafters over text are to hear when that prompt is asked for."""
+        self._waiting_tokens = 0
+        self._versions: dict[str, int] = {}
+        """Of the weights that each drafted with when it was last looked for."""
+        self._missed = 0
+        """Times in a row that none was there."""
+        self._listen_s = float("-inf")
+        """When to listen again."""
+
+    # ------------------------------------------------------------------------------------- what drafters are told
+
+    def open(self, sequence: DraftSequence) -> None:
+        request = self._running[sequence.request_id] = _Request(sequence)
+        if not self.is_paused:
+            self._tell_ended(sequence.prompt_ids)
+            self._tell(request, "text")
+            self._tell(request, "model")
+
+    def commit(self, sequence: DraftSequence) -> None:
+        """Tokens were appended to its output."""
+        if not self.is_paused:
+            request = self._running[sequence.request_id]
+            self._tell(request, "text")
+            self._tell(request, "model")
+
+    def close(self, sequence: DraftSequence) -> None:
+        request = self._running.pop(sequence.request_id)
+        if "model" in request.known:
+            self._tell(request, "model")
+            self._close(request, "model")
+        if not self.is_paused:
+            self._tell(request, "text")
+            self._close(request, "text")
+        elif self._by_kind["text"]:
+            self._wait(request)
+
+    def pause(self) -> None:
+        """Nobody will be asked, until `resume`."""
+        self.is_paused = True
+
+    def resume(self, sequences: Iterable[DraftSequence] | None = None) -> None:
+        """These requests may be drafted for; None: all, and drafters hear of everything at once from now on."""
+        if not self.is_paused:
+            return
+        if sequences is None:
+            self.is_paused = False
+            asked = told = list(self._running.values())
+        else:
+            asked = [self._running[sequence.request_id] for sequence in sequences]
+            told = self._with_prompts_of(asked)
+        self._tell_texts(told)
+        for request in asked:
+            self._tell(request, "model")
+
+    def policy_changed(self) -> None:
+        for drafter in self.drafters.values():
+            self.call(drafter, drafter.policy_changed)
+
+    def _with_prompts_of(self, requests: Iterable[_Request]) -> list[_Request]:
+        prompts = {request.sequence.prompt_ids for request in requests}
+        return [request for request in self._running.values() if request.sequence.prompt_ids in prompts]
+
+    def _tell_texts(self, requests: Sequence[_Request], *, but: int = 0) -> None:
+        """Drafters over text get what they do not know of these, `but` for their last tokens; and of those with their
+        prompts that have ended."""
+        for prompt in dict.fromkeys(request.sequence.prompt_ids for request in requests):
+            self._tell_ended(prompt)
+        for request in requests:
+            self._tell(request, "text", but=but)
+
+    def _tell(self, request: _Request, kind: _Kind, *, but: int = 0) -> None:
+        """Drafters get what they do not know of a request, `but` for so many of its last tokens."""
+        drafters = self._by_kind[kind]
+        if not drafters:
+            return
+        known = request.known.get(kind)
+        if known is None:
+            known = request.known[kind] = replace(request.sequence, output_ids=[])
+            for drafter in drafters:
+                self.call(drafter, drafter.open, known)
+        output = request.sequence.output_ids
+        fresh = output[len(known.output_ids) : max(0, len(output) - but)]
+        if fresh:
+            known.output_ids.extend(fresh)
+            for drafter in drafters:
+                self.call(drafter, drafter.commit, known, fresh)
+
+    def _close(self, request: _Request, kind: _Kind) -> None:
+        known = request.known.pop(kind, None)
+        for drafter in self._by_kind[kind] if known is not None else ():
+            self.call(drafter, drafter.close, known)
+
+    def _wait(self, request: _Request) -> None:
+        """The request has ended; drafters over text hear of it when its prompt is asked for."""
+        self._ended.setdefault(request.sequence.prompt_ids, []).append(request)
+        self._waiting_tokens += request.untold
+        while self._waiting_tokens > self.config.history_tokens:
+            _, dropped = self._ended.popitem(last=False)
+            for old in dropped:
+                self._waiting_tokens -= old.untold
+                self._close(old, "text")
+
+    def _tell_ended(self, prompt: _Prompt) -> None:
+        for request in self._ended.pop(prompt, ()):
+            self._waiting_tokens -= request.untold
+            self._tell(request, "text")
+            self._close(request, "text")
+
+    # --------------------------------------------------------------------------------------------- who can draft
+
+    @property
+    def plain_rounds_ahead(self) -> int:
+        """While none is there: rounds that need not look for one."""
+        return (1 << min(self._missed, ABSENT)) - 1
+
+    def find(self) -> None:
+        """Those that work and can have drafts now."""
+        there: set[str] = set()
+
+        def look(name: str, drafter: Drafter) -> None:
+            if drafter.is_there():
+                there.add(name)
+                self._notice(name, drafter.version)
+
+        for name, drafter in self.drafters.items():
+            self.call(drafter, look, name, drafter)
+        self.there = there
+        self._missed = 0 if there else self._missed + 1
+
+    def listen(self, now_s: float) -> None:
+        """In a plain round: so that drafters elsewhere which begin to answer are there when they are looked for."""
+        if now_s >= self._listen_s:
+            self._listen_s = now_s + LISTEN_EVERY_S
+            for name, drafter in self.drafters.items():
+                if drafter.drafts_ahead and name not in self.there:
+                    self.call(drafter, drafter.is_there)
+
+    def _notice(self, name: str, version: int) -> None:
+        """Newer weights get a new prior."""
+        if version > self._versions.setdefault(name, version) and name in self._acceptance:
+            self._acceptance[name].new_version(NEW_WEIGHTS_WEIGHT)
+        self._versions[name] = version
+
+    def expects(self) -> bool:
+        """Whether drafts are on their way."""
+        return any(self.drafters[name].expects for name in self.there)
+
+    def let_wait(self, names: Container[str]) -> None:
+        """These alone may wait for drafts that are on their way."""
+        for name, drafter in self.drafters.items():
+            drafter.may_wait = name in names
+
+    # ------------------------------------------------------------------------------------------------ what is drafted
+
+    def draft(self, name: str, sequences: Sequence[DraftSequence], windows: Sequence[int]) -> list[list[int]]:
+        """Of one drafter, from what it knows of each request, at most `windows[i]` tokens."""
+        drafts: list[list[int]] = [[] for _ in sequences]
+        drafter = self.drafters[name]
+        if not any(windows) or self._failures[name] >= FAILURES:
+            return drafts
+        known = [self._running[sequence.request_id].known[_kind(drafter)] for sequence in sequences]
+
+        def ask() -> None:
+            proposed = drafter.propose(known, windows)
+            if len(proposed) != len(windows):
+                raise ValueError(f"propose returned {len(proposed)} drafts for {len(windows)} requests")
+            drafts[:] = [self._usable(drafter, *of) for of in zip(proposed, windows, strict=True)]
+            if name in self._acceptance:
+                self._acceptance[name].tell([sequence.request_id for sequence in sequences], drafter.confidence)
+
+        self.call(drafter, ask)
+        return drafts
+
+    def first(self, sequences: Sequence[DraftSequence], windows: Sequence[int], *, ahead: bool | None = None) -> Drafts:
+        """Of all drafters that draft first and work; of those alone that draft ahead, or of the others alone, if
+        `ahead` says so."""
+        return {
+            name: self.draft(name, sequences, windows)
+            for name, drafter in self.drafters.items()
+            if drafter.drafts_first and ahead in (None, drafter.drafts_ahead) and name in self.there
+        }
+
+    def hindsight(self, sequences: Sequence[DraftSequence], windows: Sequence[int]) -> Drafts:
+        """What drafters over text draft from some tokens ago, before they are told of these; what was emitted since
+        shows how good it is.
+
+        Earlier evidence counts little beside it: much of it is of other requests.
+        """
+        if not self._by_kind["text"]:
+            return {}
+        requests = [self._running[sequence.request_id] for sequence in sequences]
+        self._tell_texts(self._with_prompts_of(requests), but=self.config.max_window)
+        starts = [len(request.known["text"].output_ids) for request in requests]
+        since = [sequence.output_ids[start:] for sequence, start in zip(sequences, starts, strict=True)]
+        asked = [min(window, len(tokens)) for window, tokens in zip(windows, since, strict=True)]
+        drafts = self.first(sequences, asked, ahead=False)
+        for name, lists in drafts.items():
+            model = self._acceptance[name]
+            model.limit(LOOK_TRIALS)
+            for sequence, emitted, window, draft in zip(sequences, since, asked, lists, strict=True):
+                agreed, sure = common(draft, emitted[:window]), model.told(sequence.request_id)
+                model.observe(sequence.request_id, len(draft), agreed, asked=window, confidence=sure)
+        return drafts
+
+    def fixed(self, sequences: Sequence[DraftSequence], windows: list[int]) -> Decision:
+        """The first drafter that has any draft."""
+        names = [name for name in self.drafters if name in self.there]
+        if not names or not any(windows):
+            return Decision(drafter=OFF, windows=[0] * len(windows), drafts=[[] for _ in windows])
+        decision = Decision(drafter=names[0], windows=windows, depth=max(windows), drafts=[[] for _ in windows])
+        for name in names:
+            decision.drafter, decision.together = name, not self.drafters[name].drafts_first
+            if decision.together:
+                break
+            decision.drafts = self.draft(name, sequences, windows)
+            if any(decision.drafts):
+                break
+        else:
+            decision.drafter = names[0]
+        return decision
+
+    def figures(self) -> Figures:
+        """What drafters count themselves, since the last call: of those that count anything."""
+        figures: Figures = {}
+
+        def ask(drafter: Drafter) -> None:
+            if counted := drafter.figures():
+                figures[drafter.name] = counted
+
+        for drafter in self.drafters.values():
+            self.call(drafter, ask, drafter)
+        return figures
+
+    def stop(self) -> None:
+        """Nobody will ask again."""
+        for drafter in self.drafters.values():
+            self.call(drafter, drafter.stop)
+
+    # ------------------------------------------------------------------------------------------- what goes wrong
+
+    def call(self, drafter: Drafter, action: Callable[..., object], *args: object) -> None:
+        """A drafter that raises costs its drafts and no more."""
+        name = drafter.name
+        if self._failures[name] >= FAILURES:
+            return
+        try:
+            action(*args)
+        except Exception as error:
+            self._failures[name] += 1
+            self._counts(name).failures += 1
+            _LOG.exception("drafter %s failed (%d of %d)", name, self._failures[name], FAILURES)
+            if self._failures[name] == 1:
+                first_line = str(error).partition("\n")[0]
+                self._tell_problem(drafter, f"{type(error).__name__}: {first_line}"[:200])
+            if self._failures[name] == FAILURES:
+                self._tell_problem(drafter, f"failed {FAILURES} times, and is not asked again")
+
+    def _usable(self, drafter: Drafter, draft: Sequence[int], window: int) -> list[int]:
+        """Of a draft, what may be verified."""
+        tokens = list(draft[:window])
+        usable = existing(tokens, self.vocab_size)
+        if len(usable) < len(draft):
+            self._counts(drafter.name).cut_drafts += 1
+            if len(draft) > window:
+                self._tell_problem(drafter, "drafted more tokens than it was asked for; they are cut")
+            if len(usable) < len(tokens):
+                self._tell_problem(drafter, f"drafted {_what(tokens[len(usable)])}; the draft ends before it")
+        return usable
+
+    def _tell_problem(self, drafter: Drafter, reason: str) -> None:
+        """Once."""
+        problem = f"{type(drafter).__name__}: {reason}"
+        if problem not in self._problems:
+            self._problems.add(problem)
+            self._counts(drafter.name).problems.append(problem)
+            _LOG.warning("drafter %s: %s", drafter.name, problem)
+
+
+def _kind(drafter: Drafter) -> _Kind:
+    return "text" if drafter.drafts_first and not drafter.drafts_ahead else "model"
+
+
+def _what(token: object) -> str:
+    """What is wrong with it, in words that are the same for all tokens alike: a problem is told once."""
+    if not isinstance(token, int):
+        return f"a {type(token).__name__}, which is no token"
+    return "a negative token" if token < 0 else "a token beyond the vocabulary"

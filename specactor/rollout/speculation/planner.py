@@ -1,0 +1,393 @@
+"""The options that a round has: one drafter for all, each request with its own, several for a request in trees.
+
+Each option's windows are those of the highest predicted speed (`planning.windows`), from the acceptance of its drafters
+and the measured costs of rounds; what drafting took already is charged whatever the windows. `windows.choose` takes the
+fastest option, or plain decoding. So neither requests with drafters of their own nor further drafts (`fastest_of_n`)
+are ever chosen where one drafter for all is predicted to be faster.
+
+Where several drafters have drafts, each request takes the one that Algorithm 2 (`planning.reconfiguration`) promises
+most of, as far as it reaches: drafts that are there are verified alike, wherever they were made.
+
+Invariants: where fewer than two drafters have drafts, no request is asked for its own; what an option verifies is part
+of what was drafted; an option is named after a drafter, or is `PER_REQUEST` or `FASTEST`. A request has one drafter of
+its own, or none if nobody drafted for it or nothing would be accepted; it stays with it until another promises more by
+`MARGIN`. Where its drafter has no draft, another stands in for it, which is no switch. Only the past is used.
+
+Shape legend: B requests, W windows 1..max_window.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache
+from typing import NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from specactor.config import SpeculationConfig
+from specactor.rollout.speculation.drafter import DraftSequence
+from specactor.rollout.speculation.drafter_set import DrafterSet
+from specactor.rollout.speculation.fastest_of_n import Floats, further
+from specactor.rollout.speculation.probing import Promises
+from specactor.rollout.speculation.trees import Candidates, Merging
+from specactor.rollout.speculation.verification import Decision, Drafts
+from specactor.rollout.speculation.acceptance import AcceptanceModel
+from specactor.rollout.speculation.costs import CostTable
+from specactor.rollout.speculation.stragglers import ranked
+from specactor.rollout.speculation.online_costs import OnlineCosts
+from specactor.rollout.speculation.reconfiguration import PLAIN, DraftPlan, LiveCosts, Offer, reconfigure, worths
+from specactor.rollout.speculation.windows import (
+    OFF,
+    Choice,
+    Option,
+    best_windows,
+    choose_windows,
+    padded,
+)
+
+MARGIN = 0.1
+"""Tokens per round by which another drafter must promise more before a request changes to it."""
+PACE_ROUNDS = 16
+"""Over which the pace of the engine is averaged: that of a round depends on who happened to have drafts."""
+PER_REQUEST = "per request"
+"""The way in which each request has a drafter of its own."""
+FASTEST = "fastest of N"
+"""The way in which requests that need it have several."""
+
+Chosen = Callable[[Sequence[int]], Drafts]
+"""Windows -> what is verified."""
+
+
+class Costs(Protocol):
+    """Seconds of rounds, as `OnlineCosts` has them."""
+
+    def verify_s(self, requests: int, rows: int) -> float: ...
+
+    def verify_curve(self, requests: int, max_rows: int) -> NDArray[np.float64]: ...
+
+    def draft_s(self, drafter: str, requests: int) -> Callable[[int], float]: ...
+
+
+class Part(Costs):
+    """What a sample of the requests costs, as its part of a round of all, in which the others do as it does."""
+
+    def __init__(self, costs: Costs, *, sample: int, requests: int) -> None:
+        self._costs, self._sample, self._requests = costs, sample, requests
+
+    def verify_s(self, requests: int, rows: int) -> float:
+        rows = round(rows * self._requests / self._sample)
+        return self._costs.verify_s(self._requests, rows) * self._sample / self._requests
+
+    def verify_curve(self, requests: int, max_rows: int) -> NDArray[np.float64]:
+        rows = np.round(np.arange(requests, max_rows + 1) * (self._requests / self._sample)).astype(np.intp)
+        curve = self._costs.verify_curve(self._requests, int(rows[-1]))
+        return curve[rows - self._requests] * (self._sample / self._requests)
+
+    def draft_s(self, drafter: str, requests: int) -> Callable[[int], float]:
+        of_all = self._costs.draft_s(drafter, self._requests)
+        return lambda depth: of_all(depth) * self._sample / self._requests
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ways:
+    """What was drafted for some requests, and what each way to go on would bring."""
+
+    drafts: Drafts
+    options: dict[str, Option] = field(default_factory=dict)
+    chosen: dict[str, Chosen] = field(default_factory=dict)
+    """Of ways that are more than one drafter's drafts."""
+
+    def decided(self, choice: Choice, caps: Sequence[int]) -> Decision:
+        """What the choice of one of them verifies; `caps`: tokens that drafters were asked for."""
+        windows, kind = list(choice.windows), choice.drafter
+        name = next(iter(self.drafts)) if kind in (PER_REQUEST, FASTEST) else kind
+        together = name not in self.drafts
+        drafts = self.drafts.get(name, [[] for _ in windows])
+        decision = Decision(
+            drafter=name,
+            windows=windows,
+            depth=max(windows if together else caps),
+            drafts=[draft[:w] for draft, w in zip(drafts, windows, strict=True)],
+            together=together,
+            predicted_s=choice.round_s / self.options[kind].factor,
+            kind=kind,
+        )
+        if kind in self.chosen:
+            decision.take(self.chosen[kind](windows))
+        return decision
+
+
+class Planner:
+    """Of one engine. Its costs and its drafters' acceptance are those of the speculator."""
+
+    def __init__(
+        self,
+        config: SpeculationConfig,
+        drafter_set: DrafterSet,
+        acceptance: Mapping[str, AcceptanceModel],
+        costs: OnlineCosts,
+    ) -> None:
+        self.merging = Merging(list(acceptance), max_window=config.max_window)
+        self.mixing = Mixing()
+        self._promises = Promises()
+        self._config, self._drafter_set, self._acceptance, self._costs = config, drafter_set, acceptance, costs
+        self._alone: dict[tuple[str, int], LiveCosts] = {}
+        """Of rounds in which that drafter drafts for all, by drafter and number of requests."""
+        self._alone_of: CostTable | None = None
+
+    def ways(
+        self,
+        sequences: Sequence[DraftSequence],
+        caps: Sequence[int],
+        costs: Costs,
+        drafts: Drafts,
+        *,
+        max_branches: int,
+        several: bool = True,
+    ) -> Ways:
+        """`drafts`: of drafters that draft first. `several`: whether requests may have further drafts."""
+        ids = [sequence.request_id for sequence in sequences]
+        found = Ways(drafts=drafts)
+        for name in self._acceptance:
+            if name in self._drafter_set.there:
+                choice = of_drafter(name, self._acceptance[name], costs, sequences, caps, drafts.get(name))
+                found.options[name] = self._option(name, choice)
+        if costs is self._costs:
+            self._expect(found, len(ids))
+        ready = [name for name, lists in drafts.items() if any(lists)]
+        goes_further = several and self._config.fastest_of > 1 and self._config.mode == "auto"
+        if len(ready) > 1 and (len(ids) > 1 or goes_further):  # one alone is one drafter's
+            self._mixed(found, ids, caps, costs, ready, max_branches if goes_further else 0)
+        return found
+
+    def forget(self, request_id: str) -> None:
+        self.merging.forget(request_id)
+        self.mixing.forget(request_id)
+
+    def _option(self, kind: str, choice: Choice) -> Option:
+        return Option(choice=choice, factor=self._costs.correction.factor(kind))
+
+    def _expect(self, found: Ways, requests: int) -> None:
+        """Of drafters elsewhere, what they usually have; asked where all requests are."""
+        plain_s = self._costs.plain_s(requests)
+        for name, option in found.options.items():
+            if name in self._drafter_set.drafters and self._drafter_set.drafters[name].drafts_ahead:
+                seconds = option.choice.round_s * option.factor
+                gain = self._promises.promised(name, tokens=option.choice.emitted / requests, rounds=seconds / plain_s)
+                found.options[name] = replace(option, usual=gain * requests / plain_s)
+
+    def _mixed(
+        self,
+        found: Ways,
+        ids: Sequence[str],
+        caps: Sequence[int],
+        costs: Costs,
+        ready: Sequence[str],
+        max_branches: int,
+    ) -> None:
+        """Each request has a drafter of its own, and perhaps further ones."""
+        drafts, depth = found.drafts, max(caps)
+        lengths = {name: [len(draft) for draft in drafts[name]] for name in ready}
+        own = {name: reaching(self._acceptance[name].survivals(ids, covered=True), lengths[name]) for name in ready}
+        # Every drafter's seconds are those of a round in which all draft that draft first.
+        spent_s = max(costs.draft_s(name, len(ids))(depth) for name in (*ready, PER_REQUEST))
+        live = live_costs(costs, len(ids), max_window=self._config.max_window, spent_s=spent_s)
+        owners = self.mixing.owners(ids, own, live)
+        row = {name: k for k, name in enumerate(ready)}
+        owner_B = np.array([row.get(name, 0) for name in owners])
+        reaching_BW = np.stack([own[name] for name in ready])[owner_B, np.arange(len(ids))]
+        own_lengths = [lengths[name][i] if name in row else 0 for i, name in enumerate(owners)]
+        choice = of_requests(reaching_BW, own_lengths, costs, spent_s=spent_s)
+        found.options[PER_REQUEST] = self._option(PER_REQUEST, choice)
+        found.chosen[PER_REQUEST] = lambda windows: _of_owners(drafts, ready, owners, windows)
+        if max_branches:
+            self._further(found, ids, caps, costs, owners, own, live, max_branches)
+
+    def _further(
+        self,
+        found: Ways,
+        ids: Sequence[str],
+        caps: Sequence[int],
+        costs: Costs,
+        owners: Sequence[str],
+        own: Mapping[str, Floats],
+        live: LiveCosts,
+        max_branches: int,
+    ) -> None:
+        """Algorithm 3: those that need it most first, the best method of the ladder first, while it pays."""
+        after = {name: reaching(self.merging.after(name, ids), np.count_nonzero(own[name], axis=1)) for name in own}
+        methods = further(
+            ids,
+            owners,
+            found.drafts,
+            own,
+            after,
+            ranked=self.ranked(list(own), len(ids)),
+            costs=live,
+            most=self._config.fastest_of,
+            room=max_branches,
+        )
+        if all(len(of) < 2 for of in methods):
+            return
+        part = {
+            name: [draft if name in of else [] for draft, of in zip(found.drafts[name], methods, strict=True)]
+            for name in own
+        }
+        trees = self.merging.candidates(ids, part, self._acceptance, max_branches=max_branches)
+        assert live.coupled_draft_s is not None
+        spent_s = max(float(live.coupled_draft_s[0]), costs.draft_s(FASTEST, len(ids))(max(caps)))
+        choice = of_trees(trees, costs, caps, spent_s=spent_s, max_window=self._config.max_window)
+        found.options[FASTEST] = self._option(FASTEST, choice)
+        found.chosen[FASTEST] = trees.chosen
+
+    def ranked(self, names: Sequence[str], requests: int) -> list[str]:
+        """The best first, at the acceptance of each that was seen so far."""
+        if self._alone_of is not self._costs.table:
+            self._alone, self._alone_of = {}, self._costs.table
+        costs = {name: self._costs_alone(name, requests) for name in names}
+        return ranked({name: self._acceptance[name].rate for name in names}, costs)
+
+    def _costs_alone(self, name: str, requests: int) -> LiveCosts:
+        if (name, requests) not in self._alone:
+            most = self._config.max_window
+            self._alone[name, requests] = LiveCosts(
+                plain_s=self._costs.plain_s(requests),
+                verify_s=self._costs.verify_curve(requests, requests * (1 + most))[::requests],
+                coupled_draft_s=np.array([self._costs.draft_s(name, requests)(w) for w in range(1, most + 1)]),
+                decoupled_draft_s=None,
+            )
+        return self._alone[name, requests]
+
+
+class Switch(NamedTuple):
+    """Requests that changed their drafter in a round."""
+
+    before: str
+    after: str
+    requests: int
+
+
+class Mixing:
+    """Which drafter each running request has."""
+
+    def __init__(self) -> None:
+        self._drafter: dict[str, str] = {}
+        self.pace: float | None = None
+        """Tokens per second and request that the last rounds promised, on average: what a row's seconds are worth."""
+
+    def promised(self, pace: float) -> None:
+        """A round was decided, of which so many tokens per second and request are expected."""
+        self.pace = pace if self.pace is None else self.pace + (pace - self.pace) / PACE_ROUNDS
+
+    def owners(self, ids: Sequence[str], reaching: Mapping[str, Floats], costs: LiveCosts) -> list[str]:
+        """Each request's drafter in this round; OFF for none. `reaching`: per drafter [B][W], survivals of the draft
+        tokens that are there, and 0 behind the last."""
+        offers = [Offer(drafter=name, survival=table, costs=costs) for name, table in reaching.items()]
+        # Drafters are compared at the windows that are best for them now.
+        window_of = {o.drafter: worths(o, "coupled", pace=self.pace).argmax(axis=1).tolist() for o in offers}
+        current = [
+            _plan(name, window_of[name][i] + 1) if (name := self._drafter.get(one, OFF)) in window_of else PLAIN
+            for i, one in enumerate(ids)
+        ]
+        plans = reconfigure(offers, current, everyone=True, margin=MARGIN, pace=self.pace)
+        return [plan.drafter for plan in plans]
+
+    def settle(self, ids: Sequence[str], drafts: Drafts, decision: Decision) -> list[Switch]:
+        """A round was decided; who changed. `drafts`: all that were there."""
+        verified = {decision.drafter: decision.drafts, **decision.beside}
+        found: Counter[tuple[str, str]] = Counter()
+        for i, one in enumerate(ids):
+            if decision.together:
+                after = decision.drafter if decision.windows[i] else OFF
+            else:
+                after = next((name for name, lists in verified.items() if lists[i]), OFF)
+            before = self._drafter.setdefault(one, after) if after != OFF else OFF
+            if before == after:
+                continue
+            if before not in drafts or drafts[before][i]:
+                self._drafter[one] = after
+                found[before, after] += 1
+        return [Switch(before, after, count) for (before, after), count in found.items()]
+
+    def forget(self, request_id: str) -> None:
+        self._drafter.pop(request_id, None)
+
+
+def reaching(survival_BW: Floats, lengths: Sequence[int]) -> Floats:
+    """Survivals of drafts that are so long; 0 behind their ends."""
+    return np.where(np.arange(survival_BW.shape[1]) < np.array(lengths)[:, None], survival_BW, 0.0)
+
+
+@cache
+def _plan(drafter: str, window: int) -> DraftPlan:
+    return DraftPlan(mode="coupled", drafter=drafter, window=window)
+
+
+def of_drafter(
+    name: str,
+    model: AcceptanceModel,
+    costs: Costs,
+    sequences: Sequence[DraftSequence],
+    caps: Sequence[int],
+    drafts: Sequence[Sequence[int]] | None,
+) -> Choice:
+    """Of one drafter; at most `caps[i]` draft tokens for request i. `drafts`: if they are there already."""
+    requests = len(sequences)
+    lengths = caps if drafts is None else [len(draft) for draft in drafts]
+    draft_s = costs.draft_s(name, requests)
+    if drafts is not None:
+        spent_s = draft_s(max(caps))
+        draft_s = lambda depth: spent_s  # noqa: E731
+    if requests == 1:
+        drafted = None if drafts is None else lengths[0]
+        survival = model.survival(sequences[0].request_id, caps[0], drafted=drafted)
+        return choose_windows([survival], verify_s=costs.verify_s, draft_s=draft_s, max_window=model.max_window)
+    survival_BW = model.survivals([s.request_id for s in sequences], covered=drafts is not None)
+    verify_N1 = costs.verify_curve(requests, requests * (1 + model.max_window))
+    return best_windows(survival_BW, lengths, verify_N1=verify_N1, draft_s=draft_s)
+
+
+def of_requests(reaching_BW: NDArray[np.float64], lengths: Sequence[int], costs: Costs, *, spent_s: float) -> Choice:
+    """Of drafts that are there, one of each request. `reaching_BW`: their survivals, whosoever they are; `lengths`: of
+    the drafts; `spent_s`: what drafting took."""
+    requests, max_window = reaching_BW.shape
+    verify_N1 = costs.verify_curve(requests, requests * (1 + max_window))
+    return best_windows(reaching_BW, lengths, verify_N1=verify_N1, draft_s=lambda depth: spent_s)
+
+
+def live_costs(costs: Costs, requests: int, *, max_window: int, spent_s: float) -> LiveCosts:
+    """Seconds of rounds for which drafts are there. Plain decoding is no choice: a window of 0 says the same."""
+    return LiveCosts(
+        plain_s=float("inf"),
+        verify_s=costs.verify_curve(requests, requests * (1 + max_window))[::requests],
+        coupled_draft_s=np.full(max_window, spent_s),
+        decoupled_draft_s=None,
+    )
+
+
+def of_trees(trees: Candidates, costs: Costs, caps: Sequence[int], *, spent_s: float, max_window: int) -> Choice:
+    """Draft tokens of each request's tree; `spent_s`: what drafting took."""
+    requests = len(caps)
+    if requests == 1:
+        return choose_windows(
+            trees.survivals, verify_s=costs.verify_s, draft_s=lambda depth: spent_s, max_window=max_window
+        )
+    survival_BW, lengths = padded(trees.survivals, max_window)
+    verify_N1 = costs.verify_curve(requests, requests * (1 + max_window))
+    return best_windows(survival_BW, lengths, verify_N1=verify_N1, draft_s=lambda depth: spent_s)
+
+
+def _of_owners(drafts: Drafts, ready: Sequence[str], owners: Sequence[str], windows: Sequence[int]) -> Drafts:
+    """Of each request's drafter, so many tokens. Drafters without any are left out."""
+    out: Drafts = {}
+    for name in ready:
+        lists = [
+            draft[:window] if owner == name else []
+            for draft, owner, window in zip(drafts[name], owners, windows, strict=True)
+        ]
+        if any(lists):
+            out[name] = lists
+    return out

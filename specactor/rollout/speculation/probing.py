@@ -1,0 +1,269 @@
+"""Looks at drafts that are not verified: they are compared with what is emitted.
+
+So a drafter that has become good is noticed, while another leads or while decoding is plain. After a rest, a look is
+made in hindsight (`DrafterSet.hindsight`): drafters over text draft from some tokens ago, and what was emitted since
+tells at once how good they are. Other looks are kept (`Looks`) until enough was emitted. `Balance` is what mode auto
+has won and lost against plain decoding; after losses it trusts predictions less. PURE: seconds are passed in.
+
+Invariants: what looks cost is bounded. Looks come every LOOK_EVERY rounds at first; while they find nothing, the time
+between two doubles, up to LOOK_AT_LEAST_EVERY rounds, and a look that took long is followed by as many rounds as make
+it LOOK_SHARE of them, up to MAX_REST. New requests bring the next look forward to SOON rounds after them, within that
+share. With FEW requests there are also looks in every round, as long as rounds with drafts have won more than such
+looks cost: then a round in which nobody has a draft is no sign that drafting does not pay. Only the past is
+used.
+
+A drafter that drafts ahead hears of requests at a look, and has drafts some rounds later. So a look that has to wait
+for it is taken up again after 1, 2, 4, .. rounds, until it can keep up or it was so MOST_TRIES times.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import ceil
+from typing import NamedTuple
+
+from specactor.rollout.speculation.verification import common
+
+LOOK_EVERY = 16
+"""Rounds of plain decoding before the first look, and between looks while they find something."""
+SOON = 4
+"""Rounds of plain decoding, at most, before a look at requests that are new."""
+LOOK_AT_LEAST_EVERY = 64
+"""Rounds between looks that find nothing."""
+LOOK_SHARE = 0.005
+"""Of the seconds of plain decoding, what looks may take."""
+FEW = 8
+"""Requests: of more, somebody has a draft in any round, if drafts are good."""
+MOST_TRIES = 6
+"""Times that a look is taken up again, since drafts are still on their way."""
+MAX_REST = 4096
+"""Rounds between two looks, however long they take."""
+RISE = 1.1
+"""A look has found something if a drafter's estimated acceptance has risen by this factor."""
+MOST = 8.0
+"""Plain rounds, won or lost, that are remembered."""
+AT_ONCE = 4.0
+"""Plain rounds that one round wins or loses at most: more is a stall, which says nothing of drafts."""
+TRIAL_SHARE = 0.01
+"""Of plain rounds, what trials that lose may cost."""
+HANDICAP = 0.15
+"""Per plain round that was lost: by how much more drafting must promise."""
+LOOKS_SHARE = 0.5
+"""Of what rounds with drafts have won, what looks in every round may cost."""
+PROMISED_ROUNDS = 8
+"""Over which promises are averaged."""
+
+
+class Seen(NamedTuple):
+    """What became of one draft that was not verified."""
+
+    drafter: str
+    drafted: int
+    agreed: int
+    """Draft tokens, from the first on, that equal what was emitted."""
+    asked: int
+    confidence: int | None
+
+
+@dataclass(slots=True)
+class Look:
+    """What was drafted for one request."""
+
+    start: int
+    """Tokens of its output then."""
+    asked: int
+    drafts: Mapping[str, Sequence[int]]
+    """Per drafter; at most `asked` tokens."""
+    confidence: Mapping[str, int | None] = field(default_factory=dict)
+    """Per drafter, as it was told."""
+
+    def seen(self, output_ids: Sequence[int]) -> Iterator[Seen]:
+        """Of what was emitted, at most all `asked` positions and at least one."""
+        emitted = output_ids[self.start : self.start + self.asked]
+        for name, draft in self.drafts.items():
+            there = draft[: len(emitted)]
+            yield Seen(name, len(there), common(there, emitted), len(emitted), self.confidence.get(name))
+
+
+class Looks:
+    """Of the running requests, at most one at a time of each."""
+
+    def __init__(self) -> None:
+        self._looks: dict[str, Look] = {}
+
+    def has(self, request_id: str) -> bool:
+        """Whether one of the request is not over."""
+        return request_id in self._looks
+
+    def keep(self, request_id: str, look: Look) -> None:
+        """Unless there is one that is not over."""
+        self._looks.setdefault(request_id, look)
+
+    def over(self, request_id: str, output_ids: Sequence[int]) -> Iterator[Seen]:
+        """Once enough was emitted."""
+        look = self._looks.get(request_id)
+        if look is not None and len(output_ids) >= look.start + look.asked:
+            del self._looks[request_id]
+            yield from look.seen(output_ids)
+
+    def ended(self, request_id: str, output_ids: Sequence[int]) -> Iterator[Seen]:
+        """The request has ended: drafts count as far as it went."""
+        look = self._looks.pop(request_id, None)
+        if look is not None and len(output_ids) > look.start:
+            yield from look.seen(output_ids)
+
+
+class Rest:
+    """When to look again."""
+
+    def __init__(self) -> None:
+        self.forget()
+
+    def forget(self) -> None:
+        """Drafting pays, or may pay now: plain decoding, if it comes again, is looked at soon."""
+        self._rounds, self._interval, self._pause, self._least = 0, LOOK_EVERY, LOOK_EVERY, 0
+        self._lowest: dict[str, float] = {}
+        self._end_look()
+
+    def renewed(self) -> None:
+        """There are new requests, whose drafts may be better: look soon, if looks are cheap."""
+        if not self._tries:
+            self._pause = min(self._pause, max(self._least, self._rounds + SOON))
+
+    @property
+    def left(self) -> int:
+        """Plain rounds that come without a look."""
+        return max(0, self._pause - self._rounds - 1)
+
+    @property
+    def is_long(self) -> bool:
+        """Whether this is no look in every round."""
+        return self._pause >= LOOK_EVERY if self._tries == 0 else self._was_long
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether the look that is to come was begun before."""
+        return self._tries > 0
+
+    def waits(self, expects: bool, *, look_s: float) -> bool:
+        """Whether the look that is made now is to be taken up again, in the next round if drafters can keep up by now.
+
+        Args: drafts are on their way; seconds of the look since the last call.
+        """
+        keeps_up = not expects and self._pause == 1
+        if self._tries >= MOST_TRIES or not (expects or self._tries) or keeps_up:
+            return False
+        self._was_long = self.is_long
+        self._rounds, self._pause = 0, 1 << self._tries if expects else 1
+        self._tries += 1
+        self._look_s += look_s
+        return True
+
+    def _end_look(self) -> None:
+        self._tries, self._look_s, self._was_long = 0, 0.0, False
+
+    def over(self) -> bool:
+        """A plain round is to come; whether to look in it."""
+        self._rounds += 1
+        return self._rounds >= self._pause
+
+    def looked(self, rates: Mapping[str, float], *, look_s: float, plain_s: float, again: bool = False) -> None:
+        """Drafting would not pay in this round.
+
+        Args: each drafter's acceptance as estimated before this look; seconds of the look since `waits`, and of a plain
+        round; whether to look in the next round too.
+        """
+        self._rounds = 0
+        look_s += self._look_s
+        self._end_look()
+        if again:
+            self._pause = 1
+            return
+        if any(rate > RISE * self._lowest.get(name, rate) for name, rate in rates.items()):
+            interval, self._lowest = LOOK_EVERY, {}
+        else:
+            interval = min(2 * self._interval, LOOK_AT_LEAST_EVERY)
+        self._lowest = {name: min(rate, self._lowest.get(name, rate)) for name, rate in rates.items()}
+        self._least = min(ceil(look_s / (LOOK_SHARE * plain_s)), MAX_REST)
+        self._interval = self._pause = max(interval, self._least)
+
+
+class Balance:
+    """What drafting won and lost in one engine. `plain_s`: seconds of a plain round of as many requests.
+
+    A round with drafts takes longer than a plain one, and its tokens would have taken plain rounds: the difference is
+    what it won or lost, whatever the reason. A prediction that drafting is faster must be the better the more such
+    predictions have cost, by `handicap`: what cannot be won back is not tried again and again, and what is much faster
+    is tried at once. What was lost is forgiven by TRIAL_SHARE of plain rounds.
+    """
+
+    def __init__(self) -> None:
+        self._rounds = 0.0
+        self._for_looks = 0.0
+
+    @property
+    def handicap(self) -> float:
+        """By which predicted speed must be above that of plain decoding, beside other margins; 0 without losses."""
+        return HANDICAP * max(0.0, -self._rounds)
+
+    def drafted(self, won_s: float, *, plain_s: float) -> None:
+        """A round with drafts won so much, or lost if less than 0."""
+        self._add(won_s / plain_s)
+        self._add_for_looks(LOOKS_SHARE * won_s / plain_s)
+
+    def promised(self, won_s: float, *, plain_s: float) -> None:
+        """Drafts of some tokens ago would have won so much: so may those of the next rounds, if one looks."""
+        self._add_for_looks(LOOKS_SHARE * won_s / plain_s)
+
+    def looked(self, cost_s: float, *, plain_s: float) -> None:
+        """A round without drafts, in which there was a look, took so much longer than a plain one."""
+        self._add_for_looks(-max(0.0, cost_s) / plain_s)
+
+    def rested(self, round_s: float, *, plain_s: float, after_drafts: bool) -> None:
+        """A plain round took `round_s`. `after_drafts`: it did some of the work of a round with drafts."""
+        if after_drafts:
+            self._add(min(0.0, 1.0 - round_s / plain_s))
+        if self._rounds < 0:
+            self._rounds = min(0.0, self._rounds + TRIAL_SHARE)
+
+    def renewed(self, weight: float) -> None:
+        """Drafters or the policy have other weights: what was won and lost before is worth so much now."""
+        self._rounds *= weight
+
+    def pays_for(self, look_s: float, *, plain_s: float) -> bool:
+        """Whether drafts have won enough for such a look in the next round."""
+        return self._for_looks * plain_s > look_s
+
+    def _add(self, rounds: float) -> None:
+        self._rounds = _within(self._rounds + _within(rounds, AT_ONCE), MOST)
+
+    def _add_for_looks(self, rounds: float) -> None:
+        self._for_looks = _within(self._for_looks + _within(rounds, AT_ONCE), MOST)
+
+
+def _within(rounds: float, most: float) -> float:
+    return min(max(rounds, -most), most)
+
+
+class Promises:
+    """What drafters elsewhere usually promise.
+
+    A commit that differs from what was drafted leaves a request without drafts for a round or two. To leave its drafter
+    then for another, or for plain decoding, looks best for that round alone: it would have had drafts again in the next
+    one. So where it promises less than usual, what it usually promises counts. One that has stopped drafting promises
+    less in every round, and within 6 * `PROMISED_ROUNDS` what plain steps bring.
+    """
+
+    def __init__(self) -> None:
+        self._usual: dict[str, tuple[float, float]] = {}
+        """By drafter: tokens per request, and plain rounds that they take, on average."""
+
+    def promised(self, drafter: str, *, tokens: float, rounds: float) -> float:
+        """In this round so many tokens per request, in as many plain rounds' time; returns how many times as fast as
+        plain decoding that usually is. A ratio of averages: quick rounds without drafts weigh less than long ones."""
+        mean_tokens, mean_rounds = self._usual.get(drafter, (tokens, rounds))
+        mean_tokens += (tokens - mean_tokens) / PROMISED_ROUNDS
+        mean_rounds += (rounds - mean_rounds) / PROMISED_ROUNDS
+        self._usual[drafter] = mean_tokens, mean_rounds
+        return mean_tokens / mean_rounds

@@ -1,0 +1,268 @@
+"""Algorithm 2 of 2511.16193 on live estimates: each request's (mode, drafter, window), round by round. PURE: numbers in
+and out.
+
+A rollout starts with one plan for all requests (`search.search`). Requests that accept less than the average lose by
+it: their tails are thrown away. For each of them every mode and window is compared by its tokens per second,
+
+    off        1 / plain_s
+    coupled    (1 + sum_{j <= w} survival_j) / (verify_s(w) + draft_s(w))
+    decoupled  tokens per round / max(verify_s at its mean rows, drafting w + 1 tokens and the messages)
+
+and the best is taken. As published, there is one drafter, requests at or above the average keep the plan, and seconds
+are those of one request alone (`LiveCosts.of` with requests=1). Ours beyond that: plain decoding is a choice, and so is
+every drafter; seconds can be those of the present batch (as if all requests did the same); `everyone` may be asked;
+survivals are by position; a choice is changed for a gain of more than `margin` and not for noise.
+
+Requests of a batch differ, and share its rounds. A request's own speed then asks too little of its rows: where others
+accept much, the seconds of a row are worth more tokens. With `pace`, the tokens per second and request of the engine as
+a whole, a choice is worth its tokens less pace times its seconds. At the pace that results, these choices make the
+engine fastest (Dinkelbach's method for ratios of sums).
+
+An engine asks in every round, of drafters whose drafts are there (`draft.planner`), and survivals end where a draft
+ends. The simulator asks when its requests change, of one drafter elsewhere.
+
+Invariants: one plan per request, in order; equal input gives equal plans; no plan is predicted slower than the one
+that it takes the place of, and with `everyone` and margin 0 none is faster than the chosen one; higher survivals of a
+request never lower the coupled speed that it is promised; a request that accepts nothing decodes plainly.
+
+Shape legend: B requests, W windows 1..max_window, N choices: plain decoding, then each drafter's modes and windows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from specactor.errors import PlanError
+from specactor.rollout.speculation.costs import CostTable, Grid
+from specactor.rollout.speculation.windows import OFF
+
+Floats = NDArray[np.float64]
+Mode = Literal["off", "coupled", "decoupled"]
+MODES: tuple[Mode, ...] = ("off", "coupled", "decoupled")
+"""In order of preference among equals."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DraftPlan:
+    """What is drafted for a request."""
+
+    mode: Mode
+    drafter: str
+    """OFF for plain decoding."""
+    window: int
+    """Draft tokens per verify; 0 for plain decoding."""
+
+    def __post_init__(self) -> None:
+        plain = (self.mode == OFF, self.drafter == OFF, self.window == 0)
+        if self.window < 0 or len(set(plain)) > 1:
+            raise PlanError(
+                f"draft plan: got mode {self.mode}, drafter {self.drafter}, window {self.window}; expected a window of "
+                f"0 with mode and drafter {OFF}, and > 0 with others."
+            )
+
+
+PLAIN = DraftPlan(mode="off", drafter=OFF, window=0)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class LiveCosts:
+    """Seconds of a round, at one number of requests, if all had the same window. Make it when that number changes."""
+
+    plain_s: float
+    verify_s: Floats
+    """[W + 1]: of windows 0, 1, .., W."""
+    coupled_draft_s: Floats | None
+    """[W]: of drafting 1, .., W tokens on the verifier's devices; None: it cannot."""
+    decoupled_draft_s: Floats | None
+    """[W]: of drafting 2, .., W + 1 tokens elsewhere and one exchange of messages; None: nobody does."""
+
+    @classmethod
+    def of(
+        cls,
+        table: CostTable,
+        *,
+        requests: int,
+        max_window: int,
+        drafter: str = "",
+        remote: Grid | None = None,
+        served: int = 0,
+        message_s: float = 0.0,
+    ) -> LiveCosts:
+        """`drafter`: drafts on the verifier's devices, if the table has it. `remote`: seconds of a drafter on devices
+        of its own over (requests, window), with `served` requests there."""
+        if requests < 1 or max_window < 1 or served < 0 or message_s < 0 or (remote is not None and served < 1):
+            raise PlanError(
+                f"LiveCosts: got {requests} requests, max_window {max_window}, {served} served, message_s {message_s}; "
+                "expected >= 1, >= 1, >= 1 with a remote drafter, >= 0."
+            )
+        windows = np.arange(max_window + 2, dtype=np.float64)
+        local = table.drafters.get(drafter)
+        return cls(
+            plain_s=table.plain_s(requests),
+            verify_s=table.verify.along(requests, windows[:-1] + 1.0),
+            coupled_draft_s=None if local is None else local.along(requests, windows[1:-1]),
+            decoupled_draft_s=None if remote is None else remote.along(served, windows[2:]) + message_s,
+        )
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Offer:
+    """What a drafter would bring each request."""
+
+    drafter: str
+    survival: Floats
+    """[B][W]: P(the first j draft tokens of request i are accepted)."""
+    costs: LiveCosts
+
+
+def reconfigure(
+    offers: Sequence[Offer],
+    current: Sequence[DraftPlan],
+    *,
+    everyone: bool = False,
+    margin: float = 0.02,
+    pace: float | None = None,
+) -> list[DraftPlan]:
+    """The plan of each request. `current`: what each does now. Plain decoding is as fast as the first offer says.
+    `pace`: tokens per second and request that the engine makes at present; see above. `margin` is then in tokens.
+
+    Raises PlanError for sizes that do not match. A plan of a drafter that is not among the offers promises nothing.
+    """
+    num_requests = len(current)
+    if not num_requests or not offers:
+        return [PLAIN] * num_requests
+    max_window = len(offers[0].costs.verify_s) - 1
+    _check(offers, num_requests, max_window, margin)
+    first_MB = np.stack([offer.survival[:, 0] for offer in offers])
+    choices = _choices(tuple((o.drafter, *_modes(o.costs)) for o in offers), max_window)
+    blocks = [worths(offers[0], "off", pace=pace)]
+    blocks += [worths(offer, mode, pace=pace) for offer in offers for mode in _modes(offer.costs)]
+    worth_BN = np.concatenate(blocks, axis=1)
+    accepts_B = first_MB.max(axis=0) > 0.0
+    chosen_B = np.where(accepts_B, worth_BN.argmax(axis=1), 0)
+    now_B = np.array([choices.column(plan) for plan in current])
+    now_worth_B = np.where(now_B >= 0, worth_BN[np.arange(num_requests), now_B], 0.0 if pace is None else -np.inf)
+    least_B = now_worth_B * (1.0 + margin) if pace is None else now_worth_B + margin
+    changed_B = (worth_BN[np.arange(num_requests), chosen_B] > least_B) | ~accepts_B
+    if not everyone:
+        changed_B &= _below_average(offers, first_MB, current)
+    plans = choices.plans
+    return [
+        plans[column] if changes else plan
+        for column, changes, plan in zip(chosen_B.tolist(), changed_B.tolist(), current, strict=True)
+    ]
+
+
+def _check(offers: Sequence[Offer], num_requests: int, max_window: int, margin: float) -> None:
+    for offer in offers:
+        if offer.survival.shape != (num_requests, len(offer.costs.verify_s) - 1) or margin < 0:
+            requests, windows = offer.survival.shape
+            raise PlanError(
+                f"reconfigure: got {requests} requests and {num_requests} plans, {windows} windows and costs of "
+                f"{len(offer.costs.verify_s) - 1}, margin {margin}; expected as many of each, >= 0."
+            )
+        if offer.survival.shape[1] != max_window:
+            raise PlanError(
+                f"reconfigure: got {offer.survival.shape[1]} windows of {offer.drafter} and {max_window} of "
+                f"{offers[0].drafter}; expected as many of each."
+            )
+
+
+def _below_average(offers: Sequence[Offer], first_MB: Floats, current: Sequence[DraftPlan]) -> NDArray[np.bool_]:
+    """[B]: by the drafter of the present plan; where that is plain decoding, by the best one."""
+    rows = {offer.drafter: row for row, offer in enumerate(offers)}
+    row_B = np.array([rows.get(plan.drafter, -1) for plan in current])
+    acceptance_B = np.where(row_B >= 0, first_MB[row_B, np.arange(len(current))], first_MB.max(axis=0))
+    below_B: NDArray[np.bool_] = acceptance_B < acceptance_B.mean()
+    return below_B
+
+
+def speeds(survival_BW: Floats, costs: LiveCosts, mode: Mode) -> Floats:
+    """Tokens per second of each request by window ([B][1] for off); 0 where the mode cannot be."""
+    if mode != "off" and mode not in _modes(costs):
+        return np.zeros(survival_BW.shape)
+    tokens_BW, seconds_BW = _rounds(survival_BW, costs, mode)
+    speeds_BW: Floats = tokens_BW / seconds_BW
+    return speeds_BW
+
+
+def worths(offer: Offer, mode: Mode, *, pace: float | None) -> Floats:
+    """Of each request by window ([B][1] for off): its tokens less what its seconds are worth; pace None: its speed."""
+    if pace is None:
+        return speeds(offer.survival, offer.costs, mode)
+    tokens_BW, seconds_BW = _rounds(offer.survival, offer.costs, mode)
+    return tokens_BW - pace * seconds_BW
+
+
+def _rounds(survival_BW: Floats, costs: LiveCosts, mode: Mode) -> tuple[Floats, Floats]:
+    """(tokens [B][W], seconds [W] or [B][W]) of rounds in a mode that can be; W is 1 for off."""
+    num_requests, max_window = survival_BW.shape
+    if mode == "off":
+        return np.ones((num_requests, 1)), np.array([costs.plain_s])
+    emitted_BW = 1.0 + survival_BW.cumsum(axis=1)
+    if mode == "coupled":
+        assert costs.coupled_draft_s is not None
+        return emitted_BW, costs.verify_s[1:] + costs.coupled_draft_s
+    assert costs.decoupled_draft_s is not None
+    ready_BW = _ready(survival_BW)
+    rows_BW = 1.0 + ready_BW * np.arange(1, max_window + 1)
+    verify_BW = np.interp(rows_BW, np.arange(1, max_window + 2), costs.verify_s)
+    return 1.0 + ready_BW * (emitted_BW - 1.0), np.maximum(verify_BW, costs.decoupled_draft_s)
+
+
+def _ready(survival_BW: Floats) -> Floats:
+    """`Pipelined.ready` of every window; the position after the last one is accepted as often as the last."""
+    last_B, before_B = survival_BW[:, -1], survival_BW[:, -2] if survival_BW.shape[1] > 1 else 1.0
+    beyond_B = np.divide(last_B * last_B, before_B, out=np.zeros_like(last_B), where=np.asarray(before_B) > 0)
+    onward_BW = np.column_stack([survival_BW[:, 1:], beyond_B])
+    returns_B = survival_BW[:, :1]
+    total_BW = returns_B + 1.0 - onward_BW
+    ready_BW: Floats = np.divide(
+        np.broadcast_to(returns_B, total_BW.shape), total_BW, out=np.ones_like(total_BW), where=total_BW > 0
+    )
+    return ready_BW
+
+
+def _modes(costs: LiveCosts) -> tuple[Mode, ...]:
+    """In which it can draft."""
+    return (
+        *(("coupled",) if costs.coupled_draft_s is not None else ()),
+        *(("decoupled",) if costs.decoupled_draft_s is not None else ()),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Choices:
+    """Plans by column; in order of preference among equals."""
+
+    plans: tuple[DraftPlan, ...]
+    columns: Mapping[tuple[str, Mode], int]
+    """Of window 1."""
+    max_window: int
+
+    def column(self, plan: DraftPlan) -> int:
+        """-1: it is no choice."""
+        if plan.mode == "off":
+            return 0
+        first = self.columns.get((plan.drafter, plan.mode), -1)
+        return first + min(plan.window, self.max_window) - 1 if first >= 0 else -1
+
+
+@lru_cache(maxsize=256)
+def _choices(modes: tuple[tuple[str, ...], ...], max_window: int) -> _Choices:
+    """Off, then of each (drafter, its modes) these by window. Shared: making plans costs more than choosing."""
+    pairs: list[tuple[str, Mode]] = [(name, mode) for name, *of in modes for mode in MODES if mode in of]
+    return _Choices(
+        plans=(
+            PLAIN,
+            *(DraftPlan(mode=mode, drafter=name, window=w) for name, mode in pairs for w in range(1, max_window + 1)),
+        ),
+        columns={pair: 1 + k * max_window for k, pair in enumerate(pairs)},
+        max_window=max_window,
+    )

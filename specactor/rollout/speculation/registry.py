@@ -1,0 +1,75 @@
+"""The drafters that a configuration names.
+
+Built-in ones are imported when they are asked for: only `model` needs SGLang.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Sequence
+from itertools import cycle, islice
+
+from specactor.config import DRAFTERS, SpeculationConfig
+from specactor.errors import ConfigError
+from specactor.rollout.speculation.drafter import Drafter, DraftSequence
+
+
+def make_drafters(config: SpeculationConfig, *, connect: Callable[[], Drafter] | None = None) -> list[Drafter]:
+    """The drafters that a configuration names. Raises ConfigError for a name that is not known or cannot be loaded.
+
+    `connect` gives the drafter `decoupled`; without it there are no drafter processes.
+    """
+    return [_make(name, config, connect) for name in config.draft_methods]
+
+
+def _make(name: str, config: SpeculationConfig, connect: Callable[[], Drafter] | None) -> Drafter:
+    module, _, attribute = name.partition(":")
+    if attribute:
+        return _imported(name, module, attribute)
+    match name:
+        case "suffix":
+            from specactor.rollout.speculation.suffix import SuffixDrafter
+
+            return SuffixDrafter(max_tokens=config.history_tokens)
+        case "model":
+            from specactor.rollout.sglang.model_drafter import ModelDrafter
+
+            return ModelDrafter()
+        case "decoupled":
+            if connect is None:
+                raise ConfigError.at(
+                    "rollout.speculation.drafters", name, "drafters in the engine", "Here are no drafter processes."
+                )
+            return connect()
+    raise ConfigError.at(
+        "rollout.speculation.drafters",
+        name,
+        DRAFTERS,
+        "Choose one of these.",
+    )
+
+
+def _imported(name: str, module: str, attribute: str) -> Drafter:
+    try:
+        found = getattr(importlib.import_module(module), attribute)()
+    except (ImportError, AttributeError, TypeError) as error:
+        raise ConfigError.at(
+            "rollout.speculation.drafters", name, "the import path of a Drafter, package.module:Class", f"{error}."
+        ) from error
+    if not isinstance(found, Drafter):
+        raise ConfigError.at(
+            "rollout.speculation.drafters", name, "a subclass of specactor.rollout.speculation.drafter.Drafter", "Fix it."
+        )
+    return found
+
+
+class Filler(Drafter):
+    """Fills windows with tokens of the prompt, over and over, to measure what verification costs; rarely right."""
+
+    name = "filler"
+
+    def propose(self, sequences: Sequence[DraftSequence], windows: Sequence[int]) -> list[list[int]]:
+        return [
+            list(islice(cycle(sequence.prompt_ids), window))
+            for sequence, window in zip(sequences, windows, strict=True)
+        ]

@@ -1,0 +1,332 @@
+"""A whole run on one rank: build the actor, step it until done, leave nothing behind."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+
+from transformers import PreTrainedTokenizerBase
+
+from specactor import measurements
+from specactor.actor import SpecActor
+from specactor.config import Config
+from specactor.data.dataset import Dataset, build_dataset
+from specactor.data.tokenizer import VOCAB_SIZE, load_tokenizer
+from specactor.metrics import Tracker, read_metrics, rss_bytes
+from specactor.parallel import groups
+from specactor.parallel.collective import Collective
+from specactor.parallel.devices import gpu_uuid
+from specactor.parallel.failure import Failures, Member
+from specactor.parallel.layout import (
+    Layout,
+    ModelShape,
+    check,
+    engine_devices,
+    longest_prompt,
+    place_engine,
+    reserved_tokens,
+)
+from specactor.progress import Progress, summary_rows
+from specactor.recipes import to_json
+from specactor.rollout import cost_file
+from specactor.rollout.decoupled.access import DrafterAccess
+from specactor.rollout.drafter_pool import DrafterPool
+from specactor.rollout.drafter_specs import check_in_engines
+from specactor.rollout.drafter_start import start_drafters
+from specactor.planning import job_plan
+from specactor.rollout.pool import EnginePool
+from specactor.rollout.sglang.engine_client import EngineSpec
+from specactor.rollout.tail import tail_policy
+from specactor.run_folder import RunFolder, Status, checkpoint_to_resume
+from specactor.trainer import checkpoint
+from specactor.trainer.drafter.refresh import Distillation, left_behind
+from specactor.trainer.policy import PolicyTrainer
+from specactor.trainer.shards import GatheredWeights, RankShards
+from specactor.trainer.warmup import find_solver, initial_model, warmed_up_model
+from specactor.types import ScoredGroup
+from specactor.weights_sync.sender import WeightSender, WeightSource
+
+
+def run(config: Config, *, rank: int, local_rank: int, world: int, head: str, failures: Failures) -> None:
+    """Train the policy of `config`. Called on every rank; raises SpecActorError on every rank when one fails.
+
+    `local_rank` numbers the ranks of a host, and its devices; `head` is the host of rank 0, as the others know it;
+    `failures` is told who takes part.
+    """
+    policy = model_shape(config)
+    layout = check(config, world, policy)
+    check_in_engines(config, policy)
+    device = groups.init(layout, config.parallel, seed=config.seed, local_rank=local_rank)
+    with ExitStack() as stack:
+        stack.callback(groups.destroy)
+        collective = Collective(device)
+        gpu = gpu_uuid(device.index) if device.type == "cuda" else ""
+        members = collective.gather(Member.here(local_rank, gpu=gpu), Member)
+        failures.know(members)
+        folder = RunFolder.of(config)
+        resume = collective.together("run folder", lambda: checkpoint_to_resume(config, folder))
+        note_phase = _status_writer(folder, config.train.steps, members) if rank == 0 else None
+        progress = stack.enter_context(
+            Progress(
+                config.train.steps,
+                enabled=rank == 0 and config.tracking.progress,
+                quiet=rank != 0,
+                on_phase=note_phase,
+            )
+        )
+        actor = _build(config, layout, folder, collective, members, head, progress, stack)
+        if resume is not None:
+            actor.restore(checkpoint.load(actor.trainer, resume))
+            if actor.distillation is not None:
+                actor.distillation.load(resume)
+            elif told := left_behind(resume, config.rollout.speculation.draft_model):
+                progress.note(told)
+            progress.resume(actor.steps_done)
+        tracker = None
+        if rank == 0:
+            tracker = stack.enter_context(
+                Tracker(folder.root, to_json(config), config.tracking, resume_step=actor.steps_done)
+            )
+        with progress.phase("sync"):
+            actor.sync()
+        _train(actor, folder, tracker)
+        if note_phase is not None:
+            note_phase("done", actor.steps_done)
+
+
+def _status_writer(folder: RunFolder, steps: int, members: Sequence[Member]) -> Callable[[str, int], None]:
+    """Keeps ``status.json`` up to date; for rank 0, whose parent is the launcher."""
+    launcher, ranks = os.getppid(), tuple(member.pid for member in members)
+
+    def write(phase: str, step: int) -> None:
+        folder.write_status(Status(phase=phase, step=step, steps=steps, launcher_pid=launcher, rank_pids=ranks))
+
+    return write
+
+
+def model_shape(config: Config) -> ModelShape:
+    """Of the model that will be trained, before it exists. Raises ConfigError when it cannot be read."""
+    if config.model.tiny is not None:
+        return ModelShape.of_tiny(config.model.tiny, VOCAB_SIZE)
+    return ModelShape.read(Path(config.model.path))
+
+
+def _build(
+    config: Config,
+    layout: Layout,
+    folder: RunFolder,
+    collective: Collective,
+    members: Sequence[Member],
+    head: str,
+    progress: Progress,
+    stack: ExitStack,
+) -> SpecActor:
+    """Model, data, drafters, engines and trainer. Drafters and engines start while the model is warmed up."""
+    config = collective.together("plan", lambda: _planned(config, members, progress))
+    with progress.phase("data", announce=True):
+        start = initial_model(config, collective)
+        tokenizer = load_tokenizer(start)
+        train_data, eval_data = collective.together("data", lambda: _problems(config, tokenizer))
+    drafters, access_of = start_drafters(
+        *(config, collective, members, _places(config, members), stack),
+        head=head,
+        max_position=model_shape(config).max_position,
+        log_dir=folder.engines,
+        note=progress.note,
+    )
+    engines = _own_engines(config, start, folder, collective.rank, members, access_of)
+    tail = tail_policy(config.rollout.tail, max_window=config.rollout.speculation.max_window)
+    pool = stack.enter_context(EnginePool(engines, tail=tail, drafters=drafters))
+    with progress.phase("warm-up", announce=True):
+        base = warmed_up_model(config, layout, start, train_data, tokenizer, collective, progress)
+        trainer = PolicyTrainer(config, layout, base)
+    sender = WeightSender(config.weights_sync, collective)
+    stack.callback(sender.close)
+    with progress.phase("engines", announce=True):
+        collective.together("drafter start", drafters.wait_ready)
+        collective.together("engine start", pool.wait_ready)
+    distillation = _distillation(config, trainer, pool, drafters, collective, progress)
+    if distillation is not None:
+        stack.callback(distillation.close)
+    return SpecActor(
+        config,
+        trainer=trainer,
+        pool=pool,
+        drafters=drafters,
+        sender=sender,
+        weights=_weights(trainer, pool, members),
+        collective=collective,
+        tokenizer=tokenizer,
+        train_data=train_data,
+        eval_data=eval_data,
+        progress=progress,
+        distillation=distillation,
+        machine=members[collective.rank].machine,
+        on_trace=folder.write_traces if collective.rank == 0 else lambda step, spans: None,
+        on_groups=_rollout_writer(config, folder, collective.rank),
+    )
+
+
+def _planned(config: Config, members: Sequence[Member], progress: Progress) -> Config:
+    """Who drafts in this job, where measured costs can say."""
+    speculation = config.rollout.speculation
+    if speculation.mode != "auto" or not speculation.cost_table:
+        return config
+    machines = len({member.machine for member in members})
+    config, text = job_plan.planned(config, cost_file.read(speculation.cost_table), machines=machines)
+    progress.note(text)
+    return config
+
+
+def _distillation(
+    config: Config,
+    trainer: PolicyTrainer,
+    pool: EnginePool,
+    drafters: DrafterPool,
+    collective: Collective,
+    progress: Progress,
+) -> Distillation | None:
+    """What keeps the draft model fresh, where that is wanted."""
+    settings = config.distillation
+    if settings.refresh == "off":
+        return None
+    in_engine = config.rollout.speculation.drafts_in_engine
+    return Distillation(
+        config,
+        collective,
+        recorder=trainer.top_k_recorder(settings.top_k) if settings.top_k else None,
+        vocab_size=int(trainer.policy.bridge.hf_config.vocab_size),
+        engines=lambda: [engine for engine in pool.engines if engine.alive] if in_engine else [],
+        processes=drafters,
+        note=progress.note,
+        device=trainer.device,
+    )
+
+
+def _rollout_writer(config: Config, folder: RunFolder, rank: int) -> Callable[[int, Sequence[ScoredGroup]], None]:
+    """Keeps the responses of every step on disk, where that is wanted."""
+    if rank or not config.distillation.keep_rollouts:
+        return lambda step, groups: None
+    return partial(folder.write_rollouts, temperature=config.rollout.temperature)
+
+
+def _problems(config: Config, tokenizer: PreTrainedTokenizerBase) -> tuple[Dataset, Dataset]:
+    """Problems to learn from, and held-out ones, none of which is among the first."""
+    room = longest_prompt(config, model_shape(config).max_position)
+    train = build_dataset(config.data.train, tokenizer, max_prompt_tokens=room)
+    held_out = build_dataset(config.data.eval, tokenizer, max_prompt_tokens=room)
+    if config.warmup.solver:
+        find_solver(config.warmup.solver)  # a wrong path is found before anything is started
+    return train.without(Dataset(held_out[: config.eval.problems])) if config.eval.problems else train, held_out
+
+
+def _weights(trainer: PolicyTrainer, pool: EnginePool, members: Sequence[Member]) -> WeightSource:
+    """Ranks of one machine share their buckets; over several machines each owner of engines gathers the model."""
+    if len({member.machine for member in members}) == 1:
+        return RankShards(trainer.policy)
+    return GatheredWeights(trainer.policy, owns_engines=bool(pool.engines))
+
+
+def _own_engines(
+    config: Config,
+    model_dir: Path,
+    folder: RunFolder,
+    rank: int,
+    members: Sequence[Member],
+    access_of: Callable[[int], DrafterAccess],
+) -> list[EngineSpec]:
+    """The engines that this rank starts, drives and stops."""
+    p = config.parallel
+    machines, devices = [member.machine for member in members], [member.device for member in members]
+    # Of all engines, so that every rank refuses a layout that cannot be.
+    of_engines = [engine_devices(i, machines, devices, engine_tensor=p.engine_tensor) for i in range(p.engines)]
+    return [
+        EngineSpec(
+            index=index,
+            model_dir=str(model_dir.resolve()),
+            dtype=config.model.dtype,
+            tensor_parallel=p.engine_tensor,
+            devices=of_engines[index],
+            config=config.rollout.engine,
+            speculation=config.rollout.speculation,
+            drafters=access_of(index),
+            context_length=model_shape(config).max_position,
+            reserved_tokens=reserved_tokens(config.rollout),
+            penalties=config.rollout.has_penalties,
+            log_file=str((folder.engines / f"engine-{index}.log").resolve()),
+            random_seed=config.seed,
+        )
+        for index, (owner, _) in enumerate(_places(config, members))
+        if owner == rank
+    ]
+
+
+def _places(config: Config, members: Sequence[Member]) -> list[tuple[int, int]]:
+    """Of each engine, the rank that starts it and its first device there."""
+    views, local_ranks = [member.view for member in members], [member.local_rank for member in members]
+    size, pooled = config.parallel.engine_tensor, config.rollout.tail.drafters
+    return [
+        place_engine(index, views, local_ranks, engine_tensor=size, pooled=pooled)
+        for index in range(config.parallel.engines)
+    ]
+
+
+def _train(actor: SpecActor, folder: RunFolder, tracker: Tracker | None) -> None:
+    """Step until done; evaluate, log and save when due; export at the end."""
+    config, progress = actor.config, actor.progress
+    if actor.steps_done == 0 and config.eval.problems:
+        _log(actor, tracker, 0, {"weights/version": actor.version} | _evaluate(actor, folder))
+    while actor.steps_done < config.train.steps:
+        metrics = actor.step()
+        done = actor.steps_done
+        last = done == config.train.steps
+        if config.eval.problems and (last or (config.eval.every and done % config.eval.every == 0)):
+            metrics |= _evaluate(actor, folder)
+        _log(actor, tracker, done, metrics)
+        if last or (config.checkpoint.every and done % config.checkpoint.every == 0):
+            with progress.phase("checkpoint"):
+                beside = actor.distillation.save if actor.distillation is not None else lambda folder: None
+                checkpoint.save(
+                    *(actor.trainer, folder.checkpoints, done, actor.state()),
+                    keep=config.checkpoint.keep,
+                    beside=beside,
+                )
+    places = {"run": str(folder.root), "checkpoint": str(checkpoint.latest(folder.checkpoints) or "none")}
+    if config.checkpoint.export:
+        with progress.phase("export", announce=True):
+            actor.trainer.export_hf(folder.export)
+        places["Hugging Face export"] = str(folder.export)
+        if actor.distillation is not None and actor.distillation.export(folder.draft_model):
+            places["draft model"] = str(folder.draft_model)
+    if tracker is not None:
+        lines = read_metrics(folder.root)
+        tracker.summary({k: v for k, v in lines[-1].items() if k != "step"} if lines else {})
+        progress.summary(summary_rows(lines, seconds=progress.total_seconds, places=places))
+
+
+def _evaluate(actor: SpecActor, folder: RunFolder) -> dict[str, float]:
+    """Held-out accuracy; rank 0 writes the responses beside the metrics."""
+    groups = actor.evaluate()
+    if actor.collective.rank == 0:
+        folder.write_evaluation(actor.steps_done, groups, actor.tokenizer)
+    return {"accuracy/eval": measurements.accuracy([group.scores[0] for group in groups])}
+
+
+def _log(actor: SpecActor, tracker: Tracker | None, step: int, metrics: dict[str, float]) -> None:
+    """Add times and memory, which are this rank's and all ranks' largest; write on rank 0."""
+    # Without the guards, which share what they hold with the warm starter.
+    pids = [engine.pid for engine in actor.pool.engines if engine.alive]
+    engines = sum(rss_bytes(pid, children=True) - rss_bytes(pid) for pid in pids)
+    memory = actor.collective.gather((rss_bytes(), engines), tuple[int, int])
+    metrics |= measurements.of_time(metrics, actor.progress.seconds())
+    metrics["memory/rank_rss_bytes"] = max(rank for rank, _ in memory)
+    metrics["memory/engine_rss_bytes"] = sum(of_engines for _, of_engines in memory)
+    if tracker is not None:
+        problems = actor.progress.problems.items()
+        texts = {f"speculation/{name}/problems": "; ".join(reasons) for name, reasons in problems}
+        tracker.log(step, {**metrics, **texts})
+        actor.progress.problems.clear()
+        actor.progress.step_line(step, metrics)

@@ -1,0 +1,187 @@
+"""What an engine of the simulator decides, by the functions that a real one calls. PURE: the past in, plans out.
+
+Placement: `search`. Windows of drafters on the engine's devices: `planner.of_drafter`. Mode and window of each request
+with a drafter elsewhere: `reconfigure`. Which of them, or none: `windows.choose`. What is known: `AcceptanceModel` and
+`OnlineCosts`, fed with verifies and rounds that have passed. Nothing here knows the truth.
+
+Invariants: `decide` uses what `saw` and `took` were told before; equal calls give equal plans; in modes other than auto
+every request keeps the plan of the rollout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import ceil
+
+import numpy as np
+
+from specactor.errors import PlanError
+from specactor.rollout.speculation.drafter import DraftSequence
+from specactor.rollout.speculation.planner import of_drafter
+from specactor.rollout.speculation.acceptance import AcceptanceModel
+from specactor.rollout.speculation.online_costs import OnlineCosts
+from specactor.planning.plans import Candidates, Cluster, RolloutPlan, VerifierOption
+from specactor.rollout.speculation.reconfiguration import MODES, PLAIN, DraftPlan, LiveCosts, Offer, reconfigure
+from specactor.planning.search import search
+from specactor.rollout.speculation.windows import OFF as NO_DRAFTER
+from specactor.rollout.speculation.windows import Choice, Option, choose
+from specactor.simulator.speed import COUPLED, DECOUPLED, OFF, Ints, Remote, round_of
+from specactor.simulator.world import Policy
+
+AHEAD = "decoupled"
+"""What the plan of requests drafted for elsewhere is called among the choices."""
+
+
+def placed(cluster: Cluster, belief: Candidates, policy: Policy) -> RolloutPlan:
+    """The fastest plan of the policy's mode. Raises PlanError where there is none."""
+    plans = search(cluster, belief.verifiers, belief.drafters, max_window=policy.max_window)
+    if policy.mode != "auto" or policy.placement:
+        plans = [plan for plan in plans if plan.mode == (policy.placement or policy.mode)]
+    if policy.drafter and policy.mode in ("coupled", "decoupled"):
+        plans = [plan for plan in plans if plan.draft.drafter == policy.drafter]
+    if not plans:
+        wanted = " ".join(word for word in (policy.mode, policy.placement, policy.drafter) if word)
+        raise PlanError(
+            f"policy: got mode {wanted}, and no such plan fits; expected a drafter with memory and acceptance for it. "
+            "Leave this mode out, or add the drafter."
+        )
+    plan = plans[0]
+    if policy.mode == "coupled" and policy.window:
+        plan = replace(plan, draft=replace(plan.draft, window=min(policy.window, policy.max_window)))
+    return plan
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Decision:
+    """Of the running requests, in order."""
+
+    drafter: str
+    """Whose tokens are verified; NO_DRAFTER for nobody's."""
+    modes: Ints
+    """[B]"""
+    windows: Ints
+    """[B]"""
+    kind: str = NO_DRAFTER
+    """As its rounds are called in `OnlineCosts`."""
+    predicted_s: float = 0.0
+    """Of a round, uncorrected; 0: nothing was predicted."""
+
+
+class Decider:
+    """Of one engine."""
+
+    def __init__(
+        self,
+        plan: RolloutPlan,
+        believed: VerifierOption,
+        policy: Policy,
+        remote: Remote | None,
+        *,
+        fits: Mapping[str, int | None],
+    ) -> None:
+        """`remote`: what is believed of the drafters of a decoupled plan. `fits`: by drafter on these devices, requests
+        beside which there is memory for it; None: no bound."""
+        self.fits = fits
+        self.plan, self.policy, self.believed, self.remote = plan, policy, believed, remote
+        self.costs = OnlineCosts(believed.costs)
+        self.local = tuple(sorted(believed.costs.drafters))
+        names = {*self.local, *([plan.draft.drafter] if plan.draft.window else [])}
+        self.acceptance = {name: AcceptanceModel(max_window=policy.max_window) for name in sorted(names)}
+        self._current = NO_DRAFTER
+
+    @property
+    def adapts(self) -> bool:
+        return self.policy.mode == "auto" and self.policy.reconfigure
+
+    def model(self, method: str) -> AcceptanceModel:
+        """Of any method; one that nobody has seen is believed to be what it was planned as."""
+        if method not in self.acceptance:
+            self.acceptance[method] = AcceptanceModel(max_window=self.policy.max_window)
+        return self.acceptance[method]
+
+    def decide(self, sequences: Sequence[DraftSequence], current: Sequence[DraftPlan], served: float) -> Decision:
+        """`current`: what each does now; `served`: requests of the drafter elsewhere that serves this engine."""
+        requests = len(sequences)
+        if not self.adapts:
+            return _same(self.plan.draft, requests)
+        caps = [self.policy.max_window] * requests
+        options = {
+            name: Option(
+                choice=of_drafter(name, self.acceptance[name], self.costs, sequences, caps, None),
+                factor=self.costs.correction.factor(name),
+            )
+            for name in self.local
+            if self._fits(name, requests)
+        }
+        ahead: list[DraftPlan] = []
+        if self.remote is not None:
+            ahead, choice = self._ahead(sequences, current, replace(self.remote, served=max(served, 1.0)))
+            options[AHEAD] = Option(choice=choice, factor=self.costs.correction.factor(AHEAD))
+        chosen = choose(options, requests=requests, plain_s=self.costs.plain_s(requests), current=self._current)
+        self._current = chosen.drafter
+        if not any(chosen.windows):
+            factor = self.costs.correction.factor(NO_DRAFTER)
+            return replace(_same(PLAIN, requests), predicted_s=self.costs.plain_s(requests) / factor)
+        uncorrected_s = chosen.round_s / options[chosen.drafter].factor
+        window_B = np.array(chosen.windows, np.int64)
+        if chosen.drafter == AHEAD:
+            mode_B = np.array([MODES.index(plan.mode) for plan in ahead], np.int64)
+            drafter = self.plan.draft.drafter
+        else:
+            mode_B, drafter = np.where(window_B > 0, COUPLED, OFF), chosen.drafter
+        return Decision(drafter=drafter, modes=mode_B, windows=window_B, kind=chosen.drafter, predicted_s=uncorrected_s)
+
+    def _fits(self, name: str, requests: int) -> bool:
+        most = self.fits.get(name)
+        return most is None or requests <= most
+
+    def _ahead(
+        self, sequences: Sequence[DraftSequence], current: Sequence[DraftPlan], remote: Remote
+    ) -> tuple[list[DraftPlan], Choice]:
+        """Algorithm 2 on live estimates, and what a round of its plans is expected to bring."""
+        name, table, requests = self.plan.draft.drafter, self.believed.costs, len(sequences)
+        survival_BW = self.acceptance[name].survivals([s.request_id for s in sequences], covered=False)
+        live = LiveCosts.of(
+            table,
+            requests=requests,
+            max_window=self.policy.max_window,
+            drafter=name if self._fits(name, requests) else "",
+            remote=remote.seconds,
+            served=ceil(remote.served),
+            message_s=remote.message_s,
+        )
+        plans = reconfigure([Offer(drafter=name, survival=survival_BW, costs=live)], current, everyone=True)
+        windows = tuple(plan.window for plan in plans)
+        mode_B = np.array([MODES.index(plan.mode) for plan in plans], np.int64)
+        found = round_of(survival_BW, mode_B, np.array(windows), table=table, drafter=name, remote=remote)
+        return plans, Choice(windows=windows, emitted=float(found.tokens.sum()), round_s=found.seconds)
+
+    def saw(self, method: str, request_id: str, *, asked: int, accepted: int) -> None:
+        """A verify, or a look, has ended."""
+        self.model(method).observe(request_id, asked, accepted, asked=asked)
+
+    def took(self, decision: Decision, *, requests: int, seconds: float, rounds: int) -> None:
+        """Rounds of that decision took so long, each."""
+        if self.adapts and decision.predicted_s > 0:
+            for _ in range(rounds):
+                self.costs.observe(
+                    decision.kind,
+                    requests=requests,
+                    rows=requests,
+                    depth=0,
+                    verify_s=seconds,
+                    draft_s=0.0,
+                    predicted_s=decision.predicted_s,
+                )
+
+    def forget(self, request_id: str) -> None:
+        for model in self.acceptance.values():
+            model.forget(request_id)
+
+
+def _same(plan: DraftPlan, requests: int) -> Decision:
+    mode = {"off": OFF, "coupled": COUPLED, "decoupled": DECOUPLED}[plan.mode]
+    return Decision(
+        drafter=plan.drafter, modes=np.full(requests, mode), windows=np.full(requests, plan.window, np.int64)
+    )

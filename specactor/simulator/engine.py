@@ -1,0 +1,200 @@
+"""An engine of the simulator: its requests, and how far they are. PURE: virtual time is passed in.
+
+Between two events nothing changes, so rounds are not simulated one by one: a request gains its tokens per round times
+rounds, a number that need not be whole. What that leaves out is the scatter of single rounds, which over thousands of
+them is below the scatter of lengths.
+
+Invariants: time does not go back; a request is running, waiting or finished, and only one of them; its tokens never
+exceed its length.
+
+Shape legend: B running requests, N all.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+
+import numpy as np
+
+from specactor.errors import PlanError
+from specactor.planning.plans import VerifierOption
+from specactor.rollout.speculation.reconfiguration import MODES, PLAIN, DraftPlan
+from specactor.simulator.decide import Decider, Decision
+from specactor.simulator.ledger import Span
+from specactor.simulator.requests import Floats, Ints
+from specactor.simulator.speed import COUPLED, DECOUPLED, Round
+
+DONE = 1e-6
+"""Tokens short of its length at which a request has finished."""
+FIRST_LOOK, LAST_LOOK = 4, 1024
+"""Rounds after which an engine decides anew where nothing else happens: at first and when it has changed its mind, and
+later, doubled each time. (A real one decides in every round, mostly the same.)"""
+
+SAMPLED = 256
+"""Verifies that an engine is shown between two decisions, of all its requests together, if it has that many."""
+MOST_SAMPLED = 8
+"""Verifies of one request among them, at most."""
+SHOWN_ROUNDS = 5
+"""Rounds whose seconds it is shown: as many as `costs.MIN_RATIOS`."""
+
+
+class Engine:
+    """Verifies."""
+
+    def __init__(self, index: int, first: int, option: VerifierOption, decider: Decider, slow: float) -> None:
+        """`first`: device; `option`: the true one; `slow`: factor on all its seconds."""
+        self.index, self.first, self.option, self.decider, self.slow = index, first, option, decider, slow
+        self.running: Ints = np.zeros(0, np.int64)
+        self.waiting: deque[int] = deque()
+        self.decision = Decision(drafter="", modes=self.running, windows=self.running)
+        self.round: Round | None = None
+        self.since = 0.0
+        """Until when it was accounted for."""
+        self.version = 0
+        """Of its schedule: events of older ones are void."""
+        self.spans: list[Span] = []
+        self.beside: dict[str, dict[int, int]] = {}
+        """By method: request -> the engine that ran dry and drafts for it."""
+        self.rounds, self.emitted, self.drafted, self.accepted = 0.0, 0.0, 0.0, 0.0
+        self.first_round_s = 0.0
+        """Seconds of a round just after the last decision."""
+        self.decisions = 0
+        self.rounds_decided = 0.0
+        self.requests_decided = 0
+        self._look = FIRST_LOOK
+        self._new = 0
+
+    @property
+    def kind(self) -> str:
+        mode_B, window_B = self.decision.modes, self.decision.windows
+        if (mode_B == DECOUPLED).any():
+            return "decoupled"
+        if ((mode_B == COUPLED) & (window_B > 0)).any():
+            return "coupled"
+        return "decoupled" if self.beside else "off"
+
+    @property
+    def plans(self) -> list[DraftPlan]:
+        """What each running request does."""
+        name, of = self.decision.drafter, self.decision
+        return [
+            DraftPlan(mode=MODES[mode], drafter=name, window=window) if window else PLAIN
+            for mode, window in zip(of.modes.tolist(), of.windows.tolist(), strict=True)
+        ]
+
+    def admit(self, room: int | None) -> Ints:
+        """Waiting requests begin while there is room; which."""
+        most = len(self.waiting) if room is None else min(len(self.waiting), max(0, room - len(self.running)))
+        new = np.array([self.waiting.popleft() for _ in range(most)], np.int64)
+        if most:
+            self.take(new)
+        return new
+
+    def take(self, new: Ints) -> None:
+        """They run from now on, and do what most others do until that is decided; the first, what was planned."""
+        plan, of = self.decider.plan.draft, self.decision
+        mode, window = MODES.index(plan.mode), plan.window
+        if len(self.running):
+            i = int(of.windows.argsort(kind="stable")[len(self.running) // 2])
+            mode, window = int(of.modes[i]), int(of.windows[i])
+        self.running = np.concatenate([self.running, new])
+        self.decision = Decision(
+            drafter=of.drafter or plan.drafter,
+            modes=np.concatenate([of.modes, np.full(len(new), mode, np.int64)]),
+            windows=np.concatenate([of.windows, np.full(len(new), window, np.int64)]),
+            kind=of.kind,
+            predicted_s=of.predicted_s,
+        )
+        self._new += len(new)
+
+    def settle(self, now: float, done_N: Floats) -> None:
+        """Account for the rounds up to now."""
+        if self.round is None or now <= self.since:
+            return
+        rounds = (now - self.since) / self.round.seconds
+        done_N[self.running] += rounds * self.round.tokens
+        self.rounds += rounds
+        self.emitted += rounds * float(self.round.tokens.sum())
+        self.drafted += rounds * float(self.round.drafted.sum())
+        self.accepted += rounds * float(self.round.tokens.sum() - len(self.running))
+        self.spans.append(
+            Span(first=self.first, devices=self.option.devices, start_s=self.since, end_s=now, kind=self.kind)
+        )
+        self.since = now
+
+    def remove(self, gone_B: np.ndarray[tuple[int], np.dtype[np.bool_]]) -> Ints:
+        """These leave the batch; which."""
+        gone = self.running[gone_B]
+        self.running = self.running[~gone_B]
+        of = self.decision
+        self.decision = Decision(
+            drafter=of.drafter,
+            modes=of.modes[~gone_B],
+            windows=of.windows[~gone_B],
+            kind=of.kind,
+            predicted_s=of.predicted_s,
+        )
+        return gone
+
+    def is_due(self) -> bool:
+        """To decide: the batch has changed by an eighth, or it is time to look."""
+        now, then = len(self.running), self.requests_decided
+        return (abs(now - then) + self._new) * 8 >= max(then, 1) or self.rounds - self.rounds_decided >= self._look * (
+            1 - 1e-9
+        )
+
+    def decided(self, decision: Decision) -> None:
+        if len(decision.modes) != len(self.running):
+            raise PlanError(f"engine {self.index}: got plans of {len(decision.modes)}, runs {len(self.running)}.")
+        self._look = min(2 * self._look, LAST_LOOK) if decision.kind == self.decision.kind else FIRST_LOOK
+        self.decision = decision
+        self.decisions += 1
+        self._new = 0
+        self.rounds_decided, self.requests_decided = self.rounds, len(self.running)
+
+    def set_round(self, found: Round) -> None:
+        """What its rounds are from now on."""
+        self.round = found
+        if self.rounds == self.rounds_decided:
+            self.first_round_s = found.seconds
+
+    def next_s(self, left_B: Floats) -> float:
+        """When something is to be done: a request finishes, or it is time to look. `left_B`: tokens."""
+        assert self.round is not None
+        rounds = float((left_B / self.round.tokens).min())
+        look = self._look - (self.rounds - self.rounds_decided) if self.decider.adapts else LAST_LOOK
+        return self.since + max(min(rounds, max(look, 1.0)), 0.0) * self.round.seconds
+
+
+def show(
+    engine: Engine,
+    survivals: Callable[[Ints, str], Floats],
+    name_of: Callable[[int], str],
+    rng: np.random.Generator,
+    *,
+    max_window: int,
+) -> None:
+    """The decider learns of some verifies, and what rounds took, since it decided: enough to learn from, few enough to
+    be quick. Nothing is shown before it has happened; a method that did not draft is shown as a look, while decoding is
+    plain. `survivals`: true ones, of requests and a method, [B, >= max_window]."""
+    rounds = engine.rounds - engine.rounds_decided
+    if rounds < 1 or engine.round is None:
+        return
+    requests, of = len(engine.running), engine.decision
+    each = int(max(1, min(rounds, MOST_SAMPLED, SAMPLED // requests)))
+    drafting = bool((of.windows > 0).any())
+
+    # A sampled verify accepts as many draft tokens as one uniform number is below their survivals: that is their law.
+    def verifies(method: str, window_B: Ints, each: int) -> None:
+        survival_BW = survivals(engine.running, method)[:, :max_window]
+        right_KB = (survival_BW > rng.random((each, requests, 1))).sum(axis=2)
+        for i, window, right_K in zip(engine.running.tolist(), window_B.tolist(), right_KB.T.tolist(), strict=True):
+            for right in right_K if window else ():
+                engine.decider.saw(method, name_of(i), asked=window, accepted=min(right, window))
+
+    for method in [of.drafter] if drafting else list(engine.decider.acceptance):
+        verifies(method, of.windows if drafting else np.full(requests, max_window), each if drafting else 1)
+    for method, some in engine.beside.items():
+        verifies(method, np.where(np.isin(engine.running, list(some)), max_window, 0), 1)
+    engine.decider.took(of, requests=requests, seconds=engine.first_round_s, rounds=int(min(rounds, SHOWN_ROUNDS)))

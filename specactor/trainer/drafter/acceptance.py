@@ -1,0 +1,138 @@
+"""How much of a draft model would be accepted, computed offline from both models on responses of the target.
+
+A drafter with distribution q that drafts argmax_v [log q(v) + G(v)] is accepted where that is the target's token
+y = argmax_v [log p(v) + G(v)]. The noise G of a response that is read from a file is not known, but its distribution
+given y is (Maddison et al., A* sampling, arXiv 1411.0030): the largest score is a Gumbel number, and the others are
+Gumbel numbers around log p(v) that are cut off there. Drawing G from it measures the coupling exactly for responses
+that the target sampled at the same temperature; for those of an older policy it is an estimate.
+
+Shape legend: N response tokens, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from specactor.trainer.drafter import losses
+from specactor.trainer.drafter.buffer import TopK, TrainingExample
+from specactor.trainer.drafter.top_k import vocab_parallel_top_k
+
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Acceptance:
+    """Of one draft model on some responses; shares are of response tokens."""
+
+    tokens: int
+    window: int
+    accept_length: float
+    """emitted / verifies with drafts that share the target's noise."""
+    greedy_accept_length: float
+    """The same with the most probable token of the draft model."""
+    shared: float
+    """Share of positions where the draft with shared noise is the target's token."""
+    greedy: float
+    overlap: float
+    """1 - TV: the most that any drafter that follows this distribution reaches."""
+    entropy: float
+    """Of the target, nats per token."""
+
+
+@torch.no_grad()
+def measure(
+    target: Any, draft: Any, examples: Sequence[TrainingExample], *, window: int, seed: int, tokens_per_pass: int = 4096
+) -> Acceptance:
+    """Args: two causal models of transformers on the CPU, with one vocabulary; responses of the target."""
+    chance = torch.Generator().manual_seed(seed)
+    shared: list[list[bool]] = []
+    greedy: list[list[bool]] = []
+    overlap = entropy = 0.0
+    for members, batch in _passes(examples, tokens_per_pass):
+        logp_NV, logq_NV = (_logprobs(model, batch).double() for model in (target, draft))
+        overlap += float(torch.minimum(logp_NV.exp(), logq_NV.exp()).sum())
+        entropy += float(torch.special.entr(logp_NV.exp()).sum())
+        drafted_N = (logq_NV + noise_given(logp_NV, batch.targets_N, chance)).argmax(1)
+        sizes = [example.response_len for example in members]
+        for found, tokens_N in ((shared, drafted_N), (greedy, logq_NV.argmax(1))):
+            found += [part.tolist() for part in torch.split(tokens_N == batch.targets_N, sizes)]
+    count = sum(map(len, shared))
+    return Acceptance(
+        tokens=count,
+        window=window,
+        accept_length=accept_length(shared, window),
+        greedy_accept_length=accept_length(greedy, window),
+        shared=sum(map(sum, shared)) / count,
+        greedy=sum(map(sum, greedy)) / count,
+        overlap=overlap / count,
+        entropy=entropy / count,
+    )
+
+
+def noise_given(logp_NV: Tensor, tokens_N: Tensor, chance: torch.Generator) -> Tensor:
+    """[N, V] Gumbel(0, 1) noise G given that argmax_v [log p(v) + G(v)] is the token; float64."""
+    scores_NV = logp_NV - torch.empty_like(logp_NV).exponential_(generator=chance).log()
+    largest_N1 = -torch.empty_like(logp_NV[:, :1]).exponential_(generator=chance).log()
+    below_NV = -torch.logaddexp(-scores_NV, -largest_N1)  # a Gumbel number cut off at the largest
+    below_NV.scatter_(1, tokens_N[:, None], largest_N1)
+    return below_NV - logp_NV
+
+
+def accept_length(agrees: Sequence[Sequence[bool]], window: int) -> float:
+    """emitted / verifies over responses, of whose tokens it is known whether the draft token would be accepted.
+
+    A verify accepts the tokens up to the first that disagrees, `window` at most, and adds one, within the response.
+    """
+    emitted = verifies = 0
+    for response in agrees:
+        at = 0
+        while at < len(response):
+            accepted = 0
+            while accepted < window and at + accepted < len(response) and response[at + accepted]:
+                accepted += 1
+            at += accepted + 1
+            verifies += 1
+        emitted += len(response)
+    return emitted / verifies if verifies else 1.0
+
+
+@torch.no_grad()
+def with_top_k(
+    target: Any,
+    examples: Sequence[TrainingExample],
+    *,
+    top_k: int,
+    tokens_per_pass: int = 4096,
+    go_on: Callable[[], bool] = lambda: True,
+) -> list[TrainingExample]:
+    """The examples, longest first, with the target's top-k: what a run's own passes give for free. It ends early where
+    it is not to go on, as asked between two passes."""
+    made = []
+    for members, batch in _passes(examples, tokens_per_pass):
+        if not go_on():
+            break
+        logits_NV = target(input_ids=batch.tokens_BT, use_cache=False).logits.flatten(0, 1)[batch.row_N]
+        scaled_NV = logits_NV / batch.temperatures_N[:, None]
+        ids_NK, logp_NK = vocab_parallel_top_k(scaled_NV, top_k, temperature=1.0, group=None)
+        sizes = [example.response_len for example in members]
+        for example, ids, logp in zip(members, torch.split(ids_NK, sizes), torch.split(logp_NK, sizes), strict=True):
+            known = TopK(tokens=ids.numpy().astype(np.int32), logprobs=logp.numpy().astype(np.float16))
+            made.append(replace(example, top_k=known))
+    return made
+
+
+def _passes(examples: Sequence[TrainingExample], tokens: int) -> Iterator[tuple[list[TrainingExample], losses.Batch]]:
+    for indices in losses.plan_micro_batches([len(example.token_ids) for example in examples], 1, tokens)[0]:
+        members = [examples[i] for i in indices]
+        yield members, losses.build(members, CPU)
+
+
+def _logprobs(model: Any, batch: losses.Batch) -> Tensor:
+    logits = model(input_ids=batch.tokens_BT, use_cache=False).logits
+    return losses.draft_logprobs(logits.flatten(0, 1)[batch.row_N], batch.temperatures_N)

@@ -1,0 +1,265 @@
+"""``specactor drafter``: prepare a draft model offline, on the CPU, from a target and rollouts of an earlier run.
+
+    specactor drafter init  --target FOLDER --out FOLDER
+    specactor drafter train --draft FOLDER --target FOLDER --rollouts FILE.. --out FOLDER
+    specactor drafter eval  --draft FOLDER --target FOLDER --rollouts FILE..
+
+Invariants: what is wrong on the command line is one ConfigError of one line, and `out` is checked before any work; a
+model's folder appears whole or not at all, and none is written that has learned nothing; the same arguments, with
+--updates and --threads, write the same bytes unless the time is over first.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, NoReturn
+
+import torch
+import tyro
+from rich.console import Console
+
+# A private name of tyro, whose version is pinned: its public interface can only print a box.
+from tyro import _errors as tyro_errors
+
+from specactor.config import DistillationConfig
+from specactor.config.rules import check_values
+from specactor.errors import ConfigError, DataError
+from specactor.trainer.drafter import acceptance
+from specactor.trainer.drafter import init
+from specactor.trainer.drafter.buffer import TrainingExample
+from specactor.trainer.drafter.rollout_files import example_of, read_rollouts
+from specactor.trainer.drafter.train import DrafterTrainer, RefreshStats
+
+PROG = "specactor drafter"
+HELD_OUT = 8
+"""With one set of rollouts for both, `train` leaves out every so many-th response, and `eval` takes just these."""
+OF_RUNS = ("refresh", "max_time_share", "max_updates", "keep_rollouts", "zero_stage", "offload")
+"""Settings of `DistillationConfig` that say nothing about learning offline."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class InitOptions:
+    """Make a dense draft model: cut out of the target, or random."""
+
+    target: Path
+    """Folder of the target, in Hugging Face format."""
+    out: Path
+    """New folder of the draft model."""
+    start: init.TargetStart | init.RandomStart = field(default_factory=init.TargetStart)
+    """start:target-start or start:random-start, and its settings."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainOptions:
+    """Distil the target into a draft model, on rollouts; on the CPU, in float32."""
+
+    draft: Path
+    """Folder of the draft model to start from."""
+    target: Path
+    """Folder of the target: its probabilities of the next token are learned."""
+    rollouts: tuple[Path, ...]
+    """Files of JSON lines with prompt_ids and token_ids, or folders of such."""
+    out: Path
+    """Folder of the trained draft model; one that is there is replaced."""
+    minutes: float = 10.0
+    """Longest time to learn, and to compute the target's top-k of the newest distillation.buffer_tokens before that."""
+    updates: int = 0
+    """Optimizer updates at most, with a learning rate that falls to a hundredth; 0: as many as fit, at one rate."""
+    threads: int = 0
+    """Of the CPU; 0: all that this process may use."""
+    seed: int = 0
+    distillation: DistillationConfig = field(default_factory=DistillationConfig)
+    """How it learns, as in a run; what concerns runs alone must be left at its default."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalOptions:
+    """Say how many tokens a draft model would have accepted per verify, on responses of the target; on the CPU."""
+
+    draft: Path
+    """Folder of the draft model."""
+    target: Path
+    """Folder of the target."""
+    rollouts: tuple[Path, ...]
+    """As those of train: held out of them, if they are the same."""
+    window: int = 4
+    """Draft tokens per verify."""
+    responses: int = 512
+    """To look at, at most."""
+    all: bool = False
+    """Take every response, not only those that train leaves out."""
+    threads: int = 0
+    """Of the CPU; 0: all that this process may use."""
+    seed: int = 0
+
+
+Options = (
+    Annotated[InitOptions, tyro.conf.subcommand("init", prefix_name=False)]
+    | Annotated[TrainOptions, tyro.conf.subcommand("train", prefix_name=False)]
+    | Annotated[EvalOptions, tyro.conf.subcommand("eval", prefix_name=False)]
+)
+
+
+def parse(argv: Sequence[str]) -> InitOptions | TrainOptions | EvalOptions:
+    """Raises ConfigError for what is wrong with the command line; prints and raises SystemExit(0) for ``--help``."""
+
+    def reject(event: tyro_errors.ParseErrorEvent) -> NoReturn:
+        raise ConfigError(_one_line(event))
+
+    with tyro_errors.on_parse_error(reject):
+        options = tyro.cli(Options, prog=PROG, args=list(argv))
+    match options:
+        case TrainOptions():
+            _check_train(options)
+        case EvalOptions() if options.window < 1 or options.responses < 1:
+            got = (options.window, options.responses)
+            raise ConfigError.at("window, responses", got, ">= 1", f"See {PROG} eval --help")
+    if not isinstance(options, InitOptions) and options.threads < 0:
+        raise ConfigError.at("threads", options.threads, ">= 0", "Leave it out to use all.")
+    return options
+
+
+def _check_train(options: TrainOptions) -> None:
+    if not (options.minutes > 0 and options.updates >= 0):
+        got = (options.minutes, options.updates)
+        raise ConfigError.at("minutes, updates", got, "minutes > 0 and updates >= 0", f"See {PROG} train --help")
+    check_values(options.distillation, "distillation")
+    usual = DistillationConfig()
+    for name in OF_RUNS:
+        if getattr(options.distillation, name) != getattr(usual, name):
+            raise ConfigError.at(
+                f"distillation.{name}",
+                getattr(options.distillation, name),
+                f"{getattr(usual, name)} in {PROG} train",
+                "It concerns runs. Leave it out.",
+            )
+
+
+def _one_line(event: tyro_errors.ParseErrorEvent) -> str:
+    """What tyro objects to."""
+    there = f"All settings: {PROG} init|train|eval --help"
+    if isinstance(event, tyro_errors.UnrecognizedArgs):
+        return f"unknown setting {event.tokens[0]}. {there}"
+    if isinstance(event, tyro_errors.MissingArgs):
+        missing = [one.arg.lowered.name_or_flags[-1] for one in event.missing_arguments]
+        return f"got no {', '.join(missing)}, expected a value. {there}"
+    argument = getattr(event, "argument", None)
+    if isinstance(event, tyro_errors.InstantiationFailure) and argument is None:  # a ConfigError of the settings
+        return event.message
+    if argument is None:
+        return f"got no or an unknown command, expected init, train or eval. {there}"
+    return f"{argument.lowered.name_or_flags[-1]}: expected {argument.lowered.metavar}. {there}"
+
+
+def run(argv: Sequence[str], console: Console) -> None:
+    """Raises SpecActorError."""
+    options = parse(argv)
+    if not isinstance(options, InitOptions):
+        torch.set_num_threads(options.threads or len(os.sched_getaffinity(0)))
+    init.quiet()
+    match options:
+        case InitOptions():
+            count = init.make_draft_model(options.target, options.out, options.start)
+            console.print(f"{options.out}: a draft model of {count / 1e6:.3g} M parameters", soft_wrap=True)
+        case TrainOptions():
+            stats = train(options)
+            console.print(
+                f"{options.out}: {stats.updates} updates on {stats.tokens} response tokens in {stats.seconds:.0f} s; "
+                f"KL to the target {stats.kl:.3f}, overlap {stats.overlap:.3f} in the last",
+                soft_wrap=True,
+            )
+        case EvalOptions():
+            found = evaluate(options)
+            console.print(
+                f"{found.tokens} tokens, window {found.window}, entropy {found.entropy:.2f} nats\n"
+                f"accept_length {found.accept_length:.2f} with shared noise, {found.greedy_accept_length:.2f} greedy\n"
+                f"accepted per token: {found.shared:.3f} with shared noise, {found.greedy:.3f} greedy, "
+                f"at most {found.overlap:.3f} (1 - TV)",
+                soft_wrap=True,
+            )
+
+
+def train(options: TrainOptions) -> RefreshStats:
+    """Learn, and write the draft model. Raises SpecActorError, and writes nothing, where there was nothing to learn
+    from or no time for it."""
+    settings = options.distillation
+    init.check_out(options.out, options.draft, options.target, *options.rollouts)
+    found = _examples(options.rollouts)
+    examples = [example for i, example in enumerate(found) if i % HELD_OUT]
+    if not examples:
+        raise DataError(
+            f"rollouts: got {len(found)} response to learn from, expected at least 2: every {HELD_OUT}th is held out "
+            "for eval, from the first on. Give more."
+        )
+    target, model = init.read_model(options.target), init.read_model(options.draft)
+    _check_vocabulary(target, model)
+    trainer = DrafterTrainer(settings, model, seed=options.seed)
+    trainer.buffer.add(examples)
+    if not len(trainer.buffer):
+        longest = min(settings.tokens_per_microbatch, settings.buffer_tokens)
+        raise ConfigError.at(
+            "distillation.tokens_per_microbatch, buffer_tokens",
+            longest,
+            "more tokens than the shortest prompt",
+            "Raise both to the tokens of a prompt with its response.",
+        )
+    began_s, limit_s = time.perf_counter(), 60 * options.minutes
+    if settings.top_k:  # of what fits the buffer alone
+        examples_with_top_k = acceptance.with_top_k(
+            target,
+            trainer.buffer.take(),
+            top_k=settings.top_k,
+            go_on=lambda: time.perf_counter() - began_s < limit_s,
+        )
+        trainer.buffer.add(examples_with_top_k)
+
+    def falling(update: int) -> float:
+        rise = min(1.0, (update + 1) / max(1, settings.warmup_updates))
+        return settings.learning_rate * rise * max(0.01, 1 - update / options.updates)
+
+    stats = trainer.refresh(
+        limit_s=limit_s - (time.perf_counter() - began_s),
+        clock=time.perf_counter,
+        max_updates=options.updates,
+        rate_of=falling if options.updates else None,
+    )
+    if not stats.updates:
+        raise ConfigError.at(
+            "minutes",
+            options.minutes,
+            "the time of one update at least",
+            "Nothing was written. Raise it, or lower distillation.tokens_per_update or distillation.buffer_tokens.",
+        )
+    init.write_model(model, options.out, tokenizer=options.draft)
+    return stats
+
+
+def evaluate(options: EvalOptions) -> acceptance.Acceptance:
+    """What the draft model would be accepted."""
+    examples = _examples(options.rollouts)
+    examples = (examples if options.all else examples[::HELD_OUT])[: options.responses]
+    target, draft = init.read_model(options.target), init.read_model(options.draft)
+    _check_vocabulary(target, draft)
+    return acceptance.measure(target, draft, examples, window=options.window, seed=options.seed)
+
+
+def _examples(paths: Sequence[Path]) -> list[TrainingExample]:
+    """Of sampled responses."""
+    found = [example_of(line) for line in read_rollouts(paths) if line.temperature > 0]
+    if not found:
+        raise DataError(
+            f"{', '.join(map(str, paths))}: got greedy responses (temperature 0) alone, expected sampled ones. Give "
+            "rollouts of a run with distillation.keep_rollouts."
+        )
+    return found
+
+
+def _check_vocabulary(target: object, draft: object) -> None:
+    there, here = (getattr(model, "config", None) for model in (target, draft))
+    sizes = [getattr(config, "vocab_size", 0) for config in (there, here)]
+    if sizes[0] != sizes[1]:
+        raise ConfigError.at("draft", f"{sizes[1]} tokens", f"the target's {sizes[0]} tokens", f"Use {PROG} init.")

@@ -1,0 +1,157 @@
+"""The draft model's loss: training examples as padded tensors, and how far the draft model is from the policy on them.
+
+Where the policy's top-k log-probabilities are known, the loss of a token is KL(policy, draft) over them; elsewhere it
+is the cross entropy of the sampled token. Both have the same gradient in expectation; the divergence has less noise.
+
+A row per example, padded on the right: with a causal mask no token sees the padding behind it, and padding has no
+position in the loss, so an example's loss does not depend on its neighbours.
+
+Shape legend: B examples, T tokens of the longest of them, N response tokens of all of them, V vocabulary, K top-k.
+"""
+
+# ruff: noqa: N815 - tensor fields carry shape suffixes
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from specactor.trainer.drafter.buffer import TopK, TrainingExample
+
+
+@dataclass(frozen=True, kw_only=True)
+class Batch:
+    """Training examples of one micro-batch."""
+
+    tokens_BT: Tensor
+    row_N: Tensor
+    """Which of the B * T positions predict a response token: those before it."""
+    targets_N: Tensor
+    temperatures_N: Tensor
+    top_tokens_NK: Tensor
+    top_logp_NK: Tensor
+    has_top_k_N: Tensor
+
+
+def plan_micro_batches(lengths: Sequence[int], ranks: int, capacity: int) -> list[list[list[int]]]:
+    """Per rank its micro-batches; per micro-batch, indices into `lengths`.
+
+    Every index is in one micro-batch; rows * longest is at most `capacity`, or it is one example; all ranks have the
+    same number of micro-batches, of which some are empty only where no other holds two examples. Neighbours in length
+    are together, so little is padding.
+    """
+    order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
+    made: list[list[int]] = []
+    for i in order:
+        if made and (len(made[-1]) + 1) * lengths[made[-1][0]] <= capacity:
+            made[-1].append(i)
+        else:
+            made.append([i])
+    while len(made) % ranks:
+        sizes = [len(members) * lengths[members[0]] if len(members) > 1 else 0 for members in made]
+        largest = sizes.index(max(sizes))
+        half = (len(made[largest]) + 1) // 2  # rather than leaving ranks without work
+        made[largest : largest + 1] = [made[largest][:half], made[largest][half:]]
+    return [made[rank::ranks] for rank in range(ranks)]
+
+
+def of_one_width(examples: Sequence[TrainingExample]) -> list[TrainingExample]:
+    """The examples with one K, the smallest of theirs: `top_k` may have changed at a resume, and a token that was not
+    kept has no probability to compare with."""
+    width = min((example.top_k.tokens.shape[1] for example in examples if example.top_k), default=0)
+
+    def narrowed(example: TrainingExample) -> TrainingExample:
+        if example.top_k is None or example.top_k.tokens.shape[1] == width:
+            return example
+        top_k = TopK(tokens=example.top_k.tokens[:, :width], logprobs=example.top_k.logprobs[:, :width])
+        return replace(example, top_k=top_k)
+
+    return [narrowed(example) for example in examples]
+
+
+def build(examples: Sequence[TrainingExample], device: torch.device) -> Batch:
+    """The examples as tensors. Without examples: one token that nothing is learned from."""
+    longest = max((len(example.token_ids) for example in examples), default=1)
+    examples = of_one_width(examples)
+    width = next((example.top_k.tokens.shape[1] for example in examples if example.top_k), 0)
+    tokens = np.zeros((max(1, len(examples)), longest), np.int64)
+    for row, example in zip(tokens, examples, strict=False):
+        row[: len(example.token_ids)] = example.token_ids
+    sizes = [example.response_len for example in examples]
+    rows = [
+        np.arange(example.prompt_len - 1, len(example.token_ids) - 1) + i * longest
+        for i, example in enumerate(examples)
+    ]
+    top_tokens = np.zeros((sum(sizes), width), np.int64)
+    top_logp = np.full((sum(sizes), width), -np.inf, np.float32)
+    known = np.zeros(sum(sizes), np.bool_)
+    start = 0
+    for example, size in zip(examples, sizes, strict=True):
+        if example.top_k is not None:
+            there = slice(start, start + size)
+            top_tokens[there], top_logp[there] = example.top_k.tokens, example.top_k.logprobs
+            known[there] = True
+        start += size
+    return Batch(
+        tokens_BT=torch.from_numpy(tokens).to(device),
+        row_N=_joined(rows, np.int64, device),
+        targets_N=_joined([example.token_ids[example.prompt_len :] for example in examples], np.int64, device),
+        temperatures_N=_joined([np.full(x.response_len, x.temperature) for x in examples], np.float32, device),
+        top_tokens_NK=torch.from_numpy(top_tokens).to(device),
+        top_logp_NK=torch.from_numpy(top_logp).to(device),
+        has_top_k_N=torch.from_numpy(known).to(device),
+    )
+
+
+def draft_logprobs(logits_NV: Tensor, temperatures_N: Tensor) -> Tensor:
+    """log q [N, V], float32, at the temperature that the policy was sampled at: drafters sample at the same."""
+    return (logits_NV.float() / temperatures_N[:, None]).log_softmax(-1)
+
+
+def token_losses(logq_NV: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+    """(loss [N] in nats, overlap [N] without a gradient, 0 where no top-k is known)."""
+    sample_N = -logq_NV.gather(1, batch.targets_N[:, None])[:, 0]
+    if not batch.top_tokens_NK.shape[1] or not bool(batch.has_top_k_N.any()):
+        return sample_N, torch.zeros_like(sample_N)
+    kl_N = forward_kl(logq_NV, batch.top_tokens_NK, batch.top_logp_NK)
+    with torch.no_grad():
+        overlap_N = overlap(logq_NV, batch.top_tokens_NK, batch.top_logp_NK)
+    return kl_N.where(batch.has_top_k_N, sample_N), overlap_N.where(batch.has_top_k_N, torch.zeros_like(sample_N))
+
+
+def forward_kl(logq_NV: Tensor, top_tokens_NK: Tensor, top_logp_NK: Tensor) -> Tensor:
+    """[N] KL(p, q) of the distributions over the K tokens and one more that stands for all others.
+
+    Never more than KL over the vocabulary, equal to it for K = V, and 0 only where q = p on the K tokens.
+    """
+    logq_NK = logq_NV.gather(1, top_tokens_NK)
+    logp_NK = top_logp_NK.float()
+    kl_N = (logp_NK.exp() * (logp_NK - logq_NK)).sum(1)
+    rest_N = _probability_of_others(logp_NK)
+    if logq_NV.shape[1] == top_tokens_NK.shape[1]:
+        return kl_N
+    log_rest_q_N = logq_NV.scatter(1, top_tokens_NK, -torch.inf).logsumexp(1)
+    return kl_N + torch.xlogy(rest_N, rest_N) - rest_N * log_rest_q_N
+
+
+def overlap(logq_NV: Tensor, top_tokens_NK: Tensor, top_logp_NK: Tensor) -> Tensor:
+    """[N] sum of min(p, q) over the K tokens and the rest: at least 1 - TV, the most that any drafter that follows q
+    gets accepted; equal for K = V."""
+    q_NK, p_NK = logq_NV.gather(1, top_tokens_NK).exp(), top_logp_NK.float().exp()
+    rest_q_N = (1 - q_NK.sum(1)).clamp(min=0)
+    return torch.minimum(p_NK, q_NK).sum(1) + torch.minimum(_probability_of_others(top_logp_NK.float()), rest_q_N)
+
+
+def _probability_of_others(logp_NK: Tensor) -> Tensor:
+    """[N] probability of all other tokens; in half precision the K may sum to a little more than 1."""
+    return (1 - logp_NK.exp().sum(1)).clamp(min=0)
+
+
+def _joined(parts: Sequence[NDArray[Any]], kind: type, device: torch.device) -> Tensor:
+    return torch.from_numpy(np.concatenate(parts).astype(kind) if parts else np.zeros(0, kind)).to(device)

@@ -1,0 +1,317 @@
+"""The draft model in a run: it learns after a step, its new weights reach whoever drafts, and checkpoints hold it.
+
+Invariants:
+1. Every rank calls the same methods with the same values.
+2. Tokens, rewards and losses of the policy are those of a run without it.
+3. What goes wrong here costs speed: a refresh that fails leaves the weights there are, whoever refuses a push goes on
+   with its own and is asked again after the next step. Memory is excepted: torch.OutOfMemoryError in a refresh ends
+   the run, since a rank that raises it is missing in the reduction of gradients, where the others wait for it.
+4. Refreshes take no more than their share of the steps in the long run, if they spend no more than half of it beside
+   learning.
+5. After `save` and `load` it goes on as if it had not stopped; engines and drafter processes that were started anew
+   get the version there is.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Protocol
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from safetensors import SafetensorError
+
+from specactor.config import Config
+from specactor.errors import CheckpointError, PeerFailedError, SpecActorError
+from specactor.parallel.collective import Collective
+from specactor.trainer.drafter import init
+from specactor.trainer.drafter.buffer import TopK, example_from
+from specactor.trainer.drafter.top_k import TopKRecorder
+from specactor.trainer.drafter.train import Clock, DrafterTrainer, RefreshStats
+from specactor.types import TrainSequence
+from specactor.weights_sync.draft_sender import DraftSender, num_bytes, push_to_engine
+from specactor.weights_sync.messages import DraftWeights
+from specactor.weights_sync.sender import TargetEngine
+
+FOLDER = "drafter"
+"""In a checkpoint."""
+
+
+class DrafterProcesses(Protocol):
+    """Those of this rank."""
+
+    def want(self, version: int) -> bool: ...
+
+    def renew(self, weights: DraftWeights) -> tuple[list[str], float]: ...
+
+    def oldest_version(self) -> int | None: ...
+
+
+@dataclass(kw_only=True)
+class TimeAccount:
+    """The seconds that refreshes may take: what one takes beyond its share is taken off the next ones."""
+
+    push_s: float = 0.0
+    """Of the last push; halved by every refresh since that made none, or a slow one would leave no time for a refresh,
+    and so for a push, ever again."""
+    owed_s: float = 0.0
+
+    def limit_s(self, share_s: float, spent_s: float) -> float:
+        """What is left to learn in, of this refresh's share, when it has spent so much of it."""
+        return max(0.0, share_s - spent_s - self.push_s - self.owed_s)
+
+    def ended(self, share_s: float, took_s: float) -> None:
+        """Count a refresh. At most half a share is owed, so that one that was held up stops no others."""
+        self.owed_s = min(share_s / 2, max(0.0, self.owed_s + took_s - share_s))
+
+
+class Distillation:
+    """One per rank, with a copy of the draft model."""
+
+    def __init__(
+        self,
+        config: Config,
+        collective: Collective,
+        *,
+        recorder: TopKRecorder | None,
+        vocab_size: int,
+        engines: Callable[[], Sequence[TargetEngine]],
+        processes: DrafterProcesses,
+        note: Callable[[str], None] = lambda text: None,
+        device: torch.device | str = "cpu",
+        clock: Clock = time.perf_counter,
+    ) -> None:
+        """Read the draft model. Collective. Raises ConfigError for one that does not fit the policy.
+
+        Args:
+            vocab_size: of the policy.
+            engines: this rank's that hold a draft model, as of now.
+            processes: this rank's drafter processes.
+            note: says something to people.
+        """
+        self.config, self.recorder = config.distillation, recorder
+        self._collective = collective
+        self._temperature = config.rollout.temperature
+        self._timeout_s = config.weights_sync.timeout_s
+        self._folder = Path(config.rollout.speculation.draft_model)
+        self._engines, self._processes = engines, processes
+        self._note, self._clock = note, clock
+        self._held: WeakKeyDictionary[TargetEngine, int] = WeakKeyDictionary()
+        """Versions that engines took; others hold the weights that they were started with, version 0."""
+        self._account = TimeAccount()
+        self._in_vain_s = 0.0
+        """That the last push waited for those who did not answer."""
+        init.quiet()
+        model = collective.together("draft model", lambda: init.read_fitting(self._folder, vocab_size, device))
+        group = dist.group.WORLD if collective.world > 1 else None
+        self.drafter = DrafterTrainer(self.config, model, seed=config.seed, group=group)
+        self._sender = DraftSender(getattr(torch, config.model.dtype))
+
+    def refresh(
+        self, sequences: Sequence[TrainSequence], *, version: int, step_s: float, is_last: bool
+    ) -> dict[str, float]:
+        """Remember an RL step, learn, and push. Returns metrics. Collective.
+
+        Args:
+            sequences: just as the policy learned from them.
+            version: of the policy that generated them.
+            step_s: seconds of the step on this rank.
+            is_last: whether no rollout is left to serve; nothing is learned then.
+        """
+        began_s, num_cut = self._clock(), self._remember(sequences, version)
+        share_s = max(0.0, step_s) * self.config.max_time_share
+        limit_s = self._account.limit_s(share_s, self._clock() - began_s)
+        limit_s = self._collective.gather(limit_s, float)[0]  # ranks have clocks of their own
+        stats, failed = self._learn(limit_s) if limit_s and not is_last else (None, False)
+        pushed = self.push()
+        if not pushed["drafter/pushed_bytes"]:
+            self._account.push_s /= 2
+        self._account.ended(share_s, self._clock() - began_s - self._in_vain_s)
+        metrics: dict[str, float] = {
+            "drafter/version": self.drafter.version,
+            "drafter/refreshed": int(stats is not None and stats.updates > 0),
+            "drafter/failed": int(failed),
+            "drafter/buffer_tokens": self.drafter.buffer.num_tokens,
+            "drafter/cut_responses": num_cut,
+            "time/refresh_limit_s": limit_s,
+        }
+        return metrics | pushed | (_metrics_of(stats) if stats is not None else {})
+
+    def push(self) -> dict[str, float]:
+        """Bring the draft model's version to all that draft with an older one. Collective."""
+        began_s, version = self._clock(), self.drafter.version
+        behind = [engine for engine in self._engines() if self._held.get(engine, 0) < version]
+        wanting = bool(behind) or self._processes.want(version)
+        metrics: dict[str, float] = {"drafter/refused": 0, "drafter/pushed_bytes": 0}
+        self._in_vain_s = 0.0
+        if self._collective.any(wanting) and self._is_sound():
+            weights = self._sender.pack(self.drafter.named_weights(), version=version)
+            packed_s = self._clock()
+
+            def hand_over() -> tuple[list[str], float]:
+                said = [problem for engine in behind if (problem := self._hand(engine, weights))]
+                engines_s = self._clock() - packed_s
+                refused, processes_s = self._processes.renew(weights)
+                return said + refused, engines_s + processes_s
+
+            own = self._collective.together("draft push", hand_over)
+            ranks = self._collective.gather(own, tuple[list[str], float])
+            problems = [problem for part, _ in ranks for problem in part]
+            for problem in problems:
+                self._note(f"draft model, version {version}: {problem}. It goes on with the weights that it has.")
+            metrics = {"drafter/refused": len(problems), "drafter/pushed_bytes": num_bytes(weights)}
+            self._account.push_s = packed_s - began_s + max(spent_s for _, spent_s in ranks)
+            self._in_vain_s = self._clock() - began_s - self._account.push_s
+        return metrics | {"drafter/oldest_version": self._oldest()}
+
+    def save(self, folder: Path) -> None:
+        """Into a checkpoint's folder, unless weights are not finite. Collective; raises CheckpointError where the disk
+        fails."""
+        own = folder / FOLDER
+        if not self._is_sound():
+            return  # a run that resumes there begins with the draft model of the config
+
+        def make() -> None:
+            if self._collective.rank == 0:
+                own.mkdir()
+
+        def write() -> None:
+            self.drafter.save(own)
+
+        with _written(own):
+            self._collective.together("checkpoint", make)
+            if self.config.zero_stage:  # its ranks meet while they save, which they cannot within `together`
+                write()
+            else:
+                self._collective.together("checkpoint", write)
+
+    def load(self, checkpoint: Path) -> None:
+        """Of a checkpoint; one of a run without refreshes has nothing, and the draft model starts anew. Collective."""
+        folder = checkpoint / FOLDER
+        if self._collective.any(not folder.is_dir()):
+            self._note(f"{checkpoint} holds no draft model: it starts from {self._folder}")
+        elif self.config.zero_stage:
+            self.drafter.load(folder)
+        else:
+            self._collective.together("checkpoint", lambda: self.drafter.load(folder))
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint's own state keeps."""
+        return asdict(self._account)
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        self._account = TimeAccount(push_s=state["push_s"], owed_s=state["owed_s"])
+
+    def export(self, folder: Path) -> bool:
+        """In Hugging Face format, unless weights are not finite; returns whether it was. Collective; raises
+        CheckpointError where the disk fails."""
+        if not self._is_sound():
+            return False
+        weights = dict(self.drafter.named_weights())
+
+        def write() -> None:
+            if self._collective.rank == 0:
+                init.write_model(self.drafter.model, folder, tokenizer=self._folder, weights=weights)
+
+        with _written(folder):
+            self._collective.together("draft model export", write)
+        return True
+
+    def close(self) -> None:
+        self._sender.close()
+
+    def _remember(self, sequences: Sequence[TrainSequence], version: int) -> int:
+        """Put the step's responses into the buffer; returns how many of them were cut."""
+        known: Sequence[TopK | None] = [None] * len(sequences)
+        if self.recorder is not None:
+            known = self.recorder.take(sequences)
+        buffer = self.drafter.buffer
+        before = buffer.too_long
+        examples, num_cut = buffer.fitting(
+            [
+                example_from(sequence, top_k, version=version, temperature=self._temperature)
+                for sequence, top_k in zip(sequences, known, strict=True)
+                if sequence.response_len
+            ]
+        )
+        buffer.add(examples)
+        if buffer.too_long and not before:
+            self._note(
+                "draft model: responses to prompts of distillation.tokens_per_microbatch "
+                f"({self.config.tokens_per_microbatch}) or more are not learned from. Raise it."
+            )
+        return num_cut
+
+    def _learn(self, limit_s: float) -> tuple[RefreshStats | None, bool]:
+        """(statistics, whether it failed)"""
+        tokens = self.drafter.tokens_per_update
+        try:
+            stats = self.drafter.refresh(limit_s=limit_s, clock=self._clock)
+        except SpecActorError as error:  # on every rank alike, since what went wrong is a sum over ranks
+            self._note(str(error))
+            return None, True
+        if self.drafter.tokens_per_update < tokens:
+            self._note(
+                f"draft model: no update of {tokens} tokens fitted {limit_s:.3g} s; the next draws "
+                f"{self.drafter.tokens_per_update}. Lower distillation.tokens_per_update, or raise "
+                "distillation.max_time_share."
+            )
+        return stats, False
+
+    def _is_sound(self) -> bool:
+        """Whether the weights may be drafted with later; says so if not. Collective."""
+        sound = not self._collective.any(not self.drafter.is_finite())
+        if not sound:
+            self._note("draft model: has weights that are not finite. They are neither pushed, saved nor exported.")
+        return sound
+
+    def _hand(self, engine: TargetEngine, weights: DraftWeights) -> str:
+        problem = push_to_engine(engine, weights, timeout_s=self._timeout_s)
+        if not problem:
+            self._held[engine] = weights.draft_version
+        return problem
+
+    def _oldest(self) -> int:
+        own = [self._held.get(engine, 0) for engine in self._engines()]
+        of_processes = self._processes.oldest_version()
+        own += [] if of_processes is None else [of_processes]
+        return min((v for part in self._collective.gather(own, list[int]) for v in part), default=0)
+
+
+def left_behind(checkpoint: Path, draft_model: str) -> str:
+    """What is to be said of a run that resumes there without refreshes, and drafts with `draft_model`, if anything."""
+    if not draft_model or not (checkpoint / FOLDER).is_dir():
+        return ""
+    return (
+        f"{checkpoint} holds a draft model that was kept fresh; without refreshes drafts come from {draft_model}. "
+        "Set --distillation.refresh to go on with it."
+    )
+
+
+@contextmanager
+def _written(what: Path) -> Iterator[None]:
+    """Raises CheckpointError, on every rank, where the disk of one fails."""
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{what}: could not be written: {error}. Free disk space.") from error
+    except PeerFailedError as error:
+        raise CheckpointError(str(error)) from error
+
+
+def _metrics_of(stats: RefreshStats) -> dict[str, float]:
+    if not stats.updates:
+        return {"drafter/updates": 0, "drafter/tokens": 0}
+    return {
+        "drafter/updates": stats.updates,
+        "drafter/tokens": stats.tokens,
+        "drafter/loss": sum(stats.losses) / len(stats.losses),
+        "drafter/kl": stats.kl,
+        "drafter/overlap": stats.overlap,
+        "drafter/grad_norm": stats.grad_norm,
+    }

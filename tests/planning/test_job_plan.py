@@ -1,0 +1,96 @@
+"""A job starts what its plan has, by measured costs, and nothing that no plan has."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from specactor.config import Config
+from specactor.recipes import load
+from specactor.rollout.speculation.costs import CostTable, Grid, ProcessCosts
+from specactor.planning.job_plan import planned
+
+AXIS = (1.0, 512.0)
+
+
+def grid(per_request: tuple[float, ...], seconds: Any) -> Grid:
+    return Grid(
+        requests=AXIS, per_request=per_request, seconds=tuple(tuple(seconds(n, k) for k in per_request) for n in AXIS)
+    )
+
+
+def table(*, row_s: float, draft_s: float, token_s: float) -> CostTable:
+    """A verify takes 10 ms, and `row_s` for each token of each request; a window of the suffix drafter takes `draft_s`
+    for each token; of the process a token of all requests `token_s`."""
+    return CostTable(
+        model="m",
+        device="d",
+        date="",
+        verify=grid((1.0, 17.0), lambda n, k: 0.01 + row_s * n * k),
+        plain=grid((1.0,), lambda n, k: 0.01 + row_s * n),
+        drafters={"suffix": grid((1.0, 17.0), lambda n, w: draft_s * w)},
+        process=ProcessCosts(token_s=grid((1.0,), lambda n, k: token_s), ahead_s=grid((1.0,), lambda n, k: 1e-6)),
+    )
+
+
+@pytest.fixture
+def config() -> Config:
+    base = load(["quickstart"])
+    speculation = replace(
+        base.rollout.speculation,
+        mode="auto",
+        drafters=("suffix", "decoupled"),
+        draft_model="d",
+        cost_table="costs.json",
+    )
+    rollout = replace(base.rollout, speculation=speculation, tail=replace(base.rollout.tail, drafters=False))
+    distillation = replace(base.distillation, refresh="off")
+    parallel = replace(base.parallel, engines=2, drafters=1)
+    return replace(base, rollout=rollout, parallel=parallel, distillation=distillation)
+
+
+def test_what_is_planned_is_started(config: Config) -> None:
+    found, text = planned(config, table(row_s=1e-7, draft_s=1.0, token_s=1e-4), machines=1)
+    assert found == config
+    assert "decoupled" in text
+
+
+def test_no_process_is_started_that_no_plan_has(config: Config) -> None:
+    found, text = planned(config, table(row_s=1e-7, draft_s=1e-6, token_s=1.0), machines=1)
+    assert found.parallel.drafters == 0
+    assert found.rollout.speculation.drafters == ("suffix",)
+    assert found.rollout.speculation.mode == "auto"
+    assert "coupled suffix" in text
+    assert "no drafter process is started" in text
+
+
+def test_where_drafts_never_pay_nobody_drafts(config: Config) -> None:
+    dear = table(row_s=1e-7, draft_s=1.0, token_s=1.0)
+    found, text = planned(config, dear, machines=1)
+    assert (found.rollout.speculation.mode, found.parallel.drafters) == ("off", 0)
+    assert "plan: off" in text
+    rollout = replace(config.rollout, tail=replace(config.rollout.tail, drafters=True))
+    lending = replace(config, rollout=rollout, parallel=replace(config.parallel, drafters=0))
+    assert not planned(lending, dear, machines=1)[0].rollout.tail.drafters
+
+
+def test_where_only_the_last_request_gains_drafting_stays_on(config: Config) -> None:
+    found, text = planned(config, table(row_s=0.01, draft_s=1e-6, token_s=1.0), machines=1)
+    assert found.rollout.speculation.mode == "auto"
+    assert "plan: off" in text
+    assert "for the last request coupled" in text
+
+
+def test_a_draft_model_that_learns_is_kept(config: Config) -> None:
+    learning = replace(config, distillation=replace(config.distillation, refresh="every_step"))
+    found, text = planned(learning, table(row_s=1e-7, draft_s=1.0, token_s=1.0), machines=1)
+    assert found == learning
+    assert "plan: off" in text
+
+
+def test_a_table_that_lacks_a_drafter_plans_nothing(config: Config) -> None:
+    found, text = planned(config, replace(table(row_s=0.1, draft_s=1.0, token_s=1.0), process=None), machines=1)
+    assert found == config
+    assert "lacks decoupled" in text

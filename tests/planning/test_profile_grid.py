@@ -1,0 +1,65 @@
+"""Cells: grids that reach both ends, held-out cells between, and the table that gives back what was measured."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from specactor.errors import PlanError
+from specactor.planning.profile_grid import Cell, cells, checks, cost_table
+
+
+def true_s(cell: Cell) -> float:
+    if cell.drafter:
+        return 1e-5 + 2e-5 * cell.requests * cell.window
+    return 1e-3 + 1e-4 * cell.requests + 5e-5 * cell.requests * (1 + cell.window)
+
+
+@given(st.integers(1, 300), st.integers(1, 16))
+def test_grids_reach_both_ends_and_hold_out_what_lies_between(max_requests: int, max_window: int) -> None:
+    found = cells(max_requests=max_requests, max_window=max_window, drafters=["suffix"])
+    assert len(set(found)) == len(found)
+    for drafter, first in (("", 0), ("suffix", 1)):
+        grid = [c for c in found if c.drafter == drafter and not c.held_out]
+        requests, windows = {c.requests for c in grid}, {c.window for c in grid}
+        assert len(grid) == len(requests) * len(windows)
+        assert {1, max_requests} <= requests <= set(range(1, max_requests + 1))
+        assert {first, max_window} <= windows <= set(range(first, max_window + 1))
+        held_out = [c for c in found if c.drafter == drafter and c.held_out]
+        assert bool(held_out) == (max_requests > 3)
+        assert not {c.requests for c in held_out} & requests
+        assert all(c.requests < max_requests and c.window <= max_window for c in held_out)
+
+
+@pytest.mark.parametrize(("requests", "window"), [(0, 1), (1, 0)])
+def test_nothing_to_measure_is_refused(requests: int, window: int) -> None:
+    with pytest.raises(PlanError, match="expected at least 1"):
+        cells(max_requests=requests, max_window=window, drafters=[])
+
+
+def test_the_table_gives_back_medians_and_predicts_what_it_does_not_have() -> None:
+    found = cells(max_requests=100, max_window=8, drafters=["suffix", "model"])
+    measured = {cell: [9.0, true_s(cell), 1e-9, true_s(cell), 9.0] for cell in found}
+    table = cost_table(measured, model="m", device="d", date="today")
+    assert set(table.drafters) == {"suffix", "model"}
+    for cell in found:
+        if not cell.held_out:
+            assert cell.predicted_s(table) == pytest.approx(true_s(cell))
+    errors = checks(measured, table)
+    assert {check.cell for check in errors} == {cell for cell in found if cell.held_out}
+    assert max(check.error for check in errors) < 0.05
+
+
+def test_errors_are_relative_to_what_was_measured() -> None:
+    found = cells(max_requests=8, max_window=4, drafters=[])
+    measured = {cell: [true_s(cell) * (2 if cell.held_out else 1)] for cell in found}
+    errors = checks(measured, cost_table(measured, model="", device="", date=""))
+    assert [check.error for check in errors] == [pytest.approx(0.5, abs=0.05)] * len(errors)
+
+
+def test_a_cell_without_a_round_is_named() -> None:
+    found = cells(max_requests=8, max_window=4, drafters=["suffix"])
+    measured = {cell: [1e-3] for cell in found} | {Cell(requests=4, window=2, drafter="suffix"): []}
+    with pytest.raises(PlanError, match="drafter suffix with 4 requests and window 2: got no full round"):
+        cost_table(measured, model="", device="", date="")

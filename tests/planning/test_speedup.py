@@ -1,0 +1,89 @@
+"""What a draft method buys, by hand: its best window, its speed-up, its rank, and that waking is charged."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from specactor.errors import PlanError
+from specactor.rollout.speculation.stragglers import best_window, gain_after, ranked, speedup
+from specactor.rollout.speculation.reconfiguration import LiveCosts
+
+WINDOWS = 4
+
+
+def costs(row_s: float, step_s: float, *, plain_s: float = 1.0) -> LiveCosts:
+    """A round of w draft tokens takes `plain_s` and `row_s` for each, drafting them `step_s` for each and one more."""
+    return LiveCosts(
+        plain_s=plain_s,
+        verify_s=plain_s + row_s * np.arange(WINDOWS + 1.0),
+        coupled_draft_s=None,
+        decoupled_draft_s=step_s * np.arange(2.0, WINDOWS + 2),
+    )
+
+
+def test_by_hand() -> None:
+    """All is accepted: w + 1 tokens a round, which takes max(1, step (w + 1))."""
+    assert best_window(1.0, costs(0.0, 0.1)) == 4
+    assert speedup(1.0, costs(0.0, 0.1)) == pytest.approx(5.0)
+    assert speedup(1.0, costs(0.0, 0.1, plain_s=2.0)) == pytest.approx(5.0), "plain rounds are as much slower"
+    assert speedup(1.0, costs(0.0, 0.5)) == pytest.approx(2.0), "as fast as the drafter"
+    assert speedup(0.0, costs(0.0, 0.1)) == 1.0
+    assert speedup(0.5, costs(5.0, 0.1)) < 1.0, "rows that cost more than they bring"
+
+
+def coupled(draft_s: float) -> LiveCosts:
+    """A verify of any window takes as long as a plain step."""
+    return LiveCosts(
+        plain_s=1.0,
+        verify_s=np.ones(WINDOWS + 1),
+        coupled_draft_s=draft_s * np.arange(1, WINDOWS + 1),
+        decoupled_draft_s=None,
+    )
+
+
+def test_a_coupled_method_by_hand() -> None:
+    """p = .5: windows 1, 2, .. emit 1.5, 1.75, 1.875 in 1.1, 1.2, 1.3 s; the best is 1.75 / 1.2."""
+    assert speedup(0.5, coupled(0.1)) == pytest.approx(1.75 / 1.2)
+    assert speedup(0.0, coupled(0.1)) <= 1.0
+
+
+def test_the_cheaper_method_wins_until_the_other_is_accepted_more() -> None:
+    live = {"cheap": coupled(0.01), "good": coupled(0.2)}
+    assert ranked({"cheap": 0.5, "good": 0.6}, live) == ["cheap", "good"]
+    assert ranked({"cheap": 0.3, "good": 0.95}, live) == ["good", "cheap"]
+    same = {"b": coupled(0.1), "a": coupled(0.1)}
+    assert ranked({"b": 0.5, "a": 0.5}, same) == ["a", "b"], "names decide among equals"
+
+
+def test_rare_drafts_want_short_windows() -> None:
+    dear = costs(0.2, 0.01)
+    assert best_window(0.3, dear) < best_window(0.95, dear)
+
+
+@given(st.floats(0, 1), st.floats(0, 1), st.floats(0.01, 2), st.floats(0, 1))
+def test_better_drafters_gain_more(one: float, other: float, step: float, row: float) -> None:
+    """Where drafts pay at all: those that do not may be ignored."""
+    low, high = sorted((one, other))
+
+    def gain(rate: float, step_s: float) -> float:
+        return max(1.0, speedup(rate, costs(row, step_s)))
+
+    assert gain(low, step) <= gain(high, step) + 1e-9
+    assert gain(high, 2 * step) <= gain(high, step) + 1e-9
+
+
+def test_waking_is_charged() -> None:
+    assert gain_after(0.0, 100.0, 2.0) == 2.0
+    assert gain_after(50.0, 100.0, 2.0) == pytest.approx(100 / 75)
+    assert gain_after(100.0, 100.0, 2.0) == gain_after(1e9, 100.0, 2.0) == 1.0
+    for waking, left, faster in ((-1.0, 1.0, 1.0), (0.0, 0.0, 1.0), (0.0, 1.0, 0.5)):
+        with pytest.raises(PlanError, match="gain_after: got"):
+            gain_after(waking, left, faster)
+
+
+@given(st.floats(0, 1e4), st.floats(1, 1e4), st.floats(1, 9))
+def test_nobody_is_slowed_down(waking: float, left: float, faster: float) -> None:
+    assert 1.0 - 1e-9 <= gain_after(waking, left, faster) <= faster + 1e-9

@@ -1,0 +1,43 @@
+"""Batches of which sizes take hardly longer than others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from specactor.rollout.decoupled.batch_timing import MIN_SAMPLES, Pace
+
+
+def paced(seconds: Callable[[int], float], *, samples: int = MIN_SAMPLES) -> Pace:
+    pace = Pace()
+    for _ in range(samples):
+        for lanes in (1, 4, 16, 64):
+            pace.batch(lanes, seconds(lanes))
+    return pace
+
+
+def test_where_every_lane_costs_and_where_none_does() -> None:
+    assert not paced(lambda lanes: 0.01).is_slower(4, 64)
+    assert paced(lambda lanes: 0.01 * lanes).is_slower(4, 64)
+    assert paced(lambda lanes: 0.01 + 0.001 * lanes).is_slower(4, 64)
+    assert not paced(lambda lanes: 0.01 + 0.001 * lanes).is_slower(4, 16)
+
+
+def test_what_was_not_measured_is_equal() -> None:
+    assert not Pace().is_slower(4, 64)
+    assert not paced(lambda lanes: 0.01 * lanes, samples=MIN_SAMPLES - 1).is_slower(4, 64)
+    assert not paced(lambda lanes: 0.01 * lanes).is_slower(4, 1000)
+
+
+def test_fewer_take_at_most_as_long_as_more() -> None:
+    """So what was measured of 16 says enough of 8."""
+    assert paced(lambda lanes: 0.01 * lanes).is_slower(8, 64)
+
+
+@pytest.mark.parametrize("lanes", [4, 64])
+def test_a_batch_that_read_prompts_says_nothing(lanes: int) -> None:
+    pace = paced(lambda lanes: 0.01, samples=8)
+    for _ in range(3):
+        pace.batch(lanes, 1.0)
+    assert not pace.is_slower(4, 64)

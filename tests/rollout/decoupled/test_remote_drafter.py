@@ -1,0 +1,381 @@
+"""The drafter `decoupled` within a speculator's rounds, over a link that the test holds in its hands."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+from collections.abc import Sequence
+
+import pytest
+
+from specactor.config import SpeculationConfig
+from specactor.metrics import SPECULATION
+from specactor.rollout.decoupled.remote_drafter import MAX_JUDGED, Decoupled
+from specactor.rollout.decoupled.protocol import Header, Pulse, encode
+from specactor.rollout.decoupled.drafter_side import Mirrors
+from specactor.rollout.decoupled.wait_policy import Patience
+from specactor.rollout.speculation.drafter import DraftSequence
+from specactor.rollout.speculation.speculator import Speculator
+from specactor.trace import Recorder
+from tests.rollout.decoupled.scripted import Scripted, script
+
+ENGINE = 20
+
+
+class Held:
+    """A link to one drafter in this process. What is sent arrives at once; answers take `answer_s`."""
+
+    num_drafters = 1
+
+    def __init__(self, answer_s: float = 0.0) -> None:
+        self.now_s = 50.0
+        self.mirrors = Mirrors(5, max_tokens=10_000)
+        self.continuer = Scripted()
+        self.answer_s = answer_s
+        self.full = False
+        self.closed = 0
+        self._answers: list[tuple[float, bytes]] = []
+
+    def send(self, drafter: int, frame: bytes) -> bool:
+        if self.full:
+            return False
+        self.mirrors.receive(ENGINE, frame, self.now_s)
+        self.draft(1)
+        return True
+
+    def draft(self, steps: int) -> None:
+        for _ in range(steps):
+            lanes = self.mirrors.wanted(100)
+            self.mirrors.extended(lanes, self.continuer.extend(lanes))
+            due_s = self.now_s + self.answer_s
+            for session in self.mirrors.sessions:
+                self._answers += [(due_s, frame) for frame in self.mirrors.outgoing(session, version=1, now_s=due_s)]
+
+    def receive(self) -> list[tuple[int, bytes]]:
+        due = [(0, frame) for due_s, frame in self._answers if due_s <= self.now_s]
+        self._answers = [(due_s, frame) for due_s, frame in self._answers if due_s > self.now_s]
+        return due
+
+    def wait(self, timeout_s: float) -> bool:
+        if not self._answers:
+            self.draft(1)
+        due_s = min((due_s for due_s, _ in self._answers), default=float("inf"))
+        self.now_s = min(max(due_s, self.now_s), self.now_s + timeout_s)
+        return due_s <= self.now_s
+
+    def close(self) -> None:
+        self.closed += 1
+
+
+def over(link: Held) -> Decoupled:
+    return Decoupled(ENGINE, link, engine="e", window=4, clock=lambda: link.now_s)
+
+
+def play(drafter: Decoupled, link: Held, *, rounds: int, round_s: float, wrong_every: int = 0) -> int:
+    """One request whose target is the script, but for every so-manieth round; returns the draft tokens accepted."""
+    config = SpeculationConfig(mode="coupled", window=4)
+    speculator = Speculator(config, [drafter], clock=lambda: link.now_s)
+    sequence = DraftSequence(request_id="a", prompt_ids=(1, 2, 3))
+    speculator.open(sequence)
+    total = 0
+    for number in range(rounds):
+        decision = speculator.decide([sequence], [4])
+        draft = decision.drafts[0]
+        assert draft == script(sequence.prompt_ids, sequence.output_ids, len(draft))
+        link.now_s += round_s
+        wrong = wrong_every and number % wrong_every == 0
+        emitted = (
+            [1000 + number] if wrong else [*draft, *script(sequence.prompt_ids, [*sequence.output_ids, *draft], 1)]
+        )
+        total += len(emitted) - 1
+        speculator.learn([sequence], [emitted[:-1]], round_s=decision.draft_s + round_s)
+        sequence.output_ids.extend(emitted)
+        speculator.commit(sequence, emitted)
+        link.draft(4)
+    assert speculator.accounts.counts["decoupled"].failures == 0
+    speculator.close(sequence)
+    return total
+
+
+def test_drafts_reach_the_speculator() -> None:
+    link = Held()
+    drafter = over(link)
+    assert play(drafter, link, rounds=30, round_s=0.02, wrong_every=5) > 40
+    report = drafter.report()
+    assert report.drafters == 1
+    assert report.proposed > 40
+    assert (report.waits, report.waited_s) == (0, 0.0), "there always was a draft, or no hope for one"
+    assert link.mirrors.num_requests == 0, "closed without a further round"
+
+
+@pytest.mark.parametrize(("answer_s", "waits"), [(0.002, True), (0.03, False)])
+def test_waits_for_quick_answers_only(answer_s: float, waits: bool) -> None:
+    link = Held(answer_s)
+    drafter = over(link)
+    drafter.recorder = Recorder(on=True)
+    play(drafter, link, rounds=300, round_s=0.02, wrong_every=5)
+    report = drafter.report()
+    assert (report.waits > 20) == waits
+    assert report.waited_s <= 300 * 0.01
+    spans = drafter.recorder.take()
+    assert {span.name for span in spans} <= {"wait for drafts"}
+    assert len(spans) == report.waits
+    assert sum(span.end_s - span.start_s for span in spans) == pytest.approx(report.waited_s)
+    assert all(span.details["missing"] == 1 for span in spans)
+    assert (sum(int(span.details["arrived"]) for span in spans) > 20) == waits
+
+
+def test_after_plain_rounds_drafts_are_expected_until_the_answer_is_there() -> None:
+    link = Held(answer_s=0.003)
+    drafter = over(link)
+    sequence = DraftSequence(request_id="a", prompt_ids=(1, 2, 3))
+    drafter.open(sequence)
+    for _ in range(3):
+        link.now_s += 0.3
+        drafter.propose([], [])
+    began_s = link.now_s
+    sequence.output_ids.extend(range(30))
+    drafter.commit(sequence, range(30))
+    assert drafter.propose([sequence], [4]) == [[]]
+    assert drafter.expects
+    assert link.now_s == began_s, "nobody waits"
+    link.now_s += 0.003
+    assert drafter.propose([sequence], [4])[0][:1] == script(sequence.prompt_ids, sequence.output_ids, 1)
+    assert not drafter.expects
+    sequence.output_ids.append(7)
+    drafter.commit(sequence, [7])
+    drafter.propose([sequence], [4])
+    assert not drafter.expects, "a token that differs is nothing to catch up with"
+
+
+def test_a_drafter_that_does_not_answer_is_not_there() -> None:
+    link = Held()
+    drafter = over(link)
+    assert drafter.is_there()
+    link.full = True
+    for _ in range(8):
+        link.now_s += 0.3
+        drafter.propose([], [])
+    assert not drafter.is_there()
+    link.full = False
+    link.now_s += 0.3
+    drafter.is_there()
+    assert drafter.is_there()
+
+
+def test_a_link_that_takes_nothing_costs_nothing() -> None:
+    link = Held()
+    drafter = over(link)
+    link.full = True
+    assert play(drafter, link, rounds=10, round_s=0.3) == 0
+    assert drafter.report().dropped["nobody"] > 5
+    link.full = False
+    assert play(drafter, link, rounds=10, round_s=0.3) > 0
+
+
+def test_beats_to_a_drafter_that_sleeps_are_no_loss() -> None:
+    """They cannot be sent, all the time that it sleeps; what is lost on the way to one that answers is seen."""
+    link = Held()
+    drafter = over(link)
+    link.full = True
+    play(drafter, link, rounds=10, round_s=0.3)
+    assert drafter.figures()["dropped_frames"] == 0
+    link.full = False
+    play(drafter, link, rounds=10, round_s=0.3)
+    assert drafter.is_there()
+    assert drafter.figures()["dropped_frames"] == 0
+    link.full = True
+    play(drafter, link, rounds=2, round_s=0.3)
+    assert drafter.figures()["dropped_frames"] > 0
+
+
+def test_nobody_hears_of_a_request_without_a_prompt() -> None:
+    """Its drafter would drop the whole frame."""
+    link = Held()
+    drafter = over(link)
+    sequences = [DraftSequence(request_id=str(number), prompt_ids=(5,) * number) for number in range(2)]
+    for sequence in sequences:
+        drafter.open(sequence)
+    for _ in range(3):
+        drafts = drafter.propose(sequences, [4, 4])
+        link.draft(4)
+    assert drafts[0] == []
+    assert len(drafts[1]) == 4
+    assert not link.mirrors.drops.counts
+
+
+def test_stop_tells_the_drafter_and_closes_once() -> None:
+    link = Held()
+    drafter = over(link)
+    drafter.open(DraftSequence(request_id="a", prompt_ids=(1,)))
+    drafter.propose([], [])
+    drafter.propose([], [])
+    assert link.mirrors.num_requests == 1
+    drafter.stop()
+    drafter.stop()
+    assert (link.mirrors.num_requests, link.closed) == (0, 1)
+
+
+def test_what_is_not_stopped_closes_when_it_goes() -> None:
+    link = Held()
+    drafter = over(link)
+    del drafter
+    gc.collect()
+    assert link.closed == 1
+
+
+def test_figures_are_those_since_the_last_call() -> None:
+    link = Held(answer_s=0.03)  # when it arrives, a tail is of the round before
+    drafter = over(link)
+    play(drafter, link, rounds=30, round_s=0.02, wrong_every=5)
+    first = drafter.figures()
+    assert first["live_drafters"] == 1
+    assert first["drafted_ahead"] > first["wasted_ahead"] > 0
+    assert first["stale_tails"] > 0
+    assert set(first) <= set(SPECULATION)
+    assert drafter.figures() == dict.fromkeys(first, 0) | {"live_drafters": 1}
+
+
+class Tells:
+    """A link on which two drafters tell what the test says."""
+
+    num_drafters = 2
+
+    def __init__(self) -> None:
+        self._numbers = itertools.count(1)
+        self._frames: list[tuple[int, bytes]] = []
+
+    def tell(self, drafter: int, session: int, *, drafted: int) -> None:
+        header = Header(sender=session, receiver=ENGINE, number=next(self._numbers))
+        pulse = Pulse(version=1, requests=0, drafted=drafted, wasted=drafted // 2)
+        self._frames.append((drafter, encode(header, [pulse])))
+
+    def send(self, drafter: int, frame: bytes) -> bool:
+        return True
+
+    def receive(self) -> list[tuple[int, bytes]]:
+        frames, self._frames = self._frames, []
+        return frames
+
+    def wait(self, timeout_s: float) -> bool:
+        return False
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("session", [3, 5], ids=["the same incarnation", "a new one"])
+def test_a_drafter_that_counts_anew_takes_nothing_from_the_others(session: int) -> None:
+    link = Tells()
+    drafter = Decoupled(ENGINE, link, engine="e", window=4, clock=lambda: 50.0)
+
+    def figures(*told: tuple[int, int, int]) -> tuple[float, float]:
+        for index, number, drafted in told:
+            link.tell(index, number, drafted=drafted)
+        drafter.propose([], [])
+        now = drafter.figures()
+        return now["drafted_ahead"], now["wasted_ahead"]
+
+    assert figures((0, 3, 1000), (1, 4, 1000)) == (2000, 1000)
+    assert figures((0, session, 10), (1, 4, 2000)) == (1010, 505)
+    assert figures((0, session, 30)) == (20, 10)
+
+
+def test_a_new_incarnation_counts_from_nothing() -> None:
+    link = Tells()
+    drafter = Decoupled(ENGINE, link, engine="e", window=4, clock=lambda: 50.0)
+    link.tell(0, 3, drafted=10)
+    link.tell(0, 5, drafted=30)
+    drafter.propose([], [])
+    assert drafter.report().drafted_ahead == 40
+
+
+class Noting(Patience):
+    """What it is taught."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.right: list[int] = []
+        self.seconds: list[float] = []
+
+    def judged(self, right: Sequence[int]) -> None:
+        self.right += right
+        super().judged(right)
+
+    def rounds(self, round_s: float) -> None:
+        self.seconds.append(round_s)
+        super().rounds(round_s)
+
+
+@pytest.mark.parametrize("right", [0, 1, 3, 4])
+@pytest.mark.parametrize("rounds", [1, 2, 16])
+def test_drafts_that_nobody_verified_are_judged_by_what_was_emitted(right: int, rounds: int) -> None:
+    """A look, and so many plain rounds until the next one."""
+    link = Held()
+    drafter = over(link)
+    drafter.patience = noted = Noting()
+    sequence = DraftSequence(request_id="a", prompt_ids=(1, 2, 3))
+    drafter.open(sequence)
+    for _ in range(2):
+        drafter.propose([sequence], [0])
+        link.draft(4)
+    [draft] = drafter.propose([sequence], [4])
+    assert len(draft) == 4
+    truth = [*draft[:right], *([1000] * 40)]
+    while len(sequence.output_ids) < 16:
+        fresh = truth[len(sequence.output_ids) :][:rounds]
+        link.now_s += 0.02 * rounds
+        sequence.output_ids.extend(fresh)
+        drafter.commit(sequence, fresh)
+        drafter.propose([sequence], [4])
+    assert noted.right[0] == right
+    assert noted.seconds == [], "no round was its own"
+
+
+def test_rounds_are_those_that_it_led() -> None:
+    """As they were measured, less its own waits, and none that came between."""
+    link = Held(answer_s=0.002)
+    drafter = over(link)
+    drafter.patience = noted = Noting()
+    play(drafter, link, rounds=300, round_s=0.02, wrong_every=5)
+    assert drafter.report().waits > 20
+    assert len(noted.seconds) >= 299, "in the first round nobody was there"
+    assert noted.seconds == pytest.approx([0.02] * len(noted.seconds))
+    assert 0 in noted.right
+    assert 4 in noted.right
+
+
+def test_of_many_drafts_some_are_judged() -> None:
+    link = Held()
+    drafter = over(link)
+    drafter.patience = noted = Noting()
+    sequences = [DraftSequence(request_id=str(i), prompt_ids=(i,)) for i in range(100)]
+    for sequence in sequences:
+        drafter.open(sequence)
+    for _ in range(3):
+        drafter.propose(sequences, [4] * 100)
+        link.draft(4)
+    for sequence in sequences:
+        sequence.output_ids.extend([1000] * 4)
+    drafter.propose(sequences, [4] * 100)
+    assert 0 < len(noted.right) <= MAX_JUDGED
+    assert set(noted.right) == {0}
+
+
+def test_others_are_judged_in_every_round() -> None:
+    link = Held()
+    drafter = over(link)
+    drafter.patience = noted = Noting()
+    count, rounds = 3 * MAX_JUDGED, 12
+    sequences = [DraftSequence(request_id=str(i), prompt_ids=(i,)) for i in range(count)]
+    for sequence in sequences:
+        drafter.open(sequence)
+    for _ in range(rounds):
+        drafter.propose(sequences, [4] * count)
+        link.draft(8)
+        for i, sequence in enumerate(sequences):
+            good = script(sequence.prompt_ids, sequence.output_ids, 4)
+            sequence.output_ids.extend(good if i % 3 == 0 else [1000])
+    served = len(noted.right)
+    assert served > rounds * MAX_JUDGED / 2
+    assert served / 4 < served - noted.right.count(0) < served / 2, "a third of the requests is drafted for rightly"

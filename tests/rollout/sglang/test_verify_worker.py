@@ -1,0 +1,192 @@
+"""Speculation on and off: the same tokens, finish reasons and log-probabilities from a real engine."""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import msgspec
+import pytest
+from rich.console import Console
+
+from specactor.config import EngineConfig, SpeculationConfig
+from specactor.progress import Progress
+from specactor.rollout.speculation.counters import Counts
+from specactor.rollout.speculation.windows import OFF as OFF_NAME
+from specactor.rollout.sglang.engine_client import Engine, EngineSpec
+from specactor.rollout.sglang.running import running
+from specactor.rollout.sglang.speculation_calls import CONFIGURE, REPORT
+from specactor.types import RolloutRequest, Trajectory
+from tests.rollout.conftest import request
+from tests.rollout.sglang import drafters
+
+MAX_WINDOW = 16
+HERE = "tests.rollout.sglang.drafters"
+OFF = SpeculationConfig(mode="off", max_window=MAX_WINDOW)
+
+
+def speculation(drafter: str, window: int) -> SpeculationConfig:
+    return SpeculationConfig(mode="coupled", drafters=(f"{HERE}:{drafter}",), window=window, max_window=MAX_WINDOW)
+
+
+def configure(engine: Engine, config: SpeculationConfig) -> None:
+    engine.rank_call(CONFIGURE, msgspec.json.encode(config), timeout_s=60)
+
+
+def report(engine: Engine) -> Counts:
+    """Of the only drafter, on rank 0."""
+    counts = msgspec.json.decode(engine.rank_call(REPORT, b"", timeout_s=60)[0], type=dict[str, Counts])
+    [name] = set(counts) - {OFF_NAME}
+    return counts[name]
+
+
+@pytest.fixture(scope="module", params=[1, 2], ids=["tp1", "tp2"])
+def speculating(request: pytest.FixtureRequest, make_spec: Callable[..., EngineSpec]) -> Iterator[Engine]:
+    """An engine whose speculation each test configures."""
+    ranks: int = request.param
+    spec = make_spec(
+        10 + ranks,
+        tensor_parallel=ranks,
+        devices=tuple(range(ranks)),
+        config=EngineConfig(max_running_requests=32, max_total_tokens=6144, start_timeout_s=300),
+        speculation=replace(OFF, mode="coupled", drafters=(f"{HERE}:Constant",)),
+    )
+    with running(spec) as engine:
+        yield engine
+
+
+def batch(count: int = 50) -> list[RolloutRequest]:
+    """All kinds of sampling side by side; some end by themselves, some at their length."""
+    temperatures = (0.0, 0.6, 1.0, 1.3)
+    sampling: list[dict[str, object]] = [{}, {"top_p": 0.8}, {"top_k": 7}, {"top_p": 0.9, "top_k": 12}]
+    return [
+        request(i, temperature=temperatures[i % 4], new=8 + i % 29, ignore_eos=i % 3 != 0, **sampling[i // 4 % 4])
+        for i in range(count)
+    ]
+
+
+def facts(trajectories: list[Trajectory]) -> list[tuple[object, ...]]:
+    return [(t.token_ids, t.finish_reason, t.logprobs) for t in trajectories]
+
+
+@pytest.fixture(scope="module")
+def plain(speculating: Engine, engines: tuple[Engine, Engine]) -> list[tuple[object, ...]]:
+    """What SGLang gives without the plugin's algorithm."""
+    engine = engines[len(speculating.spec.devices) - 1]
+    engine.flush()
+    return facts(engine.generate(batch()))
+
+
+def run(engine: Engine, config: SpeculationConfig, requests: list[RolloutRequest]) -> list[tuple[object, ...]]:
+    engine.flush()
+    configure(engine, config)
+    return facts(engine.generate(requests))
+
+
+def test_speculation_off_is_plain_decoding(speculating: Engine, plain: list[tuple[object, ...]]) -> None:
+    assert run(speculating, OFF, batch()) == plain
+
+
+@pytest.mark.parametrize("window", [1, 2, 3, 5, 8, 16])
+@pytest.mark.parametrize("drafter", ["Memory", "HalfRight"])
+def test_drafts_change_no_token(
+    speculating: Engine, plain: list[tuple[object, ...]], drafter: str, window: int
+) -> None:
+    run(speculating, speculation(drafter, window), batch())  # the drafter learns what will come
+    report(speculating)
+    speculating.flush()
+    assert facts(speculating.generate(batch())) == plain
+    counts = report(speculating)
+    assert counts.drafted > 0
+    if drafter == "Memory":
+        assert counts.accepted == counts.drafted > 0
+        assert counts.emitted / counts.verifies > 1 + 0.4 * window
+    else:
+        assert 0 < counts.accepted < counts.drafted
+
+
+TOO_MANY = "drafted more tokens than it was asked for; they are cut"
+DROPPED = "failed 3 times, and is not asked again"
+LIARS: dict[str, list[str]] = {
+    "Garbage": [],
+    "Constant": [],
+    "OnlyEos": [],
+    "OutOfBounds": ["drafted a token beyond the vocabulary; the draft ends before it", TOO_MANY],
+    "Negative": ["drafted a negative token; the draft ends before it"],
+    "Fractional": ["drafted a float, which is no token; the draft ends before it"],
+    "TooFew": ["ValueError: propose returned 0 drafts for N requests", DROPPED],
+    "Raises": ["RuntimeError: a drafter's bug", DROPPED],
+}
+"""What is told of each."""
+
+
+@pytest.mark.parametrize("drafter", LIARS)
+def test_liars_change_no_token_and_are_told_of(
+    speculating: Engine, plain: list[tuple[object, ...]], drafter: str
+) -> None:
+    """On the terminal once, in two steps' worth of its lies."""
+    assert run(speculating, speculation(drafter, 4), batch()) == plain
+    seen = speculating.speculation_counts()
+    [counts] = [of for name, of in seen.items() if name != OFF_NAME]
+    assert (counts.failures > 0) == (drafter in ("TooFew", "Raises"))
+    assert (counts.drafted == 0) == (drafter in ("TooFew", "Raises"))
+    console = Console(file=io.StringIO(), width=200)
+    with Progress(2, enabled=False, console=console) as progress:
+        progress.drafter_problems(seen)
+        assert [len(of) for of in progress.problems.values()] == [len(LIARS[drafter])] * bool(LIARS[drafter])
+        progress.problems.clear()
+        speculating.flush()
+        speculating.generate(batch(10))
+        progress.drafter_problems(speculating.speculation_counts())
+        assert progress.problems == {}
+    told = [re.sub(r"[0-9]+ requests", "N requests", line) for line in console.file.getvalue().splitlines()]  # type: ignore[attr-defined]
+    assert sorted(line.partition("drafter ")[2] for line in told) == sorted(
+        f"{counts_name(drafter)}: {drafter}: {reason}. That costs speed, and changes no token."
+        for reason in LIARS[drafter]
+    )
+
+
+def counts_name(drafter: str) -> str:
+    return str(getattr(drafters, drafter).name)
+
+
+def test_plain_rounds_between_rounds_with_drafts_change_no_token(
+    speculating: Engine, plain: list[tuple[object, ...]]
+) -> None:
+    """The first rounds of mode auto take turns: draft tokens, none on the plain path, and so on."""
+    configure(speculating, SpeculationConfig(mode="auto", drafters=(f"{HERE}:HalfRight",), max_window=MAX_WINDOW))
+    for _ in range(4):  # in the first, the drafter learns what will come
+        speculating.flush()
+        assert facts(speculating.generate(batch())) == plain
+    counts = msgspec.json.decode(speculating.rank_call(REPORT, b"", timeout_s=60)[0], type=dict[str, Counts])
+    plainly = counts.pop(OFF_NAME)
+    [drafted] = counts.values()
+    assert plainly.rested > 3
+    assert drafted.speculative_rounds > 3
+    assert drafted.accepted > 0
+
+
+def test_batch_mates_and_order_change_nothing(speculating: Engine, plain: list[tuple[object, ...]]) -> None:
+    requests = batch()
+    run(speculating, speculation("HalfRight", 6), requests)
+    for part in (requests[:1], requests[7:9], requests[::-1]):
+        speculating.flush()
+        assert facts(speculating.generate(part)) == [plain[requests.index(r)] for r in part]
+
+
+def test_the_counts_add_up(speculating: Engine) -> None:
+    requests = batch(20)
+    run(speculating, speculation("HalfRight", 8), requests)
+    report(speculating)
+    speculating.flush()
+    emitted = sum(len(t.token_ids) for t in speculating.generate(requests))
+    counts = report(speculating)
+    assert counts.drafted == sum(counts.drafted_at)
+    assert counts.accepted == sum(counts.accepted_at)
+    assert counts.emitted == counts.accepted + counts.verifies
+    assert counts.emitted <= emitted + 8 * len(requests)  # a chain may run past a request's end
+    assert counts.draft_s > 0 < counts.verify_s
+    assert all(a <= d for a, d in zip(counts.accepted_at, counts.drafted_at, strict=True))
+    assert report(speculating) == Counts()

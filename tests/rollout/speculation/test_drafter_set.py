@@ -1,0 +1,311 @@
+"""Drafters hear of everything that they are asked about, once and in order, and of the rest later. They draft from
+what they were told, get nothing that belongs to the engine, and what is wrong with one is told once."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import pytest
+
+from specactor.config import SpeculationConfig
+from specactor.rollout.speculation.counters import Counts
+from specactor.rollout.speculation.drafter import Drafter, DraftSequence
+from specactor.rollout.speculation.drafter_set import FAILURES, DrafterSet
+from specactor.rollout.speculation.acceptance import AcceptanceModel
+
+
+class Notes(Drafter):
+    """Notes what it hears."""
+
+    def __init__(self, name: str = "notes", *, drafts_first: bool = True, drafts_ahead: bool = False) -> None:
+        self.name, self.drafts_first, self.drafts_ahead = name, drafts_first, drafts_ahead
+        self.running: dict[str, list[int]] = {}
+        self.ended: list[tuple[tuple[int, ...], list[int]]] = []
+
+    def open(self, sequence: DraftSequence) -> None:
+        assert sequence.request_id not in self.running
+        assert sequence.output_ids == []
+        self.running[sequence.request_id] = []
+
+    def commit(self, sequence: DraftSequence, tokens: Sequence[int]) -> None:
+        self.running[sequence.request_id] += tokens
+
+    def close(self, sequence: DraftSequence) -> None:
+        self.ended.append((sequence.prompt_ids, self.running.pop(sequence.request_id)))
+
+    def propose(self, sequences: Sequence[DraftSequence], windows: Sequence[int]) -> list[list[int]]:
+        """The last token that it knows. It is asked for what it was told of."""
+        assert all(self.running[s.request_id] == s.output_ids for s in sequences)
+        return [s.output_ids[-1:] for s in sequences]
+
+
+class Scene:
+    """Requests that come, grow and end."""
+
+    def __init__(self, *, max_tokens: int = 10_000) -> None:
+        self.text, self.other = Notes(), Notes("other", drafts_first=False)
+        self.ahead = Notes("ahead", drafts_ahead=True)
+        config = SpeculationConfig(mode="auto", history_tokens=max_tokens, max_window=3)
+        drafters = [self.text, self.other, self.ahead]
+        self.acceptance = {drafter.name: AcceptanceModel(max_window=3) for drafter in drafters}
+        self.drafter_set = DrafterSet(drafters, config, acceptance=self.acceptance)
+        self.running: list[DraftSequence] = []
+        self.ended: list[DraftSequence] = []
+        self.number = 0
+
+    def open(self, prompt: int) -> DraftSequence:
+        self.number += 1
+        sequence = DraftSequence(request_id=str(self.number), prompt_ids=(prompt,))
+        self.running.append(sequence)
+        self.drafter_set.open(sequence)
+        return sequence
+
+    def grow(self, sequence: DraftSequence, *tokens: int) -> None:
+        sequence.output_ids.extend(tokens)
+        self.drafter_set.commit(sequence)
+
+    def close(self, sequence: DraftSequence) -> None:
+        self.running.remove(sequence)
+        self.ended.append(sequence)
+        self.drafter_set.close(sequence)
+
+    def check(self, prompts: set[int]) -> None:
+        """All requests with these prompts are known."""
+        for sequence in self.running:
+            if sequence.prompt_ids[0] in prompts:
+                assert self.text.running[sequence.request_id] == sequence.output_ids
+        known = [ended for ended in self.text.ended if ended[0][0] in prompts]
+        expected = [(s.prompt_ids, s.output_ids) for s in self.ended if s.prompt_ids[0] in prompts]
+        assert sorted(known) == sorted(expected)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_all_text_of_a_prompt_is_known_when_it_is_asked_for(seed: int) -> None:
+    rng, scene = random.Random(seed), Scene()
+    for _ in range(200):
+        match rng.randrange(6):
+            case 0:
+                scene.open(rng.randrange(4))
+            case 1 if scene.running:
+                scene.close(rng.choice(scene.running))
+            case 2 | 3:
+                for sequence in scene.running:
+                    scene.grow(sequence, *(rng.randrange(9) for _ in range(rng.randrange(3))))
+            case 4:
+                scene.drafter_set.pause()
+            case 5 if scene.running:
+                if rng.random() < 0.5:
+                    scene.drafter_set.resume()
+                    scene.check({s.prompt_ids[0] for s in scene.running})
+                    assert scene.other.running == {s.request_id: s.output_ids for s in scene.running}
+                    assert scene.ahead.running == scene.other.running
+                else:
+                    asked = rng.sample(scene.running, 1)
+                    scene.drafter_set.resume(asked)
+                    scene.check({s.prompt_ids[0] for s in asked})
+                    for model in (scene.ahead, scene.other):
+                        assert all(model.running[s.request_id] == s.output_ids for s in asked)
+        assert set(scene.ahead.running) <= {s.request_id for s in scene.running}, "what has ended is closed at once"
+    ended = [(s.prompt_ids, s.output_ids) for s in scene.ended]
+    assert all(of in ended for of in scene.other.ended), "of what they hear of, they hear all"
+
+
+def test_nothing_is_told_during_a_pause_and_only_what_is_asked_for_after_it() -> None:
+    scene = Scene()
+    scene.drafter_set.pause()
+    one, two = scene.open(1), scene.open(2)
+    scene.grow(one, 5, 6)
+    scene.close(one)
+    assert (scene.text.running, scene.text.ended) == ({}, [])
+    assert (scene.ahead.running, scene.ahead.ended) == ({}, [])
+    scene.drafter_set.resume([two])
+    assert list(scene.text.running) == [two.request_id]
+    assert scene.text.ended == []
+    scene.drafter_set.resume()
+    assert scene.text.ended == []
+    scene.open(1)
+    assert scene.text.ended == [((1,), [5, 6])], "when its prompt comes again"
+
+
+def test_who_drafts_ahead_hears_of_what_is_asked_for_and_of_no_other() -> None:
+    scene = Scene()
+    scene.drafter_set.pause()
+    one, two = scene.open(1), scene.open(1)
+    scene.drafter_set.resume([two])
+    assert list(scene.text.running) == [one.request_id, two.request_id]
+    assert list(scene.ahead.running) == [two.request_id]
+    scene.close(one)
+    scene.close(two)
+    assert scene.ahead.running == {}
+    scene.drafter_set.resume()
+    assert len(scene.ahead.ended) == 1
+
+
+def test_what_waits_is_bounded_and_the_oldest_goes_first() -> None:
+    scene = Scene(max_tokens=10)
+    begun = scene.open(1)
+    scene.drafter_set.pause()
+    for prompt in (2, 3):
+        sequence = scene.open(prompt)
+        scene.grow(sequence, *range(4))
+        scene.close(sequence)
+    scene.grow(begun, *range(4))
+    scene.close(begun)
+    scene.drafter_set.resume()
+    for prompt in (1, 2, 3):
+        scene.open(prompt)
+    assert [prompt for prompt, _ in scene.text.ended] == [(1,), (3,)]
+
+
+def test_a_request_that_was_opened_is_closed_even_if_its_text_is_dropped() -> None:
+    scene = Scene(max_tokens=3)
+    sequence = scene.open(1)
+    scene.drafter_set.pause()
+    scene.grow(sequence, *range(4))
+    scene.close(sequence)
+    assert scene.text.running == {}
+
+
+def test_drafts_from_some_tokens_ago_are_made_without_knowing_these() -> None:
+    """So what was emitted since tells how good they are; then it is told, too."""
+    scene = Scene()
+    first = scene.open(1)
+    scene.grow(first, 1, 2)
+    scene.drafter_set.pause()
+    mate, stranger = scene.open(1), scene.open(2)
+    for sequence in (first, mate, stranger):
+        scene.grow(sequence, 3, 3, 5, 6)
+    rate = scene.acceptance["notes"].rate
+    assert scene.drafter_set.hindsight([first, mate], [3, 3]) == {"notes": [[3], [3]]}, "both end with the first 3"
+    assert scene.text.running == {first.request_id: [1, 2, 3], mate.request_id: [3]}
+    assert scene.acceptance["notes"].rate > rate, "the next token was another 3"
+    assert scene.ahead.running == {first.request_id: [1, 2]}, "drafters over text alone are asked so"
+    assert scene.drafter_set.hindsight([mate], [3]) == {"notes": [[3]]}, "not before what is known"
+    scene.drafter_set.resume()
+    assert scene.text.running == {s.request_id: s.output_ids for s in scene.running}
+    assert [s.output_ids for s in (first, mate)] == [[1, 2, 3, 3, 5, 6], [3, 3, 5, 6]]
+
+
+class Knows(DrafterSet):
+    """Wrong: drafters over text are told of all tokens before they draft in hindsight."""
+
+    def _tell_texts(self, requests: Sequence[object], *, but: int = 0) -> None:
+        super()._tell_texts(requests)  # type: ignore[arg-type]
+
+
+def test_hindsight_that_knows_what_came_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tests.rollout.speculation.test_drafter_set.DrafterSet", Knows)
+    with pytest.raises(AssertionError):
+        test_drafts_from_some_tokens_ago_are_made_without_knowing_these()
+
+
+class Vandal(Notes):
+    """Changes all lists that it is given."""
+
+    def commit(self, sequence: DraftSequence, tokens: Sequence[int]) -> None:
+        sequence.output_ids.clear()
+        assert isinstance(tokens, list)
+        tokens.append(7)
+
+    def propose(self, sequences: Sequence[DraftSequence], windows: Sequence[int]) -> list[list[int]]:
+        for sequence in sequences:
+            sequence.output_ids[:] = [7]
+        return [[7] for _ in sequences]
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_no_drafter_can_change_what_the_engine_holds(ahead: bool) -> None:
+    acceptance = {"notes": AcceptanceModel(max_window=8)}
+    drafter_set = DrafterSet([Vandal(drafts_ahead=ahead)], SpeculationConfig(mode="auto"), acceptance=acceptance)
+    sequence = DraftSequence(request_id="a", prompt_ids=(1,))
+    drafter_set.open(sequence)
+    for token in range(5):
+        sequence.output_ids.append(token)
+        drafter_set.commit(sequence)
+        drafter_set.draft("notes", [sequence], [2])
+        drafter_set.pause()
+        drafter_set.hindsight([sequence], [2])
+        drafter_set.resume()
+        assert sequence.output_ids == list(range(token + 1))
+
+
+def asked(lie: Callable[[list[int]], object], rounds: int = 5) -> tuple[list[list[list[int]]], Counts]:
+    """What is verified of what a drafter returns for two requests, round by round; and what is told of it."""
+
+    class Liar(Notes):
+        def propose(self, sequences: Sequence[DraftSequence], windows: Sequence[int]) -> list[list[int]]:
+            return lie(list(windows))  # type: ignore[return-value]
+
+    counts = Counts()
+    drafter_set = DrafterSet([Liar()], SpeculationConfig(mode="auto"), counts=lambda name: counts)
+    drafter_set.vocab_size = 10
+    sequences = [DraftSequence(request_id=name, prompt_ids=(1,)) for name in "ab"]
+    for sequence in sequences:
+        drafter_set.open(sequence)
+    return [drafter_set.draft("notes", sequences, [2, 3]) for _ in range(rounds)], counts
+
+
+@pytest.mark.parametrize(
+    ("returned", "reason"),
+    [
+        ([[1]], "ValueError: propose returned 1 drafts for 2 requests"),
+        ([[1], [2], [3]], "ValueError: propose returned 3 drafts for 2 requests"),
+        ([[1], None], "TypeError: 'NoneType' object is not subscriptable"),
+        (None, "TypeError: object of type 'NoneType' has no len()"),
+    ],
+)
+def test_a_drafter_that_fails_is_dropped_and_that_is_told_once(returned: object, reason: str) -> None:
+    drafts, counts = asked(lambda windows: returned)
+    assert drafts == [[[], []]] * 5
+    assert counts.failures == FAILURES
+    assert counts.problems == [f"Liar: {reason}", "Liar: failed 3 times, and is not asked again"]
+
+
+def test_one_that_raises_has_its_reason_told_in_one_short_line() -> None:
+    _, counts = asked(lambda windows: [][0 if windows else 1])
+    assert counts.problems[0] == "Liar: IndexError: list index out of range"
+    _, counts = asked(lambda windows: int("x" * 1000 + "\n"), rounds=1)
+    assert len(counts.problems) == 1
+    assert len(counts.problems[0]) < 250
+    assert "\n" not in counts.problems[0]
+
+
+@pytest.mark.parametrize(
+    ("draft", "kept", "reasons"),
+    [
+        ([1, 2, 3], [1, 2], ["drafted more tokens than it was asked for; they are cut"]),
+        ([1, -1], [1], ["drafted a negative token; the draft ends before it"]),
+        ([10, 1], [], ["drafted a token beyond the vocabulary; the draft ends before it"]),
+        ([1, 2.5], [1], ["drafted a float, which is no token; the draft ends before it"]),
+        (["1"], [], ["drafted a str, which is no token; the draft ends before it"]),
+        ([np.int64(1), np.int32(2)], [1, 2], []),
+        (
+            [1, 10**6, 1, 1],
+            [1],
+            [
+                "drafted more tokens than it was asked for; they are cut",
+                "drafted a token beyond the vocabulary; the draft ends before it",
+            ],
+        ),
+    ],
+)
+def test_what_is_no_token_and_what_is_too_long_is_cut_and_told_once(
+    draft: list[object], kept: list[int], reasons: list[str]
+) -> None:
+    drafts, counts = asked(lambda windows: [draft, []])
+    assert drafts == [[kept, []]] * 5
+    assert all(type(token) is int for of in drafts for one in of for token in one)
+    assert counts.failures == 0
+    assert counts.cut_drafts == (5 if reasons else 0)
+    assert counts.problems == [f"Liar: {reason}" for reason in reasons]
+
+
+def test_problems_of_several_engines_are_one() -> None:
+    one, other = (asked(lambda windows: [[1, -1], []])[1] for _ in range(2))
+    more = asked(lambda windows: [[1.5], []])[1]
+    total = one + other + more
+    assert total == more + other + one, "in any order"
+    assert len(total.problems) == 2
+    assert total.cut_drafts == 15

@@ -1,0 +1,116 @@
+"""Whatever ends a host, nothing of its tree stays: children, orphans in other sessions, folders, shared memory."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from specactor.rollout import process_guard as guard
+from tests.rollout.conftest import process_exists
+
+SCRIPT = Path(__file__).parent / "guard_script.py"
+
+
+class Tree:
+    """A guard with a host, a child of it, and an orphaned grandchild in a session of its own."""
+
+    def __init__(self, folder: Path, behaviour: str) -> None:
+        self.connection, theirs = socket.socketpair()
+        with theirs:
+            self.guard = subprocess.Popen(
+                [sys.executable, str(SCRIPT), str(theirs.fileno()), str(folder), behaviour],
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,
+            )
+        deadline = time.monotonic() + 120
+        while not (folder / "pids").exists():
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        *pids, temporary = (folder / "pids").read_text().split()
+        self.host, self.child, self.orphan = map(int, pids)
+        self.temporary = Path(temporary)
+        deadline = time.monotonic() + 60
+        while f"_{self.child}_" not in (self.temporary / guard.SHARED_FILES).read_text():
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        self.shared = Path(f"/dev/shm/sgl_shm_test_{self.child}_0")
+        self.shared.write_text("x")
+
+    def assert_gone(self, within_s: float) -> None:
+        deadline = time.monotonic() + within_s
+        while True:
+            left: list[object] = [p for p in (self.host, self.child, self.orphan) if process_exists(p)]
+            left += [path for path in (self.temporary, self.shared) if path.exists()]
+            if not left:
+                return
+            assert time.monotonic() < deadline, f"left behind: {left}"
+            time.sleep(0.05)
+
+
+@pytest.fixture
+def tree(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Tree]:
+    tree = Tree(tmp_path, getattr(request, "param", "stay"))
+    yield tree
+    tree.connection.close()
+    tree.guard.kill()
+    tree.guard.wait(60)
+
+
+def test_death_of_the_trainer_rank(tree: Tree) -> None:
+    assert tree.temporary.is_dir()
+    tree.connection.close()
+    tree.assert_gone(guard.GRACE_S + 30)  # this host ignores the end of the stream, so it gets its full time
+    assert tree.guard.wait(60) == 0
+
+
+def test_death_of_the_host_is_seen_when_all_is_gone(tree: Tree) -> None:
+    os.kill(tree.host, signal.SIGKILL)
+    tree.connection.settimeout(60)
+    assert tree.connection.recv(1) == b""
+    tree.assert_gone(0.0)
+
+
+@pytest.mark.parametrize("tree", ["exit"], indirect=True)
+def test_end_of_the_host(tree: Tree, tmp_path: Path) -> None:
+    (tmp_path / "exit").touch()
+    tree.assert_gone(60)
+
+
+def test_sigterm_ends_all_at_once(tree: Tree) -> None:
+    tree.guard.terminate()
+    tree.assert_gone(0.9 * guard.GRACE_S)
+
+
+@pytest.mark.parametrize("by", ["age", "pid"])
+def test_a_killed_guard_takes_the_host_along_and_is_swept_later(tree: Tree, by: str) -> None:
+    os.kill(tree.guard.pid, signal.SIGKILL)
+    tree.guard.wait(60)
+    deadline = time.monotonic() + 60
+    while process_exists(tree.host):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    for pid in (tree.child, tree.orphan):  # SGLang's own processes die with their parents; these do not
+        os.kill(pid, signal.SIGKILL)
+    guard.sweep()
+    assert tree.temporary.exists(), "too young to judge"
+    if by == "age":
+        os.utime(tree.temporary, (0, 0))
+        guard.sweep()
+    else:
+        guard.sweep(tree.guard.pid)
+    tree.assert_gone(60)
+
+
+def test_sweep_leaves_living_guards_alone(tree: Tree) -> None:
+    os.utime(tree.temporary, (0, 0))
+    guard.sweep()
+    assert (tree.temporary / "rubbish").exists()
+    assert tree.shared.exists()

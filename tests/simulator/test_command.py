@@ -1,0 +1,102 @@
+"""specactor simulate: modes on the same requests, JSON, a page that needs nothing, and errors of one line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from specactor.cli import main
+from specactor.errors import ConfigError
+from specactor.rollout.speculation.costs import CostTable, Grid
+from specactor.simulator.command import parse
+
+SMALL = ["--model", "Qwen2.5-7B", "--devices", "8", "--prompts", "6", "--group-size", "4", "--length-median", "300"]
+
+
+def simulated(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
+    assert main(["simulate", *words, "--json"]) == 0
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return found
+
+
+def test_modes_are_compared_on_the_same_requests(capsys: pytest.CaptureFixture[str]) -> None:
+    found = simulated(capsys, *SMALL, "--steps", "2")
+    assert list(found) == ["off", "coupled", "decoupled", "auto"]
+    assert len({of["tokens"] for of in found.values()}) == 1
+    for of in found.values():
+        assert len(of["steps"]) == 2
+        assert sum(of["device_shares"].values()) == pytest.approx(1.0)
+    assert found["off"]["steps"][0]["drafted"] == 0
+    assert found["coupled"]["steps"][0]["drafted"] > 0
+    assert simulated(capsys, *SMALL, "--steps", "2") == found, "equal seeds"
+    assert simulated(capsys, *SMALL, "--steps", "2", "--seed", "1") != found
+
+
+def test_truth_is_set_apart_from_belief(capsys: pytest.CaptureFixture[str]) -> None:
+    words = [*SMALL, "--modes", "coupled"]
+    usual = simulated(capsys, *words)["coupled"]
+    for more in (["--true-acceptance", "0.2"], ["--true-round-ms", "20"], ["--true-draft-step-ms", "5"]):
+        changed = simulated(capsys, *words, *more)["coupled"]
+        assert changed["plan"] == usual["plan"]
+        assert changed["seconds"] > usual["seconds"]
+
+
+def test_a_measured_table_and_a_run_are_replayed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    grid = Grid(requests=(1.0, 64.0), per_request=(1.0, 9.0), seconds=((0.01, 0.011), (0.02, 0.05)))
+    table = CostTable(model="m", device="d", date="", verify=grid, plain=grid, drafters={"small": grid, "suffix": grid})
+    file = tmp_path / "costs.json"
+    file.write_text(table.to_json())
+    line = {"step": 1, "response/length_mean": 50.0, "response/length_p95": 90, "response/length_max": 99}
+    line |= {"speculation/small/drafted_at_1": 10, "speculation/small/accepted_at_1": 9}
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(line) + "\n")
+    words = ["--cost-table", str(file), "--devices", "4", "--prompts", "4", "--group-size", "2", "--train-tokens-per-s"]
+    found = simulated(capsys, *words, "100", "--replay", str(tmp_path), "--drafters", "small", "--modes", "off", "auto")
+    assert found["off"]["tokens"] <= 8 * 99
+    assert main(["simulate", "--cost-table", str(file)]) == 2
+    assert "train_tokens_per_s: got 0, expected > 0 with --cost-table" in capsys.readouterr().err
+    assert main(["simulate", "--replay", str(tmp_path / "none")]) == 1
+    assert "expected the folder of a run" in capsys.readouterr().err
+    assert main(["simulate", "--cost-table", str(tmp_path / "none")]) == 1
+    assert "specactor profile" in capsys.readouterr().err
+
+
+def test_the_page_needs_nothing_but_itself(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["simulate", *SMALL, "--modes", "off", "auto", "--schedule", "one-step-off", "--train-devices", "4"]
+    assert main([*words, "--out", str(tmp_path / "one.html")]) == 0
+    assert "simulated" in capsys.readouterr().out
+    assert main([*words, "--out", str(tmp_path / "two.html")]) == 0
+    page = (tmp_path / "one.html").read_text()
+    assert page.replace("one.html", "two.html") == (tmp_path / "two.html").read_text()
+    assert "default-src 'none'" in page
+    assert "<script" not in page
+    assert "http://" not in page.replace("http://www.w3.org", "")
+    for title in ("Long tail", "off: what devices did", "auto: what devices did"):
+        assert title in page
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--devices", "0"], "devices: got 0"),
+        (["--devices", "x"], "devices: got 'x'"),
+        (["--nothing"], "unknown setting --nothing"),
+        (["--mfu", "2"], "mfu: got 2"),
+        (["--true-round-ms", "-1"], "true_round_ms: got -1"),
+    ],
+)
+def test_errors_are_one_line(words: list[str], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse(words)
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert "specactor plan" not in str(caught.value)
+
+
+def test_what_cannot_be_simulated_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["simulate", "--model", "nowhere"]) == 2
+    assert "model: got 'nowhere'" in capsys.readouterr().err
+    assert main(["simulate", "--schedule", "one-step-off"]) == 1
+    assert "devices to train" in capsys.readouterr().err

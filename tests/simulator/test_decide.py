@@ -1,0 +1,147 @@
+"""The simulator calls what engines and `specactor plan` call, and nothing of its own in their place."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from specactor.planning import command as planning
+from specactor.rollout import pool, tail
+from specactor.rollout.speculation import fastest_of_n as drafting_more
+from specactor.rollout.speculation import planner
+from specactor.rollout.speculation import speculator
+from specactor.rollout.speculation.drafter import DraftSequence
+from specactor.rollout.speculation import stragglers as fastest_of_n
+from specactor.rollout.speculation import reconfiguration
+from specactor.planning import search
+from specactor.rollout.speculation import windows
+from specactor.rollout.speculation.windows import OFF
+from specactor.simulator import decide as deciding
+from specactor.simulator import freed
+from specactor.simulator import rollout
+from specactor.simulator.decide import AHEAD, Decider, Decision, placed
+from specactor.simulator.speed import Remote
+from specactor.simulator.world import Policy
+from tests.simulator.small import W, candidates, cluster, drafting, requests
+
+SEQUENCES = [DraftSequence(request_id=str(i), prompt_ids=()) for i in range(8)]
+
+
+def test_decisions_are_those_of_the_engine() -> None:
+    """By identity: a copy, or a wrapper, would be another object."""
+    assert deciding.search is planning.search is search.search
+    assert deciding.of_drafter is planner.of_drafter
+    assert deciding.choose is speculator.choose is windows.choose
+    assert deciding.AcceptanceModel is speculator.AcceptanceModel
+    assert deciding.OnlineCosts is speculator.OnlineCosts
+    assert deciding.reconfigure is planner.reconfigure is reconfiguration.reconfigure
+    assert rollout.assign is pool.assign
+    assert freed.while_it_pays is drafting_more.while_it_pays is fastest_of_n.while_it_pays
+    assert freed.best_window is fastest_of_n.best_window
+    assert tail.speedup is fastest_of_n.speedup
+    assert freed.ranked is planner.ranked is fastest_of_n.ranked
+
+
+def defined(text: str) -> set[str]:
+    return {node.name for node in ast.walk(ast.parse(text)) if isinstance(node, ast.FunctionDef)}
+
+
+def test_the_simulator_defines_no_second_policy() -> None:
+    theirs = {
+        "best_window",
+        "ranked",
+        "speedup",
+        "search",
+        "choose",
+        "choose_windows",
+        "best_windows",
+        "of_drafter",
+        "reconfigure",
+        "assign",
+        "pipelined",
+    }
+    folder = Path(deciding.__file__).parent
+    assert not {name for file in folder.glob("*.py") for name in defined(file.read_text())} & (theirs - {"assign"})
+    assert "choose" in defined("def choose():\n    pass"), "the check would see one"
+
+
+def decider(*, p: float = 0.6, ahead: bool = False, fits: Mapping[str, int] | None = None, **more: object) -> Decider:
+    found, of = candidates(p), requests()
+    policy = Policy(max_window=W, **more)  # type: ignore[arg-type]
+    plan = placed(cluster(of), found, Policy(mode="decoupled", max_window=W) if ahead else policy)
+    remote = Remote(seconds=drafting(0.001), served=8.0, message_s=0.0) if ahead else None
+    return Decider(plan, found.verifiers[0], policy, remote, fits=dict(fits or {}))
+
+
+def teach(one: Decider, method: str, accepted: int, times: int = 40) -> None:
+    for _ in range(times):
+        for sequence in SEQUENCES:
+            one.saw(method, sequence.request_id, asked=W, accepted=accepted)
+
+
+def decide(one: Decider) -> Decision:
+    return one.decide(SEQUENCES, [one.plan.draft] * len(SEQUENCES), 8.0)
+
+
+def test_windows_follow_what_was_seen() -> None:
+    one = decider()
+    teach(one, "small", W)
+    teach(one, "large", 0)
+    found = decide(one)
+    assert (found.drafter, set(found.windows.tolist())) == ("small", {W})
+    teach(one, "small", 0, times=800)
+    assert decide(one).drafter == OFF
+    assert not decide(one).windows.any()
+
+
+def test_drafters_that_do_not_fit_wait_until_they_do() -> None:
+    crowded, roomy = (decider(fits={"small": n, "large": n}) for n in (7, 8))
+    for one in (crowded, roomy):
+        for name in one.local:
+            teach(one, name, W)
+    assert decide(crowded).drafter == OFF
+    assert decide(roomy).drafter != OFF
+
+
+def test_a_drafter_elsewhere_is_reconfigured() -> None:
+    one = decider(ahead=True, p=0.9)
+    for name in one.local:
+        teach(one, name, 0)
+    teach(one, one.plan.draft.drafter, W)
+    one.acceptance["small" if one.plan.draft.drafter == "large" else "large"].new_version(1.0)
+    found = decide(one)
+    assert found.kind in (AHEAD, one.plan.draft.drafter)
+    assert found.windows.max() == W
+
+
+def test_rounds_that_take_longer_than_predicted_are_believed() -> None:
+    """Rounds with drafts take four times what was predicted: plain decoding wins."""
+    one = decider(p=0.6)
+    for name in one.local:
+        teach(one, name, 2)
+    assert decide(one).drafter != OFF
+    for _ in range(3):
+        now = decide(one)
+        if now.drafter != OFF:
+            one.took(now, requests=8, seconds=4 * now.predicted_s, rounds=5)
+    assert decide(one).drafter == OFF
+
+
+@pytest.mark.parametrize("mode", ["off", "coupled", "decoupled"])
+def test_other_modes_keep_the_plan(mode: str) -> None:
+    one = decider(mode=mode)
+    teach(one, one.plan.draft.drafter, 0) if mode != "off" else None
+    found = decide(one)
+    assert np.unique(found.windows).tolist() == [one.plan.window]
+    assert found.drafter == one.plan.draft.drafter
+
+
+def test_a_fixed_window_is_kept() -> None:
+    of = requests()
+    plan = placed(cluster(of), candidates(), Policy(mode="coupled", drafter="small", window=1, max_window=W))
+    assert (plan.draft.drafter, plan.window) == ("small", 1)
+    assert placed(cluster(of), candidates(), Policy(placement="decoupled")).mode == "decoupled"

@@ -1,0 +1,274 @@
+"""Rollouts conserve work and devices, repeat, and take as long as drawing every token says."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from specactor.errors import PlanError
+from specactor.planning.plans import RolloutPlan
+from specactor.simulator.decide import placed
+from specactor.simulator.engine import Engine
+from specactor.simulator.ledger import Outcome, Span, busy_s, checked
+from specactor.simulator.requests import Requests
+from specactor.simulator.rollout import Rollout, simulate
+from specactor.simulator.world import Delays, Policy, SimulatedMode, Truth, slower
+from tests.simulator.small import W, candidates, cluster, requests, table, truth
+
+SOME = Delays(start_s=0.3, replan_s=0.01, rollback_s=0.001, drafter_start_s=0.1)
+MODES: list[SimulatedMode] = ["off", "coupled", "decoupled", "auto"]
+
+
+def simulated(of: Requests, policy: Policy, *, p: float = 0.6, delays: Delays = SOME, seed: int = 0) -> Outcome:
+    found = candidates(p)
+    return simulate(
+        cluster(of), found, truth(p, delays=delays, found=found, spread=0.5, drift=0.05), policy, of, seed=(seed,)
+    )
+
+
+def check(outcome: Outcome, of: Requests, devices: int = 8) -> None:
+    assert np.isfinite(outcome.finish_s).all()
+    assert (outcome.finish_s > 0).all()
+    assert outcome.emitted == pytest.approx(of.lengths.sum(), rel=1e-6), "work is conserved"
+    assert outcome.emitted - outcome.accepted <= outcome.emitted
+    assert 0 <= outcome.accepted <= outcome.drafted * (1 + 1e-9)
+    checked(outcome.spans, devices)
+    assert sum(busy_s(outcome.spans).values()) <= devices * outcome.seconds * (1 + 1e-9)
+    assert max(span.end_s for span in outcome.spans) == pytest.approx(outcome.seconds)
+
+
+@given(
+    st.sampled_from(MODES),
+    st.integers(1, 10),
+    st.integers(0, 5),
+    st.floats(0.3, 0.95),
+    st.booleans(),
+    st.booleans(),
+)
+def test_work_and_devices_are_conserved(
+    mode: SimulatedMode, prompts: int, seed: int, p: float, fastest: bool, published: bool
+) -> None:
+    policy = Policy(mode=mode, max_window=W, fastest=fastest, published=published)
+    of = requests(prompts, seed=seed)
+    outcome = simulated(of, policy, p=p, seed=seed)
+    check(outcome, of)
+    same = simulated(of, policy, p=p, seed=seed)
+    assert (outcome.finish_s == same.finish_s).all()
+    assert outcome.spans == same.spans
+
+
+def test_what_is_not_conserved_is_caught() -> None:
+    of = requests()
+    outcome = simulated(of, Policy(mode="coupled", max_window=W))
+    check(outcome, of)
+    lost = outcome.finish_s.copy()
+    lost[3] = np.nan
+    extra = Span(first=0, devices=1, start_s=0.5, end_s=0.6, kind="fastest")
+    for wrong in (
+        replace(outcome, finish_s=lost),
+        replace(outcome, emitted=outcome.emitted + 1),
+        replace(outcome, accepted=outcome.drafted + 1),
+    ):
+        with pytest.raises(AssertionError):
+            check(wrong, of)
+    with pytest.raises(PlanError, match="while it was busy"):
+        check(replace(outcome, spans=[*outcome.spans, extra]), of)
+
+
+class Losing(Rollout):
+    """Wrong: what has to wait is forgotten."""
+
+    def _turn(self, engine: Engine, now: float) -> None:
+        engine.waiting = type(engine.waiting)(list(engine.waiting)[1:])
+        super()._turn(engine, now)
+
+
+class Backwards(Rollout):
+    """Wrong: events come before what made them."""
+
+    def _push(self, at: float, engine: Engine) -> None:
+        super()._push(at if self.events < 3 else at - 5.0, engine)
+
+
+def made(kind: type[Rollout], of: Requests) -> Rollout:
+    found, policy = candidates(), Policy(mode="coupled", max_window=W)
+    plan = placed(cluster(of), found, policy)
+    return kind(plan, cluster(of), found, truth(found=found), policy, of, 0, (0,))
+
+
+def test_lost_requests_and_time_that_goes_back_are_caught() -> None:
+    of = requests()
+    check(made(Rollout, of).run(), of)
+    with pytest.raises(PlanError, match="requests were lost"):
+        made(Losing, of).run()
+    with pytest.raises(PlanError, match=r"got an event at .* s after one at"):
+        made(Backwards, of).run()
+
+
+def drawn_s(of: Requests, plan: RolloutPlan, p: float, seed: int) -> float:
+    """Seconds of one engine with a fixed coupled window, every round and token drawn."""
+    rng, costs, window = np.random.default_rng(seed), table(), plan.window
+    left, seconds = of.lengths.astype(np.int64).copy(), 0.0
+    while len(left):
+        n = len(left)
+        seconds += costs.verify_s(n, n * (1 + window)) + costs.draft_s("small", n, window)
+        right = (rng.random((n, window)) < p).cumprod(axis=1).sum(axis=1)
+        left = left - right - 1
+        left = left[left > 0]
+    return seconds
+
+
+@pytest.mark.parametrize("p", [0.3, 0.8])
+def test_seconds_are_those_of_drawing_every_token(p: float) -> None:
+    of = requests(4, 4, median=800.0)
+    found = candidates(p)
+    policy = Policy(mode="coupled", drafter="small", window=3, max_window=W)
+    one = cluster(of, devices=2)
+    outcome = simulate(one, found, truth(p, found=found, spread=0.0), policy, of)
+    expected = float(np.mean([drawn_s(of, outcome.plan, p, seed) for seed in range(8)]))
+    assert outcome.plan.window == 3
+    assert outcome.seconds == pytest.approx(expected, rel=0.03)
+
+
+def test_plain_decoding_by_hand() -> None:
+    """One engine of 2 requests, 10 and 30 tokens: 10 steps of two, 20 of one."""
+    of = Requests(lengths=np.array([10, 30]), groups=np.array([0, 1]), odds=np.ones(2))
+    found, costs = candidates(), table()
+    outcome = simulate(
+        cluster(of, devices=2), found, truth(found=found, delays=replace(SOME, start_s=1.0)), Policy(mode="off"), of
+    )
+    ten = 1.0 + 10 * costs.plain_s(2)
+    assert outcome.finish_s == pytest.approx([ten, ten + 20 * costs.plain_s(1)])
+    assert outcome.rounds == pytest.approx(30)
+
+
+def test_belief_is_not_truth() -> None:
+    """The planner keeps its plan where only the truth changes, and time follows the truth alone."""
+    of, found = requests(), candidates()
+    policy = Policy(mode="coupled", max_window=W)
+    believed = simulate(cluster(of), found, truth(found=found), policy, of)
+    slow = simulate(cluster(of), found, truth(found=slower(found, round_s=0.02)), policy, of)
+    assert slow.plan == believed.plan
+    assert slow.seconds > 1.5 * believed.seconds
+    hopeful = simulate(cluster(of), candidates(0.9), truth(found=found), replace(policy, window=2), of)
+    doubtful = simulate(cluster(of), candidates(0.3), truth(found=found), replace(policy, window=2), of)
+    assert hopeful.plan.tokens_per_s > doubtful.plan.tokens_per_s
+    assert hopeful.seconds == pytest.approx(doubtful.seconds), "beliefs alone move no time"
+
+
+def test_auto_finds_out_what_belief_got_wrong() -> None:
+    """Believed to be right at 90 %, the drafter is at 5 %: a fixed window loses to plain decoding, auto does not."""
+    of = requests(8, 8, median=2000.0)
+    found, real = candidates(0.9), truth(0.05, found=candidates(0.05))
+    plain, fixed, auto = (
+        simulate(cluster(of), found, real, Policy(mode=mode, max_window=W), of).seconds
+        for mode in ("off", "coupled", "auto")
+    )
+    assert fixed > 1.1 * plain
+    assert auto < 1.03 * plain
+
+
+def test_auto_is_no_slower_than_a_fixed_window_that_is_right() -> None:
+    of, found = requests(16, 8, median=2000.0), candidates(0.7)
+    real = truth(0.7, found=found)
+    fixed, auto = (
+        simulate(cluster(of), found, real, Policy(mode=mode, max_window=W), of).seconds for mode in ("coupled", "auto")
+    )
+    assert auto < 1.03 * fixed
+
+
+def decoupled_plan() -> tuple[Truth, RolloutPlan, Requests]:
+    """Drafting beside the verifiers is dear, so the plan is decoupled; one engine of four will run dry first."""
+    lengths = np.array([50] * 12 + [3000] * 4)
+    of = Requests(lengths=lengths, groups=np.repeat(np.arange(4), 4), odds=np.ones(16))
+    found = candidates(0.6)
+    return truth(0.6, found=found, spread=0.0), placed(cluster(of), found, Policy(mode="off")), of
+
+
+def test_engines_that_ran_dry_draft_for_the_others() -> None:
+    real, _, of = decoupled_plan()
+    found = candidates(0.6, local=False)
+    real = replace(real, candidates=found)
+    alone, helped, published = (
+        simulate(cluster(of), found, real, Policy(max_window=W, fastest=fastest, published=published), of)
+        for fastest, published in ((False, False), (True, False), (True, True))
+    )
+    assert (alone.lent, alone.pairs) == (0, 0)
+    assert helped.lent > 0
+    assert helped.pairs > 0
+    assert "fastest" in busy_s(helped.spans)
+    assert helped.seconds < 0.98 * alone.seconds
+    assert helped.seconds < 1.06 * published.seconds, "what is left out brings next to nothing"
+    assert published.pairs >= helped.pairs
+    check(helped, of)
+
+
+def test_delays_cost_time() -> None:
+    of = requests(8, 4, median=600.0)
+    policy = Policy(max_window=W)
+    none = Delays(start_s=0.0, replan_s=0.0, rollback_s=0.0, drafter_start_s=0.0)
+    free = simulated(of, policy, delays=none).seconds
+    for name in ("start_s", "replan_s"):
+        assert simulated(of, policy, delays=replace(none, **{name: 0.2})).seconds > free
+    ahead = Policy(mode="decoupled", max_window=W)
+    assert (
+        simulated(of, ahead, delays=replace(none, rollback_s=0.05)).seconds > simulated(of, ahead, delays=none).seconds
+    )
+    real, _, late = decoupled_plan()
+    found = candidates(0.6, local=False)
+    lending = [
+        simulate(
+            cluster(late),
+            found,
+            replace(real, candidates=found, delays=replace(none, drafter_start_s=wait)),
+            Policy(max_window=W),
+            late,
+        ).seconds
+        for wait in (0.0, 18.0)
+    ]
+    assert lending[0] < lending[1]
+
+
+def test_requests_that_do_not_fit_wait() -> None:
+    of, found = requests(16, 4), candidates()
+    tight = replace(
+        found,
+        verifiers=(
+            replace(
+                found.verifiers[0],
+                footprint=replace(found.verifiers[0].footprint, weights_bytes=10.0, request_bytes=1.0),
+                capacity_bytes=14.0,
+            ),
+        ),
+    )
+    real = truth(found=found)
+    few, all_at_once = (simulate(cluster(of), belief, real, Policy(mode="off"), of) for belief in (tight, found))
+    assert few.plan.requests_per_engine == 4
+    assert few.seconds > all_at_once.seconds
+    check(few, of)
+
+
+@settings(max_examples=15)
+@given(st.floats(0.3, 0.9), st.floats(0.0, 1.0), st.sampled_from(MODES[1:]))
+def test_a_better_drafter_never_makes_the_predicted_plan_worse(p: float, share: float, mode: SimulatedMode) -> None:
+    of = requests()
+    worse, better = (
+        placed(cluster(of), candidates(q), Policy(mode=mode, max_window=W)) for q in (p, p + share * (1.0 - p))
+    )
+    assert better.tokens_per_s >= worse.tokens_per_s * (1 - 1e-9)
+
+
+def test_nothing_is_planned_or_simulated_that_cannot_be() -> None:
+    of, found = requests(), candidates()
+    with pytest.raises(PlanError, match="expected the cluster's 3"):
+        simulate(replace(cluster(of), requests=3), found, truth(found=found), Policy(), of)
+    with pytest.raises(PlanError, match="no such plan fits"):
+        placed(cluster(of), replace(found, drafters=()), Policy(mode="coupled"))
+    with pytest.raises(PlanError, match="no seconds of such"):
+        truth(found=found).verifier(5)
+    with pytest.raises(PlanError, match=r"no acceptance of \['large', 'small'\]"):
+        Truth(candidates=found, methods={}, delays=SOME)

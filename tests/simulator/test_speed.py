@@ -1,0 +1,147 @@
+"""Rounds take and bring what the search predicts of uniform ones, and what drawing every token gives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from specactor.rollout.speculation.acceptance import survival_of
+from specactor.planning.plans import RolloutPlan
+from specactor.planning.search import search
+from specactor.planning.throughput_model import pipelined
+from specactor.simulator.speed import COUPLED, DECOUPLED, OFF, Beside, Floats, Remote, Round, ready, round_of
+from tests.simulator.small import W, candidates, cluster, drafting, requests, table
+
+RoundOf = Callable[..., Round]
+
+
+@given(st.lists(st.floats(0, 1), min_size=W + 1, max_size=W + 1), st.integers(1, W + 1))
+def test_ready_is_that_of_the_planner(steps: list[float], window: int) -> None:
+    survival = np.cumprod(steps)
+    found = ready(survival[None], np.array([window]))[0]
+    assert found == pytest.approx(pipelined(survival.tolist(), window).ready, abs=1e-12)
+
+
+def of_plan(plan: RolloutPlan, n: int, p: float, table_of: object) -> Round:
+    modes = {"off": OFF, "coupled": COUPLED, "decoupled": DECOUPLED}
+    served = -(-n * plan.verifiers.engines // max(1, plan.drafters.engines))
+    grid = drafting(0.001 * (2 if plan.draft.drafter == "large" else 1))
+    return round_of(
+        np.tile(survival_of(p, W + 1), (n, 1)),
+        np.full(n, modes[plan.mode]),
+        np.full(n, plan.window),
+        table=table_of,  # type: ignore[arg-type]
+        drafter=plan.draft.drafter,
+        remote=Remote(seconds=grid, served=served, message_s=1e-4) if plan.drafters.engines else None,
+    )
+
+
+def test_uniform_rounds_are_those_of_the_search() -> None:
+    """Where a verifier verifies all windows that are ready, as it does at these costs."""
+    found, of = candidates(0.6), requests()
+    plans = search(cluster(of), found.verifiers, found.drafters, max_window=W)
+    seen = set()
+    for plan in plans:
+        p = 0.66 if plan.draft.drafter == "large" else 0.6
+        made = of_plan(plan, plan.requests_per_engine, p, found.verifiers[0].costs)
+        assert float(made.tokens.mean()) == pytest.approx(plan.tokens_per_round)
+        assert made.seconds == pytest.approx(plan.round_s)
+        seen.add(plan.mode)
+    assert seen == {"off", "coupled", "decoupled"}
+
+
+def drawn(survival: Floats, window: int, mode: int, rounds: int, rng: np.random.Generator) -> float:
+    """Tokens per round of one request, every token drawn."""
+    step = np.concatenate([survival[:1], survival[1:] / survival[:-1]])
+    tokens, is_ready = 0, True
+    for _ in range(rounds):
+        if mode == DECOUPLED and not is_ready:
+            tokens += 1
+            is_ready = rng.random() < step[0]
+            continue
+        accepted = 0
+        while accepted < window and rng.random() < step[accepted]:
+            accepted += 1
+        tokens += accepted + 1
+        if mode == DECOUPLED:
+            is_ready = accepted == window and rng.random() < step[window]
+    return tokens / rounds
+
+
+def never_restarting(*args: object, **more: object) -> Round:
+    """Wrong: a drafter elsewhere always has the next window."""
+    survival, _, window = args
+    return round_of(survival, np.full(len(window), COUPLED), window, **more)  # type: ignore[arg-type]
+
+
+def without_bonus(*args: object, **more: object) -> Round:
+    """Wrong: the token of the target's own is forgotten."""
+    found = round_of(*args, **more)  # type: ignore[arg-type]
+    return replace(found, tokens=found.tokens - 1.0)
+
+
+def check_tokens(made: RoundOf) -> None:
+    rng = np.random.default_rng(0)
+    for mode in (COUPLED, DECOUPLED):
+        for p, window in ((0.5, 2), (0.8, 4)):
+            survival = np.array(survival_of(p, W + 1))
+            remote = Remote(seconds=drafting(0.001), served=1.0, message_s=0.0)
+            found = made(
+                survival[None], np.array([mode]), np.array([window]), table=table(), drafter="small", remote=remote
+            )
+            assert float(found.tokens[0]) == pytest.approx(drawn(survival, window, mode, 20000, rng), rel=0.03)
+
+
+def test_tokens_are_those_of_drawing_every_token() -> None:
+    check_tokens(round_of)
+
+
+@pytest.mark.parametrize("wrong", [never_restarting, without_bonus])
+def test_wrong_tokens_are_caught(wrong: RoundOf) -> None:
+    with pytest.raises(AssertionError):
+        check_tokens(wrong)
+
+
+@given(st.lists(st.floats(0, 1), min_size=3, max_size=3), st.floats(0, 1), st.integers(1, W), st.sampled_from([1, 2]))
+def test_a_better_drafter_never_emits_less(rates: list[float], share: float, window: int, mode: int) -> None:
+    low = np.array([survival_of(p, W + 1) for p in rates])
+    high = np.minimum.accumulate(low + share * (1.0 - low), axis=1)  # rounding may make it rise
+    remote = Remote(seconds=drafting(0.001), served=3.0, message_s=0.0)
+    worse, better = (
+        round_of(s, np.full(3, mode), np.full(3, window), table=table(), drafter="small", remote=remote)
+        for s in (low, high)
+    )
+    assert (better.tokens >= worse.tokens - 1e-12).all()
+    assert (worse.tokens >= 1.0).all()
+
+
+def test_a_further_method_adds_tokens_and_rows_to_its_requests_alone() -> None:
+    survival = np.tile(survival_of(0.5, W + 1), (3, 1))
+    what = {"table": table(), "drafter": "small", "alike": 0.0}
+    plain = round_of(survival, np.full(3, COUPLED), np.full(3, 2), **what)  # type: ignore[arg-type]
+    more = Beside(method="large", rows=np.array([1]), survival=survival[:1], window=2, window_s=1e-9)
+    made = round_of(survival, np.full(3, COUPLED), np.full(3, 2), beside=[more], **what)  # type: ignore[arg-type]
+    assert made.tokens[0] == plain.tokens[0]
+    share = ready(survival[:1], np.array([2]))[0]
+    by_hand = 1 + sum(1 - (1 - s) * (1 - s * share) for s in (0.5, 0.25))
+    assert made.tokens[1] == pytest.approx(by_hand)
+    assert made.drafted[1] == pytest.approx(2 + 2 * share)
+    assert made.seconds > plain.seconds
+    slow = round_of(
+        survival,
+        np.full(3, COUPLED),
+        np.full(3, 2),
+        beside=[replace(more, window_s=1e9)],
+        **what,  # type: ignore[arg-type]
+    )
+    assert slow.tokens[1] == pytest.approx(plain.tokens[1]), "windows that never come change nothing, and none waits"
+
+
+def test_without_windows_a_round_is_a_plain_step() -> None:
+    found = round_of(np.zeros((4, W)), np.zeros(4, np.int64), np.zeros(4, np.int64), table=table())
+    assert (found.seconds, found.tokens.tolist()) == (table().plain_s(4), [1.0] * 4)

@@ -1,0 +1,331 @@
+"""The draft model in a run: it learns, is pushed, is saved; whatever goes wrong costs speed alone."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import SafetensorError
+
+from specactor.errors import CheckpointError, ConfigError, PeerFailedError
+from specactor.parallel.collective import Collective
+from specactor.rollout import drafter_pool
+from specactor.rollout.decoupled.spec import DrafterSpec
+from specactor.rollout.drafter_pool import DrafterPool
+from specactor.trainer import checkpoint
+from specactor.trainer.drafter.refresh import FOLDER, Distillation, TimeAccount, left_behind
+from specactor.trainer.drafter.train import DrafterTrainer
+from specactor.types import TrainSequence
+from specactor.weights_sync.messages import DraftWeights
+from tests.rollout.decoupled.test_supervisor import child_of, make_drafter_spec
+from tests.rollout.test_drafter_pool import wait_until
+from tests.trainer.drafter import cases
+from tests.trainer.drafter.policy_cases import SEQUENCES
+from tests.trainer.drafter.refresh_cases import UPDATES, Engine, Processes, World, config
+
+__all__ = ["make_drafter_spec"]
+
+
+@pytest.fixture
+def world(collective: Collective, draft_dir: Path) -> World:
+    return World(collective, draft_dir)
+
+
+def test_every_refresh_is_a_version_that_all_who_draft_get(world: World) -> None:
+    before = world.weights()
+    assert world.held() != before
+    for number in (1, 2):
+        metrics = world.step(number)
+        assert metrics["drafter/version"] == metrics["drafter/oldest_version"] == number
+        assert (metrics["drafter/refreshed"], metrics["drafter/updates"]) == (1, UPDATES)
+        assert world.engines[0].versions == list(range(1, number + 1))
+        assert world.processes.version == number
+        assert world.held() == world.weights() != before
+    assert world.notes == []
+
+
+def test_a_version_is_pushed_once_and_to_engines_that_are_new(world: World) -> None:
+    world.step(1)
+    assert world.it.push()["drafter/pushed_bytes"] == 0
+    world.engines = [Engine()]
+    assert world.it.push()["drafter/pushed_bytes"] > 0
+    assert world.engines[0].versions == [1]
+    assert world.held() == world.weights()
+
+
+def test_a_refused_push_is_said_and_made_again(world: World) -> None:
+    world.engines[0].refuses = "gate arrived with a wrong digest"
+    metrics = world.step(1)
+    assert (metrics["drafter/refused"], metrics["drafter/version"], metrics["drafter/oldest_version"]) == (1, 1, 0)
+    [note] = world.notes
+    assert "engine 0, rank 0: gate arrived with a wrong digest" in note
+    world.engines[0].refuses = ""
+    metrics = world.it.push()
+    assert (metrics["drafter/refused"], metrics["drafter/oldest_version"]) == (0, 1)
+    assert world.held() == world.weights()
+
+
+def test_a_refresh_that_fails_is_said_and_the_run_goes_on(world: World) -> None:
+    """Weights that are not numbers give no gradient."""
+    with torch.no_grad():
+        next(world.it.drafter.model.parameters()).fill_(torch.nan)
+    metrics = world.step(1)
+    assert (metrics["drafter/failed"], metrics["drafter/refreshed"], metrics["drafter/version"]) == (1, 0, 0)
+    assert "Lower distillation.learning_rate" in world.notes[0]
+    assert world.engines[0].versions == []
+
+
+def test_time_is_bounded_by_a_share_of_the_step_less_the_last_push(world: World) -> None:
+    metrics = world.step(1, seconds=100.0)
+    assert metrics["time/refresh_limit_s"] == pytest.approx(3.0)
+    world.it._account.push_s = 2.0
+    assert world.step(2, seconds=100.0)["time/refresh_limit_s"] == pytest.approx(1.0)
+    world.it._account.push_s = 4.0
+    metrics = world.step(3, seconds=100.0)
+    assert (metrics["drafter/refreshed"], metrics["drafter/version"]) == (0, 2)
+    assert metrics["time/refresh_limit_s"] == 0
+
+
+def test_what_a_refresh_takes_beyond_its_share_is_owed(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four seconds of a clock that stands still else, in its push: where does not matter."""
+    save = world.it._is_sound
+
+    def slow() -> bool:
+        world.now_s += 4.0
+        return save()
+
+    monkeypatch.setattr(world.it, "_is_sound", slow)
+    world.step(1, seconds=100.0)
+    monkeypatch.undo()
+    world.it._account.push_s = 0.0
+    assert world.step(2, seconds=100.0)["time/refresh_limit_s"] == pytest.approx(2.0)
+    assert world.step(3, seconds=100.0)["time/refresh_limit_s"] == pytest.approx(3.0)
+
+
+def test_refreshes_keep_to_their_share_in_the_long_run() -> None:
+    """Each spends 0.4 s beside learning, which nobody foresaw; one is held up for 20 s."""
+    account, took = TimeAccount(push_s=0.2), []
+    for number in range(100):
+        took.append(account.limit_s(3.0, 0.1) + 0.3 + 0.4 + (20.0 if number == 50 else 0.0))
+        account.ended(3.0, took[-1])
+    assert sum(took[:50]) <= 50 * 3.0 + 0.5
+    assert took[51] > 1.0, "the others go on"
+    assert sum(took[51:]) <= 49 * 3.0 + 0.5
+
+
+def test_nothing_is_learned_where_no_rollout_is_left(world: World) -> None:
+    metrics = world.step(10)
+    assert (metrics["drafter/refreshed"], metrics["drafter/version"]) == (0, 0)
+    assert metrics["drafter/buffer_tokens"] > 0
+
+
+def test_every_response_is_an_example_and_empty_ones_are_not(world: World) -> None:
+    assert world.step(1)["drafter/buffer_tokens"] == sum(len(s.token_ids) for s in SEQUENCES)
+    world.it.refresh([TrainSequence(token_ids=(1, 2), prompt_len=2)], version=2, step_s=1.0, is_last=False)
+    assert len(world.it.drafter.buffer) == len(SEQUENCES)
+
+
+def test_long_responses_are_cut_and_long_prompts_are_said_once(collective: Collective, draft_dir: Path) -> None:
+    prompts, lengths = [s.prompt_len for s in SEQUENCES], [len(s.token_ids) for s in SEQUENCES]
+    room = max(prompts)
+    world = World(collective, draft_dir, tokens_per_microbatch=room)
+    left_out = sum(prompt == room and length > room for prompt, length in zip(prompts, lengths, strict=True))
+    num_cut = sum(length > room for length in lengths) - left_out
+    assert left_out
+    assert num_cut
+    for number in (1, 2):
+        assert world.step(number)["drafter/cut_responses"] == num_cut
+        assert world.it.drafter.buffer.too_long == number * left_out
+        [note] = world.notes
+        assert f"prompts of distillation.tokens_per_microbatch ({room}) or more are not learned from. Raise it." in note
+    assert World(collective, draft_dir).step(1)["drafter/cut_responses"] == 0
+
+
+def test_a_resume_without_refreshes_says_what_it_leaves_behind(world: World, draft_dir: Path, tmp_path: Path) -> None:
+    assert left_behind(tmp_path, str(draft_dir)) == ""
+    world.it.save(tmp_path)
+    assert f"drafts come from {draft_dir}. Set --distillation.refresh" in left_behind(tmp_path, str(draft_dir))
+    assert left_behind(tmp_path, "") == "", "nothing drafts"
+
+
+def resumed(world: World, collective: Collective, draft_dir: Path, folder: Path) -> World:
+    """Another run's world, from the checkpoint that this one writes."""
+    world.it.save(folder)
+    other = World(collective, draft_dir)
+    other.it.load(folder)
+    other.it.restore(json.loads(json.dumps(world.it.state())))
+    return other
+
+
+WATCHED = ("drafter/loss", "drafter/grad_norm", "drafter/version", "drafter/buffer_tokens")
+
+
+def differ(a: dict[str, float], b: dict[str, float]) -> list[str]:
+    """Bit for bit; nan equals nan."""
+    return [name for name in WATCHED if repr(a[name]) != repr(b[name])]
+
+
+def test_a_resumed_run_refreshes_as_if_it_had_not_stopped(
+    world: World, collective: Collective, draft_dir: Path, tmp_path: Path
+) -> None:
+    world.step(1)
+    other = resumed(world, collective, draft_dir, tmp_path)
+    assert other.it.push()["drafter/oldest_version"] == 1, "engines that were started anew get the version there is"
+    assert other.held() == world.held()
+    for number in (2, 3):
+        assert differ(world.step(number), other.step(number)) == []
+    assert other.weights() == world.weights()
+    assert other.it.state() == world.it.state()
+
+
+@pytest.mark.parametrize("forgotten", ["optimizer", "buffer", "weights"])
+def test_a_resume_that_forgets_is_noticed(
+    world: World, collective: Collective, draft_dir: Path, tmp_path: Path, forgotten: str
+) -> None:
+    world.step(1)
+    other = resumed(world, collective, draft_dir, tmp_path)
+    trainer = other.it.drafter
+    if forgotten == "optimizer":
+        fresh = DrafterTrainer(other.config.distillation, trainer.model, seed=other.config.seed)
+        fresh.buffer, fresh.version, fresh.updates = trainer.buffer, trainer.version, trainer.updates
+        other.it.drafter = fresh
+    elif forgotten == "buffer":
+        trainer.buffer.restore(World(collective, draft_dir).it.drafter.buffer.state())
+    else:
+        trainer.model.load_state_dict(cases.model().state_dict())
+    told = [differ(world.step(number), other.step(number)) for number in (2, 3)]
+    assert told != [[], []]
+
+
+def test_a_checkpoint_vouches_for_every_file_of_the_draft_model(world: World, tmp_path: Path) -> None:
+    world.step(1)
+    world.it.save(tmp_path)
+    digests = checkpoint._digests(tmp_path)
+    files = ("weights.safetensors", "optimizer.safetensors", "buffer.safetensors", "drafter.json")
+    assert set(digests) == {f"{FOLDER}/{name}" for name in files}
+    checkpoint._check_files(digests, tmp_path)
+    for name in files:
+        damaged = tmp_path / FOLDER / name
+        whole = damaged.read_bytes()
+        damaged.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+        with pytest.raises(CheckpointError, match="its content has changed since it was saved"):
+            checkpoint._check_files(digests, tmp_path)
+        damaged.write_bytes(whole)
+
+
+def test_a_checkpoint_without_a_draft_model_starts_it_anew(world: World, tmp_path: Path) -> None:
+    world.it.load(tmp_path)
+    assert not (tmp_path / FOLDER).exists()
+    assert "holds no draft model" in world.notes[0]
+    assert world.it.drafter.version == 0
+
+
+def test_a_draft_model_of_another_vocabulary_is_refused(collective: Collective, draft_dir: Path) -> None:
+    with pytest.raises(ConfigError, match="got '48 tokens', expected the policy's 96 tokens"):
+        Distillation(
+            config(draft_dir), collective, recorder=None, vocab_size=96, engines=lambda: [], processes=Processes()
+        )
+
+
+def test_one_slow_push_does_not_end_all_refreshes(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """60 s steps grant 1.8 s; a push of 2 s leaves nothing of it."""
+    renew = world.processes.renew
+
+    def slow(weights: DraftWeights) -> tuple[list[str], float]:
+        world.now_s += 2.0
+        return renew(weights)[0], 2.0
+
+    monkeypatch.setattr(world.processes, "renew", slow)
+    found = [world.step(number, seconds=60.0) for number in range(1, 6)]
+    assert [of["drafter/refreshed"] for of in found] == [1, 0, 1, 0, 1]
+    assert [of["time/refresh_limit_s"] for of in found] == pytest.approx([1.8, 0.0, 0.8, 0.0, 0.8])
+
+
+def test_a_drafter_process_that_hangs_ends_no_refresh(
+    world: World, make_drafter_spec: Callable[..., DrafterSpec], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """1000 s steps grant 30 s; the wait for it takes 5 s, of a clock that goes by itself."""
+    monkeypatch.setattr(drafter_pool, "PUSH_LIMIT_S", 5.0)
+    world.it._clock = time.perf_counter
+    with DrafterPool([make_drafter_spec("Renewing")]) as pool:
+        pool.wait_ready()
+        world.it._processes = pool
+        os.kill(child_of(pool.drafters[0]), signal.SIGSTOP)
+        try:
+            found = [world.step(number, seconds=1000.0) for number in (1, 2)]
+        finally:
+            os.kill(child_of(pool.drafters[0]), signal.SIGCONT)
+        assert [of["drafter/refused"] for of in found] == [1, 0], "it is asked once"
+        assert "drafter 0" in world.notes[0]
+        assert [of["drafter/oldest_version"] for of in found] == [0, 0]
+        assert [of["drafter/refreshed"] for of in found] == [1, 1]
+        assert found[1]["time/refresh_limit_s"] > 25.1
+        assert world.engines[0].versions == [1, 2]
+        wait_until(lambda: pool.want(3))
+        assert world.step(3, seconds=1000.0)["drafter/oldest_version"] == 3
+
+
+def test_the_first_half_of_an_update_that_never_fits_is_said(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    loss = world.it.drafter._loss
+
+    def slow(batch: Any) -> Any:
+        world.now_s += 1.0
+        return loss(batch)
+
+    monkeypatch.setattr(world.it.drafter, "_loss", slow)
+    metrics = world.step(1, seconds=40.0)
+    assert metrics["drafter/refreshed"] == 0
+    [note] = world.notes
+    assert "no update of 120 tokens fitted 1.2 s; the next draws 60" in note
+
+
+@pytest.mark.parametrize(
+    "error", [OSError("no space left"), SafetensorError("no space left"), PeerFailedError("checkpoint: rank 1 failed")]
+)
+def test_a_full_disk_is_an_error_of_the_checkpoint(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    def full(folder: Path) -> None:
+        raise error
+
+    monkeypatch.setattr(world.it.drafter, "save", full)
+    with pytest.raises(CheckpointError, match=r"no space left|rank 1 failed"):
+        world.it.save(tmp_path)
+
+
+def test_weights_that_are_not_finite_are_neither_pushed_nor_saved(
+    world: World, collective: Collective, draft_dir: Path, tmp_path: Path
+) -> None:
+    """However they came to be: what resumes there begins with the draft model that it was given."""
+    world.step(1)
+    held = world.held()
+    with torch.no_grad():
+        next(world.it.drafter.model.parameters()).view(-1)[0] = torch.inf
+    world.it.drafter.version = 2
+    metrics = world.it.push()
+    assert (metrics["drafter/pushed_bytes"], metrics["drafter/oldest_version"]) == (0, 1)
+    assert world.held() == held
+    assert "not finite" in world.notes[-1]
+    other = resumed(world, collective, draft_dir, tmp_path)
+    assert not (tmp_path / FOLDER).exists()
+    assert other.it.drafter.version == 0
+    assert other.weights() == World(collective, draft_dir).weights()
+
+
+def test_a_refresh_that_diverges_late_leaves_the_version_and_its_weights(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the second of two updates."""
+    world.step(1)
+    before, updates = world.weights(), world.it.drafter.updates
+    monkeypatch.setattr(world.it.drafter, "_rate", lambda update: torch.inf if update > updates else 1e-3)
+    metrics = world.step(2)
+    assert (metrics["drafter/failed"], metrics["drafter/version"], metrics["drafter/oldest_version"]) == (1, 1, 1)
+    assert world.weights() == before == world.held()

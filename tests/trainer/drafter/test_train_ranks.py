@@ -1,0 +1,93 @@
+"""The drafter trainer over two ranks, plain and with ZeRO, trains what one rank trains."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from specactor.errors import ConfigError
+from specactor.trainer.drafter.train import DrafterTrainer
+from specactor.trainer.drafter.updates import OPTIMIZER
+from tests.trainer.drafter.ranks import run_ranks
+from tests.trainer.drafter.train_cases import UPDATES, learn, trainer
+
+
+def drafter_ranks(world: int, folder: Path, zero_stage: int = 0, *, offload: bool = False) -> list[dict[str, Any]]:
+    folder.mkdir()
+    run_ranks("train_rank", world, folder / "store", folder, zero_stage, offload, world=world, limit_s=240)
+    return [json.loads((folder / f"rank{r}.json").read_text()) for r in range(world)]
+
+
+def assert_same_training(results: list[dict[str, Any]], folder: Path) -> None:
+    alone = trainer()
+    expected = learn(alone)
+    for r, result in enumerate(results):
+        assert result["whole"]["losses"] == pytest.approx(expected.losses, abs=1e-5)
+        assert result["whole"]["tokens"] == expected.tokens
+        assert result["whole"]["grad_norm"] == pytest.approx(expected.grad_norm, rel=1e-4)
+        assert result["whole"]["overlap"] == pytest.approx(expected.overlap, abs=1e-5)
+        assert result["on"]["losses"] == pytest.approx(learn_more(alone), abs=1e-5)
+        assert result["resumed"]["losses"] == result["on"]["losses"]
+        weights = load_file(folder / f"rank{r}.safetensors")
+        for name, tensor in expected_weights().items():
+            torch.testing.assert_close(weights[name], tensor, atol=2e-5, rtol=1e-4)
+
+
+def learn_more(made: DrafterTrainer) -> tuple[float, ...]:
+    """Losses of two further updates; asked twice, they are of the same."""
+    if made.updates == UPDATES:
+        made.more = learn(made, 2).losses  # type: ignore[attr-defined]
+    return made.more  # type: ignore[attr-defined,no-any-return]
+
+
+def expected_weights() -> dict[str, Tensor]:
+    made = trainer()
+    learn(made)
+    return dict(made.named_weights())
+
+
+def assert_divisions_are_told_apart(results: list[dict[str, Any]], stage: int) -> None:
+    """Of a trainer of two ranks: of another stage, of three ranks; the plain one is of no number of ranks."""
+    expected = [f"zero_stage {stage + 1}, expected {stage}. Resume with --distillation.zero-stage {stage + 1}"]
+    expected += ["divided over 3 ranks, expected 2. Resume with 3 ranks"] if stage else []
+    for result in results:
+        assert len(result["refused"]) == len(expected)
+        assert all(part in text for part, text in zip(expected, result["refused"], strict=True))
+
+
+def test_two_ranks_train_as_one(tmp_path: Path) -> None:
+    results = drafter_ranks(2, tmp_path / "two")
+    assert_same_training(results, tmp_path / "two")
+    assert_divisions_are_told_apart(results, 0)
+    assert results[0]["finite"] == results[1]["finite"] == [True, False]
+    for key in ("micro_steps", "stopped", "losses"):
+        assert results[0]["bounded"][key] == results[1]["bounded"][key], "ranks stop together"
+    assert results[0]["bounded"]["stopped"] == "time"
+    adam = load_file(tmp_path / "two" / OPTIMIZER)
+    assert len(adam) == 3 * len(expected_weights())
+
+
+@pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is not installed")
+@pytest.mark.parametrize(("stage", "offload"), [(1, False), (2, False), (3, False), (2, True), (3, True)])
+def test_zero_trains_as_one_rank(tmp_path: Path, stage: int, offload: bool) -> None:
+    results = drafter_ranks(2, tmp_path / "zero", stage, offload=offload)
+    assert [result["offloads"] for result in results] == [offload] * 2
+    assert_same_training(results, tmp_path / "zero")
+    assert_divisions_are_told_apart(results, stage)
+    assert results[0]["finite"] == results[1]["finite"] == [True, False], "also of what another rank has"
+    if stage == 3:  # a wrong version looks at what a rank has at hand
+        assert [result["parts_are_finite"] for result in results] == [True, True]
+
+
+def test_zero_without_deepspeed_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "deepspeed", None)  # Python then finds none
+    with pytest.raises(ConfigError, match=r"distillation.zero_stage: got 2, expected 0 without DeepSpeed"):
+        trainer(zero_stage=2)
