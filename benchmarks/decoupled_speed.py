@@ -49,9 +49,6 @@ from benchmarks.decoupled_speed_turns import DRAFTING, Turns, as_dialled, pace_o
 from benchmarks.dialled import Script
 from benchmarks.results import Result, publish
 from benchmarks.trained_models import Models, task_models
-from specactor.rollout.speculation.counters import Counts
-from specactor.rollout.speculation.acceptance import survival_of
-from specactor.rollout.speculation.costs import CostTable
 from specactor.planning.plans import (
     Cluster,
     DrafterEngine,
@@ -60,6 +57,9 @@ from specactor.planning.plans import (
     VerifierOption,
 )
 from specactor.planning.search import search
+from specactor.rollout.speculation.acceptance import survival_of
+from specactor.rollout.speculation.costs import CostTable
+from specactor.rollout.speculation.counters import Counts
 
 BATCHES = (1, 4, 8, 16)
 ACCEPTANCES = (0.6, 0.8, 0.9)

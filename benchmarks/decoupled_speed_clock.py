@@ -14,9 +14,9 @@ import random
 from dataclasses import dataclass, field
 from statistics import fmean
 
+from specactor.planning.throughput_model import Pace, coupled_tokens
 from specactor.rollout.decoupled.wait_policy import Patience
 from specactor.rollout.speculation.acceptance import survival_of
-from specactor.planning.throughput_model import Pace, coupled_tokens
 
 ENDLESS = 1 << 40
 """Tokens."""

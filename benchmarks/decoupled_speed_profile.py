@@ -22,13 +22,13 @@ import msgspec
 from benchmarks.decoupled_speed_bench import MAX_WINDOW, NEW_TOKENS, Bench, Way, drafter, speculation
 from benchmarks.decoupled_speed_clock import coupled_of_endless, decoupled_of_endless
 from benchmarks.dialled import Script
-from specactor.rollout.decoupled.supervisor import DrafterProcess
-from specactor.rollout.speculation.costs import CostTable, Grid, Point
 from specactor.planning.plans import RolloutPlan
 from specactor.planning.process_costs import beside, by_requests, column, without_waits
 from specactor.planning.throughput_model import AHEAD, Pace
+from specactor.rollout.decoupled.supervisor import DrafterProcess
 from specactor.rollout.sglang.engine_client import Engine
 from specactor.rollout.sglang.speculation_calls import Rounds
+from specactor.rollout.speculation.costs import CostTable, Grid, Point
 from specactor.types import RolloutRequest
 
 WINDOWS = (1, 2, 4, 8)

@@ -25,8 +25,7 @@ from benchmarks.trained_models import DraftShape
 from specactor.config import DistillationConfig, SourceConfig
 from specactor.data.dataset import build_dataset
 from specactor.data.tokenizer import load_tokenizer
-from specactor.trainer.drafter import acceptance
-from specactor.trainer.drafter import init
+from specactor.trainer.drafter import acceptance, init
 from specactor.trainer.drafter.buffer import TrainingExample
 from specactor.trainer.drafter.train import DrafterTrainer
 

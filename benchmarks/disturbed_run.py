@@ -21,7 +21,7 @@ from typing import Any
 import psutil
 
 from specactor.metrics import Value, read_metrics
-from specactor.rollout import warm_starter as warm
+from specactor.rollout import warm_starter
 from specactor.run_folder import RunFolder, Status
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -66,7 +66,7 @@ class Job:
             *("--warmup.cache-dir", str(base / "cache"), *SHORT, *options),
         ]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "WANDB_MODE": "offline", _MARK: self._mark}
-        environment.pop(warm.NAME, None)  # its engines descend from it
+        environment.pop(warm_starter.NAME, None)  # its engines descend from it
         with self.log.open("w") as log:
             self.launcher = subprocess.Popen(
                 command, cwd=ROOT, env=environment, stdout=log, stderr=log, start_new_session=True

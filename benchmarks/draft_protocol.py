@@ -19,8 +19,8 @@ import numpy as np
 
 from benchmarks.results import Result, publish, spread
 from specactor.rollout.decoupled.backend import Lane
-from specactor.rollout.decoupled.remote_drafter import Decoupled, connect
 from specactor.rollout.decoupled.loop import Ready, serve
+from specactor.rollout.decoupled.remote_drafter import Decoupled, connect
 from specactor.rollout.decoupled.transport import Address, DrafterKeys, local_endpoint, make_keys
 from specactor.rollout.speculation.drafter import DraftSequence
 

@@ -13,15 +13,15 @@ from math import ceil
 
 from benchmarks.paper_algorithms import PaperCosts, PaperPlan, plan, tgs_coupled
 from benchmarks.results import RESULTS, Result, publish
-from specactor.rollout.speculation.acceptance import survival_of
-from specactor.rollout.speculation.costs import Grid
 from specactor.planning.gpu_specs import DEVICES, Attained, device
 from specactor.planning.model_shapes import SHAPES
 from specactor.planning.plans import Candidates, Cluster, RolloutPlan
-from specactor.rollout.speculation.reconfiguration import Mode
 from specactor.planning.rooflines import from_figures
 from specactor.planning.search import search
 from specactor.planning.throughput_model import pipelined
+from specactor.rollout.speculation.acceptance import survival_of
+from specactor.rollout.speculation.costs import Grid
+from specactor.rollout.speculation.reconfiguration import Mode
 
 GPUS = 256
 CONTEXT = 4096

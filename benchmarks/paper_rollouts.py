@@ -14,10 +14,10 @@ from benchmarks.results import RESULTS, Result, publish
 from specactor.planning.gpu_specs import device
 from specactor.planning.model_shapes import SHAPES
 from specactor.planning.rooflines import from_figures
+from specactor.simulator.command import trained_per_s
 from specactor.simulator.requests import Lengths, Method
 from specactor.simulator.steps import Job, Phases, Refresh, Run, run
 from specactor.simulator.world import Delays, Policy, Truth, slower
-from specactor.simulator.command import trained_per_s
 
 CONTEXT = 4096
 GROUP = 16

@@ -37,13 +37,13 @@ from benchmarks.tail_speed import LAW, long_sums
 from benchmarks.trained_models import Models, task_models
 from specactor.config import EngineConfig, RolloutConfig, SpeculationConfig
 from specactor.parallel.layout import ModelShape
-from specactor.rollout.speculation.counters import Counts
-from specactor.rollout.speculation.costs import CostTable
-from specactor.planning.profile_grid import cells, checks, cost_table
 from specactor.planning.profile_engine import Sizes, measure
+from specactor.planning.profile_grid import cells, checks, cost_table
 from specactor.rollout.sglang.engine_client import Engine, EngineSpec
 from specactor.rollout.sglang.running import running
 from specactor.rollout.sglang.speculation_calls import CONFIGURE
+from specactor.rollout.speculation.costs import CostTable
+from specactor.rollout.speculation.counters import Counts
 from specactor.types import RolloutRequest, SamplingParams
 
 NAME = "simulator_fidelity"

@@ -16,9 +16,9 @@ from statistics import mean, median
 
 import numpy as np
 
-from specactor.rollout.speculation.counters import Counts
-from specactor.rollout.speculation.costs import CostTable
 from specactor.planning.plans import Cluster, from_table
+from specactor.rollout.speculation.costs import CostTable
+from specactor.rollout.speculation.counters import Counts
 from specactor.simulator.requests import Method, Requests
 from specactor.simulator.rollout import simulate
 from specactor.simulator.world import Delays, Policy, Truth

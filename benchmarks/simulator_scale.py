@@ -14,17 +14,17 @@ from statistics import median
 import numpy as np
 
 from benchmarks.results import Result, publish
-from specactor.rollout.speculation.drafter import DraftSequence
-from specactor.rollout.speculation.planner import of_drafter
-from specactor.rollout.speculation.acceptance import AcceptanceModel
-from specactor.rollout.speculation.stragglers import DryWorker, Straggler, as_published
 from specactor.planning.gpu_specs import device
 from specactor.planning.model_shapes import SHAPES
-from specactor.rollout.speculation.online_costs import OnlineCosts
 from specactor.planning.plans import Candidates
-from specactor.rollout.speculation.reconfiguration import DraftPlan, LiveCosts, Offer, reconfigure
 from specactor.planning.rooflines import from_figures
 from specactor.planning.search import search
+from specactor.rollout.speculation.acceptance import AcceptanceModel
+from specactor.rollout.speculation.drafter import DraftSequence
+from specactor.rollout.speculation.online_costs import OnlineCosts
+from specactor.rollout.speculation.planner import of_drafter
+from specactor.rollout.speculation.reconfiguration import DraftPlan, LiveCosts, Offer, reconfigure
+from specactor.rollout.speculation.stragglers import DryWorker, Straggler, as_published
 from specactor.simulator.requests import Lengths, Method, draw
 from specactor.simulator.rollout import simulate
 from specactor.simulator.steps import Job, Phases

@@ -32,9 +32,9 @@ from benchmarks.trained_models import CACHE, Models, task_models, task_recipe
 from specactor.config import EngineConfig, SpeculationConfig
 from specactor.data.dataset import build_dataset
 from specactor.data.tokenizer import load_tokenizer
-from specactor.rollout.speculation.counters import Counts
 from specactor.rollout.sglang.engine_client import Engine, EngineSpec
 from specactor.rollout.sglang.speculation_calls import REPORT
+from specactor.rollout.speculation.counters import Counts
 from specactor.types import RolloutRequest, SamplingParams
 
 GROUP_SIZE = 8

@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 
 from specactor.config import SpeculationConfig
-from specactor.rollout import process_guard as guard
+from specactor.rollout import process_guard
 
 SWITCH = "speculation_speed.switch"
 """Rank call: go on as the contestant of this name. Payload: `Switch` as JSON."""
@@ -105,13 +105,12 @@ def profile(rank: Any, payload: bytes) -> bytes:
 def _host(fd: int) -> None:
     import socket
 
-    from specactor.rollout.sglang import rank_calls
-    from specactor.rollout.sglang import engine_server as server
+    from specactor.rollout.sglang import engine_server, rank_calls
 
     rank_calls.RANK_CALLS.update({SWITCH: switch, PROFILE: profile})
     if os.environ.get(BUILTIN):
         _use_builtin(json.loads(os.environ[BUILTIN]))
-    server.run(socket.socket(fileno=fd))
+    engine_server.run(socket.socket(fileno=fd))
 
 
 def _use_builtin(arguments: dict[str, str | int]) -> None:
@@ -134,7 +133,7 @@ def main() -> None:
     parser.add_argument("--fd", type=int, required=True, help="inherited socket to the benchmark")
     fd: int = parser.parse_args().fd
     os.set_inheritable(fd, False)
-    guard.run_guarded(fd, lambda: _host(fd))
+    process_guard.run_guarded(fd, lambda: _host(fd))
 
 
 if __name__ == "__main__":

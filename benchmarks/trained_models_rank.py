@@ -13,11 +13,11 @@ import torch
 from benchmarks.trained_models import task_recipe
 from specactor.data.dataset import Dataset, build_dataset
 from specactor.data.tokenizer import load_tokenizer
-from specactor.run import model_shape
 from specactor.parallel import groups
 from specactor.parallel.collective import Collective
 from specactor.parallel.layout import check, longest_prompt
 from specactor.progress import Progress
+from specactor.run import model_shape
 from specactor.trainer.warmup import initial_model, warmed_up_model
 
 

@@ -22,11 +22,11 @@ from specactor.errors import AgreementError, EngineError, WeightSyncError
 from specactor.parallel.collective import Collective
 from specactor.progress import Progress
 from specactor.rollout import open_groups
-from specactor.rollout.speculation.counters import Counts, Figures, added, added_figures
 from specactor.rollout.drafter_pool import DrafterPool
 from specactor.rollout.pool import EnginePool
 from specactor.rollout.requests import greedy_requests, group_requests
 from specactor.rollout.resume import stale_tokens
+from specactor.rollout.speculation.counters import Counts, Figures, added, added_figures
 from specactor.trace import Span
 from specactor.trainer.advantages import group_advantages, informative, shape_overlong
 from specactor.trainer.drafter.refresh import Distillation

@@ -85,8 +85,8 @@ def profile(argv: list[str]) -> int:
 
     from rich.console import Console
 
-    from specactor.planning import profile_command as profiling
     from specactor.errors import ConfigError, SpecActorError
+    from specactor.planning import profile_command as profiling
 
     try:
         profiling.run(config, out=options.out, limit_s=options.limit, console=Console())

@@ -7,8 +7,8 @@ from statistics import fmean, pstdev
 from typing import TYPE_CHECKING
 
 from specactor.metrics import SPECULATION
-from specactor.rollout.speculation.counters import Counts, Figures
 from specactor.rollout.resume import num_begun
+from specactor.rollout.speculation.counters import Counts, Figures
 from specactor.trainer.advantages import informative
 from specactor.types import ScoredGroup, TrainSequence
 

@@ -29,6 +29,7 @@ from specactor.parallel.layout import (
     place_engine,
     reserved_tokens,
 )
+from specactor.planning import job_plan
 from specactor.progress import Progress, summary_rows
 from specactor.recipes import to_json
 from specactor.rollout import cost_file
@@ -36,7 +37,6 @@ from specactor.rollout.decoupled.access import DrafterAccess
 from specactor.rollout.drafter_pool import DrafterPool
 from specactor.rollout.drafter_specs import check_in_engines
 from specactor.rollout.drafter_start import start_drafters
-from specactor.planning import job_plan
 from specactor.rollout.pool import EnginePool
 from specactor.rollout.sglang.engine_client import EngineSpec
 from specactor.rollout.tail import tail_policy

@@ -9,8 +9,8 @@ import pytest
 
 from specactor import measurements
 from specactor.metrics import METRICS, TAIL
-from specactor.rollout.speculation.counters import added_figures
 from specactor.rollout.open_groups import OpenGroup
+from specactor.rollout.speculation.counters import added_figures
 from specactor.types import (
     Begun,
     FinishReason,

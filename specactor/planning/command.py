@@ -25,13 +25,13 @@ from tyro import _errors as tyro_errors
 
 from specactor.config import MAX_WINDOW
 from specactor.errors import ConfigError
-from specactor.rollout import cost_file
-from specactor.rollout.speculation.acceptance import survival_of
 from specactor.planning.gpu_specs import DEVICES, device
 from specactor.planning.model_shapes import DRAFTERS, SHAPES, TransformerShape
 from specactor.planning.plans import Candidates, Cluster, RolloutPlan, from_table
 from specactor.planning.rooflines import from_figures
 from specactor.planning.search import search
+from specactor.rollout import cost_file
+from specactor.rollout.speculation.acceptance import survival_of
 
 PROG = "specactor plan"
 NUMBERS = ("x off", "tok/s/device", "verifiers", "drafters", "idle", "requests")

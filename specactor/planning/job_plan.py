@@ -11,10 +11,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 from specactor.config import Config
-from specactor.rollout.speculation.acceptance import AcceptanceModel
-from specactor.rollout.speculation.costs import METHOD, CostTable
 from specactor.planning.plans import Cluster, RolloutPlan, from_table
 from specactor.planning.search import search
+from specactor.rollout.speculation.acceptance import AcceptanceModel
+from specactor.rollout.speculation.costs import METHOD, CostTable
 
 
 def planned(config: Config, table: CostTable, *, machines: int) -> tuple[Config, str]:

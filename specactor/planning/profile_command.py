@@ -25,21 +25,21 @@ from specactor.data.tiny_model import make_tiny_model
 from specactor.errors import ConfigError
 from specactor.parallel.devices import gpus, numbers
 from specactor.parallel.layout import ModelShape
+from specactor.planning.profile_drafter import measure_process
+from specactor.planning.profile_engine import PASSES, Sizes, measure
+from specactor.planning.profile_grid import Check, cells, checks, cost_table
 from specactor.rollout import cost_file
 from specactor.rollout.decoupled.access import DrafterAccess
-from specactor.rollout.decoupled.supervisor import DrafterProcess
 from specactor.rollout.decoupled.spec import DrafterSpec
+from specactor.rollout.decoupled.supervisor import DrafterProcess
 from specactor.rollout.decoupled.transport import Address
-from specactor.rollout.speculation.registry import make_drafters
 from specactor.rollout.drafter_specs import Host, make_specs
-from specactor.rollout.speculation.costs import METHOD, CostTable, Grid, ProcessCosts
-from specactor.rollout.speculation.stragglers import speedup
-from specactor.planning.profile_grid import Check, cells, checks, cost_table
-from specactor.rollout.speculation.reconfiguration import LiveCosts
-from specactor.planning.profile_engine import PASSES, Sizes, measure
-from specactor.planning.profile_drafter import measure_process
 from specactor.rollout.sglang.engine_client import Engine, EngineSpec
 from specactor.rollout.sglang.running import running
+from specactor.rollout.speculation.costs import METHOD, CostTable, Grid, ProcessCosts
+from specactor.rollout.speculation.reconfiguration import LiveCosts
+from specactor.rollout.speculation.registry import make_drafters
+from specactor.rollout.speculation.stragglers import speedup
 
 ACCEPTANCES = (0.3, 0.5, 0.7, 0.8, 0.9)
 """At which speed-ups are shown."""

@@ -20,14 +20,14 @@ import msgspec
 
 from specactor.config import RolloutConfig, SpeculationConfig
 from specactor.errors import PlanError
-from specactor.rollout.decoupled.supervisor import DrafterProcess
-from specactor.rollout.speculation.counters import Figures
-from specactor.rollout.speculation.costs import METHOD, CostTable, Point, ProcessCosts
 from specactor.planning.process_costs import SEEN, beside, by_requests, without_waits
-from specactor.planning.profile_grid import Cell
 from specactor.planning.profile_engine import CALL_S, Sizes, measure_once, requests_of
+from specactor.planning.profile_grid import Cell
+from specactor.rollout.decoupled.supervisor import DrafterProcess
 from specactor.rollout.sglang.engine_client import Engine
 from specactor.rollout.sglang.speculation_calls import CONFIGURE, FIGURES, ROUNDS, Rounds
+from specactor.rollout.speculation.costs import METHOD, CostTable, Point, ProcessCosts
+from specactor.rollout.speculation.counters import Figures
 
 REPEATS = 8
 """Times that requests are generated, at most, for each number of them."""

@@ -21,10 +21,10 @@ import msgspec
 
 from specactor.config import RolloutConfig, SpeculationConfig
 from specactor.errors import PlanError
-from specactor.rollout.speculation.costs import Point
 from specactor.planning.profile_grid import Cell
 from specactor.rollout.sglang.engine_client import Engine
 from specactor.rollout.sglang.speculation_calls import CONFIGURE, ROUNDS, Rounds
+from specactor.rollout.speculation.costs import Point
 from specactor.types import RolloutRequest, SamplingParams
 
 FILLER = "specactor.rollout.speculation.registry:Filler"

@@ -25,10 +25,10 @@ from collections.abc import Mapping, Sequence
 from itertools import chain
 
 from specactor.errors import ConfigError, PlanError
-from specactor.rollout.speculation.costs import CostTable, Grid
 from specactor.planning.gpu_specs import Attained, Device
 from specactor.planning.model_shapes import TransformerShape
 from specactor.planning.plans import Candidates, DrafterEngine, DrafterOption, Footprint, VerifierOption
+from specactor.rollout.speculation.costs import CostTable, Grid
 
 LOGIT_BYTES = 4
 PLAIN_BUCKETS = (1, 2, 4, 8, 12, *range(16, 257, 8), *range(272, 512, 16), *range(512, 8193, 32))

@@ -28,7 +28,6 @@ from itertools import pairwise
 from math import ceil, isfinite
 
 from specactor.errors import PlanError
-from specactor.rollout.speculation.costs import Grid
 from specactor.planning.plans import (
     Cluster,
     DrafterEngine,
@@ -38,8 +37,9 @@ from specactor.planning.plans import (
     VerifierOption,
     fitting,
 )
-from specactor.rollout.speculation.reconfiguration import PLAIN, DraftPlan
 from specactor.planning.throughput_model import AHEAD, Pace, coupled_tokens, pipelined, running
+from specactor.rollout.speculation.costs import Grid
+from specactor.rollout.speculation.reconfiguration import PLAIN, DraftPlan
 
 MESSAGE_BYTES = 64
 """Of a commit or a tail without its tokens: request, position, versions, lengths, framing."""

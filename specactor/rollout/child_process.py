@@ -14,8 +14,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from specactor.rollout import warm_starter as warm
-from specactor.rollout import process_guard as guard
+from specactor.rollout import process_guard, warm_starter
 
 END_TIMEOUT_S = 10.0
 """Longest wait for each way to end it."""
@@ -34,7 +33,7 @@ class Guarded:
         self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", _SEND_TIMEOUT_S, 0))
         Path(log_file).parent.mkdir(parents=True, exist_ok=True)
         with theirs, open(log_file, "ab") as log:
-            forked = warm.fork(module, (theirs.fileno(), log.fileno()), environment)
+            forked = warm_starter.fork(module, (theirs.fileno(), log.fileno()), environment)
             self._process = forked or subprocess.Popen(
                 [sys.executable, "-m", module, "--fd", str(theirs.fileno())],
                 stdin=subprocess.DEVNULL,
@@ -71,7 +70,7 @@ class Guarded:
 
     def sweep(self) -> None:
         """Remove what a guard that was killed itself has left."""
-        guard.sweep(self.pid)
+        process_guard.sweep(self.pid)
 
     def log_tail(self) -> str:
         """Last lines of the log."""

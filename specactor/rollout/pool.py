@@ -14,11 +14,11 @@ from dataclasses import dataclass, field
 from types import TracebackType
 
 from specactor.errors import EngineError
-from specactor.rollout.speculation.counters import Counts, Figures, added, added_figures
 from specactor.rollout.drafter_pool import DrafterPool
 from specactor.rollout.driver import REPORT_TOKENS, Driver
 from specactor.rollout.requests import assign, merge
 from specactor.rollout.sglang.engine_client import Engine, EngineDied, EngineSpec
+from specactor.rollout.speculation.counters import Counts, Figures, added, added_figures
 from specactor.rollout.tail import TailPolicy, WakeWhereItPays
 from specactor.trace import Span
 from specactor.types import RolloutRequest, Trajectory

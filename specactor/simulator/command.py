@@ -26,12 +26,12 @@ from tyro import _errors as tyro_errors
 from specactor.errors import ConfigError, DataError
 from specactor.metrics import read_metrics
 from specactor.planning.command import acceptance_at, named_shape, one_line
-from specactor.rollout import cost_file
-from specactor.rollout.speculation.acceptance import survival_of
 from specactor.planning.gpu_specs import Device, device
 from specactor.planning.model_shapes import DRAFTERS, TransformerShape
 from specactor.planning.plans import Candidates, from_table
 from specactor.planning.rooflines import from_figures
+from specactor.rollout import cost_file
+from specactor.rollout.speculation.acceptance import survival_of
 from specactor.simulator.page import page
 from specactor.simulator.replay import Replay, of_metrics
 from specactor.simulator.requests import Lengths, Method

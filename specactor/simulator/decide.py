@@ -17,13 +17,13 @@ from math import ceil
 import numpy as np
 
 from specactor.errors import PlanError
-from specactor.rollout.speculation.drafter import DraftSequence
-from specactor.rollout.speculation.planner import of_drafter
-from specactor.rollout.speculation.acceptance import AcceptanceModel
-from specactor.rollout.speculation.online_costs import OnlineCosts
 from specactor.planning.plans import Candidates, Cluster, RolloutPlan, VerifierOption
-from specactor.rollout.speculation.reconfiguration import MODES, PLAIN, DraftPlan, LiveCosts, Offer, reconfigure
 from specactor.planning.search import search
+from specactor.rollout.speculation.acceptance import AcceptanceModel
+from specactor.rollout.speculation.drafter import DraftSequence
+from specactor.rollout.speculation.online_costs import OnlineCosts
+from specactor.rollout.speculation.planner import of_drafter
+from specactor.rollout.speculation.reconfiguration import MODES, PLAIN, DraftPlan, LiveCosts, Offer, reconfigure
 from specactor.rollout.speculation.windows import OFF as NO_DRAFTER
 from specactor.rollout.speculation.windows import Choice, Option, choose
 from specactor.simulator.speed import COUPLED, DECOUPLED, OFF, Ints, Remote, round_of

@@ -17,8 +17,10 @@ from operator import itemgetter
 
 import numpy as np
 
+from specactor.planning.plans import Candidates, DrafterEngine
 from specactor.rollout.speculation.acceptance import survival_of
 from specactor.rollout.speculation.costs import Grid
+from specactor.rollout.speculation.reconfiguration import LiveCosts
 from specactor.rollout.speculation.stragglers import (
     DryWorker,
     Straggler,
@@ -27,8 +29,6 @@ from specactor.rollout.speculation.stragglers import (
     ranked,
     while_it_pays,
 )
-from specactor.planning.plans import Candidates, DrafterEngine
-from specactor.rollout.speculation.reconfiguration import LiveCosts
 from specactor.simulator.engine import Engine
 from specactor.simulator.ledger import Span
 from specactor.simulator.speed import Beside, Ints, Remote, round_of

@@ -20,9 +20,9 @@ from itertools import count
 import numpy as np
 
 from specactor.errors import PlanError
-from specactor.rollout.speculation.drafter import DraftSequence
 from specactor.planning.plans import Candidates, Cluster, RolloutPlan, VerifierOption
 from specactor.rollout.requests import assign
+from specactor.rollout.speculation.drafter import DraftSequence
 from specactor.simulator.decide import Decider, placed
 from specactor.simulator.engine import DONE, Engine, show
 from specactor.simulator.freed import Freed

@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from specactor.errors import PlanError
-from specactor.rollout.speculation.costs import Grid
 from specactor.planning.plans import Candidates, DrafterEngine, DrafterOption, VerifierOption
+from specactor.rollout.speculation.costs import Grid
 from specactor.rollout.speculation.reconfiguration import Mode
 from specactor.simulator.requests import Method
 

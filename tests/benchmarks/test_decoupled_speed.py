@@ -21,9 +21,9 @@ from benchmarks.decoupled_speed_table import (
     aims,
     means,
 )
-from specactor.rollout.speculation.counters import Counts
 from specactor.rollout.speculation.acceptance import survival_of
 from specactor.rollout.speculation.costs import CostTable, Grid
+from specactor.rollout.speculation.counters import Counts
 
 SPEEDS = {"off": 1.0, "coupled": 1.2, "decoupled": 1.5, "auto": 1.49}
 GOOD = Cell(drafter="d", acceptance=0.8, batch=4, off=(100.0, 125.0), measured=SPEEDS, foreseen=SPEEDS)

@@ -13,8 +13,8 @@ from benchmarks import decoupled_speed_profile as module
 from benchmarks.decoupled_speed_bench import NEW_TOKENS
 from benchmarks.decoupled_speed_profile import _coupled, _Pace, _works, median_beside
 from specactor.config import SpeculationConfig
-from specactor.rollout.speculation.costs import CostTable
 from specactor.rollout.sglang.speculation_calls import Rounds
+from specactor.rollout.speculation.costs import CostTable
 from specactor.types import RolloutRequest, SamplingParams
 
 PLAIN_S, VERIFY_S, CHOOSING_S = 0.004, 0.005, 0.0005

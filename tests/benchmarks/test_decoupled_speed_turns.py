@@ -15,8 +15,8 @@ from benchmarks.decoupled_speed_profile import _Pace
 from benchmarks.decoupled_speed_turns import DRAFTING, Turns, as_dialled, pace_at, pace_of
 from benchmarks.dialled import Script
 from specactor.config import SpeculationConfig
-from specactor.rollout.speculation.costs import CostTable
 from specactor.rollout.sglang.speculation_calls import Rounds
+from specactor.rollout.speculation.costs import CostTable
 from specactor.types import RolloutRequest, SamplingParams
 
 PREFILL_S = 0.25

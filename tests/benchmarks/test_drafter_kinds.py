@@ -15,8 +15,7 @@ from benchmarks.trained_models import task_recipe
 from specactor.config import DistillationConfig, SourceConfig, TinyModelConfig
 from specactor.data.tiny_model import make_tiny_model
 from specactor.rollout.speculation.counters import Counts
-from specactor.trainer.drafter import acceptance
-from specactor.trainer.drafter import init
+from specactor.trainer.drafter import acceptance, init
 from specactor.trainer.drafter.buffer import TrainingExample
 from specactor.types import Problem
 

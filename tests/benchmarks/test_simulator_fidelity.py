@@ -16,8 +16,8 @@ from benchmarks.simulator_fidelity_prediction import (
     summary,
     told,
 )
-from specactor.rollout.speculation.counters import Counts
 from specactor.rollout.speculation.costs import CostTable, Grid
+from specactor.rollout.speculation.counters import Counts
 
 TABLE = CostTable(
     model="",

@@ -15,7 +15,7 @@ import train_moe
 
 def main() -> int:
     train_moe.set_environment()
-    from specactor import run as job
+    from specactor import run
     from specactor.config import TailConfig
     from specactor.rollout import pool
     from specactor.rollout.tail import BorrowedDevices, EngineLoad, TailCosts, WakeWhereItPays
@@ -34,7 +34,7 @@ def main() -> int:
 
     real = BorrowedDevices._with_wakes
     BorrowedDevices._with_wakes = awake_at_once  # type: ignore[method-assign]
-    job.tail_policy = at_once  # type: ignore[assignment]
+    run.tail_policy = at_once  # type: ignore[assignment]
     TailCosts.notice_rounds = 0.0  # type: ignore[misc]
     pool.assign = to_the_first
     return train_moe.main()

@@ -81,7 +81,7 @@ def main(folder: Path) -> None:
     megatron.install()
     import torch.distributed as dist
 
-    from specactor import run as job
+    from specactor import run
     from specactor.parallel import groups
     from specactor.parallel.failure import Failures
     from specactor.rollout.pool import EnginePool
@@ -95,11 +95,11 @@ def main(folder: Path) -> None:
                 pools.append(stack.enter_context(EnginePool(*arguments, **options)))
             return nullcontext(pools[0])
 
-        job.EnginePool = shared  # type: ignore[misc,assignment]
+        run.EnginePool = shared  # type: ignore[misc,assignment]
         groups.destroy = partial(groups.destroy, keep_process_group=True)  # type: ignore[assignment]
         for name in recipes():
             config = cut(load([name]), folder)
-            job.run(config, rank=0, local_rank=0, world=1, head="127.0.0.1", failures=Failures(0, None))
+            run.run(config, rank=0, local_rank=0, world=1, head="127.0.0.1", failures=Failures(0, None))
 
 
 if __name__ == "__main__":

@@ -7,9 +7,9 @@ from operator import mul
 
 from hypothesis import strategies as st
 
+from specactor.planning.plans import Cluster, DrafterEngine, DrafterOption, VerifierOption
 from specactor.rollout.speculation.acceptance import survival_of
 from specactor.rollout.speculation.costs import CostTable, Grid
-from specactor.planning.plans import Cluster, DrafterEngine, DrafterOption, VerifierOption
 
 AXIS = (1.0, 64.0)
 W = 4

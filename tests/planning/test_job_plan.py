@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from specactor.config import Config
+from specactor.planning.job_plan import planned
 from specactor.recipes import load
 from specactor.rollout.speculation.costs import CostTable, Grid, ProcessCosts
-from specactor.planning.job_plan import planned
 
 AXIS = (1.0, 512.0)
 

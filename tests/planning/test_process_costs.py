@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from specactor.errors import PlanError
-from specactor.rollout.speculation.costs import CostTable, Grid, Point
 from specactor.planning.process_costs import beside, by_requests, without_waits
+from specactor.rollout.speculation.costs import CostTable, Grid, Point
 
 POINTS = [(n, n * w, 1e-3 * (5 + 0.1 * n * w)) for n in (1, 2, 4, 8) for w in (1, 2, 4, 9)]
 TABLE = CostTable.fit(POINTS)

@@ -16,17 +16,17 @@ import psutil
 import pytest
 from rich.console import Console
 
-from specactor.planning import profile_command as profiling
 from specactor.config import Config, EngineConfig, RolloutConfig, SpeculationConfig
 from specactor.errors import ConfigError, PlanError
+from specactor.planning import profile_command as profiling
+from specactor.planning.profile_drafter import measure_process
+from specactor.planning.profile_engine import FILLER, PASSES, ROUNDS_PER_PASS, Sizes, measure
+from specactor.planning.profile_grid import Cell, cells, checks, cost_table
 from specactor.recipes import load
 from specactor.rollout.decoupled.loop import Work
-from specactor.rollout.speculation.speculator import Speculator
-from specactor.rollout.speculation.costs import CostTable
-from specactor.planning.profile_grid import Cell, cells, checks, cost_table
-from specactor.planning.profile_engine import FILLER, PASSES, ROUNDS_PER_PASS, Sizes, measure
-from specactor.planning.profile_drafter import measure_process
 from specactor.rollout.sglang.speculation_calls import CONFIGURE, FIGURES, ROUNDS, Rounds
+from specactor.rollout.speculation.costs import CostTable
+from specactor.rollout.speculation.speculator import Speculator
 from specactor.types import RolloutRequest
 from tests.rollout.conftest import heed_interrupts, process_exists
 from tests.rollout.sglang.test_model_drafter import make_dense
@@ -251,7 +251,7 @@ def test_what_is_printed_has_the_table_its_error_and_its_use(profiled: tuple[Pat
 
 
 def test_speculation_reads_it(profiled: tuple[Path, str]) -> None:
-    speculator = Speculator(SpeculationConfig(mode="auto", cost_table=str(profiled[0])), [])
+    speculator = Speculator(SpeculationConfig(mode="auto", cost_table=str(profiled[0])), [], clock=time.perf_counter)
     assert speculator.costs.table == CostTable.from_json(profiled[0].read_bytes())
 
 

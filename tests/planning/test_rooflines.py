@@ -9,8 +9,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specactor.errors import PlanError
-from specactor.rollout.speculation.acceptance import survival_of
-from specactor.rollout.speculation.costs import CostTable, Grid, ProcessCosts
 from specactor.planning.gpu_specs import DEVICES, Attained, Device, device
 from specactor.planning.model_shapes import DRAFTERS, SHAPES, TransformerShape
 from specactor.planning.plans import Cluster, from_table
@@ -23,6 +21,8 @@ from specactor.planning.rooflines import (
     from_figures,
 )
 from specactor.planning.search import search
+from specactor.rollout.speculation.acceptance import survival_of
+from specactor.rollout.speculation.costs import CostTable, Grid, ProcessCosts
 
 DENSE, ROUTED, SMALL = SHAPES["Qwen2.5-32B"], SHAPES["Qwen3-30B-A3B"], SHAPES["Qwen2.5-0.5B"]
 IDEAL = Attained(

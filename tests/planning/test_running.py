@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 
 from benchmarks.decoupled_speed_clock import decoupled
 from specactor.errors import PlanError
-from specactor.rollout.decoupled import request_mirror as mirror
+from specactor.planning.throughput_model import AHEAD, Pace, coupled_tokens, pipelined, running
+from specactor.rollout.decoupled import request_mirror
 from specactor.rollout.decoupled.wait_policy import Patience
 from specactor.rollout.speculation.acceptance import survival_of
 from specactor.rollout.speculation.costs import Grid
-from specactor.planning.throughput_model import AHEAD, Pace, coupled_tokens, pipelined, running
 
 BASE_S = 0.010
 PER_ROW_S = 0.0002
@@ -143,7 +143,7 @@ def test_first_tokens_after_a_rejection_may_be_harder() -> None:
 
 
 def test_windows_ahead_are_those_of_a_drafter_process() -> None:
-    assert AHEAD == mirror.AHEAD
+    assert AHEAD == request_mirror.AHEAD
 
 
 def test_what_cannot_be_is_refused() -> None:

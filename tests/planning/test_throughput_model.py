@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from benchmarks.paper_algorithms import tau
 from specactor.errors import PlanError
-from specactor.rollout.speculation.acceptance import checked, survival_of
 from specactor.planning.throughput_model import coupled_tokens, pipelined
+from specactor.rollout.speculation.acceptance import checked, survival_of
 
 SURVIVAL = st.lists(st.floats(0, 1), min_size=1, max_size=6).map(lambda steps: tuple(accumulate(steps, mul)))
 

@@ -16,8 +16,8 @@ import pytest
 
 from specactor.config import EngineConfig
 from specactor.cpu import sglang as cpu
-from specactor.rollout.sglang.engine_client import Engine, EngineSpec
 from specactor.rollout.process_guard import SHARED_FILES, TEMPORARY, descendants
+from specactor.rollout.sglang.engine_client import Engine, EngineSpec
 from specactor.rollout.warm_starter import WarmStarter
 from specactor.types import RolloutRequest, SamplingParams
 

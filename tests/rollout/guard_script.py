@@ -10,7 +10,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from specactor.rollout import process_guard as guard
+from specactor.rollout import process_guard
 
 SLEEP = [sys.executable, "-c", "import time; time.sleep(300)"]
 START_ORPHAN = """
@@ -34,4 +34,4 @@ def host(folder: Path, behaviour: str) -> None:
 
 
 if __name__ == "__main__":
-    guard.run_guarded(int(sys.argv[1]), lambda: host(Path(sys.argv[2]), sys.argv[3]))
+    process_guard.run_guarded(int(sys.argv[1]), lambda: host(Path(sys.argv[2]), sys.argv[3]))

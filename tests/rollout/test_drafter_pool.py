@@ -14,7 +14,7 @@ import torch
 
 from specactor.errors import EngineError
 from specactor.rollout import drafter_pool
-from specactor.rollout.decoupled import supervisor as host
+from specactor.rollout.decoupled import supervisor
 from specactor.rollout.decoupled.spec import DrafterSpec
 from specactor.rollout.drafter_pool import DrafterPool
 from specactor.weights_sync.draft_sender import DraftSender
@@ -65,7 +65,7 @@ def test_one_that_hangs_is_replaced_and_one_that_is_slow_is_not(
     make_drafter_spec: Callable[..., DrafterSpec], monkeypatch: pytest.MonkeyPatch, asleep: bool
 ) -> None:
     """Nobody but the watcher asks it anything, and the test how long it has been silent."""
-    monkeypatch.setattr(host, "SIGN_EVERY_S", 0.1)
+    monkeypatch.setattr(supervisor, "SIGN_EVERY_S", 0.1)
     spec = make_drafter_spec("Sleeping", engine=4 if asleep else None, max_restarts=1)
     with DrafterPool([spec]) as pool:
         pool.wait_ready()

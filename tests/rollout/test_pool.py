@@ -18,8 +18,8 @@ import pytest
 from specactor.config import EngineConfig
 from specactor.errors import EngineError
 from specactor.rollout.pool import EnginePool, RolloutOutcome
-from specactor.rollout.sglang.engine_client import Engine, EngineSpec
 from specactor.rollout.process_guard import descendants
+from specactor.rollout.sglang.engine_client import Engine, EngineSpec
 from specactor.rollout.warm_starter import NAME
 from specactor.types import RolloutRequest, Trajectory
 from tests.rollout.conftest import Footprint, heed_interrupts, request

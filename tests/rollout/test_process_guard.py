@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from specactor.rollout import process_guard as guard
+from specactor.rollout import process_guard
 from tests.rollout.conftest import process_exists
 
 SCRIPT = Path(__file__).parent / "guard_script.py"
@@ -38,7 +38,7 @@ class Tree:
         self.host, self.child, self.orphan = map(int, pids)
         self.temporary = Path(temporary)
         deadline = time.monotonic() + 60
-        while f"_{self.child}_" not in (self.temporary / guard.SHARED_FILES).read_text():
+        while f"_{self.child}_" not in (self.temporary / process_guard.SHARED_FILES).read_text():
             assert time.monotonic() < deadline
             time.sleep(0.02)
         self.shared = Path(f"/dev/shm/sgl_shm_test_{self.child}_0")
@@ -67,7 +67,7 @@ def tree(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Tree]:
 def test_death_of_the_trainer_rank(tree: Tree) -> None:
     assert tree.temporary.is_dir()
     tree.connection.close()
-    tree.assert_gone(guard.GRACE_S + 30)  # this host ignores the end of the stream, so it gets its full time
+    tree.assert_gone(process_guard.GRACE_S + 30)  # this host ignores the end of the stream, so it gets its full time
     assert tree.guard.wait(60) == 0
 
 
@@ -86,7 +86,7 @@ def test_end_of_the_host(tree: Tree, tmp_path: Path) -> None:
 
 def test_sigterm_ends_all_at_once(tree: Tree) -> None:
     tree.guard.terminate()
-    tree.assert_gone(0.9 * guard.GRACE_S)
+    tree.assert_gone(0.9 * process_guard.GRACE_S)
 
 
 @pytest.mark.parametrize("by", ["age", "pid"])
@@ -99,18 +99,18 @@ def test_a_killed_guard_takes_the_host_along_and_is_swept_later(tree: Tree, by: 
         time.sleep(0.05)
     for pid in (tree.child, tree.orphan):  # SGLang's own processes die with their parents; these do not
         os.kill(pid, signal.SIGKILL)
-    guard.sweep()
+    process_guard.sweep()
     assert tree.temporary.exists(), "too young to judge"
     if by == "age":
         os.utime(tree.temporary, (0, 0))
-        guard.sweep()
+        process_guard.sweep()
     else:
-        guard.sweep(tree.guard.pid)
+        process_guard.sweep(tree.guard.pid)
     tree.assert_gone(60)
 
 
 def test_sweep_leaves_living_guards_alone(tree: Tree) -> None:
     os.utime(tree.temporary, (0, 0))
-    guard.sweep()
+    process_guard.sweep()
     assert (tree.temporary / "rubbish").exists()
     assert tree.shared.exists()

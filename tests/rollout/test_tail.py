@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from specactor.config import TailConfig
 from specactor.rollout import tail
-from specactor.rollout.speculation.counters import Counts
 from specactor.rollout.sglang.engine_client import Engine
+from specactor.rollout.speculation.counters import Counts
 from specactor.rollout.tail import (
     METHOD,
     BorrowedDevices,

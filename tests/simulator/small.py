@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from specactor.planning.plans import Candidates, Cluster, DrafterEngine, DrafterOption, VerifierOption
 from specactor.rollout.speculation.acceptance import survival_of
 from specactor.rollout.speculation.costs import CostTable, Grid
-from specactor.planning.plans import Candidates, Cluster, DrafterEngine, DrafterOption, VerifierOption
 from specactor.simulator.requests import Lengths, Method, Requests, draw
 from specactor.simulator.world import Delays, Truth
 

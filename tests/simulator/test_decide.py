@@ -10,19 +10,14 @@ import numpy as np
 import pytest
 
 from specactor.planning import command as planning
+from specactor.planning import search
 from specactor.rollout import pool, tail
 from specactor.rollout.speculation import fastest_of_n as drafting_more
-from specactor.rollout.speculation import planner
-from specactor.rollout.speculation import speculator
+from specactor.rollout.speculation import planner, reconfiguration, speculator, stragglers, windows
 from specactor.rollout.speculation.drafter import DraftSequence
-from specactor.rollout.speculation import stragglers as fastest_of_n
-from specactor.rollout.speculation import reconfiguration
-from specactor.planning import search
-from specactor.rollout.speculation import windows
 from specactor.rollout.speculation.windows import OFF
 from specactor.simulator import decide as deciding
-from specactor.simulator import freed
-from specactor.simulator import rollout
+from specactor.simulator import freed, rollout
 from specactor.simulator.decide import AHEAD, Decider, Decision, placed
 from specactor.simulator.speed import Remote
 from specactor.simulator.world import Policy
@@ -40,10 +35,10 @@ def test_decisions_are_those_of_the_engine() -> None:
     assert deciding.OnlineCosts is speculator.OnlineCosts
     assert deciding.reconfigure is planner.reconfigure is reconfiguration.reconfigure
     assert rollout.assign is pool.assign
-    assert freed.while_it_pays is drafting_more.while_it_pays is fastest_of_n.while_it_pays
-    assert freed.best_window is fastest_of_n.best_window
-    assert tail.speedup is fastest_of_n.speedup
-    assert freed.ranked is planner.ranked is fastest_of_n.ranked
+    assert freed.while_it_pays is drafting_more.while_it_pays is stragglers.while_it_pays
+    assert freed.best_window is stragglers.best_window
+    assert tail.speedup is stragglers.speedup
+    assert freed.ranked is planner.ranked is stragglers.ranked
 
 
 def defined(text: str) -> set[str]:

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specactor.rollout.speculation.acceptance import survival_of
 from specactor.planning.plans import RolloutPlan
 from specactor.planning.search import search
 from specactor.planning.throughput_model import pipelined
+from specactor.rollout.speculation.acceptance import survival_of
 from specactor.simulator.speed import COUPLED, DECOUPLED, OFF, Beside, Floats, Remote, Round, ready, round_of
 from tests.simulator.small import W, candidates, cluster, drafting, requests, table
 

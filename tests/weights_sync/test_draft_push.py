@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from specactor.errors import EngineError
-from specactor.rollout.speculation.drafter import DraftSequence
 from specactor.rollout.sglang import model_drafter
 from specactor.rollout.sglang.model_drafter import ModelDrafter
+from specactor.rollout.speculation.drafter import DraftSequence
 from specactor.weights_sync import draft_receiver
 from specactor.weights_sync.draft_sender import CHECK, LOAD, DraftSender, num_bytes, push_to_engine
 from specactor.weights_sync.messages import Bucket, CheckReply, DraftWeights, Round

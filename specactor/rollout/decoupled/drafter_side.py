@@ -20,11 +20,11 @@ from dataclasses import dataclass, field
 from typing import cast
 
 from specactor.config import MAX_WINDOW
-from specactor.rollout.decoupled import protocol as messages
+from specactor.rollout.decoupled import protocol
 from specactor.rollout.decoupled.backend import Lane
+from specactor.rollout.decoupled.order import Drops, Numbering
 from specactor.rollout.decoupled.protocol import Beat, Close, Commits, Open, Pulse, Resend
 from specactor.rollout.decoupled.request_mirror import AHEAD, Key, Mirror
-from specactor.rollout.decoupled.order import Drops, Numbering
 
 SILENT_S = 30.0
 TAILS_EVERY_S = 1e-3
@@ -95,8 +95,8 @@ class Mirrors:
     def receive(self, sender: int, data: bytes, now_s: float) -> None:
         """A frame from the connection of session `sender`."""
         try:
-            header, records = messages.decode_to_drafter(data)
-        except messages.FrameError as error:
+            header, records = protocol.decode_to_drafter(data)
+        except protocol.FrameError as error:
             self.drops.add("malformed", str(error))
             return
         session = self._session(sender, header, records, now_s)
@@ -116,7 +116,7 @@ class Mirrors:
                     self._beat(session, record)
 
     def _session(
-        self, sender: int, header: messages.Header, records: Sequence[messages.ToDrafter], now_s: float
+        self, sender: int, header: protocol.Header, records: Sequence[protocol.ToDrafter], now_s: float
     ) -> _Session | None:
         """Whose frame it is; None if it does not count."""
         if header.sender != sender:
@@ -251,7 +251,7 @@ class Mirrors:
         may stay here for `TAILS_EVERY_S`, but for those of requests that had none, and unless a prompt is to be read
         first, which may take long."""
         peer = self._sessions[session]
-        records: list[messages.ToEngine] = []
+        records: list[protocol.ToEngine] = []
         if peer.pulse:
             peer.pulse = False
             records.append(Pulse(version=version, requests=self.num_requests, drafted=peer.drafted, wasted=peer.wasted))
@@ -263,8 +263,8 @@ class Mirrors:
         if unsent and due:
             peer.tails_s = now_s
         tails = [mirror.tail(now_s) for mirror in unsent]
-        for first in range(0, len(tails), messages.MAX_ROWS):
-            records.append(messages.columns(tails[first : first + messages.MAX_ROWS], version=version))
+        for first in range(0, len(tails), protocol.MAX_ROWS):
+            records.append(protocol.columns(tails[first : first + protocol.MAX_ROWS], version=version))
         return self._out.frames(records, self.drops, receiver=session)
 
     def tick(self, now_s: float) -> None:

@@ -16,7 +16,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 
-from specactor.rollout.decoupled import protocol as messages
+from specactor.rollout.decoupled import protocol
+from specactor.rollout.decoupled.order import Drops, Numbering
 from specactor.rollout.decoupled.protocol import (
     Beat,
     Close,
@@ -27,7 +28,6 @@ from specactor.rollout.decoupled.protocol import (
     Resend,
     TailColumns,
 )
-from specactor.rollout.decoupled.order import Drops, Numbering
 from specactor.rollout.decoupled.served import Peer, Request
 
 BEAT_EVERY_S = 0.25
@@ -64,7 +64,7 @@ class Tails:
     def num_tokens(self) -> int:
         """Held in tails."""
         tails = [request.tokens for request in self._requests.values() if request.tokens is not None]
-        return sum(map(len, tails)) // messages.TOKEN_BYTES
+        return sum(map(len, tails)) // protocol.TOKEN_BYTES
 
     @property
     def live(self) -> list[int]:
@@ -128,7 +128,7 @@ class Tails:
             if request is None or request.tokens is None:
                 drafts.append([])
                 continue
-            tokens = messages.unpack(request.tokens)
+            tokens = protocol.unpack(request.tokens)
             known = request.output_ids[request.base :]
             start = len(known)
             if tokens[:start] != known:
@@ -151,7 +151,7 @@ class Tails:
 
     def _receive(self, index: int, data: bytes, now_s: float) -> None:
         try:
-            header, records = messages.decode_to_engine(data)
+            header, records = protocol.decode_to_engine(data)
         except FrameError as error:
             self.drops.add("malformed", str(error))
             return
@@ -198,7 +198,7 @@ class Tails:
         """There are hundreds of requests per round, so this is one loop without calls."""
         find = self._drafters[index].requests.get
         late = stale = 0
-        for number, base, tokens in messages.newest(records):
+        for number, base, tokens in protocol.newest(records):
             request = find(number)
             if request is None:
                 late += 1
@@ -207,7 +207,7 @@ class Tails:
                 request.owed_from = None
             if base > request.told:
                 self.drops.add("future", f"tail at {base} from drafter {index}, which was told of {request.told}")
-            elif base + len(tokens) // messages.TOKEN_BYTES <= len(request.output_ids) or (
+            elif base + len(tokens) // protocol.TOKEN_BYTES <= len(request.output_ids) or (
                 request.tokens is not None and base < request.base
             ):
                 stale += 1
@@ -228,7 +228,7 @@ class Tails:
     def outgoing(self, index: int, now_s: float) -> list[bytes]:
         """Frames for one drafter."""
         drafter = self._drafters[index]
-        records: list[messages.ToDrafter] = []
+        records: list[protocol.ToDrafter] = []
         if now_s - drafter.beat_s >= BEAT_EVERY_S:
             records.append(self._beat(drafter, now_s))
         elif not drafter.live:

@@ -22,9 +22,9 @@ from types import FrameType
 import msgspec
 
 from specactor.rollout.decoupled.backend import Continuer, Renewable, Sleeper
+from specactor.rollout.decoupled.batch_timing import Pace
 from specactor.rollout.decoupled.drafter_side import Mirrors
 from specactor.rollout.decoupled.order import Drops
-from specactor.rollout.decoupled.batch_timing import Pace
 from specactor.rollout.decoupled.spec import Renewed, Rested
 from specactor.rollout.decoupled.transport import DrafterKeys, Hub, new_session
 from specactor.rollout.speculation.costs import Point

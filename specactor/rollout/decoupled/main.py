@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from specactor.rollout import process_guard as guard
+from specactor.rollout import process_guard
 
 if TYPE_CHECKING:
     from specactor.rollout.decoupled.backend import Continuer
@@ -33,7 +33,7 @@ def main() -> None:
     parser.add_argument("--fd", type=int, required=True, help="inherited socket to the owner")
     fd: int = parser.parse_args().fd
     os.set_inheritable(fd, False)
-    guard.run_guarded(fd, lambda: _draft(socket(fileno=fd)))
+    process_guard.run_guarded(fd, lambda: _draft(socket(fileno=fd)))
 
 
 def _draft(owner: socket) -> None:

@@ -14,9 +14,9 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from specactor.rollout.decoupled.wait_policy import Patience
 from specactor.rollout.decoupled.engine_side import Tails
 from specactor.rollout.decoupled.transport import Address, Link, ZmqLink, new_session
+from specactor.rollout.decoupled.wait_policy import Patience
 from specactor.rollout.speculation.drafter import Drafter, DraftSequence
 from specactor.rollout.speculation.verification import common
 

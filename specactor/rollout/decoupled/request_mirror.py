@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from specactor.rollout.decoupled import protocol as messages
+from specactor.rollout.decoupled import protocol
 from specactor.rollout.decoupled.backend import Lane
 from specactor.rollout.decoupled.protocol import Open, Tail
 from specactor.rollout.speculation.verification import common
@@ -118,6 +118,6 @@ class Mirror:
         return Tail(
             request=self.key[1],
             base=self.committed,
-            tokens=messages.pack(self.tokens[self.committed :]),
+            tokens=protocol.pack(self.tokens[self.committed :]),
             wait_us=wait_us,
         )

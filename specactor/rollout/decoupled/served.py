@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from specactor.rollout.decoupled.protocol import NO_SESSION, TailColumns
 from specactor.rollout.decoupled.order import Numbering, Total
+from specactor.rollout.decoupled.protocol import NO_SESSION, TailColumns
 
 
 @dataclass(slots=True, eq=False)

@@ -18,6 +18,7 @@ import msgspec
 
 from specactor.cpu import sglang as cpu
 from specactor.errors import EngineError
+from specactor.rollout.child_process import Guarded
 from specactor.rollout.decoupled.loop import Work
 from specactor.rollout.decoupled.spec import (
     ALIVE,
@@ -31,7 +32,6 @@ from specactor.rollout.decoupled.spec import (
     Rested,
     Started,
 )
-from specactor.rollout.child_process import Guarded
 
 if TYPE_CHECKING:
     from socket import socket

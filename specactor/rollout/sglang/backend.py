@@ -22,10 +22,9 @@ from typing import Any
 import torch
 
 from specactor.errors import EngineError
+from specactor.rollout import process_guard
 from specactor.rollout.resume import num_begun
-from specactor.rollout.sglang import rank_calls, routed_experts, stopping
-from specactor.rollout.sglang import partial_response as beginnings
-from specactor.rollout import process_guard as guard
+from specactor.rollout.sglang import partial_response, rank_calls, routed_experts, stopping
 from specactor.rollout.sglang.engine_protocol import EngineSpec
 from specactor.types import FinishReason, RolloutRequest
 
@@ -129,7 +128,7 @@ class Backend:
         manager = self._engine.tokenizer_manager
         if manager.tokenizer is None and any(request.sampling.stop for request in requests):
             manager.tokenizer = stopping.Text(manager.server_args.tokenizer_path or self._spec.model_dir)
-        inputs = [list(request.prompt_ids) + beginnings.tokens(request) for request in requests]
+        inputs = [list(request.prompt_ids) + partial_response.tokens(request) for request in requests]
         start = min(map(len, inputs)) - 1
         rids = [f"{self._num_batches}.{i}." for i in range(len(requests))]  # SGLang aborts by prefix
         self._rids |= {request.request_id: rid for request, rid in zip(requests, rids, strict=True)}
@@ -246,7 +245,7 @@ def _engine_class(*, fork: bool) -> Any:
 
         @classmethod
         def _launch_scheduler_processes(cls, server_args: Any, port_args: Any, *args: Any, **kwargs: Any) -> Any:
-            shared = Path(os.environ["TMPDIR"]) / guard.SHARED_FILES
+            shared = Path(os.environ["TMPDIR"]) / process_guard.SHARED_FILES
             with open(shared, "a") as file:  # schedulers are killed before they can unlink it
                 file.write(shm_path_for(port_args.instance_id) + "\n")
             # Without CUDA a forked scheduler is safe here (one thread, no sockets yet) and spares it the imports.
@@ -286,7 +285,7 @@ def _sampling(request: RolloutRequest, stream_interval: int) -> dict[str, Any]:
         "ignore_eos": sampling.ignore_eos,
         "sampling_seed": request.seed,
         "stream_interval": stream_interval,
-        "custom_params": beginnings.marked(request),
+        "custom_params": partial_response.marked(request),
     }
 
 

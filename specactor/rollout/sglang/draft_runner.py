@@ -24,8 +24,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specactor.rollout.speculation.verification import common
 from specactor.rollout.sglang.draft_slots import BLOCK_TOKENS, slot_range
+from specactor.rollout.speculation.verification import common
 
 DRAFT_TEMPERATURE = 2 / 3
 """Factor of a request's temperature in its drafts. Measured at temperature 1 (docs/results/acceptance.md): 0.4 to 1.6 %

@@ -16,9 +16,8 @@ import msgspec
 from specactor.cpu import sglang as cpu
 from specactor.errors import EngineError
 from specactor.rollout import resume
-from specactor.rollout.speculation.counters import Counts, Figures
-from specactor.rollout.sglang import responses, speculation_calls
 from specactor.rollout.child_process import END_TIMEOUT_S, Guarded
+from specactor.rollout.sglang import responses, speculation_calls
 from specactor.rollout.sglang.engine_protocol import (
     Abort,
     Command,
@@ -39,6 +38,7 @@ from specactor.rollout.sglang.engine_protocol import (
     frame,
     read_frame,
 )
+from specactor.rollout.speculation.counters import Counts, Figures
 from specactor.trace import Span
 from specactor.types import RolloutRequest, Trajectory
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import os
 
-from specactor.rollout import process_guard as guard
+from specactor.rollout import process_guard
 
 
 def main() -> None:
@@ -18,15 +18,15 @@ def main() -> None:
     parser.add_argument("--fd", type=int, required=True, help="inherited socket to the trainer rank")
     fd: int = parser.parse_args().fd
     os.set_inheritable(fd, False)
-    guard.run_guarded(fd, lambda: _host(fd))
+    process_guard.run_guarded(fd, lambda: _host(fd))
 
 
 def _host(fd: int) -> None:
     import socket
 
-    from specactor.rollout.sglang import engine_server as server
+    from specactor.rollout.sglang import engine_server
 
-    server.run(socket.socket(fileno=fd))
+    engine_server.run(socket.socket(fileno=fd))
 
 
 if __name__ == "__main__":

@@ -22,8 +22,8 @@ import msgspec
 import torch
 
 from specactor.errors import EngineError
-from specactor.rollout.speculation.drafter import Drafter, DraftSequence
 from specactor.rollout.sglang.draft_runner import DraftRunner, DraftText, SequenceCache
+from specactor.rollout.speculation.drafter import Drafter, DraftSequence
 from specactor.weights_sync import draft_receiver
 from specactor.weights_sync.messages import CheckReply, DraftWeights
 

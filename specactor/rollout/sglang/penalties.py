@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specactor.rollout.sglang import partial_response as beginnings
+from specactor.rollout.sglang import partial_response
 
 
 def install() -> None:
@@ -51,7 +51,7 @@ def _count_emitted(info: Any, _: type, batch: Any, *__: Any) -> None:
     if not orchestrator.is_required:
         return
     for row, req in enumerate(batch.reqs):
-        emitted = [*beginnings.of(req), *req.output_ids]
+        emitted = [*partial_response.of(req), *req.output_ids]
         if not emitted:
             continue
         tokens_N = torch.tensor(emitted, dtype=torch.int64, device=info.temperatures.device)

@@ -8,8 +8,15 @@ from __future__ import annotations
 import torch
 
 from specactor.cpu import sglang_hooks
-from specactor.rollout.sglang import penalties, rank_calls, routed_experts, sampling, speculation_calls, stopping
-from specactor.rollout.sglang import verify_worker as speculation
+from specactor.rollout.sglang import (
+    penalties,
+    rank_calls,
+    routed_experts,
+    sampling,
+    speculation_calls,
+    stopping,
+    verify_worker,
+)
 from specactor.weights_sync import messages
 from specactor.weights_sync.receiver import Receiver
 
@@ -28,4 +35,4 @@ def register() -> None:
         {speculation_calls.CONFIGURE: speculation_calls.configure, speculation_calls.REPORT: speculation_calls.report}
     )
     rank_calls.install()
-    speculation.register(speculation_calls.starting_speculator)
+    verify_worker.register(speculation_calls.starting_speculator)

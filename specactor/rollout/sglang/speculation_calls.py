@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from functools import partial
 from typing import Any
 
@@ -11,13 +12,13 @@ import msgspec
 from specactor.config import SpeculationConfig
 from specactor.errors import EngineError
 from specactor.rollout.decoupled.access import DrafterAccess
+from specactor.rollout.sglang.engine_protocol import EngineSpec
+from specactor.rollout.speculation.costs import Point
 from specactor.rollout.speculation.counters import Counts
 from specactor.rollout.speculation.drafter import Drafter
+from specactor.rollout.speculation.online_costs import OnlineCosts
 from specactor.rollout.speculation.registry import make_drafters
 from specactor.rollout.speculation.speculator import Speculator
-from specactor.rollout.speculation.costs import Point
-from specactor.rollout.speculation.online_costs import OnlineCosts
-from specactor.rollout.sglang.engine_protocol import EngineSpec
 
 CONFIGURE = "speculation.configure"
 """Rank call: from the next round on, speculate like this. Payload: a `SpeculationConfig` as JSON."""
@@ -67,7 +68,7 @@ def starting_speculator() -> Speculator | None:
 def make_speculator(config: SpeculationConfig) -> Speculator | None:
     if config.mode == "off":
         return None
-    return Speculator(config, make_drafters(config, connect=partial(_connect, config)))
+    return Speculator(config, make_drafters(config, connect=partial(_connect, config)), clock=time.perf_counter)
 
 
 def _connect(config: SpeculationConfig) -> Drafter:

@@ -23,7 +23,7 @@ from typing import Any
 
 from specactor.data.tokenizer import load_tokenizer
 from specactor.errors import ConfigError, EngineError
-from specactor.rollout.sglang import partial_response as beginnings
+from specactor.rollout.sglang import partial_response
 
 _NEEDED = "rollout.stop: needs a tokenizer in the model's folder, or use rollout.stop_token_ids."
 
@@ -90,7 +90,7 @@ def finish_token_by_token(original: Callable[..., None], req: Any, new_tokens: i
         req.tokenizer = _text()
     if req.finished():
         return
-    emitted, before = req.output_ids, beginnings.of(req)
+    emitted, before = req.output_ids, partial_response.of(req)
     req.sampling_params.max_new_tokens += len(before)
     try:
         for length in range(len(emitted) - new_tokens + 1, len(emitted) + 1):

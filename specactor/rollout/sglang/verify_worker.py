@@ -26,16 +26,15 @@ from sglang.srt.speculative.spec_info import SpecInput, SpecInputType, Speculati
 from sglang.srt.speculative.spec_registry import CustomSpecAlgo
 
 from specactor.errors import EngineError
-from specactor.rollout.speculation.drafter import DraftSequence
-from specactor.rollout.speculation.probing import SOON
-from specactor.rollout.speculation.speculator import Speculator
-from specactor.rollout.speculation.verification import DraftTree, accepted_path, chain
-from specactor.rollout.sglang import draft_runner, plain_rounds
-from specactor.rollout.sglang import partial_response as beginnings
+from specactor.rollout.sglang import draft_runner, partial_response, plain_rounds
 from specactor.rollout.sglang.model_drafter import ModelDrafter
 from specactor.rollout.sglang.penalties import has_penalties
 from specactor.rollout.sglang.round_trace import Rounds
 from specactor.rollout.sglang.verify_batch import Branches, Rows, spread
+from specactor.rollout.speculation.drafter import DraftSequence
+from specactor.rollout.speculation.probing import SOON
+from specactor.rollout.speculation.speculator import Speculator
+from specactor.rollout.speculation.verification import DraftTree, accepted_path, chain
 
 NAME = "SPECACTOR"
 _NOTHING = DraftTree()
@@ -263,7 +262,7 @@ class Worker(BaseSpecWorker):  # type: ignore[misc]
 
     def _open(self, req: Any) -> None:
         assert self.speculator is not None
-        sampling, begun = req.sampling_params, list(beginnings.of(req))
+        sampling, begun = req.sampling_params, list(partial_response.of(req))
         sequence = DraftSequence(
             request_id=req.rid,
             prompt_ids=tuple(req.origin_input_ids)[: len(req.origin_input_ids) - len(begun)],

@@ -15,9 +15,9 @@ from collections.abc import Iterable, Mapping, Sequence
 import msgspec
 
 from specactor.config import MAX_WINDOW
+from specactor.rollout.speculation.online_costs import OnlineCosts
 from specactor.rollout.speculation.probing import Balance
 from specactor.rollout.speculation.verification import Credit, Decision
-from specactor.rollout.speculation.online_costs import OnlineCosts
 from specactor.rollout.speculation.windows import OFF
 
 PRIOR_DRAFTS = 64

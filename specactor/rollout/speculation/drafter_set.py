@@ -22,10 +22,10 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from specactor.config import SpeculationConfig
+from specactor.rollout.speculation.acceptance import AcceptanceModel
 from specactor.rollout.speculation.counters import Counts, Figures
 from specactor.rollout.speculation.drafter import Drafter, DraftSequence
 from specactor.rollout.speculation.verification import Decision, Drafts, common, existing
-from specactor.rollout.speculation.acceptance import AcceptanceModel
 from specactor.rollout.speculation.windows import OFF
 
 FAILURES = 3
@@ -36,7 +36,7 @@ LOOK_TRIALS = 8.0
 """What earlier evidence about acceptance is worth when a look brings new."""
 LISTEN_EVERY_S = 0.02
 """Between two looks, while decoding is plain, for answers of drafters elsewhere that were silent. They are asked less
-often (`decoupled.tails.BEAT_EVERY_S`)."""
+often (`decoupled.engine_side.BEAT_EVERY_S`)."""
 ABSENT = 5
 """While no drafter is there, they are looked for every 2, 4, 8, .. 2**ABSENT rounds."""
 

@@ -23,10 +23,10 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from specactor.rollout.speculation.reconfiguration import LiveCosts
+from specactor.rollout.speculation.stragglers import DryWorker, Straggler, while_it_pays
 from specactor.rollout.speculation.trees import survivals
 from specactor.rollout.speculation.verification import Drafts
-from specactor.rollout.speculation.stragglers import DryWorker, Straggler, while_it_pays
-from specactor.rollout.speculation.reconfiguration import LiveCosts
 from specactor.rollout.speculation.windows import OFF
 
 MARGIN = 0.02

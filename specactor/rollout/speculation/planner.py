@@ -28,17 +28,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from specactor.config import SpeculationConfig
+from specactor.rollout.speculation.acceptance import AcceptanceModel
+from specactor.rollout.speculation.costs import CostTable
 from specactor.rollout.speculation.drafter import DraftSequence
 from specactor.rollout.speculation.drafter_set import DrafterSet
 from specactor.rollout.speculation.fastest_of_n import Floats, further
+from specactor.rollout.speculation.online_costs import OnlineCosts
 from specactor.rollout.speculation.probing import Promises
+from specactor.rollout.speculation.reconfiguration import PLAIN, DraftPlan, LiveCosts, Offer, reconfigure, worths
+from specactor.rollout.speculation.stragglers import ranked
 from specactor.rollout.speculation.trees import Candidates, Merging
 from specactor.rollout.speculation.verification import Decision, Drafts
-from specactor.rollout.speculation.acceptance import AcceptanceModel
-from specactor.rollout.speculation.costs import CostTable
-from specactor.rollout.speculation.stragglers import ranked
-from specactor.rollout.speculation.online_costs import OnlineCosts
-from specactor.rollout.speculation.reconfiguration import PLAIN, DraftPlan, LiveCosts, Offer, reconfigure, worths
 from specactor.rollout.speculation.windows import (
     OFF,
     Choice,

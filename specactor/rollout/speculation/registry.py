@@ -58,7 +58,7 @@ def _imported(name: str, module: str, attribute: str) -> Drafter:
         ) from error
     if not isinstance(found, Drafter):
         raise ConfigError.at(
-            "rollout.speculation.drafters", name, "a subclass of specactor.rollout.speculation.drafter.Drafter", "Fix it."
+            "rollout.speculation.drafters", name, f"a subclass of {Drafter.__module__}.Drafter", "Fix it."
         )
     return found
 

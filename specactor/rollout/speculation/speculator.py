@@ -20,20 +20,19 @@ chosen by `decide`; its drafts are then made by `draft`, on every rank with the 
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 
 from specactor.config import SpeculationConfig
 from specactor.rollout import cost_file
+from specactor.rollout.speculation.acceptance import AcceptanceModel
 from specactor.rollout.speculation.counters import Accounts, Counts
 from specactor.rollout.speculation.drafter import Drafter, DraftSequence
 from specactor.rollout.speculation.drafter_set import LOOK_TRIALS, DrafterSet
+from specactor.rollout.speculation.online_costs import OnlineCosts
 from specactor.rollout.speculation.planner import Part, Planner
 from specactor.rollout.speculation.probing import FEW, MAX_REST, Look, Looks, Rest, Seen
 from specactor.rollout.speculation.verification import Credit, Decision, Drafts, credits_of
-from specactor.rollout.speculation.acceptance import AcceptanceModel
-from specactor.rollout.speculation.online_costs import OnlineCosts
 from specactor.rollout.speculation.windows import MARGIN, OFF, Choice, Option, choose
 from specactor.trace import Recorder
 
@@ -57,7 +56,7 @@ class Speculator:
         config: SpeculationConfig,
         drafters: Sequence[Drafter],
         *,
-        clock: Callable[[], float] = time.perf_counter,
+        clock: Callable[[], float],
     ) -> None:
         self.config = config
         self.drafters = {drafter.name: drafter for drafter in drafters}

@@ -20,8 +20,8 @@ from operator import itemgetter
 import numpy as np
 from numpy.typing import NDArray
 
-from specactor.rollout.speculation.verification import Credit, Drafts, common, held
 from specactor.rollout.speculation.acceptance import AcceptanceModel
+from specactor.rollout.speculation.verification import Credit, Drafts, common, held
 
 AFTER_RATE = 0.3
 """Believed acceptance of a first token where earlier drafts were wrong, of a drafter nobody has seen. Hopeful."""

@@ -28,8 +28,7 @@ from tyro import _errors as tyro_errors
 from specactor.config import DistillationConfig
 from specactor.config.rules import check_values
 from specactor.errors import ConfigError, DataError
-from specactor.trainer.drafter import acceptance
-from specactor.trainer.drafter import init
+from specactor.trainer.drafter import acceptance, init
 from specactor.trainer.drafter.buffer import TrainingExample
 from specactor.trainer.drafter.rollout_files import example_of, read_rollouts
 from specactor.trainer.drafter.train import DrafterTrainer, RefreshStats

@@ -5,8 +5,8 @@ import time
 
 import msgspec
 
-from specactor.rollout.decoupled.supervisor import DrafterProcess
 from specactor.rollout.decoupled.spec import DrafterSpec
+from specactor.rollout.decoupled.supervisor import DrafterProcess
 
 if __name__ == "__main__":
     drafter = DrafterProcess(msgspec.json.decode(sys.argv[1], type=DrafterSpec))

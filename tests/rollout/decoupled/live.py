@@ -12,8 +12,8 @@ from pathlib import Path
 
 import msgspec
 
-from specactor.rollout.decoupled.remote_drafter import Decoupled, connect
 from specactor.rollout.decoupled.loop import Ready
+from specactor.rollout.decoupled.remote_drafter import Decoupled, connect
 from specactor.rollout.decoupled.transport import Address, DrafterKeys, EngineKeys
 from specactor.rollout.speculation.drafter import DraftSequence
 from specactor.rollout.speculation.verification import common

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import count
 
-from specactor.rollout.decoupled.request_mirror import AHEAD
 from specactor.rollout.decoupled.drafter_side import Mirrors
 from specactor.rollout.decoupled.engine_side import BEAT_EVERY_S, SILENT_S, Tails
+from specactor.rollout.decoupled.request_mirror import AHEAD
 from tests.rollout.decoupled.scripted import Scripted, script
 
 WINDOW = 3

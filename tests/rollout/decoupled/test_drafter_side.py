@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from specactor.rollout.decoupled.drafter_side import SILENT_S, TAILS_EVERY_S, Mirrors
 from specactor.rollout.decoupled.protocol import (
     Beat,
     Close,
@@ -21,7 +22,6 @@ from specactor.rollout.decoupled.protocol import (
     unpack,
 )
 from specactor.rollout.decoupled.request_mirror import AHEAD
-from specactor.rollout.decoupled.drafter_side import SILENT_S, TAILS_EVERY_S, Mirrors
 from tests.rollout.decoupled.scripted import Scripted, script
 
 WINDOW = 3

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from specactor.rollout.decoupled import protocol as messages
+from specactor.rollout.decoupled import protocol
+from specactor.rollout.decoupled.engine_side import BEAT_EVERY_S, REOPEN_EVERY_S, SILENT_S, Tails
 from specactor.rollout.decoupled.protocol import (
     Beat,
     Close,
@@ -22,7 +23,6 @@ from specactor.rollout.decoupled.protocol import (
     encode,
     pack,
 )
-from specactor.rollout.decoupled.engine_side import BEAT_EVERY_S, REOPEN_EVERY_S, SILENT_S, Tails
 from tests.rollout.decoupled.wrong_ends import ArrivedKept, ForeignTaken
 
 ENGINE, DRAFTER = 20, 50
@@ -149,7 +149,7 @@ def test_long_commits_go_in_several_frames(monkeypatch: pytest.MonkeyPatch) -> N
     end.say()
     for name in names:
         end.commit(name, *range(1000, 1100))
-    monkeypatch.setattr(messages, "MAX_FRAME_BYTES", 800)
+    monkeypatch.setattr(protocol, "MAX_FRAME_BYTES", 800)
     frames = end.tails.outgoing(0, end.now_s)
     assert len(frames) > 2
     rows = [row for frame in frames for record in decode_to_drafter(frame)[1] for row in record]  # type: ignore[attr-defined]

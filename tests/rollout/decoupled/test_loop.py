@@ -13,8 +13,8 @@ import pytest
 import zmq
 
 from specactor.errors import ConfigError
-from specactor.rollout.decoupled.protocol import MAX_FRAME_BYTES, Header, Pulse, encode
 from specactor.rollout.decoupled.engine_side import SILENT_S
+from specactor.rollout.decoupled.protocol import MAX_FRAME_BYTES, Header, Pulse, encode
 from specactor.rollout.decoupled.transport import Address, EngineKeys, Hub, ZmqLink, local_endpoint, make_keys
 from tests.rollout.decoupled.live import DrafterProcess, Engine
 

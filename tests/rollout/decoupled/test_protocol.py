@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specactor.rollout.decoupled import protocol as messages
+from specactor.rollout.decoupled import protocol
+from specactor.rollout.decoupled.order import Drops, Numbering
 from specactor.rollout.decoupled.protocol import (
     MAX_ROWS,
     MAX_TAIL_TOKENS,
@@ -29,7 +30,6 @@ from specactor.rollout.decoupled.protocol import (
     pack,
     unpack,
 )
-from specactor.rollout.decoupled.order import Drops, Numbering
 from specactor.rollout.decoupled.transport import new_session
 
 
@@ -199,11 +199,11 @@ def test_headers_are_strict() -> None:
         with pytest.raises(FrameError):
             decode_to_drafter(frame[:at] + value + frame[at + len(value) :])
     with pytest.raises(FrameError, match="bytes"):
-        decode_to_drafter(bytes(messages.MAX_FRAME_BYTES + 1))
+        decode_to_drafter(bytes(protocol.MAX_FRAME_BYTES + 1))
 
 
 def test_what_is_too_much_for_a_frame_goes_in_several(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(messages, "MAX_FRAME_BYTES", 200)
+    monkeypatch.setattr(protocol, "MAX_FRAME_BYTES", 200)
     records = [Commits(requests=[i], positions=[0], counts=[20], tokens=list(range(20))) for i in range(9)]
     records.insert(4, Commits(requests=[99], positions=[0], counts=[100], tokens=[70_000] * 100))
     drops = Drops("test")

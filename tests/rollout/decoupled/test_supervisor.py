@@ -16,8 +16,8 @@ import torch
 
 from specactor.errors import EngineError
 from specactor.rollout.decoupled.remote_drafter import Decoupled, connect
-from specactor.rollout.decoupled.supervisor import DrafterProcess
 from specactor.rollout.decoupled.spec import DrafterSpec
+from specactor.rollout.decoupled.supervisor import DrafterProcess
 from specactor.rollout.decoupled.transport import Address, EngineKeys, ZmqLink, local_endpoint, make_keys, new_session
 from specactor.rollout.speculation.drafter import DraftSequence
 from specactor.weights_sync.draft_sender import DraftSender

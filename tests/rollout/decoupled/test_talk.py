@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from specactor.rollout.decoupled import supervisor as host
+from specactor.rollout.decoupled import supervisor
 from specactor.rollout.decoupled.supervisor import SIGN_EVERY_S, Talk
 
 SOON_S, PATIENCE_S = 0.05, 10.0
@@ -118,7 +118,7 @@ def test_a_sign_of_life_is_asked_for_in_time_and_holds_up_no_other_question(
     """On a clock of the test's own."""
     assert ends.talk.silent_s() == 0.0
     now_s = time.monotonic()
-    monkeypatch.setattr(host, "time", SimpleNamespace(monotonic=lambda: now_s))
+    monkeypatch.setattr(supervisor, "time", SimpleNamespace(monotonic=lambda: now_s))
     now_s += SIGN_EVERY_S + 1
     assert ends.talk.silent_s() == 0.0
     assert ends.hears() == b"1 alive\n"

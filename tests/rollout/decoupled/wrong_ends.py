@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from specactor.rollout.decoupled import protocol as messages
-from specactor.rollout.decoupled.protocol import Beat, Commits, TailColumns
+from specactor.rollout.decoupled import protocol
 from specactor.rollout.decoupled.drafter_side import Mirrors
 from specactor.rollout.decoupled.engine_side import Tails
+from specactor.rollout.decoupled.protocol import Beat, Commits, TailColumns
 
 
 class LengthsCompared(Tails):
@@ -21,7 +21,7 @@ class LengthsCompared(Tails):
         if request.tokens is None:
             return []
         start = len(request.output_ids) - request.base
-        return messages.unpack(request.tokens)[start : start + window]
+        return protocol.unpack(request.tokens)[start : start + window]
 
 
 class FutureTaken(Tails):
@@ -33,7 +33,7 @@ class FutureTaken(Tails):
     def _draft(self, request: Any, window: int) -> list[int]:
         if request.tokens is None:
             return []
-        known, tokens = request.output_ids[request.base :], messages.unpack(request.tokens)
+        known, tokens = request.output_ids[request.base :], protocol.unpack(request.tokens)
         return tokens[len(known) :][:window] if tokens[: len(known)] == known else tokens[:window]
 
 
@@ -41,7 +41,7 @@ class AnyTail(Tails):
     """Gives a tail to the request of that place, whoever it was for."""
 
     def _tails(self, index: int, records: Sequence[TailColumns]) -> None:
-        for _, base, tokens in messages.newest(records):
+        for _, base, tokens in protocol.newest(records):
             for request in list(self._requests.values())[-1:]:
                 request.base, request.tokens = base, tokens
 
@@ -66,14 +66,14 @@ class ForeignTaken(Tails):
 
     def _receive(self, index: int, data: bytes, now_s: float) -> None:
         try:
-            header, records = messages.decode_to_engine(data)
-        except messages.FrameError:
+            header, records = protocol.decode_to_engine(data)
+        except protocol.FrameError:
             return
         super()._receive(index, _readdressed(header, records, self.session), now_s)
 
 
-def _readdressed(header: messages.Header, records: Sequence[messages.ToEngine], receiver: int) -> bytes:
-    return messages.encode(messages.Header(sender=header.sender, receiver=receiver, number=header.number), records)
+def _readdressed(header: protocol.Header, records: Sequence[protocol.ToEngine], receiver: int) -> bytes:
+    return protocol.encode(protocol.Header(sender=header.sender, receiver=receiver, number=header.number), records)
 
 
 class ArrivedKept(Tails):
@@ -99,13 +99,13 @@ class RowsShifted(Mirrors):
 
     def receive(self, sender: int, data: bytes, now_s: float) -> None:
         try:
-            header, records = messages.decode_to_drafter(data)
-        except messages.FrameError:
+            header, records = protocol.decode_to_drafter(data)
+        except protocol.FrameError:
             return
-        super().receive(sender, messages.encode(header, [_shifted(record) for record in records]), now_s)
+        super().receive(sender, protocol.encode(header, [_shifted(record) for record in records]), now_s)
 
 
-def _shifted(record: messages.ToDrafter) -> messages.ToDrafter:
+def _shifted(record: protocol.ToDrafter) -> protocol.ToDrafter:
     if not isinstance(record, Commits):
         return record
     tokens = [*record.tokens[1:], *record.tokens[:1]]
@@ -200,7 +200,7 @@ class AnsweredToAnother(Mirrors):
     def outgoing(self, session: int, **named: Any) -> list[bytes]:
         other = self.sessions[self.sessions.index(session) - 1]
         frames = super().outgoing(other, **named)
-        return [_readdressed(*messages.decode_to_engine(frame), session) for frame in frames]
+        return [_readdressed(*protocol.decode_to_engine(frame), session) for frame in frames]
 
 
 class NeverAsks(Mirrors):

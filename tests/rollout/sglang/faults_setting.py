@@ -10,10 +10,10 @@ from pathlib import Path
 from specactor.config import SpeculationConfig
 from specactor.rollout.decoupled.spec import DrafterSpec
 from specactor.rollout.decoupled.transport import Address, EngineKeys, make_keys
-from specactor.rollout.speculation.counters import Counts
 from specactor.rollout.drafter_pool import DrafterPool
 from specactor.rollout.pool import EnginePool
 from specactor.rollout.sglang.engine_client import Engine
+from specactor.rollout.speculation.counters import Counts
 from specactor.types import RolloutRequest, Trajectory
 from tests.rollout.conftest import request
 from tests.rollout.sglang import recital

@@ -12,7 +12,7 @@ from random import Random
 import msgspec
 import zmq
 
-from specactor.rollout.decoupled import protocol as messages
+from specactor.rollout.decoupled import protocol
 from specactor.rollout.decoupled.protocol import Commits, Open, Pulse, Resend, Tail, TailColumns, ToEngine
 
 _HEADER = struct.Struct("<4sB3xQQQ")
@@ -22,7 +22,7 @@ _SESSION = 1 << 40
 
 def tail(request: int, base: int, *lists: list[int]) -> TailColumns:
     """Args: lists: of tokens; of several, each is a tail of the same request."""
-    return messages.columns([Tail(request, base, messages.pack(tokens)) for tokens in lists], version=1)
+    return protocol.columns([Tail(request, base, protocol.pack(tokens)) for tokens in lists], version=1)
 
 
 class _Heard:
@@ -48,7 +48,7 @@ def _neighbours(one: _Heard, rng: Random) -> list[ToEngine]:
 
 def _columns(one: _Heard, rng: Random) -> list[ToEngine]:
     """One request twice, the second time with as many tokens as fit, some of which are none."""
-    short, long = _tokens(rng, 2), [rng.randrange(-5, 200) for _ in range(messages.MAX_TAIL_TOKENS)]
+    short, long = _tokens(rng, 2), [rng.randrange(-5, 200) for _ in range(protocol.MAX_TAIL_TOKENS)]
     return [tail(one.number, one.length, short, long), tail(one.number, one.length, short)]
 
 
@@ -58,13 +58,13 @@ LIES: dict[str, Lie] = {
     "the past": lambda one, rng: [tail(one.number, max(0, one.length - 2), [*one.last[-2:], *_tokens(rng)])],
     "the future": lambda one, rng: [tail(one.number, one.length + rng.choice((1, 3, 10**6)), _tokens(rng))],
     "no such requests": lambda one, rng: [
-        tail(rng.choice((0, messages.LARGEST, one.number + 10**6)), one.length, _tokens(rng))
+        tail(rng.choice((0, protocol.LARGEST, one.number + 10**6)), one.length, _tokens(rng))
     ],
     "the neighbour's": _neighbours,
     "columns": _columns,
-    "resend": lambda one, rng: [Resend(requests=[one.number, 0, messages.LARGEST])],
+    "resend": lambda one, rng: [Resend(requests=[one.number, 0, protocol.LARGEST])],
     "loads": lambda one, rng: [
-        Pulse(version=messages.LARGEST, requests=messages.LARGEST, drafted=0, wasted=messages.LARGEST)
+        Pulse(version=protocol.LARGEST, requests=protocol.LARGEST, drafted=0, wasted=protocol.LARGEST)
     ],
 }
 """Name -> records, one frame for each request that the engine has told of."""
@@ -109,7 +109,7 @@ class LyingDrafter:
         while not self._ending.is_set():
             if self._socket.poll(_LOOK_MS):
                 name, frame = self._socket.recv_multipart()
-                header, records = messages.decode_to_drafter(frame)
+                header, records = protocol.decode_to_drafter(frame)
                 for record in records:
                     self._hear(record)
                 for answer in self._answers(header.sender):
@@ -118,7 +118,7 @@ class LyingDrafter:
         self._socket.close(linger=0)
         self._context.term()
 
-    def _hear(self, record: messages.ToDrafter) -> None:
+    def _hear(self, record: protocol.ToDrafter) -> None:
         if isinstance(record, Open):
             self._heard[record.request] = _Heard(record)
         elif isinstance(record, Commits):
@@ -142,5 +142,5 @@ class LyingDrafter:
                 yield self._frame(engine, LIES[self._lie](one, self._rng))
 
     def _frame(self, engine: int, records: list[ToEngine], *, sender: int = _SESSION) -> bytes:
-        start = _HEADER.pack(messages.MAGIC, messages.VERSION, sender, engine, next(self._numbers))
+        start = _HEADER.pack(protocol.MAGIC, protocol.VERSION, sender, engine, next(self._numbers))
         return start + msgspec.msgpack.encode(records)

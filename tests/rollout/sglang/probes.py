@@ -22,12 +22,10 @@ from sglang.srt.sampling.penaltylib import (
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 from sglang.srt.sampling.sampling_params import SamplingParams
 
-from specactor.rollout.speculation.drafter import DraftSequence
-from specactor.rollout.sglang import sampling, stopping
-from specactor.rollout.sglang import partial_response as beginnings
-from specactor.rollout.sglang import verify_worker as speculation
+from specactor.rollout.sglang import partial_response, sampling, stopping, verify_worker
 from specactor.rollout.sglang.rank_calls import RANK_CALLS
 from specactor.rollout.sglang.verify_worker import Worker
+from specactor.rollout.speculation.drafter import DraftSequence
 from tests.rollout.sglang.drafters import HalfRight, Memory
 
 _texts: dict[tuple[tuple[int, ...], int], list[int]] = {}
@@ -229,7 +227,7 @@ def stops_by_the_round() -> None:
 
 
 def drafts_with_penalties() -> None:
-    _patch(speculation, "has_penalties", lambda _: False)
+    _patch(verify_worker, "has_penalties", lambda _: False)
 
 
 def forgets_penalties() -> None:
@@ -254,7 +252,7 @@ def experts_of_the_row_after() -> None:
 
 def forgets_beginnings() -> None:
     """What a request brings along of its response counts as prompt."""
-    _patch(beginnings, "of", lambda _: array("q"))
+    _patch(partial_response, "of", lambda _: array("q"))
 
 
 def aborts_without_a_look() -> None:
@@ -268,7 +266,7 @@ def noise_begins_anew() -> None:
     begun: dict[int, int] = {}
 
     def noted(worker: Any, batch: Any, *arguments: Any) -> Any:
-        begun.update({req.sampling_params.sampling_seed: len(beginnings.of(req)) for req in batch.reqs})
+        begun.update({req.sampling_params.sampling_seed: len(partial_response.of(req)) for req in batch.reqs})
         return prefill(worker, batch, *arguments)
 
     def wrong(own: Any, probs: Any, info: Any, positions: Any, simple: bool) -> Any:

@@ -17,11 +17,11 @@ from sglang.srt.runtime_context import get_parallel
 
 from specactor.rollout.decoupled.access import DrafterAccess
 from specactor.rollout.decoupled.remote_drafter import Decoupled, connect
+from specactor.rollout.sglang import verify_worker
+from specactor.rollout.sglang.speculation_calls import DRAFTERS
+from specactor.rollout.sglang.verify_batch import Rows
 from specactor.rollout.speculation.drafter import Drafter, DraftSequence
 from specactor.rollout.speculation.verification import common
-from specactor.rollout.sglang import verify_worker as speculation
-from specactor.rollout.sglang.verify_batch import Rows
-from specactor.rollout.sglang.speculation_calls import DRAFTERS
 from tests.rollout.conftest import VOCAB
 from tests.rollout.sglang import wrong_versions
 from tests.rollout.sglang.probes import call
@@ -172,7 +172,7 @@ def _another_token(right: wrong_versions.Function, batch: Any, rows: Rows, **nam
 def another_token() -> Decoupled:
     """The second rank verifies other draft tokens than were agreed."""
     wrong_versions.heal()
-    wrong_versions.patch(speculation, "spread", _another_token)
+    wrong_versions.patch(verify_worker, "spread", _another_token)
     return connected()
 
 

@@ -8,12 +8,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from specactor.rollout.sglang import verify_worker
 from specactor.rollout.speculation.speculator import Speculator
 from specactor.rollout.speculation.verification import DraftTree
-from specactor.rollout.sglang import verify_worker as speculation
-from tests.rollout.speculation.forced import Drawn, Switching
 from tests.rollout.sglang.wrong_trees import Third
 from tests.rollout.sglang.wrong_versions import Function, Rehearsed, heal, patch
+from tests.rollout.speculation.forced import Drawn, Switching
 
 
 class Ahead(Third):
@@ -38,7 +38,7 @@ def switching() -> Rehearsed:
 def _switching_but(name: str, wrong: Function) -> Callable[[], Rehearsed]:
     def load() -> Rehearsed:
         drafter = switching()
-        patch(speculation, name, wrong)
+        patch(verify_worker, name, wrong)
         return drafter
 
     return load

@@ -19,10 +19,10 @@ from specactor.config import SpeculationConfig
 from specactor.errors import EngineError
 from specactor.rollout import drafter_pool
 from specactor.rollout.decoupled.access import DrafterAccess
-from specactor.rollout.speculation.counters import Counts, added
 from specactor.rollout.pool import EnginePool
 from specactor.rollout.sglang.engine_client import Engine, EngineSpec
 from specactor.rollout.sglang.running import running
+from specactor.rollout.speculation.counters import Counts, added
 from specactor.types import RolloutRequest
 from specactor.weights_sync.draft_sender import DraftSender
 from tests.rollout.conftest import Footprint

@@ -17,8 +17,8 @@ import pytest
 
 from specactor.cpu import sglang as cpu
 from specactor.rollout.decoupled.backend import Lane
-from specactor.rollout.decoupled.protocol import Beat, Header, Open, encode
 from specactor.rollout.decoupled.drafter_side import Mirrors
+from specactor.rollout.decoupled.protocol import Beat, Header, Open, encode
 from specactor.rollout.sglang.draft_runner import DRAFT_TEMPERATURE
 from specactor.rollout.sglang.draft_slots import BLOCK_TOKENS
 from tests.rollout.sglang.test_model_drafter import make_dense

@@ -16,9 +16,9 @@ import msgspec
 import pytest
 
 from specactor.config import EngineConfig, SpeculationConfig
-from specactor.rollout.speculation.verification import accepted_path, chain
 from specactor.rollout.sglang.engine_client import Engine, EngineSpec
 from specactor.rollout.sglang.running import running
+from specactor.rollout.speculation.verification import accepted_path, chain
 from specactor.types import RolloutRequest, SamplingParams
 from tests.rollout.conftest import VOCAB, start_script
 from tests.rollout.law import Law, Reference, Response, Sample, entropy, p_values, surprise

@@ -11,9 +11,9 @@ import torch
 
 from specactor.config import EngineConfig, SpeculationConfig
 from specactor.errors import EngineError
-from specactor.rollout.speculation.counters import Counts
 from specactor.rollout.sglang.engine_client import Engine, EngineSpec
 from specactor.rollout.sglang.running import running
+from specactor.rollout.speculation.counters import Counts
 from specactor.types import RolloutRequest, Trajectory
 from specactor.weights_sync.draft_sender import DraftSender, push_to_engine
 from tests.rollout.conftest import request, start_script

@@ -14,11 +14,11 @@ from specactor.config import SpeculationConfig
 from specactor.rollout.decoupled.access import DrafterAccess
 from specactor.rollout.decoupled.drafter_side import SILENT_S
 from specactor.rollout.decoupled.transport import Address, make_keys
-from specactor.rollout.speculation.counters import Counts
 from specactor.rollout.drafter_pool import DrafterPool
-from specactor.rollout.speculation.costs import CostTable
 from specactor.rollout.sglang.engine_client import Engine, EngineSpec
 from specactor.rollout.sglang.running import running
+from specactor.rollout.speculation.costs import CostTable
+from specactor.rollout.speculation.counters import Counts
 from specactor.trace import Span, chrome_trace
 from tests.rollout.conftest import request
 from tests.rollout.sglang.asking import in_background

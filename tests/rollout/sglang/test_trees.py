@@ -15,11 +15,11 @@ import msgspec
 import pytest
 
 from specactor.config import EngineConfig, SpeculationConfig
-from specactor.rollout.speculation.counters import Counts
-from specactor.rollout.speculation.windows import OFF as OFF_NAME
 from specactor.rollout.sglang.engine_client import Engine, EngineSpec
 from specactor.rollout.sglang.running import running
 from specactor.rollout.sglang.speculation_calls import REPORT
+from specactor.rollout.speculation.counters import Counts
+from specactor.rollout.speculation.windows import OFF as OFF_NAME
 from specactor.types import RolloutRequest, Trajectory
 from tests.rollout.conftest import request as request_of
 from tests.rollout.sglang.test_model_drafter import make_dense

@@ -8,8 +8,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specactor.rollout.speculation.verification import DraftTree, branches, chain, merged
 from specactor.rollout.sglang.verify_batch import Branches, Rows
+from specactor.rollout.speculation.verification import DraftTree, branches, chain, merged
 
 BASE = 5
 COLUMNS = 24

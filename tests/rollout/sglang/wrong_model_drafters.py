@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from specactor.rollout.speculation.drafter import DraftSequence
 from specactor.rollout.sglang.draft_runner import DraftBatch, DraftRunner
 from specactor.rollout.sglang.model_drafter import ModelDrafter
+from specactor.rollout.speculation.drafter import DraftSequence
 
 
 class SharedRunner(DraftRunner):

@@ -17,16 +17,16 @@ from sglang.srt.layers.sampler import Sampler
 from sglang.srt.runtime_context import get_parallel
 from torch import Tensor
 
+from specactor.rollout.sglang import verify_batch as spreading
+from specactor.rollout.sglang import verify_worker
+from specactor.rollout.sglang.verify_batch import Branches, Rows
 from specactor.rollout.speculation.drafter import DraftSequence
 from specactor.rollout.speculation.drafter_set import DrafterSet
 from specactor.rollout.speculation.speculator import Speculator
 from specactor.rollout.speculation.verification import Decision, DraftTree, branches
-from specactor.rollout.sglang import verify_batch as spreading
-from specactor.rollout.sglang import verify_worker as speculation
-from specactor.rollout.sglang.verify_batch import Branches, Rows
-from tests.rollout.speculation.forced import together
 from tests.rollout.sglang.drafters import Memory
 from tests.rollout.sglang.wrong_versions import Function, Rehearsed, _Round, heal, in_place_of, patch
+from tests.rollout.speculation.forced import together
 
 WITNESS = "SPECACTOR_TEST_WITNESS"
 """Environment variable: file in which `witnessed` counts; a rank's number is added. Also in `test_trees`."""
@@ -170,7 +170,7 @@ def noise_of_the_place(right: Function, sampler: Any, probs: Tensor, info: Any, 
     return right(sampler, probs, info, positions[root_R] + torch.arange(len(positions)) - root_R, simple)
 
 
-@in_place_of(speculation, "accepted_path")
+@in_place_of(verify_worker, "accepted_path")
 def forgets_whose_child_it_is(right: Function, tree: DraftTree, samples: Sequence[int]) -> list[int]:
     path = [0]
     for row, token in enumerate(tree.tokens, start=1):
@@ -179,7 +179,7 @@ def forgets_whose_child_it_is(right: Function, tree: DraftTree, samples: Sequenc
     return path
 
 
-@in_place_of(speculation, "_to_tree")
+@in_place_of(verify_worker, "_to_tree")
 def parents_are_lost(right: Function, values: Sequence[int]) -> DraftTree:
     """Only tokens are agreed upon; they are taken for a chain."""
     return right([*values[: len(values) // 2], *range(len(values) // 2)])

@@ -18,12 +18,12 @@ from sglang.srt.layers.sampler import Sampler, top_p_normalize_probs_torch
 from sglang.srt.managers.schedule_batch import FINISH_LENGTH, Req
 from torch import Tensor
 
-from specactor.rollout.speculation.drafter import DraftSequence
-from specactor.rollout.speculation.verification import DraftTree, chain
 from specactor.rollout.sglang import verify_batch as spreading
-from specactor.rollout.sglang import verify_worker as speculation
+from specactor.rollout.sglang import verify_worker
 from specactor.rollout.sglang.verify_batch import Rows
 from specactor.rollout.sglang.verify_worker import Worker
+from specactor.rollout.speculation.drafter import DraftSequence
+from specactor.rollout.speculation.verification import DraftTree, chain
 from tests.rollout.sglang.drafters import HalfRight
 
 Function = Callable[..., Any]
@@ -81,7 +81,7 @@ def patch(owner: Any, name: str, wrong: Function) -> None:
 def heal() -> None:
     while _undo:
         _undo.pop()()
-    patch(speculation, "spread", _note_round)
+    patch(verify_worker, "spread", _note_round)
     patch(Worker, "_prefill", _note_prefill)
 
 
@@ -184,20 +184,20 @@ def parameters_of_the_first(right: Function, info: Any, owner_R: Tensor) -> Any:
 # Verification. Arguments: what was drafted for a request, and its samples; the answer is the rows that are kept.
 
 
-@in_place_of(speculation, "accepted_path")
+@in_place_of(verify_worker, "accepted_path")
 def one_too_many(right: Function, tree: DraftTree, samples: Sequence[int]) -> list[int]:
     """The first rejected draft token passes as well."""
     path = right(tree, samples)
     return [*path, path[-1] + 1] if path[-1] + 1 < tree.num_rows else path
 
 
-@in_place_of(speculation, "accepted_path")
+@in_place_of(verify_worker, "accepted_path")
 def skips_a_mismatch(right: Function, tree: DraftTree, samples: Sequence[int]) -> list[int]:
     """Draft tokens after a rejected one are still compared."""
     return [0, *(r for r, (t, p) in enumerate(zip(tree.tokens, tree.parents, strict=True), 1) if t == samples[p])]
 
 
-@in_place_of(speculation, "accepted_path")
+@in_place_of(verify_worker, "accepted_path")
 def accepts_all(right: Function, tree: DraftTree, samples: Sequence[int]) -> list[int]:
     """Drafts are not compared with anything."""
     return list(range(tree.num_rows))
@@ -308,7 +308,7 @@ def logprobs_after_top_p(right: Function, sampler: Any, output: Any, info: Any, 
 # Keys and values. Arguments: the batch, to be spread, and the rows.
 
 
-@in_place_of(speculation, "spread")
+@in_place_of(verify_worker, "spread")
 def slots_swapped(right: Function, batch: Any, rows: Rows, **named: Any) -> None:
     """The keys of the first two draft tokens are written where the other's belong."""
     right(batch, rows, **named)
@@ -317,7 +317,7 @@ def slots_swapped(right: Function, batch: Any, rows: Rows, **named: Any) -> None
             batch.out_cache_loc[[first + 1, first + 2]] = batch.out_cache_loc[[first + 2, first + 1]]
 
 
-@in_place_of(speculation, "spread")
+@in_place_of(verify_worker, "spread")
 def keys_of_the_neighbour(right: Function, batch: Any, rows: Rows, **named: Any) -> None:
     """Draft rows read the text of another request."""
     right(batch, rows, **named)
@@ -326,7 +326,7 @@ def keys_of_the_neighbour(right: Function, batch: Any, rows: Rows, **named: Any)
     batch.req_pool_indices = torch.where(_Round.is_draft(rows.total), other_R, batch.req_pool_indices)
 
 
-@in_place_of(speculation, "spread")
+@in_place_of(verify_worker, "spread")
 def drafts_unseen(right: Function, batch: Any, rows: Rows, **named: Any) -> None:
     """Draft rows read committed tokens alone."""
     right(batch, rows, **named)
@@ -350,7 +350,7 @@ def keeps_keys_of_the_rejected() -> Rehearsed:
 
     heal()
     patch(Worker, "_emit", emit)
-    patch(speculation, "spread", spread)
+    patch(verify_worker, "spread", spread)
     return Rehearsed(learns=False)
 
 
@@ -372,7 +372,7 @@ def caches_too_much(right: Function, req: Req) -> int:
 # Harmless: slower, and not wrong.
 
 
-@in_place_of(speculation, "accepted_path")
+@in_place_of(verify_worker, "accepted_path")
 def without_bonus(right: Function, tree: DraftTree, samples: Sequence[int]) -> list[int]:
     path = right(tree, samples)
     return path[:-1] or path

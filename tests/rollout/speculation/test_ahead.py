@@ -8,15 +8,14 @@ from collections.abc import Callable, Hashable, Sequence
 
 import pytest
 
-from specactor.rollout.decoupled import engine_side as tails
+from specactor.rollout.decoupled import engine_side
 from specactor.rollout.decoupled.backend import Lane
-from specactor.rollout.decoupled.remote_drafter import Decoupled
-from specactor.rollout.decoupled.protocol import Beat, Commits, Header, Open, ToDrafter, encode
-from specactor.rollout.decoupled.drafter_side import Mirrors
 from specactor.rollout.decoupled.batch_timing import Pace
+from specactor.rollout.decoupled.drafter_side import Mirrors
+from specactor.rollout.decoupled.protocol import Beat, Commits, Header, Open, ToDrafter, encode
+from specactor.rollout.decoupled.remote_drafter import Decoupled
 from specactor.rollout.decoupled.wait_policy import Patience
-from specactor.rollout.speculation import drafter_set
-from specactor.rollout.speculation import probing
+from specactor.rollout.speculation import drafter_set, probing
 from specactor.rollout.speculation.drafter import Drafter, DraftSequence
 from specactor.rollout.speculation.probing import Promises
 from tests.rollout.speculation.test_resting import Rests
@@ -198,7 +197,7 @@ def rounds_until_found() -> float:
 
 def test_one_that_begins_to_answer_is_found_at_the_next_look(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its answer to a beat is not left lying until the look after that."""
-    monkeypatch.setattr(tails, "BEAT_EVERY_S", 1e-3)
+    monkeypatch.setattr(engine_side, "BEAT_EVERY_S", 1e-3)
     monkeypatch.setattr(drafter_set, "LISTEN_EVERY_S", 1e-3)
     assert rounds_until_found() < 24
     monkeypatch.setattr(drafter_set, "LISTEN_EVERY_S", float("inf"))

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from specactor.config import SpeculationConfig
+from specactor.rollout.speculation.acceptance import AcceptanceModel
 from specactor.rollout.speculation.counters import Counts
 from specactor.rollout.speculation.drafter import Drafter, DraftSequence
 from specactor.rollout.speculation.drafter_set import FAILURES, DrafterSet
-from specactor.rollout.speculation.acceptance import AcceptanceModel
 
 
 class Notes(Drafter):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from itertools import pairwise
 
@@ -27,7 +28,7 @@ class Learner(Drafter):
 @pytest.mark.parametrize(("versions", "changed"), [((0, 0, 0), 0), ((0, 1, 1), 1), ((3, 3, 5), 1), ((0, 1, 2), 2)])
 def test_every_newer_version_gets_a_new_prior(versions: tuple[int, ...], changed: int) -> None:
     learner = Learner()
-    speculator = Speculator(SpeculationConfig(mode="coupled", window=4), [learner])
+    speculator = Speculator(SpeculationConfig(mode="coupled", window=4), [learner], clock=time.perf_counter)
     known = speculator.acceptance["learner"]
     for _ in range(50):
         known.observe("r", 4, 0)

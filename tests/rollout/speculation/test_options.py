@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from specactor.rollout.speculation.acceptance import AcceptanceModel
 from specactor.rollout.speculation.drafter import DraftSequence
 from specactor.rollout.speculation.planner import Part, of_drafter
-from specactor.rollout.speculation.acceptance import AcceptanceModel
 
 
 class Known:

@@ -12,14 +12,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specactor.rollout.speculation import planner
-from specactor.rollout.speculation.counters import Counts
-from specactor.rollout.speculation.drafter import Drafter, DraftSequence
-from specactor.rollout.speculation.planner import PER_REQUEST, Mixing, Switch, live_costs, reaching
-from specactor.rollout.speculation.verification import Decision
 from specactor.rollout.speculation.acceptance import survival_of
 from specactor.rollout.speculation.costs import CostTable
+from specactor.rollout.speculation.counters import Counts
+from specactor.rollout.speculation.drafter import Drafter, DraftSequence
 from specactor.rollout.speculation.online_costs import OnlineCosts
+from specactor.rollout.speculation.planner import PER_REQUEST, Mixing, Switch, live_costs, reaching
 from specactor.rollout.speculation.reconfiguration import LiveCosts
+from specactor.rollout.speculation.verification import Decision
 from specactor.rollout.speculation.windows import OFF
 from tests.rollout.speculation.world import World, auto, truth
 

@@ -12,10 +12,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specactor.errors import PlanError
+from specactor.planning.throughput_model import coupled_tokens, pipelined
 from specactor.rollout.speculation.acceptance import AcceptanceModel
 from specactor.rollout.speculation.costs import CostTable, Grid
-from specactor.rollout.speculation.reconfiguration import PLAIN, DraftPlan, LiveCosts, Offer, reconfigure, speeds, worths
-from specactor.planning.throughput_model import coupled_tokens, pipelined
+from specactor.rollout.speculation.reconfiguration import (
+    PLAIN,
+    DraftPlan,
+    LiveCosts,
+    Offer,
+    reconfigure,
+    speeds,
+    worths,
+)
 
 W = 4
 AXIS = (1.0, 64.0)

@@ -7,9 +7,7 @@ from collections.abc import Sequence
 import pytest
 
 from specactor.config import SpeculationConfig
-from specactor.rollout.speculation import drafter_set
-from specactor.rollout.speculation import probing
-from specactor.rollout.speculation import speculator
+from specactor.rollout.speculation import drafter_set, probing, speculator
 from specactor.rollout.speculation.drafter import DraftSequence
 from specactor.rollout.speculation.probing import LOOK_EVERY
 from specactor.rollout.speculation.windows import OFF

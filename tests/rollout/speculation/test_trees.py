@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from specactor.rollout.speculation.acceptance import AcceptanceModel
 from specactor.rollout.speculation.trees import Merging, fitted, survivals
 from specactor.rollout.speculation.verification import Drafts, accepted_path, branches, common, credits_of, merged
-from specactor.rollout.speculation.acceptance import AcceptanceModel
 
 draft = st.lists(st.integers(0, 2), max_size=5)
 several = st.lists(draft, min_size=1, max_size=4)

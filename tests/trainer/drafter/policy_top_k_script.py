@@ -24,7 +24,7 @@ from safetensors.numpy import save_file  # noqa: E402
 from specactor.trainer.drafter.buffer import TopK, TrainingExample, example_from  # noqa: E402
 from specactor.trainer.drafter.train import DrafterTrainer  # noqa: E402
 from specactor.trainer.policy import PolicyTrainer  # noqa: E402
-from tests.trainer.drafter import cases
+from tests.trainer.drafter import cases  # noqa: E402
 from tests.trainer.drafter.policy_cases import SEQUENCES, TOP_K, UPDATES, draft_model  # noqa: E402
 
 LAYOUTS = {"TP2": {"tensor": 2, "expert_tensor": 2}, "DP2": {}, "PP2": {"pipeline": 2}}

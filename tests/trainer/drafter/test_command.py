@@ -14,9 +14,7 @@ from rich.console import Console
 
 from specactor.errors import ConfigError, DataError
 from specactor.run_folder import RunFolder
-from specactor.trainer.drafter import acceptance
-from specactor.trainer.drafter import command
-from specactor.trainer.drafter import init
+from specactor.trainer.drafter import acceptance, command, init
 from specactor.trainer.drafter.buffer import TrainingExample
 from specactor.trainer.drafter.init import read_model
 from specactor.trainer.drafter.rollout_files import RolloutLine, read_rollouts, write_rollouts

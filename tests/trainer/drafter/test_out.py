@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 
 from specactor.errors import ConfigError
-from specactor.trainer.drafter import command
-from specactor.trainer.drafter import init
+from specactor.trainer.drafter import command, init
 from specactor.trainer.drafter.init import TargetStart, make_draft_model, read_model, write_model
 from specactor.trainer.drafter.rollout_files import RolloutLine, write_rollouts
 from tests.trainer.drafter import cases

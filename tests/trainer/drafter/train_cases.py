@@ -6,8 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from specactor.trainer.drafter.train import DrafterTrainer, RefreshStats
-from tests.trainer.drafter import cases
-from tests.trainer.drafter import train_rank
+from tests.trainer.drafter import cases, train_rank
 
 UPDATES = train_rank.UPDATES
 
