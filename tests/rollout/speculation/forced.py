@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Sequence
 from random import Random
@@ -41,7 +42,7 @@ class Switching(Speculator):
     """Does what was drawn."""
 
     def __init__(self, *arguments: Any, drawn: Drawn, **named: Any) -> None:
-        super().__init__(*arguments, **named)
+        super().__init__(*arguments, **{"clock": time.perf_counter} | named)
         self._drawn = drawn
 
     def decide(self, sequences: Sequence[DraftSequence], limits: Sequence[int], *, max_branches: int = 0) -> Decision:
