@@ -1,4 +1,4 @@
-"""The path of one RL step: `SpecActor.step`. (`job.run` builds an actor and steps it until the run is done.)
+"""The path of one RL step: `SpecActor.step`. (`run.run` builds an actor and steps it until the run is done.)
 
 Every rank executes the same lines; a rank's own share of the work (driving its
 engines, scoring some responses) happens inside `Collective.together`, after which all ranks go on with the same values.

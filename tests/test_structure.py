@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterable
@@ -136,3 +137,12 @@ def test_what_can_fail_on_one_rank_fails_on_all() -> None:
     ]
     assert "together" in calls
     assert not {"release_memory", "resume_memory", "restart_lost"} & {*calls}
+
+
+def test_every_test_that_a_claim_rests_on_exists() -> None:
+    """As `tests/README.md` names them."""
+    tests = PACKAGE.parent / "tests"
+    named = re.findall(r"`([\w/]+\.py)::(test_\w+)`", (tests / "README.md").read_text())
+    assert len(named) > 20
+    missing = [f"{file}::{name}" for file, name in named if f"def {name}(" not in (tests / file).read_text()]
+    assert missing == []
