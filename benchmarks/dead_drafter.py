@@ -29,10 +29,9 @@ from benchmarks.results import Result, likely, publish
 from benchmarks.speculation_speed import processor_s
 from specactor.config import EngineConfig, SpeculationConfig, TinyModelConfig
 from specactor.data.tiny_model import make_tiny_model
-from specactor.rollout.decoupled.access import DrafterAccess
 from specactor.rollout.decoupled.spec import DrafterSpec
 from specactor.rollout.decoupled.supervisor import DrafterProcess
-from specactor.rollout.decoupled.transport import Address, local_endpoint
+from specactor.rollout.decoupled.transport import Address, DrafterAccess, local_endpoint
 from specactor.rollout.sglang.engine_client import Engine, EngineSpec
 from specactor.types import RolloutRequest, SamplingParams
 

@@ -22,10 +22,9 @@ from benchmarks.trained_models import Models, task_recipe
 from specactor.config import EngineConfig, SpeculationConfig
 from specactor.data.dataset import build_dataset
 from specactor.data.tokenizer import load_tokenizer
-from specactor.rollout.decoupled.access import DrafterAccess
 from specactor.rollout.decoupled.spec import DrafterSpec
 from specactor.rollout.decoupled.supervisor import DrafterProcess
-from specactor.rollout.decoupled.transport import Address, local_endpoint
+from specactor.rollout.decoupled.transport import Address, DrafterAccess, local_endpoint
 from specactor.rollout.sglang.engine_client import Engine, EngineSpec
 from specactor.rollout.sglang.speculation_calls import CONFIGURE, FIGURES, REPORT, ROUNDS, Rounds
 from specactor.rollout.speculation.counters import Counts, Figures

@@ -33,7 +33,7 @@ from specactor.planning import job_plan
 from specactor.progress import Progress, summary_rows
 from specactor.recipes import to_json
 from specactor.rollout import cost_file
-from specactor.rollout.decoupled.access import DrafterAccess
+from specactor.rollout.decoupled.transport import DrafterAccess
 from specactor.rollout.drafter_pool import DrafterPool
 from specactor.rollout.drafter_specs import check_in_engines
 from specactor.rollout.drafter_start import start_drafters

@@ -29,10 +29,9 @@ from specactor.planning.profile_drafter import measure_process
 from specactor.planning.profile_engine import PASSES, Sizes, measure
 from specactor.planning.profile_grid import Check, cells, checks, cost_table
 from specactor.rollout import cost_file
-from specactor.rollout.decoupled.access import DrafterAccess
 from specactor.rollout.decoupled.spec import DrafterSpec
 from specactor.rollout.decoupled.supervisor import DrafterProcess
-from specactor.rollout.decoupled.transport import Address
+from specactor.rollout.decoupled.transport import Address, DrafterAccess
 from specactor.rollout.drafter_specs import Host, make_specs
 from specactor.rollout.sglang.engine_client import Engine, EngineSpec
 from specactor.rollout.sglang.running import running

@@ -22,9 +22,8 @@ from specactor.config import Config
 from specactor.errors import ConfigError
 from specactor.parallel.failure import View
 from specactor.parallel.layout import ModelShape, engine_owner
-from specactor.rollout.decoupled.access import DrafterAccess
 from specactor.rollout.decoupled.spec import DrafterSpec
-from specactor.rollout.decoupled.transport import Address, EngineKeys, local_endpoint, make_keys
+from specactor.rollout.decoupled.transport import Address, DrafterAccess, EngineKeys, local_endpoint, make_keys
 
 
 @dataclass(frozen=True, kw_only=True)

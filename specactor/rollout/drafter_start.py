@@ -8,9 +8,11 @@ the drafters before any engine is started.
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from types import TracebackType
 
 from specactor.config import Config
 from specactor.parallel import addresses
@@ -18,9 +20,7 @@ from specactor.parallel.collective import Collective
 from specactor.parallel.devices import gpus, numbers
 from specactor.parallel.failure import Member, View
 from specactor.parallel.layout import engine_owner
-from specactor.rollout.decoupled.access import DrafterAccess
-from specactor.rollout.decoupled.ports import Ports
-from specactor.rollout.decoupled.transport import local_endpoint
+from specactor.rollout.decoupled.transport import DrafterAccess, local_endpoint
 from specactor.rollout.drafter_pool import DrafterPool
 from specactor.rollout.drafter_specs import Host, Offer, access, drafting_hosts, host_of, make_specs, offer
 
@@ -95,3 +95,42 @@ def _endpoints(
         "drafter address", lambda: addresses.own_address(network, peers=peers) if starts else ""
     )
     return stack.enter_context(Ports(address)).take
+
+
+class Ports:
+    """TCP ports of one address for processes that are started later, and started again.
+
+    No port is taken twice while it is kept, and none is kept after `close` or the end of the process.
+    """
+
+    # A port is kept by a socket that is bound to it and never listens: Linux gives it to nobody who asks for any port,
+    # and lets one who asks for this very port listen there, as ZeroMQ does (both with SO_REUSEADDR). While nobody
+    # listens, who connects is refused at once.
+
+    def __init__(self, address: str) -> None:
+        self._address = address
+        self._kept: list[socket.socket] = []
+
+    def take(self) -> str:
+        """An endpoint that is nobody else's until `close`. Raises OSError for an address of another host."""
+        is_v6 = ":" in self._address
+        keeper = socket.socket(socket.AF_INET6 if is_v6 else socket.AF_INET)
+        self._kept.append(keeper)
+        keeper.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        keeper.bind((self._address, 0))
+        host = f"[{self._address}]" if is_v6 else self._address
+        return f"tcp://{host}:{keeper.getsockname()[1]}"
+
+    def close(self) -> None:
+        """Harmless the second time."""
+        for keeper in self._kept:
+            keeper.close()
+        self._kept.clear()
+
+    def __enter__(self) -> Ports:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()

@@ -13,8 +13,7 @@ from specactor.errors import ConfigError
 from specactor.parallel.failure import Member, View
 from specactor.parallel.layout import ModelShape, place_engine
 from specactor.recipes import load
-from specactor.rollout.decoupled.access import DrafterAccess
-from specactor.rollout.decoupled.transport import Address
+from specactor.rollout.decoupled.transport import Address, DrafterAccess
 from specactor.rollout.drafter_specs import (
     Host,
     Offer,

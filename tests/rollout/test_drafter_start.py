@@ -16,9 +16,8 @@ from specactor.config import Config
 from specactor.parallel.failure import Member
 from specactor.parallel.layout import place_engine
 from specactor.rollout import drafter_start
-from specactor.rollout.decoupled.access import DrafterAccess
 from specactor.rollout.decoupled.spec import DrafterSpec
-from specactor.rollout.decoupled.transport import local_endpoint
+from specactor.rollout.decoupled.transport import DrafterAccess, local_endpoint
 from specactor.rollout.drafter_specs import Host, Offer, access, drafting_hosts, host_of
 from tests.rollout.test_drafter_specs import spread
 

@@ -296,3 +296,15 @@ def _check_reach(endpoint: str, keys: DrafterKeys | None) -> None:
             "ipc://@NAME or tcp on a loopback address",
             "Give the job CURVE keys (make_keys) to listen elsewhere.",
         )
+
+
+@dataclass(frozen=True, kw_only=True)
+class DrafterAccess:
+    """Of one engine."""
+
+    drafters: tuple[Address, ...] = ()
+    """They need not be there yet."""
+    engine: str = "engine"
+    """A name that no other engine has, the same after a restart."""
+    may_be_none: bool = False
+    """There may be no drafter processes: those on devices of engines, where no device may be lent."""

@@ -19,7 +19,7 @@ import msgspec
 from specactor.config import EngineConfig, SpeculationConfig
 from specactor.errors import EngineError
 from specactor.parallel.layout import ENGINE_RESERVED_TOKENS
-from specactor.rollout.decoupled.access import DrafterAccess
+from specactor.rollout.decoupled.transport import DrafterAccess
 from specactor.types import FinishReason, RolloutRequest
 
 VERSION = 2

@@ -11,7 +11,7 @@ import msgspec
 
 from specactor.config import SpeculationConfig
 from specactor.errors import EngineError
-from specactor.rollout.decoupled.access import DrafterAccess
+from specactor.rollout.decoupled.transport import DrafterAccess
 from specactor.rollout.sglang.engine_protocol import EngineSpec
 from specactor.rollout.speculation.costs import Point
 from specactor.rollout.speculation.counters import Counts

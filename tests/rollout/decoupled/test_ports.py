@@ -8,8 +8,8 @@ import pytest
 import zmq
 
 from specactor.errors import ConfigError
-from specactor.rollout.decoupled.ports import Ports
 from specactor.rollout.decoupled.transport import Address, Hub, ZmqLink, make_keys
+from specactor.rollout.drafter_start import Ports
 
 
 def has_v6() -> bool:

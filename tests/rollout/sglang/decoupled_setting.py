@@ -11,10 +11,9 @@ from typing import Any
 import msgspec
 
 from specactor.config import SpeculationConfig
-from specactor.rollout.decoupled.access import DrafterAccess
 from specactor.rollout.decoupled.remote_drafter import connect
 from specactor.rollout.decoupled.spec import DrafterSpec
-from specactor.rollout.decoupled.transport import Address, DrafterKeys, EngineKeys, local_endpoint
+from specactor.rollout.decoupled.transport import Address, DrafterAccess, DrafterKeys, EngineKeys, local_endpoint
 from specactor.rollout.sglang.engine_client import Engine
 from specactor.types import RolloutRequest
 from tests.rollout.conftest import CONTEXT

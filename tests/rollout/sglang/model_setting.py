@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 
 from specactor.config import EngineConfig, SpeculationConfig
-from specactor.rollout.decoupled.access import DrafterAccess
 from specactor.rollout.decoupled.spec import DrafterSpec
-from specactor.rollout.decoupled.transport import Address, local_endpoint, make_keys
+from specactor.rollout.decoupled.transport import Address, DrafterAccess, local_endpoint, make_keys
 from specactor.rollout.drafter_pool import DrafterPool
 from specactor.rollout.pool import EnginePool
 from specactor.rollout.sglang.engine_client import Engine, EngineSpec

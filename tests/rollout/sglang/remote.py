@@ -15,8 +15,8 @@ from typing import Any
 import msgspec
 from sglang.srt.runtime_context import get_parallel
 
-from specactor.rollout.decoupled.access import DrafterAccess
 from specactor.rollout.decoupled.remote_drafter import Decoupled, connect
+from specactor.rollout.decoupled.transport import DrafterAccess
 from specactor.rollout.sglang import verify_worker
 from specactor.rollout.sglang.speculation_calls import DRAFTERS
 from specactor.rollout.sglang.verify_batch import Rows

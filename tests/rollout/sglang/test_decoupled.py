@@ -18,7 +18,7 @@ import torch
 from specactor.config import SpeculationConfig
 from specactor.errors import EngineError
 from specactor.rollout import drafter_pool
-from specactor.rollout.decoupled.access import DrafterAccess
+from specactor.rollout.decoupled.transport import DrafterAccess
 from specactor.rollout.pool import EnginePool
 from specactor.rollout.sglang.engine_client import Engine, EngineSpec
 from specactor.rollout.sglang.running import running

@@ -19,10 +19,10 @@ import pytest
 
 from specactor.config import EngineConfig
 from specactor.rollout import drafter_pool
-from specactor.rollout.decoupled.ports import Ports
 from specactor.rollout.decoupled.supervisor import DrafterProcess
 from specactor.rollout.decoupled.transport import make_keys
 from specactor.rollout.drafter_pool import DrafterPool
+from specactor.rollout.drafter_start import Ports
 from specactor.rollout.pool import EnginePool
 from specactor.rollout.sglang.engine_client import EngineSpec
 from specactor.rollout.speculation.counters import Counts

@@ -11,9 +11,8 @@ from pathlib import Path
 import pytest
 
 from specactor.config import SpeculationConfig
-from specactor.rollout.decoupled.access import DrafterAccess
 from specactor.rollout.decoupled.drafter_side import SILENT_S
-from specactor.rollout.decoupled.transport import Address, make_keys
+from specactor.rollout.decoupled.transport import Address, DrafterAccess, make_keys
 from specactor.rollout.drafter_pool import DrafterPool
 from specactor.rollout.sglang.engine_client import Engine, EngineSpec
 from specactor.rollout.sglang.running import running
