@@ -151,7 +151,9 @@ class Job:
         deadline = time.monotonic() + _APPEARS_S
         while time.monotonic() < deadline:
             with contextlib.suppress(psutil.NoSuchProcess):
-                below = [p for p in rank.children(recursive=True) if ENGINE_HOST in p.cmdline()]
+                below = [
+                    p for p in rank.children(recursive=True) if ENGINE_HOST in " ".join(p.cmdline())
+                ]  # one text in a fork
                 hosts = [h for guard in below if os.getsid(guard.pid) == guard.pid for h in guard.children()]
                 found = (
                     hosts

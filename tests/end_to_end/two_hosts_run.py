@@ -18,8 +18,8 @@ def main() -> int:
 
     here = Member.here
 
-    def alone(local_rank: int = 0) -> Member:
-        return msgspec.structs.replace(here(local_rank), machine=f"host {local_rank}")
+    def alone(local_rank: int = 0, *, gpu: str = "") -> Member:
+        return msgspec.structs.replace(here(local_rank, gpu=gpu), machine=f"host {local_rank}")
 
     Member.here = alone  # type: ignore[method-assign,assignment]
     return train_moe.main()
