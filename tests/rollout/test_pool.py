@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import random
 import signal
 import subprocess
 import sys
@@ -63,14 +62,14 @@ def strike(
 
 
 def kill_replacement(pool: EnginePool) -> Future[Footprint]:
-    """Kill the engine that is started next at a random moment before it is ready; what it had on the machine."""
+    """Kill the engine that is started next as soon as it has a process to load in; what it had on the machine."""
     dead = pool.engines[0]
 
     def kill() -> Footprint:
         while pool.engines[0] is dead or len(descendants(pool.engines[0].pid)) == 0:
-            time.sleep(0.05)
-        time.sleep(random.uniform(0, 5))
+            time.sleep(0.01)
         engine = pool.engines[0]
+        os.kill(descendants(engine.pid)[0], signal.SIGSTOP)  # a fork is ready within a second
         assert engine.ready is None, "it was ready too soon to be killed while it loads"
         footprint = Footprint.of(engine.pid)
         os.kill(descendants(engine.pid)[-1], signal.SIGKILL)
