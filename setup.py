@@ -24,6 +24,7 @@ setup(
         "reasoning-gym==0.1.25",
         "rich>=14",
         "safetensors",
+        "setproctitle",
         "sglang==0.5.23",
         "torch>=2.13",
         "transformers==5.19.0",

@@ -9,6 +9,7 @@ Invariants: what is applied changes the speed and never a token; equal input giv
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from specactor.config import Config
 from specactor.planning.plans import Cluster, RolloutPlan, from_table
@@ -31,11 +32,13 @@ def planned(config: Config, table: CostTable, *, machines: int) -> tuple[Config,
     if modes == {"off"}:
         speculation = replace(speculation, mode="off")
     elif "decoupled" not in modes and others:
-        speculation = replace(speculation, drafters=others)
+        # Engines load the draft model that is named, so none is where only text is drafted from.
+        model = "" if set(others) == {"suffix"} else speculation.draft_model
+        speculation = replace(speculation, drafters=others, draft_model=model)
     parallel, tail = config.parallel, rollout.tail
     if rollout.speculation.is_decoupled and not speculation.is_decoupled:
-        parallel = replace(parallel, drafters=0, drafter_devices=(), drafter_hosts=(), drafters_serve="host")
-        parallel, tail = replace(parallel, drafter_network=""), replace(tail, drafters=False)
+        nobody: dict[str, Any] = {"drafters": 0, "drafter_devices": (), "drafter_hosts": (), "drafter_network": ""}
+        parallel, tail = replace(parallel, **nobody, drafters_serve="host"), replace(tail, drafters=False)
         text += "; no drafter process is started"
     return replace(config, parallel=parallel, rollout=replace(rollout, speculation=speculation, tail=tail)), text
 

@@ -81,15 +81,21 @@ class Forked:
 
     def poll(self) -> int | None:
         """0 when it is gone: its exit code is the starter's to know."""
-        return 0 if select.select([self._pidfd], [], [], 0)[0] else None
+        return 0 if self._is_gone(0) else None
 
     def wait(self, timeout: float) -> int:
-        if not select.select([self._pidfd], [], [], timeout)[0]:
+        if not self._is_gone(timeout):
             raise subprocess.TimeoutExpired(f"process {self.pid}", timeout)
         return 0
 
     def send_signal(self, number: int) -> None:
-        signal.pidfd_send_signal(self._pidfd, number)
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self._pidfd, number)
+
+    def _is_gone(self, timeout_s: float) -> bool:
+        waiting = select.poll()  # and not `select`, which ends at file 1023
+        waiting.register(self._pidfd, select.POLLIN)
+        return bool(waiting.poll(1000 * timeout_s))
 
 
 class WarmStarter:
@@ -108,7 +114,11 @@ class WarmStarter:
         if not starts:
             return
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
-            listener.bind("\0" + name)
+            try:
+                listener.bind("\0" + name)
+            except OSError:  # somebody else's: engines are started without it
+                del os.environ[NAME]
+                return
             listener.listen(256)
             self._process = subprocess.Popen(
                 [sys.executable, "-m", __name__, "--fd", str(listener.fileno()), "--owner", str(os.getpid())],
@@ -222,6 +232,8 @@ def _serve(connection: socket.socket, listener: socket.socket, settings: Mapping
         pidfd = os.pidfd_open(pid)  # still valid should it have ended: only this process reaps it
         try:
             socket.send_fds(connection, [str(pid).encode()], [pidfd])
+        except OSError:  # the caller has given up, and starts a process itself
+            os.kill(pid, signal.SIGKILL)
         finally:
             os.close(pidfd)
     except (OSError, msgspec.MsgspecError):

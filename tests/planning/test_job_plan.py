@@ -62,8 +62,15 @@ def test_no_process_is_started_that_no_plan_has(config: Config) -> None:
     assert found.parallel.drafters == 0
     assert found.rollout.speculation.drafters == ("suffix",)
     assert found.rollout.speculation.mode == "auto"
+    assert found.rollout.speculation.draft_model == "", "engines would load what nobody drafts with"
     assert "coupled suffix" in text
     assert "no drafter process is started" in text
+
+
+def test_a_network_of_drafters_goes_with_them(config: Config) -> None:
+    parallel = replace(config.parallel, drafters_serve="job", drafter_network="10.1.0.0/16")
+    found, _ = planned(replace(config, parallel=parallel), table(row_s=1e-7, draft_s=1e-6, token_s=1.0), machines=2)
+    assert (found.parallel.drafters, found.parallel.drafter_network) == (0, "")
 
 
 def test_where_drafts_never_pay_nobody_drafts(config: Config) -> None:

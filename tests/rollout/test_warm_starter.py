@@ -119,6 +119,14 @@ def test_what_is_no_order_leaves_the_starter_alone(environment: dict[str, str], 
     child.connection.close()
 
 
+def test_a_name_that_is_taken_leaves_a_run_without_a_starter(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(NAME, raising=False)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as squatter:
+        squatter.bind("\0specactor-taken")
+        with WarmStarter("specactor-taken"):
+            assert NAME not in os.environ
+
+
 @pytest.mark.parametrize("pause_s", [0.0, 1.0])
 def test_a_starter_ends_with_its_owner(pause_s: float) -> None:
     """Also amid its imports."""
