@@ -1,4 +1,4 @@
-"""A process that has imported what engines import, and forks them: an engine starts in 3 s instead of 13.
+"""A process that has imported what engines import, and forks them, so that an engine is ready in about a second.
 
 `WarmStarter` starts it, once per machine of a run; `fork` asks it for a child. A child is what
 ``python -m MODULE --fd N`` would be: a session of its own, with the environment and the log that were asked for.
