@@ -27,6 +27,7 @@ from specactor.rollout.decoupled.loop import Work
 from specactor.rollout.sglang.speculation_calls import CONFIGURE, FIGURES, ROUNDS, Rounds
 from specactor.rollout.speculation.costs import CostTable
 from specactor.rollout.speculation.speculator import Speculator
+from specactor.rollout.warm_starter import NAME as STARTER
 from specactor.types import RolloutRequest
 from tests.rollout.conftest import heed_interrupts, process_exists
 from tests.rollout.sglang.test_model_drafter import make_dense
@@ -278,12 +279,14 @@ def test_an_interrupt_leaves_nothing(model_dir: str, tmp_path: Path) -> None:
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env={**os.environ, "TMPDIR": str(temporary)},
+        # Without the tests' own starter: an engine that it forked would be its child.
+        env={**{k: v for k, v in os.environ.items() if k != STARTER}, "TMPDIR": str(temporary)},
         preexec_fn=heed_interrupts,
     ) as process:
         assert process.stdout is not None
         assert "starting the engine" in process.stdout.readline()
         while len(children := psutil.Process(process.pid).children(recursive=True)) < 2:
+            assert process.poll() is None
             time.sleep(0.05)
         process.send_signal(signal.SIGINT)
         _, said = process.communicate(timeout=60)
