@@ -18,6 +18,7 @@ from rich.text import Text
 
 from specactor.metrics import METRICS, Value
 from specactor.rollout.speculation.counters import Counts
+from specactor.trace import Recorder
 from specactor.types import Trajectory
 
 REDRAWS_PER_S = 4
@@ -53,13 +54,15 @@ class Progress:
         quiet: bool = False,
         on_phase: Callable[[str, int], None] | None = None,
         console: Console | None = None,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.total_steps = total_steps
         self.total_seconds: dict[str, float] = {}
         """Seconds per phase since the beginning."""
         self.problems: dict[str, list[str]] = {}
         """By drafter, what is wrong with it, as far as no line of metrics has said so."""
+        self.recorder = Recorder()
+        """Of the phases; off at first."""
         self._problems: set[str] = set()
         self._quiet = quiet
         self._on_phase = on_phase
@@ -105,6 +108,7 @@ class Progress:
             yield
         finally:
             spent = self._clock() - begun
+            self.recorder.span("phases", name, begun, begun + spent)
             for seconds in (self._seconds, self.total_seconds):
                 seconds[name] = seconds.get(name, 0.0) + spent
             self._enter(outer)

@@ -33,6 +33,7 @@ from specactor.planning import job_plan
 from specactor.progress import Progress, summary_rows
 from specactor.recipes import to_json
 from specactor.rollout import cost_file
+from specactor.rollout.collector import RolloutCollector
 from specactor.rollout.decoupled.transport import DrafterAccess
 from specactor.rollout.drafter_pool import DrafterPool
 from specactor.rollout.drafter_specs import check_in_engines
@@ -151,23 +152,31 @@ def _build(
     distillation = _distillation(config, trainer, pool, drafters, collective, progress)
     if distillation is not None:
         stack.callback(distillation.close)
-    return SpecActor(
+    rollouts = RolloutCollector(
         config,
-        trainer=trainer,
         pool=pool,
         drafters=drafters,
-        sender=sender,
-        weights=_weights(trainer, pool, members),
         collective=collective,
         tokenizer=tokenizer,
         train_data=train_data,
         eval_data=eval_data,
         progress=progress,
+        host=members[collective.rank].machine,
+        replace_lost=lambda: actor.sync(),
+    )
+    actor = SpecActor(
+        config,
+        trainer=trainer,
+        rollouts=rollouts,
+        sender=sender,
+        weights=_weights(trainer, pool, members),
+        collective=collective,
+        progress=progress,
         distillation=distillation,
-        machine=members[collective.rank].machine,
         on_trace=folder.write_traces if collective.rank == 0 else lambda step, spans: None,
         on_groups=_rollout_writer(config, folder, collective.rank),
     )
+    return actor
 
 
 def _planned(config: Config, members: Sequence[Member], progress: Progress) -> Config:
@@ -309,9 +318,9 @@ def _train(actor: SpecActor, folder: RunFolder, tracker: Tracker | None) -> None
 
 def _evaluate(actor: SpecActor, folder: RunFolder) -> dict[str, float]:
     """Held-out accuracy; rank 0 writes the responses beside the metrics."""
-    groups = actor.evaluate()
+    groups = actor.rollouts.evaluate()
     if actor.collective.rank == 0:
-        folder.write_evaluation(actor.steps_done, groups, actor.tokenizer)
+        folder.write_evaluation(actor.steps_done, groups, actor.rollouts.tokenizer)
     return {"accuracy/eval": measurements.accuracy([group.scores[0] for group in groups])}
 
 

@@ -72,4 +72,4 @@ def draft_model(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture(scope="session")
 def finished(launcher: Launcher) -> Launched:
     """Two steps of the quickstart, to the end."""
-    return launcher.run("finished")
+    return launcher.run("finished", "--tracking.trace", "1")
