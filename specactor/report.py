@@ -240,10 +240,18 @@ def training() -> list[Panel]:
         ("Reward", "mean", _curves([("", "reward/mean", "C0", "-")], bottom=None)),
         ("Response length", "tokens", _curves(tokens)),
         ("Entropy", "nats per response token", _curves([("", "policy/entropy", "C0", "-")])),
+        ("KL", "nats per response token, to the reference", _curves([("", "policy/kl", "C0", "-")])),
+        ("Clipped", "share of tokens", _curves([("", "policy/clip_fraction", "C0", "-")])),
+        ("Gradient norm", "before clipping", _curves([("", "policy/grad_norm", "C0", "-")])),
+        ("Learning rate", "of the step", _curves([("", "policy/learning_rate", "C0", "-")])),
         ("Engine against trainer", "largest gap, nats", _gap),
         ("Seconds per phase", "of each RL step, stacked", _stack(phases)),
         ("Rollout speed", "response tokens/s", _curves([("", "rollout/tokens_per_s", "C0", "-")])),
+        ("Weight sync", "GB/s", _curves([("", "sync/gb_per_s", "C0", "-")])),
         ("Memory", "resident GiB", _curves(memory, unit=2**30)),
+        ("Draft model's loss", "last update of each refresh", _curves([("", "drafter/loss", "C0", "-")], bottom=None)),
+        ("Draft model's updates", "per refresh", _curves([("", "drafter/updates", "C0", "-")])),
+        ("Seconds of refreshing", "per step", _curves([("", "time/refresh_s", "C0", "-")])),
     ]
 
 

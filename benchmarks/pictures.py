@@ -1,0 +1,175 @@
+"""Draws the pictures of the README from stored results: python -m benchmarks.pictures
+
+`speed.svg` shows the table of docs/results/speculation_speed.md, `timeline.svg` the trace of a real step that is stored
+as docs/results/decoupled_trace.json, `step.svg` which process has which device in a step (not to scale).
+"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from pathlib import Path
+from statistics import geometric_mean
+from typing import Any
+
+from matplotlib import rc_context
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from benchmarks.results import RESULTS
+
+PICTURES = RESULTS.parent / "pictures"
+STYLE = {
+    "font.family": "DejaVu Sans",
+    "font.size": 9,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "svg.hashsalt": "specactor",  # equal pictures are equal files
+}
+TRAINER, ENGINE, DRAFTER, LIGHT, INK = "#c44e52", "#4c72b0", "#55a868", "#d9dee8", "#333333"
+
+CONTESTANTS = {
+    "auto": (ENGINE, "SpecActor, auto"),
+    "SGLang NGRAM": ("#8c8c8c", "SGLang NGRAM"),
+    "SGLang STANDALONE": ("#c9a227", "SGLang STANDALONE"),
+}
+"""Column of the table of speeds -> colour, name."""
+
+WINDOW_MS = (60.0, 520.0)
+"""Part of the stored trace that is drawn, from its first round on."""
+
+
+def table(page: str) -> list[dict[str, str]]:
+    """Return the rows of the first table of a page of results, by column."""
+    lines = [line for line in page.splitlines() if line.startswith("|")]
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    head, _, *rows = cells
+    return [dict(zip(head, row, strict=True)) for row in rows]
+
+
+def speeds(page: str) -> dict[str, dict[int, float]]:
+    """Return, per contestant and batch, the geometric mean of its speed over plain decoding."""
+    found: dict[str, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
+    for row in table(page):
+        for name in CONTESTANTS:
+            found[name][int(row["batch"])].append(float(row[name].split()[0]))
+    return {
+        name: {batch: geometric_mean(ratios) for batch, ratios in by_batch.items()} for name, by_batch in found.items()
+    }
+
+
+def draw_speed(axes: Axes, by_contestant: dict[str, dict[int, float]]) -> None:
+    """Draw tokens per second over plain decoding by batch."""
+    for name, by_batch in by_contestant.items():
+        colour, label = CONTESTANTS[name]
+        axes.plot(
+            [str(batch) for batch in by_batch],
+            list(by_batch.values()),
+            color=colour,
+            label=label,
+            marker="o",
+            linewidth=2.2 if name == "auto" else 1.4,
+        )
+    axes.axhline(1.0, color=INK, linewidth=0.8, linestyle=":")
+    axes.annotate("plain decoding", (0, 1.0), xytext=(-8, -11), textcoords="offset points", fontsize=8, color=INK)
+    axes.set_xlabel("requests at once")
+    axes.set_ylabel("tokens/s over plain SGLang")
+    axes.set_ylim(0.6, 2.8)
+    axes.legend(frameon=False)
+
+
+def draw_step(axes: Axes) -> None:
+    """Draw who has which device in which phase of a step."""
+    phases = {"rollout": (0, 54), "reward": (54, 61), "train": (61, 77), "sync": (77, 85), "refresh": (85, 93)}
+    rows = ["GPU 0", "GPU 1", "GPU 2", "GPU 3", "GPU 4"]
+
+    def box(row: int, start: float, end: float, colour: str, text: str, *, rows: int = 1, ink: str = "white") -> None:
+        axes.barh(row + (rows - 1) / 2, end - start - 0.4, left=start + 0.2, height=rows - 0.16, color=colour)
+        axes.text((start + end) / 2, row + (rows - 1) / 2, text, ha="center", va="center", color=ink, fontsize=8)
+
+    box(0, 0, 54, ENGINE, "engine 0 (TP 2): verifies drafts, samples with keyed noise", rows=2)
+    box(2, 0, 32, ENGINE, "engine 1 (TP 2): verifies drafts", rows=2)
+    box(2, 32, 54, DRAFTER, "has run dry: its devices\ndraft for engine 0", rows=2)
+    box(4, 0, 54, DRAFTER, "drafter process: drafts ahead for all requests of both engines")
+    box(0, 54, 61, LIGHT, "score", rows=4, ink=INK)
+    box(0, 61, 77, TRAINER, "trainer ranks 0-3:\nMegatron-core with\nTP, PP, EP, CP, DP", rows=4)
+    box(0, 77, 85, LIGHT, "weights\nv+1", rows=4, ink=INK)
+    box(0, 85, 93, DRAFTER, "distil the\ndrafter", rows=4)
+    for name, (start, end) in phases.items():
+        axes.text((start + end) / 2, -0.75, name, ha="center", fontsize=8, color=INK)
+        axes.axvline(end, color=INK, linewidth=0.5, linestyle=":")
+    axes.set_yticks(range(len(rows)), rows)
+    axes.set_ylim(len(rows) - 0.4, -1.1)
+    axes.set_xlim(0, 93)
+    axes.set_xticks([])
+    axes.spines["bottom"].set_visible(False)
+    axes.tick_params(left=False)
+    axes.set_xlabel("one RL step (not to scale)")
+
+
+def spans(trace: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the events of a stored trace with the names of their processes, in milliseconds from the first round."""
+    events = trace["traceEvents"]
+    names = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
+    first = min(event["ts"] for event in events if event["name"] == "verify")
+    return [
+        {
+            "process": names[event["pid"]],
+            "name": event["name"],
+            "start": (event["ts"] - first) / 1e3,
+            "ms": event.get("dur", 0.0) / 1e3,
+            "args": event["args"],
+        }
+        for event in events
+        if event["ph"] != "M"
+    ]
+
+
+def draw_timeline(axes: Axes, events: list[dict[str, Any]]) -> None:
+    """Draw rounds of an engine above what its drafter process does meanwhile."""
+    begin, end = WINDOW_MS
+    for event in events:
+        start, ms, name = event["start"], event["ms"], event["name"]
+        if not begin <= start < end or event["process"] == "trainer":
+            continue
+        engine = event["process"].startswith("engine")
+        if name == "verify":
+            axes.barh(0, ms, left=start, height=0.7, color=ENGINE)
+            drafted = event["args"]["rows"] - event["args"]["requests"]
+            axes.text(start + ms / 2, 0, f"{drafted}", ha="center", va="center", color="white", fontsize=7)
+        elif name == "emit" and start > begin + 5:
+            emitted = event["args"]["tokens"]
+            axes.text(start + ms, -0.52, f"{emitted}", ha="center", va="center", color=INK, fontsize=7)
+        elif name == "draft" and not engine:
+            axes.barh(1, ms, left=start, height=0.7, color=DRAFTER)
+        elif name == "rollback":
+            axes.plot([start, start], [0.45, 0.62], color=TRAINER, linewidth=1.2)
+    axes.set_yticks([-0.52, 0, 0.53, 1], ["tokens emitted", "engine verifies (draft tokens)", "roll back", "drafts"])
+    axes.set_ylim(1.5, -0.9)
+    axes.set_xlim(begin - 1, end)
+    axes.set_xlabel("ms")
+    axes.tick_params(left=False)
+
+
+def main() -> None:
+    """Write all pictures."""
+    PICTURES.mkdir(exist_ok=True)
+    with rc_context(STYLE):
+        for name, size, draw in (
+            ("speed", (6.4, 3.2), lambda a: draw_speed(a, speeds((RESULTS / "speculation_speed.md").read_text()))),
+            ("step", (8.6, 3.0), draw_step),
+            ("timeline", (8.6, 2.1), lambda a: draw_timeline(a, spans(stored_trace()))),
+        ):
+            figure = Figure(figsize=size, layout="constrained")
+            draw(figure.add_subplot())
+            figure.savefig(PICTURES / f"{name}.svg", metadata={"Date": None})
+
+
+def stored_trace() -> dict[str, Any]:
+    """Return the trace of a decoupled step: step 8 of the quickstart, its draft model refreshed after every step."""
+    trace: dict[str, Any] = json.loads(Path(RESULTS / "decoupled_trace.json").read_text())
+    return trace
+
+
+if __name__ == "__main__":
+    main()

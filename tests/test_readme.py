@@ -1,0 +1,53 @@
+"""What the README shows is so: its Python runs, its pictures are of stored results, its links lead somewhere."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.pictures import CONTESTANTS, PICTURES, spans, speeds, stored_trace
+from benchmarks.results import RESULTS
+from specactor.data.verifiers import get_verifier
+from specactor.rollout.speculation.drafter import Drafter, DraftSequence
+from specactor.types import Problem
+
+ROOT = Path(__file__).resolve().parent.parent
+README = (ROOT / "README.md").read_text()
+
+
+def test_its_reward_and_its_drafter_run() -> None:
+    [code] = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    mine: dict[str, Any] = {"Drafter": Drafter, "Problem": Problem}
+    exec(code, mine)
+    problem = Problem(index=0, prompt="37=", prompt_ids=(1,), answer="73", verifier="exact", metadata={})
+    assert [mine["score"](text, problem) for text in ("73", "37")] == [1.0, 0.0]
+    assert get_verifier("exact")("73", problem) == 1.0
+    sequence = DraftSequence(request_id="a", prompt_ids=(1, 2), output_ids=[5, 6])
+    assert mine["Repeat"]().propose([sequence], [3]) == [[6, 6, 6]]
+
+
+def test_its_links_lead_to_files() -> None:
+    pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
+    broken = [
+        f"{page.name}: {link}"
+        for page in pages
+        for link in re.findall(r"\]\(([^)#:\s]+)(?:#[^)]*)?\)", page.read_text())
+        if not (page.parent / link).exists()
+    ]
+    assert broken == []
+
+
+def test_its_pictures_are_of_stored_results() -> None:
+    by_contestant = speeds((RESULTS / "speculation_speed.md").read_text())
+    assert list(by_contestant) == list(CONTESTANTS)
+    # Six cells of batch 16: three models, new prompts and known ones.
+    assert by_contestant["auto"][16] == pytest.approx((0.91 * 2.27 * 0.95 * 1.57 * 1.83 * 1.88) ** (1 / 6))
+    rounds = [event for event in spans(stored_trace()) if event["name"] == "verify"]
+    assert rounds[0]["start"] == 0.0
+    assert sum(event["args"]["rows"] > event["args"]["requests"] for event in rounds) > 20
+    assert {f"{name}.svg" for name in re.findall(r"docs/pictures/(\w+)\.svg", README)} == {
+        path.name for path in PICTURES.iterdir()
+    }
