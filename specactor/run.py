@@ -32,7 +32,6 @@ from specactor.parallel.layout import (
 from specactor.planning import job_plan
 from specactor.progress import Progress, summary_rows
 from specactor.recipes import to_json
-from specactor.rollout import cost_file
 from specactor.rollout.collector import RolloutCollector
 from specactor.rollout.decoupled.transport import DrafterAccess
 from specactor.rollout.drafter_pool import DrafterPool
@@ -78,6 +77,7 @@ def run(config: Config, *, rank: int, local_rank: int, world: int, head: str, fa
                 on_phase=note_phase,
             )
         )
+        config = _planned(config, members, collective, progress)
         actor = _build(config, layout, folder, collective, members, head, progress, stack)
         if resume is not None:
             actor.restore(checkpoint.load(actor.trainer, resume))
@@ -126,7 +126,6 @@ def _build(
     stack: ExitStack,
 ) -> SpecActor:
     """Model, data, drafters, engines and trainer. Drafters and engines start while the model is warmed up."""
-    config = collective.together("plan", lambda: _planned(config, members, progress))
     with progress.phase("data", announce=True):
         start = initial_model(config, collective)
         tokenizer = load_tokenizer(start)
@@ -179,13 +178,13 @@ def _build(
     return actor
 
 
-def _planned(config: Config, members: Sequence[Member], progress: Progress) -> Config:
-    """Who drafts in this job, where measured costs can say."""
+def _planned(config: Config, members: Sequence[Member], collective: Collective, progress: Progress) -> Config:
+    """Decide who drafts in this job, where measured costs can say."""
     speculation = config.rollout.speculation
     if speculation.mode != "auto" or not speculation.cost_table:
         return config
-    machines = len({member.machine for member in members})
-    config, text = job_plan.planned(config, cost_file.read(speculation.cost_table), machines=machines)
+    table = job_plan.shared_table(speculation.cost_table, collective)
+    config, text = job_plan.planned(config, table, machines=len({member.machine for member in members}))
     progress.note(text)
     return config
 

@@ -8,14 +8,35 @@ Invariants: what is applied changes the speed and never a token; equal input giv
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from types import GenericAlias
+from typing import Any, Protocol, TypeVar
 
 from specactor.config import Config
 from specactor.planning.plans import Cluster, RolloutPlan, from_table
 from specactor.planning.search import search
+from specactor.rollout import cost_file
 from specactor.rollout.speculation.acceptance import AcceptanceModel
 from specactor.rollout.speculation.costs import METHOD, CostTable
+
+T = TypeVar("T")
+
+
+class Ranks(Protocol):
+    """The part of `parallel.collective.Collective` that sharing a table takes."""
+
+    rank: int
+
+    def together(self, phase: str, work: Callable[[], T]) -> T: ...
+
+    def gather(self, value: T, kind: type[T] | GenericAlias) -> list[T]: ...
+
+
+def shared_table(file: str, ranks: Ranks) -> CostTable:
+    """Read the table on rank 0 alone: hosts whose files differ would make different plans of one job."""
+    text = ranks.together("cost table", lambda: cost_file.read(file).to_json() if ranks.rank == 0 else "")
+    return CostTable.from_json(ranks.gather(text, str)[0])
 
 
 def planned(config: Config, table: CostTable, *, machines: int) -> tuple[Config, str]:

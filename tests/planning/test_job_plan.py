@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from pathlib import Path
+from types import GenericAlias
+from typing import Any, TypeVar
 
 import pytest
 
 from specactor.config import Config
-from specactor.planning.job_plan import planned
+from specactor.planning.job_plan import planned, shared_table
 from specactor.recipes import load
+from specactor.rollout import cost_file
 from specactor.rollout.speculation.costs import CostTable, Grid, ProcessCosts
 
 AXIS = (1.0, 512.0)
@@ -101,3 +105,34 @@ def test_a_table_that_lacks_a_drafter_plans_nothing(config: Config) -> None:
     found, text = planned(config, replace(table(row_s=0.1, draft_s=1.0, token_s=1.0), process=None), machines=1)
     assert found == config
     assert "lacks decoupled" in text
+
+
+T = TypeVar("T")
+
+
+class OneOfThree:
+    """A rank of a job whose ranks run one after the other, rank 0 first."""
+
+    def __init__(self, rank: int, told: list[Any]) -> None:
+        self.rank, self._told = rank, told
+
+    def together(self, phase: str, work: Callable[[], T]) -> T:
+        return work()
+
+    def gather(self, value: T, kind: type[T] | GenericAlias) -> list[T]:
+        self._told[self.rank] = value
+        return self._told
+
+
+def test_hosts_whose_files_differ_plan_alike(config: Config, tmp_path: Path) -> None:
+    """The drafter process is quick by rank 0's file and useless by rank 1's, and rank 2 has none."""
+    quick, slow = (table(row_s=1e-7, draft_s=1.0, token_s=token_s) for token_s in (1e-4, 1.0))
+    files = [tmp_path / name / "costs.json" for name in ("first", "second", "gone")]
+    for file, own in zip(files, (quick, slow), strict=False):
+        cost_file.write(file, own)
+    told: list[Any] = [None] * 3
+    plans = [
+        planned(config, shared_table(str(file), OneOfThree(rank, told)), machines=3) for rank, file in enumerate(files)
+    ]
+    assert plans[0] == plans[1] == plans[2] == planned(config, quick, machines=3)
+    assert planned(config, cost_file.read(files[1]), machines=3) != plans[0], "alone, rank 1 would plan otherwise"
