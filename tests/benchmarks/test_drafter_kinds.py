@@ -80,6 +80,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("name", ["1 layer", "quarter width"])
+@pytest.mark.deep
 def test_a_draft_model_is_learned_and_kept(target: Path, tmp_path: Path, name: str) -> None:
     """Seconds and accept_length of every point; the model that is written is the one that was measured last."""
     job = Job(

@@ -65,6 +65,7 @@ def test_a_run_that_wakes_drafters_has_the_same_tokens_rewards_and_losses(
     assert writers(lending.folder / "engines") == []
 
 
+@pytest.mark.deep
 def test_a_verifier_that_compares_nothing_is_caught(finished: Launched, launcher: Launcher, draft_model: str) -> None:
     """The run would stop by itself, since the trainer finds other log-probabilities than the engine."""
     wrong = launch(launcher, "wrong_lending", draft_model, "--train.max-logprob-gap", "inf", methods=(FAULT,))

@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import psutil
+import pytest
 
 from specactor.cpu.sglang import environment
 from specactor.metrics import METRICS, read_metrics
@@ -158,6 +159,7 @@ def test_a_finished_run_is_not_overwritten(finished: Launched, launcher: Launche
     assert "Continue it with --resume auto, choose another --name, or remove the folder." in again.output
 
 
+@pytest.mark.deep
 def test_resuming_for_another_step_gives_what_one_longer_run_gives(finished: Launched, launcher: Launcher) -> None:
     """Also from the cached warm-up, which must give the same start as the run that made it. A copy goes on: the run
     itself stays as other tests know it."""

@@ -127,16 +127,21 @@ def test_an_engine_whose_scheduler_dies_is_replaced(start: Start, undisturbed: l
     assert job.left(LEFT_S) == []
 
 
-def test_after_deaths_resuming_gives_the_same_metrics(start: Start, undisturbed: list[dict[str, Value]]) -> None:
-    """One run, struck each time that it is resumed: at first before there is a checkpoint, at last while one is saved.
-    One strike falls while the draft model learns, one while its weights are brought to the engine."""
-    for victim, phase, step in (
-        ("rank 1", "refresh", 1),
-        ("everyone", "push", 1),
-        ("rank 1", "train", 2),
-        ("launcher", "checkpoint", 2),
-    ):
-        job = start("killed")
+@pytest.mark.parametrize(
+    "strikes",
+    [
+        pytest.param([("rank 1", "refresh", 1), ("launcher", "checkpoint", 2)], id="before and in a checkpoint"),
+        pytest.param([("everyone", "push", 1), ("rank 1", "train", 2)], id="push", marks=pytest.mark.deep),
+    ],
+)
+def test_after_deaths_resuming_gives_the_same_metrics(
+    start: Start, undisturbed: list[dict[str, Value]], strikes: list[tuple[str, str, int]]
+) -> None:
+    """One run, struck each time that it is resumed: at first before there is a checkpoint, while the draft model learns
+    or its weights are brought to the engine."""
+    name = f"killed-in-{strikes[0][1]}"
+    for victim, phase, step in strikes:
+        job = start(name)
         pid = strike(job, victim, phase, step)
         if phase in ("refresh", "push"):
             assert (status_of(job).phase, status_of(job).step) == ("refresh", step - 1), "it was struck too late"
@@ -144,7 +149,7 @@ def test_after_deaths_resuming_gives_the_same_metrics(start: Start, undisturbed:
         if victim == "rank 1":
             assert job.messages() == [f"specactor: rank 0: rank 1 (process {pid}) was killed or crashed. {RESUME}"]
         assert job.left(LEFT_S) == []
-    job = start("killed")
+    job = start(name)
     assert job.wait(RUN_S) == 0, job.output()
     assert compared(job.folder) == undisturbed
 
@@ -159,6 +164,7 @@ def test_ctrl_c_ends_the_run_and_says_how_to_continue(start: Start) -> None:
     assert job.left(LEFT_S) == []
 
 
+@pytest.mark.deep
 def test_an_engine_that_dies_too_often_ends_the_run_with_one_error(start: Start) -> None:
     job = start("too-often", "--rollout.engine.max-restarts", "0")
     strike(job, "engine host", "rollout", 1)
@@ -168,6 +174,7 @@ def test_an_engine_that_dies_too_often_ends_the_run_with_one_error(start: Start)
     assert job.left(LEFT_S) == []
 
 
+@pytest.mark.deep
 def test_half_a_checkpoint_is_never_loaded(base: Path, start: Start, undisturbed: list[dict[str, Value]]) -> None:
     """A folder that was not renamed yet is removed; a file that was cut short is an error that names it."""
     folder = base / "runs" / "half"
