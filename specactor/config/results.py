@@ -49,8 +49,8 @@ class TrackingConfig:
     progress: bool = True
     """Live display on a terminal; one line per step is printed anyway."""
     trace: tuple[int, ...] = ()
-    """RL steps, from 1, of which the run's folder gets a trace for ui.perfetto.dev: the trainer's phases, and the rounds
-    of engines with speculation and of drafter processes."""
+    """RL steps, from 1, of which the run's folder gets a trace for ui.perfetto.dev: the trainer's phases, and the
+    rounds of engines with speculation and of drafter processes."""
 
     def __post_init__(self) -> None:
         require(
