@@ -40,7 +40,7 @@ def _draft(owner: socket) -> None:
     from specactor.rollout.decoupled.loop import Loop, Ready, serve
     from specactor.rollout.decoupled.spec import ALIVE, RENEW, SLEEP, TRACE, WAKE, DrafterSpec, Started
 
-    lines = owner.makefile("rb")
+    lines = owner.makefile("rb", buffering=0)  # a question that a buffer held would never make the socket readable
     line = lines.readline()
     if not line:
         return  # the owner is gone

@@ -16,7 +16,7 @@ import torch
 
 from specactor.errors import EngineError
 from specactor.rollout.decoupled.remote_drafter import Decoupled, connect
-from specactor.rollout.decoupled.spec import DrafterSpec
+from specactor.rollout.decoupled.spec import ALIVE, WORK, DrafterSpec
 from specactor.rollout.decoupled.supervisor import DrafterProcess
 from specactor.rollout.decoupled.transport import Address, EngineKeys, ZmqLink, local_endpoint, make_keys, new_session
 from specactor.rollout.speculation.drafter import DraftSequence
@@ -87,6 +87,17 @@ def assert_drafts(spec: DrafterSpec) -> None:
     assert draft == script((3, 1, 4), [], len(draft))
     engine.close(sequence)
     engine.stop()
+
+
+def test_questions_that_arrive_together_are_all_answered(drafter: DrafterProcess) -> None:
+    """As when a push comes while the process has still to say that it is alive."""
+    talk = drafter._talk
+    for question in (ALIVE, ALIVE, WORK):
+        talk._put(question)
+    deadline = time.monotonic() + PATIENCE_S
+    talk._send(deadline)
+    while talk._answered < 3:
+        talk._hear(deadline)
 
 
 def child_of(drafter: DrafterProcess) -> int:
