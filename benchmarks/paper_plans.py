@@ -79,16 +79,27 @@ class Setting:
         return slowed(found, self.step_ms * 1e-3)
 
 
-def slowed(found: Candidates, step_s: float) -> Candidates:
-    """With draft steps that take so much longer, wherever they run."""
+def slowed(found: Candidates, step_s: float, round_s: float = 0.0) -> Candidates:
+    """With draft steps and verifiers' rounds that take so much longer, wherever they run."""
 
     def longer(grid: Grid) -> Grid:
         more = [step_s * window for window in grid.per_request]
         return replace(grid, seconds=tuple(tuple(s + m for s, m in zip(r, more, strict=True)) for r in grid.seconds))
 
+    def rounds(grid: Grid) -> Grid:
+        return replace(grid, seconds=tuple(tuple(s + round_s for s in row) for row in grid.seconds))
+
     return Candidates(
         verifiers=tuple(
-            replace(v, costs=replace(v.costs, drafters={k: longer(g) for k, g in v.costs.drafters.items()}))
+            replace(
+                v,
+                costs=replace(
+                    v.costs,
+                    verify=rounds(v.costs.verify),
+                    plain=rounds(v.costs.plain),
+                    drafters={k: longer(g) for k, g in v.costs.drafters.items()},
+                ),
+            )
             for v in found.verifiers
         ),
         drafters=tuple(

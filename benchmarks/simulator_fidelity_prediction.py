@@ -19,9 +19,9 @@ import numpy as np
 from specactor.planning.plans import Cluster, from_table
 from specactor.rollout.speculation.costs import CostTable
 from specactor.rollout.speculation.counters import Counts
+from specactor.simulator.decide import Policy
 from specactor.simulator.requests import Method, Requests
-from specactor.simulator.rollout import simulate
-from specactor.simulator.world import Delays, Policy, Truth
+from specactor.simulator.rollout import World, simulate
 
 SEEDS = 5
 """Simulations of each rollout; which requests are easy to draft is drawn."""
@@ -132,14 +132,14 @@ def predicted_s(
     costs = told(table, {name: seen[name].found for name in setting.drafters})
     survivals = {n: tuple(max(s, LEAST_RIGHT) for s in m.survival(max_window)) for n, m in methods.items()}
     candidates = from_table(costs, devices=1, survivals=survivals)
-    truth = Truth(candidates=candidates, methods=methods, delays=Delays(start_s=0.0, replan_s=0.0))
+    world = World(methods=methods, start_s=0.0, replan_s=0.0)
     decoded = [(tokens - 1, group) for tokens, group in zip(lengths, groups, strict=True) if tokens > 1]
     cluster = Cluster(devices=1, requests=len(decoded))
     return mean(
         simulate(
             cluster,
             candidates,
-            truth,
+            world,
             _policy(setting, max_window),
             Requests(
                 lengths=np.array([tokens for tokens, _ in decoded], np.int64),

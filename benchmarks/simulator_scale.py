@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from statistics import median
 
 import numpy as np
@@ -16,7 +15,7 @@ import numpy as np
 from benchmarks.results import Result, publish
 from specactor.planning.gpu_specs import device
 from specactor.planning.model_shapes import SHAPES
-from specactor.planning.plans import Candidates
+from specactor.planning.plans import Candidates, Cluster
 from specactor.planning.rooflines import from_figures
 from specactor.planning.search import search
 from specactor.rollout.speculation.acceptance import AcceptanceModel
@@ -25,10 +24,9 @@ from specactor.rollout.speculation.online_costs import OnlineCosts
 from specactor.rollout.speculation.planner import of_drafter
 from specactor.rollout.speculation.reconfiguration import DraftPlan, LiveCosts, Offer, reconfigure
 from specactor.rollout.speculation.stragglers import DryWorker, Straggler, as_published
+from specactor.simulator.decide import Policy, SimulatedMode
 from specactor.simulator.requests import Lengths, Method, draw
-from specactor.simulator.rollout import simulate
-from specactor.simulator.steps import Job, Phases
-from specactor.simulator.world import Delays, Policy, SimulatedMode, Truth
+from specactor.simulator.rollout import World, simulate
 
 SIZES = ((8, 64), (64, 64), (256, 64), (1024, 16), (4096, 4))
 """GPUs, and requests per GPU."""
@@ -56,26 +54,18 @@ def candidates() -> Candidates:
 
 def row(devices: int, per_device: int) -> list[str]:
     found = candidates()
-    job = Job(
-        devices=devices,
-        prompts=devices * per_device // GROUP,
-        group_size=GROUP,
-        lengths=LENGTHS,
-        belief=found,
-        truth=Truth(candidates=found, methods=METHODS, delays=Delays(), jitter=0.02),
-        policy=Policy(max_window=MAX_WINDOW),
-        phases=Phases(train_tokens_per_s_per_device=1.0),
-    )
-    requests = draw(job.lengths, prompts=job.prompts, group_size=GROUP, seed=(0, 0))
+    requests = draw(LENGTHS, prompts=devices * per_device // GROUP, group_size=GROUP, seed=(0, 0))
+    cluster = Cluster(devices=devices, requests=len(requests))
+    world = World(methods=METHODS, jitter=0.02)
     cells, events, decisions, virtual = [], 0, 0, 0.0
     modes: tuple[SimulatedMode, ...] = ("off", "auto")
     for mode in modes:
         started = time.process_time()
-        outcome = simulate(job.cluster, found, job.truth, replace(job.policy, mode=mode), requests)
+        outcome = simulate(cluster, found, world, Policy(mode=mode, max_window=MAX_WINDOW), requests)
         cells.append(f"{time.process_time() - started:.1f} s")
         events, decisions, virtual = outcome.events, outcome.decisions, outcome.seconds
     started = time.process_time()
-    search(job.cluster, found.verifiers, found.drafters, max_window=MAX_WINDOW)
+    search(cluster, found.verifiers, found.drafters, max_window=MAX_WINDOW)
     searched = time.process_time() - started
     return [
         f"{devices:,}",

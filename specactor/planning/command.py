@@ -9,10 +9,10 @@ Invariants: what is wrong on the command line is one ConfigError or PlanError of
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn, TypeVar
 
 import msgspec
 import tyro
@@ -39,8 +39,8 @@ NUMBERS = ("x off", "tok/s/device", "verifiers", "drafters", "idle", "requests")
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlanOptions:
-    """Ranks plans of a rollout: plain decoding, coupled and decoupled speculation."""
+class Inputs:
+    """What plans and simulations begin with: a model, its drafters, devices, and what is believed of them."""
 
     model: str = "Qwen2.5-32B"
     """The target: a built-in shape, or a folder with a Hugging Face config.json."""
@@ -49,179 +49,135 @@ class PlanOptions:
     table; none: all."""
     device: str = "H100"
     """Published figures to predict from."""
-    devices: int = 256
+    devices: int = 64
     """Of the cluster, all of them: idle ones are charged."""
-    requests: int = 8192
-    """That are there to run at once, in the whole cluster."""
-    context: int = 4096
-    """Tokens of a request in the KV cache, on average over the rollout."""
-    acceptance: tuple[str, ...] = ("0.8",)
-    """P(a draft token is accepted): one number, or TEMPERATURE:NUMBER several times, interpolated. With several
-    drafters it holds for all; NAME=NUMBER gives one of them its own."""
-    temperature: float = 1.0
-    """At which the policy is sampled. Only chooses among the TEMPERATURE:NUMBER of --acceptance."""
-    max_window: int = MAX_WINDOW
-    """Largest window to consider."""
     engine_devices: tuple[int, ...] = ()
     """Devices of one verifier to consider; none: of 1, 2, 4, 8 those that divide the heads and hold the model. With
     --cost-table: of the engine that was measured (default 1)."""
-    drafter_devices: tuple[int, ...] = ()
-    """Devices of one decoupled drafter to consider; none: 1, 2. With --cost-table: 1 of the drafter process that was
-    measured, or as many as of the engine, if none was."""
-    message_us: float = 100.0
-    """Microseconds from a commit's departure to the arrival of what it changes, without drafting."""
-    margin: float = 0.0
-    """Share by which a plan must be faster than plain decoding, to be ranked before it: what predictions err by."""
     cost_table: str = ""
-    """File that ``specactor profile`` wrote; in place of --model, --device and --context. Where it has a drafter
-    process, that is what drafts elsewhere (decoupled), at its measured pace; nobody waits for it."""
+    """File that ``specactor profile`` wrote; in place of --model, --device and --context."""
+    context: int = 4096
+    """Tokens of a request in the KV cache, on average over the rollout."""
+    acceptance: tuple[str, ...] = ("0.8",)
+    """P(a draft token is accepted), as it is believed. With several drafters a number holds for all; NAME=NUMBER gives
+    one of them its own."""
+    max_window: int = 8
+    """Largest window to consider."""
+    json: bool = False
+    """Print results as JSON."""
+
+    @property
+    def subject(self) -> str:
+        return self.cost_table or f"{self.model} on {self.device}, published figures"
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanOptions(Inputs):
+    """Ranks plans of a rollout: plain decoding, coupled and decoupled speculation."""
+
+    requests: int = 2048
+    """That are there to run at once, in the whole cluster."""
     top: int = 10
     """Plans to show."""
-    json: bool = False
-    """Print the plans as JSON."""
 
 
-def parse(argv: Sequence[str]) -> PlanOptions:
-    """Raises ConfigError for what is wrong with the command line; prints and raises SystemExit(0) for ``--help``."""
+OptionsT = TypeVar("OptionsT", bound=Inputs)
+
+
+def parse(kind: type[OptionsT], prog: str, argv: Sequence[str], *, positive: Sequence[str]) -> OptionsT:
+    """Raises ConfigError for what is wrong with the command line; prints and raises SystemExit(0) for ``--help``.
+    `positive`: options of `kind` that are 1 at least."""
 
     def reject(event: tyro_errors.ParseErrorEvent) -> NoReturn:
-        raise ConfigError(one_line(event, argv))
+        raise ConfigError(_one_line(event, prog, argv))
 
     with tyro_errors.on_parse_error(reject):
-        options = tyro.cli(PlanOptions, prog=PROG, args=list(argv))
-    for name in ("devices", "requests", "context", "top"):
+        options = tyro.cli(kind, prog=prog, args=list(argv))
+    for name in ("devices", "context", *positive):
         if getattr(options, name) < 1:
-            raise ConfigError.at(name, getattr(options, name), ">= 1", f"Its meaning: {PROG} --help")
+            raise ConfigError.at(name, getattr(options, name), ">= 1", f"Its meaning: {prog} --help")
     if not 1 <= options.max_window <= MAX_WINDOW:
         raise ConfigError.at("max_window", options.max_window, f"1..{MAX_WINDOW}", "No engine verifies a larger one.")
     if options.device.lower() not in map(str.lower, DEVICES):
         raise ConfigError.at(
             "device", options.device, f"one of {', '.join(DEVICES)}", "For others measure: specactor profile RECIPE."
         )
-    for name in ("temperature", "message_us", "margin"):
-        if not getattr(options, name) >= 0:
-            raise ConfigError.at(name, getattr(options, name), ">= 0", f"Its meaning: {PROG} --help")
-    _check_sizes(options)
+    most = options.devices if options.cost_table else device(options.device).node_devices
+    for size in options.engine_devices:
+        if not 1 <= size <= most:
+            what = "of the cluster" if options.cost_table else f"a node of {device(options.device).name}"
+            raise ConfigError.at("engine_devices", size, f"1..{most} ({what})", f"Its meaning: {prog} --help")
     return options
 
 
-def _check_sizes(options: PlanOptions) -> None:
-    """Of engines. Raises ConfigError."""
-    if options.cost_table and options.drafter_devices:
-        raise ConfigError.at(
-            "drafter_devices",
-            options.drafter_devices,
-            "none with --cost-table, whose drafters have the devices that they were measured on",
-            "Leave it out, or give the measured engine's devices as --engine-devices.",
+def candidates(inputs: Inputs, *, max_requests: int, processes: bool) -> Candidates:
+    """Options by the cost table, or by figures, with the acceptance that is believed. `max_requests`: of one engine;
+    `processes`: whether a drafter process in the table counts.
+
+    Raises ConfigError, DataError and PlanError for what cannot be planned.
+    """
+    width = inputs.max_window + 1  # one more than windows have: whether a decoupled drafter goes on
+    if not inputs.cost_table:
+        target = named_shape(inputs.model)
+        shapes = [named_shape(name, "drafters") for name in inputs.drafters or DRAFTERS.get(target.name, ())]
+        return from_figures(
+            target,
+            shapes,
+            device(inputs.device),
+            survivals={s.name: survival_of(acceptance_at(inputs.acceptance, s.name), width) for s in shapes},
+            context=inputs.context,
+            max_requests=max_requests,
+            sizes=inputs.engine_devices,
         )
-    of = device(options.device)
-    most, node = (
-        (options.devices, "of the cluster") if options.cost_table else (of.node_devices, f"a node of {of.name}")
-    )
-    for name in ("engine_devices", "drafter_devices"):
-        for size in getattr(options, name):
-            if not 1 <= size <= most:
-                raise ConfigError.at(name, size, f"1..{most} ({node})", f"Its meaning: {PROG} --help")
+    table = cost_file.read(inputs.cost_table)
+    known = table.methods if processes else tuple(table.drafters)
+    names = inputs.drafters or known
+    if unknown := sorted(set(names) - set(known)):
+        raise ConfigError.at(
+            "drafters", unknown, f"names in the table: {sorted(known)}", "Leave them out, or measure them."
+        )
+    if len(inputs.engine_devices) > 1:
+        raise ConfigError.at(
+            "engine_devices", inputs.engine_devices, "one number with --cost-table", "Give the measured engine's."
+        )
+    survivals = {name: survival_of(acceptance_at(inputs.acceptance, name), width) for name in names}
+    return from_table(table.only(names), devices=(inputs.engine_devices or (1,))[0], survivals=survivals)
 
 
-def plans(options: PlanOptions) -> list[RolloutPlan]:
-    """Ranked. Raises ConfigError, DataError and PlanError for what cannot be planned."""
-    return search(
-        Cluster(devices=options.devices, requests=options.requests, message_s=options.message_us * 1e-6),
-        *_candidates(options),
-        max_window=options.max_window,
-        margin=options.margin,
-    )
+def plans(argv: Sequence[str]) -> tuple[PlanOptions, list[RolloutPlan]]:
+    """Ranked, of a command line."""
+    options = parse(PlanOptions, PROG, argv, positive=("requests", "top"))
+    found = candidates(options, max_requests=options.requests, processes=True)
+    cluster = Cluster(devices=options.devices, requests=options.requests)
+    return options, search(cluster, found.verifiers, found.drafters, max_window=options.max_window)
 
 
 def run(argv: Sequence[str], console: Console) -> None:
     """Print the plans. Raises SpecActorError."""
-    options = parse(argv)
-    ranked = plans(options)[: options.top]
+    options, ranked = plans(argv)
+    ranked = ranked[: options.top]
     if options.json:
         print(json.dumps([msgspec.to_builtins(plan) for plan in ranked], indent=2))
     else:
         _show(options, ranked, console)
 
 
-def acceptance_at(words: Sequence[str], drafter: str, temperature: float) -> float:
-    """P(a draft token is accepted) of a drafter, from the words of --acceptance.
-
-    The drafter's own NAME=NUMBER comes before plain numbers; between TEMPERATURE:NUMBER values it is linear, and
-    constant beyond them. Raises ConfigError.
-    """
-    points: dict[float, float] = {}
-    own: float | None = None
+def acceptance_at(words: Sequence[str], drafter: str) -> float:
+    """P(a draft token is accepted) of a drafter, from the words of --acceptance: its own NAME=NUMBER comes before a
+    plain number. Raises ConfigError."""
+    found: dict[str, float] = {}
     for word in words:
-        name, equals, value = word.rpartition("=")
-        at, colon, number = value.rpartition(":")
+        name, _, number = word.rpartition("=")
         try:
-            rate, where = float(number), float(at) if colon else 0.0
+            found[name] = float(number)
         except ValueError:
-            rate = -1.0
-        if not 0 <= rate <= 1 or (equals and colon):
-            raise ConfigError.at(
-                "acceptance", word, "NUMBER, TEMPERATURE:NUMBER or NAME=NUMBER with numbers in 0..1", "Correct it."
-            )
-        if equals:
-            own = rate if name == drafter else own
-        else:
-            points[where] = rate
-    if own is not None:
-        return own
-    if not points:
+            found[name] = -1.0
+        if not 0 <= found[name] <= 1:
+            raise ConfigError.at("acceptance", word, "NUMBER or NAME=NUMBER with numbers in 0..1", "Correct it.")
+    rate = found.get(drafter, found.get(""))
+    if rate is None:
         raise ConfigError.at("acceptance", " ".join(words), f"a number for {drafter}", f"Add {drafter}=NUMBER.")
-    known = sorted(points)
-    right = next((t for t in known if t >= temperature), known[-1])
-    left = next((t for t in reversed(known) if t <= temperature), known[0])
-    share = (temperature - left) / (right - left) if left < right else 0.0
-    return points[left] + share * (points[right] - points[left])
-
-
-def _candidates(options: PlanOptions) -> tuple[Sequence[Any], Sequence[Any]]:
-    found = _measured(options) if options.cost_table else _predicted(options)
-    return found.verifiers, found.drafters
-
-
-def _predicted(options: PlanOptions) -> Candidates:
-    target = named_shape(options.model)
-    names = options.drafters or DRAFTERS.get(target.name, ())
-    shapes = [named_shape(name, "drafters") for name in names]
-    return from_figures(
-        target,
-        shapes,
-        device(options.device),
-        survivals=_survivals(options, [shape.name for shape in shapes]),
-        context=options.context,
-        max_requests=max(options.requests, 1),
-        sizes=options.engine_devices,
-        drafter_sizes=options.drafter_devices or (1, 2),
-    )
-
-
-def _measured(options: PlanOptions) -> Candidates:
-    table = cost_file.read(options.cost_table)
-    names = options.drafters or table.methods
-    if unknown := sorted(set(names) - set(table.methods)):
-        raise ConfigError.at(
-            "drafters", unknown, f"names in the table: {sorted(table.methods)}", "Leave them out, or measure them."
-        )
-    if len(options.engine_devices) > 1:
-        raise ConfigError.at(
-            "engine_devices",
-            options.engine_devices,
-            "one number with --cost-table",
-            "Give the measured engine's.",
-        )
-    survivals = _survivals(options, names)
-    return from_table(table.only(names), devices=(options.engine_devices or (1,))[0], survivals=survivals)
-
-
-def _survivals(options: PlanOptions, names: Sequence[str]) -> Mapping[str, tuple[float, ...]]:
-    return {
-        name: survival_of(acceptance_at(options.acceptance, name, options.temperature), options.max_window)
-        for name in names
-    }
+    return rate
 
 
 def named_shape(name: str, setting: str = "model") -> TransformerShape:
@@ -240,9 +196,8 @@ def named_shape(name: str, setting: str = "model") -> TransformerShape:
 
 def _show(options: PlanOptions, ranked: Sequence[RolloutPlan], console: Console) -> None:
     """A table that fits 80 columns, and a line for each plan."""
-    what = options.cost_table or f"{options.model} on {options.device}, published figures"
     table = Table(
-        title=f"{what}: {options.devices} devices, {options.requests} requests",
+        title=f"{options.subject}: {options.devices} devices, {options.requests} requests",
         title_justify="left",
         caption="x off: speed over the fastest plain decoding. tok/s/device: of all devices, idle ones too. verifiers, "
         "drafters: number x devices each. requests: at once on a verifier.",
@@ -257,7 +212,7 @@ def _show(options: PlanOptions, ranked: Sequence[RolloutPlan], console: Console)
     console.print(table)
     for number, plan in enumerate(ranked, 1):
         drafter = "" if plan.mode == "off" else f"{plan.draft.drafter}: "
-        console.print(f"{number}  {drafter}{plan.reason}{_bytes(plan)}", highlight=False, soft_wrap=True)
+        console.print(f"{number}  {drafter}{plan.reason}{_memory(plan)}", highlight=False, soft_wrap=True)
 
 
 def _row(plan: RolloutPlan) -> tuple[str, ...]:
@@ -273,19 +228,19 @@ def _row(plan: RolloutPlan) -> tuple[str, ...]:
     )
 
 
-def _bytes(plan: RolloutPlan) -> str:
-    """Per device, where known; and of messages."""
+def _memory(plan: RolloutPlan) -> str:
+    """Per device, where known."""
     said = ""
     for name, of in (("verifier", plan.verifiers), ("drafter", plan.drafters)):
         if of.engines and of.weights_bytes:
             said += f"; per {name} device {of.weights_bytes / 1e9:.1f} GB weights, {of.kv_bytes / 1e9:.1f} GB KV"
-    return said + (f"; {plan.message_bytes_per_s / 1e6:.1f} MB/s messages" if plan.drafters.engines else "")
+    return said
 
 
-def one_line(event: tyro_errors.ParseErrorEvent, argv: Sequence[str]) -> str:
+def _one_line(event: tyro_errors.ParseErrorEvent, prog: str, argv: Sequence[str]) -> str:
     """What tyro objects to, in the house form."""
     if isinstance(event, tyro_errors.UnrecognizedArgs):
-        return f"unknown setting {event.tokens[0]}. Those there are: {PROG} --help"
+        return f"unknown setting {event.tokens[0]}. Those there are: {prog} --help"
     argument = getattr(event, "argument", None)
     if argument is None:
         return str(event)
@@ -293,4 +248,4 @@ def one_line(event: tyro_errors.ParseErrorEvent, argv: Sequence[str]) -> str:
     after = next((argv[i + 1 : i + 2] for i, word in enumerate(argv) if word.replace("_", "-") == flag), [])
     got = repr(after[0]) if after else "no value"
     key = flag.removeprefix("--").replace("-", "_")
-    return f"{key}: got {got}, expected {argument.lowered.metavar}. Its meaning: {PROG} --help"
+    return f"{key}: got {got}, expected {argument.lowered.metavar}. Its meaning: {prog} --help"

@@ -59,8 +59,6 @@ class RolloutPlan:
     """Of all devices, idle ones too."""
     speedup: float = 1.0
     """Over the fastest plan that does not speculate."""
-    message_bytes_per_s: float = 0.0
-    """Between drafters and verifiers, both ways."""
     reason: str = ""
 
     @property
@@ -176,6 +174,9 @@ class Candidates:
 
     verifiers: tuple[VerifierOption, ...]
     drafters: tuple[DrafterOption, ...]
+
+    def drafter(self, name: str) -> DrafterOption | None:
+        return next((d for d in self.drafters if d.name == name), None)
 
 
 def from_table(table: CostTable, *, devices: int, survivals: Mapping[str, tuple[float, ...]]) -> Candidates:

@@ -53,11 +53,7 @@ class Pipelined:
     @property
     def tokens(self) -> float:
         """Emitted per round."""
-        return self.tokens_at(self.ready)
-
-    def tokens_at(self, share: float) -> float:
-        """Where windows are verified in that share of rounds only; at most `ready`."""
-        return 1.0 + share * (self.tokens_when_ready - 1.0)
+        return 1.0 + self.ready * (self.tokens_when_ready - 1.0)
 
 
 def coupled_tokens(survival: Sequence[float], window: int) -> float:

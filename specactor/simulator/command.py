@@ -1,8 +1,8 @@
 """``specactor simulate``: RL steps of a cluster in virtual time, with the planner that engines call. Needs no GPU.
 
 Seconds come from published figures of devices and models, or from a table that ``specactor profile`` measured; lengths
-and acceptance from distributions, or from a run's own metrics. What the planner believes and what is true may differ.
-The simulator is `simulator`.
+and acceptance from distributions, or from a run's own metrics. What the planner believes of drafters and what is true
+may differ.
 
 Invariants: equal settings give equal results; what is wrong on the command line is one error of one line; nothing is
 written but the page that is asked for.
@@ -14,57 +14,41 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
-import tyro
 from rich.console import Console
 from rich.table import Table
 
-# A private name of tyro, whose version is pinned: its public interface can only print a box.
-from tyro import _errors as tyro_errors
-
 from specactor.errors import ConfigError, DataError
 from specactor.metrics import read_metrics
-from specactor.planning.command import acceptance_at, named_shape, one_line
+from specactor.planning.command import Inputs, acceptance_at, candidates, named_shape, parse
 from specactor.planning.gpu_specs import Device, device
-from specactor.planning.model_shapes import DRAFTERS, TransformerShape
-from specactor.planning.plans import Candidates, from_table
-from specactor.planning.rooflines import from_figures
-from specactor.rollout import cost_file
-from specactor.rollout.speculation.acceptance import survival_of
+from specactor.planning.model_shapes import TransformerShape
+from specactor.simulator.decide import Policy, SimulatedMode
 from specactor.simulator.page import page
-from specactor.simulator.replay import Replay, of_metrics
-from specactor.simulator.requests import Lengths, Method
-from specactor.simulator.steps import Job, Phases, Refresh, Run, Schedule, run
-from specactor.simulator.world import Delays, Policy, SimulatedMode, Truth, slower
+from specactor.simulator.requests import Lengths, Method, Replay
+from specactor.simulator.rollout import World
+from specactor.simulator.steps import Job, Phases, Refresh, Run, run
 
 PROG = "specactor simulate"
+MOST_REQUESTS = 2048
+"""Of one engine."""
 TRAIN_FLOPS = 6.0
 """Operations per parameter and token of a forward and a backward."""
+MFU = 0.35
+"""Share of a device's operations per second that training attains. Assumed."""
+TRUTH = Method(rate=0.0, decay=0.98, spread=0.5, drift=0.01, staleness=0.05)
+"""How acceptance is taken to differ by position, request, length and age."""
+JITTER = 0.02
 HEADING = ("mode", "step s", "x", "rollout s", "x", "accept rate", "idle", "plan")
 
 
 @dataclass(frozen=True, kw_only=True)
-class SimulateOptions:
+class SimulateOptions(Inputs):
     """Simulates RL steps of a cluster, in several modes, on the same requests."""
 
-    model: str = "Qwen2.5-32B"
-    """The target: a built-in shape, or a folder with a Hugging Face config.json."""
-    drafters: tuple[str, ...] = ()
-    """Draft models, named like the target; none: those that are built in for it, or in the cost table."""
-    device: str = "H100"
-    """Published figures to predict from."""
-    devices: int = 64
-    engine_devices: tuple[int, ...] = ()
-    """Devices of one verifier to consider; none: all that fit. With --cost-table: of the measured engine (1)."""
-    cost_table: str = ""
-    """File that ``specactor profile`` wrote, in place of --device and --context: what the planner believes."""
-    true_cost_table: str = ""
-    """The same, of what happens; none: what the planner believes."""
-    true_round_ms: float = 0.0
-    """What a verifier's round truly takes beyond its table: an engine's host."""
-    true_draft_step_ms: float = 0.0
-    """The same of each draft token."""
+    true_acceptance: tuple[str, ...] = ()
+    """P(the first draft token is accepted) as it is, in the form of --acceptance; none: as believed."""
     prompts: int = 256
     """Of a step."""
     group_size: int = 16
@@ -76,114 +60,72 @@ class SimulateOptions:
     replay: str = ""
     """Folder of a run whose lengths and acceptance are drawn instead, where it logged them; with --cost-table also its
     training speed."""
-    context: int = 8192
-    """Tokens of a request in the KV cache, on average over the rollout."""
-    acceptance: tuple[str, ...] = ("0.75",)
-    """P(a draft token is accepted), as the planner believes: a number, or NAME=NUMBER for one drafter."""
-    true_acceptance: tuple[str, ...] = ()
-    """The same, of the first draft token, as it is; none: as believed."""
-    decay: float = 0.98
-    """Of the true acceptance, from one position of a draft to the next."""
-    spread: float = 0.5
-    """Standard deviation of log-odds of acceptance among requests."""
-    drift: float = 0.01
-    """Share of acceptance that is lost per 1,000 tokens of a response."""
-    staleness: float = 0.05
-    """Share of acceptance that is lost per further step without --refresh."""
-    jitter: float = 0.02
-    """Standard deviation of the logarithm of engines' slowness."""
     modes: tuple[SimulatedMode, ...] = ("off", "coupled", "decoupled", "auto")
-    window: int = 0
-    """Of mode coupled; 0: the best plan's."""
-    max_window: int = 8
-    reconfigure: bool = True
-    """Mode auto: windows follow what is seen."""
-    fastest: bool = True
-    """Mode auto: engines that ran dry draft for the others."""
     steps: int = 1
-    schedule: Schedule = "synchronous"
-    train_devices: int = 0
-    """One-step-off: devices of the cluster that only train."""
     train_tokens_per_s: float = 0.0
-    """Of a device; 0: from figures, at --mfu."""
-    mfu: float = 0.35
-    """Share of a device's operations per second that training attains."""
-    sync_s: float = 2.0
-    reward_s: float = 0.05
-    """Of one response."""
+    """Of a device; 0: from figures."""
     refresh: Refresh = "never"
-    """When the drafter is distilled: never, idle (on devices idle in the tail), after."""
-    refresh_device_s: float = 512.0
-    """Device-seconds of that, per step."""
+    """When the drafter is distilled: never, or after each step."""
     seed: int = 0
-    json: bool = False
-    """Print results as JSON."""
     out: str = ""
     """Write an HTML page."""
 
 
-def parse(argv: Sequence[str]) -> SimulateOptions:
+def parsed(argv: Sequence[str]) -> SimulateOptions:
     """Raises ConfigError for what is wrong with the command line; prints and raises SystemExit(0) for ``--help``."""
-
-    def reject(event: tyro_errors.ParseErrorEvent) -> NoReturn:
-        raise ConfigError(one_line(event, argv).replace("specactor plan", PROG))
-
-    with tyro_errors.on_parse_error(reject):
-        options = tyro.cli(SimulateOptions, prog=PROG, args=list(argv))
-    for name in ("devices", "prompts", "group_size", "length_longest", "max_window", "steps", "context"):
-        if getattr(options, name) < 1:
-            raise ConfigError.at(name, getattr(options, name), ">= 1", f"Its meaning: {PROG} --help")
-    for name in ("true_round_ms", "true_draft_step_ms", "train_tokens_per_s"):
-        if getattr(options, name) < 0:
-            raise ConfigError.at(name, getattr(options, name), ">= 0", f"Its meaning: {PROG} --help")
+    positive = ("prompts", "group_size", "length_longest", "steps")
+    options = parse(SimulateOptions, PROG, argv, positive=positive)
+    if options.train_tokens_per_s < 0:
+        raise ConfigError.at("train_tokens_per_s", options.train_tokens_per_s, ">= 0", f"Its meaning: {PROG} --help")
     if not options.modes:
         raise ConfigError.at("modes", "none", "at least one of off, coupled, decoupled, auto", "Name one.")
-    if not 0 < options.mfu <= 1:
-        raise ConfigError.at("mfu", options.mfu, "a share, > 0 and <= 1", f"Its meaning: {PROG} --help")
     return options
 
 
 def jobs(options: SimulateOptions) -> dict[str, Job]:
     """By mode, on the same requests. Raises ConfigError, DataError and PlanError for what cannot be."""
     replay = _replay(options) if options.replay else None
-    belief = _candidates(options, options.cost_table, replay)
-    true = _candidates(options, options.true_cost_table, replay) if options.true_cost_table else belief
-    true = slower(true, round_s=options.true_round_ms * 1e-3, draft_step_s=options.true_draft_step_ms * 1e-3)
-    names = [option.name for option in true.drafters]
-    truth = Truth(
-        candidates=true,
-        methods={name: _method(options, name, replay) for name in names},
-        delays=Delays(),
-        jitter=options.jitter,
-    )
+    found = candidates(options, max_requests=MOST_REQUESTS, processes=False)
+    words = options.true_acceptance or options.acceptance
+    methods = {d.name: replace(TRUTH, rate=acceptance_at(words, d.name)) for d in found.drafters}
     lengths = Lengths(median=options.length_median, sigma=options.length_sigma, longest=options.length_longest)
-    phases = Phases(
-        train_tokens_per_s_per_device=_train_tokens_per_s(options, replay),
-        reward_s=options.reward_s,
-        sync_s=options.sync_s,
-        refresh=options.refresh,
-        refresh_device_s=options.refresh_device_s,
-    )
+    if replay is not None:
+        lengths = replay.lengths
+        logged = {name: method for name, method in replay.methods.items() if name in methods}
+        methods |= {name: replace(methods[name], by_position=method.by_position) for name, method in logged.items()}
+        found = replace(
+            found,
+            drafters=tuple(
+                replace(d, survival=logged[d.name].survival(len(d.survival))) if d.name in logged else d
+                for d in found.drafters
+            ),
+        )
+    phases = Phases(train_tokens_per_s_per_device=_train_tokens_per_s(options, replay), refresh=options.refresh)
     job = Job(
         devices=options.devices,
         prompts=options.prompts,
         group_size=options.group_size,
-        lengths=replay.lengths if replay else lengths,
-        belief=belief,
-        truth=truth,
+        lengths=lengths,
+        options=found,
+        world=World(methods=methods, jitter=JITTER),
         policy=Policy(),
         phases=phases,
         steps=options.steps,
-        schedule=options.schedule,
-        train_devices=options.train_devices,
         seed=options.seed,
     )
-    return {mode: _in_mode(options, job, mode) for mode in options.modes}
+    return {
+        mode: replace(
+            job,
+            policy=Policy(mode=mode, max_window=options.max_window),
+            phases=phases if mode != "off" else replace(phases, refresh="never"),
+        )
+        for mode in options.modes
+    }
 
 
 def command(argv: Sequence[str], console: Console) -> None:
     """Simulate and show. Raises SpecActorError."""
-    options = parse(argv)
+    options = parsed(argv)
     runs = {mode: run(job) for mode, job in jobs(options).items()}
     if options.json:
         print(json.dumps({mode: figures(of) for mode, of in runs.items()}, indent=2))
@@ -191,7 +133,7 @@ def command(argv: Sequence[str], console: Console) -> None:
         _show(options, runs, console)
     if options.out:
         facts = [(name.replace("_", " "), str(value)) for name, value in vars(options).items() if value != ""]
-        text = page(f"{_subject(options)}, {options.devices} devices", runs, facts, [HEADING, *_rows(runs)])
+        text = page(f"{options.subject}, {options.devices} devices", runs, facts, [HEADING, *_rows(runs)])
         file = Path(options.out)
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(text, encoding="utf-8", errors="xmlcharrefreplace")
@@ -228,24 +170,11 @@ def figures(of: Run) -> dict[str, Any]:
                 "rounds": step.outcome.rounds,
                 "events": step.outcome.events,
                 "decisions": step.outcome.decisions,
-                "dry_engines_drafting": step.outcome.lent,
-                "further_methods": step.outcome.pairs,
+                "dry_engines_drafting": step.outcome.helpers,
             }
             for step in of.steps
         ],
     }
-
-
-def _in_mode(options: SimulateOptions, job: Job, mode: SimulatedMode) -> Job:
-    policy = Policy(
-        mode=mode,
-        window=options.window if mode == "coupled" else 0,
-        max_window=options.max_window,
-        reconfigure=options.reconfigure,
-        fastest=options.fastest,
-    )
-    refreshed = job.phases if mode != "off" else replace(job.phases, refresh="never")
-    return replace(job, policy=policy, phases=refreshed)
 
 
 def _replay(options: SimulateOptions) -> Replay:
@@ -253,60 +182,9 @@ def _replay(options: SimulateOptions) -> Replay:
     if not (folder / "metrics.jsonl").is_file():
         raise DataError(f"replay: got {options.replay!r}, expected the folder of a run, with metrics.jsonl.")
     try:
-        return of_metrics(read_metrics(folder), max_window=options.max_window, seed=options.seed)
+        return Replay.of_metrics(read_metrics(folder), max_window=options.max_window, seed=options.seed)
     except (ValueError, KeyError, TypeError) as error:
         raise DataError(f"replay: got a metrics.jsonl that no run writes ({error!r}). Name another run.") from None
-
-
-def _candidates(options: SimulateOptions, file: str, replay: Replay | None) -> Candidates:
-    """By a measured table, or by figures; with the acceptance that is believed."""
-    if file:
-        table = cost_file.read(file)
-        names = options.drafters or tuple(table.drafters)
-        if unknown := sorted(set(names) - set(table.drafters)):
-            raise ConfigError.at("drafters", unknown, f"some of {sorted(table.drafters)}", "Measure them.")
-        return from_table(
-            table.only(names), devices=(options.engine_devices or (1,))[0], survivals=_survivals(options, names, replay)
-        )
-    target, hardware = named_shape(options.model), device(options.device)
-    names = options.drafters or DRAFTERS.get(target.name, ())
-    shapes = [named_shape(name, "drafters") for name in names]
-    return from_figures(
-        target,
-        shapes,
-        hardware,
-        survivals=_survivals(options, [shape.name for shape in shapes], replay),
-        context=options.context,
-        max_requests=2048,
-        sizes=options.engine_devices,
-    )
-
-
-def _survivals(
-    options: SimulateOptions, names: Sequence[str], replay: Replay | None
-) -> Mapping[str, tuple[float, ...]]:
-    """One position more than windows have: whether a decoupled drafter goes on."""
-    width = options.max_window + 1
-    logged = replay.methods if replay else {}
-    return {
-        name: logged[name].survival(width)
-        if name in logged
-        else survival_of(acceptance_at(options.acceptance, name, 1.0), width)
-        for name in names
-    }
-
-
-def _method(options: SimulateOptions, name: str, replay: Replay | None) -> Method:
-    logged = replay.methods.get(name) if replay else None
-    rate = acceptance_at(options.true_acceptance or options.acceptance, name, 1.0)
-    return Method(
-        rate=rate,
-        decay=options.decay,
-        by_position=logged.by_position if logged else (),
-        spread=options.spread,
-        drift=options.drift,
-        staleness=options.staleness,
-    )
 
 
 def _train_tokens_per_s(options: SimulateOptions, replay: Replay | None) -> float:
@@ -321,16 +199,12 @@ def _train_tokens_per_s(options: SimulateOptions, replay: Replay | None) -> floa
             "> 0 with --cost-table",
             "Give what a device trains, or --replay a run that logged it.",
         )
-    return trained_per_s(named_shape(options.model), device(options.device), options.mfu)
+    return trained_per_s(named_shape(options.model), device(options.device))
 
 
-def trained_per_s(shape: TransformerShape, hardware: Device, mfu: float) -> float:
+def trained_per_s(shape: TransformerShape, hardware: Device) -> float:
     """Tokens per second of a device, forward and backward."""
-    return hardware.flops * mfu / (TRAIN_FLOPS * shape.active_params)
-
-
-def _subject(options: SimulateOptions) -> str:
-    return options.cost_table or f"{options.model} on {options.device}"
+    return hardware.flops * MFU / (TRAIN_FLOPS * shape.active_params)
 
 
 def _rows(runs: Mapping[str, Run]) -> list[tuple[str, ...]]:
@@ -358,8 +232,8 @@ def _row(of: Run, first: Run) -> tuple[str, ...]:
 
 def _show(options: SimulateOptions, runs: Mapping[str, Run], console: Console) -> None:
     table = Table(
-        title=f"{_subject(options)}: {options.devices} devices, {options.steps} steps of {options.prompts} x "
-        f"{options.group_size} requests, {options.schedule}; simulated",
+        title=f"{options.subject}: {options.devices} devices, {options.steps} steps of {options.prompts} x "
+        f"{options.group_size} requests; simulated",
         title_justify="left",
         caption="x: speed over the first row. idle: share of device-seconds. plan: verifiers (+ drafters), engines x "
         "devices.",

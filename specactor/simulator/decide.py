@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import ceil
+from typing import Literal
 
 import numpy as np
 
@@ -23,14 +24,45 @@ from specactor.rollout.speculation.acceptance import AcceptanceModel
 from specactor.rollout.speculation.drafter import DraftSequence
 from specactor.rollout.speculation.online_costs import OnlineCosts
 from specactor.rollout.speculation.planner import of_drafter
-from specactor.rollout.speculation.reconfiguration import MODES, PLAIN, DraftPlan, LiveCosts, Offer, reconfigure
+from specactor.rollout.speculation.reconfiguration import (
+    MODES,
+    PLAIN,
+    DraftPlan,
+    LiveCosts,
+    Mode,
+    Offer,
+    reconfigure,
+)
 from specactor.rollout.speculation.windows import OFF as NO_DRAFTER
 from specactor.rollout.speculation.windows import Choice, Option, choose
-from specactor.simulator.speed import COUPLED, DECOUPLED, OFF, Ints, Remote, round_of
-from specactor.simulator.world import Policy
+from specactor.simulator.requests import Ints
+from specactor.simulator.rounds import COUPLED, OFF, Remote, round_of
 
+SimulatedMode = Literal["off", "coupled", "decoupled", "auto"]
 AHEAD = "decoupled"
 """What the plan of requests drafted for elsewhere is called among the choices."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Policy:
+    """What may be done."""
+
+    mode: SimulatedMode = "auto"
+    drafter: str = ""
+    """Of modes coupled and decoupled; empty: the one of the best plan."""
+    window: int = 0
+    """Of mode coupled, fixed; 0: that of the best coupled plan."""
+    max_window: int = 8
+    placement: Mode | Literal[""] = ""
+    """Mode auto: begin with the best plan of that mode; empty: of any."""
+    reconfigure: bool = True
+    """Mode auto: windows and modes of requests follow what is seen of their acceptance."""
+    fastest: bool = True
+    """Mode auto: engines that ran dry draft for the others."""
+
+    def __post_init__(self) -> None:
+        if self.max_window < 1 or self.window < 0:
+            raise PlanError(f"policy: got max_window {self.max_window}, window {self.window}; expected >= 1, >= 0.")
 
 
 def placed(cluster: Cluster, belief: Candidates, policy: Policy) -> RolloutPlan:
@@ -181,7 +213,8 @@ class Decider:
 
 
 def _same(plan: DraftPlan, requests: int) -> Decision:
-    mode = {"off": OFF, "coupled": COUPLED, "decoupled": DECOUPLED}[plan.mode]
     return Decision(
-        drafter=plan.drafter, modes=np.full(requests, mode), windows=np.full(requests, plan.window, np.int64)
+        drafter=plan.drafter,
+        modes=np.full(requests, MODES.index(plan.mode)),
+        windows=np.full(requests, plan.window, np.int64),
     )

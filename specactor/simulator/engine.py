@@ -14,16 +14,20 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from specactor.errors import PlanError
 from specactor.planning.plans import VerifierOption
-from specactor.rollout.speculation.reconfiguration import MODES, PLAIN, DraftPlan
+from specactor.rollout.speculation.acceptance import survival_of
+from specactor.rollout.speculation.costs import Grid
+from specactor.rollout.speculation.reconfiguration import MODES, PLAIN, DraftPlan, LiveCosts
+from specactor.rollout.speculation.stragglers import best_window
 from specactor.simulator.decide import Decider, Decision
 from specactor.simulator.ledger import Span
 from specactor.simulator.requests import Floats, Ints
-from specactor.simulator.speed import COUPLED, DECOUPLED, Round
+from specactor.simulator.rounds import COUPLED, DECOUPLED, Beside, Remote, Round, round_of
 
 DONE = 1e-6
 """Tokens short of its length at which a request has finished."""
@@ -39,11 +43,32 @@ SHOWN_ROUNDS = 5
 """Rounds whose seconds it is shown: as many as `costs.MIN_RATIOS`."""
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Helper:
+    """An engine that ran dry, which drafts for all requests of another, with a method that this does not use."""
+
+    engine: Engine
+    method: str
+    seconds: Grid
+    copies: int
+    """Drafters that fit on its devices, and share the requests."""
+    since: float
+
+    def remote(self, requests: int, message_s: float, rollback_s: float = 0.0) -> Remote:
+        """As the helped engine sees it."""
+        served = -(-requests // self.copies)
+        return Remote(seconds=self.seconds, served=served, message_s=message_s, rollback_s=rollback_s)
+
+    def span(self, end_s: float) -> Span:
+        devices = self.engine.option.devices
+        return Span(first=self.engine.first, devices=devices, start_s=self.since, end_s=end_s, kind="fastest")
+
+
 class Engine:
     """Verifies."""
 
     def __init__(self, index: int, first: int, option: VerifierOption, decider: Decider, slow: float) -> None:
-        """`first`: device; `option`: the true one; `slow`: factor on all its seconds."""
+        """`first`: device; `slow`: factor on all its seconds."""
         self.index, self.first, self.option, self.decider, self.slow = index, first, option, decider, slow
         self.running: Ints = np.zeros(0, np.int64)
         self.waiting: deque[int] = deque()
@@ -54,8 +79,7 @@ class Engine:
         self.version = 0
         """Of its schedule: events of older ones are void."""
         self.spans: list[Span] = []
-        self.beside: dict[str, dict[int, int]] = {}
-        """By method: request -> the engine that ran dry and drafts for it."""
+        self.helper: Helper | None = None
         self.rounds, self.emitted, self.drafted, self.accepted = 0.0, 0.0, 0.0, 0.0
         self.first_round_s = 0.0
         """Seconds of a round just after the last decision."""
@@ -72,7 +96,7 @@ class Engine:
             return "decoupled"
         if ((mode_B == COUPLED) & (window_B > 0)).any():
             return "coupled"
-        return "decoupled" if self.beside else "off"
+        return "decoupled" if self.helper else "off"
 
     @property
     def plans(self) -> list[DraftPlan]:
@@ -99,12 +123,11 @@ class Engine:
             i = int(of.windows.argsort(kind="stable")[len(self.running) // 2])
             mode, window = int(of.modes[i]), int(of.windows[i])
         self.running = np.concatenate([self.running, new])
-        self.decision = Decision(
+        self.decision = replace(
+            of,
             drafter=of.drafter or plan.drafter,
             modes=np.concatenate([of.modes, np.full(len(new), mode, np.int64)]),
             windows=np.concatenate([of.windows, np.full(len(new), window, np.int64)]),
-            kind=of.kind,
-            predicted_s=of.predicted_s,
         )
         self._new += len(new)
 
@@ -128,13 +151,7 @@ class Engine:
         gone = self.running[gone_B]
         self.running = self.running[~gone_B]
         of = self.decision
-        self.decision = Decision(
-            drafter=of.drafter,
-            modes=of.modes[~gone_B],
-            windows=of.windows[~gone_B],
-            kind=of.kind,
-            predicted_s=of.predicted_s,
-        )
+        self.decision = replace(of, modes=of.modes[~gone_B], windows=of.windows[~gone_B])
         return gone
 
     def is_due(self) -> bool:
@@ -158,6 +175,44 @@ class Engine:
         self.round = found
         if self.rounds == self.rounds_decided:
             self.first_round_s = found.seconds
+
+    def helped_by(
+        self, helper: Helper, survival_BW: Floats, message_s: float, rollback_s: float = 0.0
+    ) -> Beside | None:
+        """What the helper drafts, with the window that is predicted to be best; None where it would draft what the
+        requests have already. `survival_BW`: its own."""
+        requests, width = survival_BW.shape
+        if helper.method == self.decision.drafter and (self.decision.windows > 0).any():
+            return None
+        remote = helper.remote(requests, message_s, rollback_s)
+        costs = LiveCosts.of(
+            self.decider.believed.costs,
+            requests=requests,
+            max_window=width - 1,
+            remote=helper.seconds,
+            served=int(remote.served),
+            message_s=message_s,
+        )
+        window = best_window(self.decider.model(helper.method).rate, costs)
+        return Beside(survival=survival_BW, window=window, window_s=remote.window_s(window, 1.0))
+
+    def gain(self, helper: Helper, names: list[str], *, width: int, message_s: float) -> float:
+        """Predicted speed with the helper over that without it. `names`: of the running requests."""
+        requests, of = len(self.running), self.decision
+        rate = self.decider.model(helper.method).rate
+        beside = self.helped_by(helper, np.tile(survival_of(rate, width), (requests, 1)), message_s)
+        own_BW = np.zeros((requests, width))
+        if of.drafter in self.decider.acceptance:
+            own_BW[:, :-1] = self.decider.acceptance[of.drafter].survivals(names, covered=False)
+
+        def speed(beside: Beside | None) -> float:
+            table, remote = self.decider.believed.costs, self.decider.remote
+            found = round_of(
+                own_BW, of.modes, of.windows, table=table, drafter=of.drafter, remote=remote, beside=beside
+            )
+            return float(found.tokens.mean()) / found.seconds
+
+        return speed(beside) / speed(None) if beside else 1.0
 
     def next_s(self, left_B: Floats) -> float:
         """When something is to be done: a request finishes, or it is time to look. `left_B`: tokens."""
@@ -195,6 +250,6 @@ def show(
 
     for method in [of.drafter] if drafting else list(engine.decider.acceptance):
         verifies(method, of.windows if drafting else np.full(requests, max_window), each if drafting else 1)
-    for method, some in engine.beside.items():
-        verifies(method, np.where(np.isin(engine.running, list(some)), max_window, 0), 1)
+    if engine.helper is not None:
+        verifies(engine.helper.method, np.full(requests, max_window), 1)
     engine.decider.took(of, requests=requests, seconds=engine.first_round_s, rounds=int(min(rounds, SHOWN_ROUNDS)))

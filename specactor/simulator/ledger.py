@@ -107,10 +107,8 @@ class Outcome:
     accepted: float
     decisions: int
     events: int
-    lent: int
+    helpers: int
     """Engines that ran dry and drafted for others."""
-    pairs: int
-    """(request, further method) pairs."""
 
     @property
     def seconds(self) -> float:

@@ -32,14 +32,13 @@ def page(title: str, runs: Mapping[str, Run], facts: Rows, summary: Rows) -> str
     """The whole page. `facts`: (name, value); `summary`: a heading, then a row per run."""
     cards = _table("What was simulated", facts, heading=False) + _table("Results", summary, heading=True)
     tail = _figure("Long tail", "requests that still run, first step", lambda axes: _tail(axes, runs))
-    shares = _figure("Devices", "share of device-seconds", lambda axes: _shares(axes, runs))
     charts = "".join(
         _figure(f"{name}: what devices did", "one row per device, all steps", _gantt(run), wide=True)
         for name, run in runs.items()
     )
     body = (
         f"<header><h1>{escape(title)}</h1><p>Simulated, in virtual time. Nothing was run.</p></header>"
-        f'<h2>Run</h2>\n<div class="grid">{cards}</div>\n<h2>Time</h2>\n<div class="grid">{tail}{shares}{charts}</div>'
+        f'<h2>Run</h2>\n<div class="grid">{cards}</div>\n<h2>Time</h2>\n<div class="grid">{tail}{charts}</div>'
     )
     return PAGE.format(policy=POLICY, title=escape(title), style=STYLE, body=body)
 
@@ -88,19 +87,6 @@ def _tail(axes: Axes, runs: Mapping[str, Run]) -> None:
         axes.step(np.concatenate([[0.0], ends]), np.arange(len(ends), -1, -1), where="post", lw=1.4, label=name)
     axes.set(xlabel="seconds", ylabel="requests", xlim=(0, None), ylim=(0, None))
     axes.legend(fontsize=8)
-
-
-def _shares(axes: Axes, runs: Mapping[str, Run]) -> None:
-    left = [0.0] * len(runs)
-    colours = {**KINDS, "idle": "#eef0f3"}
-    shares = [run.shares for run in runs.values()]
-    for kind, colour in colours.items():
-        widths = [max(0.0, of.get(kind, 0.0)) for of in shares]
-        if any(widths):
-            axes.barh(list(runs), widths, left=left, color=colour, label=kind, lw=0)
-            left = [a + b for a, b in zip(left, widths, strict=True)]
-    axes.set(xlim=(0, 1))
-    axes.legend(fontsize=7, ncols=3, loc="lower left", bbox_to_anchor=(0, 1))
 
 
 def _figure(title: str, unit: str, draw: Callable[[Axes], None], *, wide: bool = False) -> str:

@@ -1,5 +1,5 @@
-"""What a simulated rollout has to generate: lengths, and how easy each response is to draft. PURE: seeds in,
-arrays out.
+"""What a simulated rollout has to generate: lengths, and how easy each response is to draft. PURE: seeds, or a run's
+metrics, in; arrays out.
 
 Invariants: equal seeds give equal requests; lengths lie in 1..longest; the requests of a prompt are neighbours; neither
 the mode nor the plan is an input, so all modes are compared on the same requests.
@@ -9,18 +9,24 @@ Shape legend: N requests, M methods.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from math import isfinite
+from statistics import median
 
 import numpy as np
 from numpy.typing import NDArray
 
-from specactor.errors import PlanError
+from specactor.errors import DataError, PlanError
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 NORMAL_P95 = 1.6449
 """Standard deviations from the median to the 95th percentile of a normal distribution."""
+REPLAYED_PER_STEP = 256
+"""Lengths that are drawn of each logged step's distribution."""
+Line = Mapping[str, float | int | str]
+"""Of metrics.jsonl."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,3 +153,54 @@ def survivals(method: Method, odds_B: Floats, tokens_B: Floats, *, window: int, 
     a_BW *= np.asarray(method.kept(age, tokens_B))[:, None]
     survived_BW: Floats = a_BW.cumprod(axis=1)
     return survived_BW
+
+
+@dataclass(frozen=True, kw_only=True)
+class Replay:
+    """What a run logged, as distributions to simulate from."""
+
+    lengths: Lengths
+    methods: Mapping[str, Method]
+    """By drafter, those that drafted."""
+    train_tokens_per_s: float
+    """Of the whole job; 0: not logged."""
+
+    @classmethod
+    def of_metrics(cls, lines: Iterable[Line], *, max_window: int, seed: int = 0) -> Replay:
+        """Lengths are log-normals with each step's mean and 95th percentile, mixed; acceptance by position is the ratio
+        of `accepted_at_J` to `drafted_at_J` of all steps. Raises DataError where lengths are missing."""
+        steps = [line for line in lines if "response/length_mean" in line]
+        if not steps:
+            raise DataError("replay: got metrics without response/length_mean, expected those of a run with RL steps.")
+        trained = [float(line["train/tokens_per_s"]) for line in steps if "train/tokens_per_s" in line]
+        return cls(
+            lengths=_replayed_lengths(steps, np.random.default_rng(seed)),
+            methods=_replayed_methods(steps, max_window),
+            train_tokens_per_s=median([speed for speed in trained if isfinite(speed)] or [0.0]),
+        )
+
+
+def _replayed_lengths(steps: Sequence[Line], rng: np.random.Generator) -> Lengths:
+    observed: list[int] = []
+    for line in steps:
+        mean, p95, most = (max(1.0, float(line[f"response/length_{key}"])) for key in ("mean", "p95", "max"))
+        of_step = Lengths.of_statistics(mean=mean, p95=min(p95, most), longest=int(most))
+        observed += of_step.draw(rng, np.arange(REPLAYED_PER_STEP)).tolist()
+    return Lengths(observed=tuple(observed), longest=max(int(line["response/length_max"]) for line in steps))
+
+
+def _replayed_methods(steps: Sequence[Line], max_window: int) -> dict[str, Method]:
+    methods = {}
+    for name in sorted({key.split("/")[1] for line in steps for key in line if "/drafted_at_" in key}):
+        drafted, accepted = (
+            [
+                sum(float(line.get(f"speculation/{name}/{what}_at_{j}", 0)) for line in steps)
+                for j in range(1, max_window + 1)
+            ]
+            for what in ("drafted", "accepted")
+        )
+        # A draft token counts only where all before it were accepted.
+        tried = [drafted[0], *(min(d, a) for d, a in zip(drafted[1:], accepted[:-1], strict=True))]
+        if rates := tuple(min(1.0, a / t) for a, t in zip(accepted, tried, strict=True) if t > 0):
+            methods[name] = Method(rate=rates[0], by_position=rates)
+    return methods

@@ -1,7 +1,7 @@
 """A rollout in virtual time: engines, drafters and requests as discrete events. PURE: values and a seed in, values out.
 
-An event is: an engine's next request finishes, an engine looks at its decisions again, an engine that ran dry begins
-to draft for others. In between rounds are aggregated (`engine.py`). An engine reads how busy a drafter is when its own
+An event is: an engine's next request finishes, an engine looks at its decisions again, an engine that ran dry can draft
+for another. In between rounds are aggregated (`engine.py`). An engine reads how busy a drafter is when its own
 round changes; a load that others change meanwhile counts from its next event on, at most `LAST_LOOK` rounds later.
 
 Invariants: time is monotonic; every request finishes exactly once, with all its tokens and no more; the emitted tokens
@@ -13,8 +13,8 @@ Shape legend: N requests, B those that run on an engine, W positions.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import count
 
 import numpy as np
@@ -23,23 +23,50 @@ from specactor.errors import PlanError
 from specactor.planning.plans import Candidates, Cluster, RolloutPlan, VerifierOption
 from specactor.rollout.requests import assign
 from specactor.rollout.speculation.drafter import DraftSequence
-from specactor.simulator.decide import Decider, placed
-from specactor.simulator.engine import DONE, Engine, show
-from specactor.simulator.freed import Freed
+from specactor.rollout.speculation.reconfiguration import LiveCosts
+from specactor.rollout.speculation.stragglers import ranked
+from specactor.simulator.decide import Decider, Policy, placed
+from specactor.simulator.engine import DONE, Engine, Helper, show
 from specactor.simulator.ledger import ROUNDING_S, Outcome, Span, checked, merged
-from specactor.simulator.requests import Floats, Ints, Requests, survivals
-from specactor.simulator.speed import DECOUPLED, Beside, Remote, round_of
-from specactor.simulator.world import Policy, Truth, drafter_engine, drafter_option
+from specactor.simulator.requests import Floats, Ints, Method, Requests, survivals
+from specactor.simulator.rounds import DECOUPLED, Beside, Remote, round_of
 from specactor.types import RolloutRequest, SamplingParams
 
-SHARE_EVERY_S = 0.5
-"""Between two times that requests are shared out because engines ran dry."""
+HELP_MARGIN = 0.02
+"""Share by which an engine must be predicted to be faster with a helper."""
+ASKED = 4
+"""Engines with the fewest requests, that are asked when an engine has run dry; others ask when they decide."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class World:
+    """What is true, and the planner has to find out."""
+
+    methods: Mapping[str, Method]
+    """By drafter."""
+    start_s: float = 5.0
+    """From a rollout's begin to the first round: engines take their memory back."""
+    replan_s: float = 0.002
+    """Of an engine, for deciding anew."""
+    rollback_s: float = 0.0005
+    """Of a drafter ahead of its verifier, for going back to what was committed, per round in which all requests do."""
+    drafter_start_s: float = 2.0
+    """Until an engine that ran dry can draft for others: weights, and the prefixes of its requests."""
+    jitter: float = 0.0
+    """Standard deviation of the logarithm of engines' slowness: stragglers."""
+    alike: float = 0.5
+    """See `stragglers.combined`."""
+
+    def __post_init__(self) -> None:
+        least = min(self.start_s, self.replan_s, self.rollback_s, self.drafter_start_s, self.jitter)
+        if least < 0 or not 0 <= self.alike <= 1:
+            raise PlanError(f"world: got {self}, expected seconds and jitter >= 0, and alike in 0..1.")
 
 
 def simulate(
     cluster: Cluster,
-    belief: Candidates,
-    truth: Truth,
+    options: Candidates,
+    world: World,
     policy: Policy,
     requests: Requests,
     *,
@@ -47,13 +74,16 @@ def simulate(
     seed: Sequence[int] = (0,),
     plan: RolloutPlan | None = None,
 ) -> Outcome:
-    """One rollout. `age`: policy versions since the drafters were refreshed; `plan`: instead of searching one.
+    """One rollout. `options`: by whose tables rounds are planned and take time; acceptances in it are believed. `age`:
+    policy versions since the drafters were refreshed; `plan`: instead of searching one.
 
-    Raises PlanError where nothing fits, or truth lacks what belief has.
+    Raises PlanError where nothing fits, or the world lacks a drafter's acceptance.
     """
     if len(requests) != cluster.requests:
         raise PlanError(f"simulate: got {len(requests)} requests, expected the cluster's {cluster.requests}.")
-    return Rollout(plan or placed(cluster, belief, policy), cluster, belief, truth, policy, requests, age, seed).run()
+    if missing := sorted({d.name for d in options.drafters} - set(world.methods)):
+        raise PlanError(f"world: got no acceptance of {missing}, expected a Method for every drafter. Add them.")
+    return Rollout(plan or placed(cluster, options, policy), cluster, options, world, policy, requests, age, seed).run()
 
 
 class Rollout:
@@ -63,74 +93,70 @@ class Rollout:
         self,
         plan: RolloutPlan,
         cluster: Cluster,
-        belief: Candidates,
-        truth: Truth,
+        options: Candidates,
+        world: World,
         policy: Policy,
         requests: Requests,
         age: int,
         seed: Sequence[int],
     ) -> None:
-        self.plan, self.cluster, self.belief, self.truth, self.policy = plan, cluster, belief, truth, policy
+        self.plan, self.cluster, self.options, self.world, self.policy = plan, cluster, options, world, policy
         self.requests, self.age, self.rng = requests, age, np.random.default_rng([*seed, 1])
         self.ids = [str(i) for i in range(len(requests))]
         self.sequences = [DraftSequence(request_id=name, prompt_ids=()) for name in self.ids]
         self.done_N: Floats = np.zeros(len(requests))
         self.length_N = requests.lengths.astype(np.float64)
         self.finish_N: Floats = np.full(len(requests), np.nan)
-        believed = next(v for v in belief.verifiers if v.devices == plan.verifiers.devices_each)
-        self.remote, believed_remote = self._remotes(belief)
-        self.engines = self._engines(truth.verifier(believed.devices), believed, believed_remote)
-        self.room = self._room(belief, believed)
-        self.freed = Freed(policy, belief, truth)
+        option = next(v for v in options.verifiers if v.devices == plan.verifiers.devices_each)
+        self.remote = self._remote()
+        self.engines = self._engines(option)
+        # A plan that drafts on the verifiers' devices keeps memory for its drafter.
+        own = options.drafter(plan.draft.drafter) if plan.mode == "coupled" else None
+        self.room = option.requests(own.footprint) if own else option.requests()
+        self.dry: dict[int, bool] = {}
+        """Engines without requests; whether they can draft for others, and draft for nobody yet."""
+        self.helpers: set[int] = set()
+        """Engines that have drafted for others."""
         self.ahead_E = np.zeros(len(self.engines), np.int64)
         self.drafting_since: float | None = None
         self.drafter_spans: list[Span] = []
-        self.left, self.left_assigned = len(requests), len(requests)
-        self.shared_at = -SHARE_EVERY_S
+        self.left = len(requests)
         self.events = 0
         self._heap: list[tuple[float, int, int, int]] = []
         self._order = count()
 
-    def _remotes(self, belief: Candidates) -> tuple[Remote | None, Remote | None]:
-        """(true, believed) drafters of the plan, on devices of their own."""
+    def _remote(self) -> Remote | None:
+        """The drafters of the plan, on devices of their own, as they are believed to be."""
         if not self.plan.drafters.engines:
-            return None, None
-        name, devices = self.plan.draft.drafter, self.plan.drafters.devices_each
-        own = drafter_engine(belief, name, devices)
-        assert own is not None
-        true = Remote(
-            seconds=self.truth.drafter(name, devices).seconds,
-            served=1.0,
-            message_s=self.truth.message_s,
-            rollback_s=self.truth.delays.rollback_s,
-        )
-        return true, Remote(seconds=own.seconds, served=1.0, message_s=self.cluster.message_s)
+            return None
+        drafter, devices = self.options.drafter(self.plan.draft.drafter), self.plan.drafters.devices_each
+        assert drafter is not None
+        seconds = next(e.seconds for e in drafter.engines if e.devices == devices)
+        return Remote(seconds=seconds, served=1.0, message_s=self.cluster.message_s)
 
-    def _engines(self, option: VerifierOption, believed: VerifierOption, remote: Remote | None) -> list[Engine]:
+    def _engines(self, option: VerifierOption) -> list[Engine]:
         number = self.plan.verifiers.engines
-        slow_E = np.exp(self.truth.jitter * self.rng.standard_normal(number))
+        slow_E = np.exp(self.world.jitter * self.rng.standard_normal(number))
+        fits = {
+            name: option.requests(own.footprint)
+            for name in option.costs.drafters
+            if (own := self.options.drafter(name))
+        }
         return [
-            Engine(i, i * option.devices, option, self._decider(believed, remote), float(slow_E[i]))
+            Engine(
+                i,
+                i * option.devices,
+                option,
+                Decider(self.plan, option, self.policy, self.remote, fits=fits),
+                float(slow_E[i]),
+            )
             for i in range(number)
         ]
-
-    def _decider(self, believed: VerifierOption, remote: Remote | None) -> Decider:
-        fits = {
-            name: believed.requests(own.footprint)
-            for name in believed.costs.drafters
-            if (own := drafter_option(self.belief, name))
-        }
-        return Decider(self.plan, believed, self.policy, remote, fits=fits)
-
-    def _room(self, belief: Candidates, believed: VerifierOption) -> int | None:
-        """Requests at once. A plan that drafts on the verifiers' devices keeps memory for its drafter."""
-        own = drafter_option(belief, self.plan.draft.drafter) if self.plan.mode == "coupled" else None
-        return believed.requests(own.footprint) if own else believed.requests()
 
     def run(self) -> Outcome:
         for engine, part in zip(self.engines, self._parts(), strict=True):
             engine.waiting.extend(part)
-            engine.since = self.truth.delays.start_s
+            engine.since = self.world.start_s
             self._push(engine.since, engine)
         now = 0.0
         while self._heap:
@@ -143,7 +169,7 @@ class Rollout:
                     f"simulate: got an event at {at} s after one at {now} s. This is a bug of the simulator."
                 )
             now, self.events = max(now, at), self.events + 1
-            if index in self.freed.lent:
+            if index in self.dry:
                 self._ready(engine, now)
             else:
                 self._turn(engine, now)
@@ -176,16 +202,13 @@ class Rollout:
             self._go_on(engine, now)
         else:
             self._dry(engine, now)
-        if self.freed.lent and self.left * 8 <= self.left_assigned * 7:
-            self._share(now)
-        elif self.freed.lent and engine.decisions > before:
-            self._share_with([engine], now)
+        if self.dry and engine.helper is None and engine.decisions > before:
+            self._help(engine, now)
 
     def _finished(self, engine: Engine, gone: Ints, now: float) -> None:
         self.finish_N[gone] = now
         self.done_N[gone] = self.length_N[gone]
         self.left -= len(gone)
-        self.freed.drop(engine, gone, now)
         for i in gone.tolist():
             engine.decider.forget(self.ids[i])
 
@@ -201,15 +224,14 @@ class Rollout:
     def _decide(self, engine: Engine) -> None:
         if engine.decider.adapts:
             show(engine, self._survivals, self.ids.__getitem__, self.rng, max_window=self.policy.max_window)
-            engine.since += self.truth.delays.replan_s * (engine.decisions > 0)
+            engine.since += self.world.replan_s * (engine.decisions > 0)
         sequences = [self.sequences[i] for i in engine.running.tolist()]
-        served = float(self.ahead_E.sum()) / max(1, self.plan.drafters.engines)
         plans = engine.plans if engine.decider.remote is not None else ()  # what they do is asked there only
-        engine.decided(engine.decider.decide(sequences, plans, served))
+        engine.decided(engine.decider.decide(sequences, plans, self._served()))
 
     def _survivals(self, which: Ints, method: str) -> Floats:
         return survivals(
-            self.truth.methods[method],
+            self.world.methods[method],
             self.requests.odds[which],
             self.done_N[which],
             window=self.policy.max_window + 1,
@@ -225,7 +247,7 @@ class Rollout:
         shape = (len(engine.running), self.policy.max_window + 1)
         remote = self.remote
         if remote is not None:
-            remote = replace(remote, served=float(self.ahead_E.sum()) / self.plan.drafters.engines)
+            remote = replace(remote, served=self._served(), rollback_s=self.world.rollback_s)
         found = round_of(
             self._survivals(engine.running, of.drafter) if drafting else np.zeros(shape),
             of.modes,
@@ -233,29 +255,20 @@ class Rollout:
             table=engine.option.costs,
             drafter=of.drafter,
             remote=remote,
-            beside=[self._beside(engine, method) for method in sorted(engine.beside)],
-            alike=self.truth.alike,
+            beside=self._beside(engine),
+            alike=self.world.alike,
         )
         engine.set_round(replace(found, seconds=found.seconds * engine.slow))
 
-    def _beside(self, engine: Engine, method: str) -> Beside:
-        some = engine.beside[method]
-        rows_R = np.flatnonzero(np.isin(engine.running, list(some)))
-        busiest = max((self.freed.lent[w] for w in set(some.values())), key=lambda one: one.load())
-        window = self.freed.window(engine, busiest)
-        remote = Remote(
-            seconds=busiest.true,
-            served=busiest.load(),
-            message_s=self.truth.message_s,
-            rollback_s=self.truth.delays.rollback_s,
-        )
-        return Beside(
-            method=method,
-            rows=rows_R,
-            survival=self._survivals(engine.running[rows_R], method),
-            window=window,
-            window_s=remote.window_s(window, 1.0),
-        )
+    def _served(self) -> float:
+        """Requests of each drafter of the plan."""
+        return float(self.ahead_E.sum()) / max(1, self.plan.drafters.engines)
+
+    def _beside(self, engine: Engine) -> Beside | None:
+        if engine.helper is None:
+            return None
+        survival_BW = self._survivals(engine.running, engine.helper.method)
+        return engine.helped_by(engine.helper, survival_BW, self.cluster.message_s, self.world.rollback_s)
 
     def _drafters_busy(self, now: float) -> None:
         """Spans of the plan's drafters: while any request is drafted for."""
@@ -277,36 +290,69 @@ class Rollout:
             self.drafting_since = None
 
     def _dry(self, engine: Engine, now: float) -> None:
-        """Nothing to run here any more."""
+        """Nothing to run here any more: whoever helped is free, and this engine will be, too."""
         self.ahead_E[engine.index] = 0
         engine.round = None
         self._drafters_busy(now)
-        busy = [e for e in self.engines if len(e.running)]
-        if self.policy.mode != "auto" or not busy:
-            return
-        ready = now + self.truth.delays.drafter_start_s
-        if self.policy.fastest and self.freed.lend(engine, busy, ready):
-            self._push(ready, engine)
+        if engine.helper is not None:
+            freed, span, engine.helper = engine.helper.engine, engine.helper.span(now), None
+            freed.spans.append(span)
+            self._ready(freed, now)
+        if self.policy.mode == "auto" and self.policy.fastest:
+            self.dry[engine.index] = False
+            self._push(now + self.world.drafter_start_s, engine)
 
     def _ready(self, engine: Engine, now: float) -> None:
-        """An engine that ran dry can draft: requests are shared out anew, for several such engines at once."""
-        next_s = self.shared_at + SHARE_EVERY_S
-        if now >= next_s:
-            self._share(now)
-        elif self.freed.lent[engine.index].since > self.shared_at:
-            self._push(next_s, engine)
+        """An engine that ran dry can draft for another."""
+        self.dry[engine.index] = True
+        asked = [e for e in self.engines if len(e.running) and e.helper is None]
+        for busy in sorted(asked, key=lambda e: (len(e.running), e.index))[:ASKED]:
+            if self._help(busy, now):
+                break
 
-    def _share(self, now: float) -> None:
-        """Algorithm 3 for what runs; the engines that it touches go on differently."""
-        self.left_assigned, self.shared_at = self.left, now
-        self._share_with([e for e in self.engines if len(e.running)], now)
+    def _help(self, engine: Engine, now: float) -> bool:
+        """Whether an engine that ran dry drafts for this one from now on, because that is predicted to pay."""
+        free = next((self.engines[i] for i, is_free in self.dry.items() if is_free), None)
+        helper = self._helper(free, engine, now) if free is not None else None
+        if free is None or helper is None:
+            return False
+        names = [self.ids[i] for i in engine.running.tolist()]
+        width = self.policy.max_window + 1
+        if engine.gain(helper, names, width=width, message_s=self.cluster.message_s) <= 1.0 + HELP_MARGIN:
+            return False
+        self.dry[free.index] = False
+        self.helpers.add(free.index)
+        engine.settle(now, self.done_N)
+        engine.helper = helper
+        self._go_on(engine, now, decide=False)
+        return True
 
-    def _share_with(self, busy: Sequence[Engine], now: float) -> None:
-        self.freed.served = float(self.ahead_E.sum()) / max(1, self.plan.drafters.engines)
-        for index in sorted(self.freed.assign(busy, self.ids, now)):
-            engine = self.engines[index]
-            engine.settle(now, self.done_N)
-            self._go_on(engine, now, decide=False)
+    def _helper(self, free: Engine, engine: Engine, now: float) -> Helper | None:
+        """With the method that is predicted to buy most (the draft ladder), of those that the engine has not."""
+        used = engine.decision.drafter if (engine.decision.windows > 0).any() else ""
+        smallest = {
+            option.name: min(fitting, key=lambda e: e.devices)
+            for option in self.options.drafters
+            if option.name != used and (fitting := [e for e in option.engines if e.devices <= free.option.devices])
+        }
+        if not smallest:
+            return None
+        requests = len(engine.running)
+        live = {
+            name: LiveCosts.of(
+                engine.decider.believed.costs,
+                requests=requests,
+                max_window=self.policy.max_window,
+                remote=own.seconds,
+                served=requests,
+                message_s=self.cluster.message_s,
+            )
+            for name, own in smallest.items()
+        }
+        best = ranked({name: engine.decider.model(name).rate for name in smallest}, live)[0]
+        own = smallest[best]
+        copies = free.option.devices // own.devices
+        return Helper(engine=free, method=best, seconds=own.seconds, copies=copies, since=now)
 
     def _outcome(self) -> Outcome:
         if self.left or np.isnan(self.finish_N).any():
@@ -317,11 +363,10 @@ class Rollout:
                 first=engine.first,
                 devices=engine.option.devices,
                 start_s=0.0,
-                end_s=self.truth.delays.start_s,
+                end_s=self.world.start_s,
                 kind="start",
             )
             spans.append(start)
-        spans += self.freed.spans()
         return Outcome(
             plan=self.plan,
             lengths=self.requests.lengths,
@@ -333,6 +378,5 @@ class Rollout:
             accepted=sum(e.accepted for e in self.engines),
             decisions=sum(e.decisions for e in self.engines),
             events=self.events,
-            lent=len(self.freed.lent),
-            pairs=self.freed.pairs,
+            helpers=len(self.helpers),
         )

@@ -1,8 +1,6 @@
-"""Whole RL steps in virtual time: rollout, reward, train, sync, refresh; and what devices did meanwhile. PURE.
+"""Whole RL steps in virtual time, and what devices did meanwhile. PURE.
 
-    synchronous    all devices generate, then all train, then weights are synced, then drafters refreshed
-    one-step-off   some devices train on the last step's responses while the others generate; both meet at the sync
-
+All devices generate, then all train, then weights are synced, then drafters refreshed, as in runs.
 Responses are scored as they finish, by a number of workers that take equally long for each. The drafter is refreshed
 after the sync, or never, and then its acceptance falls by `Method.staleness` per policy version. The plan is made once,
 as Algorithm 1 is.
@@ -14,20 +12,18 @@ two things at once; equal input gives equal bits.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
 
 from specactor.errors import PlanError
 from specactor.planning.plans import Candidates, Cluster, RolloutPlan
-from specactor.simulator.decide import placed
+from specactor.simulator.decide import Policy, placed
 from specactor.simulator.ledger import Outcome, Span, busy_s, checked, moved
 from specactor.simulator.requests import Floats, Lengths, draw
-from specactor.simulator.rollout import simulate
-from specactor.simulator.world import Policy, Truth
+from specactor.simulator.rollout import World, simulate
 
-Schedule = Literal["synchronous", "one-step-off"]
 Refresh = Literal["never", "after"]
 
 
@@ -61,39 +57,25 @@ class Job:
     prompts: int
     group_size: int
     lengths: Lengths
-    belief: Candidates
-    truth: Truth
+    options: Candidates
+    world: World
     policy: Policy
     phases: Phases
     steps: int = 1
-    schedule: Schedule = "synchronous"
-    train_devices: int = 0
-    """One-step-off: of `devices`, those that train."""
-    message_s: float = 1e-4
-    """Believed."""
     seed: int = 0
 
     def __post_init__(self) -> None:
-        split = self.schedule == "one-step-off"
-        if self.steps < 1 or not (0 < self.train_devices < self.devices if split else self.train_devices == 0):
-            raise PlanError(
-                f"job: got {self.steps} steps, {self.train_devices} of {self.devices} devices to train, "
-                f"{self.schedule}; expected >= 1 step, and devices to train and to generate if one-step-off, else 0."
-            )
-
-    @property
-    def rollout_devices(self) -> int:
-        return self.devices - self.train_devices
+        if self.steps < 1:
+            raise PlanError(f"job: got {self.steps} steps, expected at least 1. Simulate one.")
 
     @property
     def cluster(self) -> Cluster:
-        """That generates."""
-        return Cluster(devices=self.rollout_devices, requests=self.prompts * self.group_size, message_s=self.message_s)
+        return Cluster(devices=self.devices, requests=self.prompts * self.group_size)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """Seconds of one step's phases, as far as nothing else runs beside them."""
+    """Seconds of one step's phases."""
 
     start_s: float
     rollout_s: float
@@ -102,10 +84,12 @@ class Step:
     train_s: float
     sync_s: float
     refresh_s: float
-    """Beyond what idle devices did during the rollout."""
-    seconds: float
     outcome: Outcome
     """Of its rollout, in seconds from `start_s`."""
+
+    @property
+    def seconds(self) -> float:
+        return self.rollout_s + self.reward_s + self.train_s + self.sync_s + self.refresh_s
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,25 +124,20 @@ class Run:
 
 def run(job: Job) -> Run:
     """All steps. Raises PlanError for what cannot be planned."""
-    plan = placed(job.cluster, job.belief, job.policy)
+    plan = placed(job.cluster, job.options, job.policy)
     steps: list[Step] = []
     spans: list[Span] = []
-    now, age, pending = 0.0, 0, 0.0
+    now, age = 0.0, 0
     for k in range(job.steps):
         requests = draw(job.lengths, prompts=job.prompts, group_size=job.group_size, seed=(job.seed, k))
         outcome = simulate(
-            job.cluster, job.belief, job.truth, job.policy, requests, age=age, seed=(job.seed, k), plan=plan
+            job.cluster, job.options, job.world, job.policy, requests, age=age, seed=(job.seed, k), plan=plan
         )
-        step, own = _step(job, outcome, now, pending)
+        step, own = _step(job, outcome, now)
         steps.append(step)
         spans += own
         now += step.seconds
         age = age + 1 if job.phases.refresh == "never" else 0
-        pending = _train_s(job, outcome)
-    if job.schedule == "one-step-off":
-        last = replace(steps[-1], train_s=pending, seconds=steps[-1].seconds + pending)
-        spans.append(_block(job.rollout_devices, job.devices, now, pending, "train"))
-        steps[-1] = last
     return Run(job=job, plan=plan, steps=steps, spans=checked([s for s in spans if s.device_s > 0], job.devices))
 
 
@@ -171,41 +150,21 @@ def scored_s(finish_N: Floats, *, each_s: float, workers: int) -> float:
     return max(ends)
 
 
-def _train_s(job: Job, outcome: Outcome) -> float:
-    tokens = outcome.tokens + len(outcome.lengths) * job.phases.prompt_tokens
-    return tokens / (job.phases.train_tokens_per_s_per_device * (job.train_devices or job.devices))
-
-
-def _step(job: Job, outcome: Outcome, now: float, pending_s: float) -> tuple[Step, list[Span]]:
-    """`pending_s`: of training on the last step's responses, one-step-off."""
-    phases, split = job.phases, job.schedule == "one-step-off"
-    scored = scored_s(outcome.finish_s, each_s=phases.reward_s, workers=phases.reward_workers)
-    spans = moved(outcome.spans, by_s=now)
-    reward_s = max(0.0, scored - outcome.seconds)
-    if split:
-        train_s, ready = pending_s, now + max(scored, pending_s)
-        spans.append(_block(job.rollout_devices, job.devices, now, pending_s, "train"))
-    else:
-        train_s = _train_s(job, outcome)
-        ready = now + scored + train_s
-        spans.append(_block(0, job.devices, now + scored, train_s, "train"))
-    spans.append(_block(0, job.devices, ready, phases.sync_s, "sync"))
-    end = ready + phases.sync_s
-    refresh_s = phases.refresh_device_s / job.rollout_devices if phases.refresh == "after" else 0.0
-    spans.append(_block(0, job.rollout_devices, end, refresh_s, "refresh"))
+def _step(job: Job, outcome: Outcome, now: float) -> tuple[Step, list[Span]]:
+    phases = job.phases
+    scored_at = scored_s(outcome.finish_s, each_s=phases.reward_s, workers=phases.reward_workers)
+    tokens = outcome.tokens + len(outcome.lengths) * phases.prompt_tokens
     step = Step(
         start_s=now,
         rollout_s=outcome.seconds,
-        reward_s=reward_s,
-        train_s=train_s,
+        reward_s=max(0.0, scored_at - outcome.seconds),
+        train_s=tokens / (phases.train_tokens_per_s_per_device * job.devices),
         sync_s=phases.sync_s,
-        refresh_s=refresh_s,
-        seconds=end + refresh_s - now,
+        refresh_s=phases.refresh_device_s / job.devices if phases.refresh == "after" else 0.0,
         outcome=outcome,
     )
+    spans, at = moved(outcome.spans, by_s=now), now + step.rollout_s + step.reward_s
+    for kind, seconds in (("train", step.train_s), ("sync", step.sync_s), ("refresh", step.refresh_s)):
+        spans.append(Span(first=0, devices=job.devices, start_s=at, end_s=at + seconds, kind=kind))
+        at += seconds
     return step, spans
-
-
-def _block(first: int, end: int, start_s: float, seconds: float, kind: str) -> Span:
-    """Devices first..end-1 do one thing."""
-    return Span(first=first, devices=end - first, start_s=start_s, end_s=start_s + seconds, kind=kind)

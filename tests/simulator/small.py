@@ -1,16 +1,18 @@
-"""A small cluster with linear costs: what is believed, what is true, and requests."""
+"""A small cluster with linear costs: what it can run, what is true, and requests."""
 
 from __future__ import annotations
+
+from collections.abc import Mapping
 
 from specactor.planning.plans import Candidates, Cluster, DrafterEngine, DrafterOption, VerifierOption
 from specactor.rollout.speculation.acceptance import survival_of
 from specactor.rollout.speculation.costs import CostTable, Grid
 from specactor.simulator.requests import Lengths, Method, Requests, draw
-from specactor.simulator.world import Delays, Truth
+from specactor.simulator.rollout import World
 
 W = 4
 AXIS = (1.0, 64.0)
-NO_DELAYS = Delays(start_s=0.0, replan_s=0.0, rollback_s=0.0, drafter_start_s=0.0)
+NO_DELAYS = {"start_s": 0.0, "replan_s": 0.0, "rollback_s": 0.0, "drafter_start_s": 0.0}
 
 
 def table(base_s: float = 0.010, row_s: float = 0.0002, step_s: float = 0.001, *, local: bool = True) -> CostTable:
@@ -54,12 +56,13 @@ def candidates(p: float = 0.6, *, step_s: float = 0.001, base_s: float = 0.010, 
     )
 
 
-def truth(p: float = 0.6, *, delays: Delays = NO_DELAYS, found: Candidates | None = None, **more: float) -> Truth:
+def world(p: float = 0.6, *, delays: Mapping[str, float] = NO_DELAYS, **more: float) -> World:
+    """Where drafters are right as often as `candidates(p)` believes."""
     methods = {
         "large": Method(rate=min(1.0, p * 1.1), decay=1.0, **more),
         "small": Method(rate=p, decay=1.0, **more),
     }
-    return Truth(candidates=found or candidates(), methods=methods, delays=delays)
+    return World(methods=methods, **delays)
 
 
 def requests(prompts: int = 8, group_size: int = 4, *, seed: int = 0, median: float = 300.0) -> Requests:

@@ -11,7 +11,7 @@ import pytest
 from specactor.cli import main
 from specactor.errors import ConfigError
 from specactor.rollout.speculation.costs import CostTable, Grid
-from specactor.simulator.command import parse
+from specactor.simulator.command import parsed
 
 SMALL = ["--model", "Qwen2.5-7B", "--devices", "8", "--prompts", "6", "--group-size", "4", "--length-median", "300"]
 
@@ -37,11 +37,9 @@ def test_modes_are_compared_on_the_same_requests(capsys: pytest.CaptureFixture[s
 
 def test_truth_is_set_apart_from_belief(capsys: pytest.CaptureFixture[str]) -> None:
     words = [*SMALL, "--modes", "coupled"]
-    usual = simulated(capsys, *words)["coupled"]
-    for more in (["--true-acceptance", "0.2"], ["--true-round-ms", "20"], ["--true-draft-step-ms", "5"]):
-        changed = simulated(capsys, *words, *more)["coupled"]
-        assert changed["plan"] == usual["plan"]
-        assert changed["seconds"] > usual["seconds"]
+    usual, changed = (simulated(capsys, *words, *more)["coupled"] for more in ((), ("--true-acceptance", "0.2")))
+    assert changed["plan"] == usual["plan"]
+    assert changed["seconds"] > usual["seconds"]
 
 
 def test_a_measured_table_and_a_run_are_replayed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -64,7 +62,7 @@ def test_a_measured_table_and_a_run_are_replayed(tmp_path: Path, capsys: pytest.
 
 
 def test_the_page_needs_nothing_but_itself(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["simulate", *SMALL, "--modes", "off", "auto", "--schedule", "one-step-off", "--train-devices", "4"]
+    words = ["simulate", *SMALL, "--modes", "off", "auto", "--refresh", "after", "--steps", "2"]
     assert main([*words, "--out", str(tmp_path / "one.html")]) == 0
     assert "simulated" in capsys.readouterr().out
     assert main([*words, "--out", str(tmp_path / "two.html")]) == 0
@@ -83,13 +81,12 @@ def test_the_page_needs_nothing_but_itself(tmp_path: Path, capsys: pytest.Captur
         (["--devices", "0"], "devices: got 0"),
         (["--devices", "x"], "devices: got 'x'"),
         (["--nothing"], "unknown setting --nothing"),
-        (["--mfu", "2"], "mfu: got 2"),
-        (["--true-round-ms", "-1"], "true_round_ms: got -1"),
+        (["--train-tokens-per-s", "-1"], "train_tokens_per_s: got -1"),
     ],
 )
 def test_errors_are_one_line(words: list[str], message: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        parse(words)
+        parsed(words)
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
     assert "specactor plan" not in str(caught.value)
@@ -98,5 +95,5 @@ def test_errors_are_one_line(words: list[str], message: str) -> None:
 def test_what_cannot_be_simulated_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["simulate", "--model", "nowhere"]) == 2
     assert "model: got 'nowhere'" in capsys.readouterr().err
-    assert main(["simulate", "--schedule", "one-step-off"]) == 1
-    assert "devices to train" in capsys.readouterr().err
+    assert main(["simulate", "--schedule", "one-step-off"]) == 2
+    assert "unknown setting --schedule" in capsys.readouterr().err

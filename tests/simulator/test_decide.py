@@ -12,15 +12,13 @@ import pytest
 from specactor.planning import command as planning
 from specactor.planning import search
 from specactor.rollout import pool, tail
-from specactor.rollout.speculation import fastest_of_n as drafting_more
 from specactor.rollout.speculation import planner, reconfiguration, speculator, stragglers, windows
 from specactor.rollout.speculation.drafter import DraftSequence
 from specactor.rollout.speculation.windows import OFF
 from specactor.simulator import decide as deciding
-from specactor.simulator import freed, rollout
-from specactor.simulator.decide import AHEAD, Decider, Decision, placed
-from specactor.simulator.speed import Remote
-from specactor.simulator.world import Policy
+from specactor.simulator import engine, rollout
+from specactor.simulator.decide import AHEAD, Decider, Decision, Policy, placed
+from specactor.simulator.rounds import Remote
 from tests.simulator.small import W, candidates, cluster, drafting, requests
 
 SEQUENCES = [DraftSequence(request_id=str(i), prompt_ids=()) for i in range(8)]
@@ -35,10 +33,9 @@ def test_decisions_are_those_of_the_engine() -> None:
     assert deciding.OnlineCosts is speculator.OnlineCosts
     assert deciding.reconfigure is planner.reconfigure is reconfiguration.reconfigure
     assert rollout.assign is pool.assign
-    assert freed.while_it_pays is drafting_more.while_it_pays is stragglers.while_it_pays
-    assert freed.best_window is stragglers.best_window
+    assert engine.best_window is stragglers.best_window
     assert tail.speedup is stragglers.speedup
-    assert freed.ranked is planner.ranked is stragglers.ranked
+    assert rollout.ranked is planner.ranked is stragglers.ranked
 
 
 def defined(text: str) -> set[str]:

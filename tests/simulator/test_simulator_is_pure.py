@@ -15,14 +15,11 @@ SIMULATOR = [
         for name in (
             "decide",
             "engine",
-            "freed",
             "ledger",
-            "replay",
             "requests",
             "rollout",
-            "speed",
+            "rounds",
             "steps",
-            "world",
         )
     ),
 ]

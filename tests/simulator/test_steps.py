@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specactor.errors import PlanError
+from specactor.simulator.decide import Policy
 from specactor.simulator.requests import Lengths
 from specactor.simulator.steps import Job, Phases, Run, run, scored_s
-from specactor.simulator.world import Policy
-from tests.simulator.small import W, candidates, truth
+from tests.simulator.small import W, candidates, world
 
 FOUND = candidates(0.8)
 PHASES = Phases(
@@ -25,8 +25,8 @@ JOB = Job(
     prompts=6,
     group_size=4,
     lengths=Lengths(median=200, sigma=0.7, longest=1000),
-    belief=FOUND,
-    truth=truth(0.8, found=FOUND, staleness=0.3),
+    options=FOUND,
+    world=world(0.8, staleness=0.3),
     policy=Policy(mode="coupled", max_window=W),
     phases=PHASES,
     steps=3,
@@ -44,7 +44,7 @@ def check(of: Run) -> None:
     assert max(span.end_s for span in of.spans) <= end + 1e-6
 
 
-def test_a_synchronous_step_is_the_sum_of_its_phases() -> None:
+def test_a_step_is_the_sum_of_its_phases() -> None:
     of = run(JOB)
     check(of)
     for step in of.steps:
@@ -62,19 +62,6 @@ def test_a_step_that_is_not_accounted_for_is_caught() -> None:
         check(replace(of, steps=[of.steps[0], *of.steps[2:]]))
     with pytest.raises(AssertionError):
         check(replace(of, spans=[*of.spans, *of.spans, *of.spans]))
-
-
-def test_one_step_off_overlaps_training_with_the_next_rollout() -> None:
-    slow = replace(PHASES, train_tokens_per_s_per_device=50.0)
-    split = replace(JOB, schedule="one-step-off", train_devices=4, phases=slow)
-    of = run(split)
-    check(of)
-    first, second, third = of.steps
-    assert first.train_s == 0.0, "nothing to train on yet"
-    assert second.seconds == pytest.approx(max(second.rollout_s + second.reward_s, second.train_s) + 0.5)
-    assert third.seconds > second.train_s
-    trained = sum(s.end_s - s.start_s for s in of.spans if s.kind == "train")
-    assert trained == pytest.approx(sum((s.outcome.tokens + 240) / (50 * 4) for s in of.steps)), "all is trained on"
 
 
 def test_a_stale_drafter_slows_rollouts_and_a_refreshed_one_does_not() -> None:
@@ -100,9 +87,7 @@ def test_scoring_is_that_of_a_queue(ends: list[float], each_s: float, workers: i
 
 
 def test_what_cannot_be_is_refused() -> None:
-    with pytest.raises(PlanError, match="devices to train and to generate"):
-        replace(JOB, schedule="one-step-off")
-    with pytest.raises(PlanError, match="devices to train and to generate"):
-        replace(JOB, train_devices=2)
+    with pytest.raises(PlanError, match="job: got 0 steps"):
+        replace(JOB, steps=0)
     with pytest.raises(PlanError, match="phases"):
         replace(PHASES, train_tokens_per_s_per_device=0.0)

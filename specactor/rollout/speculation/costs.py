@@ -173,7 +173,7 @@ class CostTable:
         if self.version != VERSION:
             raise PlanError(f"cost table: got version {self.version}, expected {VERSION}. {REMEASURE}")
 
-    def verify_s(self, requests: int, tokens: int) -> float:
+    def verify_s(self, requests: int, tokens: float) -> float:
         """Seconds of one forward with `tokens` rows in all, 1 + window of each request. Windows may differ: a ragged
         round costs what an even one with as many rows does (and tokens / requests is a fraction)."""
         if not 1 <= requests <= tokens:

@@ -210,14 +210,15 @@ def _rounds(survival_BW: Floats, costs: LiveCosts, mode: Mode) -> tuple[Floats, 
         assert costs.coupled_draft_s is not None
         return emitted_BW, costs.verify_s[1:] + costs.coupled_draft_s
     assert costs.decoupled_draft_s is not None
-    ready_BW = _ready(survival_BW)
+    ready_BW = ready(survival_BW)
     rows_BW = 1.0 + ready_BW * np.arange(1, max_window + 1)
     verify_BW = np.interp(rows_BW, np.arange(1, max_window + 2), costs.verify_s)
     return 1.0 + ready_BW * (emitted_BW - 1.0), np.maximum(verify_BW, costs.decoupled_draft_s)
 
 
-def _ready(survival_BW: Floats) -> Floats:
-    """`Pipelined.ready` of every window; the position after the last one is accepted as often as the last."""
+def ready(survival_BW: Floats) -> Floats:
+    """[B][W]: the share of decoupled rounds that have a window. The position after the last one is accepted as often as
+    the last."""
     last_B, before_B = survival_BW[:, -1], survival_BW[:, -2] if survival_BW.shape[1] > 1 else 1.0
     beyond_B = np.divide(last_B * last_B, before_B, out=np.zeros_like(last_B), where=np.asarray(before_B) > 0)
     onward_BW = np.column_stack([survival_BW[:, 1:], beyond_B])

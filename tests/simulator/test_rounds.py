@@ -14,7 +14,9 @@ from specactor.planning.plans import RolloutPlan
 from specactor.planning.search import search
 from specactor.planning.throughput_model import pipelined
 from specactor.rollout.speculation.acceptance import survival_of
-from specactor.simulator.speed import COUPLED, DECOUPLED, OFF, Beside, Floats, Remote, Round, ready, round_of
+from specactor.rollout.speculation.reconfiguration import ready
+from specactor.simulator.requests import Floats
+from specactor.simulator.rounds import COUPLED, DECOUPLED, OFF, Beside, Remote, Round, round_of
 from tests.simulator.small import W, candidates, cluster, drafting, requests, table
 
 RoundOf = Callable[..., Round]
@@ -23,7 +25,7 @@ RoundOf = Callable[..., Round]
 @given(st.lists(st.floats(0, 1), min_size=W + 1, max_size=W + 1), st.integers(1, W + 1))
 def test_ready_is_that_of_the_planner(steps: list[float], window: int) -> None:
     survival = np.cumprod(steps)
-    found = ready(survival[None], np.array([window]))[0]
+    found = ready(survival[None])[0, window - 1]
     assert found == pytest.approx(pipelined(survival.tolist(), window).ready, abs=1e-12)
 
 
@@ -120,26 +122,20 @@ def test_a_better_drafter_never_emits_less(rates: list[float], share: float, win
     assert (worse.tokens >= 1.0).all()
 
 
-def test_a_further_method_adds_tokens_and_rows_to_its_requests_alone() -> None:
+def test_a_further_method_adds_tokens_and_rows() -> None:
     survival = np.tile(survival_of(0.5, W + 1), (3, 1))
     what = {"table": table(), "drafter": "small", "alike": 0.0}
     plain = round_of(survival, np.full(3, COUPLED), np.full(3, 2), **what)  # type: ignore[arg-type]
-    more = Beside(method="large", rows=np.array([1]), survival=survival[:1], window=2, window_s=1e-9)
-    made = round_of(survival, np.full(3, COUPLED), np.full(3, 2), beside=[more], **what)  # type: ignore[arg-type]
-    assert made.tokens[0] == plain.tokens[0]
-    share = ready(survival[:1], np.array([2]))[0]
+    more = Beside(survival=survival, window=2, window_s=1e-9)
+    made = round_of(survival, np.full(3, COUPLED), np.full(3, 2), beside=more, **what)  # type: ignore[arg-type]
+    share = ready(survival[:1])[0, 1]
     by_hand = 1 + sum(1 - (1 - s) * (1 - s * share) for s in (0.5, 0.25))
-    assert made.tokens[1] == pytest.approx(by_hand)
-    assert made.drafted[1] == pytest.approx(2 + 2 * share)
+    assert made.tokens == pytest.approx([by_hand] * 3)
+    assert made.drafted == pytest.approx([2 + 2 * share] * 3)
     assert made.seconds > plain.seconds
-    slow = round_of(
-        survival,
-        np.full(3, COUPLED),
-        np.full(3, 2),
-        beside=[replace(more, window_s=1e9)],
-        **what,  # type: ignore[arg-type]
-    )
-    assert slow.tokens[1] == pytest.approx(plain.tokens[1]), "windows that never come change nothing, and none waits"
+    late = replace(more, window_s=1e9)
+    slow = round_of(survival, np.full(3, COUPLED), np.full(3, 2), beside=late, **what)  # type: ignore[arg-type]
+    assert slow.tokens == pytest.approx(plain.tokens), "windows that never come change nothing, and none waits"
 
 
 def test_without_windows_a_round_is_a_plain_step() -> None:
