@@ -62,7 +62,7 @@ def run(config: Config, *, rank: int, local_rank: int, world: int, head: str, fa
     device = groups.init(layout, config.parallel, seed=config.seed, local_rank=local_rank)
     with ExitStack() as stack:
         stack.callback(groups.destroy)
-        collective = Collective(device)
+        collective = Collective()
         gpu = gpu_uuid(device.index) if device.type == "cuda" else ""
         members = collective.gather(Member.here(local_rank, gpu=gpu), Member)
         failures.know(members)

@@ -2,11 +2,12 @@
 
 Invariants: every exchange is bounded by the process group's timeout; a rank that is merely busy keeps the others
 alive by joining a heartbeat; when one rank fails in a phase, every rank leaves that phase with an error; only typed
-msgspec bytes travel, nothing is unpickled.
+msgspec bytes travel, nothing is unpickled; no exchange touches a GPU.
 """
 
 from __future__ import annotations
 
+import datetime
 import threading
 from collections.abc import Callable
 from types import GenericAlias
@@ -26,25 +27,49 @@ HEARTBEAT_S = 5.0
 _RUNNING, _DONE, _FAILED = 0, 1, 2
 
 
-class Collective:
-    """Exchanges over all trainer ranks. `device` is where the backend wants its tensors (cpu for gloo)."""
+_control: dict[dist.ProcessGroup, dist.ProcessGroup] = {}
+"""Of the job's default process group, the gloo group beside it. A job has one of each."""
 
-    def __init__(self, device: torch.device) -> None:
+
+def control_group(timeout_s: float | None = None) -> dist.ProcessGroup:
+    """Return the gloo group of all ranks; make it at the first call, which all ranks make together.
+
+    Idle ranks wait in it for hours. NCCL would spin on GPUs where engines run meanwhile, send the values through GPU
+    memory, and notice a dead rank only after its timeout.
+
+    Args:
+        timeout_s: the longest wait in one exchange; None for torch's default.
+    """
+    default = dist.group.WORLD
+    assert default is not None, "torch.distributed is not initialised"
+    if dist.get_backend(default) == "gloo":
+        return default
+    if default not in _control:
+        timeout = None if timeout_s is None else datetime.timedelta(seconds=timeout_s)
+        _control.clear()  # of a default group that was destroyed
+        _control[default] = dist.new_group(backend="gloo", timeout=timeout)
+    return _control[default]
+
+
+class Collective:
+    """Exchanges over all trainer ranks."""
+
+    def __init__(self) -> None:
         self.rank = dist.get_rank()
         self.world = dist.get_world_size()
-        self._device = device
+        self._group = control_group()
 
     def gather_bytes(self, payload: bytes) -> list[bytes]:
         """Every rank's payload, by rank, on every rank."""
-        sizes = [torch.zeros(1, dtype=torch.int64, device=self._device) for _ in range(self.world)]
-        dist.all_gather(sizes, torch.tensor([len(payload)], dtype=torch.int64, device=self._device))
+        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.world)]
+        dist.all_gather(sizes, torch.tensor([len(payload)], dtype=torch.int64), group=self._group)
         lengths = [int(size) for size in sizes]
         room = max(1, *lengths)
-        mine = torch.zeros(room, dtype=torch.uint8, device=self._device)
+        mine = torch.zeros(room, dtype=torch.uint8)
         mine[: len(payload)] = torch.frombuffer(bytearray(payload or b"\0"), dtype=torch.uint8)[: len(payload)]
         parts = [torch.empty_like(mine) for _ in range(self.world)]
-        dist.all_gather(parts, mine)
-        return [bytes(part[:n].cpu().numpy()) for part, n in zip(parts, lengths, strict=True)]
+        dist.all_gather(parts, mine, group=self._group)
+        return [bytes(part[:n].numpy()) for part, n in zip(parts, lengths, strict=True)]
 
     def gather(self, value: T, kind: type[T] | GenericAlias) -> list[T]:
         """Every rank's value of type `kind`, by rank, on every rank. Raises msgspec.ValidationError on foreign data."""
@@ -53,8 +78,8 @@ class Collective:
 
     def any(self, flag: bool) -> bool:
         """Whether the flag is set on any rank."""
-        total = torch.tensor([int(flag)], dtype=torch.int64, device=self._device)
-        dist.all_reduce(total)
+        total = torch.tensor([int(flag)], dtype=torch.int64)
+        dist.all_reduce(total, group=self._group)
         return bool(total.item())
 
     def barrier(self) -> None:
@@ -84,8 +109,8 @@ class Collective:
         raise PeerFailedError(f"{phase}: rank {rank} failed: {causes[rank]}")
 
     def _gather_states(self, state: int) -> list[int]:
-        parts = [torch.zeros(1, dtype=torch.int64, device=self._device) for _ in range(self.world)]
-        dist.all_gather(parts, torch.tensor([state], dtype=torch.int64, device=self._device))
+        parts = [torch.zeros(1, dtype=torch.int64) for _ in range(self.world)]
+        dist.all_gather(parts, torch.tensor([state], dtype=torch.int64), group=self._group)
         return [int(part) for part in parts]
 
 

@@ -12,13 +12,15 @@ import torch.distributed as dist
 
 from specactor.config import ParallelConfig
 from specactor.cpu import megatron as cpu_platform
+from specactor.parallel.collective import control_group
 from specactor.parallel.layout import Layout, own_device
 
 
 def init(layout: Layout, parallel: ParallelConfig, *, seed: int, local_rank: int) -> torch.device:
     """Join the job that torchrun started and set up all groups of `layout`; returns this rank's device.
 
-    Uses NCCL with a GPU, gloo without. A default process group that exists already is used as it is. Collective.
+    The model's tensors go through NCCL with a GPU and gloo without; what ranks tell each other always through gloo. A
+    default process group that exists already is used as it is. Collective.
 
     Args:
         local_rank: number of this rank among those of its launcher, which is that of its GPU.
@@ -33,6 +35,7 @@ def init(layout: Layout, parallel: ParallelConfig, *, seed: int, local_rank: int
     if not dist.is_initialized():
         timeout = datetime.timedelta(seconds=parallel.timeout_s)
         dist.init_process_group("nccl" if gpu else "gloo", timeout=timeout)
+    control_group(parallel.timeout_s)
     if gpu:
         torch.cuda.set_device(device)
     parallel_state.initialize_model_parallel(

@@ -79,7 +79,7 @@ def save(
     """
     from specactor.trainer import dist_checkpoint
 
-    collective = Collective(trainer.device)
+    collective = Collective()
     target = root / f"step-{step:06d}"
     folder = target.with_name(target.name + ".tmp")
     first = dist.get_rank() == 0
@@ -122,7 +122,7 @@ def load(trainer: PolicyTrainer, path: Path) -> dict[str, Any]:
     """
     from specactor.trainer import dist_checkpoint
 
-    collective = Collective(trainer.device)
+    collective = Collective()
     about = _on_all(collective, "", lambda: _read(trainer, path))
     dist_checkpoint.load(trainer.chunks, trainer.optimizer, path)
     if about["layout"] == asdict(trainer.layout):

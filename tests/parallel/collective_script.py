@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 
-import torch
 import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: F401  (registers the backend "fake")
 
 from specactor.errors import EngineError, PeerFailedError
 from specactor.parallel import collective as module
@@ -16,9 +17,13 @@ from specactor.types import VersionSpan
 
 
 def main() -> None:
-    dist.init_process_group("gloo")
+    backend = sys.argv[2]
+    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    # "fake" moves no data, as NCCL moves none without a GPU: whatever is exchanged through it is wrong.
+    dist.init_process_group(backend, store=dist.PrefixStore("test", store), rank=rank, world_size=world)
     module.HEARTBEAT_S = 0.2
-    collective = Collective(torch.device("cpu"))
+    collective = Collective()
     rank = collective.rank
     seen: dict[str, object] = {"rank": rank}
     seen["bytes"] = [len(part) for part in collective.gather_bytes(b"x" * (rank * 1000))]

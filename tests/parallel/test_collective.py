@@ -13,10 +13,11 @@ import pytest
 SCRIPT = Path(__file__).with_name("collective_script.py")
 
 
-@pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, object]]:
+@pytest.fixture(scope="module", params=["gloo", "fake"])
+def ranks(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> list[dict[str, object]]:
+    """Of ranks whose default group is gloo, and of ranks whose default group exchanges nothing that is told here."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command = [*torchrun, str(SCRIPT), str(tmp_path_factory.mktemp("collective") / "told")]
+    command = [*torchrun, str(SCRIPT), str(tmp_path_factory.mktemp("collective") / "told"), request.param]
     done = subprocess.run(
         command, capture_output=True, text=True, timeout=240, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"}
     )

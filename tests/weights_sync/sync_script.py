@@ -67,7 +67,7 @@ class Bench:
 
     def __init__(self, model_dir: Path, folder: Path) -> None:
         self.model_dir, self.folder = model_dir, folder
-        self.collective = Collective(torch.device("cpu"))
+        self.collective = Collective()
         self.version = 0
         self.trainer: PolicyTrainer
         specs = [

@@ -33,7 +33,7 @@ EXPERTS = {"moe_intermediate_size": 12, "num_experts": 4, "num_experts_per_tok":
 @pytest.fixture(scope="module")
 def collective() -> Iterator[Collective]:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield Collective(torch.device("cpu"))
+    yield Collective()
     dist.destroy_process_group()
 
 

@@ -35,7 +35,7 @@ def main(rank: int, store: str, folder: Path, wrong: str) -> None:
     cases.model().save_pretrained(own)
     limit = timedelta(seconds=60)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2, timeout=limit)
-    world = World(Collective(torch.device("cpu")), own)
+    world = World(Collective(), own)
     assert world.it.export(folder / "first")
     if rank == 0:
         own.rename(folder / "gone")
