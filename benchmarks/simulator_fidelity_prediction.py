@@ -20,8 +20,8 @@ from specactor.planning.plans import Cluster, from_table
 from specactor.rollout.speculation.costs import CostTable
 from specactor.rollout.speculation.counters import Counts
 from specactor.simulator.decide import Policy
-from specactor.simulator.requests import Method, Requests
-from specactor.simulator.rollout import World, simulate
+from specactor.simulator.requests import Method, Requests, World
+from specactor.simulator.rollout import simulate
 
 SEEDS = 5
 """Simulations of each rollout; which requests are easy to draft is drawn."""

@@ -25,8 +25,8 @@ from specactor.rollout.speculation.planner import of_drafter
 from specactor.rollout.speculation.reconfiguration import DraftPlan, LiveCosts, Offer, reconfigure
 from specactor.rollout.speculation.stragglers import DryWorker, Straggler, as_published
 from specactor.simulator.decide import Policy, SimulatedMode
-from specactor.simulator.requests import Lengths, Method, draw
-from specactor.simulator.rollout import World, simulate
+from specactor.simulator.requests import Lengths, Method, World, draw
+from specactor.simulator.rollout import simulate
 
 SIZES = ((8, 64), (64, 64), (256, 64), (1024, 16), (4096, 4))
 """GPUs, and requests per GPU."""

@@ -5,7 +5,7 @@ and acceptance from distributions, or from a run's own metrics. What the planner
 may differ.
 
 Invariants: equal settings give equal results; what is wrong on the command line is one error of one line; nothing is
-written but the page that is asked for.
+written.
 """
 
 from __future__ import annotations
@@ -25,9 +25,7 @@ from specactor.planning.command import Inputs, acceptance_at, candidates, named_
 from specactor.planning.gpu_specs import Device, device
 from specactor.planning.model_shapes import TransformerShape
 from specactor.simulator.decide import Policy, SimulatedMode
-from specactor.simulator.page import page
-from specactor.simulator.requests import Lengths, Method, Replay
-from specactor.simulator.rollout import World
+from specactor.simulator.requests import Lengths, Method, Replay, World
 from specactor.simulator.steps import Job, Phases, Refresh, Run, run
 
 PROG = "specactor simulate"
@@ -67,8 +65,6 @@ class SimulateOptions(Inputs):
     refresh: Refresh = "never"
     """When the drafter is distilled: never, or after each step."""
     seed: int = 0
-    out: str = ""
-    """Write an HTML page."""
 
 
 def parsed(argv: Sequence[str]) -> SimulateOptions:
@@ -131,13 +127,6 @@ def command(argv: Sequence[str], console: Console) -> None:
         print(json.dumps({mode: figures(of) for mode, of in runs.items()}, indent=2))
     else:
         _show(options, runs, console)
-    if options.out:
-        facts = [(name.replace("_", " "), str(value)) for name, value in vars(options).items() if value != ""]
-        text = page(f"{options.subject}, {options.devices} devices", runs, facts, [HEADING, *_rows(runs)])
-        file = Path(options.out)
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(text, encoding="utf-8", errors="xmlcharrefreplace")
-        console.print(str(file), highlight=False, soft_wrap=True) if not options.json else None
 
 
 def figures(of: Run) -> dict[str, Any]:

@@ -12,7 +12,7 @@ Shape legend: B running requests, N all.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -25,7 +25,6 @@ from specactor.rollout.speculation.costs import Grid
 from specactor.rollout.speculation.reconfiguration import MODES, PLAIN, DraftPlan, LiveCosts
 from specactor.rollout.speculation.stragglers import best_window
 from specactor.simulator.decide import Decider, Decision
-from specactor.simulator.ledger import Span
 from specactor.simulator.requests import Floats, Ints
 from specactor.simulator.rounds import COUPLED, DECOUPLED, Beside, Remote, Round, round_of
 
@@ -59,17 +58,13 @@ class Helper:
         served = -(-requests // self.copies)
         return Remote(seconds=self.seconds, served=served, message_s=message_s, rollback_s=rollback_s)
 
-    def span(self, end_s: float) -> Span:
-        devices = self.engine.option.devices
-        return Span(first=self.engine.first, devices=devices, start_s=self.since, end_s=end_s, kind="fastest")
-
 
 class Engine:
     """Verifies."""
 
-    def __init__(self, index: int, first: int, option: VerifierOption, decider: Decider, slow: float) -> None:
-        """`first`: device; `slow`: factor on all its seconds."""
-        self.index, self.first, self.option, self.decider, self.slow = index, first, option, decider, slow
+    def __init__(self, index: int, option: VerifierOption, decider: Decider, slow: float) -> None:
+        """`slow`: factor on all its seconds."""
+        self.index, self.option, self.decider, self.slow = index, option, decider, slow
         self.running: Ints = np.zeros(0, np.int64)
         self.waiting: deque[int] = deque()
         self.decision = Decision(drafter="", modes=self.running, windows=self.running)
@@ -78,7 +73,8 @@ class Engine:
         """Until when it was accounted for."""
         self.version = 0
         """Of its schedule: events of older ones are void."""
-        self.spans: list[Span] = []
+        self.busy_s: dict[str, float] = defaultdict(float)
+        """By what it did."""
         self.helper: Helper | None = None
         self.rounds, self.emitted, self.drafted, self.accepted = 0.0, 0.0, 0.0, 0.0
         self.first_round_s = 0.0
@@ -141,9 +137,7 @@ class Engine:
         self.emitted += rounds * float(self.round.tokens.sum())
         self.drafted += rounds * float(self.round.drafted.sum())
         self.accepted += rounds * float(self.round.tokens.sum() - len(self.running))
-        self.spans.append(
-            Span(first=self.first, devices=self.option.devices, start_s=self.since, end_s=now, kind=self.kind)
-        )
+        self.busy_s[self.kind] += now - self.since
         self.since = now
 
     def remove(self, gone_B: np.ndarray[tuple[int], np.dtype[np.bool_]]) -> Ints:
@@ -180,7 +174,7 @@ class Engine:
         self, helper: Helper, survival_BW: Floats, message_s: float, rollback_s: float = 0.0
     ) -> Beside | None:
         """What the helper drafts, with the window that is predicted to be best; None where it would draft what the
-        requests have already. `survival_BW`: its own."""
+        requests have already."""
         requests, width = survival_BW.shape
         if helper.method == self.decision.drafter and (self.decision.windows > 0).any():
             return None

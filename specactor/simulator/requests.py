@@ -1,5 +1,5 @@
-"""What a simulated rollout has to generate: lengths, and how easy each response is to draft. PURE: seeds, or a run's
-metrics, in; arrays out.
+"""What is true in a simulation: lengths of responses, how easy each is to draft, and what takes time beside rounds.
+PURE: seeds, or a run's metrics, in; arrays out.
 
 Invariants: equal seeds give equal requests; lengths lie in 1..longest; the requests of a prompt are neighbours; neither
 the mode nor the plan is an input, so all modes are compared on the same requests.
@@ -114,6 +114,31 @@ class Method:
     def kept(self, age: int, tokens: float | Floats) -> float | Floats:
         """Share of the acceptance that is left after so many policy versions and tokens."""
         return (1.0 - self.staleness) ** age * (1.0 - self.drift) ** (np.asarray(tokens) / 1000.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class World:
+    """What is true, and the planner has to find out."""
+
+    methods: Mapping[str, Method]
+    """By drafter."""
+    start_s: float = 5.0
+    """From a rollout's begin to the first round: engines take their memory back."""
+    replan_s: float = 0.002
+    """Of an engine, for deciding anew."""
+    rollback_s: float = 0.0005
+    """Of a drafter ahead of its verifier, for going back to what was committed, per round in which all requests do."""
+    drafter_start_s: float = 2.0
+    """Until an engine that ran dry can draft for others: weights, and the prefixes of its requests."""
+    jitter: float = 0.0
+    """Standard deviation of the logarithm of engines' slowness: stragglers."""
+    alike: float = 0.5
+    """How often methods are right together: see `stragglers.combined`."""
+
+    def __post_init__(self) -> None:
+        least = min(self.start_s, self.replan_s, self.rollback_s, self.drafter_start_s, self.jitter)
+        if least < 0 or not 0 <= self.alike <= 1:
+            raise PlanError(f"world: got {self}, expected seconds and jitter >= 0, and alike in 0..1.")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

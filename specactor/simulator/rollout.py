@@ -5,7 +5,8 @@ for another. In between rounds are aggregated (`engine.py`). An engine reads how
 round changes; a load that others change meanwhile counts from its next event on, at most `LAST_LOOK` rounds later.
 
 Invariants: time is monotonic; every request finishes exactly once, with all its tokens and no more; the emitted tokens
-of all engines are those of all requests; no device does two things at once; equal input gives equal bits.
+of all engines are those of all requests; no device is busy for longer than there is time; equal input gives equal
+bits.
 
 Shape legend: N requests, B those that run on an engine, W positions.
 """
@@ -27,40 +28,48 @@ from specactor.rollout.speculation.reconfiguration import LiveCosts
 from specactor.rollout.speculation.stragglers import ranked
 from specactor.simulator.decide import Decider, Policy, placed
 from specactor.simulator.engine import DONE, Engine, Helper, show
-from specactor.simulator.ledger import ROUNDING_S, Outcome, Span, checked, merged
-from specactor.simulator.requests import Floats, Ints, Method, Requests, survivals
+from specactor.simulator.requests import Floats, Ints, Requests, World, survivals
 from specactor.simulator.rounds import DECOUPLED, Beside, Remote, round_of
 from specactor.types import RolloutRequest, SamplingParams
 
+ROUNDING_S = 1e-6
+"""By which an event may come early: sums of many small numbers."""
 HELP_MARGIN = 0.02
 """Share by which an engine must be predicted to be faster with a helper."""
 ASKED = 4
 """Engines with the fewest requests, that are asked when an engine has run dry; others ask when they decide."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class World:
-    """What is true, and the planner has to find out."""
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Outcome:
+    """What a rollout was. Every request has finished. N requests."""
 
-    methods: Mapping[str, Method]
-    """By drafter."""
-    start_s: float = 5.0
-    """From a rollout's begin to the first round: engines take their memory back."""
-    replan_s: float = 0.002
-    """Of an engine, for deciding anew."""
-    rollback_s: float = 0.0005
-    """Of a drafter ahead of its verifier, for going back to what was committed, per round in which all requests do."""
-    drafter_start_s: float = 2.0
-    """Until an engine that ran dry can draft for others: weights, and the prefixes of its requests."""
-    jitter: float = 0.0
-    """Standard deviation of the logarithm of engines' slowness: stragglers."""
-    alike: float = 0.5
-    """See `stragglers.combined`."""
+    plan: RolloutPlan
+    lengths: Ints
+    """[N], tokens."""
+    finish_s: Floats
+    """[N]: seconds from the rollout's begin."""
+    busy_s: Mapping[str, float]
+    """Device-seconds by what devices did: start, off, coupled, decoupled, drafting, fastest (helping another)."""
+    rounds: float
+    """Of all engines."""
+    emitted: float
+    """Tokens, as engines counted them."""
+    drafted: float
+    """Draft tokens that were verified."""
+    accepted: float
+    decisions: int
+    events: int
+    helpers: int
+    """Engines that ran dry and drafted for others."""
 
-    def __post_init__(self) -> None:
-        least = min(self.start_s, self.replan_s, self.rollback_s, self.drafter_start_s, self.jitter)
-        if least < 0 or not 0 <= self.alike <= 1:
-            raise PlanError(f"world: got {self}, expected seconds and jitter >= 0, and alike in 0..1.")
+    @property
+    def seconds(self) -> float:
+        return float(self.finish_s.max())
+
+    @property
+    def tokens(self) -> int:
+        return int(self.lengths.sum())
 
 
 def simulate(
@@ -119,7 +128,8 @@ class Rollout:
         """Engines that have drafted for others."""
         self.ahead_E = np.zeros(len(self.engines), np.int64)
         self.drafting_since: float | None = None
-        self.drafter_spans: list[Span] = []
+        self.drafting_s = 0.0
+        """Of every drafter of the plan."""
         self.left = len(requests)
         self.events = 0
         self._heap: list[tuple[float, int, int, int]] = []
@@ -135,22 +145,15 @@ class Rollout:
         return Remote(seconds=seconds, served=1.0, message_s=self.cluster.message_s)
 
     def _engines(self, option: VerifierOption) -> list[Engine]:
-        number = self.plan.verifiers.engines
-        slow_E = np.exp(self.world.jitter * self.rng.standard_normal(number))
+        slow_E = np.exp(self.world.jitter * self.rng.standard_normal(self.plan.verifiers.engines))
         fits = {
             name: option.requests(own.footprint)
             for name in option.costs.drafters
             if (own := self.options.drafter(name))
         }
         return [
-            Engine(
-                i,
-                i * option.devices,
-                option,
-                Decider(self.plan, option, self.policy, self.remote, fits=fits),
-                float(slow_E[i]),
-            )
-            for i in range(number)
+            Engine(i, option, Decider(self.plan, option, self.policy, self.remote, fits=fits), slow)
+            for i, slow in enumerate(slow_E.tolist())
         ]
 
     def run(self) -> Outcome:
@@ -271,23 +274,10 @@ class Rollout:
         return engine.helped_by(engine.helper, survival_BW, self.cluster.message_s, self.world.rollback_s)
 
     def _drafters_busy(self, now: float) -> None:
-        """Spans of the plan's drafters: while any request is drafted for."""
-        busy = bool(self.ahead_E.any())
-        if busy and self.drafting_since is None:
-            self.drafting_since = now
-        elif not busy and self.drafting_since is not None:
-            own, first = self.plan.drafters, self.plan.verifiers.devices
-            for k in range(own.engines):
-                self.drafter_spans.append(
-                    Span(
-                        first=first + k * own.devices_each,
-                        devices=own.devices_each,
-                        start_s=self.drafting_since,
-                        end_s=max(now, self.drafting_since),
-                        kind="drafting",
-                    )
-                )
-            self.drafting_since = None
+        """The plan's drafters are busy while any request is drafted for."""
+        if self.drafting_since is not None:
+            self.drafting_s += max(0.0, now - self.drafting_since)
+        self.drafting_since = max(now, self.drafting_since or now) if self.ahead_E.any() else None
 
     def _dry(self, engine: Engine, now: float) -> None:
         """Nothing to run here any more: whoever helped is free, and this engine will be, too."""
@@ -295,9 +285,9 @@ class Rollout:
         engine.round = None
         self._drafters_busy(now)
         if engine.helper is not None:
-            freed, span, engine.helper = engine.helper.engine, engine.helper.span(now), None
-            freed.spans.append(span)
-            self._ready(freed, now)
+            helper, engine.helper = engine.helper, None
+            helper.engine.busy_s["fastest"] += now - helper.since
+            self._ready(helper.engine, now)
         if self.policy.mode == "auto" and self.policy.fastest:
             self.dry[engine.index] = False
             self._push(now + self.world.drafter_start_s, engine)
@@ -357,21 +347,17 @@ class Rollout:
     def _outcome(self) -> Outcome:
         if self.left or np.isnan(self.finish_N).any():
             raise PlanError(f"simulate: {self.left} requests were lost. This is a bug of the simulator.")
-        spans = [span for engine in self.engines for span in engine.spans] + self.drafter_spans
+        busy_s = {"start": self.world.start_s * self.plan.verifiers.devices}
         for engine in self.engines:
-            start = Span(
-                first=engine.first,
-                devices=engine.option.devices,
-                start_s=0.0,
-                end_s=self.world.start_s,
-                kind="start",
-            )
-            spans.append(start)
+            for kind, seconds in engine.busy_s.items():
+                busy_s[kind] = busy_s.get(kind, 0.0) + seconds * engine.option.devices
+        if self.drafting_s:
+            busy_s["drafting"] = self.drafting_s * self.plan.drafters.devices
         return Outcome(
             plan=self.plan,
             lengths=self.requests.lengths,
             finish_s=self.finish_N,
-            spans=checked(merged(spans), self.cluster.devices),
+            busy_s=busy_s,
             rounds=sum(e.rounds for e in self.engines),
             emitted=sum(e.emitted for e in self.engines),
             drafted=sum(e.drafted for e in self.engines),

@@ -5,12 +5,13 @@ Responses are scored as they finish, by a number of workers that take equally lo
 after the sync, or never, and then its acceptance falls by `Method.staleness` per policy version. The plan is made once,
 as Algorithm 1 is.
 
-Invariants: a step's phases follow each other; busy and idle device-seconds add up to devices x seconds; no device does
-two things at once; equal input gives equal bits.
+Invariants: a step's phases follow each other; devices are not busy for longer than there is time; equal input gives
+equal bits.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -20,9 +21,8 @@ import numpy as np
 from specactor.errors import PlanError
 from specactor.planning.plans import Candidates, Cluster, RolloutPlan
 from specactor.simulator.decide import Policy, placed
-from specactor.simulator.ledger import Outcome, Span, busy_s, checked, moved
-from specactor.simulator.requests import Floats, Lengths, draw
-from specactor.simulator.rollout import World, simulate
+from specactor.simulator.requests import Floats, Lengths, World, draw
+from specactor.simulator.rollout import Outcome, simulate
 
 Refresh = Literal["never", "after"]
 
@@ -77,7 +77,6 @@ class Job:
 class Step:
     """Seconds of one step's phases."""
 
-    start_s: float
     rollout_s: float
     reward_s: float
     """After the last response, until all are scored."""
@@ -85,7 +84,7 @@ class Step:
     sync_s: float
     refresh_s: float
     outcome: Outcome
-    """Of its rollout, in seconds from `start_s`."""
+    """Of its rollout."""
 
     @property
     def seconds(self) -> float:
@@ -99,11 +98,10 @@ class Run:
     job: Job
     plan: RolloutPlan
     steps: Sequence[Step]
-    spans: Sequence[Span]
 
     @property
     def seconds(self) -> float:
-        return self.steps[-1].start_s + self.steps[-1].seconds
+        return sum(step.seconds for step in self.steps)
 
     @property
     def tokens(self) -> int:
@@ -117,8 +115,13 @@ class Run:
     @property
     def shares(self) -> Mapping[str, float]:
         """Of all device-seconds, by kind, idle ones too."""
-        whole = self.job.devices * self.seconds
-        found = {kind: spent / whole for kind, spent in busy_s(self.spans).items()}
+        devices, busy_s = self.job.devices, defaultdict[str, float](float)
+        for step in self.steps:
+            phases = {"train": step.train_s, "sync": step.sync_s, "refresh": step.refresh_s}
+            spent = {kind: devices * seconds for kind, seconds in phases.items()}
+            for kind, device_s in (spent | dict(step.outcome.busy_s)).items():
+                busy_s[kind] += device_s
+        found = {kind: device_s / (devices * self.seconds) for kind, device_s in busy_s.items() if device_s}
         return found | {"idle": 1.0 - sum(found.values())}
 
 
@@ -126,19 +129,15 @@ def run(job: Job) -> Run:
     """All steps. Raises PlanError for what cannot be planned."""
     plan = placed(job.cluster, job.options, job.policy)
     steps: list[Step] = []
-    spans: list[Span] = []
-    now, age = 0.0, 0
+    age = 0
     for k in range(job.steps):
         requests = draw(job.lengths, prompts=job.prompts, group_size=job.group_size, seed=(job.seed, k))
         outcome = simulate(
             job.cluster, job.options, job.world, job.policy, requests, age=age, seed=(job.seed, k), plan=plan
         )
-        step, own = _step(job, outcome, now)
-        steps.append(step)
-        spans += own
-        now += step.seconds
+        steps.append(_step(job, outcome))
         age = age + 1 if job.phases.refresh == "never" else 0
-    return Run(job=job, plan=plan, steps=steps, spans=checked([s for s in spans if s.device_s > 0], job.devices))
+    return Run(job=job, plan=plan, steps=steps)
 
 
 def scored_s(finish_N: Floats, *, each_s: float, workers: int) -> float:
@@ -150,12 +149,11 @@ def scored_s(finish_N: Floats, *, each_s: float, workers: int) -> float:
     return max(ends)
 
 
-def _step(job: Job, outcome: Outcome, now: float) -> tuple[Step, list[Span]]:
+def _step(job: Job, outcome: Outcome) -> Step:
     phases = job.phases
     scored_at = scored_s(outcome.finish_s, each_s=phases.reward_s, workers=phases.reward_workers)
     tokens = outcome.tokens + len(outcome.lengths) * phases.prompt_tokens
-    step = Step(
-        start_s=now,
+    return Step(
         rollout_s=outcome.seconds,
         reward_s=max(0.0, scored_at - outcome.seconds),
         train_s=tokens / (phases.train_tokens_per_s_per_device * job.devices),
@@ -163,8 +161,3 @@ def _step(job: Job, outcome: Outcome, now: float) -> tuple[Step, list[Span]]:
         refresh_s=phases.refresh_device_s / job.devices if phases.refresh == "after" else 0.0,
         outcome=outcome,
     )
-    spans, at = moved(outcome.spans, by_s=now), now + step.rollout_s + step.reward_s
-    for kind, seconds in (("train", step.train_s), ("sync", step.sync_s), ("refresh", step.refresh_s)):
-        spans.append(Span(first=0, devices=job.devices, start_s=at, end_s=at + seconds, kind=kind))
-        at += seconds
-    return step, spans

@@ -7,8 +7,7 @@ from collections.abc import Mapping
 from specactor.planning.plans import Candidates, Cluster, DrafterEngine, DrafterOption, VerifierOption
 from specactor.rollout.speculation.acceptance import survival_of
 from specactor.rollout.speculation.costs import CostTable, Grid
-from specactor.simulator.requests import Lengths, Method, Requests, draw
-from specactor.simulator.rollout import World
+from specactor.simulator.requests import Lengths, Method, Requests, World, draw
 
 W = 4
 AXIS = (1.0, 64.0)

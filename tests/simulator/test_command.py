@@ -61,18 +61,11 @@ def test_a_measured_table_and_a_run_are_replayed(tmp_path: Path, capsys: pytest.
     assert "specactor profile" in capsys.readouterr().err
 
 
-def test_the_page_needs_nothing_but_itself(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["simulate", *SMALL, "--modes", "off", "auto", "--refresh", "after", "--steps", "2"]
-    assert main([*words, "--out", str(tmp_path / "one.html")]) == 0
-    assert "simulated" in capsys.readouterr().out
-    assert main([*words, "--out", str(tmp_path / "two.html")]) == 0
-    page = (tmp_path / "one.html").read_text()
-    assert page.replace("one.html", "two.html") == (tmp_path / "two.html").read_text()
-    assert "default-src 'none'" in page
-    assert "<script" not in page
-    assert "http://" not in page.replace("http://www.w3.org", "")
-    for title in ("Long tail", "off: what devices did", "auto: what devices did"):
-        assert title in page
+def test_the_table_fits_and_says_what_was_simulated(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["simulate", *SMALL, "--modes", "off", "auto", "--refresh", "after", "--steps", "2"]) == 0
+    said = capsys.readouterr().out
+    assert "simulated" in said
+    assert "8 devices, 2 steps of 6 x 4 requests" in said.replace("\n", " ")
 
 
 @pytest.mark.parametrize(

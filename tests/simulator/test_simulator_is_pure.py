@@ -15,7 +15,6 @@ SIMULATOR = [
         for name in (
             "decide",
             "engine",
-            "ledger",
             "requests",
             "rollout",
             "rounds",
