@@ -23,7 +23,7 @@ from benchmarks.decoupled_speed_bench import MAX_WINDOW, NEW_TOKENS, Bench, Way,
 from benchmarks.decoupled_speed_clock import coupled_of_endless, decoupled_of_endless
 from benchmarks.dialled import Script
 from specactor.planning.plans import RolloutPlan
-from specactor.planning.process_costs import beside, by_requests, column, without_waits
+from specactor.planning.profile_grid import beside, by_requests, column, without_waits
 from specactor.planning.throughput_model import AHEAD, Pace
 from specactor.rollout.decoupled.supervisor import DrafterProcess
 from specactor.rollout.sglang.engine_client import Engine

@@ -17,7 +17,6 @@ PLANNER = (
     "job_plan",
     "model_shapes",
     "plans",
-    "process_costs",
     "profile_grid",
     "rooflines",
     "search",

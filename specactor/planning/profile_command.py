@@ -25,8 +25,7 @@ from specactor.data.tiny_model import make_tiny_model
 from specactor.errors import ConfigError
 from specactor.parallel.devices import gpus, numbers
 from specactor.parallel.layout import ModelShape
-from specactor.planning.profile_drafter import measure_process
-from specactor.planning.profile_engine import PASSES, Sizes, measure
+from specactor.planning.profile_engine import PASSES, Sizes, measure, measure_process
 from specactor.planning.profile_grid import Check, cells, checks, cost_table
 from specactor.rollout import cost_file
 from specactor.rollout.decoupled.spec import DrafterSpec
@@ -36,12 +35,8 @@ from specactor.rollout.drafter_specs import Host, make_specs
 from specactor.rollout.sglang.engine_client import Engine, EngineSpec
 from specactor.rollout.sglang.running import running
 from specactor.rollout.speculation.costs import METHOD, CostTable, Grid, ProcessCosts
-from specactor.rollout.speculation.reconfiguration import LiveCosts
 from specactor.rollout.speculation.registry import make_drafters
-from specactor.rollout.speculation.stragglers import speedup
 
-ACCEPTANCES = (0.3, 0.5, 0.7, 0.8, 0.9)
-"""At which speed-ups are shown."""
 PROCESS_SHARE = 0.5
 """Of the time for the engine, how much a drafter process may have."""
 
@@ -213,8 +208,6 @@ def _show(table: CostTable, errors: list[Check], console: Console) -> None:
         console.print(_seconds(f"drafting of {name}, ms", "window", grid))
     if table.process is not None:
         console.print(_of_process(table.process))
-    for requests in sorted({1, int(table.verify.requests[-1])} if table.drafters else ()):
-        console.print(_speedups(table, requests))
     if errors:
         of_all = [check.error for check in errors]
         worst = max(errors, key=lambda check: check.error)
@@ -226,22 +219,6 @@ def _show(table: CostTable, errors: list[Check], console: Console) -> None:
             soft_wrap=True,
             highlight=False,
         )
-
-
-def _speedups(table: CostTable, requests: int) -> Table:
-    """What each method would buy, by how good it turns out to be: profiled requests are random, so its acceptance is
-    learned in runs."""
-    max_window = max(1, int(table.verify.per_request[-1]) - 1)
-    costs = {
-        name: LiveCosts.of(table, requests=requests, max_window=max_window, drafter=name) for name in table.drafters
-    }
-    shown = Table(title=f"speed-up, requests: {requests}", title_justify="left")
-    shown.add_column("acceptance", justify="right")
-    for name in costs:
-        shown.add_column(name, justify="right")
-    for p in ACCEPTANCES:
-        shown.add_row(f"{p:g}", *(f"{speedup(p, of_method):.2f}" for of_method in costs.values()))
-    return shown
 
 
 def _seconds(title: str, columns: str, grid: Grid) -> Table:

@@ -1,8 +1,12 @@
-"""Measures the seconds of rounds in a running engine, cell by cell (`planning.profile_grid`).
+"""Measures the seconds of rounds in a running engine, cell by cell (`profile_grid`), and of a drafter process with it.
 
 Requests are real ones: prompts of random tokens, sampled as the recipe samples. To time a verification they get drafts
 that fill their windows and are nearly always wrong, so that all requests stay together; to time a drafter they get its
 own drafts. Every rank of the engine times its rounds anyway, as it does in a run; rank 0's seconds are asked for here.
+
+A drafter process drafts for the same requests, and the engine verifies what is there, in windows of the largest size.
+How often drafts are right is not asked: it changes neither's pace. Before each number of requests a round of the table
+is timed again, with the process at rest, and all that follows is counted at the pace that the table has.
 
 Invariants: a cell holds seconds of rounds with exactly its number of requests and draft tokens; cells are measured in
 passes over all of them, so that a slow minute does not fall on some of them alone; the engine is as before afterwards,
@@ -16,15 +20,18 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
+from statistics import median
 
 import msgspec
 
 from specactor.config import RolloutConfig, SpeculationConfig
 from specactor.errors import PlanError
-from specactor.planning.profile_grid import Cell
+from specactor.planning.profile_grid import SEEN, Cell, beside, by_requests, without_waits
+from specactor.rollout.decoupled.supervisor import DrafterProcess
 from specactor.rollout.sglang.engine_client import Engine
-from specactor.rollout.sglang.speculation_calls import CONFIGURE, ROUNDS, Rounds
-from specactor.rollout.speculation.costs import Point
+from specactor.rollout.sglang.speculation_calls import CONFIGURE, FIGURES, ROUNDS, Rounds
+from specactor.rollout.speculation.costs import METHOD, CostTable, Point, ProcessCosts
+from specactor.rollout.speculation.counters import Figures
 from specactor.types import RolloutRequest, SamplingParams
 
 FILLER = "specactor.rollout.speculation.registry:Filler"
@@ -33,6 +40,10 @@ ROUNDS_PER_PASS = 6
 """Full rounds of every cell, at least, where drafts are wrong. The first one is not counted: a draft model sees the
 prompts in it, and all else is done for the first time."""
 CALL_S = 60.0
+REPEATS = 8
+"""Times that requests are generated for a drafter process, at most, for each number of them."""
+TOKENS = 64
+"""Of a response then, at most. Its first ones are generated before the process has read the prompt."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -184,3 +195,85 @@ def requests_of(config: RolloutConfig, number: int, sizes: Sizes, tokens: int) -
 
 def _prompt(group: int, sizes: Sizes) -> tuple[int, ...]:
     return tuple(random.Random(group).choices(range(sizes.vocab), k=sizes.prompt))
+
+
+def measure_process(
+    engine: Engine,
+    process: DrafterProcess,
+    config: RolloutConfig,
+    table: CostTable,
+    sizes: Sizes,
+    *,
+    limit_s: float,
+    on_size: Callable[[int], None] = lambda done: None,
+    clock: Callable[[], float] = time.monotonic,
+) -> ProcessCosts:
+    """Over the numbers of requests of `table`, which is of the same engine; `on_size` is told how many of them are
+    done. Those for which there is no time are left out. Raises PlanError when nothing was drafted in time."""
+    deadline = clock() + limit_s
+    turns: list[Point] = []
+    drafts: list[Point] = []
+    verifies: list[Point] = []
+    process.work(trace=False)
+    for done, size in enumerate(map(int, table.verify.requests), start=1):
+        if clock() > deadline:
+            break
+        pace = _pace(engine, config, table, sizes, size)
+        own, rounds, waited_s = _drafted(engine, process, config, sizes, size, lambda: clock() > deadline)
+        turns += _at(pace, own)
+        # Smaller batches ran before, and their rounds are counted with them.
+        drafts += [p for p in _at(pace, without_waits(rounds.drafts.get(METHOD, ()), waited_s)) if p[0] == size]
+        verifies += [p for p in _at(pace, rounds.verifies) if p[0] == size]
+        on_size(done)
+    if not turns or not drafts:
+        raise PlanError(
+            f"profile: drafter {process.spec.index} drafted {len(turns)} times and the engine verified its "
+            f"drafts {len(drafts)} times in {limit_s:g} s, expected both. See whether the drafter has a core or "
+            "a GPU of its own, or allow more with --limit."
+        )
+    return ProcessCosts(token_s=by_requests(turns), ahead_s=beside(table, drafts, verifies))
+
+
+def _pace(engine: Engine, config: RolloutConfig, table: CostTable, sizes: Sizes, size: int) -> float:
+    """Seconds of the table over those that the same rounds take now."""
+    cell = Cell(requests=size, window=config.speculation.max_window)
+    measured = measure_once(engine, config, [cell], sizes)
+    assert measured is not None
+    return cell.predicted_s(table) / median(measured[cell])
+
+
+def _at(pace: float, points: Iterable[Point]) -> list[Point]:
+    """With all seconds multiplied."""
+    return [(n, total, pace * seconds) for n, total, seconds in points]
+
+
+def _drafted(
+    engine: Engine,
+    process: DrafterProcess,
+    config: RolloutConfig,
+    sizes: Sizes,
+    size: int,
+    is_late: Callable[[], bool],
+) -> tuple[list[Point], Rounds, float]:
+    """(turns of the process, rounds of the engine, seconds in which it waited for drafts), of so many requests."""
+    assert engine.ready is not None
+    ahead = replace(
+        config.speculation,
+        mode="decoupled",
+        drafters=(METHOD,),
+        window=config.speculation.max_window,
+        fastest_of=1,
+        cost_table="",
+    )
+    engine.rank_call(CONFIGURE, msgspec.json.encode(ahead), timeout_s=CALL_S)
+    tokens = min(TOKENS, sizes.longest_response(size, engine.ready.kv_tokens, config.speculation))
+    turns: list[Point] = []
+    for _ in range(REPEATS):
+        engine.generate(requests_of(config, size, sizes, tokens))
+        work = process.work(trace=False)
+        turns += work.turns if work is not None else []
+        if is_late() or sum(n == size for n, _, _ in turns) >= SEEN:
+            break
+    rounds = msgspec.json.decode(engine.rank_call(ROUNDS, b"", timeout_s=CALL_S)[0], type=Rounds)
+    figures = msgspec.json.decode(engine.rank_call(FIGURES, b"", timeout_s=CALL_S)[0], type=Figures)
+    return turns, rounds, figures.get(METHOD, {}).get("waited_s", 0.0)
