@@ -18,7 +18,7 @@ from specactor.planning.rooflines import from_figures
 from specactor.simulator.command import MFU, trained_per_s
 from specactor.simulator.decide import Policy
 from specactor.simulator.requests import Lengths, Method, World
-from specactor.simulator.steps import Job, Phases, Refresh, Run, run
+from specactor.simulator.steps import Job, Run, run
 
 CONTEXT = 4096
 GROUP = 16
@@ -51,7 +51,7 @@ class Setting:
     """The same of a verifier's round."""
     sigma: float = 1.0
     steps: int = 1
-    refresh: Refresh = "never"
+    refresh: bool = False
 
     def job(self, devices: int) -> Job:
         methods = {name: Method(rate=rate, drift=0.01, staleness=0.05) for name, rate in self.rates.items()}
@@ -74,10 +74,8 @@ class Setting:
             options=found,
             world=World(methods=methods, jitter=0.02),
             policy=Policy(max_window=MAX_WINDOW),
-            phases=Phases(
-                train_tokens_per_s_per_device=trained_per_s(SHAPES[self.target], device("H100")),
-                refresh=self.refresh,
-            ),
+            train_tokens_per_s=trained_per_s(SHAPES[self.target], device("H100")),
+            refresh=self.refresh,
             steps=self.steps,
         )
 
@@ -90,7 +88,7 @@ AUTO = Policy(max_window=MAX_WINDOW)
 
 def runs(setting: Setting, devices: int) -> tuple[Run, Run, Run, Run]:
     job = setting.job(devices)
-    plain = run(replace(job, policy=OFF, phases=replace(job.phases, refresh="never")))
+    plain = run(replace(job, policy=OFF, refresh=False))
     return plain, run(replace(job, policy=COUPLED)), run(replace(job, policy=AHEAD)), run(replace(job, policy=AUTO))
 
 
@@ -135,19 +133,19 @@ def sensitivity() -> list[Setting]:
 def ablation(devices: int) -> list[str]:
     """Lines of a table: rollouts over plain, with one thing after the other."""
     lines = ["| variant | " + " | ".join(target for target, *_ in MODELS) + " |", "| --- | --- | --- |"]
-    variants: list[tuple[str, Policy, float, Refresh]] = [
-        ("vanilla: coupled, window 4, greedy drafts", COUPLED, GREEDY, "never"),
-        ("vanilla, drafts with the target's noise", COUPLED, 1.0, "never"),
-        ("decoupled plan, greedy drafts", AHEAD, GREEDY, "never"),
-        ("decoupled plan, shared noise", AHEAD, 1.0, "never"),
-        ("decoupled plan, reconfiguration", replace(AUTO, placement="decoupled", fastest=False), 1.0, "never"),
-        ("decoupled plan, reconfiguration, fastest-of-N", replace(AUTO, placement="decoupled"), 1.0, "never"),
-        ("best plan, fixed", replace(AUTO, reconfigure=False, fastest=False), 1.0, "never"),
-        ("best plan, reconfiguration", replace(AUTO, fastest=False), 1.0, "never"),
-        ("best plan, reconfiguration, fastest-of-N", AUTO, 1.0, "never"),
-        ("the same, drafter refreshed after each step", AUTO, 1.0, "after"),
+    variants: list[tuple[str, Policy, float, bool]] = [
+        ("vanilla: coupled, window 4, greedy drafts", COUPLED, GREEDY, False),
+        ("vanilla, drafts with the target's noise", COUPLED, 1.0, False),
+        ("decoupled plan, greedy drafts", AHEAD, GREEDY, False),
+        ("decoupled plan, shared noise", AHEAD, 1.0, False),
+        ("decoupled plan, reconfiguration", replace(AUTO, placement="decoupled", fastest=False), 1.0, False),
+        ("decoupled plan, reconfiguration, fastest-of-N", replace(AUTO, placement="decoupled"), 1.0, False),
+        ("best plan, fixed", replace(AUTO, reconfigure=False, fastest=False), 1.0, False),
+        ("best plan, reconfiguration", replace(AUTO, fastest=False), 1.0, False),
+        ("best plan, reconfiguration, fastest-of-N", AUTO, 1.0, False),
+        ("the same, drafter refreshed after each step", AUTO, 1.0, True),
     ]
-    plain = [run(replace(_ablated(model, 1.0, "never").job(devices), policy=OFF)) for model in MODELS]
+    plain = [run(replace(_ablated(model, 1.0, False).job(devices), policy=OFF)) for model in MODELS]
     for name, policy, share, refresh in variants:
         cells = []
         for model, off in zip(MODELS, plain, strict=True):
@@ -157,7 +155,7 @@ def ablation(devices: int) -> list[str]:
     return lines
 
 
-def _ablated(model: tuple[str, int, dict[str, float]], share: float, refresh: Refresh) -> Setting:
+def _ablated(model: tuple[str, int, dict[str, float]], share: float, refresh: bool) -> Setting:
     target, engine, rates = model
     return Setting(
         name="",

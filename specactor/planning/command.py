@@ -212,7 +212,7 @@ def _show(options: PlanOptions, ranked: Sequence[RolloutPlan], console: Console)
     console.print(table)
     for number, plan in enumerate(ranked, 1):
         drafter = "" if plan.mode == "off" else f"{plan.draft.drafter}: "
-        console.print(f"{number}  {drafter}{plan.reason}{_memory(plan)}", highlight=False, soft_wrap=True)
+        console.print(f"{number}  {drafter}{plan.reason}", highlight=False, soft_wrap=True)
 
 
 def _row(plan: RolloutPlan) -> tuple[str, ...]:
@@ -226,15 +226,6 @@ def _row(plan: RolloutPlan) -> tuple[str, ...]:
         str(plan.idle_devices),
         str(plan.requests_per_engine),
     )
-
-
-def _memory(plan: RolloutPlan) -> str:
-    """Per device, where known."""
-    said = ""
-    for name, of in (("verifier", plan.verifiers), ("drafter", plan.drafters)):
-        if of.engines and of.weights_bytes:
-            said += f"; per {name} device {of.weights_bytes / 1e9:.1f} GB weights, {of.kv_bytes / 1e9:.1f} GB KV"
-    return said
 
 
 def _one_line(event: tyro_errors.ParseErrorEvent, prog: str, argv: Sequence[str]) -> str:

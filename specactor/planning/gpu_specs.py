@@ -28,11 +28,8 @@ class Device:
     memory_bytes_per_s: float
     link_bytes_per_s: float
     """To the other devices of its node, one direction."""
-    network_bytes_per_s: float = 50e9
-    """To devices of other nodes, one direction. 400 Gb/s: one ConnectX-7 per device,
-    https://chippub.substack.com/p/disassembling-nvidias-16t-network (DGX H100: 8 of them for 8 GPUs)"""
     node_devices: int = 8
-    """Of one NVLink domain: HGX and DGX boards, the same page."""
+    """Of one NVLink domain: HGX and DGX boards, https://chippub.substack.com/p/disassembling-nvidias-16t-network"""
 
 
 @dataclass(frozen=True, kw_only=True)

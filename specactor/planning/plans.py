@@ -29,10 +29,6 @@ class Placement:
 
     engines: int
     devices_each: int
-    weights_bytes: float = 0.0
-    """Per device; 0 where not known."""
-    kv_bytes: float = 0.0
-    """Per device, of the requests that run at once; 0 where not known."""
 
     @property
     def devices(self) -> int:

@@ -96,23 +96,15 @@ class _Verifying:
         round_s: float,
         tokens: float,
         reason: str,
-        local: DrafterOption | None = None,
         drafters: Placement = NOBODY,
     ) -> RolloutPlan:
-        """`local`: drafts on the verifiers' devices."""
-        devices, memory = self.option.devices, [self.option.footprint, *([local.footprint] if local else [])]
         tokens_per_s = self.running * tokens / round_s
         assert isfinite(tokens_per_s)
         return RolloutPlan(
             draft=draft,
-            verifiers=Placement(
-                engines=self.engines,
-                devices_each=devices,
-                weights_bytes=sum(m.weights_bytes for m in memory) / devices,
-                kv_bytes=sum(m.request_bytes for m in memory) * self.requests / devices,
-            ),
+            verifiers=Placement(engines=self.engines, devices_each=self.option.devices),
             drafters=drafters,
-            idle_devices=self.cluster.devices - self.engines * devices - drafters.devices,
+            idle_devices=self.cluster.devices - self.engines * self.option.devices - drafters.devices,
             requests_per_engine=self.requests,
             round_s=round_s,
             tokens_per_round=tokens,
@@ -143,7 +135,6 @@ def _coupled(cluster: Cluster, option: VerifierOption, drafter: DrafterOption, w
         round_s=verify_s + draft_s,
         tokens=tokens,
         reason=f"{tokens:.2f} tokens per round of {1e3 * verify_s:.2f} ms verify + {1e3 * draft_s:.2f} ms draft",
-        local=drafter,
     )
 
 
@@ -195,12 +186,7 @@ def _pair(
         tokens=tokens,
         reason=f"{tokens:.2f} tokens per {1e3 * round_s:.2f} ms round {why}; windows in {share:.0%} of rounds, "
         f"{served} requests per drafter",
-        drafters=Placement(
-            engines=drafting,
-            devices_each=engine.devices,
-            weights_bytes=drafter.footprint.weights_bytes / engine.devices,
-            kv_bytes=drafter.footprint.request_bytes * served / engine.devices,
-        ),
+        drafters=Placement(engines=drafting, devices_each=engine.devices),
     )
 
 

@@ -108,20 +108,12 @@ class Pace:
     """Draft tokens that it may be ahead of a commit, of a request."""
 
 
-def running(
-    survival: Sequence[float],
-    window: int,
-    pace: Pace,
-    *,
-    returns: float | None = None,
-) -> Running:
+def running(survival: Sequence[float], window: int, pace: Pace) -> Running:
     """Rounds of a window: what is there at a round's beginning is verified, up to the window, and nobody waits.
 
     A commit leaves with the next round's beginning. A request has draft tokens in stock beyond it, or is lost: the
     commit differs from what was drafted, its round is a plain step, and the drafter has the length of that, less a
     message both ways and what is left of the step that it is in.
-
-    returns: P(the first token is right | the last was not); default: as after any.
     """
     checked(survival)
     if not 1 <= window <= len(survival) or not pace.token_s > 0 or pace.most < 1:
@@ -132,7 +124,7 @@ def running(
     onward = survival[window] if len(survival) > window else _next(survival[:window])
     chain = _Chain(
         goes_on=(*survival[:window], onward),
-        returns=survival[0] if returns is None else returns,
+        returns=survival[0],
         pace=pace,
     )
     low_s, high_s = 0.0, float("inf")
@@ -160,6 +152,7 @@ class _Chain:
     goes_on: tuple[float, ...]
     """[K]: P(k draft tokens and the one after them are right)."""
     returns: float
+    """P(the first token is right | the last was not): as after any."""
     pace: Pace
 
     def windows(self, round_s: float) -> NDArray[np.float64]:

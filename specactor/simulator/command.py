@@ -1,7 +1,7 @@
 """``specactor simulate``: RL steps of a cluster in virtual time, with the planner that engines call. Needs no GPU.
 
 Seconds come from published figures of devices and models, or from a table that ``specactor profile`` measured; lengths
-and acceptance from distributions, or from a run's own metrics. What the planner believes of drafters and what is true
+and acceptance from distributions. What the planner believes of drafters and what is true
 may differ.
 
 Invariants: equal settings give equal results; what is wrong on the command line is one error of one line; nothing is
@@ -13,20 +13,18 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-from specactor.errors import ConfigError, DataError
-from specactor.metrics import read_metrics
+from specactor.errors import ConfigError
 from specactor.planning.command import Inputs, acceptance_at, candidates, named_shape, parse
 from specactor.planning.gpu_specs import Device, device
 from specactor.planning.model_shapes import TransformerShape
 from specactor.simulator.decide import Policy, SimulatedMode
-from specactor.simulator.requests import Lengths, Method, Replay, World
-from specactor.simulator.steps import Job, Phases, Refresh, Run, run
+from specactor.simulator.requests import Lengths, Method, World
+from specactor.simulator.steps import Job, Run, run
 
 PROG = "specactor simulate"
 MOST_REQUESTS = 2048
@@ -55,15 +53,12 @@ class SimulateOptions(Inputs):
     length_sigma: float = 1.0
     """Of the logarithm of lengths: how heavy the tail is."""
     length_longest: int = 20000
-    replay: str = ""
-    """Folder of a run whose lengths and acceptance are drawn instead, where it logged them; with --cost-table also its
-    training speed."""
     modes: tuple[SimulatedMode, ...] = ("off", "coupled", "decoupled", "auto")
     steps: int = 1
     train_tokens_per_s: float = 0.0
     """Of a device; 0: from figures."""
-    refresh: Refresh = "never"
-    """When the drafter is distilled: never, or after each step."""
+    refresh: bool = False
+    """Distil the drafter after each step."""
     seed: int = 0
 
 
@@ -80,32 +75,18 @@ def parsed(argv: Sequence[str]) -> SimulateOptions:
 
 def jobs(options: SimulateOptions) -> dict[str, Job]:
     """By mode, on the same requests. Raises ConfigError, DataError and PlanError for what cannot be."""
-    replay = _replay(options) if options.replay else None
     found = candidates(options, max_requests=MOST_REQUESTS, processes=False)
     words = options.true_acceptance or options.acceptance
     methods = {d.name: replace(TRUTH, rate=acceptance_at(words, d.name)) for d in found.drafters}
-    lengths = Lengths(median=options.length_median, sigma=options.length_sigma, longest=options.length_longest)
-    if replay is not None:
-        lengths = replay.lengths
-        logged = {name: method for name, method in replay.methods.items() if name in methods}
-        methods |= {name: replace(methods[name], by_position=method.by_position) for name, method in logged.items()}
-        found = replace(
-            found,
-            drafters=tuple(
-                replace(d, survival=logged[d.name].survival(len(d.survival))) if d.name in logged else d
-                for d in found.drafters
-            ),
-        )
-    phases = Phases(train_tokens_per_s_per_device=_train_tokens_per_s(options, replay), refresh=options.refresh)
     job = Job(
         devices=options.devices,
         prompts=options.prompts,
         group_size=options.group_size,
-        lengths=lengths,
+        lengths=Lengths(median=options.length_median, sigma=options.length_sigma, longest=options.length_longest),
         options=found,
         world=World(methods=methods, jitter=JITTER),
         policy=Policy(),
-        phases=phases,
+        train_tokens_per_s=_train_tokens_per_s(options),
         steps=options.steps,
         seed=options.seed,
     )
@@ -113,7 +94,7 @@ def jobs(options: SimulateOptions) -> dict[str, Job]:
         mode: replace(
             job,
             policy=Policy(mode=mode, max_window=options.max_window),
-            phases=phases if mode != "off" else replace(phases, refresh="never"),
+            refresh=options.refresh and mode != "off",
         )
         for mode in options.modes
     }
@@ -144,11 +125,10 @@ def figures(of: Run) -> dict[str, Any]:
         "seconds": of.seconds,
         "tokens": of.tokens,
         "rollout_tokens_per_s": of.tokens / of.rollout_s,
-        "device_shares": dict(of.shares),
+        "idle": of.idle,
         "steps": [
             {
                 "rollout_s": step.rollout_s,
-                "reward_s": step.reward_s,
                 "train_s": step.train_s,
                 "sync_s": step.sync_s,
                 "refresh_s": step.refresh_s,
@@ -166,29 +146,10 @@ def figures(of: Run) -> dict[str, Any]:
     }
 
 
-def _replay(options: SimulateOptions) -> Replay:
-    folder = Path(options.replay)
-    if not (folder / "metrics.jsonl").is_file():
-        raise DataError(f"replay: got {options.replay!r}, expected the folder of a run, with metrics.jsonl.")
-    try:
-        return Replay.of_metrics(read_metrics(folder), max_window=options.max_window, seed=options.seed)
-    except (ValueError, KeyError, TypeError) as error:
-        raise DataError(f"replay: got a metrics.jsonl that no run writes ({error!r}). Name another run.") from None
-
-
-def _train_tokens_per_s(options: SimulateOptions, replay: Replay | None) -> float:
-    if options.train_tokens_per_s:
-        return options.train_tokens_per_s
-    if replay and replay.train_tokens_per_s and options.cost_table:  # of the same devices as the rounds
-        return replay.train_tokens_per_s / options.devices
-    if options.cost_table:
-        raise ConfigError.at(
-            "train_tokens_per_s",
-            0,
-            "> 0 with --cost-table",
-            "Give what a device trains, or --replay a run that logged it.",
-        )
-    return trained_per_s(named_shape(options.model), device(options.device))
+def _train_tokens_per_s(options: SimulateOptions) -> float:
+    if options.cost_table and not options.train_tokens_per_s:
+        raise ConfigError.at("train_tokens_per_s", 0, "> 0 with --cost-table", "Give what a device trains.")
+    return options.train_tokens_per_s or trained_per_s(named_shape(options.model), device(options.device))
 
 
 def trained_per_s(shape: TransformerShape, hardware: Device) -> float:
@@ -214,7 +175,7 @@ def _row(of: Run, first: Run) -> tuple[str, ...]:
         f"{of.rollout_s / steps:.1f}",
         f"{first.rollout_s / of.rollout_s:.2f}",
         f"{accepted / drafted:.2f}" if drafted else "-",
-        f"{of.shares['idle']:.0%}",
+        f"{of.idle:.0%}",
         f"{plan.mode} w={plan.window}, {counts}" if plan.window else f"off, {counts}",
     )
 

@@ -12,7 +12,7 @@ Shape legend: B running requests, N all.
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -26,7 +26,7 @@ from specactor.rollout.speculation.reconfiguration import MODES, PLAIN, DraftPla
 from specactor.rollout.speculation.stragglers import best_window
 from specactor.simulator.decide import Decider, Decision
 from specactor.simulator.requests import Floats, Ints
-from specactor.simulator.rounds import COUPLED, DECOUPLED, Beside, Remote, Round, round_of
+from specactor.simulator.rounds import Beside, Remote, Round, round_of
 
 DONE = 1e-6
 """Tokens short of its length at which a request has finished."""
@@ -73,8 +73,7 @@ class Engine:
         """Until when it was accounted for."""
         self.version = 0
         """Of its schedule: events of older ones are void."""
-        self.busy_s: dict[str, float] = defaultdict(float)
-        """By what it did."""
+        self.busy_s = 0.0
         self.helper: Helper | None = None
         self.rounds, self.emitted, self.drafted, self.accepted = 0.0, 0.0, 0.0, 0.0
         self.first_round_s = 0.0
@@ -84,15 +83,6 @@ class Engine:
         self.requests_decided = 0
         self._look = FIRST_LOOK
         self._new = 0
-
-    @property
-    def kind(self) -> str:
-        mode_B, window_B = self.decision.modes, self.decision.windows
-        if (mode_B == DECOUPLED).any():
-            return "decoupled"
-        if ((mode_B == COUPLED) & (window_B > 0)).any():
-            return "coupled"
-        return "decoupled" if self.helper else "off"
 
     @property
     def plans(self) -> list[DraftPlan]:
@@ -137,7 +127,7 @@ class Engine:
         self.emitted += rounds * float(self.round.tokens.sum())
         self.drafted += rounds * float(self.round.drafted.sum())
         self.accepted += rounds * float(self.round.tokens.sum() - len(self.running))
-        self.busy_s[self.kind] += now - self.since
+        self.busy_s += now - self.since
         self.since = now
 
     def remove(self, gone_B: np.ndarray[tuple[int], np.dtype[np.bool_]]) -> Ints:

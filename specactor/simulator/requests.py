@@ -1,5 +1,5 @@
 """What is true in a simulation: lengths of responses, how easy each is to draft, and what takes time beside rounds.
-PURE: seeds, or a run's metrics, in; arrays out.
+PURE: seeds in, arrays out.
 
 Invariants: equal seeds give equal requests; lengths lie in 1..longest; the requests of a prompt are neighbours; neither
 the mode nor the plan is an input, so all modes are compared on the same requests.
@@ -9,29 +9,21 @@ Shape legend: N requests, M methods.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import isfinite
-from statistics import median
 
 import numpy as np
 from numpy.typing import NDArray
 
-from specactor.errors import DataError, PlanError
+from specactor.errors import PlanError
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
-NORMAL_P95 = 1.6449
-"""Standard deviations from the median to the 95th percentile of a normal distribution."""
-REPLAYED_PER_STEP = 256
-"""Lengths that are drawn of each logged step's distribution."""
-Line = Mapping[str, float | int | str]
-"""Of metrics.jsonl."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Lengths:
-    """Of responses, in tokens: log-normal, cut at `longest`, or drawn from `observed`."""
+    """Of responses, in tokens: log-normal, cut at `longest`."""
 
     median: float = 4000.0
     sigma: float = 1.0
@@ -39,43 +31,19 @@ class Lengths:
     longest: int = 20000
     alike: float = 0.5
     """Correlation of the logarithms within a prompt's group."""
-    observed: tuple[int, ...] = ()
-    """If there are any, lengths are drawn from these, and only `longest` counts of the others."""
 
     def __post_init__(self) -> None:
         if not (self.median >= 1 and self.sigma >= 0 and self.longest >= 1 and 0 <= self.alike <= 1):
             got = (self.median, self.sigma, self.longest, self.alike)
             raise PlanError(f"lengths (median, sigma, longest, alike): got {got}, expected >= 1, >= 0, >= 1, 0..1.")
-        if self.observed and min(self.observed) < 1:
-            raise PlanError(f"lengths.observed: got {min(self.observed)}, expected tokens >= 1.")
 
     def draw(self, rng: np.random.Generator, group_N: Ints) -> Ints:
         """[N]"""
-        if self.observed:
-            drawn_N = rng.choice(np.array(self.observed), len(group_N))
-            return _whole(np.minimum(drawn_N, self.longest))
         own_N = rng.standard_normal(len(group_N))
         shared_N = rng.standard_normal(int(group_N.max()) + 1)[group_N]
         z_N = np.sqrt(self.alike) * shared_N + np.sqrt(1.0 - self.alike) * own_N
-        tokens_N = np.round(self.median * np.exp(self.sigma * z_N)).clip(1, self.longest)
-        return _whole(tokens_N)
-
-    @classmethod
-    def of_statistics(cls, *, mean: float, p95: float, longest: int) -> Lengths:
-        """Log-normal with that mean and 95th percentile, as a run logs them. Tails heavier than any log-normal's
-        become the heaviest."""
-        if not mean >= 1 or not 1 <= p95 <= longest:
-            got = (mean, p95, longest)
-            raise PlanError(f"lengths (mean, p95, longest): got {got}, expected >= 1 and p95 <= longest.")
-        # p95 / mean = exp(z sigma - sigma^2 / 2): the smaller root.
-        gap = np.log(max(p95 / mean, 1.0))
-        sigma = NORMAL_P95 - np.sqrt(max(NORMAL_P95**2 - 2.0 * gap, 0.0))
-        return cls(median=max(1.0, mean * float(np.exp(-(sigma**2) / 2))), sigma=float(sigma), longest=longest)
-
-
-def _whole(tokens_N: NDArray[np.floating | np.integer]) -> Ints:
-    whole_N: Ints = tokens_N.astype(np.int64)
-    return whole_N
+        tokens_N: Ints = np.round(self.median * np.exp(self.sigma * z_N)).clip(1, self.longest).astype(np.int64)
+        return tokens_N
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,7 +55,7 @@ class Method:
     decay: float = 0.98
     """From one position of a draft to the next, given that all before were accepted."""
     by_position: tuple[float, ...] = ()
-    """Logged instead of `rate` and `decay`: P(accepted at j | those before were); the last one goes on."""
+    """Counted instead of `rate` and `decay`: P(accepted at j | those before were); the last one goes on."""
     spread: float = 0.5
     """Standard deviation among requests of the log-odds of being accepted."""
     drift: float = 0.0
@@ -178,54 +146,3 @@ def survivals(method: Method, odds_B: Floats, tokens_B: Floats, *, window: int, 
     a_BW *= np.asarray(method.kept(age, tokens_B))[:, None]
     survived_BW: Floats = a_BW.cumprod(axis=1)
     return survived_BW
-
-
-@dataclass(frozen=True, kw_only=True)
-class Replay:
-    """What a run logged, as distributions to simulate from."""
-
-    lengths: Lengths
-    methods: Mapping[str, Method]
-    """By drafter, those that drafted."""
-    train_tokens_per_s: float
-    """Of the whole job; 0: not logged."""
-
-    @classmethod
-    def of_metrics(cls, lines: Iterable[Line], *, max_window: int, seed: int = 0) -> Replay:
-        """Lengths are log-normals with each step's mean and 95th percentile, mixed; acceptance by position is the ratio
-        of `accepted_at_J` to `drafted_at_J` of all steps. Raises DataError where lengths are missing."""
-        steps = [line for line in lines if "response/length_mean" in line]
-        if not steps:
-            raise DataError("replay: got metrics without response/length_mean, expected those of a run with RL steps.")
-        trained = [float(line["train/tokens_per_s"]) for line in steps if "train/tokens_per_s" in line]
-        return cls(
-            lengths=_replayed_lengths(steps, np.random.default_rng(seed)),
-            methods=_replayed_methods(steps, max_window),
-            train_tokens_per_s=median([speed for speed in trained if isfinite(speed)] or [0.0]),
-        )
-
-
-def _replayed_lengths(steps: Sequence[Line], rng: np.random.Generator) -> Lengths:
-    observed: list[int] = []
-    for line in steps:
-        mean, p95, most = (max(1.0, float(line[f"response/length_{key}"])) for key in ("mean", "p95", "max"))
-        of_step = Lengths.of_statistics(mean=mean, p95=min(p95, most), longest=int(most))
-        observed += of_step.draw(rng, np.arange(REPLAYED_PER_STEP)).tolist()
-    return Lengths(observed=tuple(observed), longest=max(int(line["response/length_max"]) for line in steps))
-
-
-def _replayed_methods(steps: Sequence[Line], max_window: int) -> dict[str, Method]:
-    methods = {}
-    for name in sorted({key.split("/")[1] for line in steps for key in line if "/drafted_at_" in key}):
-        drafted, accepted = (
-            [
-                sum(float(line.get(f"speculation/{name}/{what}_at_{j}", 0)) for line in steps)
-                for j in range(1, max_window + 1)
-            ]
-            for what in ("drafted", "accepted")
-        )
-        # A draft token counts only where all before it were accepted.
-        tried = [drafted[0], *(min(d, a) for d, a in zip(drafted[1:], accepted[:-1], strict=True))]
-        if rates := tuple(min(1.0, a / t) for a, t in zip(accepted, tried, strict=True) if t > 0):
-            methods[name] = Method(rate=rates[0], by_position=rates)
-    return methods

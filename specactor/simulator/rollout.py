@@ -14,7 +14,7 @@ Shape legend: N requests, B those that run on an engine, W positions.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import count
 
@@ -49,8 +49,8 @@ class Outcome:
     """[N], tokens."""
     finish_s: Floats
     """[N]: seconds from the rollout's begin."""
-    busy_s: Mapping[str, float]
-    """Device-seconds by what devices did: start, off, coupled, decoupled, drafting, fastest (helping another)."""
+    busy_device_s: float
+    """Of engines that start, verify, or help another, and of drafters while any request is drafted for."""
     rounds: float
     """Of all engines."""
     emitted: float
@@ -286,7 +286,7 @@ class Rollout:
         self._drafters_busy(now)
         if engine.helper is not None:
             helper, engine.helper = engine.helper, None
-            helper.engine.busy_s["fastest"] += now - helper.since
+            helper.engine.busy_s += now - helper.since
             self._ready(helper.engine, now)
         if self.policy.mode == "auto" and self.policy.fastest:
             self.dry[engine.index] = False
@@ -347,17 +347,13 @@ class Rollout:
     def _outcome(self) -> Outcome:
         if self.left or np.isnan(self.finish_N).any():
             raise PlanError(f"simulate: {self.left} requests were lost. This is a bug of the simulator.")
-        busy_s = {"start": self.world.start_s * self.plan.verifiers.devices}
-        for engine in self.engines:
-            for kind, seconds in engine.busy_s.items():
-                busy_s[kind] = busy_s.get(kind, 0.0) + seconds * engine.option.devices
-        if self.drafting_s:
-            busy_s["drafting"] = self.drafting_s * self.plan.drafters.devices
+        verifying_s = sum(self.world.start_s + engine.busy_s for engine in self.engines)
+        busy_device_s = verifying_s * self.plan.verifiers.devices_each + self.drafting_s * self.plan.drafters.devices
         return Outcome(
             plan=self.plan,
             lengths=self.requests.lengths,
             finish_s=self.finish_N,
-            busy_s=busy_s,
+            busy_device_s=busy_device_s,
             rounds=sum(e.rounds for e in self.engines),
             emitted=sum(e.emitted for e in self.engines),
             drafted=sum(e.drafted for e in self.engines),

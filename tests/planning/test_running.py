@@ -136,12 +136,6 @@ def test_a_round_emits_no_less_than_plain_and_no_more_than_coupled(
     assert least * (1 - 1e-9) <= found.round_s <= most * (1 + 1e-9)
 
 
-def test_first_tokens_after_a_rejection_may_be_harder() -> None:
-    survival = survival_of(0.7, 5)
-    assert running(survival, 4, pace(0.002), returns=0.4).tokens < running(survival, 4, pace(0.002)).tokens
-    assert running(survival, 4, pace(0.002), returns=0.7).tokens == running(survival, 4, pace(0.002)).tokens
-
-
 def test_windows_ahead_are_those_of_a_drafter_process() -> None:
     assert AHEAD == request_mirror.AHEAD
 

@@ -262,8 +262,6 @@ def test_memory_bounds_the_requests_at_once() -> None:
     assert by_mode["decoupled"].requests_per_engine == 8
     assert by_mode["off"].tokens_per_s == pytest.approx(16 / 0.0116), "48 wait"
     assert "more requests wait" in by_mode["off"].reason
-    assert (by_mode["off"].verifiers.weights_bytes, by_mode["off"].verifiers.kv_bytes) == (60.0, 40.0)
-    assert (by_mode["decoupled"].drafters.weights_bytes, by_mode["decoupled"].drafters.kv_bytes) == (10.0, 40.0)
     with pytest.raises(PlanError, match=r"verifiers of \[1\]; expected one that fits"):
         search(
             cluster, [verifier(1, footprint=Footprint(weights_bytes=200.0, request_bytes=1.0), capacity_bytes=100.0)]

@@ -28,7 +28,7 @@ def test_modes_are_compared_on_the_same_requests(capsys: pytest.CaptureFixture[s
     assert len({of["tokens"] for of in found.values()}) == 1
     for of in found.values():
         assert len(of["steps"]) == 2
-        assert sum(of["device_shares"].values()) == pytest.approx(1.0)
+        assert 0.0 <= of["idle"] < 1.0
     assert found["off"]["steps"][0]["drafted"] == 0
     assert found["coupled"]["steps"][0]["drafted"] > 0
     assert simulated(capsys, *SMALL, "--steps", "2") == found, "equal seeds"
@@ -42,27 +42,22 @@ def test_truth_is_set_apart_from_belief(capsys: pytest.CaptureFixture[str]) -> N
     assert changed["seconds"] > usual["seconds"]
 
 
-def test_a_measured_table_and_a_run_are_replayed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_measured_table_takes_the_place_of_figures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     grid = Grid(requests=(1.0, 64.0), per_request=(1.0, 9.0), seconds=((0.01, 0.011), (0.02, 0.05)))
     table = CostTable(model="m", device="d", date="", verify=grid, plain=grid, drafters={"small": grid, "suffix": grid})
     file = tmp_path / "costs.json"
     file.write_text(table.to_json())
-    line = {"step": 1, "response/length_mean": 50.0, "response/length_p95": 90, "response/length_max": 99}
-    line |= {"speculation/small/drafted_at_1": 10, "speculation/small/accepted_at_1": 9}
-    (tmp_path / "metrics.jsonl").write_text(json.dumps(line) + "\n")
     words = ["--cost-table", str(file), "--devices", "4", "--prompts", "4", "--group-size", "2", "--train-tokens-per-s"]
-    found = simulated(capsys, *words, "100", "--replay", str(tmp_path), "--drafters", "small", "--modes", "off", "auto")
+    found = simulated(capsys, *words, "100", "--length-longest", "99", "--drafters", "small", "--modes", "off", "auto")
     assert found["off"]["tokens"] <= 8 * 99
     assert main(["simulate", "--cost-table", str(file)]) == 2
     assert "train_tokens_per_s: got 0, expected > 0 with --cost-table" in capsys.readouterr().err
-    assert main(["simulate", "--replay", str(tmp_path / "none")]) == 1
-    assert "expected the folder of a run" in capsys.readouterr().err
     assert main(["simulate", "--cost-table", str(tmp_path / "none")]) == 1
     assert "specactor profile" in capsys.readouterr().err
 
 
 def test_the_table_fits_and_says_what_was_simulated(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["simulate", *SMALL, "--modes", "off", "auto", "--refresh", "after", "--steps", "2"]) == 0
+    assert main(["simulate", *SMALL, "--modes", "off", "auto", "--refresh", "--steps", "2"]) == 0
     said = capsys.readouterr().out
     assert "simulated" in said
     assert "8 devices, 2 steps of 6 x 4 requests" in said.replace("\n", " ")

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specactor.errors import DataError, PlanError
-from specactor.simulator.requests import Lengths, Method, Replay, draw, survivals
+from specactor.errors import PlanError
+from specactor.simulator.requests import Lengths, Method, draw, survivals
 
 
 @given(st.integers(1, 20), st.integers(1, 5), st.integers(0, 9), st.floats(0, 2))
@@ -33,19 +33,6 @@ def test_the_tail_is_heavy_and_groups_are_alike() -> None:
     assert np.quantile(drawn.lengths, 0.95) == pytest.approx(1000 * np.exp(1.645), rel=0.1)
     pairs = np.log(drawn.lengths).reshape(-1, 2)
     assert np.corrcoef(pairs.T)[0, 1] == pytest.approx(0.8, abs=0.05)
-
-
-@pytest.mark.parametrize("sigma", [0.3, 0.7, 1.2])
-def test_logged_statistics_give_back_their_distribution(sigma: float) -> None:
-    found = Lengths.of_statistics(
-        mean=1000 * float(np.exp(sigma**2 / 2)), p95=1000 * float(np.exp(1.6449 * sigma)), longest=10**6
-    )
-    assert (found.median, found.sigma) == pytest.approx((1000, sigma), rel=1e-3)
-
-
-def test_observed_lengths_are_drawn() -> None:
-    drawn = draw(Lengths(observed=(3, 5, 900), longest=100), prompts=40, group_size=2, seed=(0,))
-    assert set(drawn.lengths.tolist()) == {3, 5, 100}
 
 
 def test_survival_by_hand() -> None:
@@ -75,33 +62,3 @@ def test_what_cannot_be_is_refused() -> None:
         Method(rate=1.5)
     with pytest.raises(PlanError, match="requests: got 0 prompts"):
         draw(Lengths(), prompts=0, group_size=1, seed=(0,))
-
-
-LOGGED = {
-    "step": 1,
-    "response/length_mean": 100.0,
-    "response/length_p95": 250,
-    "response/length_max": 400,
-    "train/tokens_per_s": 900.0,
-    "speculation/small/drafted_at_1": 100,
-    "speculation/small/accepted_at_1": 80,
-    "speculation/small/drafted_at_2": 100,
-    "speculation/small/accepted_at_2": 40,
-    "speculation/off/share_of_rounds": 0.5,
-}
-
-
-def test_a_runs_metrics_come_back() -> None:
-    found = Replay.of_metrics([{"step": 0}, LOGGED, {**LOGGED, "step": 2}], max_window=4)
-    lengths = np.array(found.lengths.observed)
-    assert lengths.mean() == pytest.approx(100, rel=0.1)
-    assert np.quantile(lengths, 0.95) == pytest.approx(250, rel=0.15)
-    assert found.lengths.longest == 400
-    assert set(found.methods) == {"small"}
-    assert found.methods["small"].by_position == pytest.approx((0.8, 0.5)), "40 of the 80 whose first was accepted"
-    assert found.train_tokens_per_s == 900.0
-
-
-def test_metrics_without_lengths_are_refused() -> None:
-    with pytest.raises(DataError, match="response/length_mean"):
-        Replay.of_metrics([{"step": 0, "accuracy/eval": 0.5}], max_window=4)
