@@ -54,9 +54,6 @@ class Attained:
     """Norms, projections, rotation, attention in two passes, activation; with routing a few more. Assumed: counted."""
     launch_s: float = 8e-6
     """Of a captured graph: 8 us of processor time, https://cuda.juliagpu.org/dev/usage/graphs/"""
-    host_s: float = 0.0
-    """Of a round beside the forwards: scheduling, sampling, transfers. Assumed hidden, as an engine with overlapped
-    scheduling does; where it does not, it is milliseconds, and the table must be measured."""
     memory: float = 0.90
     """Share of the memory for weights and KV. Assumed; SGLang's mem_fraction_static is about that."""
 

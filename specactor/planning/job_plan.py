@@ -8,10 +8,8 @@ Invariants: what is applied changes the speed and never a token; equal input giv
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
-from types import GenericAlias
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from specactor.config import Config
 from specactor.planning.plans import Cluster, RolloutPlan, from_table
@@ -20,20 +18,11 @@ from specactor.rollout import cost_file
 from specactor.rollout.speculation.acceptance import AcceptanceModel
 from specactor.rollout.speculation.costs import METHOD, CostTable
 
-T = TypeVar("T")
+if TYPE_CHECKING:  # plans need no torch
+    from specactor.parallel.collective import Collective
 
 
-class Ranks(Protocol):
-    """The part of `parallel.collective.Collective` that sharing a table takes."""
-
-    rank: int
-
-    def together(self, phase: str, work: Callable[[], T]) -> T: ...
-
-    def gather(self, value: T, kind: type[T] | GenericAlias) -> list[T]: ...
-
-
-def shared_table(file: str, ranks: Ranks) -> CostTable:
+def shared_table(file: str, ranks: Collective) -> CostTable:
     """Read the table on rank 0 alone: hosts whose files differ would make different plans of one job."""
     text = ranks.together("cost table", lambda: cost_file.read(file).to_json() if ranks.rank == 0 else "")
     return CostTable.from_json(ranks.gather(text, str)[0])

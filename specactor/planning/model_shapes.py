@@ -93,16 +93,6 @@ class TransformerShape:
     @classmethod
     def of_config(cls, config: Mapping[str, Any], name: str) -> TransformerShape:
         """Of a Hugging Face config.json. Raises PlanError for what is no such decoder."""
-        try:
-            return cls._of(config, name)
-        except (KeyError, TypeError) as error:
-            raise PlanError(
-                f"{name}: config.json has no {error}; expected that of a decoder with grouped-query attention. "
-                "For other models measure a table with specactor profile and give it with --cost-table."
-            ) from None
-
-    @classmethod
-    def _of(cls, config: Mapping[str, Any], name: str) -> TransformerShape:
         experts = config.get("num_experts") or config.get("num_local_experts") or 0
         refused = [key for key in ("kv_lora_rank", "shared_expert_intermediate_size") if config.get(key)]
         mixed = experts and (config.get("mlp_only_layers") or config.get("decoder_sparse_step", 1) != 1)
@@ -113,59 +103,37 @@ class TransformerShape:
                 f"{name}: got {found[0]}, expected plain attention and layers of one kind. Measure a table with "
                 "specactor profile and give it with --cost-table."
             )
-        heads = config["num_attention_heads"]
-        return cls(
-            name=name,
-            layers=config["num_hidden_layers"],
-            hidden=config["hidden_size"],
-            heads=heads,
-            kv_heads=config.get("num_key_value_heads", heads),
-            head_dim=config.get("head_dim") or config["hidden_size"] // heads,
-            intermediate=0 if experts else config["intermediate_size"],
-            vocab=config["vocab_size"],
-            tied=bool(config.get("tie_word_embeddings", False)),
-            experts=experts,
-            experts_per_token=config["num_experts_per_tok"] if experts else 0,
-            expert_intermediate=config.get("moe_intermediate_size", config["intermediate_size"]) if experts else 0,
-        )
+        try:
+            heads = config["num_attention_heads"]
+            return cls(
+                name=name,
+                layers=config["num_hidden_layers"],
+                hidden=config["hidden_size"],
+                heads=heads,
+                kv_heads=config.get("num_key_value_heads", heads),
+                head_dim=config.get("head_dim") or config["hidden_size"] // heads,
+                intermediate=0 if experts else config["intermediate_size"],
+                vocab=config["vocab_size"],
+                tied=bool(config.get("tie_word_embeddings", False)),
+                experts=experts,
+                experts_per_token=config["num_experts_per_tok"] if experts else 0,
+                expert_intermediate=config.get("moe_intermediate_size", config["intermediate_size"]) if experts else 0,
+            )
+        except (KeyError, TypeError) as error:
+            raise PlanError(
+                f"{name}: config.json has no {error}; expected that of a decoder with grouped-query attention. "
+                "For other models measure a table with specactor profile and give it with --cost-table."
+            ) from None
 
 
 def _dense(
     name: str, layers: int, hidden: int, heads: int, kv_heads: int, intermediate: int, vocab: int, **more: Any
 ) -> TransformerShape:
-    head_dim = more.pop("head_dim", hidden // heads)
-    return TransformerShape(
-        name=name,
-        layers=layers,
-        hidden=hidden,
-        heads=heads,
-        kv_heads=kv_heads,
-        head_dim=head_dim,
-        intermediate=intermediate,
-        vocab=vocab,
-        **more,
-    )
+    sizes = {"layers": layers, "hidden": hidden, "heads": heads, "kv_heads": kv_heads, "head_dim": hidden // heads}
+    return TransformerShape(name=name, intermediate=intermediate, vocab=vocab, **(sizes | more))
 
 
-def _routed(
-    name: str, layers: int, hidden: int, heads: int, kv_heads: int, expert_intermediate: int
-) -> TransformerShape:
-    """Qwen3 with 128 experts, 8 of them for a token."""
-    return TransformerShape(
-        name=name,
-        layers=layers,
-        hidden=hidden,
-        heads=heads,
-        kv_heads=kv_heads,
-        head_dim=128,
-        intermediate=0,
-        vocab=151936,
-        experts=128,
-        experts_per_token=8,
-        expert_intermediate=expert_intermediate,
-    )
-
-
+QWEN3_EXPERTS = {"head_dim": 128, "experts": 128, "experts_per_token": 8}
 SHAPES: Mapping[str, TransformerShape] = {
     shape.name: shape
     for shape in (
@@ -180,8 +148,8 @@ SHAPES: Mapping[str, TransformerShape] = {
         _dense("Qwen3-32B", 64, 5120, 64, 8, 25600, 151936, head_dim=128),
         # the same figures: https://gitcode.com/Ascend/MindSpeed-RL/blob/master/configs/model/qwen3_30b_a3b.yaml and
         # qwen3_235b_a22b.yaml beside it
-        _routed("Qwen3-30B-A3B", 48, 2048, 32, 4, 768),
-        _routed("Qwen3-235B-A22B", 94, 4096, 64, 4, 1536),
+        _dense("Qwen3-30B-A3B", 48, 2048, 32, 4, 0, 151936, expert_intermediate=768, **QWEN3_EXPERTS),
+        _dense("Qwen3-235B-A22B", 94, 4096, 64, 4, 0, 151936, expert_intermediate=1536, **QWEN3_EXPERTS),
     )
 }
 """By name. Parameters come out as the names say, which a test checks."""

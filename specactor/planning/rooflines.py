@@ -12,7 +12,7 @@ and two all-reduces of rows x hidden per layer (g > 1), the least time of its ke
 requests up to the sizes for which graphs are captured (SGLang 0.5.23's lists, with and without speculation).
 
 The tables are `CostTable`s and `Grid`s like measured ones. What they leave out: imbalance of experts, prefills beside
-decodes, stragglers, the host (`Attained.host_s`), and kernels that fall short of the attained shares. Measure where you
+decodes, stragglers, the host, and kernels that fall short of the attained shares. Measure where you
 can.
 
 Invariants: seconds do not fall with requests, tokens or context; devices are added within one node.
@@ -124,7 +124,6 @@ def cost_table(target: Roofline, drafters: Mapping[str, Roofline], *, max_window
     """As a profile of that engine would give it. `drafters` draft on the same devices, by name."""
     requests, tokens = _nodes(max_requests), range(1, max_window + 2)
     axis = tuple(map(float, requests))
-    host = target.attained.host_s
     return CostTable(
         model=target.shape.name,
         device=f"{target.devices} x {target.device.name}, published figures",
@@ -132,11 +131,9 @@ def cost_table(target: Roofline, drafters: Mapping[str, Roofline], *, max_window
         verify=Grid(
             requests=axis,
             per_request=tuple(map(float, tokens)),
-            seconds=tuple(
-                tuple(target.forward_s(n, t, buckets=WINDOW_BUCKETS) + host for t in tokens) for n in requests
-            ),
+            seconds=tuple(tuple(target.forward_s(n, t, buckets=WINDOW_BUCKETS) for t in tokens) for n in requests),
         ),
-        plain=Grid(requests=axis, per_request=(1.0,), seconds=tuple((target.forward_s(n) + host,) for n in requests)),
+        plain=Grid(requests=axis, per_request=(1.0,), seconds=tuple((target.forward_s(n),) for n in requests)),
         drafters={
             name: draft_grid(drafter, max_window=max_window, max_requests=max_requests)
             for name, drafter in drafters.items()

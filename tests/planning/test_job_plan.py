@@ -132,7 +132,8 @@ def test_hosts_whose_files_differ_plan_alike(config: Config, tmp_path: Path) -> 
         cost_file.write(file, own)
     told: list[Any] = [None] * 3
     plans = [
-        planned(config, shared_table(str(file), OneOfThree(rank, told)), machines=3) for rank, file in enumerate(files)
+        planned(config, shared_table(str(file), OneOfThree(rank, told)), machines=3)  # type: ignore[arg-type]
+        for rank, file in enumerate(files)
     ]
     assert plans[0] == plans[1] == plans[2] == planned(config, quick, machines=3)
     assert planned(config, cost_file.read(files[1]), machines=3) != plans[0], "alone, rank 1 would plan otherwise"

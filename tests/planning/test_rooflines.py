@@ -205,8 +205,6 @@ def test_a_table_is_one_like_a_measured_one() -> None:
     assert table.verify_s(16, 16 * 4) == target.forward_s(16, 4, buckets=WINDOW_BUCKETS)
     assert table.verify.requests[-1] == 100
     assert table.draft_s("small", 8, 4) == pytest.approx(4 * table.draft_s("small", 8, 1))
-    hosted = roofline(attained=replace(Attained(), host_s=0.002))
-    assert cost_table(hosted, {}, max_window=4, max_requests=8).plain_s(8) == target.forward_s(8) + 0.002
 
 
 def test_a_drafter_is_cut_or_copied_whichever_is_faster() -> None:
