@@ -19,11 +19,11 @@ from specactor.planning.plans import Candidates, Cluster
 from specactor.planning.rooflines import from_figures
 from specactor.planning.search import search
 from specactor.rollout.speculation.acceptance import AcceptanceModel
+from specactor.rollout.speculation.costs import OnlineCosts
 from specactor.rollout.speculation.drafter import DraftSequence
-from specactor.rollout.speculation.online_costs import OnlineCosts
+from specactor.rollout.speculation.fastest_of_n import DryWorker, Straggler, assign
 from specactor.rollout.speculation.planner import of_drafter
 from specactor.rollout.speculation.reconfiguration import DraftPlan, LiveCosts, Offer, reconfigure
-from specactor.rollout.speculation.stragglers import DryWorker, Straggler, as_published
 from specactor.simulator.decide import Policy, SimulatedMode
 from specactor.simulator.requests import Lengths, Method, World, draw
 from specactor.simulator.rollout import simulate
@@ -100,9 +100,8 @@ def decision_ms() -> dict[str, float]:
         "modes and windows (reconfigure)": lambda: reconfigure(
             [Offer(drafter=drafter.name, survival=model.survivals(ids, covered=False), costs=live)],
             current,
-            everyone=True,
         ),
-        "Algorithm 3, 64 workers": lambda: as_published(stragglers, ["a", "b"], workers),
+        "Algorithm 3, 64 workers": lambda: assign(stragglers, ["a", "b"], workers, pays=None),
     }
     return {name: _ms(call) for name, call in calls.items()}
 

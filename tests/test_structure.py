@@ -123,7 +123,7 @@ def test_rollouts_import_neither_the_planner_nor_the_simulator() -> None:
 
 
 def test_files_stay_readable() -> None:
-    long = [path.name for path in PACKAGE.rglob("*.py") if len(path.read_text().splitlines()) > 400]
+    long = [path.name for path in PACKAGE.rglob("*.py") if len(path.read_text().splitlines()) > 500]
     assert long == [], "a file fits on a few screens"
 
 

@@ -21,8 +21,8 @@ from specactor.config import TailConfig
 from specactor.rollout.sglang.engine_client import Engine
 from specactor.rollout.speculation.costs import METHOD
 from specactor.rollout.speculation.counters import Counts
+from specactor.rollout.speculation.fastest_of_n import gain_after, speedup
 from specactor.rollout.speculation.reconfiguration import LiveCosts
-from specactor.rollout.speculation.stragglers import gain_after, speedup
 
 ASK_EVERY_S = 0.1
 """Events come by the hundred per second, and a prediction looks at every request."""

@@ -21,8 +21,8 @@ from specactor.errors import PlanError
 from specactor.planning.plans import Candidates, Cluster, RolloutPlan, VerifierOption
 from specactor.planning.search import search
 from specactor.rollout.speculation.acceptance import AcceptanceModel
+from specactor.rollout.speculation.costs import OnlineCosts
 from specactor.rollout.speculation.drafter import DraftSequence
-from specactor.rollout.speculation.online_costs import OnlineCosts
 from specactor.rollout.speculation.planner import of_drafter
 from specactor.rollout.speculation.reconfiguration import (
     MODES,
@@ -183,7 +183,7 @@ class Decider:
             served=ceil(remote.served),
             message_s=remote.message_s,
         )
-        plans = reconfigure([Offer(drafter=name, survival=survival_BW, costs=live)], current, everyone=True)
+        plans = reconfigure([Offer(drafter=name, survival=survival_BW, costs=live)], current)
         windows = tuple(plan.window for plan in plans)
         mode_B = np.array([MODES.index(plan.mode) for plan in plans], np.int64)
         found = round_of(survival_BW, mode_B, np.array(windows), table=table, drafter=name, remote=remote)

@@ -22,8 +22,8 @@ from specactor.errors import PlanError
 from specactor.planning.plans import VerifierOption
 from specactor.rollout.speculation.acceptance import survival_of
 from specactor.rollout.speculation.costs import Grid
+from specactor.rollout.speculation.fastest_of_n import best_window
 from specactor.rollout.speculation.reconfiguration import MODES, PLAIN, DraftPlan, LiveCosts
-from specactor.rollout.speculation.stragglers import best_window
 from specactor.simulator.decide import Decider, Decision
 from specactor.simulator.requests import Floats, Ints
 from specactor.simulator.rounds import Beside, Remote, Round, round_of

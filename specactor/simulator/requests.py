@@ -101,7 +101,7 @@ class World:
     jitter: float = 0.0
     """Standard deviation of the logarithm of engines' slowness: stragglers."""
     alike: float = 0.5
-    """How often methods are right together: see `stragglers.combined`."""
+    """How often methods are right together: see `fastest_of_n.combined`."""
 
     def __post_init__(self) -> None:
         least = min(self.start_s, self.replan_s, self.rollback_s, self.drafter_start_s, self.jitter)

@@ -24,8 +24,8 @@ from specactor.errors import PlanError
 from specactor.planning.plans import Candidates, Cluster, RolloutPlan, VerifierOption
 from specactor.rollout.requests import assign
 from specactor.rollout.speculation.drafter import DraftSequence
+from specactor.rollout.speculation.fastest_of_n import ranked
 from specactor.rollout.speculation.reconfiguration import LiveCosts
-from specactor.rollout.speculation.stragglers import ranked
 from specactor.simulator.decide import Decider, Policy, placed
 from specactor.simulator.engine import DONE, Engine, Helper, show
 from specactor.simulator.requests import Floats, Ints, Requests, World, survivals

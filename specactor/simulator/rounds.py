@@ -4,7 +4,7 @@ The same arithmetic serves what is predicted (estimated survivals) and what happ
 
     a request's method m offers window w in a share ready_m of its rounds (1 where it drafts on the verifier's devices,
     `pipelined` where it runs ahead), so it accepts j tokens or more with probability ready_m survival_mj;
-    methods together: `stragglers.combined`; emitted = 1 + the sum over j
+    methods together: `fastest_of_n.combined`; emitted = 1 + the sum over j
     rows = 1 + sum_m ready_m w_m;  seconds = max(verify of all rows, drafting elsewhere) + drafting here
 
 Invariants: a round emits at least one token per request; a round without windows is a plain step; better survivals
@@ -20,8 +20,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from specactor.rollout.speculation.costs import CostTable, Grid
+from specactor.rollout.speculation.fastest_of_n import combined
 from specactor.rollout.speculation.reconfiguration import ready
-from specactor.rollout.speculation.stragglers import combined
 from specactor.simulator.requests import Floats, Ints
 
 OFF, COUPLED, DECOUPLED = 0, 1, 2

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specactor.errors import PlanError
+from specactor.rollout.speculation.fastest_of_n import best_window, gain_after, ranked, speedup
 from specactor.rollout.speculation.reconfiguration import LiveCosts
-from specactor.rollout.speculation.stragglers import best_window, gain_after, ranked, speedup
 
 WINDOWS = 4
 

@@ -12,7 +12,7 @@ import pytest
 from specactor.planning import command as planning
 from specactor.planning import search
 from specactor.rollout import pool, tail
-from specactor.rollout.speculation import planner, reconfiguration, speculator, stragglers, windows
+from specactor.rollout.speculation import estimates, fastest_of_n, planner, reconfiguration, windows
 from specactor.rollout.speculation.drafter import DraftSequence
 from specactor.rollout.speculation.windows import OFF
 from specactor.simulator import decide as deciding
@@ -28,14 +28,14 @@ def test_decisions_are_those_of_the_engine() -> None:
     """By identity: a copy, or a wrapper, would be another object."""
     assert deciding.search is planning.search is search.search
     assert deciding.of_drafter is planner.of_drafter
-    assert deciding.choose is speculator.choose is windows.choose
-    assert deciding.AcceptanceModel is speculator.AcceptanceModel
-    assert deciding.OnlineCosts is speculator.OnlineCosts
+    assert deciding.choose is planner.choose is windows.choose
+    assert deciding.AcceptanceModel is estimates.AcceptanceModel
+    assert deciding.OnlineCosts is estimates.OnlineCosts
     assert deciding.reconfigure is planner.reconfigure is reconfiguration.reconfigure
     assert rollout.assign is pool.assign
-    assert engine.best_window is stragglers.best_window
-    assert tail.speedup is stragglers.speedup
-    assert rollout.ranked is planner.ranked is stragglers.ranked
+    assert engine.best_window is fastest_of_n.best_window
+    assert tail.speedup is fastest_of_n.speedup
+    assert rollout.ranked is planner.ranked is fastest_of_n.ranked
 
 
 def defined(text: str) -> set[str]:

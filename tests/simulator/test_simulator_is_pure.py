@@ -9,7 +9,7 @@ import pytest
 from tests import test_structure
 
 SIMULATOR = [
-    "rollout.speculation.stragglers",
+    "rollout.speculation.fastest_of_n",
     *(
         f"simulator.{name}"
         for name in (

@@ -13,10 +13,9 @@ from specactor.config import SpeculationConfig
 from specactor.errors import EngineError
 from specactor.rollout.decoupled.transport import DrafterAccess
 from specactor.rollout.sglang.engine_protocol import EngineSpec
-from specactor.rollout.speculation.costs import Point
+from specactor.rollout.speculation.costs import OnlineCosts, Point
 from specactor.rollout.speculation.counters import Counts
 from specactor.rollout.speculation.drafter import Drafter
-from specactor.rollout.speculation.online_costs import OnlineCosts
 from specactor.rollout.speculation.registry import make_drafters
 from specactor.rollout.speculation.speculator import Speculator
 

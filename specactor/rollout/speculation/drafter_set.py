@@ -17,21 +17,19 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from specactor.config import SpeculationConfig
-from specactor.rollout.speculation.acceptance import AcceptanceModel
-from specactor.rollout.speculation.counters import Counts, Figures
+from specactor.rollout.speculation.counters import Figures
 from specactor.rollout.speculation.drafter import Drafter, DraftSequence
+from specactor.rollout.speculation.estimates import Estimates
 from specactor.rollout.speculation.verification import Decision, Drafts, common, existing
 from specactor.rollout.speculation.windows import OFF
 
 FAILURES = 3
 """A drafter that raised this often is not asked again."""
-NEW_WEIGHTS_WEIGHT = 0.5
-"""What evidence about a drafter's acceptance is worth after its weights have changed."""
 LOOK_TRIALS = 8.0
 """What earlier evidence about acceptance is worth when a look brings new."""
 LISTEN_EVERY_S = 0.02
@@ -68,14 +66,9 @@ class DrafterSet:
         self,
         drafters: Sequence[Drafter],
         config: SpeculationConfig,
-        *,
-        acceptance: Mapping[str, AcceptanceModel] | None = None,
-        counts: Callable[[str], Counts] | None = None,
+        estimates: Estimates,
     ) -> None:
-        """Args:
-        acceptance: what is known of each, which is worth less when it drafts with new weights.
-        counts: where what goes wrong with a drafter is counted.
-        """
+        """`estimates`: what is known of each, and where what goes wrong with one is counted."""
         self.config = config
         self.vocab_size: int | None = None
         """Tokens from this one on do not exist; None: all do."""
@@ -87,9 +80,7 @@ class DrafterSet:
         self._by_kind: dict[_Kind, list[Drafter]] = {"text": [], "model": []}
         for drafter in drafters:
             self._by_kind[_kind(drafter)].append(drafter)
-        self._acceptance = acceptance or {}
-        own = {name: Counts() for name in self.drafters}
-        self._counts = counts or own.__getitem__
+        self._estimates, self._acceptance = estimates, estimates.acceptance
         self._failures = dict.fromkeys(self.drafters, 0)
         self._problems: set[str] = set()
         self._running: dict[str, _Request] = {}
@@ -233,8 +224,8 @@ class DrafterSet:
 
     def _notice(self, name: str, version: int) -> None:
         """Newer weights get a new prior."""
-        if version > self._versions.setdefault(name, version) and name in self._acceptance:
-            self._acceptance[name].new_version(NEW_WEIGHTS_WEIGHT)
+        if version > self._versions.setdefault(name, version):
+            self._estimates.drafter_changed(name)
         self._versions[name] = version
 
     def expects(self) -> bool:
@@ -261,8 +252,7 @@ class DrafterSet:
             if len(proposed) != len(windows):
                 raise ValueError(f"propose returned {len(proposed)} drafts for {len(windows)} requests")
             drafts[:] = [self._usable(drafter, *of) for of in zip(proposed, windows, strict=True)]
-            if name in self._acceptance:
-                self._acceptance[name].tell([sequence.request_id for sequence in sequences], drafter.confidence)
+            self._acceptance[name].tell([sequence.request_id for sequence in sequences], drafter.confidence)
 
         self.call(drafter, ask)
         return drafts
@@ -343,7 +333,7 @@ class DrafterSet:
             action(*args)
         except Exception as error:
             self._failures[name] += 1
-            self._counts(name).failures += 1
+            self._estimates.counts[name].failures += 1
             _LOG.exception("drafter %s failed (%d of %d)", name, self._failures[name], FAILURES)
             if self._failures[name] == 1:
                 first_line = str(error).partition("\n")[0]
@@ -356,7 +346,7 @@ class DrafterSet:
         tokens = list(draft[:window])
         usable = existing(tokens, self.vocab_size)
         if len(usable) < len(draft):
-            self._counts(drafter.name).cut_drafts += 1
+            self._estimates.counts[drafter.name].cut_drafts += 1
             if len(draft) > window:
                 self._tell_problem(drafter, "drafted more tokens than it was asked for; they are cut")
             if len(usable) < len(tokens):
@@ -368,7 +358,7 @@ class DrafterSet:
         problem = f"{type(drafter).__name__}: {reason}"
         if problem not in self._problems:
             self._problems.add(problem)
-            self._counts(drafter.name).problems.append(problem)
+            self._estimates.counts[drafter.name].problems.append(problem)
             _LOG.warning("drafter %s: %s", drafter.name, problem)
 
 

@@ -1,39 +1,179 @@
-"""Further drafts for requests that have one (Algorithm 3 of 2511.16193 in an engine). PURE: estimates in, names out.
+"""Fastest-of-N: add the next draft method while its predicted gain exceeds the margin. PURE: estimates in, names out.
 
-When few requests run, rows are cheap to verify and each request's next tokens are waited for. Then one that is often
-rejected gets the drafts of further methods, in one tree with its own: all lead to the same tokens, so whichever is
-right is kept. `fastest_of_n.while_it_pays` decides, with requests by acceptance ascending, methods by gain.
-A method's worker is the round itself, and its bound is the room for branches.
+All methods lead to the same tokens (noise keyed by position), so keeping the longest draft that agrees with the target
+is exact. `assign` is Algorithm 3 of 2511.16193: requests by acceptance ascending, methods by what they are predicted to
+buy (`ranked`, the paper's draft ladder); a (request, method) pair that has no drafter yet gets the least-loaded worker
+of that method, while its load is under its bound. As published that is all. With `pays` a pair is left out unless the
+request's predicted speed rises by more than `margin`: every further method adds rows to the verify, and load.
 
-A further draft pays if a round in which every request had such a one would emit more tokens per second. It is of use
-where it leaves the others and they are wrong, and what it brings there is what it has brought after such errors
-(`trees.Merging`). So with many requests, where rows are dear, nobody gets any: no threshold says how few is few. Most
-requests of many are settled by a bound, which does not look where drafts part.
+In a rollout a worker is an engine that ran dry. In an engine (`further`) it is the round itself, and its bound is the
+room for branches; a request's drafts are verified in one tree, in which common beginnings are held once. A draft's
+*own* tokens are those that no earlier draft has. They are accepted only where the target disagrees with all earlier
+drafts, so what they bring is estimated from rounds in which it did. With many requests rows are dear, and nobody gets a
+further draft: no threshold says how few is few.
 
-Invariants: a request has each method at most once, and at most `most` of them; only drafts that are there count;
-nothing is added whose predicted gain is `MARGIN` or less, and no predicted gain is below 1.
+Invariants: a request has each method at most once; no worker exceeds its bound; what `assign` gives with `pays` it
+would give without if there were room; only drafts that are there count; nothing is added whose predicted gain is
+`MARGIN` or less. A tree has at most `max_window` draft tokens, and all trees at most as many branches as there is room
+for; a token's probability is at most its parent's, and those of all that follow one token add up to at most its own.
 
 Shape legend: B requests, W windows 1..max_window.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from heapq import heapify, heapreplace
+from itertools import pairwise
+from operator import itemgetter
 
 import numpy as np
 from numpy.typing import NDArray
 
-from specactor.rollout.speculation.reconfiguration import LiveCosts
-from specactor.rollout.speculation.stragglers import DryWorker, Straggler, while_it_pays
-from specactor.rollout.speculation.trees import survivals
-from specactor.rollout.speculation.verification import Drafts
+from specactor.errors import PlanError
+from specactor.rollout.speculation.acceptance import survival_of
+from specactor.rollout.speculation.reconfiguration import LiveCosts, Mode, speeds
+from specactor.rollout.speculation.verification import Drafts, common, held
 from specactor.rollout.speculation.windows import OFF
 
 MARGIN = 0.02
+"""By which a further method must be predicted to make a request faster; the paper adds them without one."""
 MOST_REQUESTS = 16
 """That get further drafts in a round, at most: looking at a request's trees takes 0.1 ms. Those that accept least."""
 
 Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Straggler:
+    """A request that still runs."""
+
+    request_id: str
+    acceptance: float
+    """Of the drafts that it has."""
+    methods: frozenset[str] = frozenset()
+    """That draft for it already."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DryWorker:
+    """A worker without requests of its own, which drafts with one method."""
+
+    name: str
+    method: str
+    load: int = 0
+    """Requests that it drafts for."""
+    max_load: int
+    """b_max of the paper."""
+
+    def __post_init__(self) -> None:
+        if self.load < 0 or self.max_load < 1:
+            raise PlanError(f"worker {self.name}: got load {self.load}, bound {self.max_load}; expected >= 0, >= 1.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Assignment:
+    """From now on this worker drafts for this request."""
+
+    request_id: str
+    method: str
+    worker: str
+
+
+Pays = Callable[[Straggler, frozenset[str], str, int], float]
+"""(request, methods that it has by now, further method, load of its worker with it) -> predicted speed with the further
+method over that without."""
+
+
+def speedup(rate: float, costs: LiveCosts) -> float:
+    """Predicted speed over plain decoding, at the best mode and window of a method whose draft tokens are accepted with
+    probability `rate` each; below 1 where plain decoding is faster."""
+    modes: tuple[Mode, ...] = ("coupled", "decoupled")
+    return max(float(_by_window(rate, costs, mode).max()) for mode in modes) * costs.plain_s
+
+
+def ranked(rates: Mapping[str, float], costs: Mapping[str, LiveCosts]) -> list[str]:
+    """Methods by their speed-up, the best first, by name among equals. Args: rates: P(a draft token is accepted | those
+    before it were), by method; costs: of rounds if that method drafts, in every way that it can."""
+    return sorted(rates, key=lambda name: (-speedup(rates[name], costs[name]), name))
+
+
+def best_window(rate: float, costs: LiveCosts) -> int:
+    """Of a drafter elsewhere."""
+    return int(_by_window(rate, costs, "decoupled").argmax()) + 1
+
+
+def gain_after(waking: float, left: float, faster: float) -> float:
+    """Speed of a request that has `left` tokens to go, over that without a drafter that is there after `waking` tokens
+    of it; from then on the request is `faster` times as fast. A drafter that wakes too late brings nothing."""
+    if waking < 0 or left <= 0 or faster < 1:
+        raise PlanError(
+            f"gain_after: got waking {waking}, left {left}, faster {faster}; expected >= 0, > 0 and >= 1 times."
+        )
+    before = min(waking, left)
+    return left / (before + (left - before) / faster)
+
+
+def _by_window(rate: float, costs: LiveCosts, mode: Mode) -> Floats:
+    """Tokens per second."""
+    by_window_W: Floats = speeds(np.array([survival_of(rate, len(costs.verify_s) - 1)]), costs, mode)[0]
+    return by_window_W
+
+
+def assign(
+    stragglers: Iterable[Straggler],
+    ranked: Sequence[str],
+    workers: Iterable[DryWorker],
+    *,
+    pays: Pays | None,
+    margin: float = MARGIN,
+    most: int | None = None,
+) -> list[Assignment]:
+    """Algorithm 3. `ranked`: methods, the best first. `pays`: pairs whose predicted gain is `margin` or less are left
+    out; None: none is, as published. `most`: methods that a request is given, at most; None: no bound."""
+    if margin < 0 or (most is not None and most < 0):
+        raise PlanError(f"assign: got margin {margin}, most {most}; expected >= 0 and >= 0 or None.")
+    least: dict[str, list[tuple[int, str, int]]] = {method: [] for method in ranked}
+    """(load, worker, its bound) of each method, as heaps: the least-loaded worker first."""
+    for worker in workers:
+        if worker.method in least:
+            least[worker.method].append((worker.load, worker.name, worker.max_load))
+    for heap in least.values():
+        heapify(heap)
+    room = sum(max(0, bound - load) for heap in least.values() for load, _, bound in heap)
+    found: list[Assignment] = []
+    for request in sorted(stragglers, key=lambda r: (r.acceptance, r.request_id)):
+        if len(found) == room:
+            break
+        has, given = request.methods, 0
+        for method in (m for m in ranked if m not in has):
+            if given == most:
+                break
+            if not least[method]:
+                continue
+            load, worker_name, bound = least[method][0]
+            if load >= bound or (pays is not None and pays(request, has, method, load + 1) <= 1.0 + margin):
+                continue
+            heapreplace(least[method], (load + 1, worker_name, bound))
+            has |= {method}
+            given += 1
+            found.append(Assignment(request_id=request.request_id, method=method, worker=worker_name))
+    return found
+
+
+def combined(survival_MW: Floats, *, alike: float) -> Floats:
+    """[W]: P(at least one method has its first j draft tokens accepted).
+
+    `alike`: 0, methods agree with the target independently; 1, where the best fails all fail. In between it is linear,
+    which is an assumption; measure it where trees of several drafters are verified.
+    """
+    if not 0 <= alike <= 1:
+        raise PlanError(f"combined: got alike {alike}, expected 0..1.")
+    best_W = survival_MW.max(axis=0)
+    apart_W = 1.0 - np.prod(1.0 - survival_MW, axis=0)
+    joined_W: Floats = best_W + (1.0 - alike) * (apart_W - best_W)
+    return joined_W
 
 
 def further(
@@ -68,7 +208,7 @@ def further(
         for i in sorted(promising_B.nonzero()[0].tolist(), key=lambda i: float(own[owners[i]][i, 0]))[:MOST_REQUESTS]
     ]
     workers = [DryWorker(name=name, method=name, max_load=room) for name in ranked]
-    for pair in while_it_pays(stragglers, ranked, workers, pays=gains, margin=MARGIN, most=most - 1):
+    for pair in assign(stragglers, ranked, workers, pays=gains, most=most - 1):
         methods[int(pair.request_id)].append(pair.method)
     return methods
 
@@ -132,3 +272,119 @@ class Gains:
                 self._best(np.concatenate(survivals(drafts, alone, after))[None])[0]
             )
         return speed
+
+
+def fitted(drafts: Mapping[str, Sequence[Sequence[int]]], *, max_tokens: int, max_branches: int) -> Drafts:
+    """The drafts, as far as the requests' trees can hold them. Drafters without any are left out."""
+    names = [name for name, lists in drafts.items() if any(lists)]
+    of_requests = list(zip(*(drafts[name] for name in names), strict=True))
+    if max_branches >= (len(names) - 1) * len(of_requests) and all(
+        sum(map(len, of_request)) <= max_tokens for of_request in of_requests
+    ):
+        return {name: [list(draft) for draft in drafts[name]] for name in names}
+    out: Drafts = {name: [] for name in names}
+    for of_request in of_requests:
+        lengths, branches = held(of_request, max_tokens=max_tokens, max_branches=max_branches)
+        max_branches -= branches
+        for name, draft, length in zip(names, of_request, lengths, strict=True):
+            out[name].append(list(draft[:length]))
+    return out
+
+
+def survivals(
+    drafts: Sequence[Sequence[int]], alone: Sequence[Sequence[float]], after: Sequence[Sequence[float]]
+) -> list[list[float]]:
+    """Per draft of one request, P(accepted) of each of its own tokens.
+
+    Args: alone[k][j], P(the first j + 1 tokens of draft k are accepted); after[k][j], P(the first j + 1 of its own are
+    accepted), given that what it shares is, and no earlier draft goes on rightly.
+    """
+    left = [1.0]  # per node, the root first: P(the target comes there and leaves all drafts)
+    inner = [False]  # per node, whether a draft goes on there
+    paths: list[list[int]] = []  # the nodes on each draft's path
+    out = []
+    for k, draft in enumerate(drafts):
+        path = [0]
+        for other, nodes in zip(drafts, paths, strict=False):
+            first = common(draft, other)
+            if first >= len(path):
+                path = nodes[: first + 1]
+        first, start = len(path) - 1, path[-1]
+        if inner[start]:
+            given = after[k]
+        else:
+            come = alone[k][first - 1] if first else 1.0
+            given = [p / come if come > 0 else 0.0 for p in alone[k][first:]]
+        reach = left[start]
+        own = [reach * p for p in given[: len(draft) - first]]
+        if own:
+            left[start] = max(0.0, reach - own[0])
+            inner[start] = True
+            paths.append([*path, *range(len(left), len(left) + len(own))])
+            left += [max(0.0, p - next_p) for p, next_p in pairwise(own)]
+            left.append(own[-1])
+            inner += [True] * (len(own) - 1)
+            inner.append(False)
+        else:
+            paths.append(path)
+        out.append(own)
+    return out
+
+
+@dataclass(frozen=True, kw_only=True)
+class Candidates:
+    """What trees may hold, and what each draft token would bring."""
+
+    drafts: Drafts
+    survivals: list[list[float]]
+    """Per request, of all draft tokens, falling."""
+    owners: list[list[str]]
+    """Per request, whose these tokens are."""
+    shared: dict[str, list[int]]
+    """Per drafter and request, the tokens that an earlier draft has, too."""
+
+    def chosen(self, windows: Sequence[int]) -> Drafts:
+        """The drafts, cut to the likeliest `windows[i]` tokens of each request's tree."""
+        owners = [of_request[:window] for of_request, window in zip(self.owners, windows, strict=True)]
+        out: Drafts = {}
+        for name, lists in self.drafts.items():
+            own = [of_request.count(name) for of_request in owners]
+            if any(own):
+                parts = zip(lists, self.shared[name], own, strict=True)
+                out[name] = [draft[: first + n] if n else [] for draft, first, n in parts]
+        return out
+
+
+def candidates(
+    drafts: Drafts, alone: Mapping[str, Floats], after: Mapping[str, Floats], *, max_tokens: int, max_branches: int
+) -> Candidates:
+    """Args: what was drafted; per method [B][W], survivals of its drafts alone, and where all earlier ones err."""
+    requests = len(next(iter(drafts.values())))
+    drafts = fitted(drafts, max_tokens=len(drafts) * max_tokens, max_branches=max_branches)
+    names = list(drafts)
+    lone = [alone[name].tolist() for name in names]
+    # The first draft has no draft before it.
+    late = [after[name].tolist() if k else lone[0] for k, name in enumerate(names)]
+    all_survivals: list[list[float]] = []
+    all_owners: list[list[str]] = []
+    shared: dict[str, list[int]] = {name: [] for name in names}
+    for i in range(requests):
+        of_request = [drafts[name][i] for name in names]
+        rows = survivals(of_request, [lists[i] for lists in lone], [lists[i] for lists in late])
+        for name, draft, own in zip(names, of_request, rows, strict=True):
+            shared[name].append(len(draft) - len(own))
+        chances, owners = _in_order(names, rows)
+        all_survivals.append(chances[:max_tokens])
+        all_owners.append(owners[:max_tokens])
+    return Candidates(drafts=drafts, survivals=all_survivals, owners=all_owners, shared=shared)
+
+
+def _in_order(names: Sequence[str], rows: Sequence[list[float]]) -> tuple[list[float], list[str]]:
+    """(probabilities, whose) of all drafts' own tokens, best first; a token never comes before its parent."""
+    filled = [(name, own) for name, own in zip(names, rows, strict=True) if own]
+    if len(filled) == 1:
+        name, own = filled[0]
+        return own, [name] * len(own)
+    pairs = [(-p, name) for name, own in filled for p in own]
+    pairs.sort(key=itemgetter(0))  # stable
+    return [-p for p, _ in pairs], [name for _, name in pairs]

@@ -1,11 +1,11 @@
 """The options that a round has: one drafter for all, each request with its own, several for a request in trees.
 
-Each option's windows are those of the highest predicted speed (`planning.windows`), from the acceptance of its drafters
-and the measured costs of rounds; what drafting took already is charged whatever the windows. `windows.choose` takes the
-fastest option, or plain decoding. So neither requests with drafters of their own nor further drafts (`fastest_of_n`)
-are ever chosen where one drafter for all is predicted to be faster.
+Each option's windows are those of the highest predicted speed (`windows`), from the acceptance of its drafters
+and the measured costs of rounds; what drafting took already is charged whatever the windows. `Planner.choose` takes
+the fastest option, or plain decoding, with one hysteresis. So neither requests with drafters of their own nor further
+drafts (`fastest_of_n`) are ever chosen where one drafter for all is predicted to be faster.
 
-Where several drafters have drafts, each request takes the one that Algorithm 2 (`planning.reconfiguration`) promises
+Where several drafters have drafts, each request takes the one that Algorithm 2 (`reconfiguration`) promises
 most of, as far as it reaches: drafts that are there are verified alike, wherever they were made.
 
 Invariants: where fewer than two drafters have drafts, no request is asked for its own; what an option verifies is part
@@ -20,8 +20,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import cache
+from dataclasses import replace
+from functools import cache, partial
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -32,22 +32,16 @@ from specactor.rollout.speculation.acceptance import AcceptanceModel
 from specactor.rollout.speculation.costs import CostTable
 from specactor.rollout.speculation.drafter import DraftSequence
 from specactor.rollout.speculation.drafter_set import DrafterSet
-from specactor.rollout.speculation.fastest_of_n import Floats, further
-from specactor.rollout.speculation.online_costs import OnlineCosts
+from specactor.rollout.speculation.estimates import Estimates
+from specactor.rollout.speculation.fastest_of_n import Candidates, Floats, candidates, further, ranked
 from specactor.rollout.speculation.probing import Promises
 from specactor.rollout.speculation.reconfiguration import PLAIN, DraftPlan, LiveCosts, Offer, reconfigure, worths
-from specactor.rollout.speculation.stragglers import ranked
-from specactor.rollout.speculation.trees import Candidates, Merging
 from specactor.rollout.speculation.verification import Decision, Drafts
-from specactor.rollout.speculation.windows import (
-    OFF,
-    Choice,
-    Option,
-    best_windows,
-    choose_windows,
-    padded,
-)
+from specactor.rollout.speculation.windows import MARGIN as CHANGE_MARGIN
+from specactor.rollout.speculation.windows import OFF, Choice, Option, best_windows, choose, choose_windows, padded
 
+ENTRY_MARGIN = 0.05
+"""By which drafting must be faster than plain decoding to begin: predictions err, and drafters have to catch up."""
 MARGIN = 0.1
 """Tokens per round by which another drafter must promise more before a request changes to it."""
 PACE_ROUNDS = 16
@@ -56,9 +50,6 @@ PER_REQUEST = "per request"
 """The way in which each request has a drafter of its own."""
 FASTEST = "fastest of N"
 """The way in which requests that need it have several."""
-
-Chosen = Callable[[Sequence[int]], Drafts]
-"""Windows -> what is verified."""
 
 
 class Costs(Protocol):
@@ -91,159 +82,173 @@ class Part(Costs):
         return lambda depth: of_all(depth) * self._sample / self._requests
 
 
-@dataclass(frozen=True, kw_only=True)
-class Ways:
-    """What was drafted for some requests, and what each way to go on would bring."""
-
-    drafts: Drafts
-    options: dict[str, Option] = field(default_factory=dict)
-    chosen: dict[str, Chosen] = field(default_factory=dict)
-    """Of ways that are more than one drafter's drafts."""
-
-    def decided(self, choice: Choice, caps: Sequence[int]) -> Decision:
-        """What the choice of one of them verifies; `caps`: tokens that drafters were asked for."""
-        windows, kind = list(choice.windows), choice.drafter
-        name = next(iter(self.drafts)) if kind in (PER_REQUEST, FASTEST) else kind
-        together = name not in self.drafts
-        drafts = self.drafts.get(name, [[] for _ in windows])
-        decision = Decision(
-            drafter=name,
-            windows=windows,
-            depth=max(windows if together else caps),
-            drafts=[draft[:w] for draft, w in zip(drafts, windows, strict=True)],
-            together=together,
-            predicted_s=choice.round_s / self.options[kind].factor,
-            kind=kind,
-        )
-        if kind in self.chosen:
-            decision.take(self.chosen[kind](windows))
-        return decision
-
-
 class Planner:
-    """Of one engine. Its costs and its drafters' acceptance are those of the speculator."""
+    """Of one engine: the options of a round, and the decision that follows from a choice among them."""
 
-    def __init__(
-        self,
-        config: SpeculationConfig,
-        drafter_set: DrafterSet,
-        acceptance: Mapping[str, AcceptanceModel],
-        costs: OnlineCosts,
-    ) -> None:
-        self.merging = Merging(list(acceptance), max_window=config.max_window)
-        self.mixing = Mixing()
+    def __init__(self, config: SpeculationConfig, drafter_set: DrafterSet, estimates: Estimates) -> None:
+        self.owners = Owners()
+        self.current = OFF
+        """The option that was chosen last."""
         self._promises = Promises()
-        self._config, self._drafter_set, self._acceptance, self._costs = config, drafter_set, acceptance, costs
+        self._config, self._drafter_set, self._estimates = config, drafter_set, estimates
+        self._costs, self._acceptance = estimates.costs, estimates.acceptance
         self._alone: dict[tuple[str, int], LiveCosts] = {}
         """Of rounds in which that drafter drafts for all, by drafter and number of requests."""
         self._alone_of: CostTable | None = None
 
-    def ways(
+    def options(
         self,
         sequences: Sequence[DraftSequence],
         caps: Sequence[int],
-        costs: Costs,
         drafts: Drafts,
         *,
-        max_branches: int,
-        several: bool = True,
-    ) -> Ways:
-        """`drafts`: of drafters that draft first. `several`: whether requests may have further drafts."""
-        ids = [sequence.request_id for sequence in sequences]
-        found = Ways(drafts=drafts)
-        for name in self._acceptance:
+        max_branches: int = 0,
+        sample_of: int | None = None,
+    ) -> dict[str, Option]:
+        """`drafts`: of drafters that draft first. `sample_of`: these are a sample of so many requests, and none has
+        further drafts."""
+        requests = len(sequences)
+        costs = self._costs if sample_of is None else Part(self._costs, sample=requests, requests=sample_of)
+        found: dict[str, Option] = {}
+        for name, model in self._acceptance.items():
             if name in self._drafter_set.there:
-                choice = of_drafter(name, self._acceptance[name], costs, sequences, caps, drafts.get(name))
-                found.options[name] = self._option(name, choice)
-        if costs is self._costs:
-            self._expect(found, len(ids))
+                choice = of_drafter(name, model, costs, sequences, caps, drafts.get(name))
+                found[name] = self._option(name, choice)
+        if sample_of is None:
+            self._expect(found, requests)
         ready = [name for name, lists in drafts.items() if any(lists)]
-        goes_further = several and self._config.fastest_of > 1 and self._config.mode == "auto"
-        if len(ready) > 1 and (len(ids) > 1 or goes_further):  # one alone is one drafter's
-            self._mixed(found, ids, caps, costs, ready, max_branches if goes_further else 0)
+        goes_further = sample_of is None and self._config.fastest_of > 1 and self._config.mode == "auto"
+        if len(ready) > 1 and (requests > 1 or goes_further):  # one alone is one drafter's
+            ids = [sequence.request_id for sequence in sequences]
+            found |= self._mixed(ids, caps, drafts, costs, ready, max_branches if goes_further else 0)
         return found
 
-    def forget(self, request_id: str) -> None:
-        self.merging.forget(request_id)
-        self.mixing.forget(request_id)
+    def choose(self, options: Mapping[str, Option], requests: int) -> Choice:
+        """The fastest option, or plain decoding; to begin, drafting must be faster by `ENTRY_MARGIN`, and by more after
+        losses."""
+        # In mode coupled drafting is wanted, and plain decoding is no choice.
+        is_auto = self._config.mode == "auto" or not options
+        plain_s = self._handicapped_s(requests) if is_auto else float("inf")
+        margin = ENTRY_MARGIN if self.current == OFF else CHANGE_MARGIN
+        choice = choose(options, requests=requests, plain_s=plain_s, current=self.current, margin=margin)
+        promising = choice.drafter in options and options[choice.drafter].usual > 0
+        if self._config.mode == "auto" and not any(choice.windows) and not promising:
+            choice = replace(choice, drafter=OFF)  # a drafter that is asked and never verified
+        if choice.drafter == OFF:
+            choice = replace(choice, round_s=self._costs.plain_s(requests))  # without the handicap
+        self.current = choice.drafter
+        self.owners.promised(choice.tokens_per_s / requests)
+        return choice
 
-    def _option(self, kind: str, choice: Choice) -> Option:
-        return Option(choice=choice, factor=self._costs.correction.factor(kind))
+    def promises(self, options: Mapping[str, Option], sample: int, requests: int) -> float | None:
+        """Seconds that drafting for all would win in a round if all requests were like this sample; None: it would not
+        be begun."""
+        share = sample / requests
+        handicapped_s, plain_s = (s * share for s in (self._handicapped_s(requests), self._costs.plain_s(requests)))
+        choice = choose(options, requests=sample, plain_s=handicapped_s, margin=ENTRY_MARGIN)
+        return (
+            (plain_s * choice.emitted - choice.round_s * sample) * requests / sample**2 if any(choice.windows) else None
+        )
 
-    def _expect(self, found: Ways, requests: int) -> None:
+    def _handicapped_s(self, requests: int) -> float:
+        """Of a plain step, as little as makes up for what drafting has lost."""
+        return self._costs.plain_s(requests) / (1 + self._estimates.balance.handicap)
+
+    def decision(self, option: Option, choice: Choice, drafts: Drafts, caps: Sequence[int]) -> Decision:
+        """What `choice`, of this option, verifies. `caps`: tokens that drafters were asked for."""
+        windows, kind = list(choice.windows), choice.drafter
+        name = kind if option.verified is None else next(iter(drafts))
+        together = name not in drafts
+        decision = Decision(
+            drafter=name,
+            windows=windows,
+            depth=max(windows if together else caps),
+            drafts=[draft[:w] for draft, w in zip(drafts.get(name, [[]] * len(windows)), windows, strict=True)],
+            together=together,
+            predicted_s=choice.round_s / option.factor,
+            kind=kind,
+        )
+        if option.verified is not None:
+            decision.take(option.verified(windows))
+        return decision
+
+    def _option(self, kind: str, choice: Choice, verified: Callable[[Sequence[int]], Drafts] | None = None) -> Option:
+        return Option(choice=choice, factor=self._costs.correction.factor(kind), verified=verified)
+
+    def _expect(self, found: dict[str, Option], requests: int) -> None:
         """Of drafters elsewhere, what they usually have; asked where all requests are."""
         plain_s = self._costs.plain_s(requests)
-        for name, option in found.options.items():
-            if name in self._drafter_set.drafters and self._drafter_set.drafters[name].drafts_ahead:
-                seconds = option.choice.round_s * option.factor
-                gain = self._promises.promised(name, tokens=option.choice.emitted / requests, rounds=seconds / plain_s)
-                found.options[name] = replace(option, usual=gain * requests / plain_s)
+        for name, option in found.items():
+            if self._drafter_set.drafters[name].drafts_ahead:
+                gain = self._promises.promised(
+                    name, tokens=option.choice.emitted / requests, rounds=option.round_s / plain_s
+                )
+                found[name] = replace(option, usual=gain * requests / plain_s)
 
     def _mixed(
         self,
-        found: Ways,
         ids: Sequence[str],
         caps: Sequence[int],
+        drafts: Drafts,
         costs: Costs,
         ready: Sequence[str],
         max_branches: int,
-    ) -> None:
+    ) -> dict[str, Option]:
         """Each request has a drafter of its own, and perhaps further ones."""
-        drafts, depth = found.drafts, max(caps)
+        requests, depth, most = len(ids), max(caps), self._config.max_window
         lengths = {name: [len(draft) for draft in drafts[name]] for name in ready}
-        own = {name: reaching(self._acceptance[name].survivals(ids, covered=True), lengths[name]) for name in ready}
+        alone = {name: self._acceptance[name].survivals(ids, covered=True) for name in ready}
+        own = {name: reaching(table, lengths[name]) for name, table in alone.items()}
         # Every drafter's seconds are those of a round in which all draft that draft first.
-        spent_s = max(costs.draft_s(name, len(ids))(depth) for name in (*ready, PER_REQUEST))
-        live = live_costs(costs, len(ids), max_window=self._config.max_window, spent_s=spent_s)
-        owners = self.mixing.owners(ids, own, live)
+        spent_s = max(costs.draft_s(name, requests)(depth) for name in (*ready, PER_REQUEST))
+        live = live_costs(costs, requests, max_window=most, spent_s=spent_s)
+        owners = self.owners.of(ids, own, live)
         row = {name: k for k, name in enumerate(ready)}
         owner_B = np.array([row.get(name, 0) for name in owners])
-        reaching_BW = np.stack([own[name] for name in ready])[owner_B, np.arange(len(ids))]
+        reaching_BW = np.stack([own[name] for name in ready])[owner_B, np.arange(requests)]
         own_lengths = [lengths[name][i] if name in row else 0 for i, name in enumerate(owners)]
-        choice = of_requests(reaching_BW, own_lengths, costs, spent_s=spent_s)
-        found.options[PER_REQUEST] = self._option(PER_REQUEST, choice)
-        found.chosen[PER_REQUEST] = lambda windows: _of_owners(drafts, ready, owners, windows)
-        if max_branches:
-            self._further(found, ids, caps, costs, owners, own, live, max_branches)
+        choice = _of_tables(reaching_BW, own_lengths, costs, spent_s=spent_s)
+        of_owners = partial(_of_owners, drafts, ready, owners)
+        found = {PER_REQUEST: self._option(PER_REQUEST, choice, of_owners)}
+        trees = self._trees(ids, drafts, owners, alone, own, live, max_branches) if max_branches else None
+        if trees is not None:
+            spent_s = max(spent_s, costs.draft_s(FASTEST, requests)(depth))
+            choice = _of_tables(*padded(trees.survivals, most), costs, spent_s=spent_s)
+            found[FASTEST] = self._option(FASTEST, choice, trees.chosen)
+        return found
 
-    def _further(
+    def _trees(
         self,
-        found: Ways,
         ids: Sequence[str],
-        caps: Sequence[int],
-        costs: Costs,
+        drafts: Drafts,
         owners: Sequence[str],
+        alone: Mapping[str, Floats],
         own: Mapping[str, Floats],
         live: LiveCosts,
         max_branches: int,
-    ) -> None:
+    ) -> Candidates | None:
         """Algorithm 3: those that need it most first, the best method of the ladder first, while it pays."""
-        after = {name: reaching(self.merging.after(name, ids), np.count_nonzero(own[name], axis=1)) for name in own}
+        after = {name: self._estimates.after[name].survivals(ids, covered=True) for name in own}
         methods = further(
             ids,
             owners,
-            found.drafts,
+            drafts,
             own,
-            after,
-            ranked=self.ranked(list(own), len(ids)),
+            {name: reaching(table, np.count_nonzero(own[name], axis=1)) for name, table in after.items()},
+            ranked=self._ranked(list(own), len(ids)),
             costs=live,
             most=self._config.fastest_of,
             room=max_branches,
         )
-        if all(len(of) < 2 for of in methods):
-            return
-        part = {
-            name: [draft if name in of else [] for draft, of in zip(found.drafts[name], methods, strict=True)]
+        if all(len(of_request) < 2 for of_request in methods):
+            return None
+        taken = {
+            name: [d if name in of_request else [] for d, of_request in zip(drafts[name], methods, strict=True)]
             for name in own
         }
-        trees = self.merging.candidates(ids, part, self._acceptance, max_branches=max_branches)
-        assert live.coupled_draft_s is not None
-        spent_s = max(float(live.coupled_draft_s[0]), costs.draft_s(FASTEST, len(ids))(max(caps)))
-        choice = of_trees(trees, costs, caps, spent_s=spent_s, max_window=self._config.max_window)
-        found.options[FASTEST] = self._option(FASTEST, choice)
-        found.chosen[FASTEST] = trees.chosen
+        return candidates(taken, alone, after, max_tokens=self._config.max_window, max_branches=max_branches)
 
-    def ranked(self, names: Sequence[str], requests: int) -> list[str]:
+    def _ranked(self, names: Sequence[str], requests: int) -> list[str]:
         """The best first, at the acceptance of each that was seen so far."""
         if self._alone_of is not self._costs.table:
             self._alone, self._alone_of = {}, self._costs.table
@@ -270,7 +275,7 @@ class Switch(NamedTuple):
     requests: int
 
 
-class Mixing:
+class Owners:
     """Which drafter each running request has."""
 
     def __init__(self) -> None:
@@ -282,7 +287,7 @@ class Mixing:
         """A round was decided, of which so many tokens per second and request are expected."""
         self.pace = pace if self.pace is None else self.pace + (pace - self.pace) / PACE_ROUNDS
 
-    def owners(self, ids: Sequence[str], reaching: Mapping[str, Floats], costs: LiveCosts) -> list[str]:
+    def of(self, ids: Sequence[str], reaching: Mapping[str, Floats], costs: LiveCosts) -> list[str]:
         """Each request's drafter in this round; OFF for none. `reaching`: per drafter [B][W], survivals of the draft
         tokens that are there, and 0 behind the last."""
         offers = [Offer(drafter=name, survival=table, costs=costs) for name, table in reaching.items()]
@@ -292,7 +297,7 @@ class Mixing:
             _plan(name, window_of[name][i] + 1) if (name := self._drafter.get(one, OFF)) in window_of else PLAIN
             for i, one in enumerate(ids)
         ]
-        plans = reconfigure(offers, current, everyone=True, margin=MARGIN, pace=self.pace)
+        plans = reconfigure(offers, current, margin=MARGIN, pace=self.pace)
         return [plan.drafter for plan in plans]
 
     def settle(self, ids: Sequence[str], drafts: Drafts, decision: Decision) -> list[Switch]:
@@ -350,12 +355,11 @@ def of_drafter(
     return best_windows(survival_BW, lengths, verify_N1=verify_N1, draft_s=draft_s)
 
 
-def of_requests(reaching_BW: NDArray[np.float64], lengths: Sequence[int], costs: Costs, *, spent_s: float) -> Choice:
-    """Of drafts that are there, one of each request. `reaching_BW`: their survivals, whosoever they are; `lengths`: of
-    the drafts; `spent_s`: what drafting took."""
-    requests, max_window = reaching_BW.shape
+def _of_tables(survival_BW: Floats, lengths: Sequence[int], costs: Costs, *, spent_s: float) -> Choice:
+    """Of drafts that are there, whosoever they are: their survivals and lengths. `spent_s`: what drafting took."""
+    requests, max_window = survival_BW.shape
     verify_N1 = costs.verify_curve(requests, requests * (1 + max_window))
-    return best_windows(reaching_BW, lengths, verify_N1=verify_N1, draft_s=lambda depth: spent_s)
+    return best_windows(survival_BW, lengths, verify_N1=verify_N1, draft_s=lambda depth: spent_s)
 
 
 def live_costs(costs: Costs, requests: int, *, max_window: int, spent_s: float) -> LiveCosts:
@@ -366,18 +370,6 @@ def live_costs(costs: Costs, requests: int, *, max_window: int, spent_s: float) 
         coupled_draft_s=np.full(max_window, spent_s),
         decoupled_draft_s=None,
     )
-
-
-def of_trees(trees: Candidates, costs: Costs, caps: Sequence[int], *, spent_s: float, max_window: int) -> Choice:
-    """Draft tokens of each request's tree; `spent_s`: what drafting took."""
-    requests = len(caps)
-    if requests == 1:
-        return choose_windows(
-            trees.survivals, verify_s=costs.verify_s, draft_s=lambda depth: spent_s, max_window=max_window
-        )
-    survival_BW, lengths = padded(trees.survivals, max_window)
-    verify_N1 = costs.verify_curve(requests, requests * (1 + max_window))
-    return best_windows(survival_BW, lengths, verify_N1=verify_N1, draft_s=lambda depth: spent_s)
 
 
 def _of_owners(drafts: Drafts, ready: Sequence[str], owners: Sequence[str], windows: Sequence[int]) -> Drafts:

@@ -5,8 +5,8 @@ made in hindsight (`DrafterSet.hindsight`): drafters over text draft from some t
 tells at once how good they are. Other looks are kept (`Looks`) until enough was emitted. `Balance` is what mode auto
 has won and lost against plain decoding; after losses it trusts predictions less. PURE: seconds are passed in.
 
-Invariants: what looks cost is bounded. Looks come every LOOK_EVERY rounds at first; while they find nothing, the time
-between two doubles, up to LOOK_AT_LEAST_EVERY rounds, and a look that took long is followed by as many rounds as make
+Invariants: what looks cost is bounded. The first comes after LOOK_EVERY plain rounds; then the time between two
+doubles, up to LOOK_AT_LEAST_EVERY rounds, and a look that took long is followed by as many rounds as make
 it LOOK_SHARE of them, up to MAX_REST. New requests bring the next look forward to SOON rounds after them, within that
 share. With FEW requests there are also looks in every round, as long as rounds with drafts have won more than such
 looks cost: then a round in which nobody has a draft is no sign that drafting does not pay. Only the past is
@@ -26,11 +26,11 @@ from typing import NamedTuple
 from specactor.rollout.speculation.verification import common
 
 LOOK_EVERY = 16
-"""Rounds of plain decoding before the first look, and between looks while they find something."""
+"""Rounds of plain decoding before the first look."""
 SOON = 4
 """Rounds of plain decoding, at most, before a look at requests that are new."""
 LOOK_AT_LEAST_EVERY = 64
-"""Rounds between looks that find nothing."""
+"""Rounds between looks, at most, if they are cheap."""
 LOOK_SHARE = 0.005
 """Of the seconds of plain decoding, what looks may take."""
 FEW = 8
@@ -39,8 +39,6 @@ MOST_TRIES = 6
 """Times that a look is taken up again, since drafts are still on their way."""
 MAX_REST = 4096
 """Rounds between two looks, however long they take."""
-RISE = 1.1
-"""A look has found something if a drafter's estimated acceptance has risen by this factor."""
 MOST = 8.0
 """Plain rounds, won or lost, that are remembered."""
 AT_ONCE = 4.0
@@ -123,7 +121,6 @@ class Rest:
     def forget(self) -> None:
         """Drafting pays, or may pay now: plain decoding, if it comes again, is looked at soon."""
         self._rounds, self._interval, self._pause, self._least = 0, LOOK_EVERY, LOOK_EVERY, 0
-        self._lowest: dict[str, float] = {}
         self._end_look()
 
     def renewed(self) -> None:
@@ -168,11 +165,13 @@ class Rest:
         self._rounds += 1
         return self._rounds >= self._pause
 
-    def looked(self, rates: Mapping[str, float], *, look_s: float, plain_s: float, again: bool = False) -> None:
+    def looked(self, *, look_s: float, plain_s: float, again: bool = False) -> None:
         """Drafting would not pay in this round.
 
-        Args: each drafter's acceptance as estimated before this look; seconds of the look since `waits`, and of a plain
-        round; whether to look in the next round too.
+        Args:
+            look_s: seconds of the look since `waits`.
+            plain_s: seconds of a plain round.
+            again: whether to look in the next round too.
         """
         self._rounds = 0
         look_s += self._look_s
@@ -180,13 +179,8 @@ class Rest:
         if again:
             self._pause = 1
             return
-        if any(rate > RISE * self._lowest.get(name, rate) for name, rate in rates.items()):
-            interval, self._lowest = LOOK_EVERY, {}
-        else:
-            interval = min(2 * self._interval, LOOK_AT_LEAST_EVERY)
-        self._lowest = {name: min(rate, self._lowest.get(name, rate)) for name, rate in rates.items()}
         self._least = min(ceil(look_s / (LOOK_SHARE * plain_s)), MAX_REST)
-        self._interval = self._pause = max(interval, self._least)
+        self._interval = self._pause = max(min(2 * self._interval, LOOK_AT_LEAST_EVERY), self._least)
 
 
 class Balance:

@@ -2,7 +2,7 @@
 and out.
 
 A rollout starts with one plan for all requests (`search.search`). Requests that accept less than the average lose by
-it: their tails are thrown away. For each of them every mode and window is compared by its tokens per second,
+it: their drafts are thrown away. For each request every mode and window is compared by its tokens per second,
 
     off        1 / plain_s
     coupled    (1 + sum_{j <= w} survival_j) / (verify_s(w) + draft_s(w))
@@ -10,19 +10,19 @@ it: their tails are thrown away. For each of them every mode and window is compa
 
 and the best is taken. As published, there is one drafter, requests at or above the average keep the plan, and seconds
 are those of one request alone (`LiveCosts.of` with requests=1). Ours beyond that: plain decoding is a choice, and so is
-every drafter; seconds can be those of the present batch (as if all requests did the same); `everyone` may be asked;
-survivals are by position; a choice is changed for a gain of more than `margin` and not for noise.
+every drafter; seconds can be those of the present batch (as if all requests did the same); every request is asked, not
+those below the average alone; survivals are by position; a choice is changed for a gain of more than `margin`.
 
 Requests of a batch differ, and share its rounds. A request's own speed then asks too little of its rows: where others
 accept much, the seconds of a row are worth more tokens. With `pace`, the tokens per second and request of the engine as
 a whole, a choice is worth its tokens less pace times its seconds. At the pace that results, these choices make the
 engine fastest (Dinkelbach's method for ratios of sums).
 
-An engine asks in every round, of drafters whose drafts are there (`draft.planner`), and survivals end where a draft
+An engine asks in every round, of drafters whose drafts are there (`planner`), and survivals end where a draft
 ends. The simulator asks when its requests change, of one drafter elsewhere.
 
 Invariants: one plan per request, in order; equal input gives equal plans; no plan is predicted slower than the one
-that it takes the place of, and with `everyone` and margin 0 none is faster than the chosen one; higher survivals of a
+that it takes the place of, and with margin 0 none is faster than the chosen one; higher survivals of a
 request never lower the coupled speed that it is promised; a request that accepts nothing decodes plainly.
 
 Shape legend: B requests, W windows 1..max_window, N choices: plain decoding, then each drafter's modes and windows.
@@ -125,7 +125,6 @@ def reconfigure(
     offers: Sequence[Offer],
     current: Sequence[DraftPlan],
     *,
-    everyone: bool = False,
     margin: float = 0.02,
     pace: float | None = None,
 ) -> list[DraftPlan]:
@@ -150,8 +149,6 @@ def reconfigure(
     now_worth_B = np.where(now_B >= 0, worth_BN[np.arange(num_requests), now_B], 0.0 if pace is None else -np.inf)
     least_B = now_worth_B * (1.0 + margin) if pace is None else now_worth_B + margin
     changed_B = (worth_BN[np.arange(num_requests), chosen_B] > least_B) | ~accepts_B
-    if not everyone:
-        changed_B &= _below_average(offers, first_MB, current)
     plans = choices.plans
     return [
         plans[column] if changes else plan
@@ -172,15 +169,6 @@ def _check(offers: Sequence[Offer], num_requests: int, max_window: int, margin: 
                 f"reconfigure: got {offer.survival.shape[1]} windows of {offer.drafter} and {max_window} of "
                 f"{offers[0].drafter}; expected as many of each."
             )
-
-
-def _below_average(offers: Sequence[Offer], first_MB: Floats, current: Sequence[DraftPlan]) -> NDArray[np.bool_]:
-    """[B]: by the drafter of the present plan; where that is plain decoding, by the best one."""
-    rows = {offer.drafter: row for row, offer in enumerate(offers)}
-    row_B = np.array([rows.get(plan.drafter, -1) for plan in current])
-    acceptance_B = np.where(row_B >= 0, first_MB[row_B, np.arange(len(current))], first_MB.max(axis=0))
-    below_B: NDArray[np.bool_] = acceptance_B < acceptance_B.mean()
-    return below_B
 
 
 def speeds(survival_BW: Floats, costs: LiveCosts, mode: Mode) -> Floats:

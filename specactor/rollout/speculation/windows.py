@@ -24,6 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from specactor.errors import PlanError
+from specactor.rollout.speculation.verification import Drafts
 
 OFF = "off"
 """The name of plain decoding among drafters."""
@@ -57,13 +58,28 @@ class Choice:
 
 @dataclass(frozen=True, kw_only=True)
 class Option:
-    """A drafter's best, for `choose`."""
+    """The best that a drafter, or several together, can do in a round, for `choose`."""
 
     choice: Choice
     factor: float = 1.0
     """Measured over predicted seconds of such rounds (`costs.Correction`)."""
     usual: float = 0.0
     """Tokens per second of such rounds on average, where drafts that are not there now come in the next round."""
+    verified: Callable[[Sequence[int]], Drafts] | None = None
+    """Windows -> what is verified, by drafter; None: the drafts of the drafter that the option is named after."""
+
+    @property
+    def round_s(self) -> float:
+        """Corrected."""
+        return self.choice.round_s * self.factor
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Predicted: of this round or as usual, whichever is more."""
+        return max(self.choice.emitted / self.round_s, self.usual)
+
+    def __str__(self) -> str:
+        return f"{self.tokens_per_s:.0f} tok/s, {sum(self.choice.windows)} draft tokens in {1e3 * self.round_s:.2f} ms"
 
 
 def choose_windows(
@@ -163,22 +179,6 @@ def _window_of_one(
     return Choice(windows=(best_window,), emitted=best_emitted, round_s=verify[best_window] + prices[best_window])
 
 
-def fixed_windows(
-    survivals: Sequence[Sequence[float]],
-    *,
-    window: int,
-    verify_s: Callable[[int, int], float],
-    draft_s: Callable[[int], float],
-) -> Choice:
-    """The same window for all requests (less where the list of survivals ends), and what it is expected to bring."""
-    if not survivals or window < 0:
-        raise PlanError(f"fixed_windows: got {len(survivals)} requests, window {window}; expected >= 1, >= 0.")
-    windows = tuple(min(window, len(s)) for s in survivals)
-    emitted = len(windows) + sum(sum(s[:w]) for s, w in zip(survivals, windows, strict=True))
-    seconds = verify_s(len(windows), len(windows) + sum(windows)) + draft_s(max(windows))
-    return Choice(windows=windows, emitted=emitted, round_s=seconds)
-
-
 def choose(
     options: Mapping[str, Option], *, requests: int, plain_s: float, current: str = OFF, margin: float = MARGIN
 ) -> Choice:
@@ -199,8 +199,7 @@ def choose(
         choice = options[name].choice
         if len(choice.windows) != requests:
             raise PlanError(f"{name}: got windows of {len(choice.windows)} requests, expected {requests}.")
-        seconds[name] = choice.round_s * options[name].factor
-        speeds[name] = max(choice.emitted / seconds[name], options[name].usual)
+        seconds[name], speeds[name] = options[name].round_s, options[name].tokens_per_s
     ranked = sorted(speeds, key=lambda name: -speeds[name])  # stable: off first among equals, then by name
     picked = ranked[0]
     if picked != OFF and current in speeds and speeds[picked] <= speeds[current] * (1 + margin):

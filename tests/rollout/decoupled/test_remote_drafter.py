@@ -92,7 +92,7 @@ def play(drafter: Decoupled, link: Held, *, rounds: int, round_s: float, wrong_e
         sequence.output_ids.extend(emitted)
         speculator.commit(sequence, emitted)
         link.draft(4)
-    assert speculator.accounts.counts["decoupled"].failures == 0
+    assert speculator.estimates.counts["decoupled"].failures == 0
     speculator.close(sequence)
     return total
 

@@ -9,8 +9,8 @@ from random import Random
 from typing import Any
 
 from specactor.rollout.speculation.drafter import DraftSequence
+from specactor.rollout.speculation.fastest_of_n import fitted
 from specactor.rollout.speculation.speculator import Speculator
-from specactor.rollout.speculation.trees import fitted
 from specactor.rollout.speculation.verification import Decision, Drafts
 from specactor.rollout.speculation.windows import OFF
 

@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specactor.rollout.speculation import probing
+from specactor.rollout.speculation.planner import ENTRY_MARGIN
 from specactor.rollout.speculation.probing import AT_ONCE, HANDICAP, MOST, TRIAL_SHARE, Balance
-from specactor.rollout.speculation.speculator import ENTRY_MARGIN
 from specactor.rollout.speculation.windows import OFF, Choice, Option
 from tests.rollout.speculation.world import Coin, World, auto
 
@@ -110,11 +110,11 @@ def chosen(gain: float, lost: float) -> str:
     """What mode auto takes if drafting is predicted to be so much faster than plain decoding."""
     world = World(auto(), Coin(0.5))
     world.play(100)
-    world.speculator._current = OFF
-    world.speculator.accounts.balance = after_losing(lost)
+    world.speculator.planner.current = OFF
+    world.speculator.estimates.balance = after_losing(lost)
     plain_s = world.speculator.costs.plain_s(4)
     choice = Choice(windows=(1, 1, 1, 1), emitted=4.0 * gain, round_s=plain_s)
-    return world.speculator._choose({"coin": Option(choice=choice)}, 4).drafter
+    return world.speculator.planner.choose({"coin": Option(choice=choice)}, 4).drafter
 
 
 @pytest.mark.parametrize(

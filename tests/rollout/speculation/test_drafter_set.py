@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from specactor.config import SpeculationConfig
-from specactor.rollout.speculation.acceptance import AcceptanceModel
 from specactor.rollout.speculation.counters import Counts
 from specactor.rollout.speculation.drafter import Drafter, DraftSequence
 from specactor.rollout.speculation.drafter_set import FAILURES, DrafterSet
+from specactor.rollout.speculation.estimates import Estimates
 
 
 class Notes(Drafter):
@@ -49,8 +49,8 @@ class Scene:
         self.ahead = Notes("ahead", drafts_ahead=True)
         config = SpeculationConfig(mode="auto", history_tokens=max_tokens, max_window=3)
         drafters = [self.text, self.other, self.ahead]
-        self.acceptance = {drafter.name: AcceptanceModel(max_window=3) for drafter in drafters}
-        self.drafter_set = DrafterSet(drafters, config, acceptance=self.acceptance)
+        self.estimates = Estimates({drafter.name: drafter for drafter in drafters}, max_window=3)
+        self.drafter_set = DrafterSet(drafters, config, self.estimates)
         self.running: list[DraftSequence] = []
         self.ended: list[DraftSequence] = []
         self.number = 0
@@ -177,10 +177,10 @@ def test_drafts_from_some_tokens_ago_are_made_without_knowing_these() -> None:
     mate, stranger = scene.open(1), scene.open(2)
     for sequence in (first, mate, stranger):
         scene.grow(sequence, 3, 3, 5, 6)
-    rate = scene.acceptance["notes"].rate
+    rate = scene.estimates.acceptance["notes"].rate
     assert scene.drafter_set.hindsight([first, mate], [3, 3]) == {"notes": [[3], [3]]}, "both end with the first 3"
     assert scene.text.running == {first.request_id: [1, 2, 3], mate.request_id: [3]}
-    assert scene.acceptance["notes"].rate > rate, "the next token was another 3"
+    assert scene.estimates.acceptance["notes"].rate > rate, "the next token was another 3"
     assert scene.ahead.running == {first.request_id: [1, 2]}, "drafters over text alone are asked so"
     assert scene.drafter_set.hindsight([mate], [3]) == {"notes": [[3]]}, "not before what is known"
     scene.drafter_set.resume()
@@ -217,8 +217,8 @@ class Vandal(Notes):
 
 @pytest.mark.parametrize("ahead", [False, True])
 def test_no_drafter_can_change_what_the_engine_holds(ahead: bool) -> None:
-    acceptance = {"notes": AcceptanceModel(max_window=8)}
-    drafter_set = DrafterSet([Vandal(drafts_ahead=ahead)], SpeculationConfig(mode="auto"), acceptance=acceptance)
+    vandal = Vandal(drafts_ahead=ahead)
+    drafter_set = DrafterSet([vandal], SpeculationConfig(mode="auto"), Estimates({vandal.name: vandal}, max_window=8))
     sequence = DraftSequence(request_id="a", prompt_ids=(1,))
     drafter_set.open(sequence)
     for token in range(5):
@@ -238,8 +238,9 @@ def asked(lie: Callable[[list[int]], object], rounds: int = 5) -> tuple[list[lis
         def propose(self, sequences: Sequence[DraftSequence], windows: Sequence[int]) -> list[list[int]]:
             return lie(list(windows))  # type: ignore[return-value]
 
-    counts = Counts()
-    drafter_set = DrafterSet([Liar()], SpeculationConfig(mode="auto"), counts=lambda name: counts)
+    estimates = Estimates({"notes": Liar()}, max_window=8)
+    counts = estimates.counts["notes"]
+    drafter_set = DrafterSet([Liar()], SpeculationConfig(mode="auto"), estimates)
     drafter_set.vocab_size = 10
     sequences = [DraftSequence(request_id=name, prompt_ids=(1,)) for name in "ab"]
     for sequence in sequences:

@@ -15,14 +15,12 @@ from hypothesis import strategies as st
 from specactor.config import SpeculationConfig
 from specactor.errors import ConfigError
 from specactor.rollout.speculation.acceptance import survival_of
-from specactor.rollout.speculation.costs import CostTable
+from specactor.rollout.speculation.costs import CostTable, OnlineCosts
 from specactor.rollout.speculation.counters import Counts
 from specactor.rollout.speculation.drafter import Drafter, DraftSequence
-from specactor.rollout.speculation.fastest_of_n import MARGIN, MOST_REQUESTS, Gains, further
-from specactor.rollout.speculation.online_costs import OnlineCosts
+from specactor.rollout.speculation.fastest_of_n import MARGIN, MOST_REQUESTS, Gains, Straggler, further
 from specactor.rollout.speculation.planner import FASTEST, live_costs, reaching
 from specactor.rollout.speculation.reconfiguration import LiveCosts
-from specactor.rollout.speculation.stragglers import Straggler
 from specactor.rollout.speculation.verification import Drafts
 from specactor.rollout.speculation.windows import OFF
 from tests.rollout.speculation.world import World, auto, truth
@@ -182,7 +180,7 @@ def test_where_rows_are_dear_nothing_is_added() -> None:
     one.play(300)
     counts = one.speculator.report()
     assert sum(of.verifies for of in counts.values()) >= sum(of.emitted - of.accepted for of in counts.values())
-    assert one.speculator._current != FASTEST
+    assert one.speculator.planner.current != FASTEST
     total = sum(counts.values(), Counts())
     assert total.emitted == total.accepted + total.verifies
 

@@ -7,7 +7,6 @@ from specactor.rollout.speculation.probing import (
     LOOK_EVERY,
     LOOK_SHARE,
     MAX_REST,
-    RISE,
     Look,
     Looks,
     Rest,
@@ -23,26 +22,22 @@ def until_over(rest: Rest) -> int:
     raise AssertionError("never")
 
 
-def look(rest: Rest, *rates: float, look_s: float = 0.0) -> int:
-    rest.looked({str(i): rate for i, rate in enumerate(rates)}, look_s=look_s, plain_s=1.0)
+def look(rest: Rest, *, look_s: float = 0.0) -> int:
+    rest.looked(look_s=look_s, plain_s=1.0)
     return until_over(rest)
 
 
 def test_looks_that_find_nothing_become_rare() -> None:
     rest = Rest()
     assert until_over(rest) == LOOK_EVERY
-    waits = [look(rest, 0.5, 0.2) for _ in range(5)]
+    waits = [look(rest) for _ in range(5)]
     assert waits == [2 * LOOK_EVERY, *[LOOK_AT_LEAST_EVERY] * 4]
 
 
-def test_a_rise_brings_the_next_look_near() -> None:
+def test_where_drafting_paid_looks_come_soon_again() -> None:
     rest = Rest()
     for _ in range(5):
-        look(rest, 0.5, 0.2)
-    assert look(rest, 0.5, 0.2 * (1 + RISE) / 2) == LOOK_AT_LEAST_EVERY
-    assert look(rest, 0.4, 0.2 * RISE + 0.01) == LOOK_EVERY
-    assert look(rest, 0.4, 0.3) == LOOK_EVERY
-    assert look(rest, 0.4, 0.3) > LOOK_EVERY
+        look(rest)
     rest.forget()
     assert until_over(rest) == LOOK_EVERY
 
@@ -50,9 +45,9 @@ def test_a_rise_brings_the_next_look_near() -> None:
 def test_looks_take_a_bounded_share_of_the_time() -> None:
     rest = Rest()
     for look_s in (0.001, 0.1, 1.0, 10.0):
-        rounds = look(rest, 0.5, look_s=look_s)
+        rounds = look(rest, look_s=look_s)
         assert look_s <= LOOK_SHARE * rounds
-    assert look(rest, 0.5, look_s=1e9) == MAX_REST
+    assert look(rest, look_s=1e9) == MAX_REST
 
 
 def test_a_look_says_how_much_of_each_draft_was_right() -> None:
@@ -74,16 +69,16 @@ def test_drafts_count_as_far_as_a_request_went() -> None:
 
 def test_a_look_may_be_followed_by_another() -> None:
     rest = Rest()
-    rest.looked({}, look_s=0.4, plain_s=1.0, again=True)
+    rest.looked(look_s=0.4, plain_s=1.0, again=True)
     assert not rest.is_long
     assert until_over(rest) == 1
-    assert look(rest, 0.5, look_s=0.4) >= LOOK_EVERY
+    assert look(rest, look_s=0.4) >= LOOK_EVERY
 
 
 def test_what_is_left_of_a_rest_is_what_it_has() -> None:
     rest = Rest()
-    look(rest, 0.5)
-    rest.looked({"0": 0.5}, look_s=0.0, plain_s=1.0)
+    look(rest)
+    rest.looked(look_s=0.0, plain_s=1.0)
     left = rest.left
     assert left > 0
     assert until_over(rest) == left + 1

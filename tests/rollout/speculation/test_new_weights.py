@@ -29,7 +29,7 @@ class Learner(Drafter):
 def test_every_newer_version_gets_a_new_prior(versions: tuple[int, ...], changed: int) -> None:
     learner = Learner()
     speculator = Speculator(SpeculationConfig(mode="coupled", window=4), [learner], clock=time.perf_counter)
-    known = speculator.acceptance["learner"]
+    known = speculator.estimates.acceptance["learner"]
     for _ in range(50):
         known.observe("r", 4, 0)
     before = known.survival("r", 1)[0]

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from specactor.errors import PlanError
-from specactor.rollout.speculation.costs import CostTable
-from specactor.rollout.speculation.online_costs import FIRST_FIT, MAX_POINTS, OnlineCosts
+from specactor.rollout.speculation.costs import FIRST_FIT, MAX_POINTS, CostTable, OnlineCosts
 from specactor.rollout.speculation.windows import OFF
 
 

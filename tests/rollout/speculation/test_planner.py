@@ -13,11 +13,10 @@ from hypothesis import strategies as st
 
 from specactor.rollout.speculation import planner
 from specactor.rollout.speculation.acceptance import survival_of
-from specactor.rollout.speculation.costs import CostTable
+from specactor.rollout.speculation.costs import CostTable, OnlineCosts
 from specactor.rollout.speculation.counters import Counts
 from specactor.rollout.speculation.drafter import Drafter, DraftSequence
-from specactor.rollout.speculation.online_costs import OnlineCosts
-from specactor.rollout.speculation.planner import PER_REQUEST, Mixing, Switch, live_costs, reaching
+from specactor.rollout.speculation.planner import PER_REQUEST, Owners, Switch, live_costs, reaching
 from specactor.rollout.speculation.reconfiguration import LiveCosts
 from specactor.rollout.speculation.verification import Decision
 from specactor.rollout.speculation.windows import OFF
@@ -94,31 +93,31 @@ def test_noise_and_missing_drafts_seldom_switch(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_small_differences_do_not_switch() -> None:
-    mixing, ids = Mixing(), ["x"]
+    owned, ids = Owners(), ["x"]
     first = {"a": table(0.60), "b": table(0.55)}
-    assert mixing.owners(ids, first, live(1)) == ["a"]
+    assert owned.of(ids, first, live(1)) == ["a"]
     drafts = {"a": [[1]], "b": [[2]]}
-    assert mixing.settle(ids, drafts, Decision(drafter="a", windows=[1], drafts=[[1]])) == []
-    assert mixing.owners(ids, {"a": table(0.60), "b": table(0.605)}, live(1)) == ["a"], "b is better by less"
-    assert mixing.owners(ids, {"a": table(0.60), "b": table(0.8)}, live(1)) == ["b"]
-    assert mixing.settle(ids, drafts, Decision(drafter="b", windows=[1], drafts=[[2]])) == [Switch("a", "b", 1)]
-    assert mixing.owners(ids, {"a": table(0.605), "b": table(0.60)}, live(1)) == ["b"], "and now a is"
-    assert Mixing().owners(ids, {"a": table(0.605), "b": table(0.60)}, live(1)) == ["a"], "margins are what kept b"
+    assert owned.settle(ids, drafts, Decision(drafter="a", windows=[1], drafts=[[1]])) == []
+    assert owned.of(ids, {"a": table(0.60), "b": table(0.605)}, live(1)) == ["a"], "b is better by less"
+    assert owned.of(ids, {"a": table(0.60), "b": table(0.8)}, live(1)) == ["b"]
+    assert owned.settle(ids, drafts, Decision(drafter="b", windows=[1], drafts=[[2]])) == [Switch("a", "b", 1)]
+    assert owned.of(ids, {"a": table(0.605), "b": table(0.60)}, live(1)) == ["b"], "and now a is"
+    assert Owners().of(ids, {"a": table(0.605), "b": table(0.60)}, live(1)) == ["a"], "margins are what kept b"
 
 
 def test_only_a_drafter_with_a_draft_can_lose_a_request() -> None:
-    mixing, ids = Mixing(), ["x", "y"]
-    mixing.settle(ids, {"a": [[1], [1]], "b": [[], []]}, Decision(drafter="a", windows=[1, 1], drafts=[[1], [1]]))
+    owned, ids = Owners(), ["x", "y"]
+    owned.settle(ids, {"a": [[1], [1]], "b": [[], []]}, Decision(drafter="a", windows=[1, 1], drafts=[[1], [1]]))
     other = Decision(drafter="b", windows=[1, 1], drafts=[[2], [2]])
-    assert mixing.settle(ids, {"a": [[], [1]], "b": [[2], [2]]}, other) == [Switch("a", "b", 1)]
-    assert mixing.settle(ids, {"b": [[2], [2]]}, other) == [Switch("a", "b", 1)], "a is gone"
-    mixing.forget("x")
-    assert mixing.settle(["x"], {"a": [[1]]}, Decision(drafter="a", windows=[1], drafts=[[1]])) == [], "a new request"
+    assert owned.settle(ids, {"a": [[], [1]], "b": [[2], [2]]}, other) == [Switch("a", "b", 1)]
+    assert owned.settle(ids, {"b": [[2], [2]]}, other) == [Switch("a", "b", 1)], "a is gone"
+    owned.forget("x")
+    assert owned.settle(["x"], {"a": [[1]]}, Decision(drafter="a", windows=[1], drafts=[[1]])) == [], "a new request"
 
 
 def test_requests_for_which_nobody_drafted_have_nobody() -> None:
     nothing = {name: reaching(table(0.9, 0.9), [0, 2]) for name in "ab"}
-    assert Mixing().owners(["x", "y"], nothing, live(2)) == [OFF, "a"]
+    assert Owners().of(["x", "y"], nothing, live(2)) == [OFF, "a"]
 
 
 rates = st.lists(st.floats(0.01, 0.99), min_size=3, max_size=3)
@@ -130,7 +129,7 @@ def test_every_request_has_the_best_of_the_drafts_that_are_there(
 ) -> None:
     tables = {"a": reaching(table(*a), lengths[:3]), "b": reaching(table(*b), lengths[3:])}
     seconds = live(3).verify_s[1:] + 1e-4
-    for i, owner in enumerate(Mixing().owners(["x", "y", "z"], tables, live(3))):
+    for i, owner in enumerate(Owners().of(["x", "y", "z"], tables, live(3))):
         promised = {n: float(((1 + t[i].cumsum()) / seconds).max()) if t[i, 0] > 0 else 0.0 for n, t in tables.items()}
         assert promised.get(owner, 0.0) == max(promised.values())
 
@@ -140,7 +139,7 @@ class Watched(World):
 
     def watch(self) -> list[tuple[dict[str, float], str, float]]:
         seen = []
-        right = self.speculator._choose
+        right = self.speculator.planner.choose
 
         def choose(options, requests):  # type: ignore[no-untyped-def]
             choice = right(options, requests)
@@ -148,7 +147,7 @@ class Watched(World):
             seen.append((speeds, choice.drafter, choice.tokens_per_s))
             return choice
 
-        self.speculator._choose = choose  # type: ignore[method-assign]
+        self.speculator.planner.choose = choose  # type: ignore[method-assign]
         return seen
 
 
@@ -175,10 +174,10 @@ def test_time_of_a_decision() -> None:
     """Printed; about half a millisecond for 256 requests and two drafters where it was measured."""
     rng, ids = np.random.default_rng(0), [str(i) for i in range(256)]
     tables = {name: np.cumprod(rng.uniform(0.3, 0.99, (256, 8)), axis=1) for name in "ab"}
-    costs, mixing = live_costs(COSTS, 256, max_window=8, spent_s=1e-4), Mixing()
-    mixing.owners(ids, tables, costs)
+    costs, owned = live_costs(COSTS, 256, max_window=8, spent_s=1e-4), Owners()
+    owned.of(ids, tables, costs)
     began = time.process_time()
     for _ in range(20):
-        owners = mixing.owners(ids, tables, costs)
+        owners = owned.of(ids, tables, costs)
     print(f"{(time.process_time() - began) / 20 * 1e3:.2f} ms for 256 requests and two drafters")
     assert set(owners) == {"a", "b"}

@@ -94,47 +94,36 @@ def test_every_request_as_one_by_one(steps: list[list[float]]) -> None:
         found = speeds(survival_BW, live, mode)
         wanted = [[speed for (m, _), speed in row.items() if m == mode] for row in expected]
         assert found == pytest.approx(np.array(wanted))
-    chosen = reconfigured(survival_BW, live, [PLAIN] * len(steps), everyone=True, margin=0.0)
+    chosen = reconfigured(survival_BW, live, [PLAIN] * len(steps), margin=0.0)
     for plan, row in zip(chosen, expected, strict=True):
         assert row[plan.mode, plan.window] == pytest.approx(max(row.values()))
-
-
-def test_only_requests_below_the_average_are_asked() -> None:
-    survival_BW = survivals(0.9, 0.85, 0.1)
-    current = [DECOUPLED] * 3
-    asked = reconfigured(survival_BW, costs(), current)
-    assert asked[:2] == current[:2]
-    assert asked[2] != DECOUPLED
-    everyone = reconfigured(survival_BW, costs(), current, everyone=True)
-    assert everyone[2] == asked[2]
-    assert reconfigured(survivals(0.1, 0.1), costs(), [DECOUPLED] * 2) == [DECOUPLED] * 2
 
 
 def test_a_request_that_accepts_nothing_decodes_plainly() -> None:
     assert reconfigured(survivals(0.9, 0.0), costs(), [DECOUPLED] * 2)[1] == PLAIN
     slow_plain = replace(TABLE, plain=Grid(requests=AXIS, per_request=(1.0,), seconds=((9.0,), (9.0,))))
     live = LiveCosts.of(slow_plain, requests=8, max_window=W, drafter="small")
-    assert reconfigured(survivals(0.0), live, [DECOUPLED], everyone=True) == [PLAIN]
+    assert reconfigured(survivals(0.0), live, [DECOUPLED]) == [PLAIN]
 
 
 def test_modes_that_are_not_there_are_not_chosen() -> None:
     every = [DECOUPLED] * 2
     rates = survivals(0.9, 0.8)
-    only_coupled = reconfigured(rates, costs(remote=None), every, everyone=True)
+    only_coupled = reconfigured(rates, costs(remote=None), every)
     assert {plan.mode for plan in only_coupled} == {"coupled"}
-    only_remote = reconfigured(rates, costs(drafter="gone"), [PLAIN] * 2, everyone=True)
+    only_remote = reconfigured(rates, costs(drafter="gone"), [PLAIN] * 2)
     assert {plan.mode for plan in only_remote} <= {"off", "decoupled"}
 
 
 def test_small_gains_do_not_switch() -> None:
     rates = survivals(0.7)
-    best = reconfigured(rates, costs(), [PLAIN], everyone=True, margin=0.0)[0]
+    best = reconfigured(rates, costs(), [PLAIN], margin=0.0)[0]
     found = one_by_one(tuple(rates[0]), 8)
     second = max((key for key in found if key != (best.mode, best.window) and key[1]), key=found.__getitem__)
     gain = found[best.mode, best.window] / found[second] - 1
     now = DraftPlan(mode="coupled" if second[0] == "coupled" else "decoupled", drafter="small", window=second[1])
-    assert reconfigured(rates, costs(), [now], everyone=True, margin=gain * 1.1) == [now]
-    assert reconfigured(rates, costs(), [now], everyone=True, margin=gain * 0.9) == [best]
+    assert reconfigured(rates, costs(), [now], margin=gain * 1.1) == [now]
+    assert reconfigured(rates, costs(), [now], margin=gain * 0.9) == [best]
 
 
 @settings(deadline=None, max_examples=30)
@@ -168,18 +157,18 @@ def test_the_best_of_several_drafters_and_never_worse_without_one(rates: list[li
             found.append(float(table[i, max(plan.window, 1) - 1]))
         return found
 
-    plans = reconfigure(every, [PLAIN] * 3, everyone=True, margin=0.0, pace=pace)
+    plans = reconfigure(every, [PLAIN] * 3, margin=0.0, pace=pace)
     best = promised(every, plans)
     for i in range(3):
         all_of = [float(worths(o, mode, pace=pace)[i].max()) for o in every for mode in ("off", "coupled", "decoupled")]
         assert best[i] == pytest.approx(max(all_of))
-    fewer = reconfigure(every[:-1], [PLAIN] * 3, everyone=True, margin=0.0, pace=pace) if every[1:] else [PLAIN] * 3
+    fewer = reconfigure(every[:-1], [PLAIN] * 3, margin=0.0, pace=pace) if every[1:] else [PLAIN] * 3
     assert all(more >= less - 1e-9 for more, less in zip(best, promised(every, fewer), strict=True))
     better = [*every[:-1], replace(every[-1], survival=every[-1].survival ** 0.5)]
     only_coupled = [replace(o, costs=replace(live, decoupled_draft_s=None)) for o in (*every, *better)]
     before, after = only_coupled[: len(every)], only_coupled[len(every) :]
-    worse = reconfigure(before, [PLAIN] * 3, everyone=True, margin=0.0, pace=pace)
-    plans = reconfigure(after, [PLAIN] * 3, everyone=True, margin=0.0, pace=pace)
+    worse = reconfigure(before, [PLAIN] * 3, margin=0.0, pace=pace)
+    plans = reconfigure(after, [PLAIN] * 3, margin=0.0, pace=pace)
     assert all(now >= then - 1e-9 for now, then in zip(promised(after, plans), promised(before, worse), strict=True)), (
         "a better drafter promises no less"
     )
@@ -188,12 +177,12 @@ def test_the_best_of_several_drafters_and_never_worse_without_one(rates: list[li
 def test_requests_choose_between_drafters_and_a_switch_has_to_pay() -> None:
     live = costs(remote=None)
     a, b = DraftPlan(mode="coupled", drafter="a", window=4), DraftPlan(mode="coupled", drafter="b", window=4)
-    plans = reconfigure(offers((0.9, 0.2), (0.2, 0.9), live=live), [PLAIN] * 2, everyone=True)
+    plans = reconfigure(offers((0.9, 0.2), (0.2, 0.9), live=live), [PLAIN] * 2)
     assert [plan.drafter for plan in plans] == ["a", "b"]
     near = offers((0.9, 0.9), (0.903, 0.95), live=live)
-    assert [plan.drafter for plan in reconfigure(near, [a, a], everyone=True)] == ["a", "b"]
-    assert [plan.drafter for plan in reconfigure(near, [b, b], everyone=True)] == ["b", "b"]
-    gone = reconfigure(offers((0.9,), live=live), [b], everyone=True, margin=9.0)
+    assert [plan.drafter for plan in reconfigure(near, [a, a])] == ["a", "b"]
+    assert [plan.drafter for plan in reconfigure(near, [b, b])] == ["b", "b"]
+    gone = reconfigure(offers((0.9,), live=live), [b], margin=9.0)
     assert gone[0].drafter == "a", "a plan of a drafter that is gone promises nothing"
 
 
@@ -205,7 +194,7 @@ def test_a_pace_prices_rows_by_what_others_make_of_them() -> None:
         Offer(drafter="long", survival=steps, costs=live),
         Offer(drafter="short", survival=np.array([[0.7, 0.0, 0.0, 0.0]]), costs=live),
     ]
-    chosen = [reconfigure(every, [PLAIN], everyone=True, pace=pace)[0].drafter for pace in (1.0, 110.0)]
+    chosen = [reconfigure(every, [PLAIN], pace=pace)[0].drafter for pace in (1.0, 110.0)]
     assert chosen == ["long", "short"]
 
 
@@ -215,11 +204,8 @@ def test_on_the_estimates_of_a_running_engine() -> None:
         model.observe("easy", W, W, asked=W)
         model.observe("hard", W, 0, asked=W)
     ids = ["easy", "new", "hard"]
-    chosen = reconfigured(model.survivals(ids, covered=False), costs(), [DECOUPLED] * 3, everyone=True)
+    chosen = reconfigured(model.survivals(ids, covered=False), costs(), [DECOUPLED] * 3)
     assert chosen[0].window > chosen[2].window
-    asked = reconfigured(model.survivals(ids, covered=False), costs(), [DECOUPLED] * 3)
-    assert asked[0] == DECOUPLED
-    assert asked[2] == chosen[2]
 
 
 def test_what_cannot_be_is_refused() -> None:
@@ -240,6 +226,6 @@ def test_256_requests_take_less_than_a_millisecond() -> None:
     current = [DECOUPLED] * 256
 
     def decide() -> None:
-        reconfigured(survival_BW, live, current, everyone=True)
+        reconfigured(survival_BW, live, current)
 
     assert min(timeit.repeat(decide, timer=time.process_time, number=10, repeat=10)) / 10 < 1e-3

@@ -10,14 +10,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specactor.errors import PlanError
-from specactor.rollout.speculation.stragglers import (
+from specactor.rollout.speculation.fastest_of_n import (
     Assignment,
     DryWorker,
     Straggler,
-    as_published,
+    assign,
     combined,
-    while_it_pays,
 )
+
+
+def as_published(
+    stragglers: Iterable[Straggler], ranked: Sequence[str], workers: Iterable[DryWorker]
+) -> list[Assignment]:
+    return assign(stragglers, ranked, workers, pays=None)
+
 
 Assign = Callable[[Iterable[Straggler], Sequence[str], Iterable[DryWorker]], list[Assignment]]
 
@@ -54,9 +60,9 @@ def test_methods_are_added_only_while_they_pay() -> None:
     def pays(request: Straggler, has: frozenset[str], method: str, load: int) -> float:
         return 1.5 if not has else 1.01
 
-    found = pairs(while_it_pays(STRAGGLERS, ["small", "ngram"], WORKERS, pays=pays))
+    found = pairs(assign(STRAGGLERS, ["small", "ngram"], WORKERS, pays=pays))
     assert found == [("c", "small", "w1"), ("a", "small", "w0")], "one each; b has one"
-    assert while_it_pays(STRAGGLERS, ["small"], WORKERS, pays=lambda *_: 1.0) == []
+    assert assign(STRAGGLERS, ["small"], WORKERS, pays=lambda *_: 1.0) == []
 
 
 def by_descending_acceptance(
@@ -96,7 +102,7 @@ def test_no_pair_twice_and_no_worker_over_its_bound(rates: list[float], some: li
     workers = [DryWorker(name=f"w{i}", method=m, load=n, max_load=b) for i, (m, n, b) in enumerate(some)]
     check(as_published, stragglers, workers)
     published = set(pairs(as_published(stragglers, ["small", "ngram"], workers)))
-    assert set(pairs(while_it_pays(stragglers, ["small", "ngram"], workers, pays=lambda *_: 2.0))) == published
+    assert set(pairs(assign(stragglers, ["small", "ngram"], workers, pays=lambda *_: 2.0))) == published
 
 
 @pytest.mark.parametrize("wrong", [by_descending_acceptance, over_the_bound])
@@ -119,4 +125,4 @@ def test_what_cannot_be_is_refused() -> None:
     with pytest.raises(PlanError, match="expected >= 0, >= 1"):
         DryWorker(name="w", method="m", max_load=0)
     with pytest.raises(PlanError, match="margin"):
-        while_it_pays([], [], [], pays=lambda *_: 1.0, margin=-1.0)
+        assign([], [], [], pays=lambda *_: 1.0, margin=-1.0)

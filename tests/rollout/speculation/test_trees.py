@@ -11,8 +11,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specactor.rollout.speculation.acceptance import AcceptanceModel
-from specactor.rollout.speculation.trees import Merging, fitted, survivals
+from specactor.rollout.speculation.drafter import Drafter, DraftSequence
+from specactor.rollout.speculation.estimates import Estimates
+from specactor.rollout.speculation.fastest_of_n import Candidates, candidates, fitted, survivals
 from specactor.rollout.speculation.verification import Drafts, accepted_path, branches, common, credits_of, merged
+
+
+class Nobody(Drafter):
+    """Drafts nothing."""
+
+    def propose(self, sequences: Sequence[DraftSequence], windows: Sequence[int]) -> list[list[int]]:
+        return [[] for _ in sequences]
+
 
 draft = st.lists(st.integers(0, 2), max_size=5)
 several = st.lists(draft, min_size=1, max_size=4)
@@ -116,12 +126,22 @@ def test_probabilities_by_hand() -> None:
     assert own[3] == pytest.approx([0.4 * 0.3 / 0.4])
 
 
+def of_estimates(estimates: Estimates, drafts: Drafts, *, max_branches: int) -> Candidates:
+    """Of requests 0, 1, .."""
+    ids = [str(i) for i in range(len(per_request(drafts)))]
+    alone, after = (
+        {name: model.survivals(ids, covered=True) for name, model in models.items()}
+        for models in (estimates.acceptance, estimates.after)
+    )
+    return candidates(drafts, alone, after, max_tokens=5, max_branches=max_branches)
+
+
 @given(of_requests(), st.integers(0, 4), st.data())
 def test_chosen_tokens_are_the_likeliest(drafts: Drafts, max_branches: int, data: st.DataObject) -> None:
     requests = len(per_request(drafts))
-    acceptance = {name: AcceptanceModel(max_window=5, prior_rate=0.4 + 0.1 * i) for i, name in enumerate(drafts)}
-    merging = Merging(list(drafts), max_window=5)
-    trees = merging.candidates([str(i) for i in range(requests)], drafts, acceptance, max_branches=max_branches)
+    estimates = Estimates(dict.fromkeys(drafts, Nobody()), max_window=5)
+    estimates.acceptance = {n: AcceptanceModel(max_window=5, prior_rate=0.4 + 0.1 * i) for i, n in enumerate(drafts)}
+    trees = of_estimates(estimates, drafts, max_branches=max_branches)
     windows = [data.draw(st.integers(0, len(chances))) for chances in trees.survivals]
     assert all(a >= b for chances in trees.survivals for a, b in pairwise(chances))
     chosen = trees.chosen(windows)
@@ -131,18 +151,17 @@ def test_chosen_tokens_are_the_likeliest(drafts: Drafts, max_branches: int, data
 
 
 def test_drafters_that_err_together_are_worth_less() -> None:
-    merging = Merging(["a", "b"], max_window=4)
-    acceptance = {name: AcceptanceModel(max_window=4) for name in "ab"}
+    estimates = Estimates(dict.fromkeys("ab", Nobody()), max_window=5)
     drafts: Drafts = {"a": [[1, 2]], "b": [[3]]}
 
     def chance() -> float:
-        return min(merging.candidates(["x"], drafts, acceptance, max_branches=1).survivals[0])
+        return min(of_estimates(estimates, drafts, max_branches=1).survivals[0])
 
     before = chance()
     for _ in range(50):
-        merging.learn("x", zip("ab", credits_of([[1, 2], [3]], []), strict=True))
+        estimates.tree_verified("0", zip("ab", credits_of([[1, 2], [3]], []), strict=True))
     worse = chance()
     for _ in range(200):
-        merging.learn("x", zip("ab", credits_of([[1, 2], [3]], [3]), strict=True))
+        estimates.tree_verified("0", zip("ab", credits_of([[1, 2], [3]], [3]), strict=True))
     assert worse < before / 2
     assert chance() > before
