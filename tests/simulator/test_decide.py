@@ -44,12 +44,11 @@ def defined(text: str) -> set[str]:
 
 def test_the_simulator_defines_no_second_policy() -> None:
     theirs = {
-        "best_window",
         "ranked",
         "speedup",
         "search",
         "choose",
-        "choose_windows",
+        "best_window",
         "best_windows",
         "of_drafter",
         "reconfigure",

@@ -3,7 +3,7 @@
 A decode round: ask the `Speculator` for drafts, verify all requests' rows in one forward pass of the target, in which
 SGLang's own sampler draws every row's token with the noise of (request seed, position), and keep what equals it. So the
 tokens and log-probabilities are those that SGLang's plain decoding of the same requests gives. Rounds that are known to
-have no drafts before they begin take SGLang's own path (`plain_rounds`).
+have no drafts before they begin take SGLang's own path (`verify_batch`).
 
 Under tensor parallelism rank 0 decides what is drafted, and the others follow what it says. Text drafters draft on rank
 0 alone; a draft model runs on all ranks together, and rank 0's tokens are verified. How many plain rounds follow
@@ -26,17 +26,19 @@ from sglang.srt.speculative.spec_info import SpecInput, SpecInputType, Speculati
 from sglang.srt.speculative.spec_registry import CustomSpecAlgo
 
 from specactor.errors import EngineError
-from specactor.rollout.sglang import draft_runner, partial_response, plain_rounds
+from specactor.rollout.sglang import draft_runner, partial_response
 from specactor.rollout.sglang.model_drafter import ModelDrafter
 from specactor.rollout.sglang.penalties import has_penalties
-from specactor.rollout.sglang.round_trace import Rounds
-from specactor.rollout.sglang.verify_batch import Branches, Rows, spread
+from specactor.rollout.sglang.verify_batch import Branches, Rows, install_plain_rounds, last_tokens, spread
 from specactor.rollout.speculation.drafter import DraftSequence
 from specactor.rollout.speculation.probing import SOON
 from specactor.rollout.speculation.speculator import Speculator
 from specactor.rollout.speculation.verification import DraftTree, accepted_path, chain
+from specactor.trace import Recorder, Span
 
 NAME = "SPECACTOR"
+_LANE = "rounds"
+"""Of the trace."""
 _NOTHING = DraftTree()
 
 
@@ -87,6 +89,51 @@ class _Running:
     """What the request brought along of its response."""
 
 
+class RoundTrace:
+    """Rounds of an engine rank as spans of its trace; plain ones that follow each other are one span.
+
+    Where nobody traces, each round costs a comparison."""
+
+    def __init__(self) -> None:
+        self.recorder = Recorder()
+        self._stretch: tuple[float, float, int] | None = None
+        """Plain rounds that were not written yet: start, end, how many."""
+        self._emitted_s = 0.0
+        """End of the last round that could have drafts."""
+
+    def verified(
+        self, entered_s: float, decided_s: float, ended_s: float, *, requests: int, rows: int, emitted: int
+    ) -> None:
+        """A round that could have drafts; its tokens were handed out just now. SGLang's own time is a gap."""
+        if not self.recorder.on:
+            return
+        self.end_stretch()
+        self.recorder.span(_LANE, "draft", entered_s, decided_s, requests=requests, drafted=rows - requests)
+        self.recorder.span(_LANE, "verify", decided_s, ended_s, requests=requests, rows=rows)
+        self._emitted_s = time.perf_counter()
+        self.recorder.span(_LANE, "emit", ended_s, self._emitted_s, tokens=emitted)
+
+    def plain(self, began_s: float, ended_s: float) -> None:
+        """A round on SGLang's own path."""
+        if not self.recorder.on:
+            return
+        start_s, _, count = self._stretch or (max(began_s, self._emitted_s), ended_s, 0)
+        self._stretch = start_s, ended_s, count + 1
+
+    def end_stretch(self) -> None:
+        """What comes next is no plain round."""
+        if self._stretch is not None:
+            start_s, end_s, count = self._stretch
+            self.recorder.span(_LANE, "plain", start_s, end_s, rounds=count)
+            self._stretch = None
+
+    def take(self, *, on: bool) -> list[Span]:
+        """What was recorded since the last call. Args: whether to record from now on."""
+        self.end_stretch()
+        self.recorder.on = on
+        return self.recorder.take()
+
+
 class Worker(BaseSpecWorker):  # type: ignore[misc]
     """Runs every batch of one engine rank."""
 
@@ -105,7 +152,7 @@ class Worker(BaseSpecWorker):  # type: ignore[misc]
         self._running: dict[str, _Running] = {}
         self._plain_left = 0
         """Rounds from now on that are plain; the same on all ranks."""
-        self.rounds = Rounds()
+        self.rounds = RoundTrace()
         self.speculator: Speculator | None = None
         """None: plain decoding."""
 
@@ -222,12 +269,12 @@ class Worker(BaseSpecWorker):  # type: ignore[misc]
         began = self._began()
         self._attend(batch.reqs)
         self._plain_left -= 1
-        batch.input_ids = plain_rounds.last_tokens(batch)
+        batch.input_ids = last_tokens(batch)
         result = self._target_worker.forward_batch_generation(batch, pp_proxy_tensors=pp_proxy_tensors)
         self._ended = time.perf_counter()
         self.rounds.plain(began, self._ended)
         if self.speculator is not None and get_parallel().tp_rank == 0:
-            self.speculator.rested(len(batch.reqs), round_s=self._ended - began)
+            self.speculator.on_plain_round(len(batch.reqs), round_s=self._ended - began)
         return result
 
     def _prefill(self, batch: Any, pp_proxy_tensors: Any) -> GenerationBatchResult:
@@ -305,7 +352,7 @@ class Worker(BaseSpecWorker):  # type: ignore[misc]
                 lists = [[window] for window in decision.windows]
             else:
                 lists = [_to_list(tree) for tree in decision.trees]
-            rest = [self.speculator.rest]
+            rest = [self.speculator.plain_rounds_ahead]
         who, [self._plain_left], *lists = self._agreed([who, rest, *lists])
         if who:
             drafter = list(self.speculator.drafters)[who[0]]
@@ -387,5 +434,5 @@ def register(make_speculator: Callable[[], Speculator | None]) -> None:
         worker = scheduler.draft_worker
         return isinstance(worker, Worker) and worker.decodes_plainly()
 
-    plain_rounds.install(decodes_plainly)
+    install_plain_rounds(decodes_plainly)
     SpeculativeAlgorithm.register(NAME, supports_overlap=True, spec_class=Algorithm)(lambda _: StartedWorker)

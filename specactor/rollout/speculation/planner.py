@@ -38,7 +38,7 @@ from specactor.rollout.speculation.probing import Promises
 from specactor.rollout.speculation.reconfiguration import PLAIN, DraftPlan, LiveCosts, Offer, reconfigure, worths
 from specactor.rollout.speculation.verification import Decision, Drafts
 from specactor.rollout.speculation.windows import MARGIN as CHANGE_MARGIN
-from specactor.rollout.speculation.windows import OFF, Choice, Option, best_windows, choose, choose_windows, padded
+from specactor.rollout.speculation.windows import OFF, Choice, Option, best_window, best_windows, choose, padded
 
 ENTRY_MARGIN = 0.05
 """By which drafting must be faster than plain decoding to begin: predictions err, and drafters have to catch up."""
@@ -349,7 +349,7 @@ def of_drafter(
     if requests == 1:
         drafted = None if drafts is None else lengths[0]
         survival = model.survival(sequences[0].request_id, caps[0], drafted=drafted)
-        return choose_windows([survival], verify_s=costs.verify_s, draft_s=draft_s, max_window=model.max_window)
+        return best_window(survival, verify_s=costs.verify_s, draft_s=draft_s)
     survival_BW = model.survivals([s.request_id for s in sequences], covered=drafts is not None)
     verify_N1 = costs.verify_curve(requests, requests * (1 + model.max_window))
     return best_windows(survival_BW, lengths, verify_N1=verify_N1, draft_s=draft_s)

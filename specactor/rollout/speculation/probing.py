@@ -112,24 +112,24 @@ class Looks:
             yield from look.seen(output_ids)
 
 
-class Rest:
-    """When to look again."""
+class BackOff:
+    """When to look again: ever more seldom, and for at most a share of the time."""
 
     def __init__(self) -> None:
-        self.forget()
+        self.restart()
 
-    def forget(self) -> None:
+    def restart(self) -> None:
         """Drafting pays, or may pay now: plain decoding, if it comes again, is looked at soon."""
         self._rounds, self._interval, self._pause, self._least = 0, LOOK_EVERY, LOOK_EVERY, 0
         self._end_look()
 
-    def renewed(self) -> None:
+    def requests_came(self) -> None:
         """There are new requests, whose drafts may be better: look soon, if looks are cheap."""
         if not self._tries:
             self._pause = min(self._pause, max(self._least, self._rounds + SOON))
 
     @property
-    def left(self) -> int:
+    def rounds_left(self) -> int:
         """Plain rounds that come without a look."""
         return max(0, self._pause - self._rounds - 1)
 
@@ -160,7 +160,7 @@ class Rest:
     def _end_look(self) -> None:
         self._tries, self._look_s, self._was_long = 0, 0.0, False
 
-    def over(self) -> bool:
+    def is_due(self) -> bool:
         """A plain round is to come; whether to look in it."""
         self._rounds += 1
         return self._rounds >= self._pause

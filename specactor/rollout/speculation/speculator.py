@@ -10,7 +10,7 @@ A drafter that raises costs its drafts and nothing else. Whatever is decided, to
 With a fixed window every request gets it. Otherwise windows and drafters are those of the highest predicted speed, and
 in mode auto plain decoding is among the options. While decoding is plain, drafts are made now and then (`probing`) and
 compared with what is emitted, so that a drafter that has become good is noticed; in between the engine need not ask
-(`rest`), and drafters hear of nothing.
+(`plain_rounds_ahead`), and drafters hear of nothing.
 
 One rank of an engine decides. A drafter that computes on all ranks together (one that does not draft first) is only
 chosen by `decide`; its drafts are then made by `draft`, on every rank with the same arguments.
@@ -29,7 +29,7 @@ from specactor.rollout.speculation.drafter import Drafter, DraftSequence
 from specactor.rollout.speculation.drafter_set import LOOK_TRIALS, DrafterSet
 from specactor.rollout.speculation.estimates import Estimates
 from specactor.rollout.speculation.planner import Planner
-from specactor.rollout.speculation.probing import FEW, MAX_REST, Look, Looks, Rest
+from specactor.rollout.speculation.probing import FEW, MAX_REST, BackOff, Look, Looks
 from specactor.rollout.speculation.verification import Decision, Drafts
 from specactor.rollout.speculation.windows import OFF
 from specactor.trace import Recorder
@@ -60,7 +60,7 @@ class Speculator:
         self.planner = Planner(config, self.drafter_set, self.estimates)
         self._clock = clock
         self._looks = Looks()
-        self._rest = Rest()
+        self._back_off = BackOff()
         self._num_looks = 0
         self._recorder = Recorder()
         self._fruitless = 0
@@ -75,7 +75,7 @@ class Speculator:
 
     def open(self, sequence: DraftSequence) -> None:
         self.drafter_set.open(sequence)
-        self._rest.renewed()
+        self._back_off.requests_came()
 
     def commit(self, sequence: DraftSequence, tokens: Sequence[int]) -> None:
         """`tokens` were appended to the sequence's output. While decoding is plain, drafters are told later, and of
@@ -91,7 +91,7 @@ class Speculator:
 
     def policy_changed(self) -> None:
         self.estimates.policy_changed()
-        self._rest.forget()
+        self._back_off.restart()
         self.drafter_set.policy_changed()
 
     def decide(self, sequences: Sequence[DraftSequence], limits: Sequence[int], *, max_branches: int = 0) -> Decision:
@@ -113,10 +113,10 @@ class Speculator:
     def _observe(self, caps: Sequence[int]) -> bool:
         """Whether anybody is asked for drafts in this round."""
         if self._is_planned and not any(caps):
-            if self._may_rest() and self._rest.over():
-                self._rest.looked(look_s=0.0, plain_s=1.0)  # there is nothing to look at
+            if self._may_rest() and self._back_off.is_due():
+                self._back_off.looked(look_s=0.0, plain_s=1.0)  # there is nothing to look at
             return False
-        if self._may_rest() and not self._rest.over():
+        if self._may_rest() and not self._back_off.is_due():
             return False
         self.drafter_set.find()
         self.drafter_set.let_wait(self._waited_for())
@@ -128,7 +128,7 @@ class Speculator:
         return self.config.window is None and self.costs.table is not None
 
     @property
-    def rest(self) -> int:
+    def plain_rounds_ahead(self) -> int:
         """After `decide`: rounds from the next on that will be plain, whatever comes; `decide` need not be asked, and
         nothing committed, until these are over."""
         if not self.drafter_set.there:
@@ -138,15 +138,15 @@ class Speculator:
         if self.config.window is not None:
             return MAX_REST
         if self._may_rest():
-            return self._rest.left
+            return self._back_off.rounds_left
         return int(self.costs.table is None and self.costs.plain_is_next())
 
-    def rested(self, requests: int, *, round_s: float) -> None:
-        """A plain round has ended, of those that `rest` promised; its seconds."""
+    def on_plain_round(self, requests: int, *, round_s: float) -> None:
+        """A plain round has ended, of those that `plain_rounds_ahead` promised; its seconds."""
         if self.config.window is None or not self.drafter_set.there:
             self.drafter_set.pause()
         if self._may_rest():
-            self._rest.over()
+            self._back_off.is_due()
         self.drafter_set.listen(self._clock())
         self._decision = self._plain(requests)
         self.estimates.plain_round(requests, round_s=round_s, predicted_s=self._decision.predicted_s)
@@ -189,12 +189,12 @@ class Speculator:
         decision = self.drafter_set.fixed(sequences, [min(cap, most) for cap in caps])
         if any(decision.drafts) or decision.together:
             self._fruitless = 0
-            self._rest.forget()
+            self._back_off.restart()
         elif most:
             self._fruitless += 1
             look_s = self._clock() - started
-            if seldom and not self._rest.waits(self.drafter_set.expects(), look_s=look_s):
-                self._rest.looked(look_s=look_s, plain_s=float("inf"))
+            if seldom and not self._back_off.waits(self.drafter_set.expects(), look_s=look_s):
+                self._back_off.looked(look_s=look_s, plain_s=float("inf"))
         return decision
 
     def _plain(self, requests: int) -> Decision:
@@ -222,7 +222,7 @@ class Speculator:
     def _best(self, sequences: Sequence[DraftSequence], caps: list[int], max_branches: int) -> Decision:
         """The drafter and windows of the highest predicted speed."""
         requests, started = len(sequences), self._clock()
-        seldom = requests > LOOKED_AT or self._rest.is_long
+        seldom = requests > LOOKED_AT or self._back_off.is_long
         if seldom and self._may_rest() and not self._is_promising(sequences, caps):
             return self._plain(requests)
         self._is_steady = not self.drafter_set.is_paused
@@ -236,7 +236,7 @@ class Speculator:
         if choice.drafter == OFF:
             self._look_over(sequences, drafts, caps, started=started, requests=requests)
             return self._plain(requests)
-        self._rest.forget()
+        self._back_off.restart()
         decision = self.planner.decision(options[choice.drafter], choice, drafts, caps)
         self._look(sequences, drafts, caps, decision)
         if len(drafts) > 1:
@@ -253,14 +253,14 @@ class Speculator:
     def _is_promising(self, sequences: Sequence[DraftSequence], caps: Sequence[int]) -> bool:
         """Look at some of the requests, others every time: whether drafting would pay if all were like them."""
         requests, started = len(sequences), self._clock()
-        self._num_looks += not self._rest.goes_on
+        self._num_looks += not self._back_off.goes_on
         sample = min(requests, LOOKED_AT)
         apart = requests // sample  # neighbours are of one group
         first = self._num_looks * (sample * apart + 1)
         which = [(first + k * apart) % requests for k in range(sample)]
         some, some_caps = [sequences[i] for i in which], [caps[i] for i in which]
         known: Drafts = {}
-        if self._rest.is_long and not self._rest.goes_on:
+        if self._back_off.is_long and not self._back_off.goes_on:
             known = self.drafter_set.hindsight(some, some_caps)
         self.drafter_set.resume(some)
         later = self.drafter_set.first(some, some_caps, ahead=True if known else None)
@@ -276,14 +276,14 @@ class Speculator:
         self, sequences: Sequence[DraftSequence], drafts: Drafts, caps: Sequence[int], *, started: float, requests: int
     ) -> None:
         """Verifying these drafts would not pay; or some that would are still on their way."""
-        if self._rest.waits(self.drafter_set.expects(), look_s=self._clock() - started):
+        if self._back_off.waits(self.drafter_set.expects(), look_s=self._clock() - started):
             return
-        for name in drafts if self._rest.is_long else ():
+        for name in drafts if self._back_off.is_long else ():
             self.estimates.acceptance[name].limit(LOOK_TRIALS)  # looks are few, so old evidence makes way
         self._look(sequences, drafts, caps)
         look_s, plain_s = self._clock() - started, self.costs.plain_s(requests)
         again = requests <= FEW and self.estimates.balance.pays_for(look_s, plain_s=plain_s)
-        self._rest.looked(look_s=look_s, plain_s=plain_s, again=again)
+        self._back_off.looked(look_s=look_s, plain_s=plain_s, again=again)
 
     def _look(
         self, sequences: Sequence[DraftSequence], drafts: Drafts, caps: Sequence[int], decision: Decision | None = None

@@ -82,32 +82,6 @@ class Option:
         return f"{self.tokens_per_s:.0f} tok/s, {sum(self.choice.windows)} draft tokens in {1e3 * self.round_s:.2f} ms"
 
 
-def choose_windows(
-    survivals: Sequence[Sequence[float]],
-    *,
-    verify_s: Callable[[int, int], float],
-    draft_s: Callable[[int], float],
-    max_window: int,
-) -> Choice:
-    """The windows of highest predicted speed for one drafter.
-
-    survivals[i][j-1] = P(the first j draft tokens of request i are accepted), not increasing with j; a list shorter
-    than max_window bounds that request's window. verify_s(B, rows): seconds of the forward, asked for every number of
-    rows, so it should be cached; draft_s(depth): seconds of drafting, depth 0 included.
-    Raises PlanError without requests, and for survivals or seconds that cannot be.
-    """
-    num_requests = len(survivals)
-    if num_requests == 0 or max_window < 0:
-        raise PlanError(f"choose_windows: got {num_requests} requests, max_window {max_window}; expected >= 1, >= 0.")
-    if num_requests == 1:
-        return _window_of_one(survivals[0][:max_window], verify_s=verify_s, draft_s=draft_s)
-    survival_BW, lengths = padded(survivals, max_window)
-    num_rows = sum(lengths)
-    asked = range(num_requests, num_requests + num_rows + 1)
-    verify_N1 = np.fromiter(map(verify_s, repeat(num_requests), asked), np.float64, num_rows + 1)
-    return best_windows(survival_BW, lengths, verify_N1=verify_N1, draft_s=draft_s)
-
-
 def padded(survivals: Sequence[Sequence[float]], max_window: int) -> tuple[NDArray[np.float64], list[int]]:
     """(survivals [B][W], entries of each request that count), as `best_windows` takes them."""
     num_requests = len(survivals)
@@ -127,8 +101,19 @@ def best_windows(
     verify_N1: NDArray[np.float64],
     draft_s: Callable[[int], float],
 ) -> Choice:
-    """`choose_windows` of tables: survivals (of request i, the first `lengths[i]` count), and seconds of a forward
-    with 0, 1, .. sum(lengths) rows beyond the first of each request (more are not looked at)."""
+    """The windows of highest predicted speed for drafts that cost `draft_s`.
+
+    Args:
+        survival_BW: P(the first j draft tokens of request i are accepted), not increasing with j.
+        lengths: how many of them count, per request; they bound its window.
+        verify_N1: seconds of a forward with 0, 1, .. sum(lengths) rows beyond the first of each request; what is more
+            is not looked at.
+        draft_s: seconds of drafting by depth, depth 0 included.
+
+    Raises PlanError without requests, and for survivals or seconds that cannot be.
+    """
+    if not lengths:
+        raise PlanError("best_windows: got no requests, expected at least one.")
     num_requests = len(lengths)
     survival_N, row_N = _rows_in_order(survival_BW, lengths)
     num_rows = len(row_N)
@@ -158,10 +143,10 @@ def best_windows(
     )
 
 
-def _window_of_one(
+def best_window(
     survival: Sequence[float], *, verify_s: Callable[[int, int], float], draft_s: Callable[[int], float]
 ) -> Choice:
-    """`choose_windows` for one request: rows are depths, so there is nothing to order."""
+    """`best_windows` of one request: rows are depths, so there is nothing to order."""
     prices = _rising(draft_s, len(survival))
     verify = [verify_s(1, rows) for rows in range(1, len(survival) + 2)]
     if not all(seconds > 0 for seconds in verify):

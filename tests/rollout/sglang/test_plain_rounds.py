@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from specactor.rollout.sglang import plain_rounds
+from specactor.rollout.sglang import verify_batch
 
 
 class Slots:
@@ -60,7 +60,7 @@ def make_batch(page_size: int = 1) -> SimpleNamespace:
 def test_reserves_are_given_back_once() -> None:
     batch = make_batch()
     for _ in range(2):
-        plain_rounds.begin(batch, NONE)
+        verify_batch.begin_plain_round(batch, NONE)
         assert batch.tree_cache.token_to_kv_pool_allocator.freed == [5, 6, 7, 8, 43]
         assert [req.kv.kv_allocated_len for req in batch.reqs] == [5, 7, 3, 0]
 
@@ -68,14 +68,14 @@ def test_reserves_are_given_back_once() -> None:
 def test_pages_in_use_stay() -> None:
     batch = make_batch(page_size=4)
     batch.reqs[0].kv.kv_allocated_len = 12
-    plain_rounds.begin(batch, NONE)
+    verify_batch.begin_plain_round(batch, NONE)
     assert batch.tree_cache.token_to_kv_pool_allocator.freed == [8, 9, 10, 11]
     assert [req.kv.kv_allocated_len for req in batch.reqs] == [5, 7, 3, 0]
 
 
 def test_a_plain_round_knows_nothing_of_speculation() -> None:
     batch = make_batch()
-    plain_rounds.begin(batch, NONE)
+    verify_batch.begin_plain_round(batch, NONE)
     assert batch.spec_algorithm is NONE
     assert batch.spec_info is None
     assert batch.orig_seq_lens.tolist() == [5, 7, 3, 6]
@@ -84,12 +84,12 @@ def test_a_plain_round_knows_nothing_of_speculation() -> None:
 def test_sums_of_penalties_are_dropped_in_every_plain_round() -> None:
     """A prefill brings them along, and SGLang adds up penalties itself."""
     batch = make_batch()
-    plain_rounds.begin(batch, NONE)
+    verify_batch.begin_plain_round(batch, NONE)
     batch.sampling_info.acc_additive_penalties = object()
-    plain_rounds.begin(batch, NONE)
+    verify_batch.begin_plain_round(batch, NONE)
     assert batch.sampling_info.acc_additive_penalties is None
     assert batch.sampling_info.acc_scaling_penalties is None
 
 
 def test_a_round_reads_the_last_tokens() -> None:
-    assert plain_rounds.last_tokens(make_batch()).tolist() == [0, 1, 2, 3]
+    assert verify_batch.last_tokens(make_batch()).tolist() == [0, 1, 2, 3]

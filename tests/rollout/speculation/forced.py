@@ -58,7 +58,7 @@ class Switching(Speculator):
         return self._decision
 
     @property
-    def rest(self) -> int:
+    def plain_rounds_ahead(self) -> int:
         return 0
 
 

@@ -7,43 +7,43 @@ from specactor.rollout.speculation.probing import (
     LOOK_EVERY,
     LOOK_SHARE,
     MAX_REST,
+    BackOff,
     Look,
     Looks,
-    Rest,
     Seen,
 )
 
 
-def until_over(rest: Rest) -> int:
+def until_over(rest: BackOff) -> int:
     """Plain rounds until the next look, which is in the last of them."""
     for rounds in range(1, 2 * MAX_REST):
-        if rest.over():
+        if rest.is_due():
             return rounds
     raise AssertionError("never")
 
 
-def look(rest: Rest, *, look_s: float = 0.0) -> int:
+def look(rest: BackOff, *, look_s: float = 0.0) -> int:
     rest.looked(look_s=look_s, plain_s=1.0)
     return until_over(rest)
 
 
 def test_looks_that_find_nothing_become_rare() -> None:
-    rest = Rest()
+    rest = BackOff()
     assert until_over(rest) == LOOK_EVERY
     waits = [look(rest) for _ in range(5)]
     assert waits == [2 * LOOK_EVERY, *[LOOK_AT_LEAST_EVERY] * 4]
 
 
 def test_where_drafting_paid_looks_come_soon_again() -> None:
-    rest = Rest()
+    rest = BackOff()
     for _ in range(5):
         look(rest)
-    rest.forget()
+    rest.restart()
     assert until_over(rest) == LOOK_EVERY
 
 
 def test_looks_take_a_bounded_share_of_the_time() -> None:
-    rest = Rest()
+    rest = BackOff()
     for look_s in (0.001, 0.1, 1.0, 10.0):
         rounds = look(rest, look_s=look_s)
         assert look_s <= LOOK_SHARE * rounds
@@ -68,7 +68,7 @@ def test_drafts_count_as_far_as_a_request_went() -> None:
 
 
 def test_a_look_may_be_followed_by_another() -> None:
-    rest = Rest()
+    rest = BackOff()
     rest.looked(look_s=0.4, plain_s=1.0, again=True)
     assert not rest.is_long
     assert until_over(rest) == 1
@@ -76,9 +76,9 @@ def test_a_look_may_be_followed_by_another() -> None:
 
 
 def test_what_is_left_of_a_rest_is_what_it_has() -> None:
-    rest = Rest()
+    rest = BackOff()
     look(rest)
     rest.looked(look_s=0.0, plain_s=1.0)
-    left = rest.left
+    left = rest.rounds_left
     assert left > 0
     assert until_over(rest) == left + 1

@@ -67,7 +67,7 @@ class Rests(World):
             self.unasked += 1
             seconds = STEP_S + self.row_s * len(self.sequences)
             self.now += seconds
-            self.speculator.rested(len(self.sequences), round_s=seconds)
+            self.speculator.on_plain_round(len(self.sequences), round_s=seconds)
             for sequence in self.sequences:
                 fresh = [truth(sequence, len(sequence.output_ids))]
                 sequence.output_ids += fresh
@@ -93,7 +93,7 @@ def test_an_engine_need_not_ask_while_decoding_is_plain() -> None:
 def test_a_window_of_none_is_plain_for_good() -> None:
     world = World(SpeculationConfig(mode="coupled", window=0, max_window=8), Coin(1.0))
     world.play(1)
-    assert world.speculator.rest > 1000
+    assert world.speculator.plain_rounds_ahead > 1000
 
 
 class Seldom(Coin):
@@ -195,5 +195,5 @@ def test_new_requests_are_soon_looked_at(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(drafter_set.DrafterSet, "hindsight", lambda *_: {})
     without_hindsight = rounds_until_new_requests_are_drafted_for()
     monkeypatch.undo()
-    monkeypatch.setattr(probing.Rest, "renewed", lambda _: None)
+    monkeypatch.setattr(probing.BackOff, "requests_came", lambda _: None)
     assert min(without_hindsight, rounds_until_new_requests_are_drafted_for()) > 2 * probing.SOON

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import time
 import timeit
 from collections.abc import Callable, Sequence
@@ -20,9 +19,9 @@ from specactor.rollout.speculation.acceptance import AcceptanceModel
 from specactor.rollout.speculation.windows import (
     Choice,
     Option,
+    best_window,
     best_windows,
     choose,
-    choose_windows,
     padded,
 )
 
@@ -59,17 +58,17 @@ def shipped(survivals: Survivals, verify: Sequence[float], draft: Sequence[float
 
 
 def chosen(survivals: Survivals, verify: Sequence[float], draft: Sequence[float], max_window: int) -> Choice:
-    def verify_s(requests: int, rows: int) -> float:
-        assert requests == len(survivals)
-        return verify[rows - requests]
-
-    return choose_windows(survivals, verify_s=verify_s, draft_s=draft.__getitem__, max_window=max_window)
-
-
-def tabled(survivals: Survivals, verify: Sequence[float], draft: Sequence[float], max_window: int) -> tuple[int, ...]:
-    """By the way that many requests go."""
     survival_BW, lengths = padded(survivals, max_window)
-    return best_windows(survival_BW, lengths, verify_N1=np.array(verify), draft_s=draft.__getitem__).windows
+    found = best_windows(survival_BW, lengths, verify_N1=np.array(verify), draft_s=draft.__getitem__)
+    if len(survivals) == 1:
+
+        def verify_s(requests: int, rows: int) -> float:
+            return verify[rows - requests]
+
+        one = best_window(survivals[0][:max_window], verify_s=verify_s, draft_s=draft.__getitem__)
+        assert (one.windows, one.round_s) == (found.windows, found.round_s)
+        assert one.emitted == pytest.approx(found.emitted)
+    return found
 
 
 def stops_early(
@@ -110,7 +109,6 @@ def check_best(
 @given(rounds())
 def test_no_windows_are_predicted_faster(case: tuple[Survivals, list[float], list[float], int]) -> None:
     check_best(shipped, *case)
-    assert tabled(*case) == shipped(*case)
 
 
 @given(rounds(), st.floats(0, 3), st.floats(0, 0.2))
@@ -182,11 +180,11 @@ def test_survivals_from_the_model_fit() -> None:
         model.observe("easy", 8, 8, asked=8)
         model.observe("hard", 8, 0, asked=8)
     survivals = [model.survival(request, 8) for request in ("easy", "new", "hard")]
-    choice = choose_windows(
-        survivals,
-        verify_s=lambda n, rows: 0.003 + 0.0004 * rows,
+    choice = best_windows(
+        np.array(survivals),
+        [8] * 3,
+        verify_N1=0.003 + 0.0004 * np.arange(3, 28),
         draft_s=lambda depth: 0.0001 * depth,
-        max_window=8,
     )
     assert all(a >= b for a, b in pairwise(choice.windows)), "the easier, the more"
     assert choice.windows[0] == 8
@@ -198,15 +196,19 @@ def test_survivals_that_cannot_be_are_refused(bad: list[float]) -> None:
     for survivals in ([bad], [[0.9, 0.8], bad], [bad, [0.5]]):
         with pytest.raises(PlanError, match="survivals: got"):
             shipped(survivals, [1.0] * 9, [0.0] * 3, 2)
+    with pytest.raises(PlanError, match="survivals: got"):
+        best_window(bad, verify_s=lambda *_: 1.0, draft_s=lambda _: 0.0)
 
 
 def test_costs_that_cannot_be_are_refused() -> None:
-    with pytest.raises(PlanError, match="got 0 requests"):
+    with pytest.raises(PlanError, match="got no requests"):
         shipped([], [1.0], [0.0], 2)
     with pytest.raises(PlanError, match=r"verify_s: got 0\.0"):
         shipped([[0.5]], [1.0, 0.0], [0.0] * 2, 1)
     with pytest.raises(PlanError, match=r"draft_s\(1\): got -1"):
         shipped([[0.5]], [1.0, 1.0], [0.0, -1.0], 1)
+    with pytest.raises(PlanError, match=r"verify_s: got 0\.0"):
+        best_window([0.5], verify_s=lambda *_: 0.0, draft_s=lambda _: 0.0)
 
 
 # --- which drafter ----------------------------------------------------------------------------------------------------
@@ -293,10 +295,10 @@ def test_a_decision_takes_a_small_part_of_a_decode_step() -> None:
     requests = [f"r{i}" for i in range(64)]
     for i, request in enumerate(requests):
         model.observe(request, 8, i % 9, asked=8)
-    verify_s = functools.cache(lambda n, rows: 0.003 + 2e-5 * rows)
+    verify_N1 = 0.003 + 2e-5 * np.arange(64, 64 * 9 + 1)
 
     def decide() -> None:
-        survivals = [model.survival(request, 8) for request in requests]
-        choose_windows(survivals, verify_s=verify_s, draft_s=lambda depth: 1e-4 * depth, max_window=8)
+        survival_BW = model.survivals(requests, covered=False)
+        best_windows(survival_BW, [8] * 64, verify_N1=verify_N1, draft_s=lambda depth: 1e-4 * depth)
 
     assert min(timeit.repeat(decide, timer=time.process_time, number=20, repeat=10)) / 20 < 1.5e-3

@@ -84,7 +84,7 @@ class World:
             self.rows += rows
             verify_s = STEP_S + self.row_s * rows
             self.now += verify_s
-            self.promised = self.speculator.rest
+            self.promised = self.speculator.plain_rounds_ahead
             self.speculator.learn(
                 self.sequences, [fresh[:-1] for fresh in emitted], round_s=decision.draft_s + verify_s
             )
