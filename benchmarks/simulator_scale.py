@@ -21,7 +21,6 @@ from specactor.planning.search import search
 from specactor.rollout.speculation.acceptance import AcceptanceModel
 from specactor.rollout.speculation.costs import OnlineCosts
 from specactor.rollout.speculation.drafter import DraftSequence
-from specactor.rollout.speculation.fastest_of_n import DryWorker, Straggler, assign
 from specactor.rollout.speculation.planner import of_drafter
 from specactor.rollout.speculation.reconfiguration import DraftPlan, LiveCosts, Offer, reconfigure
 from specactor.simulator.decide import Policy, SimulatedMode
@@ -93,15 +92,12 @@ def decision_ms() -> dict[str, float]:
         option.costs, requests=BATCH, max_window=MAX_WINDOW, remote=drafter.engines[0].seconds, served=BATCH
     )
     current = [DraftPlan(mode="decoupled", drafter=drafter.name, window=4)] * BATCH
-    stragglers = [Straggler(request_id=name, acceptance=float(rng.random())) for name in ids]
-    workers = [DryWorker(name=f"{i:02}", method=("a", "b")[i % 2], max_load=16) for i in range(64)]
     calls: dict[str, Callable[[], object]] = {
         "windows (best_windows)": lambda: of_drafter(drafter.name, model, costs, sequences, [MAX_WINDOW] * BATCH, None),
         "modes and windows (reconfigure)": lambda: reconfigure(
             [Offer(drafter=drafter.name, survival=model.survivals(ids, covered=False), costs=live)],
             current,
         ),
-        "Algorithm 3, 64 workers": lambda: assign(stragglers, ["a", "b"], workers, pays=None),
     }
     return {name: _ms(call) for name, call in calls.items()}
 

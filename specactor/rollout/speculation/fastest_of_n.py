@@ -1,30 +1,27 @@
 """Fastest-of-N: add the next draft method while its predicted gain exceeds the margin. PURE: estimates in, names out.
 
 All methods lead to the same tokens (noise keyed by position), so keeping the longest draft that agrees with the target
-is exact. `assign` is Algorithm 3 of 2511.16193: requests by acceptance ascending, methods by what they are predicted to
-buy (`ranked`, the paper's draft ladder); a (request, method) pair that has no drafter yet gets the least-loaded worker
-of that method, while its load is under its bound. As published that is all. With `pays` a pair is left out unless the
-request's predicted speed rises by more than `margin`: every further method adds rows to the verify, and load.
+is exact. As in Algorithm 3 of 2511.16193 requests come by acceptance ascending, and methods by what they are predicted
+to buy (`ranked`, the paper's draft ladder). The paper adds all that there is room for; here every further method must
+be predicted to pay for the rows that it adds to the verify.
 
-In a rollout a worker is an engine that ran dry. In an engine (`further`) it is the round itself, and its bound is the
-room for branches; a request's drafts are verified in one tree, in which common beginnings are held once. A draft's
-*own* tokens are those that no earlier draft has. They are accepted only where the target disagrees with all earlier
-drafts, so what they bring is estimated from rounds in which it did. With many requests rows are dear, and nobody gets a
-further draft: no threshold says how few is few.
+A request's drafts are verified in one tree, in which common beginnings are held once. A draft's *own* tokens are those
+that no earlier draft has. They are accepted only where the target disagrees with all earlier drafts, so what they bring
+is estimated from rounds in which it did. With many requests rows are dear, and nobody gets a further draft: no
+threshold says how few is few. Most requests of many are settled by a bound, which does not look where drafts part.
 
-Invariants: a request has each method at most once; no worker exceeds its bound; what `assign` gives with `pays` it
-would give without if there were room; only drafts that are there count; nothing is added whose predicted gain is
-`MARGIN` or less. A tree has at most `max_window` draft tokens, and all trees at most as many branches as there is room
-for; a token's probability is at most its parent's, and those of all that follow one token add up to at most its own.
+Invariants: a request has each method at most once, and at most `most`; a method gets at most `room` requests; only
+drafts that are there count; nothing is added whose predicted gain is `MARGIN` or less. A tree has at most
+`max_window` draft tokens, and all trees at most as many branches as there is room for; a token's probability is at
+most its parent's, and those of all that follow one token add up to at most its own.
 
 Shape legend: B requests, W windows 1..max_window.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from heapq import heapify, heapreplace
 from itertools import pairwise
 from operator import itemgetter
 
@@ -43,47 +40,6 @@ MOST_REQUESTS = 16
 """That get further drafts in a round, at most: looking at a request's trees takes 0.1 ms. Those that accept least."""
 
 Floats = NDArray[np.float64]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Straggler:
-    """A request that still runs."""
-
-    request_id: str
-    acceptance: float
-    """Of the drafts that it has."""
-    methods: frozenset[str] = frozenset()
-    """That draft for it already."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class DryWorker:
-    """A worker without requests of its own, which drafts with one method."""
-
-    name: str
-    method: str
-    load: int = 0
-    """Requests that it drafts for."""
-    max_load: int
-    """b_max of the paper."""
-
-    def __post_init__(self) -> None:
-        if self.load < 0 or self.max_load < 1:
-            raise PlanError(f"worker {self.name}: got load {self.load}, bound {self.max_load}; expected >= 0, >= 1.")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Assignment:
-    """From now on this worker drafts for this request."""
-
-    request_id: str
-    method: str
-    worker: str
-
-
-Pays = Callable[[Straggler, frozenset[str], str, int], float]
-"""(request, methods that it has by now, further method, load of its worker with it) -> predicted speed with the further
-method over that without."""
 
 
 def speedup(rate: float, costs: LiveCosts) -> float:
@@ -121,47 +77,6 @@ def _by_window(rate: float, costs: LiveCosts, mode: Mode) -> Floats:
     return by_window_W
 
 
-def assign(
-    stragglers: Iterable[Straggler],
-    ranked: Sequence[str],
-    workers: Iterable[DryWorker],
-    *,
-    pays: Pays | None,
-    margin: float = MARGIN,
-    most: int | None = None,
-) -> list[Assignment]:
-    """Algorithm 3. `ranked`: methods, the best first. `pays`: pairs whose predicted gain is `margin` or less are left
-    out; None: none is, as published. `most`: methods that a request is given, at most; None: no bound."""
-    if margin < 0 or (most is not None and most < 0):
-        raise PlanError(f"assign: got margin {margin}, most {most}; expected >= 0 and >= 0 or None.")
-    least: dict[str, list[tuple[int, str, int]]] = {method: [] for method in ranked}
-    """(load, worker, its bound) of each method, as heaps: the least-loaded worker first."""
-    for worker in workers:
-        if worker.method in least:
-            least[worker.method].append((worker.load, worker.name, worker.max_load))
-    for heap in least.values():
-        heapify(heap)
-    room = sum(max(0, bound - load) for heap in least.values() for load, _, bound in heap)
-    found: list[Assignment] = []
-    for request in sorted(stragglers, key=lambda r: (r.acceptance, r.request_id)):
-        if len(found) == room:
-            break
-        has, given = request.methods, 0
-        for method in (m for m in ranked if m not in has):
-            if given == most:
-                break
-            if not least[method]:
-                continue
-            load, worker_name, bound = least[method][0]
-            if load >= bound or (pays is not None and pays(request, has, method, load + 1) <= 1.0 + margin):
-                continue
-            heapreplace(least[method], (load + 1, worker_name, bound))
-            has |= {method}
-            given += 1
-            found.append(Assignment(request_id=request.request_id, method=method, worker=worker_name))
-    return found
-
-
 def combined(survival_MW: Floats, *, alike: float) -> Floats:
     """[W]: P(at least one method has its first j draft tokens accepted).
 
@@ -177,7 +92,6 @@ def combined(survival_MW: Floats, *, alike: float) -> Floats:
 
 
 def further(
-    ids: Sequence[str],
     owners: Sequence[str],
     drafts: Drafts,
     own: Mapping[str, Floats],
@@ -190,26 +104,29 @@ def further(
 ) -> list[list[str]]:
     """Per request all its methods, its own first.
 
-    Args: whose draft each request has (OFF: none, and it gets none); all drafts; per method [B][W], survivals of the
-    tokens that are there, 0 behind the last, and the same where earlier drafts were wrong; methods, the best first;
-    seconds of rounds; methods per request, and requests per method, at most.
+    Args:
+        owners: whose draft each request has (OFF: none, and it gets none).
+        drafts: all that are there.
+        own: per method [B][W], survivals of its drafts, 0 behind their ends.
+        after: the same where earlier drafts were wrong.
+        ranked: methods, the best first.
+        most: methods per request.
+        room: requests that get a method, for each method.
     """
     methods = [[] if name == OFF else [name] for name in owners]
     if most < 2 or room < 1:
         return methods
     gains = Gains(owners, drafts, own, after, costs)
     promising_B = np.max([gains.bound[name] for name in ranked], axis=0) > 1.0 + MARGIN
-    stragglers = [
-        Straggler(
-            request_id=str(i),
-            acceptance=float(own[owners[i]][i, 0]),
-            methods=frozenset((owners[i], *(name for name in ranked if not drafts[name][i]))),
-        )
-        for i in sorted(promising_B.nonzero()[0].tolist(), key=lambda i: float(own[owners[i]][i, 0]))[:MOST_REQUESTS]
-    ]
-    workers = [DryWorker(name=name, method=name, max_load=room) for name in ranked]
-    for pair in assign(stragglers, ranked, workers, pays=gains, most=most - 1):
-        methods[int(pair.request_id)].append(pair.method)
+    neediest = sorted(promising_B.nonzero()[0].tolist(), key=lambda i: float(own[owners[i]][i, 0]))[:MOST_REQUESTS]
+    left = dict.fromkeys(ranked, room)
+    for i in neediest:
+        for name in ranked:
+            if name in methods[i] or not drafts[name][i] or not left[name] or len(methods[i]) == most:
+                continue
+            if gains.of(i, methods[i], name) > 1.0 + MARGIN:
+                methods[i].append(name)
+                left[name] -= 1
     return methods
 
 
@@ -232,13 +149,12 @@ class Gains:
         """Per method [B]; as if its draft began wherever the request's own one ends or is wrong."""
         self._speeds: dict[tuple[object, ...], float] = {}
 
-    def __call__(self, request: Straggler, has: frozenset[str], method: str, load: int) -> float:
-        i = int(request.request_id)
-        if self.bound[method][i] <= 1.0 + MARGIN:
+    def of(self, i: int, methods: Sequence[str], further: str) -> float:
+        """Of one more method for request i, which has these, its own first."""
+        if self.bound[further][i] <= 1.0 + MARGIN:
             return 1.0
-        name = self._owners[i]
-        there = (name, *sorted(m for m in has if m != name and self._drafts[m][i]))
-        return self._of_trees(i, (*there, method)) / self._of_trees(i, there)
+        there = (methods[0], *sorted(methods[1:]))
+        return self._of_trees(i, (*there, further)) / self._of_trees(i, there)
 
     def _bounds(self, method: str) -> Floats:
         """1 for requests whose own draft is that method's, or that have none."""

@@ -230,7 +230,6 @@ class Planner:
         """Algorithm 3: those that need it most first, the best method of the ladder first, while it pays."""
         after = {name: self._estimates.after[name].survivals(ids, covered=True) for name in own}
         methods = further(
-            ids,
             owners,
             drafts,
             own,

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import time
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,12 +14,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specactor.config import SpeculationConfig
-from specactor.errors import ConfigError
+from specactor.errors import ConfigError, PlanError
 from specactor.rollout.speculation.acceptance import survival_of
 from specactor.rollout.speculation.costs import CostTable, OnlineCosts
 from specactor.rollout.speculation.counters import Counts
 from specactor.rollout.speculation.drafter import Drafter, DraftSequence
-from specactor.rollout.speculation.fastest_of_n import MARGIN, MOST_REQUESTS, Gains, Straggler, further
+from specactor.rollout.speculation.fastest_of_n import MARGIN, MOST_REQUESTS, Gains, combined, further
 from specactor.rollout.speculation.planner import FASTEST, live_costs, reaching
 from specactor.rollout.speculation.reconfiguration import LiveCosts
 from specactor.rollout.speculation.verification import Drafts
@@ -51,7 +52,6 @@ def methods_of(
     own = {name: table(*rates) for name in "abc"}
     after = {name: table(*[others] * len(rates)) for name in "abc"}
     return further(
-        [str(i) for i in range(len(rates))],
         ["a"] * len(rates),
         apart("abc", len(rates)),
         own,
@@ -87,14 +87,34 @@ def test_no_more_than_n_and_no_more_than_there_is_room_for() -> None:
     assert methods_of(0.3, 0.2, room=0) == [["a"], ["a"]]
 
 
+Further = Callable[..., list[list[str]]]
+RIGHT = further
+
+
+def turned(owners: Sequence[str], drafts: Drafts, own: dict[str, np.ndarray], *others: Any, **named: Any) -> Any:
+    """Wrong: those that need it least come first."""
+    return RIGHT(owners, drafts, {n: t[::-1] for n, t in own.items()}, *others, **named)
+
+
+def over_the_bound(*arguments: Any, room: int, **named: Any) -> Any:
+    """Wrong: there is not so much room."""
+    return RIGHT(*arguments, room=room + 9, **named)
+
+
+@pytest.mark.parametrize("wrong", [turned, over_the_bound])
+def test_wrong_versions_are_caught(wrong: Further, monkeypatch: pytest.MonkeyPatch) -> None:
+    test_no_more_than_n_and_no_more_than_there_is_room_for()
+    monkeypatch.setitem(globals(), "further", wrong)
+    with pytest.raises(AssertionError):
+        test_no_more_than_n_and_no_more_than_there_is_room_for()
+
+
 def test_only_drafts_that_are_there_count() -> None:
     own = {"a": table(0.3, 0.3), "b": reaching(table(0.3, 0.3), [0, 2])}
     drafts = {**apart("a", 2), "b": [[], [7, 8]]}
-    found = further(["x", "y"], ["a", "a"], drafts, own, own, ranked=["b", "a"], costs=live(2), most=2, room=9)
+    found = further(["a", "a"], drafts, own, own, ranked=["b", "a"], costs=live(2), most=2, room=9)
     assert found == [["a"], ["a", "b"]]
-    assert further(["x"], [OFF], {"b": [[]]}, {"b": own["b"][:1]}, {}, ranked=["b"], costs=live(1), most=2, room=9) == [
-        []
-    ]
+    assert further([OFF], {"b": [[]]}, {"b": own["b"][:1]}, {}, ranked=["b"], costs=live(1), most=2, room=9) == [[]]
 
 
 chances = st.floats(0.01, 0.99)
@@ -105,16 +125,15 @@ def test_what_is_added_is_predicted_to_gain_and_a_better_drafter_gains_more(
     p: float, q: float, better: float, row_s: float, requests: int
 ) -> None:
     costs = live(requests, row_s=row_s)
-    own, one = {name: table(p) for name in "ab"}, Straggler(request_id="0", acceptance=p)
+    own = {name: table(p) for name in "ab"}
     low, high = sorted((q, better))
     gains = [
-        Gains(["a"], apart("ab"), own, {name: table(rate) for name in "ab"}, costs)(one, frozenset("a"), "b", 1)
+        Gains(["a"], apart("ab"), own, {name: table(rate) for name in "ab"}, costs).of(0, ["a"], "b")
         for rate in (low, high)
     ]
     assert gains[0] <= gains[1] * (1 + 1e-12)
     for rate, gain in zip((low, high), gains, strict=True):
         found = further(
-            ["0"],
             ["a"],
             apart("ab"),
             own,
@@ -130,15 +149,15 @@ def test_what_is_added_is_predicted_to_gain_and_a_better_drafter_gains_more(
 def test_every_further_method_gains_less() -> None:
     costs, own = live(1), {name: table(0.4) for name in "abcd"}
     gains = Gains(["a"], apart("abcd"), own, own, costs)
-    has = [frozenset("a"), frozenset("ab"), frozenset("abc")]
-    found = [gains(Straggler(request_id="0", acceptance=0.4), h, "d", 1) for h in has]
+    has = ["a", "ab", "abc"]
+    found = [gains.of(0, list(h), "d") for h in has]
     assert all(left > right for left, right in pairwise(found))
 
 
 def test_a_draft_that_says_the_same_brings_nothing() -> None:
     same: Drafts = {"a": [[1, 2, 3]], "b": [[1, 2, 3]], "c": [[1, 2, 9]]}
     own = {name: table(0.5) for name in "abc"}
-    found = further(["0"], ["a"], same, own, own, ranked=["a", "b", "c"], costs=live(1), most=3, room=9)
+    found = further(["a"], same, own, own, ranked=["a", "b", "c"], costs=live(1), most=3, room=9)
     assert found == [["a", "c"]]
 
 
@@ -192,16 +211,25 @@ def test_other_modes_are_refused() -> None:
             SpeculationConfig(**fields)  # type: ignore[arg-type]
 
 
+def test_combined_by_hand() -> None:
+    survival_MW = np.array([[0.5, 0.25], [0.4, 0.4]])
+    assert combined(survival_MW, alike=1.0) == pytest.approx([0.5, 0.4])
+    assert combined(survival_MW, alike=0.0) == pytest.approx([0.7, 0.55])
+    assert combined(survival_MW, alike=0.5) == pytest.approx([0.6, 0.475])
+    with pytest.raises(PlanError, match="alike"):
+        combined(survival_MW, alike=2.0)
+
+
 def test_time_of_a_decision() -> None:
     """Printed; a fraction of a millisecond for 256 requests and three methods where it was measured."""
     rates = np.random.default_rng(0).uniform(0.2, 0.9, 256)
     own = {name: table(*rates) for name in "abc"}
     after = {name: table(*rates * 0.5) for name in "abc"}
-    ids, costs = [str(i) for i in range(256)], live(256)
+    costs = live(256)
     began = time.process_time()
     for _ in range(10):
         found = further(
-            ids, ["a"] * 256, apart("abc", 256), own, after, ranked=["a", "b", "c"], costs=costs, most=3, room=256
+            ["a"] * 256, apart("abc", 256), own, after, ranked=["a", "b", "c"], costs=costs, most=3, room=256
         )
     print(f"{(time.process_time() - began) / 10 * 1e3:.2f} ms for 256 requests and three methods")
     assert len(found) == 256
