@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from statistics import fmean
 
 from specactor.planning.throughput_model import Pace, coupled_tokens
-from specactor.rollout.decoupled.wait_policy import Patience
+from specactor.rollout.decoupled.remote_drafter import Patience
 from specactor.rollout.speculation.acceptance import survival_of
 
 ENDLESS = 1 << 40

@@ -35,8 +35,7 @@ from specactor.recipes import to_json
 from specactor.rollout.collector import RolloutCollector
 from specactor.rollout.decoupled.transport import DrafterAccess
 from specactor.rollout.drafter_pool import DrafterPool
-from specactor.rollout.drafter_specs import check_in_engines
-from specactor.rollout.drafter_start import start_drafters
+from specactor.rollout.drafter_start import check_in_engines, start_drafters
 from specactor.rollout.pool import EnginePool
 from specactor.rollout.sglang.engine_client import EngineSpec
 from specactor.rollout.tail import tail_policy

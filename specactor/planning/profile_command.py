@@ -31,7 +31,7 @@ from specactor.rollout import cost_file
 from specactor.rollout.decoupled.spec import DrafterSpec
 from specactor.rollout.decoupled.supervisor import DrafterProcess
 from specactor.rollout.decoupled.transport import Address, DrafterAccess
-from specactor.rollout.drafter_specs import Host, make_specs
+from specactor.rollout.drafter_start import Host, make_specs
 from specactor.rollout.sglang.engine_client import Engine, EngineSpec
 from specactor.rollout.sglang.running import running
 from specactor.rollout.speculation.costs import METHOD, CostTable, Grid, ProcessCosts

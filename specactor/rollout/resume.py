@@ -105,12 +105,6 @@ def stale_tokens(response: Trajectory, version: int) -> int:
     return sum(span.end - span.start for span in response.spans if span.version != version)
 
 
-def agree(one: Sequence[int], other: Sequence[int]) -> bool:
-    """Whether two responses to one request are the same, as far as both go."""
-    shared = min(len(one), len(other))
-    return tuple(one[:shared]) == tuple(other[:shared])
-
-
 def _joined(spans: Sequence[VersionSpan]) -> tuple[VersionSpan, ...]:
     """Neighbours of one version become one span; of a response without tokens one empty span is left."""
     found: list[VersionSpan] = []

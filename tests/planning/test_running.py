@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from benchmarks.decoupled_speed_clock import decoupled
 from specactor.errors import PlanError
 from specactor.planning.throughput_model import AHEAD, Pace, coupled_tokens, pipelined, running
-from specactor.rollout.decoupled import request_mirror
-from specactor.rollout.decoupled.wait_policy import Patience
+from specactor.rollout.decoupled import drafter_side
+from specactor.rollout.decoupled.remote_drafter import Patience
 from specactor.rollout.speculation.acceptance import survival_of
 from specactor.rollout.speculation.costs import Grid
 
@@ -137,7 +137,7 @@ def test_a_round_emits_no_less_than_plain_and_no_more_than_coupled(
 
 
 def test_windows_ahead_are_those_of_a_drafter_process() -> None:
-    assert AHEAD == request_mirror.AHEAD
+    assert AHEAD == drafter_side.AHEAD
 
 
 def test_what_cannot_be_is_refused() -> None:

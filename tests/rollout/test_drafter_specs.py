@@ -14,7 +14,7 @@ from specactor.parallel.failure import Member, View
 from specactor.parallel.layout import ModelShape, place_engine
 from specactor.recipes import load
 from specactor.rollout.decoupled.transport import Address, DrafterAccess
-from specactor.rollout.drafter_specs import (
+from specactor.rollout.drafter_start import (
     Host,
     Offer,
     access,

@@ -18,7 +18,7 @@ from specactor.parallel.layout import place_engine
 from specactor.rollout import drafter_start
 from specactor.rollout.decoupled.spec import DrafterSpec
 from specactor.rollout.decoupled.transport import DrafterAccess, local_endpoint
-from specactor.rollout.drafter_specs import Host, Offer, access, drafting_hosts, host_of
+from specactor.rollout.drafter_start import Host, Offer, access, drafting_hosts, host_of
 from tests.rollout.test_drafter_specs import spread
 
 T = TypeVar("T")

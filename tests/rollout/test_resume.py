@@ -98,9 +98,3 @@ def test_an_engine_is_told_the_tokens_alone() -> None:
     assert bare is not None
     assert (bare.token_ids, bare.logprobs, bare.spans) == ((1, 2), (), ())
     assert resume.bare(REQUEST) is REQUEST
-
-
-def test_responses_agree_as_far_as_both_go() -> None:
-    assert resume.agree((1, 2, 3), (1, 2))
-    assert resume.agree((), (1, 2))
-    assert not resume.agree((1, 2, 3), (1, 3))

@@ -30,8 +30,6 @@ class Lane:
     agreed: int
     """Leading tokens of `tokens` that are what they were in the last call for this key; keys and values of later ones
     may be dropped. 0 in the first call."""
-    committed: int = 0
-    """Leading tokens of `tokens` that the target emitted."""
 
 
 @runtime_checkable

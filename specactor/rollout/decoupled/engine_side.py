@@ -15,20 +15,23 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from specactor.rollout.decoupled import protocol
-from specactor.rollout.decoupled.order import Drops, Numbering
 from specactor.rollout.decoupled.protocol import (
+    NO_SESSION,
     Beat,
     Close,
     Commits,
+    Drops,
     FrameError,
+    Numbering,
     Open,
     Pulse,
     Resend,
     TailColumns,
+    Total,
 )
-from specactor.rollout.decoupled.served import Peer, Request
 
 BEAT_EVERY_S = 0.25
 SILENT_S = 1.0
@@ -36,8 +39,61 @@ REOPEN_EVERY_S = 0.1
 """A request is opened again at most so often, whatever its drafter says."""
 
 
-def _load(drafter: Peer) -> int:
-    return drafter.load
+@dataclass(slots=True, eq=False)
+class Request:
+    """One open request."""
+
+    number: int
+    name: str
+    prompt_ids: Sequence[int]
+    output_ids: list[int]
+    """The engine's own list; it grows."""
+    seed: int
+    temperature: float
+    drafter: int | None = None
+    told: int = 0
+    """Output tokens that the drafter was told of."""
+    owed_from: int | None = 0
+    """It was told of much at once, up to here, and has not answered since."""
+    opened_s: float = float("-inf")
+    base: int = 0
+    """Position of the tail's first token."""
+    tokens: bytes | None = None
+    """The tail, packed: a list of numbers is ten times as much to fetch after a verify. None: there is none."""
+
+
+@dataclass(slots=True)
+class Peer:
+    """One drafter process, in whatever incarnation."""
+
+    out: Numbering
+    session: int = NO_SESSION
+    """Of the incarnation that was heard last."""
+    frame: int = 0
+    """Number of its last frame."""
+    live: bool = False
+    asked_s: float | None = None
+    """Since when a beat is unanswered."""
+    beat_s: float = float("-inf")
+    """When the last beat was sent."""
+    others: int = 0
+    """Requests of other engines there, as it said last."""
+    requests: dict[int, Request] = field(default_factory=dict)
+    unopened: dict[int, Request] = field(default_factory=dict)
+    """Of those, the ones that it must be told of."""
+    grown: dict[int, Request] = field(default_factory=dict)
+    """Of those, the ones with new tokens."""
+    closed: list[int] = field(default_factory=list)
+    """Numbers that it need not hold any longer."""
+    arrived: list[TailColumns] = field(default_factory=list)
+    """Not looked into yet."""
+    version: int = 0
+    drafted: Total = field(default_factory=Total)
+    wasted: Total = field(default_factory=Total)
+
+    @property
+    def load(self) -> int:
+        return self.others + len(self.requests)
 
 
 class Tails:
@@ -319,13 +375,12 @@ class Tails:
                 self._place(request)
         while True:
             loads = [self._drafters[index] for index in self.live]
-            lightest = min(loads, key=_load)
-            heaviest = max((drafter for drafter in loads if drafter.requests), key=_load, default=lightest)
+            lightest = min(loads, key=lambda drafter: drafter.load)
+            busy = [drafter for drafter in loads if drafter.requests]
+            heaviest = max(busy, key=lambda drafter: drafter.load, default=lightest)
             if heaviest.load - lightest.load <= 1:
                 return
-            request = heaviest.requests[
-                next(reversed(heaviest.requests))
-            ]  # the youngest has the least to be read again
+            request = heaviest.requests[next(reversed(heaviest.requests))]  # the youngest: the least to be read again
             self._leave(request)
             self._place(request)
 

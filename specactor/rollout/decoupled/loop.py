@@ -17,14 +17,14 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from statistics import median
 from types import FrameType
 
 import msgspec
 
 from specactor.rollout.decoupled.backend import Continuer, Renewable, Sleeper
-from specactor.rollout.decoupled.batch_timing import Pace
 from specactor.rollout.decoupled.drafter_side import Mirrors
-from specactor.rollout.decoupled.order import Drops
+from specactor.rollout.decoupled.protocol import Drops
 from specactor.rollout.decoupled.spec import Renewed, Rested
 from specactor.rollout.decoupled.transport import DrafterKeys, Hub, new_session
 from specactor.rollout.speculation.costs import Point
@@ -103,6 +103,32 @@ def serve(
     finally:
         loop.close()
     _LOG.info("drafter process %d ends", os.getpid())
+
+
+MAX_SAMPLES = 15
+"""Of batches of about equal sizes, the latest."""
+MIN_SAMPLES = 3
+MUCH = 2.0
+"""A batch that takes more than so many times as long takes much longer."""
+
+
+class Pace:
+    """Of one drafter process."""
+
+    def __init__(self) -> None:
+        self._seconds: dict[int, deque[float]] = {}
+
+    def batch(self, lanes: int, seconds: float) -> None:
+        """One was drafted."""
+        self._seconds.setdefault(lanes.bit_length(), deque(maxlen=MAX_SAMPLES)).append(seconds)
+
+    def is_slower(self, few: int, many: int) -> bool:
+        """Whether a batch of many lanes takes much longer than one of few."""
+        first, last = few.bit_length(), many.bit_length()
+        if first == last or len(self._seconds.get(last, ())) < MIN_SAMPLES:
+            return False
+        known = [of for size, of in self._seconds.items() if first <= size < last and len(of) >= MIN_SAMPLES]
+        return any(median(self._seconds[last]) > MUCH * median(of) for of in known)
 
 
 class Loop:

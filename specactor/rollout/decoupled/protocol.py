@@ -7,7 +7,8 @@ when it started, then random bits. Frames of a session are numbered upwards from
 
 Invariants: `decode_*` raises `FrameError` for whatever `frames` does not write, and nothing else; nothing is unpickled;
 no frame is larger than MAX_FRAME_BYTES; what a record says stays true when other frames are lost, since it names the
-position that it speaks of.
+position that it speaks of; frames of a session have rising numbers, so a peer drops what was repeated or overtaken:
+every loss is repaired anyway.
 
 Requests go by a number that an engine gives out once per session, so that a message about a request that has ended
 can never be taken for one about a later request. Positions count output tokens: the first one has position 0.
@@ -15,9 +16,11 @@ can never be taken for one about a later request. Positions count output tokens:
 
 from __future__ import annotations
 
+import logging
 import struct
 import sys
 from array import array
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Annotated, NamedTuple, TypeVar
 
@@ -37,6 +40,7 @@ MAX_ROWS = 1 << 14
 NO_SESSION = 0
 _HEADER = struct.Struct("<4sB3xQQQ")
 LARGEST = (1 << 63) - 1
+_LOG = logging.getLogger(__name__)
 TOKEN_BYTES = 4
 _NUMBER_BYTES = 8
 _COUNTS = bytes(range(MAX_TAIL_TOKENS + 1))
@@ -272,3 +276,75 @@ def newest(records: Sequence[TailColumns]) -> Iterator[tuple[int, int, bytes]]:
             if request not in seen:
                 yield request, base, record.tokens[start:end]
         seen.update(requests)
+
+
+class Numbering:
+    """Frames that go out from one session."""
+
+    def __init__(self, session: int) -> None:
+        self.session = session
+        self._number = 0
+
+    def frames(
+        self, records: Sequence[ToDrafter] | Sequence[ToEngine], drops: Drops, *, receiver: int = NO_SESSION
+    ) -> list[bytes]:
+        """All of them in order, in as few frames as their size allows; a record too large for any is dropped."""
+        if not records:
+            return []
+        self._number += 1
+        try:
+            return [encode(Header(sender=self.session, receiver=receiver, number=self._number), records)]
+        except FrameError as error:
+            self._number -= 1
+            if len(records) == 1:
+                drops.add("too_large", str(error))
+                return []
+            half = len(records) // 2
+            first = self.frames(records[:half], drops, receiver=receiver)
+            return first + self.frames(records[half:], drops, receiver=receiver)
+
+
+class Total:
+    """Of a count that a peer tells now and then, and begins anew from 0."""
+
+    def __init__(self) -> None:
+        self.value = 0
+        self._told = 0
+
+    def tell(self, count: int) -> None:
+        self.value += count - (self._told if count >= self._told else 0)
+        self._told = count
+
+    def begin(self) -> None:
+        """The peer is known to have begun anew."""
+        self._told = 0
+
+
+class Drops:
+    """What was dropped, by reason."""
+
+    def __init__(self, who: str) -> None:
+        self._who = who
+        self.counts: Counter[str] = Counter()
+        self._untold: Counter[str] = Counter()
+
+    def expect(self, reason: str, count: int = 1) -> None:
+        """Count what happens in ordinary operation."""
+        if count:
+            self.counts[reason] += count
+
+    def add(self, reason: str, detail: str) -> None:
+        """Count what should not happen. Logged when the count reaches a power of two, so the log stays short.
+
+        Args: a word; what an operator would want to know.
+        """
+        self.counts[reason] += 1
+        self._untold[reason] += 1
+        count = self.counts[reason]
+        if count & (count - 1) == 0:
+            _LOG.warning("%s: dropped %s, %d so far; %s", self._who, reason, count, detail)
+
+    def take(self) -> dict[str, int]:
+        """What should not have happened, since the last call."""
+        taken, self._untold = self._untold, Counter()
+        return dict(taken)

@@ -50,8 +50,6 @@ class DrafterSpec:
     """Texts whose keys are held at once."""
     memory_fraction: float = 0.5
     """Share of a GPU's memory for weights and KV cache."""
-    steps: int = 1
-    """Draft tokens per text and pass through the loop."""
     continuer: str = "model"
     """What drafts: the model, or the import path of a class, ``package.module:Name``, which gets this spec."""
     random_seed: int = 0

@@ -23,8 +23,7 @@ import zmq
 from zmq.auth.thread import ThreadAuthenticator
 
 from specactor.errors import ConfigError
-from specactor.rollout.decoupled.order import Drops
-from specactor.rollout.decoupled.protocol import LARGEST, MAX_FRAME_BYTES
+from specactor.rollout.decoupled.protocol import LARGEST, MAX_FRAME_BYTES, Drops
 
 HEARTBEAT_MS = 5000
 """Of connections over TCP: after three without an answer one is over, and made anew."""

@@ -35,12 +35,11 @@ class DraftBackend:
 
     runner_type = DraftRunner
 
-    def __init__(self, runner: Any, *, steps: int = 1) -> None:
-        """Args: SGLang's runner from `draft_runner.load_alone`; draft tokens per text and call."""
+    def __init__(self, runner: Any) -> None:
+        """Args: runner: SGLang's, from `draft_runner.load_alone`."""
         self.version = 0
         self._runner = self.runner_type(runner)
         self._slots = Slots(num_slots=self._runner.num_slots, num_rows=self._runner.num_rows)
-        self._steps = steps
         self._known: dict[Hashable, _Known] = {}
 
     @classmethod
@@ -55,7 +54,7 @@ class DraftBackend:
             memory_fraction=spec.memory_fraction,
             random_seed=spec.random_seed,
         )
-        return cls(runner, steps=spec.steps)
+        return cls(runner)
 
     @property
     def max_tokens(self) -> int:
@@ -84,8 +83,7 @@ class DraftBackend:
         self._known.pop(key, None)
 
     def extend(self, lanes: Sequence[Lane]) -> list[list[int]]:
-        """`steps` tokens for each lane, fewer where the model's context ends; none for a text that is too long for the
-        context or the whole pool."""
+        """Draft a token for each lane; none for a text that is too long for the context or the whole pool."""
         for lane in lanes:
             self._meet(lane)
         answers: list[list[int]] = [[] for _ in lanes]
@@ -123,10 +121,9 @@ class DraftBackend:
 
     def _place(self, lane: Lane, in_use: Collection[Hashable]) -> DraftText | None:
         """The text with a row of the page table; None where there is no room beside those in use."""
-        window = min(self._steps, self._runner.context_length - len(lane.prompt_ids) - len(lane.tokens) + 1)
-        if window < 1:
+        tokens = len(lane.prompt_ids) + len(lane.tokens)
+        if tokens > self._runner.context_length:
             return None
-        tokens = len(lane.prompt_ids) + len(lane.tokens) + window - 1
         reserved = self._slots.reserve(lane.key, tokens, in_use=in_use)
         if reserved is None:
             return None
@@ -141,7 +138,7 @@ class DraftBackend:
             output_ids=lane.tokens,
             seed=lane.seed,
             temperature=lane.temperature,
-            window=window,
+            window=1,
             row=reserved.row,
             cache=known.cache,
         )

@@ -6,9 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import count
 
-from specactor.rollout.decoupled.drafter_side import Mirrors
+from specactor.rollout.decoupled.drafter_side import AHEAD, Mirrors
 from specactor.rollout.decoupled.engine_side import BEAT_EVERY_S, SILENT_S, Tails
-from specactor.rollout.decoupled.request_mirror import AHEAD
 from tests.rollout.decoupled.scripted import Scripted, script
 
 WINDOW = 3
@@ -185,7 +184,7 @@ class World:
             mirrors = drafter.mirrors
             held = 0
             for key, mirror in mirrors._oldest.items():
-                held += mirror.num_held
+                held += len(mirror.opening.prompt_ids) + len(mirror.tokens)
                 assert 0 <= mirror.num_ahead <= AHEAD * WINDOW
                 text = self._text(key)
                 if text is not None:

@@ -8,15 +8,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specactor.rollout.decoupled import protocol
-from specactor.rollout.decoupled.order import Drops, Numbering
 from specactor.rollout.decoupled.protocol import (
     MAX_ROWS,
     MAX_TAIL_TOKENS,
     Beat,
     Close,
     Commits,
+    Drops,
     FrameError,
     Header,
+    Numbering,
     Open,
     Pulse,
     Resend,

@@ -12,8 +12,7 @@ from specactor.config import SpeculationConfig
 from specactor.metrics import SPECULATION
 from specactor.rollout.decoupled.drafter_side import Mirrors
 from specactor.rollout.decoupled.protocol import Header, Pulse, encode
-from specactor.rollout.decoupled.remote_drafter import MAX_JUDGED, Decoupled
-from specactor.rollout.decoupled.wait_policy import Patience
+from specactor.rollout.decoupled.remote_drafter import MAX_JUDGED, Decoupled, Patience
 from specactor.rollout.speculation.drafter import DraftSequence
 from specactor.rollout.speculation.speculator import Speculator
 from specactor.trace import Recorder

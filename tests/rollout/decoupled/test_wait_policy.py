@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specactor.rollout.decoupled.wait_policy import LINK_S, MAX_WAIT_S, MIN_SAMPLES, Patience
+from specactor.rollout.decoupled.remote_drafter import LINK_S, MAX_WAIT_S, MIN_SAMPLES, Patience
 
 
 def taught(*, round_s: float, answers_s: list[float], right: list[int], samples: int = 64) -> Patience:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import random
 
-from specactor.rollout.decoupled.drafter_side import Mirrors
+from specactor.rollout.decoupled.drafter_side import AHEAD, Mirrors
 from specactor.rollout.decoupled.engine_side import Tails
-from specactor.rollout.decoupled.request_mirror import AHEAD
 from tests.rollout.decoupled.network import WINDOW, World
 
 SMALL, LARGE = 60, 100_000

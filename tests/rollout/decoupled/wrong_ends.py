@@ -190,7 +190,7 @@ class AheadWithoutBound(Mirrors):
     def extended(self, lanes: Any, drafts: Any) -> None:
         super().extended(lanes, drafts)
         for lane in lanes:
-            if lane.committed + 5 < len(lane.tokens):
+            if self._oldest[lane.key].num_ahead > 5:
                 lane.tokens.extend([0] * 5)
 
 

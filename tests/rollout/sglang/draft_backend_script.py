@@ -71,8 +71,7 @@ def main(folder: str, tokens: int, requests: int, context: int) -> None:
         answer: object = None
         match operation:
             case "new":
-                name, steps = arguments
-                backend = getattr(wrong_draft_backends, name)(runner, steps=steps)
+                backend = getattr(wrong_draft_backends, arguments[0])(runner)
             case "extend":
                 answer = backend.extend(lanes_of(arguments[0]))
             case "forget":

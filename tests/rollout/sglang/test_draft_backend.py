@@ -89,7 +89,6 @@ class Text:
     temperature: float
     tokens: list[int] = field(default_factory=list)
     agreed: int = 0
-    committed: int = 0
 
     def lane(self) -> Lane:
         """For a call; what comes after it counts as unchanged until it is."""
@@ -100,7 +99,6 @@ class Text:
             seed=self.seed,
             temperature=self.temperature,
             agreed=self.agreed,
-            committed=self.committed,
         )
         self.agreed = len(self.tokens)
         return lane
@@ -109,7 +107,6 @@ class Text:
         """The target emitted these from `start` on."""
         self.tokens[start:] = tokens
         self.agreed = min(self.agreed, start)
-        self.committed = len(self.tokens)
 
 
 def text(rng: random.Random, key: int, temperature: float | None = None) -> Text:
@@ -146,14 +143,13 @@ def life(child: Child, *, texts: int, steps: int, seed: int, most: int = ROWS) -
     return answered, mistakes
 
 
-def begin(child: Child, name: str = "Shared", *, steps: int = 1) -> None:
-    child("new", name, steps)
+def begin(child: Child, name: str = "Shared") -> None:
+    child("new", name)
 
 
-@pytest.mark.parametrize("steps", [1, 3])
 @pytest.mark.parametrize("texts", [4, 14], ids=["all fit", "evictions"])
-def test_tokens_are_those_of_transformers_and_the_noise(child: Child, texts: int, steps: int) -> None:
-    begin(child, steps=steps)
+def test_tokens_are_those_of_transformers_and_the_noise(child: Child, texts: int) -> None:
+    begin(child)
     answered, mistakes = life(child, texts=texts, steps=40, seed=texts)
     assert answered > 80
     assert mistakes == 0
@@ -186,28 +182,15 @@ def test_drafts_are_sampled_at_the_draft_temperature(child: Child) -> None:
         ("SkipsTheFirstToken", 4),
         ("SeesTheLastTokenAlone", 4),
         ("RemembersTheEvicted", 14),
-        ("RemembersTheForgotten", 4),
+        ("RemembersTheForgotten", 14),
         ("IsGreedy", 4),
     ],
 )
 def test_mistakes_are_noticed(child: Child, mistake: str, texts: int) -> None:
-    begin(child, mistake, steps=3)
-    _, mistakes = life(child, texts=texts, steps=40, seed=texts)
+    begin(child, mistake)
+    steps = 40 if texts < ROWS else 300  # another text seldom gets the room of one that was forgotten
+    _, mistakes = life(child, texts=texts, steps=steps, seed=texts)
     assert mistakes > 3
-
-
-def test_several_tokens_are_those_of_several_calls(child: Child) -> None:
-    rng = random.Random(5)
-    texts = [text(rng, i) for i in range(5)]
-    begin(child, steps=4)
-    together = child.extend([t.lane() for t in texts])
-    begin(child)
-    for t in texts:
-        t.agreed = 0
-    for _ in range(4):
-        for t, answer in zip(texts, child.extend([t.lane() for t in texts]), strict=True):
-            t.tokens += answer
-    assert [t.tokens for t in texts] == together
 
 
 def test_a_batch_larger_than_the_pool_is_computed_in_parts(child: Child) -> None:
@@ -227,7 +210,7 @@ def test_texts_end_with_the_context(child: Child) -> None:
     long, full, over, short = (text(rng, i) for i in range(4))
     for t, length in ((long, CONTEXT - 1), (full, CONTEXT), (over, CONTEXT + 1)):
         t.tokens = [rng.randrange(3, VOCAB) for _ in range(length - len(t.prompt_ids))]
-    begin(child, steps=3)
+    begin(child)
     lanes = [t.lane() for t in (long, full, over, short)]
     answers = child.extend(lanes)
     assert answers[2] == []
@@ -259,7 +242,7 @@ def test_new_weights_draft_as_their_model_does(
     folders = [make_dense(tmp_path_factory.mktemp("weights"), f"seed={seed}") for seed in (21, 11)]
     rng = random.Random(10)
     texts = [text(rng, i) for i in range(5)]
-    begin(child, name, steps=2)
+    begin(child, name)
     mistakes = 0
     for folder, damaged in ((folders[0], False), (folders[0], True), (folders[1], False)):  # ends as it began
         for _ in range(2):
@@ -287,7 +270,7 @@ def test_one_that_slept_drafts_as_before_and_with_weights_that_came_meanwhile(
     folders = [make_dense(tmp_path_factory.mktemp("weights"), f"seed={seed}") for seed in seeds]
     rng = random.Random(12)
     texts = [text(rng, i) for i in range(5)]
-    begin(child, steps=2)
+    begin(child)
     mistakes = 0
     for folder in ("", *folders):  # ends as it began
         for _ in range(3):

@@ -10,11 +10,10 @@ import pytest
 
 from specactor.rollout.decoupled import engine_side
 from specactor.rollout.decoupled.backend import Lane
-from specactor.rollout.decoupled.batch_timing import Pace
 from specactor.rollout.decoupled.drafter_side import Mirrors
+from specactor.rollout.decoupled.loop import Pace
 from specactor.rollout.decoupled.protocol import Beat, Commits, Header, Open, ToDrafter, encode
-from specactor.rollout.decoupled.remote_drafter import Decoupled
-from specactor.rollout.decoupled.wait_policy import Patience
+from specactor.rollout.decoupled.remote_drafter import Decoupled, Patience
 from specactor.rollout.speculation import drafter_set, probing
 from specactor.rollout.speculation.drafter import Drafter, DraftSequence
 from specactor.rollout.speculation.probing import Promises
