@@ -138,7 +138,9 @@ def _build(
     )
     engines = _own_engines(config, start, folder, collective.rank, members, access_of)
     tail = tail_policy(config.rollout.tail, max_window=config.rollout.speculation.max_window)
-    pool = stack.enter_context(EnginePool(engines, tail=tail, drafters=drafters))
+    pool = stack.enter_context(
+        EnginePool(engines, tail=tail, drafters=drafters, restart_limit_s=config.parallel.timeout_s / 2)
+    )
     with progress.phase("warm-up", announce=True):
         base = warmed_up_model(config, layout, start, train_data, tokenizer, collective, progress)
         trainer = PolicyTrainer(config, layout, base)

@@ -102,7 +102,9 @@ def gpu_uuid(number: int) -> str:
     """Return the name of a GPU that means the same to every process, whatever CUDA_VISIBLE_DEVICES each has."""
     import torch
 
-    return f"GPU-{torch.cuda.get_device_properties(number).uuid}"
+    properties = torch.cuda.get_device_properties(number)
+    # CUDA finds a part of a GPU under MIG- alone, and says in its name that it is one: "NVIDIA A100 MIG 1g.5gb"
+    return f"{'MIG' if ' MIG ' in properties.name else 'GPU'}-{properties.uuid}"
 
 
 def numbers() -> tuple[int, ...]:

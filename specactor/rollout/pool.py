@@ -23,6 +23,8 @@ from specactor.rollout.tail import TailPolicy, WakeWhereItPays
 from specactor.trace import Span
 from specactor.types import RolloutRequest, Trajectory
 
+RESTART_LIMIT_S = 300.0
+"""Longest that `EnginePool.restart_lost` tries, where the caller gives no limit."""
 _RESTART_PAUSE_S = 1.0
 """Before an engine whose replacement died is started for the second time; it doubles every further time."""
 
@@ -52,6 +54,7 @@ class EnginePool:
         tail: TailPolicy | None = None,
         report_tokens: int = REPORT_TOKENS,
         drafters: DrafterPool | None = None,
+        restart_limit_s: float = RESTART_LIMIT_S,
     ) -> None:
         """Starts all engines at once; they are not ready before `wait_ready`.
 
@@ -59,7 +62,9 @@ class EnginePool:
             tail: says when a drafter is woken on the device of an engine that has run dry.
             report_tokens: an engine reports a running request after so many tokens of it.
             drafters: that sleep on the engines' devices, or draft elsewhere.
+            restart_limit_s: longest that `restart_lost` tries; other ranks wait for it in a collective.
         """
+        self._restart_limit_s = restart_limit_s
         self.tail = tail
         self.drafters = drafters if drafters is not None else DrafterPool([])
         self.report_tokens = report_tokens
@@ -147,17 +152,26 @@ class EnginePool:
         """Replaces every engine that died; the new ones hold the weights of their model folder until the next sync.
 
         One that dies while it starts has died once more, and is replaced again after a pause that doubles.
-        Returns their indices. Raises EngineError, with the end of the log, for an engine that died too often.
+        Returns the indices of all that were replaced. Raises EngineError, with the end of the log, for an engine that
+        died too often, or that is not ready when `restart_limit_s` is over.
         """
-        lost, pause_s = self.lost(), _RESTART_PAUSE_S
-        self._replace_lost()
-        while self.any_lost():
+        deadline, pause_s = time.monotonic() + self._restart_limit_s, _RESTART_PAUSE_S
+        replaced = set(self.lost())
+        self._replace_lost(deadline)
+        while lost := [engine for engine in self.engines if not engine.alive]:
+            replaced.update(engine.index for engine in lost)
+            if time.monotonic() + pause_s >= deadline:
+                raise EngineError(
+                    f"engine {lost[0].index} died and could not be replaced within {self._restart_limit_s:g} s, half "
+                    "of parallel.timeout_s: other ranks wait no longer. The end of its log, "
+                    f"{lost[0].spec.log_file}:\n{lost[0].log_tail()}"
+                )
             time.sleep(pause_s)  # what killed it, such as memory that another process holds, may pass
             pause_s *= 2
-            self._replace_lost()
-        return lost
+            self._replace_lost(deadline)
+        return tuple(sorted(replaced))
 
-    def _replace_lost(self) -> None:
+    def _replace_lost(self, deadline: float) -> None:
         """Start every engine that is lost anew, once, and wait until each of these is ready or lost again."""
         for position, engine in enumerate(self.engines):
             if engine.alive:
@@ -174,7 +188,8 @@ class EnginePool:
 
         def until_ready_or_lost(engine: Engine) -> None:
             with contextlib.suppress(EngineError):  # which has ended it
-                engine.wait_ready(engine.spec.config.start_timeout_s)
+                left_s = max(0.0, deadline - time.monotonic())
+                engine.wait_ready(min(engine.spec.config.start_timeout_s, left_s))
 
         try:
             self._each([engine for engine in self.engines if engine.ready is None], until_ready_or_lost)

@@ -5,7 +5,8 @@
 
 Invariants: the starter has one thread and touches no device; it dies with the process that started it, however that
 one dies, and its children live on, each with its own `guard`; where there is no starter, or the child would need other
-libraries' settings than the starter was imported with, `fork` returns None and the caller starts a process itself.
+libraries' settings than the starter was imported with, `fork` returns None and the caller starts a process itself; a
+child whose caller has given up ends before it does anything.
 """
 
 from __future__ import annotations
@@ -56,7 +57,9 @@ _READ_ON_IMPORT = (
 _READ_LATE = ("SGLANG_CPU_OMP_THREADS_BIND", "SGLANG_EAGER_INPUT_NO_COPY", "TORCHINDUCTOR_CACHE_DIR")
 """But these are read when an engine starts; the last one torch itself sets when it is imported."""
 _TIMEOUT_S = 60.0
-"""Longest wait for a child; the starter may still be importing."""
+"""Longest wait for a child; the starter may still be importing. A process that waited in vain asks it no more."""
+_GO = b"go"
+"""The caller has the child. Until then it does nothing: a caller that gave up starts a process itself."""
 _REAP_EVERY_MS = 200
 _PR_SET_PDEATHSIG = 1
 
@@ -157,9 +160,16 @@ def fork(module: str, files: tuple[int, int], environment: Mapping[str, str]) ->
                 return None
             socket.send_fds(connection, [order], files)
             answer, files_back, _, _ = socket.recv_fds(connection, 64, 1)
+            if not files_back:
+                return None
+            forked = Forked(int(answer), files_back[0])
+            connection.send(_GO)
+        except TimeoutError:  # it hangs, and would cost every engine as long
+            os.environ.pop(NAME, None)
+            return None
         except OSError:
             return None
-        return Forked(int(answer), files_back[0]) if files_back else None
+        return forked
 
 
 def _is_ours(connection: socket.socket) -> bool:
@@ -247,8 +257,12 @@ def _become(order: _Order, fd: int, log: int, ours: tuple[socket.socket, socket.
     """In the child: what the module finds in a process of its own."""
     try:
         os.setsid()
-        for each in ours:
-            each.close()
+        listener, connection = ours
+        listener.close()
+        connection.settimeout(_TIMEOUT_S)
+        if connection.recv(len(_GO)) != _GO:
+            os._exit(0)
+        connection.close()
         os.dup2(log, 1)
         os.dup2(log, 2)
         os.close(log)

@@ -6,11 +6,12 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from specactor.parallel.devices import PROBES, detect, gpus, probe, wandb_key
+from specactor.parallel.devices import PROBES, detect, gpu_uuid, gpus, probe, wandb_key
 
 
 def test_this_machine() -> None:
@@ -33,6 +34,18 @@ def test_the_cpu_platform_is_no_gpu() -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.stdout.strip() == "()", done.stderr
     assert gpus() == ()
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [("NVIDIA H100 80GB HBM3", "GPU-5ac0"), ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", "MIG-5ac0")],
+)
+def test_a_part_of_a_gpu_is_named_as_one(monkeypatch: pytest.MonkeyPatch, name: str, expected: str) -> None:
+    """What CUDA_VISIBLE_DEVICES of an engine's process gets."""
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda number: SimpleNamespace(name=name, uuid="5ac0"), raising=False
+    )
+    assert gpu_uuid(0) == expected
 
 
 def test_a_shim_of_the_same_name_is_not_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -45,19 +46,20 @@ class Scripted:
 
 @pytest.fixture
 def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """Seconds of each pause; nothing waits."""
+    """Seconds of each pause; nothing waits, and no time passes but in pauses."""
     slept: list[float] = []
     monkeypatch.setattr(pool_module, "Engine", Scripted)
-    monkeypatch.setattr(pool_module.time, "sleep", slept.append)
+    monkeypatch.setattr(pool_module, "time", SimpleNamespace(sleep=slept.append, monotonic=lambda: sum(slept)))
     return slept
 
 
-def make_pool(outcomes: dict[int, list[bool]], *, max_restarts: int = 3) -> EnginePool:
+def make_pool(outcomes: dict[int, list[bool]], *, max_restarts: int = 3, **named: Any) -> EnginePool:
     """Engines that are all ready, once, before what is to come."""
     Scripted.outcomes = {index: iter([True, *later]) for index, later in outcomes.items()}
     config = EngineConfig(max_restarts=max_restarts)
     common: dict[str, Any] = {"model_dir": "m", "dtype": "float32", "devices": (0,), "context_length": 8}
-    pool = EnginePool([EngineSpec(index=i, log_file=f"engine-{i}.log", config=config, **common) for i in outcomes])
+    specs = [EngineSpec(index=i, log_file=f"engine-{i}.log", config=config, **common) for i in outcomes]
+    pool = EnginePool(specs, **named)
     pool.wait_ready()
     return pool
 
@@ -83,6 +85,24 @@ def test_each_engine_is_tried_until_it_starts(pauses: list[float]) -> None:
     assert pool.restart_lost() == (0, 1)
     assert pauses == [1.0]
     assert not pool.any_lost()
+
+
+def test_an_engine_that_is_first_lost_meanwhile_is_named_too(pauses: list[float]) -> None:
+    pool = make_pool({0: [True], 1: [False, True]})
+    first = pool.engines[0]
+    pool.engines[1].kill()
+    Scripted.outcomes[1] = map(lambda started: (first.kill(), started)[1], Scripted.outcomes[1])
+    assert pool.restart_lost() == (0, 1)
+    assert not pool.any_lost()
+
+
+def test_it_gives_up_before_other_ranks_do(pauses: list[float]) -> None:
+    """They wait in a collective meanwhile; pauses of 1, 2, 4, 8, .. seconds outlast any limit."""
+    pool = make_pool({0: [False] * 20}, max_restarts=20, restart_limit_s=10.0)
+    kill_all(pool)
+    with pytest.raises(EngineError, match=r"(?s)engine 0 .* replaced within 10 s, half of parallel.timeout_s.*the log"):
+        pool.restart_lost()
+    assert sum(pauses) < 10
 
 
 def test_deaths_at_the_start_count_as_restarts(pauses: list[float]) -> None:

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from specactor.cpu import sglang as cpu
@@ -117,6 +118,32 @@ def test_what_is_no_order_leaves_the_starter_alone(environment: dict[str, str], 
     child = Child(environment, tmp_path / "log")
     assert child.forked is not None
     child.connection.close()
+
+
+def test_a_child_whose_caller_gave_up_ends_before_it_does_anything(environment: dict[str, str], tmp_path: Path) -> None:
+    """Else two processes would talk on one socket: the caller starts another one."""
+    ours, theirs = socket.socketpair()
+    order = warm._Order(CHILD, {k: v for k, v in environment.items() if k != NAME}, os.getcwd())
+    with ours, theirs, (tmp_path / "log").open("wb") as log:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
+            connection.settimeout(60)
+            connection.connect("\0" + os.environ[NAME])
+            socket.send_fds(connection, [msgspec.json.encode(order)], (theirs.fileno(), log.fileno()))
+            answer, files, _, _ = socket.recv_fds(connection, 64, 1)
+        assert gone(Forked(int(answer), files[0]))
+    assert "this is the log" not in (tmp_path / "log").read_text()
+
+
+def test_a_starter_that_hangs_is_waited_for_once(
+    environment: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(warm, "_TIMEOUT_S", 0.2)
+    monkeypatch.setenv(NAME, f"specactor-hangs-{os.getpid()}")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+        listener.bind("\0" + os.environ[NAME])
+        listener.listen()
+        assert Child(environment, tmp_path / "log").forked is None
+        assert NAME not in os.environ, "the next one is started at once"
 
 
 def test_a_name_that_is_taken_leaves_a_run_without_a_starter(monkeypatch: pytest.MonkeyPatch) -> None:
