@@ -81,7 +81,8 @@ class Speculator:
         """`tokens` were appended to the sequence's output. While decoding is plain, drafters are told later, and of
         many tokens at once."""
         self.drafter_set.commit(sequence)
-        self.estimates.looked(sequence.request_id, self._looks.over(sequence.request_id, sequence.output_ids))
+        if self._looks.has(sequence.request_id):
+            self.estimates.looked(sequence.request_id, self._looks.over(sequence.request_id, sequence.output_ids))
 
     def close(self, sequence: DraftSequence) -> None:
         self.estimates.looked(sequence.request_id, self._looks.ended(sequence.request_id, sequence.output_ids))
