@@ -19,8 +19,9 @@ import numpy as np
 
 from benchmarks.results import Result, publish, spread
 from specactor.rollout.decoupled.backend import Lane
-from specactor.rollout.decoupled.loop import Ready, serve
+from specactor.rollout.decoupled.loop import serve
 from specactor.rollout.decoupled.remote_drafter import Decoupled, connect
+from specactor.rollout.decoupled.spec import Started
 from specactor.rollout.decoupled.transport import Address, DrafterKeys, local_endpoint, make_keys
 from specactor.rollout.speculation.drafter import DraftSequence
 
@@ -67,7 +68,7 @@ def measure(requests: int, endpoint: str, *, curve: bool = False, rounds: int = 
     process = _start(endpoint, drafter_keys)
     try:
         assert process.stdout is not None
-        ready = msgspec.json.decode(process.stdout.readline(), type=Ready)
+        ready = msgspec.json.decode(process.stdout.readline(), type=Started)
         drafter = connect([Address(endpoint=ready.endpoint, keys=engine_keys)], engine="engine", window=WINDOW)
         try:
             return _rounds(drafter, requests, rounds)

@@ -25,7 +25,7 @@ import msgspec
 from specactor.rollout.decoupled.backend import Continuer, Renewable, Sleeper
 from specactor.rollout.decoupled.drafter_side import Mirrors
 from specactor.rollout.decoupled.protocol import Drops
-from specactor.rollout.decoupled.spec import Renewed, Rested
+from specactor.rollout.decoupled.spec import Renewed, Rested, Started
 from specactor.rollout.decoupled.transport import DrafterKeys, Hub, new_session
 from specactor.rollout.speculation.costs import Point
 from specactor.trace import Recorder, Span
@@ -38,16 +38,6 @@ MAX_TURNS = 512
 """Whose seconds are remembered."""
 
 _LOG = logging.getLogger(__name__)
-
-
-class Ready(msgspec.Struct, frozen=True, kw_only=True):
-    """The process listens."""
-
-    endpoint: str
-    """Where; as asked for, but with the number of the port."""
-    pid: int
-    version: int
-    """Of the weights that it drafts with."""
 
 
 class Work(msgspec.Struct, frozen=True, kw_only=True):
@@ -68,7 +58,7 @@ def serve(
     continuer: Continuer,
     *,
     endpoint: str,
-    on_ready: Callable[[Ready], None],
+    on_ready: Callable[[Started], None],
     keys: DrafterKeys | None = None,
     max_tokens: int = 4_000_000,
     max_lanes: int = MAX_LANES,
@@ -90,7 +80,7 @@ def serve(
     try:
         with _termination() as terminated:
             files = [terminated] if owner_fd is None else [terminated, owner_fd]
-            on_ready(Ready(endpoint=hub.endpoint, pid=os.getpid(), version=continuer.version))
+            on_ready(Started(endpoint=hub.endpoint, pid=os.getpid(), version=continuer.version))
             while os.getppid() == parent:
                 began_s = time.perf_counter()
                 told = loop.wait(files)

@@ -37,7 +37,7 @@ def main() -> None:
 
 
 def _draft(owner: socket) -> None:
-    from specactor.rollout.decoupled.loop import Loop, Ready, serve
+    from specactor.rollout.decoupled.loop import Loop, serve
     from specactor.rollout.decoupled.spec import ALIVE, RENEW, SLEEP, TRACE, WAKE, DrafterSpec, Started
 
     lines = owner.makefile("rb", buffering=0)  # a question that a buffer held would never make the socket readable
@@ -47,9 +47,6 @@ def _draft(owner: socket) -> None:
 
     def tell(started: Started) -> None:
         owner.sendall(msgspec.json.encode(started) + b"\n")
-
-    def ready(told: Ready) -> None:
-        tell(Started(endpoint=told.endpoint, pid=told.pid, version=told.version))
 
     def answer(loop: Loop) -> bool:
         number, _, asked = lines.readline().partition(b" ")
@@ -79,7 +76,7 @@ def _draft(owner: socket) -> None:
             max_tokens=max_tokens,
             owner_fd=owner.fileno(),
             asleep=spec.engine is not None,
-            on_ready=ready,
+            on_ready=tell,
             on_owner=answer,
         )
     except Exception as error:  # the boundary of the process: the owner reports it, if it still waits

@@ -64,6 +64,7 @@ class Started(msgspec.Struct, frozen=True, kw_only=True):
     """A drafter process tells its owner. ``error`` is empty if it listens."""
 
     endpoint: str = ""
+    """Where it listens; as asked for, but with the number of the port."""
     pid: int = 0
     version: int = 0
     """Of the weights that it drafts with."""

@@ -7,12 +7,13 @@ import sys
 
 import msgspec
 
-from specactor.rollout.decoupled.loop import Ready, serve
+from specactor.rollout.decoupled.loop import serve
+from specactor.rollout.decoupled.spec import Started
 from specactor.rollout.decoupled.transport import DrafterKeys
 from tests.rollout.decoupled.scripted import Scripted
 
 
-def ready(told: Ready) -> None:
+def ready(told: Started) -> None:
     print(msgspec.json.encode(told).decode(), flush=True)
 
 

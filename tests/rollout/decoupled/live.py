@@ -12,8 +12,8 @@ from pathlib import Path
 
 import msgspec
 
-from specactor.rollout.decoupled.loop import Ready
 from specactor.rollout.decoupled.remote_drafter import Decoupled, connect
+from specactor.rollout.decoupled.spec import Started
 from specactor.rollout.decoupled.transport import Address, DrafterKeys, EngineKeys
 from specactor.rollout.speculation.drafter import DraftSequence
 from specactor.rollout.speculation.verification import common
@@ -45,7 +45,7 @@ class DrafterProcess:
         )
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
-        self.ready = msgspec.json.decode(line, type=Ready)
+        self.ready = msgspec.json.decode(line, type=Started)
         self.endpoint = self.ready.endpoint
 
     def end(self) -> dict[str, int]:
