@@ -44,7 +44,7 @@ from specactor.trainer import checkpoint
 from specactor.trainer.drafter.refresh import Distillation, left_behind
 from specactor.trainer.policy import PolicyTrainer
 from specactor.trainer.shards import GatheredWeights, RankShards
-from specactor.trainer.warmup import find_solver, initial_model, warmed_up_model
+from specactor.trainer.warmup import find_solver, initial_model, warmed_up_model, with_draft_model
 from specactor.types import ScoredGroup
 from specactor.weights_sync.sender import WeightSender, WeightSource
 
@@ -124,11 +124,14 @@ def _build(
     progress: Progress,
     stack: ExitStack,
 ) -> SpecActor:
-    """Model, data, drafters, engines and trainer. Drafters and engines start while the model is warmed up."""
+    """Model, data, drafters, engines and trainer."""
     with progress.phase("data", announce=True):
         start = initial_model(config, collective)
         tokenizer = load_tokenizer(start)
         train_data, eval_data = collective.together("data", lambda: _problems(config, tokenizer))
+    with progress.phase("warm-up", announce=True):
+        base = warmed_up_model(config, layout, start, train_data, tokenizer, collective, progress)
+        config = with_draft_model(config, base, train_data, tokenizer, collective, progress)
     drafters, access_of = start_drafters(
         *(config, collective, members, _places(config, members), stack),
         head=head,
@@ -141,12 +144,10 @@ def _build(
     pool = stack.enter_context(
         EnginePool(engines, tail=tail, drafters=drafters, restart_limit_s=config.parallel.timeout_s / 2)
     )
-    with progress.phase("warm-up", announce=True):
-        base = warmed_up_model(config, layout, start, train_data, tokenizer, collective, progress)
-        trainer = PolicyTrainer(config, layout, base)
     sender = WeightSender(config.weights_sync, collective)
     stack.callback(sender.close)
     with progress.phase("engines", announce=True):
+        trainer = PolicyTrainer(config, layout, base)  # while they start
         collective.together("drafter start", drafters.wait_ready)
         collective.together("engine start", pool.wait_ready)
     distillation = _distillation(config, trainer, pool, drafters, collective, progress)

@@ -13,6 +13,7 @@ from specactor.config.parallel import ParallelConfig
 from specactor.config.results import CheckpointConfig, EvalConfig, TrackingConfig
 from specactor.config.rollout import RolloutConfig
 from specactor.config.rules import check_values, require
+from specactor.config.speculation import WARM_UP
 from specactor.config.train import TrainConfig, WarmupConfig
 
 
@@ -168,6 +169,13 @@ class Config:
             "Set it together with mode decoupled, or decoupled among the drafters, of rollout.speculation.",
         )
         refresh, drafting = self.distillation.refresh, self.rollout.speculation
+        require(
+            drafting.draft_model != WARM_UP or bool(self.warmup.solver),
+            "rollout.speculation.draft_model",
+            drafting.draft_model,
+            "a folder where warmup.solver is empty",
+            "Make a draft model with specactor drafter init, or set warmup.solver.",
+        )
         require(
             refresh == "off" or (drafting.mode != "off" and bool({"model", "decoupled"} & {*drafting.draft_methods})),
             "distillation.refresh",

@@ -15,6 +15,8 @@ MAX_WINDOW = 16
 """Draft tokens per request and round."""
 DRAFTERS = "suffix, model, decoupled, or package.module:Class"
 """What `rollout.speculation.drafters` may name."""
+WARM_UP = "warm-up"
+"""As `rollout.speculation.draft_model`: the one that the warm-up makes."""
 SGLANG_DRAFTERS = ("eagle", "eagle3", "mtp", "nextn", "standalone")
 """Draft methods of SGLang that are refused by name."""
 
@@ -39,7 +41,7 @@ class SpeculationConfig:
     predicted to pay (Fastest-of-N); 1: one, the best for that request."""
     draft_model: str = ""
     """Folder of a dense model in Hugging Face format with the policy's tokenizer, for the drafters ``model`` and
-    ``decoupled``."""
+    ``decoupled``; ``warm-up``: one layer of the warmed-up policy, distilled on the worked solutions of `warmup`."""
     drafter_kv_tokens: int | None = None
     """Size of a drafter process's KV cache in tokens; None: without GPUs room for all requests that the engines
     which it serves run at once, else SGLang decides from rollout.engine.memory_fraction."""

@@ -24,6 +24,7 @@ from pathlib import Path
 from types import TracebackType
 
 from specactor.config import Config
+from specactor.config.speculation import WARM_UP
 from specactor.errors import ConfigError
 from specactor.parallel import addresses
 from specactor.parallel.collective import Collective
@@ -150,8 +151,8 @@ def draft_shape(folder: str) -> ModelShape:
 def check_in_engines(config: Config, policy: ModelShape) -> None:
     """Raises ConfigError for a draft model that engines of this policy cannot run beside it."""
     speculation = config.rollout.speculation
-    if speculation.mode == "off" or "model" not in speculation.drafters:
-        return
+    if speculation.mode == "off" or "model" not in speculation.drafters or speculation.draft_model == WARM_UP:
+        return  # what the warm-up cuts out of the policy fits
     draft = draft_shape(speculation.draft_model)
     for name, own, needed in (
         ("positions", draft.max_position, policy.max_position),

@@ -16,7 +16,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import Annotated, Any, NoReturn
 
 import torch
 import tyro
@@ -196,7 +196,38 @@ def train(options: TrainOptions) -> RefreshStats:
         )
     target, model = init.read_model(options.target), init.read_model(options.draft)
     _check_vocabulary(target, model)
-    trainer = DrafterTrainer(settings, model, seed=options.seed)
+    stats = learn(
+        target, model, examples, settings, seed=options.seed, limit_s=60 * options.minutes, updates=options.updates
+    )
+    if not stats.updates:
+        raise ConfigError.at(
+            "minutes",
+            options.minutes,
+            "the time of one update at least",
+            "Nothing was written. Raise it, or lower distillation.tokens_per_update or distillation.buffer_tokens.",
+        )
+    init.write_model(model, options.out, tokenizer=options.draft)
+    return stats
+
+
+def learn(
+    target: Any,
+    model: Any,
+    examples: Sequence[TrainingExample],
+    settings: DistillationConfig,
+    *,
+    seed: int,
+    limit_s: float,
+    updates: int,
+) -> RefreshStats:
+    """Distil the target into the model, in this process.
+
+    Args:
+        target: not looked at where `settings.top_k` is 0.
+        limit_s: the longest time, the target's pass over the examples included.
+        updates: at most so many, with a learning rate that falls to a hundredth; 0: as many as fit, at one rate.
+    """
+    trainer = DrafterTrainer(settings, model, seed=seed)
     trainer.buffer.add(examples)
     if not len(trainer.buffer):
         longest = min(settings.tokens_per_microbatch, settings.buffer_tokens)
@@ -206,7 +237,7 @@ def train(options: TrainOptions) -> RefreshStats:
             "more tokens than the shortest prompt",
             "Raise both to the tokens of a prompt with its response.",
         )
-    began_s, limit_s = time.perf_counter(), 60 * options.minutes
+    began_s = time.perf_counter()
     if settings.top_k:  # of what fits the buffer alone
         examples_with_top_k = acceptance.with_top_k(
             target,
@@ -218,23 +249,14 @@ def train(options: TrainOptions) -> RefreshStats:
 
     def falling(update: int) -> float:
         rise = min(1.0, (update + 1) / max(1, settings.warmup_updates))
-        return settings.learning_rate * rise * max(0.01, 1 - update / options.updates)
+        return settings.learning_rate * rise * max(0.01, 1 - update / updates)
 
-    stats = trainer.refresh(
+    return trainer.refresh(
         limit_s=limit_s - (time.perf_counter() - began_s),
         clock=time.perf_counter,
-        max_updates=options.updates,
-        rate_of=falling if options.updates else None,
+        max_updates=updates,
+        rate_of=falling if updates else None,
     )
-    if not stats.updates:
-        raise ConfigError.at(
-            "minutes",
-            options.minutes,
-            "the time of one update at least",
-            "Nothing was written. Raise it, or lower distillation.tokens_per_update or distillation.buffer_tokens.",
-        )
-    init.write_model(model, options.out, tokenizer=options.draft)
-    return stats
 
 
 def evaluate(options: EvalOptions) -> acceptance.Acceptance:
