@@ -17,11 +17,13 @@ from specactor.types import VersionSpan
 
 
 def main() -> None:
-    backend = sys.argv[2]
-    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
-    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    # "fake" moves no data, as NCCL moves none without a GPU: whatever is exchanged through it is wrong.
-    dist.init_process_group(backend, store=dist.PrefixStore("test", store), rank=rank, world_size=world)
+    if sys.argv[2] == "gloo":
+        dist.init_process_group("gloo")
+    else:
+        # "fake" moves no data, as NCCL moves none without a GPU: whatever is exchanged through it is wrong.
+        store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+        rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        dist.init_process_group("fake", store=dist.PrefixStore("test", store), rank=rank, world_size=world)
     module.HEARTBEAT_S = 0.2
     collective = Collective()
     rank = collective.rank
@@ -43,6 +45,7 @@ def main() -> None:
     # One write: ranks share a pipe, and a line written in parts would mix with another rank's.
     sys.stdout.write(json.dumps(seen) + "\n")
     sys.stdout.flush()
+    collective.barrier()  # nobody leaves while another still listens
     dist.destroy_process_group()
 
 

@@ -1,0 +1,73 @@
+"""Run by test_warmup in a process of its own: makes a draft model of the warm-up in a folder, and prints what it is."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+
+from rich.console import Console
+
+from specactor.data.dataset import build_dataset
+from specactor.data.tiny_model import make_tiny_model
+from specactor.data.tokenizer import load_tokenizer
+from specactor.parallel.collective import Collective
+from specactor.progress import Progress
+from specactor.recipes import load
+from specactor.trainer import warmup
+from specactor.trainer.drafter import acceptance, init
+from specactor.trainer.drafter.buffer import example_from
+
+
+class Alone:
+    """The collective of a job of one rank."""
+
+    rank = 0
+
+    def together(self, phase: str, work: Any) -> Any:
+        return work()
+
+
+def main(root: Path, *wanted: str) -> None:
+    warmup.DRAFT_LIMIT_S, warmup.DRAFT_UPDATES, warmup.DRAFT_BATCHES = 600.0, 60, 8  # however busy the machine is
+    config = load(["quickstart", *wanted, "--warmup.cache-dir", str(root / "cache")])
+    assert config.model.tiny is not None
+    policy, start = root / "policy", root / "start"
+    make_tiny_model(replace(config.model.tiny, num_layers=1), 0, policy)
+    tokenizer = load_tokenizer(policy)
+    problems = build_dataset(replace(config.data.train, size=200), tokenizer, max_prompt_tokens=100)
+    alone, told = cast(Collective, Alone()), root / "told"
+    with told.open("w") as file:
+        progress = Progress(1, enabled=False, console=Console(file=file))
+        made = [
+            warmup.with_draft_model(config, policy, problems, tokenizer, alone, progress).rollout.speculation
+            for _ in range(2)
+        ]
+    solver = warmup.find_solver(config.warmup.solver)
+    solved = warmup.solved_batch(config, problems, solver, tokenizer, stage=0, step=99)
+    examples = [example_from(sequence, None, version=0, temperature=1.0) for sequence in solved]
+    init.make_draft_model(policy, start, init.TargetStart())
+    # The same model as target and draft: how peaked it is on solutions that it was not shown.
+    models = [init.read_model(Path(made[0].draft_model)), init.read_model(start)]
+    nothing = cast(Any, None)
+    others = [load(["quickstart", *words]) for words in ([], [*wanted[:4], "--rollout.speculation.draft-model", "x"])]
+    print(
+        json.dumps(
+            {
+                "folders": [speculation.draft_model for speculation in made],
+                "else_as_asked": replace(made[0], draft_model="warm-up") == config.rollout.speculation,
+                "told": told.read_text().count("a draft model learns"),
+                "entropy": [acceptance.measure(m, m, examples, window=4, seed=0).entropy for m in models],
+                "left_alone": [
+                    warmup.with_draft_model(other, root, nothing, nothing, nothing, nothing) is other
+                    for other in others
+                ],
+            }
+        )
+    )
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), *sys.argv[2:])
