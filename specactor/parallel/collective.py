@@ -27,12 +27,13 @@ HEARTBEAT_S = 5.0
 _RUNNING, _DONE, _FAILED = 0, 1, 2
 
 
+# Nothing else may refer to a group: one that is still there when the process ends aborts it in gloo's threads.
 _control: dict[dist.ProcessGroup, dist.ProcessGroup] = {}
 """Of the job's default process group, the gloo group beside it. A job has one of each."""
 
 
-def control_group(timeout_s: float | None = None) -> dist.ProcessGroup:
-    """Return the gloo group of all ranks; make it at the first call, which all ranks make together.
+def control_group(timeout_s: float | None = None) -> dist.ProcessGroup | None:
+    """Return the gloo group of all ranks, None if it is the default one; all ranks make it together, at the first call.
 
     Idle ranks wait in it for hours. NCCL would spin on GPUs where engines run meanwhile, send the values through GPU
     memory, and notice a dead rank only after its timeout.
@@ -40,15 +41,20 @@ def control_group(timeout_s: float | None = None) -> dist.ProcessGroup:
     Args:
         timeout_s: the longest wait in one exchange; None for torch's default.
     """
+    if dist.get_backend() == "gloo":
+        return None
     default = dist.group.WORLD
     assert default is not None, "torch.distributed is not initialised"
-    if dist.get_backend(default) == "gloo":
-        return default
     if default not in _control:
         timeout = None if timeout_s is None else datetime.timedelta(seconds=timeout_s)
-        _control.clear()  # of a default group that was destroyed
         _control[default] = dist.new_group(backend="gloo", timeout=timeout)
     return _control[default]
+
+
+def leave() -> None:
+    """Destroy all process groups."""
+    _control.clear()
+    dist.destroy_process_group()
 
 
 class Collective:
@@ -57,18 +63,18 @@ class Collective:
     def __init__(self) -> None:
         self.rank = dist.get_rank()
         self.world = dist.get_world_size()
-        self._group = control_group()
+        control_group()
 
     def gather_bytes(self, payload: bytes) -> list[bytes]:
         """Every rank's payload, by rank, on every rank."""
         sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.world)]
-        dist.all_gather(sizes, torch.tensor([len(payload)], dtype=torch.int64), group=self._group)
+        dist.all_gather(sizes, torch.tensor([len(payload)], dtype=torch.int64), group=control_group())
         lengths = [int(size) for size in sizes]
         room = max(1, *lengths)
         mine = torch.zeros(room, dtype=torch.uint8)
         mine[: len(payload)] = torch.frombuffer(bytearray(payload or b"\0"), dtype=torch.uint8)[: len(payload)]
         parts = [torch.empty_like(mine) for _ in range(self.world)]
-        dist.all_gather(parts, mine, group=self._group)
+        dist.all_gather(parts, mine, group=control_group())
         return [bytes(part[:n].numpy()) for part, n in zip(parts, lengths, strict=True)]
 
     def gather(self, value: T, kind: type[T] | GenericAlias) -> list[T]:
@@ -79,7 +85,7 @@ class Collective:
     def any(self, flag: bool) -> bool:
         """Whether the flag is set on any rank."""
         total = torch.tensor([int(flag)], dtype=torch.int64)
-        dist.all_reduce(total, group=self._group)
+        dist.all_reduce(total, group=control_group())
         return bool(total.item())
 
     def barrier(self) -> None:
@@ -110,7 +116,7 @@ class Collective:
 
     def _gather_states(self, state: int) -> list[int]:
         parts = [torch.zeros(1, dtype=torch.int64) for _ in range(self.world)]
-        dist.all_gather(parts, torch.tensor([state], dtype=torch.int64), group=self._group)
+        dist.all_gather(parts, torch.tensor([state], dtype=torch.int64), group=control_group())
         return [int(part) for part in parts]
 
 

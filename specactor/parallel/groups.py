@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from specactor.config import ParallelConfig
 from specactor.cpu import megatron as cpu_platform
-from specactor.parallel.collective import control_group
+from specactor.parallel.collective import control_group, leave
 from specactor.parallel.layout import Layout, own_device
 
 
@@ -58,4 +58,4 @@ def destroy(*, keep_process_group: bool = False) -> None:
 
     parallel_state.destroy_model_parallel()
     if not keep_process_group and dist.is_initialized():
-        dist.destroy_process_group()
+        leave()

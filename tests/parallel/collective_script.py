@@ -12,7 +12,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: F401 
 
 from specactor.errors import EngineError, PeerFailedError
 from specactor.parallel import collective as module
-from specactor.parallel.collective import Collective
+from specactor.parallel.collective import Collective, leave
 from specactor.types import VersionSpan
 
 
@@ -46,7 +46,7 @@ def main() -> None:
     sys.stdout.write(json.dumps(seen) + "\n")
     sys.stdout.flush()
     collective.barrier()  # nobody leaves while another still listens
-    dist.destroy_process_group()
+    leave()
 
 
 def fail() -> str:
