@@ -29,6 +29,7 @@ BENCHMARKS = {
     "tail_speed": "the last requests of a rollout: single drafters, the best in hindsight, and Fastest-of-N",
     "drafter_kinds": "what draft tokens of small models and of text drafters cost, and what learning them takes",
     "drafter_refresh": "accept_length of a draft model that stays fresh, beside a frozen one",
+    "quickstart_speed": "rollouts of the quickstart with a draft model of the warm-up, beside plain ones",
     "speculation_speed": "tokens per second of plain SGLang, its own speculation, and ours",
     "speculation_speed_profile": "where the time of a round goes, of the contestants of speculation_speed",
 }

@@ -29,6 +29,7 @@ from specactor.progress import Progress
 from specactor.trainer.drafter import init
 from specactor.trainer.drafter.buffer import example_from
 from specactor.trainer.drafter.command import learn
+from specactor.trainer.drafter.train import RefreshStats
 from specactor.trainer.policy import PolicyTrainer
 from specactor.trainer.schedule import linear_decay
 from specactor.types import Problem, TrainSequence
@@ -39,8 +40,9 @@ DRAFT_BATCHES = 64
 """Of `warmup.batch_size` worked solutions: what a draft model of the warm-up learns from."""
 DRAFT_UPDATES = 250
 DRAFT_TOKENS = 2048
-"""Per update. With 200 of these the quickstart's draft model has an accept_length of 4.2 at window 4."""
+"""Per update. docs/results/quickstart_speed.md has what a draft model is worth that learned so."""
 DRAFT_LIMIT_S = 40.0
+"""A machine that is too slow for all updates gets a draft model that has learned less."""
 
 
 def initial_model(config: Config, collective: Collective) -> Path:
@@ -112,7 +114,8 @@ def with_draft_model(
 
     def make() -> None:
         if collective.rank == 0 and not folder.exists():
-            _distil(config, policy, problems, tokenizer, folder)
+            learned = _distil(config, policy, problems, tokenizer, folder)
+            progress.note(f"it made {learned.updates} of {DRAFT_UPDATES} updates in {learned.seconds:.0f} s")
 
     if not folder.exists():
         progress.note(f"a draft model learns for {DRAFT_LIMIT_S:.0f} s at most")
@@ -121,7 +124,9 @@ def with_draft_model(
     return replace(config, rollout=replace(rollout, speculation=speculation))
 
 
-def _distil(config: Config, policy: Path, problems: Dataset, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+def _distil(
+    config: Config, policy: Path, problems: Dataset, tokenizer: PreTrainedTokenizerBase, folder: Path
+) -> RefreshStats:
     solver, stages = find_solver(config.warmup.solver), len(config.warmup.steps)
     # Of all stages: what the policy was shown first it falls back to as it learns.
     sequences = [
@@ -137,8 +142,9 @@ def _distil(config: Config, policy: Path, problems: Dataset, tokenizer: PreTrain
         start = Path(place) / "start"
         init.make_draft_model(policy, start, init.TargetStart())
         model = init.read_model(start)
-        learn(None, model, examples, settings, seed=config.seed, limit_s=DRAFT_LIMIT_S, updates=DRAFT_UPDATES)
+        stats = learn(None, model, examples, settings, seed=config.seed, limit_s=DRAFT_LIMIT_S, updates=DRAFT_UPDATES)
         init.write_model(model, folder, tokenizer=start)
+    return stats
 
 
 def find_solver(path: str) -> Solver:

@@ -37,8 +37,16 @@ from specactor.rollout.speculation.fastest_of_n import Candidates, Floats, candi
 from specactor.rollout.speculation.probing import Promises
 from specactor.rollout.speculation.reconfiguration import PLAIN, DraftPlan, LiveCosts, Offer, reconfigure, worths
 from specactor.rollout.speculation.verification import Decision, Drafts
-from specactor.rollout.speculation.windows import MARGIN as CHANGE_MARGIN
-from specactor.rollout.speculation.windows import OFF, Choice, Option, best_window, best_windows, choose, padded
+from specactor.rollout.speculation.windows import (
+    CHANGE_MARGIN,
+    OFF,
+    Choice,
+    Option,
+    best_window,
+    best_windows,
+    choose,
+    padded,
+)
 
 ENTRY_MARGIN = 0.05
 """By which drafting must be faster than plain decoding to begin: predictions err, and drafters have to catch up."""

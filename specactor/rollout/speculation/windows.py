@@ -28,7 +28,7 @@ from specactor.rollout.speculation.verification import Drafts
 
 OFF = "off"
 """The name of plain decoding among drafters."""
-MARGIN = 0.02
+CHANGE_MARGIN = 0.02
 """By which another drafter must be faster than the one that is used."""
 
 
@@ -165,7 +165,7 @@ def best_window(
 
 
 def choose(
-    options: Mapping[str, Option], *, requests: int, plain_s: float, current: str = OFF, margin: float = MARGIN
+    options: Mapping[str, Option], *, requests: int, plain_s: float, current: str = OFF, margin: float = CHANGE_MARGIN
 ) -> Choice:
     """The fastest of plain decoding (`plain_s` a step, corrected by the caller) and every drafter's best.
 
