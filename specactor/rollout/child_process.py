@@ -1,41 +1,111 @@
-"""A child process with a `guard` around it, behind a socket: what engines and drafters have in common for their owner.
+"""A child process as its owner sees it, an engine or a drafter: started, asked, watched, ended.
 
-Invariants: the process is a session of its own, so a signal to the owner's terminal does not reach it; its standard
-output and error are appended to its log; after `end` nothing of it is left, and no wait in it is unbounded.
+Its owner asks questions, each in a `Call` of its own; calls may overlap. Around the child is a guard (`process_guard`).
+
+Invariants: sending never waits, and no wait is unbounded; an answer that comes late is not taken for another's; a child
+that dies, or says what is no frame, is dead for its owner at once; a signal to the owner's terminal does not reach it;
+its standard output and error are appended to its log; after `kill` nothing of it is left; when the owner dies, in
+whatever way, it ends by itself.
 """
 
 from __future__ import annotations
 
+import contextlib
+import queue
 import signal
 import socket
-import struct
 import subprocess
 import sys
-from collections.abc import Mapping
+import threading
+import time
+from collections.abc import Collection, Mapping
 from pathlib import Path
+from types import TracebackType
+from typing import Generic, TypeVar
 
-from specactor.rollout import process_guard, warm_starter
+import msgspec
+
+from specactor.errors import EngineError
+from specactor.rollout import frames, process_guard, warm_starter
+from specactor.rollout.frames import Failed, ProtocolError
 
 END_TIMEOUT_S = 10.0
 """Longest wait for each way to end it."""
-_SEND_TIMEOUT_S = 60
 _LOG_TAIL_LINES = 20
+Answer = TypeVar("Answer")
 
 
-class Guarded:
-    """One process."""
+class ChildDied(EngineError):  # noqa: N818  (an event, like StopIteration)
+    """The child is gone."""
 
-    def __init__(self, module: str, *, environment: Mapping[str, str], log_file: str) -> None:
-        """Starts ``python -m module --fd N``, or has the warm starter fork the same. The module must call
-        `guard.run_guarded` with N, one end of `connection`."""
-        self.log_file = log_file
-        self.connection, theirs = socket.socketpair()
-        self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", _SEND_TIMEOUT_S, 0))
+
+class Call(Generic[Answer]):
+    """One question, and the answers to it as they come. A context: what comes after it is dropped."""
+
+    def __init__(self, child: ChildProcess[Answer], number: int) -> None:
+        """Use `ChildProcess.call`."""
+        self._child, self.number = child, number
+        self.inbox: queue.SimpleQueue[Answer | None] = queue.SimpleQueue()
+
+    def __enter__(self) -> Call[Answer]:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._child.forget(self)
+
+    def next(self, timeout_s: float) -> Answer:
+        """The next answer. Raises TimeoutError when there is none in time, and ChildDied."""
+        try:
+            answer = self.inbox.get(timeout=max(0.0, timeout_s))
+        except queue.Empty:
+            raise TimeoutError(f"no answer within {timeout_s:g} s") from None
+        if answer is None:
+            self._child.reap()
+            raise ChildDied(self._child.with_log("died."))
+        return answer
+
+
+class ChildProcess(Generic[Answer]):
+    """One child."""
+
+    def __init__(
+        self,
+        run: str,
+        start: msgspec.Struct,
+        *,
+        name: str,
+        answers: msgspec.msgpack.Decoder[Answer],
+        environment: Mapping[str, str],
+        log_file: str,
+    ) -> None:
+        """Starts it, or has the warm starter fork it, and returns at once; `wait_ready` tells how it went.
+
+        Args:
+            run: what it does, ``package.module:function``; the function is given the child's end of the socket.
+            start: the first message to it.
+            name: as in "engine 3".
+            answers: of all types that it answers with, `Failed` among them.
+        """
+        self.name, self.log_file = name, log_file
+        self.moved_s = 0.0
+        """When it last gave an answer that was not the last of its call."""
+        self._answers = answers
+        self._lock = threading.Lock()
+        self._calls: dict[int, Call[Answer]] = {}
+        self._unanswered: dict[int, float] = {}
+        """Number of a call -> when it was asked."""
+        self._heard_s = time.monotonic()
+        self._next_number = frames.START
+        self._dead = threading.Event()
+        self._outbox: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        self._connection, theirs = socket.socketpair()
         Path(log_file).parent.mkdir(parents=True, exist_ok=True)
         with theirs, open(log_file, "ab") as log:
-            forked = warm_starter.fork(module, (theirs.fileno(), log.fileno()), environment)
-            self._process = forked or subprocess.Popen(
-                [sys.executable, "-m", module, "--fd", str(theirs.fileno())],
+            module, files = process_guard.__name__, (theirs.fileno(), log.fileno())
+            self._process = warm_starter.fork(module, (run,), files, environment) or subprocess.Popen(
+                [sys.executable, "-m", module, run, "--fd", str(theirs.fileno())],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
@@ -43,6 +113,10 @@ class Guarded:
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,
             )
+        self._start = self.call(start)
+        self._threads = [threading.Thread(target=of, name=name, daemon=True) for of in (self._read, self._write)]
+        for thread in self._threads:
+            thread.start()
 
     @property
     def pid(self) -> int:
@@ -50,30 +124,130 @@ class Guarded:
         return self._process.pid
 
     @property
-    def exited(self) -> bool:
-        """Whether the guard, and with it all below it, is gone."""
-        return self._process.poll() is not None
+    def alive(self) -> bool:
+        """Whether it runs and speaks, as far as is known."""
+        return not self._dead.is_set()
 
-    def reap(self, timeout_s: float = END_TIMEOUT_S) -> None:
-        """Wait for its end, but no longer than this."""
+    def has_answered_start(self) -> bool:
+        """Whether `wait_ready` would return or raise at once."""
+        return not self._start.inbox.empty()
+
+    def wait_ready(self, timeout_s: float) -> Answer:
+        """The answer to its start. Without one, and with `Failed`: EngineError, and nothing of it is left."""
         try:
-            self._process.wait(timeout_s)
-        except subprocess.TimeoutExpired:
-            return
+            answer = self._start.next(timeout_s)
+        except TimeoutError:
+            reason = f"did not start within {timeout_s:g} s. Raise rollout.engine.start_timeout_s."
+        except ChildDied:
+            reason = "did not start: the process died."
+        else:
+            if not isinstance(answer, Failed):
+                self.forget(self._start)
+                return answer
+            reason = f"did not start: {answer.message}."
+        self.kill()
+        raise EngineError(self.with_log(reason))
 
-    def end(self) -> None:
-        """Immediate end of everything in it. Harmless when it is gone; the connection is closed by its user."""
+    def call(self, message: msgspec.Struct) -> Call[Answer]:
+        """Ask it. Waits for nothing; one that is dead has answered that it died."""
+        with self._lock:
+            number = self._next_number
+            data = frames.pack(number, message)
+            self._next_number += 1
+            call = self._calls[number] = Call(self, number)
+            self._unanswered[number] = time.monotonic()
+        self._outbox.put(data)
+        if not self.alive:
+            call.inbox.put(None)
+        return call
+
+    def ask(self, message: msgspec.Struct, timeout_s: float) -> Answer:
+        """Ask it, and return its one answer. Raises TimeoutError, and ChildDied."""
+        with self.call(message) as call:
+            return call.next(timeout_s)
+
+    def forget(self, call: Call[Answer]) -> None:
+        """Answers to it that come later are dropped."""
+        with self._lock:
+            self._calls.pop(call.number, None)
+
+    def unanswered(self) -> Collection[int]:
+        """Numbers of the calls that have not had their last answer."""
+        with self._lock:
+            return set(self._unanswered)
+
+    def heard_s(self) -> float:
+        """Seconds since it last said anything."""
+        return time.monotonic() - self._heard_s
+
+    def silent_s(self) -> float:
+        """Seconds for which it has said nothing though it was asked; 0 if it has answered all."""
+        with self._lock:
+            asked_s = min(self._unanswered.values(), default=None)
+        return 0.0 if asked_s is None else min(self.heard_s(), time.monotonic() - asked_s)
+
+    def reap(self) -> None:
+        """Wait for its end, but no longer than `END_TIMEOUT_S`."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(END_TIMEOUT_S)
+
+    def stop(self) -> None:
+        """Orderly end; falls back to `kill`. Harmless when it is gone."""
+        if self.alive:
+            self._outbox.put(None)  # the end of the stream is its sign to end
+            self.reap()
+        self.kill()
+
+    def kill(self) -> None:
+        """Immediate end of everything in it. Harmless when it is gone."""
         for end in (signal.SIGTERM, signal.SIGKILL):  # the guard ends its tree on SIGTERM
-            if not self.exited:
+            if self._process.poll() is None:
                 self._process.send_signal(end)
                 self.reap()
-
-    def sweep(self) -> None:
-        """Remove what a guard that was killed itself has left."""
+        self._mark_dead()
+        with contextlib.suppress(OSError):  # it was closed before
+            self._connection.shutdown(socket.SHUT_RDWR)  # which wakes the threads
+        for thread in self._threads:
+            thread.join(END_TIMEOUT_S)
+        self._connection.close()
         process_guard.sweep(self.pid)
+
+    def with_log(self, what: str) -> str:
+        """A sentence about it that begins with its name, and the end of its log."""
+        return f"{self.name} {what} The end of its log, {self.log_file}:\n{self.log_tail()}"
 
     def log_tail(self) -> str:
         """Last lines of the log."""
         file = Path(self.log_file)
         lines = file.read_text(errors="replace").splitlines() if file.exists() else ["(no log)"]
         return "\n".join(f"  | {line}" for line in lines[-_LOG_TAIL_LINES:])
+
+    def _write(self) -> None:
+        """Thread: sends what was asked, until there is nothing more to ask."""
+        with contextlib.suppress(OSError):  # it is gone, as the other thread sees
+            while (data := self._outbox.get()) is not None:
+                self._connection.sendall(data)
+            self._connection.shutdown(socket.SHUT_WR)
+
+    def _read(self) -> None:
+        """Thread: hands every answer to its call, until the child is gone."""
+        with contextlib.suppress(ProtocolError, OSError):  # the two ends are out of step, or the socket was closed
+            while (frame := frames.read(self._connection, self._answers)) is not None:
+                header, answer = frame
+                with self._lock:
+                    self._heard_s = time.monotonic()
+                    if header.last:
+                        self._unanswered.pop(header.call, None)
+                    else:
+                        self.moved_s = self._heard_s
+                    call = self._calls.get(header.call)
+                if call is not None:
+                    call.inbox.put(answer)
+        self._mark_dead()
+
+    def _mark_dead(self) -> None:
+        self._dead.set()
+        self._outbox.put(None)
+        with self._lock:
+            for call in self._calls.values():
+                call.inbox.put(None)

@@ -1,0 +1,101 @@
+"""Frames on the socket between a process and its owner. Nothing in them is unpickled.
+
+A frame is: length of what follows the header in bytes (4, little endian), version of the protocol (1), whether it is
+the last frame of its call (1), number of the call (4), and a message: MessagePack, with a tag per type. A call is one
+question and the answers to it, which repeat its number. A frame that is too long, of another version, or whose message
+does not decode is a `ProtocolError`: the two ends are then out of step, and the process is given up.
+"""
+
+from __future__ import annotations
+
+import socket
+import struct
+from dataclasses import dataclass
+from typing import TypeVar
+
+import msgspec
+
+from specactor.errors import EngineError
+
+VERSION = 3
+START = 0
+"""Number of the first call: the owner says what to start, and the answer says how that went."""
+MAX_BYTES = 1 << 30
+_HEADER = struct.Struct("<IB?I")
+HEADER_BYTES = _HEADER.size
+_ENCODER = msgspec.msgpack.Encoder()
+Message = TypeVar("Message")
+
+
+class ProtocolError(EngineError):
+    """A frame that the other end cannot have meant."""
+
+
+class Failed(msgspec.Struct, tag=True, frozen=True, kw_only=True):
+    """The call failed. The process goes on, unless the call was the first."""
+
+    message: str
+
+
+@dataclass(frozen=True)
+class Header:
+    """What comes before a message."""
+
+    length: int
+    """Bytes of the message."""
+    call: int
+    last: bool
+
+
+def pack(call: int, message: msgspec.Struct, *, last: bool = True) -> bytes:
+    """The bytes of one frame. Raises ProtocolError for a message that is too long."""
+    body = _ENCODER.encode(message)
+    if len(body) > MAX_BYTES:
+        raise ProtocolError(f"message of {len(body)} bytes, at most {MAX_BYTES}. Send it in parts.")
+    return _HEADER.pack(len(body), VERSION, last, call) + body
+
+
+def unpack_header(data: bytes) -> Header:
+    """The header in these `HEADER_BYTES` bytes. Raises ProtocolError for one that this version does not write."""
+    length, version, last, call = _HEADER.unpack(data)
+    if version != VERSION:
+        raise ProtocolError(f"frame of protocol version {version}, expected {VERSION}. Both ends must run one version.")
+    if not 1 <= length <= MAX_BYTES:
+        raise ProtocolError(f"frame of {length} bytes, expected 1..{MAX_BYTES}")
+    return Header(length, call, last)
+
+
+def decode(body: bytes, decoder: msgspec.msgpack.Decoder[Message]) -> Message:
+    """The message of a frame. Raises ProtocolError for one that is none of the decoder's types."""
+    try:
+        return decoder.decode(body)
+    except msgspec.MsgspecError as error:
+        raise ProtocolError(f"undecodable message: {error}") from error
+
+
+def read(connection: socket.socket, decoder: msgspec.msgpack.Decoder[Message]) -> tuple[Header, Message] | None:
+    """The next frame; None at the end of the stream. Raises ProtocolError for a stream that is cut within a frame."""
+    data = _read_exactly(connection, HEADER_BYTES)
+    if not data:
+        return None
+    header = unpack_header(data)
+    body = _read_exactly(connection, header.length)
+    if not body:
+        raise ProtocolError("stream ended within a frame, after its header")
+    return header, decode(body, decoder)
+
+
+def _read_exactly(connection: socket.socket, count: int) -> bytes:
+    """So many bytes; none at the end of the stream."""
+    data = bytearray()
+    while len(data) < count:
+        try:
+            part = connection.recv(min(count - len(data), 1 << 20))
+        except ConnectionResetError:
+            part = b""
+        if not part:
+            if not data:
+                return b""
+            raise ProtocolError(f"stream ended within a frame: {len(data)} of {count} bytes")
+        data += part
+    return bytes(data)
