@@ -91,7 +91,7 @@ def players(folder: Path, batch: int) -> Iterator[tuple[Engine, DrafterProcess]]
             context_length=CONTEXT,
             log_file=str(folder / "engine.log"),
         )
-        engine = Engine.start(spec, host=host.__name__)
+        engine = Engine(spec, run=f"{host.__name__}:run")
         try:
             engine.wait_ready(spec.config.start_timeout_s)
             drafter.wait_ready()

@@ -164,7 +164,7 @@ def bench(models: Models, batches: Sequence[int], folder: Path) -> Iterator[Benc
                 log_file=str(folder / f"engine-{index}.log"),
                 drafters=access if index == 0 else DrafterAccess(engine="second"),
             )
-            engines.append(Engine.start(spec, **{SCRIPT: script}))
+            engines.append(Engine(spec, **{SCRIPT: script}))
         for index, engine in enumerate(engines):
             engine.wait_ready(engine.spec.config.start_timeout_s)
             _pin(engine, index)

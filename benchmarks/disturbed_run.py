@@ -30,7 +30,7 @@ SHORT = (
     *("--rollout.prompts-per-step", "8", "--data.train.size", "1000", "--data.eval.size", "100"),
 )
 """The quickstart, cut short: it need not learn."""
-ENGINE_HOST = "specactor.rollout.sglang.host"
+ENGINE_HOST = "specactor.rollout.sglang.engine_server"
 _MARK = "SPECACTOR_DISTURBED_RUN"
 _POLL_S = 0.0003
 """Phases may last a few milliseconds; a rollout lasts longer, and is what precedes them."""

@@ -218,7 +218,7 @@ def start(index: int, models: Models, batch: int, folder: Path, **overrides: obj
         **overrides,  # type: ignore[arg-type]
     )
     environment = {host.BUILTIN: json.dumps(builtin)} if builtin else {}
-    return Engine.start(spec, host=host.__name__, **environment)
+    return Engine(spec, run=f"{host.__name__}:run", **environment)
 
 
 @contextmanager

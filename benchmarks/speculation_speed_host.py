@@ -1,24 +1,23 @@
-"""Process that hosts an engine under measurement: ``python -m benchmarks.speculation_speed_host --fd N``.
+"""What the process of an engine under measurement does.
 
-It is SpecActor's own host, with what a benchmark needs besides: kernels for SGLang's own algorithms, and rank calls
+It is SpecActor's own, with what a benchmark needs besides: kernels for SGLang's own algorithms, and rank calls
 that switch between ways to speculate, each with its own history, and that profile the scheduler. The engine's scheduler
 is forked from it and inherits all of this.
 """
 
 from __future__ import annotations
 
-import argparse
 import cProfile
 import json
 import os
 import pstats
+import socket
 import time
 from typing import Any
 
 import msgspec
 
 from specactor.config import SpeculationConfig
-from specactor.rollout import process_guard
 
 SWITCH = "speculation_speed.switch"
 """Rank call: go on as the contestant of this name. Payload: `Switch` as JSON."""
@@ -102,15 +101,14 @@ def profile(rank: Any, payload: bytes) -> bytes:
     return msgspec.json.encode(Profile(batches=batches, total_s=stats.total_tt, parts_s=parts))
 
 
-def _host(fd: int) -> None:
-    import socket
-
+def run(connection: socket.socket) -> None:
+    """Serve, as `engine_server.run` does."""
     from specactor.rollout.sglang import engine_server, rank_calls
 
     rank_calls.RANK_CALLS.update({SWITCH: switch, PROFILE: profile})
     if os.environ.get(BUILTIN):
         _use_builtin(json.loads(os.environ[BUILTIN]))
-    engine_server.run(socket.socket(fileno=fd))
+    engine_server.run(connection)
 
 
 def _use_builtin(arguments: dict[str, str | int]) -> None:
@@ -125,16 +123,3 @@ def _use_builtin(arguments: dict[str, str | int]) -> None:
 
     load_plugins()
     kernels.connect()
-
-
-def main() -> None:
-    """Entry point; does not return."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--fd", type=int, required=True, help="inherited socket to the benchmark")
-    fd: int = parser.parse_args().fd
-    os.set_inheritable(fd, False)
-    process_guard.run_guarded(fd, lambda: _host(fd))
-
-
-if __name__ == "__main__":
-    main()

@@ -162,7 +162,7 @@ def engine_of(models: Models, law: Law) -> Iterator[Engine]:
             context_length=context,
             log_file=str(Path(folder) / "engine.log"),
         )
-        engine = Engine.start(spec, host=host.__name__)
+        engine = Engine(spec, run=f"{host.__name__}:run")
         try:
             engine.wait_ready(spec.config.start_timeout_s)
             yield engine

@@ -18,7 +18,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Generic, TypeVar
@@ -32,6 +32,7 @@ from specactor.rollout.frames import Failed, ProtocolError
 END_TIMEOUT_S = 10.0
 """Longest wait for each way to end it."""
 _LOG_TAIL_LINES = 20
+_MODULE = "specactor.rollout.child_main"
 Answer = TypeVar("Answer")
 
 
@@ -103,9 +104,9 @@ class ChildProcess(Generic[Answer]):
         self._connection, theirs = socket.socketpair()
         Path(log_file).parent.mkdir(parents=True, exist_ok=True)
         with theirs, open(log_file, "ab") as log:
-            module, files = process_guard.__name__, (theirs.fileno(), log.fileno())
-            self._process = warm_starter.fork(module, (run,), files, environment) or subprocess.Popen(
-                [sys.executable, "-m", module, run, "--fd", str(theirs.fileno())],
+            files = (theirs.fileno(), log.fileno())
+            self._process = warm_starter.fork(_MODULE, (run,), files, environment) or subprocess.Popen(
+                [sys.executable, "-m", _MODULE, run, "--fd", str(theirs.fileno())],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
@@ -171,7 +172,7 @@ class ChildProcess(Generic[Answer]):
         with self._lock:
             self._calls.pop(call.number, None)
 
-    def unanswered(self) -> Collection[int]:
+    def unanswered(self) -> set[int]:
         """Numbers of the calls that have not had their last answer."""
         with self._lock:
             return set(self._unanswered)

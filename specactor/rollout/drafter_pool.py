@@ -24,8 +24,7 @@ from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from specactor.rollout.decoupled.loop import Work
-from specactor.rollout.decoupled.spec import DrafterSpec
+from specactor.rollout.decoupled.spec import DrafterSpec, Work
 from specactor.rollout.decoupled.supervisor import DrafterProcess
 
 if TYPE_CHECKING:

@@ -69,7 +69,7 @@ def decode(body: bytes, decoder: msgspec.msgpack.Decoder[Message]) -> Message:
     """The message of a frame. Raises ProtocolError for one that is none of the decoder's types."""
     try:
         return decoder.decode(body)
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, ValueError) as error:  # ValueError: text that is not UTF-8
         raise ProtocolError(f"undecodable message: {error}") from error
 
 

@@ -72,7 +72,7 @@ class EnginePool:
         self.engines: list[Engine] = []
         try:
             for spec in specs:
-                self.engines.append(Engine.start(spec))
+                self.engines.append(Engine(spec))
         except BaseException:
             self.stop()
             raise
@@ -184,7 +184,7 @@ class EnginePool:
                     f"restarts. The end of its log, {engine.spec.log_file}:\n{engine.log_tail()}"
                 )
             self._restarts[engine.index] += 1
-            self.engines[position] = Engine.start(engine.spec)
+            self.engines[position] = Engine(engine.spec)
 
         def until_ready_or_lost(engine: Engine) -> None:
             with contextlib.suppress(EngineError):  # which has ended it

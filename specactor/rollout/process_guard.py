@@ -1,6 +1,6 @@
-"""The process around an engine host that leaves nothing behind. POSIX only: no SGLang, no torch.
+"""The process around an engine or a drafter that leaves nothing behind. POSIX only: no SGLang, no torch.
 
-The process that a trainer rank starts becomes the guard; the host is its only child. Invariants:
+The process that a trainer rank starts (`child_main`) becomes the guard; the host is its only child. Invariants:
 - when the guard has exited, every process below it is gone, and so are the engine's temporary folder and its files in
   /dev/shm: the end of the stream that the trainer rank then sees means that the devices are free;
 - when the trainer rank dies, in whatever way, the guard sees the end of the stream and ends the host within

@@ -1,7 +1,8 @@
 """A process that has imported what engines import, and forks them, so that an engine is ready in about a second.
 
 `WarmStarter` starts it, once per machine of a run; `fork` asks it for a child. A child is what
-``python -m MODULE --fd N`` would be: a session of its own, with the environment and the log that were asked for.
+``python -m MODULE ARGUMENTS --fd N`` would be: a session of its own, with the environment and the log that it was asked
+for.
 
 Invariants: the starter has one thread and touches no device; it dies with the process that started it, however that
 one dies, and its children live on, each with its own `guard`; where there is no starter, or the child would need other
@@ -68,6 +69,7 @@ class _Order(msgspec.Struct, frozen=True):
     """What to fork. The socket for ``--fd`` and the log come with it as files."""
 
     module: str
+    arguments: tuple[str, ...]
     environment: dict[str, str]
     folder: str
 
@@ -146,12 +148,18 @@ class WarmStarter:
             os.environ.pop(NAME, None)
 
 
-def fork(module: str, files: tuple[int, int], environment: Mapping[str, str]) -> Forked | None:
-    """A process that runs ``python -m module --fd N``, N and standard output being `files`; None without a starter."""
+def fork(
+    module: str, arguments: tuple[str, ...], files: tuple[int, int], environment: Mapping[str, str]
+) -> Forked | None:
+    """Return a process that runs ``python -m module arguments --fd N``, N and standard output being `files`.
+
+    Returns None without a starter.
+    """
     name = os.environ.get(NAME)
     if not name or cpu.has_gpu():
         return None
-    order = msgspec.json.encode(_Order(module, {k: v for k, v in environment.items() if k != NAME}, os.getcwd()))
+    bare = {k: v for k, v in environment.items() if k != NAME}
+    order = msgspec.json.encode(_Order(module, arguments, bare, os.getcwd()))
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
         connection.settimeout(_TIMEOUT_S)
         try:
@@ -246,7 +254,7 @@ def _serve(connection: socket.socket, listener: socket.socket, settings: Mapping
             os.kill(pid, signal.SIGKILL)
         finally:
             os.close(pidfd)
-    except (OSError, msgspec.MsgspecError):
+    except (OSError, msgspec.MsgspecError, UnicodeDecodeError):
         return
     finally:
         for file in files:
@@ -269,9 +277,9 @@ def _become(order: _Order, fd: int, log: int, ours: tuple[socket.socket, socket.
         os.environ.clear()
         os.environ.update(order.environment)
         os.chdir(order.folder)
-        sys.argv = [order.module, "--fd", str(fd)]
+        sys.argv = [order.module, *order.arguments, "--fd", str(fd)]
         print(f"specactor: process {os.getpid()}, forked by the warm starter", flush=True)
-        setproctitle(f"{sys.executable} -m {order.module} --fd {fd}")
+        setproctitle(f"{sys.executable} -m {' '.join(sys.argv)}")
         runpy.run_module(order.module, run_name="__main__", alter_sys=True)
         sys.stdout.flush()
         os._exit(0)

@@ -74,7 +74,7 @@ def make_spec(
 
 @pytest.fixture(scope="session")
 def engines(make_spec: Callable[..., EngineSpec]) -> Iterator[tuple[Engine, Engine]]:
-    started = [Engine.start(make_spec(0)), Engine.start(make_spec(1, tensor_parallel=2, devices=(0, 1)))]
+    started = [Engine(make_spec(0)), Engine(make_spec(1, tensor_parallel=2, devices=(0, 1)))]
     try:
         for engine in started:
             engine.wait_ready(300)

@@ -22,7 +22,7 @@ from specactor.planning import profile_command as profiling
 from specactor.planning.profile_engine import FILLER, PASSES, ROUNDS_PER_PASS, Sizes, measure, measure_process
 from specactor.planning.profile_grid import Cell, cells, checks, cost_table
 from specactor.recipes import load
-from specactor.rollout.decoupled.loop import Work
+from specactor.rollout.decoupled.spec import Work
 from specactor.rollout.sglang.speculation_calls import CONFIGURE, FIGURES, ROUNDS, Rounds
 from specactor.rollout.speculation.costs import CostTable
 from specactor.rollout.speculation.speculator import Speculator

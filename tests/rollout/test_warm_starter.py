@@ -38,7 +38,7 @@ class Child:
     def __init__(self, environment: dict[str, str], log: Path) -> None:
         self.connection, theirs = socket.socketpair()
         with theirs, log.open("wb") as file:
-            self.forked = warm.fork(CHILD, (theirs.fileno(), file.fileno()), environment)
+            self.forked = warm.fork(CHILD, ("word",), (theirs.fileno(), file.fileno()), environment)
 
     def about(self) -> dict[str, Any]:
         self.connection.settimeout(60)
@@ -66,7 +66,7 @@ def test_a_forked_process_is_like_a_started_one(environment: dict[str, str], tmp
     assert about["warm"]
     assert about["threads"] == 1
     assert sum(file.startswith("socket:") for file in about["files"]) == 1, "one is of the starter"
-    assert f"-m {CHILD} --fd" in about["title"]
+    assert f"-m {CHILD} word --fd" in about["title"]
     forked, own = (tmp_path / "log").read_text().splitlines()
     assert "forked by the warm starter" in forked
     assert own == "this is the log"
@@ -109,7 +109,13 @@ def test_without_a_starter_nothing_is_forked(
 
 
 def test_what_is_no_order_leaves_the_starter_alone(environment: dict[str, str], tmp_path: Path) -> None:
-    for body in (b"", b"{}", b"\xff", b'{"module":"os","environment":{},"folder":"/"}'):
+    for body in (
+        b"",
+        b"{}",
+        b"\xff",
+        b'{"module":"\xc1"}',
+        b'{"module":"os","arguments":[],"environment":{},"folder":"/"}',
+    ):
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
             connection.connect("\0" + os.environ[NAME])
             if body:
@@ -123,7 +129,7 @@ def test_what_is_no_order_leaves_the_starter_alone(environment: dict[str, str], 
 def test_a_child_whose_caller_gave_up_ends_before_it_does_anything(environment: dict[str, str], tmp_path: Path) -> None:
     """Else two processes would talk on one socket: the caller starts another one."""
     ours, theirs = socket.socketpair()
-    order = warm._Order(CHILD, {k: v for k, v in environment.items() if k != NAME}, os.getcwd())
+    order = warm._Order(CHILD, (), {k: v for k, v in environment.items() if k != NAME}, os.getcwd())
     with ours, theirs, (tmp_path / "log").open("wb") as log:
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
             connection.settimeout(60)
@@ -177,7 +183,7 @@ def test_an_engine_that_was_started_generates_what_forked_ones_do(
     requests = [request(i) for i in range(8)]
     expected = engine.generate(requests)
     monkeypatch.delenv(NAME)
-    started = Engine.start(make_spec(60))
+    started = Engine(make_spec(60))
     try:
         started.wait_ready(300)
         found = started.generate(requests)

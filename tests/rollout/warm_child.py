@@ -1,4 +1,4 @@
-"""A process that tells what it is: ``python -m tests.rollout.warm_child --fd N``. It ends when N is closed."""
+"""A process that tells what it is: ``python -m tests.rollout.warm_child WORDS --fd N``. It ends when N is closed."""
 
 import json
 import os
@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 print("this is the log", flush=True)
-connection = socket.socket(fileno=int(sys.argv[2]))
+connection = socket.socket(fileno=int(sys.argv[-1]))
 about = {
     "pid": os.getpid(),
     "session": os.getsid(0),

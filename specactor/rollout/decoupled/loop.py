@@ -25,10 +25,10 @@ import msgspec
 from specactor.rollout.decoupled.backend import Continuer, Renewable, Sleeper
 from specactor.rollout.decoupled.drafter_side import Mirrors
 from specactor.rollout.decoupled.protocol import Drops
-from specactor.rollout.decoupled.spec import Renewed, Rested, Started
+from specactor.rollout.decoupled.spec import Renewed, Rested, Started, Work
 from specactor.rollout.decoupled.transport import DrafterKeys, Hub, new_session
 from specactor.rollout.speculation.costs import Point
-from specactor.trace import Recorder, Span
+from specactor.trace import Recorder
 
 IDLE_S = 0.5
 """Between two looks at the parent and at engines that have fallen silent."""
@@ -38,20 +38,6 @@ MAX_TURNS = 512
 """Whose seconds are remembered."""
 
 _LOG = logging.getLogger(__name__)
-
-
-class Work(msgspec.Struct, frozen=True, kw_only=True):
-    """What the process did since the last time that it was asked."""
-
-    busy_s: float
-    """Of drafting."""
-    turns: list[Point] = msgspec.field(default_factory=list)
-    """(requests, draft tokens, seconds) of the latest turns after which another followed at once: drafting, and all
-    that the loop does beside it."""
-    spans: list[Span]
-    """While they were recorded."""
-    drops: dict[str, int] = {}
-    """Frames, requests and connections that it dropped or refused, by reason."""
 
 
 def serve(

@@ -1,4 +1,4 @@
-"""One drafter process to start, and how its start went."""
+"""One drafter process to start, and what its owner and it say to each other, in the frames of `rollout.frames`."""
 
 from __future__ import annotations
 
@@ -7,19 +7,9 @@ from dataclasses import dataclass
 import msgspec
 
 from specactor.rollout.decoupled.transport import DrafterKeys
-
-WORK = b"work"
-"""What the process did since it was asked last."""
-TRACE = b"trace"
-"""The same, and record spans from now on."""
-RENEW = b"renew "
-"""New weights for its model; `DraftWeights` as JSON follow, in the same line."""
-SLEEP = b"sleep"
-"""Forget all requests, stop listening, and leave the device until WAKE."""
-WAKE = b"wake"
-"""Listen again, at the same address, as a new incarnation."""
-ALIVE = b"alive"
-"""Say anything, as a sign of life."""
+from specactor.rollout.frames import Failed
+from specactor.rollout.speculation.costs import Point
+from specactor.trace import Span
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,29 +50,81 @@ class DrafterSpec:
     """Times that it may be started again."""
 
 
-class Started(msgspec.Struct, frozen=True, kw_only=True):
-    """A drafter process tells its owner. ``error`` is empty if it listens."""
+class Start(msgspec.Struct, tag=True, frozen=True, kw_only=True):
+    """The first message to a drafter process."""
+
+    spec: DrafterSpec
+
+
+class AskWork(msgspec.Struct, tag=True, frozen=True, kw_only=True):
+    """What the process did since it was asked last."""
+
+    trace: bool
+    """Whether to record spans from now on."""
+
+
+class Renew(msgspec.Struct, tag=True, frozen=True, kw_only=True):
+    """Take new weights for its model."""
+
+    weights: bytes
+    """`DraftWeights` as JSON: its type comes with torch, which not every drafter needs."""
+
+
+class Sleep(msgspec.Struct, tag=True, frozen=True):
+    """Forget all requests, stop listening, and leave the device until `Wake`."""
+
+
+class Wake(msgspec.Struct, tag=True, frozen=True):
+    """Listen again, at the same address, as a new incarnation."""
+
+
+class AskAlive(msgspec.Struct, tag=True, frozen=True):
+    """Say anything, as a sign of life."""
+
+
+class Started(msgspec.Struct, tag=True, frozen=True, kw_only=True):
+    """It listens."""
 
     endpoint: str = ""
-    """Where it listens; as asked for, but with the number of the port."""
+    """Where; as asked for, but with the number of the port."""
     pid: int = 0
     version: int = 0
     """Of the weights that it drafts with."""
-    error: str = ""
 
 
-class Rested(msgspec.Struct, frozen=True, kw_only=True):
-    """A drafter process answers to SLEEP and WAKE, and to ALIVE."""
+class Work(msgspec.Struct, tag=True, frozen=True, kw_only=True):
+    """What the process did since the last time that it was asked."""
+
+    busy_s: float
+    """Of drafting."""
+    turns: list[Point] = msgspec.field(default_factory=list)
+    """(requests, draft tokens, seconds) of the latest turns after which another followed at once: drafting, and all
+    that the loop does beside it."""
+    spans: list[Span]
+    """While they were recorded."""
+    drops: dict[str, int] = {}
+    """Frames, requests and connections that it dropped or refused, by reason."""
+
+
+class Rested(msgspec.Struct, tag=True, frozen=True, kw_only=True):
+    """The answer to `Sleep`, `Wake` and `AskAlive`."""
 
     asleep: bool
     wake_s: float
     """What the last waking took: weights back on the device, and a socket."""
 
 
-class Renewed(msgspec.Struct, frozen=True, kw_only=True):
-    """A drafter process answers to RENEW."""
+class Renewed(msgspec.Struct, tag=True, frozen=True, kw_only=True):
+    """The answer to `Renew`."""
 
     version: int
     """Of the weights that it drafts with now."""
     problem: str = ""
     """Why it did not take the new ones."""
+
+
+ToDrafter = Start | AskWork | Renew | Sleep | Wake | AskAlive
+FromDrafter = Started | Work | Rested | Renewed | Failed
+
+TO_DRAFTER: msgspec.msgpack.Decoder[ToDrafter] = msgspec.msgpack.Decoder(ToDrafter)
+FROM_DRAFTER: msgspec.msgpack.Decoder[FromDrafter] = msgspec.msgpack.Decoder(FromDrafter)

@@ -6,7 +6,6 @@ responses finished before it; after `stop` or `kill` no process of the engine is
 
 from __future__ import annotations
 
-import queue
 import threading
 import time
 from collections.abc import Callable, Collection, Sequence
@@ -16,27 +15,24 @@ import msgspec
 from specactor.cpu import sglang as cpu
 from specactor.errors import EngineError
 from specactor.rollout import resume
-from specactor.rollout.child_process import END_TIMEOUT_S, Guarded
+from specactor.rollout.child_process import Call, ChildDied, ChildProcess
+from specactor.rollout.frames import Failed
 from specactor.rollout.sglang import responses, speculation_calls
 from specactor.rollout.sglang.engine_protocol import (
+    FROM_HOST,
     Abort,
     Command,
     Done,
     EngineSpec,
-    Failed,
     Finished,
     FromHost,
     Generate,
     Progress,
-    ProtocolError,
     RankCall,
     RankReplies,
     Ready,
     Start,
-    StartFailed,
-    decode_from_host,
-    frame,
-    read_frame,
+    ToHost,
 )
 from specactor.rollout.speculation.counters import Counts, Figures
 from specactor.trace import Span
@@ -47,7 +43,6 @@ __all__ = ["Engine", "EngineDied", "EngineSpec"]
 _COMMAND_TIMEOUT_S = 60.0
 _FLUSH_TRIES = 20
 _FLUSH_PAUSE_S = 0.1
-_START_CALL = 0
 
 
 class EngineDied(EngineError):  # noqa: N818  (an event, like StopIteration)
@@ -59,33 +54,28 @@ class EngineDied(EngineError):  # noqa: N818  (an event, like StopIteration)
 
 
 class Engine:
-    """One engine. Methods may be called from several threads; calls that overlap are told apart by number."""
+    """One engine. Methods may be called from several threads."""
 
-    def __init__(self, spec: EngineSpec, process: Guarded) -> None:
-        """Use `Engine.start`."""
+    def __init__(
+        self, spec: EngineSpec, *, run: str = "specactor.rollout.sglang.engine_server:run", **environment: str
+    ) -> None:
+        """Starts its process and returns at once; `wait_ready` tells how it went.
+
+        Args: what to start; what the process does, for a benchmark that needs more; variables of its environment.
+        """
         self.spec = spec
         self.ready: Ready | None = None
-        self._process = process
-        self._connection = process.connection
-        self._send_lock = threading.Lock()
+        self._process: ChildProcess[FromHost] = ChildProcess(
+            run,
+            Start(spec=spec),
+            name=f"engine {spec.index}",
+            answers=FROM_HOST,
+            environment=environment | cpu.process_environment(spec.devices) | speculation_calls.start_environment(spec),
+            log_file=spec.log_file,
+        )
         self._lock = threading.Lock()
-        self._inboxes: dict[int, queue.Queue[FromHost | None]] = {_START_CALL: queue.Queue()}
-        self._next_call = _START_CALL + 1
-        self._dead = threading.Event()
         self._version = 0
-        self._heard = 0.0
-        """When a request of any call last showed progress."""
         self._counts = {"requests": 0, "tokens": 0, "generate_s": 0.0}
-        self._reader = threading.Thread(target=self._read, name=f"engine-{spec.index}", daemon=True)
-        self._reader.start()
-
-    @classmethod
-    def start(cls, spec: EngineSpec, *, host: str = "specactor.rollout.sglang.host", **environment: str) -> Engine:
-        """Starts the host process, a module, and returns at once; `wait_ready` tells how it went."""
-        environment |= cpu.process_environment(spec.devices) | speculation_calls.start_environment(spec)
-        engine = cls(spec, Guarded(host, environment=environment, log_file=spec.log_file))
-        engine._send(Start(spec=spec))
-        return engine
 
     @property
     def index(self) -> int:
@@ -93,13 +83,13 @@ class Engine:
 
     @property
     def pid(self) -> int:
-        """Of the guard around the host; leader of the session that all the engine's processes are in."""
+        """Of the guard around it; leader of the session that all its processes are in."""
         return self._process.pid
 
     @property
     def alive(self) -> bool:
-        """Whether the host still answers, as far as is known."""
-        return not self._dead.is_set()
+        """Whether it runs and speaks, as far as is known."""
+        return self._process.alive
 
     @property
     def version(self) -> int:
@@ -116,21 +106,10 @@ class Engine:
 
     def wait_ready(self, timeout_s: float) -> None:
         """Until the engine takes requests. Raises EngineError, with the end of the log, when it does not."""
-        if self.ready is not None:
-            return
-        try:
-            message = self._inboxes[_START_CALL].get(timeout=timeout_s)
-        except queue.Empty:
-            self.kill()
-            raise EngineError(
-                self._with_log(f"did not start within {timeout_s:g} s. Raise rollout.engine.start_timeout_s.")
-            ) from None
-        if isinstance(message, Ready):
-            self.ready = message
-            return
-        self.kill()
-        reason = message.message if isinstance(message, StartFailed) else "the process died"
-        raise EngineError(self._with_log(f"did not start: {reason}."))
+        if self.ready is None:
+            ready = self._process.wait_ready(timeout_s)
+            assert isinstance(ready, Ready)
+            self.ready = ready
 
     def generate(
         self,
@@ -157,13 +136,11 @@ class Engine:
         deadline = None if timeout_s is None else started + timeout_s
         finished: dict[int, Trajectory] = {}
         running: dict[int, tuple[list[int], list[float]]] = {}
-        call, inbox = self._open_call()
-        try:
-            bare = [resume.bare(request) for request in requests]
-            self._send(Generate(call=call, requests=bare, report_tokens=report_tokens))
+        bare = [resume.bare(request) for request in requests]
+        with self._process.call(Generate(requests=bare, report_tokens=report_tokens)) as call:
             while True:
                 try:
-                    message = self._next(inbox, deadline)
+                    message = self._next(call, deadline)
                 except EngineDied as death:
                     raise EngineDied(str(death), list(finished.values())) from None
                 if isinstance(message, Done):
@@ -178,8 +155,6 @@ class Engine:
                 if isinstance(message, Progress) and message.news is not None and on_progress is not None:
                     request = requests[message.news.request]
                     on_progress(request, responses.so_far(request, message.news, running, self._version))
-        finally:
-            self._close_call(call)
         self._count(requests, finished.values(), time.monotonic() - started)
         return [finished[i] for i in range(len(requests))]
 
@@ -189,12 +164,7 @@ class Engine:
         Raises EngineError, the engine being unharmed, when it raised on a rank; a rank that does not come back within
         `timeout_s` costs the engine its life (EngineDied).
         """
-        call, inbox = self._open_call()
-        try:
-            self._send(RankCall(call=call, name=name, payload=payload, timeout_s=timeout_s))
-            message = self._answer(inbox, timeout_s)
-        finally:
-            self._close_call(call)
+        message = self._ask(RankCall(name=name, payload=payload, timeout_s=timeout_s), timeout_s)
         if isinstance(message, RankReplies):
             return message.replies
         raise EngineError(f"engine {self.index}: rank call {name!r}: {_text(message)}")
@@ -212,18 +182,18 @@ class Engine:
 
     def abort(self) -> None:
         """End all running requests; their `generate` returns them with finish reason ``abort``."""
-        self._command("abort")
+        self._do(Command(verb="abort"))
 
     def abort_requests(self, request_ids: Sequence[str]) -> None:
         """As `abort`, of these requests alone; ids of requests that do not run are passed over."""
-        self._ask(lambda call: Abort(call=call, request_ids=list(request_ids)))
+        self._do(Abort(request_ids=list(request_ids)))
 
     def pause(self) -> None:
         """Hold generation between two steps until `resume`."""
-        self._command("pause")
+        self._do(Command(verb="pause"))
 
     def resume(self) -> None:
-        self._command("resume")
+        self._do(Command(verb="resume"))
 
     def speculation_counts(self) -> dict[str, Counts]:
         """What speculation did since the last call, per drafter; nothing from an engine that was started without it."""
@@ -252,45 +222,26 @@ class Engine:
         Raises EngineError when requests are running: SGLang's scheduler dies of a release before it counts itself idle.
         """
         self.flush()
-        self._command("release_memory")
+        self._do(Command(verb="release_memory"))
         return self.ready is not None and self.ready.memory_release
 
     def resume_memory(self) -> None:
         """Take the device's memory again. The weights are undefined until the next weight sync."""
-        self._command("resume_memory")
+        self._do(Command(verb="resume_memory"))
 
     def stop(self) -> None:
         """Orderly end; falls back to `kill`. Harmless when the engine is gone."""
-        if not self._process.exited and self.alive and self.ready is not None:
-            try:
-                self._send(Command(call=self._open_call()[0], verb="shutdown"))
-            except EngineDied:
-                pass
-            else:
-                self._process.reap()
-        self.kill()
+        if self.ready is None:
+            self.kill()
+        self._process.stop()
 
     def kill(self) -> None:
         """Immediate end of every process of the engine. Harmless when it is gone."""
-        self._process.end()
-        self._reader.join(timeout=END_TIMEOUT_S)
-        self._mark_dead()
-        self._connection.close()
-        self._process.sweep()
+        self._process.kill()
 
-    def _command(self, verb: str) -> None:
-        self._ask(lambda call: Command(call=call, verb=verb))
-
-    def _ask(self, message_of: Callable[[int], Command | Abort]) -> None:
-        """Until the host says that it is done."""
-        call, inbox = self._open_call()
-        try:
-            self._send(message_of(call))
-            message = self._answer(inbox, _COMMAND_TIMEOUT_S)
-        finally:
-            self._close_call(call)
-        if not isinstance(message, Done):
-            raise EngineError(f"engine {self.index}: {_text(message)}")
+    def log_tail(self) -> str:
+        """Last lines of the engine's log."""
+        return self._process.log_tail()
 
     def _count(self, requests: Sequence[RolloutRequest], done: Collection[Trajectory], seconds: float) -> None:
         begun = sum(map(resume.num_begun, requests))
@@ -299,98 +250,47 @@ class Engine:
             self._counts["tokens"] += sum(len(t.token_ids) for t in done) - begun
             self._counts["generate_s"] += seconds
 
-    def _open_call(self) -> tuple[int, queue.Queue[FromHost | None]]:
-        with self._lock:
-            call, self._next_call = self._next_call, self._next_call + 1
-            inbox = self._inboxes[call] = queue.Queue()
-        if not self.alive:
-            inbox.put(None)
-        return call, inbox
-
-    def _close_call(self, call: int) -> None:
-        with self._lock:
-            self._inboxes.pop(call, None)
-
-    def _next(self, inbox: queue.Queue[FromHost | None], deadline: float | None) -> FromHost:
+    def _next(self, call: Call[FromHost], deadline: float | None) -> FromHost:
         """Next message of a generation: bounded by progress, and by the deadline if there is one."""
         patience = self.spec.config.request_timeout_s
         began = time.monotonic()
         left = float("inf") if deadline is None else deadline - began
         while True:
-            quiet = time.monotonic() - max(began, self._heard)  # a call may wait for others of this engine
+            quiet = time.monotonic() - max(began, self._process.moved_s)  # it may wait for others of this engine
             gone = time.monotonic() - began
             try:
-                message = inbox.get(timeout=max(0.0, min(patience - quiet, left - gone)))
-                break
-            except queue.Empty:
+                return call.next(min(patience - quiet, left - gone))
+            except ChildDied as death:
+                raise EngineDied(str(death)) from None
+            except TimeoutError:
                 gone = time.monotonic() - began
             if gone >= left:
                 self.abort()
                 raise EngineError(f"engine {self.index}: generation was not over in time and was aborted")
-            if time.monotonic() - max(began, self._heard) >= patience:
-                self.kill()
-                raise EngineDied(
-                    self._with_log(
-                        f"made no progress for {patience:g} s and was ended. Raise rollout.engine.request_timeout_s "
-                        "if it was only slow."
-                    )
+            if time.monotonic() - max(began, self._process.moved_s) >= patience:
+                raise self._given_up(
+                    f"made no progress for {patience:g} s and was ended. Raise rollout.engine.request_timeout_s "
+                    "if it was only slow."
                 )
-        if message is None:
-            raise self._death()
-        return message
 
-    def _answer(self, inbox: queue.Queue[FromHost | None], timeout_s: float) -> FromHost:
+    def _do(self, message: Abort | Command) -> None:
+        """Until it says that it is done."""
+        answer = self._ask(message, _COMMAND_TIMEOUT_S)
+        if not isinstance(answer, Done):
+            raise EngineError(f"engine {self.index}: {_text(answer)}")
+
+    def _ask(self, message: ToHost, timeout_s: float) -> FromHost:
+        """Its answer. One that does not give it in time is ended (EngineDied)."""
         try:
-            message = inbox.get(timeout=timeout_s)
-        except queue.Empty:
-            self.kill()
-            raise EngineDied(self._with_log(f"did not answer within {timeout_s:g} s and was ended.")) from None
-        if message is None:
-            raise self._death()
-        return message
+            return self._process.ask(message, timeout_s)
+        except ChildDied as death:
+            raise EngineDied(str(death)) from None
+        except TimeoutError:
+            raise self._given_up(f"did not answer within {timeout_s:g} s and was ended.") from None
 
-    def _send(self, message: Start | Generate | Abort | RankCall | Command) -> None:
-        data = frame(message)
-        try:
-            with self._send_lock:
-                self._connection.sendall(data)
-        except OSError:
-            self._mark_dead()
-            if not isinstance(message, Start):
-                raise self._death() from None
-
-    def _read(self) -> None:
-        """Thread: hands every message to the call that it belongs to, until the host is gone."""
-        try:
-            while (body := read_frame(self._connection)) is not None:
-                message = decode_from_host(body)
-                if isinstance(message, Finished | Progress):
-                    self._heard = time.monotonic()
-                call = _START_CALL if isinstance(message, Ready | StartFailed) else message.call
-                with self._lock:
-                    inbox = self._inboxes.get(call)
-                if inbox is not None:
-                    inbox.put(message)
-        except (ProtocolError, OSError):
-            pass  # the two ends are out of step, or the socket was closed: either way the engine is lost
-        self._mark_dead()
-
-    def _mark_dead(self) -> None:
-        self._dead.set()
-        with self._lock:
-            for inbox in self._inboxes.values():
-                inbox.put(None)
-
-    def _death(self) -> EngineDied:
-        self._process.reap()
-        return EngineDied(self._with_log("died."))
-
-    def _with_log(self, what: str) -> str:
-        return f"engine {self.index} {what} The end of its log, {self.spec.log_file}:\n{self.log_tail()}"
-
-    def log_tail(self) -> str:
-        """Last lines of the engine's log."""
-        return self._process.log_tail()
+    def _given_up(self, why: str) -> EngineDied:
+        self.kill()
+        return EngineDied(self._process.with_log(why))
 
 
 def _text(message: FromHost) -> str:

@@ -1,4 +1,4 @@
-"""What the host of an engine does: start SGLang, then answer the calls of the trainer rank on the inherited socket."""
+"""What an engine's process does: start SGLang, then answer the calls of the trainer rank on the inherited socket."""
 
 from __future__ import annotations
 
@@ -13,30 +13,25 @@ from pathlib import Path
 import msgspec
 
 from specactor.errors import EngineError
+from specactor.rollout import frames
+from specactor.rollout.frames import Failed, ProtocolError
 from specactor.rollout.sglang.backend import Backend
 from specactor.rollout.sglang.engine_protocol import (
-    HEADER_BYTES,
+    TO_HOST,
     Abort,
     Command,
     Done,
     EngineSpec,
-    Failed,
     Finished,
     FromHost,
     Generate,
     News,
     Progress,
-    ProtocolError,
     RankCall,
     RankReplies,
     Ready,
     Start,
-    StartFailed,
     ToHost,
-    body_length,
-    decode_to_host,
-    frame,
-    read_frame,
 )
 
 _PROGRESS_EVERY_S = 1.0
@@ -45,18 +40,18 @@ _BACKSTOP_S = 30.0
 
 
 def run(connection: socket.socket) -> None:
-    """The first message names the engine (`Start`); returns after `shutdown`, or when the trainer rank is gone."""
-    body = read_frame(connection)
-    if body is None:
+    """Serve until the end of the stream. The first message names the engine (`Start`)."""
+    frame = frames.read(connection, TO_HOST)
+    if frame is None:
         return
-    first = decode_to_host(body)
+    header, first = frame
     if not isinstance(first, Start):
         raise ProtocolError(f"first message {type(first).__name__}, expected Start")
     try:
         backend = _start(first.spec)
     except Exception as error:  # the boundary of the process: the trainer rank reports it
         traceback.print_exc()
-        connection.sendall(frame(StartFailed(message=f"{type(error).__name__}: {error}")))
+        connection.sendall(frames.pack(header.call, Failed(message=f"{type(error).__name__}: {error}")))
         return
     try:
         backend.loop.run_until_complete(_Server(backend, connection).serve())
@@ -84,50 +79,43 @@ class _Server:
         self._connection = connection
         self._rank_calls = asyncio.Lock()
         self._tasks: set[asyncio.Task[None]] = set()
-        self._failure: BaseException | None = None
 
     async def serve(self) -> None:
         reader, self._writer = await asyncio.open_connection(sock=self._connection)
         backend = self._backend
-        await self._send(
-            Ready(
-                host_pid=os.getpid(),
-                scheduler_pids=backend.scheduler_pids,
-                max_sequence_tokens=backend.max_sequence_tokens,
-                kv_tokens=backend.kv_tokens,
-                start_s=backend.start_s,
-                memory_release=backend.memory_release,
-            )
+        ready = Ready(
+            host_pid=os.getpid(),
+            scheduler_pids=backend.scheduler_pids,
+            max_sequence_tokens=backend.max_sequence_tokens,
+            kv_tokens=backend.kv_tokens,
+            start_s=backend.start_s,
+            memory_release=backend.memory_release,
         )
+        await self._send(frames.START, ready)
         while True:
             try:
-                header = await reader.readexactly(HEADER_BYTES)
-                message = decode_to_host(await reader.readexactly(body_length(header)))
+                header = frames.unpack_header(await reader.readexactly(frames.HEADER_BYTES))
+                message = frames.decode(await reader.readexactly(header.length), TO_HOST)
             except (asyncio.IncompleteReadError, ConnectionResetError):
-                return  # the trainer rank is gone
-            if isinstance(message, Command) and message.verb == "shutdown":
-                await self._send(Done(call=message.call))
-                return
-            task = asyncio.create_task(self._answer(message))
+                return  # the trainer rank is gone, or wants no more
+            task = asyncio.create_task(self._answer(header.call, message))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
 
-    async def _answer(self, message: ToHost) -> None:
-        if isinstance(message, Start):
-            raise ProtocolError("a second Start")
+    async def _answer(self, call: int, message: ToHost) -> None:
         try:
-            answer = await self._dispatch(message)
+            answer = await self._dispatch(call, message)
         except Exception as error:  # the boundary of the process: the caller gets it, the engine goes on
             traceback.print_exc()
             sys.stderr.flush()
             text = str(error) if isinstance(error, EngineError) else f"{type(error).__name__}: {error}"
-            answer = Failed(call=message.call, message=text)
-        await self._send(answer)
+            answer = Failed(message=text)
+        await self._send(call, answer)
 
-    async def _dispatch(self, message: Generate | Abort | RankCall | Command) -> FromHost:
+    async def _dispatch(self, call: int, message: ToHost) -> FromHost:
         match message:
             case Generate():
-                await self._generate(message)
+                await self._generate(call, message)
             case Abort():
                 await self._backend.abort(message.request_ids)
             case RankCall():
@@ -137,10 +125,12 @@ class _Server:
                     replies = await loop.run_in_executor(
                         None, self._backend.rank_call, message.name, message.payload, patience
                     )
-                return RankReplies(call=message.call, replies=replies)
+                return RankReplies(replies=replies)
             case Command():
                 await self._command(message.verb)
-        return Done(call=message.call)
+            case Start():
+                raise ProtocolError("a second Start")
+        return Done()
 
     async def _command(self, verb: str) -> None:
         match verb:
@@ -157,21 +147,21 @@ class _Server:
             case _:
                 raise ProtocolError(f"unknown verb {verb!r}")
 
-    async def _generate(self, message: Generate) -> None:
+    async def _generate(self, call: int, message: Generate) -> None:
         reported = time.monotonic()
         sent = [0] * len(message.requests)
         async for index, state, response in self._backend.generate(message.requests, message.report_tokens):
             if response is not None:
-                await self._send(Finished(call=message.call, request=index, **response))
+                await self._send(call, Finished(request=index, **response), last=False)
             elif message.report_tokens:
                 tokens, logprobs = state
                 news = News(request=index, token_ids=tokens[sent[index] :], logprobs=logprobs[sent[index] :])
                 sent[index] = len(tokens)
-                await self._send(Progress(call=message.call, news=news))
+                await self._send(call, Progress(news=news), last=False)
             elif time.monotonic() - reported > _PROGRESS_EVERY_S:
                 reported = time.monotonic()
-                await self._send(Progress(call=message.call))
+                await self._send(call, Progress(), last=False)
 
-    async def _send(self, message: FromHost) -> None:
-        self._writer.write(frame(message))
+    async def _send(self, call: int, message: FromHost, *, last: bool = True) -> None:
+        self._writer.write(frames.pack(call, message, last=last))
         await self._writer.drain()

@@ -13,7 +13,7 @@ def running(spec: EngineSpec, **environment: str) -> Iterator[Engine]:
     """It takes requests when the block begins, and is stopped when it ends. Raises EngineError if it does not start.
 
     `environment`: further variables of its processes."""
-    engine = Engine.start(spec, **environment)
+    engine = Engine(spec, **environment)
     try:
         engine.wait_ready(spec.config.start_timeout_s)
         yield engine

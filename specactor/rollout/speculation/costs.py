@@ -236,7 +236,7 @@ class CostTable:
             if version != VERSION:
                 raise PlanError(f"cost table: got version {version}, expected {VERSION}. {REMEASURE}")
             return msgspec.json.decode(text, type=cls)
-        except msgspec.DecodeError as error:
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise PlanError(f"cost table: {error}. {REMEASURE}") from error
 
     @classmethod

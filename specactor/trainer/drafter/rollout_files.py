@@ -69,7 +69,7 @@ def read_rollouts(paths: Sequence[Path]) -> list[RolloutLine]:
         for number, raw in enumerate(lines, 1):
             try:
                 line = decoder.decode(raw)
-            except msgspec.MsgspecError as error:
+            except (msgspec.MsgspecError, UnicodeDecodeError) as error:
                 raise DataError(
                     f"{file}:{number}: got {error}, expected an object with prompt_ids and token_ids. "
                     "Give files of rollouts."

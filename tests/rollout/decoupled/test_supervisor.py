@@ -15,8 +15,9 @@ import pytest
 import torch
 
 from specactor.errors import EngineError
+from specactor.rollout.decoupled import supervisor
 from specactor.rollout.decoupled.remote_drafter import Decoupled, connect
-from specactor.rollout.decoupled.spec import ALIVE, WORK, DrafterSpec
+from specactor.rollout.decoupled.spec import AskAlive, AskWork, DrafterSpec, Rested, Work
 from specactor.rollout.decoupled.supervisor import DrafterProcess
 from specactor.rollout.decoupled.transport import Address, EngineKeys, ZmqLink, local_endpoint, make_keys, new_session
 from specactor.rollout.speculation.drafter import DraftSequence
@@ -91,13 +92,38 @@ def assert_drafts(spec: DrafterSpec) -> None:
 
 def test_questions_that_arrive_together_are_all_answered(drafter: DrafterProcess) -> None:
     """As when a push comes while the process has still to say that it is alive."""
-    talk = drafter._talk
-    for question in (ALIVE, ALIVE, WORK):
-        talk._put(question)
+    questions = (AskAlive(), AskAlive(), AskWork(trace=False))
+    calls = [drafter._process.call(question) for question in questions]
+    assert [type(call.next(PATIENCE_S)) for call in calls] == [Rested, Rested, Work]
+
+
+def test_a_sign_of_life_is_asked_for_in_time_and_holds_up_no_other_question(
+    drafter: DrafterProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervisor, "SIGN_EVERY_S", 0.5)
+    assert not drafter.hangs(0.0), "it was asked nothing"
+    assert drafter._sign is None, "nor is it time"
+    time.sleep(0.6)
+    assert not drafter.hangs(PATIENCE_S)
+    assert drafter._sign is not None
+    assert drafter.work(trace=False, timeout_s=PATIENCE_S) is not None
+    os.kill(child_of(drafter), signal.SIGSTOP)
+    try:
+        time.sleep(0.6)
+        assert not drafter.hangs(PATIENCE_S)
+        sign = drafter._sign
+        assert drafter.wants(drafter.version + 1), "the sign is not late yet"
+        time.sleep(0.6)
+        assert not drafter.wants(drafter.version + 1), "it is"
+        assert drafter.hangs(0.5)
+        assert drafter._sign == sign, "it is not asked for again"
+    finally:
+        os.kill(child_of(drafter), signal.SIGCONT)
     deadline = time.monotonic() + PATIENCE_S
-    talk._send(deadline)
-    while talk._answered < 3:
-        talk._hear(deadline)
+    while drafter.hangs(0.0):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    assert drafter.work(trace=False, timeout_s=PATIENCE_S) is not None
 
 
 def child_of(drafter: DrafterProcess) -> int:

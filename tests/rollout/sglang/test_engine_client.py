@@ -320,7 +320,7 @@ def test_memory_is_not_released_under_running_requests(engine: Engine, monkeypat
 
 def test_bad_model_folder_is_an_error_at_once(make_spec: Callable[..., EngineSpec], tmp_path) -> None:  # type: ignore[no-untyped-def]
     started = time.monotonic()
-    engine = Engine.start(make_spec(8, model_dir=str(tmp_path)))
+    engine = Engine(make_spec(8, model_dir=str(tmp_path)))
     with pytest.raises(EngineError, match=r"(?s)did not start.*no config.json.*engine-8.log.*Traceback"):
         engine.wait_ready(300)
     assert time.monotonic() - started < 150

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import struct
+from typing import Any
 
 import msgspec
 import pytest
@@ -12,6 +13,8 @@ from hypothesis import strategies as st
 
 from specactor.config import EngineConfig
 from specactor.errors import EngineError
+from specactor.rollout import frames
+from specactor.rollout.decoupled.spec import FROM_DRAFTER, TO_DRAFTER
 from specactor.rollout.sglang import engine_protocol as p
 from specactor.types import RolloutRequest, SamplingParams
 
@@ -23,58 +26,56 @@ REQUEST = RolloutRequest(
 )
 
 
-def through_socket(message: p.ToHost | p.FromHost) -> bytes:
+def through_socket(message: Any, decoder: msgspec.msgpack.Decoder[Any]) -> object:
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        ours.sendall(p.frame(message))
-        body = p.read_frame(theirs)
-    assert body is not None
-    return body
+        ours.sendall(frames.pack(7, message, last=False))
+        frame = frames.read(theirs, decoder)
+    assert frame is not None
+    assert (frame[0].call, frame[0].last) == (7, False)
+    return frame[1]
 
 
 @pytest.mark.parametrize(
     "message",
     [
         p.Start(spec=SPEC),
-        p.Generate(call=1, requests=[REQUEST]),
-        p.RankCall(call=2, name="x", payload=b"\x00\xff", timeout_s=1.5),
-        p.Command(call=3, verb="pause"),
+        p.Generate(requests=[REQUEST]),
+        p.RankCall(name="x", payload=b"\x00\xff", timeout_s=1.5),
+        p.Command(verb="pause"),
     ],
 )
 def test_messages_to_the_host_arrive_as_they_were(message: p.ToHost) -> None:
-    assert p.decode_to_host(through_socket(message)) == message
+    assert through_socket(message, p.TO_HOST) == message
 
 
 @pytest.mark.parametrize(
     "message",
     [
-        p.Finished(call=1, request=0, token_ids=[1], logprobs=[-0.1], finish_reason="stop"),
-        p.Finished(
-            call=1, request=0, token_ids=[1], logprobs=[-0.1], finish_reason="length", routed_experts=b"\x00\xff"
-        ),
-        p.RankReplies(call=2, replies=[b"a", b""]),
-        p.Failed(call=3, message="no"),
-        p.StartFailed(message="no"),
+        p.Finished(request=0, token_ids=[1], logprobs=[-0.1], finish_reason="stop"),
+        p.Finished(request=0, token_ids=[1], logprobs=[-0.1], finish_reason="length", routed_experts=b"\x00\xff"),
+        p.RankReplies(replies=[b"a", b""]),
+        frames.Failed(message="no"),
     ],
 )
 def test_messages_from_the_host_arrive_as_they_were(message: p.FromHost) -> None:
-    assert p.decode_from_host(through_socket(message)) == message
+    assert through_socket(message, p.FROM_HOST) == message
 
 
 @given(st.binary(max_size=200))
 def test_garbage_is_a_protocol_error(data: bytes) -> None:
-    for decode in (p.decode_from_host, p.decode_to_host):
+    for decoder in (p.FROM_HOST, p.TO_HOST, FROM_DRAFTER, TO_DRAFTER):
         try:
-            decode(data)
-        except p.ProtocolError:
+            frames.decode(data, decoder)
+        except frames.ProtocolError:
             continue
         msgspec.msgpack.decode(data)  # the odd chance that it is a message
 
 
 def test_logprobs_keep_their_bits() -> None:
     values = [-0.1, -1e-30, -123.456789012345678]
-    sent = p.Finished(call=1, request=0, token_ids=[1, 2, 3], logprobs=values, finish_reason="stop")
-    received = p.decode_from_host(through_socket(sent))
+    sent = p.Finished(request=0, token_ids=[1, 2, 3], logprobs=values, finish_reason="stop")
+    received = through_socket(sent, p.FROM_HOST)
     assert isinstance(received, p.Finished)
     assert received.logprobs == values
 
@@ -82,30 +83,32 @@ def test_logprobs_keep_their_bits() -> None:
 @pytest.mark.parametrize(
     ("header", "message"),
     [
-        (struct.pack("<IB", 10, 99), "version 99"),
-        (struct.pack("<IB", 0, p.VERSION), "frame of 0 bytes"),
-        (struct.pack("<IB", 2**32 - 1, p.VERSION), "frame of 4294967295 bytes"),
+        (struct.pack("<IB?I", 10, 99, True, 1), "version 99"),
+        (struct.pack("<IB?I", 0, frames.VERSION, True, 1), "frame of 0 bytes"),
+        (struct.pack("<IB?I", 2**32 - 1, frames.VERSION, True, 1), "frame of 4294967295 bytes"),
     ],
 )
 def test_bad_headers_are_refused_before_anything_is_read(header: bytes, message: str) -> None:
     ours, theirs = socket.socketpair()
     with ours, theirs:
         ours.sendall(header)
-        with pytest.raises(p.ProtocolError, match=message):
-            p.read_frame(theirs)
+        with pytest.raises(frames.ProtocolError, match=message):
+            frames.read(theirs, p.FROM_HOST)
 
 
 def test_ends_of_the_stream() -> None:
     ours, theirs = socket.socketpair()
     with theirs:
         ours.close()
-        assert p.read_frame(theirs) is None
-    ours, theirs = socket.socketpair()
-    with theirs:
-        ours.sendall(p.frame(p.Done(call=1))[:-1])
-        ours.close()
-        with pytest.raises(p.ProtocolError, match="ended within a frame"):
-            p.read_frame(theirs)
+        assert frames.read(theirs, p.FROM_HOST) is None
+    whole = frames.pack(1, p.Done())
+    for cut in (1, frames.HEADER_BYTES, len(whole) - 1):
+        ours, theirs = socket.socketpair()
+        with theirs:
+            ours.sendall(whole[:cut])
+            ours.close()
+            with pytest.raises(frames.ProtocolError, match="ended within a frame"):
+                frames.read(theirs, p.FROM_HOST)
 
 
 def test_a_spec_needs_a_device_per_rank() -> None:

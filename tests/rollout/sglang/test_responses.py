@@ -106,7 +106,6 @@ def test_too_long_an_input_names_the_way_out() -> None:
 
 def finished(reason: str, experts: bytes) -> Finished:
     return Finished(
-        call=1,
         request=0,
         token_ids=[7, 8],
         logprobs=[-1.0, -2.0],
