@@ -143,7 +143,7 @@ def rows(target: str, model_dir: Path, draft: Path, ranks: int, logs: Path) -> l
         dtype="float32",
         tensor_parallel=ranks,
         devices=tuple(range(ranks)),
-        config=EngineConfig(max_running_requests=RUNNING, max_total_tokens=16_384, start_timeout_s=120),
+        config=EngineConfig(max_running_requests=RUNNING, max_total_tokens=16_384),
         context_length=160,
         log_file=str(logs / f"{target}-{ranks}.log"),
     )

@@ -18,10 +18,7 @@ HUNDRED_MILLION = TinyModelConfig(
     num_layers=8,
     hidden_size=512,
     num_heads=8,
-    num_kv_heads=4,
-    head_dim=64,
     num_experts=16,
-    experts_per_token=2,
     expert_size=480,
 )
 """A Qwen3-MoE of 100 M parameters."""

@@ -155,7 +155,6 @@ def engine_of(models: Models, law: Law) -> Iterator[Engine]:
             config=EngineConfig(
                 max_running_requests=REQUESTS,
                 max_total_tokens=sum(law.lengths(REQUESTS, 0)) + REQUESTS * (MAX_PROMPT + 3 * (MAX_WINDOW + 1)) + 1024,
-                request_timeout_s=LIMIT_S,
                 extra_args={"disable_radix_cache": True},
             ),
             speculation=replace(ONE_EACH, draft_model=str(models.draft)),

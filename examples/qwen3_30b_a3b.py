@@ -38,7 +38,7 @@ def recipe() -> Config:
             prompts_per_step=128,
             group_size=16,
             max_new_tokens=8192,
-            engine=EngineConfig(max_running_requests=256, memory_fraction=0.8, start_timeout_s=900),
+            engine=EngineConfig(max_running_requests=256, memory_fraction=0.8),
         ),
         algorithm=AlgorithmConfig(loss="gspo", aggregation="sequence_mean", clip_low=3e-4, clip_high=4e-4),
         train=TrainConfig(

@@ -34,7 +34,7 @@ def recipe() -> Config:
             prompts_per_step=64,
             group_size=16,
             max_new_tokens=8192,
-            engine=EngineConfig(max_running_requests=256, memory_fraction=0.8, start_timeout_s=600),
+            engine=EngineConfig(max_running_requests=256, memory_fraction=0.8),
         ),
         algorithm=AlgorithmConfig(
             clip_low=0.2, clip_high=0.28, dynamic_sampling=True, overlong_buffer=1024, aggregation="token_mean"

@@ -43,7 +43,7 @@ PHASES = dict(
     checkpoint="#9a9a9a",
 )
 """Phases of an RL step in their order, with their colours."""
-TINY = ("num_layers", "hidden_size", "num_experts", "experts_per_token")
+TINY = ("num_layers", "hidden_size", "num_experts")
 SIZES = ("tensor", "pipeline", "virtual_pipeline", "context", "expert", "expert_tensor")
 EVAL, GAP = "accuracy/eval", "agreement/logprob_gap_max"
 BARE: Any = {"axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "axes.axisbelow": True}

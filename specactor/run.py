@@ -71,7 +71,7 @@ def run(config: Config, *, rank: int, local_rank: int, world: int, head: str, fa
         progress = stack.enter_context(
             Progress(
                 config.train.steps,
-                enabled=rank == 0 and config.tracking.progress,
+                enabled=rank == 0,
                 quiet=rank != 0,
                 on_phase=note_phase,
             )

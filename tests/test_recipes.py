@@ -73,7 +73,7 @@ def test_every_family_has_a_recipe() -> None:
 def test_overrides_of_every_kind() -> None:
     words = (
         "grpo --rollout.group-size 16 --rollout.prompts_per_step=4 --model.tiny.num_layers 2 --algorithm.tis-cap None "
-        "--tracking.progress False --warmup.steps 5 6 --data.train.params max_n=7 exact=true ratio=0.5 word=a=b "
+        "--checkpoint.export False --warmup.steps 5 6 --data.train.params max_n=7 exact=true ratio=0.5 word=a=b "
         "--data.eval.params --train.max-logprob-gap inf --rollout.engine.extra-args page_size=1"
     )
     config = load(words.split())
@@ -81,7 +81,7 @@ def test_overrides_of_every_kind() -> None:
     assert config.model.tiny is not None
     assert config.model.tiny.num_layers == 2
     assert config.algorithm.tis_cap is None
-    assert config.tracking.progress is False
+    assert config.checkpoint.export is False
     assert config.warmup.steps == (5, 6)
     assert config.data.train.params == {"max_n": 7, "exact": True, "ratio": 0.5, "word": "a=b"}
     assert config.data.eval.params == {}

@@ -207,7 +207,7 @@ class Config:
             "rollout.max_new_tokens",
             self.rollout.max_new_tokens,
             f"< the model's context length {tiny.max_position if tiny else ''}",
-            "Shorten the responses, or raise model.tiny.max_position.",
+            "Shorten the responses, or give the folder of a model with --model.path.",
         )
 
     def _check_held_out(self) -> None:

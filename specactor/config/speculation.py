@@ -48,8 +48,6 @@ class SpeculationConfig:
     cost_table: str = ""
     """File that ``specactor profile`` wrote; empty: costs are measured while the engine runs. In mode
     auto the job is also planned by it when it starts: what no plan has is not started."""
-    history_tokens: int = 1_000_000
-    """Tokens of earlier responses that a text drafter keeps."""
 
     @property
     def draft_methods(self) -> tuple[str, ...]:
@@ -137,11 +135,4 @@ class SpeculationConfig:
             self.drafter_kv_tokens,
             ">= 1 or None",
             "Use None to have it chosen.",
-        )
-        require(
-            self.history_tokens >= 0,
-            "rollout.speculation.history_tokens",
-            self.history_tokens,
-            ">= 0",
-            "Use 0 to keep nothing of earlier steps.",
         )

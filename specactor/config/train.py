@@ -69,8 +69,6 @@ class TrainConfig:
     """AdamW's decoupled weight decay."""
     adam_betas: tuple[float, float] = (0.9, 0.95)
     """Decay of Adam's first and second moments."""
-    adam_eps: float = 1e-8
-    """Added to Adam's denominator."""
     grad_clip: float = 1.0
     """Largest global gradient norm."""
     tokens_per_microbatch: int = 8192
@@ -102,7 +100,6 @@ class TrainConfig:
             "in [0, 1) each",
             "Use for example 0.9 0.95.",
         )
-        require(self.adam_eps > 0, "train.adam_eps", self.adam_eps, "> 0", "Use for example 1e-8.")
         require(self.grad_clip > 0, "train.grad_clip", self.grad_clip, "> 0", "Use for example 1.0.")
         require(
             self.tokens_per_microbatch >= 1,

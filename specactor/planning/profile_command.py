@@ -45,7 +45,7 @@ def run(config: Config, *, out: Path | None, limit_s: float, console: Console) -
     """Measure, print, and write the table. Returns its file, by default costs.json in the folder of the run.
 
     Measuring takes at most about `limit_s`, and half as long again where there is a drafter process; starts come on
-    top, `rollout.engine.start_timeout_s` at most for each.
+    top, `EngineConfig.start_timeout_s` at most for each.
 
     Raises SpecActorError for what cannot be profiled, and when an engine fails.
     """

@@ -50,7 +50,7 @@ def check(request: RolloutRequest, *, with_experts: bool = False) -> None:
     if with_experts and count and not begun.routed_experts:
         raise EngineError(
             f"request {request.request_id}: a beginning without routed experts, expected them with "
-            "rollout.engine.routed_experts. Leave out RolloutRequest.begun to generate the response anew."
+            "enable_return_routed_experts. Leave out RolloutRequest.begun to generate the response anew."
         )
     if count >= request.sampling.max_new_tokens:
         raise EngineError(

@@ -15,6 +15,9 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from specactor.config import TrainConfig
 from specactor.trainer.model import DTYPES, Policy
 
+ADAM_EPS = 1e-8
+"""Added to Adam's denominator: PyTorch's and Megatron's default."""
+
 
 def wrap(policy: Policy, train: TrainConfig) -> list[Any]:
     """The chunks in Megatron's DistributedDataParallel, with float32 gradient buffers."""
@@ -44,7 +47,7 @@ def make(chunks: list[Any], policy: Policy, train: TrainConfig, dtype: str) -> A
             weight_decay=train.weight_decay,
             adam_beta1=train.adam_betas[0],
             adam_beta2=train.adam_betas[1],
-            adam_eps=train.adam_eps,
+            adam_eps=ADAM_EPS,
             clip_grad=train.grad_clip,
             bf16=dtype == "bfloat16",
             params_dtype=DTYPES[dtype],

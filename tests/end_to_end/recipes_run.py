@@ -69,7 +69,7 @@ def cut(config: Config, folder: Path) -> Config:
         weights_sync=WeightsSyncConfig(),
         checkpoint=CheckpointConfig(export=False),
         eval=EvalConfig(problems=4),
-        tracking=TrackingConfig(wandb="off", progress=False),
+        tracking=TrackingConfig(wandb="off"),
     )
 
 

@@ -30,6 +30,7 @@ from specactor.trainer.objective import PolicyObjective  # noqa: E402
 from specactor.trainer.policy import PolicyTrainer  # noqa: E402
 
 SEQUENCES = cases.sequences()
+optimizer.ADAM_EPS = cases.ADAM_EPS
 
 
 def make(entry: dict[str, Any]) -> PolicyTrainer:

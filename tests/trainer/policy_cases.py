@@ -22,6 +22,8 @@ VOCAB = 96
 LEARNING_RATE = 2e-3
 TEMPERATURE = 0.8
 NUM_SEQUENCES = 12
+ADAM_EPS = 1e-4
+"""A rounding error of a tiny gradient must not decide a step of full size."""
 
 
 def sequences(seed: int = 0) -> list[TrainSequence]:
@@ -80,7 +82,6 @@ def config(model_dir: str, parallel: dict[str, Any], train: dict[str, Any] | Non
             **{
                 "learning_rate": LEARNING_RATE,
                 "tokens_per_microbatch": 128,
-                "adam_eps": 1e-4,  # a rounding error of a tiny gradient must not decide a step of full size
                 "grad_clip": 0.5,
             }
             | (train or {})

@@ -192,7 +192,7 @@ class DrafterProcess:
             line = self._talk.line(time.monotonic() + self.spec.start_timeout_s)
         except TimeoutError:
             self.kill()
-            limit = f"{self.spec.start_timeout_s:g} s. Raise rollout.engine.start_timeout_s."
+            limit = f"{self.spec.start_timeout_s:g} s."
             raise EngineError(self._with_log(f"did not start within {limit}")) from None
         try:
             started = msgspec.json.decode(line, type=Started) if line else Started(error="the process died")

@@ -122,9 +122,7 @@ class Engine:
             message = self._inboxes[_START_CALL].get(timeout=timeout_s)
         except queue.Empty:
             self.kill()
-            raise EngineError(
-                self._with_log(f"did not start within {timeout_s:g} s. Raise rollout.engine.start_timeout_s.")
-            ) from None
+            raise EngineError(self._with_log(f"did not start within {timeout_s:g} s.")) from None
         if isinstance(message, Ready):
             self.ready = message
             return
@@ -145,7 +143,7 @@ class Engine:
 
         `on_progress` sees after every `report_tokens` tokens of a request what it has, without its experts.
 
-        Raises EngineDied when the engine dies or shows no progress for `rollout.engine.request_timeout_s`, and
+        Raises EngineDied when the engine dies or shows no progress for `EngineConfig.request_timeout_s`, and
         EngineError, the engine being unharmed, when a request cannot be served or `timeout_s` for all is over.
         """
         if not requests:
@@ -329,12 +327,7 @@ class Engine:
                 raise EngineError(f"engine {self.index}: generation was not over in time and was aborted")
             if time.monotonic() - max(began, self._heard) >= patience:
                 self.kill()
-                raise EngineDied(
-                    self._with_log(
-                        f"made no progress for {patience:g} s and was ended. Raise rollout.engine.request_timeout_s "
-                        "if it was only slow."
-                    )
-                )
+                raise EngineDied(self._with_log(f"made no progress for {patience:g} s and was ended."))
         if message is None:
             raise self._death()
         return message

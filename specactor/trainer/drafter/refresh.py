@@ -36,7 +36,7 @@ from specactor.trainer.drafter.train import Clock, DrafterTrainer, RefreshStats
 from specactor.types import TrainSequence
 from specactor.weights_sync.draft_sender import DraftSender, num_bytes, push_to_engine
 from specactor.weights_sync.messages import DraftWeights
-from specactor.weights_sync.sender import TargetEngine
+from specactor.weights_sync.sender import TIMEOUT_S, TargetEngine
 
 FOLDER = "drafter"
 """In a checkpoint."""
@@ -97,7 +97,6 @@ class Distillation:
         self.config, self.recorder = config.distillation, recorder
         self._collective = collective
         self._temperature = config.rollout.temperature
-        self._timeout_s = config.weights_sync.timeout_s
         self._folder = Path(config.rollout.speculation.draft_model)
         self._engines, self._processes = engines, processes
         self._note, self._clock = note, clock
@@ -271,7 +270,7 @@ class Distillation:
         return sound
 
     def _hand(self, engine: TargetEngine, weights: DraftWeights) -> str:
-        problem = push_to_engine(engine, weights, timeout_s=self._timeout_s)
+        problem = push_to_engine(engine, weights, timeout_s=TIMEOUT_S)
         if not problem:
             self._held[engine] = weights.draft_version
         return problem
