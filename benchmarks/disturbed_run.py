@@ -27,7 +27,7 @@ from specactor.run_folder import RunFolder, Status
 ROOT = Path(__file__).resolve().parent.parent
 SHORT = (
     *("--warmup.steps", "20", "5", "--eval.problems", "16", "--checkpoint.every", "1", "--checkpoint.export", "False"),
-    *("--rollout.prompts-per-step", "8", "--data.train.size", "1000", "--data.eval.size", "100"),
+    *("--rollout.prompts-per-step", "8", "--data.size", "1000"),
 )
 """The quickstart, cut short: it need not learn."""
 ENGINE_HOST = "specactor.rollout.sglang.host"

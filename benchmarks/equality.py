@@ -90,7 +90,7 @@ class Tally:
 
 def requests(model_dir: Path, temperature: float, **filters: float | int) -> list[RolloutRequest]:
     """Groups of responses to the same prompts; responses end by themselves, or at one of several lengths."""
-    source = replace(task_recipe("B").data.train, size=PROMPTS)
+    source = replace(task_recipe("B").data.train_source, size=PROMPTS)
     problems = build_dataset(source, load_tokenizer(model_dir), max_prompt_tokens=64)
     return [
         RolloutRequest(

@@ -1,7 +1,7 @@
 """Qwen3-30B-A3B on 64 H100 (8 nodes of 8), GSPO on mathematics. A production shape; not run by the project's tests.
 
     sbatch --nodes 8 launch/slurm.sh qwen3_30b_a3b --model.path /models/Qwen3-30B-A3B \
-        --data.train.path math_train.jsonl --data.eval.path math_eval.jsonl --output-dir /shared/runs
+        --data.train math_train.jsonl --data.eval math_eval.jsonl --output-dir /shared/runs
 
 Layout: tensor 4 stays inside a node and divides the 4 key-value heads; experts 8 puts 16 of the 128 experts on a
 device; data parallelism takes the other factor, 16. Each of the 16 engines spans 4 devices. For longer responses raise
@@ -18,7 +18,6 @@ from specactor.config import (
     ModelConfig,
     ParallelConfig,
     RolloutConfig,
-    SourceConfig,
     TrackingConfig,
     TrainConfig,
     WeightsSyncConfig,
@@ -29,10 +28,7 @@ def recipe() -> Config:
     return Config(
         name="qwen3_30b_a3b",
         model=ModelConfig(path="models/Qwen3-30B-A3B", dtype="bfloat16"),
-        data=DataConfig(
-            train=SourceConfig(path="data/math_train.jsonl"),
-            eval=SourceConfig(path="data/math_eval.jsonl"),
-        ),
+        data=DataConfig(train="data/math_train.jsonl", eval="data/math_eval.jsonl"),
         parallel=ParallelConfig(tensor=4, expert=8, engines=16, engine_tensor=4, timeout_s=1800),
         rollout=RolloutConfig(
             prompts_per_step=128,

@@ -1,7 +1,7 @@
 """Qwen3-8B, a dense model, on 8 H100 (one node), DAPO on mathematics. Not run by the project's tests.
 
     torchrun --nproc-per-node 8 launch/train_moe.py qwen3_8b --model.path /models/Qwen3-8B \
-        --data.train.path math_train.jsonl --data.eval.path math_eval.jsonl
+        --data.train math_train.jsonl --data.eval math_eval.jsonl
 """
 
 from specactor.config import (
@@ -14,7 +14,6 @@ from specactor.config import (
     ModelConfig,
     ParallelConfig,
     RolloutConfig,
-    SourceConfig,
     TrackingConfig,
     TrainConfig,
     WeightsSyncConfig,
@@ -25,10 +24,7 @@ def recipe() -> Config:
     return Config(
         name="qwen3_8b",
         model=ModelConfig(path="models/Qwen3-8B", dtype="bfloat16"),
-        data=DataConfig(
-            train=SourceConfig(path="data/math_train.jsonl"),
-            eval=SourceConfig(path="data/math_eval.jsonl"),
-        ),
+        data=DataConfig(train="data/math_train.jsonl", eval="data/math_eval.jsonl"),
         parallel=ParallelConfig(tensor=2, expert_tensor=2, engines=4, engine_tensor=2, timeout_s=1800),
         rollout=RolloutConfig(
             prompts_per_step=64,

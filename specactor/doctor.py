@@ -228,9 +228,9 @@ def _recipe(config: Config) -> list[Finding]:
             findings.append(Finding(component="model", found=str(error), fatal=True, remedy=remedy))
     else:
         findings.append(Finding(component="model", found="a tiny model, made on the spot"))
-    for name, source in (("data.train", config.data.train), ("data.eval", config.data.eval)):
+    for name, source in (("data.train", config.data.train_source), ("data.eval", config.data.eval_source(1))):
         if source.path and not Path(source.path).is_file():
-            remedy = f"Correct --{name}.path."
+            remedy = f"Correct --{name}."
             findings.append(Finding(component=name, found=f"{source.path} is not a file", fatal=True, remedy=remedy))
     p = config.parallel
     return findings + _drafter_network(p.drafter_network, certain=not p.drafter_hosts)

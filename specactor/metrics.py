@@ -113,7 +113,7 @@ DRAFTER: dict[str, str] = {
     "grad_norm": "global gradient norm of its last update, before clipping",
     "buffer_tokens": "prompt and response tokens to learn from",
     "cut_responses": "responses of the step of which only the beginning is learned from, since they are longer, with "
-    "their prompts, than distillation.tokens_per_microbatch",
+    "their prompts, than a micro-batch of the draft model",
     "pushed_bytes": "weights sent to each engine and drafter process that took them",
     "refused": "engines and drafter processes that did not take the weights, and keep older ones",
     "failed": "1 if the refresh failed; the run goes on with the weights there are",

@@ -165,7 +165,7 @@ def facts(run: Run) -> Rows:
     tiny = [f"{key.replace('_', ' ')} {get(f'model.tiny.{key}')}" for key in TINY if get("model.tiny")]
     rows: dict[str, Iterable[Any]] = {
         "Model": [get("model.path") or ", ".join(tiny) or None, get("model.dtype")],
-        "Task": [get("data.train.path") or get("data.train.task")],
+        "Task": [get("data.train")],
         "Layout": [f"{name} {size}" for name in SIZES if (size := get(f"parallel.{name}")) not in (None, 1)],
         "Engines": [get("parallel.engines")],
         "Algorithm": [get(f"algorithm.{key}") for key in ("advantage", "loss", "aggregation")],

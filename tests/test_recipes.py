@@ -73,8 +73,8 @@ def test_every_family_has_a_recipe() -> None:
 def test_overrides_of_every_kind() -> None:
     words = (
         "grpo --rollout.group-size 16 --rollout.prompts_per_step=4 --model.tiny.num_layers 2 --algorithm.tis-cap None "
-        "--checkpoint.export False --warmup.steps 5 6 --data.train.params max_n=7 exact=true ratio=0.5 word=a=b "
-        "--data.eval.params --train.max-logprob-gap inf --rollout.engine.extra-args page_size=1"
+        "--checkpoint.export False --warmup.steps 5 6 --data.params max_n=7 exact=true ratio=0.5 word=a=b "
+        "--train.max-logprob-gap inf --rollout.engine.extra-args page_size=1"
     )
     config = load(words.split())
     assert (config.rollout.group_size, config.rollout.prompts_per_step) == (16, 4)
@@ -83,8 +83,8 @@ def test_overrides_of_every_kind() -> None:
     assert config.algorithm.tis_cap is None
     assert config.checkpoint.export is False
     assert config.warmup.steps == (5, 6)
-    assert config.data.train.params == {"max_n": 7, "exact": True, "ratio": 0.5, "word": "a=b"}
-    assert config.data.eval.params == {}
+    assert config.data.params == {"max_n": 7, "exact": True, "ratio": 0.5, "word": "a=b"}
+    assert load(["grpo", "--data.params"]).data.params == {}
     assert config.rollout.engine.extra_args == {"page_size": 1}
     assert math.isinf(config.train.max_logprob_gap)
     assert from_json(json.loads(json.dumps(to_json(config)))) == config

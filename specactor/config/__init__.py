@@ -13,7 +13,7 @@ need the world size and the model's shape are in `specactor.parallel.layout.chec
     speculation    SpeculationConfig, MAX_WINDOW, DRAFTERS
     algorithm      AlgorithmConfig
     train          WarmupConfig, TrainConfig
-    distillation   DistillationConfig
+    distillation   DistillationConfig, DraftTrainingConfig
     results        CheckpointConfig, EvalConfig, TrackingConfig
     rules          the form of every check
 
@@ -22,7 +22,7 @@ Other packages import from here: which module holds a name may change.
 
 from specactor.config.algorithm import AlgorithmConfig
 from specactor.config.data import DataConfig, SourceConfig
-from specactor.config.distillation import DistillationConfig
+from specactor.config.distillation import DistillationConfig, DraftTrainingConfig
 from specactor.config.engine import EngineConfig, WeightsSyncConfig
 from specactor.config.model import ModelConfig, TinyModelConfig
 from specactor.config.parallel import ParallelConfig
@@ -40,6 +40,7 @@ __all__ = [
     "Config",
     "DataConfig",
     "DistillationConfig",
+    "DraftTrainingConfig",
     "EngineConfig",
     "EvalConfig",
     "ModelConfig",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from specactor.config.algorithm import AlgorithmConfig
-from specactor.config.data import DataConfig
+from specactor.config.data import EVAL_SEED, DataConfig, is_file
 from specactor.config.distillation import DistillationConfig
 from specactor.config.engine import WeightsSyncConfig
 from specactor.config.model import ModelConfig
@@ -50,7 +50,6 @@ class Config:
         self._check_rollout()
         self._check_drafting()
         self._check_sizes()
-        self._check_held_out()
 
     def _check_name_and_seed(self) -> None:
         """What names the run, and what it draws from."""
@@ -195,12 +194,13 @@ class Config:
             "The KV cache must hold at least one whole response: enlarge it, or use None.",
         )
         require(
-            not self.data.eval.task or self.eval.problems <= self.data.eval.size,
-            "eval.problems",
-            self.eval.problems,
-            f"<= data.eval.size = {self.data.eval.size}",
-            "Evaluate on fewer problems, or draw more.",
+            bool(self.data.eval) or self.eval.problems == 0 or not is_file(self.data.train),
+            "data.eval",
+            self.data.eval,
+            f"a file with held-out problems, with eval.problems {self.eval.problems}",
+            "Give one, or use eval.problems 0.",
         )
+        require(self.eval.problems <= EVAL_SEED, "eval.problems", self.eval.problems, f"<= {EVAL_SEED}", "Use fewer.")
         tiny = self.model.tiny
         require(
             tiny is None or self.rollout.max_new_tokens < tiny.max_position,
@@ -208,24 +208,4 @@ class Config:
             self.rollout.max_new_tokens,
             f"< the model's context length {tiny.max_position if tiny else ''}",
             "Shorten the responses, or give the folder of a model with --model.path.",
-        )
-
-    def _check_held_out(self) -> None:
-        """No problem is both learned from and held out."""
-        require(
-            self.data.train.path != self.data.eval.path or not self.data.train.path,
-            "data.eval.path",
-            self.data.eval.path,
-            "a file other than data.train.path",
-            "Held-out problems must not be trained on.",
-        )
-        same_task = self.data.train.task and self.data.train.task == self.data.eval.task
-        apart = max(self.data.train.size, self.data.eval.size)
-        near = abs(self.data.train.seed - self.data.eval.seed) < apart
-        require(
-            not (same_task and near),
-            "data.eval.seed",
-            self.data.eval.seed,
-            f"at least {apart} away from data.train.seed = {self.data.train.seed}",
-            "reasoning-gym draws problem i with seed + i, so near seeds share problems.",
         )

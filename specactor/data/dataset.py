@@ -164,7 +164,7 @@ def _prompt(source: SourceConfig, prompt: str, values: Mapping[str, object]) -> 
         text = source.prompt_template.format_map({**values, "prompt": prompt})
     except KeyError as error:
         known = ", ".join(["prompt", *values])
-        return "", f"prompt_template: got {{{error.args[0]}}}, expected one of {known}. Correct data.*.prompt_template"
+        return "", f"prompt_template: got {{{error.args[0]}}}, expected one of {known}. Correct data.prompt_template"
     return (text.replace(" ", "") if source.remove_spaces else text), ""
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 import msgspec
 from transformers import PreTrainedTokenizerBase
 
-from specactor.config import Config
+from specactor.config import Config, DraftTrainingConfig
 from specactor.config.speculation import WARM_UP
 from specactor.data.dataset import Dataset
 from specactor.data.tiny_model import make_tiny_model
@@ -110,7 +110,13 @@ def with_draft_model(
     rollout = config.rollout
     if rollout.speculation.mode == "off" or rollout.speculation.draft_model != WARM_UP:
         return config
-    learning = (DRAFT_UPDATES, DRAFT_BATCHES, DRAFT_TOKENS, asdict(config.distillation), rollout.temperature)
+    learning = (
+        DRAFT_UPDATES,
+        DRAFT_BATCHES,
+        DRAFT_TOKENS,
+        asdict(DraftTrainingConfig.of(config.distillation)),
+        rollout.temperature,
+    )
     folder = Path(config.warmup.cache_dir) / f"draft-{_hash(_content(policy), config.seed, learning)}"
 
     def make() -> None:
@@ -137,7 +143,7 @@ def _distil(
     ]
     examples = [example_from(s, None, version=0, temperature=config.rollout.temperature) for s in sequences]
     # The policy's probabilities would take a pass over all of them, which lasts longer than learning from the samples.
-    settings = replace(config.distillation, top_k=0, tokens_per_update=DRAFT_TOKENS)
+    settings = replace(DraftTrainingConfig.of(config.distillation), top_k=0, tokens_per_update=DRAFT_TOKENS)
     init.quiet()
     with tempfile.TemporaryDirectory() as place:
         start = Path(place) / "start"

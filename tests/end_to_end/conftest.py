@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 TRAIN = ROOT / "launch" / "train_moe.py"
 SHORT = (
     *("--train.steps", "2", "--warmup.steps", "40", "10", "--eval.problems", "64", "--checkpoint.every", "1"),
-    *("--rollout.prompts-per-step", "8", "--data.train.size", "2000", "--data.eval.size", "200"),
+    *("--rollout.prompts-per-step", "8", "--data.size", "2000"),
 )
 """The quickstart, cut short: it need not learn."""
 

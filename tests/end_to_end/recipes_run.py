@@ -24,7 +24,6 @@ from specactor.config import (
     EvalConfig,
     ModelConfig,
     ParallelConfig,
-    SourceConfig,
     TinyModelConfig,
     TrackingConfig,
     WarmupConfig,
@@ -46,15 +45,15 @@ def cut(config: Config, folder: Path) -> Config:
     """The recipe at the size of a test."""
     verifier = "examples.custom_reward:score" if config.name == "custom_reward" else f"{MODULE}:digits"
     numbers = random.Random(0).sample(range(10, 100), 60)
-    sources = [SourceConfig(path=str(folder / f"{config.name}-{part}.jsonl")) for part in ("train", "eval")]
-    for source, part in zip(sources, (numbers[4:], numbers[:4]), strict=True):
+    files = [folder / f"{config.name}-{part}.jsonl" for part in ("train", "eval")]
+    for file, part in zip(files, (numbers[4:], numbers[:4]), strict=True):
         rows = [{"prompt": f"{n}=", "answer": str(n)[::-1], "verifier": verifier} for n in part]
-        Path(source.path).write_text("".join(json.dumps(row) + "\n" for row in rows))
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return replace(
         config,
         output_dir=str(folder / "runs"),
         model=ModelConfig(tiny=TinyModelConfig(num_layers=2), dtype="float32"),
-        data=DataConfig(train=sources[0], eval=sources[1]),
+        data=DataConfig(train=str(files[0]), eval=str(files[1])),
         parallel=ParallelConfig(),
         warmup=WarmupConfig(cache_dir=str(folder / "cache")),
         rollout=replace(

@@ -13,7 +13,6 @@ from specactor.config import (
     ModelConfig,
     ParallelConfig,
     RolloutConfig,
-    SourceConfig,
     TrainConfig,
 )
 from specactor.types import TrainSequence
@@ -75,7 +74,7 @@ def config(model_dir: str, parallel: dict[str, Any], train: dict[str, Any] | Non
     return Config(
         name="test",
         model=ModelConfig(path=model_dir, dtype="float32"),
-        data=DataConfig(train=SourceConfig(task="count_bits"), eval=SourceConfig(task="count_bits", seed=10**7)),
+        data=DataConfig(train="count_bits"),
         parallel=ParallelConfig(timeout_s=120, **parallel),
         rollout=RolloutConfig(temperature=TEMPERATURE, max_new_tokens=32, prompts_per_step=3, group_size=4),
         train=TrainConfig(

@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 from safetensors import SafetensorError
 
-from specactor.config import Config
+from specactor.config import Config, DraftTrainingConfig
 from specactor.errors import CheckpointError, PeerFailedError, SpecActorError
 from specactor.parallel.collective import Collective
 from specactor.trainer.drafter import init
@@ -94,7 +94,7 @@ class Distillation:
             processes: this rank's drafter processes.
             note: says something to people.
         """
-        self.config, self.recorder = config.distillation, recorder
+        self.config, self.recorder = DraftTrainingConfig.of(config.distillation), recorder
         self._collective = collective
         self._temperature = config.rollout.temperature
         self._folder = Path(config.rollout.speculation.draft_model)
@@ -241,8 +241,8 @@ class Distillation:
         buffer.add(examples)
         if buffer.too_long and not before:
             self._note(
-                "draft model: responses to prompts of distillation.tokens_per_microbatch "
-                f"({self.config.tokens_per_microbatch}) or more are not learned from. Raise it."
+                f"draft model: responses to prompts of {self.config.tokens_per_microbatch} tokens or more are not "
+                "learned from."
             )
         return num_cut
 
