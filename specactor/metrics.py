@@ -120,15 +120,14 @@ DRAFTER: dict[str, str] = {
 }
 """Last part of ``drafter/...`` -> unit and meaning, with distillation.refresh."""
 TAIL: dict[str, str] = {
-    "drafters_woken": "times that the drafter on the device of an engine that had run dry was to be woken, with "
-    "rollout.tail.drafters",
+    "drafters_woken": "times that the drafter on the device of an engine that had run dry was to be woken",
     "open_groups": "groups not complete when the rollout stopped, with rollout.oversample: dropped, or with "
     "rollout.partial carried to the next step",
     "open_requests": "their responses that had not finished",
     "open_tokens": "tokens of these",
     "stale_tokens": "response tokens trained on that older policies sampled, with rollout.partial",
 }
-"""Last part of ``tail/...`` -> unit and meaning, with rollout.tail and rollout.oversample."""
+"""Last part of ``tail/...`` -> unit and meaning, with devices that engines lend and rollout.oversample."""
 DRAFTER_TIMES: dict[str, str] = {
     "time/refresh_s": "seconds of refreshing the draft model: learning and pushing",
     "time/refresh_limit_s": "seconds that learning was granted",

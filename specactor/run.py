@@ -140,7 +140,7 @@ def _build(
         note=progress.note,
     )
     engines = _own_engines(config, start, folder, collective.rank, members, access_of)
-    tail = tail_policy(config.rollout.tail, max_window=config.rollout.speculation.max_window)
+    tail = tail_policy(config)
     pool = stack.enter_context(
         EnginePool(engines, tail=tail, drafters=drafters, restart_limit_s=config.parallel.timeout_s / 2)
     )
@@ -279,7 +279,7 @@ def _own_engines(
 def _places(config: Config, members: Sequence[Member]) -> list[tuple[int, int]]:
     """Of each engine, the rank that starts it and its first device there."""
     views, local_ranks = [member.view for member in members], [member.local_rank for member in members]
-    size, pooled = config.parallel.engine_tensor, config.rollout.tail.drafters
+    size, pooled = config.parallel.engine_tensor, config.lends_devices
     return [
         place_engine(index, views, local_ranks, engine_tensor=size, pooled=pooled)
         for index in range(config.parallel.engines)

@@ -8,7 +8,7 @@ need the world size and the model's shape are in `specactor.parallel.layout.chec
     model          ModelConfig, TinyModelConfig
     data           DataConfig, SourceConfig
     parallel       ParallelConfig
-    rollout        RolloutConfig, TailConfig
+    rollout        RolloutConfig
     engine         EngineConfig, WeightsSyncConfig
     speculation    SpeculationConfig, MAX_WINDOW, DRAFTERS
     algorithm      AlgorithmConfig
@@ -27,7 +27,7 @@ from specactor.config.engine import EngineConfig, WeightsSyncConfig
 from specactor.config.model import ModelConfig, TinyModelConfig
 from specactor.config.parallel import ParallelConfig
 from specactor.config.results import CheckpointConfig, EvalConfig, TrackingConfig
-from specactor.config.rollout import RolloutConfig, TailConfig
+from specactor.config.rollout import RolloutConfig
 from specactor.config.run import Config
 from specactor.config.speculation import DRAFTERS, MAX_WINDOW, SpeculationConfig
 from specactor.config.train import TrainConfig, WarmupConfig
@@ -48,7 +48,6 @@ __all__ = [
     "RolloutConfig",
     "SourceConfig",
     "SpeculationConfig",
-    "TailConfig",
     "TinyModelConfig",
     "TrackingConfig",
     "TrainConfig",

@@ -43,6 +43,11 @@ class Config:
     eval: EvalConfig = field(default_factory=EvalConfig)
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
 
+    @property
+    def lends_devices(self) -> bool:
+        """Whether drafters sleep on the devices of engines, and have none of their own."""
+        return self.rollout.speculation.is_decoupled and self.parallel.drafters == 0
+
     def __post_init__(self) -> None:
         check_values(self)
         self._check_name_and_seed()
@@ -103,13 +108,6 @@ class Config:
     def _check_rollout(self) -> None:
         """What the engines do can be learned from, and there are enough of them."""
         require(
-            not self.rollout.tail.drafters or self.parallel.engines >= 2,
-            "parallel.engines",
-            self.parallel.engines,
-            ">= 2 with rollout.tail.drafters",
-            "There must be an engine to draft for: raise it, or leave rollout.tail.drafters out.",
-        )
-        require(
             not self.rollout.partial or self.algorithm.tis_cap is not None,
             "algorithm.tis_cap",
             self.algorithm.tis_cap,
@@ -131,41 +129,27 @@ class Config:
 
     def _check_drafting(self) -> None:
         """Who drafts has somebody who verifies, and who learns has somebody who drafts."""
-        decoupled, freed = self.rollout.speculation.is_decoupled, self.rollout.tail.drafters
+        decoupled = self.rollout.speculation.is_decoupled
         require(
-            decoupled or not freed,
-            "rollout.tail.drafters",
-            freed,
-            f"False with rollout.speculation.mode {self.rollout.speculation.mode} and drafters "
-            f"{self.rollout.speculation.drafters}",
-            "Nobody would verify what they draft: use mode decoupled, or decoupled among the drafters.",
+            not self.parallel.drafter_hosts or self.parallel.drafters > 0,
+            "parallel.drafter_hosts",
+            self.parallel.drafter_hosts,
+            "its default with parallel.drafters 0",
+            "Leave it out, or set parallel.drafters.",
         )
         require(
-            not freed or self.parallel.drafters == 0,
+            decoupled or self.parallel.drafters == 0,
             "parallel.drafters",
             self.parallel.drafters,
-            "0 with rollout.tail.drafters",
-            "Drafters have devices of their own, or those of engines that have run dry: use one of the two.",
-        )
-        for name, is_default in (
-            ("drafters_serve", self.parallel.drafters_serve == "host"),
-            ("drafter_hosts", not self.parallel.drafter_hosts),
-        ):
-            require(
-                is_default or self.parallel.drafters > 0,
-                f"parallel.{name}",
-                getattr(self.parallel, name),
-                f"its default with {'rollout.tail.drafters' if freed else 'parallel.drafters 0'}",
-                "Leave it out: a lent drafter drafts for the engines that its own rank drives."
-                if freed
-                else "Leave it out, or set parallel.drafters.",
-            )
-        require(
-            freed or decoupled == (self.parallel.drafters > 0),
-            "parallel.drafters",
-            self.parallel.drafters,
-            ">= 1, since decoupled is among the drafters" if decoupled else "0, since nothing is drafted in them",
+            "0, since nothing is drafted in them",
             "Set it together with mode decoupled, or decoupled among the drafters, of rollout.speculation.",
+        )
+        require(
+            not self.lends_devices or self.parallel.engines >= 2,
+            "parallel.drafters",
+            self.parallel.drafters,
+            ">= 1, since decoupled is among the drafters",
+            "With parallel.engines >= 2 it may be 0: then an engine that has run dry lends its device.",
         )
         refresh, drafting = self.distillation.refresh, self.rollout.speculation
         require(

@@ -30,7 +30,6 @@ from specactor.trainer.drafter import init
 from specactor.trainer.drafter.buffer import example_from
 from specactor.trainer.drafter.command import learn
 from specactor.trainer.drafter.train import RefreshStats
-from specactor.trainer.optimizer import ADAM_EPS
 from specactor.trainer.policy import PolicyTrainer
 from specactor.trainer.schedule import linear_decay
 from specactor.types import Problem, TrainSequence
@@ -77,7 +76,7 @@ def warmed_up_model(
     recipe = {**asdict(config.warmup), "cache_dir": ""}
     source = Path(inspect.getfile(solver)).read_text()
     train = config.train
-    optimizer = (train.weight_decay, train.adam_betas, ADAM_EPS, train.grad_clip, config.model.dtype)
+    optimizer = (train.weight_decay, train.adam_betas, train.grad_clip, config.model.dtype)
     key = _hash(
         *(recipe, _content(start), config.seed, problems.digest, config.rollout.max_new_tokens, source),
         *(optimizer, asdict(layout)),
