@@ -16,7 +16,6 @@ from specactor.config import (
 HUNDRED_MILLION = TinyModelConfig(
     num_layers=8,
     hidden_size=512,
-    num_heads=8,
     num_experts=16,
     expert_size=480,
 )
@@ -28,7 +27,7 @@ def benchmark_config(model_dir: str, *, parallel: ParallelConfig, bucket_bytes: 
     return Config(
         name="benchmark",
         model=ModelConfig(path=model_dir, dtype="float32"),
-        data=DataConfig(train="count_bits", size=100),
+        data=DataConfig(train="count_bits", params={"size": 100}),
         parallel=parallel,
         rollout=RolloutConfig(engine=EngineConfig(max_total_tokens=4096, max_running_requests=16)),
         weights_sync=WeightsSyncConfig(bucket_bytes=bucket_bytes),

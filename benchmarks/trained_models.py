@@ -89,6 +89,7 @@ def task_recipe(task: str) -> Config:
         "operators": "+",
         "allow_parentheses": False,
         "allow_negation": False,
+        "size": 20_000,
     }
     return replace(
         recipe,
@@ -98,7 +99,6 @@ def task_recipe(task: str) -> Config:
             train="basic_arithmetic",
             params=params,
             prompt_template=PROMPT_TEMPLATE,
-            remove_spaces=True,
         ),
         warmup=replace(recipe.warmup, steps=(500, 150) if task == "B-early" else (1200, 200)),
     )

@@ -26,12 +26,10 @@ def recipe() -> Config:
         name="quickstart",
         model=ModelConfig(tiny=TinyModelConfig(), dtype="float32"),
         data=DataConfig(
-            train="count_bits", params={"min_n": 1, "max_n": 9999}, size=20_000, prompt_template="{number}="
+            train="count_bits", params={"min_n": 1, "max_n": 9999, "size": 20_000}, prompt_template="{number}="
         ),
         parallel=ParallelConfig(expert=2),
-        warmup=WarmupConfig(
-            solver="examples.quickstart_tasks:solve", steps=(550, 200), learning_rates=(3e-3, 1e-3), batch_size=32
-        ),
+        warmup=WarmupConfig(solver="examples.quickstart_tasks:solve", steps=(550, 200), learning_rates=(3e-3, 1e-3)),
         rollout=RolloutConfig(
             prompts_per_step=16,
             group_size=8,

@@ -29,7 +29,6 @@ class SourceConfig:
     seed: int = 0
     """Of the task's generator."""
     prompt_template: str = "{prompt}"
-    remove_spaces: bool = False
 
     def __post_init__(self) -> None:
         require(
@@ -52,33 +51,35 @@ class DataConfig:
     eval: str = ""
     """Problems held out, likewise; empty: others of the task that is learned."""
     params: dict[str, str | int | float | bool] = field(default_factory=dict)
-    """Parameters of the reasoning-gym task."""
-    size: int = 10_000
-    """Number of problems to learn from that are drawn from a task."""
+    """Parameters of the reasoning-gym task; size: problems to learn from, 10,000 where it is not given."""
     prompt_template: str = "{prompt}"
     """The prompt that the model sees. {prompt} stands for the problem's own text, any other {name} for an entry of a
-    task's metadata (count_bits has {number}) or a column of a file; {{ and }} for braces."""
-    remove_spaces: bool = False
-    """Leave the blanks out of every finished prompt: 7 + 4 becomes 7+4."""
+    task's metadata (count_bits has {number}) or a column of a file, {name:compact} for its text without blanks (7 + 4
+    becomes 7+4); {{ and }} for braces."""
     shuffle: bool = True
     """False: draw problems in the order of their source, epoch after epoch, as a curriculum in a file needs."""
 
     @property
     def train_source(self) -> SourceConfig:
         """Of the problems to learn from."""
-        return self._source(self.train, size=self.size, seed=0)
+        return self._source(self.train, size=self._size, seed=0)
 
     def eval_source(self, problems: int) -> SourceConfig:
         """Of so many problems held out, or of all that the file has."""
         return self._source(self.eval or self.train, size=problems, seed=EVAL_SEED)
 
     def _source(self, name: str, *, size: int, seed: int) -> SourceConfig:
-        template, spaces = self.prompt_template, self.remove_spaces
         if is_file(name):
-            return SourceConfig(path=name, prompt_template=template, remove_spaces=spaces)
-        return SourceConfig(
-            task=name, params=self.params, size=size, seed=seed, prompt_template=template, remove_spaces=spaces
-        )
+            return SourceConfig(path=name, prompt_template=self.prompt_template)
+        params = {key: value for key, value in self.params.items() if key != "size"}
+        return SourceConfig(task=name, params=params, size=size, seed=seed, prompt_template=self.prompt_template)
+
+    @property
+    def _size(self) -> int:
+        size = self.params.get("size", 10_000)
+        ok = type(size) is int and 1 <= size <= EVAL_SEED
+        require(ok, "data.params.size", size, f"1..{EVAL_SEED}", "Problems beyond these are held out.")
+        return int(size)
 
     def __post_init__(self) -> None:
         require(
@@ -95,13 +96,7 @@ class DataConfig:
             "a file other than data.train",
             "Held-out problems must not be trained on.",
         )
-        require(
-            1 <= self.size <= EVAL_SEED,
-            "data.size",
-            self.size,
-            f"1..{EVAL_SEED}",
-            "Problems beyond these are held out.",
-        )
+        assert self._size
         _check_template(self.prompt_template)
 
 

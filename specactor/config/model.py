@@ -15,24 +15,23 @@ class TinyModelConfig:
     num_layers: int = 4
     """Transformer layers; every one is a mixture of experts."""
     hidden_size: int = 128
-    """Width of the residual stream."""
-    num_heads: int = 4
-    """Attention heads, which divide the residual stream among them; two of them share a key-value head."""
+    """Width of the residual stream, which attention heads divide among them; two share a key-value head."""
     num_experts: int = 8
     """Experts per layer."""
     expert_size: int = 128
     """Width of one expert's hidden layer."""
+    head_dim: ClassVar[int] = 32
     experts_per_token: ClassVar[int] = 2
     max_position: ClassVar[int] = 512
     """Longest sequence in tokens."""
 
     @property
-    def num_kv_heads(self) -> int:
-        return self.num_heads // 2
+    def num_heads(self) -> int:
+        return self.hidden_size // self.head_dim
 
     @property
-    def head_dim(self) -> int:
-        return self.hidden_size // self.num_heads
+    def num_kv_heads(self) -> int:
+        return max(1, self.num_heads // 2)
 
     def __post_init__(self) -> None:
         for item in fields(self):
@@ -46,18 +45,11 @@ class TinyModelConfig:
             "So many experts compute each token.",
         )
         require(
-            self.num_heads % 2 == 0,
-            "model.tiny.num_heads",
-            self.num_heads,
-            "an even number",
-            "Two heads share a key-value head.",
-        )
-        require(
-            self.hidden_size % (2 * self.num_heads) == 0,
+            self.hidden_size == self.head_dim or self.hidden_size % (2 * self.head_dim) == 0,
             "model.tiny.hidden_size",
             self.hidden_size,
-            f"a multiple of twice num_heads = {self.num_heads}",
-            "Rotation works on pairs of a head's channels.",
+            f"{self.head_dim}, or a multiple of {2 * self.head_dim}",
+            f"Heads are {self.head_dim} wide, and two share a key-value head.",
         )
 
 

@@ -28,7 +28,8 @@ class Config:
     seed: int = 0
     """Of everything random in the run."""
     output_dir: str = "runs"
-    """Folder above the folders of all runs."""
+    """Folder above the folders of all runs; in its folder .warm-up are the models that warm-ups made, by what went into
+    them."""
     resume: str = "off"
     """off: refuse a folder that already holds a run; auto: continue from its newest checkpoint, if any; otherwise the
     path of a checkpoint to start from."""

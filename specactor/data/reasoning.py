@@ -31,7 +31,7 @@ def create_task(task: str, params: Mapping[str, object], *, size: int, seed: int
     known = [item.name for item in fields(DATASETS[task][1])]
     for name in params:
         if name in ("size", "seed"):
-            remedy = "Set data.size and eval.problems instead; seeds are such that no held-out problem is learned from."
+            remedy = "Leave it out: seeds are such that no held-out problem is learned from."
             raise ConfigError.at("data.params", name, "a parameter of the task", remedy)
         if name not in known:
             raise ConfigError.at(

@@ -74,7 +74,7 @@ def test_no_request_is_generated_twice() -> None:
 @pytest.fixture(scope="module")
 def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("models") / "target"
-    shape = TinyModelConfig(num_layers=2, hidden_size=32, num_heads=2, num_experts=2)
+    shape = TinyModelConfig(num_layers=2, hidden_size=32, num_experts=2)
     make_tiny_model(shape, 0, folder)
     return folder
 

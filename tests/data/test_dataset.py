@@ -65,9 +65,9 @@ def test_a_task_without_a_single_answer(tokenizer: PreTrainedTokenizerBase) -> N
     assert [problem.metadata["entry"]["answer"] for problem in data] == [None, None]  # type: ignore[index]
 
 
-def test_spaces_can_be_left_out(tokenizer: PreTrainedTokenizerBase) -> None:
+def test_blanks_can_be_left_out(tokenizer: PreTrainedTokenizerBase) -> None:
     params = {"operators": "+", "max_digits": 2, "allow_parentheses": False, "allow_negation": False}
-    template = {"prompt_template": "{expression} =", "remove_spaces": True}
+    template = {"prompt_template": "{expression:compact}="}
     data = build(tokenizer, task="basic_arithmetic", params=params, size=2, seed=5, **template)
     assert [problem.prompt for problem in data] == ["94+45+88+94+83+67=", "7+4+0+0+2+10="]
 
@@ -264,7 +264,7 @@ def test_files_that_cannot_be_read(tmp_path: Path, tokenizer: PreTrainedTokenize
         ),
         (
             {"task": "count_bits", "params": {"seed": 9}},
-            "data.params: got 'seed', expected a parameter of the task. Set data.size and eval.problems instead",
+            "data.params: got 'seed', expected a parameter of the task. Leave it out",
         ),
         (
             {"task": "count_bits", "params": {"max_n": -1}},

@@ -55,7 +55,7 @@ def cut(config: Config, folder: Path) -> Config:
         model=ModelConfig(tiny=TinyModelConfig(num_layers=2), dtype="float32"),
         data=DataConfig(train=str(files[0]), eval=str(files[1])),
         parallel=ParallelConfig(),
-        warmup=WarmupConfig(cache_dir=str(folder / "cache")),
+        warmup=WarmupConfig(),
         rollout=replace(
             config.rollout,
             prompts_per_step=4,

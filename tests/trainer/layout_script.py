@@ -34,6 +34,7 @@ optimizer.ADAM_EPS = cases.ADAM_EPS
 
 
 def make(entry: dict[str, Any]) -> PolicyTrainer:
+    optimizer.DISTRIBUTED = not entry.get("plain_optimizer")
     config = cases.config(entry["model"], entry.get("parallel", {}), entry.get("train"))
     p = config.parallel
     layout = Layout(

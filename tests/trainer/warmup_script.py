@@ -32,7 +32,7 @@ class Alone:
 
 def main(root: Path, *wanted: str) -> None:
     warmup.DRAFT_LIMIT_S, warmup.DRAFT_UPDATES, warmup.DRAFT_BATCHES = 600.0, 60, 8  # however busy the machine is
-    config = load(["quickstart", *wanted, "--warmup.cache-dir", str(root / "cache")])
+    config = load(["quickstart", *wanted, "--output-dir", str(root)])
     assert config.model.tiny is not None
     policy, start = root / "policy", root / "start"
     make_tiny_model(replace(config.model.tiny, num_layers=1), 0, policy)
