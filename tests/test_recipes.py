@@ -70,6 +70,15 @@ def test_every_family_has_a_recipe() -> None:
     assert any(a.dynamic_sampling and a.overlong_buffer and a.clip_high > a.clip_low for a in algorithms)
 
 
+@pytest.mark.parametrize("name", sorted(WORLDS))
+def test_a_production_shape_speculates_refreshes_and_corrects_for_mismatch(name: str) -> None:
+    config = load([name])
+    assert config.rollout.speculation.mode == "auto"
+    assert "model" in config.rollout.speculation.drafters
+    assert config.distillation.refresh == "every_step"
+    assert config.algorithm.tis_cap is not None
+
+
 def test_overrides_of_every_kind() -> None:
     words = (
         "grpo --rollout.group-size 16 --rollout.prompts_per_step=4 --model.tiny.num_layers 2 --algorithm.tis-cap None "

@@ -1,7 +1,7 @@
 """Every recipe takes two steps of the main job, one after the other, in one process that shares one engine.
 
-Usage: python -m tests.end_to_end.recipes_run FOLDER. What makes a recipe large is cut: model, data, layout, batch. Its
-algorithm, its updates per step and its schedule stay.
+Usage: python -m tests.end_to_end.recipes_run FOLDER. What makes a recipe large is cut: model, draft model, data, layout, batch.
+Its algorithm, its updates per step and its schedule stay.
 """
 
 from __future__ import annotations
@@ -20,10 +20,12 @@ from specactor.config import (
     CheckpointConfig,
     Config,
     DataConfig,
+    DistillationConfig,
     EngineConfig,
     EvalConfig,
     ModelConfig,
     ParallelConfig,
+    SpeculationConfig,
     TinyModelConfig,
     TrackingConfig,
     WarmupConfig,
@@ -62,7 +64,9 @@ def cut(config: Config, folder: Path) -> Config:
             group_size=4,
             max_new_tokens=NEW_TOKENS,
             engine=EngineConfig(max_running_requests=16, max_total_tokens=2048),
+            speculation=SpeculationConfig(),
         ),
+        distillation=DistillationConfig(),
         algorithm=replace(config.algorithm, overlong_buffer=min(config.algorithm.overlong_buffer, 8)),
         train=replace(config.train, steps=2, learning_rate=1e-3, warmup_steps=0, max_logprob_gap=1e-4),
         weights_sync=WeightsSyncConfig(),
