@@ -1,7 +1,7 @@
 """Every recipe takes two steps of the main job, one after the other, in one process that shares one engine.
 
-Usage: python -m tests.end_to_end.recipes_run FOLDER. What makes a recipe large is cut: model, draft model, data, layout,
-batch. Its algorithm, its updates per step and its schedule stay.
+Usage: python -m tests.end_to_end.recipes_run FOLDER. What makes a recipe large is cut: model, draft model, data, layout
+and batch. Its algorithm, its updates per step and its schedule stay.
 """
 
 from __future__ import annotations
