@@ -13,7 +13,7 @@ import argparse
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
@@ -172,7 +172,7 @@ def measure(target: Task, draft: Task, group_size: int) -> tuple[list[tuple[str,
     began = time.monotonic()
     models, config = task_models(target), task_recipe(target)
     draft_dir = task_models(draft).draft
-    source = replace(config.data.eval, size=PROBLEMS)
+    source = config.data.eval_source(PROBLEMS)
     problems = build_dataset(source, load_tokenizer(models.target), max_prompt_tokens=256)
     requests = requests_of(config, problems, group_size=group_size)
     done, counts = sampled(models.target, draft_dir, config, requests)

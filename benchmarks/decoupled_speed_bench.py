@@ -187,7 +187,7 @@ def _pin(engine: Engine, core: int) -> None:
 
 def requests(models: Models, batch: int) -> list[RolloutRequest]:
     """GROUPS times as many, each of a prompt of its own, and of NEW_TOKENS tokens."""
-    source = replace(task_recipe("B").data.train, size=200)
+    source = replace(task_recipe("B").data.train_source, size=200)
     problems = build_dataset(source, load_tokenizer(models.target), max_prompt_tokens=80)
     return [
         RolloutRequest(

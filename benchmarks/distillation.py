@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 from benchmarks.trained_models import DraftShape
-from specactor.config import DistillationConfig, SourceConfig
+from specactor.config import DraftTrainingConfig, SourceConfig
 from specactor.data.dataset import build_dataset
 from specactor.data.tokenizer import load_tokenizer
 from specactor.trainer.drafter import acceptance, init
@@ -74,7 +74,7 @@ def _responses(
 def learn(draft: Any, examples: list[TrainingExample], shape: DraftShape) -> None:
     """`shape.steps` updates of about `shape.batch_size` responses; the rate falls linearly to a hundredth."""
     num_tokens = sum(len(example.token_ids) for example in examples)
-    config = DistillationConfig(
+    config = DraftTrainingConfig(
         buffer_tokens=num_tokens,
         tokens_per_update=max(1, num_tokens * shape.batch_size // len(examples)),
         learning_rate=shape.learning_rate,

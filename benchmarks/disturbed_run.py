@@ -27,7 +27,7 @@ from specactor.run_folder import RunFolder, Status
 ROOT = Path(__file__).resolve().parent.parent
 SHORT = (
     *("--warmup.steps", "20", "5", "--eval.problems", "16", "--checkpoint.every", "1", "--checkpoint.export", "False"),
-    *("--rollout.prompts-per-step", "8", "--data.train.size", "1000", "--data.eval.size", "100"),
+    *("--rollout.prompts-per-step", "8", "--data.params", "min_n=1", "max_n=9999", "size=1000"),
 )
 """The quickstart, cut short: it need not learn."""
 ENGINE_HOST = "specactor.rollout.sglang.engine_server"
@@ -63,7 +63,7 @@ class Job:
         command = [
             *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"),
             *(str(ROOT / "launch" / "train_moe.py"), "quickstart", "--name", name, "--output-dir", str(base / "runs")),
-            *("--warmup.cache-dir", str(base / "cache"), *SHORT, *options),
+            *(*SHORT, *options),
         ]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "WANDB_MODE": "offline", _MARK: self._mark}
         environment.pop(warm_starter.NAME, None)  # its engines descend from it

@@ -25,7 +25,7 @@ import msgspec
 from benchmarks.drafter_kinds_learning import Beginning, Job, Learned, reach_s
 from benchmarks.results import RESULTS, Result, publish
 from benchmarks.trained_models import ROOT, task_recipe, task_target
-from specactor.config import Config, DistillationConfig, EngineConfig, SpeculationConfig
+from specactor.config import Config, DraftTrainingConfig, EngineConfig, SpeculationConfig
 from specactor.cpu import sglang as cpu
 from specactor.data.dataset import build_dataset
 from specactor.data.stream import request_seed
@@ -62,7 +62,7 @@ WINDOW = 4
 RUNNING, GROUP_SIZE = 64, 8
 NEAR = 0.95
 """Of the last accept_length: where it counts as reached."""
-SETTINGS = DistillationConfig(
+SETTINGS = DraftTrainingConfig(
     buffer_tokens=10_000_000,
     half_life_steps=1e9,
     tokens_per_update=2048,
@@ -158,7 +158,7 @@ def learned_models(target: Path, folder: Path, size: Size) -> list[Learned]:
         target=str(target),
         folder=str(folder),
         beginnings=MODELS,
-        source=recipe.data.train,
+        source=recipe.data.train_source,
         responses=size.responses,
         max_new_tokens=recipe.rollout.max_new_tokens,
         seconds=size.seconds,
@@ -268,7 +268,7 @@ def table(target: Path, size: Size) -> list[Row]:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         learned = learned_models(target, folder, size)
-        source = replace(config.data.eval, size=size.prompts + RUNNING)
+        source = config.data.eval_source(size.prompts + RUNNING)
         problems = build_dataset(source, load_tokenizer(target), max_prompt_tokens=256)
         work = Work.of(config, list(problems), size)
         for number, model in enumerate(learned):

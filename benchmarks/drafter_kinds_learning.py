@@ -18,7 +18,7 @@ import msgspec
 import torch
 
 from benchmarks.distillation import sampled
-from specactor.config import DistillationConfig, SourceConfig
+from specactor.config import DraftTrainingConfig, SourceConfig
 from specactor.data.dataset import build_dataset
 from specactor.data.tokenizer import load_tokenizer
 from specactor.trainer.drafter import acceptance, init
@@ -64,7 +64,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     """Of distillation in all, ascending, at which a draft model is measured. 0 is always measured."""
     window: int
     seed: int = 0
-    settings: DistillationConfig = DistillationConfig()
+    settings: DraftTrainingConfig = DraftTrainingConfig()
 
 
 class Learned(msgspec.Struct, frozen=True, kw_only=True):

@@ -240,7 +240,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     draft = first_draft(options, base)
     if STARTS[options.start].updates:
         problems = curriculum.write_problems(base / "problems.jsonl", curriculum.rising(options.steps))
-        settings = ["--data.train.path", str(problems), *settings]
+        settings = ["--data.train", str(problems), *settings]
     runs = [launch(kind, draft, base, options, settings) for kind in KINDS]
     found = differences(runs)
     draw(runs, options.results / f"{name}.png")

@@ -32,12 +32,12 @@ def rising(steps: int) -> list[int]:
 def write_problems(file: Path, largest: Sequence[int], *, seed: int = 0) -> Path:
     """As many steps as numbers are given, in their order; none of those that are held out."""
     chance, usual = random.Random(seed), quickstart.recipe()
-    held_out = numbers(usual.data.eval)
+    held_out = numbers(usual.data.eval_source(usual.eval.problems))
     with file.open("w") as out:
         for most in largest:
             allowed = [number for number in range(1, most + 1) if number not in held_out]
             for number in chance.sample(allowed, usual.rollout.prompts_per_step):
-                row = {"prompt": f"{number}=", "answer": str(number.bit_count()), "verifier": "exact"}
+                row = {"prompt": f"{number}=", "number": number, "answer": str(number.bit_count()), "verifier": "exact"}
                 out.write(json.dumps(row) + "\n")
     return file
 
@@ -50,17 +50,17 @@ def numbers(source: SourceConfig) -> frozenset[int]:
 
 def make_draft(folder: Path, updates: int) -> None:
     """One layer, distilled on the policy at its start, on numbers as the first steps have."""
-    source = replace(task_recipe("A").data.train, params={"min_n": 1, "max_n": FIRST})
+    source = replace(task_recipe("A").data.train_source, params={"min_n": 1, "max_n": FIRST})
     distil(task_target("A"), folder, DraftShape(steps=updates), "A", source)
 
 
 def recipe() -> Config:
-    """Of every run; data.train.path is to be set."""
+    """Of every run; data.train is to be set."""
     usual = quickstart.recipe()
     return replace(
         usual,
         model=replace(usual.model, tiny=None, path=str(task_target("A"))),
         warmup=WarmupConfig(),
-        data=replace(usual.data, train=SourceConfig(path="problems.jsonl"), shuffle=False),
+        data=replace(usual.data, train="problems.jsonl", eval=usual.data.train, shuffle=False),
         rollout=replace(usual.rollout, group_size=32),
     )

@@ -70,7 +70,7 @@ def start(root: Path, settings: Sequence[str], recipe: str = "quickstart") -> No
         *(str(ROOT / "launch" / "train_moe.py"), recipe, "--name", root.name, "--output-dir", str(root.parent)),
         *("--tracking.wandb", "off"),
         *("--checkpoint.every", "0", "--checkpoint.export", "False", "--distillation.keep-rollouts", "True"),
-        *("--distillation.tokens-per-update", "256", "--distillation.tokens-per-microbatch", "1024"),
+        *("--distillation.tokens-per-update", "256"),
     ]
     subprocess.run([*command, *settings], cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=True)
 

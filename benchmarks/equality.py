@@ -90,7 +90,7 @@ class Tally:
 
 def requests(model_dir: Path, temperature: float, **filters: float | int) -> list[RolloutRequest]:
     """Groups of responses to the same prompts; responses end by themselves, or at one of several lengths."""
-    source = replace(task_recipe("B").data.train, size=PROMPTS)
+    source = replace(task_recipe("B").data.train_source, size=PROMPTS)
     problems = build_dataset(source, load_tokenizer(model_dir), max_prompt_tokens=64)
     return [
         RolloutRequest(
@@ -143,7 +143,7 @@ def rows(target: str, model_dir: Path, draft: Path, ranks: int, logs: Path) -> l
         dtype="float32",
         tensor_parallel=ranks,
         devices=tuple(range(ranks)),
-        config=EngineConfig(max_running_requests=RUNNING, max_total_tokens=16_384, start_timeout_s=120),
+        config=EngineConfig(max_running_requests=RUNNING, max_total_tokens=16_384),
         context_length=160,
         log_file=str(logs / f"{target}-{ranks}.log"),
     )

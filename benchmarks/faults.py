@@ -21,7 +21,7 @@ from typing import NamedTuple
 from benchmarks.disturbed_run import Job, compared
 from benchmarks.results import Result, publish
 from specactor.metrics import Value
-from specactor.run_folder import RunFolder
+from specactor.run_folder import WARM_UPS, RunFolder
 
 PHASES = ("rollout", "reward", "train", "sync", "checkpoint")
 STEPS = len(PHASES) + 2
@@ -127,7 +127,7 @@ class Row(NamedTuple):
 def _killed(base: Path, name: str, victim: str, strike: tuple[str, int]) -> Row:
     """Start the run, or continue it, and strike; the run ends of it."""
     if strike[0] == "warm-up":  # else a warmed-up model of another run is taken
-        shutil.rmtree(base / "cache", ignore_errors=True)
+        shutil.rmtree(base / "runs" / WARM_UPS, ignore_errors=True)
     job = Job(base, name, *OPTIONS)
     hit = _strike(job, victim, *strike)
     killed = time.monotonic()

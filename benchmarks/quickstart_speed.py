@@ -73,8 +73,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="quickstart-speed-") as temporary:
 
         def one(name: str, root: Path, *more: str) -> Run:
-            cache = ("--warmup.cache-dir", f"{temporary}/cache", "--eval.problems", "0")
-            start(root, [*CONTESTANTS[name], *cache, "--train.steps", str(options.steps), *more])
+            start(root, [*CONTESTANTS[name], "--eval.problems", "0", "--train.steps", str(options.steps), *more])
             return Run.read(name, root)
 
         one(PLAIN, Path(temporary) / "policy", "--train.steps", "1")  # the warm-up of the policy

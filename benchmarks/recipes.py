@@ -9,7 +9,6 @@ from specactor.config import (
     ModelConfig,
     ParallelConfig,
     RolloutConfig,
-    SourceConfig,
     TinyModelConfig,
     WeightsSyncConfig,
 )
@@ -17,11 +16,7 @@ from specactor.config import (
 HUNDRED_MILLION = TinyModelConfig(
     num_layers=8,
     hidden_size=512,
-    num_heads=8,
-    num_kv_heads=4,
-    head_dim=64,
     num_experts=16,
-    experts_per_token=2,
     expert_size=480,
 )
 """A Qwen3-MoE of 100 M parameters."""
@@ -29,11 +24,10 @@ HUNDRED_MILLION = TinyModelConfig(
 
 def benchmark_config(model_dir: str, *, parallel: ParallelConfig, bucket_bytes: int = 64 * 2**20) -> Config:
     """A run of a model on disk, in float32."""
-    source = SourceConfig(task="count_bits", size=100)
     return Config(
         name="benchmark",
         model=ModelConfig(path=model_dir, dtype="float32"),
-        data=DataConfig(train=source, eval=SourceConfig(task="count_bits", size=1000, seed=10**6)),
+        data=DataConfig(train="count_bits", params={"size": 100}),
         parallel=parallel,
         rollout=RolloutConfig(engine=EngineConfig(max_total_tokens=4096, max_running_requests=16)),
         weights_sync=WeightsSyncConfig(bucket_bytes=bucket_bytes),

@@ -148,7 +148,7 @@ def processor_s(engine: Engine) -> float:
 
 def works(models: Models, task: str, batches: Sequence[int], repetitions: int) -> list[Work]:
     """Work of all cells; repetition -1 is a warm-up, which nobody times. No two cells share a prompt."""
-    source = replace(task_recipe(task).data.train, size=4000)
+    source = replace(task_recipe(task).data.train_source, size=4000)
     prompts = [p.prompt_ids for p in build_dataset(source, load_tokenizer(models.target), max_prompt_tokens=80)]
     prompts = list(dict.fromkeys(prompts))
     made: list[Work] = []

@@ -91,7 +91,7 @@ class Work:
 
 def long_sums(models: Models) -> list[tuple[int, ...]]:
     """Prompts of sums of many terms, all different, each with the first token of its working."""
-    source = replace(task_recipe("B").data.train, size=6000)
+    source = replace(task_recipe("B").data.train_source, size=6000)
     tokenizer = load_tokenizer(models.target)
     problems = build_dataset(source, tokenizer, max_prompt_tokens=MAX_PROMPT - 1)
     digits = {digit: tuple(tokenizer.encode(digit, add_special_tokens=False)) for digit in "0123456789"}
@@ -155,7 +155,6 @@ def engine_of(models: Models, law: Law) -> Iterator[Engine]:
             config=EngineConfig(
                 max_running_requests=REQUESTS,
                 max_total_tokens=sum(law.lengths(REQUESTS, 0)) + REQUESTS * (MAX_PROMPT + 3 * (MAX_WINDOW + 1)) + 1024,
-                request_timeout_s=LIMIT_S,
                 extra_args={"disable_radix_cache": True},
             ),
             speculation=replace(ONE_EACH, draft_model=str(models.draft)),

@@ -81,29 +81,25 @@ def task_recipe(task: str) -> Config:
     if task == "A":
         return recipe
 
-    def sums(seed: int, size: int) -> SourceConfig:
-        params: dict[str, str | int | float | bool] = {
-            "min_terms": 2,
-            "max_terms": 6,
-            "min_digits": 1,
-            "max_digits": 2,
-            "operators": "+",
-            "allow_parentheses": False,
-            "allow_negation": False,
-        }
-        return SourceConfig(
-            task="basic_arithmetic",
-            params=params,
-            size=size,
-            seed=seed,
-            prompt_template=PROMPT_TEMPLATE,
-            remove_spaces=True,
-        )
-
+    params: dict[str, str | int | float | bool] = {
+        "min_terms": 2,
+        "max_terms": 6,
+        "min_digits": 1,
+        "max_digits": 2,
+        "operators": "+",
+        "allow_parentheses": False,
+        "allow_negation": False,
+        "size": 20_000,
+    }
     return replace(
         recipe,
         name="sums",
-        data=replace(recipe.data, train=sums(0, 20_000), eval=sums(10_000_000, 512)),
+        data=replace(
+            recipe.data,
+            train="basic_arithmetic",
+            params=params,
+            prompt_template=PROMPT_TEMPLATE,
+        ),
         warmup=replace(recipe.warmup, steps=(500, 150) if task == "B-early" else (1200, 200)),
     )
 
@@ -112,8 +108,8 @@ def task_models(task: Task) -> Models:
     """The pair of a task; made within a few minutes where it is not cached."""
     target = task_target(task)
     shape = DraftShape()
-    recipe = to_json(task_recipe(task))
-    learned_from = (recipe["data"]["train"], recipe["rollout"]["max_new_tokens"], _weights(target))
+    recipe = task_recipe(task)
+    learned_from = (asdict(recipe.data.train_source), recipe.rollout.max_new_tokens, _weights(target))
     parts = (asdict(shape), learned_from, _distillation())
     return Models(
         target=target, draft=_cached(f"draft-{task}", parts, lambda folder: distil(target, folder, shape, task))
@@ -183,10 +179,8 @@ def distil(target: Path, folder: Path, shape: DraftShape, task: Task, problems: 
     """Make a draft model of the target in a folder that does not exist yet, on responses to the task's problems, or to
     others."""
     recipe = task_recipe(task)
-    data = json.dumps(
-        to_json(replace(recipe, data=replace(recipe.data, train=problems or recipe.data.train)))["data"]["train"]
-    )
-    max_new_tokens = str(task_recipe(task).rollout.max_new_tokens)
+    data = json.dumps(asdict(problems or recipe.data.train_source))
+    max_new_tokens = str(recipe.rollout.max_new_tokens)
     command = ["-m", "benchmarks.distillation", str(target), str(folder), json.dumps(asdict(shape)), data]
     print("  " + _output([*command, max_new_tokens], cpu.environment(), DISTILLATION_LIMIT_S), flush=True)
 

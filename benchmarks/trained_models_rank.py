@@ -11,7 +11,7 @@ import sys
 import torch
 
 from benchmarks.trained_models import task_recipe
-from specactor.data.dataset import Dataset, build_dataset
+from specactor.data.dataset import build_dataset
 from specactor.data.tokenizer import load_tokenizer
 from specactor.parallel import groups
 from specactor.parallel.collective import Collective
@@ -30,10 +30,8 @@ def main() -> None:
     start = initial_model(config, collective)
     tokenizer = load_tokenizer(start)
     room = longest_prompt(config, shape.max_position)
-    held_out = build_dataset(config.data.eval, tokenizer, max_prompt_tokens=room)
-    problems = build_dataset(config.data.train, tokenizer, max_prompt_tokens=room).without(
-        Dataset(held_out[: config.eval.problems])
-    )
+    held_out = build_dataset(config.data.eval_source(config.eval.problems), tokenizer, max_prompt_tokens=room)
+    problems = build_dataset(config.data.train_source, tokenizer, max_prompt_tokens=room).without(held_out)
     progress = Progress(1, enabled=False, quiet=True)
     folder = warmed_up_model(config, layout, start, problems, tokenizer, collective, progress)
     if collective.rank == 0:

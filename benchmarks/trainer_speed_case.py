@@ -21,9 +21,7 @@ from specactor.types import TrainSequence
 
 MODELS = {
     "quickstart": TinyModelConfig(),
-    "22 M": TinyModelConfig(
-        num_layers=6, hidden_size=256, num_heads=8, num_kv_heads=4, num_experts=16, expert_size=288
-    ),
+    "22 M": TinyModelConfig(num_layers=6, hidden_size=256, num_experts=16, expert_size=288),
 }
 """Shapes to train, by name: 1.8 M and 22 M parameters."""
 

@@ -22,7 +22,6 @@ def recipe() -> Config:
             clip_low=0.2,
             clip_high=0.28,
             dynamic_sampling=True,
-            max_resample_rounds=2,
             overlong_buffer=8,
         ),
         train=replace(base.train, updates_per_step=2),

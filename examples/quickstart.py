@@ -15,33 +15,21 @@ from specactor.config import (
     ModelConfig,
     ParallelConfig,
     RolloutConfig,
-    SourceConfig,
     TinyModelConfig,
     TrainConfig,
     WarmupConfig,
 )
 
 
-def problems(*, seed: int, size: int) -> SourceConfig:
-    """Numbers whose one-bits are counted; seeds further apart than ``size`` share none."""
-    return SourceConfig(
-        task="count_bits",
-        params={"min_n": 1, "max_n": 9999},
-        size=size,
-        seed=seed,
-        prompt_template="{number}=",
-    )
-
-
 def recipe() -> Config:
     return Config(
         name="quickstart",
         model=ModelConfig(tiny=TinyModelConfig(), dtype="float32"),
-        data=DataConfig(train=problems(seed=0, size=20_000), eval=problems(seed=10_000_000, size=512)),
-        parallel=ParallelConfig(expert=2),
-        warmup=WarmupConfig(
-            solver="examples.quickstart_tasks:solve", steps=(550, 200), learning_rates=(3e-3, 1e-3), batch_size=32
+        data=DataConfig(
+            train="count_bits", params={"min_n": 1, "max_n": 9999, "size": 20_000}, prompt_template="{number}="
         ),
+        parallel=ParallelConfig(expert=2),
+        warmup=WarmupConfig(solver="examples.quickstart_tasks:solve", steps=(550, 200), learning_rates=(3e-3, 1e-3)),
         rollout=RolloutConfig(
             prompts_per_step=16,
             group_size=8,

@@ -5,7 +5,7 @@ tally, as a letter (a is 0), how many odd ones there were so far:
 
     1246a623b311c155d77e38e19f9g4g2g1h#7
 
-basic_arithmetic with + only, prompt ``7+4+4+10=`` (prompt_template "{expression}=", remove_spaces): add term by term,
+basic_arithmetic with + only, prompt ``7+4+4+10=`` (prompt_template "{expression:compact}="): add term by term,
 digits reversed so that a carry is known before the next digit is written; sums have three digits, terms two or more:
 
     700+40=110+40=510+01=520#25

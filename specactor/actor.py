@@ -162,7 +162,7 @@ class SpecActor:
     def of_rollout(self, stats: RolloutStats, batch: Sequence[TrainSequence]) -> dict[str, float]:
         """Return the metrics of speculation, and of what was done with the step's last requests."""
         rollout = self.config.rollout
-        woken = stats.drafters_woken if rollout.tail.drafters else None
+        woken = stats.drafters_woken if self.config.lends_devices else None
         left = self.rollouts.left if rollout.oversample > 1 else None
         return (
             measurements.of_speculation(stats.counts)

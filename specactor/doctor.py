@@ -228,16 +228,15 @@ def _recipe(config: Config) -> list[Finding]:
             findings.append(Finding(component="model", found=str(error), fatal=True, remedy=remedy))
     else:
         findings.append(Finding(component="model", found="a tiny model, made on the spot"))
-    for name, source in (("data.train", config.data.train), ("data.eval", config.data.eval)):
+    for name, source in (("data.train", config.data.train_source), ("data.eval", config.data.eval_source(1))):
         if source.path and not Path(source.path).is_file():
-            remedy = f"Correct --{name}.path."
+            remedy = f"Correct --{name}."
             findings.append(Finding(component=name, found=f"{source.path} is not a file", fatal=True, remedy=remedy))
-    p = config.parallel
-    return findings + _drafter_network(p.drafter_network, certain=not p.drafter_hosts)
+    return findings + _drafter_network(config.parallel.drafter_network)
 
 
-def _drafter_network(network: str, *, certain: bool) -> list[Finding]:
-    """Whether drafters of this host could listen in the network that a recipe names. `certain`: it will have some."""
+def _drafter_network(network: str) -> list[Finding]:
+    """Whether drafters of this host, which may have none, could listen in the network that a recipe names."""
     if not network:
         return []
     found = within(network)
@@ -245,7 +244,6 @@ def _drafter_network(network: str, *, certain: bool) -> list[Finding]:
         Finding(
             component="drafter network",
             found=f"{found} in {network}" if found else f"no address in {network}, only {own_addresses()}",
-            fatal=certain and not found,
             remedy="" if found else "Correct --parallel.drafter-network, or leave it out, if drafters run here.",
         )
     ]

@@ -113,22 +113,21 @@ DRAFTER: dict[str, str] = {
     "grad_norm": "global gradient norm of its last update, before clipping",
     "buffer_tokens": "prompt and response tokens to learn from",
     "cut_responses": "responses of the step of which only the beginning is learned from, since they are longer, with "
-    "their prompts, than distillation.tokens_per_microbatch",
+    "their prompts, than a micro-batch of the draft model",
     "pushed_bytes": "weights sent to each engine and drafter process that took them",
     "refused": "engines and drafter processes that did not take the weights, and keep older ones",
     "failed": "1 if the refresh failed; the run goes on with the weights there are",
 }
 """Last part of ``drafter/...`` -> unit and meaning, with distillation.refresh."""
 TAIL: dict[str, str] = {
-    "drafters_woken": "times that the drafter on the device of an engine that had run dry was to be woken, with "
-    "rollout.tail.drafters",
+    "drafters_woken": "times that the drafter on the device of an engine that had run dry was to be woken",
     "open_groups": "groups not complete when the rollout stopped, with rollout.oversample: dropped, or with "
     "rollout.partial carried to the next step",
     "open_requests": "their responses that had not finished",
     "open_tokens": "tokens of these",
     "stale_tokens": "response tokens trained on that older policies sampled, with rollout.partial",
 }
-"""Last part of ``tail/...`` -> unit and meaning, with rollout.tail and rollout.oversample."""
+"""Last part of ``tail/...`` -> unit and meaning, with devices that engines lend and rollout.oversample."""
 DRAFTER_TIMES: dict[str, str] = {
     "time/refresh_s": "seconds of refreshing the draft model: learning and pushing",
     "time/refresh_limit_s": "seconds that learning was granted",

@@ -217,7 +217,7 @@ def _importable(folder: Path) -> None:
 
 
 def _key_values(info: tyro.constructors.PrimitiveTypeInfo) -> tyro.constructors.PrimitiveConstructorSpec[Any] | None:
-    """tyro rule: a dict is ``--data.train.params max_n=9999 lazy=true``, and replaces the recipe's whole dict."""
+    """tyro rule: a dict is ``--data.params max_n=9999 lazy=true``, and replaces the recipe's whole dict."""
     if info.type != dict[str, Scalar]:
         return None
     return tyro.constructors.PrimitiveConstructorSpec(

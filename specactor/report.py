@@ -43,7 +43,7 @@ PHASES = dict(
     checkpoint="#9a9a9a",
 )
 """Phases of an RL step in their order, with their colours."""
-TINY = ("num_layers", "hidden_size", "num_experts", "experts_per_token")
+TINY = ("num_layers", "hidden_size", "num_experts")
 SIZES = ("tensor", "pipeline", "virtual_pipeline", "context", "expert", "expert_tensor")
 EVAL, GAP = "accuracy/eval", "agreement/logprob_gap_max"
 BARE: Any = {"axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "axes.axisbelow": True}
@@ -165,7 +165,7 @@ def facts(run: Run) -> Rows:
     tiny = [f"{key.replace('_', ' ')} {get(f'model.tiny.{key}')}" for key in TINY if get("model.tiny")]
     rows: dict[str, Iterable[Any]] = {
         "Model": [get("model.path") or ", ".join(tiny) or None, get("model.dtype")],
-        "Task": [get("data.train.path") or get("data.train.task")],
+        "Task": [get("data.train")],
         "Layout": [f"{name} {size}" for name in SIZES if (size := get(f"parallel.{name}")) not in (None, 1)],
         "Engines": [get("parallel.engines")],
         "Algorithm": [get(f"algorithm.{key}") for key in ("advantage", "loss", "aggregation")],

@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from specactor import measurements
 from specactor.actor import SpecActor
-from specactor.config import Config
+from specactor.config import Config, DraftTrainingConfig
 from specactor.data.dataset import Dataset, build_dataset
 from specactor.data.tokenizer import VOCAB_SIZE, load_tokenizer
 from specactor.metrics import Tracker, read_metrics, rss_bytes
@@ -71,7 +71,7 @@ def run(config: Config, *, rank: int, local_rank: int, world: int, head: str, fa
         progress = stack.enter_context(
             Progress(
                 config.train.steps,
-                enabled=rank == 0 and config.tracking.progress,
+                enabled=rank == 0,
                 quiet=rank != 0,
                 on_phase=note_phase,
             )
@@ -140,7 +140,7 @@ def _build(
         note=progress.note,
     )
     engines = _own_engines(config, start, folder, collective.rank, members, access_of)
-    tail = tail_policy(config.rollout.tail, max_window=config.rollout.speculation.max_window)
+    tail = tail_policy(config)
     pool = stack.enter_context(
         EnginePool(engines, tail=tail, drafters=drafters, restart_limit_s=config.parallel.timeout_s / 2)
     )
@@ -200,7 +200,7 @@ def _distillation(
     progress: Progress,
 ) -> Distillation | None:
     """What keeps the draft model fresh, where that is wanted."""
-    settings = config.distillation
+    settings = DraftTrainingConfig.of(config.distillation)
     if settings.refresh == "off":
         return None
     in_engine = config.rollout.speculation.drafts_in_engine
@@ -226,11 +226,13 @@ def _rollout_writer(config: Config, folder: RunFolder, rank: int) -> Callable[[i
 def _problems(config: Config, tokenizer: PreTrainedTokenizerBase) -> tuple[Dataset, Dataset]:
     """Problems to learn from, and held-out ones, none of which is among the first."""
     room = longest_prompt(config, model_shape(config).max_position)
-    train = build_dataset(config.data.train, tokenizer, max_prompt_tokens=room)
-    held_out = build_dataset(config.data.eval, tokenizer, max_prompt_tokens=room)
+    train, problems = build_dataset(config.data.train_source, tokenizer, max_prompt_tokens=room), config.eval.problems
     if config.warmup.solver:
         find_solver(config.warmup.solver)  # a wrong path is found before anything is started
-    return train.without(Dataset(held_out[: config.eval.problems])) if config.eval.problems else train, held_out
+    if not problems:
+        return train, Dataset(())
+    held_out = Dataset(build_dataset(config.data.eval_source(problems), tokenizer, max_prompt_tokens=room)[:problems])
+    return train.without(held_out), held_out
 
 
 def _weights(trainer: PolicyTrainer, pool: EnginePool, members: Sequence[Member]) -> WeightSource:
@@ -277,7 +279,7 @@ def _own_engines(
 def _places(config: Config, members: Sequence[Member]) -> list[tuple[int, int]]:
     """Of each engine, the rank that starts it and its first device there."""
     views, local_ranks = [member.view for member in members], [member.local_rank for member in members]
-    size, pooled = config.parallel.engine_tensor, config.rollout.tail.drafters
+    size, pooled = config.parallel.engine_tensor, config.lends_devices
     return [
         place_engine(index, views, local_ranks, engine_tensor=size, pooled=pooled)
         for index in range(config.parallel.engines)

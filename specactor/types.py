@@ -113,7 +113,7 @@ class Trajectory:
     spans: tuple[VersionSpan, ...]
     routed_experts: bytes = b""
     """Experts that the pass that produced each token chose, in every layer: int32 [tokens, layers, experts per token],
-    little endian, in C order. Empty unless ``rollout.engine.routed_experts`` asks for it."""
+    little endian, in C order. Empty unless ``enable_return_routed_experts`` asks for it."""
 
 
 @dataclass(frozen=True, kw_only=True)

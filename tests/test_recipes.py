@@ -70,21 +70,30 @@ def test_every_family_has_a_recipe() -> None:
     assert any(a.dynamic_sampling and a.overlong_buffer and a.clip_high > a.clip_low for a in algorithms)
 
 
+@pytest.mark.parametrize("name", sorted(WORLDS))
+def test_a_production_shape_speculates_refreshes_and_corrects_for_mismatch(name: str) -> None:
+    config = load([name])
+    assert config.rollout.speculation.mode == "auto"
+    assert "model" in config.rollout.speculation.drafters
+    assert config.distillation.refresh == "every_step"
+    assert config.algorithm.tis_cap is not None
+
+
 def test_overrides_of_every_kind() -> None:
     words = (
         "grpo --rollout.group-size 16 --rollout.prompts_per_step=4 --model.tiny.num_layers 2 --algorithm.tis-cap None "
-        "--tracking.progress False --warmup.steps 5 6 --data.train.params max_n=7 exact=true ratio=0.5 word=a=b "
-        "--data.eval.params --train.max-logprob-gap inf --rollout.engine.extra-args page_size=1"
+        "--checkpoint.export False --warmup.steps 5 6 --data.params max_n=7 exact=true ratio=0.5 word=a=b "
+        "--train.max-logprob-gap inf --rollout.engine.extra-args page_size=1"
     )
     config = load(words.split())
     assert (config.rollout.group_size, config.rollout.prompts_per_step) == (16, 4)
     assert config.model.tiny is not None
     assert config.model.tiny.num_layers == 2
     assert config.algorithm.tis_cap is None
-    assert config.tracking.progress is False
+    assert config.checkpoint.export is False
     assert config.warmup.steps == (5, 6)
-    assert config.data.train.params == {"max_n": 7, "exact": True, "ratio": 0.5, "word": "a=b"}
-    assert config.data.eval.params == {}
+    assert config.data.params == {"max_n": 7, "exact": True, "ratio": 0.5, "word": "a=b"}
+    assert load(["grpo", "--data.params"]).data.params == {}
     assert config.rollout.engine.extra_args == {"page_size": 1}
     assert math.isinf(config.train.max_logprob_gap)
     assert from_json(json.loads(json.dumps(to_json(config)))) == config

@@ -132,7 +132,7 @@ def test_tables_hold_what_the_run_wrote(tmp_path: Path) -> None:
         "name": "first",
         "seed": 7,
         "model": {"path": "/models/small", "dtype": "float32"},
-        "data": {"train": {"task": "count_bits"}},
+        "data": {"train": "count_bits"},
         "parallel": {"tensor": 1, "pipeline": 2, "virtual_pipeline": None, "expert": 4, "engines": 3},
         "algorithm": {"advantage": "grpo", "loss": "gspo", "aggregation": "token_mean"},
         "rollout": {"speculation": {"mode": "auto", "drafters": ["suffix", "model"]}},

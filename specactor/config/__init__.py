@@ -8,12 +8,12 @@ need the world size and the model's shape are in `specactor.parallel.layout.chec
     model          ModelConfig, TinyModelConfig
     data           DataConfig, SourceConfig
     parallel       ParallelConfig
-    rollout        RolloutConfig, TailConfig
+    rollout        RolloutConfig
     engine         EngineConfig, WeightsSyncConfig
     speculation    SpeculationConfig, MAX_WINDOW, DRAFTERS
     algorithm      AlgorithmConfig
     train          WarmupConfig, TrainConfig
-    distillation   DistillationConfig
+    distillation   DistillationConfig, DraftTrainingConfig
     results        CheckpointConfig, EvalConfig, TrackingConfig
     rules          the form of every check
 
@@ -22,12 +22,12 @@ Other packages import from here: which module holds a name may change.
 
 from specactor.config.algorithm import AlgorithmConfig
 from specactor.config.data import DataConfig, SourceConfig
-from specactor.config.distillation import DistillationConfig
+from specactor.config.distillation import DistillationConfig, DraftTrainingConfig
 from specactor.config.engine import EngineConfig, WeightsSyncConfig
 from specactor.config.model import ModelConfig, TinyModelConfig
 from specactor.config.parallel import ParallelConfig
 from specactor.config.results import CheckpointConfig, EvalConfig, TrackingConfig
-from specactor.config.rollout import RolloutConfig, TailConfig
+from specactor.config.rollout import RolloutConfig
 from specactor.config.run import Config
 from specactor.config.speculation import DRAFTERS, MAX_WINDOW, SpeculationConfig
 from specactor.config.train import TrainConfig, WarmupConfig
@@ -40,6 +40,7 @@ __all__ = [
     "Config",
     "DataConfig",
     "DistillationConfig",
+    "DraftTrainingConfig",
     "EngineConfig",
     "EvalConfig",
     "ModelConfig",
@@ -47,7 +48,6 @@ __all__ = [
     "RolloutConfig",
     "SourceConfig",
     "SpeculationConfig",
-    "TailConfig",
     "TinyModelConfig",
     "TrackingConfig",
     "TrainConfig",

@@ -32,8 +32,6 @@ class AlgorithmConfig:
     """Truncated importance sampling: cap of exp(trainer - engine) log-prob; None: off."""
     dynamic_sampling: bool = False
     """DAPO: leave out groups whose rewards are all equal, and draw further prompts in their place."""
-    max_resample_rounds: int = 3
-    """Rounds of further prompts that dynamic sampling may draw in one step."""
     overlong_buffer: int = 0
     """DAPO: the reward falls linearly over the last this many tokens before max_new_tokens; 0: off."""
     overlong_penalty: float = 1.0
@@ -67,10 +65,3 @@ class AlgorithmConfig:
             "It is subtracted from the reward.",
         )
         require(self.overlong_buffer >= 0, "algorithm.overlong_buffer", self.overlong_buffer, ">= 0", "Use 0 for off.")
-        require(
-            self.max_resample_rounds >= 1,
-            "algorithm.max_resample_rounds",
-            self.max_resample_rounds,
-            ">= 1",
-            "Switch it off with algorithm.dynamic_sampling False.",
-        )

@@ -1,6 +1,6 @@
 """The section `data` of a recipe: problems to learn from, and problems held out. PURE.
 
-That the two share no problem is checked in `specactor.config.run`, which sees both.
+Invariant: problems of a task that are held out are not learned from.
 """
 
 from __future__ import annotations
@@ -8,6 +8,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from specactor.config.rules import is_template, require
+
+EVAL_SEED = 10_000_000
+"""Of the generator of held-out problems; that of training problems has 0. reasoning-gym draws problem i with seed + i,
+so two sources share no problem as long as each has fewer than this."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,36 +27,89 @@ class SourceConfig:
     size: int = 10_000
     """Number of problems drawn from a task."""
     seed: int = 0
-    """Of the task's generator. Seeds closer than ``size`` share problems: keep them far apart."""
+    """Of the task's generator."""
     prompt_template: str = "{prompt}"
-    """The prompt that the model sees. {prompt} stands for the problem's own text, any other {name} for an entry of a
-    task's metadata (count_bits has {number}) or a column of a file; {{ and }} for braces."""
-    remove_spaces: bool = False
-    """Leave the blanks out of every finished prompt: 7 + 4 becomes 7+4."""
 
     def __post_init__(self) -> None:
         require(
             bool(self.task) != bool(self.path),
-            "data.*.task",
+            "source.task",
             self.task,
             "exactly one of task and path",
             "Name a reasoning-gym task, or give a .jsonl or .parquet file.",
         )
-        require(self.size >= 1, "data.*.size", self.size, ">= 1", "Ask for at least one problem.")
-        require(
-            is_template(self.prompt_template),
-            "data.*.prompt_template",
-            self.prompt_template,
-            "a text with {prompt}, or the {name} of a task's metadata or of a column",
-            "Put {prompt} where the problem's text belongs, and write {{ and }} for braces.",
-        )
+        _check_template(self.prompt_template)
 
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
     """Problems to learn from, and problems held out."""
 
-    train: SourceConfig
-    eval: SourceConfig
+    train: str
+    """Problems to learn from: a .jsonl or .parquet file with columns prompt, answer and verifier, or the name of a
+    reasoning-gym task, for example count_bits."""
+    eval: str = ""
+    """Problems held out, likewise; empty: others of the task that is learned."""
+    params: dict[str, str | int | float | bool] = field(default_factory=dict)
+    """Parameters of the reasoning-gym task; size: problems to learn from, 10,000 where it is not given."""
+    prompt_template: str = "{prompt}"
+    """The prompt that the model sees. {prompt} stands for the problem's own text, any other {name} for an entry of a
+    task's metadata (count_bits has {number}) or a column of a file, {name:compact} for its text without blanks (7 + 4
+    becomes 7+4); {{ and }} for braces."""
     shuffle: bool = True
     """False: draw problems in the order of their source, epoch after epoch, as a curriculum in a file needs."""
+
+    @property
+    def train_source(self) -> SourceConfig:
+        """Of the problems to learn from."""
+        return self._source(self.train, size=self._size, seed=0)
+
+    def eval_source(self, problems: int) -> SourceConfig:
+        """Of so many problems held out, or of all that the file has."""
+        return self._source(self.eval or self.train, size=problems, seed=EVAL_SEED)
+
+    def _source(self, name: str, *, size: int, seed: int) -> SourceConfig:
+        if is_file(name):
+            return SourceConfig(path=name, prompt_template=self.prompt_template)
+        params = {key: value for key, value in self.params.items() if key != "size"}
+        return SourceConfig(task=name, params=params, size=size, seed=seed, prompt_template=self.prompt_template)
+
+    @property
+    def _size(self) -> int:
+        size = self.params.get("size", 10_000)
+        ok = type(size) is int and 1 <= size <= EVAL_SEED
+        require(ok, "data.params.size", size, f"1..{EVAL_SEED}", "Problems beyond these are held out.")
+        return int(size)
+
+    def __post_init__(self) -> None:
+        require(
+            bool(self.train),
+            "data.train",
+            self.train,
+            "a .jsonl or .parquet file, or the name of a reasoning-gym task",
+            "Give one.",
+        )
+        require(
+            self.train != self.eval or not is_file(self.eval),
+            "data.eval",
+            self.eval,
+            "a file other than data.train",
+            "Held-out problems must not be trained on.",
+        )
+        assert self._size
+        _check_template(self.prompt_template)
+
+
+def _check_template(text: str) -> None:
+    require(
+        is_template(text),
+        "data.prompt_template",
+        text,
+        "a text with {prompt}, or the {name} of a task's metadata or of a column",
+        "Put {prompt} where the problem's text belongs, and write {{ and }} for braces.",
+    )
+
+
+def is_file(name: str) -> bool:
+    """Whether problems come from a file of that name, and not from a task: names of tasks are Python's."""
+    return not name.isidentifier()

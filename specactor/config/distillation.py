@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Literal
 
 from specactor.config.rules import require
@@ -19,36 +19,30 @@ class DistillationConfig:
     max_updates: int = 0
     """Optimizer updates of one refresh at most; 0: as many as fit its time. With a number that always fits (say with
     max_time_share inf), the draft model's weights are reproducible."""
-
-    top_k: int = 16
-    """Most probable tokens of the policy whose log-probabilities are learned from; 0: learn from its samples alone."""
-    buffer_tokens: int = 262_144
-    """Tokens of prompts and responses that are kept to learn from."""
-    half_life_steps: float = 2.0
-    """Policy versions after which a response is drawn half as often."""
-
     tokens_per_update: int = 8192
     """Of an optimizer update, all ranks together."""
-    tokens_per_microbatch: int = 4096
-    """With padding, on one rank. Of a longer sequence the first are learned from."""
     learning_rate: float = 1e-3
     """Of AdamW, after the warm-up."""
-    warmup_updates: int = 20
-    """Updates over which the learning rate rises, once in a run."""
-
     keep_rollouts: bool = False
     """Write the responses of every RL step to the run's folder, for specactor drafter train. Works with refresh off."""
+    zero: Literal["off", "1", "2", "3", "1_offload", "2_offload", "3_offload"] = "off"
+    """off: PyTorch's DistributedDataParallel; else DeepSpeed ZeRO of that stage, with _offload its optimizer's state
+    in host memory."""
 
-    zero_stage: Literal[0, 1, 2, 3] = 0
-    """0: PyTorch's DistributedDataParallel; else DeepSpeed ZeRO of that stage."""
-    offload: bool = False
-    """Keep ZeRO's optimizer state in host memory."""
+    @property
+    def zero_stage(self) -> int:
+        """0 without ZeRO."""
+        return 0 if self.zero == "off" else int(self.zero[0])
+
+    @property
+    def offload(self) -> bool:
+        """Whether ZeRO keeps the optimizer's state in host memory."""
+        return self.zero.endswith("_offload")
 
     def __post_init__(self) -> None:
-        for name in ("buffer_tokens", "half_life_steps", "tokens_per_update", "tokens_per_microbatch", "learning_rate"):
+        for name in ("tokens_per_update", "learning_rate"):
             self._check(name, getattr(self, name) > 0, "> 0")
-        for name in ("max_updates", "top_k", "warmup_updates"):
-            self._check(name, getattr(self, name) >= 0, ">= 0")
+        self._check("max_updates", self.max_updates >= 0, ">= 0")
         self._check("max_time_share", self.max_time_share > 0, "> 0", 'Use refresh="off" to spend none.')
         self._check(
             "max_time_share",
@@ -56,7 +50,36 @@ class DistillationConfig:
             "<= 1 with max_updates 0",
             "Set max_updates, which bounds a refresh then.",
         )
-        self._check("offload", not self.offload or self.zero_stage > 0, "False without ZeRO", "Set zero_stage to 1-3.")
 
     def _check(self, name: str, right: bool, expected: str, remedy: str = "See --help for its meaning.") -> None:
         require(right, f"distillation.{name}", getattr(self, name), expected, remedy)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DraftTrainingConfig(DistillationConfig):
+    """All that decides how a draft model learns. A run takes the defaults; ``specactor drafter train`` may choose."""
+
+    top_k: int = 16
+    """Most probable tokens of the policy whose log-probabilities are learned from; 0: learn from its samples alone."""
+    buffer_tokens: int = 262_144
+    """Tokens of prompts and responses that are kept to learn from."""
+    half_life_steps: float = 2.0
+    """Policy versions after which a response is drawn half as often."""
+    tokens_per_microbatch: int = 4096
+    """With padding, on one rank. Of a longer sequence the first are learned from."""
+    warmup_updates: int = 20
+    """Updates over which the learning rate rises, once in a run."""
+
+    @classmethod
+    def of(cls, config: DistillationConfig) -> DraftTrainingConfig:
+        """How a run with these settings learns."""
+        if isinstance(config, DraftTrainingConfig):
+            return config
+        return cls(**{item.name: getattr(config, item.name) for item in fields(config)})
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("buffer_tokens", "half_life_steps", "tokens_per_microbatch"):
+            self._check(name, getattr(self, name) > 0, "> 0")
+        for name in ("top_k", "warmup_updates"):
+            self._check(name, getattr(self, name) >= 0, ">= 0")

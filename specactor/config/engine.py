@@ -6,6 +6,7 @@ No setting of an engine starts SGLang's own speculation.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 from specactor.config.rules import require
 
@@ -26,16 +27,21 @@ class EngineConfig:
     """Size of the KV cache in tokens; None: SGLang decides from the memory left."""
     memory_fraction: float = 0.5
     """Share of the device's memory for weights and KV cache."""
-    start_timeout_s: float = 180.0
-    """Longest wait for an engine to be ready."""
-    request_timeout_s: float = 600.0
-    """Longest wait for any sign of progress from a running engine."""
     max_restarts: int = 3
     """Times that one engine may be restarted in a run before the run fails."""
-    routed_experts: bool = False
-    """Return with every response which experts computed its tokens, for routing replay."""
     extra_args: dict[str, str | int | float | bool] = field(default_factory=dict)
-    """Further SGLang server arguments, by name."""
+    """Further SGLang server arguments, by name. With ``enable_return_routed_experts=true`` responses say which
+    experts computed their tokens, for routing replay."""
+
+    start_timeout_s: ClassVar[float] = 1800.0
+    """Longest wait for an engine to be ready: reading hundreds of gigabytes from a network takes so long."""
+    request_timeout_s: ClassVar[float] = 600.0
+    """Longest wait for any sign of progress from a running engine; it gives one several times a second."""
+
+    @property
+    def routed_experts(self) -> bool:
+        """Whether responses say which experts computed their tokens."""
+        return bool(self.extra_args.get("enable_return_routed_experts"))
 
     def __post_init__(self) -> None:
         own = sorted(name for name in self.extra_args if name.replace("-", "_").startswith("speculative_"))
@@ -61,9 +67,6 @@ class EngineConfig:
             ">= 1 or None",
             "Use None to let SGLang decide.",
         )
-        for name in ("start_timeout_s", "request_timeout_s"):
-            value = getattr(self, name)
-            require(value > 0, f"rollout.engine.{name}", value, "> 0", "Give seconds.")
         require(
             self.max_restarts >= 0,
             "rollout.engine.max_restarts",
@@ -79,8 +82,6 @@ class WeightsSyncConfig:
 
     bucket_bytes: int = 64 * 2**20
     """Weights travel in buckets of this size; a trainer rank has two. A larger tensor gets a bucket of its size."""
-    timeout_s: float = 300.0
-    """Longest wait for one bucket to be taken."""
 
     def __post_init__(self) -> None:
         require(
@@ -90,4 +91,3 @@ class WeightsSyncConfig:
             ">= 65536",
             "It must hold the largest tensor, or it is raised to it.",
         )
-        require(self.timeout_s > 0, "weights_sync.timeout_s", self.timeout_s, "> 0", "Give seconds.")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import Literal
+from typing import ClassVar, Literal
 
 from specactor.config.rules import require
 
@@ -15,42 +15,41 @@ class TinyModelConfig:
     num_layers: int = 4
     """Transformer layers; every one is a mixture of experts."""
     hidden_size: int = 128
-    """Width of the residual stream."""
-    num_heads: int = 4
-    """Attention heads."""
-    num_kv_heads: int = 2
-    """Key-value heads; each is shared by num_heads / num_kv_heads attention heads."""
-    head_dim: int = 32
-    """Width of one head."""
+    """Width of the residual stream, which attention heads divide among them; two share a key-value head."""
     num_experts: int = 8
     """Experts per layer."""
-    experts_per_token: int = 2
-    """Experts that each token is routed to."""
     expert_size: int = 128
     """Width of one expert's hidden layer."""
-    max_position: int = 512
+    head_dim: ClassVar[int] = 32
+    experts_per_token: ClassVar[int] = 2
+    max_position: ClassVar[int] = 512
     """Longest sequence in tokens."""
+
+    @property
+    def num_heads(self) -> int:
+        return self.hidden_size // self.head_dim
+
+    @property
+    def num_kv_heads(self) -> int:
+        return max(1, self.num_heads // 2)
 
     def __post_init__(self) -> None:
         for item in fields(self):
             value = getattr(self, item.name)
             require(value >= 1, f"model.tiny.{item.name}", value, ">= 1", "Leave it out for the default.")
         require(
-            1 <= self.experts_per_token <= self.num_experts,
-            "model.tiny.experts_per_token",
-            self.experts_per_token,
-            f"1..{self.num_experts} (num_experts)",
-            "Lower it, or raise model.tiny.num_experts.",
+            self.num_experts >= self.experts_per_token,
+            "model.tiny.num_experts",
+            self.num_experts,
+            f">= {self.experts_per_token}",
+            "So many experts compute each token.",
         )
         require(
-            self.num_heads % self.num_kv_heads == 0,
-            "model.tiny.num_heads",
-            self.num_heads,
-            f"a multiple of num_kv_heads = {self.num_kv_heads}",
-            "Change one of the two.",
-        )
-        require(
-            self.head_dim % 2 == 0, "model.tiny.head_dim", self.head_dim, "an even number", "Rotation works on pairs."
+            self.hidden_size == self.head_dim or self.hidden_size % (2 * self.head_dim) == 0,
+            "model.tiny.hidden_size",
+            self.hidden_size,
+            f"{self.head_dim}, or a multiple of {2 * self.head_dim}",
+            f"Heads are {self.head_dim} wide, and two share a key-value head.",
         )
 
 

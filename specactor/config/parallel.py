@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from ipaddress import ip_network
-from typing import Literal
 
 from specactor.config.rules import require
 
@@ -33,18 +32,18 @@ class ParallelConfig:
     engine_tensor: int = 1
     """Tensor parallelism of each engine."""
     drafters: int = 0
-    """Drafter processes on each of drafter_hosts, for rollout.speculation.mode decoupled."""
+    """Drafter processes of each host, for mode decoupled, or decoupled among the drafters, of rollout.speculation. They
+    are on the devices (without GPUs, cores) after those of its ranks, and then from the first one again.
+    0: one sleeps on each engine's device that no other engine has, and when that has run dry it drafts for the others
+    that the same rank drives, until the rollout ends, if that is predicted to pay. On GPUs it must fit beside the
+    engine: set rollout.engine.max_total_tokens, which is also its room."""
     drafter_hosts: tuple[int, ...] = ()
-    """Hosts that get drafter processes, by number: 0 has rank 0, others follow in the order of ranks; empty: all."""
-    drafters_serve: Literal["host", "job"] = "host"
-    """Engines that a drafter process drafts for. host: those of its own; job: those of all hosts, by load. Then
-    drafters listen on TCP where there are several hosts, and both ends prove CURVE keys that are made for the run."""
+    """Empty: each host has drafter processes, for its own engines. Else those that have them, by number (0 has rank 0,
+    others follow in the order of ranks), for the engines of all hosts, by load. Then they listen on TCP where there are
+    several hosts, and both ends prove CURVE keys that are made for the run."""
     drafter_network: str = ""
-    """For drafters_serve job, the network by which hosts reach each other, as in 10.1.0.0/16; empty: the one by which
-    they reach the host of rank 0."""
-    drafter_devices: tuple[int, ...] = ()
-    """The GPU of each drafter process of a host, or without GPUs its CPU core; empty: the devices after those of the
-    host's ranks, and from the first one again where there are no more."""
+    """With drafter_hosts, the network by which hosts reach each other, as in 10.1.0.0/16; empty: the one by which they
+    reach the host of rank 0."""
     timeout_s: float = 600.0
     """Longest wait in one collective."""
 
@@ -54,31 +53,17 @@ class ParallelConfig:
             require(value >= 1, f"parallel.{name}", value, ">= 1", "Use 1 to switch this kind of parallelism off.")
         require(self.drafters >= 0, "parallel.drafters", self.drafters, ">= 0", "Use 0 for none.")
         require(
-            len(self.drafter_devices) in (0, self.drafters),
-            "parallel.drafter_devices",
-            self.drafter_devices,
-            f"one for each of {self.drafters} in parallel.drafters, or none",
-            "Leave it out to have them chosen.",
-        )
-        require(
-            min(self.drafter_devices, default=0) >= 0,
-            "parallel.drafter_devices",
-            self.drafter_devices,
-            ">= 0 each",
-            "Give numbers of GPUs, or of CPU cores.",
-        )
-        require(
             len(set(self.drafter_hosts)) == len(self.drafter_hosts) and min(self.drafter_hosts, default=0) >= 0,
             "parallel.drafter_hosts",
             self.drafter_hosts,
             "numbers of hosts from 0 on, every one once",
-            "Leave it out to give drafters to all hosts.",
+            "Leave it out to give each host drafters of its own.",
         )
         require(
-            self.drafter_network == "" or (self.drafters_serve == "job" and _is_network(self.drafter_network)),
+            self.drafter_network == "" or (bool(self.drafter_hosts) and _is_network(self.drafter_network)),
             "parallel.drafter_network",
             self.drafter_network,
-            "a network such as 10.1.0.0/16, with parallel.drafters_serve job",
+            "a network such as 10.1.0.0/16, with parallel.drafter_hosts",
             "Leave it out to have it found.",
         )
         require(self.timeout_s > 0, "parallel.timeout_s", self.timeout_s, "> 0", "Give seconds, for example 600.")

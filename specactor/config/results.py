@@ -46,8 +46,6 @@ class TrackingConfig:
     """auto: online where a key is configured, else offline."""
     project: str = "specactor"
     """wandb project."""
-    progress: bool = True
-    """Live display on a terminal; one line per step is printed anyway."""
     trace: tuple[int, ...] = ()
     """RL steps, from 1, of which the run's folder gets a trace for ui.perfetto.dev: the trainer's phases, and the
     rounds of engines with speculation and of drafter processes."""

@@ -1,4 +1,4 @@
-"""The section `rollout` of a recipe, with `rollout.tail`: how many responses, how they are sampled, and where. PURE."""
+"""The section `rollout` of a recipe: how many responses, how they are sampled, and where. PURE."""
 
 from __future__ import annotations
 
@@ -7,17 +7,6 @@ from dataclasses import dataclass, field
 from specactor.config.engine import EngineConfig
 from specactor.config.rules import require
 from specactor.config.speculation import SpeculationConfig
-
-
-@dataclass(frozen=True, kw_only=True)
-class TailConfig:
-    """The last requests of a rollout, when some engines have nothing left. It changes the speed, never a token."""
-
-    drafters: bool = False
-    """A drafter process sleeps on each engine's device, or without GPUs its core, where no other engine has that. Where
-    an engine has run dry, it drafts for the others that the same rank drives (those of its host) until the rollout
-    ends, if that is predicted to pay. For mode decoupled, or decoupled among the drafters, with parallel.drafters 0. On
-    GPUs it must fit beside the engine: set rollout.speculation.drafter_kv_tokens."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +39,6 @@ class RolloutConfig:
     """Longest response in tokens."""
     engine: EngineConfig = field(default_factory=EngineConfig)
     speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
-    tail: TailConfig = field(default_factory=TailConfig)
     oversample: float = 1.0
     """Work at this many times prompts_per_step groups, and stop when prompts_per_step of them are complete; 1: off.
     Dropping the others favours prompts with short responses, unless `partial` keeps them. Which groups are complete

@@ -45,11 +45,17 @@ def check_values(value: object, name: str = "") -> None:
         require("\0" not in value, name, value, "a text without NUL characters", "Leave them out.")
 
 
+COMPACT = "compact"
+"""{name:compact} in a template is the text without its blanks."""
+
+
 def is_template(text: str) -> bool:
-    """Whether `text` has at least one {name}, and no replacement field that is more than a name."""
+    """Whether `text` has at least one {name}, and no replacement field that is more than a name, or {name:compact}."""
     try:
         parts = [part[1:] for part in Formatter().parse(text) if part[1] is not None]
     except ValueError:
         return False
-    plain = all(name and name.isidentifier() and not spec and not conversion for name, spec, conversion in parts)
+    plain = all(
+        name and name.isidentifier() and spec in ("", COMPACT) and not conversion for name, spec, conversion in parts
+    )
     return bool(parts) and plain

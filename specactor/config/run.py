@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from specactor.config.algorithm import AlgorithmConfig
-from specactor.config.data import DataConfig
+from specactor.config.data import EVAL_SEED, DataConfig, is_file
 from specactor.config.distillation import DistillationConfig
 from specactor.config.engine import WeightsSyncConfig
 from specactor.config.model import ModelConfig
@@ -28,7 +28,8 @@ class Config:
     seed: int = 0
     """Of everything random in the run."""
     output_dir: str = "runs"
-    """Folder above the folders of all runs."""
+    """Folder above the folders of all runs; in its folder .warm-up are the models that warm-ups made, by what went into
+    them."""
     resume: str = "off"
     """off: refuse a folder that already holds a run; auto: continue from its newest checkpoint, if any; otherwise the
     path of a checkpoint to start from."""
@@ -43,6 +44,11 @@ class Config:
     eval: EvalConfig = field(default_factory=EvalConfig)
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
 
+    @property
+    def lends_devices(self) -> bool:
+        """Whether drafters sleep on the devices of engines, and have none of their own."""
+        return self.rollout.speculation.is_decoupled and self.parallel.drafters == 0
+
     def __post_init__(self) -> None:
         check_values(self)
         self._check_name_and_seed()
@@ -50,7 +56,6 @@ class Config:
         self._check_rollout()
         self._check_drafting()
         self._check_sizes()
-        self._check_held_out()
 
     def _check_name_and_seed(self) -> None:
         """What names the run, and what it draws from."""
@@ -104,13 +109,6 @@ class Config:
     def _check_rollout(self) -> None:
         """What the engines do can be learned from, and there are enough of them."""
         require(
-            not self.rollout.tail.drafters or self.parallel.engines >= 2,
-            "parallel.engines",
-            self.parallel.engines,
-            ">= 2 with rollout.tail.drafters",
-            "There must be an engine to draft for: raise it, or leave rollout.tail.drafters out.",
-        )
-        require(
             not self.rollout.partial or self.algorithm.tis_cap is not None,
             "algorithm.tis_cap",
             self.algorithm.tis_cap,
@@ -132,41 +130,27 @@ class Config:
 
     def _check_drafting(self) -> None:
         """Who drafts has somebody who verifies, and who learns has somebody who drafts."""
-        decoupled, freed = self.rollout.speculation.is_decoupled, self.rollout.tail.drafters
+        decoupled = self.rollout.speculation.is_decoupled
         require(
-            decoupled or not freed,
-            "rollout.tail.drafters",
-            freed,
-            f"False with rollout.speculation.mode {self.rollout.speculation.mode} and drafters "
-            f"{self.rollout.speculation.drafters}",
-            "Nobody would verify what they draft: use mode decoupled, or decoupled among the drafters.",
+            not self.parallel.drafter_hosts or self.parallel.drafters > 0,
+            "parallel.drafter_hosts",
+            self.parallel.drafter_hosts,
+            "its default with parallel.drafters 0",
+            "Leave it out, or set parallel.drafters.",
         )
         require(
-            not freed or self.parallel.drafters == 0,
+            decoupled or self.parallel.drafters == 0,
             "parallel.drafters",
             self.parallel.drafters,
-            "0 with rollout.tail.drafters",
-            "Drafters have devices of their own, or those of engines that have run dry: use one of the two.",
-        )
-        for name, is_default in (
-            ("drafters_serve", self.parallel.drafters_serve == "host"),
-            ("drafter_hosts", not self.parallel.drafter_hosts),
-        ):
-            require(
-                is_default or self.parallel.drafters > 0,
-                f"parallel.{name}",
-                getattr(self.parallel, name),
-                f"its default with {'rollout.tail.drafters' if freed else 'parallel.drafters 0'}",
-                "Leave it out: a lent drafter drafts for the engines that its own rank drives."
-                if freed
-                else "Leave it out, or set parallel.drafters.",
-            )
-        require(
-            freed or decoupled == (self.parallel.drafters > 0),
-            "parallel.drafters",
-            self.parallel.drafters,
-            ">= 1, since decoupled is among the drafters" if decoupled else "0, since nothing is drafted in them",
+            "0, since nothing is drafted in them",
             "Set it together with mode decoupled, or decoupled among the drafters, of rollout.speculation.",
+        )
+        require(
+            not self.lends_devices or self.parallel.engines >= 2,
+            "parallel.drafters",
+            self.parallel.drafters,
+            ">= 1, since decoupled is among the drafters",
+            "With parallel.engines >= 2 it may be 0: then an engine that has run dry lends its device.",
         )
         refresh, drafting = self.distillation.refresh, self.rollout.speculation
         require(
@@ -195,37 +179,18 @@ class Config:
             "The KV cache must hold at least one whole response: enlarge it, or use None.",
         )
         require(
-            not self.data.eval.task or self.eval.problems <= self.data.eval.size,
-            "eval.problems",
-            self.eval.problems,
-            f"<= data.eval.size = {self.data.eval.size}",
-            "Evaluate on fewer problems, or draw more.",
+            bool(self.data.eval) or self.eval.problems == 0 or not is_file(self.data.train),
+            "data.eval",
+            self.data.eval,
+            f"a file with held-out problems, with eval.problems {self.eval.problems}",
+            "Give one, or use eval.problems 0.",
         )
+        require(self.eval.problems <= EVAL_SEED, "eval.problems", self.eval.problems, f"<= {EVAL_SEED}", "Use fewer.")
         tiny = self.model.tiny
         require(
             tiny is None or self.rollout.max_new_tokens < tiny.max_position,
             "rollout.max_new_tokens",
             self.rollout.max_new_tokens,
             f"< the model's context length {tiny.max_position if tiny else ''}",
-            "Shorten the responses, or raise model.tiny.max_position.",
-        )
-
-    def _check_held_out(self) -> None:
-        """No problem is both learned from and held out."""
-        require(
-            self.data.train.path != self.data.eval.path or not self.data.train.path,
-            "data.eval.path",
-            self.data.eval.path,
-            "a file other than data.train.path",
-            "Held-out problems must not be trained on.",
-        )
-        same_task = self.data.train.task and self.data.train.task == self.data.eval.task
-        apart = max(self.data.train.size, self.data.eval.size)
-        near = abs(self.data.train.seed - self.data.eval.seed) < apart
-        require(
-            not (same_task and near),
-            "data.eval.seed",
-            self.data.eval.seed,
-            f"at least {apart} away from data.train.seed = {self.data.train.seed}",
-            "reasoning-gym draws problem i with seed + i, so near seeds share problems.",
+            "Shorten the responses, or give the folder of a model with --model.path.",
         )

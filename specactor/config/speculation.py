@@ -42,14 +42,9 @@ class SpeculationConfig:
     draft_model: str = ""
     """Folder of a dense model in Hugging Face format with the policy's tokenizer, for the drafters ``model`` and
     ``decoupled``; ``warm-up``: one layer of the warmed-up policy, distilled on the worked solutions of `warmup`."""
-    drafter_kv_tokens: int | None = None
-    """Size of a drafter process's KV cache in tokens; None: without GPUs room for all requests that the engines
-    which it serves run at once, else SGLang decides from rollout.engine.memory_fraction."""
     cost_table: str = ""
     """File that ``specactor profile`` wrote; empty: costs are measured while the engine runs. In mode
     auto the job is also planned by it when it starts: what no plan has is not started."""
-    history_tokens: int = 1_000_000
-    """Tokens of earlier responses that a text drafter keeps."""
 
     @property
     def draft_methods(self) -> tuple[str, ...]:
@@ -131,17 +126,3 @@ class SpeculationConfig:
                 f"a folder, since {name} is among the drafters",
                 f"Name a model, or take {name} out of rollout.speculation.drafters and mode.",
             )
-        require(
-            self.drafter_kv_tokens is None or self.drafter_kv_tokens >= 1,
-            "rollout.speculation.drafter_kv_tokens",
-            self.drafter_kv_tokens,
-            ">= 1 or None",
-            "Use None to have it chosen.",
-        )
-        require(
-            self.history_tokens >= 0,
-            "rollout.speculation.history_tokens",
-            self.history_tokens,
-            ">= 0",
-            "Use 0 to keep nothing of earlier steps.",
-        )

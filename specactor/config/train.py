@@ -10,7 +10,7 @@ from specactor.config.rules import require
 
 @dataclass(frozen=True, kw_only=True)
 class WarmupConfig:
-    """Supervised steps on worked solutions before reinforcement learning; cached by content hash."""
+    """Supervised steps on worked solutions before reinforcement learning; what they make is kept in output_dir."""
 
     solver: str = ""
     """Import path ``module:function`` of a function (problem, rng, stage) -> response text; empty: no warm-up."""
@@ -18,10 +18,6 @@ class WarmupConfig:
     """Steps per stage; the solver is told the stage, so that styles can be mixed later."""
     learning_rates: tuple[float, ...] = ()
     """One per stage, decayed linearly to a tenth within the stage."""
-    batch_size: int = 32
-    """Sequences per step."""
-    cache_dir: str = ".cache/warmup"
-    """Warmed-up models are kept here, in a folder named by the hash of all that went into them."""
 
     def __post_init__(self) -> None:
         require(
@@ -46,7 +42,6 @@ class WarmupConfig:
             "> 0 each",
             "Use for example 1e-3.",
         )
-        require(self.batch_size >= 1, "warmup.batch_size", self.batch_size, ">= 1", "Use a positive size.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,16 +64,12 @@ class TrainConfig:
     """AdamW's decoupled weight decay."""
     adam_betas: tuple[float, float] = (0.9, 0.95)
     """Decay of Adam's first and second moments."""
-    adam_eps: float = 1e-8
-    """Added to Adam's denominator."""
     grad_clip: float = 1.0
     """Largest global gradient norm."""
     tokens_per_microbatch: int = 8192
     """Packed tokens of one forward pass on one rank."""
     recompute: Literal["none", "selective", "full"] = "none"
     """Activation recomputation."""
-    distributed_optimizer: bool = True
-    """Shard the optimizer's state over the data-parallel ranks."""
     max_logprob_gap: float = 1e-4
     """Largest |engine - trainer| log-probability of a sampled token before the run stops. 1e-4 holds in float32."""
 
@@ -102,7 +93,6 @@ class TrainConfig:
             "in [0, 1) each",
             "Use for example 0.9 0.95.",
         )
-        require(self.adam_eps > 0, "train.adam_eps", self.adam_eps, "> 0", "Use for example 1e-8.")
         require(self.grad_clip > 0, "train.grad_clip", self.grad_clip, "> 0", "Use for example 1.0.")
         require(
             self.tokens_per_microbatch >= 1,

@@ -22,6 +22,7 @@ import pyarrow.parquet
 from transformers import PreTrainedTokenizerBase
 
 from specactor.config import SourceConfig
+from specactor.config.rules import COMPACT
 from specactor.data import verifiers
 from specactor.errors import DataError
 from specactor.types import Problem
@@ -161,11 +162,18 @@ def _wrong_column(row: Row) -> str:
 def _prompt(source: SourceConfig, prompt: str, values: Mapping[str, object]) -> tuple[str, str]:
     """The finished prompt, or what is wrong with it."""
     try:
-        text = source.prompt_template.format_map({**values, "prompt": prompt})
+        texts = {name: _Text(value) for name, value in {**values, "prompt": prompt}.items()}
+        return source.prompt_template.format_map(texts), ""
     except KeyError as error:
         known = ", ".join(["prompt", *values])
-        return "", f"prompt_template: got {{{error.args[0]}}}, expected one of {known}. Correct data.*.prompt_template"
-    return (text.replace(" ", "") if source.remove_spaces else text), ""
+        return "", f"prompt_template: got {{{error.args[0]}}}, expected one of {known}. Correct data.prompt_template"
+
+
+class _Text(str):
+    """What stands for {name} in a template."""
+
+    def __format__(self, spec: str) -> str:
+        return self.replace(" ", "") if spec == COMPACT else str(self)
 
 
 def _tokenize(drafts: Sequence[_Draft], tokenizer: PreTrainedTokenizerBase) -> list[tuple[int, ...]]:

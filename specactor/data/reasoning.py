@@ -25,20 +25,23 @@ def create_task(task: str, params: Mapping[str, object], *, size: int, seed: int
     Raises ConfigError for an unknown task or parameter (with the nearest known one) and for refused values.
     """
     if task not in DATASETS:
-        raise ConfigError.at("data.*.task", task, "the name of a reasoning-gym task", _did_you_mean(task, DATASETS))
+        raise ConfigError.at(
+            "data.train, data.eval", task, "the name of a reasoning-gym task", _did_you_mean(task, DATASETS)
+        )
     known = [item.name for item in fields(DATASETS[task][1])]
     for name in params:
         if name in ("size", "seed"):
-            raise ConfigError.at("data.*.params", name, "a parameter of the task", f"Set data.*.{name} instead.")
+            remedy = "Leave it out: seeds are such that no held-out problem is learned from."
+            raise ConfigError.at("data.params", name, "a parameter of the task", remedy)
         if name not in known:
             raise ConfigError.at(
-                "data.*.params", name, f"a parameter of {task} ({', '.join(known)})", _did_you_mean(name, known)
+                "data.params", name, f"a parameter of {task} ({', '.join(known)})", _did_you_mean(name, known)
             )
     try:
         return reasoning_gym.create_dataset(task, size=size, seed=seed, **params)
     except (AssertionError, TypeError, ValueError) as error:  # what the tasks' own validation raises
         raise ConfigError.at(
-            "data.*.params", dict(params), f"values that {task} accepts", f"reasoning-gym says: {error}."
+            "data.params", dict(params), f"values that {task} accepts", f"reasoning-gym says: {error}."
         ) from error
 
 

@@ -9,7 +9,7 @@ Invariants: what is applied changes the speed and never a token; equal input giv
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from specactor.config import Config
 from specactor.planning.plans import Cluster, RolloutPlan, from_table
@@ -45,12 +45,11 @@ def planned(config: Config, table: CostTable, *, machines: int) -> tuple[Config,
         # Engines load the draft model that is named, so none is where only text is drafted from.
         model = "" if set(others) == {"suffix"} else speculation.draft_model
         speculation = replace(speculation, drafters=others, draft_model=model)
-    parallel, tail = config.parallel, rollout.tail
+    parallel = config.parallel
     if rollout.speculation.is_decoupled and not speculation.is_decoupled:
-        nobody: dict[str, Any] = {"drafters": 0, "drafter_devices": (), "drafter_hosts": (), "drafter_network": ""}
-        parallel, tail = replace(parallel, **nobody, drafters_serve="host"), replace(tail, drafters=False)
+        parallel = replace(parallel, drafters=0, drafter_hosts=(), drafter_network="")
         text += "; no drafter process is started"
-    return replace(config, parallel=parallel, rollout=replace(rollout, speculation=speculation, tail=tail)), text
+    return replace(config, parallel=parallel, rollout=replace(rollout, speculation=speculation)), text
 
 
 def _fastest(config: Config, table: CostTable, requests: int, machines: int) -> RolloutPlan:

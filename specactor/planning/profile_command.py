@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from specactor.config import Config, SpeculationConfig, TailConfig
+from specactor.config import Config, SpeculationConfig
 from specactor.data.tiny_model import make_tiny_model
 from specactor.errors import ConfigError
 from specactor.parallel.devices import gpus, numbers
@@ -45,7 +45,7 @@ def run(config: Config, *, out: Path | None, limit_s: float, console: Console) -
     """Measure, print, and write the table. Returns its file, by default costs.json in the folder of the run.
 
     Measuring takes at most about `limit_s`, and half as long again where there is a drafter process; starts come on
-    top, `rollout.engine.start_timeout_s` at most for each.
+    top, `EngineConfig.start_timeout_s` at most for each.
 
     Raises SpecActorError for what cannot be profiled, and when an engine fails.
     """
@@ -115,13 +115,11 @@ def _drafter_spec(config: Config, context: int, folder: Path) -> DrafterSpec | N
     auto = replace(rollout.speculation, mode="auto", drafters=methods)
     alone = replace(
         config,
-        rollout=replace(rollout, speculation=auto, tail=TailConfig()),
+        rollout=replace(rollout, speculation=auto),
         parallel=replace(
             config.parallel,
             drafters=1,
-            drafter_devices=config.parallel.drafter_devices[:1],
             drafter_hosts=(),
-            drafters_serve="host",
             drafter_network="",
         ),
     )

@@ -138,7 +138,7 @@ class ChildProcess(Generic[Answer]):
         try:
             answer = self._start.next(timeout_s)
         except TimeoutError:
-            reason = f"did not start within {timeout_s:g} s. Raise rollout.engine.start_timeout_s."
+            reason = f"did not start within {timeout_s:g} s."
         except ChildDied:
             reason = "did not start: the process died."
         else:

@@ -30,6 +30,9 @@ from specactor.trace import Span
 from specactor.trainer.advantages import informative, shape_overlong
 from specactor.types import Problem, RolloutRequest, ScoredGroup, Trajectory
 
+MAX_RESAMPLE_ROUNDS = 3
+"""Times that dynamic sampling draws further prompts in one step. Each costs a rollout; groups may be missing then."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutStats:
@@ -107,7 +110,7 @@ class RolloutCollector:
             return self._collect_first(step)
         want = self.config.rollout.prompts_per_step
         dynamic = self.config.algorithm.dynamic_sampling
-        rounds = 1 + self.config.algorithm.max_resample_rounds if dynamic else 1
+        rounds = 1 + MAX_RESAMPLE_ROUNDS if dynamic else 1
         groups: list[ScoredGroup] = []
         spare: list[ScoredGroup] = []
         asked: list[Problem] = []

@@ -1,12 +1,12 @@
 """The drafter processes of a run: which host gets which, who starts them, where they listen, what engines are told.
 
-A drafter has a device of its own, or sleeps on an engine's (rollout.tail.drafters).
+A drafter has a device of its own, or sleeps on an engine's (`Config.lends_devices`).
 
-A host is a machine. With `rollout.tail.drafters` it is the ranks of one that see the same devices, since the first of
+A host is a machine. Where devices are lent it is the ranks of one that see the same devices, since the first of
 those drives all of their engines, and no others: a drafter that it wakes must draft for them.
 
 Invariants: every drafter has an address of its own and keys of its host, new in every run; engines are given the
-drafters of their own host, and with `parallel.drafters_serve` job those of other hosts after them; a rank that starts
+drafters of their own host, and with `parallel.drafter_hosts` those of other hosts after them; a rank that starts
 no drafter learns the engines' keys and not the drafters'; no two drafters of a job have the same number, and thus the
 same log; one that sleeps on an engine's device has the engine's number, and the device is no other engine's; every rank
 calls `start_drafters` with the same config, what is wrong with it is raised on all, and all ranks are told of the
@@ -73,12 +73,12 @@ class Offer:
 def make_specs(
     config: Config, host: Host, *, max_position: int, log_dir: Path, endpoint: Callable[[], str] = local_endpoint
 ) -> list[DrafterSpec]:
-    """The drafters of one host, without keys. Raises ConfigError for a draft model or a device that is not there.
+    """The drafters of one host, without keys. Raises ConfigError for a draft model that is not there.
 
     Args: longest sequence of the policy in tokens; where each of them listens.
     """
-    sleeping = host.lendable if config.rollout.tail.drafters else ()
-    own = place(config.parallel.drafters, config.parallel.drafter_devices, host)
+    sleeping = host.lendable if config.lends_devices else ()
+    own = place(config.parallel.drafters, host)
     places = [
         *((i, device, None) for i, device in enumerate(own, host.first_drafter)),
         *((index, device, index) for index, device in sleeping),
@@ -87,17 +87,17 @@ def make_specs(
         return []
     speculation, engine = config.rollout.speculation, config.rollout.engine
     context = min(max_position, draft_shape(speculation.draft_model).max_position)
-    kv_tokens = speculation.drafter_kv_tokens
     requests = host.engines * engine.max_running_requests
-    if sleeping and kv_tokens is None and host.has_gpus:
-        raise ConfigError.at(
-            "rollout.speculation.drafter_kv_tokens",
-            kv_tokens,
-            "a number of tokens with rollout.tail.drafters on GPUs",
-            "A drafter on an engine's device takes what the engine leaves: give the tokens of its last requests.",
-        )
-    if kv_tokens is None and not host.has_gpus:
-        kv_tokens = requests * context
+    kv_tokens = None if host.has_gpus else requests * context  # None: SGLang decides
+    if sleeping and host.has_gpus:
+        if engine.max_total_tokens is None:
+            raise ConfigError.at(
+                "rollout.engine.max_total_tokens",
+                None,
+                "a number of tokens where drafters sleep on the GPUs of engines",
+                "Both caches have so much room: leave memory for a second one, or set parallel.drafters.",
+            )
+        kv_tokens = engine.max_total_tokens
     return [
         DrafterSpec(
             index=index,
@@ -119,20 +119,9 @@ def make_specs(
     ]
 
 
-def place(drafters: int, devices: Sequence[int], host: Host) -> list[int]:
-    """The device of each drafter: as asked for, or else those after the ranks', from the first one again at the end.
-
-    Raises ConfigError for one that the host does not have.
-    """
-    for device in devices:
-        if device not in host.devices:
-            raise ConfigError.at(
-                "parallel.drafter_devices",
-                device,
-                f"{'GPUs' if host.has_gpus else 'cores'} of every host that gets drafters: here {host.devices}",
-                "Choose among them, or leave it out to take those after the ranks'.",
-            )
-    return list(devices) or [host.devices[(host.ranks + i) % len(host.devices)] for i in range(drafters)]
+def place(drafters: int, host: Host) -> list[int]:
+    """The device of each drafter: those after the ranks', from the first one again at the end."""
+    return [host.devices[(host.ranks + i) % len(host.devices)] for i in range(drafters)]
 
 
 def draft_shape(folder: str) -> ModelShape:
@@ -169,17 +158,16 @@ def check_in_engines(config: Config, policy: ModelShape) -> None:
 
 def host_of(config: Config, view: View) -> View:
     """The host of a rank with that view, in the sense of this module."""
-    return view if config.rollout.tail.drafters else View(view.machine)
+    return view if config.lends_devices else View(view.machine)
 
 
 def drafting_hosts(config: Config, hosts: Sequence[View]) -> list[View]:
-    """Those that get `parallel.drafters`, or lend devices. Raises ConfigError for one that is not there, and where
-    engines would have no drafter.
+    """Those that get `parallel.drafters`, or lend devices. Raises ConfigError for one that is not there.
 
     Args: of each rank, its own.
     """
     numbered, p = list(dict.fromkeys(hosts)), config.parallel
-    if config.rollout.tail.drafters:
+    if config.lends_devices:
         return numbered
     for number in p.drafter_hosts:
         if number >= len(numbered):
@@ -187,21 +175,12 @@ def drafting_hosts(config: Config, hosts: Sequence[View]) -> list[View]:
                 "parallel.drafter_hosts",
                 number,
                 f"0..{len(numbered) - 1}: the job has {len(numbered)} hosts",
-                "Give numbers in the order of ranks, or leave it out to give drafters to all hosts.",
+                "Give numbers in the order of ranks, or leave it out to give each host drafters of its own.",
             )
-    chosen = [numbered[number] for number in p.drafter_hosts or range(len(numbered))]
+    if p.drafter_hosts:
+        return [numbered[number] for number in p.drafter_hosts]
     verifying = [hosts[engine_owner(engine, engine_tensor=p.engine_tensor)] for engine in range(p.engines)]
-    alone = [number for number, host in enumerate(numbered) if host in verifying and host not in chosen]
-    if p.drafters and p.drafters_serve == "host":
-        if alone:
-            raise ConfigError.at(
-                "parallel.drafter_hosts",
-                p.drafter_hosts,
-                f"also {alone}, whose engines have no other drafters with parallel.drafters_serve host",
-                "Name them, or use --parallel.drafters-serve job.",
-            )
-        return [host for host in chosen if host in verifying]
-    return chosen
+    return [host for host in numbered if host in verifying]
 
 
 def offer(specs: Sequence[DrafterSpec], host: View) -> tuple[list[DrafterSpec], Offer]:
@@ -217,13 +196,13 @@ def offer(specs: Sequence[DrafterSpec], host: View) -> tuple[list[DrafterSpec], 
 def access(config: Config, offers: Sequence[Offer], *, host: View, engine: int) -> DrafterAccess:
     """Of an engine on this host: to drafters there first, which it prefers where loads are equal."""
     there = [each for each in offers if each.host == host]
-    elsewhere = [each for each in offers if each.host != host and config.parallel.drafters_serve == "job"]
+    elsewhere = [each for each in offers if each.host != host and config.parallel.drafter_hosts]
     return DrafterAccess(
         drafters=tuple(
             Address(endpoint=endpoint, keys=each.keys) for each in there + elsewhere for endpoint in each.endpoints
         ),
         engine=f"engine-{engine}",
-        may_be_none=config.rollout.tail.drafters,
+        may_be_none=config.lends_devices,
     )
 
 
@@ -250,7 +229,7 @@ def start_drafters(
     own_host = views[collective.rank]
     here = [rank for rank, view in enumerate(views) if view == own_host]
     drafting = drafting_hosts(config, views)
-    serve_all = p.drafters_serve == "job"
+    serve_all = bool(p.drafter_hosts)
     owners = [engine_owner(i, engine_tensor=p.engine_tensor) for i in range(p.engines)]
     devices = numbers()
     host = Host(
@@ -266,9 +245,9 @@ def start_drafters(
         ),
     )
     starts = collective.rank == here[0] and own_host in drafting
-    if starts and config.rollout.tail.drafters and (host.engines < 2 or not host.lendable):
+    if starts and config.lends_devices and (host.engines < 2 or not host.lendable):
         note(
-            f"rollout.tail.drafters: this host has {host.engines} engines, {len(host.lendable)} of them with "
+            f"parallel.drafters 0: this host has {host.engines} engines, {len(host.lendable)} of them with "
             "a device that no other has; nothing will be lent there. Give a host two engines, each its own device."
         )
     endpoint = _endpoints(config, views, collective, head, starts, stack)
@@ -288,7 +267,7 @@ def _endpoints(
     config: Config, views: Sequence[View], collective: Collective, head: str, starts: bool, stack: ExitStack
 ) -> Callable[[], str]:
     """Where the drafters of this rank listen, if it starts any: where other hosts reach them, if those shall."""
-    if config.parallel.drafters_serve == "host" or len(set(views)) == 1:
+    if not config.parallel.drafter_hosts or len(set(views)) == 1:
         return local_endpoint
     seen = collective.gather(addresses.towards(head), str)
     there = [address for view, address in zip(views, seen, strict=True) if address and view != views[collective.rank]]

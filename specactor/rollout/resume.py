@@ -5,8 +5,8 @@ is given the prompt and the first tokens of a response samples the tokens that t
 
 That holds up to rounding. The keys of the beginning come from a prefill, and came from decoding before, so after a seam
 log-probabilities may differ, by 1e-5 in float32, and a token may where two candidates are tied that nearly: rare in
-float32, not in bfloat16. Where a seam lies depends on time. So a run with rollout.tail is repeatable in its tokens
-(float32, such ties aside), and in its log-probabilities up to rounding alone.
+float32, not in bfloat16. Where a seam lies depends on time. So a run that carries responses on is repeatable in
+its tokens (float32, such ties aside), and in its log-probabilities up to rounding alone.
 
 Invariants: a response has one log-probability per token, spans that cover it without gap or overlap, and the experts of
 all its tokens or of none; what goes on from a beginning has that beginning.
@@ -50,7 +50,7 @@ def check(request: RolloutRequest, *, with_experts: bool = False) -> None:
     if with_experts and count and not begun.routed_experts:
         raise EngineError(
             f"request {request.request_id}: a beginning without routed experts, expected them with "
-            "rollout.engine.routed_experts. Leave out RolloutRequest.begun to generate the response anew."
+            "enable_return_routed_experts. Leave out RolloutRequest.begun to generate the response anew."
         )
     if count >= request.sampling.max_new_tokens:
         raise EngineError(

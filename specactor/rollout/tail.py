@@ -17,7 +17,7 @@ from typing import Protocol
 
 import numpy as np
 
-from specactor.config import TailConfig
+from specactor.config import Config
 from specactor.rollout.sglang.engine_client import Engine
 from specactor.rollout.speculation.costs import METHOD
 from specactor.rollout.speculation.counters import Counts
@@ -117,9 +117,10 @@ class WakeWhereItPays:
         return replace(self, costs=replace(self.costs, acceptance=acceptance))
 
 
-def tail_policy(config: TailConfig, *, max_window: int = TailCosts.max_window) -> WakeWhereItPays | None:
-    """What a run asked for; None: nothing is done. Args: max_window: draft tokens of a request and round."""
-    return WakeWhereItPays(costs=TailCosts(max_window=max_window)) if config.drafters else None
+def tail_policy(config: Config) -> WakeWhereItPays | None:
+    """What a run asked for; None: nothing is done."""
+    max_window = config.rollout.speculation.max_window
+    return WakeWhereItPays(costs=TailCosts(max_window=max_window)) if config.lends_devices else None
 
 
 class Lengths:

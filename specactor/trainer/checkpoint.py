@@ -148,12 +148,14 @@ def _checkpoints(root: Path) -> list[Path]:
 
 def _identity(trainer: PolicyTrainer) -> dict[str, Any]:
     """What must fit when a checkpoint is loaded."""
+    from specactor.trainer import optimizer  # Megatron, which who only looks for checkpoints does without
+
     hf = trainer.policy.bridge.hf_config
     return {
         "layout": asdict(trainer.layout),
         "virtual_pipeline": trainer.config.parallel.virtual_pipeline,
         "model": {name: getattr(hf, name, None) for name in _MODEL_FIELDS} | {"dtype": trainer.config.model.dtype},
-        "distributed_optimizer": trainer.config.train.distributed_optimizer,
+        "distributed_optimizer": optimizer.DISTRIBUTED,
     }
 
 
@@ -197,8 +199,8 @@ def _check_identity(saved: dict[str, Any], now: dict[str, Any], path: Path) -> N
         )
     if saved["distributed_optimizer"] != now["distributed_optimizer"]:
         raise CheckpointError(
-            f"{path}: was saved with train.distributed_optimizer = {saved['distributed_optimizer']}, expected "
-            f"{now['distributed_optimizer']}. Use --train.distributed-optimizer {saved['distributed_optimizer']}."
+            f"{path}: was saved with distributed_optimizer = {saved['distributed_optimizer']}, expected "
+            f"{now['distributed_optimizer']}. Use the version that wrote it."
         )
 
 

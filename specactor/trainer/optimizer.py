@@ -15,11 +15,16 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from specactor.config import TrainConfig
 from specactor.trainer.model import DTYPES, Policy
 
+DISTRIBUTED = True
+"""The optimizer's state is divided among the data-parallel ranks, which costs no time; a plain one is for tests."""
+ADAM_EPS = 1e-8
+"""Added to Adam's denominator: PyTorch's and Megatron's default."""
+
 
 def wrap(policy: Policy, train: TrainConfig) -> list[Any]:
     """The chunks in Megatron's DistributedDataParallel, with float32 gradient buffers."""
     config = DistributedDataParallelConfig(
-        use_distributed_optimizer=train.distributed_optimizer, grad_reduce_in_fp32=True, overlap_grad_reduce=False
+        use_distributed_optimizer=DISTRIBUTED, grad_reduce_in_fp32=True, overlap_grad_reduce=False
     )
     wrapped = [
         DistributedDataParallel(policy.config, config, chunk, disable_bucketing=index > 0)
@@ -44,11 +49,11 @@ def make(chunks: list[Any], policy: Policy, train: TrainConfig, dtype: str) -> A
             weight_decay=train.weight_decay,
             adam_beta1=train.adam_betas[0],
             adam_beta2=train.adam_betas[1],
-            adam_eps=train.adam_eps,
+            adam_eps=ADAM_EPS,
             clip_grad=train.grad_clip,
             bf16=dtype == "bfloat16",
             params_dtype=DTYPES[dtype],
-            use_distributed_optimizer=train.distributed_optimizer,
+            use_distributed_optimizer=DISTRIBUTED,
         ),
         chunks,
     )

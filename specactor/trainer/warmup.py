@@ -18,7 +18,7 @@ from pathlib import Path
 import msgspec
 from transformers import PreTrainedTokenizerBase
 
-from specactor.config import Config
+from specactor.config import Config, DraftTrainingConfig
 from specactor.config.speculation import WARM_UP
 from specactor.data.dataset import Dataset
 from specactor.data.tiny_model import make_tiny_model
@@ -26,6 +26,7 @@ from specactor.errors import ConfigError
 from specactor.parallel.collective import Collective
 from specactor.parallel.layout import Layout
 from specactor.progress import Progress
+from specactor.run_folder import WARM_UPS
 from specactor.trainer.drafter import init
 from specactor.trainer.drafter.buffer import example_from
 from specactor.trainer.drafter.command import learn
@@ -36,8 +37,10 @@ from specactor.types import Problem, TrainSequence
 
 Solver = Callable[[Problem, random.Random, int], str]
 
+BATCH_SIZE = 32
+"""Worked solutions per step."""
 DRAFT_BATCHES = 64
-"""Of `warmup.batch_size` worked solutions: what a draft model of the warm-up learns from."""
+"""Of `BATCH_SIZE` worked solutions: what a draft model of the warm-up learns from."""
 DRAFT_UPDATES = 250
 DRAFT_TOKENS = 2048
 """Per update. docs/results/quickstart_speed.md has what a draft model is worth that learned so."""
@@ -50,7 +53,7 @@ def initial_model(config: Config, collective: Collective) -> Path:
     if config.model.tiny is None:
         return Path(config.model.path)
     tiny = config.model.tiny
-    folder = Path(config.warmup.cache_dir) / f"model-{_hash(asdict(tiny), config.seed)}"
+    folder = Path(config.output_dir, WARM_UPS) / f"model-{_hash(asdict(tiny), config.seed)}"
 
     def make() -> None:
         if collective.rank == 0 and not folder.exists():
@@ -73,15 +76,15 @@ def warmed_up_model(
     if not config.warmup.solver:
         return start
     solver = find_solver(config.warmup.solver)
-    recipe = {**asdict(config.warmup), "cache_dir": ""}
+    recipe = {**asdict(config.warmup), "batch_size": BATCH_SIZE}
     source = Path(inspect.getfile(solver)).read_text()
     train = config.train
-    optimizer = (train.weight_decay, train.adam_betas, train.adam_eps, train.grad_clip, config.model.dtype)
+    optimizer = (train.weight_decay, train.adam_betas, train.grad_clip, config.model.dtype)
     key = _hash(
         *(recipe, _content(start), config.seed, problems.digest, config.rollout.max_new_tokens, source),
         *(optimizer, asdict(layout)),
     )
-    folder = Path(config.warmup.cache_dir) / f"warmup-{key}"
+    folder = Path(config.output_dir, WARM_UPS) / f"warmup-{key}"
     if not collective.any(not folder.exists()):
         return folder
     trainer = PolicyTrainer(config, layout, start)
@@ -109,8 +112,14 @@ def with_draft_model(
     rollout = config.rollout
     if rollout.speculation.mode == "off" or rollout.speculation.draft_model != WARM_UP:
         return config
-    learning = (DRAFT_UPDATES, DRAFT_BATCHES, DRAFT_TOKENS, asdict(config.distillation), rollout.temperature)
-    folder = Path(config.warmup.cache_dir) / f"draft-{_hash(_content(policy), config.seed, learning)}"
+    learning = (
+        DRAFT_UPDATES,
+        DRAFT_BATCHES,
+        DRAFT_TOKENS,
+        asdict(DraftTrainingConfig.of(config.distillation)),
+        rollout.temperature,
+    )
+    folder = Path(config.output_dir, WARM_UPS) / f"draft-{_hash(_content(policy), config.seed, learning)}"
 
     def make() -> None:
         if collective.rank == 0 and not folder.exists():
@@ -136,7 +145,7 @@ def _distil(
     ]
     examples = [example_from(s, None, version=0, temperature=config.rollout.temperature) for s in sequences]
     # The policy's probabilities would take a pass over all of them, which lasts longer than learning from the samples.
-    settings = replace(config.distillation, top_k=0, tokens_per_update=DRAFT_TOKENS)
+    settings = replace(DraftTrainingConfig.of(config.distillation), top_k=0, tokens_per_update=DRAFT_TOKENS)
     init.quiet()
     with tempfile.TemporaryDirectory() as place:
         start = Path(place) / "start"
@@ -168,10 +177,10 @@ def solved_batch(
     stage: int,
     step: int,
 ) -> list[TrainSequence]:
-    """`warmup.batch_size` problems with their worked solutions; the same for the same seed, stage and step."""
+    """`BATCH_SIZE` problems with their worked solutions; the same for the same seed, stage and step."""
     rng = random.Random(f"{config.seed}/{stage}/{step}")
     batch = []
-    for _ in range(config.warmup.batch_size):
+    for _ in range(BATCH_SIZE):
         problem = problems[rng.randrange(len(problems))]
         response = tokenizer.encode(solver(problem, rng, stage), add_special_tokens=False)
         batch.append(

@@ -28,6 +28,9 @@ from specactor.weights_sync.digest import copy_with_digest, digest
 from specactor.weights_sync.memory import SharedBuffer, allocate
 from specactor.weights_sync.messages import CHECK, COMMIT, LOAD, Bucket, CheckReply, Commit, Round
 
+TIMEOUT_S = 300.0
+"""Longest wait for an engine to take one bucket, which takes well under a second."""
+
 
 class WeightSource(Protocol):
     """Where the tensors come from, on every rank."""
@@ -251,7 +254,7 @@ class _Push:
         self._pending += [self._threads.submit(self._ask, engine, call, payload) for engine in self._engines]
 
     def _ask(self, engine: TargetEngine, call: str, payload: bytes) -> None:
-        for rank, reply in enumerate(engine.rank_call(call, payload, timeout_s=self._config.timeout_s)):
+        for rank, reply in enumerate(engine.rank_call(call, payload, timeout_s=TIMEOUT_S)):
             problem = msgspec.msgpack.decode(reply, type=CheckReply).problem
             if problem:
                 raise WeightSyncError(f"engine {engine.index}, rank {rank}: {problem}")

@@ -12,7 +12,7 @@ from benchmarks import drafter_kinds as module
 from benchmarks.drafter_kinds import COLUMNS, GROUP_SIZE, PLAIN, QUICK, RUNNING, Rollout, Row, Work, verdict
 from benchmarks.drafter_kinds_learning import Beginning, Job, Learned, learn, reach_s
 from benchmarks.trained_models import task_recipe
-from specactor.config import DistillationConfig, SourceConfig, TinyModelConfig
+from specactor.config import DraftTrainingConfig, SourceConfig, TinyModelConfig
 from specactor.data.tiny_model import make_tiny_model
 from specactor.rollout.speculation.counters import Counts
 from specactor.trainer.drafter import acceptance, init
@@ -74,7 +74,7 @@ def test_no_request_is_generated_twice() -> None:
 @pytest.fixture(scope="module")
 def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("models") / "target"
-    shape = TinyModelConfig(num_layers=2, hidden_size=32, num_heads=2, num_kv_heads=1, head_dim=16, num_experts=2)
+    shape = TinyModelConfig(num_layers=2, hidden_size=32, num_experts=2)
     make_tiny_model(shape, 0, folder)
     return folder
 
@@ -92,7 +92,7 @@ def test_a_draft_model_is_learned_and_kept(target: Path, tmp_path: Path, name: s
         max_new_tokens=8,
         seconds=(2.0, 4.0),
         window=4,
-        settings=DistillationConfig(tokens_per_update=64, tokens_per_microbatch=256, learning_rate=1e-2),
+        settings=DraftTrainingConfig(tokens_per_update=64, tokens_per_microbatch=256, learning_rate=1e-2),
     )
     assert msgspec.json.decode(msgspec.json.encode(job), type=Job) == job, "a job is told to another process"
     policy, chance = init.read_model(target), np.random.default_rng(0)

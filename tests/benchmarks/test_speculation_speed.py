@@ -168,13 +168,11 @@ print("RESULT", (a - b).abs().max().item(), a.std().item())
 
 @pytest.mark.deep
 def test_a_grown_model_has_the_same_law(tmp_path: Path) -> None:
-    make_tiny_model(
-        TinyModelConfig(num_layers=2, hidden_size=32, num_heads=2, num_kv_heads=1, head_dim=16), 0, tmp_path / "a"
-    )
+    make_tiny_model(TinyModelConfig(num_layers=2, hidden_size=64), 0, tmp_path / "a")
     grow(
         tmp_path / "a",
         tmp_path / "b",
-        Shape(num_layers=3, hidden_size=128, num_heads=4, num_kv_heads=2, expert_size=160),
+        Shape(num_layers=3, hidden_size=256, num_heads=4, num_kv_heads=2, expert_size=160),
     )
     done = subprocess.run(
         [sys.executable, "-c", LOGITS, str(tmp_path / "a"), str(tmp_path / "b")],

@@ -11,7 +11,7 @@ from specactor.config import TinyModelConfig
 from specactor.data.tiny_model import make_tiny_model
 from specactor.data.tokenizer import load_tokenizer, make_char_tokenizer
 
-SHAPE = TinyModelConfig(num_layers=1, hidden_size=32, num_heads=2, num_kv_heads=1, head_dim=16, expert_size=16)
+SHAPE = TinyModelConfig(num_layers=1, hidden_size=32, expert_size=16)
 
 
 @pytest.fixture(scope="session")

@@ -65,9 +65,9 @@ def test_a_task_without_a_single_answer(tokenizer: PreTrainedTokenizerBase) -> N
     assert [problem.metadata["entry"]["answer"] for problem in data] == [None, None]  # type: ignore[index]
 
 
-def test_spaces_can_be_left_out(tokenizer: PreTrainedTokenizerBase) -> None:
+def test_blanks_can_be_left_out(tokenizer: PreTrainedTokenizerBase) -> None:
     params = {"operators": "+", "max_digits": 2, "allow_parentheses": False, "allow_negation": False}
-    template = {"prompt_template": "{expression} =", "remove_spaces": True}
+    template = {"prompt_template": "{expression:compact}="}
     data = build(tokenizer, task="basic_arithmetic", params=params, size=2, seed=5, **template)
     assert [problem.prompt for problem in data] == ["94+45+88+94+83+67=", "7+4+0+0+2+10="]
 
@@ -214,7 +214,7 @@ def test_a_name_that_the_template_wants_and_a_row_lacks(tmp_path: Path, tokenize
     with pytest.raises(DataError) as caught:
         build(tokenizer, path=str(path), prompt_template="{hint} {prompt}")
     assert str(caught.value) == (
-        f"{path}, line 2: prompt_template: got {{hint}}, expected one of prompt. Correct data.*.prompt_template."
+        f"{path}, line 2: prompt_template: got {{hint}}, expected one of prompt. Correct data.prompt_template."
     )
 
 
@@ -254,37 +254,38 @@ def test_files_that_cannot_be_read(tmp_path: Path, tokenizer: PreTrainedTokenize
     [
         (
             {"task": "count_bitz"},
-            "data.*.task: got 'count_bitz', expected the name of a reasoning-gym task. Did you mean count_bits?",
+            "data.train, data.eval: got 'count_bitz', expected the name of a reasoning-gym task. Did you mean "
+            "count_bits?",
         ),
         (
             {"task": "count_bits", "params": {"maxn": 9}},
-            "data.*.params: got 'maxn', expected a parameter of count_bits (min_n, max_n, size, seed). "
+            "data.params: got 'maxn', expected a parameter of count_bits (min_n, max_n, size, seed). "
             "Did you mean max_n?",
         ),
         (
             {"task": "count_bits", "params": {"seed": 9}},
-            "data.*.params: got 'seed', expected a parameter of the task. Set data.*.seed instead.",
+            "data.params: got 'seed', expected a parameter of the task. Leave it out",
         ),
         (
             {"task": "count_bits", "params": {"max_n": -1}},
-            "data.*.params: got {'max_n': -1}, expected values that count_bits accepts. "
+            "data.params: got {'max_n': -1}, expected values that count_bits accepts. "
             "reasoning-gym says: min_n must be between 1 and max_n.",
         ),
         (
             {"task": "count_bits", "params": {"max_n": "many"}},
-            "data.*.params: got {'max_n': 'many'}, expected values that count_bits accepts.",
+            "data.params: got {'max_n': 'many'}, expected values that count_bits accepts.",
         ),
         (
             {"task": "count_bits", "prompt_template": "{prompt"},
-            "data.*.prompt_template: got '{prompt', expected a text with {prompt}",
+            "data.prompt_template: got '{prompt', expected a text with {prompt}",
         ),
         (
             {"task": "count_bits", "prompt_template": "Go."},
-            "data.*.prompt_template: got 'Go.', expected a text with {prompt}",
+            "data.prompt_template: got 'Go.', expected a text with {prompt}",
         ),
         (
             {"task": "count_bits", "prompt_template": "{prompt.__class__}"},
-            "data.*.prompt_template: got '{prompt.__class__}', expected a text with {prompt}",
+            "data.prompt_template: got '{prompt.__class__}', expected a text with {prompt}",
         ),
     ],
 )

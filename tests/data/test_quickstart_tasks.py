@@ -24,8 +24,7 @@ ADD = SourceConfig(
     params={"operators": "+", "max_digits": 2, "allow_parentheses": False, "allow_negation": False},
     size=400,
     seed=77,
-    prompt_template="{expression}=",
-    remove_spaces=True,
+    prompt_template="{expression:compact}=",
 )
 HARD_PROMPT = {"count_bits": lambda p: int(p[:-1]) > 3999, "basic_arithmetic": lambda p: p.count("+") > 2}
 

@@ -75,10 +75,9 @@ def test_an_existing_folder_is_not_touched(tmp_path: Path) -> None:
     assert list((tmp_path / "mine").iterdir()) == []
 
 
-def test_heads_of_odd_size_are_refused_at_once() -> None:
-    """Rotary embeddings turn pairs of channels."""
-    with pytest.raises(ConfigError, match=r"^model\.tiny\.head_dim: got 7, expected an even number\."):
-        replace(SHAPE, head_dim=7)
+def test_heads_that_do_not_divide_the_residual_stream_are_refused_at_once() -> None:
+    with pytest.raises(ConfigError, match=r"^model\.tiny\.hidden_size: got 70, expected 32, or a multiple of 64\."):
+        replace(SHAPE, hidden_size=70)
 
 
 def test_a_model_that_takes_too_long_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

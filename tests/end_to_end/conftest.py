@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 TRAIN = ROOT / "launch" / "train_moe.py"
 SHORT = (
     *("--train.steps", "2", "--warmup.steps", "40", "10", "--eval.problems", "64", "--checkpoint.every", "1"),
-    *("--rollout.prompts-per-step", "8", "--data.train.size", "2000", "--data.eval.size", "200"),
+    *("--rollout.prompts-per-step", "8", "--data.params", "min_n=1", "max_n=9999", "size=2000"),
 )
 """The quickstart, cut short: it need not learn."""
 
@@ -44,7 +44,7 @@ class Launcher:
         command = [
             *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)),
             *(str(script), recipe, "--name", name, "--output-dir", str(self.base / "runs")),
-            *("--warmup.cache-dir", str(self.base / "cache"), *SHORT, *options),
+            *(*SHORT, *options),
         ]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "WANDB_MODE": "offline"}
         done = subprocess.run(

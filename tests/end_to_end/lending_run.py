@@ -16,7 +16,7 @@ import train_moe
 def main() -> int:
     train_moe.set_environment()
     from specactor import run
-    from specactor.config import TailConfig
+    from specactor.config import Config
     from specactor.rollout import pool
     from specactor.rollout.tail import BorrowedDevices, EngineLoad, TailCosts, WakeWhereItPays
     from specactor.types import RolloutRequest
@@ -24,7 +24,8 @@ def main() -> int:
     def to_the_first(requests: Sequence[RolloutRequest], num_engines: int) -> list[list[RolloutRequest]]:
         return [list(requests), *([] for _ in range(num_engines - 1))]
 
-    def at_once(config: TailConfig, *, max_window: int) -> WakeWhereItPays:
+    def at_once(config: Config) -> WakeWhereItPays:
+        max_window = config.rollout.speculation.max_window
         costs = TailCosts(max_window=max_window, acceptance=0.9, draft_step=0.0, per_request=0.0, notice_rounds=0.0)
         return WakeWhereItPays(costs=costs)
 

@@ -1,7 +1,7 @@
 """Every recipe takes two steps of the main job, one after the other, in one process that shares one engine.
 
-Usage: python -m tests.end_to_end.recipes_run FOLDER. What makes a recipe large is cut: model, data, layout, batch. Its
-algorithm, its updates per step and its schedule stay.
+Usage: python -m tests.end_to_end.recipes_run FOLDER. What makes a recipe large is cut: model, draft model, data, layout
+and batch. Its algorithm, its updates per step and its schedule stay.
 """
 
 from __future__ import annotations
@@ -20,11 +20,12 @@ from specactor.config import (
     CheckpointConfig,
     Config,
     DataConfig,
+    DistillationConfig,
     EngineConfig,
     EvalConfig,
     ModelConfig,
     ParallelConfig,
-    SourceConfig,
+    SpeculationConfig,
     TinyModelConfig,
     TrackingConfig,
     WarmupConfig,
@@ -46,30 +47,32 @@ def cut(config: Config, folder: Path) -> Config:
     """The recipe at the size of a test."""
     verifier = "examples.custom_reward:score" if config.name == "custom_reward" else f"{MODULE}:digits"
     numbers = random.Random(0).sample(range(10, 100), 60)
-    sources = [SourceConfig(path=str(folder / f"{config.name}-{part}.jsonl")) for part in ("train", "eval")]
-    for source, part in zip(sources, (numbers[4:], numbers[:4]), strict=True):
+    files = [folder / f"{config.name}-{part}.jsonl" for part in ("train", "eval")]
+    for file, part in zip(files, (numbers[4:], numbers[:4]), strict=True):
         rows = [{"prompt": f"{n}=", "answer": str(n)[::-1], "verifier": verifier} for n in part]
-        Path(source.path).write_text("".join(json.dumps(row) + "\n" for row in rows))
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return replace(
         config,
         output_dir=str(folder / "runs"),
         model=ModelConfig(tiny=TinyModelConfig(num_layers=2), dtype="float32"),
-        data=DataConfig(train=sources[0], eval=sources[1]),
+        data=DataConfig(train=str(files[0]), eval=str(files[1])),
         parallel=ParallelConfig(),
-        warmup=WarmupConfig(cache_dir=str(folder / "cache")),
+        warmup=WarmupConfig(),
         rollout=replace(
             config.rollout,
             prompts_per_step=4,
             group_size=4,
             max_new_tokens=NEW_TOKENS,
             engine=EngineConfig(max_running_requests=16, max_total_tokens=2048),
+            speculation=SpeculationConfig(),
         ),
+        distillation=DistillationConfig(),
         algorithm=replace(config.algorithm, overlong_buffer=min(config.algorithm.overlong_buffer, 8)),
         train=replace(config.train, steps=2, learning_rate=1e-3, warmup_steps=0, max_logprob_gap=1e-4),
         weights_sync=WeightsSyncConfig(),
         checkpoint=CheckpointConfig(export=False),
         eval=EvalConfig(problems=4),
-        tracking=TrackingConfig(wandb="off", progress=False),
+        tracking=TrackingConfig(wandb="off"),
     )
 
 

@@ -22,7 +22,7 @@ def test_drafters_of_another_host_change_neither_tokens_nor_rewards_nor_losses(
     finished: Launched, launcher: Launcher, draft_model: str
 ) -> None:
     """The second host has no engine. The other run does not speculate, on one host."""
-    job = ("--parallel.drafters-serve", "job", "--parallel.drafter-network", "127.0.0.0/8")
+    job = ("--parallel.drafter-network", "127.0.0.0/8")
     learning = ("--distillation.refresh", "every_step", "--distillation.max-updates", "2")
     learning += ("--distillation.max-time-share", "inf")  # one update may take long on a busy machine
     run = launch(launcher, "two_hosts", draft_model, *job, *learning)
@@ -40,9 +40,6 @@ def test_drafters_of_another_host_change_neither_tokens_nor_rewards_nor_losses(
 
 
 def test_two_hosts_that_cannot_reach_each_other(launcher: Launcher, draft_model: str) -> None:
-    refused = launch(launcher, "apart", draft_model, "--parallel.drafters-serve", "job")
+    refused = launch(launcher, "apart", draft_model)
     assert refused.code != 0
     assert "parallel.drafter_network: got '', expected a network that drafters' hosts are in" in refused.output
-    refused = launch(launcher, "alone", draft_model)
-    assert refused.code != 0
-    assert "parallel.drafter_hosts: got (1,), expected also [0], whose engines have no other drafters" in refused.output

@@ -49,7 +49,7 @@ def config() -> Config:
         draft_model="d",
         cost_table="costs.json",
     )
-    rollout = replace(base.rollout, speculation=speculation, tail=replace(base.rollout.tail, drafters=False))
+    rollout = replace(base.rollout, speculation=speculation)
     distillation = replace(base.distillation, refresh="off")
     parallel = replace(base.parallel, engines=2, drafters=1)
     return replace(base, rollout=rollout, parallel=parallel, distillation=distillation)
@@ -72,9 +72,9 @@ def test_no_process_is_started_that_no_plan_has(config: Config) -> None:
 
 
 def test_a_network_of_drafters_goes_with_them(config: Config) -> None:
-    parallel = replace(config.parallel, drafters_serve="job", drafter_network="10.1.0.0/16")
+    parallel = replace(config.parallel, drafter_hosts=(0, 1), drafter_network="10.1.0.0/16")
     found, _ = planned(replace(config, parallel=parallel), table(row_s=1e-7, draft_s=1e-6, token_s=1.0), machines=2)
-    assert (found.parallel.drafters, found.parallel.drafter_network) == (0, "")
+    assert (found.parallel.drafters, found.parallel.drafter_hosts, found.parallel.drafter_network) == (0, (), "")
 
 
 def test_where_drafts_never_pay_nobody_drafts(config: Config) -> None:
@@ -82,9 +82,9 @@ def test_where_drafts_never_pay_nobody_drafts(config: Config) -> None:
     found, text = planned(config, dear, machines=1)
     assert (found.rollout.speculation.mode, found.parallel.drafters) == ("off", 0)
     assert "plan: off" in text
-    rollout = replace(config.rollout, tail=replace(config.rollout.tail, drafters=True))
-    lending = replace(config, rollout=rollout, parallel=replace(config.parallel, drafters=0))
-    assert not planned(lending, dear, machines=1)[0].rollout.tail.drafters
+    lending = replace(config, parallel=replace(config.parallel, drafters=0))
+    assert lending.lends_devices
+    assert not planned(lending, dear, machines=1)[0].lends_devices
 
 
 def test_where_only_the_last_request_gains_drafting_stays_on(config: Config) -> None:

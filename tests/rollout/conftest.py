@@ -63,7 +63,7 @@ def make_spec(
             "model_dir": model_dir,
             "dtype": "float32",
             "devices": (0,),
-            "config": EngineConfig(max_running_requests=32, max_total_tokens=4096, start_timeout_s=300),
+            "config": EngineConfig(max_running_requests=32, max_total_tokens=4096),
             "context_length": CONTEXT,
             "log_file": str(logs / f"engine-{index}.log"),
         }

@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from specactor.config import Config, EngineConfig, ParallelConfig, SpeculationConfig, TailConfig
+from specactor.config import Config, EngineConfig, ParallelConfig, SpeculationConfig
 from specactor.errors import ConfigError
 from specactor.parallel.failure import Member, View
 from specactor.parallel.layout import ModelShape, place_engine
@@ -29,7 +29,7 @@ from specactor.rollout.drafter_start import (
 HOST = Host(ranks=2, engines=2, devices=(0, 1, 2, 3), has_gpus=False)
 
 
-def config(folder: Path, *, drafters: int = 3, devices: tuple[int, ...] = (), **fields: object) -> Config:
+def config(folder: Path, *, drafters: int = 3, **fields: object) -> Config:
     (folder / "config.json").write_text(
         '{"num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 9, "max_position_embeddings": 50}'
     )
@@ -37,30 +37,17 @@ def config(folder: Path, *, drafters: int = 3, devices: tuple[int, ...] = (), **
     speculation = SpeculationConfig(mode="decoupled", draft_model=str(folder), **fields)  # type: ignore[arg-type]
     return replace(
         base,
-        parallel=ParallelConfig(drafters=drafters, drafter_devices=devices),
+        parallel=ParallelConfig(drafters=drafters),
         rollout=replace(base.rollout, speculation=speculation, engine=EngineConfig(max_running_requests=10)),
     )
 
 
 @pytest.mark.parametrize(
-    ("devices", "ranks", "placed"),
-    [((), 2, [2, 3, 0]), ((), 4, [0, 1, 2]), ((), 7, [3, 0, 1]), ((3, 3, 1), 2, [3, 3, 1])],
+    ("ranks", "placed"),
+    [(2, [2, 3, 0]), (4, [0, 1, 2]), (7, [3, 0, 1])],
 )
-def test_devices_are_those_asked_for_or_those_after_the_ranks(
-    devices: tuple[int, ...], ranks: int, placed: list[int]
-) -> None:
-    assert place(3, devices, replace(HOST, ranks=ranks)) == placed
-
-
-@pytest.mark.parametrize(("has_gpus", "kind"), [(False, "cores"), (True, "GPUs")])
-def test_devices_that_the_host_does_not_have_are_refused(tmp_path: Path, has_gpus: bool, kind: str) -> None:
-    made = config(tmp_path, drafters=2, devices=(1, 99))
-    message = (
-        rf"^parallel.drafter_devices: got 99, expected {kind} of every host that gets drafters: here \(0, 1, 2, 3\). "
-        "Choose among them"
-    )
-    with pytest.raises(ConfigError, match=message):
-        make_specs(made, replace(HOST, has_gpus=has_gpus), max_position=30, log_dir=tmp_path)
+def test_devices_are_those_after_the_ranks(ranks: int, placed: list[int]) -> None:
+    assert place(3, replace(HOST, ranks=ranks)) == placed
 
 
 def test_the_kv_cache_has_room_for_all_engines_of_the_host(tmp_path: Path) -> None:
@@ -68,8 +55,6 @@ def test_the_kv_cache_has_room_for_all_engines_of_the_host(tmp_path: Path) -> No
     assert (spec.context_length, spec.max_requests, spec.kv_tokens) == (50, 20, 1000)
     (spec,) = make_specs(config(tmp_path, drafters=1), HOST, max_position=30, log_dir=tmp_path)
     assert (spec.context_length, spec.kv_tokens) == (30, 600)
-    asked = config(tmp_path, drafters=1, drafter_kv_tokens=77)
-    assert make_specs(asked, HOST, max_position=30, log_dir=tmp_path)[0].kv_tokens == 77
     on_gpus = replace(HOST, has_gpus=True)
     (spec,) = make_specs(config(tmp_path, drafters=1), on_gpus, max_position=30, log_dir=tmp_path)
     assert spec.kv_tokens is None
@@ -78,8 +63,7 @@ def test_the_kv_cache_has_room_for_all_engines_of_the_host(tmp_path: Path) -> No
 
 def test_drafters_that_sleep_on_devices_of_engines(tmp_path: Path) -> None:
     base = config(tmp_path)
-    parallel, rollout = ParallelConfig(engines=2), replace(base.rollout, tail=TailConfig(drafters=True))
-    lent = replace(base, parallel=parallel, rollout=rollout)
+    lent = replace(base, parallel=ParallelConfig(engines=2))
     host = replace(HOST, own_engines=((2, 0), (3, 1)))
     specs = make_specs(lent, host, max_position=30, log_dir=tmp_path)
     assert [(spec.index, spec.engine, spec.device, spec.kv_tokens) for spec in specs] == [
@@ -96,8 +80,11 @@ def test_drafters_that_sleep_on_devices_of_engines(tmp_path: Path) -> None:
     for nothing in (all_shared, alone):
         assert make_specs(lent, nothing, max_position=30, log_dir=tmp_path) == []
     assert all(spec.engine is None for spec in make_specs(base, host, max_position=30, log_dir=tmp_path))
-    with pytest.raises(ConfigError, match=r"^rollout.speculation.drafter_kv_tokens: got None, expected a number"):
-        make_specs(lent, replace(host, has_gpus=True), max_position=30, log_dir=tmp_path)
+    on_gpus = replace(host, has_gpus=True)
+    with pytest.raises(ConfigError, match=r"^rollout.engine.max_total_tokens: got None, expected a number of tokens"):
+        make_specs(lent, on_gpus, max_position=30, log_dir=tmp_path)
+    bounded = replace(lent, rollout=replace(lent.rollout, engine=EngineConfig(max_total_tokens=770)))
+    assert [spec.kv_tokens for spec in make_specs(bounded, on_gpus, max_position=30, log_dir=tmp_path)] == [770, 770]
 
 
 def test_engines_reach_the_drafters_of_their_host_alone(tmp_path: Path) -> None:
@@ -118,9 +105,7 @@ def test_engines_reach_the_drafters_of_their_host_alone(tmp_path: Path) -> None:
     assert secret.encode() not in msgspec.json.encode([told, there])
     assert secret not in repr(own)
     assert access(made, [nobody, told], host=View("elsewhere"), engine=0) == DrafterAccess(engine="engine-0")
-    lending = replace(
-        made, parallel=ParallelConfig(engines=2), rollout=replace(made.rollout, tail=TailConfig(drafters=True))
-    )
+    lending = replace(made, parallel=ParallelConfig(engines=2))
     none = access(lending, [nobody], host=View("here"), engine=0)
     assert none == DrafterAccess(engine="engine-0", may_be_none=True), "the engine starts all the same"
     assert msgspec.json.decode(msgspec.json.encode(told), type=Offer) == told
@@ -129,8 +114,7 @@ def test_engines_reach_the_drafters_of_their_host_alone(tmp_path: Path) -> None:
 def test_two_launchers_on_a_machine_that_see_other_devices(tmp_path: Path) -> None:
     """Each drives its own engines, with the drafters on their devices; ranks 0-3 and 4-7, an engine on every second."""
     base = config(tmp_path)
-    parallel, tail = ParallelConfig(engines=4, engine_tensor=2), TailConfig(drafters=True)
-    lent = replace(base, parallel=parallel, rollout=replace(base.rollout, tail=tail))
+    lent = replace(base, parallel=ParallelConfig(engines=4, engine_tensor=2))
     members = [
         Member(machine="m", pid=i, visible="0,1,2,3" if i < 4 else "4,5,6,7", local_rank=i % 4) for i in range(8)
     ]
@@ -165,34 +149,21 @@ RANKS = [A, A, B, B, C, C]
 
 
 @pytest.mark.parametrize(
-    ("serve", "hosts", "chosen"),
-    [
-        ("host", (), [A, B]),
-        ("host", (1, 0), [B, A]),
-        ("host", (0, 1, 2), [A, B]),
-        ("job", (), [A, B, C]),
-        ("job", (2,), [C]),
-        ("job", (1, 2), [B, C]),
-    ],
+    ("hosts", "chosen"),
+    [((), [A, B]), ((1, 0), [B, A]), ((0, 1, 2), [A, B, C]), ((2,), [C]), ((1, 2), [B, C])],
 )
-def test_hosts_that_get_drafters(tmp_path: Path, serve: str, hosts: tuple[int, ...], chosen: list[View]) -> None:
-    assert drafting_hosts(spread(tmp_path, drafters_serve=serve, drafter_hosts=hosts), RANKS) == chosen
+def test_hosts_that_get_drafters(tmp_path: Path, hosts: tuple[int, ...], chosen: list[View]) -> None:
+    assert drafting_hosts(spread(tmp_path, drafter_hosts=hosts), RANKS) == chosen
 
 
-def test_hosts_that_cannot_be_chosen(tmp_path: Path) -> None:
+def test_a_host_that_is_not_there(tmp_path: Path) -> None:
     message = r"^parallel.drafter_hosts: got 3, expected 0..2: the job has 3 hosts. Give numbers in the order of ranks"
     with pytest.raises(ConfigError, match=message):
-        drafting_hosts(spread(tmp_path, drafters_serve="job", drafter_hosts=(0, 3)), RANKS)
-    message = (
-        r"^parallel.drafter_hosts: got \(1, 2\), expected also \[0\], whose engines have no other drafters with "
-        r"parallel.drafters_serve host. Name them, or use --parallel.drafters-serve job."
-    )
-    with pytest.raises(ConfigError, match=message):
-        drafting_hosts(spread(tmp_path, drafter_hosts=(1, 2)), RANKS)
+        drafting_hosts(spread(tmp_path, drafter_hosts=(0, 3)), RANKS)
 
 
 def test_engines_reach_the_drafters_of_all_hosts_with_the_keys_of_each(tmp_path: Path) -> None:
-    made = spread(tmp_path, drafters_serve="job", drafter_hosts=(1, 2))
+    made = spread(tmp_path, drafter_hosts=(1, 2))
     specs, offers = [], []
     for rank, view in enumerate(RANKS):
         drafting = drafting_hosts(made, RANKS)

@@ -24,7 +24,7 @@ from tests.rollout.test_drafter_specs import spread
 T = TypeVar("T")
 MEMBERS = [Member(machine="abc"[i // 2], pid=i, visible=str(i % 2), local_rank=i % 2) for i in range(6)]
 """Two launchers' ranks per host, of which each sees a device of its own."""
-JOB = {"drafters_serve": "job", "drafter_network": "127.0.0.0/8"}
+JOB = {"drafter_hosts": (0, 1, 2), "drafter_network": "127.0.0.0/8"}
 SETTINGS: dict[str, dict[str, Any]] = {
     "host": {},
     "job": JOB,
@@ -111,7 +111,7 @@ def check(folder: Path, monkeypatch: pytest.MonkeyPatch, **parallel: Any) -> Non
     for rank, each in zip(owners, told, strict=True):
         reached = {address.endpoint: address.keys for address in each.drafters}
         near = {endpoint for endpoint, (host, _) in there.items() if host == hosts[rank]}
-        assert set(reached) == (set(there) if p.drafters_serve == "job" else near)
+        assert set(reached) == (set(there) if p.drafter_hosts else near)
         for endpoint, keys in reached.items():
             spec = there[endpoint][1]
             assert endpoint.startswith("tcp://") or endpoint in near, "another host cannot reach it"

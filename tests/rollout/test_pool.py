@@ -29,10 +29,9 @@ BATCH = [request(i, new=30 + 13 * i % 60) for i in range(64)]
 
 @pytest.fixture(scope="module")
 def pool(make_spec: Callable[..., EngineSpec]) -> Iterator[EnginePool]:
-    config = EngineConfig(
-        max_running_requests=8, max_total_tokens=4096, start_timeout_s=300, request_timeout_s=20, max_restarts=4
-    )
-    with EnginePool([make_spec(2, config=config)]) as pool:
+    config = EngineConfig(max_running_requests=8, max_total_tokens=4096, max_restarts=4)
+    with pytest.MonkeyPatch.context() as patch, EnginePool([make_spec(2, config=config)]) as pool:
+        patch.setattr(EngineConfig, "request_timeout_s", 20.0)
         pool.wait_ready()
         yield pool
 

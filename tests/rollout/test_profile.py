@@ -34,7 +34,7 @@ from tests.rollout.sglang.test_model_drafter import make_dense
 CONFIG = RolloutConfig(
     prompts_per_step=3,
     group_size=4,
-    engine=EngineConfig(max_running_requests=10, max_total_tokens=4096, start_timeout_s=300),
+    engine=EngineConfig(max_running_requests=10, max_total_tokens=4096),
     speculation=SpeculationConfig(drafters=("suffix", "second"), max_window=4),
 )
 SIZES = Sizes.of(CONFIG, vocab=50, context=158)

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specactor.config import TailConfig
+from specactor import recipes
 from specactor.rollout import tail
 from specactor.rollout.sglang.engine_client import Engine
 from specactor.rollout.speculation.counters import Counts
@@ -122,8 +122,18 @@ def test_what_is_left_follows_from_longer_responses() -> None:
 
 
 def test_the_policy_of_a_configuration() -> None:
-    assert tail_policy(TailConfig()) is None
-    assert tail_policy(TailConfig(drafters=True), max_window=3) == WakeWhereItPays(costs=TailCosts(max_window=3))
+    words = [
+        "--rollout.speculation.draft-model",
+        "x",
+        "--rollout.speculation.max-window",
+        "3",
+        "--parallel.engines",
+        "2",
+    ]
+    lending = recipes.load(["quickstart", *words, "--rollout.speculation.mode", "decoupled"])
+    assert tail_policy(lending) == WakeWhereItPays(costs=TailCosts(max_window=3))
+    own = replace(lending, parallel=replace(lending.parallel, drafters=1))
+    assert tail_policy(own) is tail_policy(recipes.load(["quickstart"])) is None
 
 
 @dataclass

@@ -123,7 +123,7 @@ def one_rank(reference: Path, two_ranks: dict[str, Any], tmp_path_factory: pytes
         "single": entry | {"more": True, "export": str(folder / "exported")},
         "recompute full": entry | {"train": {"recompute": "full"}},
         "recompute selective": entry | {"train": {"recompute": "selective"}},
-        "plain optimizer": entry | {"train": {"distributed_optimizer": False}},
+        "plain optimizer": entry | {"plain_optimizer": True},
         "one micro-batch": entry | {"train": {"tokens_per_microbatch": 4096}},
         "dense": entry | {"model": str(reference / "dense"), "cases": FEW_CASES},
         "tied": entry | {"model": str(reference / "tied"), "cases": FEW_CASES},
@@ -131,7 +131,7 @@ def one_rank(reference: Path, two_ranks: dict[str, Any], tmp_path_factory: pytes
         "TP2 -> 1": {"check": "load", "model": moe, "path": tp2},
         "errors": {"check": "errors", "model": moe, "paths": damaged(Path(tp2), folder / "damaged") | {"EP2": ep2}},
         "foreign": {"check": "load", "model": str(reference / "dense"), "path": tp2},
-        "other optimizer": {"check": "load", "model": moe, "path": tp2, "train": {"distributed_optimizer": False}},
+        "other optimizer": {"check": "load", "model": moe, "path": tp2, "plain_optimizer": True},
         "keep": {"check": "keep", "model": moe, "root": str(folder / "kept")},
     }
     return launch(1, spec, folder)

@@ -30,9 +30,11 @@ from specactor.trainer.objective import PolicyObjective  # noqa: E402
 from specactor.trainer.policy import PolicyTrainer  # noqa: E402
 
 SEQUENCES = cases.sequences()
+optimizer.ADAM_EPS = cases.ADAM_EPS
 
 
 def make(entry: dict[str, Any]) -> PolicyTrainer:
+    optimizer.DISTRIBUTED = not entry.get("plain_optimizer")
     config = cases.config(entry["model"], entry.get("parallel", {}), entry.get("train"))
     p = config.parallel
     layout = Layout(

@@ -13,7 +13,6 @@ from specactor.config import (
     ModelConfig,
     ParallelConfig,
     RolloutConfig,
-    SourceConfig,
     TrainConfig,
 )
 from specactor.types import TrainSequence
@@ -22,6 +21,8 @@ VOCAB = 96
 LEARNING_RATE = 2e-3
 TEMPERATURE = 0.8
 NUM_SEQUENCES = 12
+ADAM_EPS = 1e-4
+"""A rounding error of a tiny gradient must not decide a step of full size."""
 
 
 def sequences(seed: int = 0) -> list[TrainSequence]:
@@ -73,14 +74,13 @@ def config(model_dir: str, parallel: dict[str, Any], train: dict[str, Any] | Non
     return Config(
         name="test",
         model=ModelConfig(path=model_dir, dtype="float32"),
-        data=DataConfig(train=SourceConfig(task="count_bits"), eval=SourceConfig(task="count_bits", seed=10**7)),
+        data=DataConfig(train="count_bits"),
         parallel=ParallelConfig(timeout_s=120, **parallel),
         rollout=RolloutConfig(temperature=TEMPERATURE, max_new_tokens=32, prompts_per_step=3, group_size=4),
         train=TrainConfig(
             **{
                 "learning_rate": LEARNING_RATE,
                 "tokens_per_microbatch": 128,
-                "adam_eps": 1e-4,  # a rounding error of a tiny gradient must not decide a step of full size
                 "grad_clip": 0.5,
             }
             | (train or {})

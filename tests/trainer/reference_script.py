@@ -100,7 +100,7 @@ def sequence_loss(case: cases.Case, s: TrainSequence, new: torch.Tensor, old: to
 def learn(folder: Path, case: cases.Case) -> dict[str, float]:
     model = load(folder)
     optimizer = torch.optim.AdamW(
-        model.parameters(), lr=max(case.rate, 1e-12), betas=(0.9, 0.95), eps=1e-4, weight_decay=0.0
+        model.parameters(), lr=max(case.rate, 1e-12), betas=(0.9, 0.95), eps=cases.ADAM_EPS, weight_decay=0.0
     )
     every = cases.sequences()
     groups = sorted({s.group_id for s in every})

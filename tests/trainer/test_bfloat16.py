@@ -12,7 +12,7 @@ from specactor.config import TinyModelConfig
 from specactor.data.tiny_model import make_tiny_model
 from tests.trainer.conftest import LIMIT_S, ROOT, environment
 
-SHAPE = TinyModelConfig(num_layers=2, hidden_size=64, head_dim=16, num_experts=4, expert_size=64)
+SHAPE = TinyModelConfig(num_layers=2, hidden_size=128, num_experts=4, expert_size=64)
 
 
 def test_a_wrapped_model_is_trained_saved_and_handed_over(tmp_path: Path) -> None:

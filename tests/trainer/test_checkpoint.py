@@ -79,7 +79,7 @@ def test_a_foreign_model_is_an_error_that_names_the_difference(one_rank: dict[st
 
 
 def test_another_kind_of_optimizer_is_an_error(one_rank: dict[str, Any]) -> None:
-    assert "train.distributed_optimizer = True, expected False" in one_rank["other optimizer"]["error"]
+    assert "saved with distributed_optimizer = True, expected False" in one_rank["other optimizer"]["error"]
 
 
 def test_only_the_newest_are_kept_and_unfinished_ones_removed(one_rank: dict[str, Any]) -> None:

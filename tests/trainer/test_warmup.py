@@ -23,7 +23,7 @@ def test_a_draft_model_is_made_once_and_knows_the_worked_solutions(tmp_path: Pat
     found = json.loads(done.stdout.splitlines()[-1])
     first, second = found["folders"]
     assert first == second
-    assert Path(first).parent == tmp_path / "cache"
+    assert Path(first).parent == tmp_path / ".warm-up"
     assert found["else_as_asked"]
     assert found["told"] == 1, "the second time it is read"
     learned, fresh = found["entropy"]

@@ -32,12 +32,12 @@ class Alone:
 
 def main(root: Path, *wanted: str) -> None:
     warmup.DRAFT_LIMIT_S, warmup.DRAFT_UPDATES, warmup.DRAFT_BATCHES = 600.0, 60, 8  # however busy the machine is
-    config = load(["quickstart", *wanted, "--warmup.cache-dir", str(root / "cache")])
+    config = load(["quickstart", *wanted, "--output-dir", str(root)])
     assert config.model.tiny is not None
     policy, start = root / "policy", root / "start"
     make_tiny_model(replace(config.model.tiny, num_layers=1), 0, policy)
     tokenizer = load_tokenizer(policy)
-    problems = build_dataset(replace(config.data.train, size=200), tokenizer, max_prompt_tokens=100)
+    problems = build_dataset(replace(config.data.train_source, size=200), tokenizer, max_prompt_tokens=100)
     alone, told = cast(Collective, Alone()), root / "told"
     with told.open("w") as file:
         progress = Progress(1, enabled=False, console=Console(file=file))

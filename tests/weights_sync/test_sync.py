@@ -38,7 +38,7 @@ VICTIM = "model.layers.1.mlp.experts.3.down_proj.weight"
 @pytest.fixture(scope="session")
 def results(warm_starter: WarmStarter, tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, Any]]:
     folder = tmp_path_factory.mktemp("sync")
-    shape = TinyModelConfig(num_layers=2, hidden_size=64, head_dim=16, num_experts=4, expert_size=64)
+    shape = TinyModelConfig(num_layers=2, hidden_size=128, num_experts=4, expert_size=64)
     make_tiny_model(shape, 0, folder / "model")
     return {world: run(world, folder) for world in LAYOUTS}
 

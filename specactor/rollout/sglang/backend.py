@@ -55,8 +55,6 @@ def server_args(spec: EngineSpec, *, gpu: bool, memory_release: bool) -> dict[st
         "log_level": "warning",
         "enable_memory_saver": memory_release,
     }
-    if config.routed_experts:
-        arguments["enable_return_routed_experts"] = True
     reserve = 0
     if spec.speculation.mode != "off":
         rows = spec.speculation.max_window + 1

@@ -124,7 +124,7 @@ class Engine:
 
         `on_progress` sees after every `report_tokens` tokens of a request what it has, without its experts.
 
-        Raises EngineDied when the engine dies or shows no progress for `rollout.engine.request_timeout_s`, and
+        Raises EngineDied when the engine dies or shows no progress for `EngineConfig.request_timeout_s`, and
         EngineError, the engine being unharmed, when a request cannot be served or `timeout_s` for all is over.
         """
         if not requests:
@@ -268,10 +268,7 @@ class Engine:
                 self.abort()
                 raise EngineError(f"engine {self.index}: generation was not over in time and was aborted")
             if time.monotonic() - max(began, self._process.moved_s) >= patience:
-                raise self._given_up(
-                    f"made no progress for {patience:g} s and was ended. Raise rollout.engine.request_timeout_s "
-                    "if it was only slow."
-                )
+                raise self._given_up(f"made no progress for {patience:g} s and was ended.")
 
     def _do(self, message: Abort | Command) -> None:
         """Until it says that it is done."""

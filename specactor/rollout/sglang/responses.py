@@ -48,7 +48,7 @@ def finished(request: RolloutRequest, message: Finished, spec: EngineSpec, versi
         raise EngineError(
             f"request {request.request_id}: a response of {len(message.token_ids)} tokens that ended with "
             f"{message.finish_reason!r} without routed experts, expected those of every token with "
-            "rollout.engine.routed_experts. Engine and SGLang disagree: check its version with specactor doctor."
+            "enable_return_routed_experts. Engine and SGLang disagree: check its version with specactor doctor."
         )
     return resume.whole(
         request,

@@ -13,6 +13,9 @@ from dataclasses import dataclass, field
 
 from specactor.trace import Recorder
 
+HISTORY_TOKENS = 1_000_000
+"""Text of earlier responses that a drafter over text keeps, at 140 to 490 bytes per token (see `suffix`)."""
+
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class DraftSequence:

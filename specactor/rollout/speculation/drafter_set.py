@@ -8,7 +8,7 @@ since. Others are told of the requests that they are asked for alone.
 
 Invariants: when a drafter is asked for a request, it knows all of its text up to where it is to draft from; one over
 text also knows the text of all requests with its prompt that was not forgotten. A drafter hears of a request in order
-(open, commit, close) and of each token once. Text that waits is at most `history_tokens`, and the oldest goes first. A
+(open, commit, close) and of each token once. Text that waits is at most `HISTORY_TOKENS`, and the oldest goes first. A
 drafter that raises loses its drafts, and is not asked again after `FAILURES` times; a draft is at most as long as it
 may be, and ends before what is no token. Whatever is wrong with a drafter is counted, and told with a reason.
 """
@@ -23,7 +23,7 @@ from typing import Literal
 
 from specactor.config import SpeculationConfig
 from specactor.rollout.speculation.counters import Figures
-from specactor.rollout.speculation.drafter import Drafter, DraftSequence
+from specactor.rollout.speculation.drafter import HISTORY_TOKENS, Drafter, DraftSequence
 from specactor.rollout.speculation.estimates import Estimates
 from specactor.rollout.speculation.verification import Decision, Drafts, common, existing
 from specactor.rollout.speculation.windows import OFF
@@ -67,9 +67,17 @@ class DrafterSet:
         drafters: Sequence[Drafter],
         config: SpeculationConfig,
         estimates: Estimates,
+        *,
+        history_tokens: int = HISTORY_TOKENS,
     ) -> None:
-        """`estimates`: what is known of each, and where what goes wrong with one is counted."""
+        """Take the drafters.
+
+        Args:
+            estimates: what is known of each, and where what goes wrong with one is counted.
+            history_tokens: text that may wait.
+        """
         self.config = config
+        self.history_tokens = history_tokens
         self.vocab_size: int | None = None
         """Tokens from this one on do not exist; None: all do."""
         self.drafters = {drafter.name: drafter for drafter in drafters}
@@ -181,7 +189,7 @@ class DrafterSet:
         """The request has ended; drafters over text hear of it when its prompt is asked for."""
         self._ended.setdefault(request.sequence.prompt_ids, []).append(request)
         self._waiting_tokens += request.untold
-        while self._waiting_tokens > self.config.history_tokens:
+        while self._waiting_tokens > self.history_tokens:
             _, dropped = self._ended.popitem(last=False)
             for old in dropped:
                 self._waiting_tokens -= old.untold

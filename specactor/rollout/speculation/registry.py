@@ -30,7 +30,7 @@ def _make(name: str, config: SpeculationConfig, connect: Callable[[], Drafter] |
         case "suffix":
             from specactor.rollout.speculation.suffix import SuffixDrafter
 
-            return SuffixDrafter(max_tokens=config.history_tokens)
+            return SuffixDrafter()
         case "model":
             from specactor.rollout.sglang.model_drafter import ModelDrafter
 

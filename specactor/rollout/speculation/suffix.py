@@ -26,7 +26,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from specactor.errors import ConfigError
-from specactor.rollout.speculation.drafter import Drafter, DraftSequence
+from specactor.rollout.speculation.drafter import HISTORY_TOKENS, Drafter, DraftSequence
 from specactor.rollout.speculation.suffix_automaton import ROOT, SuffixAutomaton
 
 TOKENS_PER_MATCH = 2
@@ -155,7 +155,7 @@ class SuffixDrafter(Drafter):
 
     name = "suffix"
 
-    def __init__(self, *, max_tokens: int = 1_000_000) -> None:
+    def __init__(self, *, max_tokens: int = HISTORY_TOKENS) -> None:
         if max_tokens < 0:
             raise ConfigError.at("SuffixDrafter.max_tokens", max_tokens, ">= 0", "Use 0 to keep only what is running.")
         self._corpus_tokens = min(CORPUS_TOKENS, max_tokens // 4)

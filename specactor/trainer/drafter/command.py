@@ -25,7 +25,7 @@ from rich.console import Console
 # A private name of tyro, whose version is pinned: its public interface can only print a box.
 from tyro import _errors as tyro_errors
 
-from specactor.config import DistillationConfig
+from specactor.config import DraftTrainingConfig
 from specactor.config.rules import check_values
 from specactor.errors import ConfigError, DataError
 from specactor.trainer.drafter import acceptance, init
@@ -36,8 +36,8 @@ from specactor.trainer.drafter.train import DrafterTrainer, RefreshStats
 PROG = "specactor drafter"
 HELD_OUT = 8
 """With one set of rollouts for both, `train` leaves out every so many-th response, and `eval` takes just these."""
-OF_RUNS = ("refresh", "max_time_share", "max_updates", "keep_rollouts", "zero_stage", "offload")
-"""Settings of `DistillationConfig` that say nothing about learning offline."""
+OF_RUNS = ("refresh", "max_time_share", "max_updates", "keep_rollouts", "zero")
+"""Settings of `DraftTrainingConfig` that say nothing about learning offline."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,7 +71,7 @@ class TrainOptions:
     threads: int = 0
     """Of the CPU; 0: all that this process may use."""
     seed: int = 0
-    distillation: DistillationConfig = field(default_factory=DistillationConfig)
+    distillation: DraftTrainingConfig = field(default_factory=DraftTrainingConfig)
     """How it learns, as in a run; what concerns runs alone must be left at its default."""
 
 
@@ -127,7 +127,7 @@ def _check_train(options: TrainOptions) -> None:
         got = (options.minutes, options.updates)
         raise ConfigError.at("minutes, updates", got, "minutes > 0 and updates >= 0", f"See {PROG} train --help")
     check_values(options.distillation, "distillation")
-    usual = DistillationConfig()
+    usual = DraftTrainingConfig()
     for name in OF_RUNS:
         if getattr(options.distillation, name) != getattr(usual, name):
             raise ConfigError.at(
@@ -214,7 +214,7 @@ def learn(
     target: Any,
     model: Any,
     examples: Sequence[TrainingExample],
-    settings: DistillationConfig,
+    settings: DraftTrainingConfig,
     *,
     seed: int,
     limit_s: float,

@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 from safetensors import SafetensorError
 
-from specactor.config import Config
+from specactor.config import Config, DraftTrainingConfig
 from specactor.errors import CheckpointError, PeerFailedError, SpecActorError
 from specactor.parallel.collective import Collective
 from specactor.trainer.drafter import init
@@ -36,7 +36,7 @@ from specactor.trainer.drafter.train import Clock, DrafterTrainer, RefreshStats
 from specactor.types import TrainSequence
 from specactor.weights_sync.draft_sender import DraftSender, num_bytes, push_to_engine
 from specactor.weights_sync.messages import DraftWeights
-from specactor.weights_sync.sender import TargetEngine
+from specactor.weights_sync.sender import TIMEOUT_S, TargetEngine
 
 FOLDER = "drafter"
 """In a checkpoint."""
@@ -94,10 +94,9 @@ class Distillation:
             processes: this rank's drafter processes.
             note: says something to people.
         """
-        self.config, self.recorder = config.distillation, recorder
+        self.config, self.recorder = DraftTrainingConfig.of(config.distillation), recorder
         self._collective = collective
         self._temperature = config.rollout.temperature
-        self._timeout_s = config.weights_sync.timeout_s
         self._folder = Path(config.rollout.speculation.draft_model)
         self._engines, self._processes = engines, processes
         self._note, self._clock = note, clock
@@ -242,8 +241,8 @@ class Distillation:
         buffer.add(examples)
         if buffer.too_long and not before:
             self._note(
-                "draft model: responses to prompts of distillation.tokens_per_microbatch "
-                f"({self.config.tokens_per_microbatch}) or more are not learned from. Raise it."
+                f"draft model: responses to prompts of {self.config.tokens_per_microbatch} tokens or more are not "
+                "learned from."
             )
         return num_cut
 
@@ -271,7 +270,7 @@ class Distillation:
         return sound
 
     def _hand(self, engine: TargetEngine, weights: DraftWeights) -> str:
-        problem = push_to_engine(engine, weights, timeout_s=self._timeout_s)
+        problem = push_to_engine(engine, weights, timeout_s=TIMEOUT_S)
         if not problem:
             self._held[engine] = weights.draft_version
         return problem

@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from specactor.config import DistillationConfig
+from specactor.config import DraftTrainingConfig
 from specactor.errors import CheckpointError, SpecActorError
 from specactor.trainer.drafter import losses
 from specactor.trainer.drafter.buffer import DraftBuffer
@@ -115,7 +115,7 @@ class DrafterTrainer:
     """A draft model with its optimizer and buffer, the same on every rank of `group` (None: one rank)."""
 
     def __init__(
-        self, config: DistillationConfig, model: nn.Module, *, seed: int, group: dist.ProcessGroup | None = None
+        self, config: DraftTrainingConfig, model: nn.Module, *, seed: int, group: dist.ProcessGroup | None = None
     ) -> None:
         """Take a causal model of transformers, in float32 for training, on its device. Collective."""
         self.config, self.model = config, model
@@ -320,8 +320,8 @@ class DrafterTrainer:
         stage, own = about["zero_stage"], self.config.zero_stage
         if stage != own:
             raise CheckpointError(
-                f"{folder}: got an optimizer of distillation.zero_stage {stage}, expected {own}. Resume with "
-                f"--distillation.zero-stage {stage}, or with --distillation.refresh off."
+                f"{folder}: got an optimizer of ZeRO stage {stage}, expected {own}. Resume with "
+                f"--distillation.zero {stage or 'off'}, or with --distillation.refresh off."
             )
         if own and about["ranks"] != self._ranks:
             raise CheckpointError(

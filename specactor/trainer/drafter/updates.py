@@ -179,7 +179,7 @@ class ZeroUpdater:
         deepspeed = _deepspeed(device)
         self._stage = config.zero_stage
         if not dist.is_initialized():
-            raise ConfigError.at("distillation.zero_stage", config.zero_stage, "0 in a single process", "Use torchrun.")
+            raise ConfigError.at("distillation.zero", config.zero, "off in a single process", "Use torchrun.")
         self._engine, *_ = deepspeed.initialize(
             model=model,
             model_parameters=[p for p in model.parameters() if p.requires_grad],
@@ -280,9 +280,9 @@ def make_updater(
         return PlainUpdater(model, config, group)
     if importlib.util.find_spec("deepspeed") is None:
         raise ConfigError.at(
-            "distillation.zero_stage",
-            config.zero_stage,
-            "0 without DeepSpeed",
-            'Install it with pip install "specactor[deepspeed]", or use zero_stage 0.',
+            "distillation.zero",
+            config.zero,
+            "off without DeepSpeed",
+            'Install it with pip install "specactor[deepspeed]", or use off.',
         )
     return ZeroUpdater(model, config, device)

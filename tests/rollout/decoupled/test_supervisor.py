@@ -251,7 +251,7 @@ def test_failing_to_start(make_drafter_spec: Callable[..., DrafterSpec], continu
 def test_starting_for_too_long(make_drafter_spec: Callable[..., DrafterSpec]) -> None:
     drafter = DrafterProcess(make_drafter_spec("endless", start_timeout_s=1.5))
     footprint = Footprint.of(drafter.pid)
-    with pytest.raises(EngineError, match=r"drafter 0 did not start within 1.5 s. Raise"):
+    with pytest.raises(EngineError, match=r"drafter 0 did not start within 1.5 s. The end"):
         drafter.wait_ready()
     footprint.assert_gone(within_s=0.1)
 

@@ -80,7 +80,7 @@ def setting(tmp_path_factory: pytest.TempPathFactory, make_spec: Callable[..., E
             model_dir=folder,
             tensor_parallel=len(devices),
             devices=devices,
-            config=EngineConfig(max_running_requests=32, max_total_tokens=6144, start_timeout_s=300),
+            config=EngineConfig(max_running_requests=32, max_total_tokens=6144),
             speculation=start,
             drafters=DrafterAccess(drafters=(address(spec.endpoint),), engine=f"engine-{60 + index}"),
         )

@@ -65,14 +65,13 @@ def setting(
         config=EngineConfig(
             max_running_requests=16,
             max_total_tokens=POOL,
-            start_timeout_s=300,
-            request_timeout_s=60,
             extra_args={"schedule_conservativeness": 0.2},
         ),
         speculation=loaded("far"),
     )
     with pytest.MonkeyPatch.context() as patch, ExitStack() as stack:
         patch.setattr(drafter_pool, "PAUSE_S", 0.05)
+        patch.setattr(EngineConfig, "request_timeout_s", 60.0)
         drafters = stack.enter_context(DrafterPool([recital_spec(folder, keys=DRAFTER_KEYS)]))
         engines = stack.enter_context(EnginePool([spec]))
         engines.wait_ready()

@@ -62,9 +62,11 @@ def started(make_spec: Callable[..., EngineSpec], folder: Path) -> Iterator[Engi
         config=EngineConfig(
             max_running_requests=16,
             max_total_tokens=POOL,
-            start_timeout_s=300,
-            routed_experts=True,
-            extra_args={"chunked_prefill_size": CHUNK, "schedule_conservativeness": 0.2},  # takes too many requests in
+            extra_args={
+                "enable_return_routed_experts": True,
+                "chunked_prefill_size": CHUNK,
+                "schedule_conservativeness": 0.2,  # takes too many requests in
+            },
         ),
         speculation=OFF,
     )

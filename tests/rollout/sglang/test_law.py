@@ -77,7 +77,7 @@ def reference(model_dir: str) -> Iterator[Reference]:
 def speculating(make_spec: Callable[..., EngineSpec]) -> Iterator[Engine]:
     spec = make_spec(
         40,
-        config=EngineConfig(max_running_requests=RUNNING, max_total_tokens=16_384, start_timeout_s=300),
+        config=EngineConfig(max_running_requests=RUNNING, max_total_tokens=16_384),
         speculation=speculation(),
     )
     with running(spec) as engine:

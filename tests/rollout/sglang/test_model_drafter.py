@@ -64,7 +64,7 @@ def fields_of(ranks: int, draft_dir: str) -> dict[str, object]:
     return {
         "tensor_parallel": ranks,
         "devices": tuple(range(ranks)),
-        "config": EngineConfig(max_running_requests=32, max_total_tokens=6144, start_timeout_s=300),
+        "config": EngineConfig(max_running_requests=32, max_total_tokens=6144),
         "speculation": speculation(draft_dir, 3),
     }
 

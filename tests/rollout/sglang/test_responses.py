@@ -114,7 +114,7 @@ def finished(reason: str, experts: bytes) -> Finished:
     )
 
 
-WITH_EXPERTS = replace(SPEC, config=EngineConfig(routed_experts=True))
+WITH_EXPERTS = replace(SPEC, config=EngineConfig(extra_args={"enable_return_routed_experts": True}))
 
 
 def test_what_was_aborted_while_it_waited_has_nothing() -> None:

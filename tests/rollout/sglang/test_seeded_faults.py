@@ -99,7 +99,7 @@ def engine(make_spec: Callable[..., EngineSpec]) -> Iterator[Engine]:
     """Speculates; what `right` drafts of `batch()` is rehearsed."""
     spec = make_spec(
         21,
-        config=EngineConfig(max_running_requests=32, max_total_tokens=6144, start_timeout_s=300),
+        config=EngineConfig(max_running_requests=32, max_total_tokens=6144),
         speculation=version("right"),
     )
     with running(spec) as engine:

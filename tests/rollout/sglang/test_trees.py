@@ -86,7 +86,7 @@ def engine(
         **({"model_dir": dense} if dense else {}),
         tensor_parallel=ranks,
         devices=tuple(range(ranks)),
-        config=EngineConfig(max_running_requests=32, max_total_tokens=6144, start_timeout_s=240),
+        config=EngineConfig(max_running_requests=32, max_total_tokens=6144),
         speculation=trees(RIGHT, draft_model=dense),
     )
     with running(spec, **{WITNESS: str(witness)}) as started:

@@ -50,7 +50,7 @@ def speculating(request: pytest.FixtureRequest, make_spec: Callable[..., EngineS
         10 + ranks,
         tensor_parallel=ranks,
         devices=tuple(range(ranks)),
-        config=EngineConfig(max_running_requests=32, max_total_tokens=6144, start_timeout_s=300),
+        config=EngineConfig(max_running_requests=32, max_total_tokens=6144),
         speculation=replace(OFF, mode="coupled", drafters=(f"{HERE}:Constant",)),
     )
     with running(spec) as engine:

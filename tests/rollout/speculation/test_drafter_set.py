@@ -47,10 +47,10 @@ class Scene:
     def __init__(self, *, max_tokens: int = 10_000) -> None:
         self.text, self.other = Notes(), Notes("other", drafts_first=False)
         self.ahead = Notes("ahead", drafts_ahead=True)
-        config = SpeculationConfig(mode="auto", history_tokens=max_tokens, max_window=3)
+        config = SpeculationConfig(mode="auto", max_window=3)
         drafters = [self.text, self.other, self.ahead]
         self.estimates = Estimates({drafter.name: drafter for drafter in drafters}, max_window=3)
-        self.drafter_set = DrafterSet(drafters, config, self.estimates)
+        self.drafter_set = DrafterSet(drafters, config, self.estimates, history_tokens=max_tokens)
         self.running: list[DraftSequence] = []
         self.ended: list[DraftSequence] = []
         self.number = 0

@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from specactor.config import DistillationConfig
+from specactor.config import DraftTrainingConfig
 from specactor.trainer.drafter import init
 from specactor.trainer.drafter.buffer import TopK, TrainingExample
 
 VOCAB = 48
-CONFIG = DistillationConfig(
+CONFIG = DraftTrainingConfig(
     tokens_per_update=120,
     tokens_per_microbatch=48,
     learning_rate=3e-3,
@@ -22,7 +22,7 @@ CONFIG = DistillationConfig(
 )
 
 
-def config(**changes: Any) -> DistillationConfig:
+def config(**changes: Any) -> DraftTrainingConfig:
     return replace(CONFIG, **changes)
 
 

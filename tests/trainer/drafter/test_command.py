@@ -95,7 +95,7 @@ def test_init_train_eval(targets: dict[str, Path], tmp_path: Path) -> None:
         ([*TRAIN, "--distillation.learning-rate", "0"], "distillation.learning_rate: got 0.0, expected > 0"),
         ([*EVAL, "--threads", "-1"], "threads: got -1, expected >= 0"),
         ([*TRAIN, "--minutes", "0"], "minutes > 0"),
-        ([*TRAIN, "--distillation.zero-stage", "1"], "zero_stage: got 1, expected 0 in specactor drafter train"),
+        ([*TRAIN, "--distillation.zero", "1"], "zero: got '1', expected off in specactor drafter train"),
         (
             [*TRAIN, "--distillation.refresh", "every_step"],
             "refresh: got 'every_step', expected off in specactor",

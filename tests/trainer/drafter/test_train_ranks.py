@@ -56,7 +56,7 @@ def expected_weights() -> dict[str, Tensor]:
 
 def assert_divisions_are_told_apart(results: list[dict[str, Any]], stage: int) -> None:
     """Of a trainer of two ranks: of another stage, of three ranks; the plain one is of no number of ranks."""
-    expected = [f"zero_stage {stage + 1}, expected {stage}. Resume with --distillation.zero-stage {stage + 1}"]
+    expected = [f"ZeRO stage {stage + 1}, expected {stage}. Resume with --distillation.zero {stage + 1}"]
     expected += ["divided over 3 ranks, expected 2. Resume with 3 ranks"] if stage else []
     for result in results:
         assert len(result["refused"]) == len(expected)
@@ -89,5 +89,5 @@ def test_zero_trains_as_one_rank(tmp_path: Path, stage: int, offload: bool) -> N
 
 def test_zero_without_deepspeed_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "deepspeed", None)  # Python then finds none
-    with pytest.raises(ConfigError, match=r"distillation.zero_stage: got 2, expected 0 without DeepSpeed"):
-        trainer(zero_stage=2)
+    with pytest.raises(ConfigError, match=r"distillation.zero: got '2', expected off without DeepSpeed"):
+        trainer(zero="2")

@@ -13,7 +13,6 @@ import sys
 import tempfile
 from datetime import timedelta
 from pathlib import Path
-from typing import Literal, cast
 
 import torch
 import torch.distributed as dist
@@ -38,7 +37,7 @@ class Clock:
 
 
 def made(zero_stage: int, world: int, *, offload: bool) -> DrafterTrainer:
-    settings = cases.config(zero_stage=cast(Literal[0, 1, 2, 3], zero_stage), offload=offload)
+    settings = cases.config(zero=f"{zero_stage or 'off'}{'_offload' if offload else ''}")
     group = dist.group.WORLD if world > 1 else None
     trainer = DrafterTrainer(settings, cases.model(), seed=0, group=group)
     trainer.buffer.add(cases.examples())
