@@ -29,7 +29,14 @@ from specactor.errors import EngineError
 from specactor.rollout.sglang import draft_runner, partial_response
 from specactor.rollout.sglang.model_drafter import ModelDrafter
 from specactor.rollout.sglang.penalties import has_penalties
-from specactor.rollout.sglang.verify_batch import Branches, Rows, install_plain_rounds, last_tokens, spread
+from specactor.rollout.sglang.verify_batch import (
+    Branches,
+    Rows,
+    install_plain_rounds,
+    install_row_buffers,
+    last_tokens,
+    spread,
+)
 from specactor.rollout.speculation.drafter import DraftSequence
 from specactor.rollout.speculation.probing import SOON
 from specactor.rollout.speculation.speculator import Speculator
@@ -435,4 +442,5 @@ def register(make_speculator: Callable[[], Speculator | None]) -> None:
         return isinstance(worker, Worker) and worker.decodes_plainly()
 
     install_plain_rounds(decodes_plainly)
+    install_row_buffers()
     SpeculativeAlgorithm.register(NAME, supports_overlap=True, spec_class=Algorithm)(lambda _: StartedWorker)

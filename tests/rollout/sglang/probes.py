@@ -139,6 +139,23 @@ def abort_at(context: Any, length: int) -> None:
 
 
 @call
+def triton_rows(context: Any, _: object) -> list[int]:
+    """[rows that may run through Triton's attention, as SGLang makes it for this engine; requests that may run]."""
+    from sglang.srt.model_executor.model_runner_components import attention_backend_setup as setup
+
+    runner = context._scheduler.tp_worker.model_runner
+    before, chosen = dict(vars(runner)), setup.attention_backends
+    setup.attention_backends = lambda: ("triton", "triton")
+    try:
+        runner.init_attention_backends()
+        rows = len(runner.attn_backend.kv_indptr) - 1
+    finally:
+        setup.attention_backends = chosen
+        vars(runner).update(before)
+    return [rows, runner.req_to_token_pool.size]
+
+
+@call
 def min_p_filters_alike(context: Any, _: object) -> bool:
     """Whether ours and SGLang's min-p, which works without seeds only, leave the same probabilities of random rows."""
     rows, vocab = 400, 50

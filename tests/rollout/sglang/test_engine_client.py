@@ -310,9 +310,9 @@ def test_memory_is_released_when_requests_have_ended_and_not_before(engine: Engi
 
 
 def test_memory_is_not_released_under_running_requests(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[str] = []
+    asked: list[object] = []
     monkeypatch.setattr(engine, "rank_call", lambda name, payload, timeout_s: [b""])  # never idle
-    monkeypatch.setattr(engine, "_command", asked.append)
+    monkeypatch.setattr(engine, "_do", asked.append)
     with pytest.raises(EngineError, match="requests are still running"):
         engine.release_memory()
     assert asked == []

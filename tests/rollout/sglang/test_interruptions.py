@@ -108,6 +108,12 @@ def test_min_p_leaves_what_sglang_leaves(speculating: Engine) -> None:
     assert probe(speculating, "min_p_filters_alike")
 
 
+def test_attention_on_gpus_has_room_for_all_rows_of_a_round(speculating: Engine) -> None:
+    """Of Triton's attention, which is made here as for a GPU: no kernel of it runs."""
+    rows, requests = probe(speculating, "triton_rows")
+    assert rows == requests * (speculating.spec.speculation.max_window + 1)
+
+
 def test_requests_with_penalties_are_not_drafted_for(speculating: Engine) -> None:
     requests = [request(i, new=20, frequency_penalty=1.0) for i in range(8)]
     run(speculating, OFF, requests)
