@@ -21,6 +21,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 GRACE_S = 5.0
@@ -122,13 +123,13 @@ def _end_descendants() -> None:
 def descendants(pid: int) -> list[int]:
     """Children of all generations, zombies included."""
     found = []
-    for task in Path(f"/proc/{pid}/task").glob("*/children"):
-        try:
-            children = task.read_text().split()
-        except (FileNotFoundError, ProcessLookupError):
-            continue
-        for child in map(int, children):
-            found += [child, *descendants(child)]
+    # What ends meanwhile has no children: they become those of the subreaper.
+    with suppress(FileNotFoundError, ProcessLookupError):
+        tasks = os.listdir(f"/proc/{pid}/task")
+        for task in tasks:
+            with suppress(FileNotFoundError, ProcessLookupError):
+                for child in map(int, Path(f"/proc/{pid}/task/{task}/children").read_text().split()):
+                    found += [child, *descendants(child)]
     return found
 
 

@@ -114,3 +114,14 @@ def test_sweep_leaves_living_guards_alone(tree: Tree) -> None:
     process_guard.sweep()
     assert (tree.temporary / "rubbish").exists()
     assert tree.shared.exists()
+
+
+def test_descendants_may_end_while_they_are_listed() -> None:
+    endless = subprocess.Popen(["sh", "-c", "while :; do (true; (true)); done"])
+    try:
+        seen = [set(process_guard.descendants(os.getpid())) for _ in range(2000)]
+    finally:
+        endless.kill()
+        endless.wait()
+    assert len(set.union(*seen)) > 2  # some ended on the way
+    assert all(endless.pid in pids for pids in seen)
