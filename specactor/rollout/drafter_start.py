@@ -120,7 +120,17 @@ def make_specs(
 
 
 def place(drafters: int, host: Host) -> list[int]:
-    """The device of each drafter: those after the ranks', from the first one again at the end."""
+    """The device of each drafter: those after the ranks'; cores, which can be shared, from the first one again at the
+    end. Raises ConfigError where there are too few GPUs: a drafter takes most of its GPU's memory and never gives it
+    back, so a rank and an engine beside it would have none."""
+    free = len(host.devices) - host.ranks
+    if host.has_gpus and drafters > free:
+        raise ConfigError.at(
+            "parallel.drafters",
+            drafters,
+            f"<= {max(0, free)}: this host has {len(host.devices)} GPUs and {host.ranks} ranks, one GPU each",
+            "Start fewer ranks, or 0 for drafters that sleep on the engines' GPUs until one has nothing to do.",
+        )
     return [host.devices[(host.ranks + i) % len(host.devices)] for i in range(drafters)]
 
 

@@ -50,6 +50,15 @@ def test_devices_are_those_after_the_ranks(ranks: int, placed: list[int]) -> Non
     assert place(3, replace(HOST, ranks=ranks)) == placed
 
 
+def test_a_gpu_of_a_rank_is_no_drafters(tmp_path: Path) -> None:
+    on_gpus = replace(HOST, has_gpus=True)
+    assert place(2, on_gpus) == [2, 3]
+    with pytest.raises(ConfigError, match=r"^parallel.drafters: got 3, expected <= 2: this host has 4 GPUs and 2 r"):
+        place(3, on_gpus)
+    with pytest.raises(ConfigError, match=r"^parallel.drafters: got 1, expected <= 0: "):
+        make_specs(config(tmp_path, drafters=1), replace(on_gpus, ranks=8), max_position=30, log_dir=tmp_path)
+
+
 def test_the_kv_cache_has_room_for_all_engines_of_the_host(tmp_path: Path) -> None:
     (spec,) = make_specs(config(tmp_path, drafters=1), HOST, max_position=200, log_dir=tmp_path)
     assert (spec.context_length, spec.max_requests, spec.kv_tokens) == (50, 20, 1000)

@@ -120,7 +120,13 @@ def rounds(rank: Any, payload: bytes) -> bytes:
     """Answer `ROUNDS`."""
     speculator = _worker(rank).speculator
     costs = speculator.costs if speculator is not None else OnlineCosts()
-    return msgspec.json.encode(Rounds(plain=costs.plain, verifies=costs.verifies, drafts=costs.drafts))
+    return msgspec.json.encode(
+        Rounds(
+            plain=[*costs.plain],
+            verifies=[*costs.verifies],
+            drafts={name: [*points] for name, points in costs.drafts.items()},
+        )
+    )
 
 
 def _worker(rank: Any) -> Any:

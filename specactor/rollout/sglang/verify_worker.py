@@ -354,17 +354,18 @@ class Worker(BaseSpecWorker):  # type: ignore[misc]
                 for req in reqs
             ]
             decision = self.speculator.decide(sequences, limits, max_branches=self._branches.room())
+            lists = [_to_list(tree) for tree in decision.trees]
             if decision.together:
                 who = [list(self.speculator.drafters).index(decision.drafter)]
-                lists = [[window] for window in decision.windows]
-            else:
-                lists = [_to_list(tree) for tree in decision.trees]
+                # A tree's list is of even length, so one number is a window.
+                lists = [[w] if w else tree for w, tree in zip(decision.to_draft, lists, strict=True)]
             rest = [self.speculator.plain_rounds_ahead]
         who, [self._plain_left], *lists = self._agreed([who, rest, *lists])
         if who:
             drafter = list(self.speculator.drafters)[who[0]]
-            made = self.speculator.draft(drafter, sequences, [window for [window] in lists])
-            lists = self._agreed([_to_list(chain(draft)) for draft in made])
+            windows = [values[0] if len(values) == 1 else 0 for values in lists]
+            drafted = self._agreed([_to_list(chain(d)) for d in self.speculator.draft(drafter, sequences, windows)])
+            lists = [new if w else tree for w, new, tree in zip(windows, drafted, lists, strict=True)]
         return [_to_tree(values) for values in lists]
 
     @staticmethod

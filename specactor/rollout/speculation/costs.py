@@ -1,7 +1,7 @@
 """Seconds of a round: measured tables, interpolated, fitted and corrected online. PURE: numbers in and out.
 
 A round of B requests costs `draft_s + verify_s`, without speculation `plain_s`. The three are tables, not lines:
-float32 kernels jump between 1 and 2 tokens, and a MoE touches more experts as tokens grow.
+kernels jump between 1 and 2 tokens, and a MoE touches more experts as tokens grow.
 
 Invariants: a `Grid` gives back what was measured at its own points; between them it is bilinear; beyond the last
 point it goes on with the last slope and never decreases; below the first it is constant; it is never negative. A table
@@ -232,7 +232,7 @@ class CostTable:
     def from_json(cls, text: str | bytes) -> CostTable:
         """Raises PlanError for another version, and for what is no table."""
         try:
-            version = msgspec.json.decode(text, type=_Header).version
+            version = msgspec.json.decode(text, type=dict[str, object]).get("version")
             if version != VERSION:
                 raise PlanError(f"cost table: got version {version}, expected {VERSION}. {REMEASURE}")
             return msgspec.json.decode(text, type=cls)
@@ -309,9 +309,12 @@ class OnlineCosts:
     def __init__(self, table: CostTable | None = None) -> None:
         self._given = table
         self.correction = Correction()
-        self._verifies: deque[Point] = deque(maxlen=MAX_POINTS)
-        self._plain: deque[Point] = deque(maxlen=MAX_POINTS)
-        self._drafts: dict[str, deque[Point]] = {}
+        self.plain: deque[Point] = deque(maxlen=MAX_POINTS)
+        """Of the rounds that are remembered, those on the engine's plain path."""
+        self.verifies: deque[Point] = deque(maxlen=MAX_POINTS)
+        """The others."""
+        self.drafts: dict[str, deque[Point]] = {}
+        """Drafting, by drafter."""
         self._rounds = 0
         self._sizes: set[int] = set()
         """Numbers of requests that were seen, one of each magnitude."""
@@ -321,21 +324,6 @@ class OnlineCosts:
     @property
     def table(self) -> CostTable | None:
         return self._table
-
-    @property
-    def plain(self) -> list[Point]:
-        """Of the rounds that are remembered, those on the engine's plain path."""
-        return list(self._plain)
-
-    @property
-    def verifies(self) -> list[Point]:
-        """The others."""
-        return list(self._verifies)
-
-    @property
-    def drafts(self) -> dict[str, list[Point]]:
-        """The same, per drafter."""
-        return {name: list(points) for name, points in self._drafts.items()}
 
     def wanted(self, max_window: int) -> int:
         """A window to try while there is no table."""
@@ -362,27 +350,38 @@ class OnlineCosts:
         tokens for one that is not in the table yet."""
         if drafter in self._known().drafters:
             return lambda depth: self._draft_s(drafter, requests, depth)
-        latest = list(islice(reversed(self._drafts.get(drafter, ())), UNFITTED))
+        latest = list(islice(reversed(self.drafts.get(drafter, ())), UNFITTED))
         token_s = median(seconds / total for _, total, seconds in latest) if latest else 0.0
         return lambda depth: token_s * requests * depth
 
     def observe(
-        self, drafter: str, *, requests: int, rows: int, depth: int, verify_s: float, draft_s: float, predicted_s: float
+        self,
+        kind: str,
+        *,
+        requests: int,
+        rows: int,
+        depth: int,
+        verify_s: float,
+        draft_s: float,
+        predicted_s: float,
+        drafted: tuple[str, int] | None = None,
     ) -> None:
-        """A round that could have drafts has ended. `rows` of all requests; `depth`, the largest window; `predicted_s`:
-        uncorrected, or 0."""
-        self._verifies.append((requests, rows, verify_s))
+        """A round that could have drafts has ended. Args: kind: its drafter or its option; rows: of all requests;
+        depth: the largest window; predicted_s: uncorrected, or 0; drafted: (by whom, for how many requests), if not
+        by `kind` for all."""
+        self.verifies.append((requests, rows, verify_s))
         if depth and draft_s > 0:
-            self._drafts.setdefault(drafter, deque(maxlen=MAX_POINTS)).append((requests, requests * depth, draft_s))
+            name, served = drafted or (kind, requests)
+            self.drafts.setdefault(name, deque(maxlen=MAX_POINTS)).append((served, served * depth, draft_s))
         if predicted_s > 0:
-            self.correction.observe(drafter, predicted_s=predicted_s, measured_s=verify_s + draft_s)
+            self.correction.observe(kind, predicted_s=predicted_s, measured_s=verify_s + draft_s)
         self._seen(requests)
 
     def observe_plain(self, requests: int, *, round_s: float, predicted_s: float, after_another: bool = False) -> None:
         """A plain round has ended. `predicted_s`: uncorrected, or 0; `after_another`: after a round that could have
         drafts, some of whose work it did; then it counts if there is no other."""
-        if not after_another or not self._plain:
-            self._plain.append((requests, requests, round_s))
+        if not after_another or not self.plain:
+            self.plain.append((requests, requests, round_s))
             if predicted_s > 0:
                 self.correction.observe(OFF, predicted_s=predicted_s, measured_s=round_s)
         self._seen(requests)
@@ -396,16 +395,16 @@ class OnlineCosts:
             self._fit()
 
     def _fit(self) -> None:
-        if all(rows == requests for requests, rows, _ in self._verifies):
+        if all(rows == requests for requests, rows, _ in self.verifies):
             self._next_fit = self._rounds + FIRST_FIT  # nothing says what a row costs
             return
         self._next_fit = self._rounds + min(self._rounds * (GROWTH - 1), MAX_INTERVAL)
         try:
             self._use(
                 CostTable.fit(
-                    self._verifies,
-                    plain=self._plain,
-                    drafters={name: points for name, points in self._drafts.items() if _varied(points)},
+                    self.verifies,
+                    plain=self.plain,
+                    drafters={name: points for name, points in self.drafts.items() if _varied(points)},
                 )
             )
         except PlanError:
@@ -423,10 +422,6 @@ class OnlineCosts:
         if self._table is None:
             raise PlanError("costs: no table yet. Ask for `wanted` windows until there is one.")
         return self._table
-
-
-class _Header(msgspec.Struct):
-    version: int
 
 
 def _bracket(axis: Sequence[float], x: float) -> tuple[int, int, float]:

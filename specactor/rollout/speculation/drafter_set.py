@@ -303,8 +303,9 @@ class DrafterSet:
             return Decision(drafter=OFF, windows=[0] * len(windows), drafts=[[] for _ in windows])
         decision = Decision(drafter=names[0], windows=windows, depth=max(windows), drafts=[[] for _ in windows])
         for name in names:
-            decision.drafter, decision.together = name, not self.drafters[name].drafts_first
-            if decision.together:
+            decision.drafter = name
+            if not self.drafters[name].drafts_first:
+                decision.to_draft = windows
                 break
             decision.drafts = self.draft(name, sequences, windows)
             if any(decision.drafts):

@@ -109,6 +109,7 @@ class Estimates:
             verify_s=verify_s,
             draft_s=decision.draft_s if is_usual else 0.0,
             predicted_s=decision.predicted_s if is_usual else 0.0,
+            drafted=(decision.drafter, sum(map(bool, decision.to_draft))) if decision.together else None,
         )
         for own, owner in zip(credits, first, strict=True) if decision.beside else ():
             for k, (name, credit) in enumerate(zip(names, own, strict=True)):
@@ -131,7 +132,7 @@ class Estimates:
         for i, sequence in enumerate(sequences):
             request_id = sequence.request_id
             for model, draft, credit in zip(models, drafts[i], credits[i], strict=True):
-                asked = None if cut else max(decision.windows[i], len(draft))
+                asked = None if cut else max(decision.to_draft[i], len(draft))
                 if draft or asked:
                     sure = model.told(request_id)
                     model.observe(request_id, len(draft), credit.agreed, asked=asked, confidence=sure)

@@ -5,11 +5,13 @@ and the measured costs of rounds; what drafting took already is charged whatever
 the fastest option, or plain decoding, with one hysteresis. So neither requests with drafters of their own nor further
 drafts (`fastest_of_n`) are ever chosen where one drafter for all is predicted to be faster.
 
-Where several drafters have drafts, each request takes the one that Algorithm 2 (`reconfiguration`) promises
-most of, as far as it reaches: drafts that are there are verified alike, wherever they were made.
+Where several drafters can draft, each request takes the one that Algorithm 2 (`reconfiguration`) promises most of:
+drafts that are there are verified alike, wherever they were made, and a draft model that drafts late drafts for the
+requests that took it alone.
 
-Invariants: where fewer than two drafters have drafts, no request is asked for its own; what an option verifies is part
-of what was drafted; an option is named after a drafter, or is `PER_REQUEST` or `FASTEST`. A request has one drafter of
+Invariants: where fewer than two drafters can draft, no request is asked for its own; what an option verifies is part of
+what was drafted, or is still to be drafted by one drafter; an option is named after a drafter, or begins with
+`PER_REQUEST`, or is `FASTEST`. A request has one drafter of
 its own, or none if nobody drafted for it or nothing would be accepted; it stays with it until another promises more by
 `MARGIN`. Where its drafter has no draft, another stands in for it, which is no switch. Only the past is used.
 
@@ -125,10 +127,11 @@ class Planner:
         if sample_of is None:
             self._expect(found, requests)
         ready = [name for name, lists in drafts.items() if any(lists)]
+        later = [name for name in found if not self._drafter_set.drafters[name].drafts_first] if requests > 1 else []
         goes_further = sample_of is None and self._config.fastest_of > 1 and self._config.mode == "auto"
-        if len(ready) > 1 and (requests > 1 or goes_further):  # one alone is one drafter's
+        if ready and len(ready + later) > 1 and (requests > 1 or goes_further):  # one alone is one drafter's
             ids = [sequence.request_id for sequence in sequences]
-            found |= self._mixed(ids, caps, drafts, costs, ready, max_branches if goes_further else 0)
+            found |= self._mixed(ids, caps, drafts, costs, ready, later, max_branches if goes_further else 0)
         return found
 
     def choose(self, options: Mapping[str, Option], requests: int) -> Choice:
@@ -165,19 +168,22 @@ class Planner:
     def decision(self, option: Option, choice: Choice, drafts: Drafts, caps: Sequence[int]) -> Decision:
         """What `choice`, of this option, verifies. `caps`: tokens that drafters were asked for."""
         windows, kind = list(choice.windows), choice.drafter
-        name = kind if option.verified is None else next(iter(drafts))
-        together = name not in drafts
         decision = Decision(
-            drafter=name,
+            drafter=kind if option.verified is None else next(iter(drafts)),
             windows=windows,
-            depth=max(windows if together else caps),
-            drafts=[draft[:w] for draft, w in zip(drafts.get(name, [[]] * len(windows)), windows, strict=True)],
-            together=together,
+            depth=max(caps),
+            drafts=[draft[:w] for draft, w in zip(drafts.get(kind, [[]] * len(windows)), windows, strict=True)],
             predicted_s=choice.round_s / option.factor,
             kind=kind,
         )
         if option.verified is not None:
             decision.take(option.verified(windows))
+        if not self._drafter_set.drafters[decision.drafter].drafts_first:
+            drafted = [any(map(len, of)) for of in zip(*decision.beside.values(), strict=True)] or [False] * len(
+                windows
+            )
+            decision.to_draft = [0 if there else w for there, w in zip(drafted, windows, strict=True)]
+            decision.depth = max(decision.to_draft)
         return decision
 
     def _option(self, kind: str, choice: Choice, verified: Callable[[Sequence[int]], Drafts] | None = None) -> Option:
@@ -200,30 +206,70 @@ class Planner:
         drafts: Drafts,
         costs: Costs,
         ready: Sequence[str],
+        later: Sequence[str],
         max_branches: int,
     ) -> dict[str, Option]:
-        """Each request has a drafter of its own, and perhaps further ones."""
+        """Each request has a drafter of its own, and perhaps further ones. Args: drafters whose drafts are there; those
+        that draft once windows are chosen."""
         requests, depth, most = len(ids), max(caps), self._config.max_window
         lengths = {name: [len(draft) for draft in drafts[name]] for name in ready}
         alone = {name: self._acceptance[name].survivals(ids, covered=True) for name in ready}
         own = {name: reaching(table, lengths[name]) for name, table in alone.items()}
         # Every drafter's seconds are those of a round in which all draft that draft first.
         spent_s = max(costs.draft_s(name, requests)(depth) for name in (*ready, PER_REQUEST))
-        live = live_costs(costs, requests, max_window=most, spent_s=spent_s)
-        owners = self.owners.of(ids, own, live)
-        row = {name: k for k, name in enumerate(ready)}
-        owner_B = np.array([row.get(name, 0) for name in owners])
-        reaching_BW = np.stack([own[name] for name in ready])[owner_B, np.arange(requests)]
-        own_lengths = [lengths[name][i] if name in row else 0 for i, name in enumerate(owners)]
-        choice = _of_tables(reaching_BW, own_lengths, costs, spent_s=spent_s)
-        of_owners = partial(_of_owners, drafts, ready, owners)
-        found = {PER_REQUEST: self._option(PER_REQUEST, choice, of_owners)}
+        live = live_costs(costs, requests, draft_W=np.full(most, spent_s))
+        offers = [Offer(drafter=name, survival=table, costs=live) for name, table in own.items()]
+        found: dict[str, Option] = {}
+        for name in later:
+            later_s = costs.draft_s(name, requests)
+            draft_W = np.array([max(spent_s, later_s(window)) for window in range(1, most + 1)])
+            survival = reaching(self._acceptance[name].survivals(ids, covered=False), caps)
+            offer = Offer(drafter=name, survival=survival, costs=live_costs(costs, requests, draft_W=draft_W))
+            both, reach = [*offers, offer], {**lengths, name: list(caps)}
+            owners = self.owners.of(ids, both)
+            if 0 < owners.count(name) < requests:  # one drafter for all is an option of its own
+                kind = f"{PER_REQUEST} with {name}"
+                found[kind] = self._per_request(kind, owners, both, drafts, costs, reach, spent_s, late=name)
+        if len(ready) < 2:
+            return found
+        owners = self.owners.of(ids, offers)
+        found[PER_REQUEST] = self._per_request(PER_REQUEST, owners, offers, drafts, costs, lengths, spent_s)
         trees = self._trees(ids, drafts, owners, alone, own, live, max_branches) if max_branches else None
         if trees is not None:
             spent_s = max(spent_s, costs.draft_s(FASTEST, requests)(depth))
             choice = _of_tables(*padded(trees.survivals, most), costs, spent_s=spent_s)
             found[FASTEST] = self._option(FASTEST, choice, trees.chosen)
         return found
+
+    def _per_request(
+        self,
+        kind: str,
+        owners: Sequence[str],
+        offers: Sequence[Offer],
+        drafts: Drafts,
+        costs: Costs,
+        lengths: Mapping[str, Sequence[int]],
+        spent_s: float,
+        *,
+        late: str = "",
+    ) -> Option:
+        """Each request has the drafter that `owners` says. Args: longest draft of each drafter for each request;
+        seconds of the drafts that are there; the drafter that is still to draft for its own, after which it costs what
+        it drafts for so many requests."""
+        requests = len(owners)
+        row = {offer.drafter: k for k, offer in enumerate(offers)}
+        owner_B = np.array([row.get(name, 0) for name in owners])
+        survival_BW = np.stack([offer.survival for offer in offers])[owner_B, np.arange(requests)]
+        own_lengths = [lengths[name][i] if name in row else 0 for i, name in enumerate(owners)]
+        later_s = costs.draft_s(late, owners.count(late)) if late else lambda depth: 0.0
+        choice = best_windows(
+            survival_BW,
+            own_lengths,
+            verify_N1=costs.verify_curve(requests, requests * (1 + survival_BW.shape[1])),
+            draft_s=lambda depth: max(spent_s, later_s(depth)),
+            drafted=[name != late for name in owners],
+        )
+        return self._option(kind, choice, partial(_of_owners, drafts, owners, late))
 
     def _trees(
         self,
@@ -294,10 +340,8 @@ class Owners:
         """A round was decided, of which so many tokens per second and request are expected."""
         self.pace = pace if self.pace is None else self.pace + (pace - self.pace) / PACE_ROUNDS
 
-    def of(self, ids: Sequence[str], reaching: Mapping[str, Floats], costs: LiveCosts) -> list[str]:
-        """Each request's drafter in this round; OFF for none. `reaching`: per drafter [B][W], survivals of the draft
-        tokens that are there, and 0 behind the last."""
-        offers = [Offer(drafter=name, survival=table, costs=costs) for name, table in reaching.items()]
+    def of(self, ids: Sequence[str], offers: Sequence[Offer]) -> list[str]:
+        """Each request's drafter in this round; OFF for none. Survivals of offers are 0 behind the ends of drafts."""
         # Drafters are compared at the windows that are best for them now.
         window_of = {o.drafter: worths(o, "coupled", pace=self.pace).argmax(axis=1).tolist() for o in offers}
         current = [
@@ -312,8 +356,8 @@ class Owners:
         verified = {decision.drafter: decision.drafts, **decision.beside}
         found: Counter[tuple[str, str]] = Counter()
         for i, one in enumerate(ids):
-            if decision.together:
-                after = decision.drafter if decision.windows[i] else OFF
+            if decision.together and decision.to_draft[i]:
+                after = decision.drafter
             else:
                 after = next((name for name, lists in verified.items() if lists[i]), OFF)
             before = self._drafter.setdefault(one, after) if after != OFF else OFF
@@ -369,24 +413,25 @@ def _of_tables(survival_BW: Floats, lengths: Sequence[int], costs: Costs, *, spe
     return best_windows(survival_BW, lengths, verify_N1=verify_N1, draft_s=lambda depth: spent_s)
 
 
-def live_costs(costs: Costs, requests: int, *, max_window: int, spent_s: float) -> LiveCosts:
-    """Seconds of rounds for which drafts are there. Plain decoding is no choice: a window of 0 says the same."""
+def live_costs(costs: Costs, requests: int, *, draft_W: Floats) -> LiveCosts:
+    """Seconds of rounds whose drafts take so long by window. Plain decoding is no choice: a window of 0 says the
+    same."""
     return LiveCosts(
         plain_s=float("inf"),
-        verify_s=costs.verify_curve(requests, requests * (1 + max_window))[::requests],
-        coupled_draft_s=np.full(max_window, spent_s),
+        verify_s=costs.verify_curve(requests, requests * (1 + len(draft_W)))[::requests],
+        coupled_draft_s=draft_W,
         decoupled_draft_s=None,
     )
 
 
-def _of_owners(drafts: Drafts, ready: Sequence[str], owners: Sequence[str], windows: Sequence[int]) -> Drafts:
-    """Of each request's drafter, so many tokens. Drafters without any are left out."""
-    out: Drafts = {}
-    for name in ready:
-        lists = [
-            draft[:window] if owner == name else []
-            for draft, owner, window in zip(drafts[name], owners, windows, strict=True)
+def _of_owners(drafts: Drafts, owners: Sequence[str], late: str, windows: Sequence[int]) -> Drafts:
+    """Of each request's drafter, so many tokens; drafters without any are left out, but for the one that is late, which
+    comes first."""
+    out: Drafts = {late: [[] for _ in owners]} if late else {}
+    for name, lists in drafts.items():
+        own = [
+            draft[:window] if owner == name else [] for draft, owner, window in zip(lists, owners, windows, strict=True)
         ]
-        if any(lists):
-            out[name] = lists
+        if any(own):
+            out[name] = own
     return out

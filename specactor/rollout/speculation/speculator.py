@@ -240,7 +240,7 @@ class Speculator:
         self._back_off.restart()
         decision = self.planner.decision(options[choice.drafter], choice, drafts, caps)
         self._look(sequences, drafts, caps, decision)
-        if len(drafts) > 1:
+        if len(self.drafters) > 1:
             self._settle(sequences, drafts, decision, choice.reason)
         return decision
 

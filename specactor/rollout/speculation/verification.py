@@ -143,8 +143,9 @@ class Decision:
     """Of further drafters: for other requests, or in the same trees."""
     kind: str = ""
     """As such rounds are called where their seconds are remembered; "": by the drafter."""
-    together: bool = False
-    """The drafts are still to be made, by `Speculator.draft`."""
+    to_draft: list[int] = field(default_factory=list)
+    """Per request, tokens that `drafter` is still to draft, by `Speculator.draft` on all ranks; empty: all drafts are
+    there."""
     predicted_s: float = 0.0
     """Of the whole round, uncorrected; 0 where nothing is known."""
     draft_s: float = 0.0
@@ -154,6 +155,11 @@ class Decision:
     def timed_as(self) -> str:
         """What its seconds are those of."""
         return self.kind or self.drafter
+
+    @property
+    def together(self) -> bool:
+        """Whether drafts are still to be made, on all ranks together."""
+        return any(self.to_draft)
 
     @property
     def trees(self) -> list[DraftTree]:

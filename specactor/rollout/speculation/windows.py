@@ -100,6 +100,7 @@ def best_windows(
     *,
     verify_N1: NDArray[np.float64],
     draft_s: Callable[[int], float],
+    drafted: Sequence[bool] = (),
 ) -> Choice:
     """The windows of highest predicted speed for drafts that cost `draft_s`.
 
@@ -109,6 +110,8 @@ def best_windows(
         verify_N1: seconds of a forward with 0, 1, .. sum(lengths) rows beyond the first of each request; what is more
             is not looked at.
         draft_s: seconds of drafting by depth, depth 0 included.
+        drafted: requests whose drafts are there already, so that the depth of their windows costs nothing; none if
+            empty.
 
     Raises PlanError without requests, and for survivals or seconds that cannot be.
     """
@@ -118,6 +121,8 @@ def best_windows(
     survival_N, row_N = _rows_in_order(survival_BW, lengths)
     num_rows = len(row_N)
     depth_N = row_N // num_requests
+    if any(drafted):
+        depth_N = np.where(np.array(drafted)[row_N % num_requests], -1, depth_N)
     verify_N1 = verify_N1[: num_rows + 1]
     if not verify_N1.min() > 0:
         raise PlanError(f"verify_s: got {verify_N1.min()}, expected positive seconds. Measure the cost table again.")
@@ -125,9 +130,11 @@ def best_windows(
     best_count, best_cap = 0, 0
     best_speed = num_requests / (float(verify_N1[0]) + prices[0])
     # A depth at the price of the next is left out: that has all these rows and more.
-    caps = [cap for cap in range(1, len(prices)) if cap + 1 == len(prices) or prices[cap + 1] > prices[cap]]
+    caps = [cap for cap in range(len(prices)) if cap + 1 == len(prices) or prices[cap + 1] > prices[cap]]
     for cap in caps:
         within_N = survival_N if cap + 1 == len(prices) else survival_N[depth_N < cap]
+        if not len(within_N):
+            continue
         speed_N = within_N.cumsum()
         speed_N += num_requests
         speed_N /= verify_N1[1 : len(within_N) + 1] + prices[cap]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -13,6 +14,7 @@ from specactor.config import EngineConfig, SpeculationConfig
 from specactor.errors import EngineError
 from specactor.rollout.sglang.engine_client import Engine, EngineSpec
 from specactor.rollout.sglang.running import running
+from specactor.rollout.sglang.speculation_calls import REPORT
 from specactor.rollout.speculation.counters import Counts
 from specactor.types import RolloutRequest, Trajectory
 from specactor.weights_sync.draft_sender import DraftSender, push_to_engine
@@ -163,6 +165,41 @@ def test_any_draft_model_changes_no_token(strangers: Engine, other_dir: str, win
     counts = report(strangers)
     assert 0 < counts.accepted < counts.drafted
     assert counts.failures == 0
+
+
+def mixed(draft_dir: str, drafter: str) -> SpeculationConfig:
+    """Some requests have drafts of `filler`, others those of the model, others none; in each round others."""
+    config = speculation(draft_dir, 4)
+    return replace(config, drafters=(f"{WRONG}:mixing", f"{WRONG}:{drafter}"))
+
+
+def counts_by_drafter(engine: Engine) -> dict[str, Counts]:
+    return msgspec.json.decode(engine.rank_call(REPORT, b"", timeout_s=60)[0], type=dict[str, Counts])
+
+
+def test_requests_of_one_round_have_drafts_of_text_or_of_the_model(strangers: Engine, other_dir: str) -> None:
+    requests = batch_of_all_kinds()
+    configure(strangers, OFF)
+    strangers.flush()
+    plain = facts(strangers.generate(requests))
+    configure(strangers, mixed(other_dir, "Shared"))
+    assert facts(strangers.generate(requests)) == plain
+    counts = counts_by_drafter(strangers)
+    assert all(0 < counts[name].accepted < counts[name].drafted for name in ("filler", "model"))
+    assert sum(of.failures for of in counts.values()) == 0
+
+
+@pytest.mark.parametrize(("drafter", "right"), [("Shared", True), ("GivesThemToOthers", False)])
+def test_the_model_drafts_for_the_requests_that_have_no_drafts(
+    twins: Engine, dense_dir: str, drafter: str, right: bool
+) -> None:
+    twins.flush()
+    configure(twins, mixed(dense_dir, drafter))
+    counts_by_drafter(twins)
+    twins.generate(batch(1.0))
+    counts = counts_by_drafter(twins)
+    assert (accept_rate(counts["model"]) >= 0.999) == right
+    assert accept_rate(counts["filler"]) < 0.5
 
 
 @pytest.fixture(scope="module")

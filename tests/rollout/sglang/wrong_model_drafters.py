@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from torch import Tensor
 
 from specactor.rollout.sglang.draft_runner import DraftBatch, DraftRunner
 from specactor.rollout.sglang.model_drafter import ModelDrafter
 from specactor.rollout.speculation.drafter import DraftSequence
+from specactor.rollout.speculation.registry import Filler
+from specactor.rollout.speculation.speculator import Speculator
+from tests.rollout.speculation.forced import Mixing
 
 
 class SharedRunner(DraftRunner):
@@ -29,6 +33,29 @@ class Greedy(ModelDrafter):
     """Right: the likeliest tokens."""
 
     runner_type = GreedyRunner
+
+
+class GivesThemToOthers(Shared):
+    """Each draft is that of the next request that asked for one."""
+
+    def propose(self, sequences: Sequence[DraftSequence], windows: Sequence[int]) -> list[list[int]]:
+        made = super().propose(sequences, windows)
+        drafts = [draft for draft, window in zip(made, windows, strict=True) if window]
+        turned = iter([*drafts[1:], *drafts[:1]])
+        return [next(turned)[:window] if window else [] for window in windows]
+
+
+def mixing() -> Filler:
+    """The next speculator is `Mixing`, and the drafter that comes after this one drafts late."""
+    right = Speculator.__init__
+
+    def made(self: Speculator, *arguments: Any, **named: Any) -> None:
+        Speculator.__init__ = right  # type: ignore[method-assign]
+        right(self, *arguments, **named)
+        self.__class__ = Mixing
+
+    Speculator.__init__ = made  # type: ignore[method-assign]
+    return Filler()
 
 
 class Rests(Shared):

@@ -62,6 +62,35 @@ class Switching(Speculator):
         return 0
 
 
+class Mixing(Speculator):
+    """Of two drafters, the first has drafted for some requests, the second is still to draft for others, and the rest
+    have nothing; in each round others."""
+
+    rounds = 0
+
+    def decide(self, sequences: Sequence[DraftSequence], limits: Sequence[int], *, max_branches: int = 0) -> Decision:
+        windows = [max(0, min(limit, self.config.max_window)) for limit in limits]
+        self.rounds += 1
+        self.drafter_set.find()
+        self.drafter_set.resume()
+        early, late = self.drafters
+        turns = [(self.rounds + i) % 3 for i in range(len(windows))]
+        drafts = self.drafter_set.first(sequences, windows)[early]
+        self._decision = Decision(
+            drafter=late,
+            windows=windows,
+            depth=max(windows),
+            drafts=[[] for _ in windows],
+            beside={early: [draft if turn == 0 else [] for draft, turn in zip(drafts, turns, strict=True)]},
+            to_draft=[window if turn == 1 else 0 for window, turn in zip(windows, turns, strict=True)],
+        )
+        return self._decision
+
+    @property
+    def plain_rounds_ahead(self) -> int:
+        return 0
+
+
 def together(drafts: Drafts, *, depth: int, max_tokens: int, max_branches: int) -> Decision:
     """All of these, in one tree per request. `depth`: the largest window that was asked for."""
     requests = len(next(iter(drafts.values())))

@@ -32,7 +32,7 @@ ROWS = (1, 2, 5)
 
 def live(requests: int, *, row_s: float = 1e-5) -> LiveCosts:
     points = [(n, n * k, 1e-3 + row_s * n * k) for n in (1, 4, 64) for k in ROWS]
-    return live_costs(OnlineCosts(CostTable.fit(points)), requests, max_window=W, spent_s=1e-5)
+    return live_costs(OnlineCosts(CostTable.fit(points)), requests, draft_W=np.full(W, 1e-5))
 
 
 def table(*rates: float) -> np.ndarray:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from random import Random
 
 import numpy as np
@@ -17,7 +17,7 @@ from specactor.rollout.speculation.costs import CostTable, OnlineCosts
 from specactor.rollout.speculation.counters import Counts
 from specactor.rollout.speculation.drafter import Drafter, DraftSequence
 from specactor.rollout.speculation.planner import PER_REQUEST, Owners, Switch, live_costs, reaching
-from specactor.rollout.speculation.reconfiguration import LiveCosts
+from specactor.rollout.speculation.reconfiguration import LiveCosts, Offer
 from specactor.rollout.speculation.verification import Decision
 from specactor.rollout.speculation.windows import OFF
 from tests.rollout.speculation.world import World, auto, truth
@@ -27,7 +27,13 @@ COSTS = OnlineCosts(CostTable.fit([(n, n * k, 1e-3 + 1e-5 * n * k) for n in (1, 
 
 
 def live(requests: int) -> LiveCosts:
-    return live_costs(COSTS, requests, max_window=W, spent_s=1e-4)
+    return live_costs(COSTS, requests, draft_W=np.full(W, 1e-4))
+
+
+def offers(tables: Mapping[str, np.ndarray]) -> list[Offer]:
+    return [
+        Offer(drafter=name, survival=survival_BW, costs=live(len(survival_BW))) for name, survival_BW in tables.items()
+    ]
 
 
 def table(*rates: float) -> np.ndarray:
@@ -72,6 +78,45 @@ def test_requests_have_drafters_of_their_own() -> None:
     assert counts["even"].verifies == pytest.approx(counts["odd"].verifies, rel=0.1)
 
 
+class Late(Partial):
+    """Drafts once windows are chosen, for those that have one alone, and takes time for it."""
+
+    drafts_first = False
+    world: World
+    asked = 0
+    """Requests, of all rounds."""
+
+    def propose(self, sequences: Sequence[DraftSequence], windows: Sequence[int]) -> list[list[int]]:
+        self.asked += sum(map(bool, windows))
+        self.world.now += max(windows) * (2e-5 + 2e-6 * sum(map(bool, windows)))
+        return super().propose(sequences, windows)
+
+
+def late_world(*drafters: Drafter) -> World:
+    world = World(auto(), *drafters, requests=8, row_s=1e-5)
+    for drafter in drafters:
+        if isinstance(drafter, Late):
+            drafter.world = world
+    return world
+
+
+def test_a_drafter_that_drafts_late_has_requests_of_its_own() -> None:
+    late = Late("late", 1)
+    world = late_world(Partial("even", 0), late)
+    world.play(300)
+    world.speculator.report()
+    late.asked = 0
+    both = world.play(100)
+    assert both > 1.2 * max(late_world(Partial("even", 0)).play(300), late_world(Late("late", 1)).play(300))
+    assert world.speculator.planner.current == f"{PER_REQUEST} with late"
+    assert late.asked <= 1.05 * 4 * 100, "it drafts for its own half alone"
+    counts = world.speculator.report()
+    assert min(counts[name].accepted / counts[name].drafted for name in ("even", "late")) > 0.95
+    assert counts["even"].verifies == pytest.approx(counts["late"].verifies, rel=0.1)
+    table = world.speculator.costs.drafts["late"]
+    assert {requests for requests, _, _ in table} >= {4}, "what it takes is measured at the requests that it drafts for"
+
+
 def flapping() -> Counts:
     """Of requests whose drafter is there in every second round, and of others for which two are nearly equal."""
     world = World(auto(), Partial("odd", 1, absent=0.5), Short("short", -1), requests=8, row_s=1e-5)
@@ -95,14 +140,14 @@ def test_noise_and_missing_drafts_seldom_switch(monkeypatch: pytest.MonkeyPatch)
 def test_small_differences_do_not_switch() -> None:
     owned, ids = Owners(), ["x"]
     first = {"a": table(0.60), "b": table(0.55)}
-    assert owned.of(ids, first, live(1)) == ["a"]
+    assert owned.of(ids, offers(first)) == ["a"]
     drafts = {"a": [[1]], "b": [[2]]}
     assert owned.settle(ids, drafts, Decision(drafter="a", windows=[1], drafts=[[1]])) == []
-    assert owned.of(ids, {"a": table(0.60), "b": table(0.605)}, live(1)) == ["a"], "b is better by less"
-    assert owned.of(ids, {"a": table(0.60), "b": table(0.8)}, live(1)) == ["b"]
+    assert owned.of(ids, offers({"a": table(0.60), "b": table(0.605)})) == ["a"], "b is better by less"
+    assert owned.of(ids, offers({"a": table(0.60), "b": table(0.8)})) == ["b"]
     assert owned.settle(ids, drafts, Decision(drafter="b", windows=[1], drafts=[[2]])) == [Switch("a", "b", 1)]
-    assert owned.of(ids, {"a": table(0.605), "b": table(0.60)}, live(1)) == ["b"], "and now a is"
-    assert Owners().of(ids, {"a": table(0.605), "b": table(0.60)}, live(1)) == ["a"], "margins are what kept b"
+    assert owned.of(ids, offers({"a": table(0.605), "b": table(0.60)})) == ["b"], "and now a is"
+    assert Owners().of(ids, offers({"a": table(0.605), "b": table(0.60)})) == ["a"], "margins are what kept b"
 
 
 def test_only_a_drafter_with_a_draft_can_lose_a_request() -> None:
@@ -117,7 +162,7 @@ def test_only_a_drafter_with_a_draft_can_lose_a_request() -> None:
 
 def test_requests_for_which_nobody_drafted_have_nobody() -> None:
     nothing = {name: reaching(table(0.9, 0.9), [0, 2]) for name in "ab"}
-    assert Owners().of(["x", "y"], nothing, live(2)) == [OFF, "a"]
+    assert Owners().of(["x", "y"], offers(nothing)) == [OFF, "a"]
 
 
 rates = st.lists(st.floats(0.01, 0.99), min_size=3, max_size=3)
@@ -129,7 +174,7 @@ def test_every_request_has_the_best_of_the_drafts_that_are_there(
 ) -> None:
     tables = {"a": reaching(table(*a), lengths[:3]), "b": reaching(table(*b), lengths[3:])}
     seconds = live(3).verify_s[1:] + 1e-4
-    for i, owner in enumerate(Owners().of(["x", "y", "z"], tables, live(3))):
+    for i, owner in enumerate(Owners().of(["x", "y", "z"], offers(tables))):
         promised = {n: float(((1 + t[i].cumsum()) / seconds).max()) if t[i, 0] > 0 else 0.0 for n, t in tables.items()}
         assert promised.get(owner, 0.0) == max(promised.values())
 
@@ -174,10 +219,11 @@ def test_time_of_a_decision() -> None:
     """Printed; about half a millisecond for 256 requests and two drafters where it was measured."""
     rng, ids = np.random.default_rng(0), [str(i) for i in range(256)]
     tables = {name: np.cumprod(rng.uniform(0.3, 0.99, (256, 8)), axis=1) for name in "ab"}
-    costs, owned = live_costs(COSTS, 256, max_window=8, spent_s=1e-4), Owners()
-    owned.of(ids, tables, costs)
+    costs, owned = live_costs(COSTS, 256, draft_W=np.full(8, 1e-4)), Owners()
+    drafted = [Offer(drafter=name, survival=survival_BW, costs=costs) for name, survival_BW in tables.items()]
+    owned.of(ids, drafted)
     began = time.process_time()
     for _ in range(20):
-        owners = owned.of(ids, tables, costs)
+        owners = owned.of(ids, drafted)
     print(f"{(time.process_time() - began) / 20 * 1e3:.2f} ms for 256 requests and two drafters")
     assert set(owners) == {"a", "b"}

@@ -122,6 +122,48 @@ def test_nor_with_a_jump_between_one_and_two_tokens(
     check_best(shipped, survivals, verify, free, max_window)
 
 
+def speed_with_drafts(
+    survivals: Survivals,
+    windows: Sequence[int],
+    verify: Sequence[float],
+    draft: Sequence[float],
+    drafted: Sequence[bool],
+) -> float:
+    emitted = sum(1 + sum(s[:w]) for s, w in zip(survivals, windows, strict=True))
+    depth = max((w for w, there in zip(windows, drafted, strict=True) if not there), default=0)
+    return emitted / (verify[sum(windows)] + draft[depth])
+
+
+def with_drafts(case: tuple[Survivals, list[float], list[float], int], drafted: Sequence[bool]) -> tuple[float, float]:
+    """(speed of the windows, that of the best ones by brute force), where these requests have drafts already."""
+    survivals, verify, draft, max_window = case
+    survival_BW, lengths = padded(survivals, max_window)
+    verify_N1 = np.array(verify)
+    found = best_windows(survival_BW, lengths, verify_N1=verify_N1, draft_s=draft.__getitem__, drafted=drafted)
+    ranges = [range(min(len(s), max_window) + 1) for s in survivals]
+    best = max(speed_with_drafts(survivals, windows, verify, draft, drafted) for windows in product(*ranges))
+    assert found.tokens_per_s == pytest.approx(speed_with_drafts(survivals, found.windows, verify, draft, drafted))
+    return found.tokens_per_s, best
+
+
+@given(rounds(), st.lists(st.booleans(), min_size=3, max_size=3))
+def test_nor_where_some_requests_have_their_drafts(
+    case: tuple[Survivals, list[float], list[float], int], drafted: list[bool]
+) -> None:
+    speed, best = with_drafts(case, drafted[: len(case[0])])
+    assert speed == pytest.approx(best, rel=1e-9)
+
+
+def test_the_depth_of_drafts_that_are_there_costs_nothing() -> None:
+    survivals, verify = [[0.9, 0.9, 0.9], [0.9, 0.1, 0.1]], [1.0 + 0.1 * rows for rows in range(7)]
+    draft = [0.0, 0.1, 2.0, 4.0]
+    survival_BW, lengths = padded(survivals, 3)
+    verify_N1, draft_s = np.array(verify), draft.__getitem__
+    assert best_windows(survival_BW, lengths, verify_N1=verify_N1, draft_s=draft_s).windows == (1, 1)
+    drafted = [True, False]
+    assert best_windows(survival_BW, lengths, verify_N1=verify_N1, draft_s=draft_s, drafted=drafted).windows == (3, 1)
+
+
 JUMP = ([[0.9, 0.8, 0.7]], [1.0, 2.5, 2.6, 2.65], [0.0] * 4, 3)
 """One draft token makes 1.9 / 2.5 tokens/s of 1, three make 3.4 / 2.65."""
 DEEP = ([[1.0, 1.0, 1.0], [0.9, 0.0, 0.0]], [1.0, 1.1, 1.2, 1.3, 1.4, 1.5, 1.6], [0.0, 0.1, 2.0, 4.0], 3)

@@ -69,7 +69,7 @@ class World:
                 self.sequences, [100] * len(self.sequences), max_branches=self.max_branches
             )
             if decision.together:
-                self.speculator.draft(decision.drafter, self.sequences, decision.windows)
+                self.speculator.draft(decision.drafter, self.sequences, decision.to_draft)
             lists = [decision.drafts, *decision.beside.values()]
             assert all(len(d) <= w for drafts in lists for d, w in zip(drafts, decision.windows, strict=True))
             emitted = []
