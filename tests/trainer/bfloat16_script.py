@@ -10,6 +10,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from specactor.cpu import megatron as cpu_platform
 
@@ -20,7 +21,7 @@ import torch.distributed as dist  # noqa: E402
 
 from specactor.parallel import groups  # noqa: E402
 from specactor.parallel.layout import Layout  # noqa: E402
-from specactor.trainer import checkpoint  # noqa: E402
+from specactor.trainer import checkpoint, dist_checkpoint  # noqa: E402
 from specactor.trainer.model import Policy  # noqa: E402
 from specactor.trainer.policy import PolicyTrainer  # noqa: E402
 from specactor.trainer.shards import RankShards  # noqa: E402
@@ -43,6 +44,12 @@ def handed_over(policy: Policy) -> dict[str, str]:
 def fused_names(policy: Policy) -> list[str]:
     """Names under which a policy of TransformerEngine's layers, which none of the local ones has, meets mbridge."""
     return [name for chunk in replace(policy, local_spec=False).for_bridge() for name, _ in chunk.named_parameters()]
+
+
+def gathers_on_the_host() -> bool:
+    """What Megatron is told on a GPU of how it gathers the optimizer for a checkpoint."""
+    with mock.patch("torch.cuda.is_available", return_value=True):
+        return bool(dist_checkpoint._metadata()["distrib_optim_fully_reshardable_mem_efficient"])
 
 
 def main(model_dir: str, folder: Path) -> None:
@@ -69,6 +76,7 @@ def main(model_dir: str, folder: Path) -> None:
         "shards_are_the_model": after == whole,
         "restored": restored == after,
         "losses": [loss, again, repeated],
+        "gathers_on_the_host": gathers_on_the_host(),
     }
     print(json.dumps(result))
     groups.destroy()

@@ -39,3 +39,4 @@ def test_a_wrapped_model_is_trained_saved_and_handed_over(tmp_path: Path) -> Non
     first, again, repeated = found["losses"]
     assert math.isfinite(first)
     assert again == repeated
+    assert found["gathers_on_the_host"]  # a GPU would hold the whole optimizer beside live engines
