@@ -32,7 +32,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 from typing import Literal
 
 import numpy as np
@@ -137,38 +137,48 @@ def reconfigure(
     if not num_requests or not offers:
         return [PLAIN] * num_requests
     max_window = len(offers[0].costs.verify_s) - 1
-    _check(offers, num_requests, max_window, margin)
-    first_MB = np.stack([offer.survival[:, 0] for offer in offers])
-    choices = _choices(tuple((o.drafter, *_modes(o.costs)) for o in offers), max_window)
-    blocks = [worths(offers[0], "off", pace=pace)]
-    blocks += [worths(offer, mode, pace=pace) for offer in offers for mode in _modes(offer.costs)]
-    worth_BN = np.concatenate(blocks, axis=1)
-    accepts_B = first_MB.max(axis=0) > 0.0
+    if margin < 0:
+        raise PlanError(f"reconfigure: got margin {margin}, expected >= 0.")
+    for offer in offers:
+        windows = len(offer.costs.verify_s) - 1
+        if offer.survival.shape != (num_requests, max_window) or windows != max_window:
+            raise PlanError(
+                f"reconfigure: got survivals {offer.survival.shape} and costs of {windows} windows of {offer.drafter}; "
+                f"expected ({num_requests}, {max_window}), for as many requests as plans, and {max_window} windows."
+            )
+    # Columns: plain decoding, then by drafter and mode the windows 1..W; the first is preferred among equals.
+    pairs = [(offer, mode) for offer in offers for mode in _modes(offer.costs)]
+    worth_BN = np.hstack([worths(offers[0], "off", pace=pace), *(worths(*pair, pace=pace) for pair in pairs)])
+    first = {(offer.drafter, mode): 1 + k * max_window for k, (offer, mode) in enumerate(pairs)}
+    now_B = np.array([_column(plan, first, max_window) for plan in current])
+    accepts_B = np.max([offer.survival[:, 0] for offer in offers], axis=0) > 0.0
     chosen_B = np.where(accepts_B, worth_BN.argmax(axis=1), 0)
-    now_B = np.array([choices.column(plan) for plan in current])
-    now_worth_B = np.where(now_B >= 0, worth_BN[np.arange(num_requests), now_B], 0.0 if pace is None else -np.inf)
+    rows = np.arange(num_requests)
+    now_worth_B = np.where(now_B >= 0, worth_BN[rows, now_B], 0.0 if pace is None else -np.inf)
     least_B = now_worth_B * (1.0 + margin) if pace is None else now_worth_B + margin
-    changed_B = (worth_BN[np.arange(num_requests), chosen_B] > least_B) | ~accepts_B
-    plans = choices.plans
+    changed_B = (worth_BN[rows, chosen_B] > least_B) | ~accepts_B
+    names = tuple(first)
     return [
-        plans[column] if changes else plan
+        _plan(names, max_window, column) if changes else plan
         for column, changes, plan in zip(chosen_B.tolist(), changed_B.tolist(), current, strict=True)
     ]
 
 
-def _check(offers: Sequence[Offer], num_requests: int, max_window: int, margin: float) -> None:
-    for offer in offers:
-        if offer.survival.shape != (num_requests, len(offer.costs.verify_s) - 1) or margin < 0:
-            requests, windows = offer.survival.shape
-            raise PlanError(
-                f"reconfigure: got {requests} requests and {num_requests} plans, {windows} windows and costs of "
-                f"{len(offer.costs.verify_s) - 1}, margin {margin}; expected as many of each, >= 0."
-            )
-        if offer.survival.shape[1] != max_window:
-            raise PlanError(
-                f"reconfigure: got {offer.survival.shape[1]} windows of {offer.drafter} and {max_window} of "
-                f"{offers[0].drafter}; expected as many of each."
-            )
+def _column(plan: DraftPlan, first: Mapping[tuple[str, Mode], int], max_window: int) -> int:
+    """-1: it is no choice."""
+    if plan.mode == "off":
+        return 0
+    window_1 = first.get((plan.drafter, plan.mode), -1)
+    return window_1 + min(plan.window, max_window) - 1 if window_1 >= 0 else -1
+
+
+@cache  # making plans costs more than choosing among them
+def _plan(pairs: tuple[tuple[str, Mode], ...], max_window: int, column: int) -> DraftPlan:
+    if column == 0:
+        return PLAIN
+    pair, window = divmod(column - 1, max_window)
+    drafter, mode = pairs[pair]
+    return DraftPlan(mode=mode, drafter=drafter, window=window + 1)
 
 
 def speeds(survival_BW: Floats, costs: LiveCosts, mode: Mode) -> Floats:
@@ -223,35 +233,4 @@ def _modes(costs: LiveCosts) -> tuple[Mode, ...]:
     return (
         *(("coupled",) if costs.coupled_draft_s is not None else ()),
         *(("decoupled",) if costs.decoupled_draft_s is not None else ()),
-    )
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Choices:
-    """Plans by column; in order of preference among equals."""
-
-    plans: tuple[DraftPlan, ...]
-    columns: Mapping[tuple[str, Mode], int]
-    """Of window 1."""
-    max_window: int
-
-    def column(self, plan: DraftPlan) -> int:
-        """-1: it is no choice."""
-        if plan.mode == "off":
-            return 0
-        first = self.columns.get((plan.drafter, plan.mode), -1)
-        return first + min(plan.window, self.max_window) - 1 if first >= 0 else -1
-
-
-@lru_cache(maxsize=256)
-def _choices(modes: tuple[tuple[str, ...], ...], max_window: int) -> _Choices:
-    """Off, then of each (drafter, its modes) these by window. Shared: making plans costs more than choosing."""
-    pairs: list[tuple[str, Mode]] = [(name, mode) for name, *of in modes for mode in MODES if mode in of]
-    return _Choices(
-        plans=(
-            PLAIN,
-            *(DraftPlan(mode=mode, drafter=name, window=w) for name, mode in pairs for w in range(1, max_window + 1)),
-        ),
-        columns={pair: 1 + k * max_window for k, pair in enumerate(pairs)},
-        max_window=max_window,
     )
