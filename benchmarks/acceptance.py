@@ -14,6 +14,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 
 import msgspec
@@ -145,7 +146,8 @@ class Sums:
     @classmethod
     def of(cls, hits: Sequence[Hits], group_size: int) -> Sums:
         def per_prompt(values: list[int]) -> Floats:
-            return np.array(values, np.float64).reshape(-1, group_size).sum(1)
+            sums: Floats = np.array(values, np.float64).reshape(-1, group_size).sum(1)
+            return sums
 
         starts = [rounds(hits_T, WINDOW) for hits_T in hits]
         return cls(
@@ -187,7 +189,7 @@ def measure(target: Task, draft: Task, group_size: int) -> tuple[list[tuple[str,
     picked = np.random.default_rng(0).integers(len(problems), size=(RESAMPLES, len(problems)))
     constant = of_beta[CONSTANT].figures(picked)
     pair = f"{target}, {draft}"
-    rows = []
+    rows: list[tuple[str, ...]] = []
     for name, sums in ways.items():
         share, length = sums.figures(picked)
         rows.append(
@@ -205,7 +207,7 @@ def measure(target: Task, draft: Task, group_size: int) -> tuple[list[tuple[str,
     listed = ", ".join(f"{beta:g}: {share:.3f}" for beta, share in shares.items())
     entropy, overlap = (
         float(np.mean([value for law in found for value in values(law)[1:]]))
-        for values in (lambda law: law.entropy, lambda law: law.overlap)
+        for values in (attrgetter("entropy"), attrgetter("overlap"))
     )
     here = of_beta[CONSTANT].begun.sum() / of_beta[CONSTANT].rounds.sum()
     print(f"{pair}: {time.monotonic() - began:.0f} s", flush=True)

@@ -262,7 +262,7 @@ def _coupled(bench: Bench, pace: _Pace, note: Callable[[str], None]) -> tuple[li
 def _decoupled(bench: Bench, pace: _Pace) -> tuple[list[_Timed], list[Point]]:
     """(rounds in every pass, turns of the drafter process beside drafting)."""
     passes = [_Timed() for _ in range(PASSES)]
-    plain, engine = column(pace.plain_s), bench.engines[:1]
+    plain, engine = column({float(n): s for n, s in pace.plain_s.items()}), bench.engines[:1]
     step_s = [SHARE * plain.at(n, 1.0) for n in range(1, max(pace.plain_s) + 1)]
     script = _dial(bench, step_s)
     way = Way(name="profile", in_engine=IN_ENGINE, continuer=ELSEWHERE, model_dir=script)
@@ -277,7 +277,7 @@ def _decoupled(bench: Bench, pace: _Pace) -> tuple[list[_Timed], list[Point]]:
                 found, share = bench.rounds(), pace.share(size)
                 timed.verifies.extend(_at(share, _points(found.verifies, size)))
             timed.chosen.extend(_at(share, _points(found.verifies, size)))
-            drafts = without_waits(found.drafts.get("decoupled", ()), bench.figures("decoupled").get("waited_s", 0.0))
+            drafts = without_waits(found.drafts.get("decoupled", ()), bench.figures().get("waited_s", 0.0))
             timed.drafts.extend(_at(share, _points(drafts, size)))
             over = [(n, total, seconds - step_s[int(n) - 1]) for n, total, seconds in _turns(process)]
             loop += _at(share, [turn for turn in over if turn[2] > 0])

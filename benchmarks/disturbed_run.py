@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import psutil
+import psutil  # type: ignore[import-untyped]
 
 from specactor.metrics import Value, read_metrics
 from specactor.rollout import warm_starter
@@ -161,7 +161,7 @@ class Job:
                     else [p for h in hosts for p in h.children(recursive=True) if _schedules(p)]
                 )
                 if found:
-                    return found[0].pid
+                    return int(found[0].pid)
             time.sleep(_ROLLOUT_POLL_S)
         raise RuntimeError(f"no {name} within {_APPEARS_S:g} s:\n{self.output()}")
 

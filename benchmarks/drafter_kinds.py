@@ -18,6 +18,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from pathlib import Path
 
 import msgspec
@@ -310,8 +311,8 @@ def verdict(rows: Sequence[Row]) -> str:
     """Which is fastest, and which are slower than no drafter."""
     sentences = []
     for what, of in (
-        (f"{RUNNING} requests", lambda row: row.together.speed),
-        ("1 request", lambda row: row.alone.speed),
+        (f"{RUNNING} requests", attrgetter("together.speed")),
+        ("1 request", attrgetter("alone.speed")),
     ):
         plain = next(of(row) for row in rows if row.name == PLAIN)
         best = max(rows, key=of)

@@ -19,7 +19,7 @@ from matplotlib.figure import Figure
 from benchmarks.results import RESULTS
 
 PICTURES = RESULTS.parent / "pictures"
-STYLE = {
+STYLE: Any = {
     "font.family": "DejaVu Sans",
     "font.size": 9,
     "axes.spines.top": False,

@@ -11,7 +11,7 @@ from importlib.metadata import version
 from pathlib import Path
 from statistics import median
 
-import psutil
+import psutil  # type: ignore[import-untyped]
 from rich.console import Console
 from rich.table import Table
 from scipy.stats import quantile_test

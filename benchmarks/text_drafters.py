@@ -134,7 +134,9 @@ def _bpe(texts: list[str]) -> Callable[[str], list[int]]:
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
     )
-    trainer = trainers.BpeTrainer(vocab_size=1000, special_tokens=["<end>"], show_progress=False)
+    trainer = trainers.BpeTrainer(  # type: ignore[no-untyped-call]
+        vocab_size=1000, special_tokens=["<end>"], show_progress=False
+    )
     tokenizer.train_from_iterator(texts, trainer)
     return lambda text: list(tokenizer.encode(text).ids)
 

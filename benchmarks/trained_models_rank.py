@@ -8,8 +8,6 @@ from __future__ import annotations
 import os
 import sys
 
-import torch
-
 from benchmarks.trained_models import task_recipe
 from specactor.data.dataset import build_dataset
 from specactor.data.tokenizer import load_tokenizer
@@ -26,7 +24,7 @@ def main() -> None:
     shape = model_shape(config)
     layout = check(config, int(os.environ["WORLD_SIZE"]), shape)
     groups.init(layout, config.parallel, seed=config.seed, local_rank=int(os.environ["LOCAL_RANK"]))
-    collective = Collective(torch.device("cpu"))
+    collective = Collective()
     start = initial_model(config, collective)
     tokenizer = load_tokenizer(start)
     room = longest_prompt(config, shape.max_position)

@@ -71,7 +71,7 @@ def main() -> None:
     config = sync_config(str(model_dir), **options)
     layout = check(config, options["world"], ModelShape.read(model_dir))
     groups.init(layout, config.parallel, seed=0, local_rank=int(os.environ["LOCAL_RANK"]))
-    collective = Collective(torch.device("cpu"))
+    collective = Collective()
     trainer = PolicyTrainer(config, layout, model_dir)
     specs = [
         EngineSpec(
