@@ -29,8 +29,7 @@ from specactor.data.dataset import Dataset, build_dataset
 from specactor.data.stream import request_seed
 from specactor.data.tokenizer import load_tokenizer
 from specactor.rollout.sglang.draft_runner import DRAFT_TEMPERATURE
-from specactor.rollout.sglang.engine_client import EngineSpec
-from specactor.rollout.sglang.running import running
+from specactor.rollout.sglang.engine_client import EngineSpec, running
 from specactor.rollout.sglang.speculation_calls import REPORT
 from specactor.rollout.speculation.counters import Counts
 from specactor.types import RolloutRequest, SamplingParams, Trajectory

@@ -19,7 +19,7 @@ import numpy as np
 
 from benchmarks.results import Result, publish, spread
 from specactor.rollout.decoupled.backend import Lane
-from specactor.rollout.decoupled.loop import serve
+from specactor.rollout.decoupled.main import serve
 from specactor.rollout.decoupled.remote_drafter import Decoupled, connect
 from specactor.rollout.decoupled.spec import Started
 from specactor.rollout.decoupled.transport import Address, DrafterKeys, local_endpoint, make_keys

@@ -31,8 +31,7 @@ from specactor.cpu import sglang as cpu
 from specactor.data.dataset import build_dataset
 from specactor.data.stream import request_seed
 from specactor.data.tokenizer import load_tokenizer
-from specactor.rollout.sglang.engine_client import Engine, EngineSpec
-from specactor.rollout.sglang.running import running
+from specactor.rollout.sglang.engine_client import Engine, EngineSpec, running
 from specactor.rollout.sglang.speculation_calls import CONFIGURE, REPORT
 from specactor.rollout.speculation.counters import Counts
 from specactor.types import Problem, RolloutRequest, SamplingParams

@@ -39,8 +39,7 @@ from specactor.config import EngineConfig, RolloutConfig, SpeculationConfig
 from specactor.parallel.layout import ModelShape
 from specactor.planning.profile_engine import Sizes, measure
 from specactor.planning.profile_grid import cells, checks, cost_table
-from specactor.rollout.sglang.engine_client import Engine, EngineSpec
-from specactor.rollout.sglang.running import running
+from specactor.rollout.sglang.engine_client import Engine, EngineSpec, running
 from specactor.rollout.sglang.speculation_calls import CONFIGURE
 from specactor.rollout.speculation.costs import CostTable
 from specactor.rollout.speculation.counters import Counts

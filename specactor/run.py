@@ -29,7 +29,7 @@ from specactor.parallel.layout import (
     place_engine,
     reserved_tokens,
 )
-from specactor.planning import job_plan
+from specactor.planning import search
 from specactor.progress import Progress, summary_rows
 from specactor.recipes import to_json
 from specactor.rollout.collector import RolloutCollector
@@ -185,8 +185,8 @@ def _planned(config: Config, members: Sequence[Member], collective: Collective, 
     speculation = config.rollout.speculation
     if speculation.mode != "auto" or not speculation.cost_table:
         return config
-    table = job_plan.shared_table(speculation.cost_table, collective)
-    config, text = job_plan.planned(config, table, machines=len({member.machine for member in members}))
+    table = search.shared_table(speculation.cost_table, collective)
+    config, text = search.planned(config, table, machines=len({member.machine for member in members}))
     progress.note(text)
     return config
 

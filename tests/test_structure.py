@@ -14,7 +14,6 @@ import pytest
 PACKAGE = Path(__file__).resolve().parent.parent / "specactor"
 PLANNER = (
     "gpu_specs",
-    "job_plan",
     "model_shapes",
     "plans",
     "profile_grid",

@@ -130,7 +130,7 @@ class DrafterEngine:
     capacity_bytes: float = float("inf")
     token_s: Grid | None = None
     """Over (requests, 1), measured in a drafter process: from token to token of each, its loop and messages included
-    (`decoupled.loop.Work`). Rounds then take what is there (`running`); None: they last until windows are
+    (`decoupled.spec.Work`). Rounds then take what is there (`running`); None: they last until windows are
     (`pipelined`)."""
 
     def __post_init__(self) -> None:

@@ -32,8 +32,7 @@ from specactor.rollout.decoupled.spec import DrafterSpec
 from specactor.rollout.decoupled.supervisor import DrafterProcess
 from specactor.rollout.decoupled.transport import Address, DrafterAccess
 from specactor.rollout.drafter_start import Host, make_specs
-from specactor.rollout.sglang.engine_client import Engine, EngineSpec
-from specactor.rollout.sglang.running import running
+from specactor.rollout.sglang.engine_client import Engine, EngineSpec, running
 from specactor.rollout.speculation.costs import METHOD, CostTable, Grid, ProcessCosts
 from specactor.rollout.speculation.registry import make_drafters
 

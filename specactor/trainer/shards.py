@@ -16,7 +16,7 @@ from megatron.core import parallel_state
 from torch import Tensor
 
 from specactor.trainer.model import Policy
-from specactor.weights_sync.plan import Part, Spread, rounds
+from specactor.weights_sync.buckets import Part, Spread, rounds
 
 
 class GatheredWeights:

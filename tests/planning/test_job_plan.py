@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import pytest
 
 from specactor.config import Config
-from specactor.planning.job_plan import planned, shared_table
+from specactor.planning.search import planned, shared_table
 from specactor.recipes import load
 from specactor.rollout import cost_file
 from specactor.rollout.speculation.costs import CostTable, Grid, ProcessCosts

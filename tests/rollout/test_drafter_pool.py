@@ -17,7 +17,7 @@ from specactor.rollout import drafter_pool
 from specactor.rollout.decoupled import supervisor
 from specactor.rollout.decoupled.spec import DrafterSpec
 from specactor.rollout.drafter_pool import DrafterPool
-from specactor.weights_sync.draft_sender import DraftSender
+from specactor.weights_sync.draft_push import DraftSender
 from tests.rollout.conftest import Footprint
 from tests.rollout.decoupled.test_supervisor import PATIENCE_S, assert_drafts, child_of, is_listening, make_drafter_spec
 

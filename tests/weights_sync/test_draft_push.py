@@ -15,8 +15,8 @@ from specactor.errors import EngineError
 from specactor.rollout.sglang import model_drafter
 from specactor.rollout.sglang.model_drafter import ModelDrafter
 from specactor.rollout.speculation.drafter import DraftSequence
-from specactor.weights_sync import draft_receiver
-from specactor.weights_sync.draft_sender import CHECK, LOAD, DraftSender, num_bytes, push_to_engine
+from specactor.weights_sync import draft_push
+from specactor.weights_sync.draft_push import CHECK, LOAD, DraftSender, num_bytes, push_to_engine
 from specactor.weights_sync.messages import Bucket, CheckReply, DraftWeights, Round
 
 
@@ -59,7 +59,7 @@ def test_new_weights_arrive_bit_for_bit(sender: DraftSender) -> None:
     for version in (1, 2):  # the second time, the memory is there already
         weights = sender.pack(here.named(), version=version)
         assert num_bytes(weights) == 4 * (24 + 4)
-        assert draft_receiver.load(there, weights) == ""
+        assert draft_push.load(there, weights) == ""
         assert here.bits() == there.bits()
         here = Model(3)
 
@@ -68,7 +68,7 @@ def test_weights_travel_in_the_type_that_drafts() -> None:
     sender, here, there = DraftSender(torch.bfloat16), Model(1), Model(2).to(torch.bfloat16)
     weights = sender.pack(here.named(), version=1)
     assert num_bytes(weights) == 2 * (24 + 4)
-    assert draft_receiver.load(there, weights) == ""
+    assert draft_push.load(there, weights) == ""
     assert there.bits() == here.to(torch.bfloat16).bits()
     sender.close()
 
@@ -80,8 +80,8 @@ def test_a_flipped_bit_is_refused_and_the_old_weights_stay(sender: DraftSender, 
     before = there.bits()
     weights = sender.pack(Model(1).named(), version=1)
     flip(sender, at)
-    assert "wrong digest" in draft_receiver.check(weights)
-    assert "wrong digest" in draft_receiver.load(there, weights)
+    assert "wrong digest" in draft_push.check(weights)
+    assert "wrong digest" in draft_push.load(there, weights)
     assert there.bits() == before
 
 
@@ -93,7 +93,7 @@ def test_without_digests_a_flipped_bit_would_be_drafted_with(
     weights = sender.pack(Model(1).named(), version=1)
     flip(sender, 3)
     monkeypatch.setattr("specactor.weights_sync.receiver._check", lambda arrived: None)
-    assert draft_receiver.load(there, weights) == ""
+    assert draft_push.load(there, weights) == ""
     assert there.bits() not in (before, Model(1).bits())
 
 
@@ -113,15 +113,15 @@ def test_half_a_load_is_undone(sender: DraftSender, change: Change, message: str
     there = Model(2)
     before = there.bits()
     weights = sender.pack(change(Model(1).named()), version=1)
-    assert draft_receiver.check(weights) == ""
-    assert message in draft_receiver.load(there, weights)
+    assert draft_push.check(weights) == ""
+    assert message in draft_push.load(there, weights)
     assert there.bits() == before
 
 
 def test_memory_that_is_gone_is_refused(sender: DraftSender) -> None:
     weights = sender.pack(Model(1).named(), version=1)
     sender.close()
-    assert "cannot be read" in draft_receiver.check(weights)
+    assert "cannot be read" in draft_push.check(weights)
 
 
 def test_policy_and_draft_model_cannot_read_each_others_messages(sender: DraftSender) -> None:
@@ -207,7 +207,7 @@ def test_a_rank_that_raises_begins_anew_too(sender: DraftSender, monkeypatch: py
     def no_room(model: nn.Module, weights: DraftWeights) -> str:
         raise RuntimeError("out of memory")
 
-    monkeypatch.setattr(draft_receiver, "load", no_room)
+    monkeypatch.setattr(draft_push, "load", no_room)
     rank, drafter = engine_rank(Model(2))
     with pytest.raises(RuntimeError, match="out of memory"):
         model_drafter.load_weights(rank, msgspec.msgpack.encode(sender.pack(Model(1).named(), version=4)))

@@ -7,7 +7,7 @@ from itertools import product
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specactor.weights_sync.plan import Part, Spread, rounds
+from specactor.weights_sync.buckets import Part, Spread, rounds
 
 SPREADS = st.builds(Spread, copies=st.integers(1, 4), shards=st.integers(1, 4))
 PARTS = st.lists(st.builds(Part, num_bytes=st.integers(1, 1000), expert=st.booleans()), max_size=60)

@@ -1,15 +1,33 @@
-"""What a drafter process does: `run` starts what drafts, and answers the process's owner between two batches."""
+"""A drafter process: hear engines, draft for the requests that want a token, send what was drafted, answer the owner.
+
+Invariants: nothing is done while no request wants a token; while it sleeps it holds no request and no socket, only its
+owner is heard, and it takes no processor time; the process ends on SIGTERM, at the end of the stream from
+its owner, and when its parent is dead; a frame of any content is dropped or obeyed and never ends it. When the
+continuer raises, the process ends with that exception: its owner starts another.
+"""
 
 from __future__ import annotations
 
 import importlib
+import logging
 import os
+import select
+import signal
+import socket
+import time
 import traceback
-from socket import socket
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from statistics import median
+from types import FrameType
+
+import msgspec
 
 from specactor.rollout import frames
-from specactor.rollout.decoupled.backend import Continuer
-from specactor.rollout.decoupled.loop import Loop, serve
+from specactor.rollout.decoupled.backend import Continuer, Renewable, Sleeper
+from specactor.rollout.decoupled.drafter_side import Mirrors
+from specactor.rollout.decoupled.protocol import Drops
 from specactor.rollout.decoupled.spec import (
     TO_DRAFTER,
     AskAlive,
@@ -17,17 +35,255 @@ from specactor.rollout.decoupled.spec import (
     DrafterSpec,
     FromDrafter,
     Renew,
+    Renewed,
+    Rested,
     Sleep,
     Start,
+    Started,
     ToDrafter,
     Wake,
+    Work,
 )
+from specactor.rollout.decoupled.transport import DrafterKeys, Hub, new_session
 from specactor.rollout.frames import Failed, ProtocolError
+from specactor.rollout.speculation.costs import Point
+from specactor.trace import Recorder
+
+IDLE_S = 0.5
+"""Between two looks at the parent and at engines that have fallen silent."""
+MAX_LANES = 256
+"""Requests per call of the continuer."""
+MAX_TURNS = 512
+"""Whose seconds are remembered."""
+
+_LOG = logging.getLogger(__name__)
+
+
+def serve(
+    continuer: Continuer,
+    *,
+    endpoint: str,
+    on_ready: Callable[[Started], None],
+    keys: DrafterKeys | None = None,
+    max_tokens: int = 4_000_000,
+    max_lanes: int = MAX_LANES,
+    owner_fd: int | None = None,
+    asleep: bool = False,
+    on_owner: Callable[[Loop], bool] = lambda loop: False,
+) -> None:
+    """Runs until it is to end; to be called from the main thread.
+
+    Args: where to listen; bound of all requests' tokens; a file that the owner writes to, and what is called when there
+    is something to read: whether to go on; whether it sleeps until its owner wakes it. Raises ConfigError for an
+    endpoint that cannot be had.
+    """
+    parent = os.getppid()
+    hub = Hub(endpoint, keys=keys)
+    loop = Loop(continuer, hub, max_tokens=max_tokens, max_lanes=max_lanes)
+    if asleep:
+        loop.sleep()
+    try:
+        with _termination() as terminated:
+            files = [terminated] if owner_fd is None else [terminated, owner_fd]
+            on_ready(Started(endpoint=hub.endpoint, pid=os.getpid(), version=continuer.version))
+            while os.getppid() == parent:
+                began_s = time.perf_counter()
+                told = loop.wait(files)
+                if not loop.busy:
+                    name = "asleep" if loop.asleep else "idle"
+                    loop.recorder.span("draft", name, began_s, time.perf_counter())
+                if terminated in told or (told and not on_owner(loop)):
+                    break
+                loop.turn()
+    finally:
+        loop.close()
+    _LOG.info("drafter process %d ends", os.getpid())
+
+
+MAX_SAMPLES = 15
+"""Of batches of about equal sizes, the latest."""
+MIN_SAMPLES = 3
+MUCH = 2.0
+"""A batch that takes more than so many times as long takes much longer."""
+
+
+class Pace:
+    """Of one drafter process."""
+
+    def __init__(self) -> None:
+        self._seconds: dict[int, deque[float]] = {}
+
+    def batch(self, lanes: int, seconds: float) -> None:
+        """One was drafted."""
+        self._seconds.setdefault(lanes.bit_length(), deque(maxlen=MAX_SAMPLES)).append(seconds)
+
+    def is_slower(self, few: int, many: int) -> bool:
+        """Whether a batch of many lanes takes much longer than one of few."""
+        first, last = few.bit_length(), many.bit_length()
+        if first == last or len(self._seconds.get(last, ())) < MIN_SAMPLES:
+            return False
+        known = [of for size, of in self._seconds.items() if first <= size < last and len(of) >= MIN_SAMPLES]
+        return any(median(self._seconds[last]) > MUCH * median(of) for of in known)
+
+
+class Loop:
+    """One turn after the other."""
+
+    def __init__(
+        self,
+        continuer: Continuer,
+        hub: Hub,
+        *,
+        max_tokens: int,
+        max_lanes: int = MAX_LANES,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._max_tokens = max_tokens
+        self._drops = Drops("drafter")
+        self.mirrors = self._new_mirrors()
+        self.busy = False
+        """The next turn need not wait for anything to arrive."""
+        self.asleep = False
+        self.recorder = Recorder()
+        self._wake_s = 0.0
+        self._busy_s = 0.0
+        self._turns: deque[Point] = deque(maxlen=MAX_TURNS)
+        self._began_s = 0.0
+        """The last turn."""
+        self._drafted = (0, 0)
+        """(requests, tokens) in it."""
+        self._pace = Pace()
+        self._continuer = continuer
+        self._hub = hub
+        self._max_lanes = max_lanes
+        self._clock = clock
+
+    def _new_mirrors(self) -> Mirrors:
+        """Of a new incarnation."""
+        return Mirrors(new_session(), max_tokens=self._max_tokens, drops=self._drops)
+
+    def wait(self, files: Sequence[int]) -> list[int]:
+        """Until there is something to do; those of `files` that can be read."""
+        if self.asleep:
+            return list(select.select(files, [], [])[0])
+        return self._hub.wait(0.0 if self.busy else IDLE_S, files)
+
+    def sleep(self) -> Rested:
+        """Nobody is drafted for, and engines find nobody here, until `wake`."""
+        if not self.asleep:
+            self._hub.close()
+            self.mirrors.forget_all()
+            for key in self.mirrors.forgotten():
+                self._continuer.forget(key)
+            if isinstance(self._continuer, Sleeper):
+                self._continuer.sleep()
+            self.asleep, self.busy = True, False
+        return self.rested()
+
+    def wake(self) -> Rested:
+        """As a process that has just started. Raises ConfigError where its address was taken meanwhile."""
+        if self.asleep:
+            began_s = time.perf_counter()
+            if isinstance(self._continuer, Sleeper):
+                self._continuer.wake()
+            self.mirrors, self._hub = self._new_mirrors(), self._hub.again()
+            self.asleep, self._wake_s = False, time.perf_counter() - began_s
+        return self.rested()
+
+    def rested(self) -> Rested:
+        """Whether it sleeps."""
+        return Rested(asleep=self.asleep, wake_s=self._wake_s)
+
+    def close(self) -> None:
+        self._hub.close()
+
+    def turn(self) -> None:
+        """Take in what has arrived, draft for one batch, send. Nothing while it sleeps."""
+        if self.asleep:
+            return
+        mirrors, continuer = self.mirrors, self._continuer
+        now_s = self._clock()
+        if self.busy and self._drafted[1]:
+            self._turns.append((*self._drafted, now_s - self._began_s))
+        self._began_s = now_s
+        wasted = mirrors.num_wasted
+        for session, frame in self._hub.receive():
+            mirrors.receive(session, frame, now_s)
+        mirrors.tick(now_s)
+        if mirrors.num_wasted > wasted:
+            self.recorder.instant("commits", "rollback", time.perf_counter(), tokens=mirrors.num_wasted - wasted)
+        for key in mirrors.forgotten():
+            continuer.forget(key)
+        self._send(more=self.busy)  # an engine that asks whether anybody is here need not wait for the draft
+        lanes = mirrors.wanted(self._max_lanes, slower=self._pace.is_slower)
+        if lanes:
+            began_s = time.perf_counter()
+            drafts = continuer.extend(lanes)
+            ended_s = time.perf_counter()
+            self._busy_s += ended_s - began_s
+            self._pace.batch(len(lanes), ended_s - began_s)
+            tokens = sum(map(len, drafts))
+            self.recorder.span("draft", "draft", began_s, ended_s, requests=len(lanes), tokens=tokens)
+            self._drafted = (len(lanes), tokens)
+            mirrors.extended(lanes, drafts)
+        self.busy = bool(lanes)
+        self._send(more=self.busy)
+
+    def work(self, *, trace: bool) -> Work:
+        """Since the last call. Args: whether to record spans from now on."""
+        drops = Counter(self._drops.take()) + Counter(self._hub.drops.take())
+        work = Work(busy_s=self._busy_s, turns=list(self._turns), spans=self.recorder.take(), drops=drops)
+        self._turns.clear()
+        self._busy_s, self.recorder.on = 0.0, trace
+        return work
+
+    def renew(self, asked: bytes) -> Renewed:
+        """Bring new weights to the continuer, between two batches. Args: `DraftWeights` as JSON."""
+        continuer, problem = self._continuer, "its continuer has no weights"
+        if isinstance(continuer, Renewable):
+            from specactor.weights_sync.messages import DraftWeights  # with torch, which such a continuer has anyway
+
+            began_s = time.perf_counter()
+            try:
+                problem = continuer.renew(msgspec.json.decode(asked, type=DraftWeights))
+            except (msgspec.MsgspecError, OSError) as error:
+                problem = str(error)
+            self.recorder.span("draft", "new weights", began_s, time.perf_counter())
+        if problem:
+            _LOG.warning("new weights were refused: %s", problem)
+        return Renewed(version=continuer.version, problem=problem)
+
+    def _send(self, *, more: bool) -> None:
+        now_s = self._clock()
+        for session in self.mirrors.sessions:
+            for frame in self.mirrors.outgoing(session, version=self._continuer.version, now_s=now_s, more=more):
+                if not self._hub.send(session, frame):
+                    self.mirrors.drops.expect("unsent")
+
+
+@contextmanager
+def _termination() -> Iterator[int]:
+    """A file that can be read once SIGTERM has come; the signal does nothing else."""
+    ours, signals = socket.socketpair()
+
+    def nothing(number: int, frame: FrameType | None) -> None:
+        pass
+
+    with ours, signals:
+        signals.setblocking(False)
+        before = signal.signal(signal.SIGTERM, nothing)
+        wake = signal.set_wakeup_fd(signals.fileno(), warn_on_full_buffer=False)
+        try:
+            yield ours.fileno()
+        finally:
+            signal.set_wakeup_fd(wake)
+            signal.signal(signal.SIGTERM, before)
+
 
 _UNBOUNDED = 1 << 40
 
 
-def run(owner: socket) -> None:
+def run(owner: socket.socket) -> None:
     """Draft until the end of the stream. The first message names the drafter (`Start`)."""
     frame = frames.read(owner, TO_DRAFTER)
     if frame is None:

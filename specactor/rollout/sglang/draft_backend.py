@@ -16,7 +16,7 @@ from specactor.rollout.decoupled.backend import Lane
 from specactor.rollout.decoupled.spec import DrafterSpec
 from specactor.rollout.sglang.draft_runner import DraftRunner, DraftText, SequenceCache, load_alone
 from specactor.rollout.sglang.draft_slots import BLOCK_TOKENS, Slots
-from specactor.weights_sync import draft_receiver
+from specactor.weights_sync import draft_push
 from specactor.weights_sync.messages import DraftWeights
 
 
@@ -63,7 +63,7 @@ class DraftBackend:
 
     def renew(self, weights: DraftWeights) -> str:
         """See `continuer.Renewable`. Texts are shown to the new weights from their beginning."""
-        problem = draft_receiver.load(self._runner.model, weights)
+        problem = draft_push.load(self._runner.model, weights)
         if not problem:
             self.version = weights.draft_version
             for known in self._known.values():

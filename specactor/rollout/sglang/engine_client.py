@@ -8,16 +8,18 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 
 import msgspec
 
 from specactor.cpu import sglang as cpu
 from specactor.errors import EngineError
+from specactor.parallel.layout import ENGINE_RESERVED_OF_INPUT
 from specactor.rollout import resume
 from specactor.rollout.child_process import Call, ChildDied, ChildProcess
 from specactor.rollout.frames import Failed
-from specactor.rollout.sglang import responses, speculation_calls
+from specactor.rollout.sglang import speculation_calls
 from specactor.rollout.sglang.engine_protocol import (
     FROM_HOST,
     Abort,
@@ -27,6 +29,7 @@ from specactor.rollout.sglang.engine_protocol import (
     Finished,
     FromHost,
     Generate,
+    News,
     Progress,
     RankCall,
     RankReplies,
@@ -131,7 +134,7 @@ class Engine:
             return []
         if self.ready is None:
             raise EngineError(f"engine {self.index} is not ready. Call wait_ready first.")
-        responses.check(requests, self.spec, self.ready)
+        check_servable(requests, self.spec, self.ready)
         started = time.monotonic()
         deadline = None if timeout_s is None else started + timeout_s
         finished: dict[int, Trajectory] = {}
@@ -148,13 +151,13 @@ class Engine:
                 if isinstance(message, Failed):
                     raise EngineError(f"engine {self.index}: {message.message}")
                 if isinstance(message, Finished):
-                    trajectory = responses.finished(requests[message.request], message, self.spec, self._version)
+                    trajectory = whole_response(requests[message.request], message, self.spec, self._version)
                     finished[message.request] = trajectory
                     if on_finished is not None:
                         on_finished(trajectory)
                 if isinstance(message, Progress) and message.news is not None and on_progress is not None:
                     request = requests[message.news.request]
-                    on_progress(request, responses.so_far(request, message.news, running, self._version))
+                    on_progress(request, response_so_far(request, message.news, running, self._version))
         self._count(requests, finished.values(), time.monotonic() - started)
         return [finished[i] for i in range(len(requests))]
 
@@ -292,3 +295,74 @@ class Engine:
 
 def _text(message: FromHost) -> str:
     return message.message if isinstance(message, Failed) else f"unexpected answer {type(message).__name__}"
+
+
+@contextmanager
+def running(spec: EngineSpec, **environment: str) -> Iterator[Engine]:
+    """It takes requests when the block begins, and is stopped when it ends. Raises EngineError if it does not start.
+
+    `environment`: further variables of its processes."""
+    engine = Engine(spec, **environment)
+    try:
+        engine.wait_ready(spec.config.start_timeout_s)
+        yield engine
+    finally:
+        engine.stop()
+
+
+_Parts = dict[int, tuple[list[int], list[float]]]
+"""Tokens and log-probabilities that were reported of the requests of a call."""
+
+
+def check_servable(requests: Sequence[RolloutRequest], spec: EngineSpec, ready: Ready) -> None:
+    """Raises EngineError for a request that is too long, or that goes on from a beginning that cannot be."""
+    limit = ready.max_sequence_tokens
+    for request in requests:
+        resume.check(request, with_experts=spec.config.routed_experts)
+        prompt, new = len(request.prompt_ids), request.sampling.max_new_tokens
+        if not 1 <= prompt <= limit - new:
+            raise EngineError(
+                f"request {request.request_id}: prompt of {prompt} tokens and rollout.max_new_tokens = {new}, "
+                f"expected 1 <= prompt <= {limit} - max_new_tokens: engine {spec.index} has a context of "
+                f"{spec.context_length} and a KV pool of {ready.kv_tokens} tokens. Shorten one of them, "
+                "or raise rollout.engine.max_total_tokens."
+            )
+        given = prompt + resume.num_begun(request)
+        longest = limit + spec.reserved_tokens - ENGINE_RESERVED_OF_INPUT
+        if given > longest:
+            raise EngineError(
+                f"request {request.request_id}: {given} tokens of prompt and beginning, expected <= {longest}: SGLang "
+                f"takes no longer input on engine {spec.index}, however few tokens are to follow. Shorten prompts by "
+                f"{given - longest}, or raise rollout.engine.max_total_tokens."
+            )
+
+
+def whole_response(request: RolloutRequest, message: Finished, spec: EngineSpec, version: int) -> Trajectory:
+    """The whole response; `version` of the weights that the engine holds.
+
+    One that was aborted while it waited is empty where experts are wanted: nobody can say by now which experts computed
+    what it had emitted. Raises EngineError for any other response without them.
+    """
+    dropped = spec.config.routed_experts and bool(message.token_ids) and not message.routed_experts
+    if dropped and message.finish_reason != "abort":
+        raise EngineError(
+            f"request {request.request_id}: a response of {len(message.token_ids)} tokens that ended with "
+            f"{message.finish_reason!r} without routed experts, expected those of every token with "
+            "enable_return_routed_experts. Engine and SGLang disagree: check its version with specactor doctor."
+        )
+    return resume.whole(
+        request,
+        token_ids=() if dropped else message.token_ids,
+        logprobs=() if dropped else message.logprobs,
+        finish_reason=message.finish_reason,
+        version=version,
+        routed_experts=message.routed_experts,
+    )
+
+
+def response_so_far(request: RolloutRequest, news: News, parts: _Parts, version: int) -> Trajectory:
+    """What a running request has, without its experts; adds the news to `parts`."""
+    tokens, logprobs = parts.setdefault(news.request, ([], []))
+    tokens += news.token_ids
+    logprobs += news.logprobs
+    return resume.whole(request, token_ids=tokens, logprobs=logprobs, finish_reason="abort", version=version)

@@ -24,7 +24,7 @@ import torch
 from specactor.errors import EngineError
 from specactor.rollout.sglang.draft_runner import DraftRunner, DraftText, SequenceCache
 from specactor.rollout.speculation.drafter import Drafter, DraftSequence
-from specactor.weights_sync import draft_receiver
+from specactor.weights_sync import draft_push
 from specactor.weights_sync.messages import CheckReply, DraftWeights
 
 
@@ -87,7 +87,7 @@ class ModelDrafter(Drafter):
 def check_weights(rank: Any, payload: bytes) -> bytes:
     """Whether the bytes are those of their source; changes nothing."""
     _model(rank)
-    return _reply(draft_receiver.check(msgspec.msgpack.decode(payload, type=DraftWeights)))
+    return _reply(draft_push.check(msgspec.msgpack.decode(payload, type=DraftWeights)))
 
 
 def load_weights(rank: Any, payload: bytes) -> bytes:
@@ -98,7 +98,7 @@ def load_weights(rank: Any, payload: bytes) -> bytes:
     model, speculator = _model(rank), rank.draft_worker.speculator
     problem = "it was not loaded"
     try:
-        problem = draft_receiver.load(model, weights)
+        problem = draft_push.load(model, weights)
     finally:
         for drafter in speculator.drafters.values() if speculator is not None else ():
             if isinstance(drafter, ModelDrafter):

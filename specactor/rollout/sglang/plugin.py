@@ -9,7 +9,6 @@ import torch
 
 from specactor.cpu import sglang_hooks
 from specactor.rollout.sglang import (
-    penalties,
     rank_calls,
     routed_experts,
     sampling,
@@ -25,7 +24,7 @@ def register() -> None:
     """Called once per process by SGLang."""
     if not torch.cuda.is_available():
         sglang_hooks.install()
-    for part in (sampling, penalties, stopping, routed_experts):
+    for part in (sampling, stopping, routed_experts):
         part.install()
     receiver = Receiver()
     rank_calls.RANK_CALLS.update(

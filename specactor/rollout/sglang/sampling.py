@@ -1,4 +1,5 @@
-"""A request's token does not depend on how its batch mates are sampled, and min-p works with a seed.
+"""A request's token does not depend on how its batch mates are sampled; min-p works with a seed, and penalties count
+all that was emitted, in one order.
 
 SGLang samples a whole batch with one routine. If any request of the batch has top-p or top-k, the noise of all is keyed
 by the rank of a token among the sorted probabilities and no longer by its id, so a request without either
@@ -9,7 +10,15 @@ SGLang refuses min-p in the deterministic mode (an assertion that ends the engin
 The Gumbel-max trick does not need them to be. Tokens below the threshold, which is relative to the likeliest token, get
 probability 0 before the sort; top-k and top-p keep or drop the others exactly as in SGLang's own order of the three.
 
-Shape legend: R rows, V vocabulary.
+SGLang counts what penalties are for while a request decodes, one token per round. So a request with penalties is not
+drafted for (its later rows would need counts that hold the drafts before them), and one that is taken out of the batch
+and prefilled again would start to count anew: here what it had emitted is counted first. With overlap (a round is
+prepared while another runs) SGLang counts a token one round late, and the last one given twice; so engines whose
+requests have penalties (`EngineSpec.penalties`) run without. Penalties are added up first and the repetition penalty
+divides afterwards, as SGLang does with overlap; without, it takes them as they lie in a set, which differs from process
+to process.
+
+Shape legend: B requests, R rows, V vocabulary, N tokens that one request has emitted.
 """
 
 from __future__ import annotations
@@ -21,16 +30,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from specactor.rollout.sglang import partial_response
+
 _PER_ROW = ("top_ps", "top_ks", "min_ps", "sampling_seed", "temperatures")
 
 Sample = Callable[..., tuple[Tensor, Any]]
 
 
 def install() -> None:
-    """Registers the hook with SGLang's plugin registry. Call it from a plugin."""
+    """Registers the hooks with SGLang's plugin registry. Call it from a plugin."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     HookRegistry.register("sglang.srt.layers.sampler.Sampler._sample_from_probs", sample_by_kind, HookType.AROUND)
+    made = "sglang.srt.sampling.sampling_batch_info.SamplingBatchInfo.from_schedule_batch"
+    HookRegistry.register(made, _count_emitted, HookType.AFTER)
+    applied = "sglang.srt.sampling.penaltylib.orchestrator.BatchedPenalizerOrchestrator.apply"
+    HookRegistry.register(applied, _apply_in_order, HookType.AROUND)
 
 
 def sample_by_kind(
@@ -74,3 +89,49 @@ def _of_rows(info: Any, rows: Tensor) -> Any:
     for name in _PER_ROW:
         setattr(part, name, getattr(info, name)[rows])
     return part
+
+
+def has_penalties(sampling_params: Any) -> bool:
+    """`SamplingParams.has_penalties` of SGLang's class of that name."""
+    p = sampling_params
+    return (p.frequency_penalty, p.presence_penalty, p.repetition_penalty) != (0.0, 0.0, 1.0)
+
+
+def _count_emitted(info: Any, _: type, batch: Any, *__: Any) -> None:
+    """Sampling parameters were made for a batch that is prefilled: count what its requests emitted before, here and in
+    what they brought along of their responses."""
+    orchestrator = info.penalizer_orchestrator
+    if not orchestrator.is_required:
+        return
+    for row, req in enumerate(batch.reqs):
+        emitted = [*partial_response.of(req), *req.output_ids]
+        if not emitted:
+            continue
+        tokens_N = torch.tensor(emitted, dtype=torch.int64, device=info.temperatures.device)
+        for penalizer in orchestrator.penalizers.values():
+            for kind in ("frequency", "presence", "repetition"):
+                total_BV = getattr(penalizer, f"cumulated_{kind}_penalties", None)
+                if total_BV is None:
+                    continue
+                each_N = getattr(penalizer, f"{kind}_penalties")[row].expand(len(tokens_N))
+                if kind == "frequency":
+                    total_BV[row].scatter_add_(0, tokens_N, each_N)
+                else:
+                    total_BV[row].scatter_(0, tokens_N, each_N)
+
+
+def _apply_in_order(
+    original: Callable[..., None], orchestrator: Any, logits: Tensor, repeat: int | None = None
+) -> None:
+    """What SGLang does with overlap (`SamplingBatchInfo.update_penalties`). Args: logits [B, V], changed in place."""
+    from sglang.srt.sampling.penaltylib.repetition_penalty import apply_scaling_penalties
+
+    if repeat is not None:
+        original(orchestrator, logits, repeat)
+        return
+    additive_BV = torch.zeros(logits.shape, dtype=torch.float32, device=logits.device)
+    orchestrator.accumulate_additive_penalties(additive_BV)
+    logits.add_(additive_BV)
+    scaling_BV = orchestrator.accumulate_scaling_penalties()
+    if scaling_BV is not None:
+        apply_scaling_penalties(logits, scaling_BV)

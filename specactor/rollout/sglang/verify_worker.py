@@ -28,7 +28,7 @@ from sglang.srt.speculative.spec_registry import CustomSpecAlgo
 from specactor.errors import EngineError
 from specactor.rollout.sglang import draft_runner, partial_response
 from specactor.rollout.sglang.model_drafter import ModelDrafter
-from specactor.rollout.sglang.penalties import has_penalties
+from specactor.rollout.sglang.sampling import has_penalties
 from specactor.rollout.sglang.verify_batch import (
     Branches,
     Rows,

@@ -34,7 +34,7 @@ from specactor.trainer.drafter.buffer import TopK, example_from
 from specactor.trainer.drafter.top_k import TopKRecorder
 from specactor.trainer.drafter.train import Clock, DrafterTrainer, RefreshStats
 from specactor.types import TrainSequence
-from specactor.weights_sync.draft_sender import DraftSender, num_bytes, push_to_engine
+from specactor.weights_sync.draft_push import DraftSender, num_bytes, push_to_engine
 from specactor.weights_sync.messages import DraftWeights
 from specactor.weights_sync.sender import TIMEOUT_S, TargetEngine
 

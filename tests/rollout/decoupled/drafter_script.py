@@ -7,7 +7,7 @@ import sys
 
 import msgspec
 
-from specactor.rollout.decoupled.loop import serve
+from specactor.rollout.decoupled.main import serve
 from specactor.rollout.decoupled.spec import Started
 from specactor.rollout.decoupled.transport import DrafterKeys
 from tests.rollout.decoupled.scripted import Scripted

@@ -90,8 +90,8 @@ class Renewing(Scripted):
         self.version = 0
 
     def renew(self, weights: DraftWeights) -> str:
-        from specactor.weights_sync import draft_receiver
+        from specactor.weights_sync import draft_push
 
-        problem = draft_receiver.check(weights)
+        problem = draft_push.check(weights)
         self.version = self.version if problem else weights.draft_version
         return problem

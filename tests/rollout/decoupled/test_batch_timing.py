@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from specactor.rollout.decoupled.loop import MIN_SAMPLES, Pace
+from specactor.rollout.decoupled.main import MIN_SAMPLES, Pace
 
 
 def paced(seconds: Callable[[int], float], *, samples: int = MIN_SAMPLES) -> Pace:

@@ -21,7 +21,7 @@ from specactor.rollout.decoupled.spec import AskAlive, AskWork, DrafterSpec, Res
 from specactor.rollout.decoupled.supervisor import DrafterProcess
 from specactor.rollout.decoupled.transport import Address, EngineKeys, ZmqLink, local_endpoint, make_keys, new_session
 from specactor.rollout.speculation.drafter import DraftSequence
-from specactor.weights_sync.draft_sender import DraftSender
+from specactor.weights_sync.draft_push import DraftSender
 from tests.rollout.conftest import Footprint, process_exists
 from tests.rollout.decoupled.hosted import WAKE_S
 from tests.rollout.decoupled.scripted import script

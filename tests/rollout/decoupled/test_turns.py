@@ -8,7 +8,7 @@ import pytest
 
 from specactor.rollout.decoupled.backend import Lane
 from specactor.rollout.decoupled.engine_side import Tails
-from specactor.rollout.decoupled.loop import MAX_TURNS, Loop
+from specactor.rollout.decoupled.main import MAX_TURNS, Loop
 from specactor.rollout.decoupled.protocol import Drops
 
 STEP_S = 0.002

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import msgspec
 from safetensors.torch import load_file
 
-from specactor.weights_sync.draft_sender import DraftSender
+from specactor.weights_sync.draft_push import DraftSender
 from specactor.weights_sync.messages import DraftWeights
 
 DAMAGES = {"flipped": "wrong digest", "torn": "wrong digest", "cut short": "the trainer sent too little"}

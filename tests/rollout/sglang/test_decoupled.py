@@ -20,11 +20,10 @@ from specactor.errors import EngineError
 from specactor.rollout import drafter_pool
 from specactor.rollout.decoupled.transport import DrafterAccess
 from specactor.rollout.pool import EnginePool
-from specactor.rollout.sglang.engine_client import Engine, EngineSpec
-from specactor.rollout.sglang.running import running
+from specactor.rollout.sglang.engine_client import Engine, EngineSpec, running
 from specactor.rollout.speculation.counters import Counts, added
 from specactor.types import RolloutRequest
-from specactor.weights_sync.draft_sender import DraftSender
+from specactor.weights_sync.draft_push import DraftSender
 from tests.rollout.conftest import Footprint
 from tests.rollout.decoupled.test_supervisor import assert_takes_no_time, child_of, is_listening
 from tests.rollout.sglang.asking import in_background, probe

@@ -20,8 +20,7 @@ from tokenizers import Tokenizer
 from specactor.config import EngineConfig, SpeculationConfig
 from specactor.errors import EngineError
 from specactor.rollout.resume import going_on
-from specactor.rollout.sglang.engine_client import Engine, EngineSpec
-from specactor.rollout.sglang.running import running
+from specactor.rollout.sglang.engine_client import Engine, EngineSpec, running
 from specactor.types import RolloutRequest, Trajectory
 from tests.rollout.conftest import VOCAB, request
 from tests.rollout.sglang.asking import assert_same, differs, in_background, probe, wait_for_tokens

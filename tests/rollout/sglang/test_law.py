@@ -16,8 +16,7 @@ import msgspec
 import pytest
 
 from specactor.config import EngineConfig, SpeculationConfig
-from specactor.rollout.sglang.engine_client import Engine, EngineSpec
-from specactor.rollout.sglang.running import running
+from specactor.rollout.sglang.engine_client import Engine, EngineSpec, running
 from specactor.rollout.speculation.verification import accepted_path, chain
 from specactor.types import RolloutRequest, SamplingParams
 from tests.rollout.conftest import VOCAB, start_script

@@ -12,12 +12,11 @@ import torch
 
 from specactor.config import EngineConfig, SpeculationConfig
 from specactor.errors import EngineError
-from specactor.rollout.sglang.engine_client import Engine, EngineSpec
-from specactor.rollout.sglang.running import running
+from specactor.rollout.sglang.engine_client import Engine, EngineSpec, running
 from specactor.rollout.sglang.speculation_calls import REPORT
 from specactor.rollout.speculation.counters import Counts
 from specactor.types import RolloutRequest, Trajectory
-from specactor.weights_sync.draft_sender import DraftSender, push_to_engine
+from specactor.weights_sync.draft_push import DraftSender, push_to_engine
 from tests.rollout.conftest import request, start_script
 from tests.rollout.sglang.pushes import DAMAGES, Pushes
 from tests.rollout.sglang.test_verify_worker import batch as batch_of_all_kinds

@@ -9,7 +9,7 @@ import pytest
 from specactor.config import EngineConfig, RolloutConfig
 from specactor.errors import EngineError
 from specactor.parallel.layout import ENGINE_RESERVED_TOKENS, reserved_tokens
-from specactor.rollout.sglang import responses
+from specactor.rollout.sglang import engine_client
 from specactor.rollout.sglang.backend import server_args
 from specactor.rollout.sglang.engine_protocol import EngineSpec, Finished, Ready
 from specactor.types import Begun, RolloutRequest, SamplingParams, VersionSpan
@@ -59,7 +59,7 @@ def sequence(total: int, *, left: int, begun: bool) -> RolloutRequest:
 
 def takes(request: RolloutRequest, spec: EngineSpec) -> bool:
     try:
-        responses.check([request], spec, ready(spec))
+        engine_client.check_servable([request], spec, ready(spec))
     except EngineError:
         return False
     return True
@@ -101,7 +101,7 @@ def test_too_long_an_input_names_the_way_out() -> None:
     with pytest.raises(
         EngineError, match=r"r: 60 tokens of prompt and beginning, expected <= 57: .*Shorten prompts by 3"
     ):
-        responses.check([request], SPEC, ready(SPEC))
+        engine_client.check_servable([request], SPEC, ready(SPEC))
 
 
 def finished(reason: str, experts: bytes) -> Finished:
@@ -118,17 +118,17 @@ WITH_EXPERTS = replace(SPEC, config=EngineConfig(extra_args={"enable_return_rout
 
 
 def test_what_was_aborted_while_it_waited_has_nothing() -> None:
-    response = responses.finished(REQUEST, finished("abort", b""), WITH_EXPERTS, 3)
+    response = engine_client.whole_response(REQUEST, finished("abort", b""), WITH_EXPERTS, 3)
     assert (response.token_ids, response.logprobs, response.finish_reason) == ((), (), "abort")
-    assert responses.finished(REQUEST, finished("abort", b"e"), WITH_EXPERTS, 3).token_ids == (7, 8)
+    assert engine_client.whole_response(REQUEST, finished("abort", b"e"), WITH_EXPERTS, 3).token_ids == (7, 8)
 
 
 @pytest.mark.parametrize("reason", ["stop", "length"])
 def test_a_finished_response_without_experts_is_an_error(reason: str) -> None:
     with pytest.raises(EngineError, match=f"ended with '{reason}' without routed experts"):
-        responses.finished(REQUEST, finished(reason, b""), WITH_EXPERTS, 3)
-    assert responses.finished(REQUEST, finished(reason, b""), SPEC, 3).token_ids == (7, 8)
-    assert responses.finished(REQUEST, finished(reason, b"e"), WITH_EXPERTS, 3).token_ids == (7, 8)
+        engine_client.whole_response(REQUEST, finished(reason, b""), WITH_EXPERTS, 3)
+    assert engine_client.whole_response(REQUEST, finished(reason, b""), SPEC, 3).token_ids == (7, 8)
+    assert engine_client.whole_response(REQUEST, finished(reason, b"e"), WITH_EXPERTS, 3).token_ids == (7, 8)
 
 
 @pytest.mark.parametrize("gpu", [False, True])

@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 
 from specactor.config import EngineConfig, SpeculationConfig
-from specactor.rollout.sglang.engine_client import Engine, EngineSpec
-from specactor.rollout.sglang.running import running
+from specactor.rollout.sglang.engine_client import Engine, EngineSpec, running
 from specactor.types import RolloutRequest, Trajectory
 from tests.rollout.conftest import VOCAB, request
 from tests.rollout.sglang.test_verify_worker import OFF, configure, report

@@ -14,8 +14,7 @@ from specactor.config import SpeculationConfig
 from specactor.rollout.decoupled.drafter_side import SILENT_S
 from specactor.rollout.decoupled.transport import Address, DrafterAccess, make_keys
 from specactor.rollout.drafter_pool import DrafterPool
-from specactor.rollout.sglang.engine_client import Engine, EngineSpec
-from specactor.rollout.sglang.running import running
+from specactor.rollout.sglang.engine_client import Engine, EngineSpec, running
 from specactor.rollout.speculation.costs import CostTable
 from specactor.rollout.speculation.counters import Counts
 from specactor.trace import Span, chrome_trace

@@ -15,8 +15,7 @@ import msgspec
 import pytest
 
 from specactor.config import EngineConfig, SpeculationConfig
-from specactor.rollout.sglang.engine_client import Engine, EngineSpec
-from specactor.rollout.sglang.running import running
+from specactor.rollout.sglang.engine_client import Engine, EngineSpec, running
 from specactor.rollout.sglang.speculation_calls import REPORT
 from specactor.rollout.speculation.counters import Counts
 from specactor.rollout.speculation.windows import OFF as OFF_NAME

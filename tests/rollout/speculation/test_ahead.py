@@ -11,7 +11,7 @@ import pytest
 from specactor.rollout.decoupled import engine_side
 from specactor.rollout.decoupled.backend import Lane
 from specactor.rollout.decoupled.drafter_side import Mirrors
-from specactor.rollout.decoupled.loop import Pace
+from specactor.rollout.decoupled.main import Pace
 from specactor.rollout.decoupled.protocol import Beat, Commits, Header, Open, ToDrafter, encode
 from specactor.rollout.decoupled.remote_drafter import Decoupled, Patience
 from specactor.rollout.speculation import drafter_set, probing

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specactor.rollout.speculation.suffix_automaton import ROOT, SuffixAutomaton
+from specactor.rollout.speculation.suffix import ROOT, SuffixAutomaton
 
 ALL = 10**9
 """Counts every context."""

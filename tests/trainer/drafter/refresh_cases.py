@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from specactor.config import Config, SpeculationConfig
 from specactor.parallel.collective import Collective
 from specactor.trainer.drafter.refresh import Distillation
-from specactor.weights_sync import draft_receiver
-from specactor.weights_sync.draft_sender import LOAD
+from specactor.weights_sync import draft_push
+from specactor.weights_sync.draft_push import LOAD
 from specactor.weights_sync.messages import CheckReply, DraftWeights
 from tests.trainer import policy_cases
 from tests.trainer.drafter import cases
@@ -45,7 +45,7 @@ class Engine:
 
     def rank_call(self, name: str, payload: bytes, *, timeout_s: float) -> list[bytes]:
         weights = msgspec.msgpack.decode(payload, type=DraftWeights)
-        problem = self.refuses or (draft_receiver.load(self.held, weights) if name == LOAD else "")
+        problem = self.refuses or (draft_push.load(self.held, weights) if name == LOAD else "")
         if name == LOAD and not problem:
             self.versions.append(weights.draft_version)
         return [msgspec.msgpack.encode(CheckReply(problem=problem))]

@@ -1,17 +1,19 @@
-"""The trainer's end of a push of the draft model's weights, to the engines and drafter processes of this rank.
+"""A push of the draft model's weights: from a trainer rank to the engines and drafter processes of its host.
 
 Every rank has the whole draft model, so a push crosses no ranks: the weights are copied once, with their digests, into
 memory that all processes of this host can read, and each of them is asked to check and then to load it.
 
-Invariants: an engine loads nothing before all its ranks have compared all digests; one that refuses keeps its old
-weights and goes on, and is asked again in the next push; where one rank of several fails while it loads, the
-engine drafts with parts of two versions until then, which costs speed; a push stops no rollout, since it is taken
-between two rounds.
+Invariants: an engine loads nothing before all its ranks have compared all digests; the model then has all of the new
+weights, read back and compared bit for bit, or all of the old ones; no parameter of another model is touched. An engine
+that refuses keeps its old weights, goes on, and is asked again in the next push; where one rank of several fails while
+it loads, the engine drafts with parts of two versions until then, which costs speed. A push stops no rollout, since it
+is taken between two rounds.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 import msgspec
 import torch
@@ -20,8 +22,53 @@ from specactor.errors import EngineError
 from specactor.weights_sync.buckets import Slot, aligned
 from specactor.weights_sync.digest import copy_with_digest
 from specactor.weights_sync.memory import HostBuffer
-from specactor.weights_sync.messages import CheckReply, DraftWeights
+from specactor.weights_sync.messages import CheckReply, Commit, DraftWeights
+from specactor.weights_sync.receiver import Receiver
 from specactor.weights_sync.sender import TargetEngine
+
+
+@dataclass
+class _Rank:
+    """The draft model, as a receiver sees what it writes to. Its layout is the one that checkpoints are loaded in, and
+    its keys are dropped by whoever owns them."""
+
+    model: torch.nn.Module
+    tp_rank: int = 0
+
+    def begin_weight_update(self) -> None: ...
+
+    def end_weight_update(self) -> None: ...
+
+    def flush_cache(self) -> None: ...
+
+
+def check(weights: DraftWeights) -> str:
+    """What is wrong with the bytes; empty if they are those of their source."""
+    try:
+        return _problem(Receiver().check(_Rank(torch.nn.Module()), msgspec.msgpack.encode(weights.as_round())))
+    except (OSError, KeyError, ValueError, RuntimeError) as error:
+        return f"the bucket cannot be read ({error})"
+
+
+@torch.no_grad()
+def load(model: torch.nn.Module, weights: DraftWeights) -> str:
+    """Check again, and load. Returns what is wrong; then the model has its old weights."""
+    if problem := check(weights):
+        return problem
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    receiver, rank = Receiver(), _Rank(model)
+    problem = _problem(receiver.load(rank, msgspec.msgpack.encode(weights.as_round())))
+    if not problem:
+        problem = _problem(receiver.commit(rank, msgspec.msgpack.encode(Commit(version=weights.draft_version))))
+    if problem:
+        for parameter, old in zip(model.parameters(), before, strict=True):
+            parameter.copy_(old)
+    return problem
+
+
+def _problem(reply: bytes) -> str:
+    return msgspec.msgpack.decode(reply, type=CheckReply).problem
+
 
 CHECK = "specactor.rollout.sglang.model_drafter:check_weights"
 LOAD = "specactor.rollout.sglang.model_drafter:load_weights"
