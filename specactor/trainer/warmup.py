@@ -57,7 +57,11 @@ def initial_model(config: Config, collective: Collective) -> Path:
 
     def make() -> None:
         if collective.rank == 0 and not folder.exists():
-            make_tiny_model(tiny, config.seed, folder)
+            try:
+                make_tiny_model(tiny, config.seed, folder)
+            except (ConfigError, OSError):
+                if not folder.exists():  # else another run has made the same model meanwhile
+                    raise
 
     collective.together("making the model", make)
     return folder
@@ -93,7 +97,8 @@ def warmed_up_model(
         batch = solved_batch(config, problems, solver, tokenizer, stage=stage, step=done)
         loss = trainer.supervised_step(batch, learning_rate=rate)
         progress.count(done + 1, total, loss=loss)
-    trainer.export_hf(folder)
+    if collective.any(not folder.exists()):  # else another run has made the same model meanwhile, and may be reading it
+        trainer.export_hf(folder)
     return folder
 
 

@@ -12,6 +12,7 @@ import pytest
 
 from specactor.data.tokenizer import VOCAB_SIZE
 from specactor.rollout.warm_starter import WarmStarter
+from specactor.run_folder import WARM_UPS
 from tests.rollout.conftest import start_script
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -55,7 +56,13 @@ class Launcher:
 
 @pytest.fixture(scope="session")
 def launcher(warm_starter: WarmStarter, tmp_path_factory: pytest.TempPathFactory) -> Launcher:
-    return Launcher(tmp_path_factory.mktemp("end_to_end"))
+    launcher = Launcher(tmp_path_factory.mktemp("end_to_end"))
+    if "PYTEST_XDIST_WORKER" in os.environ:  # the workers of a session share what warm-ups make, too
+        shared = tmp_path_factory.getbasetemp().parent / WARM_UPS
+        shared.mkdir(exist_ok=True)
+        (launcher.base / "runs").mkdir()
+        (launcher.base / "runs" / WARM_UPS).symlink_to(shared)
+    return launcher
 
 
 @pytest.fixture(scope="session")

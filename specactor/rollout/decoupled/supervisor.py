@@ -2,7 +2,7 @@
 
 Invariants: no wait is unbounded; a process that answers late is heard again; after `stop` nothing of the process is
 left: no process, folder, address or shared memory; waking it never waits; when the owner dies, in whatever way, the
-process ends by itself (`guard`).
+process ends by itself (`process_guard`).
 """
 
 from __future__ import annotations

@@ -152,8 +152,16 @@ def accepted_if_right(requests: list[RolloutRequest], *, window: int) -> int:
     return accepted
 
 
-@pytest.mark.parametrize("drafter", ["model", f"{WRONG}:Shared", f"{WRONG}:Greedy"])
-@pytest.mark.parametrize("window", [1, 4, 8])
+OTHERS = [
+    *((8, "model"), (1, "model"), (4, f"{WRONG}:Shared"), (8, f"{WRONG}:Greedy")),
+    *(
+        pytest.param(window, f"{WRONG}:{drafter}", marks=pytest.mark.deep)
+        for window, drafter in ((1, "Shared"), (1, "Greedy"), (4, "Greedy"), (8, "Shared"))
+    ),
+]
+
+
+@pytest.mark.parametrize(("window", "drafter"), OTHERS)
 def test_any_draft_model_changes_no_token(strangers: Engine, other_dir: str, window: int, drafter: str) -> None:
     requests = batch_of_all_kinds()
     configure(strangers, OFF)

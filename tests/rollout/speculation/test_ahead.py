@@ -120,7 +120,11 @@ class Apart(Rests):
         link.clock = lambda: self.now
 
 
-@pytest.mark.parametrize("requests", [1, 4, 64])
+MANY = [1, 4, 20, pytest.param(64, marks=pytest.mark.deep)]
+"""Of more than 16 requests, some are looked at."""
+
+
+@pytest.mark.parametrize("requests", MANY)
 def test_a_good_drafter_is_chosen(requests: int) -> None:
     world = Apart(Elsewhere(0.9), requests=requests)
     world.play(400)
@@ -141,14 +145,14 @@ def noticed(requests: int) -> bool:
     return world.speculator.report()["decoupled"].speculative_rounds > 100
 
 
-@pytest.mark.parametrize("requests", [1, 4, 64])
+@pytest.mark.parametrize("requests", MANY)
 def test_a_drafter_that_has_become_good_is_chosen_again(requests: int) -> None:
     assert noticed(requests)
 
 
 def test_a_look_that_does_not_wait_for_drafts_sees_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(probing, "MOST_TRIES", 0)
-    assert not noticed(64)
+    assert not noticed(20)
 
 
 def test_while_decoding_is_plain_it_hears_little() -> None:
@@ -279,7 +283,14 @@ def speed_beside_one_here(right: float, requests: int) -> float:
 
 
 @pytest.mark.parametrize(
-    ("right", "requests", "gain"), [(0.6, 1, 1.1), (0.7, 2, 1.05), (0.8, 4, 1.05), (0.8, 2, 0.99), (0.8, 8, 0.99)]
+    ("right", "requests", "gain"),
+    [
+        (0.6, 1, 1.1),
+        (0.7, 2, 1.05),
+        (0.8, 2, 0.99),
+        pytest.param(0.8, 4, 1.05, marks=pytest.mark.deep),
+        pytest.param(0.8, 8, 0.99, marks=pytest.mark.deep),
+    ],
 )
 def test_one_that_has_no_drafts_in_a_round_is_not_left_for_it(
     right: float, requests: int, gain: float, monkeypatch: pytest.MonkeyPatch
@@ -342,8 +353,13 @@ def test_who_waits_is_drafted_for_first_where_others_take_long(monkeypatch: pyte
     assert shares(0.0, monkeypatch) == 1.0
 
 
-@pytest.mark.parametrize("full", [0.0, 0.5, 1.0, 2.0])
-@pytest.mark.parametrize("right", [0.7, 0.9])
+@pytest.mark.parametrize(
+    ("right", "full"),
+    [
+        *((0.9, 0.0), (0.9, 1.0), (0.7, 0.5), (0.7, 2.0)),
+        *(pytest.param(*case, marks=pytest.mark.deep) for case in ((0.7, 0.0), (0.7, 1.0), (0.9, 0.5), (0.9, 2.0))),
+    ],
+)
 def test_equal_requests_lose_nothing_by_it(full: float, right: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """`full`: what the lanes of a batch of all cost, beside its fixed cost. To let those who wait go first in any case
     loses."""

@@ -76,7 +76,13 @@ def test_two_ranks_train_as_one(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is not installed")
-@pytest.mark.parametrize(("stage", "offload"), [(1, False), (2, False), (3, False), (2, True), (3, True)])
+@pytest.mark.parametrize(
+    ("stage", "offload"),
+    [
+        *((1, False), (2, True), (3, True)),
+        *(pytest.param(stage, False, marks=pytest.mark.deep) for stage in (2, 3)),
+    ],
+)
 def test_zero_trains_as_one_rank(tmp_path: Path, stage: int, offload: bool) -> None:
     results = drafter_ranks(2, tmp_path / "zero", stage, offload=offload)
     assert [result["offloads"] for result in results] == [offload] * 2
