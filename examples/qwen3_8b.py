@@ -29,6 +29,5 @@ def recipe() -> Config:
             dynamic_sampling=True,
             overlong_buffer=1024,
         ),
-        train=replace(base.train, recompute="selective"),
         weights_sync=WeightsSyncConfig(bucket_bytes=2**29),
     )

@@ -163,7 +163,7 @@ COMMANDS: dict[str, Command] = {
 """Name -> function of the arguments after the name; its docstring is its help."""
 ARGUMENTS = {
     "drafter": "init|train|eval [...]",
-    "plan": "[--model NAME|FOLDER] [--devices N] [--requests N] [--cost-table FILE] [...]",
+    "plan": "[RECIPE] [--model NAME|FOLDER] [--devices N] [--requests N] [--cost-table FILE] [...]",
     "profile": "RECIPE [--out FILE] [--limit SECONDS] [--key.path value ...]",
     "report": "RUN [--out FILE]",
     "simulate": "[--model NAME|FOLDER] [--devices N] [--modes MODE ...] [--replay RUN] [--out FILE] [...]",

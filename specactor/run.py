@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
 
@@ -15,10 +15,11 @@ from specactor.actor import SpecActor
 from specactor.config import Config, DraftTrainingConfig
 from specactor.data.dataset import Dataset, build_dataset
 from specactor.data.tokenizer import VOCAB_SIZE, load_tokenizer
+from specactor.errors import PlanError
 from specactor.metrics import Tracker, read_metrics, rss_bytes
 from specactor.parallel import groups
 from specactor.parallel.collective import Collective
-from specactor.parallel.devices import gpu_uuid
+from specactor.parallel.devices import gpu_uuid, gpus
 from specactor.parallel.failure import Failures, Member
 from specactor.parallel.layout import (
     Layout,
@@ -30,6 +31,7 @@ from specactor.parallel.layout import (
     reserved_tokens,
 )
 from specactor.planning import search
+from specactor.planning.memory import memory_of
 from specactor.progress import Progress, summary_rows
 from specactor.recipes import to_json
 from specactor.rollout.collector import RolloutCollector
@@ -58,6 +60,9 @@ def run(config: Config, *, rank: int, local_rank: int, world: int, head: str, fa
     policy = model_shape(config)
     layout = check(config, world, policy)
     check_in_engines(config, policy)
+    for own in gpus()[:1]:
+        with suppress(PlanError):  # of a model that is built in another way, nobody can say
+            memory_of(config, world, own.memory_bytes).check()
     device = groups.init(layout, config.parallel, seed=config.seed, local_rank=local_rank)
     with ExitStack() as stack:
         stack.callback(groups.destroy)

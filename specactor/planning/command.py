@@ -8,10 +8,10 @@ Invariants: what is wrong on the command line is one ConfigError or PlanError of
 
 from __future__ import annotations
 
+import argparse
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import NoReturn, TypeVar
 
 import msgspec
@@ -26,10 +26,12 @@ from tyro import _errors as tyro_errors
 from specactor.config import MAX_WINDOW
 from specactor.errors import ConfigError
 from specactor.planning.gpu_specs import DEVICES, device
-from specactor.planning.model_shapes import DRAFTERS, SHAPES, TransformerShape
+from specactor.planning.memory import ESTIMATED, PHASES, memory_of, named_shape
+from specactor.planning.model_shapes import DRAFTERS
 from specactor.planning.plans import Candidates, Cluster, RolloutPlan, from_table
 from specactor.planning.rooflines import from_figures
 from specactor.planning.search import search
+from specactor.recipes import load
 from specactor.rollout import cost_file
 from specactor.rollout.speculation.acceptance import survival_of
 
@@ -153,13 +155,40 @@ def plans(argv: Sequence[str]) -> tuple[PlanOptions, list[RolloutPlan]]:
 
 
 def run(argv: Sequence[str], console: Console) -> None:
-    """Print the plans. Raises SpecActorError."""
+    """Print the plans, or what the memory of a recipe's devices holds. Raises SpecActorError."""
+    if argv and not argv[0].startswith("-"):
+        show_memory(argv, console)
+        return
     options, ranked = plans(argv)
     ranked = ranked[: options.top]
     if options.json:
         print(json.dumps([msgspec.to_builtins(plan) for plan in ranked], indent=2))
     else:
         _show(options, ranked, console)
+
+
+def show_memory(argv: Sequence[str], console: Console) -> None:
+    """``specactor plan RECIPE [--devices N] [--device NAME] [--key.path value ...]``: what takes the memory of each
+    device, by phase of a step."""
+    parser = argparse.ArgumentParser(prog=PROG, add_help=False, allow_abbrev=False)
+    parser.add_argument("--devices", type=int, default=PlanOptions.devices)
+    parser.add_argument("--device", default=PlanOptions.device)
+    options, rest = parser.parse_known_args(argv)
+    config, gpu = load(rest), device(options.device)
+    found = memory_of(config, options.devices, gpu.memory_bytes)
+    table = Table(title=f"{config.name}: GB on each of {options.devices} {gpu.name}", title_justify="left", box=SIMPLE)
+    for column in ("", *PHASES):
+        table.add_column(column, justify="right" if column else "left")
+    for name, row in found.rows.items():
+        table.add_row(name, *(f"{row[phase] / 1e9:.1f}" if phase in row else "-" for phase in PHASES))
+    table.add_section()
+    table.add_row("in all", *(f"{found.of(phase) / 1e9:.1f}" for phase in PHASES))
+    console.print(table)
+    verdict = "It fits" if found.fits else "It does not fit"
+    console.print(
+        f"{verdict} in {gpu.memory_bytes / 1e9:.0f} GB; {', '.join(ESTIMATED)} are estimates.", highlight=False
+    )
+    found.check()
 
 
 def acceptance_at(words: Sequence[str], drafter: str) -> float:
@@ -178,20 +207,6 @@ def acceptance_at(words: Sequence[str], drafter: str) -> float:
     if rate is None:
         raise ConfigError.at("acceptance", " ".join(words), f"a number for {drafter}", f"Add {drafter}=NUMBER.")
     return rate
-
-
-def named_shape(name: str, setting: str = "model") -> TransformerShape:
-    """Built in, or of a folder."""
-    if name in SHAPES:
-        return SHAPES[name]
-    file = Path(name) / "config.json"
-    try:
-        config = json.loads(file.read_text())
-    except (OSError, ValueError):
-        raise ConfigError.at(
-            setting, name, f"a folder with config.json or one of {', '.join(SHAPES)}", "Check the name or the path."
-        ) from None
-    return TransformerShape.of_config(config, Path(name).name)
 
 
 def _show(options: PlanOptions, ranked: Sequence[RolloutPlan], console: Console) -> None:

@@ -5,7 +5,7 @@
 for.
 
 Invariants: the starter has one thread and touches no device; it dies with the process that started it, however that
-one dies, and its children live on, each with a guard of its own; where there is no starter, or the child would need other
+one dies, and its children live on, each with its own guard; where there is no starter, or the child would need other
 libraries' settings than the starter was imported with, `fork` returns None and the caller starts a process itself; a
 child whose caller has given up ends before it does anything.
 """

@@ -19,8 +19,9 @@ from rich.console import Console
 from rich.table import Table
 
 from specactor.errors import ConfigError, PlanError
-from specactor.planning.command import Inputs, acceptance_at, candidates, named_shape, parse
+from specactor.planning.command import Inputs, acceptance_at, candidates, parse
 from specactor.planning.gpu_specs import Device, device
+from specactor.planning.memory import named_shape
 from specactor.planning.model_shapes import TransformerShape
 from specactor.planning.plans import Candidates, Cluster, RolloutPlan
 from specactor.simulator.decide import Policy, SimulatedMode, placed

@@ -13,12 +13,12 @@ SIMULATOR = [
     *(
         f"simulator.{name}"
         for name in (
+            "command",
             "decide",
             "engine",
             "requests",
             "rollout",
             "rounds",
-            "steps",
         )
     ),
 ]

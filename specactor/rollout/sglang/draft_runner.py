@@ -15,7 +15,7 @@ Shape legend: R rows, B texts, V vocabulary.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from pathlib import Path
@@ -43,17 +43,48 @@ def is_greedy(sampling: Any) -> bool:
     return bool(sampling.temperature == 0 or sampling.top_p < 1 or sampling.top_k < TOP_K_ALL)
 
 
+_loaded: list[Any] = []
+"""SGLang's configuration of this rank's draft model, if it has one."""
+
+
 def load(server_args: Any, *, gpu_id: int, nccl_port: int, target_worker: Any) -> Any:
     """SGLang's worker with the draft model, on this rank; it has no memory pool yet. Takes a dense model."""
     from sglang.srt.managers.tp_worker import TpModelWorker
 
-    return TpModelWorker(
+    worker = TpModelWorker(
         server_args=server_args,
         gpu_id=gpu_id,
         nccl_port=nccl_port,
         is_draft_worker=True,
         context_length=target_worker.model_runner.model_config.context_len,
     )
+    _loaded[:] = [worker.model_runner.model_config]
+    return worker
+
+
+def install() -> None:
+    """Registers the hook with SGLang's plugin registry. Call it from a plugin."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    cell_size = "sglang.srt.model_executor.pool_configurator.DefaultPoolConfigurator._compute_cell_size"
+    HookRegistry.register(cell_size, _with_the_draft_model, HookType.AROUND)
+
+
+def _with_the_draft_model(original: Callable[..., int], configurator: Any, kvc: Any, num_layers: int) -> int:
+    """Bytes of keys and values of one token, by which SGLang makes pools from the memory that is free.
+
+    The draft model keeps as many tokens as the target. SGLang counts them for its own algorithms alone; without, the
+    target's pool takes all, and there is nothing left for the draft model's.
+    """
+    own = original(configurator, kvc, num_layers)
+    if kvc.is_draft_worker or not _loaded:
+        return own
+    from sglang.srt.runtime_context import get_parallel
+
+    [draft] = _loaded
+    heads = draft.get_num_kv_heads(get_parallel().attn_tp_size)
+    per_layer = heads * (draft.head_dim + draft.v_head_dim) * kvc.kv_cache_dtype.itemsize
+    return own + int(draft.num_hidden_layers * per_layer)
 
 
 def load_alone(

@@ -9,6 +9,7 @@ import torch
 
 from specactor.cpu import sglang_hooks
 from specactor.rollout.sglang import (
+    draft_runner,
     rank_calls,
     routed_experts,
     sampling,
@@ -24,7 +25,7 @@ def register() -> None:
     """Called once per process by SGLang."""
     if not torch.cuda.is_available():
         sglang_hooks.install()
-    for part in (sampling, stopping, routed_experts):
+    for part in (sampling, stopping, routed_experts, draft_runner):
         part.install()
     receiver = Receiver()
     rank_calls.RANK_CALLS.update(

@@ -174,6 +174,14 @@ def test_any_draft_model_changes_no_token(strangers: Engine, other_dir: str, win
     assert counts.failures == 0
 
 
+def test_memory_for_keys_and_values_is_shared_with_the_draft_model(strangers: Engine, other_dir: str) -> None:
+    configure(strangers, shared(other_dir, 3))  # which makes the rank call known
+    for answer in strangers.rank_call("probe.kv_bytes", b"", timeout_s=60):
+        cell, target, draft = msgspec.json.decode(answer)
+        assert draft > 0
+        assert cell == target + draft
+
+
 def mixed(draft_dir: str, drafter: str) -> SpeculationConfig:
     """Some requests have drafts of `filler`, others those of the model, others none; in each round others."""
     config = speculation(draft_dir, 4)

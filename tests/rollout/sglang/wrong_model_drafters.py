@@ -5,14 +5,36 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
 from torch import Tensor
 
+from specactor.rollout.sglang import rank_calls
 from specactor.rollout.sglang.draft_runner import DraftBatch, DraftRunner
 from specactor.rollout.sglang.model_drafter import ModelDrafter
 from specactor.rollout.speculation.drafter import DraftSequence
 from specactor.rollout.speculation.registry import Filler
 from specactor.rollout.speculation.speculator import Speculator
 from tests.rollout.speculation.forced import Mixing
+
+KV_BYTES = "probe.kv_bytes"
+
+
+def _kv_bytes(rank: Any, _: bytes) -> bytes:
+    """(bytes of one token's keys and values by which SGLang makes pools, what the target's and the draft model's
+    take)"""
+
+    from sglang.srt.model_executor.pool_configurator import create_memory_pool_configurator
+
+    def taken(runner: Any) -> int:
+        pool = runner.token_to_kv_pool
+        return sum(int(buffer[0].nbytes) for buffer in (*pool.k_buffer, *pool.v_buffer))
+
+    runner = rank._scheduler.tp_worker.model_runner
+    cell = create_memory_pool_configurator(runner.kv_cache_configurator)._cell_size
+    return msgspec.json.encode([cell, taken(runner), taken(rank.draft_worker._draft_model_runners()[0])])
+
+
+rank_calls.RANK_CALLS[KV_BYTES] = _kv_bytes
 
 
 class SharedRunner(DraftRunner):

@@ -1,0 +1,190 @@
+"""What takes the memory of a job's fullest device, by phase of a step: a recipe's numbers in, bytes out.
+
+Counted are the tensors that the code makes, in the order in which a step has them: while engines generate, the
+optimizer and the gradients are in host memory; while the trainer learns, engines have released theirs; in a weight sync
+both hold weights. Activations are estimated, and `OVERHEAD_BYTES` is what CUDA, NCCL and the allocator keep: neither
+was measured.
+
+Invariants: no phase leaves out what another that holds the same tensors counts; more devices in a dimension never make
+a row larger.
+
+Source: Megatron-core's distributed optimizer: 2 bytes per parameter in bfloat16, 4 for its gradient, 12 for Adam with
+float32 weights, the last divided among the ranks that hold the same parameter.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from specactor.config import Config
+from specactor.config.speculation import WARM_UP
+from specactor.errors import ConfigError
+from specactor.parallel.layout import Layout, ModelShape, check
+from specactor.planning.model_shapes import SHAPES, TransformerShape
+
+Phase = Literal["rollout", "train", "sync"]
+PHASES: tuple[Phase, ...] = ("rollout", "train", "sync")
+BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+GRADIENT_BYTES = 4
+"""float32 buffers (`trainer.optimizer.wrap`)."""
+ADAM_BYTES = 8
+"""Both moments, float32."""
+MAIN_WEIGHT_BYTES = 4
+"""Beside parameters that are not float32 themselves."""
+LOGIT_BYTES = 10
+"""Of one logit of a micro-batch: in bfloat16, in float32 for the loss, and its gradient."""
+LAYER_BYTES = 34
+"""Of activations per token and channel of a layer without recomputation, with fused attention: Korthikanti et al.
+(arXiv 2205.05198), table 2."""
+OVERHEAD_BYTES = 3e9
+"""Of CUDA contexts of a rank and an engine rank, NCCL's buffers and fragmentation. Assumed."""
+ESTIMATED = ("activations", "logits", "overhead")
+"""Rows that no line of code allocates as they stand here."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Memory:
+    """Bytes on the fullest device."""
+
+    rows: Mapping[str, Mapping[Phase, float]]
+    """What -> how much in each phase in which it is there."""
+    device_bytes: float
+
+    def of(self, phase: Phase, *, without: Collection[str] = ()) -> float:
+        """In all, but for the rows of these names."""
+        return sum(row.get(phase, 0.0) for name, row in self.rows.items() if name not in without)
+
+    @property
+    def fits(self) -> bool:
+        """By what is estimated, too."""
+        return max(map(self.of, PHASES)) <= self.device_bytes
+
+    def check(self) -> None:
+        """Raise ConfigError where a phase needs more than the device has, without what is estimated."""
+        needed = {phase: self.of(phase, without=ESTIMATED) for phase in PHASES}
+        fullest = max(PHASES, key=needed.__getitem__)
+        if needed[fullest] > self.device_bytes:
+            parts = sorted(((row.get(fullest, 0.0), name) for name, row in self.rows.items()), reverse=True)
+            most = ", ".join(f"{name} {size / 1e9:.0f}" for size, name in parts[:3])
+            raise ConfigError.at(
+                "parallel",
+                f"{needed[fullest] / 1e9:.0f} GB per device in phase {fullest} ({most})",
+                f"<= {self.device_bytes / 1e9:.0f} GB",
+                "Use more devices, a larger --parallel.tensor, --parallel.pipeline or --parallel.expert, or a smaller "
+                "--rollout.engine.memory-fraction. All of it: specactor plan RECIPE",
+            )
+
+
+def of_job(
+    config: Config, layout: Layout, shape: TransformerShape, device_bytes: float, draft: TransformerShape | None = None
+) -> Memory:
+    """Of one device that has a trainer rank and an engine rank. Args: draft model in every engine, if there is one."""
+    width = BYTES[config.model.dtype]
+    dense, experts = parameters(shape, layout)
+    held = dense + experts
+    expert_copies = layout.world // (layout.expert * layout.expert_tensor * layout.pipeline)
+    adam = ADAM_BYTES + (MAIN_WEIGHT_BYTES if width < 4 else 0)
+    optimizer = adam * (dense / (layout.data * layout.context) + experts / expert_copies)
+    tokens = config.train.tokens_per_microbatch / layout.context
+    engine = config.rollout.engine
+    static = engine.memory_fraction * device_bytes
+    weights = width * shape.params / config.parallel.engine_tensor
+    buckets = 2.0 * config.weights_sync.bucket_bytes
+    rows: dict[str, dict[Phase, float]] = {
+        "policy, trainer": dict.fromkeys(PHASES, width * held),
+        "gradients": {"train": GRADIENT_BYTES * held},
+        "optimizer": {"train": optimizer},
+        "activations": {"train": activations(config, layout, shape, tokens)},
+        "logits": {"train": LOGIT_BYTES * tokens * shape.vocab / layout.tensor},
+        "policy, engine": {"rollout": weights, "sync": weights},
+        "keys and values": dict.fromkeys(("rollout", "sync"), max(0.0, static - weights)),
+        "buckets": {"sync": buckets},
+        "overhead": dict.fromkeys(PHASES, OVERHEAD_BYTES),
+    }
+    if draft is not None:
+        # Its keys and values are in the same pool (`draft_runner`); its weights are there before the pool is made.
+        drafter = draft.weights_bytes / config.parallel.engine_tensor
+        rows["draft model"] = dict.fromkeys(("rollout", "sync"), drafter)
+        rows["keys and values"] = dict.fromkeys(("rollout", "sync"), max(0.0, static - weights - drafter))
+    return Memory(rows=rows, device_bytes=device_bytes)
+
+
+def parameters(shape: TransformerShape, layout: Layout) -> tuple[float, float]:
+    """(dense, experts') of the fullest rank: of the first or last stage, which has an embedding too."""
+    layers = -(-shape.layers // layout.pipeline)
+    router = shape.hidden * shape.experts
+    dense = layers * ((shape.attention_params + shape.mlp_params - router) / layout.tensor + router)
+    ends = 2 if layout.pipeline == 1 and not shape.tied else 1
+    dense += ends * shape.head_params / layout.tensor
+    return dense, layers * shape.experts * shape.expert_params / (layout.expert * layout.expert_tensor)
+
+
+def activations(config: Config, layout: Layout, shape: TransformerShape, tokens: float) -> float:
+    """Of one micro-batch: what is kept of each layer, and all of the one that is computed."""
+    layers = -(-shape.layers // layout.pipeline)
+    whole = LAYER_BYTES * tokens * shape.hidden / layout.tensor
+    experts = BYTES["bfloat16"] * tokens * shape.experts_per_token * (2 * shape.hidden + 3 * shape.expert_intermediate)
+    one = whole + experts / layout.tensor
+    # Sequence parallelism divides what lies between layers among the tensor-parallel ranks.
+    between = BYTES[config.model.dtype] * tokens * shape.hidden / layout.tensor
+    return {"none": layers * one, "selective": layers * one, "full": layers * between + one}[config.train.recompute]
+
+
+def memory_of(config: Config, ranks: int, device_bytes: float) -> Memory:
+    """Of a recipe on so many devices. Raises ConfigError for a layout that cannot be, PlanError for a model whose shape
+    is not known."""
+    shape = _own_shape(config)
+    sizes = ModelShape(
+        num_layers=shape.layers,
+        num_heads=shape.heads,
+        num_kv_heads=shape.kv_heads,
+        num_experts=shape.experts,
+        vocab_size=shape.vocab,
+        max_position=sys.maxsize,
+    )
+    speculation = config.rollout.speculation
+    drafts = speculation.mode != "off" and "model" in speculation.drafters and speculation.draft_model != WARM_UP
+    draft = named_shape(speculation.draft_model, "rollout.speculation.draft_model") if drafts else None
+    return of_job(config, check(config, ranks, sizes), shape, device_bytes, draft)
+
+
+def _own_shape(config: Config) -> TransformerShape:
+    tiny = config.model.tiny
+    if tiny is None:
+        return named_shape(config.model.path, "model.path")
+    from specactor.data.tokenizer import VOCAB_SIZE
+
+    return TransformerShape(
+        name="tiny",
+        layers=tiny.num_layers,
+        hidden=tiny.hidden_size,
+        heads=tiny.num_heads,
+        kv_heads=tiny.num_kv_heads,
+        head_dim=tiny.head_dim,
+        intermediate=0,
+        vocab=VOCAB_SIZE,
+        experts=tiny.num_experts,
+        experts_per_token=tiny.experts_per_token,
+        expert_intermediate=tiny.expert_size,
+    )
+
+
+def named_shape(name: str, setting: str = "model") -> TransformerShape:
+    """Built in, or of a folder."""
+    if name in SHAPES:
+        return SHAPES[name]
+    file = Path(name) / "config.json"
+    try:
+        config = json.loads(file.read_text())
+    except (OSError, ValueError):
+        if file.parent.name in SHAPES and not file.exists():
+            return SHAPES[file.parent.name]  # a folder of that name, which is elsewhere
+        raise ConfigError.at(
+            setting, name, f"a folder with config.json or one of {', '.join(SHAPES)}", "Check the name or the path."
+        ) from None
+    return TransformerShape.of_config(config, Path(name).name)

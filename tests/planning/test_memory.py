@@ -1,0 +1,79 @@
+"""What a device's memory holds: the figures that were worked out by hand, the shipped recipes, and what is refused."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from rich.console import Console
+
+from specactor.config import Config
+from specactor.errors import ConfigError
+from specactor.parallel.layout import Layout
+from specactor.planning.command import show_memory
+from specactor.planning.memory import PHASES, Memory, memory_of, of_job
+from specactor.planning.model_shapes import SHAPES
+from specactor.recipes import load
+
+H100 = 80e9
+MOE = SHAPES["Qwen3-30B-A3B"]
+
+
+def layout(world: int, **sizes: int) -> Layout:
+    return Layout(**{"world": world, "tensor": 1, "pipeline": 1, "context": 1, "expert": 1, "expert_tensor": 1} | sizes)
+
+
+def job(world: int, *, recipe: str = "qwen3_30b_a3b", **sizes: int) -> Memory:
+    return of_job(load([recipe]), layout(world, **sizes), MOE, H100)
+
+
+@pytest.mark.parametrize(("world", "tensor", "known_gb"), [(8, 2, 88.8), (8, 4, 80.7), (16, 2, 66.0), (64, 4, 41.0)])
+def test_peaks_of_training_are_those_worked_out_by_hand(world: int, tensor: int, known_gb: float) -> None:
+    assert job(world, tensor=tensor, expert=8).of("train") == pytest.approx(known_gb * 1e9, rel=0.05)
+
+
+def test_parameters_are_all_on_some_rank() -> None:
+    whole = job(1).rows["policy, trainer"]["train"]
+    assert whole == pytest.approx(MOE.weights_bytes)
+    divided = job(64, tensor=4, expert=16, pipeline=2).rows
+    assert divided["policy, trainer"]["train"] < whole / 8
+    # Adam's state of what 32 ranks of a stage hold between them is that of half the model, and one embedding.
+    assert 32 * divided["optimizer"]["train"] == pytest.approx(12 * (MOE.params / 2), rel=0.02)
+
+
+@pytest.mark.parametrize("name", ["tensor", "pipeline", "expert", "context"])
+def test_more_devices_in_a_dimension_never_take_more(name: str) -> None:
+    few, many = job(64, **{name: 1}), job(64, **{name: 2})
+    for what, row in few.rows.items():
+        for phase, size in row.items():
+            if not (what == "optimizer" and name == "context"):  # the same ranks divide it
+                assert many.rows[what][phase] <= size * 1.001, (what, phase)  # ranks of one group all hold the router
+
+
+@pytest.mark.parametrize(("recipe", "devices"), [("qwen3_30b_a3b", 64), ("qwen3_8b", 8), ("quickstart", 2)])
+def test_shipped_recipes_fit_the_devices_that_they_name(recipe: str, devices: int) -> None:
+    assert memory_of(load([recipe]), devices, H100).fits
+
+
+def on_eight() -> Config:
+    config = load(["qwen3_30b_a3b"])
+    return replace(config, parallel=replace(config.parallel, engines=2))
+
+
+def test_what_cannot_fit_is_refused_with_what_takes_most() -> None:
+    with pytest.raises(ConfigError, match=r"^parallel: got .70 GB per device in phase train \(optimizer 46, gr"):
+        memory_of(on_eight(), 8, 60e9).check()
+    memory = memory_of(on_eight(), 8, H100)
+    memory.check()  # what is certain fits, and estimates refuse nothing
+    assert not memory.fits
+    assert {phase: memory.of(phase) > 0 for phase in PHASES} == dict.fromkeys(PHASES, True)
+
+
+def test_plan_prints_a_recipes_memory(capsys: pytest.CaptureFixture[str]) -> None:
+    show_memory(["qwen3_30b_a3b", "--devices", "8", "--parallel.engines", "2", "--device", "h200"], Console(width=100))
+    said = capsys.readouterr().out
+    assert "qwen3_30b_a3b: GB on each of 8 H200" in said
+    assert "optimizer" in said
+    assert "It fits in 141 GB; activations, logits, overhead are estimates." in said
+    show_memory(["qwen3_30b_a3b", "--devices", "8", "--parallel.engines", "2"], Console(width=100))
+    assert "It does not fit in 80 GB" in capsys.readouterr().out
