@@ -15,9 +15,10 @@ from benchmarks.results import RESULTS, Result, publish
 from specactor.planning.gpu_specs import device
 from specactor.planning.model_shapes import SHAPES
 from specactor.planning.rooflines import from_figures
-from specactor.simulator.command import MFU, Job, Run, run, trained_per_s
+from specactor.simulator.command import MFU, trained_per_s
 from specactor.simulator.decide import Policy
 from specactor.simulator.requests import Lengths, Method, World
+from specactor.simulator.rollout import Job, Run, run
 
 CONTEXT = 4096
 GROUP = 16

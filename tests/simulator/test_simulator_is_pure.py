@@ -13,7 +13,6 @@ SIMULATOR = [
     *(
         f"simulator.{name}"
         for name in (
-            "command",
             "decide",
             "engine",
             "requests",

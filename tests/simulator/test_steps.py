@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 
 from specactor.errors import PlanError
-from specactor.simulator.command import PROMPT_TOKENS, REFRESH_DEVICE_S, Job, Run, run
 from specactor.simulator.decide import Policy
 from specactor.simulator.requests import Lengths
+from specactor.simulator.rollout import PROMPT_TOKENS, REFRESH_DEVICE_S, Job, Run, run
 from tests.simulator.small import W, candidates, world
 
 FOUND = candidates(0.8)
