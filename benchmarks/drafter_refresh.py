@@ -204,6 +204,18 @@ def draw(runs: Sequence[Run], file: Path) -> None:
     plt.close(figure)
 
 
+def verdict(rows: Sequence[Sequence[str]]) -> str:
+    """Speed over rollouts without a drafter, and accept_length at both ends."""
+    plain, *others = rows
+    speed, first, last = (COLUMNS.index(name) for name in ("rollout tokens/s", COLUMNS[1], COLUMNS[2]))
+    over = {row[0]: f"{float(row[speed]) / float(plain[speed]):.2f}" for row in others}
+    lengths = "; ".join(f"{row[0]} {row[first]} to {row[last]}" for row in others)
+    return (
+        f"Rollout tokens/s over no drafter: {', '.join(f'{name} {ratio}' for name, ratio in over.items())}; one run "
+        f"each, so without an interval. accept_length from the first to the last fifth of the run: {lengths}."
+    )
+
+
 def page(runs: Sequence[Run], found: Sequence[str], options: argparse.Namespace) -> Result:
     """The page of these runs. `found` is what differs and must not."""
     equal = "Responses, rewards and all metrics of the policy are identical in the three runs, bit for bit."
@@ -212,6 +224,8 @@ def page(runs: Sequence[Run], found: Sequence[str], options: argparse.Namespace)
     notes = equal if not found else "**The runs differ, which they must not:** " + "; ".join(found[:10]) + "."
     return Result(
         title=begun.title,
+        verdict=verdict([row(run) for run in runs]),
+        picture=picture,
         intro=(
             f"The quickstart, {options.steps} RL steps, the same seeds, mode coupled with a fixed window of "
             f"{options.window}.{begun.problems} The draft model is {begun.draft}. *frozen* leaves it so; *every step* "
@@ -220,7 +234,7 @@ def page(runs: Sequence[Run], found: Sequence[str], options: argparse.Namespace)
         ),
         columns=COLUMNS,
         rows=[row(run) for run in runs],
-        notes="\n\n".join(filter(None, ["\n".join(aims({run.name: run for run in runs})), notes, picture])),
+        notes="\n".join(aims({run.name: run for run in runs})) + f"\n\n{notes}",
     )
 
 

@@ -285,6 +285,20 @@ def memory(make: Callable[[], Drafter], steps: Steps) -> str:
     return f"{held / sum(len(response) for _, response in steps[0]):.0f}"
 
 
+def verdict(rows: Sequence[Sequence[str]]) -> str:
+    """`suffix` beside SGLang's corpus."""
+    texts = dict.fromkeys(row[0] for row in rows)
+    of = {(row[0], row[1]): row for row in rows}
+    ours = [of[text, "suffix"] for text in texts]
+    theirs = [row for text in texts if (row := of.get((text, "SGLang corpus")))]
+    lengths, costs = ("/".join(row[at] for row in ours) for at in (3, 5))
+    beside = "/".join(row[3] for row in theirs), "/".join(row[5] for row in theirs)
+    return (
+        f"On prompts it has seen, `suffix` reaches accept_length {lengths} ({', '.join(texts)}) for {costs} us per "
+        f"request" + (f"; SGLang's corpus {beside[0]} for {beside[1]} us." if theirs else ".")
+    )
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--without-sglang", action="store_true", help="leave SGLang's drafter out")
@@ -304,6 +318,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "text_drafters",
         Result(
             title="Drafters over text",
+            verdict=verdict(rows),
             intro=(
                 f"{PROMPTS} prompts x {GROUP_SIZE} responses, {RUNNING} requests running together, window {WINDOW}; "
                 "step 2 asks for the same prompts again. The responses were written by a random author, not by a "
