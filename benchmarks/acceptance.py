@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.acceptance_laws import Hits, Laws, laws
-from benchmarks.results import Result, Table, publish
+from benchmarks.results import Result, Table, markdown, publish, write_rows
 from benchmarks.trained_models import Task, task_models, task_recipe
 from specactor.config import Config, EngineConfig, SpeculationConfig
 from specactor.data.dataset import Dataset, build_dataset
@@ -60,6 +60,17 @@ COLUMNS = (
     "accept_length, window 4",
     "of the constant's",
 )
+
+
+DETAILS = (
+    "policy, draft model of",
+    "entropy",
+    "overlap",
+    "first draft tokens accepted by the engine",
+    "computed",
+    *(f"accepted at 1/{beta:g}" for beta in sorted(BETAS)),
+)
+SHOWN = 5
 
 
 def requests_of(config: Config, problems: Dataset, *, group_size: int) -> list[RolloutRequest]:
@@ -167,8 +178,8 @@ def interval(values: Floats) -> str:
     return f"{median:.3f} ({low:.3f}-{high:.3f})"
 
 
-def measure(target: Task, draft: Task, group_size: int) -> tuple[list[tuple[str, ...]], str]:
-    """Rows of a pair, and a line about it."""
+def measure(target: Task, draft: Task, group_size: int) -> tuple[list[tuple[str, ...]], list[str]]:
+    """Rows of a pair, and its row of DETAILS."""
     began = time.monotonic()
     models, config = task_models(target), task_recipe(target)
     draft_dir = task_models(draft).draft
@@ -202,18 +213,14 @@ def measure(target: Task, draft: Task, group_size: int) -> tuple[list[tuple[str,
         )
     everything = np.arange(len(problems))[None]
     shares = {beta: float(of_beta[BETAS.index(beta)].figures(everything)[0][0]) for beta in sorted(BETAS)}
-    listed = ", ".join(f"{beta:g}: {share:.3f}" for beta, share in shares.items())
     entropy, overlap = (
         float(np.mean([value for law in found for value in values(law)[1:]]))
         for values in (lambda law: law.entropy, lambda law: law.overlap)
     )
     here = of_beta[CONSTANT].begun.sum() / of_beta[CONSTANT].rounds.sum()
     print(f"{pair}: {time.monotonic() - began:.0f} s", flush=True)
-    return rows, (
-        f"- {pair}: entropy of the policy {entropy:.3f} nats per token, sum of min(p, q) {overlap:.3f}. Accepted per "
-        f"token by 1 / draft temperature: {listed}. First draft tokens accepted by the engine "
-        f"{counts.accepted_at[0] / counts.drafted_at[0]:.3f}, computed {here:.3f}."
-    )
+    engine = counts.accepted_at[0] / counts.drafted_at[0]
+    return rows, [pair, *(f"{value:.3f}" for value in (entropy, overlap, engine, here, *shares.values()))]
 
 
 def summary(rows: Sequence[Sequence[str]]) -> Table:
@@ -223,7 +230,17 @@ def summary(rows: Sequence[Sequence[str]]) -> Table:
     ]
 
 
-def page(measured: Sequence[tuple[list[tuple[str, ...]], str]], group_size: int) -> None:
+def details(rows: Sequence[Sequence[str]], folder: Path | None = None) -> str:
+    """What is known of every pair; all of it goes into a file, the first columns to the page."""
+    write_rows("acceptance_temperatures", DETAILS, rows, folder)
+    return (
+        f"{markdown(DETAILS[:SHOWN], [row[:SHOWN] for row in rows])}\n\n[Tokens accepted at other draft "
+        "temperatures](acceptance_temperatures.csv). Entropy is in nats per token of the policy, overlap the sum of "
+        "min(p, q)."
+    )
+
+
+def page(measured: Sequence[tuple[list[tuple[str, ...]], list[str]]], group_size: int) -> None:
     """Print and store."""
     rows = [row for rows, _ in measured for row in rows]
     publish(
@@ -235,7 +252,7 @@ def page(measured: Sequence[tuple[list[tuple[str, ...]], str]], group_size: int)
             columns=COLUMNS,
             rows=rows,
             summary=summary(rows),
-            notes="\n".join(line for _, line in measured),
+            notes=details([row for _, row in measured]),
         ),
     )
 
@@ -260,8 +277,8 @@ distilled from the policy or from another one: B with the draft model of B-early
 B-early with that of B one that has become less certain. A real engine samples {group_size} responses to each of \
 {problems} held-out prompts at temperature 1. A draft token is argmax of log q / draft temperature + G, G the noise \
 that the policy's own token was sampled with. `fitted`: of ten temperatures the one that was right most often so \
-far, known after every token of {running} responses at once. All draft for the same tokens; intervals are of resampled \
-prompts (95 %), in pairs. The constant is 1/1.5, the window 4; accept_length counts tokens of responses."""
+far, with {running} responses at once. Intervals are of resampled prompts (95 %), in pairs. The constant is 1/1.5, the \
+window 4."""
 
 
 if __name__ == "__main__":

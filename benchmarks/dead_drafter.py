@@ -218,8 +218,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             ),
             intro=(
                 "Tokens per second of an engine whose only drafter process was stopped or killed after it had drafted, "
-                "over those of mode `off` just before and just after: median (and where the true one lies, with a "
-                f"confidence of 95 %) of {options.repetitions} repetitions of about {ROLLOUT_S:g} s; "
+                "over those of mode `off` just before and just after: median (and its 95 % interval) "
+                f"of {options.repetitions} repetitions of about {ROLLOUT_S:g} s; "
                 f"responses of {MAX_NEW_TOKENS} tokens; a small mixture of experts, whose "
                 "rounds take few milliseconds. `window 4` and `chosen windows` are mode `decoupled`."
             ),

@@ -282,7 +282,7 @@ def run(
         columns=COLUMNS,
         rows=[cell.row() for cell in cells],
         summary=summary(cells),
-        notes="\n".join(f"- {line}" for line in [means(cells), *aims(cells)]),
+        notes="\n".join(f"- {line}" for line in aims(cells)),
     )
 
 

@@ -39,15 +39,14 @@ MARGIN = 0.05
 
 
 INTRO = """\
-Task B's model of 1.8 M parameters, {tokens} tokens per request at temperature 1. Figures are times as fast as `off`, \
-decoded before and after since the machine's pace changes within minutes: median of {repetitions} repetitions of \
-{groups} groups of requests, after one that teaches costs and acceptance. `off` and `coupled`: two engines on a core \
-each, with half of the requests each; `decoupled`: one engine and one drafter process on a core each. `auto` has the \
-layout that is planned for the cell, and chooses per request and round among off, drafting in the engine and the \
-drafter process's drafts. `dialled` drafters compute nothing: they take a given share of a plain step per token, and \
-are right with a given probability. Acceptance is that of the first draft token. Predicted is the planner's best plan \
-of a mode over its plan without drafts, from rounds that were timed before on other requests; it plans another mode \
-than off only where it predicts a gain of more than {margin:.0%}. The file has all {cells} cells and predictions."""
+Task B's model of 1.8 M parameters, {tokens} tokens per request at temperature 1. Figures are tokens/s over `off` just \
+before and after: median of {repetitions} repetitions of {groups} groups of requests, after a warm-up. `off` and \
+`coupled`: two engines on a core each, with half of the requests each; `decoupled`: one engine and one drafter process \
+on a core each. `auto` has the layout that is planned for the cell, and chooses per request and round among off, \
+drafting in the engine and the drafter process's drafts. `dialled` drafters compute nothing: they take a given share \
+of a plain step per token, and are right with a given probability (acceptance: of the first draft token). Predicted is \
+the planner's best plan of a mode, from rounds that were timed before on other requests; it plans another mode than \
+off only where it predicts a gain of more than {margin:.0%}. The file has all {cells} cells and predictions."""
 
 
 def planned(foreseen: Mapping[str, float]) -> str:
@@ -175,10 +174,12 @@ def verdict(cells: Sequence[Cell]) -> str:
         slower = sum(ratio < 1 for ratio in found)
         return f"{mode} {geometric_mean(found):.2f} ({min(found):.2f}-{max(found):.2f}, slower in {slower})"
 
+    best = geometric_mean(cell.measured[cell.fastest] for cell in cells)
     missed = sum(line.startswith("MISSED") for line in aims(cells))
     return (
         f"Tokens/s over decoding without drafts, geometric mean of {len(cells)} cells (smallest to largest): "
-        f"{', '.join(of(mode) for mode in MODES[1:])}. {missed} of {len(aims(cells))} aims are missed: see below."
+        f"{', '.join(of(mode) for mode in MODES[1:])}; the fastest plan of every cell "
+        f"{best:.2f}. {missed} of {len(aims(cells))} aims are missed."
     )
 
 
@@ -209,7 +210,12 @@ def _least(cells: Sequence[Cell], mode: str) -> str:
 
 
 def _named(cells: Sequence[Cell]) -> str:
-    return f" Missed by: {'; '.join(cell.name for cell in cells)}." if cells else ""
+    """Cells, by drafter and acceptance."""
+    batches: dict[str, list[str]] = {}
+    for cell in cells:
+        batches.setdefault(f"{cell.drafter}, {cell.acceptance:.2f}", []).append(str(cell.batch))
+    each = "; ".join(f"{drafter}: batch {', '.join(of)}" for drafter, of in batches.items())
+    return f" Missed by {each}." if cells else ""
 
 
 class Progress:

@@ -52,11 +52,10 @@ COLUMNS = (
 INTRO = (
     "A case is a drafter with a fixed window of 1, 2, 4, 8 or 16, or one `chosen` by predicted speed: "
     f"{PROMPTS * GROUP_SIZE} requests (groups of {GROUP_SIZE}, {RUNNING} at once, sums of 2-6 terms) at each "
-    f"temperature of {', '.join(map(str, TEMPERATURES))}, without and with top-k 7 and top-p .9, and once all of these "
+    f"temperature of {', '.join(map(str, TEMPERATURES))}, without and with top-k 7 and top-p .9, and once all "
     "side by side in one batch; text drafters twice, since the second time they know the responses. The reference is "
-    "plain decoding by an engine that was started without speculation. A flip is a response with another token. The "
-    "MoE's draft model was distilled from it; the dense target is drafted for by itself, greedily where top-k or top-p "
-    "make its noise useless."
+    "plain decoding by an engine that was started without speculation. A flip: another token. The MoE's draft model "
+    "was distilled from it; the dense target drafts for itself, greedily where top-k or top-p make its noise useless."
 )
 
 

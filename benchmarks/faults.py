@@ -217,8 +217,8 @@ def summary(table: Sequence[Sequence[str]]) -> Table:
         seconds = [float(row[5].split()[0]) for row in of if row[5] != "-"]
         took = f"{min(seconds)}-{max(seconds)} s" if seconds else "-"
         cells = [", ".join(dict.fromkeys(row[at] for row in of)) for at in (6, 7)]
-        rows.append([victim, str(len(of)), ", ".join(row[1] for row in of), end, took, *cells])
-    return ("killed", "times", "in phases", "the run", "over after", "step's metrics", "left behind"), rows
+        rows.append([victim, str(len(of)), end, took, *cells])
+    return ("killed", "times", "the run", "over after", "step's metrics", "left behind"), rows
 
 
 def _result(table: list[list[str]]) -> Result:
@@ -227,11 +227,11 @@ def _result(table: list[list[str]]) -> Result:
         verdict=verdict(table),
         intro=(
             f"The quickstart with {STEPS} steps of 64 responses on two trainer ranks and one engine, and a checkpoint "
-            "after every step. SIGKILL to one process in one phase; one run per kind of process, struck once per phase "
-            "of the start, of the steps from the second on, and in the export. An engine in use is replaced and the "
-            "run goes on; with a rank, the launcher or a starting engine the run ends, and the same command with "
-            "`--resume auto` continues it. All metrics but times, rates and memory are compared. Left behind: "
-            f"processes, files in /dev/shm, temporary folders and listening ports, {LEFT_S:g} s after the end."
+            "after every step. SIGKILL to one process in one phase: one run per kind of process, struck once per phase "
+            "of the start, of the steps and in the export. An engine in use is replaced; with a rank, the launcher or "
+            "a starting engine the run ends, and the same command with `--resume auto` continues it. All metrics but "
+            "times, rates and memory are compared. Left behind: processes, files in /dev/shm, temporary folders and "
+            f"listening ports, {LEFT_S:g} s after the end."
         ),
         columns=COLUMNS,
         rows=table,

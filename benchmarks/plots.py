@@ -64,7 +64,7 @@ def dots(axes: Axes, labels: Sequence[str], series: Mapping[str, Sequence[str]],
     axes.set_yticks(range(len(labels)), labels)
     axes.set_ylim(len(labels) - 0.4, -0.6)
     if len(series) > 1:
-        axes.legend(frameon=False, fontsize=8)
+        axes.legend(frameon=False, fontsize=8, loc="upper left", bbox_to_anchor=(1, 1))
 
 
 def column(rows: Sequence[Row], name: str) -> list[str]:

@@ -86,11 +86,16 @@ def publish(name: str, result: Result, folder: Path | None = None) -> None:
     console.print(result.verdict)
     folder = folder or RESULTS
     folder.mkdir(parents=True, exist_ok=True)
-    with (folder / f"{name}.csv").open("w", newline="") as file:
-        csv.writer(file, lineterminator="\n").writerows([distinct(result.columns), *result.rows])
+    write_rows(name, result.columns, result.rows, folder)
     (folder / f"{name}.md").write_text(page(name, result))
     if name in PLOTS:
         save(name, stored(name, folder), folder)
+
+
+def write_rows(name: str, columns: Sequence[str], rows: Sequence[Sequence[str]], folder: Path | None = None) -> None:
+    """Write ``docs/results/<name>.csv``, or into another folder."""
+    with ((folder or RESULTS) / f"{name}.csv").open("w", newline="") as file:
+        csv.writer(file, lineterminator="\n").writerows([distinct(columns), *rows])
 
 
 def page(name: str, result: Result) -> str:
@@ -102,7 +107,7 @@ def page(name: str, result: Result) -> str:
         picture,
         result.intro,
         markdown(*(result.summary or (result.columns, result.rows))),
-        f"[All {len(result.rows)} rows]({name}.csv)." if result.summary else f"[As CSV]({name}.csv).",
+        f"[All rows and columns]({name}.csv)." if result.summary else f"[As CSV]({name}.csv).",
         result.notes,
         result.source or f"Measured: {machine()}.",
     ]

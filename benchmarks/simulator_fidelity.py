@@ -281,8 +281,8 @@ def result(found: Sequence[Comparison], repetitions: int) -> Result:
         verdict=summary(found),
         intro=(
             "Task B's model of 1.8 M parameters in one engine on one core, temperature 1, long sums that end where the "
-            f"model ends them or at heavy-tailed limits of at most {LAW.longest} tokens (those of the tail benchmark), "
-            f"groups of {GROUP_SIZE}; a row is several rollouts, one after the other "
+            f"model ends them or at heavy-tailed limits of at most {LAW.longest} tokens, "
+            f"groups of {GROUP_SIZE}; a row is several rollouts "
             f"({', '.join(f'{n} at batch {batch}' for batch, n in BATCHES.items())}); seconds without prefills, median "
             f"of {repetitions} repetitions in turns, equal tokens checked. Predicted: "
             "`simulate` with the table of `specactor profile`, measured just before; the lengths of the run; and "

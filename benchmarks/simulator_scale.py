@@ -131,11 +131,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 f"Qwen2.5-32B on engines of 4 H100 by published figures, two draft models, requests in "
                 f"groups of {GROUP}, log-normal lengths with a median of {LENGTHS.median:,.0f} tokens, cut at "
                 f"{LENGTHS.longest:,}. Processor seconds of one rollout, one thread: `search` finds the plan; `off` "
-                "and `auto` (with reconfiguration and fastest-of-N) simulate it. Events and decisions are those "
-                "of `auto`."
+                "and `auto` (with reconfiguration and fastest-of-N) simulate it."
             ),
             columns=COLUMNS,
             rows=rows,
+            summary=(COLUMNS[:6], [of[:6] for of in rows]),
             notes="The time of a decision is processor time, median of 20.",
         ),
     )

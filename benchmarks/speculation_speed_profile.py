@@ -39,8 +39,8 @@ BATCHES = {"B": (1, 16, 64), "heavy": (1, 16)}
 NAMES = ("off", "suffix", "model", "auto", "SGLang NGRAM")
 REPETITIONS = 2
 """The last one is profiled, after the others warmed up."""
-SHOWN = ("contestant", "s", "rounds", "ms", "around", "target", "draft")
-TOLD = (": plain", ": model", ": auto")
+SHOWN = ("contestant", "s", "rounds", "ms", "target", "draft")
+TOLD = (": plain", ": auto")
 """What the page shows; the file has the rest."""
 COLUMNS = ("around", "target", "rows", "emit", "learn", "tell", "draft", "decide")
 
@@ -104,13 +104,12 @@ def page(rows: Sequence[Sequence[str]], load: float) -> Result:
         verdict=verdict(rows),
         intro=(
             "The contestants and requests of [speculation_speed](speculation_speed.md), one repetition of both steps "
-            "under a profiler, after one that warmed up. `s`: the scheduler's processor time; contestants of a batch "
-            "emit as many tokens, so fewer rounds are what drafts bring, and longer rounds what they cost. "
-            "Milliseconds per round (prefills count as rounds): `around` is SGLang's scheduling and output, `target` "
-            "the target's forward pass and sampling, `draft` the drafting with the draft model's passes. The file has "
-            "the rest: laying out `rows`, finding and handing out what was accepted (`emit`), accounting for it "
-            "(`learn`), telling drafters (`tell`), choosing windows (`decide`). The profiler makes Python look slower "
-            "than it is, the target's kernels not. Of SGLang's NGRAM only `target` is measured apart."
+            "under a profiler, after a warm-up. `s`: the scheduler's processor time for as many tokens. Milliseconds "
+            "per round (prefills count as rounds): `target` is the target's forward pass and sampling, `draft` the "
+            "drafting with the draft model's passes. The file has the rest: SGLang's scheduling and output (`around`), "
+            "laying out `rows`, finding and handing out what was accepted (`emit`), accounting for it (`learn`), "
+            "telling drafters (`tell`), choosing windows (`decide`). The profiler makes Python look slower than it is, "
+            "the target's kernels not. Of SGLang's NGRAM only `target` is measured apart."
         ),
         columns=all_columns,
         rows=rows,

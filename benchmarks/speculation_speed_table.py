@@ -17,11 +17,10 @@ FLOOR = 0.98
 """Of plain decoding, that `auto` never falls below."""
 NOTES = (
     "SGLang's NGRAM (8 rows per verify) and STANDALONE (3 steps, topk 1) run on stand-ins for unpublished CPU kernels, "
-    "with one attention call per layer and batch and the rejection sampling that SGLang has on GPUs (on CPUs it emits "
-    "the likeliest token at any temperature). With drafts a round of `heavy` takes much longer than a plain one, since "
-    "every row of a draft goes through other experts ([where a round's time goes](speculation_speed_profile.md)). "
-    "Below batch 8 a cell is one prompt per repetition, so cells differ by their prompts. From batch 16 on a step is "
-    "over after some tens of rounds, in which `auto` has to learn what these prompts bring."
+    "with one attention call per layer and batch and the rejection sampling that SGLang has on GPUs. With drafts a "
+    "round of `heavy` takes much longer, since every row of a draft goes through other experts ([where a round's time "
+    "goes](speculation_speed_profile.md)). Below batch 8 a cell is one prompt per repetition, so cells differ by their "
+    "prompts; from 16 on a step is over after some tens of rounds, in which `auto` has to learn what prompts bring."
 )
 """What explains the table."""
 
@@ -52,7 +51,7 @@ class Cell:
 
 
 def misses(cells: Sequence[Cell]) -> dict[str, list[str]]:
-    """Every aim, and where it was missed. Aims of which no cell was measured are left out."""
+    """Every aim, and where it was missed, the worst first. Aims of which no cell was measured are left out."""
     auto = [cell for cell in cells if cell.name == AUTO]
     own = {(cell.model, cell.phase, cell.batch): cell.ratio for cell in auto}
     builtins = [cell for cell in cells if cell.name.startswith("SGLang ")]
@@ -66,11 +65,12 @@ def misses(cells: Sequence[Cell]) -> dict[str, list[str]]:
         (f"auto never under {FLOOR} of plain", auto, FLOOR),
     ):
         if cells_of_aim:
-            aims[text] = [_place(cell, cell.ratio) for cell in cells_of_aim if cell.ratio < aim]
+            slow = sorted((cell for cell in cells_of_aim if cell.ratio < aim), key=lambda cell: cell.ratio)
+            aims[text] = [_place(cell, cell.ratio) for cell in slow]
     if beside:
         aims["auto at least every SGLang built-in at every batch"] = [
             f"{_place(cell, own[cell.model, cell.phase, cell.batch])} against {cell.name}'s {cell.ratio:.2f}"
-            for cell in beside
+            for cell in sorted(beside, key=lambda cell: own[cell.model, cell.phase, cell.batch] / cell.ratio)
             if own[cell.model, cell.phase, cell.batch] < cell.ratio
         ]
     return aims
@@ -147,23 +147,23 @@ def result(cells: Sequence[Cell], load: float, clock: str) -> Result:
     per_model = ", ".join(f"{model} {n}" for model, n in {cell.model: cell.repetitions for cell in cells}.items())
     aims = []
     for aim, where in misses(cells).items():
-        places = f": {'; '.join(where)}" if len(where) <= FEW else ""
+        places = f": {'; '.join(where)}" if len(where) <= FEW else f", most at {where[0]}" if where else ""
         aims.append(f"- {aim}: {f'missed {len(where)} times{places}' if where else 'met'}.")
     return Result(
         title="Speed of speculation",
         verdict=verdict(cells),
         intro=(
             "A cell is 8 responses to each of max(1, batch / 8) prompts, `batch` requests at once, temperature 1, at "
-            "most 64 tokens; below batch 8 one prompt's responses are made in several calls. `cold`: prompts that "
-            "nobody has seen. `warm`: 8 further responses to the same prompts, so drafters over text know the first "
-            "ones; weights do not change in between, which spares SGLang's NGRAM the loss of its corpus. Models, "
+            "most 64 tokens. `cold`: new prompts. `warm`: 8 further responses to the same prompts, so drafters over "
+            "text know the first ones; weights do not change in between, which spares SGLang's NGRAM the loss of its "
+            "corpus. Models, "
             "float32: the quickstart's, trained on task A (count_bits, little entropy) or B (sums, more entropy), and "
             "`heavy`, B's with 100 M parameters that compute the same function; the draft model is one dense layer, "
             "distilled from the target. A figure is tokens/s over plain SGLang in the same repetition, median of "
             f"repetitions in turns on one core ({per_model}), by {clock}. In the file of all rows accept_length (over "
             "rounds with drafts) stands in brackets; `off` is able to speculate and does not; `suffix` and `model` "
             "choose windows up to 8 by predicted speed; `auto` chooses among both and plain decoding. All emit as many "
-            "tokens for each request; ours emit the same tokens, which is checked."
+            "tokens, ours the same ones, which is checked."
         ),
         columns=columns,
         rows=rows,

@@ -85,6 +85,23 @@ def row(name: str, options: dict[str, Any], seen: dict[str, Any]) -> tuple[str, 
     )
 
 
+INTRO = """\
+Trainer ranks push their weights into one running engine; median (minimum-maximum) of 7 pushes. Every push checks all \
+digests, loads with SGLang's loader and reads every written region back. memcpy copies the same bytes once, in rank 0. \
+`SGLang load of tensors` is the model's `load_weights` from tensors in the engine's own memory, without any check. The \
+file also has loading from disk, gathering, and the growth of a rank's memory in buckets (at most 2)."""
+SHOWN = (
+    "Trainer",
+    "engine TP",
+    "sync s",
+    "sync GB/s",
+    "memcpy GB/s",
+    "of memcpy",
+    "SGLang load of tensors s",
+)
+"""What the page shows; the file has the rest."""
+
+
 def verdict(rows: Sequence[Sequence[str]]) -> str:
     """How far the aim is."""
     share, seconds = COLUMNS.index("of memcpy"), COLUMNS.index("sync s")
@@ -113,16 +130,10 @@ def main() -> None:
         Result(
             title="Weight sync of a 100 M-parameter model in float32",
             verdict=verdict(rows),
-            intro=(
-                "Trainer ranks push their weights into one running engine; median (minimum-maximum) of 7 pushes. Every "
-                "push checks all digests, loads with SGLang's loader and reads every written region back. memcpy "
-                "copies the same bytes once, in rank 0. `SGLang load of tensors` is the model's `load_weights` from "
-                "tensors in the engine's own memory, `from disk` the same from mapped safetensors files in the page "
-                "cache; neither checks anything. `extra memory` is the highest growth of a trainer rank's resident "
-                "memory during pushes, in buckets; it may be 2."
-            ),
+            intro=INTRO,
             columns=COLUMNS,
             rows=rows,
+            summary=(SHOWN, [[of[COLUMNS.index(name)] for name in SHOWN] for of in rows]),
             notes=(
                 "A push passes over the bytes five times (digest and copy by the "
                 "trainer; digest, copy and comparison by the engine), where memcpy passes once."

@@ -33,7 +33,7 @@ def test_publishes_terminal_table_and_page(
 
     page = (tmp_path / "results" / "speed.md").read_text()
     assert page.startswith(
-        "# Speed\n\nWe win.\n\nWhat.\n\n| who |\n| --- |\n| us |\n\n[All 2 rows](speed.csv).\n\nWhy.\n"
+        "# Speed\n\nWe win.\n\nWhat.\n\n| who |\n| --- |\n| us |\n\n[All rows and columns](speed.csv).\n\nWhy.\n"
     )
     assert (tmp_path / "results" / "speed.csv").read_text() == 'who,tokens/s\nus,5\n"them, too",4\n'
     assert "torch " in page
