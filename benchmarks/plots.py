@@ -275,7 +275,7 @@ def scale(axes: Axes, rows: Sequence[Row]) -> None:
     """Processor seconds by GPUs."""
     for name, colour in zip(("auto", "off", "search"), COLOURS, strict=False):
         points = [(number(row["GPUs"]), number(row[name])) for row in rows if number(row[name]) > 0]
-        axes.plot(*zip(*points, strict=True), "o-", color=colour, markersize=4, label=name)
+        axes.plot([x for x, _ in points], [y for _, y in points], "o-", color=colour, markersize=4, label=name)
     axes.set(xscale="log", yscale="log", xlabel="GPUs", ylabel="processor seconds")
     axes.legend(frameon=False)
 
