@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.acceptance_laws import Hits, Laws, laws
-from benchmarks.results import Result, publish
+from benchmarks.results import Result, Table, markdown, publish, write_rows
 from benchmarks.trained_models import Task, task_models, task_recipe
 from specactor.config import Config, EngineConfig, SpeculationConfig
 from specactor.data.dataset import Dataset, build_dataset
@@ -60,6 +60,17 @@ COLUMNS = (
     "accept_length, window 4",
     "of the constant's",
 )
+
+
+DETAILS = (
+    "policy, draft model of",
+    "entropy",
+    "overlap",
+    "first draft tokens accepted by the engine",
+    "computed",
+    *(f"accepted at 1/{beta:g}" for beta in sorted(BETAS)),
+)
+SHOWN = 5
 
 
 def requests_of(config: Config, problems: Dataset, *, group_size: int) -> list[RolloutRequest]:
@@ -168,8 +179,8 @@ def interval(values: Floats) -> str:
     return f"{median:.3f} ({low:.3f}-{high:.3f})"
 
 
-def measure(target: Task, draft: Task, group_size: int) -> tuple[list[tuple[str, ...]], str]:
-    """Rows of a pair, and a line about it."""
+def measure(target: Task, draft: Task, group_size: int) -> tuple[list[tuple[str, ...]], list[str]]:
+    """Rows of a pair, and its row of DETAILS."""
     began = time.monotonic()
     models, config = task_models(target), task_recipe(target)
     draft_dir = task_models(draft).draft
@@ -203,30 +214,46 @@ def measure(target: Task, draft: Task, group_size: int) -> tuple[list[tuple[str,
         )
     everything = np.arange(len(problems))[None]
     shares = {beta: float(of_beta[BETAS.index(beta)].figures(everything)[0][0]) for beta in sorted(BETAS)}
-    listed = ", ".join(f"{beta:g}: {share:.3f}" for beta, share in shares.items())
     entropy, overlap = (
         float(np.mean([value for law in found for value in values(law)[1:]]))
         for values in (attrgetter("entropy"), attrgetter("overlap"))
     )
     here = of_beta[CONSTANT].begun.sum() / of_beta[CONSTANT].rounds.sum()
     print(f"{pair}: {time.monotonic() - began:.0f} s", flush=True)
-    return rows, (
-        f"- {pair}: entropy of the policy {entropy:.3f} nats per token, sum of min(p, q) {overlap:.3f}. Accepted per "
-        f"token by 1 / draft temperature: {listed}. Of first draft tokens the engine accepted "
-        f"{counts.accepted_at[0] / counts.drafted_at[0]:.3f}, beside {here:.3f} here."
+    engine = counts.accepted_at[0] / counts.drafted_at[0]
+    return rows, [pair, *(f"{value:.3f}" for value in (entropy, overlap, engine, here, *shares.values()))]
+
+
+def summary(rows: Sequence[Sequence[str]]) -> Table:
+    """Every way beside the constant."""
+    return ("policy, draft model of", "draft temperature", "accepted, of the constant's", "accept_length, the same"), [
+        [row[0], row[1], row[3], row[5]] for row in rows if "constant" not in row[1]
+    ]
+
+
+def details(rows: Sequence[Sequence[str]], folder: Path | None = None) -> str:
+    """What is known of every pair; all of it goes into a file, the first columns to the page."""
+    write_rows("acceptance_temperatures", DETAILS, rows, folder)
+    return (
+        f"{markdown(DETAILS[:SHOWN], [row[:SHOWN] for row in rows])}\n\n[Tokens accepted at other draft "
+        "temperatures](acceptance_temperatures.csv). Entropy is in nats per token of the policy, overlap the sum of "
+        "min(p, q)."
     )
 
 
-def page(measured: Sequence[tuple[list[tuple[str, ...]], str]], group_size: int) -> None:
+def page(measured: Sequence[tuple[list[tuple[str, ...]], list[str]]], group_size: int) -> None:
     """Print and store."""
+    rows = [row for rows, _ in measured for row in rows]
     publish(
         "acceptance",
         Result(
             title="Acceptance of a draft model at temperature 1, fresh and stale",
-            intro=VERDICT + INTRO.format(problems=PROBLEMS, group_size=group_size, running=RUNNING),
+            verdict=VERDICT,
+            intro=INTRO.format(problems=PROBLEMS, group_size=group_size, running=RUNNING),
             columns=COLUMNS,
-            rows=[row for rows, _ in measured for row in rows],
-            notes="\n".join(line for _, line in measured),
+            rows=rows,
+            summary=summary(rows),
+            notes=details([row for _, row in measured]),
         ),
     )
 
@@ -243,19 +270,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
 VERDICT = """\
 With a fresh draft model, and behind a policy that was trained on, one constant draft temperature of 1/1.5 is as \
 good as one fitted to the past, and accepts more than 1 does. Where the policy became less certain than its draft \
-model, 1 and fitting are better, by 1.5 % of tokens and 3 % of accept_length: what it costs to have no fitting.
-
-"""
+model, 1 and fitting are better, by 1.5 % of tokens and 3 % of accept_length: what it costs to have no fitting."""
 INTRO = """\
 Policy: the quickstart's mixture of experts (1.8 M parameters) after a supervised warm-up; A counts bits (low \
 entropy), B adds, B-early does so after a short warm-up (high entropy). Draft model: one dense layer (273 k), \
-distilled from the policy, or from another one: B with the draft model of B-early is a policy that was trained on, \
+distilled from the policy or from another one: B with the draft model of B-early is a policy that was trained on, \
 B-early with that of B one that has become less certain. A real engine samples {group_size} responses to each of \
 {problems} held-out prompts at temperature 1. A draft token is argmax of log q / draft temperature + G, G the noise \
 that the policy's own token was sampled with. `fitted`: of ten temperatures the one that was right most often so \
-far, known after every token of {running} responses at once. All ways draft for the same tokens; intervals are of \
-resampled prompts (95 %), in pairs where two ways are compared. Accept_length counts tokens of responses: the last \
-round is cut short by a response's end."""
+far, with {running} responses at once. Intervals are of resampled prompts (95 %), in pairs. The constant is 1/1.5, the \
+window 4."""
 
 
 if __name__ == "__main__":

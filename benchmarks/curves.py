@@ -131,7 +131,7 @@ def table_row(run: Run) -> list[str]:
 
 
 def table(runs: Sequence[Run], picture: str) -> str:
-    """Markdown: a row per run, and what the columns mean."""
+    """Markdown: what was gained, the picture, a row per run, and what the columns mean."""
     gains = [values[-1] - values[0] for _, values in (run.series("accuracy/eval") for run in runs) if len(values) > 1]
     lines = [
         "| " + " | ".join(COLUMNS) + " |",
@@ -143,9 +143,21 @@ def table(runs: Sequence[Run], picture: str) -> str:
         "cache) and start of the engines; start of the processes is not in it. Gap: the largest |engine - trainer| "
         "log-probability of any sampled token, in nats.",
     ]
-    if len(gains) > 1:
-        lines += ["", f"Gain over {len(gains)} runs: mean {mean(gains):+.3f}, smallest {min(gains):+.3f}."]
-    return "\n".join([*lines, "", f"![Curves of these runs]({picture})", ""])
+    gain = (
+        f"Held-out accuracy over {len(gains)} runs: mean {mean(gains):+.3f}, smallest {min(gains):+.3f}."
+        if gains
+        else ""
+    )
+    return "\n".join(
+        [
+            gain or "No run has a held-out accuracy before and after.",
+            "",
+            f"![Curves of these runs]({picture})",
+            "",
+            *lines,
+            "",
+        ]
+    )
 
 
 def draw(runs: Sequence[Run]) -> Figure:

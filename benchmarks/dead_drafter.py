@@ -205,24 +205,27 @@ def main(arguments: Sequence[str] | None = None) -> None:
     clock = processor_s if options.processor_time else lambda engine: time.perf_counter()
     rows = measure(options.batches, options.repetitions, clock)
     cells = [cell for row in rows for cell in row[2:]]
-    missed = [cell for cell in cells if float(cell.split()[0]) < AIM]
+    medians = [float(cell.split()[0]) for cell in cells]
+    missed = [cell for cell, ratio in zip(cells, medians, strict=True) if ratio < AIM]
     publish(
         "dead_drafter",
         Result(
             title="Speed with a dead drafter",
+            verdict=(
+                f"With a dead drafter process an engine decodes {min(medians):.2f} to {max(medians):.2f} times as fast "
+                f"as without speculation, in the median. The aim of {AIM} is missed in {len(missed)} of {len(cells)} "
+                f"cells: {', '.join(missed) or 'none'}."
+            ),
             intro=(
                 "Tokens per second of an engine whose only drafter process was stopped or killed after it had drafted, "
-                "over those of mode `off` just before and just after: median (and where the true one lies, with a "
-                f"confidence of 95 %) of {options.repetitions} repetitions of about {ROLLOUT_S:g} s; "
+                "over those of mode `off` just before and just after: median (and its 95 % interval) "
+                f"of {options.repetitions} repetitions of about {ROLLOUT_S:g} s; "
                 f"responses of {MAX_NEW_TOKENS} tokens; a small mixture of experts, whose "
                 "rounds take few milliseconds. `window 4` and `chosen windows` are mode `decoupled`."
             ),
             columns=("Drafter", "Requests", *(way for way in WAYS if way != "off")),
             rows=rows,
-            notes=(
-                f"Seconds are of {'the scheduler as processor time' if options.processor_time else 'the clock'}. "
-                f"Aim: {AIM} or more. Missed in {len(missed)} of {len(cells)} cells."
-            ),
+            notes=(f"Seconds are of {'the scheduler as processor time' if options.processor_time else 'the clock'}."),
         ),
     )
 

@@ -44,6 +44,8 @@ from benchmarks.decoupled_speed_table import (
     drafts_elsewhere,
     means,
     planned,
+    summary,
+    verdict,
 )
 from benchmarks.decoupled_speed_turns import DRAFTING, Turns, as_dialled, pace_of
 from benchmarks.dialled import Script
@@ -275,10 +277,12 @@ def run(
         note(line)
     return Result(
         title="Coupled and decoupled drafting on two cores",
-        intro=INTRO.format(tokens=NEW_TOKENS, groups=GROUPS, repetitions=repetitions, margin=MARGIN),
+        verdict=verdict(cells),
+        intro=INTRO.format(tokens=NEW_TOKENS, groups=GROUPS, repetitions=repetitions, margin=MARGIN, cells=len(cells)),
         columns=COLUMNS,
         rows=[cell.row() for cell in cells],
-        notes="\n".join(f"- {line}" for line in [means(cells), *aims(cells)]),
+        summary=summary(cells),
+        notes="\n".join(f"- {line}" for line in aims(cells)),
     )
 
 

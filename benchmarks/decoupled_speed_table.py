@@ -10,6 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import geometric_mean, median
 
+from benchmarks.results import Table
+
 PLANS = ("off", "coupled", "decoupled")
 """What the planner chooses among."""
 MODES = (*PLANS, "auto")
@@ -37,20 +39,14 @@ MARGIN = 0.05
 
 
 INTRO = """\
-Task B's model of 1.8 M parameters, {tokens} tokens per request at temperature 1. `x off`: times as fast as `off` \
-decoded before and after, since the machine's pace changes within minutes; median of {repetitions} repetitions of \
-{groups} groups of requests, one after the other, and after one that teaches costs and acceptance. `off` and \
-`coupled`: two engines on a core each, with half of the requests each; `decoupled`: one engine and one drafter \
-process on a core each. `auto` has \
-the layout of what is `planned` for the cell, and chooses in it per request and round among off, drafting in the \
-engine and, where there is a drafter process, its drafts. Windows are chosen while it runs. `dialled` \
-drafters compute nothing: they take a given share of a plain step per token, and are right as often as told. \
-Acceptance is that of the first draft token. \
-`predicted` is the planner's best plan of a mode over its plan without drafts, from rounds and drafter processes that \
-were timed before on other requests, each beside plain rounds; less what is lost because requests end in different \
-rounds (auto: the best in its layout; how often tokens are right is taken from the run itself). `planned` \
-and `fastest` are among all columns but auto; planned is another than off only where it is predicted faster by more \
-than {margin:.0%}."""
+Task B's model of 1.8 M parameters, {tokens} tokens per request at temperature 1. Figures are tokens/s over `off` just \
+before and after: median of {repetitions} repetitions of {groups} groups of requests, after a warm-up. `off` and \
+`coupled`: two engines on a core each, with half of the requests each; `decoupled`: one engine and one drafter process \
+on a core each. `auto` has the layout that is planned for the cell, and chooses per request and round among off, \
+drafting in the engine and the drafter process's drafts. `dialled` drafters compute nothing: they take a given share \
+of a plain step per token, and are right with a given probability (acceptance: of the first draft token). Predicted is \
+the planner's best plan of a mode, from rounds that were timed before on other requests; it plans another mode than \
+off only where it predicts a gain of more than {margin:.0%}. The file has all {cells} cells and predictions."""
 
 
 def planned(foreseen: Mapping[str, float]) -> str:
@@ -170,6 +166,41 @@ def means(cells: Sequence[Cell]) -> str:
     return f"Geometric mean of x off over all cells: {each}; the fastest of the plans in each, {fastest:.2f}."
 
 
+def verdict(cells: Sequence[Cell]) -> str:
+    """How fast each mode is, where it loses to no drafts, and which aims are missed."""
+
+    def of(mode: str) -> str:
+        found = [cell.measured[mode] for cell in cells]
+        slower = sum(ratio < 1 for ratio in found)
+        return f"{mode} {geometric_mean(found):.2f} ({min(found):.2f}-{max(found):.2f}, slower in {slower})"
+
+    best = geometric_mean(cell.measured[cell.fastest] for cell in cells)
+    missed = sum(line.startswith("MISSED") for line in aims(cells))
+    return (
+        f"Tokens/s over decoding without drafts, geometric mean of {len(cells)} cells (smallest to largest): "
+        f"{', '.join(of(mode) for mode in MODES[1:])}; the fastest plan of every cell "
+        f"{best:.2f}. {missed} of {len(aims(cells))} aims are missed."
+    )
+
+
+def summary(cells: Sequence[Cell]) -> Table:
+    """Geometric means over batches, by drafter; of the trained model over all."""
+    groups: dict[tuple[str, str], list[Cell]] = {}
+    for cell in cells:
+        dialled = cell.drafter.startswith("dialled")
+        groups.setdefault((cell.drafter, f"{cell.acceptance:.2f}" if dialled else "-"), []).append(cell)
+    rows = [
+        [
+            *group,
+            *(f"{geometric_mean(cell.measured[mode] for cell in of):.2f}" for mode in MODES[1:]),
+            f"{min(cell.of_fastest('auto') for cell in of):.2f}",
+            f"{min(cell.of_fastest(cell.planned) for cell in of):.2f}",
+        ]
+        for group, of in groups.items()
+    ]
+    return ("drafter", "acceptance", *MODES[1:], "auto / fastest, least", "planned / fastest, least"), rows
+
+
 def _aim(text: str, met: bool) -> str:
     return f"{'Met' if met else 'MISSED'}: {text}."
 
@@ -179,7 +210,12 @@ def _least(cells: Sequence[Cell], mode: str) -> str:
 
 
 def _named(cells: Sequence[Cell]) -> str:
-    return f" Missed by: {'; '.join(cell.name for cell in cells)}." if cells else ""
+    """Cells, by drafter and acceptance."""
+    batches: dict[str, list[str]] = {}
+    for cell in cells:
+        batches.setdefault(f"{cell.drafter}, {cell.acceptance:.2f}", []).append(str(cell.batch))
+    each = "; ".join(f"{drafter}: batch {', '.join(of)}" for drafter, of in batches.items())
+    return f" Missed by {each}." if cells else ""
 
 
 class Progress:

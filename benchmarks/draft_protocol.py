@@ -129,7 +129,7 @@ def aims(rows: Mapping[int, Sequence[Cost]]) -> str:
         met = [ms for ms in medians if ms <= aim_ms]
         verdict = "met" if len(met) == len(medians) else "missed" if not met else f"met by {len(met)} of {len(medians)}"
         said.append(f"{aim_ms:g} ms at {requests} requests: {verdict} ({min(medians):.2f}-{max(medians):.2f})")
-    return f"Aims, for the median: {'; '.join(said)}."
+    return f"Median time per round to exchange messages with a drafter process, beside its aims: {'; '.join(said)}."
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -154,6 +154,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "draft_protocol",
         Result(
             title="Cost of the draft protocol",
+            verdict=aims(found),
             intro=(
                 f"Milliseconds that an engine spends per round on talking to a drafter process: commits of all "
                 f"requests and one propose, median (minimum-maximum) of {ROUNDS} rounds. The drafter takes no time; "
@@ -162,7 +163,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
             ),
             columns=("Requests", "ipc", "tcp", "ipc, CURVE", "drafted"),
             rows=rows,
-            notes=aims(found),
         ),
     )
 

@@ -31,7 +31,7 @@ import matplotlib.pyplot as plt
 from benchmarks import drafter_refresh_curriculum as curriculum
 from benchmarks.curves import smoothed
 from benchmarks.drafter_refresh_runs import Run, differences, drafting, refreshing, start
-from benchmarks.results import RESULTS, Result, publish
+from benchmarks.results import RESULTS, Result, Table, publish
 from benchmarks.trained_models import CACHE, ROOT, DraftShape, task_models, task_target
 from specactor.cpu import sglang as cpu
 
@@ -204,23 +204,43 @@ def draw(runs: Sequence[Run], file: Path) -> None:
     plt.close(figure)
 
 
+def verdict(rows: Sequence[Sequence[str]]) -> str:
+    """Speed over rollouts without a drafter, and accept_length at both ends."""
+    plain, *others = rows
+    speed, first, last = (COLUMNS.index(name) for name in ("rollout tokens/s", COLUMNS[1], COLUMNS[2]))
+    over = {row[0]: f"{float(row[speed]) / float(plain[speed]):.2f}" for row in others}
+    lengths = "; ".join(f"{row[0]} {row[first]} to {row[last]}" for row in others)
+    return (
+        f"Rollout tokens/s over no drafter: {', '.join(f'{name} {ratio}' for name, ratio in over.items())} (one run "
+        f"each). accept_length from the first to the last fifth of the run: {lengths}."
+    )
+
+
+def summary(rows: Sequence[Sequence[str]]) -> Table:
+    """What the page shows; the file has the rest."""
+    names = (*COLUMNS[:5], COLUMNS[8])
+    return names, [[row[COLUMNS.index(name)] for name in names] for row in rows]
+
+
 def page(runs: Sequence[Run], found: Sequence[str], options: argparse.Namespace) -> Result:
     """The page of these runs. `found` is what differs and must not."""
     equal = "Responses, rewards and all metrics of the policy are identical in the three runs, bit for bit."
-    begun = STARTS[options.start]
+    begun, rows = STARTS[options.start], [row(run) for run in runs]
     picture = f"![accept_length and seconds by step]({begun.page}.png)"
     notes = equal if not found else "**The runs differ, which they must not:** " + "; ".join(found[:10]) + "."
     return Result(
         title=begun.title,
+        verdict=verdict(rows),
+        picture=picture,
         intro=(
             f"The quickstart, {options.steps} RL steps, the same seeds, mode coupled with a fixed window of "
-            f"{options.window}.{begun.problems} The draft model is {begun.draft}. *frozen* leaves it so; *every step* "
-            f"distils it after each step for at most {100 * options.share:g} % of the step's time. The share in the "
-            "table holds learning and pushing."
+            f"{options.window}.{begun.problems} The draft model is {begun.draft}. *every step* distils it after "
+            f"each step for at most {100 * options.share:g} % of the step's time (learning and pushing)."
         ),
         columns=COLUMNS,
-        rows=[row(run) for run in runs],
-        notes="\n\n".join(filter(None, ["\n".join(aims({run.name: run for run in runs})), notes, picture])),
+        rows=rows,
+        summary=summary(rows),
+        notes="\n".join(aims({run.name: run for run in runs})) + f"\n\n{notes}",
     )
 
 

@@ -15,11 +15,12 @@ import shutil
 import subprocess
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from benchmarks.disturbed_run import Job, compared
-from benchmarks.results import Result, publish
+from benchmarks.results import Result, Table, publish
 from specactor.metrics import Value
 from specactor.run_folder import WARM_UPS, RunFolder
 
@@ -193,22 +194,50 @@ def _list(left: list[str]) -> str:
     return "; ".join(left) or "nothing"
 
 
+def verdict(table: Sequence[Sequence[str]]) -> str:
+    """What became of the runs."""
+    same, clean = (sum(row[at] == good for row in table) for at, good in ((6, "identical"), (7, "nothing")))
+    kept = sum(row[3] == "completed" for row in table)
+    resumed = sum(row[3].endswith("resumed, completed") for row in table)
+    phases = len({row[1] for row in table})
+    return (
+        f"{len(table)} times `kill -9`, in {phases} phases: the metrics of {same} steps are identical with those of an "
+        f"undisturbed run, and {clean} left nothing behind. {kept} runs went on with a new engine, {resumed} ended and "
+        f"were resumed, {len(table) - kept - resumed} ended with an error since an engine died while it started."
+    )
+
+
+def summary(table: Sequence[Sequence[str]]) -> Table:
+    """By victim and end."""
+    groups: dict[tuple[str, str], list[Sequence[str]]] = {}
+    for row in table:
+        groups.setdefault((row[0], row[3]), []).append(row)
+    rows = []
+    for (victim, end), of in groups.items():
+        seconds = [float(row[5].split()[0]) for row in of if row[5] != "-"]
+        took = f"{min(seconds)}-{max(seconds)} s" if seconds else "-"
+        cells = [", ".join(dict.fromkeys(row[at] for row in of)) for at in (6, 7)]
+        rows.append([victim, str(len(of)), end, took, *cells])
+    return ("killed", "times", "the run", "over after", "step's metrics", "left behind"), rows
+
+
 def _result(table: list[list[str]]) -> Result:
     return Result(
         title="Faults",
+        verdict=verdict(table),
         intro=(
-            "The quickstart, cut short to "
-            f"{STEPS} steps of 64 responses on two trainer ranks and one engine, a checkpoint after every step. "
-            "SIGKILL to one process in one phase; one run per kind of process, struck once per phase: in those of the "
-            "start, in one of step 2, of step 3, ..., and in the export. An engine that is in use is replaced and the "
-            "run goes on; for a rank or the launcher, and for an engine that starts, the run ends, and the same "
-            "command with `--resume auto` continues it. All metrics but times, rates and memory are compared with an "
-            f"undisturbed run. Left behind: processes, files in /dev/shm, temporary folders of engines and listening "
-            f"ports, {LEFT_S:g} s after the end."
+            f"The quickstart with {STEPS} steps of 64 responses on two trainer ranks and one engine, and a checkpoint "
+            "after every step. SIGKILL to one process in one phase: one run per kind of process, struck once per phase "
+            "of the start, of the steps and in the export. An engine in use is replaced; with a rank, the launcher or "
+            "a starting engine the run ends, and the same command with `--resume auto` continues it. All metrics but "
+            "times, rates and memory are compared. Left behind: processes, files in /dev/shm, temporary folders and "
+            f"listening ports, {LEFT_S:g} s after the end."
         ),
         columns=COLUMNS,
         rows=table,
-        notes="A phase of milliseconds may be over before the signal arrives: such a row says where it landed.",
+        summary=summary(table),
+        notes="The file has the message of every run. A phase of milliseconds may be over before the signal arrives: "
+        "such a row says where it landed.",
     )
 
 

@@ -1,61 +1,37 @@
-"""Draws the pictures of the README from stored results: python -m benchmarks.pictures
+"""Draws the pictures of the README and the plots of docs/results/ from stored results: python -m benchmarks.pictures
 
-`speed.svg` shows the table of docs/results/speculation_speed.md, `timeline.svg` the trace of a real step that is stored
-as docs/results/decoupled_trace.json, `step.svg` which process has which device in a step (not to scale).
+`speed.svg` shows the rows of docs/results/speculation_speed.csv, `timeline.svg` the trace of a real step that is
+stored as docs/results/decoupled_trace.json, `step.svg` which process has which device in a step (not to scale).
 """
 
 from __future__ import annotations
 
 import json
-from collections import defaultdict
 from pathlib import Path
-from statistics import geometric_mean
 from typing import Any
 
 from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from benchmarks.results import RESULTS
+from benchmarks.plots import (
+    CONTESTANTS,
+    DRAFTER,
+    ENGINE,
+    INK,
+    LIGHT,
+    PLOTS,
+    STYLE,
+    TRAINER,
+    save,
+    speeds,
+)
+from benchmarks.results import RESULTS, stored
 
 PICTURES = RESULTS.parent / "pictures"
-STYLE: Any = {
-    "font.family": "DejaVu Sans",
-    "font.size": 9,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "svg.hashsalt": "specactor",  # equal pictures are equal files
-}
-TRAINER, ENGINE, DRAFTER, LIGHT, INK = "#c44e52", "#4c72b0", "#55a868", "#d9dee8", "#333333"
-
-CONTESTANTS = {
-    "auto": (ENGINE, "SpecActor, auto"),
-    "SGLang NGRAM": ("#8c8c8c", "SGLang NGRAM"),
-    "SGLang STANDALONE": ("#c9a227", "SGLang STANDALONE"),
-}
-"""Column of the table of speeds -> colour, name."""
 
 WINDOW_MS = (60.0, 520.0)
 """Part of the stored trace that is drawn, from its first round on."""
-
-
-def table(page: str) -> list[dict[str, str]]:
-    """Return the rows of the first table of a page of results, by column."""
-    lines = [line for line in page.splitlines() if line.startswith("|")]
-    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
-    head, _, *rows = cells
-    return [dict(zip(head, row, strict=True)) for row in rows]
-
-
-def speeds(page: str) -> dict[str, dict[int, float]]:
-    """Return, per contestant and batch, the geometric mean of its speed over plain decoding."""
-    found: dict[str, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
-    for row in table(page):
-        for name in CONTESTANTS:
-            found[name][int(row["batch"])].append(float(row[name].split()[0]))
-    return {
-        name: {batch: geometric_mean(ratios) for batch, ratios in by_batch.items()} for name, by_batch in found.items()
-    }
 
 
 def draw_speed(axes: Axes, by_contestant: dict[str, dict[int, float]]) -> None:
@@ -156,13 +132,15 @@ def main() -> None:
     PICTURES.mkdir(exist_ok=True)
     with rc_context(STYLE):
         for name, size, draw in (
-            ("speed", (6.4, 3.2), lambda a: draw_speed(a, speeds((RESULTS / "speculation_speed.md").read_text()))),
+            ("speed", (6.4, 3.2), lambda a: draw_speed(a, speeds(stored("speculation_speed")))),
             ("step", (8.6, 3.0), draw_step),
             ("timeline", (8.6, 2.1), lambda a: draw_timeline(a, spans(stored_trace()))),
         ):
             figure = Figure(figsize=size, layout="constrained")
             draw(figure.add_subplot())
             figure.savefig(PICTURES / f"{name}.svg", metadata={"Date": None})
+    for name in PLOTS:
+        save(name, stored(name), RESULTS)
 
 
 def stored_trace() -> dict[str, Any]:

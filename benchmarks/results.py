@@ -1,7 +1,11 @@
-"""Where a benchmark's figures go: a table on the terminal and a page under docs/results/, with date and machine."""
+"""Where a benchmark's figures go: a table on the terminal; under docs/results/ a page, its plot and all rows as CSV.
+
+A page opens with its verdict. Then come the plot, what was run, a table, what explains the figures, date and machine.
+"""
 
 from __future__ import annotations
 
+import csv
 import datetime
 import platform
 from collections import Counter
@@ -13,25 +17,38 @@ from statistics import median
 
 import psutil  # type: ignore[import-untyped]
 from rich.console import Console
-from rich.table import Table
+from rich.table import Table as RichTable
 from scipy.stats import quantile_test
 
+from benchmarks.plots import PLOTS, save
 from specactor.parallel import devices
 
 RESULTS = Path(__file__).resolve().parent.parent / "docs" / "results"
 
 
+Table = tuple[Sequence[str], Sequence[Sequence[str]]]
+"""(columns, rows)"""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """One benchmark's table."""
+    """One benchmark's table, and what to make of it."""
 
     title: str
+    verdict: str
+    """At most three sentences: what wins and by how much, what loses or misses its aim."""
     intro: str
     """What was run, and how a row is to be read."""
     columns: tuple[str, ...]
     rows: Sequence[Sequence[str]]
+    summary: Table | None = None
+    """What the page shows where the rows are many; all rows are in the CSV file."""
     notes: str = ""
     """What explains the figures, aims that were missed included."""
+    picture: str = ""
+    """As Markdown, of a benchmark that draws its own; others have theirs in `benchmarks.plots`."""
+    source: str = ""
+    """The last line, where nothing was measured; otherwise date and machine."""
 
 
 def machine() -> str:
@@ -58,28 +75,60 @@ def accelerators() -> str:
 
 
 def publish(name: str, result: Result, folder: Path | None = None) -> None:
-    """Print the table and write ``docs/results/<name>.md``, or into another folder."""
-    table = Table(title=result.title, caption=machine())
+    """Print the table and write ``docs/results/<name>.md``, ``.csv`` and ``.svg``, or into another folder."""
+    terminal = RichTable(title=result.title, caption=machine())
     for column in result.columns:
-        table.add_column(column, justify="left" if column == result.columns[0] else "right")
+        terminal.add_column(column, justify="left" if column == result.columns[0] else "right")
     for row in result.rows:
-        table.add_row(*row)
-    Console(width=160).print(table)
-    lines = [
-        f"# {result.title}",
-        "",
-        result.intro,
-        "",
-        "| " + " | ".join(result.columns) + " |",
-        "|" + " --- |" * len(result.columns),
-        *("| " + " | ".join(row) + " |" for row in result.rows),
-        "",
-        *([result.notes, ""] if result.notes else []),
-        f"Measured: {machine()}.",
-    ]
+        terminal.add_row(*row)
+    console = Console(width=160)
+    console.print(terminal)
+    console.print(result.verdict)
     folder = folder or RESULTS
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / f"{name}.md").write_text("\n".join(lines) + "\n")
+    write_rows(name, result.columns, result.rows, folder)
+    (folder / f"{name}.md").write_text(page(name, result))
+    if name in PLOTS:
+        save(name, stored(name, folder), folder)
+
+
+def write_rows(name: str, columns: Sequence[str], rows: Sequence[Sequence[str]], folder: Path | None = None) -> None:
+    """Write ``docs/results/<name>.csv``, or into another folder."""
+    with ((folder or RESULTS) / f"{name}.csv").open("w", newline="") as file:
+        csv.writer(file, lineterminator="\n").writerows([distinct(columns), *rows])
+
+
+def page(name: str, result: Result) -> str:
+    """The page, as Markdown."""
+    picture = f"![{PLOTS[name].caption}]({name}.svg)" if name in PLOTS else result.picture
+    parts = [
+        f"# {result.title}",
+        result.verdict,
+        picture,
+        result.intro,
+        markdown(*(result.summary or (result.columns, result.rows))),
+        f"[All rows and columns]({name}.csv)." if result.summary else f"[As CSV]({name}.csv).",
+        result.notes,
+        result.source or f"Measured: {machine()}.",
+    ]
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def markdown(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table."""
+    lines = [f"| {' | '.join(columns)} |", "|" + " --- |" * len(columns)]
+    return "\n".join([*lines, *(f"| {' | '.join(row)} |" for row in rows)])
+
+
+def distinct(columns: Sequence[str]) -> list[str]:
+    """Columns; one that has the name of an earlier one is told apart by the one before it."""
+    return [f"{name} ({columns[at - 1]})" if name in columns[:at] else name for at, name in enumerate(columns)]
+
+
+def stored(name: str, folder: Path | None = None) -> list[dict[str, str]]:
+    """The rows of a stored result, by column."""
+    with ((folder or RESULTS) / f"{name}.csv").open(newline="") as file:
+        return list(csv.DictReader(file))
 
 
 def spread(values: Sequence[float], form: str = "{:.2f}") -> str:

@@ -4,7 +4,7 @@
 
 One engine on one core, with task B's model. Its rounds are measured as `specactor profile` does, then the same
 requests are run with every setting in turns, and simulated (`simulator_fidelity_prediction`). Writes
-docs/results/simulator_fidelity.md and .png.
+docs/results/simulator_fidelity.md.
 
 Invariants: every response is what plain decoding emits, which is checked; all settings of a batch have the same
 requests; drafters begin every run without history; prefills are left out (each run is timed again with a single token,
@@ -28,11 +28,10 @@ import matplotlib
 
 matplotlib.use("Agg")
 
-import matplotlib.pyplot as plt
 import msgspec
 
 from benchmarks.results import RESULTS, Result, publish
-from benchmarks.simulator_fidelity_prediction import COLUMNS, Comparison, Seen, Setting, predicted_s, summary
+from benchmarks.simulator_fidelity_prediction import COLUMNS, Comparison, Seen, Setting, by_batch, predicted_s, summary
 from benchmarks.tail_speed import LAW, long_sums
 from benchmarks.trained_models import Models, task_models
 from specactor.config import EngineConfig, RolloutConfig, SpeculationConfig
@@ -55,7 +54,6 @@ CONTEXT = 256
 LIMIT_S = 300.0
 PROFILE_S, QUICK_PROFILE_S = 150.0, 60.0
 CORE = 0
-COLOURS = {"-": "#555555", "suffix": "#d9a441", "model": "#4c6a92", "suffix model": "#c0504d"}
 
 
 def settings(batch: int, *, quick: bool) -> list[Setting]:
@@ -276,42 +274,24 @@ def run(batches: dict[int, int], *, quick: bool, repetitions: int, note: Callabl
     return found
 
 
-def draw(found: Sequence[Comparison], file: Path) -> None:
-    """Predicted over measured seconds; the band is the aim of the median."""
-    figure, axes = plt.subplots(figsize=(6.5, 6), constrained_layout=True)
-    ends = [f([x for one in found for x in (one.measured_s, one.predicted_s)]) for f in (min, max)]
-    line = [ends[0] / 1.2, ends[1] * 1.2]
-    axes.fill_between(line, [0.9 * x for x in line], [1.1 * x for x in line], color="#dddddd", label="within 10 %")
-    axes.plot(line, line, color="black", linewidth=0.8)
-    for drafter, colour in COLOURS.items():
-        own = [one for one in found if (" ".join(one.setting.drafters) or "-") == drafter]
-        if own:
-            label = "off" if drafter == "-" else drafter
-            axes.scatter([o.measured_s for o in own], [o.predicted_s for o in own], color=colour, label=label, s=28)
-    axes.set(xscale="log", yscale="log", xlim=line, ylim=line, xlabel="measured, s", ylabel="predicted, s")
-    axes.set_title("Rollouts: simulated and real")
-    axes.legend(frameon=False)
-    figure.savefig(file, dpi=130)
-    plt.close(figure)
-
-
 def result(found: Sequence[Comparison], repetitions: int) -> Result:
     return Result(
         title="Simulated and real rollouts",
+        verdict=summary(found),
         intro=(
             "Task B's model of 1.8 M parameters in one engine on one core, temperature 1, long sums that end where the "
-            f"model ends them or at heavy-tailed limits of at most {LAW.longest} tokens (those of the tail benchmark), "
-            f"groups of {GROUP_SIZE}; a row is several rollouts, one after the other "
+            f"model ends them or at heavy-tailed limits of at most {LAW.longest} tokens, "
+            f"groups of {GROUP_SIZE}; a row is several rollouts "
             f"({', '.join(f'{n} at batch {batch}' for batch, n in BATCHES.items())}); seconds without prefills, median "
             f"of {repetitions} repetitions in turns, equal tokens checked. Predicted: "
             "`simulate` with the table of `specactor profile`, measured just before; the lengths of the run; and "
-            "acceptance by position, as the run of that fixed window counted it. Chosen windows and `auto` are "
-            f"predicted from the counts of window {MAX_WINDOW}. Text drafters often find nothing, which the simulator "
-            "does not know: the table is stretched so that its rounds verify as many rows as were counted."
+            "acceptance by position, as counted in the run of that fixed window, or of window "
+            f"{MAX_WINDOW} for chosen windows and `auto`. Text drafters often find nothing, which the simulator does "
+            "not know: the table is stretched so that its rounds verify as many rows as were counted."
         ),
         columns=COLUMNS,
         rows=[one.row() for one in found],
-        notes=f"{summary(found)}\n\n![Predicted over measured seconds]({NAME}.png)",
+        summary=by_batch(found),
     )
 
 
@@ -319,7 +299,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--quick", action="store_true", help="batches 4 and 16, two drafters: about 2 minutes")
     parser.add_argument("--repetitions", type=int, default=3)
-    parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the page and the picture")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the page")
     options = parser.parse_args(arguments)
     if options.repetitions < 1:
         parser.error(f"--repetitions: got {options.repetitions}, expected >= 1")
@@ -331,7 +311,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
         note=lambda text: print(text, flush=True),
     )
     publish(NAME, result(found, options.repetitions), options.results)
-    draw(found, options.results / f"{NAME}.png")
 
 
 if __name__ == "__main__":

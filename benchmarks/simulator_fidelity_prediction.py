@@ -16,6 +16,7 @@ from statistics import mean, median
 
 import numpy as np
 
+from benchmarks.results import Table
 from specactor.planning.plans import Cluster, from_table
 from specactor.rollout.speculation.costs import CostTable
 from specactor.rollout.speculation.counters import Counts
@@ -171,6 +172,17 @@ def summary(found: Sequence[Comparison]) -> str:
         f"{max(errors):.1%} (aim: at most {LARGEST_AIM:.0%}); {met}. The setting that is predicted fastest at its "
         f"batch has {kept:.2f} of the speed of the one that is, or more."
     )
+
+
+def by_batch(found: Sequence[Comparison]) -> Table:
+    """Errors by batch, and which setting is off most."""
+    rows = []
+    for batch in dict.fromkeys(one.setting.batch for one in found):
+        own = [one for one in found if one.setting.batch == batch]
+        worst = max(own, key=lambda one: abs(one.error))
+        error = f"{median(abs(one.error) for one in own):.1%}"
+        rows.append([str(batch), str(len(own)), error, f"{worst.error:+.1%}", ", ".join(worst.row()[:2])])
+    return ("batch", "settings", "median error", "largest", "which"), rows
 
 
 def _kept(found: Sequence[Comparison]) -> float:

@@ -39,6 +39,9 @@ BATCHES = {"B": (1, 16, 64), "heavy": (1, 16)}
 NAMES = ("off", "suffix", "model", "auto", "SGLang NGRAM")
 REPETITIONS = 2
 """The last one is profiled, after the others warmed up."""
+SHOWN = ("contestant", "s", "rounds", "ms", "target", "draft")
+TOLD = (": plain", ": auto")
+"""What the page shows; the file has the rest."""
 COLUMNS = ("around", "target", "rows", "emit", "learn", "tell", "draft", "decide")
 
 
@@ -79,22 +82,38 @@ def profile_row(model: str, name: str, batch: int, profile: host.Profile) -> lis
     ]
 
 
+def verdict(rows: Sequence[Sequence[str]]) -> str:
+    """Processor time of `auto` over plain decoding, and what a round gets longer by."""
+    of = {row[0]: row for row in rows}
+    places = [name.removesuffix(": plain") for name in of if name.endswith(": plain") and f"{name[:-5]}auto" in of]
+    pairs = {place: (of[f"{place}: auto"], of[f"{place}: plain"]) for place in places}
+    spent = ", ".join(f"{float(a[1]) / float(p[1]):.2f} ({place})" for place, (a, p) in pairs.items())
+    longer = [float(a[3]) / float(p[3]) for a, p in pairs.values()]
+    if not pairs:
+        return "Plain decoding or `auto` was not profiled, so there is nothing to compare."
+    return (
+        f"Processor time of `auto` over plain decoding: {spent}. A round takes {min(longer):.2f} to "
+        f"{max(longer):.2f} times as long, so drafts pay where they save more rounds than that."
+    )
+
+
 def page(rows: Sequence[Sequence[str]], load: float) -> Result:
+    all_columns = ("contestant", "s", "rounds", "ms", *COLUMNS)
     return Result(
         title="Where a round's time goes",
+        verdict=verdict(rows),
         intro=(
-            "The contestants and requests of [speculation_speed.md](speculation_speed.md), one repetition of both "
-            "steps after one that warmed up, under a profiler. `s`: the scheduler's processor time in all; all "
-            "contestants of a batch emit the same number of tokens, so fewer rounds are what drafts bring, and longer "
-            "rounds what they cost. Milliseconds per round (prefills count as rounds): `around` is SGLang's own "
-            "scheduling and output, `target` the target's forward pass and its sampling; the rest is ours: `rows` lays "
-            "out the rows of drafts, `emit` finds and hands out what was accepted, `learn` accounts for it, `tell` "
-            "tells drafters what was emitted, `draft` is their drafting (the draft model's forward passes too), "
-            "`decide` the choice of windows. The profiler makes Python look slower than it is, the target's kernels "
-            "not. Of SGLang's own NGRAM only `target` is told apart."
+            "The contestants and requests of [speculation_speed](speculation_speed.md), one repetition of both steps "
+            "under a profiler, after a warm-up. `s`: the scheduler's processor time for as many tokens. Milliseconds "
+            "per round (prefills count as rounds): `target` is the target's forward pass and sampling, `draft` the "
+            "drafting with the draft model's passes. The file has the rest: SGLang's scheduling and output (`around`), "
+            "laying out `rows`, finding and handing out what was accepted (`emit`), accounting for it (`learn`), "
+            "telling drafters (`tell`), choosing windows (`decide`). The profiler makes Python look slower than it is, "
+            "the target's kernels not. Of SGLang's NGRAM only `target` is measured apart."
         ),
-        columns=("contestant", "s", "rounds", "ms", *COLUMNS),
+        columns=all_columns,
         rows=rows,
+        summary=(SHOWN, [[row[all_columns.index(name)] for name in SHOWN] for row in rows if row[0].endswith(TOLD)]),
         notes=f"Load average before the start: {load:.1f}.",
     )
 

@@ -27,6 +27,10 @@ AIM, FLOOR = 1.1, 0.98
 COLUMNS = ("contestant", "rollout tok/s", "rollout / off", "tail tok/s", "tail / off", "accept_length", "drafted by")
 
 
+SHOWN = (0, 2, 4, 5, 6)
+"""Columns on the page; the file has the rest."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Law:
     """The most tokens of a response follow a Pareto law, cut at `longest`."""
@@ -164,6 +168,19 @@ class Tally:
             ", ".join(f"{drafter} {share:.0%}" for drafter, share in shares.items()) or "-",
         ]
 
+    def verdict(self) -> str:
+        """Over plain decoding, and Fastest-of-N beside its aim."""
+        names = [name for name in (WITHOUT, *FASTEST) if name in self.runs]
+        tails = {name: spread(self.ratios(name, OFF, tail=True)) for name in names}
+        over = {n: self.ratios(n, WITHOUT, tail=True) for n in names if n != WITHOUT and WITHOUT in names}
+        text = f"Tokens/s in the tail over plain decoding ({self.model}): "
+        text += "; ".join(f"{name} {value}" for name, value in tails.items()) or "not measured"
+        if over:
+            least = min(over, key=lambda name: median(over[name]))
+            met = "met" if median(over[least]) >= AIM else "missed"
+            text += f". Fastest-of-N over one drafter per request: at least {spread(over[least])} (aim {AIM}: {met})"
+        return f"{text}."
+
     def verdicts(self) -> list[str]:
         """Lines about what was chosen in hindsight, and about the aims of Fastest-of-N."""
         lines = []
@@ -176,7 +193,7 @@ class Tally:
                     if name in self.runs
                 ]
                 lines.append(
-                    f"{self.model}, {part}: best single drafter in hindsight {best}; over it: {'; '.join(against)}."
+                    f"{self.model}, {part} over the best single drafter in hindsight ({best}): {'; '.join(against)}."
                 )
         return [*lines, *self._aims()]
 
@@ -185,7 +202,7 @@ class Tally:
         if not measured:
             return []
         ratios = {(name, tail): self.ratios(name, WITHOUT, tail=tail) for name in measured for tail in (True, False)}
-        missed = [f"{name} {spread(ratios[name, True])}" for name in measured if median(ratios[name, True]) < AIM]
+        missed = [name for name in measured if median(ratios[name, True]) < AIM]
         under = [
             f"{name}, {'tail' if tail else 'rollout'} {spread(values)}"
             for (name, tail), values in ratios.items()
@@ -212,24 +229,23 @@ def result(tallies: Sequence[Tally], settings: Mapping[str, Setting], load: floa
         f"{setting.law.shortest}-{setting.law.longest} tokens, {setting.rollouts} rollouts per repetition ({model})"
         for model, setting in settings.items()
     )
+    rows = [tally.row(name) for tally in tallies for name in tally.runs]
     return Result(
         title="The tail of a rollout",
+        verdict=" ".join(tally.verdict() for tally in tallies),
         intro=(
-            f"Rollouts of {REQUESTS} requests (groups of 8, temperature 1, long sums that nobody has seen, to be "
-            "worked out) whose responses are heavy-tailed: they end where the model ends them, or at limits that are "
-            f"quantiles of a Pareto law of index 1, {laws}. One engine on one core; contestants take turns, all emit "
-            "the same "
-            f"tokens, which is checked. Medians (minimum-maximum) of {repetitions} repetitions after one that is not "
-            f"measured; ratios are within one repetition. The tail: the {TAIL} longest responses of a rollout, from "
-            f"the moment when the last of the {REQUESTS - TAIL} others ended; what each had by then is known from "
-            f"reports every {tokens_per_report} tokens, linear in between. `window 4` is a fixed window, `chosen` one "
-            "of at most 8 by predicted speed; both draft in every round that has drafts. `auto` chooses among all "
-            "drafters, or none, request by request; `fastest of N` may verify what up to N of them draft for a "
-            "request, in a tree. accept_length is over rounds with draft tokens; `drafted by` is each drafter's share "
-            "of the draft tokens that were verified. `heavy` is B's model with 100 M parameters."
+            f"Rollouts of {REQUESTS} requests (groups of 8, temperature 1, new long sums) with "
+            "heavy-tailed lengths: responses end where the model ends them, or at quantiles of a Pareto distribution "
+            f"of index 1, {laws}. One engine on one core; contestants take turns and emit the same tokens, which is "
+            f"checked. Medians (minimum-maximum) of {repetitions} repetitions; ratios are within one. The tail: the "
+            f"{TAIL} longest responses, from the moment when the last of the {REQUESTS - TAIL} others ended (known "
+            f"every {tokens_per_report} tokens). `window 4` is fixed, `chosen` at most 8 by predicted speed. `auto` "
+            "chooses among all drafters, or none, for each request; `fastest of N` may verify drafts of up to N of "
+            "them in a tree. `drafted by`: shares of the draft tokens that were verified."
         ),
         columns=COLUMNS,
-        rows=[tally.row(name) for tally in tallies for name in tally.runs],
+        rows=rows,
+        summary=([COLUMNS[at] for at in SHOWN], [[row[at] for at in SHOWN] for row in rows]),
         notes="\n".join(
             [
                 *(f"- {line}" for tally in tallies for line in tally.verdicts()),

@@ -287,6 +287,46 @@ def memory(make: Callable[[], Drafter], steps: Steps) -> str:
     return f"{held / sum(len(response) for _, response in steps[0]):.0f}"
 
 
+COLUMNS = (
+    "Text",
+    "drafter",
+    "accept_length, step 1",
+    "step 2",
+    "accept_rate",
+    "propose us/request",
+    "commit us/token",
+    "round ms",
+    "bytes/token",
+)
+INTRO = (
+    f"{PROMPTS} prompts x {GROUP_SIZE} responses, {RUNNING} requests at once, window {WINDOW}; step 2 asks for the "
+    "same prompts again. The responses are not a model's: `phrases` are random tokens in parts that recur, `sums` "
+    "the quickstart's worked sums in characters, `reasoning` sums of reasoning-gym thought aloud, in BPE. Times are "
+    "processor time of all threads."
+)
+NOTES = (
+    "SGLang's corpus takes in text at the next propose, in a thread that may run beside the model; part of its time "
+    "goes into taking a chain from its tree, which SGLang's own verification does not need. `last_follower` is the "
+    "example of a user's own drafter; it forgets after each step."
+)
+SHOWN = (0, 1, 2, 3, 5)
+"""Columns on the page; the file has the rest."""
+
+
+def verdict(rows: Sequence[Sequence[str]]) -> str:
+    """`suffix` beside SGLang's corpus."""
+    texts = dict.fromkeys(row[0] for row in rows)
+    of = {(row[0], row[1]): row for row in rows}
+    ours = [of[text, "suffix"] for text in texts]
+    theirs = [row for text in texts if (row := of.get((text, "SGLang corpus")))]
+    lengths, costs = ("/".join(row[at] for row in ours) for at in (3, 5))
+    beside = "/".join(row[3] for row in theirs), "/".join(row[5] for row in theirs)
+    return (
+        f"On prompts it has seen, `suffix` reaches accept_length {lengths} ({', '.join(texts)}) for {costs} us per "
+        f"request" + (f"; SGLang's corpus {beside[0]} for {beside[1]} us." if theirs else ".")
+    )
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--without-sglang", action="store_true", help="leave SGLang's drafter out")
@@ -306,32 +346,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "text_drafters",
         Result(
             title="Drafters over text",
-            intro=(
-                f"{PROMPTS} prompts x {GROUP_SIZE} responses, {RUNNING} requests running together, window {WINDOW}; "
-                "step 2 asks for the same prompts again. The responses were written by a random author, not by a "
-                "model: `phrases` are random tokens in parts that recur, `sums` the quickstart's worked sums in "
-                "characters, `reasoning` sums of reasoning-gym thought aloud, in BPE. Times are processor time of all "
-                "threads; `round` is one propose for all running requests and the commits after it, median. Memory is "
-                "of Python objects, per token of a response, after step 1."
-            ),
-            columns=(
-                "Text",
-                "drafter",
-                "accept_length, step 1",
-                "step 2",
-                "accept_rate",
-                "propose us/request",
-                "commit us/token",
-                "round ms",
-                "bytes/token",
-            ),
+            verdict=verdict(rows),
+            intro=INTRO,
+            columns=COLUMNS,
             rows=rows,
-            notes=(
-                "SGLang's corpus takes in committed text at the next propose, in a thread of its own that may run "
-                "beside the model; and part of its time goes into taking a chain from its tree, which SGLang's own "
-                "verification does not need. `last_follower` is the example of a user's own drafter; it forgets after "
-                "each step."
-            ),
+            summary=([COLUMNS[at] for at in SHOWN], [[row[at] for at in SHOWN] for row in rows]),
+            notes=NOTES,
         ),
     )
 

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from benchmarks.pictures import CONTESTANTS, PICTURES, spans, speeds, stored_trace
-from benchmarks.results import RESULTS
+from benchmarks.pictures import PICTURES, spans, stored_trace
+from benchmarks.plots import CONTESTANTS, speeds
+from benchmarks.results import stored
 from specactor.data.verifiers import get_verifier
 from specactor.rollout.speculation.drafter import Drafter, DraftSequence
 from specactor.types import Problem
@@ -41,7 +42,7 @@ def test_its_links_lead_to_files() -> None:
 
 
 def test_its_pictures_are_of_stored_results() -> None:
-    by_contestant = speeds((RESULTS / "speculation_speed.md").read_text())
+    by_contestant = speeds(stored("speculation_speed"))
     assert list(by_contestant) == list(CONTESTANTS)
     # Six cells of batch 16: three models, new prompts and known ones.
     assert by_contestant["auto"][16] == pytest.approx((0.91 * 2.27 * 0.95 * 1.57 * 1.83 * 1.88) ** (1 / 6))

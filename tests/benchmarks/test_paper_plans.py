@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from benchmarks.paper_plans import COLUMNS, NOTES, Setting, doubled, result, row, settings
-from benchmarks.results import RESULTS
+from benchmarks.results import stored
 
 DENSE = Setting(target="Qwen2.5-32B", drafter="Qwen2.5-0.5B", engine=4, gpu="H100", rate=0.8, batch=128)
 ROUTED = Setting(target="Qwen3-235B-A22B", drafter="Qwen3-0.6B", engine=8, gpu="H20", rate=0.6, batch=256)
@@ -50,11 +50,7 @@ def test_memory_that_bounds_a_batch_is_told() -> None:
     assert cells(replace(DENSE, batch=256))["batch"] == "256 (207 fit)"
 
 
-PAGE = [
-    dict(zip(COLUMNS, [cell.strip() for cell in line.split("|")[1:-1]], strict=True))
-    for line in (RESULTS / "paper_plans.md").read_text().splitlines()
-    if line.startswith("| Qwen")
-]
+PAGE = stored("paper_plans")
 
 
 def test_the_page_is_of_these_plans() -> None:

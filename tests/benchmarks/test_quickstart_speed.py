@@ -22,8 +22,9 @@ def test_speed_is_over_plain_of_the_same_turn() -> None:
     rows = {row[0]: row[1:] for row in page.rows}
     assert rows[PLAIN][1:] == ["1.00 (1.00-1.00)", "-", "-"]
     assert rows["auto"][1:] == ["2.00 (2.00-2.00)", "4.00", "0.50"]
-    assert page.intro.startswith("Speed over plain: coupled, window 4 2.00 (2.00-2.00), coupled 2.00")
-    assert "All runs have the same responses" in page.intro
+    assert "median: coupled, window 4 2.00 (2.00-2.00), coupled 2.00" in page.verdict
+    assert "All runs have the same responses" in page.verdict
 
     runs["auto"][3] = replace(runs["auto"][3], tokens="other")
-    assert "DIFFERENT: auto: responses or rewards differ from those of plain." in table(runs, steps=1, draft_s=1).intro
+    page = table(runs, steps=1, draft_s=1)
+    assert "DIFFERENT: auto: responses or rewards differ from those of plain." in page.verdict

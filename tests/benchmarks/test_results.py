@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 
 from benchmarks import results
+from benchmarks.plots import PLOTS, save
 from specactor.parallel import devices
 from specactor.parallel.devices import Gpu
 
@@ -18,14 +20,60 @@ def test_publishes_terminal_table_and_page(
 
     results.publish(
         "speed",
-        results.Result(title="Speed", intro="What.", columns=("who", "tokens/s"), rows=[["us", "5"]], notes="Why."),
+        results.Result(
+            title="Speed",
+            verdict="We win.",
+            intro="What.",
+            columns=("who", "tokens/s"),
+            rows=[["us", "5"], ["them, too", "4"]],
+            summary=(("who",), [["us"]]),
+            notes="Why.",
+        ),
     )
 
     page = (tmp_path / "results" / "speed.md").read_text()
-    assert page.startswith("# Speed\n\nWhat.\n\n| who | tokens/s |\n| --- | --- |\n| us | 5 |\n\nWhy.\n")
+    assert page.startswith(
+        "# Speed\n\nWe win.\n\nWhat.\n\n| who |\n| --- |\n| us |\n\n[All rows and columns](speed.csv).\n\nWhy.\n"
+    )
+    assert (tmp_path / "results" / "speed.csv").read_text() == 'who,tokens/s\nus,5\n"them, too",4\n'
     assert "torch " in page
     assert "GiB" in page
     assert "us" in capsys.readouterr().out
+
+
+def test_a_page_with_a_plot_has_it_under_its_verdict(tmp_path: Path) -> None:
+    columns = ("Requests", "ipc", "tcp", "ipc, CURVE")
+    made = results.Result(title="T", verdict="V.", intro="I.", columns=columns, rows=[["1", *["0.3 (0.2-0.4)"] * 3]])
+    results.publish("draft_protocol", made, tmp_path)
+    assert "V.\n\n![Milliseconds per round](draft_protocol.svg)\n\nI." in (tmp_path / "draft_protocol.md").read_text()
+    first = (tmp_path / "draft_protocol.svg").read_bytes()
+    results.publish("draft_protocol", made, tmp_path)
+    assert (tmp_path / "draft_protocol.svg").read_bytes() == first, "equal rows, equal files"
+
+
+def test_columns_of_one_name_are_told_apart() -> None:
+    assert results.distinct(("a", "x", "b", "x")) == ["a", "x", "b", "x (b)"]
+
+
+PAGES = sorted(results.RESULTS.glob("*.md"))
+
+
+@pytest.mark.parametrize("file", PAGES, ids=lambda file: file.stem)
+def test_a_page_opens_with_its_verdict_and_shows_its_picture(file: Path) -> None:
+    title, verdict, picture = file.read_text().split("\n\n")[:3]
+    assert title.startswith("# ")
+    assert verdict[0] not in "#|!-["
+    assert len(verdict.split()) <= 70 or len(re.findall(r"[.:?!](?=\s|$)", verdict)) <= 3, verdict
+    assert picture.startswith("![")
+    named = re.findall(r"\]\(([\w.]+\.(?:svg|png|csv))\)", file.read_text())
+    assert [name for name in named if not (file.parent / name).exists()] == []
+
+
+@pytest.mark.parametrize("name", PLOTS)
+def test_a_plot_is_of_the_stored_rows(name: str, tmp_path: Path) -> None:
+    save(name, results.stored(name), tmp_path)
+    drawn = (tmp_path / f"{name}.svg").read_bytes()
+    assert drawn == (results.RESULTS / f"{name}.svg").read_bytes(), "run python -m benchmarks.pictures"
 
 
 def test_the_machine_is_said_with_its_gpus(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -70,4 +70,4 @@ def test_each_row_is_compared_with_the_fastest_plain_loop_on_as_many_cores(tmp_p
     assert ratios["SpecActor, 1 process"] == "0.80"  # 1.6 / 2.0
     assert ratios["PyTorch, 1 thread"] == "1.00"
     assert ratios["SpecActor, 2 processes, EP2"] == "0.86"  # 1.9 / 2.2, not 1.6 / 2.2
-    assert "Missed by SpecActor, 1 process (m): 0.80" in trainer_speed.result(table, 3, 0.1).notes
+    assert "Missed by SpecActor, 1 process (m): 0.80" in trainer_speed.result(table, 3, 0.1).verdict

@@ -1,0 +1,347 @@
+"""The plots of the pages under docs/results/, each drawn from the rows of its page's CSV file.
+
+Equal rows give equal files. `benchmarks.pictures` draws all of them again.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from math import nan
+from pathlib import Path
+from statistics import geometric_mean
+from typing import Any
+
+from matplotlib import rc_context
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+Row = Mapping[str, str]
+STYLE: Any = {
+    "font.family": "DejaVu Sans",
+    "font.size": 9,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "svg.hashsalt": "specactor",  # equal pictures are equal files
+}
+TRAINER, ENGINE, DRAFTER, LIGHT, INK = "#c44e52", "#4c72b0", "#55a868", "#d9dee8", "#333333"
+GREY, YELLOW = "#8c8c8c", "#c9a227"
+COLOURS = (ENGINE, DRAFTER, TRAINER, YELLOW, GREY)
+CONTESTANTS = {
+    "auto": (ENGINE, "SpecActor, auto"),
+    "SGLang NGRAM": (GREY, "SGLang NGRAM"),
+    "SGLang STANDALONE": (YELLOW, "SGLang STANDALONE"),
+}
+"""Column of the table of speeds -> colour, name."""
+
+
+# ------------------------------------------------------------------------------------------------------------- helpers
+
+
+def numbers(cell: str) -> list[float]:
+    """Those of a cell, without signs: "0.98 (0.95-1.02)" gives three. A dash gives none."""
+    return [float(text.replace(",", "")) for text in re.findall(r"\d[\d,]*\.?\d*(?:e-?\d+)?", cell)]
+
+
+def number(cell: str) -> float:
+    """The first one of a cell."""
+    return next(iter(numbers(cell)), nan)
+
+
+def dots(axes: Axes, labels: Sequence[str], series: Mapping[str, Sequence[str]], *, line: float | None = None) -> None:
+    """A row per label, a dot per series, with its interval where the cell has one; a line at what is compared with."""
+    for place, ((name, cells), colour) in enumerate(zip(series.items(), COLOURS, strict=False)):
+        shift = (place - (len(series) - 1) / 2) * 0.6 / max(1, len(series))
+        for at, cell in enumerate(cells):
+            found = numbers(cell)
+            label = name if at == 0 else None
+            axes.plot(found[:1] or [nan], [at + shift], "o", color=colour, markersize=4, label=label)
+            if "-" in cell and len(found) == 3:
+                axes.plot(found[1:], [at + shift] * 2, color=colour, linewidth=1)
+    if line is not None:
+        axes.axvline(line, color=INK, linewidth=0.8, linestyle=":")
+    axes.set_yticks(range(len(labels)), labels)
+    axes.set_ylim(len(labels) - 0.4, -0.6)
+    if len(series) > 1:
+        axes.legend(frameon=False, fontsize=8, loc="upper left", bbox_to_anchor=(1, 1))
+
+
+def column(rows: Sequence[Row], name: str) -> list[str]:
+    """Cells of a column."""
+    return [row[name] for row in rows]
+
+
+# ------------------------------------------------------------------------------------------------------------- plots
+
+
+def speeds(rows: Sequence[Row]) -> dict[str, dict[int, float]]:
+    """Return, per contestant and batch, the geometric mean of its speed over plain decoding."""
+    found: dict[str, dict[int, list[float]]] = {}
+    for name in CONTESTANTS:
+        found[name] = defaultdict(list)
+        for row in rows:
+            if numbers(row.get(name, "-")):
+                found[name][int(row["batch"])].append(number(row[name]))
+    return {
+        name: {batch: geometric_mean(ratios) for batch, ratios in by_batch.items()} for name, by_batch in found.items()
+    }
+
+
+def cells_of_auto(axes: Axes, rows: Sequence[Row]) -> None:
+    """Every cell of `auto`, and the geometric means of all contestants."""
+    batches = list(dict.fromkeys(row["batch"] for row in rows))
+    for model, marker in zip(dict.fromkeys(row["model"] for row in rows), "osv^", strict=False):
+        own = [row for row in rows if row["model"] == model]
+        values = [number(row.get("auto", "-")) for row in own]
+        axes.plot(
+            [batches.index(row["batch"]) for row in own],
+            values,
+            marker,
+            color=ENGINE,
+            alpha=0.45,
+            markersize=4,
+            label=f"auto, {model}",
+        )
+    for name, by_batch in speeds(rows).items():
+        colour, label = CONTESTANTS[name]
+        axes.plot(
+            [batches.index(str(b)) for b in by_batch], list(by_batch.values()), color=colour, label=f"mean: {label}"
+        )
+    axes.axhline(1.0, color=INK, linewidth=0.8, linestyle=":")
+    axes.set_xticks(range(len(batches)), batches)
+    axes.set(xlabel="requests at once", ylabel="tokens/s over plain SGLang")
+    axes.legend(frameon=False, fontsize=8)
+
+
+def plans(axes: Axes, rows: Sequence[Row]) -> None:
+    """Gains of the best decoupled plan over those of the best coupled one, a dot per row."""
+    for added, colour in zip(dict.fromkeys(column(rows, "added to a draft step")), COLOURS, strict=False):
+        own = [row for row in rows if row["added to a draft step"] == added]
+        points = [[number(row[name]) for row in own] for name in ("coupled", "decoupled")]
+        axes.plot(*points, "o", color=colour, markersize=4, label=f"draft step + {added}")
+    axes.plot([0.8, 3.0], [0.8, 3.0], color=INK, linewidth=0.8, linestyle=":")
+    axes.set(xlabel="best coupled plan, over plain", ylabel="best decoupled plan, over plain")
+    axes.legend(frameon=False, fontsize=8)
+
+
+def drafts(axes: Axes, rows: Sequence[Row]) -> None:
+    """Draft tokens and accepted ones, of each drafter and window in all engines."""
+    sums: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
+    for row in rows:
+        for at, name in enumerate(("drafted", "accepted")):
+            sums[f"{row['drafter']}, {row['windows']}"][at] += number(row[name]) / 1e3
+    for at, (name, colour) in enumerate((("drafted", LIGHT), ("accepted", DRAFTER))):
+        axes.barh(list(sums), [of[at] for of in sums.values()], color=colour, label=name)
+    axes.invert_yaxis()
+    axes.set_xlabel("thousand draft tokens")
+    axes.legend(frameon=False)
+
+
+def deaths(axes: Axes, rows: Sequence[Row]) -> None:
+    """What was killed, in which phase, and how it went on."""
+    victims, phases = (list(dict.fromkeys(column(rows, name))) for name in ("killed", "in phase"))
+    kinds: dict[str, tuple[str, Callable[[Row], bool]]] = {
+        "went on": (DRAFTER, lambda r: r["the run"] == "completed"),
+        "resumed": (ENGINE, lambda r: r["the run"].endswith("resumed, completed")),
+        "ended with a message": (YELLOW, lambda r: "completed" not in r["the run"]),
+    }
+    good = [row for row in rows if row["step's metrics"] == "identical" and row["left behind"] == "nothing"]
+    bad = [row for row in rows if row not in good]
+    for label, (colour, of) in {**kinds, "differs, or left something": (TRAINER, lambda r: True)}.items():
+        own = [row for row in (good if label in kinds else bad) if of(row)]
+        places = [
+            [options.index(row[name]) for row in own] for options, name in ((phases, "in phase"), (victims, "killed"))
+        ]
+        axes.plot(*places, "s", color=colour, markersize=9, label=f"{label}: {len(own)}")
+    axes.set_xticks(range(len(phases)), phases)
+    axes.set_yticks(range(len(victims)), victims)
+    axes.set_ylim(len(victims) - 0.4, -0.6)
+    axes.legend(frameon=False, fontsize=8, ncols=4, loc="upper center", bbox_to_anchor=(0.45, -0.12))
+
+
+def decoupled(axes: Axes, rows: Sequence[Row]) -> None:
+    """Speed over `off` of the three ways to draft."""
+    labels = [f"{row['drafter']}, {row['acceptance']}, batch {row['batch']}" for row in rows]
+    dots(axes, labels, {name: column(rows, f"{name} x off") for name in ("auto", "coupled", "decoupled")}, line=1.0)
+    axes.set_xlabel("tokens/s over off")
+
+
+def rollouts(axes: Axes, rows: Sequence[Row]) -> None:
+    """Rollouts in the paper's settings."""
+    names = ("auto", "decoupled", "vanilla")
+    dots(axes, column(rows, "setting"), {name: column(rows, name) for name in names}, line=1.0)
+    axes.set_xlabel("rollout, times as fast as plain (simulated)")
+
+
+def rounds(axes: Axes, rows: Sequence[Row]) -> None:
+    """Milliseconds of a round."""
+    labels, left = column(rows, "contestant"), [0.0] * len(rows)
+    ours = ("rows", "emit", "learn", "tell", "decide")
+    for label, parts, colour in (
+        ("target", ("target",), ENGINE),
+        ("SGLang's scheduler", ("around",), LIGHT),
+        ("drafting", ("draft",), DRAFTER),
+        ("the rest of speculation", ours, TRAINER),
+    ):
+        widths = [sum(number(row[part]) for part in parts) for row in rows]
+        axes.barh(labels, widths, left=left, color=colour, label=label)
+        left = [start + width for start, width in zip(left, widths, strict=True)]
+    axes.invert_yaxis()
+    axes.set_xlabel("ms per round, under a profiler")
+    axes.legend(frameon=False, fontsize=8)
+
+
+def acceptance(axes: Axes, rows: Sequence[Row]) -> None:
+    """accept_length over that of the constant temperature."""
+    pairs = list(dict.fromkeys(column(rows, "policy, draft model of")))
+    lengths: dict[str, list[str]] = defaultdict(list)
+    for row in rows:
+        lengths[row["draft temperature"]].append(row["of the constant's (accept_length, window 4)"])
+    shown = {name: cells for name, cells in lengths.items() if "constant" not in name}
+    dots(axes, pairs, shown, line=1.0)
+    axes.set_xlabel("accept_length over that of draft temperature 1/1.5")
+
+
+def fidelity(axes: Axes, rows: Sequence[Row]) -> None:
+    """Predicted over measured seconds; the band is the aim of the median."""
+    pairs = [(number(row["measured s"]), number(row["predicted s"])) for row in rows]
+    ends = [min(map(min, pairs)) / 1.1, max(map(max, pairs)) * 1.1]
+    axes.fill_between(ends, [0.9 * x for x in ends], [1.1 * x for x in ends], color=LIGHT, label="within 10 %")
+    for batch, colour in zip(dict.fromkeys(column(rows, "batch")), COLOURS, strict=False):
+        own = [pair for row, pair in zip(rows, pairs, strict=True) if row["batch"] == batch]
+        axes.plot(*zip(*own, strict=True), "o", color=colour, markersize=4, label=f"batch {batch}")
+    axes.plot(ends, ends, color=INK, linewidth=0.8, linestyle=":")
+    axes.set(xlabel="measured, s", ylabel="predicted, s")
+    axes.legend(frameon=False, fontsize=8)
+
+
+def kinds(axes: Axes, rows: Sequence[Row]) -> None:
+    """Tokens per second over those without a drafter."""
+    together, alone = "rollout tokens/s, 64 requests", "1 request (rollout tokens/s, 64 requests)"
+    over = {
+        name: [f"{number(row[name_of]) / number(rows[0][name_of]):.3f}" for row in rows]
+        for name, name_of in (("64 requests", together), ("1 request", alone))
+    }
+    dots(axes, column(rows, "drafter"), over, line=1.0)
+    axes.set_xlabel("rollout tokens/s over no drafter")
+
+
+def tail(axes: Axes, rows: Sequence[Row]) -> None:
+    """Rollout and tail over plain decoding."""
+    own = [row for row in rows if row["tail / off"] != "-"]
+    shown = {"tail": column(own, "tail / off"), "rollout": column(own, "rollout / off")}
+    dots(axes, column(own, "contestant"), shown, line=1.0)
+    axes.set_xlabel("tokens/s over off, median (minimum to maximum)")
+
+
+def sync(axes: Axes, rows: Sequence[Row]) -> None:
+    """Rates of a push and of a copy."""
+    labels = [f"{row['Trainer']}, engine TP {row['engine TP']}" for row in rows]
+    shown = {"weight sync": column(rows, "sync GB/s"), "memcpy": column(rows, "memcpy GB/s")}
+    dots(axes, labels, shown)
+    axes.set(xscale="log", xlabel="GB/s, median (minimum to maximum)")
+
+
+def text(axes: Axes, rows: Sequence[Row]) -> None:
+    """accept_length of the second step."""
+    labels = [f"{row['Text']}: {row['drafter']}" for row in rows]
+    shown = {"same prompts again": column(rows, "step 2"), "new prompts": column(rows, "accept_length, step 1")}
+    dots(axes, labels, shown, line=1.0)
+    axes.set_xlabel("accept_length")
+
+
+def training(axes: Axes, rows: Sequence[Row]) -> None:
+    """Training speed over plain PyTorch."""
+    labels = [f"{row['model']}: {row['contestant']}" for row in rows]
+    dots(axes, labels, {"": column(rows, "of plain")}, line=1.0)
+    axes.axvline(0.9, color=TRAINER, linewidth=0.8, linestyle=":")
+    axes.set_xlabel("tokens/s over the fastest plain loop (red: the aim)")
+
+
+def recovery(axes: Axes, rows: Sequence[Row]) -> None:
+    """accept_length by rollout, a line per run."""
+    before, after = "accept_length, rollouts 2-5", ["6, after the switch", "7", "8", "9"]
+    refreshes = list(dict.fromkeys(column(rows, "refresh")))
+    for row in rows:
+        colour, label = COLOURS[refreshes.index(row["refresh"])], row["refresh"] if row["seed"] == "0" else None
+        values = [number(row[name]) for name in (before, *after)]
+        axes.plot(["2-5", "6", "7", "8", "9"], values, "o-", color=colour, markersize=3, linewidth=1, label=label)
+    axes.set(xlabel="rollout; problems are harder from 6 on", ylabel="accept_length")
+    axes.legend(frameon=False, fontsize=8)
+
+
+def scale(axes: Axes, rows: Sequence[Row]) -> None:
+    """Processor seconds by GPUs."""
+    for name, colour in zip(("auto", "off", "search"), COLOURS, strict=False):
+        points = [(number(row["GPUs"]), number(row[name])) for row in rows if number(row[name]) > 0]
+        axes.plot([x for x, _ in points], [y for _, y in points], "o-", color=colour, markersize=4, label=name)
+    axes.set(xscale="log", yscale="log", xlabel="GPUs", ylabel="processor seconds")
+    axes.legend(frameon=False)
+
+
+def protocol(axes: Axes, rows: Sequence[Row]) -> None:
+    """Milliseconds per round by transport."""
+    dots(
+        axes,
+        [f"{row['Requests']} requests" for row in rows],
+        {n: column(rows, n) for n in ("ipc", "tcp", "ipc, CURVE")},
+    )
+    axes.set_xlabel("ms per round, median (minimum to maximum)")
+
+
+def dead(axes: Axes, rows: Sequence[Row]) -> None:
+    """Speed over plain decoding."""
+    labels = [f"{row['Drafter']}, {row['Requests']} requests" for row in rows]
+    dots(axes, labels, {name: column(rows, name) for name in ("auto", "window 4", "chosen windows")}, line=1.0)
+    axes.axvline(0.97, color=TRAINER, linewidth=0.8, linestyle=":")
+    axes.set_xlabel("tokens/s over off (red: the aim)")
+
+
+def warmed_up(axes: Axes, rows: Sequence[Row]) -> None:
+    """Speed over plain rollouts."""
+    dots(axes, column(rows, "contestant"), {"": column(rows, "over plain")}, line=1.0)
+    axes.axvline(1.2, color=TRAINER, linewidth=0.8, linestyle=":")
+    axes.set_xlabel("rollout tokens/s over plain (red: the aim)")
+
+
+@dataclass(frozen=True)
+class Plot:
+    """Of one page."""
+
+    draw: Callable[[Axes, Sequence[Row]], None]
+    caption: str
+    height: float = 3.0
+
+
+PLOTS = {
+    "speculation_speed": Plot(cells_of_auto, "Speed over plain SGLang, every cell", 3.6),
+    "paper_plans": Plot(plans, "Gains of decoupled plans beside coupled ones", 3.4),
+    "equality": Plot(drafts, "Draft tokens that were compared", 3.8),
+    "faults": Plot(deaths, "What was killed, when, and how the run went on", 2.6),
+    "decoupled_speed": Plot(decoupled, "Speed over plain decoding, every cell", 6.0),
+    "paper_rollouts": Plot(rollouts, "Simulated rollouts over plain ones", 4.6),
+    "speculation_speed_profile": Plot(rounds, "Milliseconds of a round", 5.2),
+    "acceptance": Plot(acceptance, "accept_length beside the constant draft temperature"),
+    "simulator_fidelity": Plot(fidelity, "Predicted over measured seconds", 3.4),
+    "drafter_kinds": Plot(kinds, "Rollout speed over no drafter", 2.2),
+    "tail_speed": Plot(tail, "Tail and rollout over plain decoding"),
+    "weights_sync": Plot(sync, "GB/s of weight sync and of memcpy"),
+    "text_drafters": Plot(text, "accept_length by text and drafter"),
+    "trainer_speed": Plot(training, "Training speed over plain PyTorch"),
+    "drafter_refresh_recovery": Plot(recovery, "accept_length before and after the switch"),
+    "simulator_scale": Plot(scale, "Processor seconds by GPUs"),
+    "draft_protocol": Plot(protocol, "Milliseconds per round", 2.4),
+    "dead_drafter": Plot(dead, "Speed over plain decoding"),
+    "quickstart_speed": Plot(warmed_up, "Rollout speed over plain", 1.8),
+}
+"""By page."""
+
+
+def save(name: str, rows: Sequence[Row], folder: Path) -> None:
+    """Draw the plot of a page into its folder."""
+    with rc_context(STYLE):
+        figure = Figure(figsize=(6.8, PLOTS[name].height), layout="constrained")
+        PLOTS[name].draw(figure.add_subplot(), rows)
+        figure.savefig(folder / f"{name}.svg", metadata={"Date": None})
