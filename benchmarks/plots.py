@@ -341,7 +341,7 @@ PLOTS = {
 
 def save(name: str, rows: Sequence[Row], folder: Path) -> None:
     """Draw the plot of a page into its folder."""
-    with rc_context(STYLE):
+    with rc_context({**STYLE, "font.family": ["DejaVu Sans", "sans-serif"], "svg.fonttype": "none"}):  # small files
         figure = Figure(figsize=(6.8, PLOTS[name].height), layout="constrained")
         PLOTS[name].draw(figure.add_subplot(), rows)
         figure.savefig(folder / f"{name}.svg", metadata={"Date": None})
