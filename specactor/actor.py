@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from specactor import measurements
 from specactor.config import Config
+from specactor.device_memory import DeviceMemory
 from specactor.errors import AgreementError, WeightSyncError
 from specactor.parallel.collective import Collective
 from specactor.progress import Progress
@@ -33,6 +34,7 @@ class SpecActor:
         config: Config,
         *,
         trainer: PolicyTrainer,
+        devices: DeviceMemory,
         rollouts: RolloutCollector,
         sender: WeightSender,
         weights: WeightSource,
@@ -50,6 +52,7 @@ class SpecActor:
         """
         self.config = config
         self.trainer = trainer
+        self.devices = devices
         self.rollouts = rollouts
         self.sender = sender
         self.weights = weights
@@ -107,8 +110,7 @@ class SpecActor:
 
     def train(self, batch: Sequence[TrainSequence]) -> TrainStats:
         """One or more optimizer updates: the policy moves to its next version."""
-        self.collective.together("release", self.pool.release_memory)  # engines run on other ranks' devices, too
-        self.trainer.reload()
+        self.devices.to_trainer(self.trainer)
         recorder = self.distillation.recorder if self.distillation is not None else None
         rate = learning_rate(self.steps_done, self.config.train)
         stats = self.trainer.train_step(batch, learning_rate=rate, recorder=recorder)
@@ -121,9 +123,7 @@ class SpecActor:
                 "of them; in bfloat16 allow more with --train.max-logprob-gap, and keep algorithm.tis_cap on."
             )
         self.version += 1
-        self.trainer.offload()
-        self.collective.barrier()
-        self.collective.together("resume", self.pool.resume_memory)
+        self.devices.to_engines(self.trainer)
         return stats
 
     def sync(self) -> SyncReport:

@@ -15,11 +15,12 @@ from specactor.actor import SpecActor
 from specactor.config import Config, DraftTrainingConfig
 from specactor.data.dataset import Dataset, build_dataset
 from specactor.data.tokenizer import VOCAB_SIZE, load_tokenizer
+from specactor.device_memory import DeviceMemory
 from specactor.errors import PlanError
 from specactor.metrics import Tracker, read_metrics, rss_bytes
 from specactor.parallel import groups
 from specactor.parallel.collective import Collective
-from specactor.parallel.devices import gpu_uuid, gpus
+from specactor.parallel.devices import gpu_uuid, gpus, return_unused
 from specactor.parallel.failure import Failures, Member
 from specactor.parallel.layout import (
     Layout,
@@ -137,6 +138,7 @@ def _build(
     with progress.phase("warm-up", announce=True):
         base = warmed_up_model(config, layout, start, train_data, tokenizer, collective, progress)
         config = with_draft_model(config, base, train_data, tokenizer, collective, progress)
+        return_unused()  # the warm-up's trainer is gone
     drafters, access_of = start_drafters(
         *(config, collective, members, _places(config, members), stack),
         head=head,
@@ -151,10 +153,11 @@ def _build(
     )
     sender = WeightSender(config.weights_sync, collective)
     stack.callback(sender.close)
+    devices = DeviceMemory(collective, pool, is_shared=bool(gpus()))
     with progress.phase("engines", announce=True):
-        trainer = PolicyTrainer(config, layout, base)  # while they start
-        collective.together("drafter start", drafters.wait_ready)
-        collective.together("engine start", pool.wait_ready)
+        trainer = devices.start(
+            lambda: PolicyTrainer(config, layout, base), others=[("drafter start", drafters.wait_ready)]
+        )
     distillation = _distillation(config, trainer, pool, drafters, collective, progress)
     if distillation is not None:
         stack.callback(distillation.close)
@@ -173,6 +176,7 @@ def _build(
     actor = SpecActor(
         config,
         trainer=trainer,
+        devices=devices,
         rollouts=rollouts,
         sender=sender,
         weights=_weights(trainer, pool, members),

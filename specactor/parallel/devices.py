@@ -6,6 +6,7 @@ the same name (PyPI's apex) is never imported into this process; a probe has a b
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import netrc
 import os
@@ -96,6 +97,15 @@ def gpus() -> tuple[Gpu, ...]:
         return ()
     all_properties = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
     return tuple(Gpu(name=each.name, memory_bytes=each.total_memory) for each in all_properties)
+
+
+def return_unused() -> None:
+    """Return the GPU memory that torch keeps for later tensors, so that other processes can take it."""
+    if gpus():
+        import torch
+
+        gc.collect()
+        torch.cuda.empty_cache()
 
 
 def gpu_uuid(number: int) -> str:

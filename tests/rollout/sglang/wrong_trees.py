@@ -104,7 +104,7 @@ def turns() -> Rehearsed:
             return right(self, sequences, windows)
         windows = [min(window, 2) for window in windows]
         nothing: list[list[int]] = [[] for _ in windows]
-        return Decision(drafter="model", windows=windows, depth=max(windows), drafts=nothing, together=True)
+        return Decision(drafter="model", windows=windows, depth=max(windows), drafts=nothing, to_draft=windows)
 
     heal()
     patch(DrafterSet, "fixed", fixed)

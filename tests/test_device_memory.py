@@ -1,0 +1,130 @@
+"""The order in which engines and the trainer take a GPU's memory, on a device that refuses what it has no room for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+import pytest
+
+from specactor.device_memory import DeviceMemory
+
+T = TypeVar("T")
+CAPACITY, STATIC = 80.0, 0.8
+"""GB of the device; share of it for an engine's weights, keys and values, of what is free when it starts."""
+WEIGHTS, POLICY, LEARNING = 15.0, 8.0, 30.0
+"""GB of an engine's weights; of the trainer's parameters; of gradients and optimizer."""
+
+
+class OutOfMemoryError(Exception):
+    pass
+
+
+class Gpu:
+    """What each owner has, and what happened."""
+
+    def __init__(self) -> None:
+        self.used: dict[str, float] = {}
+        self.events: list[str] = []
+
+    @property
+    def free(self) -> float:
+        return CAPACITY - sum(self.used.values())
+
+    def take(self, owner: str, size: float) -> None:
+        if size > self.free:
+            raise OutOfMemoryError(f"{owner} wants {size:.0f} of {self.free:.0f} GB")
+        self.used[owner] = size
+        self.events.append(f"+{owner}")
+
+    def give(self, owner: str) -> None:
+        if self.used.pop(owner, None) is not None:
+            self.events.append(f"-{owner}")
+
+
+class Engine:
+    """As SGLang's: it takes its share when it looks, at any time after its start, and the same again later."""
+
+    def __init__(self, gpu: Gpu) -> None:
+        self.gpu = gpu
+        self.size = 0.0
+
+    def wait_ready(self) -> None:
+        self.size = self.gpu.free - (1 - STATIC) * CAPACITY
+        if self.size < WEIGHTS + 20:
+            raise OutOfMemoryError("too little is left for keys and values")
+        self.gpu.take("engine", self.size)
+
+    def release_memory(self) -> None:
+        self.gpu.give("engine")
+
+    def resume_memory(self) -> None:
+        if "engine" not in self.gpu.used:
+            self.gpu.take("engine", self.size)
+
+
+class Trainer:
+    def __init__(self, gpu: Gpu) -> None:
+        self.gpu = gpu
+        gpu.take("policy", POLICY)
+        gpu.take("learning", LEARNING)
+
+    def offload(self) -> None:
+        self.gpu.give("learning")
+
+    def reload(self) -> None:
+        self.gpu.take("learning", LEARNING)
+
+
+class Alone:
+    """A job of one rank."""
+
+    def together(self, phase: str, work: Callable[[], T]) -> T:
+        return work()
+
+    def barrier(self) -> None:
+        pass
+
+
+def memory(gpu: Gpu, *, is_shared: bool = True) -> DeviceMemory:
+    return DeviceMemory(Alone(), Engine(gpu), is_shared=is_shared)  # type: ignore[arg-type]
+
+
+def test_engines_start_alone_and_give_way_to_the_trainer() -> None:
+    gpu = Gpu()
+    devices = memory(gpu)
+    trainer = devices.start(lambda: Trainer(gpu), others=[("drafters", lambda: gpu.events.append("drafters"))])
+    assert gpu.events == ["drafters", "+engine", "-engine", "+policy", "+learning", "-learning", "+engine"]
+    assert gpu.used == {"policy": POLICY, "engine": STATIC * CAPACITY}, "the engine's share does not depend on chance"
+    for _ in range(3):
+        gpu.events.clear()
+        devices.to_trainer(trainer)
+        devices.to_engines(trainer)
+        assert gpu.events == ["-engine", "+learning", "-learning", "+engine"]
+
+
+@pytest.mark.parametrize("wrong", ["the trainer is made first", "it keeps its optimizer", "engines keep theirs"])
+def test_wrong_orders_run_out_of_memory(wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = Gpu()
+    devices = memory(gpu, is_shared=wrong != "the trainer is made first")
+    if wrong == "it keeps its optimizer":
+        monkeypatch.setattr(Trainer, "offload", lambda self: None)
+    if wrong == "engines keep theirs":
+        monkeypatch.setattr(Engine, "release_memory", lambda self: None)
+    with pytest.raises(OutOfMemoryError):
+        devices.start(lambda: Trainer(gpu))
+
+
+def test_without_gpus_the_trainer_is_made_while_engines_start() -> None:
+    gpu = Gpu()
+    order: list[str] = []
+
+    class Ready(Engine):
+        def wait_ready(self) -> None:
+            order.append("engines are ready")
+
+    DeviceMemory(Alone(), Ready(gpu), is_shared=False).start(  # type: ignore[arg-type]
+        lambda: order.append("trainer") or Trainer(gpu)  # type: ignore[func-returns-value]
+    )
+    assert order == ["trainer", "engines are ready"]
+    assert "learning" in gpu.used, "nothing is handed over"
