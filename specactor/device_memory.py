@@ -61,10 +61,12 @@ class DeviceMemory:
         return trainer
 
     def to_trainer(self, trainer: Trainer) -> None:
+        """Let the trainer learn, or load a checkpoint; engines are idle, and have nothing."""
         self._collective.together("release", self._engines.release_memory)
         trainer.reload()
 
     def to_engines(self, trainer: Trainer) -> None:
+        """Let engines generate, after a weight sync."""
         trainer.offload()
         return_unused()
         self._collective.barrier()

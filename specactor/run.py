@@ -85,7 +85,9 @@ def run(config: Config, *, rank: int, local_rank: int, world: int, head: str, fa
         config = _planned(config, members, collective, progress)
         actor = _build(config, layout, folder, collective, members, head, progress, stack)
         if resume is not None:
+            actor.devices.to_trainer(actor.trainer)
             actor.restore(checkpoint.load(actor.trainer, resume))
+            actor.devices.to_engines(actor.trainer)
             if actor.distillation is not None:
                 actor.distillation.load(resume)
             elif told := left_behind(resume, config.rollout.speculation.draft_model):

@@ -1,9 +1,9 @@
 """What takes the memory of a job's fullest device, by phase of a step: a recipe's numbers in, bytes out.
 
-Counted are the tensors that the code makes, in the order in which a step has them: while engines generate, the
-optimizer and the gradients are in host memory; while the trainer learns, engines have released theirs; in a weight sync
-both hold weights. Activations are estimated, and `OVERHEAD_BYTES` is what CUDA, NCCL and the allocator keep: neither
-was measured.
+Counted are the tensors that the code makes, in the order in which a step has them: while engines generate, gradients
+are given up and, in bfloat16, the optimizer is in host memory; while the trainer learns, engines have released theirs;
+in a weight sync both hold weights. Activations are estimated, and `OVERHEAD_BYTES` is what CUDA, NCCL and the allocator
+keep: neither was measured.
 
 Invariants: no phase leaves out what another that holds the same tensors counts; more devices in a dimension never make
 a row larger.
@@ -56,12 +56,12 @@ class Memory:
     device_bytes: float
 
     def of(self, phase: Phase, *, without: Collection[str] = ()) -> float:
-        """In all, but for the rows of these names."""
+        """Return the sum over all rows but those of these names."""
         return sum(row.get(phase, 0.0) for name, row in self.rows.items() if name not in without)
 
     @property
     def fits(self) -> bool:
-        """By what is estimated, too."""
+        """Whether every phase fits, estimates included."""
         return max(map(self.of, PHASES)) <= self.device_bytes
 
     def check(self) -> None:
@@ -83,7 +83,11 @@ class Memory:
 def of_job(
     config: Config, layout: Layout, shape: TransformerShape, device_bytes: float, draft: TransformerShape | None = None
 ) -> Memory:
-    """Of one device that has a trainer rank and an engine rank. Args: draft model in every engine, if there is one."""
+    """Return the memory of a device that has a trainer rank and an engine rank.
+
+    Args:
+        draft: the model that drafts in every engine, if there is one.
+    """
     width = BYTES[config.model.dtype]
     dense, experts = parameters(shape, layout)
     held = dense + experts
@@ -98,7 +102,8 @@ def of_job(
     rows: dict[str, dict[Phase, float]] = {
         "policy, trainer": dict.fromkeys(PHASES, width * held),
         "gradients": {"train": GRADIENT_BYTES * held},
-        "optimizer": {"train": optimizer},
+        # In float32 it stays (`trainer.optimizer.offload`).
+        "optimizer": dict.fromkeys(("train",) if width < 4 else PHASES, optimizer),
         "activations": {"train": activations(config, layout, shape, tokens)},
         "logits": {"train": LOGIT_BYTES * tokens * shape.vocab / layout.tensor},
         "policy, engine": {"rollout": weights, "sync": weights},
@@ -115,7 +120,7 @@ def of_job(
 
 
 def parameters(shape: TransformerShape, layout: Layout) -> tuple[float, float]:
-    """(dense, experts') of the fullest rank: of the first or last stage, which has an embedding too."""
+    """Return how many parameters the fullest rank has, (dense, experts'): the first or last stage has an embedding."""
     layers = -(-shape.layers // layout.pipeline)
     router = shape.hidden * shape.experts
     dense = layers * ((shape.attention_params + shape.mlp_params - router) / layout.tensor + router)
@@ -125,7 +130,7 @@ def parameters(shape: TransformerShape, layout: Layout) -> tuple[float, float]:
 
 
 def activations(config: Config, layout: Layout, shape: TransformerShape, tokens: float) -> float:
-    """Of one micro-batch: what is kept of each layer, and all of the one that is computed."""
+    """Return the bytes of one micro-batch: what is kept of each layer, and all of the one that is computed."""
     layers = -(-shape.layers // layout.pipeline)
     whole = LAYER_BYTES * tokens * shape.hidden / layout.tensor
     experts = BYTES["bfloat16"] * tokens * shape.experts_per_token * (2 * shape.hidden + 3 * shape.expert_intermediate)
@@ -136,8 +141,8 @@ def activations(config: Config, layout: Layout, shape: TransformerShape, tokens:
 
 
 def memory_of(config: Config, ranks: int, device_bytes: float) -> Memory:
-    """Of a recipe on so many devices. Raises ConfigError for a layout that cannot be, PlanError for a model whose shape
-    is not known."""
+    """Return the memory of a recipe's devices, one per rank. Raises ConfigError for a layout that cannot be, PlanError
+    for a model whose shape is not known."""
     shape = _own_shape(config)
     sizes = ModelShape(
         num_layers=shape.layers,
@@ -175,7 +180,7 @@ def _own_shape(config: Config) -> TransformerShape:
 
 
 def named_shape(name: str, setting: str = "model") -> TransformerShape:
-    """Built in, or of a folder."""
+    """Return a shape that is built in, or that of a folder. Raises ConfigError for other names."""
     if name in SHAPES:
         return SHAPES[name]
     file = Path(name) / "config.json"

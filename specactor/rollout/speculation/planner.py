@@ -209,8 +209,12 @@ class Planner:
         later: Sequence[str],
         max_branches: int,
     ) -> dict[str, Option]:
-        """Each request has a drafter of its own, and perhaps further ones. Args: drafters whose drafts are there; those
-        that draft once windows are chosen."""
+        """Return the options in which each request has a drafter of its own, and perhaps further ones.
+
+        Args:
+            ready: drafters whose drafts are there.
+            later: those that draft once windows are chosen.
+        """
         requests, depth, most = len(ids), max(caps), self._config.max_window
         lengths = {name: [len(draft) for draft in drafts[name]] for name in ready}
         alone = {name: self._acceptance[name].survivals(ids, covered=True) for name in ready}
@@ -253,9 +257,13 @@ class Planner:
         *,
         late: str = "",
     ) -> Option:
-        """Each request has the drafter that `owners` says. Args: longest draft of each drafter for each request;
-        seconds of the drafts that are there; the drafter that is still to draft for its own, after which it costs what
-        it drafts for so many requests."""
+        """Return the option in which each request has the drafter that `owners` says.
+
+        Args:
+            lengths: of each drafter's draft for each request, at most.
+            spent_s: what the drafts took that are there.
+            late: the drafter that is still to draft, for its own requests alone.
+        """
         requests = len(owners)
         row = {offer.drafter: k for k, offer in enumerate(offers)}
         owner_B = np.array([row.get(name, 0) for name in owners])

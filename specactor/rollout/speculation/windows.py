@@ -110,8 +110,7 @@ def best_windows(
         verify_N1: seconds of a forward with 0, 1, .. sum(lengths) rows beyond the first of each request; what is more
             is not looked at.
         draft_s: seconds of drafting by depth, depth 0 included.
-        drafted: requests whose drafts are there already, so that the depth of their windows costs nothing; none if
-            empty.
+        drafted: which requests have their drafts already, so that their depth costs nothing; empty: none has.
 
     Raises PlanError without requests, and for survivals or seconds that cannot be.
     """
@@ -120,9 +119,7 @@ def best_windows(
     num_requests = len(lengths)
     survival_N, row_N = _rows_in_order(survival_BW, lengths)
     num_rows = len(row_N)
-    depth_N = row_N // num_requests
-    if any(drafted):
-        depth_N = np.where(np.array(drafted)[row_N % num_requests], -1, depth_N)
+    depth_N = _depths(row_N, num_requests, drafted)
     verify_N1 = verify_N1[: num_rows + 1]
     if not verify_N1.min() > 0:
         raise PlanError(f"verify_s: got {verify_N1.min()}, expected positive seconds. Measure the cost table again.")
@@ -223,6 +220,12 @@ def _rows_in_order(
     if num_rows and not (survival_N[0] <= 1.0 and survival_N[-1] >= 0.0):
         raise PlanError(f"survivals: got {survival_N[0]} .. {survival_N[-1]}, expected probabilities.")
     return survival_N, row_N
+
+
+def _depths(row_N: NDArray[np.intp], num_requests: int, drafted: Sequence[bool]) -> NDArray[np.intp]:
+    """Depth, from 0, to which a drafter must draft for each row; -1 where its draft is there."""
+    depth_N: NDArray[np.intp] = row_N // num_requests
+    return np.where(np.array(drafted)[row_N % num_requests], -1, depth_N) if any(drafted) else depth_N
 
 
 def _rising(draft_s: Callable[[int], float], depth: int) -> list[float]:
