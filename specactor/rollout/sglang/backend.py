@@ -70,10 +70,6 @@ def server_args(spec: EngineSpec, *, gpu: bool, memory_release: bool) -> dict[st
     if gpu:
         # Graphs of prefills cannot be released for training.
         arguments["cuda_graph_backend_prefill"] = "disabled"
-        if spec.speculation.mode != "off":
-            # SGLang would capture graphs of one request's draft tokens per row. A verification here is a decode of one
-            # token per row: a single row is broadcast into such a graph without an error, and tokens are wrong.
-            arguments["disable_cuda_graph"] = True
     else:
         arguments |= {
             "device": "cpu",

@@ -12,6 +12,7 @@ from specactor.rollout.sglang import (
     draft_runner,
     rank_calls,
     routed_experts,
+    row_graphs,
     sampling,
     speculation_calls,
     stopping,
@@ -25,7 +26,7 @@ def register() -> None:
     """Called once per process by SGLang."""
     if not torch.cuda.is_available():
         sglang_hooks.install()
-    for part in (sampling, stopping, routed_experts, draft_runner):
+    for part in (sampling, stopping, routed_experts, row_graphs, draft_runner):
         part.install()
     receiver = Receiver()
     rank_calls.RANK_CALLS.update(

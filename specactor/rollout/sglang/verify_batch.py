@@ -172,28 +172,6 @@ def install_plain_rounds(decode_plainly: Callable[[Any], bool]) -> None:
     HookRegistry.register("sglang.srt.managers.scheduler.Scheduler.update_running_batch", choose, HookType.BEFORE)
 
 
-def install_row_buffers() -> None:
-    """Register the hook with SGLang's plugin registry, by which attention has room for the rows of a verification."""
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
-
-    target = "sglang.srt.model_executor.model_runner.ModelRunner.init_attention_backends"
-    HookRegistry.register(target, _with_row_buffers, HookType.AROUND)
-
-
-def _with_row_buffers(original: Callable[[Any], None], runner: Any) -> None:
-    """Triton's and FlashInfer's backends make their index buffers for as many rows as requests can run, and read how
-    many these are from the pool of requests while they are made. A round of drafts has more rows."""
-    from sglang.srt.runtime_context import get_spec
-
-    pool = runner.req_to_token_pool
-    requests = pool.size
-    pool.size = requests * (get_spec().speculative_num_draft_tokens or 1)
-    try:
-        original(runner)
-    finally:
-        pool.size = requests
-
-
 def begin_plain_round(batch: Any, none: Any) -> None:
     """The next round of this batch is a plain one. `none`: SGLang's name for no speculative algorithm."""
     sampling = batch.sampling_info  # forward passes with drafts, and prefills, leave their sums of penalties there

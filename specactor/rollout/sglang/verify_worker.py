@@ -33,7 +33,6 @@ from specactor.rollout.sglang.verify_batch import (
     Branches,
     Rows,
     install_plain_rounds,
-    install_row_buffers,
     last_tokens,
     spread,
 )
@@ -443,5 +442,4 @@ def register(make_speculator: Callable[[], Speculator | None]) -> None:
         return isinstance(worker, Worker) and worker.decodes_plainly()
 
     install_plain_rounds(decodes_plainly)
-    install_row_buffers()
     SpeculativeAlgorithm.register(NAME, supports_overlap=True, spec_class=Algorithm)(lambda _: StartedWorker)

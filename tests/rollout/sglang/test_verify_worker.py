@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -104,6 +105,30 @@ def test_drafts_change_no_token(
         assert counts.emitted / counts.verifies > 1 + 0.4 * window
     else:
         assert 0 < counts.accepted < counts.drafted
+
+
+GRAPHS = "tests.rollout.sglang.replayed_graphs"
+
+
+def in_graphs(engine: Engine, kind: bytes, *configs: SpeculationConfig) -> list[list[tuple[object, ...]]]:
+    """What the batch gives under each, in SGLang's own graphs but for the device, of one row per token."""
+    sizes, width = json.loads(engine.rank_call("graphs.capture", kind, timeout_s=60)[0])
+    try:
+        found = [run(engine, config, batch()) for config in configs]
+    finally:
+        replayed = json.loads(engine.rank_call("graphs.drop", b"", timeout_s=60)[0])
+    assert width == 1
+    assert max(sizes) == 32 * (MAX_WINDOW + 1)  # rows of all requests
+    assert max(map(int, replayed)) > 32
+    return found
+
+
+def test_graphs_with_a_row_per_token_change_no_token(speculating: Engine, plain: list[tuple[object, ...]]) -> None:
+    """Plain rounds and verifications run in the same; a graph that keeps the lengths of another batch is caught."""
+    config = replace(speculation("HalfRight", 5), drafters=(f"{GRAPHS}:Half",))
+    run(speculating, config, batch())  # the drafter learns what will come, and its module is there
+    assert in_graphs(speculating, b"", config, OFF) == [plain, plain]
+    assert plain not in in_graphs(speculating, b"stale", config)
 
 
 TOO_MANY = "drafted more tokens than it was asked for; they are cut"
