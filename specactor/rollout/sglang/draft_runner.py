@@ -139,6 +139,8 @@ def load_alone(
     )
     runner.alloc_memory_pool()
     runner.init_attention_backends()
+    if get_device().device == "cuda":
+        runner.init_cuda_graphs()
     return runner
 
 
@@ -149,11 +151,12 @@ def _alone(**arguments: Any) -> dict[str, Any]:
         "enable_deterministic_inference": True,
         "sampling_backend": "pytorch",
         "page_size": 1,
-        "disable_cuda_graph": True,
+        "cuda_graph_backend_prefill": "disabled",
         "log_level": "warning",
     }
     if not torch.cuda.is_available():
         arguments |= {"device": "cpu", "attention_backend": "torch_native", "disable_overlap_schedule": True}
+        arguments["disable_cuda_graph"] = True
     return arguments
 
 
@@ -230,8 +233,8 @@ class DraftBatch:
 class DraftRunner:
     """Of one engine rank, or of a drafter process. With several ranks all must call it, with equal arguments.
 
-    It goes to the layers directly: what SGLang's runner does besides (graphs, padding, copies to fixed buffers, balance
-    of experts) serves batches of the scheduler, and takes longer than a small model.
+    Passes with a row per text run in SGLang's CUDA graphs where there are any. All others go to the layers directly:
+    what SGLang's runner does besides serves batches of the scheduler, and takes longer than a small model.
     """
 
     draft_temperature = DRAFT_TEMPERATURE
@@ -268,6 +271,7 @@ class DraftRunner:
         """Weights go to the host's memory, and the KV pool goes. On a GPU the page table and CUDA's own memory stay: a
         process gives those back with its end alone."""
         self.model.to("cpu")
+        self._runner.decode_cuda_graph_runner = None  # it would read where the weights were
         self._runner.token_to_kv_pool._clear_buffers()
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
@@ -276,6 +280,8 @@ class DraftRunner:
         """After `leave_device`; no key of before is there."""
         self.model.to(self._device)
         self._runner.token_to_kv_pool._create_buffers()
+        if self._device.type == "cuda":
+            self._runner.init_decode_cuda_graph()
 
     def place(self, row: int, index: int, block: int) -> None:
         """Positions from index * BLOCK_TOKENS on lie in this block. Args: row of the page table."""
@@ -300,10 +306,11 @@ class DraftRunner:
                 count = batch.count(depth)
                 logits_BV = self._logits(columns[-1][:count], batch.table[:count], batch.base[:count] + depth)
                 columns.append(self._sample(logits_BV, batch, depth))
-        tokens = [tokens_B.tolist() for tokens_B in columns]
+        tokens = torch.cat(columns).tolist()  # one wait for the device
+        starts = [0, *accumulate(map(len, columns))]
         drafts: list[list[int]] = [[] for _ in texts]
         for b, i in enumerate(order):
-            drafts[i] = [tokens_of_depth[b] for tokens_of_depth in tokens[: texts[i].window]]
+            drafts[i] = [tokens[start + b] for start in starts[: texts[i].window]]
             texts[i].cache.fed = drafts[i][:-1]
         return drafts
 
@@ -341,7 +348,7 @@ class DraftRunner:
             if len(wanted):
                 pieces.append(self._logits(tokens_R, table_R, positions_R, wanted))
             else:
-                self._hidden(tokens_R, table_R, positions_R)
+                self._hidden(self._batch(tokens_R, table_R, positions_R))
         for text in batch.texts:
             text.cache.cached = text.length
         return torch.cat(pieces)
@@ -351,7 +358,12 @@ class DraftRunner:
 
         A row reads the keys of its request up to its own position, be they from this pass or from an earlier one.
         """
-        batch, hidden = self._hidden(tokens_R, table_R, positions_R)
+        batch = self._batch(tokens_R, table_R, positions_R)
+        graphs = getattr(self._runner, "decode_cuda_graph_runner", None)
+        if wanted_B is None and graphs is not None and graphs.can_run_graph(batch):
+            replayed: Tensor = graphs.execute(batch).next_token_logits
+            return replayed
+        hidden = self._hidden(batch)
         if wanted_B is not None:
             hidden = hidden[wanted_B]
         model: Any = self._runner.model
@@ -359,11 +371,12 @@ class DraftRunner:
         logits: Tensor = output.next_token_logits
         return logits
 
-    def _hidden(self, tokens_R: Tensor, table_R: Tensor, positions_R: Tensor) -> tuple[Any, Tensor]:
+    def _batch(self, tokens_R: Tensor, table_R: Tensor, positions_R: Tensor) -> Any:
+        """A round of decoding, as SGLang's layers take it."""
         runner = self._runner
         lengths_R = positions_R + 1
         positions_R = positions_R.to(self._device)
-        batch = self._info.ForwardBatch(
+        return self._info.ForwardBatch(
             forward_mode=self._info.ForwardMode.DECODE,
             batch_size=len(tokens_R),
             input_ids=tokens_R.clamp(max=self._vocab_size - 1),  # the target may have ids beyond, for padding
@@ -376,8 +389,11 @@ class DraftRunner:
             capture_hidden_mode=self._info.CaptureHiddenMode.NULL,
             spec_algorithm=runner.spec_algorithm,
         )
+
+    def _hidden(self, batch: Any) -> Tensor:
+        runner = self._runner
         translator = runner.kv_index_translator
         translator.own_plan(batch).bind(batch, translator)
         runner.attn_backend.init_forward_metadata(batch)
-        hidden: Tensor = runner.model.model(batch.input_ids, positions_R, batch)
-        return batch, hidden
+        hidden: Tensor = runner.model.model(batch.input_ids, batch.positions, batch)
+        return hidden

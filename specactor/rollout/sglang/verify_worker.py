@@ -193,7 +193,7 @@ class Worker(BaseSpecWorker):  # type: ignore[misc]
 
     def init_cuda_graphs(self) -> None:
         if self._draft_worker is not None:
-            self._draft_worker.init_cuda_graphs(capture_decode_cuda_graph=False)
+            self._draft_worker.init_cuda_graphs()
 
     def _draft_model_runners(self) -> tuple[Any, ...]:
         return () if self._draft_worker is None else (self._draft_worker.model_runner,)

@@ -71,14 +71,21 @@ class RunAgain(BaseCudaGraphBackend):  # type: ignore[misc]
         self.captured.clear()
 
 
+def _runner(context: Any, payload: bytes) -> Any:
+    if b"draft" in payload:
+        return context.draft_worker._draft_worker.model_runner
+    return context._scheduler.tp_worker.model_runner
+
+
 def capture(context: Any, payload: bytes) -> bytes:
-    """Capture graphs for the target, with the class that the engine would take. `stale`: a wrong version, in which
-    attention is never told of another batch. Answers the sizes, and how many tokens of a request each row has."""
-    runner = context._scheduler.tp_worker.model_runner
+    """Capture graphs for the target or, with `draft`, the draft model; with the class that the engine would take.
+    `stale`: a wrong version, in which attention is never told of another batch. Answers the sizes, and how many tokens
+    of a request each row has."""
+    runner = _runner(context, payload)
     kind, attention = runner._decode_cuda_graph_runner_cls(), runner.attn_backend
 
     def tell(batch: Any, in_capture: bool = False) -> None:
-        if in_capture or payload != b"stale":
+        if in_capture or b"stale" not in payload:
             attention.init_forward_metadata(batch)  # it has no buffers of its own; it gets views of the graph's
 
     attention.init_cuda_graph_state = lambda *_: None
@@ -117,7 +124,7 @@ class _Beside:
 
 def drop(context: Any, payload: bytes) -> bytes:
     """No graphs any more. Answers how often each was replayed, by its size."""
-    runner = context._scheduler.tp_worker.model_runner
+    runner = _runner(context, payload)
     graphs, runner.decode_cuda_graph_runner = runner.decode_cuda_graph_runner, None
     vars(torch.cpu).pop("is_current_stream_capturing", None)
     return json.dumps(graphs.backend.replayed if graphs is not None else {}).encode()

@@ -19,8 +19,8 @@ from specactor.types import RolloutRequest, Trajectory
 from specactor.weights_sync.draft_push import DraftSender, push_to_engine
 from tests.rollout.conftest import request, start_script
 from tests.rollout.sglang.pushes import DAMAGES, Pushes
+from tests.rollout.sglang.test_verify_worker import GRAPHS, configure, facts, in_graphs, report
 from tests.rollout.sglang.test_verify_worker import batch as batch_of_all_kinds
-from tests.rollout.sglang.test_verify_worker import configure, facts, report
 from tests.rollout.sglang.wrong_pushes import INTO_POLICY
 
 WRONG = "tests.rollout.sglang.wrong_model_drafters"
@@ -114,6 +114,16 @@ def test_the_target_itself_as_drafter_is_always_right(
         assert counts.failures == 0
     twins.flush()
     assert accept_rate(counts_of(twins, config, batch(temperature))) >= 0.999
+
+
+def test_a_draft_model_in_graphs_drafts_the_same(twins: Engine, dense_dir: str) -> None:
+    """Its passes over one row per text; a graph that keeps the lengths of another batch is caught."""
+    counts_of(twins, speculation(dense_dir, 3, drafter=f"{GRAPHS}:Half"), batch(1.0))  # the module is there
+    config = shared(dense_dir, 3)
+    with in_graphs(twins, b"draft", beyond=16):
+        assert accept_rate(counts_of(twins, config, batch(1.0))) >= 0.999
+    with in_graphs(twins, b"draft, stale", beyond=0):
+        assert accept_rate(counts_of(twins, config, batch(1.0))) < 0.9
 
 
 def test_tokens_of_rounds_without_a_draft_are_shown_later(twins: Engine, dense_dir: str) -> None:

@@ -6,6 +6,7 @@ import io
 import json
 import re
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 
 import msgspec
@@ -110,25 +111,29 @@ def test_drafts_change_no_token(
 GRAPHS = "tests.rollout.sglang.replayed_graphs"
 
 
-def in_graphs(engine: Engine, kind: bytes, *configs: SpeculationConfig) -> list[list[tuple[object, ...]]]:
-    """What the batch gives under each, in SGLang's own graphs but for the device, of one row per token."""
+@contextmanager
+def in_graphs(engine: Engine, kind: bytes, *, beyond: int) -> Iterator[None]:
+    """Rounds run in SGLang's own graphs but for the device, of one row per token, and some in one of more rows than
+    `beyond`."""
     sizes, width = json.loads(engine.rank_call("graphs.capture", kind, timeout_s=60)[0])
     try:
-        found = [run(engine, config, batch()) for config in configs]
+        yield
     finally:
-        replayed = json.loads(engine.rank_call("graphs.drop", b"", timeout_s=60)[0])
+        replayed = json.loads(engine.rank_call("graphs.drop", kind, timeout_s=60)[0])
     assert width == 1
-    assert max(sizes) == 32 * (MAX_WINDOW + 1)  # rows of all requests
-    assert max(map(int, replayed)) > 32
-    return found
+    assert max(sizes) == engine.spec.config.max_running_requests * (engine.spec.speculation.max_window + 1)
+    assert max(map(int, replayed)) > beyond
 
 
 def test_graphs_with_a_row_per_token_change_no_token(speculating: Engine, plain: list[tuple[object, ...]]) -> None:
     """Plain rounds and verifications run in the same; a graph that keeps the lengths of another batch is caught."""
     config = replace(speculation("HalfRight", 5), drafters=(f"{GRAPHS}:Half",))
     run(speculating, config, batch())  # the drafter learns what will come, and its module is there
-    assert in_graphs(speculating, b"", config, OFF) == [plain, plain]
-    assert plain not in in_graphs(speculating, b"stale", config)
+    with in_graphs(speculating, b"", beyond=32):
+        assert run(speculating, config, batch()) == plain
+        assert run(speculating, OFF, batch()) == plain
+    with in_graphs(speculating, b"stale", beyond=0):
+        assert run(speculating, config, batch()) != plain
 
 
 TOO_MANY = "drafted more tokens than it was asked for; they are cut"
