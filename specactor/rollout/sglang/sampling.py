@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -34,7 +34,13 @@ from specactor.rollout.sglang import partial_response
 
 _PER_ROW = ("top_ps", "top_ks", "min_ps", "sampling_seed", "temperatures")
 
+MAX_ROWS = 128
+"""Rows that are sampled at once: SGLang's noise takes 24 bytes per row and token of the vocabulary for a moment."""
+
 Sample = Callable[..., tuple[Tensor, Any]]
+Kind = Literal["greedy", "simple", "filtered"]
+"""Of a row's sampling: the likeliest token, any, or one among those that top-p, top-k and min-p leave."""
+_KINDS = "specactor_kinds"
 
 
 def install() -> None:
@@ -52,21 +58,49 @@ def sample_by_kind(
     original: Sample, sampler: Any, probs: Tensor, info: Any, positions: Tensor, simple: bool
 ) -> tuple[Tensor, Any]:
     """(token ids [R] of int32, what SGLang captures of its sampling masks). Args: probs [R, V], positions [R]."""
-    if simple or info.sampling_seed is None or info.sampling_mask_batch_indices is not None:
+    if info.sampling_seed is None or info.sampling_mask_batch_indices is not None:
         return original(sampler, probs, info, positions, simple)
+    kinds: list[Kind] = ["simple"] * len(probs) if simple else kinds_of(info)
     if info.need_min_p_sampling:
         probs, info = _without_the_unlikely(probs, info)
-    greedy_R = info.top_ks <= 1
-    simple_R = _unfiltered(info)
-    if not bool((greedy_R | simple_R).any()):
-        return original(sampler, probs, info, positions, simple)
     tokens_R = probs.argmax(dim=-1).to(torch.int32)
-    for rows_R, is_simple in ((simple_R, True), (~(greedy_R | simple_R), False)):
-        rows = rows_R.nonzero().view(-1)
-        if len(rows):
-            part, _ = original(sampler, probs[rows], _of_rows(info, rows), positions[rows], is_simple)
-            tokens_R[rows] = part.to(torch.int32)
+    for kind in ("simple", "filtered"):
+        rows = [row for row, of in enumerate(kinds) if of == kind]
+        for start in range(0, len(rows), MAX_ROWS):
+            some = rows[start : start + MAX_ROWS]
+            if len(some) == len(probs):
+                return original(sampler, probs, info, positions, kind == "simple")
+            some_R = torch.tensor(some, device=probs.device)
+            part, _ = original(sampler, probs[some_R], _of_rows(info, some_R), positions[some_R], kind == "simple")
+            tokens_R[some_R] = part.to(torch.int32)
     return tokens_R, None
+
+
+class _Known(NamedTuple):
+    """What was read from the device."""
+
+    kinds: list[Kind]
+    beside: tuple[Tensor, Tensor]
+    """top-p and min-p that it was read of, too."""
+
+
+def kinds_of(info: Any) -> list[Kind]:
+    """Return how each row is sampled. The device is asked once per change of the batch: then it has other tensors."""
+    known: _Known | None = getattr(info.top_ks, _KINDS, None)
+    if known is None or known.beside[0] is not info.top_ps or known.beside[1] is not info.min_ps:
+        greedy_R, simple_R = torch.stack([info.top_ks <= 1, _unfiltered(info)]).tolist()
+        return know_kinds(info, [_kind(*of) for of in zip(greedy_R, simple_R, strict=True)])
+    return known.kinds
+
+
+def know_kinds(info: Any, kinds: list[Kind]) -> list[Kind]:
+    """Spare the device the question of `kinds_of`. SGLang copies `info` for every round, and not its tensors."""
+    setattr(info.top_ks, _KINDS, _Known(kinds, (info.top_ps, info.min_ps)))
+    return kinds
+
+
+def _kind(greedy: bool, simple: bool) -> Kind:
+    return "greedy" if greedy else "simple" if simple else "filtered"
 
 
 def _without_the_unlikely(probs_RV: Tensor, info: Any) -> tuple[Tensor, Any]:

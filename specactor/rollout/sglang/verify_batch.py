@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from specactor.rollout.sglang.sampling import kinds_of, know_kinds
 from specactor.rollout.speculation.verification import DraftTree, branches
 
 _PER_REQUEST = ("temperatures", "top_ps", "top_ks", "min_ps", "sampling_seed", "logit_bias")
@@ -52,25 +53,29 @@ class Rows:
         return self.total > len(self.trees)
 
 
-def spread(batch: Any, rows: Rows, *, req_to_token: Tensor) -> None:
-    """Turn a decode batch of B requests into one of R rows, in place.
+def num_cached(req: Any) -> int:
+    """Return how many tokens of a request have keys in the pool: all committed ones but the last."""
+    return len(req.origin_input_ids) + len(req.output_ids) - 1
 
-    `batch.seq_lens` counts the tokens whose keys are in the pool: all committed ones but the last, which is the root.
+
+def spread(batch: Any, rows: Rows, *, req_to_token: Tensor) -> None:
+    """Turn a decode batch of B requests into one of R rows, in place; the device is asked nothing.
+
+    `batch.seq_lens` counts the tokens whose keys are in the pool (`num_cached`); the one after them is the root.
     """
     device = batch.seq_lens.device
     trees, reqs = rows.trees, batch.reqs
     tokens = [t for req, tree in zip(reqs, trees, strict=True) for t in (req.output_ids[-1], *tree.tokens)]
-    batch.input_ids = torch.tensor(tokens, dtype=torch.int64, device=device)
-    place_R: Tensor | int = 0
-    depth_R: Tensor | int = 0
+    owner = [i for i, tree in enumerate(trees) for _ in range(tree.num_rows)]
+    place = [r for tree in trees for r in range(tree.num_rows)]
+    depths = [d for tree in trees for d in tree.depths()]
+    cached = [num_cached(req) for req in reqs]
+    plan = torch.tensor([tokens, owner, place, depths], dtype=torch.int64).to(device)  # in one copy
+    batch.input_ids, owner_R, place_R, depth_R = plan.unbind(0)
     if rows.drafted:
-        owner = [i for i, tree in enumerate(trees) for _ in range(tree.num_rows)]
-        owner_R = torch.tensor(owner, dtype=torch.int64, device=device)
-        place_R = torch.tensor([r for tree in trees for r in range(tree.num_rows)], dtype=torch.int64, device=device)
-        depth_R = torch.tensor([d for tree in trees for d in tree.depths()], dtype=torch.int64, device=device)
         batch.seq_lens = batch.seq_lens[owner_R]
         batch.req_pool_indices = batch.req_pool_indices[owner_R]
-        batch.sampling_info = _spread_sampling(batch.sampling_info, owner_R)
+        batch.sampling_info = _spread_sampling(batch.sampling_info, owner, owner_R)
         batch.reqs = [reqs[i] for i in owner]
         for name in ("top_logprobs_nums", "token_ids_logprobs"):
             values = getattr(batch, name)
@@ -78,18 +83,21 @@ def spread(batch: Any, rows: Rows, *, req_to_token: Tensor) -> None:
                 setattr(batch, name, [values[i] for i in owner])
     batch.out_cache_loc = req_to_token[batch.req_pool_indices, batch.seq_lens + place_R].to(torch.int64)
     batch.seq_lens = batch.seq_lens + depth_R + 1
-    batch.seq_lens_cpu = batch.seq_lens.cpu()
+    lengths = [cached[i] + depth + 1 for i, depth in zip(owner, depths, strict=True)]
+    batch.seq_lens_cpu = torch.tensor(lengths, dtype=torch.int64)
     batch.seq_lens_sum = None
     batch.orig_seq_lens = batch.seq_lens.to(batch.orig_seq_lens.dtype)
 
 
-def _spread_sampling(info: Any, owner_R: Tensor) -> Any:
+def _spread_sampling(info: Any, owner: Sequence[int], owner_R: Tensor) -> Any:
     """The requests' sampling parameters, once per row."""
+    kinds = kinds_of(info)
     spread_info = copy.copy(info)
     for name in (*_PER_REQUEST, *_PENALTIES):
         value = getattr(info, name)
         if value is not None:
             setattr(spread_info, name, value.index_select(0, owner_R))
+    know_kinds(spread_info, [kinds[i] for i in owner])
     return spread_info
 
 

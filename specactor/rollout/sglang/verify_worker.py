@@ -34,6 +34,7 @@ from specactor.rollout.sglang.verify_batch import (
     Rows,
     install_plain_rounds,
     last_tokens,
+    num_cached,
     spread,
 )
 from specactor.rollout.speculation.drafter import DraftSequence
@@ -242,7 +243,7 @@ class Worker(BaseSpecWorker):  # type: ignore[misc]
             samples = result.next_token_ids.tolist()
         finally:
             self._branches.give_back()
-        paths = self._accepted(reqs, rows, samples, base.tolist()) if rows.drafted else [[0]] * len(reqs)
+        paths = self._accepted(reqs, rows, samples) if rows.drafted else [[0]] * len(reqs)
         self._ended = time.perf_counter()
         if get_parallel().tp_rank == 0:
             assert self.speculator is not None
@@ -257,14 +258,12 @@ class Worker(BaseSpecWorker):  # type: ignore[misc]
         )
         return emitted
 
-    def _accepted(
-        self, reqs: Sequence[Any], rows: Rows, samples: Sequence[int], lengths: Sequence[int]
-    ) -> list[list[int]]:
+    def _accepted(self, reqs: Sequence[Any], rows: Rows, samples: Sequence[int]) -> list[list[int]]:
         """Per request the rows that are kept; their slots are brought to where its next tokens look for them."""
         paths = []
-        for i, (req, tree, length) in enumerate(zip(reqs, rows.trees, lengths, strict=True)):
+        for i, (req, tree) in enumerate(zip(reqs, rows.trees, strict=True)):
             paths.append(accepted_path(tree, samples[rows.starts[i] : rows.starts[i + 1]]))
-            self._branches.keep(req, length, tree, paths[-1])
+            self._branches.keep(req, num_cached(req), tree, paths[-1])
         return paths
 
     def _began(self) -> float:
