@@ -63,14 +63,22 @@ class SpecActor:
         self.on_groups = on_groups
         self.steps_done = 0
         self.version = 0
+        self._pushed: dict[str, float] = {}
+        """What the last push of the draft model did."""
+        self._sync_s = 0.0
+        """Of the step before."""
 
     @property
     def pool(self) -> EnginePool:
         """This rank's engines."""
         return self.rollouts.pool
 
-    def step(self) -> dict[str, float]:
-        """One RL step: policy version v -> v + 1. Returns its metrics, but for times and memory; equal on all ranks."""
+    def step(self, learned: Callable[[], None] = lambda: None) -> dict[str, float]:
+        """One RL step: policy version v -> v + 1. Returns its metrics, but for times and memory; equal on all ranks.
+
+        Args:
+            learned: called when policy and draft model have learned, while the trainer has the devices' memory.
+        """
         step = self.steps_done + 1
         traced = self.progress.recorder.on = step in self.config.tracking.trace
         self.rollouts.stats(trace=traced)  # what follows is counted from here
@@ -80,12 +88,17 @@ class SpecActor:
         self.on_groups(step, groups)
         batch = self.learnable(groups)
         with self.progress.phase("train"):
+            self.devices.to_trainer(self.trainer)
             trained = self.train(batch)
-        with self.progress.phase("sync"):
-            synced = self.sync()
         self.steps_done = step
+        refreshed = self.refresh(batch)
+        learned()
+        with self.progress.phase("sync"):
+            self.devices.to_weights(self.trainer)
+            synced = self.sync()
+        self._sync_s = self.progress.spent().get("sync", 0.0)
         metrics = measurements.of_step(groups, batch, trained, synced, version=self.version)
-        metrics |= self.of_rollout(rollout, batch) | self.refresh(batch)
+        metrics |= self.of_rollout(rollout, batch) | refreshed | self._pushed
         if traced:
             self.progress.recorder.on = False
             own, *others = rollout.spans.values()
@@ -110,7 +123,6 @@ class SpecActor:
 
     def train(self, batch: Sequence[TrainSequence]) -> TrainStats:
         """One or more optimizer updates: the policy moves to its next version."""
-        self.devices.to_trainer(self.trainer)
         recorder = self.distillation.recorder if self.distillation is not None else None
         rate = learning_rate(self.steps_done, self.config.train)
         stats = self.trainer.train_step(batch, learning_rate=rate, recorder=recorder)
@@ -123,11 +135,11 @@ class SpecActor:
                 "of them; in bfloat16 allow more with --train.max-logprob-gap, and keep algorithm.tis_cap on."
             )
         self.version += 1
-        self.devices.to_engines(self.trainer)
         return stats
 
     def sync(self) -> SyncReport:
-        """Bring every engine to the policy's version; replace engines that died."""
+        """Bring every engine to the versions of the policy and the draft model, and let it generate; replace engines
+        that died."""
         cause: WeightSyncError | None = None
         for _ in range(self.config.rollout.engine.max_restarts + 1):
             replaced = self.collective.together("engine restart", self.pool.restart_lost)
@@ -143,7 +155,8 @@ class SpecActor:
                 continue
             self.pool.set_version(self.version)
             if self.distillation is not None:
-                self.distillation.push()  # to engines that are new
+                self._pushed = self.distillation.push()
+            self.devices.to_engines()
             return report
         raise WeightSyncError(
             f"rollout.engine.max_restarts: engines were lost in {self.config.rollout.engine.max_restarts + 1} weight "
@@ -151,11 +164,11 @@ class SpecActor:
         ) from cause
 
     def refresh(self, batch: Sequence[TrainSequence]) -> dict[str, float]:
-        """Bring the draft model up to the policy that sampled the batch; return what that did, if it is wanted."""
+        """Let the draft model learn of the policy that sampled the batch; return what that did, if it is wanted."""
         if self.distillation is None:
             return {}
         spent, is_last = self.progress.spent(), self.steps_done == self.config.train.steps
-        step_s = sum(spent.get(phase, 0.0) for phase in ("rollout", "reward", "train", "sync"))
+        step_s = sum(spent.get(phase, 0.0) for phase in ("rollout", "reward", "train")) + self._sync_s
         with self.progress.phase("refresh"):
             return self.distillation.refresh(batch, version=self.version - 1, step_s=step_s, is_last=is_last)
 

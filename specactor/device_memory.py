@@ -1,20 +1,26 @@
 """Who has the memory of the devices: engines while they generate, the trainer while it learns.
 
 Both are on the same GPUs, which do not hold both. An engine's devices are those of several ranks, so every hand-over is
-collective: nobody takes before all have given.
+collective: nobody takes before all have given. A step goes through three states:
 
-    start        engines start alone, since SGLang takes a share of what is free when it looks, and release what they
-                 took; then the trainer is made, and gives up what it needs for learning alone
-    to_trainer   engines end what runs and release weights and caches; gradients and optimizer come back
-    to_engines   gradients and optimizer leave; engines take their memory, with undefined weights until the next sync
+    to_trainer   engines end what runs and release all; gradients and optimizer come back. The policy and the draft
+                 model learn, and checkpoints are written and loaded.
+    to_weights   gradients and optimizer leave, engines take memory for weights, undefined until they are sent. What a
+                 sync needs besides has the room of the caches.
+    to_engines   engines take the rest. The trainer's parameters stay: they are sent again when an engine dies.
 
-Without GPUs memory is the host's and is not handed over: engines start while the trainer is made.
+At the start engines are alone, since SGLang takes a share of what is free when it looks, and release what they took;
+then the trainer is made. Without GPUs memory is the host's and is not handed over: engines start while it is made.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Protocol, TypeVar
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any, Protocol, TypeVar
+
+import torch
+from torch import Tensor
 
 from specactor.parallel.collective import Collective
 from specactor.parallel.devices import return_unused
@@ -35,6 +41,8 @@ class Engines(Protocol):
 
     def release_memory(self) -> None: ...
 
+    def resume_weights(self) -> None: ...
+
     def resume_memory(self) -> None: ...
 
 
@@ -50,24 +58,72 @@ class DeviceMemory:
 
     def start(self, make: Callable[[], TrainerT], *, others: Sequence[tuple[str, Callable[[], None]]] = ()) -> TrainerT:
         """Wait until engines, and before them `others` (name, wait), are ready; return the trainer that `make` makes.
-        Engines have the memory."""
+        Engines have memory for weights."""
         trainer = make() if not self._is_shared else None
         for name, wait in (*others, ("engine start", self._engines.wait_ready)):
             self._collective.together(name, wait)
         if trainer is None:
             self._collective.together("release", self._engines.release_memory)
             trainer = make()
-            self.to_engines(trainer)
+            self.to_weights(trainer)
         return trainer
 
     def to_trainer(self, trainer: Trainer) -> None:
-        """Let the trainer learn, or load a checkpoint; engines are idle, and have nothing."""
+        """Let the trainer learn; engines are idle, and have nothing."""
         self._collective.together("release", self._engines.release_memory)
         trainer.reload()
 
-    def to_engines(self, trainer: Trainer) -> None:
-        """Let engines generate, after a weight sync."""
+    def to_weights(self, trainer: Trainer) -> None:
+        """Let weights be sent to engines."""
         trainer.offload()
         return_unused()
         self._collective.barrier()
+        self._collective.together("resume", self._engines.resume_weights)
+
+    def to_engines(self) -> None:
+        """Let engines generate."""
+        return_unused()
+        self._collective.barrier()
         self._collective.together("resume", self._engines.resume_memory)
+
+
+class HostCopies:
+    """Main weights and moments of torch-like optimizers in pinned host memory, while a GPU's is the engines'.
+
+    The host memory is kept from step to step: to pin it takes longer than to copy.
+    """
+
+    def __init__(self) -> None:
+        self._hosts: dict[tuple[int, str], Tensor] = {}
+
+    def offload(self, optimizers: Sequence[Any]) -> None:
+        """Copy what is on a GPU, and let go of it there."""
+        hosts = {}
+        for key, tensor, put in _tensors(optimizers):
+            if tensor.device.type == "cuda":
+                host = self._hosts.get(key)
+                if host is None:
+                    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+                host.copy_(tensor, non_blocking=True)
+                put(host)
+                hosts[key] = host
+        self._hosts = hosts
+        torch.cuda.synchronize()  # until then nobody may read the copies
+
+    def reload(self, optimizers: Sequence[Any], device: torch.device) -> None:
+        """The reverse of `offload`."""
+        for key, _, put in _tensors(optimizers):
+            if key in self._hosts:
+                put(self._hosts[key].to(device, non_blocking=True))
+        torch.cuda.synchronize()  # until then nobody may write the copies
+
+
+def _tensors(optimizers: Sequence[Any]) -> Iterator[tuple[tuple[int, str], Tensor, Callable[[Tensor], None]]]:
+    """Per tensor of the optimizers: a key, the tensor, and a function that puts another in its place."""
+    for optimizer in optimizers:
+        for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+            yield (id(parameter), "weight"), parameter.data, partial(setattr, parameter, "data")
+            state = optimizer.state.get(parameter, {})
+            for name, value in [*state.items()]:
+                if isinstance(value, Tensor):
+                    yield (id(parameter), name), value, partial(state.__setitem__, name)

@@ -87,7 +87,7 @@ def run(config: Config, *, rank: int, local_rank: int, world: int, head: str, fa
         if resume is not None:
             actor.devices.to_trainer(actor.trainer)
             actor.restore(checkpoint.load(actor.trainer, resume))
-            actor.devices.to_engines(actor.trainer)
+            actor.devices.to_weights(actor.trainer)
             if actor.distillation is not None:
                 actor.distillation.load(resume)
             elif told := left_behind(resume, config.rollout.speculation.draft_model):
@@ -302,21 +302,30 @@ def _train(actor: SpecActor, folder: RunFolder, tracker: Tracker | None) -> None
     config, progress = actor.config, actor.progress
     if actor.steps_done == 0 and config.eval.problems:
         _log(actor, tracker, 0, {"weights/version": actor.version} | _evaluate(actor, folder))
+    written: list[Callable[[], Path]] = []
+
+    def write_checkpoint() -> None:
+        done, every = actor.steps_done, config.checkpoint.every
+        if done == config.train.steps or (every and done % every == 0):
+            with progress.phase("checkpoint"):
+                beside = actor.distillation.save if actor.distillation is not None else lambda folder: None
+                written.append(
+                    checkpoint.write(
+                        *(actor.trainer, folder.checkpoints, done, actor.state()),
+                        keep=config.checkpoint.keep,
+                        beside=beside,
+                    )
+                )
+
     while actor.steps_done < config.train.steps:
-        metrics = actor.step()
+        metrics = actor.step(write_checkpoint)
         done = actor.steps_done
         last = done == config.train.steps
         if config.eval.problems and (last or (config.eval.every and done % config.eval.every == 0)):
             metrics |= _evaluate(actor, folder)
         _log(actor, tracker, done, metrics)
-        if last or (config.checkpoint.every and done % config.checkpoint.every == 0):
-            with progress.phase("checkpoint"):
-                beside = actor.distillation.save if actor.distillation is not None else lambda folder: None
-                checkpoint.save(
-                    *(actor.trainer, folder.checkpoints, done, actor.state()),
-                    keep=config.checkpoint.keep,
-                    beside=beside,
-                )
+        while written:
+            written.pop()()
     places = {"run": str(folder.root), "checkpoint": str(checkpoint.latest(folder.checkpoints) or "none")}
     if config.checkpoint.export:
         with progress.phase("export", announce=True):

@@ -12,8 +12,8 @@ from specactor.device_memory import DeviceMemory
 T = TypeVar("T")
 CAPACITY, STATIC = 80.0, 0.8
 """GB of the device; share of it for an engine's weights, keys and values, of what is free when it starts."""
-WEIGHTS, POLICY, LEARNING = 15.0, 8.0, 30.0
-"""GB of an engine's weights; of the trainer's parameters; of gradients and optimizer."""
+WEIGHTS, POLICY, LEARNING, SYNC = 15.0, 8.0, 30.0, 20.0
+"""GB of an engine's weights; of the trainer's parameters; of gradients and optimizer; of a sync's buffers."""
 
 
 class OutOfMemoryError(Exception):
@@ -53,14 +53,21 @@ class Engine:
         self.size = self.gpu.free - (1 - STATIC) * CAPACITY
         if self.size < WEIGHTS + 20:
             raise OutOfMemoryError("too little is left for keys and values")
-        self.gpu.take("engine", self.size)
+        self.resume_weights()
+        self.resume_memory()
 
     def release_memory(self) -> None:
-        self.gpu.give("engine")
+        self.gpu.give("weights")
+        self.gpu.give("caches")
+
+    def resume_weights(self) -> None:
+        if "weights" not in self.gpu.used:
+            self.gpu.take("weights", WEIGHTS)
 
     def resume_memory(self) -> None:
-        if "engine" not in self.gpu.used:
-            self.gpu.take("engine", self.size)
+        self.resume_weights()
+        if "caches" not in self.gpu.used:
+            self.gpu.take("caches", self.size - WEIGHTS)
 
 
 class Trainer:
@@ -94,13 +101,19 @@ def test_engines_start_alone_and_give_way_to_the_trainer() -> None:
     gpu = Gpu()
     devices = memory(gpu)
     trainer = devices.start(lambda: Trainer(gpu), others=[("drafters", lambda: gpu.events.append("drafters"))])
-    assert gpu.events == ["drafters", "+engine", "-engine", "+policy", "+learning", "-learning", "+engine"]
-    assert gpu.used == {"policy": POLICY, "engine": STATIC * CAPACITY}, "the engine's share does not depend on chance"
+    engines, trainers = ["+weights", "+caches", "-weights", "-caches"], ["+policy", "+learning", "-learning"]
+    assert gpu.events == ["drafters", *engines, *trainers, "+weights"]
     for _ in range(3):
+        gpu.take("what a sync needs", SYNC)
+        gpu.give("what a sync needs")
+        devices.to_engines()
+        devices.to_engines()  # where an engine died, after another sync
+        caches = STATIC * CAPACITY - WEIGHTS
+        assert gpu.used == {"policy": POLICY, "weights": WEIGHTS, "caches": caches}, "their share is not left to chance"
         gpu.events.clear()
         devices.to_trainer(trainer)
-        devices.to_engines(trainer)
-        assert gpu.events == ["-engine", "+learning", "-learning", "+engine"]
+        devices.to_weights(trainer)
+        assert gpu.events == ["-weights", "-caches", "+learning", "-learning", "+weights"]
 
 
 @pytest.mark.parametrize("wrong", ["the trainer is made first", "it keeps its optimizer", "engines keep theirs"])
@@ -111,8 +124,13 @@ def test_wrong_orders_run_out_of_memory(wrong: str, monkeypatch: pytest.MonkeyPa
         monkeypatch.setattr(Trainer, "offload", lambda self: None)
     if wrong == "engines keep theirs":
         monkeypatch.setattr(Engine, "release_memory", lambda self: None)
-    with pytest.raises(OutOfMemoryError):
+
+    def begin() -> None:
         devices.start(lambda: Trainer(gpu))
+        devices.to_engines()
+
+    with pytest.raises(OutOfMemoryError):
+        begin()
 
 
 def test_without_gpus_the_trainer_is_made_while_engines_start() -> None:

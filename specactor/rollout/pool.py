@@ -205,8 +205,12 @@ class EnginePool:
         """Free the devices' memory for the trainer, where the platform can."""
         self._on_living(Engine.release_memory)
 
+    def resume_weights(self) -> None:
+        """Take memory for weights; they are undefined until the next sync."""
+        self._on_living(Engine.resume_weights)
+
     def resume_memory(self) -> None:
-        """Take the memory again; the weights are undefined until the next sync."""
+        """Take all of the memory again that was not taken yet."""
         self._on_living(Engine.resume_memory)
 
     def speculation_counts(self) -> dict[str, Counts]:

@@ -4,8 +4,8 @@ A checkpoint is a folder ``step-000010`` with Megatron's distributed format, ``r
 ``state.json``.
 
 Invariants:
-1. A folder is renamed into place as the last act of saving, after everything in it is on disk: a folder with that
-   name is whole.
+1. A folder is renamed into place as the last act of saving, after everything in it, and the step's metrics, are on
+   disk: a folder with that name is whole.
 2. Every file's size and digest are in ``state.json`` and are checked before anything is loaded.
 3. All ranks save and load, or all ranks raise.
 4. After `load` under the same layout in float32, training goes on bit for bit as if it had not stopped.
@@ -61,7 +61,7 @@ def latest(root: Path) -> Path | None:
     return found[-1] if found else None
 
 
-def save(
+def write(
     trainer: PolicyTrainer,
     root: Path,
     step: int,
@@ -69,10 +69,11 @@ def save(
     *,
     keep: int = 2,
     beside: Callable[[Path], None] = lambda folder: None,
-) -> Path:
-    """Write ``root/step-<step>``, then remove all but the newest `keep`, and those of later steps. Collective.
+) -> Callable[[], Path]:
+    """Write ``root/step-<step>`` under another name; the function that is returned makes it whole. Both are collective.
 
-    Later steps are of a history that was left by resuming from an earlier checkpoint.
+    That removes all but the newest `keep`, and those of later steps: of a history that was left by resuming from an
+    earlier checkpoint.
 
     `state` is the caller's, the same on all ranks, of JSON types; `beside` writes further files into the folder, in
     folders of their own, and is called on every rank. Raises CheckpointError where the disk fails.
@@ -109,8 +110,11 @@ def save(
             for other in [*found[len(history) :], *history[:-keep]]:
                 shutil.rmtree(other, ignore_errors=True)
 
-    _on_all(collective, f"{target}: could not be written", commit)
-    return target
+    def finish() -> Path:
+        _on_all(collective, f"{target}: could not be written", commit)
+        return target
+
+    return finish
 
 
 def load(trainer: PolicyTrainer, path: Path) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
 from specactor.config import TrainConfig
+from specactor.device_memory import HostCopies
 from specactor.trainer.model import DTYPES, Policy
 
 DISTRIBUTED = True
@@ -101,7 +102,7 @@ def fill_state(optimizer: Any) -> None:
             inner.state[parameter] = state
 
 
-def offload(chunks: list[Any], optimizer: Any, dtype: str) -> None:
+def offload(chunks: list[Any], optimizer: Any, dtype: str, copies: HostCopies) -> None:
     """Give a GPU's memory of gradients, and of the optimizer, to the rollout. Not run on the CPU.
 
     In float32 the main weights are views of the model's own, which must stay; only gradients are given up.
@@ -110,13 +111,14 @@ def offload(chunks: list[Any], optimizer: Any, dtype: str) -> None:
         for chunk in chunks:
             chunk.offload_grad_buffers()
         if dtype == "bfloat16":
-            optimizer.offload_to_cpu()
+            copies.offload([part.optimizer for part in parts(optimizer)])
 
 
-def reload(chunks: list[Any], optimizer: Any, dtype: str) -> None:
+def reload(chunks: list[Any], optimizer: Any, dtype: str, copies: HostCopies) -> None:
     """The reverse of `offload`."""
     if torch.cuda.is_available():
         for chunk in chunks:
             chunk.restore_grad_buffers()
         if dtype == "bfloat16":
-            optimizer.restore_from_cpu()
+            device = torch.device("cuda", torch.cuda.current_device())
+            copies.reload([part.optimizer for part in parts(optimizer)], device)

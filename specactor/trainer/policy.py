@@ -20,6 +20,7 @@ from torch import Tensor
 
 from specactor.config import Config
 from specactor.cpu import megatron as cpu_platform
+from specactor.device_memory import HostCopies
 from specactor.errors import SpecActorError
 from specactor.parallel.layout import Layout
 from specactor.trainer import model, optimizer, packing
@@ -84,6 +85,7 @@ class PolicyTrainer:
         self.policy = model.build(model_dir, dtype=config.model.dtype, train=config.train)
         self.chunks = optimizer.wrap(self.policy, config.train)
         self.optimizer = optimizer.make(self.chunks, self.policy, config.train, config.model.dtype)
+        self._host_copies = HostCopies()
         self._shape = Shape(
             context=layout.context,
             context_rank=parallel_state.get_context_parallel_rank(),
@@ -180,11 +182,11 @@ class PolicyTrainer:
 
     def offload(self) -> None:
         """Free a GPU's memory of gradients and optimizer while engines generate; nothing to do on a CPU."""
-        optimizer.offload(self.chunks, self.optimizer, self.config.model.dtype)
+        optimizer.offload(self.chunks, self.optimizer, self.config.model.dtype, self._host_copies)
 
     def reload(self) -> None:
         """The reverse of `offload`, before the next update."""
-        optimizer.reload(self.chunks, self.optimizer, self.config.model.dtype)
+        optimizer.reload(self.chunks, self.optimizer, self.config.model.dtype, self._host_copies)
 
     def _parameters(self) -> Iterator[Tensor]:
         return (parameter for chunk in self.policy.chunks for parameter in chunk.parameters())

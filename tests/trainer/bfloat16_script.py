@@ -63,7 +63,7 @@ def main(model_dir: str, folder: Path) -> None:
     loss = trainer.train_step(cases.sequences(), learning_rate=1e-2).loss
     after, whole = handed_over(trainer.policy), bits(trainer.policy.named_weights())
     saved = folder / "checkpoints"
-    checkpoint.save(trainer, saved, 1, {"steps_done": 1})
+    checkpoint.write(trainer, saved, 1, {"steps_done": 1})()
     again = trainer.train_step(cases.sequences(1), learning_rate=1e-2).loss
     checkpoint.load(trainer, saved / "step-000001")
     restored = handed_over(trainer.policy)

@@ -170,7 +170,7 @@ def check_save(entry: dict[str, Any]) -> dict[str, Any]:
     use(trainer, cases.CASES["grpo"])
     before = [step(trainer, cases.LEARNING_RATE) for _ in range(2)]
     torch.rand(3)
-    saved = checkpoint.save(trainer, Path(entry["root"]), 2, {"position": [1, 2.5], "name": "x"})
+    saved = checkpoint.write(trainer, Path(entry["root"]), 2, {"position": [1, 2.5], "name": "x"})()
     drawn = torch.rand(2).tolist()
     undisturbed = [step(trainer, cases.LEARNING_RATE) for _ in range(3)]
     fresh = PolicyTrainer(trainer.config, trainer.layout, Path(entry["model"]))
@@ -226,10 +226,10 @@ def check_keep(entry: dict[str, Any]) -> dict[str, Any]:
         stale.mkdir(parents=True)
         (stale / "state.json").write_text("{}")
     for number in (1, 2, 3, 3):
-        checkpoint.save(trainer, root, number, {}, keep=2)
+        checkpoint.write(trainer, root, number, {}, keep=2)()
     latest = checkpoint.latest(root)
     left = sorted(p.name for p in root.iterdir())
-    checkpoint.save(trainer, root, 2, {}, keep=1)
+    checkpoint.write(trainer, root, 2, {}, keep=1)()
     return {"latest": str(latest), "left": left, "rewound": sorted(p.name for p in root.iterdir())}
 
 

@@ -30,6 +30,8 @@ from specactor.types import FinishReason, RolloutRequest
 
 _ADMISSION_PAUSE_S = 0.005
 _ADMISSION_TRIES = 200
+_MEMORY = ("weights", "kv_cache", "cuda_graph")
+"""SGLang's names of the memory that can be released."""
 PROGRESS_TOKENS = 64
 """A running request reports after this many tokens."""
 
@@ -92,6 +94,8 @@ class Backend:
         self.gpu = torch.cuda.is_available()
         self.memory_release = self.gpu and find_spec("torch_memory_saver") is not None
         self._spec = spec
+        self._released: set[str] = set()
+        """Kinds of memory that the device has back."""
         self._engine = _engine_class(fork=not self.gpu)(
             **server_args(spec, gpu=self.gpu, memory_release=self.memory_release)
         )
@@ -183,18 +187,24 @@ class Backend:
         await self._engine.tokenizer_manager.continue_generation(ContinueGenerationReqInput())
 
     async def release_memory(self) -> None:
-        """Give weights and KV cache back to the device. Does nothing where the platform cannot."""
+        """Give weights, KV cache and graphs back to the device. Does nothing where the platform cannot."""
         from sglang.srt.managers.io_struct import ReleaseMemoryOccupationReqInput
 
         if self.memory_release:
-            await self._engine.tokenizer_manager.release_memory_occupation(ReleaseMemoryOccupationReqInput(), None)
+            tags = [tag for tag in _MEMORY if tag not in self._released]
+            request = ReleaseMemoryOccupationReqInput(tags=tags)
+            await self._engine.tokenizer_manager.release_memory_occupation(request, None)
+            self._released = set(_MEMORY)
 
-    async def resume_memory(self) -> None:
-        """Take the memory again; the contents of the weights are undefined until the next weight sync."""
+    async def resume_memory(self, tags: Sequence[str] = _MEMORY) -> None:
+        """Take memory of these kinds again, if it was released. Weights are undefined until the next sync."""
         from sglang.srt.managers.io_struct import ResumeMemoryOccupationReqInput
 
-        if self.memory_release:
-            await self._engine.tokenizer_manager.resume_memory_occupation(ResumeMemoryOccupationReqInput(), None)
+        wanted = [tag for tag in tags if tag in self._released]
+        if wanted:  # SGLang's scheduler dies of the resumption of what it has
+            request = ResumeMemoryOccupationReqInput(tags=wanted)
+            await self._engine.tokenizer_manager.resume_memory_occupation(request, None)
+            self._released -= set(wanted)
 
     def rank_call(self, name: str, payload: bytes, timeout_s: float) -> list[bytes]:
         """Runs a registered function in every rank; blocks, so call it in a thread, one call at a time.

@@ -228,8 +228,12 @@ class Engine:
         self._do(Command(verb="release_memory"))
         return self.ready is not None and self.ready.memory_release
 
+    def resume_weights(self) -> None:
+        """Take the device's memory for weights again; they are undefined until the next weight sync."""
+        self._do(Command(verb="resume_weights"))
+
     def resume_memory(self) -> None:
-        """Take the device's memory again. The weights are undefined until the next weight sync."""
+        """Take all of the device's memory again that was not taken yet."""
         self._do(Command(verb="resume_memory"))
 
     def stop(self) -> None:

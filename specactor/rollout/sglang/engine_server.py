@@ -142,6 +142,8 @@ class _Server:
                 await self._backend.resume()
             case "release_memory":
                 await self._backend.release_memory()
+            case "resume_weights":
+                await self._backend.resume_memory(("weights",))
             case "resume_memory":
                 await self._backend.resume_memory()
             case _:

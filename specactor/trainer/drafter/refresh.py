@@ -103,8 +103,8 @@ class Distillation:
         self._held: WeakKeyDictionary[TargetEngine, int] = WeakKeyDictionary()
         """Versions that engines took; others hold the weights that they were started with, version 0."""
         self._account = TimeAccount()
-        self._in_vain_s = 0.0
-        """That the last push waited for those who did not answer."""
+        self._unpushed: tuple[float, float] | None = None
+        """Of a refresh that no push followed yet: its share of the step, and the seconds that it took."""
         init.quiet()
         model = collective.together("draft model", lambda: init.read_fitting(self._folder, vocab_size, device))
         group = dist.group.WORLD if collective.world > 1 else None
@@ -114,7 +114,7 @@ class Distillation:
     def refresh(
         self, sequences: Sequence[TrainSequence], *, version: int, step_s: float, is_last: bool
     ) -> dict[str, float]:
-        """Remember an RL step, learn, and push. Returns metrics. Collective.
+        """Remember an RL step, and learn. Returns metrics. Collective.
 
         Args:
             sequences: just as the policy learned from them.
@@ -127,10 +127,7 @@ class Distillation:
         limit_s = self._account.limit_s(share_s, self._clock() - began_s)
         limit_s = self._collective.gather(limit_s, float)[0]  # ranks have clocks of their own
         stats, failed = self._learn(limit_s) if limit_s and not is_last else (None, False)
-        pushed = self.push()
-        if not pushed["drafter/pushed_bytes"]:
-            self._account.push_s /= 2
-        self._account.ended(share_s, self._clock() - began_s - self._in_vain_s)
+        self._unpushed = share_s, self._clock() - began_s
         metrics: dict[str, float] = {
             "drafter/version": self.drafter.version,
             "drafter/refreshed": int(stats is not None and stats.updates > 0),
@@ -139,15 +136,15 @@ class Distillation:
             "drafter/cut_responses": num_cut,
             "time/refresh_limit_s": limit_s,
         }
-        return metrics | pushed | (_metrics_of(stats) if stats is not None else {})
+        return metrics | (_metrics_of(stats) if stats is not None else {})
 
     def push(self) -> dict[str, float]:
-        """Bring the draft model's version to all that draft with an older one. Collective."""
+        """Bring the draft model's version to all that draft with an older one. Returns metrics. Collective."""
         began_s, version = self._clock(), self.drafter.version
         behind = [engine for engine in self._engines() if self._held.get(engine, 0) < version]
         wanting = bool(behind) or self._processes.want(version)
         metrics: dict[str, float] = {"drafter/refused": 0, "drafter/pushed_bytes": 0}
-        self._in_vain_s = 0.0
+        in_vain_s = 0.0  # waited for those who did not answer
         if self._collective.any(wanting) and self._is_sound():
             weights = self._sender.pack(self.drafter.named_weights(), version=version)
             packed_s = self._clock()
@@ -165,7 +162,13 @@ class Distillation:
                 self._note(f"draft model, version {version}: {problem}. It goes on with the weights that it has.")
             metrics = {"drafter/refused": len(problems), "drafter/pushed_bytes": num_bytes(weights)}
             self._account.push_s = packed_s - began_s + max(spent_s for _, spent_s in ranks)
-            self._in_vain_s = self._clock() - began_s - self._account.push_s
+            in_vain_s = self._clock() - began_s - self._account.push_s
+        if self._unpushed is not None:
+            share_s, learned_s = self._unpushed
+            if not metrics["drafter/pushed_bytes"]:
+                self._account.push_s /= 2
+            self._account.ended(share_s, learned_s + self._clock() - began_s - in_vain_s)
+            self._unpushed = None
         return metrics | {"drafter/oldest_version": self._oldest()}
 
     def save(self, folder: Path) -> None:

@@ -90,7 +90,7 @@ class World:
         )
 
     def step(self, number: int, *, seconds: float = 10.0) -> dict[str, float]:
-        return self.it.refresh(SEQUENCES, version=number, step_s=seconds, is_last=number == 10)
+        return self.it.refresh(SEQUENCES, version=number, step_s=seconds, is_last=number == 10) | self.it.push()
 
     def weights(self) -> dict[str, list[float]]:
         return {name: value.flatten().tolist() for name, value in self.it.drafter.named_weights()}

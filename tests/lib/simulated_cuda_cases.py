@@ -1,0 +1,168 @@
+"""Script: parts of a round, of learning and of weight syncs on pretended devices, beside the CPU. Prints JSON."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from specactor.cpu import torchvision_ops
+
+torchvision_ops.install()
+from specactor.device_memory import HostCopies  # noqa: E402
+from specactor.rollout.sglang import sampling, verify_batch, verify_worker  # noqa: E402
+from specactor.rollout.speculation.verification import DraftTree, accepted_path, chain, merged  # noqa: E402
+from specactor.weights_sync import digest  # noqa: E402
+from tests.lib.simulated_cuda import simulated  # noqa: E402
+
+VOCAB, COLUMNS, CACHED = 50, 24, 7
+TREES = [merged([[1, 2], [45, 3], [4]]), chain([37, 43]), DraftTree(), chain([38, 6, 7])]
+"""Some of these tokens are drawn: in a branch, all of a chain, the first of one."""
+ROWS = sum(tree.num_rows for tree in TREES)
+
+
+def batch_on(device: str) -> tuple[Any, Any]:
+    """(a batch of requests with every kind of sampling, its pool)"""
+    count = len(TREES)
+    info = SimpleNamespace(
+        temperatures=torch.ones(count, 1, device=device),
+        top_ps=torch.tensor([1.0, 0.8, 1.0, 1.0], device=device),
+        top_ks=torch.tensor([1 << 30, 1 << 30, 1, 5], dtype=torch.int32, device=device),
+        min_ps=torch.zeros(count, device=device),
+        sampling_seed=torch.arange(count, device=device),
+        logit_bias=None,
+        acc_additive_penalties=None,
+        acc_scaling_penalties=None,
+        sampling_mask_batch_indices=None,
+        need_min_p_sampling=False,
+    )
+    reqs = [
+        SimpleNamespace(
+            origin_input_ids=[0] * (CACHED - 2 + i), output_ids=[1, 2, 3], kv=SimpleNamespace(req_pool_idx=i)
+        )
+        for i in range(count)
+    ]
+    table = torch.arange(COLUMNS)[None, :] + 100 * torch.arange(20)[:, None]
+    pool = SimpleNamespace(req_to_token=table.to(device, torch.int32), free_slots=list(range(count, 20)), size=20)
+    lengths = torch.tensor([CACHED + i for i in range(count)], device=device)
+    batch = SimpleNamespace(
+        seq_lens=lengths,
+        req_pool_indices=torch.arange(count, device=device),
+        sampling_info=info,
+        reqs=reqs,
+        top_logprobs_nums=[],
+        token_ids_logprobs=[],
+        orig_seq_lens=lengths.to(torch.int32),
+    )
+    return batch, pool
+
+
+def draw(_: Any, probs: torch.Tensor, info: Any, positions: torch.Tensor, simple: bool) -> tuple[torch.Tensor, None]:
+    """As SGLang's sampler is called; the noise is another one."""
+    columns = torch.arange(VOCAB, device=probs.device)
+    noise = ((info.sampling_seed[:, None] * 131 + positions[:, None] * 17 + columns) % 97).float() / 97
+    return (probs.log() + (noise if simple else 2 * noise)).argmax(-1), None
+
+
+def one_round(device: str, rounds: int = 1) -> list[Any]:
+    """Arrange, sample, keep: all that a round does besides SGLang's forward pass."""
+    logits = torch.randn(ROWS, VOCAB, generator=torch.Generator().manual_seed(0))
+    batch, pool = batch_on(device)
+    reqs, found = batch.reqs, []
+    info, lengths, requests = batch.sampling_info, batch.seq_lens, batch.req_pool_indices
+    for _ in range(rounds):
+        batch.reqs, batch.sampling_info, batch.seq_lens, batch.req_pool_indices = reqs, info, lengths, requests
+        rows, places = verify_batch.Rows.of(TREES), verify_batch.Branches(pool, page_size=1)
+        verify_batch.spread(batch, rows, req_to_token=pool.req_to_token)
+        places.place(batch, rows)
+        probs = (logits.to(device) / batch.sampling_info.temperatures).softmax(-1)
+        positions = batch.seq_lens - 1
+        tokens, _mask = sampling.sample_by_kind(draw, None, probs, batch.sampling_info, positions, False)
+        output = SimpleNamespace(next_token_logprobs=probs.log()[:, 0], hidden_states=None)
+        for name in ("top_logprobs_val", "top_logprobs_idx", "token_ids_logprobs_val", "token_ids_logprobs_idx"):
+            setattr(output, f"next_token_{name}", None)
+        result = SimpleNamespace(next_token_ids=tokens, logits_output=output)
+        samples = tokens.tolist()
+        paths = []
+        for i, (req, tree) in enumerate(zip(reqs, TREES, strict=True)):
+            paths.append(accepted_path(tree, samples[rows.starts[i] : rows.starts[i + 1]]))
+            places.keep(req, verify_batch.num_cached(req), tree, paths[-1])
+        places.give_back()
+        verify_worker._keep(result, [rows.starts[i] + row for i, path in enumerate(paths) for row in path])
+        found = [batch.seq_lens_cpu.tolist(), paths, samples]
+    found += [batch.seq_lens, batch.out_cache_loc, batch.input_ids, pool.req_to_token, result.next_token_ids]
+    return [x.cpu().tolist() if isinstance(x, torch.Tensor) else x for x in found]
+
+
+class Parameter:
+    """As much of one as an optimizer's is looked at."""
+
+    def __init__(self, data: torch.Tensor) -> None:
+        self.data = data
+
+
+def away_and_back(device: str, *, waits: bool) -> list[Any]:
+    """The optimizer's tensors in host memory for two rollouts; what is on the host meanwhile, and after all. A wrong
+    version waits for nothing."""
+    parameter = Parameter(torch.arange(6.0).to(device))
+    inner = SimpleNamespace(
+        param_groups=[{"params": [parameter]}],
+        state={parameter: {"exp_avg": torch.full((6,), 2.5).to(device), "step": torch.tensor(3.0)}},
+    )
+    copies = HostCopies()
+    seen: list[Any] = []
+    right = torch.cuda.synchronize
+    if not waits:
+        torch.cuda.synchronize = lambda *_: None
+    try:
+        for _ in range(2):
+            copies.offload([inner])
+            seen.append([parameter.data.device.type, parameter.data.tolist()])
+            copies.reload([inner], torch.device(device))
+            parameter.data = parameter.data + 1
+    finally:
+        torch.cuda.synchronize = right
+    return [*seen, parameter.data.cpu().tolist(), inner.state[parameter]["exp_avg"].cpu().tolist()]
+
+
+def digests(device: str) -> list[Any]:
+    data = torch.arange(1000, dtype=torch.int64).to(device).view(torch.uint8)
+    target = torch.zeros(8000, dtype=torch.uint8, device=device)
+    same = digest.copy_with_digest(target, data) == digest.digest_of(target)
+    target[4321] ^= 16
+    return [same, digest.digest_of(target) == digest.digest_of(data)]
+
+
+def raised(work: Callable[[], Any]) -> str:
+    try:
+        work()
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def main(library: Path) -> None:
+    found: dict[str, Any] = {"cpu": one_round("cpu")}
+    with simulated(library) as waits:
+        found["cuda"] = one_round("cuda")
+        before = len(waits.reads)
+        one_round("cuda", rounds=11)
+        eleven = len(waits.reads) - before
+        before = len(waits.reads)
+        one_round("cuda", rounds=1)
+        found["reads of ten rounds"] = eleven - (len(waits.reads) - before)
+        one, other = torch.ones(2, device="cuda:0"), torch.ones(2, device="cuda:1")
+        found["mixed"] = [raised(lambda: one + other), raised(lambda: one + torch.ones(2))]
+        found["digests"] = digests("cuda")
+        found["offload"] = away_and_back("cuda", waits=True)
+        found["no waits"] = raised(lambda: found.update({"poisoned": away_and_back("cuda", waits=False)}))
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,57 @@
+"""What a GPU would do with our own tensor code, by devices that are pretended and values that are real."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from tests.lib import simulated_cuda
+
+pytestmark = pytest.mark.processes
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    library = simulated_cuda.build(tmp_path_factory.mktemp("simulated"))
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", "tests.lib.simulated_cuda_cases", str(library)],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return result
+
+
+def test_a_round_on_a_device_is_the_same_and_reads_its_samples_alone(found: dict[str, Any]) -> None:
+    """Arranging rows of trees, sampling of every kind, keeping what was accepted; how requests are sampled is read when
+    the batch changes."""
+    assert found["cuda"] == found["cpu"]
+    paths = found["cpu"][1]
+    assert [len(path) for path in paths] == [2, 3, 1, 2], "a branch, a whole chain, nothing, the first of a chain"
+    assert paths[0] != [0, 1]
+    assert found["reads of ten rounds"] == 10
+
+
+def test_digests_are_made_on_a_device(found: dict[str, Any]) -> None:
+    assert found["digests"] == [True, False]
+
+
+def test_an_optimizer_that_leaves_the_device_comes_back(found: dict[str, Any]) -> None:
+    """Twice, with a step between; who does not wait for the copies finds poison in them."""
+    first, second = [0.0, 1.0, 2.0, 3.0, 4.0, 5.0], [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]
+    third = [value + 1 for value in second]
+    assert found["offload"] == [["cpu", first], ["cpu", second], third, [2.5] * 6]
+    assert found["poisoned"][0][1] != first
+    assert found["poisoned"][2] != third
+
+
+def test_devices_are_not_mixed(found: dict[str, Any]) -> None:
+    """By the pretended devices themselves: what raises on a GPU raises here."""
+    assert all("tensors on" in text for text in found["mixed"])
