@@ -77,11 +77,10 @@ class Job:
 
         Raises RuntimeError when the run ends before, or the time is over.
         """
-        finished = step if phase == "checkpoint" else step - 1
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline:
             status = self.folder.read_status()
-            if status is not None and status.phase == phase and status.step >= finished:
+            if status is not None and status.phase == phase and status.step >= step - 1:
                 return status
             if self.launcher.poll() is not None:
                 raise RuntimeError(f"ended before {phase} of step {step}:\n{self.output()}")

@@ -158,7 +158,7 @@ def _strike(job: Job, victim: str, phase: str, step: int) -> tuple[str, int]:
     after = job.folder.read_status()
     assert after is not None
     where = after.phase or f"after {phase}"
-    before_next = where in (*(phase for phase, _ in START), "checkpoint", "after checkpoint", "export")
+    before_next = where in (*(phase for phase, _ in START), "after sync", "export")
     return where, after.step + (not before_next)
 
 

@@ -39,6 +39,15 @@ def test_a_round_on_a_device_is_the_same_and_reads_its_samples_alone(found: dict
     assert found["reads of ten rounds"] == 10
 
 
+def test_what_learns_on_a_device_is_made_there(found: dict[str, Any]) -> None:
+    """Micro-batches, and attention and rotary embedding where there is no TransformerEngine."""
+    made, attended = found["learning, cuda"]
+    expected, expected_attended = found["learning, cpu"]
+    assert made == expected
+    for one, other in zip(attended, expected_attended, strict=True):  # torch has another kernel for the CPU's own
+        assert one == pytest.approx(other, abs=1e-5)
+
+
 def test_digests_are_made_on_a_device(found: dict[str, Any]) -> None:
     assert found["digests"] == [True, False]
 

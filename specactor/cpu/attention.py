@@ -65,7 +65,7 @@ def bucket_lengths(lengths: list[int]) -> list[list[int]]:
     return buckets
 
 
-def plan_packed(boundaries: list[int], ranks: int, rank: int) -> PackedPlan:
+def plan_packed(boundaries: list[int], ranks: int, rank: int, device: torch.device | str = "cpu") -> PackedPlan:
     """The plan of a packed micro-batch. `boundaries` are the cumulative padded lengths over all ranks."""
     starts = torch.tensor(boundaries[:-1]) // ranks
     lengths = torch.tensor(boundaries).diff() // ranks
@@ -80,11 +80,12 @@ def plan_packed(boundaries: list[int], ranks: int, rank: int) -> PackedPlan:
         output_rows_T[rows_BL[real_BL]] = base + real_BL.flatten().nonzero()[:, 0]
         base += rows_BL.numel()
         if ranks == 1:  # padding follows the real keys, where the causal mask hides it from real queries
-            buckets.append(Bucket(rows_BL, rows_BL, None))
+            buckets.append(Bucket(rows_BL.to(device), rows_BL.to(device), None))
         else:
             key_rows_BK = torch.cat([rows_BL + r * rows_per_rank for r in range(ranks)], dim=1)
-            buckets.append(Bucket(rows_BL, key_rows_BK, _context_mask(offset_L, lengths_B1, ranks, rank)))
-    return PackedPlan(buckets, output_rows_T)
+            mask_B1LK = _context_mask(offset_L, lengths_B1, ranks, rank)
+            buckets.append(Bucket(rows_BL.to(device), key_rows_BK.to(device), mask_B1LK.to(device)))
+    return PackedPlan(buckets, output_rows_T.to(device))
 
 
 def _context_mask(offset_L: Tensor, lengths_B1: Tensor, ranks: int, rank: int) -> Tensor:
@@ -114,7 +115,7 @@ def _plan(cu_seqlens: Tensor, ranks: int, rank: int) -> PackedPlan:
     """Cached per micro-batch: all its layers share one tensor of boundaries."""
     plan = _plans.get(cu_seqlens)
     if plan is None:
-        plan = _plans[cu_seqlens] = plan_packed(cu_seqlens.tolist(), ranks, rank)
+        plan = _plans[cu_seqlens] = plan_packed(cu_seqlens.tolist(), ranks, rank, cu_seqlens.device)
     return plan  # type: ignore[no-any-return]
 
 
@@ -129,7 +130,7 @@ class PackedAttention(DotProductAttention):  # type: ignore[misc]
         finally:
             config.context_parallel_size = size
         if config.softmax_type != "vanilla" or config.attention_dropout:
-            raise NotImplementedError("attention on CPU: got attention dropout or a softmax offset, expected neither")
+            raise NotImplementedError("packed attention: got attention dropout or a softmax offset, expected neither")
 
     def forward(
         self,
@@ -143,7 +144,7 @@ class PackedAttention(DotProductAttention):  # type: ignore[misc]
     ) -> Tensor:
         """query (T, H, D), key and value (T, G, D) of packed sequences -> (T, H * D)."""
         if packed_seq_params is None or attention_bias is not None:
-            raise NotImplementedError("attention on CPU takes packed sequences without a bias")
+            raise NotImplementedError("packed attention takes packed sequences without a bias")
         group = parallel_state.get_context_parallel_group()
         ranks, rank = group.size(), group.rank()
         if ranks > 1:
@@ -182,7 +183,7 @@ def rotate_packed(
 ) -> Tensor:
     """Rotary embedding of packed tokens t (T, heads, D), freqs (longest, 1, 1, D), without a loop over sequences."""
     if multi_latent_attention or rotary_interleaved or freqs.shape[-1] != t.shape[-1]:
-        raise NotImplementedError("rotary embedding on CPU: only the whole head in two halves")
+        raise NotImplementedError("packed rotary embedding: only the whole head in two halves")
     cos, sin = _rotation(cu_seqlens, freqs, mscale, cp_group, t.dtype)
     half = t.shape[-1] // 2
     turned = torch.cat((-t[..., half:], t[..., :half]), dim=-1)
@@ -201,7 +202,9 @@ def _rotation(
         ranks, rank = cp_group.size(), cp_group.rank()
         lengths_S = cu_seqlens.diff().long() // ranks
         lengths_T = lengths_S.repeat_interleave(lengths_S)
-        offset_T = torch.arange(len(lengths_T)) - (cu_seqlens[:-1].long() // ranks).repeat_interleave(lengths_S)
+        offset_T = torch.arange(len(lengths_T), device=cu_seqlens.device) - (
+            cu_seqlens[:-1].long() // ranks
+        ).repeat_interleave(lengths_S)
         angles = freqs[:, 0].index_select(0, positions(offset_T, lengths_T, ranks, rank))
         cached = _rotations[cu_seqlens] = ((angles.cos() * mscale).to(dtype), (angles.sin() * mscale).to(dtype))
     return cached  # type: ignore[no-any-return]

@@ -1,20 +1,21 @@
-"""The unmodified megatron-core wheel on a machine without a GPU: every change to its private names is here.
+"""The unmodified megatron-core wheel without TransformerEngine: every change to its private names is here.
 
-Call `install` before the first ``import megatron.core``. With a GPU it does nothing. It maps ``torch.cuda`` to the CPU
-(`specactor.cpu.torch_cuda`), then closes the gaps of Megatron's paths without TransformerEngine:
+Call `install` before the first ``import megatron.core``. Where there is no GPU it maps ``torch.cuda`` to the CPU
+(`specactor.cpu.torch_cuda`). There, and on a GPU without TransformerEngine, it closes the gaps of Megatron's own paths:
 
 - attention: packed sequences and context parallelism (`specactor.cpu.attention`), rotary embedding of packed sequences;
-- mixture of experts: split sizes are converted only for CUDA tensors; a name is undefined without TransformerEngine;
+- mixture of experts: split sizes are converted only for CUDA tensors; a name is undefined; no grouped linear maps;
 - norms: refused under sequence parallelism, though only their gradients need to be marked;
 - optimizer: torch's Adam keeps a step tensor per parameter, which a checkpoint load would share between all of them.
 
-The changes are process-wide. In a process that ran `install`, transformers' own MoE models are not to be
+The changes are process-wide. In a process that ran `install` without a GPU, transformers' own MoE models are not to be
 trusted: compute references in another process.
 """
 
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import sys
 from typing import Any
 
@@ -23,20 +24,26 @@ import torch
 from specactor.cpu import torch_cuda, torchvision_ops
 from specactor.cpu.torch_cuda import replace
 
-_state = {"installed": False}
+_state = {"installed": False, "gpu": False}
 
 
 def install() -> None:
-    """Prepare this process for ``import megatron.core``; a second call, or a machine with a GPU, makes it a no-op."""
-    if _state["installed"] or torch.cuda.is_available():
+    """Prepare this process for ``import megatron.core``; only the first call does."""
+    if _state["installed"] or _state["gpu"]:
+        return
+    has_gpu = torch.cuda.is_available()
+    if has_gpu and importlib.util.find_spec("transformer_engine") is not None:
         return
     if "megatron.core" in sys.modules:
         raise RuntimeError("specactor.cpu.megatron.install must be called before megatron.core is imported")
-    _state["installed"] = True
-    torchvision_ops.install()
-    torch_cuda.install()
+    _state["gpu" if has_gpu else "installed"] = True
+    if not has_gpu:
+        torchvision_ops.install()
+        torch_cuda.install()
     _import_core()
-    _install_rng()
+    if not has_gpu:
+        _install_rng()
+        _install_splits()
     _install_experts()
     _install_norm()
     _install_attention()
@@ -70,16 +77,18 @@ def _install_rng() -> None:
     replace(module, "_set_cuda_rng_state", lambda state, device=-1, graph_safe=False: torch.set_rng_state(state))
 
 
+def _install_splits() -> None:
+    def to_numpy(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+        return tensor.cpu().numpy() if torch.is_tensor(tensor) and as_numpy else tensor
+
+    for module in ("moe_utils", "token_dispatcher"):
+        replace(_module(f"transformer.moe.{module}"), "maybe_move_tensor_to_cpu", to_numpy)
+
+
 def _install_experts() -> None:
     module = _module("transformer.moe.moe_utils")
     if not hasattr(module, "te_general_gemm"):
         replace(module, "te_general_gemm", None)
-
-    def to_numpy(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
-        return tensor.cpu().numpy() if torch.is_tensor(tensor) and as_numpy else tensor
-
-    replace(module, "maybe_move_tensor_to_cpu", to_numpy)
-    replace(_module("transformer.moe.token_dispatcher"), "maybe_move_tensor_to_cpu", to_numpy)
     experts = importlib.import_module("specactor.cpu.experts")
     replace(_module("models.backends").LocalSpecProvider, "grouped_mlp_modules", experts.grouped_mlp_modules)
 

@@ -95,7 +95,7 @@ def test_speculation_changes_neither_tokens_nor_rewards_nor_losses(
     names = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
     assert {names[event["pid"]] for event in events if event["name"] == "verify"} == {"engine 0"}
     assert {names[event["pid"]] for event in events if event["name"] == "draft"} == {"engine 0", "drafter 0"}
-    assert phases(trace) == ["rollout", "reward", "train", "sync", "refresh"]
+    assert phases(trace) == ["rollout", "reward", "train", "refresh", "checkpoint", "sync"]
     assert (drafted.folder / "engines" / "drafter-0.log").exists()
     assert writers(drafted.folder / "engines") == []
 
@@ -133,7 +133,7 @@ def test_the_run_folder_holds_config_tracking_checkpoint_and_export(finished: La
     assert sorted(p.name for p in (folder / "checkpoints").iterdir()) == ["step-000001", "step-000002"]
     assert (folder / "export" / "model.safetensors").exists() or list((folder / "export").glob("*.safetensors"))
     assert (folder / "summary.json").exists()
-    assert phases(folder / "traces" / "step-000001.json") == ["rollout", "reward", "train", "sync"]
+    assert phases(folder / "traces" / "step-000001.json") == ["rollout", "reward", "train", "checkpoint", "sync"]
 
 
 def test_the_exported_model_answers_greedily_like_the_engine(finished: Launched) -> None:

@@ -84,14 +84,14 @@ def start(base: Path, options: list[str], undisturbed: list[dict[str, Value]]) -
 def strike(job: Job, victim: str, phase: str, step: int) -> int:
     """SIGKILL in that phase; returns the process. "everyone": the launcher and all ranks.
 
-    "push" is the part of "refresh" in which an engine is brought the draft model's weights, which it cannot take
-    before the strike: it is stopped.
+    "push" is the part of "sync" in which an engine is brought weights, which it cannot take before the strike: it is
+    stopped.
     """
     job.wait_for("rollout", step)
     victims = ("launcher", "rank 0", "rank 1") if victim == "everyone" else (victim,)
     pids, scheduler = [job.victim(each) for each in victims], job.victim("scheduler")
     job.record()
-    job.wait_for("refresh" if phase == "push" else phase, step)
+    job.wait_for("sync" if phase == "push" else phase, step)
     if phase == "push":
         os.kill(scheduler, signal.SIGSTOP)
         wait_until_ranks_wait(job)
@@ -101,7 +101,7 @@ def strike(job: Job, victim: str, phase: str, step: int) -> int:
 
 
 def wait_until_ranks_wait(job: Job) -> None:
-    """In a refresh ranks learn, or wait for each other; both at once wait only while one waits for its engine."""
+    """In a sync ranks pack, or wait for each other; both at once wait only while one waits for its engine."""
     status = status_of(job)
     ranks = [psutil.Process(pid) for pid in status.rank_pids]
     while status_of(job) == status:
@@ -144,7 +144,8 @@ def test_after_deaths_resuming_gives_the_same_metrics(
         job = start(name)
         pid = strike(job, victim, phase, step)
         if phase in ("refresh", "push"):
-            assert (status_of(job).phase, status_of(job).step) == ("refresh", step - 1), "it was struck too late"
+            during = "sync" if phase == "push" else phase
+            assert (status_of(job).phase, status_of(job).step) == (during, step - 1), "it was struck too late"
         assert job.wait(END_S) != 0
         if victim == "rank 1":
             assert job.messages() == [f"specactor: rank 0: rank 1 (process {pid}) was killed or crashed. {RESUME}"]

@@ -14,9 +14,12 @@ import torch
 from specactor.cpu import torchvision_ops
 
 torchvision_ops.install()
+from specactor.cpu import attention  # noqa: E402
 from specactor.device_memory import HostCopies  # noqa: E402
 from specactor.rollout.sglang import sampling, verify_batch, verify_worker  # noqa: E402
 from specactor.rollout.speculation.verification import DraftTree, accepted_path, chain, merged  # noqa: E402
+from specactor.trainer import microbatch  # noqa: E402
+from specactor.types import TrainSequence  # noqa: E402
 from specactor.weights_sync import digest  # noqa: E402
 from tests.lib.simulated_cuda import simulated  # noqa: E402
 
@@ -130,6 +133,45 @@ def away_and_back(device: str, *, waits: bool) -> list[Any]:
     return [*seen, parameter.data.cpu().tolist(), inner.state[parameter]["exp_avg"].cpu().tolist()]
 
 
+class Group:
+    """Of context parallelism."""
+
+    def __init__(self, ranks: int) -> None:
+        self.ranks = ranks
+
+    def size(self) -> int:
+        return self.ranks
+
+    def rank(self) -> int:
+        return self.ranks - 1
+
+
+def learning(device: str) -> tuple[list[Any], list[Any]]:
+    """(packed micro-batches and their rotary embedding, their attention), on one rank and on the second of two."""
+    sequences = [
+        TrainSequence(token_ids=tuple(range(n)), prompt_len=2, advantage=1.0 - n, rollout_logprobs=(-0.5,) * (n - 2))
+        for n in (9, 5, 8)
+    ]
+    found: list[torch.Tensor] = []
+    attended = []
+    for ranks in (1, 2):
+        shape = microbatch.Shape(context=ranks, context_rank=ranks - 1, tensor=1)
+        items = microbatch.items_of(sequences, [0.1] * 20, None, None)
+        made = microbatch.build(items, shape, torch.device(device))
+        found += [value for value in vars(made).values() if isinstance(value, torch.Tensor)]
+        boundaries = made.packed.cu_seqlens_q_padded
+        rows = int(made.tokens_1T.shape[1])
+        heads = torch.randn(rows * ranks, 2, 8, generator=torch.Generator().manual_seed(1)).to(device)
+        angles = torch.randn(16, 1, 1, 8, generator=torch.Generator().manual_seed(2)).to(device)
+        turned = attention.rotate_packed(heads[:rows], boundaries, angles, cp_group=Group(ranks))
+        plan = attention.plan_packed(boundaries.tolist(), ranks, ranks - 1, boundaries.device)
+        scale = SimpleNamespace(softmax_scale=0.3)
+        padded = [attention.PackedAttention._attend(scale, bucket, turned, heads, heads) for bucket in plan.buckets]
+        found.append(turned)
+        attended.append(torch.cat(padded).index_select(0, plan.output_rows_T).flatten())
+    return [x.cpu().tolist() for x in found], [x.cpu().tolist() for x in attended]
+
+
 def digests(device: str) -> list[Any]:
     data = torch.arange(1000, dtype=torch.int64).to(device).view(torch.uint8)
     target = torch.zeros(8000, dtype=torch.uint8, device=device)
@@ -147,7 +189,7 @@ def raised(work: Callable[[], Any]) -> str:
 
 
 def main(library: Path) -> None:
-    found: dict[str, Any] = {"cpu": one_round("cpu")}
+    found: dict[str, Any] = {"cpu": one_round("cpu"), "learning, cpu": learning("cpu")}
     with simulated(library) as waits:
         found["cuda"] = one_round("cuda")
         before = len(waits.reads)
@@ -158,6 +200,7 @@ def main(library: Path) -> None:
         found["reads of ten rounds"] = eleven - (len(waits.reads) - before)
         one, other = torch.ones(2, device="cuda:0"), torch.ones(2, device="cuda:1")
         found["mixed"] = [raised(lambda: one + other), raised(lambda: one + torch.ones(2))]
+        found["learning, cuda"] = learning("cuda")
         found["digests"] = digests("cuda")
         found["offload"] = away_and_back("cuda", waits=True)
         found["no waits"] = raised(lambda: found.update({"poisoned": away_and_back("cuda", waits=False)}))
