@@ -130,7 +130,7 @@ def _hardware(devices: Devices) -> list[Finding]:
     if not devices.gpus:
         return [*findings, Finding(component="GPU", found="none", used="CPU platform: gloo, float32, shared memory")]
     first = devices.gpus[0]
-    text = f"{len(devices.gpus)} x {first.name}, {first.memory_bytes / GIB:.0f} GiB: NCCL, CUDA IPC, CUDA graphs"
+    text = f"{len(devices.gpus)} x {first.name}, {first.memory_bytes / GIB:.0f} GiB: NCCL, CUDA graphs"
     return [*findings, Finding(component="GPU", found=text)]
 
 

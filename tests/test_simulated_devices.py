@@ -48,6 +48,16 @@ def test_what_learns_on_a_device_is_made_there(found: dict[str, Any]) -> None:
         assert one == pytest.approx(other, abs=1e-5)
 
 
+def test_weights_reach_an_engine_on_another_device(found: dict[str, Any]) -> None:
+    """No number of a device travels: each side copies between its own and shared memory. Bytes that change there while
+    they are loaded end the engine."""
+    rows = [[3.0 * i, 3.0 * i + 1, 3.0 * i + 2] for i in range(4)]
+    assert found["weights"] == [[rows, "cuda:3"]] * 2
+    message, killed = found["damaged"]
+    assert killed
+    assert "row.0 changed while it was loaded" in message
+
+
 def test_digests_are_made_on_a_device(found: dict[str, Any]) -> None:
     assert found["digests"] == [True, False]
 

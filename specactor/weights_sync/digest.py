@@ -9,6 +9,11 @@ _PIECE_BYTES = 256 * 2**10
 """Fits a core's second-level cache."""
 
 
+def digest_on(device: torch.device, data: torch.Tensor) -> int:
+    """The `digest` that a tensor on that device has if these are its bytes. Args: uint8 [N], of the host."""
+    return digest(data) if device.type == "cpu" else digest_of(data.to(device))
+
+
 def digest(tensor: torch.Tensor) -> int:
     """64-bit digest of the tensor's bytes in row-major order, the same for the same bytes on every host device.
 

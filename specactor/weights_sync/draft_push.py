@@ -21,7 +21,7 @@ import torch
 from specactor.errors import EngineError
 from specactor.weights_sync.buckets import Slot, aligned
 from specactor.weights_sync.digest import copy_with_digest
-from specactor.weights_sync.memory import HostBuffer
+from specactor.weights_sync.memory import SharedBuffer
 from specactor.weights_sync.messages import CheckReply, Commit, DraftWeights
 from specactor.weights_sync.receiver import Receiver
 from specactor.weights_sync.sender import TargetEngine
@@ -81,7 +81,7 @@ class DraftSender:
     def __init__(self, dtype: torch.dtype) -> None:
         """Args: of the weights that draft."""
         self._dtype = dtype
-        self._buffer: HostBuffer | None = None
+        self._buffer: SharedBuffer | None = None
 
     def pack(self, weights: Iterable[tuple[str, torch.Tensor]], *, version: int) -> DraftWeights:
         """Copy the weights, under Hugging Face names. What was packed before is gone."""
@@ -106,10 +106,10 @@ class DraftSender:
             self._buffer.close()
             self._buffer = None
 
-    def _room(self, num_bytes: int) -> HostBuffer:
+    def _room(self, num_bytes: int) -> SharedBuffer:
         if self._buffer is None or self._buffer.data.numel() < num_bytes:
             self.close()
-            self._buffer = HostBuffer(num_bytes)
+            self._buffer = SharedBuffer(num_bytes)
         return self._buffer
 
 

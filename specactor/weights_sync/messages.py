@@ -21,6 +21,8 @@ class Bucket(msgspec.Struct, frozen=True, kw_only=True):
     version: int
     address: Address
     slots: tuple[Slot, ...]
+    of_gpu: bool = False
+    """Whether digests are those that GPUs make; then a reader brings the bytes to its own before it looks."""
 
 
 class Round(msgspec.Struct, frozen=True, kw_only=True):

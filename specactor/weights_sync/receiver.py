@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from specactor.weights_sync.buckets import Slot
 from specactor.weights_sync.digest import digest_of
-from specactor.weights_sync.memory import Address, HostAddress, open_address
+from specactor.weights_sync.memory import Address, open_address, unregister
 from specactor.weights_sync.messages import Bucket, CheckReply, Commit, Round
 
 _MAX_VIEWS = 256
@@ -103,7 +103,7 @@ class Receiver:
         """Answer a `Round`: do its bytes have the digests that they had at their source?"""
         try:
             for bucket in msgspec.msgpack.decode(payload, type=Round).buckets:
-                for arrived in self._arrived(bucket):
+                for arrived in self._arrived(rank, bucket):
                     _check(arrived)
         except _Mismatch as mismatch:
             return msgspec.msgpack.encode(CheckReply(problem=str(mismatch)))
@@ -115,7 +115,7 @@ class Receiver:
         for bucket in message.buckets:
             if self._open_version != bucket.version:
                 self._begin(rank, bucket.version)
-            tensors = self._arrived(bucket)
+            tensors = self._arrived(rank, bucket)
             self._at = ""
             try:
                 with torch.no_grad(), _WriteAudit() as audit:
@@ -145,9 +145,11 @@ class Receiver:
         self._open_version = version
         self._written = {}
 
-    def _arrived(self, bucket: Bucket) -> list[_Arrived]:
-        """The bucket's tensors, without a copy."""
+    def _arrived(self, rank: EngineRank, bucket: Bucket) -> list[_Arrived]:
+        """The bucket's tensors, without a copy, or on the rank's GPU."""
         data = self._open(bucket.address)
+        if bucket.of_gpu:
+            data = data.to(next(rank.model.parameters()).device)
         host = data.numpy().data if data.device.type == "cpu" else None
         arrived = []
         for slot in bucket.slots:
@@ -170,10 +172,10 @@ class Receiver:
             self._read_back(audit)
 
     def _open(self, address: Address) -> torch.Tensor:
-        if not isinstance(address, HostAddress):  # a device handle would keep the sender's memory alive
-            return open_address(address)
         if address not in self._views:
             if len(self._views) >= _MAX_VIEWS:  # of senders that are gone
+                for view in self._views.values():
+                    unregister(view)
                 self._views.clear()
             self._views[address] = open_address(address)
         return self._views[address]

@@ -24,8 +24,8 @@ from specactor.config import WeightsSyncConfig
 from specactor.errors import EngineError, WeightSyncError
 from specactor.parallel.collective import Collective
 from specactor.weights_sync.buckets import Slot, aligned
-from specactor.weights_sync.digest import copy_with_digest, digest
-from specactor.weights_sync.memory import SharedBuffer, allocate
+from specactor.weights_sync.digest import copy_with_digest, digest_on
+from specactor.weights_sync.memory import SharedBuffer
 from specactor.weights_sync.messages import CHECK, COMMIT, LOAD, Bucket, CheckReply, Commit, Round
 
 TIMEOUT_S = 300.0
@@ -141,6 +141,8 @@ class _Push:
         self._pending: list[Future[None]] = []
         self._sent: list[tuple[Bucket, ...]] = []
         self._packed: dict[int, Bucket] = {}
+        self._device = torch.device("cpu")
+        """Of the tensors that were packed."""
 
     def stream(self, call: str, source: WeightSource) -> None:
         """Pack, exchange and send round by round. Returns when every engine has answered to all."""
@@ -175,7 +177,8 @@ class _Push:
     def _recheck(self, side: int) -> None:
         bucket = self._packed.get(side)
         for slot in bucket.slots if bucket is not None else ():
-            if digest(self._buffers[side].data[slot.offset : slot.offset + slot.num_bytes]) != slot.digest:
+            data = self._buffers[side].data[slot.offset : slot.offset + slot.num_bytes]
+            if digest_on(self._device, data) != slot.digest:
                 self.problem = self.problem or f"{slot.name} changed while it was loaded"
 
     def commit(self) -> None:
@@ -211,7 +214,7 @@ class _Push:
             source = tensor.detach().contiguous().view(-1).view(torch.uint8)
             offset = aligned(used)
             used = offset + source.numel()
-            data = self._room(side, used, source.device)
+            data, self._device = self._room(side, used), source.device
             slots.append(
                 Slot(
                     name=name,
@@ -223,15 +226,16 @@ class _Push:
             )
         if not slots:
             return None
-        return Bucket(version=self.version, address=self._buffers[side].address(), slots=tuple(slots))
+        address, of_gpu = self._buffers[side].address(), self._device.type == "cuda"
+        return Bucket(version=self.version, address=address, slots=tuple(slots), of_gpu=of_gpu)
 
-    def _room(self, side: int, num_bytes: int, device: torch.device) -> torch.Tensor:
+    def _room(self, side: int, num_bytes: int) -> torch.Tensor:
         """The bucket's memory, grown where one tensor alone is larger than a bucket, or alignment needs it."""
         while len(self._buffers) <= side:
-            self._buffers.append(allocate(max(num_bytes, self._config.bucket_bytes), device=device))
+            self._buffers.append(SharedBuffer(max(num_bytes, self._config.bucket_bytes)))
         old = self._buffers[side]
         if old.data.numel() < num_bytes:
-            self._buffers[side] = allocate(num_bytes, device=device)
+            self._buffers[side] = SharedBuffer(num_bytes)
             self._buffers[side].data[: old.data.numel()].copy_(old.data)
             old.close()
         return self._buffers[side].data

@@ -99,6 +99,9 @@ class Simulated(torch.Tensor):
         _waits.read("tolist")
         return self.inner.tolist()
 
+    def untyped_storage(self) -> torch.UntypedStorage:
+        return self.inner.untyped_storage()
+
     __torch_function__ = torch._C._disabled_torch_function_impl
 
     @classmethod
@@ -106,7 +109,9 @@ class Simulated(torch.Tensor):
         return _run(func, args, kwargs or {})
 
 
-class _Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Of one thread: others enter it again."""
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
         if kwargs.get("pin_memory"):
@@ -126,7 +131,7 @@ def simulated(library: Path) -> Iterator[Waits]:
     ctypes.CDLL(str(library))
     _waits = Waits()
     cuda = {"_lazy_init": lambda: None, "synchronize": lambda *_: _waits.settle(), "current_device": lambda: 0}
-    with patch.multiple(torch.cuda, **cuda), _Mode():  # type: ignore[no-untyped-call]
+    with patch.multiple(torch.cuda, **cuda), Mode():  # type: ignore[no-untyped-call]
         torch._C._set_only_lift_cpu_tensors(True)
         try:
             yield _waits

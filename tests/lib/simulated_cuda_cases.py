@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,14 +14,19 @@ import torch
 from specactor.cpu import torchvision_ops
 
 torchvision_ops.install()
+from specactor.config import WeightsSyncConfig  # noqa: E402
 from specactor.cpu import attention  # noqa: E402
 from specactor.device_memory import HostCopies  # noqa: E402
+from specactor.errors import WeightSyncError  # noqa: E402
 from specactor.rollout.sglang import sampling, verify_batch, verify_worker  # noqa: E402
 from specactor.rollout.speculation.verification import DraftTree, accepted_path, chain, merged  # noqa: E402
 from specactor.trainer import microbatch  # noqa: E402
 from specactor.types import TrainSequence  # noqa: E402
 from specactor.weights_sync import digest  # noqa: E402
-from tests.lib.simulated_cuda import simulated  # noqa: E402
+from specactor.weights_sync.messages import CHECK, COMMIT, LOAD  # noqa: E402
+from specactor.weights_sync.receiver import Receiver  # noqa: E402
+from specactor.weights_sync.sender import WeightSender  # noqa: E402
+from tests.lib.simulated_cuda import Mode, simulated  # noqa: E402
 
 VOCAB, COLUMNS, CACHED = 50, 24, 7
 TREES = [merged([[1, 2], [45, 3], [4]]), chain([37, 43]), DraftTree(), chain([38, 6, 7])]
@@ -172,6 +177,88 @@ def learning(device: str) -> tuple[list[Any], list[Any]]:
     return [x.cpu().tolist() for x in found], [x.cpu().tolist() for x in attended]
 
 
+class Model:
+    """Of an engine: one parameter, [4, 3]."""
+
+    def __init__(self, device: str, damage: Callable[[], None]) -> None:
+        self.weight, self._damage = torch.zeros(4, 3, device=device), damage
+
+    def parameters(self) -> Iterator[torch.Tensor]:
+        yield self.weight
+
+    def named_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
+        yield "weight", self.weight
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        for name, tensor in weights:
+            self._damage()
+            self.weight[int(name[-1])].copy_(tensor)
+
+
+class Engine:
+    """Of a rank of the trainer, on another device; its one rank answers as a process would."""
+
+    index = 0
+
+    def __init__(self, device: str, damage: Callable[[], None]) -> None:
+        self.receiver, self.killed = Receiver(), False
+        nothing = {"begin_weight_update": lambda: None, "end_weight_update": lambda: None, "flush_cache": lambda: None}
+        self.rank = SimpleNamespace(model=Model(device, damage), tp_rank=0, **nothing)
+
+    def rank_call(self, name: str, payload: bytes, *, timeout_s: float) -> list[bytes]:
+        calls = {CHECK: self.receiver.check, LOAD: self.receiver.load, COMMIT: self.receiver.commit}
+        with Mode():  # type: ignore[no-untyped-call]
+            return [calls[name](self.rank, payload)]
+
+    def kill(self) -> None:
+        self.killed = True
+
+
+class Source:
+    """The trainer's weights, in as many rounds as rows, or in one."""
+
+    one_host = True
+
+    def __init__(self, weight: torch.Tensor, rounds: int) -> None:
+        self.weight, self._rounds = weight, rounds
+
+    def rounds(self, capacity_bytes: int) -> Iterator[list[tuple[str, torch.Tensor]]]:
+        rows = [(f"row.{i}", row) for i, row in enumerate(self.weight.unbind(0))]
+        each = len(rows) // self._rounds
+        yield from (rows[start : start + each] for start in range(0, len(rows), each))
+
+
+class Alone:
+    """A job of one rank."""
+
+    def gather(self, value: Any, kind: Any) -> list[Any]:
+        return [value]
+
+    def any(self, value: bool) -> bool:
+        return value
+
+    def barrier(self) -> None: ...
+
+
+def weight_sync(trainer: str, engine: str, rounds: int, *, damaged: bool = False) -> list[Any]:
+    """What the engine has after a push, or why it has not."""
+    weight = torch.arange(12.0).view(4, 3).to(trainer)
+    sender = WeightSender(WeightsSyncConfig(), Alone())  # type: ignore[arg-type]
+
+    def damage() -> None:
+        if damaged:
+            sender._buffers[0].data[4] = 77
+
+    target = Engine(engine, damage)
+    try:
+        sender.push(Source(weight, rounds), [target], version=1)  # type: ignore[list-item]
+    except WeightSyncError as error:
+        return [str(error), target.killed]
+    finally:
+        sender.close()
+    return [target.rank.model.weight.cpu().tolist(), str(target.rank.model.weight.device)]
+
+
 def digests(device: str) -> list[Any]:
     data = torch.arange(1000, dtype=torch.int64).to(device).view(torch.uint8)
     target = torch.zeros(8000, dtype=torch.uint8, device=device)
@@ -201,6 +288,8 @@ def main(library: Path) -> None:
         one, other = torch.ones(2, device="cuda:0"), torch.ones(2, device="cuda:1")
         found["mixed"] = [raised(lambda: one + other), raised(lambda: one + torch.ones(2))]
         found["learning, cuda"] = learning("cuda")
+        found["weights"] = [weight_sync("cuda:0", "cuda:3", rounds) for rounds in (1, 4)]
+        found["damaged"] = weight_sync("cuda:0", "cuda:3", 1, damaged=True)
         found["digests"] = digests("cuda")
         found["offload"] = away_and_back("cuda", waits=True)
         found["no waits"] = raised(lambda: found.update({"poisoned": away_and_back("cuda", waits=False)}))

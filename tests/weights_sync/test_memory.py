@@ -9,7 +9,7 @@ import msgspec
 import pytest
 import torch
 
-from specactor.weights_sync.memory import Address, HostBuffer, open_address
+from specactor.weights_sync.memory import Address, SharedBuffer, open_address
 
 READER = """
 import sys, msgspec, torch
@@ -21,7 +21,7 @@ data[3] = 42
 
 
 def test_another_process_reads_and_writes_the_same_memory() -> None:
-    buffer = HostBuffer(4096)
+    buffer = SharedBuffer(4096)
     buffer.data[:3] = torch.tensor([7, 8, 9], dtype=torch.uint8)
     address = msgspec.json.encode(buffer.address()).decode()
     subprocess.run([sys.executable, "-c", READER, address], check=True, timeout=120)
@@ -30,17 +30,17 @@ def test_another_process_reads_and_writes_the_same_memory() -> None:
 
 
 def test_an_address_survives_the_wire() -> None:
-    buffer = HostBuffer(64)
+    buffer = SharedBuffer(64)
     address = buffer.address()
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(address), type=Address) == address
     buffer.close()
 
 
 def test_a_closed_buffer_cannot_be_opened_nor_mistaken_for_its_successor() -> None:
-    first = HostBuffer(64)
+    first = SharedBuffer(64)
     old = first.address()
     first.close()
-    second = HostBuffer(64)
+    second = SharedBuffer(64)
     assert second.address() != old
     with pytest.raises(OSError):
         open_address(old)

@@ -11,7 +11,7 @@ import torch
 
 from specactor.weights_sync.buckets import Slot, aligned
 from specactor.weights_sync.digest import digest
-from specactor.weights_sync.memory import HostBuffer
+from specactor.weights_sync.memory import SharedBuffer
 from specactor.weights_sync.messages import Bucket, CheckReply, Commit, Round
 from specactor.weights_sync.receiver import Receiver, _same_bits
 
@@ -74,8 +74,8 @@ class Rank:
 
 
 @pytest.fixture
-def bucket() -> Iterator[tuple[HostBuffer, Bucket, list[torch.Tensor]]]:
-    buffer = HostBuffer(4096)
+def bucket() -> Iterator[tuple[SharedBuffer, Bucket, list[torch.Tensor]]]:
+    buffer = SharedBuffer(4096)
     tensors = [torch.randn(3, 5) for _ in range(4)]
     slots, used = [], 0
     for i, tensor in enumerate(tensors):
@@ -99,7 +99,7 @@ COMMIT = msgspec.msgpack.encode(Commit(version=3))
 
 
 @pytest.mark.parametrize("checked", [False, True])
-def test_what_was_sent_is_in_the_model(bucket: tuple[HostBuffer, Bucket, list[torch.Tensor]], checked: bool) -> None:
+def test_what_was_sent_is_in_the_model(bucket: tuple[SharedBuffer, Bucket, list[torch.Tensor]], checked: bool) -> None:
     rank, receiver = Rank(right), Receiver()
     assert problem(receiver.check(rank, message(bucket[1]))) == ""
     assert not rank.model.get_parameter("experts").any()
@@ -121,7 +121,7 @@ def test_what_was_sent_is_in_the_model(bucket: tuple[HostBuffer, Bucket, list[to
     ],
 )
 def test_a_wrong_loader_is_noticed(
-    bucket: tuple[HostBuffer, Bucket, list[torch.Tensor]], loader: Loader, expected: str, checked: bool
+    bucket: tuple[SharedBuffer, Bucket, list[torch.Tensor]], loader: Loader, expected: str, checked: bool
 ) -> None:
     rank, receiver = Rank(loader), Receiver()
     found = problem(receiver.load(rank, message(bucket[1], checked=checked)))
@@ -130,7 +130,7 @@ def test_a_wrong_loader_is_noticed(
 
 @pytest.mark.parametrize("byte", [0, 17, 59])
 def test_a_flipped_bit_is_named_before_its_tensor_is_loaded(
-    bucket: tuple[HostBuffer, Bucket, list[torch.Tensor]], byte: int
+    bucket: tuple[SharedBuffer, Bucket, list[torch.Tensor]], byte: int
 ) -> None:
     buffer, sent, _ = bucket
     buffer.data[sent.slots[1].offset + byte] ^= 16
@@ -145,7 +145,7 @@ def test_a_version_that_was_never_loaded_is_not_committed() -> None:
 
 
 def test_an_update_that_was_broken_off_does_not_count_for_the_next(
-    bucket: tuple[HostBuffer, Bucket, list[torch.Tensor]],
+    bucket: tuple[SharedBuffer, Bucket, list[torch.Tensor]],
 ) -> None:
     rank, receiver = Rank(right), Receiver()
     assert problem(receiver.load(rank, message(bucket[1]))) == ""
@@ -186,7 +186,7 @@ def test_a_copy_is_compared_with_a_source_on_another_device(contiguous: bool) ->
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("loader", [right, changes_it_afterwards])
 def test_a_bucket_in_host_memory_reaches_a_gpu(
-    bucket: tuple[HostBuffer, Bucket, list[torch.Tensor]], loader: Loader
+    bucket: tuple[SharedBuffer, Bucket, list[torch.Tensor]], loader: Loader
 ) -> None:
     rank, receiver = Rank(loader), Receiver()
     rank.model.cuda()
