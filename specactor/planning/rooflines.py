@@ -3,13 +3,14 @@
 A forward of n requests with t tokens each, on g devices that share every layer (tensor parallelism), takes the sum over
 its parts of the longer of moving bytes and computing:
 
-    projections, MLP or router, output   weights / g   and   2 params rows / g operations,  rows = t bucket(n)
+    projections, MLP or router, output   weights / g   and   2 params rows / g operations,  rows = bucket(n t)
     experts                              E (1 - (1 - k/E)^rows) of them are read; each row computes with k
-    attention                            KV of n c tokens is read once, whatever t; 4 rows c head_dim heads operations
+    attention                            KV of c tokens is read by each of n t rows; 4 rows c head_dim heads operations
     logits                               rows V float32, written and read
 
 and two all-reduces of rows x hidden per layer (g > 1), the least time of its kernels, and the launch. `bucket` rounds
-requests up to the sizes for which graphs are captured (SGLang 0.5.23's lists, with and without speculation).
+rows up to the sizes for which graphs are captured (SGLang 0.5.23's lists, with and without speculation). An attention
+that reads a request's keys once for all its rows can be asked for, to see what it would bring: ours does not.
 
 The tables are `CostTable`s and `Grid`s like measured ones. What they leave out: imbalance of experts, prefills beside
 decodes, stragglers, the host, and kernels that fall short of the attained shares. Measure where you
@@ -50,8 +51,14 @@ class Roofline:
         devices: int,
         context: int,
         attained: Attained | None = None,
+        keys_once: bool = False,
     ) -> None:
-        """`context`: tokens of a request in the KV cache, on average. Raises PlanError for an engine that cannot be."""
+        """Raises PlanError for an engine that cannot be.
+
+        Args:
+            context: tokens of a request in the KV cache, on average.
+            keys_once: keys are read once per request and not per row.
+        """
         if not 1 <= devices <= device.node_devices or context < 0:
             raise PlanError(
                 f"engine: got {devices} devices and a context of {context}; expected 1..{device.node_devices} (a node "
@@ -59,6 +66,7 @@ class Roofline:
             )
         self.shape, self.device, self.devices, self.context = shape, device, devices, context
         self.attained = attained or Attained()
+        self.keys_once = keys_once
 
     @property
     def capacity_bytes(self) -> float:
@@ -68,9 +76,10 @@ class Roofline:
     def forward_s(self, requests: int, tokens: int = 1, *, buckets: Sequence[int] = PLAIN_BUCKETS) -> float:
         """Seconds of one forward, `tokens` rows of each request."""
         shape = self.shape
-        padded = buckets[min(bisect_left(buckets, requests), len(buckets) - 1)]
-        rows = tokens * max(padded, requests)
-        attended = requests * self.context * shape.kv_bytes_per_token / shape.layers
+        wanted = requests * tokens
+        rows = max(wanted, buckets[min(bisect_left(buckets, wanted), len(buckets) - 1)])
+        readers = requests if self.keys_once else wanted
+        attended = readers * self.context * shape.kv_bytes_per_token / shape.layers
         layer = self._matmul(shape.attention_params + shape.mlp_params, rows)
         layer += self._experts(rows)
         layer += self._longer(
@@ -158,9 +167,10 @@ def from_figures(
     sizes: Sequence[int] = (),
     drafter_sizes: Sequence[int] = (1, 2),
     attained: Attained | None = None,
+    keys_once: bool = False,
 ) -> Candidates:
     """Options by rooflines. `survivals` by drafter; `max_requests`: of one engine, at most; `sizes`: devices of a
-    verifier, by default all that fit.
+    verifier, by default all that fit; `keys_once`: see `Roofline`.
 
     Raises ConfigError for a size asked for that does not divide the target's heads, and PlanError where the target fits
     on no engine of one node.
@@ -175,7 +185,7 @@ def from_figures(
     kept = attained or Attained()
     verifiers = []
     for g in sizes:
-        roofline = Roofline(target, device, devices=g, context=context, attained=kept)
+        roofline = Roofline(target, device, devices=g, context=context, attained=kept, keys_once=keys_once)
         option = VerifierOption(
             devices=g,
             costs=cost_table(
