@@ -20,7 +20,6 @@ import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Generic, TypeVar
 
 import msgspec
@@ -51,9 +50,7 @@ class Call(Generic[Answer]):
     def __enter__(self) -> Call[Answer]:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._child.forget(self)
 
     def next(self, timeout_s: float) -> Answer:

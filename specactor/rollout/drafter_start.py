@@ -21,7 +21,6 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import TracebackType
 
 from specactor.config import Config
 from specactor.config.speculation import WARM_UP
@@ -321,7 +320,5 @@ class Ports:
     def __enter__(self) -> Ports:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()

@@ -19,8 +19,9 @@ from dataclasses import dataclass
 
 from specactor.errors import EngineError
 from specactor.rollout import resume
+from specactor.rollout.drafter_pool import DrafterPool
 from specactor.rollout.sglang.engine_client import Engine, EngineDied
-from specactor.rollout.tail import BorrowedDevices, EngineLoad, Running, SleepingDrafters, TailPolicy
+from specactor.rollout.tail import BorrowedDevices, EngineLoad, Running, WakeWhereItPays
 from specactor.types import RolloutRequest, Trajectory
 
 REPORT_TOKENS = 64
@@ -49,10 +50,10 @@ class Driver:
         engines: Sequence[Engine],
         *,
         notify: Callable[[Trajectory], None],
-        policy: TailPolicy | None = None,
+        policy: WakeWhereItPays | None = None,
         report_tokens: int = REPORT_TOKENS,
         enough_groups: int | None = None,
-        drafters: SleepingDrafters | None = None,
+        drafters: DrafterPool | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """

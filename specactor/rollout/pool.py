@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
-from types import TracebackType
 
 from specactor.errors import EngineError
 from specactor.rollout.drafter_pool import DrafterPool
@@ -19,7 +18,7 @@ from specactor.rollout.driver import REPORT_TOKENS, Driver
 from specactor.rollout.requests import assign, merge
 from specactor.rollout.sglang.engine_client import Engine, EngineDied, EngineSpec
 from specactor.rollout.speculation.counters import Counts, Figures, added, added_figures
-from specactor.rollout.tail import TailPolicy, WakeWhereItPays
+from specactor.rollout.tail import WakeWhereItPays
 from specactor.trace import Span
 from specactor.types import RolloutRequest, Trajectory
 
@@ -51,7 +50,7 @@ class EnginePool:
         self,
         specs: Sequence[EngineSpec],
         *,
-        tail: TailPolicy | None = None,
+        tail: WakeWhereItPays | None = None,
         report_tokens: int = REPORT_TOKENS,
         drafters: DrafterPool | None = None,
         restart_limit_s: float = RESTART_LIMIT_S,
@@ -80,9 +79,7 @@ class EnginePool:
     def __enter__(self) -> EnginePool:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.stop()
 
     def wait_ready(self) -> None:
@@ -138,7 +135,7 @@ class EnginePool:
 
     def learn(self, counts: Mapping[str, Counts]) -> None:
         """What speculation did in a step, in all engines of the job: the next one is planned with it."""
-        if isinstance(self.tail, WakeWhereItPays):
+        if self.tail is not None:
             self.tail = self.tail.after(counts)
 
     def lost(self) -> tuple[int, ...]:
