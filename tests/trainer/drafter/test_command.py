@@ -88,7 +88,7 @@ def test_init_train_eval(targets: dict[str, Path], tmp_path: Path) -> None:
         ([], "expected init, train or eval"),
         (["init"], "--target"),
         ([*INIT, "--wrong", "1"], "unknown setting --wrong"),
-        ([*EVAL, "--window", "x"], "--window"),
+        ([*EVAL, "--window", "x"], "window: got 'x', expected INT"),
         ([*EVAL, "--window", "0"], "expected >= 1"),
         ([*INIT, "start:target-start", "--start.max-intermediate", "0"], "start.max_intermediate: got 0, expected > 0"),
         ([*INIT, "start:random-start", "--start.hidden-size", "0"], "start.hidden_size: got 0, expected > 0"),
