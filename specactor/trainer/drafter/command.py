@@ -155,9 +155,8 @@ def run(argv: Sequence[str], console: Console) -> None:
             found = evaluate(options)
             console.print(
                 f"{found.tokens} tokens, window {found.window}, entropy {found.entropy:.2f} nats\n"
-                f"accept_length {found.accept_length:.2f} with shared noise, {found.greedy_accept_length:.2f} greedy\n"
-                f"accepted per token: {found.shared:.3f} with shared noise, {found.greedy:.3f} greedy, "
-                f"at most {found.overlap:.3f} (1 - TV)",
+                f"accept_length {found.accept_length:.2f}\n"
+                f"accepted per token: {found.shared:.3f}, at most {found.overlap:.3f} (1 - TV)",
                 soft_wrap=True,
             )
 

@@ -234,7 +234,7 @@ class DrafterTrainer:
 
     def _gradients(self, deadline: Deadline) -> tuple[dict[str, float] | None, int]:
         """(sums of one update over all ranks, micro-batches run); None where the time is over."""
-        examples = losses.of_one_width(self.buffer.draw(self.updates, self.tokens_per_update))
+        examples = self.buffer.draw(self.updates, self.tokens_per_update)
         lengths = [len(example.token_ids) for example in examples]
         num_tokens = sum(example.response_len for example in examples)
         self._drawn = (len(examples), sum(lengths))
