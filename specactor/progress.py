@@ -12,7 +12,6 @@ from contextlib import contextmanager
 
 from rich.console import Console
 from rich.live import Live
-from rich.table import Table
 from rich.text import Text
 
 from specactor.metrics import METRICS, Value
@@ -170,18 +169,10 @@ class Progress:
         self._print(f"{f'{step}/{self.total_steps}':>9} " + "".join(cells) + whole)
 
     def summary(self, rows: Sequence[tuple[str, str]]) -> None:
-        """Print the final table: a table on a terminal, aligned plain lines elsewhere."""
-        if self._quiet:
-            return
-        if not self._console.is_terminal:
-            width = max(len(name) for name, _ in rows)
-            for name, value in rows:
-                self._print(f"{name:<{width}}  {value}")
-            return
-        table = Table(title="Run", title_justify="left", show_header=False)
+        """Print the final table."""
+        width = max(len(name) for name, _ in rows)
         for name, value in rows:
-            table.add_row(Text(name), Text(value, overflow="fold"))
-        self._console.print(table)
+            self._print(f"{name:<{width}}  {value}")
 
     def time_left_s(self) -> float | None:
         """Seconds that the remaining steps will take at the mean pace of the last ten; None before the first."""
