@@ -56,7 +56,6 @@ class Progress:
     ) -> None:
         self.total_steps = total_steps
         self.total_seconds: dict[str, float] = {}
-        """Seconds per phase since the beginning."""
         self.problems: dict[str, list[str]] = {}
         """By drafter, what is wrong with it, as far as no line of metrics has said so."""
         self.recorder = Recorder()
@@ -169,7 +168,6 @@ class Progress:
         self._print(f"{f'{step}/{self.total_steps}':>9} " + "".join(cells) + whole)
 
     def summary(self, rows: Sequence[tuple[str, str]]) -> None:
-        """Print the final table."""
         width = max(len(name) for name, _ in rows)
         for name, value in rows:
             self._print(f"{name:<{width}}  {value}")
@@ -192,7 +190,6 @@ class Progress:
             self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def _status(self) -> Text:
-        """The live line."""
         shown = self._shown
         parts = [f"step {min(self._step + 1, self.total_steps)}/{self.total_steps}", self._phase or "..."]
         if self._phase == "warm-up" and "total" in shown:

@@ -44,7 +44,6 @@ def install() -> None:
 
 
 def installed() -> bool:
-    """Whether this process runs Megatron on the CPU."""
     return _state["installed"]
 
 

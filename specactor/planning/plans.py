@@ -68,8 +68,6 @@ class RolloutPlan:
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
-    """What there is to plan for."""
-
     devices: int
     requests: int
     """That are there to run at once, in all."""
@@ -86,8 +84,6 @@ class Cluster:
 
 @dataclass(frozen=True, kw_only=True)
 class Footprint:
-    """Memory of a model."""
-
     weights_bytes: float
     """One copy."""
     request_bytes: float
@@ -140,8 +136,6 @@ class DrafterEngine:
 
 @dataclass(frozen=True, kw_only=True)
 class DrafterOption:
-    """A draft method."""
-
     name: str
     survival: tuple[float, ...]
     """P(the first j draft tokens are accepted), j = 1, 2, ..: bounds the window."""

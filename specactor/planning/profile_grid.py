@@ -132,7 +132,6 @@ def _doubled(largest: int) -> list[int]:
 
 
 def _middles(axis: Sequence[int]) -> list[int]:
-    """Half-way in every interval that has a middle."""
     return [(a + b) // 2 for a, b in pairwise(axis) if b - a > 1]
 
 

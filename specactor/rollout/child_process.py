@@ -66,8 +66,6 @@ class Call(Generic[Answer]):
 
 
 class ChildProcess(Generic[Answer]):
-    """One child."""
-
     def __init__(
         self,
         run: str,
@@ -170,12 +168,10 @@ class ChildProcess(Generic[Answer]):
             self._calls.pop(call.number, None)
 
     def unanswered(self) -> set[int]:
-        """Numbers of the calls that have not had their last answer."""
         with self._lock:
             return set(self._unanswered)
 
     def heard_s(self) -> float:
-        """Seconds since it last said anything."""
         return time.monotonic() - self._heard_s
 
     def silent_s(self) -> float:
@@ -215,7 +211,6 @@ class ChildProcess(Generic[Answer]):
         return f"{self.name} {what} The end of its log, {self.log_file}:\n{self.log_tail()}"
 
     def log_tail(self) -> str:
-        """Last lines of the log."""
         file = Path(self.log_file)
         lines = file.read_text(errors="replace").splitlines() if file.exists() else ["(no log)"]
         return "\n".join(f"  | {line}" for line in lines[-_LOG_TAIL_LINES:])

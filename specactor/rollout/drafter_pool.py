@@ -54,7 +54,6 @@ class DrafterPool:
         self._ending = threading.Event()
         self._watcher: threading.Thread | None = None
         self.restarts = 0
-        """Drafters that were started again so far."""
         self._deaths = [0] * len(specs)
         self._late = [0] * len(specs)
         """Ends of rollouts in a row that ended it, since it did not sleep or had not started."""
@@ -204,7 +203,6 @@ class DrafterPool:
             self._gone_s[i] = time.monotonic()
 
     def stop(self) -> None:
-        """Ends all. May be called again."""
         self._ending.set()
         with self._lock:
             for drafter in self.drafters:

@@ -40,14 +40,11 @@ class Host:
     """What drafters share with the rest of the job there."""
 
     ranks: int
-    """Of the trainer."""
     engines: int
-    """That its drafters draft for."""
     devices: tuple[int, ...]
     """Its GPUs, or its cores where it has none."""
     has_gpus: bool
     first_drafter: int = 0
-    """Number of its first drafter in the job."""
     own_engines: tuple[tuple[int, int], ...] = ()
     """(index, first device) of each engine that the host's first rank starts."""
 
@@ -312,7 +309,6 @@ class Ports:
         return f"tcp://{host}:{keeper.getsockname()[1]}"
 
     def close(self) -> None:
-        """Harmless the second time."""
         for keeper in self._kept:
             keeper.close()
         self._kept.clear()

@@ -36,7 +36,6 @@ class _Event:
     request: RolloutRequest | None = None
     """None: the call has ended."""
     response: Trajectory | None = None
-    """What there is of it."""
     ended: bool = False
     """The response, or the call."""
     error: BaseException | None = None
@@ -74,7 +73,6 @@ class Driver:
         self._enough = enough_groups
         self._borrowed = BorrowedDevices(engines, drafters, policy, clock=clock)
         self._running: dict[int, dict[str, RolloutRequest]] = {i: {} for i in range(len(engines))}
-        """By engine that is alive and request id."""
         self._emitted: dict[str, int] = {}
         """Response tokens of those that were heard of."""
         self._rounds = 0

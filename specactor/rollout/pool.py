@@ -36,7 +36,6 @@ class RolloutOutcome:
     unfinished: list[RolloutRequest]
     """Of engines that died; restart those, sync weights, and generate these again."""
     lost_engines: tuple[int, ...]
-    """Indices (`EngineSpec.index`) of the engines that died."""
     stopped: list[RolloutRequest] = field(default_factory=list)
     """Ended because there were enough groups; each holds what was begun of its response."""
     drafters_woken: int = 0
@@ -195,7 +194,6 @@ class EnginePool:
             raise
 
     def flush(self) -> None:
-        """Drop the KV and prefix caches."""
         self._on_living(Engine.flush)
 
     def release_memory(self) -> None:
@@ -225,7 +223,6 @@ class EnginePool:
         return {name: spans[name] for name in sorted(spans)}
 
     def set_version(self, version: int) -> None:
-        """States which weights the engines hold now."""
         for engine in self.engines:
             engine.set_version(version)
 

@@ -22,7 +22,6 @@ from specactor.types import Begun, FinishReason, RolloutRequest, Trajectory, Ver
 
 
 def num_begun(request: RolloutRequest) -> int:
-    """Tokens of the response that there are."""
     return len(request.begun.token_ids) if request.begun else 0
 
 

@@ -32,8 +32,6 @@ RETURN_SHARE = 0.2
 
 @dataclass(frozen=True, kw_only=True)
 class Running:
-    """A request on an engine."""
-
     emitted: int
     max_new_tokens: int
 
@@ -63,7 +61,6 @@ class TailCosts:
     acceptance: float = 0.6
     """P(the first draft token is accepted), of a drafter on a dry engine's device, as believed now."""
     first_acceptance: float = 0.6
-    """As believed before any was seen."""
     max_window: int = 8
     notice_rounds: float = 32.0
     """Until an engine that found no drafter looks for one again."""
@@ -167,7 +164,6 @@ class BorrowedDevices:
         """Engines of which the drafters know that they have nothing to do."""
 
     def give_back(self, engine: int) -> None:
-        """The engine is about to be given requests."""
         if self._drafters is not None:
             self._dry.discard(engine)
             self._drafters.sleep(self._engines[engine].index)

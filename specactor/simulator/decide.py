@@ -45,8 +45,6 @@ AHEAD = "decoupled"
 
 @dataclass(frozen=True, kw_only=True)
 class Policy:
-    """What may be done."""
-
     mode: SimulatedMode = "auto"
     drafter: str = ""
     """Of modes coupled and decoupled; empty: the one of the best plan."""
@@ -101,8 +99,6 @@ class Decision:
 
 
 class Decider:
-    """Of one engine."""
-
     def __init__(
         self,
         plan: RolloutPlan,

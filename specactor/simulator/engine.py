@@ -54,14 +54,11 @@ class Helper:
     since: float
 
     def remote(self, requests: int, message_s: float, rollback_s: float = 0.0) -> Remote:
-        """As the helped engine sees it."""
         served = -(-requests // self.copies)
         return Remote(seconds=self.seconds, served=served, message_s=message_s, rollback_s=rollback_s)
 
 
 class Engine:
-    """Verifies."""
-
     def __init__(self, index: int, option: VerifierOption, decider: Decider, slow: float) -> None:
         """`slow`: factor on all its seconds."""
         self.index, self.option, self.decider, self.slow = index, option, decider, slow
@@ -86,7 +83,6 @@ class Engine:
 
     @property
     def plans(self) -> list[DraftPlan]:
-        """What each running request does."""
         name, of = self.decision.drafter, self.decision
         return [
             DraftPlan(mode=MODES[mode], drafter=name, window=window) if window else PLAIN
@@ -118,7 +114,6 @@ class Engine:
         self._new += len(new)
 
     def settle(self, now: float, done_N: Floats) -> None:
-        """Account for the rounds up to now."""
         if self.round is None or now <= self.since:
             return
         rounds = (now - self.since) / self.round.seconds
@@ -155,7 +150,6 @@ class Engine:
         self.rounds_decided, self.requests_decided = self.rounds, len(self.running)
 
     def set_round(self, found: Round) -> None:
-        """What its rounds are from now on."""
         self.round = found
         if self.rounds == self.rounds_decided:
             self.first_round_s = found.seconds

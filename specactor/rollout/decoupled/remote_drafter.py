@@ -37,8 +37,6 @@ _FORGIVENESS = 1.002
 
 
 class Patience:
-    """Of one engine."""
-
     def __init__(self) -> None:
         self._rounds_s: deque[float] = deque(maxlen=MAX_SAMPLES)
         self._answers_s: deque[float] = deque(maxlen=MAX_SAMPLES)
@@ -118,7 +116,6 @@ class Decoupled(Drafter):
         self.waits = 0
         self.waited_s = 0.0
         self._wait_s = 0.0
-        """In this round."""
         self._told: dict[str, float] = {}
         """Figures as of the last call."""
         self._finalizer = weakref.finalize(self, link.close)

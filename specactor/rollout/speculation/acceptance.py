@@ -48,7 +48,6 @@ CONFIDENCES = 4
 SURE = 8.0
 """Of what is remembered of drafts of one confidence, over what is of all, where little is."""
 _UNKNOWN = (0.0, 0.0, 0.0)
-"""Counts of a request that was never observed."""
 
 
 def survival_of(p: float, window: int) -> tuple[float, ...]:
@@ -111,7 +110,6 @@ class _Positions:
         return promised
 
     def overall(self) -> float:
-        """Mean over all trials of all positions."""
         return (sum(self._hits) + self._weight * self._first) / (sum(self._trials) + self._weight)
 
     @property
@@ -145,7 +143,6 @@ class AcceptanceModel:
     _acceptance: _Positions = field(init=False, repr=False)
     _coverage: _Positions = field(init=False, repr=False)
     _sure: list[_Positions] = field(init=False, repr=False)
-    """Acceptance of drafts by confidence."""
     _told: dict[str, int] = field(init=False, repr=False, default_factory=dict)
     """Confidence of the drafts that are there now, by request."""
     _requests: dict[str, tuple[float, float, float]] = field(init=False, repr=False, default_factory=dict)

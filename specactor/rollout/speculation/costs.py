@@ -43,13 +43,10 @@ RATIOS = 31
 MIN_RATIOS = 5
 """Rounds of a kind before the table is corrected for it: a median of fewer follows single stalls."""
 MAX_POINTS = 1024
-"""Rounds that are remembered, of each kind."""
 FIRST_FIT = 12
-"""Rounds after which the first table is fitted."""
 GROWTH = 2
 """The next fit comes when this many times as many rounds were seen."""
 MAX_INTERVAL = 2048
-"""Rounds between two fits, at most."""
 CURVES = 256
 """Numbers of requests whose costs are kept at hand."""
 UNFITTED = 8
@@ -187,7 +184,6 @@ class CostTable:
         return (*self.drafters, *([METHOD] if self.process else []))
 
     def only(self, methods: Collection[str]) -> CostTable:
-        """With these alone."""
         drafters = {name: grid for name, grid in self.drafters.items() if name in methods}
         return replace(self, drafters=drafters, process=self.process if METHOD in methods else None)
 
@@ -203,13 +199,11 @@ class CostTable:
         return self.verify.at(requests, tokens / requests)
 
     def verify_curve(self, requests: int, max_tokens: int) -> NDArray[np.float64]:
-        """`verify_s` for tokens = requests, .., max_tokens."""
         if not 1 <= requests <= max_tokens:
             raise PlanError(f"verify_curve: got {max_tokens} tokens of {requests} requests, expected one of each.")
         return self.verify.along(requests, np.arange(requests, max_tokens + 1) / requests)
 
     def plain_s(self, requests: int) -> float:
-        """Seconds of a decode step without speculation."""
         if requests < 1:
             raise PlanError(f"plain_s: got {requests} requests, expected at least 1.")
         return self.plain.at(requests, 1.0)
@@ -314,7 +308,6 @@ class OnlineCosts:
         self.verifies: deque[Point] = deque(maxlen=MAX_POINTS)
         """The others."""
         self.drafts: dict[str, deque[Point]] = {}
-        """Drafting, by drafter."""
         self._rounds = 0
         self._sizes: set[int] = set()
         """Numbers of requests that were seen, one of each magnitude."""
@@ -326,7 +319,6 @@ class OnlineCosts:
         return self._table
 
     def wanted(self, max_window: int) -> int:
-        """A window to try while there is no table."""
         return min(TRIED[self._rounds % len(TRIED)], max_window)
 
     def plain_is_next(self) -> bool:
@@ -342,7 +334,6 @@ class OnlineCosts:
         return self._curve(requests, max_rows)
 
     def plain_s(self, requests: int) -> float:
-        """Seconds of a plain step, corrected."""
         return self._plain_s(requests) * self.correction.factor(OFF)
 
     def draft_s(self, drafter: str, requests: int) -> Callable[[int], float]:

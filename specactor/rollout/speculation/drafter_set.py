@@ -46,15 +46,12 @@ _Kind = Literal["text", "model"]
 
 @dataclass(slots=True, eq=False)
 class _Request:
-    """A request of the engine."""
-
     sequence: DraftSequence
     known: dict[_Kind, DraftSequence] = field(default_factory=dict)
     """What drafters know of it: a copy that grows as they are told. Only of the kinds for which it is open."""
 
     @property
     def untold(self) -> int:
-        """Tokens that drafters over text do not know."""
         known = self.known.get("text")
         return len(self.sequence.output_ids) - (len(known.output_ids) if known is not None else 0)
 
@@ -100,7 +97,6 @@ class DrafterSet:
         self._missed = 0
         """Times in a row that none was there."""
         self._listen_s = float("-inf")
-        """When to listen again."""
 
     # ------------------------------------------------------------------------------------- what drafters are told
 
@@ -112,7 +108,6 @@ class DrafterSet:
             self._tell(request, "model")
 
     def commit(self, sequence: DraftSequence) -> None:
-        """Tokens were appended to its output."""
         if not self.is_paused:
             request = self._running[sequence.request_id]
             self._tell(request, "text")
@@ -209,7 +204,6 @@ class DrafterSet:
         return (1 << min(self._missed, ABSENT)) - 1
 
     def find(self) -> None:
-        """Those that work and can have drafts now."""
         there: set[str] = set()
 
         def look(name: str, drafter: Drafter) -> None:
@@ -237,7 +231,6 @@ class DrafterSet:
         self._versions[name] = version
 
     def expects(self) -> bool:
-        """Whether drafts are on their way."""
         return any(self.drafters[name].expects for name in self.there)
 
     def let_wait(self, names: Container[str]) -> None:
@@ -327,7 +320,6 @@ class DrafterSet:
         return figures
 
     def stop(self) -> None:
-        """Nobody will ask again."""
         for drafter in self.drafters.values():
             self.call(drafter, drafter.stop)
 
@@ -363,7 +355,6 @@ class DrafterSet:
         return usable
 
     def _tell_problem(self, drafter: Drafter, reason: str) -> None:
-        """Once."""
         problem = f"{type(drafter).__name__}: {reason}"
         if problem not in self._problems:
             self._problems.add(problem)

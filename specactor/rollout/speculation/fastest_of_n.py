@@ -56,7 +56,6 @@ def ranked(rates: Mapping[str, float], costs: Mapping[str, LiveCosts]) -> list[s
 
 
 def best_window(rate: float, costs: LiveCosts) -> int:
-    """Of a drafter elsewhere."""
     return int(_by_window(rate, costs, "decoupled").argmax()) + 1
 
 
@@ -72,7 +71,6 @@ def gain_after(waking: float, left: float, faster: float) -> float:
 
 
 def _by_window(rate: float, costs: LiveCosts, mode: Mode) -> Floats:
-    """Tokens per second."""
     by_window_W: Floats = speeds(np.array([survival_of(rate, len(costs.verify_s) - 1)]), costs, mode)[0]
     return by_window_W
 

@@ -98,7 +98,6 @@ class Planner:
     def __init__(self, config: SpeculationConfig, drafter_set: DrafterSet, estimates: Estimates) -> None:
         self.owners = Owners()
         self.current = OFF
-        """The option that was chosen last."""
         self._promises = Promises()
         self._config, self._drafter_set, self._estimates = config, drafter_set, estimates
         self._costs, self._acceptance = estimates.costs, estimates.acceptance
@@ -329,16 +328,12 @@ class Planner:
 
 
 class Switch(NamedTuple):
-    """Requests that changed their drafter in a round."""
-
     before: str
     after: str
     requests: int
 
 
 class Owners:
-    """Which drafter each running request has."""
-
     def __init__(self) -> None:
         self._drafter: dict[str, str] = {}
         self.pace: float | None = None

@@ -50,7 +50,6 @@ HANDICAP = 0.15
 LOOKS_SHARE = 0.5
 """Of what rounds with drafts have won, what looks in every round may cost."""
 PROMISED_ROUNDS = 8
-"""Over which promises are averaged."""
 
 
 class Seen(NamedTuple):
@@ -66,15 +65,12 @@ class Seen(NamedTuple):
 
 @dataclass(slots=True)
 class Look:
-    """What was drafted for one request."""
-
     start: int
     """Tokens of its output then."""
     asked: int
     drafts: Mapping[str, Sequence[int]]
     """Per drafter; at most `asked` tokens."""
     confidence: Mapping[str, int | None] = field(default_factory=dict)
-    """Per drafter, as it was told."""
 
     def seen(self, output_ids: Sequence[int]) -> Iterator[Seen]:
         """Of what was emitted, at most all `asked` positions and at least one."""

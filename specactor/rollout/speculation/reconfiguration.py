@@ -50,11 +50,8 @@ MODES: tuple[Mode, ...] = ("off", "coupled", "decoupled")
 
 @dataclass(frozen=True, kw_only=True)
 class DraftPlan:
-    """What is drafted for a request."""
-
     mode: Mode
     drafter: str
-    """OFF for plain decoding."""
     window: int
     """Draft tokens per verify; 0 for plain decoding."""
 

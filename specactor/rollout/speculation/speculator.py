@@ -43,8 +43,6 @@ _LOG = logging.getLogger(__name__)
 
 
 class Speculator:
-    """All draft methods of one engine."""
-
     def __init__(
         self,
         config: SpeculationConfig,
@@ -245,7 +243,6 @@ class Speculator:
         return decision
 
     def _settle(self, sequences: Sequence[DraftSequence], drafts: Drafts, decision: Decision, reason: str) -> None:
-        """Requests that changed their drafter are counted."""
         for switch in self.planner.owners.settle([s.request_id for s in sequences], drafts, decision):
             self.estimates.counts[switch.after].switches += switch.requests
             name = f"{switch.requests} from {switch.before} to {switch.after}"

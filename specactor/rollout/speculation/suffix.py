@@ -29,7 +29,6 @@ from specactor.errors import ConfigError
 from specactor.rollout.speculation.drafter import HISTORY_TOKENS, Drafter, DraftSequence
 
 ROOT = 0
-"""The empty substring."""
 _NONE = ROOT
 """No transition leads to the root, so its number marks a missing target."""
 COUNTED = 8
@@ -306,7 +305,6 @@ class SuffixDrafter(Drafter):
 
     @property
     def num_tokens(self) -> int:
-        """Tokens held."""
         return self._num_tokens + self._corpus.num_tokens
 
     def open(self, sequence: DraftSequence) -> None:

@@ -27,7 +27,6 @@ from specactor.errors import PlanError
 from specactor.rollout.speculation.verification import Drafts
 
 OFF = "off"
-"""The name of plain decoding among drafters."""
 CHANGE_MARGIN = 0.02
 """By which another drafter must be faster than the one that is used."""
 
@@ -39,7 +38,6 @@ class Choice:
     windows: tuple[int, ...]
     """Draft tokens to verify of each request; 0: a plain step."""
     emitted: float
-    """Tokens, all requests together."""
     round_s: float
     drafter: str = ""
     """As `choose` names it; OFF for plain decoding."""
@@ -52,7 +50,6 @@ class Choice:
 
     @property
     def depth(self) -> int:
-        """The largest window."""
         return max(self.windows)
 
 
@@ -70,7 +67,6 @@ class Option:
 
     @property
     def round_s(self) -> float:
-        """Corrected."""
         return self.choice.round_s * self.factor
 
     @property

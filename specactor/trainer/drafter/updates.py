@@ -204,7 +204,6 @@ class ZeroUpdater:
 
 
 def _deepspeed(device: torch.device) -> Any:
-    """The library, set to the draft model's device."""
     if device.type != "cpu":
         return importlib.import_module("deepspeed")
     # it takes torch.cuda for a GPU, which `cpu.torch_cuda` stands in for
