@@ -75,11 +75,8 @@ class Cluster:
     """From a commit's departure to the arrival of what it changes, without drafting."""
 
     def __post_init__(self) -> None:
-        if self.devices < 1 or self.requests < 1 or not self.message_s >= 0:
-            raise PlanError(
-                f"cluster: got {self.devices} devices, {self.requests} requests, message_s {self.message_s}; "
-                "expected >= 1, >= 1, >= 0."
-            )
+        assert min(self.devices, self.requests) >= 1, self
+        assert self.message_s >= 0, self
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,10 +104,6 @@ class VerifierOption:
     """Over (requests, 1): what a decoupled round takes on the engine beside the verify, to hear its drafters and choose
     windows; None: nothing."""
 
-    def __post_init__(self) -> None:
-        if self.devices < 1:
-            raise PlanError(f"verifier: got {self.devices} devices, expected at least 1.")
-
     def requests(self, drafter: Footprint = NOTHING) -> int | None:
         """That run at once beside this drafter; None: no bound."""
         return fitting(self.capacity_bytes, self.footprint, drafter)
@@ -128,10 +121,6 @@ class DrafterEngine:
     """Over (requests, 1), measured in a drafter process: from token to token of each, its loop and messages included
     (`decoupled.spec.Work`). Rounds then take what is there (`running`); None: they last until windows are
     (`pipelined`)."""
-
-    def __post_init__(self) -> None:
-        if self.devices < 1:
-            raise PlanError(f"drafter: got {self.devices} devices, expected at least 1.")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -51,12 +51,9 @@ class Roofline:
         context: int,
         attained: Attained | None = None,
     ) -> None:
-        """`context`: tokens of a request in the KV cache, on average. Raises PlanError for an engine that cannot be."""
-        if not 1 <= devices <= device.node_devices or context < 0:
-            raise PlanError(
-                f"engine: got {devices} devices and a context of {context}; expected 1..{device.node_devices} (a node "
-                f"of {device.name}) and >= 0. Split larger models over nodes by hand, and measure."
-            )
+        """`context`: tokens of a request in the KV cache, on average."""
+        assert 1 <= devices <= device.node_devices, f"{devices} of a node of {device.name}"
+        assert context >= 0, context
         self.shape, self.device, self.devices, self.context = shape, device, devices, context
         self.attained = attained or Attained()
 
@@ -142,8 +139,7 @@ def cost_table(target: Roofline, drafters: Mapping[str, Roofline], *, max_window
 
 
 def _nodes(max_requests: int) -> list[int]:
-    if max_requests < 1:
-        raise PlanError(f"table: got {max_requests} requests, expected at least 1.")
+    assert max_requests >= 1
     return sorted({n for n in chain(REQUESTS, (max_requests,)) if n <= max_requests})
 
 

@@ -31,7 +31,6 @@ from math import floor
 import numpy as np
 from numpy.typing import NDArray
 
-from specactor.errors import PlanError
 from specactor.rollout.speculation.acceptance import checked
 from specactor.rollout.speculation.costs import Grid
 
@@ -60,10 +59,7 @@ def coupled_tokens(survival: Sequence[float], window: int) -> float:
 
 def pipelined(survival: Sequence[float], window: int) -> Pipelined:
     """Decoupled rounds of a window. Of `survival` the entry behind the window is extrapolated if missing."""
-    if not 1 <= window <= len(survival):
-        raise PlanError(
-            f"pipelined: got window {window}, expected 1..{len(survival)} (as many as there are survivals)."
-        )
+    assert 1 <= window <= len(survival), window
     onward = survival[window] if len(survival) > window else _next(survival[:window])
     returns, leaves = survival[0], 1.0 - onward
     ready = returns / (returns + leaves) if returns + leaves > 0 else 1.0
@@ -113,11 +109,9 @@ def running(survival: Sequence[float], window: int, pace: Pace) -> Running:
     message both ways and what is left of the step that it is in.
     """
     checked(survival)
-    if not 1 <= window <= len(survival) or not pace.token_s > 0 or pace.most < 1:
-        raise PlanError(
-            f"running: got window {window}, {pace.token_s} s per draft token, {pace.most} ahead; expected "
-            f"1..{len(survival)} (as many as there are survivals), > 0, >= 1."
-        )
+    assert 1 <= window <= len(survival), window
+    assert pace.token_s > 0, pace
+    assert pace.most >= 1, pace
     onward = survival[window] if len(survival) > window else _next(survival[:window])
     chain = _Chain(
         goes_on=(*survival[:window], onward),

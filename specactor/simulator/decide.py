@@ -59,8 +59,8 @@ class Policy:
     """Mode auto: engines that ran dry draft for the others."""
 
     def __post_init__(self) -> None:
-        if self.max_window < 1 or self.window < 0:
-            raise PlanError(f"policy: got max_window {self.max_window}, window {self.window}; expected >= 1, >= 0.")
+        assert self.max_window >= 1, self
+        assert self.window >= 0, self
 
 
 def placed(cluster: Cluster, belief: Candidates, policy: Policy) -> RolloutPlan:

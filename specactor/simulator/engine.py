@@ -18,7 +18,6 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from specactor.errors import PlanError
 from specactor.planning.plans import VerifierOption
 from specactor.rollout.speculation.acceptance import survival_of
 from specactor.rollout.speculation.costs import Grid
@@ -141,8 +140,7 @@ class Engine:
         )
 
     def decided(self, decision: Decision) -> None:
-        if len(decision.modes) != len(self.running):
-            raise PlanError(f"engine {self.index}: got plans of {len(decision.modes)}, runs {len(self.running)}.")
+        assert len(decision.modes) == len(self.running), self.index
         self._look = min(2 * self._look, LAST_LOOK) if decision.kind == self.decision.kind else FIRST_LOOK
         self.decision = decision
         self.decisions += 1

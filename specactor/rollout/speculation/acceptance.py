@@ -52,8 +52,7 @@ _UNKNOWN = (0.0, 0.0, 0.0)
 
 def survival_of(p: float, window: int) -> tuple[float, ...]:
     """p, p^2, .., p^window: every draft token is accepted with probability p."""
-    if not 0 <= p <= 1 or window < 0:
-        raise PlanError(f"acceptance: got {p} for {window} positions, expected a probability in 0..1, and >= 0.")
+    assert 0 <= p <= 1, p
     return tuple(accumulate(repeat(p, window), mul))
 
 
@@ -155,13 +154,7 @@ class AcceptanceModel:
     """a by confidence, and of drafts without one: the same."""
 
     def __post_init__(self) -> None:
-        if self.max_window < 1:
-            raise PlanError(f"max_window: got {self.max_window}, expected >= 1. Use mode off to disable speculation.")
-        if not 0 < self.prior_rate < 1 or not 0 < self.prior_decay <= 1:
-            got = (self.prior_rate, self.prior_decay)
-            raise PlanError(f"(prior_rate, prior_decay): got {got}, expected probabilities in (0, 1) and (0, 1].")
-        if min(self.prior_weight, self.request_weight) <= 0 or min(self.memory, self.request_memory) < 1:
-            raise PlanError("weights and memories of AcceptanceModel: expected weights > 0 and memories >= 1.")
+        assert self.max_window >= 1, "use mode off to disable speculation"
         size, weight, memory = self.max_window, self.prior_weight, self.memory
         self._acceptance, *self._sure = (
             _Positions(size=size, first=self.prior_rate, decay=self.prior_decay, weight=weight, memory=memory)
@@ -204,11 +197,9 @@ class AcceptanceModel:
         """A verify has ended. All counts are draft tokens; `asked` None: not known, and coverage learns nothing.
         `confidence`: that was `told` of this draft.
 
-        Nothing changes if nothing was drafted, except coverage. Raises PlanError unless accepted <= drafted <= asked.
+        Nothing changes if nothing was drafted, except coverage.
         """
-        if not 0 <= accepted <= drafted or (asked is not None and asked < drafted):
-            got = (accepted, drafted, asked)
-            raise PlanError(f"(accepted, drafted, asked): got {got}, expected 0 <= accepted <= drafted <= asked.")
+        assert 0 <= accepted <= drafted <= (drafted if asked is None else asked), (accepted, drafted, asked)
         hits = min(accepted, self.max_window)
         inside = accepted < self.max_window
         if asked:
@@ -241,8 +232,7 @@ class AcceptanceModel:
         there already (a text drafter costs so little that it can be asked before windows are chosen): the list then
         has min(drafted, max_window) entries and holds acceptance alone.
         """
-        if not 0 <= max_window <= self.max_window:
-            raise PlanError(f"max_window: got {max_window}, expected 0..{self.max_window}, as the model was made with.")
+        assert 0 <= max_window <= self.max_window, max_window
         acceptance, coverage, rate = self._estimates()
         if (confidence := self._told.get(request_id)) is not None:
             acceptance = self._by_confidence()[confidence]
@@ -289,8 +279,7 @@ class AcceptanceModel:
 
     def new_version(self, weight: float) -> None:
         """The drafter or the policy has changed: what was seen is worth `weight` (0..1) of what it was."""
-        if not 0 <= weight <= 1:
-            raise PlanError(f"new_version: got weight {weight}, expected 0 (know nothing) .. 1 (as before).")
+        assert 0 <= weight <= 1, weight  # from nothing known to all as before
         for positions in self._sure:
             positions.scale(weight)
         self._fade(weight)

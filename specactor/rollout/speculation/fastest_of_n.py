@@ -28,7 +28,6 @@ from operator import itemgetter
 import numpy as np
 from numpy.typing import NDArray
 
-from specactor.errors import PlanError
 from specactor.rollout.speculation.acceptance import survival_of
 from specactor.rollout.speculation.reconfiguration import LiveCosts, Mode, speeds
 from specactor.rollout.speculation.verification import Drafts, common, held
@@ -62,10 +61,9 @@ def best_window(rate: float, costs: LiveCosts) -> int:
 def gain_after(waking: float, left: float, faster: float) -> float:
     """Speed of a request that has `left` tokens to go, over that without a drafter that is there after `waking` tokens
     of it; from then on the request is `faster` times as fast. A drafter that wakes too late brings nothing."""
-    if waking < 0 or left <= 0 or faster < 1:
-        raise PlanError(
-            f"gain_after: got waking {waking}, left {left}, faster {faster}; expected >= 0, > 0 and >= 1 times."
-        )
+    assert waking >= 0, waking
+    assert left > 0, left
+    assert faster >= 1, faster
     before = min(waking, left)
     return left / (before + (left - before) / faster)
 
@@ -81,8 +79,7 @@ def combined(survival_MW: Floats, *, alike: float) -> Floats:
     `alike`: 0, methods agree with the target independently; 1, where the best fails all fail. In between it is linear,
     which is an assumption; measure it where trees of several drafters are verified.
     """
-    if not 0 <= alike <= 1:
-        raise PlanError(f"combined: got alike {alike}, expected 0..1.")
+    assert 0 <= alike <= 1, alike
     best_W = survival_MW.max(axis=0)
     apart_W = 1.0 - np.prod(1.0 - survival_MW, axis=0)
     joined_W: Floats = best_W + (1.0 - alike) * (apart_W - best_W)

@@ -38,7 +38,6 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from specactor.errors import PlanError
 from specactor.rollout.speculation.costs import CostTable, Grid
 from specactor.rollout.speculation.windows import OFF
 
@@ -57,11 +56,8 @@ class DraftPlan:
 
     def __post_init__(self) -> None:
         plain = (self.mode == OFF, self.drafter == OFF, self.window == 0)
-        if self.window < 0 or len(set(plain)) > 1:
-            raise PlanError(
-                f"draft plan: got mode {self.mode}, drafter {self.drafter}, window {self.window}; expected a window of "
-                f"0 with mode and drafter {OFF}, and > 0 with others."
-            )
+        assert self.window >= 0, self
+        assert len(set(plain)) == 1, f"a window of 0 goes with mode and drafter {OFF}: {self}"
 
 
 PLAIN = DraftPlan(mode="off", drafter=OFF, window=0)
@@ -93,11 +89,9 @@ class LiveCosts:
     ) -> LiveCosts:
         """`drafter`: drafts on the verifier's devices, if the table has it. `remote`: seconds of a drafter on devices
         of its own over (requests, window), with `served` requests there."""
-        if requests < 1 or max_window < 1 or served < 0 or message_s < 0 or (remote is not None and served < 1):
-            raise PlanError(
-                f"LiveCosts: got {requests} requests, max_window {max_window}, {served} served, message_s {message_s}; "
-                "expected >= 1, >= 1, >= 1 with a remote drafter, >= 0."
-            )
+        assert min(requests, max_window) >= 1, (requests, max_window)
+        assert message_s >= 0, message_s
+        assert remote is None or served >= 1, served
         windows = np.arange(max_window + 2, dtype=np.float64)
         local = table.drafters.get(drafter)
         return cls(
@@ -128,21 +122,16 @@ def reconfigure(
     """The plan of each request. `current`: what each does now. Plain decoding is as fast as the first offer says.
     `pace`: tokens per second and request that the engine makes at present; see above. `margin` is then in tokens.
 
-    Raises PlanError for sizes that do not match. A plan of a drafter that is not among the offers promises nothing.
+    A plan of a drafter that is not among the offers promises nothing.
     """
     num_requests = len(current)
     if not num_requests or not offers:
         return [PLAIN] * num_requests
     max_window = len(offers[0].costs.verify_s) - 1
-    if margin < 0:
-        raise PlanError(f"reconfigure: got margin {margin}, expected >= 0.")
+    assert margin >= 0, margin
     for offer in offers:
-        windows = len(offer.costs.verify_s) - 1
-        if offer.survival.shape != (num_requests, max_window) or windows != max_window:
-            raise PlanError(
-                f"reconfigure: got survivals {offer.survival.shape} and costs of {windows} windows of {offer.drafter}; "
-                f"expected ({num_requests}, {max_window}), for as many requests as plans, and {max_window} windows."
-            )
+        assert offer.survival.shape == (num_requests, max_window), (offer.drafter, offer.survival.shape)
+        assert len(offer.costs.verify_s) == max_window + 1, (offer.drafter, len(offer.costs.verify_s))
     # Columns: plain decoding, then by drafter and mode the windows 1..W; the first is preferred among equals.
     pairs = [(offer, mode) for offer in offers for mode in _modes(offer.costs)]
     worth_BN = np.hstack([worths(offers[0], "off", pace=pace), *(worths(*pair, pace=pace) for pair in pairs)])
