@@ -108,7 +108,7 @@ def read_model(folder: Path, device: torch.device | str = "cpu") -> Any:
 @torch.no_grad()
 def fill_buffers(model: nn.Module) -> None:
     """Compute the frequencies of rotary embeddings, which no file holds. transformers leaves them as memory happens to
-    be where torch stands in for CUDA (`cpu.torch_cuda`), as in the trainer."""
+    be where torch stands in for CUDA (`cpu.megatron`), as in the trainer."""
     for module in model.modules():
         if isinstance(getattr(module, "inv_freq", None), Tensor):
             fresh = type(module)(module.config)

@@ -206,7 +206,7 @@ class ZeroUpdater:
 def _deepspeed(device: torch.device) -> Any:
     if device.type != "cpu":
         return importlib.import_module("deepspeed")
-    # it takes torch.cuda for a GPU, which `cpu.torch_cuda` stands in for
+    # it takes torch.cuda for a GPU, which `cpu.megatron` stands in for
     os.environ["DS_ACCELERATOR"] = "cpu"
     deepspeed = importlib.import_module("deepspeed")
     # or it compiles a reduction of its own when first used (25 s, a C++ compiler) whose shared memory outlives ranks
