@@ -9,11 +9,8 @@ its parts of the longer of moving bytes and computing:
     logits                               rows V float32, written and read
 
 and two all-reduces of rows x hidden per layer (g > 1), the least time of its kernels, and the launch. `bucket` rounds
-requests up to the sizes for which graphs are captured (SGLang 0.5.23's lists, with and without speculation).
-
-The tables are `CostTable`s and `Grid`s like measured ones. What they leave out: imbalance of experts, prefills beside
-decodes, stragglers, the host, and kernels that fall short of the attained shares. Measure where you
-can.
+requests up to the sizes for which graphs are captured (SGLang 0.5.23's lists, with and without speculation). Left out:
+imbalance of experts, prefills beside decodes, stragglers, the host, and kernels that fall short of the attained shares.
 
 Invariants: seconds do not fall with requests, tokens or context; devices are added within one node.
 """

@@ -1,10 +1,8 @@
 """The drafter processes of one host: started together, restarted when they die, stopped together.
 
-Drafters own nothing: a dead one costs drafts and no more, engines find it again by themselves. So it is replaced on the
-side, by a thread, while whoever uses the engines goes on. One that hangs is as good as dead: it is asked for signs of
-life, and ended when there are none for `SILENT_LIMIT_S`.
-
-Those of `DrafterSpec.engine` sleep, and may be woken while that engine has nothing to do.
+A dead drafter costs drafts and no more, so it is replaced on the side, by a thread, while whoever uses the engines goes
+on. One that hangs is asked for signs of life, and ended when there are none for `SILENT_LIMIT_S`. Those of
+`DrafterSpec.engine` sleep, and may be woken while that engine has nothing to do.
 
 Invariants: after `rollout` those sleep or are gone, but for one that is starting without a GPU, which takes nothing of
 the trainer's and sleeps when it has started; they are started again only while their engine has nothing to do; after

@@ -5,26 +5,18 @@ the first `accepted` of them were confirmed. Two conditional probabilities per p
 
     c_j = P(drafted >= j  | asked >= j,   accepted >= j - 1)      coverage: is there a draft token at all
     a_j = P(accepted >= j | drafted >= j, accepted >= j - 1)      acceptance
-    survival_j = P(accepted >= j | asked >= j) = prod_{k <= j} c_k a_k
+    survival_j = P(accepted >= j | asked >= j) = prod_{k <= j} c_k a_k, the chain rule: no independence is assumed
 
-The product is the chain rule and assumes no independence. That is why coverage, too, is conditional on what was
-accepted before: the long proposals of a text drafter are its good matches, and P(drafted >= j) times
-P(accepted >= j | drafted >= j) of all rounds would count that twice.
-
-What a verify shows (right-censoring): positions up to `accepted` were proposed and accepted. At accepted + 1 the
-draft token was rejected if there was one, and missing if one was asked for. Whatever lies behind was cut off
-by that first failure or by the window, so nothing is known of it. Counting it as rejected, as accepted / drafted does,
-would make a long window look bad because it is long, and a short one good.
+Counts are right-censored: positions up to `accepted` were right, at accepted + 1 the draft token was rejected or
+missing, and of what lies behind, or beyond the window, nothing is known.
 
 Estimates are Beta means with exponentially forgotten counts:
 - position 1 has the prior mean `prior_rate`; the prior mean of a later a_j is `prior_decay` times the estimate of
-  a_{j-1}, so positions that no window reaches follow those that it does. Coverage is believed (prior mean 1) until
-  drafts are missing, else a drafter that is asked for one token would never show that it has two;
+  a_{j-1}. Coverage is believed (prior mean 1) until drafts are missing;
 - drafts of equal confidence, where a drafter tells any (`tell`), have a_j of their own: a long match in a text is right
   nine times of ten, a short one once in four. Their prior mean is the estimate over all drafts;
-- a request has Beta counts of its own, whose prior mean is the drafter's `rate`. They are compared with what the
-  drafter's a_j promised at the positions that this request tried, and the odds of all its a_j are scaled by the odds
-  ratio. A new request, and one that does just what the drafter does on average, has the ratio 1 at any window.
+- a request has Beta counts of its own, compared with what the drafter's a_j promised at the positions that it tried;
+  the odds of all its a_j are scaled by the odds ratio, which is 1 for a new request.
 
 Invariants: an outcome changes estimates after `observe` and never before; reading changes nothing; survival is in
 [0, 1] and does not increase with j; a verify without a rejection never lowers the drafter's acceptance, and one that

@@ -1,10 +1,9 @@
 """The drafters of an engine: what each is told of its requests, and what it drafts for them.
 
-A drafter gets a copy of its own of each request, which holds the tokens that it was told of, and drafts from that; the
-engine's own lists are out of its reach. To take in a text costs a drafter over text some microseconds per token, which
-is a tenth of plain decoding where many requests run. So while decoding is plain drafters are told nothing, and then
-those over text only of the prompts that they are asked for: of their running requests, and of those that have ended
-since. Others are told of the requests that they are asked for alone.
+A drafter gets a copy of its own of each request, which holds the tokens that it was told of, and drafts from that. To
+take in a text costs a drafter over text some microseconds per token, a tenth of plain decoding where many requests run:
+while decoding is plain drafters are told nothing, and then those over text only of the prompts that they are asked for,
+others of the requests that they are asked for alone.
 
 Invariants: when a drafter is asked for a request, it knows all of its text up to where it is to draft from; one over
 text also knows the text of all requests with its prompt that was not forgotten. A drafter hears of a request in order

@@ -1,14 +1,10 @@
 """Fastest-of-N: add the next draft method while its predicted gain exceeds the margin. PURE: estimates in, names out.
 
-All methods lead to the same tokens (noise keyed by position), so keeping the longest draft that agrees with the target
-is exact. As in Algorithm 3 of 2511.16193 requests come by acceptance ascending, and methods by what they are predicted
-to buy (`ranked`, the paper's draft ladder). The paper adds all that there is room for; here every further method must
-be predicted to pay for the rows that it adds to the verify.
-
-A request's drafts are verified in one tree, in which common beginnings are held once. A draft's *own* tokens are those
-that no earlier draft has. They are accepted only where the target disagrees with all earlier drafts, so what they bring
-is estimated from rounds in which it did. With many requests rows are dear, and nobody gets a further draft: no
-threshold says how few is few. Most requests of many are settled by a bound, which does not look where drafts part.
+As in Algorithm 3 of 2511.16193 requests come by acceptance ascending, and methods by what they are predicted to buy
+(`ranked`, the paper's draft ladder); here every further method must pay for the rows that it adds to the verify. A
+request's drafts are verified in one tree, in which common beginnings are held once. A draft's *own* tokens, which no
+earlier draft has, are accepted only where the target disagrees with all earlier drafts, so what they bring is estimated
+from rounds in which it did.
 
 Invariants: a request has each method at most once, and at most `most`; a method gets at most `room` requests; only
 drafts that are there count; nothing is added whose predicted gain is `MARGIN` or less. A tree has at most

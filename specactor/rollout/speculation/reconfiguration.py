@@ -1,25 +1,16 @@
 """Algorithm 2 of 2511.16193 on live estimates: each request's (mode, drafter, window), round by round. PURE: numbers in
 and out.
 
-A rollout starts with one plan for all requests (`search.search`). Requests that accept less than the average lose by
-it: their drafts are thrown away. For each request every mode and window is compared by its tokens per second,
+For each request every mode and window is compared by its tokens per second, and the best is taken:
 
     off        1 / plain_s
     coupled    (1 + sum_{j <= w} survival_j) / (verify_s(w) + draft_s(w))
     decoupled  tokens per round / max(verify_s at its mean rows, drafting w + 1 tokens and the messages)
 
-and the best is taken. As published, there is one drafter, requests at or above the average keep the plan, and seconds
-are those of one request alone (`LiveCosts.of` with requests=1). Ours beyond that: plain decoding is a choice, and so is
-every drafter; seconds can be those of the present batch (as if all requests did the same); every request is asked, not
-those below the average alone; survivals are by position; a choice is changed for a gain of more than `margin`.
-
-Requests of a batch differ, and share its rounds. A request's own speed then asks too little of its rows: where others
-accept much, the seconds of a row are worth more tokens. With `pace`, the tokens per second and request of the engine as
-a whole, a choice is worth its tokens less pace times its seconds. At the pace that results, these choices make the
-engine fastest (Dinkelbach's method for ratios of sums).
-
-An engine asks in every round, of drafters whose drafts are there (`planner`), and survivals end where a draft
-ends. The simulator asks when its requests change, of one drafter elsewhere.
+Requests of a batch share its rounds, so with `pace`, the tokens per second and request of the engine as a whole, a
+choice is worth its tokens less pace times its seconds: at the pace that results, these choices make the engine fastest
+(Dinkelbach's method for ratios of sums). As published (`benchmarks/paper_algorithms.py`) there is one drafter and plain
+decoding no choice; requests at or above the average keep their plan, and seconds are those of one request alone.
 
 Invariants: one plan per request, in order; equal input gives equal plans; no plan is predicted slower than the one
 that it takes the place of, and with margin 0 none is faster than the chosen one; higher survivals of a

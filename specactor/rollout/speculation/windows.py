@@ -1,11 +1,9 @@
 """Which draft window each request gets this round, and which drafter. PURE: predictions in, choices out.
 
 A round of B requests with windows w_i emits sum_i (1 + sum_{j <= w_i} s_ij) tokens on average, s_ij = P(the first j
-draft tokens of request i are accepted), and takes verify_s(B, sum_i (1 + w_i)) + draft_s(max_i w_i) seconds. The
-windows with the most emitted tokens per second are found exactly: emitted is a sum of terms that do not increase with
-j, and seconds depend on the number of rows and the deepest window alone. So for each depth and number of rows the best
-rows are those of largest s_ij; every number of rows under every depth is looked at. Stopping at the first row that does
-not pay would be wrong: costs jump (float32 kernels between 1 and 2 tokens), and what is beyond the jump can pay for it.
+draft tokens of request i are accepted), and takes verify_s(B, sum_i (1 + w_i)) + draft_s(max_i w_i) seconds. For each
+depth and number of rows the best rows are those of largest s_ij; every number of rows under every depth is looked at,
+since costs jump (float32 kernels between 1 and 2 tokens), and what is beyond the jump can pay for it.
 
 Invariants: no windows have a higher predicted speed than the chosen ones, if draft_s does not fall with depth (if it
 does, it is taken as its running maximum). Equal input gives equal windows; under one depth the fewest rows among equals
