@@ -83,20 +83,12 @@ def profile(argv: list[str]) -> int:
     options, rest = parser.parse_known_args(argv)
     config = load_or_exit(rest, prog="specactor profile")
 
-    from rich.console import Console
+    def measure(_: list[str], console: Console) -> None:
+        from specactor.planning import profile_command
 
-    from specactor.errors import ConfigError, SpecActorError
-    from specactor.planning import profile_command as profiling
+        profile_command.run(config, out=options.out, limit_s=options.limit, console=console)
 
-    try:
-        profiling.run(config, out=options.out, limit_s=options.limit, console=Console())
-    except (SpecActorError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2 if isinstance(error, ConfigError) else 1
-    except KeyboardInterrupt:
-        print("interrupted; nothing was written", file=sys.stderr)
-        return 130
-    return 0
+    return _guarded(measure, rest)
 
 
 def plan(argv: list[str]) -> int:
@@ -132,7 +124,7 @@ def _guarded(run: Callable[[list[str], Console], None], argv: list[str]) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2 if isinstance(error, ConfigError) else 1
     except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
+        print("interrupted; nothing was written", file=sys.stderr)
         return 130
     return 0
 
@@ -166,7 +158,7 @@ ARGUMENTS = {
     "plan": "[RECIPE] [--model NAME|FOLDER] [--devices N] [--requests N] [--cost-table FILE] [...]",
     "profile": "RECIPE [--out FILE] [--limit SECONDS] [--key.path value ...]",
     "report": "RUN [--out FILE]",
-    "simulate": "[--model NAME|FOLDER] [--devices N] [--modes MODE ...] [--replay RUN] [--out FILE] [...]",
+    "simulate": "[--model NAME|FOLDER] [--devices N] [--modes MODE ...] [...]",
 }
 """Name -> what follows it, where that is not a recipe."""
 OWN_HELP = ("drafter", "plan", "simulate")

@@ -39,11 +39,8 @@ class Finding:
     component: str
     found: str
     used: str = ""
-    """What serves in its place."""
     remedy: str = ""
-    """What to do about it."""
     fatal: bool = False
-    """No run can start."""
 
 
 def examine(config: Config | None, environ: Mapping[str, str]) -> list[Finding]:
@@ -187,7 +184,6 @@ def _places(config: Config | None) -> list[Finding]:
 
 
 def room(component: str, folder: Path, need_bytes: int, remedy: str) -> Finding:
-    """Whether `folder` has `need_bytes` free."""
     if not folder.is_dir():
         return Finding(component=component, found=f"{folder} does not exist", fatal=True, remedy=remedy)
     free = shutil.disk_usage(folder).free

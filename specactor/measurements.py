@@ -22,7 +22,6 @@ SOLVED = 0.999
 
 
 def accuracy(scores: Sequence[float]) -> float:
-    """Share of responses that are correct."""
     return fmean(score >= SOLVED for score in scores)
 
 
@@ -137,7 +136,6 @@ def _of_drafter(counts: Counts, rounds: int) -> dict[str, float]:
 
 
 def of_time(metrics: Mapping[str, float], seconds: Mapping[str, float]) -> dict[str, float]:
-    """Seconds by phase, and what follows from them."""
     spent = {f"time/{phase}_s": value for phase, value in seconds.items()}
     rates = {
         "rollout/tokens_per_s": ("rollout/tokens", "rollout"),

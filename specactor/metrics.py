@@ -15,8 +15,7 @@ import uuid
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Literal
+from typing import Any
 
 import psutil  # type: ignore[import-untyped]
 
@@ -159,9 +158,7 @@ class Tracker:
     def __enter__(self) -> Tracker:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self.close(exit_code=0 if kind is None else 1)
 
     def log(self, step: int, metrics: Mapping[str, Value]) -> None:
@@ -186,13 +183,6 @@ class Tracker:
         )
         if self._run is not None:
             self._to_wandb(lambda run: run.summary.update(dict(values)))
-
-    @property
-    def wandb_mode(self) -> Literal["online", "offline", "off"]:
-        """Where wandb writes now; off as well after it failed."""
-        if self._run is None:
-            return "off"
-        return "offline" if self._run.offline else "online"
 
     def close(self, exit_code: int = 0) -> None:
         """Close the files; waits at most `WANDB_FINISH_S` for uploads. May be called twice."""

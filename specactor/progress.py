@@ -9,11 +9,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from types import TracebackType
 
 from rich.console import Console
 from rich.live import Live
-from rich.table import Table
 from rich.text import Text
 
 from specactor.metrics import METRICS, Value
@@ -58,7 +56,6 @@ class Progress:
     ) -> None:
         self.total_steps = total_steps
         self.total_seconds: dict[str, float] = {}
-        """Seconds per phase since the beginning."""
         self.problems: dict[str, list[str]] = {}
         """By drafter, what is wrong with it, as far as no line of metrics has said so."""
         self.recorder = Recorder()
@@ -88,9 +85,7 @@ class Progress:
             self._live.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._live is not None:
             self._live.stop()
             self._live = None
@@ -173,18 +168,9 @@ class Progress:
         self._print(f"{f'{step}/{self.total_steps}':>9} " + "".join(cells) + whole)
 
     def summary(self, rows: Sequence[tuple[str, str]]) -> None:
-        """Print the final table: a table on a terminal, aligned plain lines elsewhere."""
-        if self._quiet:
-            return
-        if not self._console.is_terminal:
-            width = max(len(name) for name, _ in rows)
-            for name, value in rows:
-                self._print(f"{name:<{width}}  {value}")
-            return
-        table = Table(title="Run", title_justify="left", show_header=False)
+        width = max(len(name) for name, _ in rows)
         for name, value in rows:
-            table.add_row(Text(name), Text(value, overflow="fold"))
-        self._console.print(table)
+            self._print(f"{name:<{width}}  {value}")
 
     def time_left_s(self) -> float | None:
         """Seconds that the remaining steps will take at the mean pace of the last ten; None before the first."""
@@ -204,7 +190,6 @@ class Progress:
             self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def _status(self) -> Text:
-        """The live line."""
         shown = self._shown
         parts = [f"step {min(self._step + 1, self.total_steps)}/{self.total_steps}", self._phase or "..."]
         if self._phase == "warm-up" and "total" in shown:

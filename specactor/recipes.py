@@ -15,7 +15,8 @@ import importlib.util
 import json
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from types import ModuleType
@@ -112,12 +113,9 @@ def override(config: Config, argv: Sequence[str], *, prog: str = "train_moe.py")
     if "--model.path" in flags and config.model.tiny is not None:  # a folder takes the tiny model's place
         config = replace(config, model=replace(config.model, tiny=None, path="given on the command line"))
 
-    def reject(event: tyro_errors.ParseErrorEvent) -> NoReturn:
-        raise ConfigError(_one_line(event, argv, config))
-
     registry = tyro.constructors.ConstructorRegistry()
     registry.primitive_rule(_key_values)
-    with tyro_errors.on_parse_error(reject):
+    with one_line_errors(argv, lambda token: _unknown_key(token, config)):
         return tyro.cli(
             Config,
             prog=prog,
@@ -247,10 +245,24 @@ def _show(value: Scalar) -> str:
     return value if isinstance(value, str) else json.dumps(value)
 
 
-def _one_line(event: tyro_errors.ParseErrorEvent, argv: Sequence[str], config: Config) -> str:
+@contextmanager
+def one_line_errors(argv: Sequence[str], unknown: Callable[[str], str]) -> Iterator[None]:
+    """Raise ConfigError for what tyro objects to, which is a box else. `unknown`: what to say of an unknown setting."""
+
+    def reject(event: tyro_errors.ParseErrorEvent) -> NoReturn:
+        raise ConfigError(_one_line(event, argv, unknown))
+
+    with tyro_errors.on_parse_error(reject):
+        yield
+
+
+def _one_line(event: tyro_errors.ParseErrorEvent, argv: Sequence[str], unknown: Callable[[str], str]) -> str:
     """What tyro objects to, in the house form."""
     if isinstance(event, tyro_errors.UnrecognizedArgs):
-        return _unknown_key(event.tokens[0], config)
+        return unknown(event.tokens[0])
+    if isinstance(event, tyro_errors.MissingArgs):
+        missing = [one.arg.lowered.name_or_flags[-1] for one in event.missing_arguments]
+        return f"got no {', '.join(missing)}, expected a value. Its meaning: {event.prog} --help"
     argument = getattr(event, "argument", None)
     if argument is None:  # a ConfigError of the tree itself
         return event.message if isinstance(event, tyro_errors.InstantiationFailure) else str(event)

@@ -82,8 +82,6 @@ Rows = list[tuple[str, ...]]
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """What a run wrote so far."""
-
     name: str
     config: Mapping[str, Any]
     """config.json; empty when there is none."""
@@ -146,7 +144,6 @@ class Run:
 
 
 def page(run: Run) -> str:
-    """The whole page."""
     tables = _table("Recipe", facts(run)) + _table("Results", results(run)) + _table("Seconds", seconds(run))
     sections = {"Run": tables, "Training": _figures(run, training())}
     if run.drafters:
@@ -354,7 +351,6 @@ def _stack(layers: Sequence[Curve]) -> Draw:
 
 
 def _gap(axes: Axes, run: Run) -> None:
-    """Whole decades, with the bound."""
     shown = [value for value in run.finite(GAP).values() if value > 0]
     if not shown:
         return
@@ -382,7 +378,6 @@ def _by_position(axes: Axes, run: Run) -> None:
 
 
 def _predictions(axes: Axes, run: Run) -> None:
-    """A point per drafter and step."""
     for name, colour in run.drafters.items():
         predicted, measured = (run.finite(f"speculation/{name}/{key}") for key in ("predicted_s", "measured_s"))
         steps = [step for step in predicted if measured.get(step)]

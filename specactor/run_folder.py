@@ -29,17 +29,13 @@ class Status:
     step: int
     """Finished RL steps: those with a line in ``metrics.jsonl``."""
     steps: int
-    """RL steps of the whole run."""
     launcher_pid: int
     """Process of torchrun on the machine of rank 0."""
     rank_pids: tuple[int, ...]
-    """Process of every trainer rank, on its machine."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunFolder:
-    """Paths of one run."""
-
     root: Path
 
     @classmethod
@@ -62,7 +58,6 @@ class RunFolder:
 
     @property
     def engines(self) -> Path:
-        """Logs of the rollout engines."""
         return self.root / "engines"
 
     @property
@@ -78,7 +73,6 @@ class RunFolder:
         fresh.replace(self.status)
 
     def read_status(self) -> Status | None:
-        """None before the run's first phase."""
         try:
             fields = json.loads(self.status.read_text())
         except FileNotFoundError:

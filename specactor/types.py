@@ -101,8 +101,6 @@ class RolloutRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class Trajectory:
-    """A finished response."""
-
     request_id: str
     group_id: int
     prompt_ids: tuple[int, ...]

@@ -41,8 +41,6 @@ class Bucket:
 
 @dataclass(frozen=True)
 class PackedPlan:
-    """How the sequences of one micro-batch are attended."""
-
     buckets: list[Bucket]
     output_rows_T: Tensor
     """Where each packed token's output is in the buckets' padded outputs, one bucket after the other."""

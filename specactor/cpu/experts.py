@@ -45,7 +45,6 @@ class GroupedLinear(torch.autograd.Function):
 
 
 def grouped_linear(x_TI: Tensor, counts: list[int], weights_OI: list[Tensor]) -> Tensor:
-    """`GroupedLinear` as a function."""
     y_TO: Tensor = GroupedLinear.apply(x_TI, counts, *weights_OI)  # type: ignore[no-untyped-call]
     return y_TO
 

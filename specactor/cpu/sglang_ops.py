@@ -84,7 +84,6 @@ def sample_with_noise(logprobs: Tensor, seed: Tensor, positions: Tensor) -> Tens
 
 
 def round_up(count: int, block: int) -> int:
-    """Smallest multiple of `block` that is >= count."""
     return (count + block - 1) // block * block
 
 

@@ -62,14 +62,11 @@ class Dataset(Sequence[Problem]):
 
     @cached_property
     def digest(self) -> str:
-        """Hexadecimal hash of all that the problems hold."""
         return hashlib.blake2b(msgspec.json.encode(self._problems, order="sorted"), digest_size=16).hexdigest()
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Draft:
-    """A row on its way to a Problem."""
-
     where: str
     prompt: str = ""
     answer: str = ""

@@ -30,7 +30,6 @@ START_TIMEOUT_S = 60.0
 QUESTION_TIMEOUT_S = 5
 """Longest time that one comparison may take; beyond it the answer does not count as equal."""
 MEMORY_BYTES = 4 * 2**30
-"""Address space of the child."""
 
 
 class MathAnswers:
@@ -52,7 +51,6 @@ class MathAnswers:
         return self._ask({"answer": answer, "response": response})
 
     def close(self) -> None:
-        """Ends the child, if this process has one."""
         with self._lock:
             self._end_child()
 

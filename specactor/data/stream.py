@@ -27,7 +27,6 @@ class PromptStream:
         self._move(epoch=0, position=0)
 
     def take(self, num_indices: int) -> tuple[int, ...]:
-        """The next `num_indices` problems."""
         taken: list[int] = []
         while len(taken) < num_indices:
             if self._position == self.dataset_len:

@@ -1,16 +1,9 @@
-"""Scores of responses, by the name of a verifier. A score is in [0, 1]; 1 is a solved problem.
-
-| name | a response scores 1 when |
-| --- | --- |
-| exact | its answer is the problem's answer, character for character |
-| number | its answer is the same number: 0.50, 1/2 and 5e-1 are equal, 0.333 and 1/3 are not |
-| math-verify | the math-verify library finds it equal; it looks for the answer by its own rules (boxed, $...$, last) |
-| reasoning-gym | the task's own scorer says so; it may give parts of a point, for an answer inside a longer text too |
-| module:function | the function (response, problem) -> score says so |
+"""Scores of responses, by the name of a verifier (docs/guide.md). A score is in [0, 1]; 1 is a solved problem.
 
 **The answer of a response** (exact, number, reasoning-gym) is the text after its last '#', without blanks around it; of
 a response without '#' it is the whole text without blanks around it. So `1246a623b...1h#7` answers 7, as does
-`#### 7`. Where the problem's own answer contains '#', the whole response is the answer.
+`#### 7`. Where the problem's own answer contains '#', the whole response is the answer. For number, 0.50, 1/2 and 5e-1
+are equal, 0.333 and 1/3 are not; math-verify looks for the answer by its own rules (boxed, $...$, last).
 
 A response that cannot be read as what the verifier compares scores 0. A verifier that fails in any other way is a
 DataError that names the problem: a wrong reward must not train a model silently.
@@ -38,7 +31,6 @@ Verifier = Callable[[str, Problem], float]
 MAX_NUMBER_LENGTH = 200
 """Characters of the longest text that is read as a number."""
 MAX_SCORE_S = 60.0
-"""Longest wait for one score."""
 NUMBER = re.compile(r"([+-]?(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)?(?:\.[0-9]*)?(?:[eE][+-]?[0-9]{1,3})?)(?:/([0-9]+))?")
 
 

@@ -52,7 +52,6 @@ def control_group(timeout_s: float | None = None) -> dist.ProcessGroup | None:
 
 
 def leave() -> None:
-    """Destroy all process groups."""
     _control.clear()
     dist.destroy_process_group()
 
@@ -83,7 +82,6 @@ class Collective:
         return [decoder.decode(part) for part in self.gather_bytes(msgspec.msgpack.encode(value))]
 
     def any(self, flag: bool) -> bool:
-        """Whether the flag is set on any rank."""
         total = torch.tensor([int(flag)], dtype=torch.int64)
         dist.all_reduce(total, group=control_group())
         return bool(total.item())
@@ -149,7 +147,6 @@ class _Thread(Generic[T]):
         return f"{type(self._errors[0]).__name__}: {self._errors[0]}" if self._errors else ""
 
     def raise_error(self) -> None:
-        """Its own, where it failed."""
         if self._errors:
             raise self._errors[0]
 

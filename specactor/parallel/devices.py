@@ -35,8 +35,6 @@ PROBES = {
 
 @dataclass(frozen=True, kw_only=True)
 class Gpu:
-    """One accelerator."""
-
     name: str
     memory_bytes: int
 
@@ -58,7 +56,6 @@ class Devices:
 
     gpus: tuple[Gpu, ...]
     cores: int
-    """CPU cores that this process may use."""
     memory_bytes: int
     """Of the machine, or of its container where that is less."""
     packages: dict[str, Package]
@@ -67,7 +64,6 @@ class Devices:
     """Whether wandb would find credentials."""
 
     def has(self, module: str) -> bool:
-        """Whether an optional package works here."""
         return self.packages[module].works
 
 

@@ -51,8 +51,6 @@ class View(NamedTuple):
 
 
 class Member(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a rank lives."""
-
     machine: str
     pid: int
     visible: str | None = None

@@ -12,16 +12,13 @@ import argparse
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NoReturn, TypeVar
+from typing import TypeVar
 
 import msgspec
 import tyro
 from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
-
-# A private name of tyro, whose version is pinned: its public interface can only print a box.
-from tyro import _errors as tyro_errors
 
 from specactor.config import MAX_WINDOW
 from specactor.errors import ConfigError
@@ -31,7 +28,7 @@ from specactor.planning.model_shapes import DRAFTERS
 from specactor.planning.plans import Candidates, Cluster, RolloutPlan, from_table
 from specactor.planning.rooflines import from_figures
 from specactor.planning.search import search
-from specactor.recipes import load
+from specactor.recipes import load, one_line_errors
 from specactor.rollout import cost_file
 from specactor.rollout.speculation.acceptance import survival_of
 
@@ -89,11 +86,7 @@ OptionsT = TypeVar("OptionsT", bound=Inputs)
 def parse(kind: type[OptionsT], prog: str, argv: Sequence[str], *, positive: Sequence[str]) -> OptionsT:
     """Raises ConfigError for what is wrong with the command line; prints and raises SystemExit(0) for ``--help``.
     `positive`: options of `kind` that are 1 at least."""
-
-    def reject(event: tyro_errors.ParseErrorEvent) -> NoReturn:
-        raise ConfigError(_one_line(event, prog, argv))
-
-    with tyro_errors.on_parse_error(reject):
+    with one_line_errors(argv, lambda token: f"unknown setting {token}. Those there are: {prog} --help"):
         options = tyro.cli(kind, prog=prog, args=list(argv))
     for name in ("devices", "context", *positive):
         if getattr(options, name) < 1:
@@ -241,17 +234,3 @@ def _row(plan: RolloutPlan) -> tuple[str, ...]:
         str(plan.idle_devices),
         str(plan.requests_per_engine),
     )
-
-
-def _one_line(event: tyro_errors.ParseErrorEvent, prog: str, argv: Sequence[str]) -> str:
-    """What tyro objects to, in the house form."""
-    if isinstance(event, tyro_errors.UnrecognizedArgs):
-        return f"unknown setting {event.tokens[0]}. Those there are: {prog} --help"
-    argument = getattr(event, "argument", None)
-    if argument is None:
-        return str(event)
-    flag = argument.lowered.name_or_flags[-1]
-    after = next((argv[i + 1 : i + 2] for i, word in enumerate(argv) if word.replace("_", "-") == flag), [])
-    got = repr(after[0]) if after else "no value"
-    key = flag.removeprefix("--").replace("-", "_")
-    return f"{key}: got {got}, expected {argument.lowered.metavar}. Its meaning: {prog} --help"

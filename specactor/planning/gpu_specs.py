@@ -92,7 +92,6 @@ DEVICES: Mapping[str, Device] = {
         ),
     )
 }
-"""By name."""
 
 
 def device(name: str) -> Device:

@@ -56,17 +56,14 @@ class TransformerShape:
 
     @property
     def expert_params(self) -> int:
-        """Of one expert."""
         return 3 * self.hidden * self.expert_intermediate
 
     @property
     def head_params(self) -> int:
-        """Of the output projection."""
         return self.vocab * self.hidden
 
     @property
     def params(self) -> int:
-        """Of the whole model."""
         layer = self.attention_params + self.mlp_params + self.experts * self.expert_params
         return self.layers * layer + self.head_params * (1 if self.tied else 2)
 

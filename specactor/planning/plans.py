@@ -68,8 +68,6 @@ class RolloutPlan:
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
-    """What there is to plan for."""
-
     devices: int
     requests: int
     """That are there to run at once, in all."""
@@ -77,17 +75,12 @@ class Cluster:
     """From a commit's departure to the arrival of what it changes, without drafting."""
 
     def __post_init__(self) -> None:
-        if self.devices < 1 or self.requests < 1 or not self.message_s >= 0:
-            raise PlanError(
-                f"cluster: got {self.devices} devices, {self.requests} requests, message_s {self.message_s}; "
-                "expected >= 1, >= 1, >= 0."
-            )
+        assert min(self.devices, self.requests) >= 1, self
+        assert self.message_s >= 0, self
 
 
 @dataclass(frozen=True, kw_only=True)
 class Footprint:
-    """Memory of a model."""
-
     weights_bytes: float
     """One copy."""
     request_bytes: float
@@ -111,10 +104,6 @@ class VerifierOption:
     """Over (requests, 1): what a decoupled round takes on the engine beside the verify, to hear its drafters and choose
     windows; None: nothing."""
 
-    def __post_init__(self) -> None:
-        if self.devices < 1:
-            raise PlanError(f"verifier: got {self.devices} devices, expected at least 1.")
-
     def requests(self, drafter: Footprint = NOTHING) -> int | None:
         """That run at once beside this drafter; None: no bound."""
         return fitting(self.capacity_bytes, self.footprint, drafter)
@@ -133,15 +122,9 @@ class DrafterEngine:
     (`decoupled.spec.Work`). Rounds then take what is there (`running`); None: they last until windows are
     (`pipelined`)."""
 
-    def __post_init__(self) -> None:
-        if self.devices < 1:
-            raise PlanError(f"drafter: got {self.devices} devices, expected at least 1.")
-
 
 @dataclass(frozen=True, kw_only=True)
 class DrafterOption:
-    """A draft method."""
-
     name: str
     survival: tuple[float, ...]
     """P(the first j draft tokens are accepted), j = 1, 2, ..: bounds the window."""

@@ -18,7 +18,6 @@ from statistics import median
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
 
 from specactor.config import Config, SpeculationConfig
 from specactor.data.tiny_model import make_tiny_model
@@ -33,7 +32,7 @@ from specactor.rollout.decoupled.supervisor import DrafterProcess
 from specactor.rollout.decoupled.transport import Address, DrafterAccess
 from specactor.rollout.drafter_start import Host, make_specs
 from specactor.rollout.sglang.engine_client import Engine, EngineSpec, running
-from specactor.rollout.speculation.costs import METHOD, CostTable, Grid, ProcessCosts
+from specactor.rollout.speculation.costs import METHOD, CostTable
 from specactor.rollout.speculation.registry import make_drafters
 
 PROCESS_SHARE = 0.5
@@ -41,7 +40,7 @@ PROCESS_SHARE = 0.5
 
 
 def run(config: Config, *, out: Path | None, limit_s: float, console: Console) -> Path:
-    """Measure, print, and write the table. Returns its file, by default costs.json in the folder of the run.
+    """Measure, and write the table. Returns its file, by default costs.json in the folder of the run.
 
     Measuring takes at most about `limit_s`, and half as long again where there is a drafter process; starts come on
     top, `EngineConfig.start_timeout_s` at most for each.
@@ -66,7 +65,7 @@ def run(config: Config, *, out: Path | None, limit_s: float, console: Console) -
             if drafter is not None:
                 table = _with_process(table, config, engine, drafter, sizes, limit_s * PROCESS_SHARE, console)
     cost_file.write(file, table)
-    _show(table, errors, console)
+    _show(errors, console)
     console.print(f"Use it with --rollout.speculation.cost-table {file}", soft_wrap=True, highlight=False)
     return file
 
@@ -199,40 +198,16 @@ def _bar(console: Console, total: int) -> Iterator[Callable[[int], None]]:
         yield lambda done: progress.update(task, completed=done)
 
 
-def _show(table: CostTable, errors: list[Check], console: Console) -> None:
-    console.print(_seconds("verification, ms (1: a plain step)", "tokens per request", table.verify))
-    for name, grid in table.drafters.items():
-        console.print(_seconds(f"drafting of {name}, ms", "window", grid))
-    if table.process is not None:
-        console.print(_of_process(table.process))
-    if errors:
-        of_all = [check.error for check in errors]
-        worst = max(errors, key=lambda check: check.error)
-        who, where = worst.cell.drafter or "verification", worst.cell
-        console.print(
-            f"{len(errors)} kinds of rounds that the table does not have: median error {median(of_all):.1%}, largest "
-            f"{worst.error:.1%} ({who}, {where.requests} requests, window {where.window}: predicted "
-            f"{1e3 * worst.predicted_s:.2f} ms, measured {1e3 * worst.measured_s:.2f} ms)",
-            soft_wrap=True,
-            highlight=False,
-        )
-
-
-def _seconds(title: str, columns: str, grid: Grid) -> Table:
-    table = Table(title=title, title_justify="left", caption=f"columns: {columns}", caption_justify="left")
-    table.add_column("requests", justify="right")
-    for per_request in grid.per_request:
-        table.add_column(f"{per_request:g}", justify="right")
-    for requests, row in zip(grid.requests, grid.seconds, strict=True):
-        table.add_row(f"{requests:g}", *(f"{1e3 * seconds:.2f}" for seconds in row))
-    return table
-
-
-def _of_process(costs: ProcessCosts) -> Table:
-    table = Table(title="drafter process, ms", title_justify="left")
-    for column in ("requests", "a token of each", "of the engine, beside a verify"):
-        table.add_column(column, justify="right")
-    for requests in costs.ahead_s.requests:
-        seconds = (costs.token_s.at(requests, 1.0), costs.ahead_s.at(requests, 1.0))
-        table.add_row(f"{requests:g}", *(f"{1e3 * each:.2f}" for each in seconds))
-    return table
+def _show(errors: list[Check], console: Console) -> None:
+    """How far the table is off where it was not measured."""
+    if not errors:
+        return
+    worst = max(errors, key=lambda check: check.error)
+    who, where = worst.cell.drafter or "verification", worst.cell
+    console.print(
+        f"{len(errors)} kinds of rounds that the table does not have: median error "
+        f"{median(check.error for check in errors):.1%}, largest {worst.error:.1%} ({who}, {where.requests} requests, "
+        f"window {where.window}: predicted {1e3 * worst.predicted_s:.2f} ms, measured {1e3 * worst.measured_s:.2f} ms)",
+        soft_wrap=True,
+        highlight=False,
+    )

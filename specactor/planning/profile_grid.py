@@ -65,8 +65,7 @@ class Check:
 
 def cells(*, max_requests: int, max_window: int, drafters: Sequence[str]) -> list[Cell]:
     """Of the grids of verification and of every drafter, and those held out."""
-    if max_requests < 1 or max_window < 1:
-        raise PlanError(f"cells: got {max_requests} requests and window {max_window}, expected at least 1 of each.")
+    assert min(max_requests, max_window) >= 1
     requests, windows = _doubled(max_requests), _doubled(max_window)
     between, windows_between = _middles(requests)[::-2], _middles(windows) or [max_window]
     found = [Cell(requests=n, window=w) for w, n in product([0, *windows], requests)]
@@ -132,7 +131,6 @@ def _doubled(largest: int) -> list[int]:
 
 
 def _middles(axis: Sequence[int]) -> list[int]:
-    """Half-way in every interval that has a middle."""
     return [(a + b) // 2 for a, b in pairwise(axis) if b - a > 1]
 
 

@@ -10,11 +10,8 @@ its parts of the longer of moving bytes and computing:
 
 and two all-reduces of rows x hidden per layer (g > 1), the least time of its kernels, and the launch. `bucket` rounds
 rows up to the sizes for which graphs are captured (SGLang 0.5.23's lists, with and without speculation). An attention
-that reads a request's keys once for all its rows can be asked for, to see what it would bring: ours does not.
-
-The tables are `CostTable`s and `Grid`s like measured ones. What they leave out: imbalance of experts, prefills beside
-decodes, stragglers, the host, and kernels that fall short of the attained shares. Measure where you
-can.
+that reads a request's keys once for all its rows can be asked for, to see what it would bring: ours does not. Left out:
+imbalance of experts, prefills beside decodes, stragglers, the host, and kernels that fall short of the attained shares.
 
 Invariants: seconds do not fall with requests, tokens or context; devices are added within one node.
 """
@@ -53,17 +50,13 @@ class Roofline:
         attained: Attained | None = None,
         keys_once: bool = False,
     ) -> None:
-        """Raises PlanError for an engine that cannot be.
-
+        """
         Args:
             context: tokens of a request in the KV cache, on average.
             keys_once: keys are read once per request and not per row.
         """
-        if not 1 <= devices <= device.node_devices or context < 0:
-            raise PlanError(
-                f"engine: got {devices} devices and a context of {context}; expected 1..{device.node_devices} (a node "
-                f"of {device.name}) and >= 0. Split larger models over nodes by hand, and measure."
-            )
+        assert 1 <= devices <= device.node_devices, f"{devices} of a node of {device.name}"
+        assert context >= 0, context
         self.shape, self.device, self.devices, self.context = shape, device, devices, context
         self.attained = attained or Attained()
         self.keys_once = keys_once
@@ -151,8 +144,7 @@ def cost_table(target: Roofline, drafters: Mapping[str, Roofline], *, max_window
 
 
 def _nodes(max_requests: int) -> list[int]:
-    if max_requests < 1:
-        raise PlanError(f"table: got {max_requests} requests, expected at least 1.")
+    assert max_requests >= 1
     return sorted({n for n in chain(REQUESTS, (max_requests,)) if n <= max_requests})
 
 

@@ -3,16 +3,10 @@
 A plan is one of
     off        every verifier decodes plainly
     coupled    every verifier drafts and verifies on its own devices: verify_s + draft_s a round
-    decoupled  some devices draft for all verifiers (N drafters serve M verifiers): a round takes the longer of the
-               two, where drafting is w + 1 tokens and one exchange of messages; how many rounds have a window follows
-               from acceptance (`pipelined`). For a drafter process that was measured, nobody waits, and the
-               tokens that are there follow from its pace, too (`running`)
-and is charged for every device of the cluster, used or idle: plans are compared by tokens per second of the whole.
-Costs are `CostTable`s and `Grid`s, measured (`specactor profile`) or predicted from device figures (`rooflines.py`).
-
-Compared with Algorithm 1 of 2511.16193 (`benchmarks/paper_algorithms.py`): off and coupled are plans too, drafters and
-verifiers need not come in equal numbers, tables take the place of lines, and memory bounds how many requests run at
-once. The 1:1 groups of Algorithm 1 are among the plans.
+    decoupled  N drafters serve M verifiers: a round takes the longer of verifying and of drafting w + 1 tokens with one
+               exchange of messages (`pipelined`); a drafter process that was measured is not waited for (`running`)
+and is charged for every device of the cluster, used or idle: plans are compared by tokens per second of the whole. The
+1:1 groups of Algorithm 1 of 2511.16193 (`benchmarks/paper_algorithms.py`) are among them.
 
 Invariants: the first plan has the most tokens per second, and off wins ties; a drafter with acceptance 0 is never in
 the first plan; survivals that rise never lower the first plan's speed, but for rows that cost more than they bring; no

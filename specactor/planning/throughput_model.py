@@ -1,20 +1,14 @@
 """How many tokens a round of speculation emits, coupled and decoupled. PURE: probabilities and seconds in, tokens out.
 
-survival_j = P(the first j draft tokens are accepted). A round verifies w draft tokens and emits those accepted and one
-of the target's own:
-    coupled:   1 + sum_{j <= w} survival_j    (2211.17192, equation 1, where survival_j = p^j)
-
-Decoupled, a drafter runs ahead of the verifier, and nobody waits for a redraft. A request is in one of two states:
+survival_j = P(the first j draft tokens are accepted). A coupled round of w draft tokens emits
+1 + sum_{j <= w} survival_j (2211.17192, equation 1, where survival_j = p^j). A decoupled request is in one of two
+states:
     ready      the next w draft tokens are there: the round emits what a coupled one does. It stays ready if all are
                accepted and the drafter's next token is the one that the target added (survival_{w+1}).
     redrafting the drafter starts again from the commit: a plain step of one token. The request is ready again if the
                drafter's first token is the one that this step adds (survival_1).
-The share of rounds that are ready follows, and with it tokens and rows per round. It is a ratio of averages; the
-paper's tau (`benchmarks/paper_algorithms.py`) averages ratios.
-
-That takes rounds to last until windows are there (`pipelined`). The drafter processes of this project are not waited
-for, so how many draft tokens there are depends on the round's length over the drafter's step, both measured:
-`running` is the same by a Markov chain over the tokens in stock.
+`pipelined` takes rounds to last until windows are there. Drafter processes are not waited for, so how many draft tokens
+there are depends on the round's length over the drafter's step: `running`, by a Markov chain over the tokens in stock.
 
 Invariants: at least 1 token per round; tokens and share do not fall when survivals rise; with a drafter that takes no
 time `running` is `pipelined`.
@@ -31,7 +25,6 @@ from math import floor
 import numpy as np
 from numpy.typing import NDArray
 
-from specactor.errors import PlanError
 from specactor.rollout.speculation.acceptance import checked
 from specactor.rollout.speculation.costs import Grid
 
@@ -47,26 +40,20 @@ class Pipelined:
     """Decoupled rounds of one request, on average."""
 
     ready: float
-    """Share of rounds that verify a window."""
     tokens_when_ready: float
 
     @property
     def tokens(self) -> float:
-        """Emitted per round."""
         return 1.0 + self.ready * (self.tokens_when_ready - 1.0)
 
 
 def coupled_tokens(survival: Sequence[float], window: int) -> float:
-    """Emitted per round of a window."""
     return 1.0 + sum(survival[:window])
 
 
 def pipelined(survival: Sequence[float], window: int) -> Pipelined:
     """Decoupled rounds of a window. Of `survival` the entry behind the window is extrapolated if missing."""
-    if not 1 <= window <= len(survival):
-        raise PlanError(
-            f"pipelined: got window {window}, expected 1..{len(survival)} (as many as there are survivals)."
-        )
+    assert 1 <= window <= len(survival), window
     onward = survival[window] if len(survival) > window else _next(survival[:window])
     returns, leaves = survival[0], 1.0 - onward
     ready = returns / (returns + leaves) if returns + leaves > 0 else 1.0
@@ -116,11 +103,9 @@ def running(survival: Sequence[float], window: int, pace: Pace) -> Running:
     message both ways and what is left of the step that it is in.
     """
     checked(survival)
-    if not 1 <= window <= len(survival) or not pace.token_s > 0 or pace.most < 1:
-        raise PlanError(
-            f"running: got window {window}, {pace.token_s} s per draft token, {pace.most} ahead; expected "
-            f"1..{len(survival)} (as many as there are survivals), > 0, >= 1."
-        )
+    assert 1 <= window <= len(survival), window
+    assert pace.token_s > 0, pace
+    assert pace.most >= 1, pace
     onward = survival[window] if len(survival) > window else _next(survival[:window])
     chain = _Chain(
         goes_on=(*survival[:window], onward),

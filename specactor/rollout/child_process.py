@@ -20,7 +20,6 @@ import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Generic, TypeVar
 
 import msgspec
@@ -51,9 +50,7 @@ class Call(Generic[Answer]):
     def __enter__(self) -> Call[Answer]:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._child.forget(self)
 
     def next(self, timeout_s: float) -> Answer:
@@ -69,8 +66,6 @@ class Call(Generic[Answer]):
 
 
 class ChildProcess(Generic[Answer]):
-    """One child."""
-
     def __init__(
         self,
         run: str,
@@ -173,12 +168,10 @@ class ChildProcess(Generic[Answer]):
             self._calls.pop(call.number, None)
 
     def unanswered(self) -> set[int]:
-        """Numbers of the calls that have not had their last answer."""
         with self._lock:
             return set(self._unanswered)
 
     def heard_s(self) -> float:
-        """Seconds since it last said anything."""
         return time.monotonic() - self._heard_s
 
     def silent_s(self) -> float:
@@ -218,7 +211,6 @@ class ChildProcess(Generic[Answer]):
         return f"{self.name} {what} The end of its log, {self.log_file}:\n{self.log_tail()}"
 
     def log_tail(self) -> str:
-        """Last lines of the log."""
         file = Path(self.log_file)
         lines = file.read_text(errors="replace").splitlines() if file.exists() else ["(no log)"]
         return "\n".join(f"  | {line}" for line in lines[-_LOG_TAIL_LINES:])

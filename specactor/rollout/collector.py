@@ -41,7 +41,6 @@ class RolloutStats:
     counts: dict[str, Counts]
     """What speculation did, per drafter; plain rounds stand under "off"."""
     figures: Figures
-    """What drafters counted themselves."""
     drafter_work: list[tuple[float, int]]
     """Per drafter process, its seconds of drafting, and how many frames, requests and connections it dropped."""
     drafters_woken: int
@@ -278,7 +277,6 @@ class RolloutCollector:
         return state
 
     def restore(self, state: dict[str, object]) -> None:
-        """Go on from a `state`."""
         self.prompts.restore(state["prompts"])
         if self.config.rollout.partial:
             size = self.config.rollout.group_size

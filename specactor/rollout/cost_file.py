@@ -23,7 +23,6 @@ def read(file: str | Path) -> CostTable:
 
 
 def write(file: Path, table: CostTable) -> None:
-    """With the folder that it is in."""
     file.parent.mkdir(parents=True, exist_ok=True)
     fresh = file.with_name(f"{file.name}.tmp")
     fresh.write_text(table.to_json() + "\n")

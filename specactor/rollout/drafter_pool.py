@@ -1,10 +1,8 @@
 """The drafter processes of one host: started together, restarted when they die, stopped together.
 
-Drafters own nothing: a dead one costs drafts and no more, engines find it again by themselves. So it is replaced on the
-side, by a thread, while whoever uses the engines goes on. One that hangs is as good as dead: it is asked for signs of
-life, and ended when there are none for `SILENT_LIMIT_S`.
-
-Those of `DrafterSpec.engine` sleep, and may be woken while that engine has nothing to do.
+A dead drafter costs drafts and no more, so it is replaced on the side, by a thread, while whoever uses the engines goes
+on. One that hangs is asked for signs of life, and ended when there are none for `SILENT_LIMIT_S`. Those of
+`DrafterSpec.engine` sleep, and may be woken while that engine has nothing to do.
 
 Invariants: after `rollout` those sleep or are gone, but for one that is starting without a GPU, which takes nothing of
 the trainer's and sleeps when it has started; they are started again only while their engine has nothing to do; after
@@ -21,7 +19,6 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from types import TracebackType
 from typing import TYPE_CHECKING
 
 from specactor.rollout.decoupled.spec import DrafterSpec, Work
@@ -55,7 +52,6 @@ class DrafterPool:
         self._ending = threading.Event()
         self._watcher: threading.Thread | None = None
         self.restarts = 0
-        """Drafters that were started again so far."""
         self._deaths = [0] * len(specs)
         self._late = [0] * len(specs)
         """Ends of rollouts in a row that ended it, since it did not sleep or had not started."""
@@ -74,9 +70,7 @@ class DrafterPool:
     def __enter__(self) -> DrafterPool:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.stop()
 
     def wait_ready(self) -> None:
@@ -207,7 +201,6 @@ class DrafterPool:
             self._gone_s[i] = time.monotonic()
 
     def stop(self) -> None:
-        """Ends all. May be called again."""
         self._ending.set()
         with self._lock:
             for drafter in self.drafters:

@@ -1,16 +1,13 @@
 """The drafter processes of a run: which host gets which, who starts them, where they listen, what engines are told.
 
-A drafter has a device of its own, or sleeps on an engine's (`Config.lends_devices`).
-
-A host is a machine. Where devices are lent it is the ranks of one that see the same devices, since the first of
-those drives all of their engines, and no others: a drafter that it wakes must draft for them.
+A host is a machine. Where devices are lent (`Config.lends_devices`) it is the ranks of one that see the same devices,
+since the first of those drives all of their engines, and no others: a drafter that it wakes must draft for them.
 
 Invariants: every drafter has an address of its own and keys of its host, new in every run; engines are given the
 drafters of their own host, and with `parallel.drafter_hosts` those of other hosts after them; a rank that starts
 no drafter learns the engines' keys and not the drafters'; no two drafters of a job have the same number, and thus the
-same log; one that sleeps on an engine's device has the engine's number, and the device is no other engine's; every rank
-calls `start_drafters` with the same config, what is wrong with it is raised on all, and all ranks are told of the
-drafters before any engine is started.
+same log; one that sleeps on an engine's device has the engine's number, and the device is no other engine's; what is
+wrong with the config is raised on all ranks, and all are told of the drafters before any engine is started.
 """
 
 from __future__ import annotations
@@ -21,7 +18,6 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import TracebackType
 
 from specactor.config import Config
 from specactor.config.speculation import WARM_UP
@@ -41,14 +37,11 @@ class Host:
     """What drafters share with the rest of the job there."""
 
     ranks: int
-    """Of the trainer."""
     engines: int
-    """That its drafters draft for."""
     devices: tuple[int, ...]
     """Its GPUs, or its cores where it has none."""
     has_gpus: bool
     first_drafter: int = 0
-    """Number of its first drafter in the job."""
     own_engines: tuple[tuple[int, int], ...] = ()
     """(index, first device) of each engine that the host's first rank starts."""
 
@@ -313,7 +306,6 @@ class Ports:
         return f"tcp://{host}:{keeper.getsockname()[1]}"
 
     def close(self) -> None:
-        """Harmless the second time."""
         for keeper in self._kept:
             keeper.close()
         self._kept.clear()
@@ -321,7 +313,5 @@ class Ports:
     def __enter__(self) -> Ports:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()

@@ -19,8 +19,9 @@ from dataclasses import dataclass
 
 from specactor.errors import EngineError
 from specactor.rollout import resume
+from specactor.rollout.drafter_pool import DrafterPool
 from specactor.rollout.sglang.engine_client import Engine, EngineDied
-from specactor.rollout.tail import BorrowedDevices, EngineLoad, Running, SleepingDrafters, TailPolicy
+from specactor.rollout.tail import BorrowedDevices, EngineLoad, Running, WakeWhereItPays
 from specactor.types import RolloutRequest, Trajectory
 
 REPORT_TOKENS = 64
@@ -35,7 +36,6 @@ class _Event:
     request: RolloutRequest | None = None
     """None: the call has ended."""
     response: Trajectory | None = None
-    """What there is of it."""
     ended: bool = False
     """The response, or the call."""
     error: BaseException | None = None
@@ -49,10 +49,10 @@ class Driver:
         engines: Sequence[Engine],
         *,
         notify: Callable[[Trajectory], None],
-        policy: TailPolicy | None = None,
+        policy: WakeWhereItPays | None = None,
         report_tokens: int = REPORT_TOKENS,
         enough_groups: int | None = None,
-        drafters: SleepingDrafters | None = None,
+        drafters: DrafterPool | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """
@@ -73,7 +73,6 @@ class Driver:
         self._enough = enough_groups
         self._borrowed = BorrowedDevices(engines, drafters, policy, clock=clock)
         self._running: dict[int, dict[str, RolloutRequest]] = {i: {} for i in range(len(engines))}
-        """By engine that is alive and request id."""
         self._emitted: dict[str, int] = {}
         """Response tokens of those that were heard of."""
         self._rounds = 0

@@ -39,10 +39,7 @@ class Failed(msgspec.Struct, tag=True, frozen=True, kw_only=True):
 
 @dataclass(frozen=True)
 class Header:
-    """What comes before a message."""
-
     length: int
-    """Bytes of the message."""
     call: int
     last: bool
 

@@ -26,7 +26,6 @@ class OpenGroup:
     """One prompt's requests, and the responses that finished."""
 
     problem: int
-    """Position in the data set."""
     requests: tuple[RolloutRequest, ...]
     finished: dict[str, Trajectory]
     """By request id."""
@@ -45,7 +44,6 @@ class OpenGroup:
         return [self.finished[request.request_id] for request in self.requests]
 
     def numbered(self, group_id: int) -> OpenGroup:
-        """With this group id in its requests."""
         return replace(self, requests=tuple(replace(request, group_id=group_id) for request in self.requests))
 
     def after(self, found: Mapping[str, Trajectory], stopped: Mapping[str, RolloutRequest]) -> OpenGroup:
@@ -89,7 +87,6 @@ def settled(groups: Sequence[OpenGroup], want: int) -> tuple[list[OpenGroup], li
 
 
 def state(groups: Sequence[OpenGroup]) -> object:
-    """For a checkpoint: JSON types."""
     return msgspec.to_builtins(list(groups))
 
 

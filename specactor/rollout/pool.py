@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
-from types import TracebackType
 
 from specactor.errors import EngineError
 from specactor.rollout.drafter_pool import DrafterPool
@@ -19,7 +18,7 @@ from specactor.rollout.driver import REPORT_TOKENS, Driver
 from specactor.rollout.requests import assign, merge
 from specactor.rollout.sglang.engine_client import Engine, EngineDied, EngineSpec
 from specactor.rollout.speculation.counters import Counts, Figures, added, added_figures
-from specactor.rollout.tail import TailPolicy, WakeWhereItPays
+from specactor.rollout.tail import WakeWhereItPays
 from specactor.trace import Span
 from specactor.types import RolloutRequest, Trajectory
 
@@ -37,7 +36,6 @@ class RolloutOutcome:
     unfinished: list[RolloutRequest]
     """Of engines that died; restart those, sync weights, and generate these again."""
     lost_engines: tuple[int, ...]
-    """Indices (`EngineSpec.index`) of the engines that died."""
     stopped: list[RolloutRequest] = field(default_factory=list)
     """Ended because there were enough groups; each holds what was begun of its response."""
     drafters_woken: int = 0
@@ -51,7 +49,7 @@ class EnginePool:
         self,
         specs: Sequence[EngineSpec],
         *,
-        tail: TailPolicy | None = None,
+        tail: WakeWhereItPays | None = None,
         report_tokens: int = REPORT_TOKENS,
         drafters: DrafterPool | None = None,
         restart_limit_s: float = RESTART_LIMIT_S,
@@ -80,9 +78,7 @@ class EnginePool:
     def __enter__(self) -> EnginePool:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.stop()
 
     def wait_ready(self) -> None:
@@ -138,7 +134,7 @@ class EnginePool:
 
     def learn(self, counts: Mapping[str, Counts]) -> None:
         """What speculation did in a step, in all engines of the job: the next one is planned with it."""
-        if isinstance(self.tail, WakeWhereItPays):
+        if self.tail is not None:
             self.tail = self.tail.after(counts)
 
     def lost(self) -> tuple[int, ...]:
@@ -198,7 +194,6 @@ class EnginePool:
             raise
 
     def flush(self) -> None:
-        """Drop the KV and prefix caches."""
         self._on_living(Engine.flush)
 
     def release_memory(self) -> None:
@@ -232,7 +227,6 @@ class EnginePool:
         return {name: spans[name] for name in sorted(spans)}
 
     def set_version(self, version: int) -> None:
-        """States which weights the engines hold now."""
         for engine in self.engines:
             engine.set_version(version)
 

@@ -121,7 +121,6 @@ def _end_descendants() -> None:
 
 
 def descendants(pid: int) -> list[int]:
-    """Children of all generations, zombies included."""
     found = []
     # What ends meanwhile has no children: they become those of the subreaper.
     with suppress(FileNotFoundError, ProcessLookupError):

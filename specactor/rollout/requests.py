@@ -61,7 +61,6 @@ def greedy_requests(
     stop: tuple[str, ...] = (),
     stop_token_ids: tuple[int, ...] = (),
 ) -> list[RolloutRequest]:
-    """One greedy request per problem, for evaluation."""
     sampling = SamplingParams(temperature=0.0, max_new_tokens=max_new_tokens, stop=stop, stop_token_ids=stop_token_ids)
     return [
         RolloutRequest(

@@ -1,12 +1,9 @@
 """A response that is generated in parts: on several engines, or in several steps. PURE.
 
 The noise of a token is keyed by the request's seed and the token's position in prompt and response, so an engine that
-is given the prompt and the first tokens of a response samples the tokens that the first engine would have sampled.
-
-That holds up to rounding. The keys of the beginning come from a prefill, and came from decoding before, so after a seam
-log-probabilities may differ, by 1e-5 in float32, and a token may where two candidates are tied that nearly: rare in
-float32, not in bfloat16. Where a seam lies depends on time. So a run that carries responses on is repeatable in
-its tokens (float32, such ties aside), and in its log-probabilities up to rounding alone.
+is given the prompt and the first tokens of a response samples the tokens that the first engine would have sampled. That
+holds up to rounding: the keys of the beginning come from a prefill, and came from decoding before, so after a seam
+log-probabilities may differ, by 1e-5 in float32, and a token may where two candidates are tied that nearly.
 
 Invariants: a response has one log-probability per token, spans that cover it without gap or overlap, and the experts of
 all its tokens or of none; what goes on from a beginning has that beginning.
@@ -22,7 +19,6 @@ from specactor.types import Begun, FinishReason, RolloutRequest, Trajectory, Ver
 
 
 def num_begun(request: RolloutRequest) -> int:
-    """Tokens of the response that there are."""
     return len(request.begun.token_ids) if request.begun else 0
 
 

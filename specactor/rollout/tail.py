@@ -13,11 +13,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import accumulate
-from typing import Protocol
 
 import numpy as np
 
 from specactor.config import Config
+from specactor.rollout.drafter_pool import DrafterPool
 from specactor.rollout.sglang.engine_client import Engine
 from specactor.rollout.speculation.costs import METHOD
 from specactor.rollout.speculation.counters import Counts
@@ -32,8 +32,6 @@ RETURN_SHARE = 0.2
 
 @dataclass(frozen=True, kw_only=True)
 class Running:
-    """A request on an engine."""
-
     emitted: int
     max_new_tokens: int
 
@@ -63,27 +61,24 @@ class TailCosts:
     acceptance: float = 0.6
     """P(the first draft token is accepted), of a drafter on a dry engine's device, as believed now."""
     first_acceptance: float = 0.6
-    """As believed before any was seen."""
     max_window: int = 8
     notice_rounds: float = 32.0
     """Until an engine that found no drafter looks for one again."""
 
 
-class TailPolicy(Protocol):
-    """Asked while an engine has run dry. A test may give its own."""
-
-    def engine_to_wake(self, loads: Sequence[EngineLoad], finished: Sequence[int]) -> int | None:
-        """Args: loads: of the engines that are alive; finished: lengths of the responses that finished."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class WakeWhereItPays:
-    """The shipped policy. PURE."""
+    """Asked while an engine has run dry. PURE."""
 
     costs: TailCosts = field(default_factory=TailCosts)
 
     def engine_to_wake(self, loads: Sequence[EngineLoad], finished: Sequence[int]) -> int | None:
-        """The one whose drafter is awake soonest, if that is predicted to pay for some request."""
+        """The one whose drafter is awake soonest, if that is predicted to pay for some request.
+
+        Args:
+            loads: of the engines that are alive.
+            finished: lengths of the responses that finished.
+        """
         wakes = [(load.wake_rounds, load.engine) for load in loads if load.wake_rounds is not None]
         if not wakes:
             return None
@@ -151,28 +146,14 @@ def _live_costs(costs: TailCosts, requests: int, served: int) -> LiveCosts:
     )
 
 
-class SleepingDrafters(Protocol):
-    """Drafters on devices of engines, by `EngineSpec.index`; see `DrafterPool`. Nothing here waits."""
-
-    def any_awake(self) -> bool: ...
-
-    def free(self, engine: int) -> None: ...
-
-    def wake_s(self, engine: int) -> float | None: ...
-
-    def wake(self, engine: int) -> None: ...
-
-    def sleep(self, engine: int) -> None: ...
-
-
 class BorrowedDevices:
     """The devices of engines that have run dry, in one rollout, which begins now. Engines are positions here."""
 
     def __init__(
         self,
         engines: Sequence[Engine],
-        drafters: SleepingDrafters | None,
-        policy: TailPolicy | None,
+        drafters: DrafterPool | None,
+        policy: WakeWhereItPays | None,
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -183,7 +164,6 @@ class BorrowedDevices:
         """Engines of which the drafters know that they have nothing to do."""
 
     def give_back(self, engine: int) -> None:
-        """The engine is about to be given requests."""
         if self._drafters is not None:
             self._dry.discard(engine)
             self._drafters.sleep(self._engines[engine].index)

@@ -191,7 +191,6 @@ def _relevant(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def main() -> None:
-    """Entry point of the starter."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--fd", type=int, required=True, help="inherited socket that listens")
     parser.add_argument("--owner", type=int, required=True, help="process to die with")

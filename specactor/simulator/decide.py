@@ -45,8 +45,6 @@ AHEAD = "decoupled"
 
 @dataclass(frozen=True, kw_only=True)
 class Policy:
-    """What may be done."""
-
     mode: SimulatedMode = "auto"
     drafter: str = ""
     """Of modes coupled and decoupled; empty: the one of the best plan."""
@@ -61,8 +59,8 @@ class Policy:
     """Mode auto: engines that ran dry draft for the others."""
 
     def __post_init__(self) -> None:
-        if self.max_window < 1 or self.window < 0:
-            raise PlanError(f"policy: got max_window {self.max_window}, window {self.window}; expected >= 1, >= 0.")
+        assert self.max_window >= 1, self
+        assert self.window >= 0, self
 
 
 def placed(cluster: Cluster, belief: Candidates, policy: Policy) -> RolloutPlan:
@@ -101,8 +99,6 @@ class Decision:
 
 
 class Decider:
-    """Of one engine."""
-
     def __init__(
         self,
         plan: RolloutPlan,

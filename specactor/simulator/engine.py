@@ -18,7 +18,6 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from specactor.errors import PlanError
 from specactor.planning.plans import VerifierOption
 from specactor.rollout.speculation.acceptance import survival_of
 from specactor.rollout.speculation.costs import Grid
@@ -54,14 +53,11 @@ class Helper:
     since: float
 
     def remote(self, requests: int, message_s: float, rollback_s: float = 0.0) -> Remote:
-        """As the helped engine sees it."""
         served = -(-requests // self.copies)
         return Remote(seconds=self.seconds, served=served, message_s=message_s, rollback_s=rollback_s)
 
 
 class Engine:
-    """Verifies."""
-
     def __init__(self, index: int, option: VerifierOption, decider: Decider, slow: float) -> None:
         """`slow`: factor on all its seconds."""
         self.index, self.option, self.decider, self.slow = index, option, decider, slow
@@ -86,7 +82,6 @@ class Engine:
 
     @property
     def plans(self) -> list[DraftPlan]:
-        """What each running request does."""
         name, of = self.decision.drafter, self.decision
         return [
             DraftPlan(mode=MODES[mode], drafter=name, window=window) if window else PLAIN
@@ -118,7 +113,6 @@ class Engine:
         self._new += len(new)
 
     def settle(self, now: float, done_N: Floats) -> None:
-        """Account for the rounds up to now."""
         if self.round is None or now <= self.since:
             return
         rounds = (now - self.since) / self.round.seconds
@@ -146,8 +140,7 @@ class Engine:
         )
 
     def decided(self, decision: Decision) -> None:
-        if len(decision.modes) != len(self.running):
-            raise PlanError(f"engine {self.index}: got plans of {len(decision.modes)}, runs {len(self.running)}.")
+        assert len(decision.modes) == len(self.running), self.index
         self._look = min(2 * self._look, LAST_LOOK) if decision.kind == self.decision.kind else FIRST_LOOK
         self.decision = decision
         self.decisions += 1
@@ -155,7 +148,6 @@ class Engine:
         self.rounds_decided, self.requests_decided = self.rounds, len(self.running)
 
     def set_round(self, found: Round) -> None:
-        """What its rounds are from now on."""
         self.round = found
         if self.rounds == self.rounds_decided:
             self.first_round_s = found.seconds

@@ -126,8 +126,7 @@ class Requests:
 
 def draw(lengths: Lengths, *, prompts: int, group_size: int, seed: Sequence[int]) -> Requests:
     """`prompts` x `group_size` requests. `odds` are for a spread of 1; a method's own is a power of it."""
-    if prompts < 1 or group_size < 1:
-        raise PlanError(f"requests: got {prompts} prompts of {group_size} responses, expected at least one of each.")
+    assert min(prompts, group_size) >= 1, (prompts, group_size)
     rng = np.random.default_rng(list(seed))
     group_N = np.repeat(np.arange(prompts, dtype=np.int64), group_size)
     return Requests(

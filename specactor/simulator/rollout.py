@@ -88,8 +88,7 @@ def simulate(
 
     Raises PlanError where nothing fits, or the world lacks a drafter's acceptance.
     """
-    if len(requests) != cluster.requests:
-        raise PlanError(f"simulate: got {len(requests)} requests, expected the cluster's {cluster.requests}.")
+    assert len(requests) == cluster.requests, len(requests)
     if missing := sorted({d.name for d in options.drafters} - set(world.methods)):
         raise PlanError(f"world: got no acceptance of {missing}, expected a Method for every drafter. Add them.")
     return Rollout(plan or placed(cluster, options, policy), cluster, options, world, policy, requests, age, seed).run()
@@ -167,10 +166,7 @@ class Rollout:
             engine = self.engines[index]
             if version != engine.version:
                 continue
-            if at < now - ROUNDING_S:
-                raise PlanError(
-                    f"simulate: got an event at {at} s after one at {now} s. This is a bug of the simulator."
-                )
+            assert at >= now - ROUNDING_S, f"an event at {at} s after one at {now} s"
             now, self.events = max(now, at), self.events + 1
             if index in self.dry:
                 self._ready(engine, now)
@@ -345,8 +341,8 @@ class Rollout:
         return Helper(engine=free, method=best, seconds=own.seconds, copies=copies, since=now)
 
     def _outcome(self) -> Outcome:
-        if self.left or np.isnan(self.finish_N).any():
-            raise PlanError(f"simulate: {self.left} requests were lost. This is a bug of the simulator.")
+        assert not self.left, f"{self.left} requests were lost"
+        assert np.isfinite(self.finish_N).all(), self.finish_N
         verifying_s = sum(self.world.start_s + engine.busy_s for engine in self.engines)
         busy_device_s = verifying_s * self.plan.verifiers.devices_each + self.drafting_s * self.plan.drafters.devices
         return Outcome(

@@ -28,7 +28,7 @@ def test_the_cpu_platform_is_no_gpu() -> None:
     if torch.version.cuda is not None:
         pytest.skip("torch has CUDA")
     code = (
-        "from specactor.cpu import torch_cuda; torch_cuda.install();"
+        "from specactor.cpu import megatron; megatron.install_torch();"
         "from specactor.parallel.devices import gpus; print(gpus())"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)

@@ -194,7 +194,7 @@ def test_more_work_is_never_faster(shape: TransformerShape, on: Device, g: int, 
 
 
 def test_an_engine_of_two_nodes_is_refused() -> None:
-    with pytest.raises(PlanError, match=r"got 16 devices .*expected 1\.\.8"):
+    with pytest.raises(AssertionError, match="16 of a node of"):
         roofline(devices=16)
 
 

@@ -141,9 +141,9 @@ def test_windows_ahead_are_those_of_a_drafter_process() -> None:
 
 
 def test_what_cannot_be_is_refused() -> None:
-    with pytest.raises(PlanError, match="window 3"):
+    with pytest.raises(AssertionError, match="3"):
         running((0.5, 0.2), 3, pace(0.001))
-    with pytest.raises(PlanError, match=r"0\.0 s per draft token"):
+    with pytest.raises(AssertionError, match=r"token_s=0\.0"):
         running((0.5, 0.2), 1, pace(0.0))
     with pytest.raises(PlanError, match="survival: got"):
         running((0.5, 0.6), 1, pace(0.001))

@@ -7,7 +7,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specactor.errors import PlanError
 from specactor.rollout.speculation.fastest_of_n import best_window, gain_after, ranked, speedup
 from specactor.rollout.speculation.reconfiguration import LiveCosts
 
@@ -80,7 +79,7 @@ def test_waking_is_charged() -> None:
     assert gain_after(50.0, 100.0, 2.0) == pytest.approx(100 / 75)
     assert gain_after(100.0, 100.0, 2.0) == gain_after(1e9, 100.0, 2.0) == 1.0
     for waking, left, faster in ((-1.0, 1.0, 1.0), (0.0, 0.0, 1.0), (0.0, 1.0, 0.5)):
-        with pytest.raises(PlanError, match="gain_after: got"):
+        with pytest.raises(AssertionError):
             gain_after(waking, left, faster)
 
 

@@ -81,7 +81,7 @@ def test_what_cannot_be_is_refused() -> None:
     for wrong in ((), (1.1,), (0.5, 0.6), (0.5, -0.1), (float("nan"),)):
         with pytest.raises(PlanError, match="survival: got"):
             checked(wrong)
-    with pytest.raises(PlanError, match="acceptance: got"):
+    with pytest.raises(AssertionError, match=r"1\.5"):
         survival_of(1.5, 2)
-    with pytest.raises(PlanError, match="window 3"):
+    with pytest.raises(AssertionError, match="3"):
         pipelined((0.5, 0.2), 3)

@@ -20,11 +20,9 @@ class Lane:
     key: Hashable
     """Of the request, among the requests of all engines."""
     prompt_ids: Sequence[int]
-    """Not empty."""
     tokens: Sequence[int]
     """Output so far: committed tokens, then draft tokens ahead of them."""
     seed: int
-    """Of the request's noise."""
     temperature: float
     """0: the likeliest token is wanted."""
     agreed: int

@@ -48,9 +48,7 @@ class Mirror:
     emptied_s: float | None
     """When a commit left no draft token, if none was made since."""
     reserved: int = 0
-    """Tokens that count against the bound."""
     complete: bool = True
-    """No commit is missing."""
     unsent: bool = False
     """There are draft tokens that the engine was not sent."""
     _stuck: bool = False
@@ -65,7 +63,6 @@ class Mirror:
 
     @property
     def num_ahead(self) -> int:
-        """Draft tokens."""
         return len(self.tokens) - self.committed
 
     @property
@@ -150,7 +147,6 @@ class _Session:
     pulse: bool = False
     """A beat is to be answered."""
     resend: set[int] = field(default_factory=set)
-    """Requests to be asked for."""
     tails_s: float = float("-inf")
     """When all of them that were unsent went last."""
 
@@ -194,7 +190,6 @@ class Mirrors:
     # ------------------------------------------------------------------------------------------------ what arrives
 
     def receive(self, sender: int, data: bytes, now_s: float) -> None:
-        """A frame from the connection of session `sender`."""
         try:
             header, records = protocol.decode_to_drafter(data)
         except protocol.FrameError as error:
@@ -336,7 +331,6 @@ class Mirrors:
             self._sessions[key[0]].drafted += self._oldest[key].extended(lane, draft)
 
     def forget_all(self) -> None:
-        """This incarnation ends."""
         for session in list(self._sessions.values()):
             self._end(session)
 
@@ -369,7 +363,6 @@ class Mirrors:
         return self._out.frames(records, self.drops, receiver=session)
 
     def tick(self, now_s: float) -> None:
-        """Time has passed."""
         for session in list(self._sessions.values()):
             if now_s - session.heard_s > SILENT_S:
                 self._end(session)
@@ -377,7 +370,6 @@ class Mirrors:
     # ---------------------------------------------------------------------------------------------------- the bound
 
     def _account(self, mirror: Mirror) -> None:
-        """Count the mirror, and make room for it."""
         size = mirror.most_held
         self._reserved += size - mirror.reserved
         mirror.reserved = size

@@ -41,8 +41,6 @@ REOPEN_EVERY_S = 0.1
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """One open request."""
-
     number: int
     name: str
     prompt_ids: Sequence[int]
@@ -70,12 +68,10 @@ class Peer:
     session: int = NO_SESSION
     """Of the incarnation that was heard last."""
     frame: int = 0
-    """Number of its last frame."""
     live: bool = False
     asked_s: float | None = None
     """Since when a beat is unanswered."""
     beat_s: float = float("-inf")
-    """When the last beat was sent."""
     others: int = 0
     """Requests of other engines there, as it said last."""
     requests: dict[int, Request] = field(default_factory=dict)
@@ -86,7 +82,6 @@ class Peer:
     closed: list[int] = field(default_factory=list)
     """Numbers that it need not hold any longer."""
     arrived: list[TailColumns] = field(default_factory=list)
-    """Not looked into yet."""
     version: int = 0
     drafted: Total = field(default_factory=Total)
     wasted: Total = field(default_factory=Total)
@@ -118,7 +113,6 @@ class Tails:
 
     @property
     def num_tokens(self) -> int:
-        """Held in tails."""
         tails = [request.tokens for request in self._requests.values() if request.tokens is not None]
         return sum(map(len, tails)) // protocol.TOKEN_BYTES
 
@@ -139,7 +133,6 @@ class Tails:
 
     @property
     def wasted(self) -> int:
-        """Of those, what they threw away."""
         return sum(drafter.wasted.value for drafter in self._drafters)
 
     # --------------------------------------------------------------------------------------------- what the engine does
@@ -282,7 +275,6 @@ class Tails:
     # ------------------------------------------------------------------------------------------------------ what leaves
 
     def outgoing(self, index: int, now_s: float) -> list[bytes]:
-        """Frames for one drafter."""
         drafter = self._drafters[index]
         records: list[protocol.ToDrafter] = []
         if now_s - drafter.beat_s >= BEAT_EVERY_S:
@@ -385,7 +377,6 @@ class Tails:
             self._place(request)
 
     def _leave(self, request: Request) -> None:
-        """The request is not with its drafter any longer."""
         if request.drafter is None:
             return
         drafter = self._drafters[request.drafter]

@@ -108,13 +108,10 @@ MUCH = 2.0
 
 
 class Pace:
-    """Of one drafter process."""
-
     def __init__(self) -> None:
         self._seconds: dict[int, deque[float]] = {}
 
     def batch(self, lanes: int, seconds: float) -> None:
-        """One was drafted."""
         self._seconds.setdefault(lanes.bit_length(), deque(maxlen=MAX_SAMPLES)).append(seconds)
 
     def is_slower(self, few: int, many: int) -> bool:
@@ -127,8 +124,6 @@ class Pace:
 
 
 class Loop:
-    """One turn after the other."""
-
     def __init__(
         self,
         continuer: Continuer,
@@ -149,7 +144,6 @@ class Loop:
         self._busy_s = 0.0
         self._turns: deque[Point] = deque(maxlen=MAX_TURNS)
         self._began_s = 0.0
-        """The last turn."""
         self._drafted = (0, 0)
         """(requests, tokens) in it."""
         self._pace = Pace()
@@ -159,7 +153,6 @@ class Loop:
         self._clock = clock
 
     def _new_mirrors(self) -> Mirrors:
-        """Of a new incarnation."""
         return Mirrors(new_session(), max_tokens=self._max_tokens, drops=self._drops)
 
     def wait(self, files: Sequence[int]) -> list[int]:
@@ -191,7 +184,6 @@ class Loop:
         return self.rested()
 
     def rested(self) -> Rested:
-        """Whether it sleeps."""
         return Rested(asleep=self.asleep, wake_s=self._wake_s)
 
     def close(self) -> None:

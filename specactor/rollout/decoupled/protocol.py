@@ -135,7 +135,6 @@ class Tail(NamedTuple):
 
     request: int
     base: int
-    """Position of the first token."""
     tokens: bytes
     """4 bytes each, little endian: a tail is mostly replaced by a later one before it is looked into."""
     wait_us: int = 0
@@ -185,8 +184,6 @@ _TO_ENGINE: msgspec.msgpack.Decoder[list[ToEngine]] = msgspec.msgpack.Decoder(li
 
 
 class Header(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """Of a frame."""
-
     sender: int
     receiver: int
     number: int
@@ -202,12 +199,10 @@ def encode(header: Header, records: Sequence[ToDrafter] | Sequence[ToEngine]) ->
 
 
 def decode_to_drafter(data: bytes) -> tuple[Header, list[ToDrafter]]:
-    """What an engine sent. Raises FrameError."""
     return _decode(data, _TO_DRAFTER)
 
 
 def decode_to_engine(data: bytes) -> tuple[Header, list[ToEngine]]:
-    """What a drafter sent. Raises FrameError."""
     return _decode(data, _TO_ENGINE)
 
 
@@ -230,7 +225,6 @@ def _decode(data: bytes, decoder: msgspec.msgpack.Decoder[list[Record]]) -> tupl
 
 
 def pack(tokens: Sequence[int]) -> bytes:
-    """Tokens as they are in a tail."""
     return _little(array("i", tokens)).tobytes()
 
 
@@ -279,8 +273,6 @@ def newest(records: Sequence[TailColumns]) -> Iterator[tuple[int, int, bytes]]:
 
 
 class Numbering:
-    """Frames that go out from one session."""
-
     def __init__(self, session: int) -> None:
         self.session = session
         self._number = 0
@@ -321,8 +313,6 @@ class Total:
 
 
 class Drops:
-    """What was dropped, by reason."""
-
     def __init__(self, who: str) -> None:
         self._who = who
         self.counts: Counter[str] = Counter()

@@ -13,7 +13,6 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from statistics import median
 
 from specactor.rollout.decoupled.engine_side import Tails
@@ -38,8 +37,6 @@ _FORGIVENESS = 1.002
 
 
 class Patience:
-    """Of one engine."""
-
     def __init__(self) -> None:
         self._rounds_s: deque[float] = deque(maxlen=MAX_SAMPLES)
         self._answers_s: deque[float] = deque(maxlen=MAX_SAMPLES)
@@ -91,28 +88,6 @@ class Patience:
         return best
 
 
-@dataclass(frozen=True, kw_only=True)
-class Report:
-    """What happened since the start."""
-
-    drafters: int
-    """That answer now."""
-    version: int
-    """Oldest weights among them."""
-    proposed: int
-    """Draft tokens handed to the engine."""
-    drafted_ahead: int
-    """Tokens that drafters drafted for this engine, as they say."""
-    wasted_ahead: int
-    """Of them, thrown away before or after they were sent."""
-    waited_s: float
-    """In rounds, for drafts."""
-    waits: int
-    dropped: dict[str, int]
-    """Frames and tails, by reason: `stale`, `late`, `future`, `repeated`, `foreign`, `malformed`, `unsent`; and to
-    `nobody`, a drafter that does not answer, as every beat to one that sleeps; ..."""
-
-
 class Decoupled(Drafter):
     """Call `stop` in the end; else it happens when the object goes."""
 
@@ -136,11 +111,11 @@ class Decoupled(Drafter):
         self._given: dict[str, tuple[list[int], int, list[int]]] = {}
         """Per request a draft to be judged: its output, which grows, how long that was, and the draft."""
         self._round = 0
-        self._proposed = 0
-        self._waited_s = 0.0
+        self.proposed = 0
+        """Draft tokens handed to the engine."""
+        self.waits = 0
+        self.waited_s = 0.0
         self._wait_s = 0.0
-        """In this round."""
-        self._waits = 0
         self._told: dict[str, float] = {}
         """Figures as of the last call."""
         self._finalizer = weakref.finalize(self, link.close)
@@ -178,38 +153,24 @@ class Decoupled(Drafter):
         self._wait_s = self._wait_for(names, windows, drafts) if self.may_wait else 0.0
         self.expects = self._expects(names, drafts)
         self._judge(sequences, drafts)
-        self._proposed += sum(map(len, drafts))
+        self.proposed += sum(map(len, drafts))
         return drafts
 
     def led(self, round_s: float) -> None:
         self.patience.rounds(round_s - self._wait_s)
 
-    def report(self) -> Report:
-        tails = self.tails
-        return Report(
-            drafters=len(tails.live),
-            version=tails.version,
-            proposed=self._proposed,
-            drafted_ahead=tails.drafted,
-            wasted_ahead=tails.wasted,
-            waited_s=self._waited_s,
-            waits=self._waits,
-            dropped=dict(tails.drops.counts),
-        )
-
     def figures(self) -> dict[str, float]:
-        report = self.report()
-        ordinary = sum(report.dropped.get(reason, 0) for reason in ("stale", "late", "nobody"))
+        dropped = self.tails.drops.counts  # "nobody": beats to drafters that do not answer, all that sleep among them
         now: dict[str, float] = {
-            "waited_s": report.waited_s,
-            "drafted_ahead": report.drafted_ahead,
-            "wasted_ahead": report.wasted_ahead,
-            "stale_tails": report.dropped.get("stale", 0),
-            "dropped_frames": sum(report.dropped.values()) - ordinary,
+            "waited_s": self.waited_s,
+            "drafted_ahead": self.tails.drafted,
+            "wasted_ahead": self.tails.wasted,
+            "stale_tails": dropped["stale"],
+            "dropped_frames": dropped.total() - sum(dropped[reason] for reason in ("stale", "late", "nobody")),
         }
         before, self._told = self._told, now
         fresh = {name: float(value - before.get(name, 0)) for name, value in now.items()}
-        return fresh | {"live_drafters": report.drafters}
+        return fresh | {"live_drafters": len(self.tails.live)}
 
     def stop(self) -> None:
         """Tell the drafters that all is over, and disconnect."""
@@ -281,8 +242,8 @@ class Decoupled(Drafter):
         self.patience.kept(expected, before - len(missing))
         ended_s = self._clock()
         self.recorder.span("rounds", "wait for drafts", began_s, ended_s, missing=before, arrived=before - len(missing))
-        self._waited_s += ended_s - began_s
-        self._waits += 1
+        self.waited_s += ended_s - began_s
+        self.waits += 1
         return ended_s - began_s
 
 

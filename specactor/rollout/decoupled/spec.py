@@ -17,12 +17,10 @@ class DrafterSpec:
     """Sizes None: SGLang decides."""
 
     index: int
-    """Of the drafter in the job."""
     endpoint: str
     """Where it listens, the same after a restart."""
     keys: DrafterKeys | None = None
     model_dir: str
-    """Folder of a dense model in Hugging Face format."""
     dtype: str
     """float32 or bfloat16."""
     device: int
@@ -35,7 +33,6 @@ class DrafterSpec:
     context_length: int
     """Longest text in tokens."""
     kv_tokens: int | None = None
-    """Size of the KV cache."""
     max_requests: int
     """Texts whose keys are held at once."""
     memory_fraction: float = 0.5
@@ -45,9 +42,7 @@ class DrafterSpec:
     random_seed: int = 0
     log_file: str
     start_timeout_s: float = 180.0
-    """Longest wait for it to listen."""
     max_restarts: int = 3
-    """Times that it may be started again."""
 
 
 class Start(msgspec.Struct, tag=True, frozen=True, kw_only=True):
@@ -60,7 +55,6 @@ class AskWork(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     """What the process did since it was asked last."""
 
     trace: bool
-    """Whether to record spans from now on."""
 
 
 class Renew(msgspec.Struct, tag=True, frozen=True, kw_only=True):
@@ -96,12 +90,10 @@ class Work(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     """What the process did since the last time that it was asked."""
 
     busy_s: float
-    """Of drafting."""
     turns: list[Point] = msgspec.field(default_factory=list)
     """(requests, draft tokens, seconds) of the latest turns after which another followed at once: drafting, and all
     that the loop does beside it."""
     spans: list[Span]
-    """While they were recorded."""
     drops: dict[str, int] = {}
     """Frames, requests and connections that it dropped or refused, by reason."""
 
@@ -118,9 +110,7 @@ class Renewed(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     """The answer to `Renew`."""
 
     version: int
-    """Of the weights that it drafts with now."""
     problem: str = ""
-    """Why it did not take the new ones."""
 
 
 ToDrafter = Start | AskWork | Renew | Sleep | Wake | AskAlive

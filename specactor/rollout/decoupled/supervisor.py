@@ -52,8 +52,6 @@ _Answer = TypeVar("_Answer", Work, Renewed, Rested)
 
 
 class DrafterProcess:
-    """One drafter process."""
-
     def __init__(self, spec: DrafterSpec) -> None:
         """Starts it and returns at once; `wait_ready` tells how it went."""
         self.spec = spec
@@ -65,7 +63,6 @@ class DrafterProcess:
         self.leaving = False
         """It is to be asked to sleep, when it has answered what it was asked before."""
         self.wake_s = FIRST_WAKE_S
-        """What waking takes."""
         self._began_s = time.monotonic()
         self._sign: int | None = None
         """Number of the last call that was for a sign of life."""
@@ -80,7 +77,6 @@ class DrafterProcess:
 
     @property
     def pid(self) -> int:
-        """Of the guard around it."""
         return self._process.pid
 
     @property
@@ -117,7 +113,6 @@ class DrafterProcess:
         return self.alive and self.has_started() and not self._is_silent() and self.version < version
 
     def can_wake(self) -> bool:
-        """Whether it sleeps, and hears."""
         return not self.awake and self.alive and self.has_started() and not self._is_silent()
 
     def wake(self) -> None:
@@ -151,11 +146,9 @@ class DrafterProcess:
         self._process.kill()
 
     def log_tail(self) -> str:
-        """Last lines of the log."""
         return self._process.log_tail()
 
     def has_started(self) -> bool:
-        """Without waiting for it."""
         if self.started is None and self._process.has_answered_start():
             with contextlib.suppress(EngineError):  # then it is gone, which its owner will see
                 self.wait_ready()

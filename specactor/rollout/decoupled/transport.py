@@ -28,7 +28,6 @@ from specactor.rollout.decoupled.protocol import LARGEST, MAX_FRAME_BYTES, Drops
 HEARTBEAT_MS = 5000
 """Of connections over TCP: after three without an answer one is over, and made anew."""
 QUEUE_FRAMES = 256
-"""Of a socket, in each direction."""
 RECONNECT_MS = 20
 MAX_RECONNECT_MS = 250
 _RECEIVE_FRAMES = 1024
@@ -112,8 +111,6 @@ class Link(Protocol):
 
 
 class ZmqLink:
-    """`Link` over sockets."""
-
     def __init__(self, session: int, drafters: Sequence[Address]) -> None:
         """Args: the engine's session. Connections come about later, and again when lost."""
         self.num_drafters = len(drafters)
@@ -166,8 +163,6 @@ class ZmqLink:
 
 
 class Hub:
-    """A drafter's connections to all engines."""
-
     def __init__(self, endpoint: str, *, keys: DrafterKeys | None = None, drops: Drops | None = None) -> None:
         """Args: where to listen, as in ``ipc://@name`` or ``tcp://127.0.0.1:*``; where to count who is refused. Raises
         ConfigError for an address that other hosts can reach without keys, and for one that cannot be had."""
@@ -235,7 +230,6 @@ class Hub:
         return Hub(self.endpoint, keys=self._keys, drops=self.drops)
 
     def close(self) -> None:
-        """Harmless the second time."""
         if self._context.closed:
             return
         self._socket.close(linger=0)
@@ -259,7 +253,6 @@ class _Only:
 
 
 def _prepare(socket: zmq.Socket[bytes], endpoint: str) -> None:
-    """Before it is connected, or listens there."""
     socket.setsockopt(zmq.IPV6, "[" in endpoint)
     socket.setsockopt(zmq.LINGER, 0)
     if endpoint.startswith("tcp://"):  # a host that is cut off says no goodbye
@@ -299,8 +292,6 @@ def _check_reach(endpoint: str, keys: DrafterKeys | None) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class DrafterAccess:
-    """Of one engine."""
-
     drafters: tuple[Address, ...] = ()
     """They need not be there yet."""
     engine: str = "engine"

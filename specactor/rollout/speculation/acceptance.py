@@ -5,26 +5,18 @@ the first `accepted` of them were confirmed. Two conditional probabilities per p
 
     c_j = P(drafted >= j  | asked >= j,   accepted >= j - 1)      coverage: is there a draft token at all
     a_j = P(accepted >= j | drafted >= j, accepted >= j - 1)      acceptance
-    survival_j = P(accepted >= j | asked >= j) = prod_{k <= j} c_k a_k
+    survival_j = P(accepted >= j | asked >= j) = prod_{k <= j} c_k a_k, the chain rule: no independence is assumed
 
-The product is the chain rule and assumes no independence. That is why coverage, too, is conditional on what was
-accepted before: the long proposals of a text drafter are its good matches, and P(drafted >= j) times
-P(accepted >= j | drafted >= j) of all rounds would count that twice.
-
-What a verify shows (right-censoring): positions up to `accepted` were proposed and accepted. At accepted + 1 the
-draft token was rejected if there was one, and missing if one was asked for. Whatever lies behind was cut off
-by that first failure or by the window, so nothing is known of it. Counting it as rejected, as accepted / drafted does,
-would make a long window look bad because it is long, and a short one good.
+Counts are right-censored: positions up to `accepted` were right, at accepted + 1 the draft token was rejected or
+missing, and of what lies behind, or beyond the window, nothing is known.
 
 Estimates are Beta means with exponentially forgotten counts:
 - position 1 has the prior mean `prior_rate`; the prior mean of a later a_j is `prior_decay` times the estimate of
-  a_{j-1}, so positions that no window reaches follow those that it does. Coverage is believed (prior mean 1) until
-  drafts are missing, else a drafter that is asked for one token would never show that it has two;
+  a_{j-1}. Coverage is believed (prior mean 1) until drafts are missing;
 - drafts of equal confidence, where a drafter tells any (`tell`), have a_j of their own: a long match in a text is right
   nine times of ten, a short one once in four. Their prior mean is the estimate over all drafts;
-- a request has Beta counts of its own, whose prior mean is the drafter's `rate`. They are compared with what the
-  drafter's a_j promised at the positions that this request tried, and the odds of all its a_j are scaled by the odds
-  ratio. A new request, and one that does just what the drafter does on average, has the ratio 1 at any window.
+- a request has Beta counts of its own, compared with what the drafter's a_j promised at the positions that it tried;
+  the odds of all its a_j are scaled by the odds ratio, which is 1 for a new request.
 
 Invariants: an outcome changes estimates after `observe` and never before; reading changes nothing; survival is in
 [0, 1] and does not increase with j; a verify without a rejection never lowers the drafter's acceptance, and one that
@@ -48,13 +40,11 @@ CONFIDENCES = 4
 SURE = 8.0
 """Of what is remembered of drafts of one confidence, over what is of all, where little is."""
 _UNKNOWN = (0.0, 0.0, 0.0)
-"""Counts of a request that was never observed."""
 
 
 def survival_of(p: float, window: int) -> tuple[float, ...]:
     """p, p^2, .., p^window: every draft token is accepted with probability p."""
-    if not 0 <= p <= 1 or window < 0:
-        raise PlanError(f"acceptance: got {p} for {window} positions, expected a probability in 0..1, and >= 0.")
+    assert 0 <= p <= 1, p
     return tuple(accumulate(repeat(p, window), mul))
 
 
@@ -111,7 +101,6 @@ class _Positions:
         return promised
 
     def overall(self) -> float:
-        """Mean over all trials of all positions."""
         return (sum(self._hits) + self._weight * self._first) / (sum(self._trials) + self._weight)
 
     @property
@@ -145,7 +134,6 @@ class AcceptanceModel:
     _acceptance: _Positions = field(init=False, repr=False)
     _coverage: _Positions = field(init=False, repr=False)
     _sure: list[_Positions] = field(init=False, repr=False)
-    """Acceptance of drafts by confidence."""
     _told: dict[str, int] = field(init=False, repr=False, default_factory=dict)
     """Confidence of the drafts that are there now, by request."""
     _requests: dict[str, tuple[float, float, float]] = field(init=False, repr=False, default_factory=dict)
@@ -158,13 +146,7 @@ class AcceptanceModel:
     """a by confidence, and of drafts without one: the same."""
 
     def __post_init__(self) -> None:
-        if self.max_window < 1:
-            raise PlanError(f"max_window: got {self.max_window}, expected >= 1. Use mode off to disable speculation.")
-        if not 0 < self.prior_rate < 1 or not 0 < self.prior_decay <= 1:
-            got = (self.prior_rate, self.prior_decay)
-            raise PlanError(f"(prior_rate, prior_decay): got {got}, expected probabilities in (0, 1) and (0, 1].")
-        if min(self.prior_weight, self.request_weight) <= 0 or min(self.memory, self.request_memory) < 1:
-            raise PlanError("weights and memories of AcceptanceModel: expected weights > 0 and memories >= 1.")
+        assert self.max_window >= 1, "use mode off to disable speculation"
         size, weight, memory = self.max_window, self.prior_weight, self.memory
         self._acceptance, *self._sure = (
             _Positions(size=size, first=self.prior_rate, decay=self.prior_decay, weight=weight, memory=memory)
@@ -207,11 +189,9 @@ class AcceptanceModel:
         """A verify has ended. All counts are draft tokens; `asked` None: not known, and coverage learns nothing.
         `confidence`: that was `told` of this draft.
 
-        Nothing changes if nothing was drafted, except coverage. Raises PlanError unless accepted <= drafted <= asked.
+        Nothing changes if nothing was drafted, except coverage.
         """
-        if not 0 <= accepted <= drafted or (asked is not None and asked < drafted):
-            got = (accepted, drafted, asked)
-            raise PlanError(f"(accepted, drafted, asked): got {got}, expected 0 <= accepted <= drafted <= asked.")
+        assert 0 <= accepted <= drafted <= (drafted if asked is None else asked), (accepted, drafted, asked)
         hits = min(accepted, self.max_window)
         inside = accepted < self.max_window
         if asked:
@@ -244,8 +224,7 @@ class AcceptanceModel:
         there already (a text drafter costs so little that it can be asked before windows are chosen): the list then
         has min(drafted, max_window) entries and holds acceptance alone.
         """
-        if not 0 <= max_window <= self.max_window:
-            raise PlanError(f"max_window: got {max_window}, expected 0..{self.max_window}, as the model was made with.")
+        assert 0 <= max_window <= self.max_window, max_window
         acceptance, coverage, rate = self._estimates()
         if (confidence := self._told.get(request_id)) is not None:
             acceptance = self._by_confidence()[confidence]
@@ -292,8 +271,7 @@ class AcceptanceModel:
 
     def new_version(self, weight: float) -> None:
         """The drafter or the policy has changed: what was seen is worth `weight` (0..1) of what it was."""
-        if not 0 <= weight <= 1:
-            raise PlanError(f"new_version: got weight {weight}, expected 0 (know nothing) .. 1 (as before).")
+        assert 0 <= weight <= 1, weight  # from nothing known to all as before
         for positions in self._sure:
             positions.scale(weight)
         self._fade(weight)

@@ -43,13 +43,10 @@ RATIOS = 31
 MIN_RATIOS = 5
 """Rounds of a kind before the table is corrected for it: a median of fewer follows single stalls."""
 MAX_POINTS = 1024
-"""Rounds that are remembered, of each kind."""
 FIRST_FIT = 12
-"""Rounds after which the first table is fitted."""
 GROWTH = 2
 """The next fit comes when this many times as many rounds were seen."""
 MAX_INTERVAL = 2048
-"""Rounds between two fits, at most."""
 CURVES = 256
 """Numbers of requests whose costs are kept at hand."""
 UNFITTED = 8
@@ -187,7 +184,6 @@ class CostTable:
         return (*self.drafters, *([METHOD] if self.process else []))
 
     def only(self, methods: Collection[str]) -> CostTable:
-        """With these alone."""
         drafters = {name: grid for name, grid in self.drafters.items() if name in methods}
         return replace(self, drafters=drafters, process=self.process if METHOD in methods else None)
 
@@ -198,20 +194,15 @@ class CostTable:
     def verify_s(self, requests: int, tokens: float) -> float:
         """Seconds of one forward with `tokens` rows in all, 1 + window of each request. Windows may differ: a ragged
         round costs what an even one with as many rows does (and tokens / requests is a fraction)."""
-        if not 1 <= requests <= tokens:
-            raise PlanError(f"verify_s: got {tokens} tokens of {requests} requests, expected at least one of each.")
+        assert 1 <= requests <= tokens, (requests, tokens)
         return self.verify.at(requests, tokens / requests)
 
     def verify_curve(self, requests: int, max_tokens: int) -> NDArray[np.float64]:
-        """`verify_s` for tokens = requests, .., max_tokens."""
-        if not 1 <= requests <= max_tokens:
-            raise PlanError(f"verify_curve: got {max_tokens} tokens of {requests} requests, expected one of each.")
+        assert 1 <= requests <= max_tokens, (requests, max_tokens)
         return self.verify.along(requests, np.arange(requests, max_tokens + 1) / requests)
 
     def plain_s(self, requests: int) -> float:
-        """Seconds of a decode step without speculation."""
-        if requests < 1:
-            raise PlanError(f"plain_s: got {requests} requests, expected at least 1.")
+        assert requests >= 1, requests
         return self.plain.at(requests, 1.0)
 
     def draft_s(self, drafter: str, requests: int, window: int) -> float:
@@ -221,8 +212,8 @@ class CostTable:
             raise PlanError(
                 f"cost table: got drafter {drafter!r}, expected one of {sorted(self.drafters)}. {REMEASURE}"
             )
-        if requests < 1 or window < 0:
-            raise PlanError(f"draft_s: got {requests} requests and window {window}, expected >= 1 and >= 0.")
+        assert requests >= 1, requests
+        assert window >= 0, window
         return grid.at(requests, window) if window else 0.0
 
     def to_json(self) -> str:
@@ -282,8 +273,7 @@ class Correction:
 
     def observe(self, kind: str, *, predicted_s: float, measured_s: float) -> None:
         """A round has ended. `predicted_s` is the table's, without this correction."""
-        if not (predicted_s > 0 and measured_s > 0):
-            raise PlanError(f"{kind}: got {predicted_s} s predicted, {measured_s} s measured, expected both > 0.")
+        assert min(predicted_s, measured_s) > 0, (kind, predicted_s, measured_s)
         self._ratios.setdefault(kind, deque(maxlen=RATIOS)).append(measured_s / predicted_s)
         self._factors.pop(kind, None)
 
@@ -314,7 +304,6 @@ class OnlineCosts:
         self.verifies: deque[Point] = deque(maxlen=MAX_POINTS)
         """The others."""
         self.drafts: dict[str, deque[Point]] = {}
-        """Drafting, by drafter."""
         self._rounds = 0
         self._sizes: set[int] = set()
         """Numbers of requests that were seen, one of each magnitude."""
@@ -326,7 +315,6 @@ class OnlineCosts:
         return self._table
 
     def wanted(self, max_window: int) -> int:
-        """A window to try while there is no table."""
         return min(TRIED[self._rounds % len(TRIED)], max_window)
 
     def plain_is_next(self) -> bool:
@@ -334,7 +322,7 @@ class OnlineCosts:
         return TRIED[(self._rounds + 1) % len(TRIED)] == 0
 
     def verify_s(self, requests: int, rows: int) -> float:
-        """Seconds of one forward pass over `rows` rows. Raises PlanError while there is no table."""
+        """Seconds of one forward pass over `rows` rows."""
         return self._verify(requests, rows)
 
     def verify_curve(self, requests: int, max_rows: int) -> NDArray[np.float64]:
@@ -342,7 +330,6 @@ class OnlineCosts:
         return self._curve(requests, max_rows)
 
     def plain_s(self, requests: int) -> float:
-        """Seconds of a plain step, corrected."""
         return self._plain_s(requests) * self.correction.factor(OFF)
 
     def draft_s(self, drafter: str, requests: int) -> Callable[[int], float]:
@@ -419,8 +406,7 @@ class OnlineCosts:
         self._curve = lru_cache(CURVES)(lambda requests, rows: self._known().verify_curve(requests, rows))
 
     def _known(self) -> CostTable:
-        if self._table is None:
-            raise PlanError("costs: no table yet. Ask for `wanted` windows until there is one.")
+        assert self._table is not None, "ask for `wanted` windows until there is a table"
         return self._table
 
 

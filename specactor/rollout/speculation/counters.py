@@ -24,9 +24,7 @@ class Counts(msgspec.Struct, kw_only=True):
     """What happened since the last report. Sums of several engines' counts are again counts."""
 
     rounds: int = 0
-    """Verification rounds."""
     speculative_rounds: int = 0
-    """Of them, with any draft token."""
     verifies: int = 0
     """Requests that took part in a speculative round, summed over rounds."""
     emitted: int = 0
@@ -131,7 +129,6 @@ def _add_at(positions: list[int], lengths: Sequence[int]) -> None:
 
 
 def added(parts: Iterable[Mapping[str, Counts]]) -> dict[str, Counts]:
-    """Sums per drafter."""
     sums: dict[str, Counts] = {}
     for part in parts:
         for name, counts in part.items():
@@ -140,7 +137,6 @@ def added(parts: Iterable[Mapping[str, Counts]]) -> dict[str, Counts]:
 
 
 def added_figures(parts: Iterable[Figures]) -> Figures:
-    """Sums per drafter and name."""
     sums: Figures = {}
     for part in parts:
         for drafter, figures in part.items():

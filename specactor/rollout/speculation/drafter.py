@@ -26,7 +26,6 @@ class DraftSequence:
     output_ids: list[int] = field(default_factory=list)
     """Committed tokens, the target's own. What is there never changes; more are appended."""
     seed: int = 0
-    """Of the request's noise."""
     temperature: float = 1.0
     """0: the likeliest token is to be drafted, since there is no noise, or drafters cannot use it (top-p, top-k)."""
 
@@ -39,7 +38,6 @@ class Drafter(ABC):
     they are asked for. Whatever a drafter is asked for was opened, and the tokens to draft from were committed."""
 
     name: str
-    """As recipes and metrics call it."""
     drafts_first: bool = True
     """Whether drafting costs so little that it comes before windows are chosen, at the largest window."""
     drafts_ahead: bool = False

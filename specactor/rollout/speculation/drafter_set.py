@@ -1,10 +1,9 @@
 """The drafters of an engine: what each is told of its requests, and what it drafts for them.
 
-A drafter gets a copy of its own of each request, which holds the tokens that it was told of, and drafts from that; the
-engine's own lists are out of its reach. To take in a text costs a drafter over text some microseconds per token, which
-is a tenth of plain decoding where many requests run. So while decoding is plain drafters are told nothing, and then
-those over text only of the prompts that they are asked for: of their running requests, and of those that have ended
-since. Others are told of the requests that they are asked for alone.
+A drafter gets a copy of its own of each request, which holds the tokens that it was told of, and drafts from that. To
+take in a text costs a drafter over text some microseconds per token, a tenth of plain decoding where many requests run:
+while decoding is plain drafters are told nothing, and then those over text only of the prompts that they are asked for,
+others of the requests that they are asked for alone.
 
 Invariants: when a drafter is asked for a request, it knows all of its text up to where it is to draft from; one over
 text also knows the text of all requests with its prompt that was not forgotten. A drafter hears of a request in order
@@ -46,15 +45,12 @@ _Kind = Literal["text", "model"]
 
 @dataclass(slots=True, eq=False)
 class _Request:
-    """A request of the engine."""
-
     sequence: DraftSequence
     known: dict[_Kind, DraftSequence] = field(default_factory=dict)
     """What drafters know of it: a copy that grows as they are told. Only of the kinds for which it is open."""
 
     @property
     def untold(self) -> int:
-        """Tokens that drafters over text do not know."""
         known = self.known.get("text")
         return len(self.sequence.output_ids) - (len(known.output_ids) if known is not None else 0)
 
@@ -100,7 +96,6 @@ class DrafterSet:
         self._missed = 0
         """Times in a row that none was there."""
         self._listen_s = float("-inf")
-        """When to listen again."""
 
     # ------------------------------------------------------------------------------------- what drafters are told
 
@@ -112,7 +107,6 @@ class DrafterSet:
             self._tell(request, "model")
 
     def commit(self, sequence: DraftSequence) -> None:
-        """Tokens were appended to its output."""
         if not self.is_paused:
             request = self._running[sequence.request_id]
             self._tell(request, "text")
@@ -209,7 +203,6 @@ class DrafterSet:
         return (1 << min(self._missed, ABSENT)) - 1
 
     def find(self) -> None:
-        """Those that work and can have drafts now."""
         there: set[str] = set()
 
         def look(name: str, drafter: Drafter) -> None:
@@ -237,7 +230,6 @@ class DrafterSet:
         self._versions[name] = version
 
     def expects(self) -> bool:
-        """Whether drafts are on their way."""
         return any(self.drafters[name].expects for name in self.there)
 
     def let_wait(self, names: Container[str]) -> None:
@@ -327,7 +319,6 @@ class DrafterSet:
         return figures
 
     def stop(self) -> None:
-        """Nobody will ask again."""
         for drafter in self.drafters.values():
             self.call(drafter, drafter.stop)
 
@@ -363,7 +354,6 @@ class DrafterSet:
         return usable
 
     def _tell_problem(self, drafter: Drafter, reason: str) -> None:
-        """Once."""
         problem = f"{type(drafter).__name__}: {reason}"
         if problem not in self._problems:
             self._problems.add(problem)

@@ -26,8 +26,6 @@ AFTER_RATE = 0.3
 
 
 class Estimates:
-    """Of one engine."""
-
     def __init__(self, drafters: Mapping[str, Drafter], *, max_window: int, table: CostTable | None = None) -> None:
         self.acceptance = {name: AcceptanceModel(max_window=max_window) for name in drafters}
         self.after = {name: AcceptanceModel(max_window=max_window, prior_rate=AFTER_RATE) for name in drafters}
@@ -37,9 +35,7 @@ class Estimates:
         self.counts: dict[str, Counts] = {name: Counts() for name in (OFF, *drafters)}
         self._drafts_first = {name: drafter.drafts_first for name, drafter in drafters.items()}
         self._was_plain = False
-        """Whether the last round was on the engine's plain path."""
         self._had_drafts = False
-        """Whether the last round had drafts."""
 
     def forget(self, request_id: str) -> None:
         """The request has ended. What it taught about drafters stays."""
@@ -52,7 +48,6 @@ class Estimates:
         self.balance.renewed(NEW_WEIGHTS_WEIGHT)
 
     def drafter_changed(self, name: str) -> None:
-        """It has newer weights."""
         self.acceptance[name].new_version(NEW_WEIGHTS_WEIGHT)
 
     def looked(self, request_id: str, looks: Iterable[Seen]) -> None:
@@ -153,7 +148,6 @@ class Estimates:
         return report
 
     def _weigh(self, is_drafted: bool, requests: int, accepted: int, round_s: float) -> None:
-        """What the round won or lost."""
         if self.costs.table is None:
             return
         plain_s = self.costs.plain_s(requests)

@@ -1,14 +1,10 @@
 """Fastest-of-N: add the next draft method while its predicted gain exceeds the margin. PURE: estimates in, names out.
 
-All methods lead to the same tokens (noise keyed by position), so keeping the longest draft that agrees with the target
-is exact. As in Algorithm 3 of 2511.16193 requests come by acceptance ascending, and methods by what they are predicted
-to buy (`ranked`, the paper's draft ladder). The paper adds all that there is room for; here every further method must
-be predicted to pay for the rows that it adds to the verify.
-
-A request's drafts are verified in one tree, in which common beginnings are held once. A draft's *own* tokens are those
-that no earlier draft has. They are accepted only where the target disagrees with all earlier drafts, so what they bring
-is estimated from rounds in which it did. With many requests rows are dear, and nobody gets a further draft: no
-threshold says how few is few. Most requests of many are settled by a bound, which does not look where drafts part.
+As in Algorithm 3 of 2511.16193 requests come by acceptance ascending, and methods by what they are predicted to buy
+(`ranked`, the paper's draft ladder); here every further method must pay for the rows that it adds to the verify. A
+request's drafts are verified in one tree, in which common beginnings are held once. A draft's *own* tokens, which no
+earlier draft has, are accepted only where the target disagrees with all earlier drafts, so what they bring is estimated
+from rounds in which it did.
 
 Invariants: a request has each method at most once, and at most `most`; a method gets at most `room` requests; only
 drafts that are there count; nothing is added whose predicted gain is `MARGIN` or less. A tree has at most
@@ -28,7 +24,6 @@ from operator import itemgetter
 import numpy as np
 from numpy.typing import NDArray
 
-from specactor.errors import PlanError
 from specactor.rollout.speculation.acceptance import survival_of
 from specactor.rollout.speculation.reconfiguration import LiveCosts, Mode, speeds
 from specactor.rollout.speculation.verification import Drafts, common, held
@@ -56,23 +51,20 @@ def ranked(rates: Mapping[str, float], costs: Mapping[str, LiveCosts]) -> list[s
 
 
 def best_window(rate: float, costs: LiveCosts) -> int:
-    """Of a drafter elsewhere."""
     return int(_by_window(rate, costs, "decoupled").argmax()) + 1
 
 
 def gain_after(waking: float, left: float, faster: float) -> float:
     """Speed of a request that has `left` tokens to go, over that without a drafter that is there after `waking` tokens
     of it; from then on the request is `faster` times as fast. A drafter that wakes too late brings nothing."""
-    if waking < 0 or left <= 0 or faster < 1:
-        raise PlanError(
-            f"gain_after: got waking {waking}, left {left}, faster {faster}; expected >= 0, > 0 and >= 1 times."
-        )
+    assert waking >= 0, waking
+    assert left > 0, left
+    assert faster >= 1, faster
     before = min(waking, left)
     return left / (before + (left - before) / faster)
 
 
 def _by_window(rate: float, costs: LiveCosts, mode: Mode) -> Floats:
-    """Tokens per second."""
     by_window_W: Floats = speeds(np.array([survival_of(rate, len(costs.verify_s) - 1)]), costs, mode)[0]
     return by_window_W
 
@@ -83,8 +75,7 @@ def combined(survival_MW: Floats, *, alike: float) -> Floats:
     `alike`: 0, methods agree with the target independently; 1, where the best fails all fail. In between it is linear,
     which is an assumption; measure it where trees of several drafters are verified.
     """
-    if not 0 <= alike <= 1:
-        raise PlanError(f"combined: got alike {alike}, expected 0..1.")
+    assert 0 <= alike <= 1, alike
     best_W = survival_MW.max(axis=0)
     apart_W = 1.0 - np.prod(1.0 - survival_MW, axis=0)
     joined_W: Floats = best_W + (1.0 - alike) * (apart_W - best_W)

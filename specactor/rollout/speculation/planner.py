@@ -2,18 +2,14 @@
 
 Each option's windows are those of the highest predicted speed (`windows`), from the acceptance of its drafters
 and the measured costs of rounds; what drafting took already is charged whatever the windows. `Planner.choose` takes
-the fastest option, or plain decoding, with one hysteresis. So neither requests with drafters of their own nor further
-drafts (`fastest_of_n`) are ever chosen where one drafter for all is predicted to be faster.
-
-Where several drafters can draft, each request takes the one that Algorithm 2 (`reconfiguration`) promises most of:
-drafts that are there are verified alike, wherever they were made, and a draft model that drafts late drafts for the
-requests that took it alone.
+the fastest option, or plain decoding, with one hysteresis. Where several drafters can draft, each request takes the one
+that Algorithm 2 (`reconfiguration`) promises most of.
 
 Invariants: where fewer than two drafters can draft, no request is asked for its own; what an option verifies is part of
 what was drafted, or is still to be drafted by one drafter; an option is named after a drafter, or begins with
-`PER_REQUEST`, or is `FASTEST`. A request has one drafter of
-its own, or none if nobody drafted for it or nothing would be accepted; it stays with it until another promises more by
-`MARGIN`. Where its drafter has no draft, another stands in for it, which is no switch. Only the past is used.
+`PER_REQUEST`, or is `FASTEST`. A request has one drafter of its own, or none if nobody drafted for it or nothing would
+be accepted; it stays with it until another promises more by `MARGIN`. Where its drafter has no draft, another stands in
+for it, which is no switch. Only the past is used.
 
 Shape legend: B requests, W windows 1..max_window.
 """
@@ -98,7 +94,6 @@ class Planner:
     def __init__(self, config: SpeculationConfig, drafter_set: DrafterSet, estimates: Estimates) -> None:
         self.owners = Owners()
         self.current = OFF
-        """The option that was chosen last."""
         self._promises = Promises()
         self._config, self._drafter_set, self._estimates = config, drafter_set, estimates
         self._costs, self._acceptance = estimates.costs, estimates.acceptance
@@ -329,16 +324,12 @@ class Planner:
 
 
 class Switch(NamedTuple):
-    """Requests that changed their drafter in a round."""
-
     before: str
     after: str
     requests: int
 
 
 class Owners:
-    """Which drafter each running request has."""
-
     def __init__(self) -> None:
         self._drafter: dict[str, str] = {}
         self.pace: float | None = None

@@ -1,19 +1,16 @@
-"""Looks at drafts that are not verified: they are compared with what is emitted.
+"""Looks at drafts that are not verified: they are compared with what is emitted, so that a drafter that has become good
+is noticed while another leads or decoding is plain. PURE: seconds are passed in.
 
-So a drafter that has become good is noticed, while another leads or while decoding is plain. After a rest, a look is
-made in hindsight (`DrafterSet.hindsight`): drafters over text draft from some tokens ago, and what was emitted since
-tells at once how good they are. Other looks are kept (`Looks`) until enough was emitted. `Balance` is what mode auto
-has won and lost against plain decoding; after losses it trusts predictions less. PURE: seconds are passed in.
+After a rest, drafters over text draft from some tokens ago (`DrafterSet.hindsight`), which tells at once how good they
+are; other looks are kept (`Looks`) until enough was emitted. A drafter that drafts ahead has drafts some rounds after a
+look, so one that waits for it is taken up again after 1, 2, 4, .. rounds, MOST_TRIES times at most. `Balance` is what
+mode auto has won and lost against plain decoding; after losses it trusts predictions less.
 
 Invariants: what looks cost is bounded. The first comes after LOOK_EVERY plain rounds; then the time between two
 doubles, up to LOOK_AT_LEAST_EVERY rounds, and a look that took long is followed by as many rounds as make
 it LOOK_SHARE of them, up to MAX_REST. New requests bring the next look forward to SOON rounds after them, within that
 share. With FEW requests there are also looks in every round, as long as rounds with drafts have won more than such
-looks cost: then a round in which nobody has a draft is no sign that drafting does not pay. Only the past is
-used.
-
-A drafter that drafts ahead hears of requests at a look, and has drafts some rounds later. So a look that has to wait
-for it is taken up again after 1, 2, 4, .. rounds, until it can keep up or it was so MOST_TRIES times.
+looks cost: then a round in which nobody has a draft is no sign that drafting does not pay. Only the past is used.
 """
 
 from __future__ import annotations
@@ -50,7 +47,6 @@ HANDICAP = 0.15
 LOOKS_SHARE = 0.5
 """Of what rounds with drafts have won, what looks in every round may cost."""
 PROMISED_ROUNDS = 8
-"""Over which promises are averaged."""
 
 
 class Seen(NamedTuple):
@@ -66,15 +62,12 @@ class Seen(NamedTuple):
 
 @dataclass(slots=True)
 class Look:
-    """What was drafted for one request."""
-
     start: int
     """Tokens of its output then."""
     asked: int
     drafts: Mapping[str, Sequence[int]]
     """Per drafter; at most `asked` tokens."""
     confidence: Mapping[str, int | None] = field(default_factory=dict)
-    """Per drafter, as it was told."""
 
     def seen(self, output_ids: Sequence[int]) -> Iterator[Seen]:
         """Of what was emitted, at most all `asked` positions and at least one."""

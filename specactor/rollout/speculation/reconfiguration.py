@@ -1,25 +1,16 @@
 """Algorithm 2 of 2511.16193 on live estimates: each request's (mode, drafter, window), round by round. PURE: numbers in
 and out.
 
-A rollout starts with one plan for all requests (`search.search`). Requests that accept less than the average lose by
-it: their drafts are thrown away. For each request every mode and window is compared by its tokens per second,
+For each request every mode and window is compared by its tokens per second, and the best is taken:
 
     off        1 / plain_s
     coupled    (1 + sum_{j <= w} survival_j) / (verify_s(w) + draft_s(w))
     decoupled  tokens per round / max(verify_s at its mean rows, drafting w + 1 tokens and the messages)
 
-and the best is taken. As published, there is one drafter, requests at or above the average keep the plan, and seconds
-are those of one request alone (`LiveCosts.of` with requests=1). Ours beyond that: plain decoding is a choice, and so is
-every drafter; seconds can be those of the present batch (as if all requests did the same); every request is asked, not
-those below the average alone; survivals are by position; a choice is changed for a gain of more than `margin`.
-
-Requests of a batch differ, and share its rounds. A request's own speed then asks too little of its rows: where others
-accept much, the seconds of a row are worth more tokens. With `pace`, the tokens per second and request of the engine as
-a whole, a choice is worth its tokens less pace times its seconds. At the pace that results, these choices make the
-engine fastest (Dinkelbach's method for ratios of sums).
-
-An engine asks in every round, of drafters whose drafts are there (`planner`), and survivals end where a draft
-ends. The simulator asks when its requests change, of one drafter elsewhere.
+Requests of a batch share its rounds, so with `pace`, the tokens per second and request of the engine as a whole, a
+choice is worth its tokens less pace times its seconds: at the pace that results, these choices make the engine fastest
+(Dinkelbach's method for ratios of sums). As published (`benchmarks/paper_algorithms.py`) there is one drafter and plain
+decoding no choice; requests at or above the average keep their plan, and seconds are those of one request alone.
 
 Invariants: one plan per request, in order; equal input gives equal plans; no plan is predicted slower than the one
 that it takes the place of, and with margin 0 none is faster than the chosen one; higher survivals of a
@@ -38,7 +29,6 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from specactor.errors import PlanError
 from specactor.rollout.speculation.costs import CostTable, Grid
 from specactor.rollout.speculation.windows import OFF
 
@@ -50,21 +40,15 @@ MODES: tuple[Mode, ...] = ("off", "coupled", "decoupled")
 
 @dataclass(frozen=True, kw_only=True)
 class DraftPlan:
-    """What is drafted for a request."""
-
     mode: Mode
     drafter: str
-    """OFF for plain decoding."""
     window: int
     """Draft tokens per verify; 0 for plain decoding."""
 
     def __post_init__(self) -> None:
         plain = (self.mode == OFF, self.drafter == OFF, self.window == 0)
-        if self.window < 0 or len(set(plain)) > 1:
-            raise PlanError(
-                f"draft plan: got mode {self.mode}, drafter {self.drafter}, window {self.window}; expected a window of "
-                f"0 with mode and drafter {OFF}, and > 0 with others."
-            )
+        assert self.window >= 0, self
+        assert len(set(plain)) == 1, f"a window of 0 goes with mode and drafter {OFF}: {self}"
 
 
 PLAIN = DraftPlan(mode="off", drafter=OFF, window=0)
@@ -96,11 +80,9 @@ class LiveCosts:
     ) -> LiveCosts:
         """`drafter`: drafts on the verifier's devices, if the table has it. `remote`: seconds of a drafter on devices
         of its own over (requests, window), with `served` requests there."""
-        if requests < 1 or max_window < 1 or served < 0 or message_s < 0 or (remote is not None and served < 1):
-            raise PlanError(
-                f"LiveCosts: got {requests} requests, max_window {max_window}, {served} served, message_s {message_s}; "
-                "expected >= 1, >= 1, >= 1 with a remote drafter, >= 0."
-            )
+        assert min(requests, max_window) >= 1, (requests, max_window)
+        assert message_s >= 0, message_s
+        assert remote is None or served >= 1, served
         windows = np.arange(max_window + 2, dtype=np.float64)
         local = table.drafters.get(drafter)
         return cls(
@@ -131,21 +113,16 @@ def reconfigure(
     """The plan of each request. `current`: what each does now. Plain decoding is as fast as the first offer says.
     `pace`: tokens per second and request that the engine makes at present; see above. `margin` is then in tokens.
 
-    Raises PlanError for sizes that do not match. A plan of a drafter that is not among the offers promises nothing.
+    A plan of a drafter that is not among the offers promises nothing.
     """
     num_requests = len(current)
     if not num_requests or not offers:
         return [PLAIN] * num_requests
     max_window = len(offers[0].costs.verify_s) - 1
-    if margin < 0:
-        raise PlanError(f"reconfigure: got margin {margin}, expected >= 0.")
+    assert margin >= 0, margin
     for offer in offers:
-        windows = len(offer.costs.verify_s) - 1
-        if offer.survival.shape != (num_requests, max_window) or windows != max_window:
-            raise PlanError(
-                f"reconfigure: got survivals {offer.survival.shape} and costs of {windows} windows of {offer.drafter}; "
-                f"expected ({num_requests}, {max_window}), for as many requests as plans, and {max_window} windows."
-            )
+        assert offer.survival.shape == (num_requests, max_window), (offer.drafter, offer.survival.shape)
+        assert len(offer.costs.verify_s) == max_window + 1, (offer.drafter, len(offer.costs.verify_s))
     # Columns: plain decoding, then by drafter and mode the windows 1..W; the first is preferred among equals.
     pairs = [(offer, mode) for offer in offers for mode in _modes(offer.costs)]
     worth_BN = np.hstack([worths(offers[0], "off", pace=pace), *(worths(*pair, pace=pace) for pair in pairs)])

@@ -2,15 +2,11 @@
 
 A round is observe -> draft -> plan -> learn: whether this round stays plain, and who can draft (`DrafterSet`); the
 drafts of those that cost little to ask; the fastest of the options that these give (`Planner`), from what is known of
-drafters and rounds (`Estimates`); and, after the round, what became of it.
+drafters and rounds (`Estimates`); and, after the round, what became of it. While decoding is plain, drafts are made now
+and then (`probing`); in between the engine need not ask (`plain_rounds_ahead`).
 
 Invariants: only the past is used: `decide` sees what `learn` was told of earlier rounds, never the round's own outcome.
 A drafter that raises costs its drafts and nothing else. Whatever is decided, tokens are the target's.
-
-With a fixed window every request gets it. Otherwise windows and drafters are those of the highest predicted speed, and
-in mode auto plain decoding is among the options. While decoding is plain, drafts are made now and then (`probing`) and
-compared with what is emitted, so that a drafter that has become good is noticed; in between the engine need not ask
-(`plain_rounds_ahead`), and drafters hear of nothing.
 
 One rank of an engine decides. A drafter that computes on all ranks together (one that does not draft first) is only
 chosen by `decide`; its drafts are then made by `draft`, on every rank with the same arguments.
@@ -43,8 +39,6 @@ _LOG = logging.getLogger(__name__)
 
 
 class Speculator:
-    """All draft methods of one engine."""
-
     def __init__(
         self,
         config: SpeculationConfig,
@@ -245,7 +239,6 @@ class Speculator:
         return decision
 
     def _settle(self, sequences: Sequence[DraftSequence], drafts: Drafts, decision: Decision, reason: str) -> None:
-        """Requests that changed their drafter are counted."""
         for switch in self.planner.owners.settle([s.request_id for s in sequences], drafts, decision):
             self.estimates.counts[switch.after].switches += switch.requests
             name = f"{switch.requests} from {switch.before} to {switch.after}"

@@ -1,10 +1,9 @@
 """Drafts from text that was generated before: by the request itself, by its group, in earlier steps, for other prompts.
 
-A group is all requests with equal prompts. Its prompt, the responses that are being generated and those that have
-ended, also in earlier steps, are the texts of one suffix automaton. A draft is what most often followed the longest
-suffix of the request's text. Where that is shorter than `GROUP_MATCH` and the corpus has a longer one, of two tokens or
-more, the draft is what followed that last. The corpus is the newest responses to all prompts, of those that have ended:
-taking them in sooner cost time in every round, and on the responses of small models changed accept_length by 1 %.
+A group is all requests with equal prompts; its texts are one suffix automaton. A draft is what most often followed the
+longest suffix of the request's text. Where that is shorter than `GROUP_MATCH` and the corpus has a longer one, the
+draft is what followed that last. The corpus is the newest responses to all prompts, of those that have ended: taking
+them in sooner cost time in every round, and on the responses of small models changed accept_length by 1 %.
 
 Invariants, each with a test:
 - a draft has at most the window's tokens, and at most `TOKENS_PER_MATCH` per token of the match that it follows: what
@@ -29,7 +28,6 @@ from specactor.errors import ConfigError
 from specactor.rollout.speculation.drafter import HISTORY_TOKENS, Drafter, DraftSequence
 
 ROOT = 0
-"""The empty substring."""
 _NONE = ROOT
 """No transition leads to the root, so its number marks a missing target."""
 COUNTED = 8
@@ -306,7 +304,6 @@ class SuffixDrafter(Drafter):
 
     @property
     def num_tokens(self) -> int:
-        """Tokens held."""
         return self._num_tokens + self._corpus.num_tokens
 
     def open(self, sequence: DraftSequence) -> None:

@@ -52,7 +52,6 @@ _NOTHING = DraftTree()
 
 
 def chain(tokens: Sequence[int]) -> DraftTree:
-    """One draft token after the other."""
     return DraftTree(tuple(tokens), tuple(range(len(tokens)))) if tokens else _NOTHING
 
 
@@ -129,8 +128,6 @@ def branches(tree: DraftTree) -> list[list[int]]:
 
 @dataclass(kw_only=True)
 class Decision:
-    """What one round verifies."""
-
     drafter: str
     """OFF, or who drafted."""
     windows: list[int]
@@ -163,7 +160,6 @@ class Decision:
 
     @property
     def trees(self) -> list[DraftTree]:
-        """Per request."""
         if not self.beside:
             return [chain(draft) for draft in self.drafts]
         of_requests = ([draft for draft in of if draft] for of in zip(self.drafts, *self.beside.values(), strict=True))
@@ -186,7 +182,6 @@ class Credit(NamedTuple):
     drafted: int
     """Those that follow, which are its own."""
     accepted: int
-    """Of its own."""
     agreed: int
     """Of all that it has, the shared ones included."""
     reached: bool
@@ -223,7 +218,6 @@ def existing(tokens: list[int], vocab_size: int | None) -> list[int]:
 
 
 def common(some: Sequence[int], others: Sequence[int]) -> int:
-    """Length of the common beginning."""
     for length, (a, b) in enumerate(zip(some, others, strict=False)):
         if a != b:
             return length

@@ -1,11 +1,9 @@
 """Which draft window each request gets this round, and which drafter. PURE: predictions in, choices out.
 
 A round of B requests with windows w_i emits sum_i (1 + sum_{j <= w_i} s_ij) tokens on average, s_ij = P(the first j
-draft tokens of request i are accepted), and takes verify_s(B, sum_i (1 + w_i)) + draft_s(max_i w_i) seconds. The
-windows with the most emitted tokens per second are found exactly: emitted is a sum of terms that do not increase with
-j, and seconds depend on the number of rows and the deepest window alone. So for each depth and number of rows the best
-rows are those of largest s_ij; every number of rows under every depth is looked at. Stopping at the first row that does
-not pay would be wrong: costs jump (float32 kernels between 1 and 2 tokens), and what is beyond the jump can pay for it.
+draft tokens of request i are accepted), and takes verify_s(B, sum_i (1 + w_i)) + draft_s(max_i w_i) seconds. For each
+depth and number of rows the best rows are those of largest s_ij; every number of rows under every depth is looked at,
+since costs jump (float32 kernels between 1 and 2 tokens), and what is beyond the jump can pay for it.
 
 Invariants: no windows have a higher predicted speed than the chosen ones, if draft_s does not fall with depth (if it
 does, it is taken as its running maximum). Equal input gives equal windows; under one depth the fewest rows among equals
@@ -23,11 +21,9 @@ from itertools import chain, repeat
 import numpy as np
 from numpy.typing import NDArray
 
-from specactor.errors import PlanError
 from specactor.rollout.speculation.verification import Drafts
 
 OFF = "off"
-"""The name of plain decoding among drafters."""
 CHANGE_MARGIN = 0.02
 """By which another drafter must be faster than the one that is used."""
 
@@ -39,7 +35,6 @@ class Choice:
     windows: tuple[int, ...]
     """Draft tokens to verify of each request; 0: a plain step."""
     emitted: float
-    """Tokens, all requests together."""
     round_s: float
     drafter: str = ""
     """As `choose` names it; OFF for plain decoding."""
@@ -52,7 +47,6 @@ class Choice:
 
     @property
     def depth(self) -> int:
-        """The largest window."""
         return max(self.windows)
 
 
@@ -70,7 +64,6 @@ class Option:
 
     @property
     def round_s(self) -> float:
-        """Corrected."""
         return self.choice.round_s * self.factor
 
     @property
@@ -111,18 +104,14 @@ def best_windows(
             is not looked at.
         draft_s: seconds of drafting by depth, depth 0 included.
         drafted: which requests have their drafts already, so that their depth costs nothing; empty: none has.
-
-    Raises PlanError without requests, and for survivals or seconds that cannot be.
     """
-    if not lengths:
-        raise PlanError("best_windows: got no requests, expected at least one.")
+    assert lengths
     num_requests = len(lengths)
     survival_N, row_N = _rows_in_order(survival_BW, lengths)
     num_rows = len(row_N)
     depth_N = _depths(row_N, num_requests, drafted)
     verify_N1 = verify_N1[: num_rows + 1]
-    if not verify_N1.min() > 0:
-        raise PlanError(f"verify_s: got {verify_N1.min()}, expected positive seconds. Measure the cost table again.")
+    assert verify_N1.min() > 0, verify_N1
     prices = _rising(draft_s, int(depth_N.max()) + 1 if num_rows else 0)
     best_count, best_cap = 0, 0
     best_speed = num_requests / (float(verify_N1[0]) + prices[0])
@@ -153,13 +142,11 @@ def best_window(
     """`best_windows` of one request: rows are depths, so there is nothing to order."""
     prices = _rising(draft_s, len(survival))
     verify = [verify_s(1, rows) for rows in range(1, len(survival) + 2)]
-    if not all(seconds > 0 for seconds in verify):
-        raise PlanError(f"verify_s: got {min(verify)}, expected positive seconds. Measure the cost table again.")
+    assert min(verify) > 0, verify
     emitted, best_window, best_emitted, best_speed = 1.0, 0, 1.0, 1.0 / (verify[0] + prices[0])
     before = 1.0
     for window, p in enumerate(survival, 1):
-        if not 0.0 <= p <= before:
-            raise PlanError(f"survivals: got {p} after {before}, expected probabilities, falling with j.")
+        assert 0.0 <= p <= before, (p, before)
         before = p
         emitted += p
         speed = emitted / (verify[window] + prices[window])
@@ -178,16 +165,14 @@ def choose(
     first name. A drafter is as fast as now or as usual, whichever is more; so what is picked may have windows of 0.
     The Choice has `drafter`, `reason`, and seconds after correction.
     """
-    if requests < 1 or not plain_s > 0 or margin < 0 or OFF in options:
-        raise PlanError(
-            f"choose: got {requests} requests, plain_s {plain_s}, margin {margin}, drafters {sorted(options)}; "
-            f"expected >= 1, > 0, >= 0 and none called {OFF!r}."
-        )
+    assert requests >= 1, requests
+    assert plain_s > 0, plain_s
+    assert margin >= 0, margin
+    assert OFF not in options, "which is plain decoding"
     speeds, seconds = {OFF: requests / plain_s}, {OFF: plain_s}
     for name in sorted(options):
         choice = options[name].choice
-        if len(choice.windows) != requests:
-            raise PlanError(f"{name}: got windows of {len(choice.windows)} requests, expected {requests}.")
+        assert len(choice.windows) == requests, (name, choice.windows)
         seconds[name], speeds[name] = options[name].round_s, options[name].tokens_per_s
     ranked = sorted(speeds, key=lambda name: -speeds[name])  # stable: off first among equals, then by name
     picked = ranked[0]
@@ -212,13 +197,11 @@ def _rows_in_order(
     survival_WB = survival_BW.T
     if num_rows < num_requests * max_window:
         survival_WB = np.where(np.arange(max_window)[:, None] < np.array(lengths), survival_WB, -1.0)
-    if not (survival_WB[1:] <= survival_WB[:-1]).all():
-        raise PlanError("survivals: got a list that rises (or NaN), expected P(first j accepted), falling with j.")
+    assert (survival_WB[1:] <= survival_WB[:-1]).all(), survival_BW  # or NaN
     by_depth = survival_WB.ravel()  # rows of equal survival then keep the order of j, and windows are prefixes
     row_N = (-by_depth).argsort(kind="stable")[:num_rows]
     survival_N = by_depth[row_N]
-    if num_rows and not (survival_N[0] <= 1.0 and survival_N[-1] >= 0.0):
-        raise PlanError(f"survivals: got {survival_N[0]} .. {survival_N[-1]}, expected probabilities.")
+    assert not num_rows or (survival_N[0] <= 1.0 and survival_N[-1] >= 0.0), survival_N
     return survival_N, row_N
 
 
@@ -233,7 +216,6 @@ def _rising(draft_s: Callable[[int], float], depth: int) -> list[float]:
     prices: list[float] = []
     for d in range(depth + 1):
         seconds = draft_s(d)
-        if not seconds >= 0:
-            raise PlanError(f"draft_s({d}): got {seconds}, expected seconds >= 0. Measure the cost table again.")
+        assert seconds >= 0, (d, seconds)
         prices.append(max(seconds, prices[-1]) if prices else seconds)
     return prices

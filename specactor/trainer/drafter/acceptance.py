@@ -34,11 +34,8 @@ class Acceptance:
     window: int
     accept_length: float
     """emitted / verifies with drafts that share the target's noise."""
-    greedy_accept_length: float
-    """The same with the most probable token of the draft model."""
     shared: float
     """Share of positions where the draft with shared noise is the target's token."""
-    greedy: float
     overlap: float
     """1 - TV: the most that any drafter that follows this distribution reaches."""
     entropy: float
@@ -52,7 +49,6 @@ def measure(
     """Args: two causal models of transformers on the CPU, with one vocabulary; responses of the target."""
     chance = torch.Generator().manual_seed(seed)
     shared: list[list[bool]] = []
-    greedy: list[list[bool]] = []
     overlap = entropy = 0.0
     for members, batch in _passes(examples, tokens_per_pass):
         logp_NV, logq_NV = (_logprobs(model, batch).double() for model in (target, draft))
@@ -60,16 +56,13 @@ def measure(
         entropy += float(torch.special.entr(logp_NV.exp()).sum())
         drafted_N = (logq_NV + noise_given(logp_NV, batch.targets_N, chance)).argmax(1)
         sizes = [example.response_len for example in members]
-        for found, tokens_N in ((shared, drafted_N), (greedy, logq_NV.argmax(1))):
-            found += [part.tolist() for part in torch.split(tokens_N == batch.targets_N, sizes)]
+        shared += [part.tolist() for part in torch.split(drafted_N == batch.targets_N, sizes)]
     count = sum(map(len, shared))
     return Acceptance(
         tokens=count,
         window=window,
         accept_length=accept_length(shared, window),
-        greedy_accept_length=accept_length(greedy, window),
         shared=sum(map(sum, shared)) / count,
-        greedy=sum(map(sum, greedy)) / count,
         overlap=overlap / count,
         entropy=entropy / count,
     )

@@ -16,18 +16,16 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any
 
 import torch
 import tyro
 from rich.console import Console
 
-# A private name of tyro, whose version is pinned: its public interface can only print a box.
-from tyro import _errors as tyro_errors
-
 from specactor.config import DraftTrainingConfig
 from specactor.config.rules import check_values
 from specactor.errors import ConfigError, DataError
+from specactor.recipes import one_line_errors
 from specactor.trainer.drafter import acceptance, init
 from specactor.trainer.drafter.buffer import TrainingExample
 from specactor.trainer.drafter.rollout_files import example_of, read_rollouts
@@ -105,11 +103,9 @@ Options = (
 
 def parse(argv: Sequence[str]) -> InitOptions | TrainOptions | EvalOptions:
     """Raises ConfigError for what is wrong with the command line; prints and raises SystemExit(0) for ``--help``."""
-
-    def reject(event: tyro_errors.ParseErrorEvent) -> NoReturn:
-        raise ConfigError(_one_line(event))
-
-    with tyro_errors.on_parse_error(reject):
+    if not argv or argv[0] not in ("init", "train", "eval", "-h", "--help"):
+        raise ConfigError.at("command", argv[0] if argv else "none", "init, train or eval", f"See {PROG} --help")
+    with one_line_errors(argv, lambda token: f"unknown setting {token}. Those there are: {PROG} {argv[0]} --help"):
         options = tyro.cli(Options, prog=PROG, args=list(argv))
     match options:
         case TrainOptions():
@@ -138,22 +134,6 @@ def _check_train(options: TrainOptions) -> None:
             )
 
 
-def _one_line(event: tyro_errors.ParseErrorEvent) -> str:
-    """What tyro objects to."""
-    there = f"All settings: {PROG} init|train|eval --help"
-    if isinstance(event, tyro_errors.UnrecognizedArgs):
-        return f"unknown setting {event.tokens[0]}. {there}"
-    if isinstance(event, tyro_errors.MissingArgs):
-        missing = [one.arg.lowered.name_or_flags[-1] for one in event.missing_arguments]
-        return f"got no {', '.join(missing)}, expected a value. {there}"
-    argument = getattr(event, "argument", None)
-    if isinstance(event, tyro_errors.InstantiationFailure) and argument is None:  # a ConfigError of the settings
-        return event.message
-    if argument is None:
-        return f"got no or an unknown command, expected init, train or eval. {there}"
-    return f"{argument.lowered.name_or_flags[-1]}: expected {argument.lowered.metavar}. {there}"
-
-
 def run(argv: Sequence[str], console: Console) -> None:
     """Raises SpecActorError."""
     options = parse(argv)
@@ -175,9 +155,8 @@ def run(argv: Sequence[str], console: Console) -> None:
             found = evaluate(options)
             console.print(
                 f"{found.tokens} tokens, window {found.window}, entropy {found.entropy:.2f} nats\n"
-                f"accept_length {found.accept_length:.2f} with shared noise, {found.greedy_accept_length:.2f} greedy\n"
-                f"accepted per token: {found.shared:.3f} with shared noise, {found.greedy:.3f} greedy, "
-                f"at most {found.overlap:.3f} (1 - TV)",
+                f"accept_length {found.accept_length:.2f}\n"
+                f"accepted per token: {found.shared:.3f}, at most {found.overlap:.3f} (1 - TV)",
                 soft_wrap=True,
             )
 

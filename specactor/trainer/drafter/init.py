@@ -1,13 +1,9 @@
 """The draft model at its start: cut out of the target, or random; a dense model in Hugging Face format.
 
-Cut out of the target: embeddings, head, the last norm, and some of its layers with their attention and norms. A dense
-target's MLPs come along. A mixture's experts cannot: their sum depends on a router that a dense MLP does not have.
-`Mlp` says what stands for them:
-
-- ``mixed``: experts side by side in one wide MLP, each weighing 1 / num_experts: exactly the mean of what the experts
-  answer. The width is `max_intermediate` at most, then only the first experts are taken, weighing 1 / their number;
-- ``mean``: one MLP whose weights are the mean of the experts' weights;
-- ``fresh``: random, with an output of zero, so a layer is its attention alone until it has learned.
+Cut out of the target: embeddings, head, the last norm, and its first layers with their attention and norms. A dense
+target's MLPs come along. A mixture's experts cannot: their sum depends on a router that a dense MLP does not have. They
+stand side by side in one wide MLP, each weighing 1 / their number: exactly the mean of what they answer. The width is
+`MAX_INTERMEDIATE` at most, then only the first experts are taken.
 
 Invariants: equal arguments give equal bytes; the process's random state is neither read nor moved; a folder appears
 under its name only when it is whole; what was there stays until then, and is replaced only if it was a model.
@@ -18,10 +14,10 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -30,8 +26,8 @@ from torch import Tensor, nn
 from specactor.cpu import torchvision_ops
 from specactor.errors import ConfigError, DataError
 
-Mlp = Literal["mixed", "mean", "fresh"]
-Layers = Literal["first", "spread"]
+MAX_INTERMEDIATE = 8192
+"""Width of the dense MLP in place of experts."""
 _MODEL = "model.layers."
 _MLP = ("gate_proj", "up_proj", "down_proj")
 
@@ -41,16 +37,9 @@ class TargetStart:
     """A draft model cut out of the target."""
 
     num_layers: int = 1
-    layers: Layers = "first"
-    """Which of the target's layers: the first ones, or the first, the last and evenly between."""
-    mlp: Mlp = "mixed"
-    """What stands for experts."""
-    max_intermediate: int = 8192
-    """Width of the dense MLP in place of experts."""
-    seed: int = 0
 
     def __post_init__(self) -> None:
-        _check_positive(self, "num_layers", "max_intermediate")
+        _check_positive(self, "num_layers")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,9 +55,8 @@ class RandomStart:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        _check_positive(
-            *(self, "hidden_size", "num_layers", "num_heads", "num_kv_heads", "head_dim", "intermediate_size")
-        )
+        sizes = ("hidden_size", "num_layers", "num_heads", "num_kv_heads", "head_dim", "intermediate_size")
+        _check_positive(self, *sizes)
         if self.num_heads % self.num_kv_heads:
             raise ConfigError.at(
                 "start.num_heads",
@@ -120,7 +108,7 @@ def read_model(folder: Path, device: torch.device | str = "cpu") -> Any:
 @torch.no_grad()
 def fill_buffers(model: nn.Module) -> None:
     """Compute the frequencies of rotary embeddings, which no file holds. transformers leaves them as memory happens to
-    be where torch stands in for CUDA (`cpu.torch_cuda`), as in the trainer."""
+    be where torch stands in for CUDA (`cpu.megatron`), as in the trainer."""
     for module in model.modules():
         if isinstance(getattr(module, "inv_freq", None), Tensor):
             fresh = type(module)(module.config)
@@ -247,59 +235,35 @@ def _cut(target: Path, start: TargetStart) -> Any:
         raise ConfigError.at(
             "target", config.model_type, "qwen3 or qwen3_moe", "Start at random, or from a checkpoint."
         )
-    picked = picked_layers(config.num_hidden_layers, start.num_layers, start.layers)
-    weights = source.state_dict()
-    num_experts = getattr(config, "num_experts", 0) or 0
-    taken = max(1, min(num_experts, start.max_intermediate // getattr(config, "moe_intermediate_size", 1)))
-    dense_of = _dense_mlp(weights, config, start, taken) if num_experts else None
+    there = config.num_hidden_layers
+    if start.num_layers > there:
+        raise ConfigError.at(
+            "num_layers", start.num_layers, f"1..{there}, the target's layers", "Start at random for others."
+        )
+    experts = getattr(config, "num_experts", 0) or 0
+    taken = max(1, min(experts, MAX_INTERMEDIATE // config.moe_intermediate_size)) if experts else 0
     draft = _dense(
         config,
-        seed=start.seed,
+        seed=0,  # every weight is the target's
         hidden_size=config.hidden_size,
         num_hidden_layers=start.num_layers,
         num_attention_heads=config.num_attention_heads,
         num_key_value_heads=config.num_key_value_heads,
         head_dim=config.head_dim,
-        intermediate_size=_width(config, start, taken) if num_experts else config.intermediate_size,
+        intermediate_size=taken * config.moe_intermediate_size if taken else config.intermediate_size,
         rope_parameters=config.rope_parameters,
         tie_word_embeddings=config.tie_word_embeddings,
     )
-    _copy(draft, weights, picked, dense_of)
+    _copy(draft, source.state_dict(), taken)
     return draft
 
 
-def picked_layers(there: int, wanted: int, which: Layers) -> list[int]:
-    """Numbers of the target's layers, in order. PURE. Raises ConfigError unless 1 <= wanted <= there."""
-    if not 1 <= wanted <= there:
-        raise ConfigError.at("num_layers", wanted, f"1..{there}, the target's layers", "Start at random for others.")
-    if which == "first" or wanted == 1:
-        return list(range(wanted))
-    return [round(i * (there - 1) / (wanted - 1)) for i in range(wanted)]
-
-
-def _width(config: Any, start: TargetStart, taken: int) -> int:
-    expert = int(config.moe_intermediate_size)
-    return expert * {"mixed": taken, "mean": 1, "fresh": int(config.num_experts_per_tok)}[start.mlp]
-
-
-def _dense_mlp(
-    weights: Mapping[str, Tensor], config: Any, start: TargetStart, taken: int
-) -> Callable[[int, str, Tensor], Tensor]:
-    """(target layer, projection, random weight) -> weight of the dense MLP."""
-
-    def of(layer: int, projection: str, random: Tensor) -> Tensor:
-        if f"{_MODEL}{layer}.mlp.{projection}.weight" in weights:  # a dense layer among mixtures
-            raise DataError(f"layer {layer} of the target is dense, others are not. Choose mlp fresh or other layers.")
-        if start.mlp == "fresh":
-            return torch.zeros_like(random) if projection == "down_proj" else random
-        experts = expert_weights(weights, layer, projection)
-        if start.mlp == "mean":
-            return experts.mean(0)
-        if projection == "down_proj":
-            return torch.cat(list(experts[:taken]), dim=1) / taken
-        return torch.cat(list(experts[:taken]), dim=0)
-
-    return of
+def _dense_mlp(weights: Mapping[str, Tensor], layer: int, projection: str, taken: int) -> Tensor:
+    """The first `taken` experts of a layer, side by side."""
+    if f"{_MODEL}{layer}.mlp.{projection}.weight" in weights:  # a dense layer among mixtures
+        raise DataError(f"layer {layer} of the target is dense, others are not. Start the draft model at random.")
+    experts = list(expert_weights(weights, layer, projection)[:taken])
+    return torch.cat(experts, dim=1) / taken if projection == "down_proj" else torch.cat(experts, dim=0)
 
 
 def expert_weights(weights: Mapping[str, Tensor], layer: int, projection: str) -> Tensor:
@@ -316,20 +280,12 @@ def expert_weights(weights: Mapping[str, Tensor], layer: int, projection: str) -
 
 
 @torch.no_grad()
-def _copy(
-    draft: nn.Module,
-    weights: Mapping[str, Tensor],
-    picked: list[int],
-    dense_of: Callable[[int, str, Tensor], Tensor] | None,
-) -> None:
+def _copy(draft: nn.Module, weights: Mapping[str, Tensor], experts: int) -> None:
+    """Fill the draft model from the target's weights, with so many experts of each layer; 0: the target is dense."""
     for name, parameter in draft.named_parameters():
-        source, layer = name, 0
-        if name.startswith(_MODEL):
-            number, _, rest = name.removeprefix(_MODEL).partition(".")
-            layer = picked[int(number)]
-            source = f"{_MODEL}{layer}.{rest}"
         projection = name.removesuffix(".weight").rpartition(".")[2]
-        if dense_of is not None and projection in _MLP:
-            parameter.copy_(dense_of(layer, projection, parameter))
+        if experts and projection in _MLP:
+            layer = int(name.removeprefix(_MODEL).partition(".")[0])
+            parameter.copy_(_dense_mlp(weights, layer, projection, experts))
         else:
-            parameter.copy_(weights[source])
+            parameter.copy_(weights[name])

@@ -14,7 +14,7 @@ Shape legend: B examples, T tokens of the longest of them, N response tokens of 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -22,7 +22,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from specactor.trainer.drafter.buffer import TopK, TrainingExample
+from specactor.trainer.drafter.buffer import TrainingExample
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,24 +61,9 @@ def plan_micro_batches(lengths: Sequence[int], ranks: int, capacity: int) -> lis
     return [made[rank::ranks] for rank in range(ranks)]
 
 
-def of_one_width(examples: Sequence[TrainingExample]) -> list[TrainingExample]:
-    """The examples with one K, the smallest of theirs: `top_k` may have changed at a resume, and a token that was not
-    kept has no probability to compare with."""
-    width = min((example.top_k.tokens.shape[1] for example in examples if example.top_k), default=0)
-
-    def narrowed(example: TrainingExample) -> TrainingExample:
-        if example.top_k is None or example.top_k.tokens.shape[1] == width:
-            return example
-        top_k = TopK(tokens=example.top_k.tokens[:, :width], logprobs=example.top_k.logprobs[:, :width])
-        return replace(example, top_k=top_k)
-
-    return [narrowed(example) for example in examples]
-
-
 def build(examples: Sequence[TrainingExample], device: torch.device) -> Batch:
     """The examples as tensors. Without examples: one token that nothing is learned from."""
     longest = max((len(example.token_ids) for example in examples), default=1)
-    examples = of_one_width(examples)
     width = next((example.top_k.tokens.shape[1] for example in examples if example.top_k), 0)
     tokens = np.zeros((max(1, len(examples)), longest), np.int64)
     for row, example in zip(tokens, examples, strict=False):

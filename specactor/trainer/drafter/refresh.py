@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -29,6 +29,7 @@ from safetensors import SafetensorError
 from specactor.config import Config, DraftTrainingConfig
 from specactor.errors import CheckpointError, PeerFailedError, SpecActorError
 from specactor.parallel.collective import Collective
+from specactor.rollout.drafter_pool import DrafterPool
 from specactor.trainer.drafter import init
 from specactor.trainer.drafter.buffer import TopK, example_from
 from specactor.trainer.drafter.top_k import TopKRecorder
@@ -40,16 +41,6 @@ from specactor.weights_sync.sender import TIMEOUT_S, TargetEngine
 
 FOLDER = "drafter"
 """In a checkpoint."""
-
-
-class DrafterProcesses(Protocol):
-    """Those of this rank."""
-
-    def want(self, version: int) -> bool: ...
-
-    def renew(self, weights: DraftWeights) -> tuple[list[str], float]: ...
-
-    def oldest_version(self) -> int | None: ...
 
 
 @dataclass(kw_only=True)
@@ -81,7 +72,7 @@ class Distillation:
         recorder: TopKRecorder | None,
         vocab_size: int,
         engines: Callable[[], Sequence[TargetEngine]],
-        processes: DrafterProcesses,
+        processes: DrafterPool,
         note: Callable[[str], None] = lambda text: None,
         device: torch.device | str = "cpu",
         clock: Clock = time.perf_counter,

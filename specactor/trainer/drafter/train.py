@@ -38,7 +38,6 @@ WEIGHTS, BUFFER, STATE = "weights.safetensors", "buffer.safetensors", "drafter.j
 _SUMS = ("loss", "kl", "overlap", "with_top_k", "tokens")
 
 Clock = Callable[[], float]
-"""Seconds."""
 Stopped = Literal["time", "updates", "empty"]
 
 
@@ -50,7 +49,6 @@ class RefreshStats:
     micro_steps: int
     """Of every rank, with those of an update that was given up."""
     tokens: int
-    """Response tokens learned from."""
     losses: tuple[float, ...]
     """Of every update: mean per response token."""
     kl: float
@@ -64,7 +62,6 @@ class RefreshStats:
     tokens_per_update: int
     """That each update drew; fewer than the config's after a refresh in which no update fitted the time."""
     version: int
-    """Of the draft model, after the refresh."""
 
 
 class Deadline:
@@ -82,7 +79,6 @@ class Deadline:
         self._clock, self._limit_s, self._group, self._device = clock, limit_s, group, device
         self._start_s, self._longest_s, self._began_s = clock(), expected_s, 0.0
         self.total_s = 0.0
-        """Of all micro-batches."""
 
     def elapsed_s(self) -> float:
         return self._clock() - self._start_s
@@ -100,7 +96,6 @@ class Deadline:
         return bool(flag.item())
 
     def __enter__(self) -> None:
-        """A micro-batch begins."""
         self._began_s = self._clock()
 
     def __exit__(self, *_: object) -> None:
@@ -234,7 +229,7 @@ class DrafterTrainer:
 
     def _gradients(self, deadline: Deadline) -> tuple[dict[str, float] | None, int]:
         """(sums of one update over all ranks, micro-batches run); None where the time is over."""
-        examples = losses.of_one_width(self.buffer.draw(self.updates, self.tokens_per_update))
+        examples = self.buffer.draw(self.updates, self.tokens_per_update)
         lengths = [len(example.token_ids) for example in examples]
         num_tokens = sum(example.response_len for example in examples)
         self._drawn = (len(examples), sum(lengths))

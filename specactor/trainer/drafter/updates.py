@@ -13,7 +13,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -36,49 +36,11 @@ def diverged(what: str, value: float) -> SpecActorError:
     )
 
 
-class Updater(Protocol):
-    """Of one draft model on one rank."""
-
-    can_abandon: bool
-    """Whether an update can be given up between micro-batches; if not, the clock is looked at between updates."""
-
-    def micro_step(self, last: bool) -> AbstractContextManager[Any]:
-        """Around forward and backward pass of a micro-batch; gradients are reduced in the last of an update."""
-        ...
-
-    def logits(self, tokens_BT: Tensor) -> Tensor:
-        """[B, T, V]"""
-        ...
-
-    def backward(self, loss: Tensor, last: bool) -> None: ...
-
-    def step(self, learning_rate: float) -> float:
-        """One update. Returns the gradient's global norm before clipping."""
-        ...
-
-    def abandon(self) -> None:
-        """Forget the gradients of an update that will not be made."""
-        ...
-
-    def kept(self) -> Callable[[], None]:
-        """Copy weights and optimizer; what is returned brings them back as they are now."""
-        ...
-
-    def save(self, folder: Path) -> None:
-        """The optimizer's state, on every rank."""
-        ...
-
-    def load(self, folder: Path) -> None: ...
-
-    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Whole tensors under Hugging Face names. Collective with ZeRO stage 3."""
-        ...
-
-
 class PlainUpdater:
     """DistributedDataParallel over `group`; None: this rank alone."""
 
     can_abandon = True
+    """Whether an update can be given up between micro-batches; if not, the clock is looked at between updates."""
 
     def __init__(self, model: nn.Module, config: DistillationConfig, group: dist.ProcessGroup | None) -> None:
         self._model = model
@@ -95,17 +57,20 @@ class PlainUpdater:
         )
 
     def micro_step(self, last: bool) -> AbstractContextManager[Any]:
+        """Around forward and backward pass of a micro-batch; gradients are reduced in the last of an update."""
         if last or not isinstance(self._replica, DistributedDataParallel):
             return nullcontext()
         return self._replica.no_sync()
 
     def logits(self, tokens_BT: Tensor) -> Tensor:
+        """[B, T, V]"""
         return cast(Tensor, self._replica(input_ids=tokens_BT, use_cache=False).logits)
 
     def backward(self, loss: Tensor, last: bool) -> None:
         loss.backward()  # type: ignore[no-untyped-call]
 
     def step(self, learning_rate: float) -> float:
+        """One update. Returns the gradient's global norm before clipping."""
         for group in self._adam.param_groups:
             group["lr"] = learning_rate
         norm = float(torch.nn.utils.clip_grad_norm_(self._parameters.values(), GRAD_CLIP))
@@ -117,9 +82,11 @@ class PlainUpdater:
         return norm
 
     def abandon(self) -> None:
+        """Forget the gradients of an update that will not be made."""
         self._adam.zero_grad(set_to_none=True)
 
     def kept(self) -> Callable[[], None]:
+        """Copy weights and optimizer; what is returned brings them back as they are now."""
         weights = [parameter.detach().clone() for parameter in self._parameters.values()]
         state = {name: value.clone() for name, value in self.optimizer_state().items()}
 
@@ -151,6 +118,7 @@ class PlainUpdater:
             self._adam.state[parameter][kind] = value.to(device, copy=True)
 
     def save(self, folder: Path) -> None:
+        """The optimizer's state; called on every rank."""
         from safetensors.torch import save_file
 
         if not isinstance(self._replica, DistributedDataParallel) or dist.get_rank() == 0:
@@ -163,6 +131,7 @@ class PlainUpdater:
         self.restore_optimizer(load_file(folder / OPTIMIZER))
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Whole tensors under Hugging Face names. Collective with ZeRO stage 3."""
         return ((name, value.detach()) for name, value in self._model.named_parameters())
 
 
@@ -170,7 +139,7 @@ OPTIMIZER = "optimizer.safetensors"
 
 
 class ZeroUpdater:
-    """DeepSpeed's engine. Its checkpoint holds the optimizer's state of every rank."""
+    """DeepSpeed's engine: what `PlainUpdater` does. Its checkpoint holds the optimizer's state of every rank."""
 
     can_abandon = False
 
@@ -235,10 +204,9 @@ class ZeroUpdater:
 
 
 def _deepspeed(device: torch.device) -> Any:
-    """The library, set to the draft model's device."""
     if device.type != "cpu":
         return importlib.import_module("deepspeed")
-    # it takes torch.cuda for a GPU, which `cpu.torch_cuda` stands in for
+    # it takes torch.cuda for a GPU, which `cpu.megatron` stands in for
     os.environ["DS_ACCELERATOR"] = "cpu"
     deepspeed = importlib.import_module("deepspeed")
     # or it compiles a reduction of its own when first used (25 s, a C++ compiler) whose shared memory outlives ranks
@@ -274,7 +242,7 @@ def zero_config(config: DistillationConfig) -> dict[str, Any]:
 
 def make_updater(
     model: nn.Module, config: DistillationConfig, group: dist.ProcessGroup | None, device: torch.device
-) -> Updater:
+) -> PlainUpdater | ZeroUpdater:
     """As `config.zero_stage` says. Raises ConfigError where DeepSpeed is asked for and not installed."""
     if not config.zero_stage:
         return PlainUpdater(model, config, group)

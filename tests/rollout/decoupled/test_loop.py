@@ -66,11 +66,11 @@ def test_two_drafters_at_two_addresses_serve_two_engines(start: Start, connected
         for engine in engines:
             engine.until_drafts()
     for engine in engines:
-        report = engine.drafter.report
-        engine.until(lambda report=report: report().wasted_ahead > 0, "drafters do not say what they do")  # type: ignore[misc]
-        engine.until(lambda report=report: report().drafters == 2, "one of them is missed")  # type: ignore[misc]
-        assert report().proposed >= engine.accepted > 0
-        assert report().drafted_ahead > report().wasted_ahead
+        tails = engine.drafter.tails
+        engine.until(lambda tails=tails: tails.wasted > 0, "drafters do not say what they do")  # type: ignore[misc]
+        engine.until(lambda tails=tails: len(tails.live) == 2, "one of them is missed")  # type: ignore[misc]
+        assert engine.drafter.proposed >= engine.accepted > 0
+        assert tails.drafted > tails.wasted
         engine.close()
         engine.drafter.stop()
     for process in (first, second):
@@ -86,10 +86,10 @@ def test_a_killed_drafter_is_missed_and_its_successor_is_used(start: Start, conn
     engine.open(4)
     engine.until_drafts()
     process.kill()
-    engine.until(lambda: engine.drafter.report().drafters == 0, "not missed")
-    before = engine.drafter.report().proposed
+    engine.until(lambda: not engine.drafter.tails.live, "not missed")
+    before = engine.drafter.proposed
     engine.round()
-    assert engine.drafter.report().proposed == before
+    assert engine.drafter.proposed == before
     again = start(process.endpoint)
     engine.until_drafts()
     engine.close()
@@ -200,8 +200,7 @@ def test_only_those_with_the_keys_are_heard(start: Start, connected: Connect) ->
     time.sleep(0.5)
     for engine in refused:
         engine.round()
-        report = engine.drafter.report()
-        assert (report.drafters, report.proposed) == (0, 0)
+        assert (engine.drafter.tails.live, engine.drafter.proposed) == ([], 0)
 
 
 def test_a_frame_above_the_limit_does_not_arrive_and_ends_no_more_than_its_connection() -> None:

@@ -100,10 +100,9 @@ def test_drafts_reach_the_speculator() -> None:
     link = Held()
     drafter = over(link)
     assert play(drafter, link, rounds=30, round_s=0.02, wrong_every=5) > 40
-    report = drafter.report()
-    assert report.drafters == 1
-    assert report.proposed > 40
-    assert (report.waits, report.waited_s) == (0, 0.0), "there always was a draft, or no hope for one"
+    assert len(drafter.tails.live) == 1
+    assert drafter.proposed > 40
+    assert (drafter.waits, drafter.waited_s) == (0, 0.0), "there always was a draft, or no hope for one"
     assert link.mirrors.num_requests == 0, "closed without a further round"
 
 
@@ -113,13 +112,12 @@ def test_waits_for_quick_answers_only(answer_s: float, waits: bool) -> None:
     drafter = over(link)
     drafter.recorder = Recorder(on=True)
     play(drafter, link, rounds=300, round_s=0.02, wrong_every=5)
-    report = drafter.report()
-    assert (report.waits > 20) == waits
-    assert report.waited_s <= 300 * 0.01
+    assert (drafter.waits > 20) == waits
+    assert drafter.waited_s <= 300 * 0.01
     spans = drafter.recorder.take()
     assert {span.name for span in spans} <= {"wait for drafts"}
-    assert len(spans) == report.waits
-    assert sum(span.end_s - span.start_s for span in spans) == pytest.approx(report.waited_s)
+    assert len(spans) == drafter.waits
+    assert sum(span.end_s - span.start_s for span in spans) == pytest.approx(drafter.waited_s)
     assert all(span.details["missing"] == 1 for span in spans)
     assert (sum(int(span.details["arrived"]) for span in spans) > 20) == waits
 
@@ -167,7 +165,7 @@ def test_a_link_that_takes_nothing_costs_nothing() -> None:
     drafter = over(link)
     link.full = True
     assert play(drafter, link, rounds=10, round_s=0.3) == 0
-    assert drafter.report().dropped["nobody"] > 5
+    assert drafter.tails.drops.counts["nobody"] > 5
     link.full = False
     assert play(drafter, link, rounds=10, round_s=0.3) > 0
 
@@ -286,7 +284,7 @@ def test_a_new_incarnation_counts_from_nothing() -> None:
     link.tell(0, 3, drafted=10)
     link.tell(0, 5, drafted=30)
     drafter.propose([], [])
-    assert drafter.report().drafted_ahead == 40
+    assert drafter.tails.drafted == 40
 
 
 class Noting(Patience):
@@ -337,7 +335,7 @@ def test_rounds_are_those_that_it_led() -> None:
     drafter = over(link)
     drafter.patience = noted = Noting()
     play(drafter, link, rounds=300, round_s=0.02, wrong_every=5)
-    assert drafter.report().waits > 20
+    assert drafter.waits > 20
     assert len(noted.seconds) >= 299, "in the first round nobody was there"
     assert noted.seconds == pytest.approx([0.02] * len(noted.seconds))
     assert 0 in noted.right

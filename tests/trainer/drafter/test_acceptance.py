@@ -54,7 +54,7 @@ def test_accept_length_of_chains(agrees: list[list[bool]], window: int, expected
 def test_measure_beside_a_plain_loop() -> None:
     target, draft, examples = cases.model(0), cases.model(1), cases.examples(12)
     found = acceptance.measure(target, draft, examples, window=4, seed=0, tokens_per_pass=60)
-    overlap, entropy, greedy = [], [], []
+    overlap, entropy = [], []
     with torch.no_grad():
         for x in examples:
             ids = torch.tensor(x.token_ids[None].astype(np.int64))
@@ -62,11 +62,9 @@ def test_measure_beside_a_plain_loop() -> None:
             for t in range(x.prompt_len, len(x.token_ids)):
                 overlap.append(float(torch.minimum(p[t - 1], q[t - 1]).sum()))
                 entropy.append(float(-(p[t - 1] * p[t - 1].log()).sum()))
-                greedy.append(int(q[t - 1].argmax()) == int(x.token_ids[t]))
     assert found.tokens == len(overlap)
     assert found.overlap == pytest.approx(np.mean(overlap), abs=1e-5)
     assert found.entropy == pytest.approx(np.mean(entropy), abs=1e-5)
-    assert found.greedy == pytest.approx(np.mean(greedy))
 
 
 def test_a_draft_model_equal_to_the_target_is_always_accepted() -> None:
@@ -74,7 +72,6 @@ def test_a_draft_model_equal_to_the_target_is_always_accepted() -> None:
     found = acceptance.measure(model, model, cases.examples(12), window=4, seed=0)
     assert (found.shared, found.overlap) == (1.0, pytest.approx(1.0))
     assert found.accept_length > 2.5
-    assert found.greedy < 0.9
 
 
 def test_the_top_k_is_the_targets_own() -> None:

@@ -75,7 +75,7 @@ def test_init_train_eval(targets: dict[str, Path], tmp_path: Path) -> None:
     assert isinstance(options, command.EvalOptions)
     after = command.evaluate(options)
     words = said(["eval", *both, "--draft", then, "--all"])
-    assert f"accept_length {after.accept_length:.2f} with shared noise" in words
+    assert f"accept_length {after.accept_length:.2f}\n" in words
     assert f"at most {after.overlap:.3f} (1 - TV)" in words
     before = command.evaluate(command.parse(["eval", *both, "--draft", first, "--all"]))  # type: ignore[arg-type]
     assert after.overlap > before.overlap + 0.02
@@ -88,9 +88,9 @@ def test_init_train_eval(targets: dict[str, Path], tmp_path: Path) -> None:
         ([], "expected init, train or eval"),
         (["init"], "--target"),
         ([*INIT, "--wrong", "1"], "unknown setting --wrong"),
-        ([*EVAL, "--window", "x"], "--window"),
+        ([*EVAL, "--window", "x"], "window: got 'x', expected INT"),
         ([*EVAL, "--window", "0"], "expected >= 1"),
-        ([*INIT, "start:target-start", "--start.max-intermediate", "0"], "start.max_intermediate: got 0, expected > 0"),
+        ([*INIT, "start:target-start", "--start.num-layers", "0"], "start.num_layers: got 0, expected > 0"),
         ([*INIT, "start:random-start", "--start.hidden-size", "0"], "start.hidden_size: got 0, expected > 0"),
         ([*TRAIN, "--distillation.learning-rate", "0"], "distillation.learning_rate: got 0.0, expected > 0"),
         ([*EVAL, "--threads", "-1"], "threads: got -1, expected >= 0"),

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from specactor.errors import ConfigError, DataError
 from specactor.trainer.drafter import init
-from specactor.trainer.drafter.init import RandomStart, TargetStart, make_draft_model, picked_layers, read_model
+from specactor.trainer.drafter.init import RandomStart, TargetStart, make_draft_model, read_model
 from specactor.trainer.drafter.rollout_files import RolloutLine, read_rollouts, write_rollouts
 
 
@@ -31,11 +31,11 @@ def logits(model: Any, layers: list[int] | None = None) -> Tensor:
 
 
 @pytest.mark.parametrize("name", ["dense", "tied"])
-@pytest.mark.parametrize(("layers", "num", "picked"), [("first", 2, [0, 1]), ("spread", 2, [0, 2]), ("first", 3, None)])
-def test_a_dense_target_is_cut_to_some_of_its_layers(
-    targets: dict[str, Path], tmp_path: Path, name: str, layers: init.Layers, num: int, picked: list[int] | None
+@pytest.mark.parametrize(("num", "picked"), [(2, [0, 1]), (3, None)])
+def test_a_dense_target_is_cut_to_its_first_layers(
+    targets: dict[str, Path], tmp_path: Path, name: str, num: int, picked: list[int] | None
 ) -> None:
-    count = make_draft_model(targets[name], tmp_path / "draft", TargetStart(num_layers=num, layers=layers))
+    count = make_draft_model(targets[name], tmp_path / "draft", TargetStart(num_layers=num))
     draft = read_model(tmp_path / "draft")
     assert count == sum(p.numel() for p in draft.parameters())
     torch.testing.assert_close(logits(draft), logits(read_model(targets[name]), picked))
@@ -44,11 +44,10 @@ def test_a_dense_target_is_cut_to_some_of_its_layers(
     assert (logits(draft) - wrong).abs().max() > 0.01
 
 
-def mlp_of(targets: dict[str, Path], folder: Path, **settings: Any) -> tuple[nn.Module, nn.Module, Any]:
-    """(the draft model's first MLP, the target's, the draft model)"""
-    make_draft_model(targets["moe"], folder, TargetStart(**settings))
-    draft = read_model(folder)
-    return draft.model.layers[0].mlp, read_model(targets["moe"]).model.layers[0].mlp, draft
+def mlp_of(targets: dict[str, Path], folder: Path) -> tuple[nn.Module, nn.Module]:
+    """(the draft model's first MLP, the target's)"""
+    make_draft_model(targets["moe"], folder, TargetStart())
+    return read_model(folder).model.layers[0].mlp, read_model(targets["moe"]).model.layers[0].mlp
 
 
 def expert_outputs(experts: nn.Module, x: Tensor) -> Tensor:
@@ -60,16 +59,18 @@ def expert_outputs(experts: nn.Module, x: Tensor) -> Tensor:
     )
 
 
-def test_mixed_experts_answer_with_their_mean(targets: dict[str, Path], tmp_path: Path) -> None:
-    mlp, experts, _ = mlp_of(targets, tmp_path / "all", mlp="mixed")
+def test_experts_side_by_side_answer_with_their_mean(
+    targets: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mlp, experts = mlp_of(targets, tmp_path / "all")
     x = torch.randn(5, 32, generator=torch.Generator().manual_seed(1))
     outputs = expert_outputs(experts, x)
     with torch.no_grad():
         torch.testing.assert_close(mlp(x), outputs.mean(0), atol=1e-5, rtol=1e-4)
-        two, _, _ = mlp_of(targets, tmp_path / "two", mlp="mixed", max_intermediate=24)
+        assert (mlp(x) - outputs[:2].mean(0)).abs().max() > 0.01, "of all of them"
+        monkeypatch.setattr(init, "MAX_INTERMEDIATE", 24)
+        two, _ = mlp_of(targets, tmp_path / "two")
         torch.testing.assert_close(two(x), outputs[:2].mean(0), atol=1e-5, rtol=1e-4)
-        mean, _, _ = mlp_of(targets, tmp_path / "mean", mlp="mean")
-        assert (mean(x) - outputs.mean(0)).abs().max() > 0.1, "the mean of weights is not the mean of answers"
 
 
 def test_the_experts_that_are_read_are_the_targets(targets: dict[str, Path]) -> None:
@@ -91,16 +92,7 @@ def test_the_experts_that_are_read_are_the_targets(targets: dict[str, Path]) -> 
     torch.testing.assert_close(answer[0], by_hand, atol=1e-4, rtol=1e-4)
 
 
-def test_a_fresh_mlp_answers_nothing_yet(targets: dict[str, Path], tmp_path: Path) -> None:
-    mlp, _, draft = mlp_of(targets, tmp_path / "fresh", mlp="fresh")
-    assert not mlp(torch.ones(1, 32)).any()
-    assert mlp.gate_proj.weight.any()
-    assert torch.equal(draft.lm_head.weight, read_model(targets["moe"]).lm_head.weight)
-
-
-@pytest.mark.parametrize(
-    "how", [TargetStart(mlp="fresh"), RandomStart(hidden_size=16, head_dim=8, intermediate_size=8)]
-)
+@pytest.mark.parametrize("how", [TargetStart(), RandomStart(hidden_size=16, head_dim=8, intermediate_size=8)])
 def test_the_same_bytes_whatever_the_process_drew_before(
     targets: dict[str, Path], tmp_path: Path, how: init.Start
 ) -> None:
@@ -121,13 +113,12 @@ def test_what_cannot_be_made_is_refused(targets: dict[str, Path], tmp_path: Path
     with pytest.raises(ConfigError, match="expected a folder with a model"):
         make_draft_model(tmp_path / "nowhere", tmp_path / "x", TargetStart())
     assert list(tmp_path.iterdir()) == []
-    assert picked_layers(9, 3, "spread") == [0, 4, 8]
 
 
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: TargetStart(max_intermediate=0), "start.max_intermediate: got 0, expected > 0"),
+        (lambda: TargetStart(num_layers=0), "start.num_layers: got 0, expected > 0"),
         (lambda: RandomStart(hidden_size=0), "start.hidden_size: got 0, expected > 0"),
         (lambda: RandomStart(head_dim=-8), "start.head_dim: got -8, expected > 0"),
         (lambda: RandomStart(head_dim=7), "start.head_dim: got 7, expected an even number"),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -12,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from specactor.trainer.drafter import losses
-from tests.trainer.drafter.cases import VOCAB, example, examples
+from tests.trainer.drafter.cases import examples
 
 N, V, K = 6, 11, 4
 
@@ -178,34 +177,3 @@ def test_without_examples_nothing_is_learned_from() -> None:
     batch = losses.build([], CPU)
     assert batch.tokens_BT.shape == (1, 1)
     assert len(batch.targets_N) == len(batch.row_N) == 0
-
-
-def test_top_k_of_two_widths_have_the_smaller_one() -> None:
-    """After a resume with another top_k. Padding would be tokens of no probability, which make no finite loss."""
-    rng = np.random.default_rng(0)
-    mixed = [example(rng, top_k=top_k) for top_k in (8, 3, 0, 8)]
-    batch = losses.build(mixed, CPU)
-    assert batch.top_tokens_NK.shape[1] == 3
-    start = 0
-    for x in mixed:
-        there = slice(start, start + x.response_len)
-        assert bool((batch.has_top_k_N[there] == (x.top_k is not None)).all())
-        if x.top_k is not None:
-            assert batch.top_tokens_NK[there].tolist() == x.top_k.tokens[:, :3].tolist()
-            assert batch.top_logp_NK[there].tolist() == x.top_k.logprobs[:, :3].tolist()
-        start += x.response_len
-    logq_NV = torch.randn(len(batch.targets_N), VOCAB, generator=torch.Generator().manual_seed(0)).log_softmax(-1)
-    logq_NV.requires_grad_()
-    loss_N, _ = losses.token_losses(logq_NV, batch)
-    loss_N.sum().backward()
-    assert bool(loss_N.isfinite().all())
-    assert logq_NV.grad is not None
-    assert bool(logq_NV.grad.isfinite().all())
-
-
-def test_the_width_is_one_for_all_micro_batches_of_an_update() -> None:
-    """Or losses would depend on how examples are spread over ranks."""
-    rng = np.random.default_rng(0)
-    cut = losses.of_one_width([example(rng, top_k=top_k) for top_k in (8, 3, 0)])
-    assert [x.top_k.tokens.shape[1] if x.top_k else None for x in cut] == [3, 3, None]
-    assert losses.of_one_width([]) == []
