@@ -277,18 +277,17 @@ def result(rows: Sequence[Setting]) -> Result:
 NOTES = """- What a verification reads decides. Its rows are decodes of one token, so w + 1 rows read a request's
   {context} tokens w + 1 times. If they were read once, the dense model would gain 2.50 at batch 64 and not 1.09. A
   GPU's cache may serve the further rows: only a measurement can say. An earlier page assumed that keys are read once.
-- Speculation pays less the larger the batch, and the fewer operations a GPU has per byte: on H20 the dense model gains
-  nothing from batch 64 on. The MoE gains most at 64: at 8, further tokens touch further experts.
+- Speculation pays less the larger the batch; on H20 the dense model gains nothing from 64 on. The MoE gains most
+  there: at 8, further tokens touch further experts.
 - Where draft steps are as fast as the roofline, coupled drafting wins: a rejection costs a decoupled request a plain
-  round, and drafters take devices from the verifiers. Decoupling wins where a draft step has a cost that does not grow
-  with the batch (launches, sampling, scheduling): at 2 and 4 ms here, from 4 ms on with keys read once.
+  round, and drafters take devices from the verifiers. Decoupling wins where a draft step has fixed costs: at 2
+  and 4 ms here, from 4 ms on with keys read once.
 - Algorithm 1 has no plain or coupled plan to fall back to, and its equal groups have too many drafters, or too few. By
   its own predictions it is ahead of coupled at 8 ms.
 
-The paper's headline figures (rollouts 2.0-2.4 times as fast as common baselines) are of whole rollouts with
-Fastest-of-N and several drafters; a row here is one batch. Its acceptance rates, profiles and context lengths were not
-at hand. It reports that verifying 256 requests takes 1.4 times as long as 128; here it is {doubled:.2f} times (32 B,
-window 4), because a roofline has no fixed cost; with such costs decoupling gains more."""
+The paper's headline figures (2.0-2.4) are of whole rollouts; a row here is one batch. Its acceptance rates and context
+lengths were not at hand. Verifying 256 requests takes 1.4 times as long as 128 there, and {doubled:.2f} times (32 B,
+window 4) here."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

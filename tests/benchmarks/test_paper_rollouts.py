@@ -7,7 +7,7 @@ from dataclasses import replace
 from benchmarks.paper_rollouts import COLUMNS, Setting, main_settings, row, runs, sensitivity
 from benchmarks.results import RESULTS, stored
 
-SMALL = replace(main_settings()[0], batch=32)
+SMALL = replace(main_settings()[0], batch=16)
 
 
 def cells(setting: Setting) -> dict[str, str]:
