@@ -3,6 +3,7 @@
 # make check-fast   of these, what starts neither engines nor ranks
 # make check-deep   the deep tests, and every property with more examples; SLICE=K/N runs a part
 # make bench        the benchmarks; results under docs/results/
+# make gpu-check    what only a GPU shows, where requirements/gpu.txt is installed; results under runs/gpu/
 # make measure      how large the project is: lines, files, settings, words
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV := .venv
@@ -17,7 +18,7 @@ export DS_BUILD_OPS = 0
 PYTEST = $(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder
 SLICE ?= 0/1
 
-.PHONY: setup quickstart check check-fast check-deep lint test bench faults measure clean
+.PHONY: setup quickstart check check-fast check-deep lint test bench gpu-check faults measure clean
 
 setup: $(STAMP)
 
@@ -52,6 +53,9 @@ check-deep: setup
 
 bench: setup
 	$(BIN)/python -m benchmarks.run $(ARGS)
+
+gpu-check:
+	python -m benchmarks.gpu $(ARGS)
 
 faults: setup
 	$(BIN)/python -m benchmarks.faults $(ARGS)

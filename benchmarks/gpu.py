@@ -1,0 +1,405 @@
+"""What only a GPU can show: whether tokens there are equal, and what rounds, weights and a whole job take.
+
+    python -m benchmarks.gpu [--out FOLDER] [--stages STAGE ...] [--device cpu]
+
+probe   versions, memory, speed of copies
+exact   the same requests alone, in batches, in CUDA graphs and without, with drafts: tokens and log-probabilities
+rows    seconds of a round by requests and draft tokens
+sync    pushes of weights, beside memcpy
+job     a short quickstart with and without speculation: the same metrics
+
+Each stage leaves FOLDER/STAGE.json, and is not run again while that is there. On a CPU the same is done in small.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import msgspec
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks import dialled
+from benchmarks.disturbed_run import compared
+from benchmarks.results import machine
+from benchmarks.weights_sync import measure as measure_push
+from specactor.config import EngineConfig, RolloutConfig, SpeculationConfig, TinyModelConfig
+from specactor.data.stream import request_seed
+from specactor.data.tiny_model import make_tiny_model
+from specactor.data.tokenizer import VOCAB_SIZE
+from specactor.parallel.devices import gpu_uuid, gpus
+from specactor.planning.profile_engine import Sizes, measure_once
+from specactor.planning.profile_grid import Cell
+from specactor.rollout.sglang.engine_client import Engine, EngineSpec, running
+from specactor.rollout.sglang.speculation_calls import CONFIGURE, REPORT
+from specactor.rollout.speculation.counters import Counts
+from specactor.run_folder import RunFolder
+from specactor.types import RolloutRequest, SamplingParams, Trajectory
+
+ROOT = Path(__file__).resolve().parent.parent
+MIB, GB = 2**20, 1e9
+JOB_S = 900.0
+Found = dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Size:
+    """How much is done."""
+
+    model: TinyModelConfig
+    dtype: str
+    batches: tuple[int, ...]
+    """Requests that are generated together."""
+    windows: tuple[int, ...]
+    acceptances: tuple[float, ...]
+    tokens: int
+    """Of a response."""
+    copied_bytes: int
+    pushes: int
+    job: tuple[str, ...]
+    """Settings of the job, beside the quickstart's."""
+
+
+SMALL_JOB = ("--warmup.steps", "3", "2", "--rollout.prompts-per-step", "2", "--rollout.group-size", "4")
+SIZES = {
+    "cpu": Size(
+        model=TinyModelConfig(),
+        dtype="float32",
+        batches=(1, 3, 8),
+        windows=(1, 4),
+        acceptances=(0.9, 0.0),
+        tokens=24,
+        copied_bytes=64 * MIB,
+        pushes=2,
+        job=("--train.steps", "2", "--rollout.max-new-tokens", "16", *SMALL_JOB),
+    ),
+    "cuda": Size(
+        model=TinyModelConfig(num_layers=8, hidden_size=2048, num_experts=32, expert_size=768),
+        dtype="bfloat16",
+        batches=(1, 3, 16, 64, 256),
+        windows=(1, 2, 4, 8),
+        acceptances=(0.9, 0.5, 0.0),
+        tokens=256,
+        copied_bytes=1024 * MIB,
+        pushes=7,
+        job=(
+            *("--train.steps", "5", "--model.dtype", "bfloat16", "--algorithm.tis-cap", "2"),
+            *("--train.max-logprob-gap", "1", "--rollout.engine.memory-fraction", "0.3"),
+        ),
+    ),
+}
+
+
+class Bench:
+    """A machine, and what stages share on it."""
+
+    def __init__(self, device: str, folder: Path, stack: ExitStack) -> None:
+        self.size, self.on_gpu, self.folder = SIZES[device], device == "cuda", folder
+        self._stack = stack
+
+    @cached_property
+    def model_dir(self) -> Path:
+        made = self.folder / "model"
+        if not made.exists():
+            make_tiny_model(self.size.model, 0, made)
+        return made
+
+    def spec(self, speculation: SpeculationConfig, **extra: bool) -> EngineSpec:
+        """Of an engine on the first device."""
+        most = max(self.size.batches)
+        config = EngineConfig(
+            max_running_requests=most, max_total_tokens=None if self.on_gpu else most * 160, extra_args=dict(extra)
+        )
+        return EngineSpec(
+            index=0,
+            model_dir=str(self.model_dir),
+            dtype=self.size.dtype,
+            devices=(gpu_uuid(0) if self.on_gpu else 0,),
+            config=config,
+            speculation=speculation,
+            context_length=self.size.model.max_position,
+            log_file=str(self.folder / "engine.log"),
+        )
+
+    @cached_property
+    def speculating(self) -> Engine:
+        """An engine whose speculation can be set; its dialled drafter reads what is right from a file."""
+        os.environ[dialled.SCRIPT] = str(self.folder / "script.json")
+        speculation = SpeculationConfig(mode="coupled", max_window=max(self.size.windows))
+        return self._stack.enter_context(running(self.spec(speculation)))
+
+    def close(self) -> None:
+        """Give the device back."""
+        self._stack.close()
+        vars(self).pop("speculating", None)
+
+    def requests(self, count: int) -> list[RolloutRequest]:
+        """Of several temperatures and kinds of sampling."""
+        kinds: tuple[dict[str, Any], ...] = ({}, {"top_p": 0.9}, {"top_k": 7}, {"temperature": 0.0})
+        return [
+            RolloutRequest(
+                request_id=str(i),
+                prompt_ids=tuple(3 + (7 * i + j) % 64 for j in range(16 + i % 5)),
+                sampling=SamplingParams(
+                    **{"temperature": 1.0, **kinds[i % len(kinds)]},
+                    max_new_tokens=self.size.tokens - i % 7,
+                    ignore_eos=True,
+                ),
+                seed=request_seed(0, 1, i, 0),
+                group_id=i,
+            )
+            for i in range(count)
+        ]
+
+
+def probe(bench: Bench) -> Found:
+    """Return versions, memory, and GB/s of copies."""
+    count = bench.size.copied_bytes
+    host = torch.ones(count, dtype=torch.uint8, pin_memory=bench.on_gpu)
+    found: Found = {"machine": machine(), "host to host GB/s": _rate(lambda: host.clone(), count)}
+    if bench.on_gpu:
+        there = host.cuda()
+        pageable = torch.ones(count, dtype=torch.uint8)
+        found |= {
+            "free GB": torch.cuda.mem_get_info()[0] / GB,
+            "host to device GB/s": _rate(lambda: there.copy_(host), count),
+            "device to host GB/s": _rate(lambda: host.copy_(there), count),
+            "pageable to device GB/s": _rate(lambda: there.copy_(pageable), count),
+            "device to device GB/s": _rate(lambda: there.clone(), count),
+        }
+        del there
+        torch.cuda.empty_cache()
+    return found
+
+
+def _rate(copy: Callable[[], object], num_bytes: int) -> float:
+    seconds = []
+    for _ in range(5):
+        start = time.perf_counter()
+        copy()
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - start)
+    return num_bytes / median(seconds) / GB
+
+
+def exact(bench: Bench) -> Found:
+    """Return how many tokens and log-probabilities differ from those of one batch of all requests, decoded plainly."""
+    size, every = bench.size, max(bench.size.batches)
+    requests = bench.requests(every)
+    found: Found = {}
+    with running(bench.spec(SpeculationConfig(mode="off"))) as engine:
+        plain = engine.generate(requests)
+        for batch in size.batches[:-1]:
+            engine.flush()
+            first = requests[: 4 * batch]
+            parts = [engine.generate(first[i : i + batch]) for i in range(0, len(first), batch)]
+            found[f"batches of {batch}"] = differences([t for part in parts for t in part], plain)
+    if bench.on_gpu:
+        with running(bench.spec(SpeculationConfig(mode="off"), disable_cuda_graph=True)) as engine:
+            found["without graphs"] = differences(engine.generate(requests), plain)
+    outputs = {str(r.seed): list(t.token_ids) for r, t in zip(requests, plain, strict=True)}
+    _configure(bench.speculating, SpeculationConfig(mode="off", max_window=max(size.windows)))
+    found["speculation off"] = differences(_anew(bench.speculating, requests), plain)
+    for acceptance in size.acceptances:
+        script = dialled.Script(acceptance=acceptance, step_s=[0.0], outputs=outputs)
+        (bench.folder / "script.json").write_bytes(msgspec.json.encode(script))
+        for window in size.windows:
+            _configure(bench.speculating, drafting(window, max(size.windows)))
+            case = f"acceptance {acceptance:g}, window {window}"
+            found[case] = differences(_anew(bench.speculating, requests), plain)
+            found[case]["accepted"] = _counts(bench.speculating).accepted
+    return found
+
+
+def drafting(window: int, largest: int) -> SpeculationConfig:
+    """With the dialled drafter."""
+    return SpeculationConfig(
+        mode="coupled", drafters=("benchmarks.dialled:InEngine",), window=window, max_window=largest
+    )
+
+
+def differences(some: Sequence[Trajectory], plain: Sequence[Trajectory]) -> Found:
+    """How responses differ from the plain ones of the same requests."""
+    pairs = list(zip(some, plain, strict=False))
+    tokens = sum(x != y for a, b in pairs for x, y in zip(a.token_ids, b.token_ids, strict=False)) + sum(
+        abs(len(a.token_ids) - len(b.token_ids)) for a, b in pairs
+    )
+    bits = sum(x != y for a, b in pairs for x, y in zip(a.logprobs, b.logprobs, strict=False))
+    return {"responses": len(pairs), "tokens": sum(len(a.token_ids) for a, _ in pairs), "differ": tokens, "bits": bits}
+
+
+def _configure(engine: Engine, config: SpeculationConfig) -> None:
+    engine.rank_call(CONFIGURE, msgspec.json.encode(config), timeout_s=60)
+
+
+def _anew(engine: Engine, requests: Sequence[RolloutRequest]) -> list[Trajectory]:
+    engine.flush()
+    return engine.generate(requests)
+
+
+def _counts(engine: Engine) -> Counts:
+    found = msgspec.json.decode(engine.rank_call(REPORT, b"", timeout_s=60)[0], type=dict[str, Counts])
+    return found.get("dialled", Counts())
+
+
+def rows(bench: Bench) -> Found:
+    """Return milliseconds of rounds, by requests and draft tokens of each; 0: on the plain path."""
+    size = bench.size
+    config = RolloutConfig(
+        prompts_per_step=max(size.batches),
+        group_size=1,
+        max_new_tokens=size.tokens,
+        engine=bench.speculating.spec.config,
+        speculation=bench.speculating.spec.speculation,
+    )
+    context = size.model.max_position
+    cells = [Cell(drafter="", window=w, requests=n) for n in size.batches for w in (0, *size.windows)]
+    sizes = Sizes.of(config, vocab=VOCAB_SIZE, context=context)
+    found = measure_once(bench.speculating, config, cells, sizes)
+    assert found is not None
+    return {f"{cell.requests} x {cell.window}": 1e3 * median(seconds) for cell, seconds in found.items() if seconds}
+
+
+def sync(bench: Bench) -> Found:
+    """Return seconds and GB/s of pushes from one trainer rank into one engine, beside memcpy."""
+    bench.close()
+    options = {"world": 1, "expert": 1, "tensor": 1, "engine_tensor": 1, "bucket_bytes": 256 * MIB}
+    seen = measure_push(bench.model_dir, options | {"repetitions": bench.size.pushes})
+    names = ("num_bytes", "seconds", "gb_per_s", "memcpy_gb_per_s")
+    return {name: seen[name] for name in names}
+
+
+def job(bench: Bench) -> Found:
+    """Return seconds of a job per step with and without speculation, and the steps whose metrics differ."""
+    bench.close()
+    modes = {"off": ("--rollout.speculation.mode", "off"), "coupled": ("--rollout.speculation.mode", "coupled")}
+    lines, seconds = {}, {}
+    for name, settings in modes.items():
+        start = time.monotonic()
+        root = bench.folder / f"job-{name}"
+        _launch(root, [*settings, *bench.size.job])
+        seconds[name] = time.monotonic() - start
+        lines[name] = compared(RunFolder(root=root))
+    differ = [one["step"] for one, other in zip(lines["off"], lines["coupled"], strict=True) if one != other]
+    return {"steps": len(lines["off"]), "differ": len(differ), "seconds": seconds}
+
+
+def _launch(root: Path, settings: Sequence[str]) -> None:
+    command = [
+        *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1"),
+        *(str(ROOT / "launch" / "train_moe.py"), "quickstart", "--name", root.name, "--output-dir", str(root.parent)),
+        *("--parallel.expert", "1", "--tracking.wandb", "off", "--eval.problems", "0", "--checkpoint.export", "False"),
+    ]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [*command, *settings], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=JOB_S, check=False
+    )
+    if done.returncode != 0:
+        raise RuntimeError(f"the job ended with {done.returncode}:\n{done.stdout[-2000:]}\n{done.stderr[-3000:]}")
+
+
+STAGES: dict[str, Callable[[Bench], Found]] = {
+    "probe": probe,
+    "exact": exact,
+    "rows": rows,
+    "sync": sync,
+    "job": job,
+}
+
+
+def run(device: str, folder: Path, stages: Sequence[str]) -> dict[str, Found]:
+    """Run what has no result yet. A stage that fails leaves its error, is run again next time, and stops no other."""
+    folder.mkdir(parents=True, exist_ok=True)
+    found: dict[str, Found] = {}
+    with ExitStack() as stack:
+        bench = Bench(device, folder, stack)
+        for name in stages:
+            file = folder / f"{name}.json"
+            if file.exists():
+                found[name] = json.loads(file.read_text())
+                continue
+            with _told(name):
+                try:
+                    found[name] = STAGES[name](bench)
+                    file.write_text(json.dumps(found[name], indent=1))
+                except Exception as error:  # whatever a stage meets: the others may work
+                    traceback.print_exc()
+                    found[name] = {"error": f"{type(error).__name__}: {error}".partition("\n")[0]}
+    return found
+
+
+@contextmanager
+def _told(name: str) -> Iterator[None]:
+    start = time.monotonic()
+    print(f"== {name}", flush=True)
+    yield
+    print(f"== {name}: {time.monotonic() - start:.0f} s", flush=True)
+
+
+def verdict(found: dict[str, Found]) -> list[tuple[str, str]]:
+    """One line per stage."""
+    lines = []
+    for name, of in found.items():
+        if "error" in of:
+            text = f"FAILED: {of['error']}"
+        elif name == "exact":
+            wrong = {case: one for case, one in of.items() if one["differ"] or one["bits"]}
+            text = "; ".join(f"{case}: {one['differ']} tokens, {one['bits']} log-probs" for case, one in wrong.items())
+            text = f"DIFFERENT: {text}" if wrong else f"{len(of)} cases equal, bit for bit"
+        elif name == "rows":
+            text = ", ".join(f"{case}: {ms:.2f} ms" for case, ms in of.items())
+        elif name == "sync":
+            text = f"{median(of['gb_per_s']):.2f} GB/s, memcpy {median(of['memcpy_gb_per_s']):.2f}"
+        elif name == "job":
+            spent = ", ".join(f"{mode} {s:.0f} s" for mode, s in of["seconds"].items())
+            text = f"{of['differ']} of {of['steps']} steps DIFFERENT; {spent}" if of["differ"] else f"equal; {spent}"
+        else:
+            text = ", ".join(f"{key} {value:.1f}" if isinstance(value, float) else value for key, value in of.items())
+        lines.append((name, text))
+    return lines
+
+
+def is_right(found: dict[str, Found]) -> bool:
+    """Whether all stages went through, and nothing differed."""
+    cases = [case for case in found.get("exact", {}).values() if isinstance(case, dict)]
+    wrong = any(case["differ"] or case["bits"] for case in cases) or found.get("job", {}).get("differ", 0)
+    return not wrong and not any("error" in of for of in found.values())
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Exit code: 0 when all is equal, 1 when not, 2 where there is no GPU."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.gpu", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--out", type=Path, default=ROOT / "runs" / "gpu", help="folder of the results")
+    parser.add_argument("--stages", nargs="+", choices=list(STAGES), default=list(STAGES))
+    parser.add_argument("--device", choices=list(SIZES), default="cuda", help="cpu: the same in small")
+    options = parser.parse_args(arguments)
+    if options.device == "cuda" and not gpus():
+        print("no GPU was found; --device cpu does the same in small. `specactor doctor` says more.", file=sys.stderr)
+        return 2
+    found = run(options.device, options.out.resolve(), options.stages)
+    table = Table("stage", "found", title=machine())
+    for name, text in verdict(found):
+        table.add_row(name, text)
+    Console(width=160).print(table)
+    return 0 if is_right(found) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

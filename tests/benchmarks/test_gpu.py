@@ -1,0 +1,59 @@
+"""What is run on a machine with a GPU: its stages go through on a CPU, in small; what differs there is told."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import gpu
+
+EQUAL = {"responses": 8, "tokens": 160, "differ": 0, "bits": 0}
+
+
+@pytest.mark.deep
+@pytest.mark.processes
+def test_all_stages_go_through_without_a_gpu(tmp_path: Path) -> None:
+    assert gpu.main(["--device", "cpu", "--out", str(tmp_path)]) == 0
+    found = {name: json.loads((tmp_path / f"{name}.json").read_text()) for name in gpu.STAGES}
+    assert found["exact"]["acceptance 0.9, window 4"]["accepted"] > found["exact"]["acceptance 0, window 4"]["accepted"]
+    assert {"1 x 0", "8 x 4"} <= set(found["rows"])
+    assert found["job"]["steps"] == 2
+
+
+@pytest.fixture
+def stages(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    found: dict[str, Any] = {"probe": {"machine": "a"}, "exact": {"batches of 1": EQUAL}, "job": {"error": "none"}}
+
+    def fails(bench: gpu.Bench) -> gpu.Found:
+        raise RuntimeError("no memory\nat all")
+
+    made = {name: lambda bench, name=name: found[name] for name in ("probe", "exact")}
+    monkeypatch.setattr(gpu, "STAGES", {**made, "job": fails})
+    return found
+
+
+def test_a_stage_that_fails_stops_no_other_and_is_run_again(tmp_path: Path, stages: dict[str, Any]) -> None:
+    found = gpu.run("cpu", tmp_path, ["job", "probe", "exact"])
+    assert found == stages | {"job": {"error": "RuntimeError: no memory"}}
+    assert not gpu.is_right(found)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["exact.json", "probe.json"]
+    stages["exact"] = None
+    assert gpu.run("cpu", tmp_path, ["probe", "exact"])["exact"] == {"batches of 1": EQUAL}, "what is there stays"
+
+
+@pytest.mark.parametrize("wrong", ["differ", "bits"])
+def test_what_differs_is_told_and_fails(wrong: str) -> None:
+    found = {"exact": {"without graphs": EQUAL | {wrong: 3}, "batches of 3": EQUAL}}
+    [(_, text)] = gpu.verdict(found)
+    assert text.startswith("DIFFERENT: without graphs: ")
+    assert not gpu.is_right(found)
+    assert gpu.is_right({"exact": {"batches of 3": EQUAL}, "job": {"steps": 2, "differ": 0}})
+    assert not gpu.is_right({"job": {"steps": 2, "differ": 1}})
+
+
+def test_without_a_gpu_it_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    assert gpu.main([]) == 2
+    assert "--device cpu" in capsys.readouterr().err
