@@ -13,6 +13,7 @@ is taken between two rounds.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import closing
 from dataclasses import dataclass
 
 import msgspec
@@ -44,10 +45,11 @@ class _Rank:
 
 def check(weights: DraftWeights) -> str:
     """What is wrong with the bytes; empty if they are those of their source."""
-    try:
-        return _problem(Receiver().check(_Rank(torch.nn.Module()), msgspec.msgpack.encode(weights.as_round())))
-    except (OSError, KeyError, ValueError, RuntimeError) as error:
-        return f"the bucket cannot be read ({error})"
+    with closing(Receiver()) as receiver:
+        try:
+            return _problem(receiver.check(_Rank(torch.nn.Module()), msgspec.msgpack.encode(weights.as_round())))
+        except (OSError, KeyError, ValueError, RuntimeError) as error:
+            return f"the bucket cannot be read ({error})"
 
 
 @torch.no_grad()
@@ -56,10 +58,11 @@ def load(model: torch.nn.Module, weights: DraftWeights) -> str:
     if problem := check(weights):
         return problem
     before = [parameter.detach().clone() for parameter in model.parameters()]
-    receiver, rank = Receiver(), _Rank(model)
-    problem = _problem(receiver.load(rank, msgspec.msgpack.encode(weights.as_round())))
-    if not problem:
-        problem = _problem(receiver.commit(rank, msgspec.msgpack.encode(Commit(version=weights.draft_version))))
+    rank = _Rank(model)
+    with closing(Receiver()) as receiver:
+        problem = _problem(receiver.load(rank, msgspec.msgpack.encode(weights.as_round())))
+        if not problem:
+            problem = _problem(receiver.commit(rank, msgspec.msgpack.encode(Commit(version=weights.draft_version))))
     if problem:
         for parameter, old in zip(model.parameters(), before, strict=True):
             parameter.copy_(old)

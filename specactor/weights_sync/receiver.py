@@ -99,6 +99,12 @@ class Receiver:
         self._at = ""
         """Name of the tensor that is being loaded."""
 
+    def close(self) -> None:
+        """Let go of all buckets."""
+        for view in self._views.values():
+            unregister(view)
+        self._views.clear()
+
     def check(self, rank: EngineRank, payload: bytes) -> bytes:
         """Answer a `Round`: do its bytes have the digests that they had at their source?"""
         try:
@@ -174,9 +180,7 @@ class Receiver:
     def _open(self, address: Address) -> torch.Tensor:
         if address not in self._views:
             if len(self._views) >= _MAX_VIEWS:  # of senders that are gone
-                for view in self._views.values():
-                    unregister(view)
-                self._views.clear()
+                self.close()
             self._views[address] = open_address(address)
         return self._views[address]
 
