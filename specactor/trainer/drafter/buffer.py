@@ -160,17 +160,14 @@ class DraftBuffer:
         return drawn
 
     def state(self) -> bytes:
-        """All examples."""
         return msgspec.msgpack.encode((self.too_long, [_Stored.of(example) for example in self._examples]))
 
     def restore(self, state: bytes) -> None:
-        """Replace the content with what `state` returned."""
         self.too_long, stored = msgspec.msgpack.decode(state, type=tuple[int, list[_Stored]])
         self._examples = [each.example() for each in stored]
         self._evict()
 
     def _chances(self) -> NDArray[np.float64]:
-        """Of every example to be drawn."""
         if self._known_chances is not None:
             return self._known_chances
         versions = np.array([example.version for example in self._examples])
