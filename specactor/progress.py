@@ -109,7 +109,6 @@ class Progress:
             self._enter(outer)
 
     def resume(self, steps_done: int) -> None:
-        """The run goes on after this many steps."""
         self._step = steps_done
 
     def seconds(self) -> dict[str, float]:

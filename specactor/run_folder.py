@@ -22,8 +22,6 @@ WARM_UPS = ".warm-up"
 
 @dataclass(frozen=True, kw_only=True)
 class Status:
-    """Where a run is right now: what ``status.json`` holds."""
-
     phase: str
     """As the progress display names it; "" between two phases, "done" after the last."""
     step: int

@@ -15,7 +15,6 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 CAPACITY = 100_000
-"""Spans that a recorder keeps."""
 Detail = int | float | str
 
 
@@ -31,8 +30,6 @@ class Span(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Recorder:
-    """The spans of one process."""
-
     def __init__(self, *, on: bool = False, capacity: int = CAPACITY) -> None:
         self.on = on
         self._spans: deque[Span] = deque(maxlen=capacity)

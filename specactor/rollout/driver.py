@@ -116,7 +116,6 @@ class Driver:
                 thread.join()
 
     def _send(self, position: int, requests: Sequence[RolloutRequest]) -> None:
-        """Generate these on one engine, in a thread of their own."""
         if not requests:
             return
         self._borrowed.give_back(position)

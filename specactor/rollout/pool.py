@@ -34,8 +34,7 @@ class RolloutOutcome:
 
     finished: list[Trajectory]
     unfinished: list[RolloutRequest]
-    """Of engines that died; restart those, sync weights, and generate these again."""
-    lost_engines: tuple[int, ...]
+    """Of engines that died (`EnginePool.lost`); restart those, sync weights, and generate these again."""
     stopped: list[RolloutRequest] = field(default_factory=list)
     """Ended because there were enough groups; each holds what was begun of its response."""
     drafters_woken: int = 0
@@ -127,7 +126,6 @@ class EnginePool:
         return RolloutOutcome(
             finished=finished,
             unfinished=[request for request in rest if request.request_id not in driver.stopped],
-            lost_engines=self.lost(),
             stopped=[driver.stopped[r.request_id] for r in rest if r.request_id in driver.stopped],
             drafters_woken=driver.num_woken,
         )

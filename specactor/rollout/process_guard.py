@@ -133,7 +133,6 @@ def descendants(pid: int) -> list[int]:
 
 
 def _remove(folder: Path) -> None:
-    """The temporary folder, and the files in shared memory that its list names."""
     try:
         patterns = (folder / SHARED_FILES).read_text().split()
     except FileNotFoundError:

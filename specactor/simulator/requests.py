@@ -93,7 +93,6 @@ class World:
     start_s: float = 5.0
     """From a rollout's begin to the first round: engines take their memory back."""
     replan_s: float = 0.002
-    """Of an engine, for deciding anew."""
     rollback_s: float = 0.0005
     """Of a drafter ahead of its verifier, for going back to what was committed, per round in which all requests do."""
     drafter_start_s: float = 2.0
@@ -111,8 +110,6 @@ class World:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Requests:
-    """Of one rollout."""
-
     lengths: Ints
     """[N], tokens."""
     groups: Ints

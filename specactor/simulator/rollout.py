@@ -52,7 +52,6 @@ class Outcome:
     busy_device_s: float
     """Of engines that start, verify, or help another, and of drafters while any request is drafted for."""
     rounds: float
-    """Of all engines."""
     emitted: float
     """Tokens, as engines counted them."""
     drafted: float
@@ -95,8 +94,6 @@ def simulate(
 
 
 class Rollout:
-    """The state of one, and its events."""
-
     def __init__(
         self,
         plan: RolloutPlan,
@@ -124,11 +121,9 @@ class Rollout:
         self.dry: dict[int, bool] = {}
         """Engines without requests; whether they can draft for others, and draft for nobody yet."""
         self.helpers: set[int] = set()
-        """Engines that have drafted for others."""
         self.ahead_E = np.zeros(len(self.engines), np.int64)
         self.drafting_since: float | None = None
         self.drafting_s = 0.0
-        """Of every drafter of the plan."""
         self.left = len(requests)
         self.events = 0
         self._heap: list[tuple[float, int, int, int]] = []
@@ -238,7 +233,6 @@ class Rollout:
         )
 
     def _set_round(self, engine: Engine) -> None:
-        """What a round truly does."""
         of, ahead = engine.decision, int((engine.decision.modes == DECOUPLED).sum())
         self.ahead_E[engine.index] = ahead
         self._drafters_busy(engine.since)
@@ -369,8 +363,6 @@ REFRESH_DEVICE_S = 512.0
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """What is simulated."""
-
     devices: int
     prompts: int
     group_size: int
@@ -405,7 +397,6 @@ class Step:
     sync_s: float
     refresh_s: float
     outcome: Outcome
-    """Of its rollout."""
 
     @property
     def seconds(self) -> float:
@@ -414,8 +405,6 @@ class Step:
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """Some steps."""
-
     job: Job
     plan: RolloutPlan
     steps: Sequence[Step]
@@ -430,7 +419,6 @@ class Run:
 
     @property
     def rollout_s(self) -> float:
-        """Of all steps."""
         return sum(step.rollout_s for step in self.steps)
 
     @property

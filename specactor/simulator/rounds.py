@@ -56,8 +56,6 @@ class Beside:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Round:
-    """What a round does."""
-
     seconds: float
     tokens: Floats
     """[B]: emitted."""

@@ -109,7 +109,6 @@ class PolicyObjective:
 
 
 def _larger(a: float, b: float) -> float:
-    """The maximum; nan when either is."""
     return a if math.isnan(a) or a > b else b
 
 

@@ -55,7 +55,7 @@ def strike(
     started = time.monotonic()
     outcome = pool.generate(requests, on_finished=on_finished)
     assert time.monotonic() - started < 60
-    assert outcome.lost_engines == (engine.index,)
+    assert pool.lost() == (engine.index,)
     assert sorted(seen) == sorted(t.request_id for t in outcome.finished)
     return outcome, footprint
 
@@ -108,7 +108,7 @@ def test_deaths_in_mid_generation(pool: EnginePool, engine: Engine) -> None:
             killed.result().assert_gone()
     outcome = pool.generate(pending)
     assert not outcome.unfinished
-    assert not outcome.lost_engines
+    assert not pool.lost()
     finished += outcome.finished
     assert sorted(t.request_id for t in finished) == sorted(want)
     for trajectory in finished:
@@ -151,7 +151,7 @@ def test_a_refused_request_is_an_error_and_hurts_no_engine(engines: tuple[Engine
 def test_a_pool_without_engines_does_nothing() -> None:
     with EnginePool([]) as pool:
         pool.wait_ready()
-        assert pool.generate([]) == RolloutOutcome(finished=[], unfinished=[], lost_engines=())
+        assert pool.generate([]) == RolloutOutcome(finished=[], unfinished=[])
         assert pool.restart_lost() == ()
         pool.release_memory()
         pool.resume_memory()

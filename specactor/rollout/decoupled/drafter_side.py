@@ -152,8 +152,6 @@ class _Session:
 
 
 class Mirrors:
-    """All requests of all engines that one drafter process serves."""
-
     def __init__(self, session: int, *, max_tokens: int, drops: Drops | None = None) -> None:
         """Args: drops: of earlier incarnations, too."""
         self.session = session

@@ -118,7 +118,6 @@ class Tails:
 
     @property
     def live(self) -> list[int]:
-        """Drafters that answer."""
         return [index for index, drafter in enumerate(self._drafters) if drafter.live]
 
     @property

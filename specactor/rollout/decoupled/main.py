@@ -54,7 +54,6 @@ IDLE_S = 0.5
 MAX_LANES = 256
 """Requests per call of the continuer."""
 MAX_TURNS = 512
-"""Whose seconds are remembered."""
 
 _LOG = logging.getLogger(__name__)
 

@@ -170,7 +170,6 @@ class DrafterProcess:
         return not waited <= {self._sign} or self._process.silent_s() > SIGN_EVERY_S
 
     def _ask(self, question: ToDrafter, kind: type[_Answer], timeout_s: float) -> _Answer | str:
-        """Its answer, or why there is none."""
         if not self.has_started():
             return "it has not started"
         if self._is_silent():

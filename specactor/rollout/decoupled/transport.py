@@ -93,8 +93,6 @@ def local_endpoint() -> str:
 
 
 class Link(Protocol):
-    """An engine's connections to its drafters."""
-
     num_drafters: int
 
     def send(self, drafter: int, frame: bytes) -> bool:

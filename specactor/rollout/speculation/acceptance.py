@@ -138,8 +138,6 @@ class AcceptanceModel:
     """Confidence of the drafts that are there now, by request."""
     _requests: dict[str, tuple[float, float, float]] = field(init=False, repr=False, default_factory=dict)
     """(accepted, trials, promised by the drafter's estimates), forgotten, of each request."""
-    _asked: float = field(init=False, repr=False, default=0.0)
-    _drafted: float = field(init=False, repr=False, default=0.0)
     _known: tuple[list[float], list[float], float] | None = field(init=False, repr=False, default=None)
     """(a, c, rate): a cache of what follows from the counts."""
     _known_sure: list[list[float]] | None = field(init=False, repr=False, default=None)
@@ -159,11 +157,6 @@ class AcceptanceModel:
         """P(a draft token is accepted | those before it were), over all positions. It is more than
         accept_rate = accepted / drafted, which also counts the draft tokens behind a rejected one."""
         return self._estimates()[2]
-
-    @property
-    def coverage(self) -> float:
-        """drafted / asked of late; 1 before the first verify that says what was asked."""
-        return self._drafted / self._asked if self._asked else 1.0
 
     def tell(self, request_ids: Sequence[str], confidences: Sequence[int]) -> None:
         """How sure the drafter is of the drafts that are there now; empty: it does not know."""
@@ -195,9 +188,6 @@ class AcceptanceModel:
         hits = min(accepted, self.max_window)
         inside = accepted < self.max_window
         if asked:
-            keep = 1.0 - 1.0 / self.memory
-            self._asked = self._asked * keep + asked
-            self._drafted = self._drafted * keep + drafted
             reached = hits + (inside and drafted > accepted)
             self._coverage.add(reached, missed=inside and drafted == accepted < asked)
             self._known = self._known_sure = None
@@ -289,7 +279,6 @@ class AcceptanceModel:
         """What was seen, of drafts whose confidence is not told apart."""
         self._acceptance.scale(weight)
         self._coverage.scale(weight)
-        self._asked, self._drafted = self._asked * weight, self._drafted * weight
         self._requests = {name: (a * weight, n * weight, p * weight) for name, (a, n, p) in self._requests.items()}
         self._known = self._known_sure = None
 

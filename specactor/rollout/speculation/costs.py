@@ -447,7 +447,6 @@ def _axis(values: Iterable[float]) -> tuple[float, ...]:
 
 
 def _nearest(axis: Sequence[float], x_P: NDArray[np.float64]) -> NDArray[np.intp]:
-    """Of the nodes, the first among equals."""
     nearest_P: NDArray[np.intp] = np.abs(np.array(axis) - x_P[:, None]).argmin(axis=1)
     return nearest_P
 

@@ -143,7 +143,6 @@ class Estimates:
             is_first &= credit.first + credit.drafted == 0
 
     def report(self) -> dict[str, Counts]:
-        """Counts per drafter, and of plain rounds, since the last report."""
         report, self.counts = self.counts, {name: Counts() for name in self.counts}
         return report
 

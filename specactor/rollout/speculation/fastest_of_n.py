@@ -170,7 +170,6 @@ class Gains:
         return best_B
 
     def _of_trees(self, i: int, methods: tuple[str, ...]) -> float:
-        """Of the tree of these drafts of request i."""
         speed = self._speeds.get((i, methods))
         if speed is None:
             drafts = [self._drafts[name][i] for name in methods]

@@ -20,7 +20,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, partial
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -323,12 +323,6 @@ class Planner:
         return self._alone[name, requests]
 
 
-class Switch(NamedTuple):
-    before: str
-    after: str
-    requests: int
-
-
 class Owners:
     def __init__(self) -> None:
         self._drafter: dict[str, str] = {}
@@ -350,8 +344,8 @@ class Owners:
         plans = reconfigure(offers, current, margin=MARGIN, pace=self.pace)
         return [plan.drafter for plan in plans]
 
-    def settle(self, ids: Sequence[str], drafts: Drafts, decision: Decision) -> list[Switch]:
-        """A round was decided; who changed. `drafts`: all that were there."""
+    def settle(self, ids: Sequence[str], drafts: Drafts, decision: Decision) -> Counter[tuple[str, str]]:
+        """A round was decided; how many requests changed, by (before, after). `drafts`: all that were there."""
         verified = {decision.drafter: decision.drafts, **decision.beside}
         found: Counter[tuple[str, str]] = Counter()
         for i, one in enumerate(ids):
@@ -365,7 +359,7 @@ class Owners:
             if before not in drafts or drafts[before][i]:
                 self._drafter[one] = after
                 found[before, after] += 1
-        return [Switch(before, after, count) for (before, after), count in found.items()]
+        return found
 
     def forget(self, request_id: str) -> None:
         self._drafter.pop(request_id, None)

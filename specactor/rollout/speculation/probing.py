@@ -78,13 +78,10 @@ class Look:
 
 
 class Looks:
-    """Of the running requests, at most one at a time of each."""
-
     def __init__(self) -> None:
         self._looks: dict[str, Look] = {}
 
     def has(self, request_id: str) -> bool:
-        """Whether one of the request is not over."""
         return request_id in self._looks
 
     def keep(self, request_id: str, look: Look) -> None:

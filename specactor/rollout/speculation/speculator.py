@@ -106,7 +106,6 @@ class Speculator:
         return decision
 
     def _observe(self, caps: Sequence[int]) -> bool:
-        """Whether anybody is asked for drafts in this round."""
         if self._is_planned and not any(caps):
             if self._may_rest() and self._back_off.is_due():
                 self._back_off.looked(look_s=0.0, plain_s=1.0)  # there is nothing to look at
@@ -119,7 +118,6 @@ class Speculator:
 
     @property
     def _is_planned(self) -> bool:
-        """Whether windows are chosen by what they are predicted to bring."""
         return self.config.window is None and self.costs.table is not None
 
     @property
@@ -239,10 +237,10 @@ class Speculator:
         return decision
 
     def _settle(self, sequences: Sequence[DraftSequence], drafts: Drafts, decision: Decision, reason: str) -> None:
-        for switch in self.planner.owners.settle([s.request_id for s in sequences], drafts, decision):
-            self.estimates.counts[switch.after].switches += switch.requests
-            name = f"{switch.requests} from {switch.before} to {switch.after}"
-            self._recorder.instant("rounds", name, self._clock(), why=reason)
+        changed = self.planner.owners.settle([s.request_id for s in sequences], drafts, decision)
+        for (before, after), requests in changed.items():
+            self.estimates.counts[after].switches += requests
+            self._recorder.instant("rounds", f"{requests} from {before} to {after}", self._clock(), why=reason)
 
     def _is_promising(self, sequences: Sequence[DraftSequence], caps: Sequence[int]) -> bool:
         """Look at some of the requests, others every time: whether drafting would pay if all were like them."""

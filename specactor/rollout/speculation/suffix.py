@@ -24,7 +24,6 @@ from collections import OrderedDict, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from specactor.errors import ConfigError
 from specactor.rollout.speculation.drafter import HISTORY_TOKENS, Drafter, DraftSequence
 
 ROOT = 0
@@ -48,10 +47,6 @@ class SuffixAutomaton:
         self._count = [0]  # how often its substrings were seen
         self._best = [_NONE]  # the target of its most frequent transition
         self._all: dict[int, dict[int, int]] = {}  # token -> target, for states with more than one transition
-
-    @property
-    def num_states(self) -> int:
-        return len(self._length)
 
     def extend(self, end: int, tokens: Iterable[int]) -> int:
         """Append to the text that ends at `end`; returns its new end."""
@@ -291,8 +286,6 @@ class SuffixDrafter(Drafter):
     name = "suffix"
 
     def __init__(self, *, max_tokens: int = HISTORY_TOKENS) -> None:
-        if max_tokens < 0:
-            raise ConfigError.at("SuffixDrafter.max_tokens", max_tokens, ">= 0", "Use 0 to keep only what is running.")
         self._corpus_tokens = min(CORPUS_TOKENS, max_tokens // 4)
         self._group_tokens = max_tokens - self._corpus_tokens
         self._corpus = Corpus()

@@ -55,24 +55,20 @@ def chain(tokens: Sequence[int]) -> DraftTree:
     return DraftTree(tuple(tokens), tuple(range(len(tokens)))) if tokens else _NOTHING
 
 
-def merged(
-    drafts: Sequence[Sequence[int]], *, max_tokens: int | None = None, max_branches: int | None = None
-) -> DraftTree:
-    """The tree of several chains; common beginnings are held once.
-
-    Earlier drafts come first. One that would exceed `max_tokens` draft tokens is cut; one that would need more than
-    `max_branches` branches is cut where it leaves the others. None: no bound.
-    """
-    grown = _Growing(max_tokens, max_branches)
+def merged(drafts: Sequence[Sequence[int]]) -> DraftTree:
+    """The tree of several chains, earlier ones first; common beginnings are held once."""
+    grown = _Growing(None, None)
     for draft in drafts:
         grown.add(draft)
     return DraftTree(tuple(grown.tokens), tuple(grown.parents))
 
 
-def held(
-    drafts: Sequence[Sequence[int]], *, max_tokens: int | None = None, max_branches: int | None = None
-) -> tuple[list[int], int]:
-    """(how many tokens of each draft, from its first on, that tree has; an upper bound of its branches)"""
+def held(drafts: Sequence[Sequence[int]], *, max_tokens: int, max_branches: int) -> tuple[list[int], int]:
+    """(how many tokens of each draft, from its first on, a bounded tree of them has; an upper bound of its branches).
+
+    A draft that would exceed `max_tokens` draft tokens is cut; one that would need more than `max_branches` branches is
+    cut where it leaves the others.
+    """
     grown = _Growing(max_tokens, max_branches)
     return [grown.add(draft) for draft in drafts], grown.branches
 

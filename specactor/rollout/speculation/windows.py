@@ -30,8 +30,6 @@ CHANGE_MARGIN = 0.02
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """Windows, and what is expected of a round with them."""
-
     windows: tuple[int, ...]
     """Draft tokens to verify of each request; 0: a plain step."""
     emitted: float
@@ -44,10 +42,6 @@ class Choice:
     @property
     def tokens_per_s(self) -> float:
         return self.emitted / self.round_s
-
-    @property
-    def depth(self) -> int:
-        return max(self.windows)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,17 +13,15 @@ waits for. Shape legend: L tokens, R of them of the response, K top-k of the pol
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from specactor.errors import DataError
 from specactor.types import TrainSequence
-
-Arrays = dict[str, NDArray[Any]]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -161,44 +159,15 @@ class DraftBuffer:
             left -= len(example.token_ids)
         return drawn
 
-    def state(self) -> Arrays:
-        """All examples as a few arrays."""
-        known = [example.top_k for example in self._examples]
-        return {
-            "tokens": _joined([x.token_ids for x in self._examples], np.int32),
-            "lengths": np.array([len(x.token_ids) for x in self._examples], np.int64),
-            "prompt_lens": np.array([x.prompt_len for x in self._examples], np.int64),
-            "versions": np.array([x.version for x in self._examples], np.int64),
-            "temperatures": np.array([x.temperature for x in self._examples], np.float64),
-            "top_k": np.array([of.tokens.shape[1] if of else -1 for of in known], np.int64),
-            "top_k_tokens": _joined([of.tokens.reshape(-1) for of in known if of], np.int32),
-            "top_k_logprobs": _joined([of.logprobs.reshape(-1) for of in known if of], np.float16),
-            "too_long": np.array([self.too_long], np.int64),
-        }
+    def state(self) -> bytes:
+        return msgspec.msgpack.encode((self.too_long, [_Stored.of(example) for example in self._examples]))
 
-    def restore(self, state: Mapping[str, NDArray[Any]]) -> None:
-        """Replace the content with what `state` returned."""
-        tokens, top_tokens, logprobs = (_Reader(state[n]) for n in ("tokens", "top_k_tokens", "top_k_logprobs"))
-        self._examples = []
-        for i, (length, prompt_len) in enumerate(zip(state["lengths"], state["prompt_lens"], strict=True)):
-            width, top_k = int(state["top_k"][i]), None
-            if width >= 0:
-                shape = (int(length) - int(prompt_len), width)
-                top_k = TopK(tokens=top_tokens(shape), logprobs=logprobs(shape))
-            self._examples.append(
-                TrainingExample(
-                    token_ids=tokens((int(length),)),
-                    prompt_len=int(prompt_len),
-                    version=int(state["versions"][i]),
-                    temperature=float(state["temperatures"][i]),
-                    top_k=top_k,
-                )
-            )
-        self.too_long = int(state["too_long"][0])
+    def restore(self, state: bytes) -> None:
+        self.too_long, stored = msgspec.msgpack.decode(state, type=tuple[int, list[_Stored]])
+        self._examples = [each.example() for each in stored]
         self._evict()
 
     def _chances(self) -> NDArray[np.float64]:
-        """Of every example to be drawn."""
         if self._known_chances is not None:
             return self._known_chances
         versions = np.array([example.version for example in self._examples])
@@ -224,18 +193,35 @@ class DraftBuffer:
         self._examples = [example for i, example in enumerate(self._examples) if i not in gone]
 
 
-class _Reader:
-    """Consecutive pieces of a flat array, as copies."""
+class _Stored(msgspec.Struct, frozen=True, array_like=True):
+    """A training example, whose arrays are bytes."""
 
-    def __init__(self, flat: NDArray[Any]) -> None:
-        self._flat, self._at = flat, 0
+    token_ids: bytes
+    prompt_len: int
+    version: int
+    temperature: float
+    top_k: tuple[bytes, bytes] | None
+    """Tokens and log-probabilities."""
 
-    def __call__(self, shape: tuple[int, ...]) -> NDArray[Any]:
-        size = int(np.prod(shape))
-        piece = self._flat[self._at : self._at + size].reshape(shape).copy()
-        self._at += size
-        return piece
+    @classmethod
+    def of(cls, example: TrainingExample) -> _Stored:
+        known = example.top_k
+        top_k = None if known is None else (known.tokens.tobytes(), known.logprobs.tobytes())
+        return cls(example.token_ids.tobytes(), example.prompt_len, example.version, example.temperature, top_k)
 
-
-def _joined(parts: Sequence[NDArray[Any]], kind: Any) -> NDArray[Any]:
-    return np.concatenate(parts).astype(kind) if parts else np.zeros(0, kind)
+    def example(self) -> TrainingExample:
+        token_ids, top_k = np.frombuffer(self.token_ids, np.int32), None
+        if self.top_k is not None:
+            rows = len(token_ids) - self.prompt_len
+            tokens, logprobs = self.top_k
+            top_k = TopK(
+                tokens=np.frombuffer(tokens, np.int32).reshape(rows, -1),
+                logprobs=np.frombuffer(logprobs, np.float16).reshape(rows, -1),
+            )
+        return TrainingExample(
+            token_ids=token_ids,
+            prompt_len=self.prompt_len,
+            version=self.version,
+            temperature=self.temperature,
+            top_k=top_k,
+        )

@@ -27,8 +27,6 @@ from specactor.trainer.drafter.buffer import TrainingExample
 
 @dataclass(frozen=True, kw_only=True)
 class Batch:
-    """Training examples of one micro-batch."""
-
     tokens_BT: Tensor
     row_N: Tensor
     """Which of the B * T positions predict a response token: those before it."""

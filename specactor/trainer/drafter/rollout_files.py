@@ -20,8 +20,6 @@ from specactor.types import ScoredGroup
 
 
 class RolloutLine(msgspec.Struct, frozen=True, kw_only=True):
-    """One line."""
-
     prompt_ids: list[int]
     token_ids: list[int]
     """Of the response."""

@@ -34,7 +34,7 @@ from specactor.trainer.drafter import losses
 from specactor.trainer.drafter.buffer import DraftBuffer
 from specactor.trainer.drafter.updates import diverged, make_updater
 
-WEIGHTS, BUFFER, STATE = "weights.safetensors", "buffer.safetensors", "drafter.json"
+WEIGHTS, BUFFER, STATE = "weights.safetensors", "buffer.msgpack", "drafter.json"
 _SUMS = ("loss", "kl", "overlap", "with_top_k", "tokens")
 
 Clock = Callable[[], float]
@@ -59,9 +59,6 @@ class RefreshStats:
     """Of the last update, before clipping."""
     seconds: float
     stopped: Stopped
-    tokens_per_update: int
-    """That each update drew; fewer than the config's after a refresh in which no update fitted the time."""
-    version: int
 
 
 class Deadline:
@@ -166,7 +163,7 @@ class DrafterTrainer:
 
     def _learn(self, deadline: Deadline, max_updates: int, rate_of: Callable[[int], float]) -> RefreshStats:
         made: list[dict[str, float]] = []
-        tokens_per_update, micro_steps, norm = self.tokens_per_update, 0, math.nan
+        micro_steps, norm = 0, math.nan
         stopped: Stopped = "updates" if len(self.buffer) else "empty"
         while stopped == "updates" and len(made) < max_updates:
             sums, steps = self._gradients(deadline)
@@ -192,8 +189,6 @@ class DrafterTrainer:
             grad_norm=norm,
             seconds=deadline.elapsed_s(),
             stopped=stopped,
-            tokens_per_update=tokens_per_update,
-            version=self.version,
         )
 
     @property
@@ -278,14 +273,13 @@ class DrafterTrainer:
 
     def save(self, folder: Path) -> None:
         """Everything that continuing needs, into an existing folder. Collective; rank 0 writes (ZeRO: every rank)."""
-        from safetensors.numpy import save_file as save_arrays
         from safetensors.torch import save_file
 
         weights = {name: tensor.to("cpu").contiguous() for name, tensor in self.named_weights()}
         self._updater.save(folder)
         if self._rank == 0:
             save_file(weights, folder / WEIGHTS)
-            save_arrays(self.buffer.state(), folder / BUFFER)
+            (folder / BUFFER).write_bytes(self.buffer.state())
             about = {"version": self.version, "updates": self.updates, "halvings": self.halvings}
             (folder / STATE).write_text(
                 json.dumps(about | {"zero_stage": self.config.zero_stage, "ranks": self._ranks})
@@ -295,11 +289,10 @@ class DrafterTrainer:
         """What `save` wrote. Collective. Raises CheckpointError for the state of another draft model, or that ZeRO has
         divided in another way."""
         from safetensors import SafetensorError
-        from safetensors.numpy import load_file as load_arrays
         from safetensors.torch import load_file
 
         try:
-            weights, arrays = load_file(folder / WEIGHTS), load_arrays(folder / BUFFER)
+            weights, examples = load_file(folder / WEIGHTS), (folder / BUFFER).read_bytes()
             about = json.loads((folder / STATE).read_text())
         except (OSError, SafetensorError, ValueError) as error:
             raise CheckpointError(f"{folder}: no state of a draft model ({error}). Use another checkpoint.") from error
@@ -307,7 +300,7 @@ class DrafterTrainer:
         if self.config.zero_stage < 3:
             self._load_weights(weights, folder)
         self._updater.load(folder)
-        self.buffer.restore(arrays)
+        self.buffer.restore(examples)
         self.version, self.updates = about["version"], about["updates"]
         self.halvings = about["halvings"]
 

@@ -353,7 +353,7 @@ def test_an_engine_that_is_killed_and_started_again(near: Setting) -> None:
 
     requests = [*BATCH, *LONG]  # which go on for long when the first ones have ended
     outcome = near.engines.generate(requests, on_finished=kill)
-    assert outcome.lost_engines == (old.index,)
+    assert near.engines.lost() == (old.index,)
     ended = {t.request_id for t in outcome.finished}
     assert_same(outcome.finished, near.wanted([r for r in requests if r.request_id in ended]))
     near.engines.restart_lost()

@@ -46,7 +46,6 @@ def test_survival_is_a_falling_probability(history: list[Verify], weight: float)
                 assert all(0 <= later <= before <= 1 for before, later in pairwise([1.0, *survival]))
                 assert model.survival(request, 2, drafted=drafted) == survival[:2]
         assert 0 < model.rate < 1
-        assert 0 <= model.coverage <= 1
         model.new_version(weight)
 
 
@@ -151,7 +150,7 @@ def test_reading_changes_nothing(history: list[Verify]) -> None:
     read, unread = AcceptanceModel(max_window=W), AcceptanceModel(max_window=W)
     for verify in history:
         learn(read, [verify])
-        _ = read.survival("a", W), read.survival("zzz", 1), read.rate, read.coverage
+        _ = read.survival("a", W), read.survival("zzz", 1), read.rate
     learn(unread, history)
     assert read.survival("a", W) == unread.survival("a", W)
     assert read.rate == unread.rate
@@ -210,7 +209,6 @@ def test_coverage_and_acceptance_may_depend_on_each_other() -> None:
         model.observe("a", 4, 4, asked=4)
         model.observe("a", 1, 0, asked=4)
     assert model.survival("new", 4) == pytest.approx([0.5] * 4, abs=0.02)
-    assert model.coverage == pytest.approx(5 / 8, abs=0.01)
     assert model.survival("new", 4, drafted=4) == pytest.approx([0.5] * 4, abs=0.02)
 
 
@@ -262,7 +260,6 @@ def test_the_prior_decays_with_position_and_unseen_positions_follow_seen_ones() 
     model = AcceptanceModel(max_window=3, prior_rate=0.8, prior_decay=0.5)
     assert model.survival("a", 3) == pytest.approx([0.8, 0.8 * 0.4, 0.8 * 0.4 * 0.2])
     assert model.rate == 0.8
-    assert model.coverage == 1
     for _ in range(500):
         model.observe("a", 1, 0)
     assert model.survival("new", 3)[0] < 0.05
@@ -272,13 +269,12 @@ def test_the_prior_decays_with_position_and_unseen_positions_follow_seen_ones() 
 @given(HISTORIES)
 def test_no_draft_changes_nothing_but_coverage(history: list[Verify]) -> None:
     model = learn(AcceptanceModel(max_window=W), history)
-    before, certain, covered = model.survival("a", W), model.survival("a", W, drafted=W), model.coverage
+    before, certain = model.survival("a", W), model.survival("a", W, drafted=W)
     model.observe("a", 0, 0)
-    assert (model.survival("a", W), model.coverage) == (before, covered)
+    assert model.survival("a", W) == before
     model.observe("a", 0, 0, asked=3)
     assert model.survival("a", W, drafted=W) == certain
     assert model.survival("a", W)[0] < before[0]
-    assert covered == 0 or model.coverage < covered
 
 
 def test_the_past_fades() -> None:
@@ -305,7 +301,6 @@ def test_a_new_version_starts_between_what_was_seen_and_the_prior() -> None:
     assert believed == sorted(believed)
     assert len(set(believed)) == 4
     assert after(0).survival("a", 2) == untouched
-    assert after(0).coverage == 1 > after(0.1).coverage
     model = after(0.1)
     for _ in range(200):
         model.observe("b", 2, 2, asked=2)

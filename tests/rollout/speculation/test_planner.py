@@ -16,7 +16,7 @@ from specactor.rollout.speculation.acceptance import survival_of
 from specactor.rollout.speculation.costs import CostTable, OnlineCosts
 from specactor.rollout.speculation.counters import Counts
 from specactor.rollout.speculation.drafter import Drafter, DraftSequence
-from specactor.rollout.speculation.planner import PER_REQUEST, Owners, Switch, live_costs, reaching
+from specactor.rollout.speculation.planner import PER_REQUEST, Owners, live_costs, reaching
 from specactor.rollout.speculation.reconfiguration import LiveCosts, Offer
 from specactor.rollout.speculation.verification import Decision
 from specactor.rollout.speculation.windows import OFF
@@ -142,10 +142,10 @@ def test_small_differences_do_not_switch() -> None:
     first = {"a": table(0.60), "b": table(0.55)}
     assert owned.of(ids, offers(first)) == ["a"]
     drafts = {"a": [[1]], "b": [[2]]}
-    assert owned.settle(ids, drafts, Decision(drafter="a", windows=[1], drafts=[[1]])) == []
+    assert owned.settle(ids, drafts, Decision(drafter="a", windows=[1], drafts=[[1]])) == {}
     assert owned.of(ids, offers({"a": table(0.60), "b": table(0.605)})) == ["a"], "b is better by less"
     assert owned.of(ids, offers({"a": table(0.60), "b": table(0.8)})) == ["b"]
-    assert owned.settle(ids, drafts, Decision(drafter="b", windows=[1], drafts=[[2]])) == [Switch("a", "b", 1)]
+    assert owned.settle(ids, drafts, Decision(drafter="b", windows=[1], drafts=[[2]])) == {("a", "b"): 1}
     assert owned.of(ids, offers({"a": table(0.605), "b": table(0.60)})) == ["b"], "and now a is"
     assert Owners().of(ids, offers({"a": table(0.605), "b": table(0.60)})) == ["a"], "margins are what kept b"
 
@@ -154,10 +154,10 @@ def test_only_a_drafter_with_a_draft_can_lose_a_request() -> None:
     owned, ids = Owners(), ["x", "y"]
     owned.settle(ids, {"a": [[1], [1]], "b": [[], []]}, Decision(drafter="a", windows=[1, 1], drafts=[[1], [1]]))
     other = Decision(drafter="b", windows=[1, 1], drafts=[[2], [2]])
-    assert owned.settle(ids, {"a": [[], [1]], "b": [[2], [2]]}, other) == [Switch("a", "b", 1)]
-    assert owned.settle(ids, {"b": [[2], [2]]}, other) == [Switch("a", "b", 1)], "a is gone"
+    assert owned.settle(ids, {"a": [[], [1]], "b": [[2], [2]]}, other) == {("a", "b"): 1}
+    assert owned.settle(ids, {"b": [[2], [2]]}, other) == {("a", "b"): 1}, "a is gone"
     owned.forget("x")
-    assert owned.settle(["x"], {"a": [[1]]}, Decision(drafter="a", windows=[1], drafts=[[1]])) == [], "a new request"
+    assert owned.settle(["x"], {"a": [[1]]}, Decision(drafter="a", windows=[1], drafts=[[1]])) == {}, "a new request"
 
 
 def test_requests_for_which_nobody_drafted_have_nobody() -> None:

@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specactor.errors import ConfigError
 from specactor.rollout.speculation.drafter import Drafter, DraftSequence
 from specactor.rollout.speculation.suffix import CORPUS_MAX_N, CORPUS_MIN_N, TOKENS_PER_MATCH, Corpus, SuffixDrafter
 
@@ -113,11 +112,6 @@ def test_a_draft_is_bounded_by_the_match_and_by_the_window() -> None:
         assert draft(drafter, sequence, 16) == list(range(length, length + TOKENS_PER_MATCH * length))
         assert draft(drafter, sequence, 1) == [length]
         assert draft(drafter, sequence, 0) == []
-
-
-def test_refuses_what_cannot_work() -> None:
-    with pytest.raises(ConfigError, match="max_tokens"):
-        SuffixDrafter(max_tokens=-1)
 
 
 def test_the_group_used_longest_ago_is_forgotten_first() -> None:

@@ -183,7 +183,7 @@ def test_what_is_predicted_is_what_the_windows_give(case: tuple[Survivals, list[
     survivals, verify, draft, max_window = case
     choice = chosen(*case)
     assert choice.tokens_per_s == pytest.approx(speed_of(survivals, choice.windows, verify, draft))
-    assert choice.round_s == pytest.approx(verify[sum(choice.windows)] + draft[choice.depth])
+    assert choice.round_s == pytest.approx(verify[sum(choice.windows)] + draft[max(choice.windows)])
     largest = tuple(min(max_window, len(s)) for s in survivals)
     assert speed_of(survivals, largest, verify, draft) <= choice.tokens_per_s * (1 + 1e-9)
     assert chosen(*case) == choice

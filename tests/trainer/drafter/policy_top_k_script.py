@@ -19,7 +19,6 @@ groups.cpu_platform.install()
 
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
-from safetensors.numpy import save_file  # noqa: E402
 
 from specactor.trainer.drafter.buffer import TopK, TrainingExample, example_from  # noqa: E402
 from specactor.trainer.drafter.train import DrafterTrainer  # noqa: E402
@@ -59,7 +58,7 @@ def steps_with_refresh(trainer: PolicyTrainer, folder: Path) -> tuple[list[dict[
     stats = drafter.refresh(limit_s=1e9, clock=lambda: 0.0, max_updates=UPDATES)
     moved = not torch.equal(before, torch.get_rng_state())
     if dist.get_rank() == 0:
-        save_file(drafter.buffer.state(), folder / "buffer.safetensors")
+        (folder / "buffer").write_bytes(drafter.buffer.state())
     second = asdict(trainer.train_step(SEQUENCES, learning_rate=2e-3))
     return [first, second], {"losses": stats.losses, "moved": moved}
 

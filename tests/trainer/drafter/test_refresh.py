@@ -208,7 +208,7 @@ def test_a_checkpoint_vouches_for_every_file_of_the_draft_model(world: World, tm
     world.step(1)
     world.it.save(tmp_path)
     digests = checkpoint._digests(tmp_path)
-    files = ("weights.safetensors", "optimizer.safetensors", "buffer.safetensors", "drafter.json")
+    files = ("weights.safetensors", "optimizer.safetensors", "buffer.msgpack", "drafter.json")
     assert set(digests) == {f"{FOLDER}/{name}" for name in files}
     checkpoint._check_files(digests, tmp_path)
     for name in files:

@@ -127,7 +127,7 @@ def test_random_states_are_neither_read_nor_moved(monkeypatch: pytest.MonkeyPatc
 def test_nothing_to_learn_from() -> None:
     made = DrafterTrainer(cases.config(), cases.model(), seed=0)
     stats = made.refresh(limit_s=1.0, clock=lambda: 0.0)
-    assert (stats.stopped, stats.updates, stats.version) == ("empty", 0, 0)
+    assert (stats.stopped, stats.updates, made.version) == ("empty", 0, 0)
 
 
 # ------------------------------------------------------------------------------------------------------------- resume
