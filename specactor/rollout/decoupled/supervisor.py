@@ -51,7 +51,7 @@ silent: a batch of a draft model that reads many prompts can take seconds."""
 _Answer = TypeVar("_Answer", Work, Renewed, Rested)
 
 
-class DrafterProcess:
+class DrafterProcess(ChildProcess[FromDrafter]):
     def __init__(self, spec: DrafterSpec) -> None:
         """Starts it and returns at once; `wait_ready` tells how it went."""
         self.spec = spec
@@ -66,7 +66,7 @@ class DrafterProcess:
         self._began_s = time.monotonic()
         self._sign: int | None = None
         """Number of the last call that was for a sign of life."""
-        self._process: ChildProcess[FromDrafter] = ChildProcess(
+        super().__init__(
             "specactor.rollout.decoupled.main:run",
             Start(spec=replace(spec, core=_core(spec.device))),
             name=f"drafter {spec.index}",
@@ -75,19 +75,10 @@ class DrafterProcess:
             log_file=spec.log_file,
         )
 
-    @property
-    def pid(self) -> int:
-        return self._process.pid
-
-    @property
-    def alive(self) -> bool:
-        """Whether it runs and speaks, as far as is known."""
-        return self._process.alive
-
-    def wait_ready(self) -> Started:
+    def wait_ready(self, timeout_s: float | None = None) -> Started:
         """Until it listens. When it does not: EngineError, with the end of the log, and nothing of it is left."""
         if self.started is None:
-            started = self._process.wait_ready(self.spec.start_timeout_s)
+            started = super().wait_ready(self.spec.start_timeout_s if timeout_s is None else timeout_s)
             assert isinstance(started, Started)
             self.started, self.version = started, started.version
         return self.started
@@ -139,17 +130,10 @@ class DrafterProcess:
         """Orderly end; falls back to `kill`. Harmless when it is gone."""
         if self.started is None:
             self.kill()
-        self._process.stop()
-
-    def kill(self) -> None:
-        """Immediate end. Harmless when it is gone."""
-        self._process.kill()
-
-    def log_tail(self) -> str:
-        return self._process.log_tail()
+        super().stop()
 
     def has_started(self) -> bool:
-        if self.started is None and self._process.has_answered_start():
+        if self.started is None and self.has_answered_start():
             with contextlib.suppress(EngineError):  # then it is gone, which its owner will see
                 self.wait_ready()
         return self.started is not None
@@ -159,15 +143,15 @@ class DrafterProcess:
         asks for a sign of life when it is time."""
         if not self.has_started():
             return time.monotonic() - self._began_s > self.spec.start_timeout_s + limit_s
-        if not self._process.unanswered() and self._process.heard_s() >= SIGN_EVERY_S:
+        if not self.unanswered() and self.heard_s() >= SIGN_EVERY_S:
             self._sign = self._tell(AskAlive())
-        return self._process.silent_s() > limit_s
+        return self.silent_s() > limit_s
 
     def _is_silent(self) -> bool:
         """Whether an answer is still to come, or a sign of life is late. It is asked nothing more until it has come: a
         process that hangs costs one wait, and one that was only late is heard again."""
-        waited = self._process.unanswered()
-        return not waited <= {self._sign} or self._process.silent_s() > SIGN_EVERY_S
+        waited = self.unanswered()
+        return not waited <= {self._sign} or self.silent_s() > SIGN_EVERY_S
 
     def _ask(self, question: ToDrafter, kind: type[_Answer], timeout_s: float) -> _Answer | str:
         if not self.has_started():
@@ -175,7 +159,7 @@ class DrafterProcess:
         if self._is_silent():
             return "it has not yet answered what it was asked before"
         try:
-            answer = self._process.ask(question, timeout_s)
+            answer = self.ask(question, timeout_s)
         except ChildDied:
             return "the process died"
         except TimeoutError as error:
@@ -184,7 +168,7 @@ class DrafterProcess:
 
     def _tell(self, question: ToDrafter) -> int:
         """The number of the call; its answer is for nobody."""
-        with self._process.call(question) as call:
+        with self.call(question) as call:
             return call.number
 
 

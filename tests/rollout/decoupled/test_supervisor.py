@@ -93,7 +93,7 @@ def assert_drafts(spec: DrafterSpec) -> None:
 def test_questions_that_arrive_together_are_all_answered(drafter: DrafterProcess) -> None:
     """As when a push comes while the process has still to say that it is alive."""
     questions = (AskAlive(), AskAlive(), AskWork(trace=False))
-    calls = [drafter._process.call(question) for question in questions]
+    calls = [drafter.call(question) for question in questions]
     assert [type(call.next(PATIENCE_S)) for call in calls] == [Rested, Rested, Work]
 
 

@@ -47,15 +47,14 @@ def remote(context: Any, _: object) -> dict[str, Any]:
     drafters = list(context.draft_worker.speculator.drafters.values())
     switching = next((drafter for drafter in drafters if isinstance(drafter, Switching)), None)
     own = switching.remote if switching else next(d for d in drafters if isinstance(d, Decoupled))
-    report = own.report()
     return {
         "window": own.tails.window,
         "requests": own.tails.num_requests,
         "tokens": own.tails.num_tokens,
         "live": own.tails.live,
         "drafted": [drafter.drafted.value for drafter in own.tails._drafters],
-        "proposed": report.proposed,
-        "dropped": report.dropped,
+        "proposed": own.proposed,
+        "dropped": dict(own.tails.drops.counts),
         "accepted": dict(switching.accepted) if switching else {},
         "switches": switching.switches if switching else 0,
     }
