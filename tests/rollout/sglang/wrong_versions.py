@@ -176,9 +176,9 @@ def accepts_the_likely(right: Function, sampler: Any, probs: Tensor, info: Any, 
 
 
 @in_place_of(spreading, "_spread_sampling")
-def parameters_of_the_first(right: Function, info: Any, owner_R: Tensor) -> Any:
+def parameters_of_the_first(right: Function, info: Any, owner: Sequence[int], owner_R: Tensor) -> Any:
     """Temperature, top-p and top-k of one request serve all."""
-    return _with_seeds(right(info, torch.zeros_like(owner_R)), info.sampling_seed[owner_R])
+    return _with_seeds(right(info, [0] * len(owner), torch.zeros_like(owner_R)), info.sampling_seed[owner_R])
 
 
 # Verification. Arguments: what was drafted for a request, and its samples; the answer is the rows that are kept.
