@@ -41,6 +41,7 @@ class Finding:
     used: str = ""
     remedy: str = ""
     fatal: bool = False
+    """Whether no run can start."""
 
 
 def examine(config: Config | None, environ: Mapping[str, str]) -> list[Finding]:

@@ -123,6 +123,7 @@ class Run:
         return [sum(of[step] for step in steps) if steps else math.nan for of in found]
 
     def setting(self, path: str) -> Any:
+        """Return what config.json has at a dotted path; None when it is not there."""
         value: Any = self.config
         for key in path.split("."):
             value = value.get(key) if isinstance(value, Mapping) else None

@@ -30,6 +30,7 @@ class Status:
     launcher_pid: int
     """Process of torchrun on the machine of rank 0."""
     rank_pids: tuple[int, ...]
+    """Process of every trainer rank, on its machine."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,6 +72,7 @@ class RunFolder:
         fresh.replace(self.status)
 
     def read_status(self) -> Status | None:
+        """Return None before the run's first phase."""
         try:
             fields = json.loads(self.status.read_text())
         except FileNotFoundError:

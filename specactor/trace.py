@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 CAPACITY = 100_000
+"""Spans that a recorder keeps."""
 Detail = int | float | str
 
 

@@ -84,6 +84,7 @@ def sample_with_noise(logprobs: Tensor, seed: Tensor, positions: Tensor) -> Tens
 
 
 def round_up(count: int, block: int) -> int:
+    """Return the smallest multiple of `block` that is >= count."""
     return (count + block - 1) // block * block
 
 

@@ -30,6 +30,7 @@ START_TIMEOUT_S = 60.0
 QUESTION_TIMEOUT_S = 5
 """Longest time that one comparison may take; beyond it the answer does not count as equal."""
 MEMORY_BYTES = 4 * 2**30
+"""Address space of the child."""
 
 
 class MathAnswers:
@@ -51,6 +52,7 @@ class MathAnswers:
         return self._ask({"answer": answer, "response": response})
 
     def close(self) -> None:
+        """End the child, if this process has one."""
         with self._lock:
             self._end_child()
 

@@ -31,6 +31,7 @@ Verifier = Callable[[str, Problem], float]
 MAX_NUMBER_LENGTH = 200
 """Characters of the longest text that is read as a number."""
 MAX_SCORE_S = 60.0
+"""Longest wait for one score."""
 NUMBER = re.compile(r"([+-]?(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)?(?:\.[0-9]*)?(?:[eE][+-]?[0-9]{1,3})?)(?:/([0-9]+))?")
 
 

@@ -52,6 +52,7 @@ def control_group(timeout_s: float | None = None) -> dist.ProcessGroup | None:
 
 
 def leave() -> None:
+    """Destroy all process groups."""
     _control.clear()
     dist.destroy_process_group()
 

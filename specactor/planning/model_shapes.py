@@ -56,10 +56,12 @@ class TransformerShape:
 
     @property
     def expert_params(self) -> int:
+        """Parameters of one expert."""
         return 3 * self.hidden * self.expert_intermediate
 
     @property
     def head_params(self) -> int:
+        """Parameters of the output projection."""
         return self.vocab * self.hidden
 
     @property

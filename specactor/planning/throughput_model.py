@@ -40,14 +40,17 @@ class Pipelined:
     """Decoupled rounds of one request, on average."""
 
     ready: float
+    """Share of rounds that verify a window."""
     tokens_when_ready: float
 
     @property
     def tokens(self) -> float:
+        """Tokens emitted per round."""
         return 1.0 + self.ready * (self.tokens_when_ready - 1.0)
 
 
 def coupled_tokens(survival: Sequence[float], window: int) -> float:
+    """Return the tokens emitted per round of a window."""
     return 1.0 + sum(survival[:window])
 
 

@@ -15,6 +15,7 @@ from specactor.rollout import process_guard
 
 
 def main() -> None:
+    """Run the child; does not return."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("run", help="what the host does, as in package.module:function")
     parser.add_argument("--fd", type=int, required=True, help="inherited socket to the owner")

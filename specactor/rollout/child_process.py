@@ -168,10 +168,12 @@ class ChildProcess(Generic[Answer]):
             self._calls.pop(call.number, None)
 
     def unanswered(self) -> set[int]:
+        """Return the numbers of the calls that have not had their last answer."""
         with self._lock:
             return set(self._unanswered)
 
     def heard_s(self) -> float:
+        """Return the seconds since it last said anything."""
         return time.monotonic() - self._heard_s
 
     def silent_s(self) -> float:

@@ -41,6 +41,7 @@ class RolloutStats:
     counts: dict[str, Counts]
     """What speculation did, per drafter; plain rounds stand under "off"."""
     figures: Figures
+    """What drafters counted themselves."""
     drafter_work: list[tuple[float, int]]
     """Per drafter process, its seconds of drafting, and how many frames, requests and connections it dropped."""
     drafters_woken: int

@@ -201,6 +201,7 @@ class DrafterPool:
             self._gone_s[i] = time.monotonic()
 
     def stop(self) -> None:
+        """End all drafters; may be called again."""
         self._ending.set()
         with self._lock:
             for drafter in self.drafters:

@@ -306,6 +306,7 @@ class Ports:
         return f"tcp://{host}:{keeper.getsockname()[1]}"
 
     def close(self) -> None:
+        """Give the ports back; harmless the second time."""
         for keeper in self._kept:
             keeper.close()
         self._kept.clear()

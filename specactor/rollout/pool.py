@@ -192,6 +192,7 @@ class EnginePool:
             raise
 
     def flush(self) -> None:
+        """Drop the KV and prefix caches."""
         self._on_living(Engine.flush)
 
     def release_memory(self) -> None:
@@ -225,6 +226,7 @@ class EnginePool:
         return {name: spans[name] for name in sorted(spans)}
 
     def set_version(self, version: int) -> None:
+        """State which weights the engines hold now."""
         for engine in self.engines:
             engine.set_version(version)
 

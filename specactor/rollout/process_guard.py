@@ -121,6 +121,7 @@ def _end_descendants() -> None:
 
 
 def descendants(pid: int) -> list[int]:
+    """Return children of all generations, zombies included."""
     found = []
     # What ends meanwhile has no children: they become those of the subreaper.
     with suppress(FileNotFoundError, ProcessLookupError):

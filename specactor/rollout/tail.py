@@ -61,6 +61,7 @@ class TailCosts:
     acceptance: float = 0.6
     """P(the first draft token is accepted), of a drafter on a dry engine's device, as believed now."""
     first_acceptance: float = 0.6
+    """What is believed before any was seen."""
     max_window: int = 8
     notice_rounds: float = 32.0
     """Until an engine that found no drafter looks for one again."""
@@ -164,6 +165,7 @@ class BorrowedDevices:
         """Engines of which the drafters know that they have nothing to do."""
 
     def give_back(self, engine: int) -> None:
+        """Call it before the engine is given requests."""
         if self._drafters is not None:
             self._dry.discard(engine)
             self._drafters.sleep(self._engines[engine].index)

@@ -93,6 +93,7 @@ class World:
     start_s: float = 5.0
     """From a rollout's begin to the first round: engines take their memory back."""
     replan_s: float = 0.002
+    """Seconds of an engine for deciding anew."""
     rollback_s: float = 0.0005
     """Of a drafter ahead of its verifier, for going back to what was committed, per round in which all requests do."""
     drafter_start_s: float = 2.0

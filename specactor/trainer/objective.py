@@ -109,6 +109,7 @@ class PolicyObjective:
 
 
 def _larger(a: float, b: float) -> float:
+    """Return the maximum; nan when either is."""
     return a if math.isnan(a) or a > b else b
 
 

@@ -82,6 +82,7 @@ def set_learning_rate(optimizer: Any, learning_rate: float, weight_decay: float)
 
 
 def reset(optimizer: Any) -> None:
+    """Forget moments and step counts."""
     for part in parts(optimizer):
         part.optimizer.state.clear()
         for group in part.optimizer.param_groups:

@@ -38,6 +38,7 @@ from specactor.types import Problem, TrainSequence
 Solver = Callable[[Problem, random.Random, int], str]
 
 BATCH_SIZE = 32
+"""Worked solutions per step."""
 DRAFT_BATCHES = 64
 """Of `BATCH_SIZE` worked solutions: what a draft model of the warm-up learns from."""
 DRAFT_UPDATES = 250

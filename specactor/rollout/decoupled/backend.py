@@ -20,6 +20,7 @@ class Lane:
     key: Hashable
     """Of the request, among the requests of all engines."""
     prompt_ids: Sequence[int]
+    """Never empty."""
     tokens: Sequence[int]
     """Output so far: committed tokens, then draft tokens ahead of them."""
     seed: int

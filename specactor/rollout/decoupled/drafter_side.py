@@ -48,7 +48,9 @@ class Mirror:
     emptied_s: float | None
     """When a commit left no draft token, if none was made since."""
     reserved: int = 0
+    """Tokens that count against the bound."""
     complete: bool = True
+    """Whether no commit is missing."""
     unsent: bool = False
     """There are draft tokens that the engine was not sent."""
     _stuck: bool = False

@@ -135,6 +135,7 @@ class Tail(NamedTuple):
 
     request: int
     base: int
+    """Position of the first token."""
     tokens: bytes
     """4 bytes each, little endian: a tail is mostly replaced by a later one before it is looked into."""
     wait_us: int = 0
@@ -199,10 +200,12 @@ def encode(header: Header, records: Sequence[ToDrafter] | Sequence[ToEngine]) ->
 
 
 def decode_to_drafter(data: bytes) -> tuple[Header, list[ToDrafter]]:
+    """Read what an engine sent. Raises FrameError."""
     return _decode(data, _TO_DRAFTER)
 
 
 def decode_to_engine(data: bytes) -> tuple[Header, list[ToEngine]]:
+    """Read what a drafter sent. Raises FrameError."""
     return _decode(data, _TO_ENGINE)
 
 

@@ -21,6 +21,7 @@ class DrafterSpec:
     """Where it listens, the same after a restart."""
     keys: DrafterKeys | None = None
     model_dir: str
+    """Folder of a dense model in Hugging Face format."""
     dtype: str
     """float32 or bfloat16."""
     device: int
@@ -33,6 +34,7 @@ class DrafterSpec:
     context_length: int
     """Longest text in tokens."""
     kv_tokens: int | None = None
+    """Size of the KV cache."""
     max_requests: int
     """Texts whose keys are held at once."""
     memory_fraction: float = 0.5
@@ -42,6 +44,7 @@ class DrafterSpec:
     random_seed: int = 0
     log_file: str
     start_timeout_s: float = 180.0
+    """Longest wait for it to listen."""
     max_restarts: int = 3
 
 

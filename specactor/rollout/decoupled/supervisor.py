@@ -104,6 +104,7 @@ class DrafterProcess(ChildProcess[FromDrafter]):
         return self.alive and self.has_started() and not self._is_silent() and self.version < version
 
     def can_wake(self) -> bool:
+        """Whether it sleeps, and hears."""
         return not self.awake and self.alive and self.has_started() and not self._is_silent()
 
     def wake(self) -> None:

@@ -43,10 +43,13 @@ RATIOS = 31
 MIN_RATIOS = 5
 """Rounds of a kind before the table is corrected for it: a median of fewer follows single stalls."""
 MAX_POINTS = 1024
+"""Rounds that are remembered, of each kind."""
 FIRST_FIT = 12
+"""Rounds after which the first table is fitted."""
 GROWTH = 2
 """The next fit comes when this many times as many rounds were seen."""
 MAX_INTERVAL = 2048
+"""Rounds between two fits, at most."""
 CURVES = 256
 """Numbers of requests whose costs are kept at hand."""
 UNFITTED = 8
@@ -202,6 +205,7 @@ class CostTable:
         return self.verify.along(requests, np.arange(requests, max_tokens + 1) / requests)
 
     def plain_s(self, requests: int) -> float:
+        """Return the seconds of a decode step without speculation."""
         assert requests >= 1, requests
         return self.plain.at(requests, 1.0)
 
@@ -330,6 +334,7 @@ class OnlineCosts:
         return self._curve(requests, max_rows)
 
     def plain_s(self, requests: int) -> float:
+        """Return the seconds of a plain step, corrected by those measured."""
         return self._plain_s(requests) * self.correction.factor(OFF)
 
     def draft_s(self, drafter: str, requests: int) -> Callable[[int], float]:

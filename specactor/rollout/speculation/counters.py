@@ -24,7 +24,9 @@ class Counts(msgspec.Struct, kw_only=True):
     """What happened since the last report. Sums of several engines' counts are again counts."""
 
     rounds: int = 0
+    """Verification rounds."""
     speculative_rounds: int = 0
+    """Those of them that had any draft token."""
     verifies: int = 0
     """Requests that took part in a speculative round, summed over rounds."""
     emitted: int = 0

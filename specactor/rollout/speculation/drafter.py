@@ -26,6 +26,7 @@ class DraftSequence:
     output_ids: list[int] = field(default_factory=list)
     """Committed tokens, the target's own. What is there never changes; more are appended."""
     seed: int = 0
+    """Seed of the request's noise."""
     temperature: float = 1.0
     """0: the likeliest token is to be drafted, since there is no noise, or drafters cannot use it (top-p, top-k)."""
 

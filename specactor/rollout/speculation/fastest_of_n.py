@@ -65,6 +65,7 @@ def gain_after(waking: float, left: float, faster: float) -> float:
 
 
 def _by_window(rate: float, costs: LiveCosts, mode: Mode) -> Floats:
+    """Return tokens per second."""
     by_window_W: Floats = speeds(np.array([survival_of(rate, len(costs.verify_s) - 1)]), costs, mode)[0]
     return by_window_W
 

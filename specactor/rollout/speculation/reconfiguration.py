@@ -42,6 +42,7 @@ MODES: tuple[Mode, ...] = ("off", "coupled", "decoupled")
 class DraftPlan:
     mode: Mode
     drafter: str
+    """OFF for plain decoding."""
     window: int
     """Draft tokens per verify; 0 for plain decoding."""
 

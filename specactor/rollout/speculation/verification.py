@@ -214,6 +214,7 @@ def existing(tokens: list[int], vocab_size: int | None) -> list[int]:
 
 
 def common(some: Sequence[int], others: Sequence[int]) -> int:
+    """Return the length of the common beginning."""
     for length, (a, b) in enumerate(zip(some, others, strict=False)):
         if a != b:
             return length

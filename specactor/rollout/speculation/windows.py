@@ -33,6 +33,7 @@ class Choice:
     windows: tuple[int, ...]
     """Draft tokens to verify of each request; 0: a plain step."""
     emitted: float
+    """Tokens of all requests together."""
     round_s: float
     drafter: str = ""
     """As `choose` names it; OFF for plain decoding."""

@@ -49,6 +49,7 @@ class RefreshStats:
     micro_steps: int
     """Of every rank, with those of an update that was given up."""
     tokens: int
+    """Response tokens learned from."""
     losses: tuple[float, ...]
     """Of every update: mean per response token."""
     kl: float
