@@ -190,8 +190,8 @@ class Backend:
         """Give weights, KV cache and graphs back to the device. Does nothing where the platform cannot."""
         from sglang.srt.managers.io_struct import ReleaseMemoryOccupationReqInput
 
-        if self.memory_release:
-            tags = [tag for tag in _MEMORY if tag not in self._released]
+        tags = [tag for tag in _MEMORY if tag not in self._released]
+        if self.memory_release and tags:  # SGLang takes none for all, and its scheduler dies of a second release
             request = ReleaseMemoryOccupationReqInput(tags=tags)
             await self._engine.tokenizer_manager.release_memory_occupation(request, None)
             self._released = set(_MEMORY)

@@ -34,7 +34,7 @@ from specactor.rollout.sglang import partial_response
 
 _PER_ROW = ("top_ps", "top_ks", "min_ps", "sampling_seed", "temperatures")
 
-MAX_ROWS = 128
+NOISE_ROWS = 128
 """Rows that are sampled at once: SGLang's noise takes 24 bytes per row and token of the vocabulary for a moment."""
 
 Sample = Callable[..., tuple[Tensor, Any]]
@@ -63,14 +63,13 @@ def sample_by_kind(
     kinds: list[Kind] = ["simple"] * len(probs) if simple else kinds_of(info)
     if info.need_min_p_sampling:
         probs, info = _without_the_unlikely(probs, info)
+    if len({*kinds}) == 1 and kinds[0] != "greedy" and len(kinds) <= NOISE_ROWS:
+        return original(sampler, probs, info, positions, kinds[0] == "simple")
     tokens_R = probs.argmax(dim=-1).to(torch.int32)
     for kind in ("simple", "filtered"):
         rows = [row for row, of in enumerate(kinds) if of == kind]
-        for start in range(0, len(rows), MAX_ROWS):
-            some = rows[start : start + MAX_ROWS]
-            if len(some) == len(probs):
-                return original(sampler, probs, info, positions, kind == "simple")
-            some_R = torch.tensor(some, device=probs.device)
+        for start in range(0, len(rows), NOISE_ROWS):
+            some_R = torch.tensor(rows[start : start + NOISE_ROWS], device=probs.device)
             part, _ = original(sampler, probs[some_R], _of_rows(info, some_R), positions[some_R], kind == "simple")
             tokens_R[some_R] = part.to(torch.int32)
     return tokens_R, None
