@@ -56,7 +56,7 @@ def draw_speed(axes: Axes, by_contestant: dict[str, dict[int, float]]) -> None:
 
 def draw_step(axes: Axes) -> None:
     """Draw who has which device in which phase of a step."""
-    phases = {"rollout": (0, 54), "reward": (54, 61), "train": (61, 77), "sync": (77, 85), "refresh": (85, 93)}
+    phases = {"rollout": (0, 54), "reward": (54, 61), "train": (61, 77), "refresh": (77, 85), "sync": (85, 93)}
     rows = ["GPU 0", "GPU 1", "GPU 2", "GPU 3", "GPU 4"]
 
     def box(row: int, start: float, end: float, colour: str, text: str, *, rows: int = 1, ink: str = "white") -> None:
@@ -69,8 +69,8 @@ def draw_step(axes: Axes) -> None:
     box(4, 0, 54, DRAFTER, "drafter process: drafts ahead for all requests of both engines")
     box(0, 54, 61, LIGHT, "score", rows=4, ink=INK)
     box(0, 61, 77, TRAINER, "trainer ranks 0-3:\nMegatron-core with\nTP, PP, EP, CP, DP", rows=4)
-    box(0, 77, 85, LIGHT, "weights\nv+1", rows=4, ink=INK)
-    box(0, 85, 93, DRAFTER, "distil the\ndrafter", rows=4)
+    box(0, 77, 85, DRAFTER, "distil the\ndrafter", rows=4)
+    box(0, 85, 93, LIGHT, "weights\nv+1", rows=4, ink=INK)
     for name, (start, end) in phases.items():
         axes.text((start + end) / 2, -0.75, name, ha="center", fontsize=8, color=INK)
         axes.axvline(end, color=INK, linewidth=0.5, linestyle=":")

@@ -302,30 +302,16 @@ def _train(actor: SpecActor, folder: RunFolder, tracker: Tracker | None) -> None
     config, progress = actor.config, actor.progress
     if actor.steps_done == 0 and config.eval.problems:
         _log(actor, tracker, 0, {"weights/version": actor.version} | _evaluate(actor, folder))
-    written: list[Callable[[], Path]] = []
-
-    def write_checkpoint() -> None:
-        done, every = actor.steps_done, config.checkpoint.every
-        if done == config.train.steps or (every and done % every == 0):
-            with progress.phase("checkpoint"):
-                beside = actor.distillation.save if actor.distillation is not None else lambda folder: None
-                written.append(
-                    checkpoint.write(
-                        *(actor.trainer, folder.checkpoints, done, actor.state()),
-                        keep=config.checkpoint.keep,
-                        beside=beside,
-                    )
-                )
-
+    unfinished: list[Callable[[], Path]] = []
     while actor.steps_done < config.train.steps:
-        metrics = actor.step(write_checkpoint)
+        metrics = actor.step(partial(_write_checkpoint, actor, folder, unfinished))
         done = actor.steps_done
         last = done == config.train.steps
         if config.eval.problems and (last or (config.eval.every and done % config.eval.every == 0)):
             metrics |= _evaluate(actor, folder)
         _log(actor, tracker, done, metrics)
-        while written:
-            written.pop()()
+        while unfinished:
+            unfinished.pop()()
     places = {"run": str(folder.root), "checkpoint": str(checkpoint.latest(folder.checkpoints) or "none")}
     if config.checkpoint.export:
         with progress.phase("export", announce=True):
@@ -337,6 +323,17 @@ def _train(actor: SpecActor, folder: RunFolder, tracker: Tracker | None) -> None
         lines = read_metrics(folder.root)
         tracker.summary({k: v for k, v in lines[-1].items() if k != "step"} if lines else {})
         progress.summary(summary_rows(lines, seconds=progress.total_seconds, places=places))
+
+
+def _write_checkpoint(actor: SpecActor, folder: RunFolder, unfinished: list[Callable[[], Path]]) -> None:
+    """Write a checkpoint if one is due, and append what makes it whole, once the step's metrics are on disk."""
+    done, every, keep = actor.steps_done, actor.config.checkpoint.every, actor.config.checkpoint.keep
+    if done != actor.config.train.steps and not (every and done % every == 0):
+        return
+    beside = actor.distillation.save if actor.distillation is not None else lambda folder: None
+    with actor.progress.phase("checkpoint"):
+        state = actor.state()
+        unfinished.append(checkpoint.write(actor.trainer, folder.checkpoints, done, state, keep=keep, beside=beside))
 
 
 def _evaluate(actor: SpecActor, folder: RunFolder) -> dict[str, float]:

@@ -54,19 +54,19 @@ _FACTORIES = [
 ]
 _METHODS = ["new_zeros", "new_ones", "new_empty", "new_full", "new_tensor"]
 
-_state = {"installed": False, "gpu": False}
+_state = {"installed": False}
 
 
 def install() -> None:
     """Prepare this process for ``import megatron.core``; only the first call does."""
-    if _state["installed"] or _state["gpu"]:
+    if _state["installed"]:
         return
     has_gpu = torch.cuda.is_available()
     if has_gpu and importlib.util.find_spec("transformer_engine") is not None:
         return
     if "megatron.core" in sys.modules:
         raise RuntimeError("specactor.cpu.megatron.install must be called before megatron.core is imported")
-    _state["gpu" if has_gpu else "installed"] = True
+    _state["installed"] = True
     if not has_gpu:
         torchvision_ops.install()
         install_torch()
@@ -78,10 +78,6 @@ def install() -> None:
     _install_norm()
     _install_attention()
     _install_checkpoint()
-
-
-def installed() -> bool:
-    return _state["installed"]
 
 
 def _import_core() -> None:

@@ -20,6 +20,7 @@ import re
 import shutil
 from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -90,14 +91,15 @@ def write(
             shutil.rmtree(folder, ignore_errors=True)
             folder.mkdir(parents=True)
 
-    _on_all(collective, f"{target}: could not be written", prepare)
+    failed = f"{target}: could not be written"
+    _on_all(collective, failed, prepare)
     dist_checkpoint.save(trainer.chunks, trainer.optimizer, folder)
     beside(folder)
-    _on_all(collective, f"{target}: could not be written", lambda: _save_rng(folder))
-    files = _on_all(collective, f"{target}: could not be written", lambda: _digests(folder, fsync=True))
+    _on_all(collective, failed, lambda: _save_rng(folder))
+    files = _on_all(collective, failed, lambda: _digests(folder, fsync=True))
     digests = {name: digest for part in collective.gather(files, dict[str, str]) for name, digest in part.items()}
 
-    def commit() -> None:
+    def commit() -> Path:
         if first:
             about = {"format": FORMAT, "step": step, "state": state, "files": digests} | _identity(trainer)
             _write_durably(folder / "state.json", json.dumps(about))
@@ -109,12 +111,9 @@ def write(
             history = found[: found.index(target) + 1]
             for other in [*found[len(history) :], *history[:-keep]]:
                 shutil.rmtree(other, ignore_errors=True)
-
-    def finish() -> Path:
-        _on_all(collective, f"{target}: could not be written", commit)
         return target
 
-    return finish
+    return partial(_on_all, collective, failed, commit)
 
 
 def load(trainer: PolicyTrainer, path: Path) -> dict[str, Any]:
