@@ -352,7 +352,7 @@ def _slots(
         known, version, num, made = _slots_of
         if known is lengths and version == lengths._version and num == count:
             return made
-    where, bias = sglang_ops.key_slots(table, rows, lengths, int(lengths.max()))
+    where, bias = sglang_ops.key_slots(table, rows, lengths, int(lengths.max()), queries=1)
     if count > 1:
         bias = bias.expand(-1, -1, count, -1).clone()
         first = (lengths - count)[:, None, None]

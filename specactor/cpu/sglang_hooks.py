@@ -67,20 +67,26 @@ def _plain_memory(shape: tuple[int, ...], dtype: torch.dtype, **_: object) -> to
 def _install_attention() -> None:
     from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
     from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
+    from sglang.srt.runtime_context import get_parallel
 
     class BatchedAttention(TorchNativeAttnBackend):  # type: ignore[misc]
         """The torch-native backend with one kernel call per layer and decode step, not one per request."""
+
+        def __init__(self, model_runner: Any) -> None:
+            super().__init__(model_runner)
+            config, ranks = model_runner.model_config, get_parallel().attn_tp_size
+            self._queries = config.num_attention_heads // ranks // config.get_num_kv_heads(ranks)
 
         def init_forward_metadata(self, forward_batch: Any) -> None:
             super().init_forward_metadata(forward_batch)
             self._slots = None
             if forward_batch.forward_mode.is_decode() and forward_batch.encoder_lens is None:
-                longest = int(forward_batch.seq_lens.max())
                 self._slots, self._bias = sglang_ops.key_slots(
                     self.req_to_token_pool.req_to_token,
                     forward_batch.req_pool_indices,
                     forward_batch.seq_lens,
-                    longest,
+                    longest=int(forward_batch.seq_lens.max()),
+                    queries=self._queries,
                 )
 
         def _run_sdpa_forward_decode(

@@ -5,8 +5,8 @@ Invariants, each with a test in tests/cpu/test_sglang_ops.py:
 - every function gives the same bits for a request whatever other requests are computed beside it.
 
 The second holds because (a) a row of a float32 matrix product has the same bits in every product of at least
-`MIN_ROWS` rows, so smaller products are filled up with rows of zeros, (b) padding keys get weight exactly 0 and the
-number of keys is rounded up to `KEY_BLOCK`, (c) everything else works on rows alone.
+`MIN_ROWS` rows, so smaller products are filled up with rows of zeros, (b) padding keys get weight exactly 0, and their
+number is such that it does not change the order of sums (`padded_keys`), (c) everything else works on rows alone.
 
 Shape legend: B requests, T tokens, V vocabulary, S slots of the KV pool, L keys (padded), H query heads, N key-value
 heads, D head size, E experts, K experts per token, M hidden size, F expert width.
@@ -25,6 +25,10 @@ MIN_ROWS = 4
 """A matrix product with fewer rows takes other kernels (dot products), which round differently."""
 KEY_BLOCK = 16
 """Numbers of keys are rounded up to a multiple of this."""
+LONG_KEY_BLOCK = 512
+"""The same where there are more than `SHORT_KEYS` of them: as many as PyTorch's kernel attends to at once."""
+SHORT_KEYS = 128
+"""Sums over so few keys are one sum in every product. Those over more than 192 were split in halves (AVX-512, MKL)."""
 ROWS_AT_ONCE = 64
 """Requests whose keys are gathered together. More do not stay in the cache, and their memory is asked of the system
 anew at every layer: 576 rows of 64 keys took 16.5 ms in one piece and 3.2 ms in pieces."""
@@ -88,13 +92,24 @@ def round_up(count: int, block: int) -> int:
     return (count + block - 1) // block * block
 
 
-def key_slots(req_to_token: Tensor, req_pool_indices: Tensor, seq_lens: Tensor, longest: int) -> tuple[Tensor, Tensor]:
+def padded_keys(longest: int, queries: int) -> int:
+    """Return a number of keys >= `longest` beside which a shorter request has the same bits as alone.
+
+    Products with `queries` >= `MIN_ROWS` rows split a long sum over keys at a place that depends on how many there are,
+    those of padding too. So that many keys come in whole blocks, which are summed up one after the other.
+    """
+    return round_up(longest, KEY_BLOCK if queries < MIN_ROWS or longest <= SHORT_KEYS else LONG_KEY_BLOCK)
+
+
+def key_slots(
+    req_to_token: Tensor, req_pool_indices: Tensor, seq_lens: Tensor, longest: int, *, queries: int
+) -> tuple[Tensor, Tensor]:
     """Where each request's keys lie in the KV pool, padded to a common length.
 
-    Args: req_to_token [requests, context], req_pool_indices [B], seq_lens [B], longest = max(seq_lens).
-    Returns slots [B * L] (slot 0 for padding) and bias [B, 1, 1, L] (0 for keys, -inf for padding).
+    Args: req_to_token [requests, context], req_pool_indices [B], seq_lens [B], longest = max(seq_lens),
+    queries = H / N. Returns slots [B * L] (slot 0 for padding) and bias [B, 1, 1, L] (0 for keys, -inf for padding).
     """
-    num_keys = round_up(longest, KEY_BLOCK)
+    num_keys = padded_keys(longest, queries)
     width = min(num_keys, req_to_token.shape[1])
     slots_BL = req_to_token[req_pool_indices, :width].long()
     if width < num_keys:

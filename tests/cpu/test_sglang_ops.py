@@ -87,18 +87,20 @@ def test_excluded_tokens_are_never_drawn() -> None:
 class Pool:
     """A KV pool with requests scattered over it; slot 0 holds rubbish, as padding may read it."""
 
-    def __init__(self, lengths: list[int]) -> None:
+    def __init__(self, lengths: list[int], *, heads: int = HEADS) -> None:
         torch.manual_seed(1)
-        self.k, self.v = torch.randn(2, SLOTS, KV_HEADS, HEAD_DIM)
+        width = max(lengths) + 3
+        slots = max(SLOTS, len(lengths) * width + 1)
+        self.k, self.v = torch.randn(2, slots, KV_HEADS, HEAD_DIM)
         self.k[0], self.v[0] = 1e4, 1e4
         self.lengths = torch.tensor(lengths)
-        self.q = torch.randn(len(lengths), HEADS, HEAD_DIM)
-        width = max(lengths) + 3
-        self.req_to_token = (torch.randperm(SLOTS - 1)[: len(lengths) * width] + 1).view(len(lengths), width).int()
+        self.q = torch.randn(len(lengths), heads, HEAD_DIM)
+        self.req_to_token = (torch.randperm(slots - 1)[: len(lengths) * width] + 1).view(len(lengths), width).int()
 
     def attend(self, rows: torch.Tensor, longest: int | None = None) -> torch.Tensor:
         lengths = self.lengths[rows]
-        slots, bias = ops.key_slots(self.req_to_token, rows, lengths, longest or int(lengths.max()))
+        queries = self.q.shape[1] // KV_HEADS
+        slots, bias = ops.key_slots(self.req_to_token, rows, lengths, longest or int(lengths.max()), queries=queries)
         return ops.decode_attention(self.q[rows], self.k, self.v, slots, bias, 0.3)
 
 
@@ -121,9 +123,20 @@ def test_attention_gives_the_same_bits_in_any_company() -> None:
         assert torch.equal(pool.attend(torch.tensor([b]), longest=n + 100)[0], together[b])
     many = pool.attend(torch.arange(8).repeat(25))  # in several pieces, the last one smaller
     assert torch.equal(many, together.repeat(25, 1, 1))
-    slots, bias = ops.key_slots(pool.req_to_token, torch.arange(8), pool.lengths + 1, 91)
+    slots, bias = ops.key_slots(pool.req_to_token, torch.arange(8), pool.lengths + 1, 91, queries=2)
     wrong = ops.decode_attention(pool.q, pool.k, pool.v, slots, bias, 0.3)
     assert not torch.equal(wrong, together), "one key too many must show"
+
+
+@pytest.mark.parametrize("queries", [1, 2, 4, 8, 16])
+def test_attention_over_long_contexts_gives_the_same_bits_in_any_company(queries: int) -> None:
+    lengths = [3, 100, 127, 128, 129, 190, 200, 250, 256, 257, 300, 511, 513, 700, 1030, 2047]
+    pool = Pool(lengths, heads=queries * KV_HEADS)
+    together = pool.attend(torch.arange(len(lengths)))
+    for b, n in enumerate(lengths):
+        for longest in (n, n + 4, n + 20, 4 * n):
+            alone = pool.attend(torch.tensor([b]), longest=longest)[0]
+            assert torch.equal(alone, together[b]), f"{n} keys, padded for {longest}"
 
 
 @pytest.mark.parametrize(("out", "width"), [(48, 64), (96, 64), (4, 64), (128, 128)])
