@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -20,7 +21,7 @@ from specactor.rollout.sglang.speculation_calls import CONFIGURE, REPORT
 from specactor.rollout.speculation.counters import Counts
 from specactor.rollout.speculation.windows import OFF as OFF_NAME
 from specactor.types import RolloutRequest, Trajectory
-from tests.rollout.conftest import request
+from tests.rollout.conftest import request, start_script
 from tests.rollout.sglang import drafters
 
 MAX_WINDOW = 16
@@ -134,6 +135,33 @@ def test_graphs_with_a_row_per_token_change_no_token(speculating: Engine, plain:
         assert run(speculating, OFF, batch()) == plain
     with in_graphs(speculating, b"stale", beyond=0):
         assert run(speculating, config, batch()) != plain
+
+
+def test_long_contexts_of_many_query_heads_change_no_token(
+    make_spec: Callable[..., EngineSpec], tmp_path: Path
+) -> None:
+    """Not in company either: eight query heads share a key head, and contexts pass what sums over keys are split at."""
+    heads = ("num_attention_heads=8", "num_key_value_heads=1", "max_position_embeddings=512")
+    with start_script("sglang/make_dense.py", str(tmp_path / "model"), *heads) as process:
+        assert process.wait(240) == 0
+    prompts = [tuple(3 + (5 * i + 7 * j * j) % 93 for j in range(n)) for i, n in enumerate((20, 120, 180, 245, 300))]
+    asked = [replace(request(i, new=40), prompt_ids=prompt) for i, prompt in enumerate(prompts)]
+    spec = make_spec(
+        13,
+        model_dir=str(tmp_path / "model"),
+        context_length=512,
+        config=EngineConfig(max_running_requests=8, max_total_tokens=4096),
+        speculation=replace(OFF, mode="coupled", drafters=(f"{HERE}:Constant",)),
+    )
+    with running(spec) as engine:
+        alone = [fact for one in asked for fact in run(engine, OFF, [one])]
+        assert run(engine, OFF, asked) == alone
+        run(engine, speculation("HalfRight", 5), asked)  # the drafter learns what will come
+        report(engine)
+        engine.flush()
+        assert facts(engine.generate(asked)) == alone
+        counts = report(engine)
+        assert 0 < counts.accepted < counts.drafted
 
 
 TOO_MANY = "drafted more tokens than it was asked for; they are cut"
