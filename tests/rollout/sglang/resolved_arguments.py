@@ -1,8 +1,9 @@
-"""Script: what SGLang makes of our arguments on a machine with Hopper GPUs, by mode, and what its graphs would do with
-the rows of a verification. Prints JSON."""
+"""Script: what SGLang makes of our arguments on a machine with Hopper GPUs, by mode, what its graphs would do with the
+rows of a verification, and which memory it releases and resumes when it is asked by ours. Prints JSON."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import sys
@@ -47,7 +48,7 @@ def main(model_dir: str) -> None:
             "prefill": str(graphs.prefill.backend),
             "rows": view.speculative_num_draft_tokens,
         }
-    print(json.dumps({"arguments": found, "graphs": graphs_of(width=9)}))
+    print(json.dumps({"arguments": found, "graphs": graphs_of(width=9), "memory": memory_by_call()}))
 
 
 def graphs_of(*, width: int) -> dict[str, object]:
@@ -98,6 +99,62 @@ def graphs_of(*, width: int) -> dict[str, object]:
             "copied": copied,
         }
     return found
+
+
+def memory_by_call() -> list[list[str]]:
+    """What is released after each call of our backend, by SGLang's own manager, which raises for what it cannot do."""
+    import torch
+    import torch.distributed as dist
+    from sglang.srt.managers.scheduler_components.weight_updater import SchedulerWeightUpdaterManager
+
+    from specactor.rollout.sglang.backend import Backend
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    torch.cuda.synchronize = lambda: None
+    released: set[str] = set()
+
+    class Manager(SchedulerWeightUpdaterManager):  # type: ignore[misc]
+        """Asks no engine for its group and its settings."""
+
+        def __post_init__(self) -> None:
+            self.tp_cpu_group = dist.group.WORLD
+
+        def _assert_weight_cache_inactive(self, _: str) -> None:
+            return None
+
+    def pause(tag: str) -> None:
+        assert tag not in released, f"{tag}: the memory saver ends a process that pauses what is paused"
+        released.add(tag)
+
+    manager = Manager(
+        tp_worker=SimpleNamespace(model_runner=SimpleNamespace(model=torch.nn.Linear(2, 2, device="cpu"))),
+        draft_worker=None,
+        memory_saver_adapter=SimpleNamespace(pause=pause, resume=released.remove),
+        flush_cache=lambda: True,
+        is_fully_idle=lambda **_: True,
+    )
+
+    async def release(request: object, _: None) -> None:
+        manager.release_memory_occupation(request)
+
+    async def resume(request: object, _: None) -> None:
+        manager.resume_memory_occupation(request)
+
+    backend = Backend.__new__(Backend)
+    backend.memory_release, backend._released = True, set()
+    backend._engine = SimpleNamespace(
+        tokenizer_manager=SimpleNamespace(release_memory_occupation=release, resume_memory_occupation=resume)
+    )
+    after = []
+    for call in (
+        *(backend.resume_memory, backend.release_memory, backend.release_memory),
+        *(lambda: backend.resume_memory(("weights",)), lambda: backend.resume_memory(("weights",))),
+        *(backend.release_memory, lambda: backend.resume_memory(("weights",)), backend.resume_memory),
+        backend.resume_memory,
+    ):
+        asyncio.run(call())
+        after.append(sorted(released))
+    return after
 
 
 if __name__ == "__main__":

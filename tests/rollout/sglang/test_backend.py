@@ -88,6 +88,12 @@ def test_a_graph_of_wider_requests_would_take_a_row_without_an_error(on_hopper: 
     assert three == {"replayed": True, "ours": False, "copied": "RuntimeError"}
 
 
+def test_memory_is_released_and_resumed_once(on_hopper: dict[str, Any]) -> None:
+    """In stages too: the weights come back first, and go again alone where the rest has not come back."""
+    all_kinds, rest = ["cuda_graph", "kv_cache", "weights"], ["cuda_graph", "kv_cache"]
+    assert on_hopper["memory"] == [[], all_kinds, all_kinds, rest, rest, all_kinds, rest, [], []]
+
+
 def test_an_engines_environment_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     """A UUID is the same device to everyone; a number is one of those that this process was given."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
