@@ -31,7 +31,8 @@ class EngineConfig:
     """Times that one engine may be restarted in a run before the run fails."""
     extra_args: dict[str, str | int | float | bool] = field(default_factory=dict)
     """Further SGLang server arguments, by name. With ``enable_return_routed_experts=true`` responses say which
-    experts computed their tokens, for routing replay."""
+    experts computed their tokens, for routing replay. ``attention_backend=tiles`` (on CPUs) reads a request's keys once
+    for all its rows; a run keeps its attention backend for good."""
 
     start_timeout_s: ClassVar[float] = 1800.0
     """Longest wait for an engine to be ready: reading hundreds of gigabytes from a network takes so long."""
@@ -42,6 +43,11 @@ class EngineConfig:
     def routed_experts(self) -> bool:
         """Whether responses say which experts computed their tokens."""
         return bool(self.extra_args.get("enable_return_routed_experts"))
+
+    @property
+    def attention(self) -> str:
+        """SGLang's attention backend, which decides the bits of log-probabilities; empty: the device's own."""
+        return str(self.extra_args.get("attention_backend", ""))
 
     def __post_init__(self) -> None:
         own = sorted(name for name in self.extra_args if name.replace("-", "_").startswith("speculative_"))

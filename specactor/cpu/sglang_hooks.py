@@ -12,6 +12,9 @@ import torch
 
 from specactor.cpu import sglang_ops
 
+TILES = "tiles"
+"""The attention backend that reads a request's keys once for all its rows. Its bits are not torch_native's."""
+
 
 def install() -> None:
     """Registers the CPU hooks with SGLang's plugin registry. Call it from a plugin, where there is no GPU."""
@@ -49,8 +52,7 @@ def _allow_seeded_sampling() -> None:
         choices.DETERMINISTIC_ATTENTION_BACKEND_CHOICES,
         choices.RADIX_SUPPORTED_DETERMINISTIC_ATTENTION_BACKEND,
     ):
-        if "torch_native" not in names:
-            names.append("torch_native")
+        names.extend(name for name in ("torch_native", TILES) if name not in names)
 
 
 def _allow_capture_of_experts() -> None:
@@ -79,26 +81,44 @@ def _install_attention() -> None:
 
         def init_forward_metadata(self, forward_batch: Any) -> None:
             super().init_forward_metadata(forward_batch)
-            self._slots = None
-            if forward_batch.forward_mode.is_decode() and forward_batch.encoder_lens is None:
-                self._slots, self._bias = sglang_ops.key_slots(
-                    self.req_to_token_pool.req_to_token,
-                    forward_batch.req_pool_indices,
-                    forward_batch.seq_lens,
-                    longest=int(forward_batch.seq_lens.max()),
-                    queries=self._queries,
-                )
+            self._batched = forward_batch.forward_mode.is_decode() and forward_batch.encoder_lens is None
+            if self._batched:
+                self._place(forward_batch)
+
+        def _place(self, batch: Any) -> None:
+            self._slots, self._bias = sglang_ops.key_slots(
+                self.req_to_token_pool.req_to_token,
+                batch.req_pool_indices,
+                batch.seq_lens,
+                longest=int(batch.seq_lens.max()),
+                queries=self._queries,
+            )
+
+        def _attend(self, query: Any, k_cache: Any, v_cache: Any, scale: float) -> Any:
+            return sglang_ops.decode_attention(query, k_cache, v_cache, self._slots, self._bias, scale)
 
         def _run_sdpa_forward_decode(
             self, query: Any, output: Any, k_cache: Any, v_cache: Any, *args: Any, **kw: Any
         ) -> Any:
             window = kw["sliding_window_size"]
-            if self._slots is None or window is not None or query.dtype != k_cache.dtype:
+            if not self._batched or window is not None or query.dtype != k_cache.dtype:
                 return super()._run_sdpa_forward_decode(query, output, k_cache, v_cache, *args, **kw)
-            output.copy_(sglang_ops.decode_attention(query, k_cache, v_cache, self._slots, self._bias, kw["scaling"]))
+            output.copy_(self._attend(query, k_cache, v_cache, kw["scaling"]))
             return output
 
+    class TiledAttention(BatchedAttention):
+        """The same kernel over tiles, for plain rounds and verifications alike."""
+
+        def _place(self, batch: Any) -> None:
+            self._tiles = sglang_ops.tiles(
+                self.req_to_token_pool.req_to_token, batch.req_pool_indices, batch.seq_lens, queries=self._queries
+            )
+
+        def _attend(self, query: Any, k_cache: Any, v_cache: Any, scale: float) -> Any:
+            return sglang_ops.tile_attention(query, k_cache, v_cache, self._tiles, scale)
+
     ATTENTION_BACKENDS["torch_native"] = BatchedAttention
+    ATTENTION_BACKENDS[TILES] = TiledAttention
 
 
 def _experts(original: Callable[..., Any], layer: Any, x: Any, topk_output: Any, config: Any) -> Any:

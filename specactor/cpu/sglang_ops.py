@@ -9,12 +9,15 @@ The second holds because (a) a row of a float32 matrix product has the same bits
 number is such that it does not change the order of sums (`padded_keys`), (c) everything else works on rows alone.
 
 Shape legend: B requests, T tokens, V vocabulary, S slots of the KV pool, L keys (padded), H query heads, N key-value
-heads, D head size, E experts, K experts per token, M hidden size, F expert width.
+heads, D head size, R rows (tokens that are decoded or verified), P places of a tile, Q queries of its key head,
+E experts, K experts per token, M hidden size, F expert width.
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -32,6 +35,10 @@ SHORT_KEYS = 128
 ROWS_AT_ONCE = 64
 """Requests whose keys are gathered together. More do not stay in the cache, and their memory is asked of the system
 anew at every layer: 576 rows of 64 keys took 16.5 ms in one piece and 3.2 ms in pieces."""
+TILE = 8
+"""Rows of a tile: a request's last token and seven drafts."""
+TILES_AT_ONCE = 8
+"""Tiles whose keys are gathered together, each as many as the longest of them has."""
 
 _Words = np.ndarray[tuple[int, ...], np.dtype[np.uint32]]
 _U32_MAX = float(2**32 - 1)
@@ -140,6 +147,70 @@ def decode_attention(q_BHD: Tensor, k_SND: Tensor, v_SND: Tensor, slots: Tensor,
     q_BNGD = q_BHD.view(batch, num_kv_heads, num_heads // num_kv_heads, -1)
     out_BNGD = functional.scaled_dot_product_attention(q_BNGD, k_BNLD, v_BNLD, attn_mask=bias, scale=scale)
     return out_BNGD.reshape(batch, num_heads, v_SND.shape[2])
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """Up to `TILES_AT_ONCE` tiles, each of up to `TILE` rows of a request."""
+
+    rows: Tensor
+    """[T, P] of the batch; R, one more than there is, for a place of a tile that no row has."""
+    slots: Tensor
+    """[T * L] of the KV pool."""
+    bias: Tensor
+    """[T, P, L]: 0 for keys that the row sees, -inf for others."""
+
+
+def tiles(req_to_token: Tensor, req_pool_indices: Tensor, seq_lens: Tensor, *, queries: int) -> list[Tiles]:
+    """Rows that follow each other and read the same row of the page table, in tiles of `TILE`.
+
+    Args: as of `key_slots`, of R rows. A place that no row has sees one key, so that its weights are numbers.
+    """
+    count = len(seq_lens)
+    row_R = torch.arange(count)
+    begins_R = functional.pad(req_pool_indices[1:] != req_pool_indices[:-1], (1, 0), value=True)
+    of_run_R = row_R - torch.where(begins_R, row_R, 0).cummax(0).values
+    place_R = of_run_R % TILE
+    tile_R = (place_R == 0).cumsum(0) - 1
+    num_tiles = int(tile_R[-1]) + 1
+    rows_TP = torch.full((num_tiles, TILE), count)
+    rows_TP[tile_R, place_R] = row_R
+    lengths_TP = torch.ones(num_tiles, TILE, dtype=torch.long)
+    lengths_TP[tile_R, place_R] = seq_lens.long()
+    parts = []
+    for first in range(0, num_tiles, TILES_AT_ONCE):
+        rows, lengths = rows_TP[first : first + TILES_AT_ONCE], lengths_TP[first : first + TILES_AT_ONCE]
+        longest_T = lengths.amax(1)
+        readers = req_pool_indices[rows[:, 0]]
+        slots, _ = key_slots(req_to_token, readers, longest_T, int(longest_T.max()), queries=TILE * queries)
+        hidden_TPL = torch.arange(len(slots) // len(rows)) >= lengths[:, :, None]
+        parts.append(Tiles(rows, slots, torch.zeros(hidden_TPL.shape).masked_fill_(hidden_TPL, float("-inf"))))
+    return parts
+
+
+def tile_attention(q_RHD: Tensor, k_SND: Tensor, v_SND: Tensor, parts: Sequence[Tiles], scale: float) -> Tensor:
+    """`decode_attention` that reads the keys of a tile's rows once. Returns [R, H, Dv].
+
+    A row has the same bits wherever it stands in its tile and whatever the others hold, since every product has
+    `TILE` rows and whole blocks of keys, which are summed up in their order. They are not those of `decode_attention`.
+    """
+    count, num_heads, _ = q_RHD.shape
+    num_kv_heads, group = k_SND.shape[1], num_heads // k_SND.shape[1]
+    out_RHD = q_RHD.new_empty(count + 1, num_heads, v_SND.shape[2])
+    padded_RHD = functional.pad(q_RHD, (0, 0, 0, 0, 0, 1))
+    for part in parts:
+        size = len(part.rows)  # T
+        k_TNLD = k_SND.index_select(0, part.slots).view(size, -1, num_kv_heads, k_SND.shape[2]).transpose(1, 2)
+        v_TNLD = v_SND.index_select(0, part.slots).view(size, -1, num_kv_heads, v_SND.shape[2]).transpose(1, 2)
+        q_TPNGD = padded_RHD[part.rows].view(size, TILE, num_kv_heads, group, -1)
+        q_TNQD = q_TPNGD.transpose(1, 2).reshape(size, num_kv_heads, TILE * group, -1)
+        bias_TQL = part.bias.repeat_interleave(group, 1)
+        out_TNQD = functional.scaled_dot_product_attention(
+            q_TNQD, k_TNLD, v_TNLD, attn_mask=bias_TQL[:, None], scale=scale
+        )
+        out_TPNGD = out_TNQD.view(size, num_kv_heads, TILE, group, -1).transpose(1, 2)
+        out_RHD[part.rows] = out_TPNGD.reshape(size, TILE, num_heads, -1)
+    return out_RHD[:count]
 
 
 def fill_rows(x_TM: Tensor) -> Tensor:

@@ -159,6 +159,7 @@ def _identity(trainer: PolicyTrainer) -> dict[str, Any]:
         "virtual_pipeline": trainer.config.parallel.virtual_pipeline,
         "model": {name: getattr(hf, name, None) for name in _MODEL_FIELDS} | {"dtype": trainer.config.model.dtype},
         "distributed_optimizer": optimizer.DISTRIBUTED,
+        "attention_backend": trainer.config.rollout.engine.attention,
     }
 
 
@@ -204,6 +205,13 @@ def _check_identity(saved: dict[str, Any], now: dict[str, Any], path: Path) -> N
         raise CheckpointError(
             f"{path}: was saved with distributed_optimizer = {saved['distributed_optimizer']}, expected "
             f"{now['distributed_optimizer']}. Use the version that wrote it."
+        )
+    kept = saved.get("attention_backend", "")
+    if kept != now["attention_backend"]:
+        raise CheckpointError(
+            f"{path}: was saved with rollout.engine.extra_args attention_backend = {kept or 'none'}, expected "
+            f"{now['attention_backend'] or 'none'}: the tokens would be those of two runs, since attention backends "
+            "round differently. Go on with the one it was saved with, or train its exported model in a new run."
         )
 
 

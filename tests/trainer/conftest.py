@@ -132,6 +132,7 @@ def one_rank(reference: Path, two_ranks: dict[str, Any], tmp_path_factory: pytes
         "errors": {"check": "errors", "model": moe, "paths": damaged(Path(tp2), folder / "damaged") | {"EP2": ep2}},
         "foreign": {"check": "load", "model": str(reference / "dense"), "path": tp2},
         "other optimizer": {"check": "load", "model": moe, "path": tp2, "plain_optimizer": True},
+        "other attention": {"check": "load", "model": moe, "path": tp2, "engine": {"attention_backend": "tiles"}},
         "keep": {"check": "keep", "model": moe, "root": str(folder / "kept")},
     }
     return launch(1, spec, folder)

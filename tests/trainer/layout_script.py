@@ -36,6 +36,7 @@ optimizer.ADAM_EPS = cases.ADAM_EPS
 def make(entry: dict[str, Any]) -> PolicyTrainer:
     optimizer.DISTRIBUTED = not entry.get("plain_optimizer")
     config = cases.config(entry["model"], entry.get("parallel", {}), entry.get("train"))
+    config.rollout.engine.extra_args.update(entry.get("engine", {}))
     p = config.parallel
     layout = Layout(
         world=dist.get_world_size() if dist.is_initialized() else int(entry["world"]),

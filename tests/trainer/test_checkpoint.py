@@ -82,6 +82,11 @@ def test_another_kind_of_optimizer_is_an_error(one_rank: dict[str, Any]) -> None
     assert "saved with distributed_optimizer = True, expected False" in one_rank["other optimizer"]["error"]
 
 
+def test_another_attention_backend_is_an_error(one_rank: dict[str, Any]) -> None:
+    said = one_rank["other attention"]["error"]
+    assert "saved with rollout.engine.extra_args attention_backend = none, expected tiles" in said
+
+
 def test_only_the_newest_are_kept_and_unfinished_ones_removed(one_rank: dict[str, Any]) -> None:
     assert one_rank["keep"]["left"] == ["step-000002", "step-000003"]
     assert one_rank["keep"]["latest"].endswith("step-000003")
