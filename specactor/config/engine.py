@@ -31,8 +31,8 @@ class EngineConfig:
     """Times that one engine may be restarted in a run before the run fails."""
     extra_args: dict[str, str | int | float | bool] = field(default_factory=dict)
     """Further SGLang server arguments, by name. With ``enable_return_routed_experts=true`` responses say which
-    experts computed their tokens, for routing replay. ``attention_backend=tiles`` (on CPUs) reads a request's keys once
-    for all its rows; a run keeps its attention backend for good."""
+    experts computed their tokens, for routing replay. ``attention_backend=tiles`` (on CPUs) reads keys once for up to
+    eight rows of a request; a run keeps its attention backend for good."""
 
     start_timeout_s: ClassVar[float] = 1800.0
     """Longest wait for an engine to be ready: reading hundreds of gigabytes from a network takes so long."""
@@ -45,9 +45,9 @@ class EngineConfig:
         return bool(self.extra_args.get("enable_return_routed_experts"))
 
     @property
-    def attention(self) -> str:
-        """SGLang's attention backend, which decides the bits of log-probabilities; empty: the device's own."""
-        return str(self.extra_args.get("attention_backend", ""))
+    def attention(self) -> dict[str, str]:
+        """SGLang's attention backends by argument, which decide the bits of log-probabilities; none: the device's."""
+        return {name: str(value) for name, value in self.extra_args.items() if name.endswith("attention_backend")}
 
     def __post_init__(self) -> None:
         own = sorted(name for name in self.extra_args if name.replace("-", "_").startswith("speculative_"))

@@ -13,7 +13,7 @@ import torch
 from specactor.cpu import sglang_ops
 
 TILES = "tiles"
-"""The attention backend that reads a request's keys once for all its rows. Its bits are not torch_native's."""
+"""The attention backend that reads keys once for up to eight rows of a request. Its bits are not torch_native's."""
 
 
 def install() -> None:
@@ -106,19 +106,22 @@ def _install_attention() -> None:
             output.copy_(self._attend(query, k_cache, v_cache, kw["scaling"]))
             return output
 
-    class TiledAttention(BatchedAttention):
+    ATTENTION_BACKENDS["torch_native"] = BatchedAttention
+    ATTENTION_BACKENDS[TILES] = _tiled(BatchedAttention)
+
+
+def _tiled(batched: Any) -> type:
+    class TiledAttention(batched):  # type: ignore[misc]
         """The same kernel over tiles, for plain rounds and verifications alike."""
 
         def _place(self, batch: Any) -> None:
-            self._tiles = sglang_ops.tiles(
-                self.req_to_token_pool.req_to_token, batch.req_pool_indices, batch.seq_lens, queries=self._queries
-            )
+            table = self.req_to_token_pool.req_to_token
+            self._tiles = sglang_ops.tiles(table, batch.req_pool_indices, batch.seq_lens, queries=self._queries)
 
         def _attend(self, query: Any, k_cache: Any, v_cache: Any, scale: float) -> Any:
             return sglang_ops.tile_attention(query, k_cache, v_cache, self._tiles, scale)
 
-    ATTENTION_BACKENDS["torch_native"] = BatchedAttention
-    ATTENTION_BACKENDS[TILES] = TiledAttention
+    return TiledAttention
 
 
 def _experts(original: Callable[..., Any], layer: Any, x: Any, topk_output: Any, config: Any) -> Any:

@@ -37,8 +37,6 @@ ROWS_AT_ONCE = 64
 anew at every layer: 576 rows of 64 keys took 16.5 ms in one piece and 3.2 ms in pieces."""
 TILE = 8
 """Rows of a tile: a request's last token and seven drafts."""
-TILES_AT_ONCE = 8
-"""Tiles whose keys are gathered together, each as many as the longest of them has."""
 
 _Words = np.ndarray[tuple[int, ...], np.dtype[np.uint32]]
 _U32_MAX = float(2**32 - 1)
@@ -151,20 +149,20 @@ def decode_attention(q_BHD: Tensor, k_SND: Tensor, v_SND: Tensor, slots: Tensor,
 
 @dataclass(frozen=True)
 class Tiles:
-    """Up to `TILES_AT_ONCE` tiles, each of up to `TILE` rows of a request."""
+    """Some of a batch's tiles, whose keys are gathered together; a tile has up to `TILE` rows of one request."""
 
     rows: Tensor
-    """[T, P] of the batch; R, one more than there is, for a place of a tile that no row has."""
+    """[T, P]: numbers of rows in the batch; R, which no row has, where a place is empty."""
     slots: Tensor
     """[T * L] of the KV pool."""
     bias: Tensor
-    """[T, P, L]: 0 for keys that the row sees, -inf for others."""
+    """[T, 1, Q, L]: 0 for keys that the query's row sees, -inf for others."""
 
 
 def tiles(req_to_token: Tensor, req_pool_indices: Tensor, seq_lens: Tensor, *, queries: int) -> list[Tiles]:
-    """Rows that follow each other and read the same row of the page table, in tiles of `TILE`.
+    """Return tiles of rows that follow each other and read the same row of the page table.
 
-    Args: as of `key_slots`, of R rows. A place that no row has sees one key, so that its weights are numbers.
+    Args: as of `key_slots`, of R rows. An empty place sees one key: with none, its weights would not be numbers.
     """
     count = len(seq_lens)
     row_R = torch.arange(count)
@@ -178,18 +176,20 @@ def tiles(req_to_token: Tensor, req_pool_indices: Tensor, seq_lens: Tensor, *, q
     lengths_TP = torch.ones(num_tiles, TILE, dtype=torch.long)
     lengths_TP[tile_R, place_R] = seq_lens.long()
     parts = []
-    for first in range(0, num_tiles, TILES_AT_ONCE):
-        rows, lengths = rows_TP[first : first + TILES_AT_ONCE], lengths_TP[first : first + TILES_AT_ONCE]
+    at_once = ROWS_AT_ONCE // TILE
+    for rows, lengths in zip(torch.split(rows_TP, at_once), torch.split(lengths_TP, at_once), strict=True):
         longest_T = lengths.amax(1)
         readers = req_pool_indices[rows[:, 0]]
         slots, _ = key_slots(req_to_token, readers, longest_T, int(longest_T.max()), queries=TILE * queries)
-        hidden_TPL = torch.arange(len(slots) // len(rows)) >= lengths[:, :, None]
-        parts.append(Tiles(rows, slots, torch.zeros(hidden_TPL.shape).masked_fill_(hidden_TPL, float("-inf"))))
+        lengths_TQ = lengths.repeat_interleave(queries, 1)
+        hidden_TQL = torch.arange(len(slots) // len(rows)) >= lengths_TQ[:, :, None]
+        bias_TQL = torch.zeros(hidden_TQL.shape).masked_fill_(hidden_TQL, float("-inf"))
+        parts.append(Tiles(rows, slots, bias_TQL[:, None]))
     return parts
 
 
 def tile_attention(q_RHD: Tensor, k_SND: Tensor, v_SND: Tensor, parts: Sequence[Tiles], scale: float) -> Tensor:
-    """`decode_attention` that reads the keys of a tile's rows once. Returns [R, H, Dv].
+    """Attention of R rows over their own keys, which are read once per tile. Returns [R, H, Dv].
 
     A row has the same bits wherever it stands in its tile and whatever the others hold, since every product has
     `TILE` rows and whole blocks of keys, which are summed up in their order. They are not those of `decode_attention`.
@@ -204,10 +204,7 @@ def tile_attention(q_RHD: Tensor, k_SND: Tensor, v_SND: Tensor, parts: Sequence[
         v_TNLD = v_SND.index_select(0, part.slots).view(size, -1, num_kv_heads, v_SND.shape[2]).transpose(1, 2)
         q_TPNGD = padded_RHD[part.rows].view(size, TILE, num_kv_heads, group, -1)
         q_TNQD = q_TPNGD.transpose(1, 2).reshape(size, num_kv_heads, TILE * group, -1)
-        bias_TQL = part.bias.repeat_interleave(group, 1)
-        out_TNQD = functional.scaled_dot_product_attention(
-            q_TNQD, k_TNLD, v_TNLD, attn_mask=bias_TQL[:, None], scale=scale
-        )
+        out_TNQD = functional.scaled_dot_product_attention(q_TNQD, k_TNLD, v_TNLD, attn_mask=part.bias, scale=scale)
         out_TPNGD = out_TNQD.view(size, num_kv_heads, TILE, group, -1).transpose(1, 2)
         out_RHD[part.rows] = out_TPNGD.reshape(size, TILE, num_heads, -1)
     return out_RHD[:count]

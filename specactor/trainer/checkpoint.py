@@ -159,7 +159,7 @@ def _identity(trainer: PolicyTrainer) -> dict[str, Any]:
         "virtual_pipeline": trainer.config.parallel.virtual_pipeline,
         "model": {name: getattr(hf, name, None) for name in _MODEL_FIELDS} | {"dtype": trainer.config.model.dtype},
         "distributed_optimizer": optimizer.DISTRIBUTED,
-        "attention_backend": trainer.config.rollout.engine.attention,
+        "attention": trainer.config.rollout.engine.attention,
     }
 
 
@@ -206,11 +206,11 @@ def _check_identity(saved: dict[str, Any], now: dict[str, Any], path: Path) -> N
             f"{path}: was saved with distributed_optimizer = {saved['distributed_optimizer']}, expected "
             f"{now['distributed_optimizer']}. Use the version that wrote it."
         )
-    kept = saved.get("attention_backend", "")
-    if kept != now["attention_backend"]:
+    kept = saved.get("attention", {})  # older checkpoints have none
+    if kept != now["attention"]:
         raise CheckpointError(
-            f"{path}: was saved with rollout.engine.extra_args attention_backend = {kept or 'none'}, expected "
-            f"{now['attention_backend'] or 'none'}: the tokens would be those of two runs, since attention backends "
+            f"{path}: was saved with {kept or 'no attention backend'} in rollout.engine.extra_args, expected "
+            f"{now['attention'] or 'none'}: the tokens would be those of two runs, since attention backends "
             "round differently. Go on with the one it was saved with, or train its exported model in a new run."
         )
 

@@ -162,7 +162,7 @@ def test_a_row_has_the_same_bits_wherever_it_stands_in_its_tile(queries: int) ->
 
 def test_rows_of_a_tile_read_one_row_of_the_page_table_and_no_more_keys_than_they_see() -> None:
     pool = Pool([90, 40, 70])
-    owner, seen = torch.tensor([0] * 9 + [1, 2, 2]), torch.tensor([*range(80, 89), 40, 60, 61])
+    owner, seen = torch.tensor([0] * 9 + [1, 2, 2, 1]), torch.tensor([*range(80, 89), 40, 60, 61, 41])
     [part] = ops.tiles(pool.req_to_token, owner, seen, queries=2)
     none = len(owner)
     assert part.rows.tolist() == [
@@ -170,6 +170,7 @@ def test_rows_of_a_tile_read_one_row_of_the_page_table_and_no_more_keys_than_the
         [8, *[none] * 7],
         [9, *[none] * 7],
         [10, 11, *[none] * 6],
+        [12, *[none] * 7],
     ]
     q = torch.randn(len(owner), HEADS, HEAD_DIM)
     want = ops.decode_attention(q, pool.k, pool.v, *ops.key_slots(pool.req_to_token, owner, seen, 88, queries=2), 0.3)

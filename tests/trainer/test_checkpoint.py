@@ -84,7 +84,7 @@ def test_another_kind_of_optimizer_is_an_error(one_rank: dict[str, Any]) -> None
 
 def test_another_attention_backend_is_an_error(one_rank: dict[str, Any]) -> None:
     said = one_rank["other attention"]["error"]
-    assert "saved with rollout.engine.extra_args attention_backend = none, expected tiles" in said
+    assert "no attention backend in rollout.engine.extra_args, expected {'attention_backend': 'tiles'}" in said
 
 
 def test_only_the_newest_are_kept_and_unfinished_ones_removed(one_rank: dict[str, Any]) -> None:
