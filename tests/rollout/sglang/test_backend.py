@@ -77,7 +77,13 @@ def test_engines_have_graphs_of_decoding_and_none_of_prefills(on_hopper: dict[st
     resolved = on_hopper["arguments"]
     for mode in ("off", "coupled", "auto"):
         assert (resolved[mode]["decode"], resolved[mode]["prefill"]) == ("full", "disabled")
-    assert resolved["SGLang's default"] == {"decode": "full", "prefill": "breakable", "rows": 9}
+    default = resolved["SGLang's default"]
+    assert (default["decode"], default["prefill"], default["rows"]) == ("full", "breakable", 9)
+
+
+def test_sglang_takes_attention_in_tiles_for_a_deterministic_engine_on_gpus(on_hopper: dict[str, Any]) -> None:
+    tiles, triton = (on_hopper["arguments"][mode] for mode in ("coupled, tiles", "coupled"))
+    assert tiles == triton | {"attention": ["tiles", triton["attention"][1]]}
 
 
 def test_a_graph_of_wider_requests_would_take_a_row_without_an_error(on_hopper: dict[str, Any]) -> None:
