@@ -90,8 +90,8 @@ def sample_in_one_pass(
     positions: Tensor,
     **named: Any,
 ) -> Tensor:
-    """SGLang's `Sampler.forward` where there is a GPU. What nobody asks of these engines goes the old way: masks of what
-    could be sampled, log-probabilities of other tokens. Returns [R] int32."""
+    """SGLang's `Sampler.forward` where there is a GPU. What nobody asks of these engines goes the old way: masks of
+    what could be sampled, log-probabilities of other tokens. Returns [R] int32."""
     logits_RV = output.next_token_logits
     asked_more = info.sampling_mask_batch_indices is not None or any(of is not None for of in named.values())
     if return_logprob:

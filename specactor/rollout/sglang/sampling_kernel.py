@@ -146,6 +146,6 @@ def draw(logits: Tensor, temperatures: Tensor, seeds: Tensor, positions: Tensor,
 
 
 def logprobs_of(tokens: Tensor, logits: Tensor, temperatures: Tensor, drawn: Drawn) -> Tensor:
-    """Return log_softmax(logits / temperature) of one token per row, which another rule may have chosen. [R] float32."""
+    """Return log_softmax(logits / temperature) of a token per row, which another rule may have chosen. [R] float32."""
     x_R = logits.gather(1, tokens.long()[:, None])[:, 0].float() / temperatures.view(-1)
     return (x_R - drawn.tops) - drawn.log_totals
