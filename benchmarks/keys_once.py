@@ -82,8 +82,8 @@ def verdict(found: dict[tuple[int, int], list[Pair]]) -> str:
         wins.append(f"{context}: {f'{better[0]} rows' if better else 'never'}")
     best = max(gains, key=lambda at: gains[at])
     return (
-        f"In tiles a plain round's attention takes {min(plain):.2f} to {max(plain):.2f} times as long. Tiles are faster "
-        f"from these rows per request on, by context: {'; '.join(wins)}. At best they are {gains[best]:.2f} times as "
+        f"In tiles a plain round's attention takes {min(plain):.2f} to {max(plain):.2f} times as long. Tiles are "
+        f"faster from these rows per request on, by context: {'; '.join(wins)}. At best they are {gains[best]:.2f} times as "
         f"fast ({best[1]} rows of {best[0]} tokens)."
     )
 
