@@ -83,8 +83,8 @@ def verdict(found: dict[tuple[int, int], list[Pair]]) -> str:
     best = max(gains, key=lambda at: gains[at])
     return (
         f"In tiles a plain round's attention takes {min(plain):.2f} to {max(plain):.2f} times as long. Tiles are "
-        f"faster from these rows per request on, by context: {'; '.join(wins)}. At best they are {gains[best]:.2f} times as "
-        f"fast ({best[1]} rows of {best[0]} tokens)."
+        f"faster from these rows per request on, by context: {'; '.join(wins)}. At best they are "
+        f"{gains[best]:.2f} times as fast ({best[1]} rows of {best[0]} tokens)."
     )
 
 

@@ -16,8 +16,12 @@ SCRIPT = Path(__file__).with_name("collective_script.py")
 @pytest.fixture(scope="module", params=["gloo", "fake"])
 def ranks(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> list[dict[str, object]]:
     """Of ranks whose default group is gloo, and of ranks whose default group exchanges nothing that is told here."""
+    return told(tmp_path_factory, request.param)
+
+
+def told(tmp_path_factory: pytest.TempPathFactory, backend: str) -> list[dict[str, object]]:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command = [*torchrun, str(SCRIPT), str(tmp_path_factory.mktemp("collective") / "told"), request.param]
+    command = [*torchrun, str(SCRIPT), str(tmp_path_factory.mktemp("collective") / "told"), backend]
     done = subprocess.run(
         command, capture_output=True, text=True, timeout=240, check=False, env={**os.environ, "OMP_NUM_THREADS": "1"}
     )
@@ -47,3 +51,12 @@ def test_a_failure_on_one_rank_reaches_all_with_its_cause_and_the_group_stays_us
     assert ranks[0]["error"] == "PeerFailedError: doomed: rank 1 failed: EngineError: the engine is out of paper"
     assert ranks[1]["error"] == "EngineError: the engine is out of paper"
     assert [r["after"] for r in ranks] == ["goes on"] * 2
+
+
+def test_nothing_of_it_goes_through_nccl(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """The default group stands for NCCL's: it says what it was asked for, and refuses tensors of the host."""
+    for rank in told(tmp_path_factory, "rules"):
+        assert rank["through NCCL"] == []
+        assert rank["refused"] == ["allreduce: No backend type associated with device type cpu", [3.0, 3.0]]
+    for rank in told(tmp_path_factory, "rules, wrong"):
+        assert rank["through NCCL"] == ["parallel/collective.py"]
