@@ -280,6 +280,7 @@ def _own_engines(
             context_length=model_shape(config).max_position,
             reserved_tokens=reserved_tokens(config.rollout),
             penalties=config.rollout.has_penalties,
+            awaits_weights=True,
             log_file=str((folder.engines / f"engine-{index}.log").resolve()),
             random_seed=config.seed,
         )

@@ -6,6 +6,7 @@ import json
 import runpy
 import subprocess
 import sys
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -56,6 +57,12 @@ def test_sglang_has_every_argument(gpu: bool) -> None:
     order = Path(package.origin).parent / "srt/arg_groups/field_order.py"  # which imports nothing
     known = runpy.run_path(str(order))["POSITIONAL_FIELD_ORDER"]
     assert set(server_args(spec(COUPLED), gpu=gpu, memory_release=gpu)) <= set(known)
+
+
+def test_an_engine_that_awaits_weights_reads_those_of_its_draft_model_alone() -> None:
+    waits = server_args(replace(spec(COUPLED), awaits_weights=True), gpu=True, memory_release=True)
+    assert (waits["load_format"], waits["speculative_draft_load_format"]) == ("dummy", "auto")
+    assert "load_format" not in server_args(spec(COUPLED), gpu=True, memory_release=True)
 
 
 @pytest.fixture(scope="module")
