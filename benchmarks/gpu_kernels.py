@@ -12,6 +12,7 @@ import torch
 from torch.nn.functional import pad
 
 from specactor.cpu import sglang_ops
+from specactor.cpu.sglang_ops import TILE
 from specactor.rollout.sglang import sampling_kernel, tile_kernel
 
 Case = dict[str, int | float]
@@ -25,23 +26,25 @@ def sampling(device: str, *, rows: int, vocab: int) -> Case:
     wanted = sglang_ops.sample_with_noise(logits / temperatures, seeds, positions).view(-1)
     given = [x.to(device) for x in (logits, temperatures, seeds, positions, torch.zeros(rows, dtype=torch.bool))]
     drawn = sampling_kernel.draw(*given)
-    together = sampling_kernel.logprobs_of(drawn.tokens, *given[:2], drawn)
+    together = sampling_kernel.logprobs_of(drawn.tokens, given[0], given[1], drawn)
     bits = 0
     for row in range(0, rows, max(1, rows // 16)):
         own = [x[row : row + 1] for x in given]
         alone = sampling_kernel.draw(*own)
-        bits += not torch.equal(sampling_kernel.logprobs_of(alone.tokens, *own[:2], alone), together[row : row + 1])
+        bits += not torch.equal(
+            sampling_kernel.logprobs_of(alone.tokens, own[0], own[1], alone), together[row : row + 1]
+        )
     return {"rows": rows, "differ": int((drawn.tokens.cpu() != wanted).sum()), "bits": bits}
 
 
 def tiles(device: str, dtype: torch.dtype, *, group: int, dim: int, lengths: tuple[int, ...]) -> Case:
     """`differ`: rows that are not softmax attention's; `bits`: rows that have others in a tile of eight than alone."""
     torch.manual_seed(group)
-    width = max(lengths) + tile_kernel.TILE
+    width = max(lengths) + TILE
     k, v = torch.randn(2, len(lengths) * width, 1, dim).to(device, dtype)
     slots = torch.randperm(len(k), device=device).view(len(lengths), width)
     q = torch.randn(len(lengths), group, dim).to(device, dtype)
-    parts = torch.empty(len(lengths) * tile_kernel.TILE, group, -(-width // tile_kernel.SPLIT), dim, device=device)
+    parts = torch.empty(len(lengths) * TILE, group, -(-width // tile_kernel.SPLIT), dim, device=device)
 
     def attend(q: torch.Tensor, readers: list[int], seen: list[int]) -> torch.Tensor:
         indices = torch.cat([slots[r, :n] for r, n in zip(readers, seen, strict=True)])
@@ -59,14 +62,14 @@ def tiles(device: str, dtype: torch.dtype, *, group: int, dim: int, lengths: tup
         exact = (q[r].double() @ keys.T * dim**-0.5).softmax(-1) @ values
         differ += float((alone[r].double() - exact).abs().max()) > (1e-4 if dtype == torch.float32 else 2e-2)
     bits = 0
-    for at in range(tile_kernel.TILE):
-        company = torch.randn(len(lengths), tile_kernel.TILE, group, dim).to(device, dtype)
+    for at in range(TILE):
+        company = torch.randn(len(lengths), TILE, group, dim).to(device, dtype)
         company[:, at] = q
-        readers = [r for r in every for _ in range(tile_kernel.TILE)]
-        seen = [max(1, n - at + i) if i != at else n for n in lengths for i in range(tile_kernel.TILE)]
-        found = attend(company.flatten(0, 1), readers, seen).view(len(lengths), tile_kernel.TILE, group, dim)
+        readers = [r for r in every for _ in range(TILE)]
+        seen = [max(1, n - at + i) if i != at else n for n in lengths for i in range(TILE)]
+        found = attend(company.flatten(0, 1), readers, seen).view(len(lengths), TILE, group, dim)
         bits += sum(not torch.equal(one, other) for one, other in zip(found[:, at], alone, strict=True))
-    return {"rows": tile_kernel.TILE * len(lengths), "differ": differ, "bits": bits}
+    return {"rows": TILE * len(lengths), "differ": differ, "bits": bits}
 
 
 def main(device: str) -> None:

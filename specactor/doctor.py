@@ -82,7 +82,7 @@ def examine(config: Config | None, environ: Mapping[str, str]) -> list[Finding]:
     gpu = bool(devices.gpus)
     packages = [*pinned(), stack(gpu), plugin()]
     found = [_python(), *packages, *_hardware(devices), *_optional(devices), *_places(config), loopback()]
-    return [*found, tokens(config or Config(), gpu=gpu), *(_recipe(config) if config else [])]
+    return [*found, *([tokens(config, gpu=gpu), *_recipe(config)] if config else [])]
 
 
 def report(findings: list[Finding], console: Console) -> int:
