@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from specactor.config.rules import is_template, require
+from specactor.config.rules import is_template, require, rules_of
 
 EVAL_SEED = 10_000_000
 """Of the generator of held-out problems; that of training problems has 0. reasoning-gym draws problem i with seed + i,
@@ -31,10 +31,10 @@ class SourceConfig:
     prompt_template: str = "{prompt}"
 
     def __post_init__(self) -> None:
-        require(
+        rule = rules_of(self, "source")
+        rule(
+            "task",
             bool(self.task) != bool(self.path),
-            "source.task",
-            self.task,
             "exactly one of task and path",
             "Name a reasoning-gym task, or give a .jsonl or .parquet file.",
         )
@@ -82,17 +82,11 @@ class DataConfig:
         return int(size)
 
     def __post_init__(self) -> None:
-        require(
-            bool(self.train),
-            "data.train",
-            self.train,
-            "a .jsonl or .parquet file, or the name of a reasoning-gym task",
-            "Give one.",
-        )
-        require(
+        rule = rules_of(self, "data")
+        rule("train", bool(self.train), "a .jsonl or .parquet file, or the name of a reasoning-gym task", "Give one.")
+        rule(
+            "eval",
             self.train != self.eval or not is_file(self.eval),
-            "data.eval",
-            self.eval,
             "a file other than data.train",
             "Held-out problems must not be trained on.",
         )

@@ -7,8 +7,9 @@ the way out.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import fields, is_dataclass
+from operator import attrgetter
 from string import Formatter
 
 from specactor.errors import ConfigError
@@ -18,6 +19,18 @@ def require(ok: bool, name: str, got: object, expected: str, remedy: str) -> Non
     """Raise ConfigError for the setting `name`, its dotted path in a recipe, unless `ok`."""
     if not ok:
         raise ConfigError.at(name, got, expected, remedy)
+
+
+def rules_of(section: object, path: str = "") -> Callable[[str, bool, str, str], None]:
+    """Return a function (name, ok, expected, remedy) that raises ConfigError for a setting of the section unless `ok`.
+
+    The value that the error shows is read from the section. `path` is the section's own, in a recipe.
+    """
+
+    def rule(name: str, ok: bool, expected: str, remedy: str) -> None:
+        require(ok, f"{path}.{name}".removeprefix("."), attrgetter(name)(section), expected, remedy)
+
+    return rule
 
 
 MAY_BE_INFINITE = ("train.max_logprob_gap", "distillation.max_time_share")

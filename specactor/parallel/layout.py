@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from specactor.config import Config, RolloutConfig, TinyModelConfig
+from specactor.config import Config, ParallelConfig, RolloutConfig, TinyModelConfig
+from specactor.config.rules import require, rules_of
 from specactor.errors import ConfigError
 
 
@@ -88,83 +89,14 @@ class Layout:
 
 
 def check(config: Config, world: int, shape: ModelShape) -> Layout:
-    """The layout of `config` on `world` ranks. Raises ConfigError for one that cannot run."""
+    """Return the layout of `config` on `world` ranks. Raises ConfigError for one that cannot run."""
     p = config.parallel
-
-    def require(ok: bool, name: str, got: object, expected: str, remedy: str) -> None:
-        if not ok:
-            raise ConfigError.at(name, got, expected, remedy)
-
-    dense = p.tensor * p.pipeline * p.context
-    require(
-        world % dense == 0,
-        "torchrun --nproc-per-node",
-        world,
-        f"a multiple of tensor x pipeline x context = {dense}",
-        "Start more ranks, or lower one of --parallel.tensor, --parallel.pipeline, --parallel.context.",
-    )
-    moe = p.expert * p.expert_tensor * p.pipeline
-    require(
-        world % moe == 0,
-        "torchrun --nproc-per-node",
-        world,
-        f"a multiple of expert x expert_tensor x pipeline = {moe}",
-        "Start more ranks, or lower --parallel.expert.",
-    )
-    require(
-        p.expert == 1 or shape.num_experts > 0,
-        "parallel.expert",
-        p.expert,
-        "1 for a dense model",
-        "Use --parallel.expert 1.",
-    )
-    require(
-        shape.num_experts % p.expert == 0,
-        "parallel.expert",
-        p.expert,
-        f"a divisor of the model's {shape.num_experts} experts",
-        "Choose a divisor.",
-    )
-    require(
-        shape.num_experts == 0 or p.expert > 1 or p.expert_tensor == p.tensor,
-        "parallel.expert_tensor",
-        p.expert_tensor,
-        f"parallel.tensor = {p.tensor} when parallel.expert = 1",
-        f"Use --parallel.expert-tensor {p.tensor}, or --parallel.expert > 1.",
-    )
-    require(
-        shape.num_heads % p.tensor == 0 and shape.num_kv_heads % p.tensor == 0,
-        "parallel.tensor",
-        p.tensor,
-        f"a divisor of {shape.num_heads} heads and {shape.num_kv_heads} key-value heads",
-        "Choose a smaller tensor parallelism.",
-    )
-    require(
-        shape.vocab_size % p.tensor == 0,
-        "parallel.tensor",
-        p.tensor,
-        f"a divisor of the vocabulary of {shape.vocab_size}",
-        "Choose a divisor.",
-    )
-    chunks = p.pipeline * (p.virtual_pipeline or 1)
-    require(
-        shape.num_layers % chunks == 0,
-        "parallel.pipeline",
-        p.pipeline,
-        f"a divisor (times virtual_pipeline) of the model's {shape.num_layers} layers",
-        "Choose a divisor.",
-    )
-    require(
-        shape.num_heads % p.engine_tensor == 0,
-        "parallel.engine_tensor",
-        p.engine_tensor,
-        f"a divisor of {shape.num_heads} heads",
-        "Choose a divisor.",
-    )
-    require(
-        p.engines * p.engine_tensor <= world,
+    _check_world(p, world)
+    _check_shape(config, shape)
+    rule = rules_of(config)
+    rule(
         "parallel.engines",
-        p.engines,
+        p.engines * p.engine_tensor <= world,
         f"engines x engine_tensor <= {world} ranks",
         "Engines run on the trainer's own devices: start fewer, or more ranks.",
     )
@@ -177,21 +109,78 @@ def check(config: Config, world: int, shape: ModelShape) -> Layout:
         expert_tensor=p.expert_tensor,
     )
     per_update = config.rollout.prompts_per_step * config.rollout.group_size // config.train.updates_per_step
-    require(
-        per_update >= layout.data,
+    rule(
         "rollout.prompts_per_step",
-        config.rollout.prompts_per_step,
+        per_update >= layout.data,
         f"at least {layout.data} sequences per update, one per data-parallel rank",
         "Ask for more prompts, or use fewer data-parallel ranks.",
     )
-    require(
-        config.rollout.max_new_tokens < shape.max_position,
+    return layout
+
+
+def _check_world(p: ParallelConfig, world: int) -> None:
+    """Raise ConfigError where the dimensions do not divide the ranks."""
+    for names, size, remedy in (
+        (
+            "tensor x pipeline x context",
+            p.tensor * p.pipeline * p.context,
+            "Start more ranks, or lower one of --parallel.tensor, --parallel.pipeline, --parallel.context.",
+        ),
+        (
+            "expert x expert_tensor x pipeline",
+            p.expert * p.expert_tensor * p.pipeline,
+            "Start more ranks, or lower --parallel.expert.",
+        ),
+    ):
+        require(world % size == 0, "torchrun --nproc-per-node", world, f"a multiple of {names} = {size}", remedy)
+
+
+def _check_shape(config: Config, shape: ModelShape) -> None:
+    """Raise ConfigError where the dimensions do not divide the model, or a response exceeds its context."""
+    p, rule = config.parallel, rules_of(config)
+    rule("parallel.expert", p.expert == 1 or shape.num_experts > 0, "1 for a dense model", "Use --parallel.expert 1.")
+    rule(
+        "parallel.expert",
+        shape.num_experts % p.expert == 0,
+        f"a divisor of the model's {shape.num_experts} experts",
+        "Choose a divisor.",
+    )
+    rule(
+        "parallel.expert_tensor",
+        shape.num_experts == 0 or p.expert > 1 or p.expert_tensor == p.tensor,
+        f"parallel.tensor = {p.tensor} when parallel.expert = 1",
+        f"Use --parallel.expert-tensor {p.tensor}, or --parallel.expert > 1.",
+    )
+    rule(
+        "parallel.tensor",
+        shape.num_heads % p.tensor == 0 and shape.num_kv_heads % p.tensor == 0,
+        f"a divisor of {shape.num_heads} heads and {shape.num_kv_heads} key-value heads",
+        "Choose a smaller tensor parallelism.",
+    )
+    rule(
+        "parallel.tensor",
+        shape.vocab_size % p.tensor == 0,
+        f"a divisor of the vocabulary of {shape.vocab_size}",
+        "Choose a divisor.",
+    )
+    rule(
+        "parallel.pipeline",
+        shape.num_layers % (p.pipeline * (p.virtual_pipeline or 1)) == 0,
+        f"a divisor (times virtual_pipeline) of the model's {shape.num_layers} layers",
+        "Choose a divisor.",
+    )
+    rule(
+        "parallel.engine_tensor",
+        shape.num_heads % p.engine_tensor == 0,
+        f"a divisor of {shape.num_heads} heads",
+        "Choose a divisor.",
+    )
+    rule(
         "rollout.max_new_tokens",
-        config.rollout.max_new_tokens,
+        config.rollout.max_new_tokens < shape.max_position,
         f"< the model's context length {shape.max_position}",
         "Shorten the responses.",
     )
-    return layout
 
 
 ENGINE_RESERVED_TOKENS = 2
