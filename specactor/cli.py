@@ -161,8 +161,7 @@ ARGUMENTS = {
     "simulate": "[--model NAME|FOLDER] [--devices N] [--modes MODE ...] [...]",
 }
 """Name -> what follows it, where that is not a recipe."""
-OWN_HELP = ("drafter", "plan", "simulate")
-"""Their ``--help`` lists every setting."""
+OWN_HELP = ("drafter", "plan", "simulate")  # their ``--help`` lists every setting
 RECIPE = "[RECIPE [--key.path value ...]]"
 
 

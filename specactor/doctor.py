@@ -26,10 +26,8 @@ from specactor.parallel.devices import Devices, detect
 from specactor.parallel.layout import ModelShape
 
 GIB = 2**30
-MIN_DISK_BYTES = 2 * GIB
-"""Room for checkpoints and the exported model of a small run."""
-MIN_MEMORY_BYTES = 6 * GIB
-"""Two trainer ranks and one engine of a tiny model."""
+MIN_DISK_BYTES = 2 * GIB  # room for checkpoints and the exported model of a small run
+MIN_MEMORY_BYTES = 6 * GIB  # two trainer ranks and one engine of a tiny model
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,8 +38,7 @@ class Finding:
     found: str
     used: str = ""
     remedy: str = ""
-    fatal: bool = False
-    """Whether no run can start."""
+    fatal: bool = False  # whether no run can start
 
 
 def examine(config: Config | None, environ: Mapping[str, str]) -> list[Finding]:

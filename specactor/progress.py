@@ -58,8 +58,7 @@ class Progress:
         self.total_seconds: dict[str, float] = {}
         self.problems: dict[str, list[str]] = {}
         """By drafter, what is wrong with it, as far as no line of metrics has said so."""
-        self.recorder = Recorder()
-        """Of the phases; off at first."""
+        self.recorder = Recorder()  # of the phases; off at first
         self._problems: set[str] = set()
         self._quiet = quiet
         self._on_phase = on_phase

@@ -27,12 +27,9 @@ from specactor.config import MAX_WINDOW
 from specactor.errors import DataError
 from specactor.metrics import Value, read_metrics
 
-ENDS = 5
-"""Steps that are averaged at each end of the rewards."""
-MARKED = 20
-"""Most points of a curve that also get a mark each; a single point would be invisible without."""
-START = ("data", "warm-up", "engines")
-"""Phases before the steps, at a start or resume."""
+ENDS = 5  # steps that are averaged at each end of the rewards
+MARKED = 20  # most points of a curve that also get a mark each; a single point would be invisible without
+START = ("data", "warm-up", "engines")  # phases before the steps, at a start or resume
 PHASES = dict(
     rollout="#4c6a92",
     reward="#d9a441",
@@ -73,18 +70,15 @@ PAGE = """<!doctype html>
 """
 
 Draw = Callable[[Axes, "Run"], None]
-Panel = tuple[str, str, Draw]
-"""Title, unit, and what draws it; a panel whose axes stay empty is left out."""
-Curve = tuple[str, str, str, str]
-"""Label, metric, colour and matplotlib's style of line."""
+Panel = tuple[str, str, Draw]  # title, unit, and what draws it; a panel whose axes stay empty is left out
+Curve = tuple[str, str, str, str]  # label, metric, colour and matplotlib's style of line
 Rows = list[tuple[str, ...]]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
     name: str
-    config: Mapping[str, Any]
-    """config.json; empty when there is none."""
+    config: Mapping[str, Any]  # config.json; empty when there is none
     lines: Sequence[Mapping[str, Value]]
     """Of metrics.jsonl, in order of their step; the line of step 0 is from before the first RL step."""
     has_summary: bool

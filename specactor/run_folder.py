@@ -22,15 +22,11 @@ WARM_UPS = ".warm-up"
 
 @dataclass(frozen=True, kw_only=True)
 class Status:
-    phase: str
-    """As the progress display names it; "" between two phases, "done" after the last."""
-    step: int
-    """Finished RL steps: those with a line in ``metrics.jsonl``."""
+    phase: str  # as the progress display names it; "" between two phases, "done" after the last
+    step: int  # finished RL steps: those with a line in ``metrics.jsonl``
     steps: int
-    launcher_pid: int
-    """Process of torchrun on the machine of rank 0."""
-    rank_pids: tuple[int, ...]
-    """Process of every trainer rank, on its machine."""
+    launcher_pid: int  # process of torchrun on the machine of rank 0
+    rank_pids: tuple[int, ...]  # process of every trainer rank, on its machine
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,16 +14,14 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-CAPACITY = 100_000
-"""Spans that a recorder keeps."""
+CAPACITY = 100_000  # spans that a recorder keeps
 Detail = int | float | str
 
 
 class Span(msgspec.Struct, frozen=True, array_like=True):
     """Something that took time, or, with `end_s == start_s`, that happened."""
 
-    lane: str
-    """Of the process: what stands beside another lane goes on at the same time."""
+    lane: str  # of the process: what stands beside another lane goes on at the same time
     name: str
     start_s: float
     end_s: float

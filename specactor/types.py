@@ -15,13 +15,11 @@ FinishReason = Literal["stop", "length", "abort"]
 class Problem:
     """One task for the policy: the text of a prompt, and what is needed to score a response."""
 
-    index: int
-    """Position in its data set; stable across runs, part of a request's seed."""
+    index: int  # position in its data set; stable across runs, part of a request's seed
     prompt: str
     prompt_ids: tuple[int, ...]
     answer: str
-    verifier: str
-    """Name under which ``specactor.data.verifiers`` finds the scoring function."""
+    verifier: str  # name under which ``specactor.data.verifiers`` finds the scoring function
     metadata: dict[str, object]
     """What the verifier needs beyond the answer (a reasoning-gym entry, columns of a file)."""
 
@@ -37,23 +35,16 @@ class SamplingParams:
     max_new_tokens: int
     top_p: float = 1.0
     top_k: int = -1
-    min_p: float = 0.0
-    """Only tokens that are at least this many times as likely as the likeliest."""
-    frequency_penalty: float = 0.0
-    """Taken off a token's logit for every time that it was emitted."""
-    presence_penalty: float = 0.0
-    """Taken off a token's logit once it was emitted."""
+    min_p: float = 0.0  # only tokens that are at least this many times as likely as the likeliest
+    frequency_penalty: float = 0.0  # taken off a token's logit for every time that it was emitted
+    presence_penalty: float = 0.0  # taken off a token's logit once it was emitted
     repetition_penalty: float = 1.0
     """Divides a token's positive logit, multiplies a negative one, once it was emitted."""
-    logit_bias: tuple[tuple[int, float], ...] = ()
-    """(token, what is added to its logit)."""
-    stop: tuple[str, ...] = ()
-    """Texts that end a response; the token that completes one is its last."""
+    logit_bias: tuple[tuple[int, float], ...] = ()  # (token, what is added to its logit)
+    stop: tuple[str, ...] = ()  # texts that end a response; the token that completes one is its last
     stop_token_ids: tuple[int, ...] = ()
-    ignore_eos: bool = False
-    """Also of `stop_token_ids`."""
-    json_schema: str = ""
-    """Engines refuse requests with this, `regex` or `ebnf`: they have no grammars."""
+    ignore_eos: bool = False  # also of `stop_token_ids`
+    json_schema: str = ""  # engines refuse requests with this, `regex` or `ebnf`: they have no grammars
     regex: str = ""
     ebnf: str = ""
 
@@ -77,11 +68,9 @@ class Begun:
     """The first tokens of a response that is not finished, by whatever engines and in whatever steps."""
 
     token_ids: tuple[int, ...]
-    logprobs: tuple[float, ...]
-    """As of `Trajectory`: each is of the policy that the token was sampled from."""
+    logprobs: tuple[float, ...]  # as of `Trajectory`: each is of the policy that the token was sampled from
     spans: tuple[VersionSpan, ...]
-    routed_experts: bytes = b""
-    """As of `Trajectory`."""
+    routed_experts: bytes = b""  # as of `Trajectory`
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,10 +80,8 @@ class RolloutRequest:
     request_id: str
     prompt_ids: tuple[int, ...]
     sampling: SamplingParams
-    seed: int
-    """0 <= seed < 2**31; keys the sampling noise together with the position."""
-    group_id: int
-    """Requests of one group answer the same prompt."""
+    seed: int  # 0 <= seed < 2**31; keys the sampling noise together with the position
+    group_id: int  # requests of one group answer the same prompt
     begun: Begun | None = None
     """What there is of the response: it goes on from there, at the same positions of the noise."""
 
@@ -120,10 +107,8 @@ class ScoredGroup:
 
     problem: Problem
     trajectories: tuple[Trajectory, ...]
-    scores: tuple[float, ...]
-    """The verifier's, in [0, 1]."""
-    rewards: tuple[float, ...]
-    """Scores after shaping: what is learned from."""
+    scores: tuple[float, ...]  # the verifier's, in [0, 1]
+    rewards: tuple[float, ...]  # scores after shaping: what is learned from
 
 
 @dataclass(frozen=True, kw_only=True)

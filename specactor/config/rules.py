@@ -58,8 +58,7 @@ def check_values(value: object, name: str = "") -> None:
         require("\0" not in value, name, value, "a text without NUL characters", "Leave them out.")
 
 
-COMPACT = "compact"
-"""{name:compact} in a template is the text without its blanks."""
+COMPACT = "compact"  # {name:compact} in a template is the text without its blanks
 
 
 def is_template(text: str) -> bool:

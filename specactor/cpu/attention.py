@@ -25,8 +25,7 @@ from megatron.core.transformer.dot_product_attention import DotProductAttention
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-MAX_WASTE = 0.3
-"""A bucket takes shorter sequences while padding stays under this share of it."""
+MAX_WASTE = 0.3  # A bucket takes shorter sequences while padding stays under this share of it
 
 
 @dataclass(frozen=True)
@@ -35,8 +34,7 @@ class Bucket:
 
     query_rows_BL: Tensor
     key_rows_BK: Tensor
-    mask_B1LK: Tensor | None
-    """True where a query may look; None: plain causal."""
+    mask_B1LK: Tensor | None  # true where a query may look; None: plain causal
 
 
 @dataclass(frozen=True)

@@ -24,10 +24,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-MIN_ROWS = 4
-"""A matrix product with fewer rows takes other kernels (dot products), which round differently."""
-KEY_BLOCK = 16
-"""Numbers of keys are rounded up to a multiple of this."""
+MIN_ROWS = 4  # A matrix product with fewer rows takes other kernels (dot products), which round differently
+KEY_BLOCK = 16  # numbers of keys are rounded up to a multiple of this
 LONG_KEY_BLOCK = 512
 """The same where there are more than `SHORT_KEYS` of them: as many as PyTorch's kernel attends to at once."""
 SHORT_KEYS = 128
@@ -35,8 +33,7 @@ SHORT_KEYS = 128
 ROWS_AT_ONCE = 64
 """Requests whose keys are gathered together. More do not stay in the cache, and their memory is asked of the system
 anew at every layer: 576 rows of 64 keys took 16.5 ms in one piece and 3.2 ms in pieces."""
-TILE = 8
-"""Rows of a tile: a request's last token and seven drafts."""
+TILE = 8  # rows of a tile: a request's last token and seven drafts
 
 _Words = np.ndarray[tuple[int, ...], np.dtype[np.uint32]]
 _U32_MAX = float(2**32 - 1)
@@ -151,12 +148,9 @@ def decode_attention(q_BHD: Tensor, k_SND: Tensor, v_SND: Tensor, slots: Tensor,
 class Tiles:
     """Some of a batch's tiles, whose keys are gathered together; a tile has up to `TILE` rows of one request."""
 
-    rows: Tensor
-    """[T, P]: numbers of rows in the batch; R, which no row has, where a place is empty."""
-    slots: Tensor
-    """[T * L] of the KV pool."""
-    bias: Tensor
-    """[T, 1, Q, L]: 0 for keys that the query's row sees, -inf for others."""
+    rows: Tensor  # [T, P]: numbers of rows in the batch; R, which no row has, where a place is empty
+    slots: Tensor  # [T * L] of the KV pool
+    bias: Tensor  # [T, 1, Q, L]: 0 for keys that the query's row sees, -inf for others
 
 
 def tiles(req_to_token: Tensor, req_pool_indices: Tensor, seq_lens: Tensor, *, queries: int) -> list[Tiles]:

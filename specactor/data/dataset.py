@@ -28,8 +28,7 @@ from specactor.errors import DataError
 from specactor.types import Problem
 
 COLUMNS = ("prompt", "answer", "verifier")
-MAX_LISTED = 5
-"""Bad rows that one error lists; all are counted."""
+MAX_LISTED = 5  # bad rows that one error lists; all are counted
 TOKENIZED_TOGETHER = 1024
 
 
@@ -232,11 +231,9 @@ def _is_unicode(text: str) -> bool:
 class Row:
     """One row of a file. Either `columns` or `reason` is meant."""
 
-    where: str
-    """``line 3`` of a text file, ``row 3`` of a parquet file; both count from 1."""
+    where: str  # ``line 3`` of a text file, ``row 3`` of a parquet file; both count from 1
     columns: dict[str, Any]
-    reason: str = ""
-    """Why the row cannot be read; empty for a good one."""
+    reason: str = ""  # why the row cannot be read; empty for a good one
 
 
 def read_rows(path: Path) -> Iterator[Row]:

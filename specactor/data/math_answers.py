@@ -25,12 +25,10 @@ import msgspec
 
 from specactor.errors import DataError
 
-START_TIMEOUT_S = 60.0
-"""Longest wait for a child; it takes about a second, all of it imports."""
+START_TIMEOUT_S = 60.0  # longest wait for a child; it takes about a second, all of it imports
 QUESTION_TIMEOUT_S = 5
 """Longest time that one comparison may take; beyond it the answer does not count as equal."""
-MEMORY_BYTES = 4 * 2**30
-"""Address space of the child."""
+MEMORY_BYTES = 4 * 2**30  # address space of the child
 
 
 class MathAnswers:
@@ -40,8 +38,7 @@ class MathAnswers:
         self._question_timeout_s = question_timeout_s
         self._lock = threading.Lock()
         self._child: subprocess.Popen[bytes] | None = None
-        self._owner = 0
-        """Process that started the child; after a fork the other process starts its own."""
+        self._owner = 0  # process that started the child; after a fork the other process starts its own
 
     def readable(self, answer: str) -> bool:
         """Whether math-verify finds an expression in a problem's answer."""
@@ -146,8 +143,7 @@ def _as_math(answer: str) -> str:
     return answer if "$" in answer or "\\boxed" in answer or "\\(" in answer else f"\\boxed{{{answer}}}"
 
 
-shared = MathAnswers()
-"""The child is started by the first question of a process and shared by its threads."""
+shared = MathAnswers()  # the child is started by the first question of a process and shared by its threads
 atexit.register(shared.close)
 
 if __name__ == "__main__":

@@ -22,8 +22,7 @@ import msgspec
 from specactor.config import TinyModelConfig
 from specactor.errors import ConfigError
 
-TIMEOUT_S = 300.0
-"""Longest wait for the process that writes the model; it takes about 10 s, most of it imports."""
+TIMEOUT_S = 300.0  # longest wait for the process that writes the model; it takes about 10 s, most of it imports
 
 
 def make_tiny_model(tiny: TinyModelConfig, seed: int, folder: Path) -> None:

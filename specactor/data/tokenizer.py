@@ -14,8 +14,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedToken
 
 from specactor.errors import ConfigError
 
-SPECIAL_TOKENS = ("<pad>", "<bos>", "<eos>", "<unk>")
-"""Ids 0 to 3."""
+SPECIAL_TOKENS = ("<pad>", "<bos>", "<eos>", "<unk>")  # ids 0 to 3
 CHARACTERS = ("\n", *(chr(code) for code in range(0x20, 0x7F)))
 VOCAB_SIZE = -(-(len(SPECIAL_TOKENS) + len(CHARACTERS)) // 8) * 8
 """104: 100 tokens, filled up with reserved ones to a multiple of 8, so that tensor parallelism divides it."""

@@ -20,8 +20,7 @@ from pathlib import Path
 
 import psutil  # type: ignore[import-untyped]
 
-PROBE_S = 120
-"""Longest import of an optional package."""
+PROBE_S = 120  # longest import of an optional package
 
 PROBES = {
     "transformer_engine": ("transformer-engine", "import transformer_engine.pytorch as m; m.Linear, m.LayerNorm"),
@@ -43,11 +42,9 @@ class Gpu:
 class Package:
     """An optional package. ``works`` is false where it is missing, and where it is installed but does not import."""
 
-    version: str
-    """Empty where it is missing."""
+    version: str  # empty where it is missing
     works: bool
-    problem: str = ""
-    """Last line of the error with which it failed to import."""
+    problem: str = ""  # last line of the error with which it failed to import
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,12 +53,9 @@ class Devices:
 
     gpus: tuple[Gpu, ...]
     cores: int
-    memory_bytes: int
-    """Of the machine, or of its container where that is less."""
-    packages: dict[str, Package]
-    """By module name, see `PROBES`."""
-    wandb_key: bool
-    """Whether wandb would find credentials."""
+    memory_bytes: int  # of the machine, or of its container where that is less
+    packages: dict[str, Package]  # by module name, see `PROBES`
+    wandb_key: bool  # whether wandb would find credentials
 
     def has(self, module: str) -> bool:
         return self.packages[module].works

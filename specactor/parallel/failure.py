@@ -32,8 +32,7 @@ RESUME = "Continue with the same command and --resume auto."
 
 _TICKETS = "specactor/failed_ranks"
 _LOOK_EVERY_S = 0.1
-_NOTICE_S = 1.0
-"""Longest time between a peer's closed connections and its end."""
+_NOTICE_S = 1.0  # longest time between a peer's closed connections and its end
 
 
 class Store(Protocol):
@@ -46,17 +45,14 @@ class View(NamedTuple):
     """Equal for ranks to which a number of a device means the same device."""
 
     machine: str
-    visible: str | None = None
-    """Devices of the machine that it was given, as CUDA has them; None: all."""
+    visible: str | None = None  # devices of the machine that it was given, as CUDA has them; None: all
 
 
 class Member(msgspec.Struct, frozen=True, kw_only=True):
     machine: str
     pid: int
-    visible: str | None = None
-    """Devices of the machine that it was given, as CUDA has them; None: all."""
-    local_rank: int = 0
-    """Its number among the ranks that one launcher started on the machine."""
+    visible: str | None = None  # devices of the machine that it was given, as CUDA has them; None: all
+    local_rank: int = 0  # its number among the ranks that one launcher started on the machine
     device: int | str = 0
     """UUID of its GPU, which means the same device to every process of the machine, or the number of its core."""
 

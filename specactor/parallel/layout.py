@@ -24,8 +24,7 @@ class ModelShape:
     num_layers: int
     num_heads: int
     num_kv_heads: int
-    num_experts: int
-    """0 for a dense model."""
+    num_experts: int  # 0 for a dense model
     vocab_size: int
     max_position: int
 
@@ -183,8 +182,7 @@ def _check_shape(config: Config, shape: ModelShape) -> None:
     )
 
 
-ENGINE_RESERVED_TOKENS = 2
-"""SGLang keeps this many tokens of a sequence's room for itself."""
+ENGINE_RESERVED_TOKENS = 2  # SGLang keeps this many tokens of a sequence's room for itself
 ENGINE_RESERVED_OF_INPUT = 7
 """And this many of the room of what it is given: prompt, and beginning of the response
 (``sglang/srt/managers/tp_worker.py``, ``max_req_input_len``, which an input must stay below)."""

@@ -33,8 +33,7 @@ from specactor.rollout import cost_file
 from specactor.rollout.speculation.acceptance import survival_of
 
 PROG = "specactor plan"
-NUMBERS = ("x off", "tok/s/device", "verifiers", "drafters", "idle", "requests")
-"""Columns."""
+NUMBERS = ("x off", "tok/s/device", "verifiers", "drafters", "idle", "requests")  # columns
 
 
 @dataclass(frozen=True, kw_only=True)

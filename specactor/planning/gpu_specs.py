@@ -22,12 +22,10 @@ class Device:
     """Peaks, as published."""
 
     name: str
-    flops: float
-    """bfloat16, dense, per second."""
+    flops: float  # bfloat16, dense, per second
     memory_bytes: float
     memory_bytes_per_s: float
-    link_bytes_per_s: float
-    """To the other devices of its node, one direction."""
+    link_bytes_per_s: float  # to the other devices of its node, one direction
     node_devices: int = 8
     """Of one NVLink domain: HGX and DGX boards, https://chippub.substack.com/p/disassembling-nvidias-16t-network"""
 
@@ -41,8 +39,7 @@ class Attained:
     less."""
     weights: float = 0.84
     """2.8 of 3.35 TB/s, coalesced reads of matrices, https://mikamirai.com/blog/gpu-memory-bandwidth/"""
-    attention: float = 0.57
-    """1.9 of 3.35 TB/s, keys and values in attention, the same page."""
+    attention: float = 0.57  # 1.9 of 3.35 TB/s, keys and values in attention, the same page
     link: float = 0.77
     """Bus bandwidth of a large all-reduce over NVLink's, https://waynehacking8.github.io/blog/nccl-nvlink-bandwidth/"""
     all_reduce_s: float = 5e-6

@@ -30,29 +30,22 @@ from specactor.planning.model_shapes import SHAPES, TransformerShape
 Phase = Literal["rollout", "train", "sync"]
 PHASES: tuple[Phase, ...] = ("rollout", "train", "sync")
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-GRADIENT_BYTES = 4
-"""float32 buffers (`trainer.optimizer.wrap`)."""
-ADAM_BYTES = 8
-"""Both moments, float32."""
-MAIN_WEIGHT_BYTES = 4
-"""Beside parameters that are not float32 themselves."""
-LOGIT_BYTES = 10
-"""Of one logit of a micro-batch: in bfloat16, in float32 for the loss, and its gradient."""
+GRADIENT_BYTES = 4  # float32 buffers (`trainer.optimizer.wrap`)
+ADAM_BYTES = 8  # both moments, float32
+MAIN_WEIGHT_BYTES = 4  # beside parameters that are not float32 themselves
+LOGIT_BYTES = 10  # of one logit of a micro-batch: in bfloat16, in float32 for the loss, and its gradient
 LAYER_BYTES = 34
 """Of activations per token and channel of a layer without recomputation, with fused attention: Korthikanti et al.
 (arXiv 2205.05198), table 2."""
-OVERHEAD_BYTES = 3e9
-"""Of CUDA contexts of a rank and an engine rank, NCCL's buffers and fragmentation. Assumed."""
-ESTIMATED = ("activations", "logits", "overhead")
-"""Rows that no line of code allocates as they stand here."""
+OVERHEAD_BYTES = 3e9  # of CUDA contexts of a rank and an engine rank, NCCL's buffers and fragmentation. Assumed
+ESTIMATED = ("activations", "logits", "overhead")  # rows that no line of code allocates as they stand here
 
 
 @dataclass(frozen=True, kw_only=True)
 class Memory:
     """Bytes on the fullest device."""
 
-    rows: Mapping[str, Mapping[Phase, float]]
-    """What -> how much in each phase in which it is there."""
+    rows: Mapping[str, Mapping[Phase, float]]  # what -> how much in each phase in which it is there
     device_bytes: float
 
     def of(self, phase: Phase, *, without: Collection[str] = ()) -> float:

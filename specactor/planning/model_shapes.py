@@ -25,11 +25,9 @@ class TransformerShape:
     heads: int
     kv_heads: int
     head_dim: int
-    intermediate: int
-    """Of the dense MLP; 0 in a model with experts."""
+    intermediate: int  # of the dense MLP; 0 in a model with experts
     vocab: int
-    tied: bool = False
-    """The output projection is the embedding."""
+    tied: bool = False  # the output projection is the embedding
     experts: int = 0
     experts_per_token: int = 0
     expert_intermediate: int = 0

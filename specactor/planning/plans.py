@@ -19,8 +19,7 @@ from specactor.rollout.speculation.costs import METHOD, CostTable, Grid
 from specactor.rollout.speculation.reconfiguration import DraftPlan, Mode
 from specactor.rollout.speculation.windows import OFF
 
-TEXT_DRAFTERS = ("suffix",)
-"""They look things up on the host, where the verifier is."""
+TEXT_DRAFTERS = ("suffix",)  # they look things up on the host, where the verifier is
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,22 +38,16 @@ class Placement:
 class RolloutPlan:
     """Where a rollout runs, how it drafts, and what is predicted."""
 
-    draft: DraftPlan
-    """Of every request, to begin with."""
+    draft: DraftPlan  # of every request, to begin with
     verifiers: Placement
     drafters: Placement
     idle_devices: int
-    requests_per_engine: int
-    """At once on a verifier; more wait where there are more."""
+    requests_per_engine: int  # at once on a verifier; more wait where there are more
     round_s: float
-    tokens_per_round: float
-    """Emitted, of a request."""
-    tokens_per_s: float
-    """Of the whole cluster."""
-    tokens_per_s_per_device: float
-    """Of all devices, idle ones too."""
-    speedup: float = 1.0
-    """Over the fastest plan that does not speculate."""
+    tokens_per_round: float  # emitted, of a request
+    tokens_per_s: float  # of the whole cluster
+    tokens_per_s_per_device: float  # of all devices, idle ones too
+    speedup: float = 1.0  # over the fastest plan that does not speculate
     reason: str = ""
 
     @property
@@ -69,10 +62,8 @@ class RolloutPlan:
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
     devices: int
-    requests: int
-    """That are there to run at once, in all."""
-    message_s: float = 1e-4
-    """From a commit's departure to the arrival of what it changes, without drafting."""
+    requests: int  # that are there to run at once, in all
+    message_s: float = 1e-4  # from a commit's departure to the arrival of what it changes, without drafting
 
     def __post_init__(self) -> None:
         assert min(self.devices, self.requests) >= 1, self
@@ -81,10 +72,8 @@ class Cluster:
 
 @dataclass(frozen=True, kw_only=True)
 class Footprint:
-    weights_bytes: float
-    """One copy."""
-    request_bytes: float
-    """KV of one request, at the length to plan for."""
+    weights_bytes: float  # one copy
+    request_bytes: float  # KV of one request, at the length to plan for
 
 
 NOTHING = Footprint(weights_bytes=0.0, request_bytes=0.0)
@@ -95,11 +84,9 @@ class VerifierOption:
     """An engine for the target on `devices` devices."""
 
     devices: int
-    costs: CostTable
-    """With a grid for every drafter that can draft on these devices."""
+    costs: CostTable  # with a grid for every drafter that can draft on these devices
     footprint: Footprint = NOTHING
-    capacity_bytes: float = float("inf")
-    """Of the engine's devices together, for weights and KV."""
+    capacity_bytes: float = float("inf")  # of the engine's devices together, for weights and KV
     ahead_s: Grid | None = None
     """Over (requests, 1): what a decoupled round takes on the engine beside the verify, to hear its drafters and choose
     windows; None: nothing."""
@@ -114,8 +101,7 @@ class DrafterEngine:
     """An engine for a drafter on `devices` devices of its own."""
 
     devices: int
-    seconds: Grid
-    """Over (requests, window): drafting `window` tokens for each."""
+    seconds: Grid  # over (requests, window): drafting `window` tokens for each
     capacity_bytes: float = float("inf")
     token_s: Grid | None = None
     """Over (requests, 1), measured in a drafter process: from token to token of each, its loop and messages included
@@ -126,10 +112,8 @@ class DrafterEngine:
 @dataclass(frozen=True, kw_only=True)
 class DrafterOption:
     name: str
-    survival: tuple[float, ...]
-    """P(the first j draft tokens are accepted), j = 1, 2, ..: bounds the window."""
-    engines: tuple[DrafterEngine, ...] = ()
-    """None: it drafts on the verifiers' devices only."""
+    survival: tuple[float, ...]  # P(the first j draft tokens are accepted), j = 1, 2, ..: bounds the window
+    engines: tuple[DrafterEngine, ...] = ()  # none: it drafts on the verifiers' devices only
     footprint: Footprint = NOTHING
 
     def __post_init__(self) -> None:

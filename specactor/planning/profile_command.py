@@ -35,8 +35,7 @@ from specactor.rollout.sglang.engine_client import Engine, EngineSpec, running
 from specactor.rollout.speculation.costs import METHOD, CostTable
 from specactor.rollout.speculation.registry import make_drafters
 
-PROCESS_SHARE = 0.5
-"""Of the time for the engine, how much a drafter process may have."""
+PROCESS_SHARE = 0.5  # of the time for the engine, how much a drafter process may have
 
 
 def run(config: Config, *, out: Path | None, limit_s: float, console: Console) -> Path:

@@ -37,10 +37,8 @@ ROUNDS_PER_PASS = 6
 """Full rounds of every cell, at least, where drafts are wrong. The first one is not counted: a draft model sees the
 prompts in it, and all else is done for the first time."""
 CALL_S = 60.0
-REPEATS = 8
-"""Times that requests are generated for a drafter process, at most, for each number of them."""
-TOKENS = 64
-"""Of a response then, at most. Its first ones are generated before the process has read the prompt."""
+REPEATS = 8  # times that requests are generated for a drafter process, at most, for each number of them
+TOKENS = 64  # of a response then, at most. Its first ones are generated before the process has read the prompt
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,11 +46,9 @@ class Sizes:
     """Of the requests that are measured, in tokens."""
 
     prompt: int
-    response: int
-    """At most."""
+    response: int  # at most
     vocab: int
-    context: int
-    """Of prompt and response together."""
+    context: int  # of prompt and response together
 
     @classmethod
     def of(cls, config: RolloutConfig, *, vocab: int, context: int) -> Sizes:

@@ -19,10 +19,8 @@ from statistics import fmean, median
 from specactor.errors import PlanError
 from specactor.rollout.speculation.costs import CostTable, Grid, Point
 
-STALL = 3.0
-"""Times the median, or what a table says, from which on seconds are left out."""
-SEEN = 8
-"""Times, for a mean."""
+STALL = 3.0  # times the median, or what a table says, from which on seconds are left out
+SEEN = 8  # times, for a mean
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,12 +28,9 @@ class Cell:
     """Rounds in which `requests` requests have `window` draft tokens each."""
 
     requests: int
-    window: int
-    """0: a plain step."""
-    drafter: str = ""
-    """Whose drafts are timed; empty: none's, but the verification."""
-    held_out: bool = False
-    """Not for the table but for its error."""
+    window: int  # 0: a plain step
+    drafter: str = ""  # whose drafts are timed; empty: none's, but the verification
+    held_out: bool = False  # not for the table but for its error
 
     def predicted_s(self, table: CostTable) -> float:
         if self.drafter:
@@ -45,8 +40,7 @@ class Cell:
         return table.plain_s(self.requests)
 
 
-Measured = Mapping[Cell, Sequence[float]]
-"""Seconds of every round of a cell."""
+Measured = Mapping[Cell, Sequence[float]]  # seconds of every round of a cell
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -79,8 +79,7 @@ class _Verifying:
     cluster: Cluster
     option: VerifierOption
     engines: int
-    requests: int
-    """At once on each; more wait where there is no memory for them."""
+    requests: int  # at once on each; more wait where there is no memory for them
 
     @classmethod
     def of(cls, cluster: Cluster, option: VerifierOption, engines: int, fit: int | None) -> _Verifying:

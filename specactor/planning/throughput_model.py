@@ -28,10 +28,8 @@ from numpy.typing import NDArray
 from specactor.rollout.speculation.acceptance import checked
 from specactor.rollout.speculation.costs import Grid
 
-AHEAD = 2
-"""Windows that a drafter may be ahead of a commit."""
-SETTLED = 1e-4
-"""A round's seconds are found when they change by less than this share."""
+AHEAD = 2  # windows that a drafter may be ahead of a commit
+SETTLED = 1e-4  # A round's seconds are found when they change by less than this share
 MAX_ITERATIONS = 50
 
 
@@ -39,8 +37,7 @@ MAX_ITERATIONS = 50
 class Pipelined:
     """Decoupled rounds of one request, on average."""
 
-    ready: float
-    """Share of rounds that verify a window."""
+    ready: float  # share of rounds that verify a window
     tokens_when_ready: float
 
     @property
@@ -73,12 +70,9 @@ def _next(survival: Sequence[float]) -> float:
 class Running:
     """Decoupled rounds of an engine whose drafter is not waited for, on average."""
 
-    tokens: float
-    """Emitted per round, of a request."""
-    window: float
-    """Draft tokens verified per round, of a request: those that are there, at most the window."""
-    ready: float
-    """Share of rounds, of a request, that verify any."""
+    tokens: float  # emitted per round, of a request
+    window: float  # draft tokens verified per round, of a request: those that are there, at most the window
+    ready: float  # share of rounds, of a request, that verify any
     round_s: float
 
 
@@ -86,16 +80,12 @@ class Running:
 class Pace:
     """What decides how many draft tokens are there in time."""
 
-    requests: int
-    """Of the verifier's rounds."""
+    requests: int  # of the verifier's rounds
     round_s: Grid
     """Seconds of a verifier's round over (requests, rows per request), with all that the engine does in it."""
-    token_s: float
-    """Of the drafter from token to token of all requests that it serves."""
-    message_s: float
-    """From the verifier to the drafter and back."""
-    most: int
-    """Draft tokens that it may be ahead of a commit, of a request."""
+    token_s: float  # of the drafter from token to token of all requests that it serves
+    message_s: float  # from the verifier to the drafter and back
+    most: int  # draft tokens that it may be ahead of a commit, of a request
 
 
 def running(survival: Sequence[float], window: int, pace: Pace) -> Running:
@@ -137,10 +127,8 @@ def running(survival: Sequence[float], window: int, pace: Pace) -> Running:
 class _Chain:
     """States: 0, 1, .., most tokens in stock beyond the commit, then lost."""
 
-    goes_on: tuple[float, ...]
-    """[K]: P(k draft tokens and the one after them are right)."""
-    returns: float
-    """P(the first token is right | the last was not): as after any."""
+    goes_on: tuple[float, ...]  # [K]: P(k draft tokens and the one after them are right)
+    returns: float  # P(the first token is right | the last was not): as after any
     pace: Pace
 
     def windows(self, round_s: float) -> NDArray[np.float64]:

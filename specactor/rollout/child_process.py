@@ -28,8 +28,7 @@ from specactor.errors import EngineError
 from specactor.rollout import frames, process_guard, warm_starter
 from specactor.rollout.frames import Failed, ProtocolError
 
-END_TIMEOUT_S = 10.0
-"""Longest wait for each way to end it."""
+END_TIMEOUT_S = 10.0  # longest wait for each way to end it
 _LOG_TAIL_LINES = 20
 _MODULE = "specactor.rollout.child_main"
 Answer = TypeVar("Answer")
@@ -85,13 +84,11 @@ class ChildProcess(Generic[Answer]):
             answers: of all types that it answers with, `Failed` among them.
         """
         self.name, self.log_file = name, log_file
-        self.moved_s = 0.0
-        """When it last gave an answer that was not the last of its call."""
+        self.moved_s = 0.0  # when it last gave an answer that was not the last of its call
         self._answers = answers
         self._lock = threading.Lock()
         self._calls: dict[int, Call[Answer]] = {}
-        self._unanswered: dict[int, float] = {}
-        """Number of a call -> when it was asked."""
+        self._unanswered: dict[int, float] = {}  # number of a call -> when it was asked
         self._heard_s = time.monotonic()
         self._next_number = frames.START
         self._dead = threading.Event()

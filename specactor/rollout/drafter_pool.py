@@ -31,8 +31,7 @@ LOOK_EVERY_S = 0.2
 PAUSE_S = 0.5
 SLEEP_TIMEOUT_S = 10.0
 """Longest wait for all drafters that were woken to sleep; a batch may have to end first. The others are ended."""
-ANSWER_S = 1.0
-"""Of that, what each may take to say that it sleeps, also after others were waited for."""
+ANSWER_S = 1.0  # of that, what each may take to say that it sleeps, also after others were waited for
 PUSH_LIMIT_S = 10.0
 """Longest wait for all drafters that were brought new weights: one that hangs holds the run no longer."""
 SILENT_LIMIT_S = 60.0
@@ -57,8 +56,7 @@ class DrafterPool:
         """Ends of rollouts in a row that ended it, since it did not sleep or had not started."""
         self._gone_s: list[float | None] = [None] * len(specs)
         """When a drafter was found dead, or ended, that is to be started again."""
-        self._free: set[int] = set()
-        """Engines that have nothing to do, in a rollout."""
+        self._free: set[int] = set()  # engines that have nothing to do, in a rollout
         self.drafters: list[DrafterProcess] = []
         try:
             for spec in specs:

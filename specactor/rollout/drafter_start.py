@@ -38,8 +38,7 @@ class Host:
 
     ranks: int
     engines: int
-    devices: tuple[int, ...]
-    """Its GPUs, or its cores where it has none."""
+    devices: tuple[int, ...]  # its GPUs, or its cores where it has none
     has_gpus: bool
     first_drafter: int = 0
     own_engines: tuple[tuple[int, int], ...] = ()

@@ -18,8 +18,7 @@ import msgspec
 from specactor.errors import EngineError
 
 VERSION = 3
-START = 0
-"""Number of the first call: the owner says what to start, and the answer says how that went."""
+START = 0  # number of the first call: the owner says what to start, and the answer says how that went
 MAX_BYTES = 1 << 30
 _HEADER = struct.Struct("<IB?I")
 HEADER_BYTES = _HEADER.size

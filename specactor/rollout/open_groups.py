@@ -27,8 +27,7 @@ class OpenGroup:
 
     problem: int
     requests: tuple[RolloutRequest, ...]
-    finished: dict[str, Trajectory]
-    """By request id."""
+    finished: dict[str, Trajectory]  # by request id
 
     @property
     def complete(self) -> bool:

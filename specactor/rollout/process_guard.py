@@ -24,17 +24,14 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-GRACE_S = 5.0
-"""Time that the host has for an orderly end."""
-TEMPORARY = Path("/tmp")
-"""Where temporary folders are made; sockets in them allow no long path."""
+GRACE_S = 5.0  # time that the host has for an orderly end
+TEMPORARY = Path("/tmp")  # where temporary folders are made; sockets in them allow no long path
 SHARED_FILES = "shared-files"
 """File in the temporary folder that lists the files in /dev/shm that go with it, one path or pattern per line."""
 _SHARED = Path("/dev/shm")
 _LOOK_EVERY_S = 0.25
 _PREFIX = "specactor-engine-"
-_SETTLE_S = 60.0
-"""A folder younger than this may belong to a guard that has not locked it yet."""
+_SETTLE_S = 60.0  # A folder younger than this may belong to a guard that has not locked it yet
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 

@@ -24,8 +24,7 @@ from specactor.rollout.speculation.counters import Counts
 from specactor.rollout.speculation.fastest_of_n import gain_after, speedup
 from specactor.rollout.speculation.reconfiguration import LiveCosts
 
-ASK_EVERY_S = 0.1
-"""Events come by the hundred per second, and a prediction looks at every request."""
+ASK_EVERY_S = 0.1  # events come by the hundred per second, and a prediction looks at every request
 RETURN_SHARE = 0.2
 """Of the way back to the first belief about their acceptance, per step without any draft of theirs."""
 
@@ -41,8 +40,7 @@ class EngineLoad:
     """What an engine that is alive has to do."""
 
     engine: int
-    slots: int
-    """Requests that it decodes together; others wait."""
+    slots: int  # requests that it decodes together; others wait
     running: tuple[Running, ...]
     wake_rounds: float | None = None
     """Rounds until the drafter on its device is awake; None: the engine is busy, or no drafter sleeps there."""
@@ -54,17 +52,13 @@ class TailCosts:
 
     per_request: float = 0.05
     """Of a round, for each request beyond the first; a row that is verified costs what a request does."""
-    margin: float = 0.05
-    """Share of a request's time left that a drafter must save."""
-    draft_step: float = 0.2
-    """Of a round: a draft token of each request."""
+    margin: float = 0.05  # share of a request's time left that a drafter must save
+    draft_step: float = 0.2  # of a round: a draft token of each request
     acceptance: float = 0.6
     """P(the first draft token is accepted), of a drafter on a dry engine's device, as believed now."""
-    first_acceptance: float = 0.6
-    """What is believed before any was seen."""
+    first_acceptance: float = 0.6  # what is believed before any was seen
     max_window: int = 8
-    notice_rounds: float = 32.0
-    """Until an engine that found no drafter looks for one again."""
+    notice_rounds: float = 32.0  # until an engine that found no drafter looks for one again
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,8 +155,7 @@ class BorrowedDevices:
         self.num_woken = 0
         self._engines, self._drafters, self._policy, self._clock = engines, drafters, policy, clock
         self._began_s, self._asked_s = clock(), -float("inf")
-        self._dry: set[int] = set()
-        """Engines of which the drafters know that they have nothing to do."""
+        self._dry: set[int] = set()  # engines of which the drafters know that they have nothing to do
 
     def give_back(self, engine: int) -> None:
         """Call it before the engine is given requests."""

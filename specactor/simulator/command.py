@@ -28,12 +28,9 @@ from specactor.simulator.requests import Lengths, Method, World
 from specactor.simulator.rollout import Job, Run, run
 
 PROG = "specactor simulate"
-MOST_REQUESTS = 2048
-"""Of one engine."""
-TRAIN_FLOPS = 6.0
-"""Operations per parameter and token of a forward and a backward."""
-MFU = 0.35
-"""Share of a device's operations per second that training attains. Assumed."""
+MOST_REQUESTS = 2048  # of one engine
+TRAIN_FLOPS = 6.0  # operations per parameter and token of a forward and a backward
+MFU = 0.35  # share of a device's operations per second that training attains. Assumed
 TRUTH = Method(rate=0.0, decay=0.98, spread=0.5, drift=0.01, staleness=0.05)
 """How acceptance is taken to differ by position, request, length and age."""
 JITTER = 0.02

@@ -39,24 +39,18 @@ from specactor.simulator.requests import Ints
 from specactor.simulator.rounds import COUPLED, OFF, Remote, round_of
 
 SimulatedMode = Literal["off", "coupled", "decoupled", "auto"]
-AHEAD = "decoupled"
-"""What the plan of requests drafted for elsewhere is called among the choices."""
+AHEAD = "decoupled"  # what the plan of requests drafted for elsewhere is called among the choices
 
 
 @dataclass(frozen=True, kw_only=True)
 class Policy:
     mode: SimulatedMode = "auto"
-    drafter: str = ""
-    """Of modes coupled and decoupled; empty: the one of the best plan."""
-    window: int = 0
-    """Of mode coupled, fixed; 0: that of the best coupled plan."""
+    drafter: str = ""  # of modes coupled and decoupled; empty: the one of the best plan
+    window: int = 0  # of mode coupled, fixed; 0: that of the best coupled plan
     max_window: int = 8
-    placement: Mode | Literal[""] = ""
-    """Mode auto: begin with the best plan of that mode; empty: of any."""
-    reconfigure: bool = True
-    """Mode auto: windows and modes of requests follow what is seen of their acceptance."""
-    fastest: bool = True
-    """Mode auto: engines that ran dry draft for the others."""
+    placement: Mode | Literal[""] = ""  # mode auto: begin with the best plan of that mode; empty: of any
+    reconfigure: bool = True  # mode auto: windows and modes of requests follow what is seen of their acceptance
+    fastest: bool = True  # mode auto: engines that ran dry draft for the others
 
     def __post_init__(self) -> None:
         assert self.max_window >= 1, self
@@ -86,16 +80,11 @@ def placed(cluster: Cluster, belief: Candidates, policy: Policy) -> RolloutPlan:
 class Decision:
     """Of the running requests, in order."""
 
-    drafter: str
-    """Whose tokens are verified; NO_DRAFTER for nobody's."""
-    modes: Ints
-    """[B]"""
-    windows: Ints
-    """[B]"""
-    kind: str = NO_DRAFTER
-    """As its rounds are called in `OnlineCosts`."""
-    predicted_s: float = 0.0
-    """Of a round, uncorrected; 0: nothing was predicted."""
+    drafter: str  # whose tokens are verified; NO_DRAFTER for nobody's
+    modes: Ints  # [B]
+    windows: Ints  # [B]
+    kind: str = NO_DRAFTER  # as its rounds are called in `OnlineCosts`
+    predicted_s: float = 0.0  # of a round, uncorrected; 0: nothing was predicted
 
 
 class Decider:

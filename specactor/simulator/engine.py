@@ -27,18 +27,15 @@ from specactor.simulator.decide import Decider, Decision
 from specactor.simulator.requests import Floats, Ints
 from specactor.simulator.rounds import Beside, Remote, Round, round_of
 
-DONE = 1e-6
-"""Tokens short of its length at which a request has finished."""
+DONE = 1e-6  # tokens short of its length at which a request has finished
 FIRST_LOOK, LAST_LOOK = 4, 1024
 """Rounds after which an engine decides anew where nothing else happens: at first and when it has changed its mind, and
 later, doubled each time. (A real one decides in every round, mostly the same.)"""
 
 SAMPLED = 256
 """Verifies that an engine is shown between two decisions, of all its requests together, if it has that many."""
-MOST_SAMPLED = 8
-"""Verifies of one request among them, at most."""
-SHOWN_ROUNDS = 5
-"""Rounds whose seconds it is shown: as many as `costs.MIN_RATIOS`."""
+MOST_SAMPLED = 8  # verifies of one request among them, at most
+SHOWN_ROUNDS = 5  # rounds whose seconds it is shown: as many as `costs.MIN_RATIOS`
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -48,8 +45,7 @@ class Helper:
     engine: Engine
     method: str
     seconds: Grid
-    copies: int
-    """Drafters that fit on its devices, and share the requests."""
+    copies: int  # drafters that fit on its devices, and share the requests
     since: float
 
     def remote(self, requests: int, message_s: float, rollback_s: float = 0.0) -> Remote:
@@ -65,15 +61,12 @@ class Engine:
         self.waiting: deque[int] = deque()
         self.decision = Decision(drafter="", modes=self.running, windows=self.running)
         self.round: Round | None = None
-        self.since = 0.0
-        """Until when it was accounted for."""
-        self.version = 0
-        """Of its schedule: events of older ones are void."""
+        self.since = 0.0  # until when it was accounted for
+        self.version = 0  # of its schedule: events of older ones are void
         self.busy_s = 0.0
         self.helper: Helper | None = None
         self.rounds, self.emitted, self.drafted, self.accepted = 0.0, 0.0, 0.0, 0.0
-        self.first_round_s = 0.0
-        """Seconds of a round just after the last decision."""
+        self.first_round_s = 0.0  # seconds of a round just after the last decision
         self.decisions = 0
         self.rounds_decided = 0.0
         self.requests_decided = 0

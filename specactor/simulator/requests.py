@@ -26,11 +26,9 @@ class Lengths:
     """Of responses, in tokens: log-normal, cut at `longest`."""
 
     median: float = 4000.0
-    sigma: float = 1.0
-    """Standard deviation of the logarithm: at 1 the 95th percentile is 5.2 medians."""
+    sigma: float = 1.0  # standard deviation of the logarithm: at 1 the 95th percentile is 5.2 medians
     longest: int = 20000
-    alike: float = 0.5
-    """Correlation of the logarithms within a prompt's group."""
+    alike: float = 0.5  # correlation of the logarithms within a prompt's group
 
     def __post_init__(self) -> None:
         if not (self.median >= 1 and self.sigma >= 0 and self.longest >= 1 and 0 <= self.alike <= 1):
@@ -52,14 +50,11 @@ class Method:
 
     rate: float
     """P(its first draft token is accepted) of the median request, at the start of a response, freshly trained."""
-    decay: float = 0.98
-    """From one position of a draft to the next, given that all before were accepted."""
+    decay: float = 0.98  # from one position of a draft to the next, given that all before were accepted
     by_position: tuple[float, ...] = ()
     """Counted instead of `rate` and `decay`: P(accepted at j | those before were); the last one goes on."""
-    spread: float = 0.5
-    """Standard deviation among requests of the log-odds of being accepted."""
-    drift: float = 0.0
-    """Share of the acceptance that is lost per 1,000 tokens of a response."""
+    spread: float = 0.5  # standard deviation among requests of the log-odds of being accepted
+    drift: float = 0.0  # share of the acceptance that is lost per 1,000 tokens of a response
     staleness: float = 0.0
     """Share of the acceptance that is lost per policy version since the drafter was refreshed."""
 
@@ -88,20 +83,15 @@ class Method:
 class World:
     """What is true, and the planner has to find out."""
 
-    methods: Mapping[str, Method]
-    """By drafter."""
-    start_s: float = 5.0
-    """From a rollout's begin to the first round: engines take their memory back."""
-    replan_s: float = 0.002
-    """Seconds of an engine for deciding anew."""
+    methods: Mapping[str, Method]  # by drafter
+    start_s: float = 5.0  # from a rollout's begin to the first round: engines take their memory back
+    replan_s: float = 0.002  # seconds of an engine for deciding anew
     rollback_s: float = 0.0005
     """Of a drafter ahead of its verifier, for going back to what was committed, per round in which all requests do."""
     drafter_start_s: float = 2.0
     """Until an engine that ran dry can draft for others: weights, and the prefixes of its requests."""
-    jitter: float = 0.0
-    """Standard deviation of the logarithm of engines' slowness: stragglers."""
-    alike: float = 0.5
-    """How often methods are right together: see `fastest_of_n.combined`."""
+    jitter: float = 0.0  # standard deviation of the logarithm of engines' slowness: stragglers
+    alike: float = 0.5  # how often methods are right together: see `fastest_of_n.combined`
 
     def __post_init__(self) -> None:
         least = min(self.start_s, self.replan_s, self.rollback_s, self.drafter_start_s, self.jitter)
@@ -111,10 +101,8 @@ class World:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Requests:
-    lengths: Ints
-    """[N], tokens."""
-    groups: Ints
-    """[N], of a prompt each."""
+    lengths: Ints  # [N], tokens
+    groups: Ints  # [N], of a prompt each
     odds: Floats
     """[N]: of being accepted, over those of the median request; all methods find the same text easy."""
 

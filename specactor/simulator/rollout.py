@@ -32,10 +32,8 @@ from specactor.simulator.requests import Floats, Ints, Lengths, Requests, World,
 from specactor.simulator.rounds import DECOUPLED, Beside, Remote, round_of
 from specactor.types import RolloutRequest, SamplingParams
 
-ROUNDING_S = 1e-6
-"""By which an event may come early: sums of many small numbers."""
-HELP_MARGIN = 0.02
-"""Share by which an engine must be predicted to be faster with a helper."""
+ROUNDING_S = 1e-6  # by which an event may come early: sums of many small numbers
+HELP_MARGIN = 0.02  # share by which an engine must be predicted to be faster with a helper
 ASKED = 4
 """Engines with the fewest requests, that are asked when an engine has run dry; others ask when they decide."""
 
@@ -45,22 +43,17 @@ class Outcome:
     """What a rollout was. Every request has finished. N requests."""
 
     plan: RolloutPlan
-    lengths: Ints
-    """[N], tokens."""
-    finish_s: Floats
-    """[N]: seconds from the rollout's begin."""
+    lengths: Ints  # [N], tokens
+    finish_s: Floats  # [N]: seconds from the rollout's begin
     busy_device_s: float
     """Of engines that start, verify, or help another, and of drafters while any request is drafted for."""
     rounds: float
-    emitted: float
-    """Tokens, as engines counted them."""
-    drafted: float
-    """Draft tokens that were verified."""
+    emitted: float  # tokens, as engines counted them
+    drafted: float  # draft tokens that were verified
     accepted: float
     decisions: int
     events: int
-    helpers: int
-    """Engines that ran dry and drafted for others."""
+    helpers: int  # engines that ran dry and drafted for others
 
     @property
     def seconds(self) -> float:
@@ -354,11 +347,9 @@ class Rollout:
         )
 
 
-PROMPT_TOKENS = 512
-"""Of a request; trained on too."""
+PROMPT_TOKENS = 512  # of a request; trained on too
 SYNC_S = 2.0
-REFRESH_DEVICE_S = 512.0
-"""Device-seconds of distilling the drafter."""
+REFRESH_DEVICE_S = 512.0  # device-seconds of distilling the drafter
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -370,10 +361,8 @@ class Job:
     options: Candidates
     world: World
     policy: Policy
-    train_tokens_per_s: float
-    """Of a device: prompt and response tokens, forward and backward."""
-    refresh: bool = False
-    """The drafter is distilled after each step."""
+    train_tokens_per_s: float  # of a device: prompt and response tokens, forward and backward
+    refresh: bool = False  # the drafter is distilled after each step
     steps: int = 1
     seed: int = 0
 

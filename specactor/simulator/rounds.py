@@ -24,8 +24,7 @@ from specactor.rollout.speculation.fastest_of_n import combined
 from specactor.rollout.speculation.reconfiguration import ready
 from specactor.simulator.requests import Floats, Ints
 
-OFF, COUPLED, DECOUPLED = 0, 1, 2
-"""What a request does, as in `reconfiguration.MODES`."""
+OFF, COUPLED, DECOUPLED = 0, 1, 2  # what a request does, as in `reconfiguration.MODES`
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,8 +32,7 @@ class Remote:
     """A drafter on devices of its own, as one engine sees it."""
 
     seconds: Grid
-    served: float
-    """Requests that it drafts for, those of other engines too."""
+    served: float  # requests that it drafts for, those of other engines too
     message_s: float
     rollback_s: float = 0.0
 
@@ -47,20 +45,16 @@ class Remote:
 class Beside:
     """A further method that drafts for all the requests, on an engine that ran dry."""
 
-    survival: Floats
-    """[B, W]"""
+    survival: Floats  # [B, W]
     window: int
-    window_s: float
-    """From one window to the next."""
+    window_s: float  # from one window to the next
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Round:
     seconds: float
-    tokens: Floats
-    """[B]: emitted."""
-    drafted: Floats
-    """[B]: draft tokens that are verified."""
+    tokens: Floats  # [B]: emitted
+    drafted: Floats  # [B]: draft tokens that are verified
 
 
 def round_of(

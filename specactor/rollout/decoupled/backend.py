@@ -17,15 +17,11 @@ if TYPE_CHECKING:
 class Lane:
     """A request that wants further tokens. The continuer only reads."""
 
-    key: Hashable
-    """Of the request, among the requests of all engines."""
-    prompt_ids: Sequence[int]
-    """Never empty."""
-    tokens: Sequence[int]
-    """Output so far: committed tokens, then draft tokens ahead of them."""
+    key: Hashable  # of the request, among the requests of all engines
+    prompt_ids: Sequence[int]  # never empty
+    tokens: Sequence[int]  # output so far: committed tokens, then draft tokens ahead of them
     seed: int
-    temperature: float
-    """0: the likeliest token is wanted."""
+    temperature: float  # 0: the likeliest token is wanted
     agreed: int
     """Leading tokens of `tokens` that are what they were in the last call for this key; keys and values of later ones
     may be dropped. 0 in the first call."""
@@ -54,8 +50,7 @@ class Sleeper(Protocol):
 class Continuer(Protocol):
     """One object serves all requests of a drafter process; its methods are called from one thread."""
 
-    version: int
-    """Of the weights that it drafts with."""
+    version: int  # of the weights that it drafts with
 
     def extend(self, lanes: Sequence[Lane]) -> list[list[int]]:
         """For each lane one or more tokens that may follow; none where it cannot go on. Keys are unique in a call."""

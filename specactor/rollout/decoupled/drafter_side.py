@@ -30,10 +30,8 @@ SILENT_S = 30.0
 TAILS_EVERY_S = 1e-3
 """While more is drafted at once: frames, and not what is in them, are most of what a round takes in."""
 MAX_SESSIONS = 1024
-AHEAD = 2
-"""Windows: one that the engine can verify now, and one ahead of that."""
-Key = tuple[int, int]
-"""Session of the engine, number of the request there."""
+AHEAD = 2  # windows: one that the engine can verify now, and one ahead of that
+Key = tuple[int, int]  # session of the engine, number of the request there
 
 
 @dataclass(slots=True, eq=False)
@@ -42,19 +40,13 @@ class Mirror:
 
     key: Key
     opening: Open
-    tokens: list[int]
-    """Committed, then drafted ahead."""
+    tokens: list[int]  # committed, then drafted ahead
     committed: int
-    emptied_s: float | None
-    """When a commit left no draft token, if none was made since."""
-    reserved: int = 0
-    """Tokens that count against the bound."""
-    complete: bool = True
-    """Whether no commit is missing."""
-    unsent: bool = False
-    """There are draft tokens that the engine was not sent."""
-    _stuck: bool = False
-    """The continuer had nothing to add to these tokens."""
+    emptied_s: float | None  # when a commit left no draft token, if none was made since
+    reserved: int = 0  # tokens that count against the bound
+    complete: bool = True  # whether no commit is missing
+    unsent: bool = False  # there are draft tokens that the engine was not sent
+    _stuck: bool = False  # the continuer had nothing to add to these tokens
     _shown_from: int = 0
     _shown: list[int] = field(default_factory=list)
     """Tokens of the last lane from a position on that was committed then."""
@@ -139,18 +131,14 @@ class _Session:
     number: int
     engine: str
     heard_s: float
-    frame: int = 0
-    """Number of the last frame that counted."""
+    frame: int = 0  # number of the last frame that counted
     mirrors: dict[int, Mirror] = field(default_factory=dict)
     drafted: int = 0
     wasted: int = 0
-    window: int = MAX_WINDOW
-    """Its own, once it has opened a request."""
-    pulse: bool = False
-    """A beat is to be answered."""
+    window: int = MAX_WINDOW  # its own, once it has opened a request
+    pulse: bool = False  # A beat is to be answered
     resend: set[int] = field(default_factory=set)
-    tails_s: float = float("-inf")
-    """When all of them that were unsent went last."""
+    tails_s: float = float("-inf")  # when all of them that were unsent went last
 
 
 class Mirrors:
@@ -162,10 +150,8 @@ class Mirrors:
         self._out = Numbering(session)  # one for all engines: it outlasts an engine that was forgotten and comes back
         self._sessions: dict[int, _Session] = {}
         self._engines: dict[str, int] = {}
-        self._oldest: OrderedDict[Key, Mirror] = OrderedDict()
-        """The one that was told of longest ago first."""
-        self._unread: set[Key] = set()
-        """Opened, and never drafted for."""
+        self._oldest: OrderedDict[Key, Mirror] = OrderedDict()  # the one that was told of longest ago first
+        self._unread: set[Key] = set()  # opened, and never drafted for
         self._reserved = 0
         self._forgotten: list[Key] = []
 

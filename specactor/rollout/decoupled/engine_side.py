@@ -35,8 +35,7 @@ from specactor.rollout.decoupled.protocol import (
 
 BEAT_EVERY_S = 0.25
 SILENT_S = 1.0
-REOPEN_EVERY_S = 0.1
-"""A request is opened again at most so often, whatever its drafter says."""
+REOPEN_EVERY_S = 0.1  # A request is opened again at most so often, whatever its drafter says
 
 
 @dataclass(slots=True, eq=False)
@@ -44,18 +43,14 @@ class Request:
     number: int
     name: str
     prompt_ids: Sequence[int]
-    output_ids: list[int]
-    """The engine's own list; it grows."""
+    output_ids: list[int]  # the engine's own list; it grows
     seed: int
     temperature: float
     drafter: int | None = None
-    told: int = 0
-    """Output tokens that the drafter was told of."""
-    owed_from: int | None = 0
-    """It was told of much at once, up to here, and has not answered since."""
+    told: int = 0  # output tokens that the drafter was told of
+    owed_from: int | None = 0  # it was told of much at once, up to here, and has not answered since
     opened_s: float = float("-inf")
-    base: int = 0
-    """Position of the tail's first token."""
+    base: int = 0  # position of the tail's first token
     tokens: bytes | None = None
     """The tail, packed: a list of numbers is ten times as much to fetch after a verify. None: there is none."""
 
@@ -65,22 +60,16 @@ class Peer:
     """One drafter process, in whatever incarnation."""
 
     out: Numbering
-    session: int = NO_SESSION
-    """Of the incarnation that was heard last."""
+    session: int = NO_SESSION  # of the incarnation that was heard last
     frame: int = 0
     live: bool = False
-    asked_s: float | None = None
-    """Since when a beat is unanswered."""
+    asked_s: float | None = None  # since when a beat is unanswered
     beat_s: float = float("-inf")
-    others: int = 0
-    """Requests of other engines there, as it said last."""
+    others: int = 0  # requests of other engines there, as it said last
     requests: dict[int, Request] = field(default_factory=dict)
-    unopened: dict[int, Request] = field(default_factory=dict)
-    """Of those, the ones that it must be told of."""
-    grown: dict[int, Request] = field(default_factory=dict)
-    """Of those, the ones with new tokens."""
-    closed: list[int] = field(default_factory=list)
-    """Numbers that it need not hold any longer."""
+    unopened: dict[int, Request] = field(default_factory=dict)  # of those, the ones that it must be told of
+    grown: dict[int, Request] = field(default_factory=dict)  # of those, the ones with new tokens
+    closed: list[int] = field(default_factory=list)  # numbers that it need not hold any longer
     arrived: list[TailColumns] = field(default_factory=list)
     version: int = 0
     drafted: Total = field(default_factory=Total)

@@ -49,10 +49,8 @@ from specactor.rollout.frames import Failed, ProtocolError
 from specactor.rollout.speculation.costs import Point
 from specactor.trace import Recorder
 
-IDLE_S = 0.5
-"""Between two looks at the parent and at engines that have fallen silent."""
-MAX_LANES = 256
-"""Requests per call of the continuer."""
+IDLE_S = 0.5  # between two looks at the parent and at engines that have fallen silent
+MAX_LANES = 256  # requests per call of the continuer
 MAX_TURNS = 512
 
 _LOG = logging.getLogger(__name__)
@@ -99,11 +97,9 @@ def serve(
     _LOG.info("drafter process %d ends", os.getpid())
 
 
-MAX_SAMPLES = 15
-"""Of batches of about equal sizes, the latest."""
+MAX_SAMPLES = 15  # of batches of about equal sizes, the latest
 MIN_SAMPLES = 3
-MUCH = 2.0
-"""A batch that takes more than so many times as long takes much longer."""
+MUCH = 2.0  # A batch that takes more than so many times as long takes much longer
 
 
 class Pace:
@@ -135,16 +131,14 @@ class Loop:
         self._max_tokens = max_tokens
         self._drops = Drops("drafter")
         self.mirrors = self._new_mirrors()
-        self.busy = False
-        """The next turn need not wait for anything to arrive."""
+        self.busy = False  # the next turn need not wait for anything to arrive
         self.asleep = False
         self.recorder = Recorder()
         self._wake_s = 0.0
         self._busy_s = 0.0
         self._turns: deque[Point] = deque(maxlen=MAX_TURNS)
         self._began_s = 0.0
-        self._drafted = (0, 0)
-        """(requests, tokens) in it."""
+        self._drafted = (0, 0)  # (requests, tokens) in it
         self._pace = Pace()
         self._continuer = continuer
         self._hub = hub

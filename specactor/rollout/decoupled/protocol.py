@@ -33,18 +33,15 @@ from specactor.errors import SpecActorError
 MAGIC = b"SADP"
 VERSION = 4
 MAX_FRAME_BYTES = 16 << 20
-MAX_TAIL_TOKENS = 2 * MAX_WINDOW
-"""A window in the hands of the verifier, and a window ahead of it."""
-MAX_ROWS = 1 << 14
-"""Tails in one record: with all their tokens, less than a frame."""
+MAX_TAIL_TOKENS = 2 * MAX_WINDOW  # A window in the hands of the verifier, and a window ahead of it
+MAX_ROWS = 1 << 14  # tails in one record: with all their tokens, less than a frame
 NO_SESSION = 0
 _HEADER = struct.Struct("<4sB3xQQQ")
 LARGEST = (1 << 63) - 1
 _LOG = logging.getLogger(__name__)
 TOKEN_BYTES = 4
 _NUMBER_BYTES = 8
-_COUNTS = bytes(range(MAX_TAIL_TOKENS + 1))
-"""All that a tail's number of tokens may be."""
+_COUNTS = bytes(range(MAX_TAIL_TOKENS + 1))  # all that a tail's number of tokens may be
 _UNPACK = [struct.Struct(f"<{count}i").unpack_from for count in range(MAX_TAIL_TOKENS + 1)]
 """By the number of tokens of a tail."""
 
@@ -76,13 +73,10 @@ class Open(_Record, frozen=True, tag=1):
 
     request: Number
     prompt_ids: Annotated[list[Token], Meta(min_length=1)]
-    output_ids: list[Token]
-    """What is committed so far."""
+    output_ids: list[Token]  # what is committed so far
     seed: Annotated[int, Meta(ge=-LARGEST, le=LARGEST)]
-    temperature: Annotated[float, Meta(ge=0.0)]
-    """0: the likeliest token is wanted."""
-    window: Annotated[int, Meta(ge=1, le=MAX_WINDOW)]
-    """The most draft tokens that a verify takes."""
+    temperature: Annotated[float, Meta(ge=0.0)]  # 0: the likeliest token is wanted
+    window: Annotated[int, Meta(ge=1, le=MAX_WINDOW)]  # the most draft tokens that a verify takes
 
 
 class Commits(_Record, frozen=True, tag=2):
@@ -90,12 +84,9 @@ class Commits(_Record, frozen=True, tag=2):
     more."""
 
     requests: list[Number]
-    positions: list[Number]
-    """Of the first token of each."""
-    counts: list[Number]
-    """Tokens of each."""
-    tokens: list[Token]
-    """Of all of them."""
+    positions: list[Number]  # of the first token of each
+    counts: list[Number]  # tokens of each
+    tokens: list[Token]  # of all of them
 
     def __post_init__(self) -> None:
         if not len(self.requests) == len(self.positions) == len(self.counts):
@@ -120,22 +111,17 @@ class Close(_Record, frozen=True, tag=3):
 class Pulse(_Record, frozen=True, tag=16):
     """Drafter: I am alive. The answer to a beat."""
 
-    version: Number
-    """Of the weights that I draft with."""
-    requests: Number
-    """That I mirror, of all engines."""
-    drafted: Number
-    """Tokens drafted for you so far, in this session of yours."""
-    wasted: Number
-    """Of them, thrown away."""
+    version: Number  # of the weights that I draft with
+    requests: Number  # that I mirror, of all engines
+    drafted: Number  # tokens drafted for you so far, in this session of yours
+    wasted: Number  # of them, thrown away
 
 
 class Tail(NamedTuple):
     """What may follow the output of a request at a position up to which its engine has committed."""
 
     request: int
-    base: int
-    """Position of the first token."""
+    base: int  # position of the first token
     tokens: bytes
     """4 bytes each, little endian: a tail is mostly replaced by a later one before it is looked into."""
     wait_us: int = 0
@@ -146,18 +132,12 @@ class TailColumns(_Record, frozen=True, tag=20):
     """Drafter: tails, field by field, packed: an object for each of hundreds costs an engine more than all else here. A
     request is in it once."""
 
-    requests: bytes
-    """8 bytes each."""
-    bases: bytes
-    """8 bytes each."""
-    counts: bytes
-    """Tokens of each, in one byte."""
-    tokens: bytes
-    """Of all of them."""
-    version: Number
-    """Of the weights that drafted them."""
-    waits_us: list[Number]
-    """Of those tails that ended a wait."""
+    requests: bytes  # 8 bytes each
+    bases: bytes  # 8 bytes each
+    counts: bytes  # tokens of each, in one byte
+    tokens: bytes  # of all of them
+    version: Number  # of the weights that drafted them
+    waits_us: list[Number]  # of those tails that ended a wait
 
     def __post_init__(self) -> None:
         rows = len(self.counts)

@@ -28,12 +28,9 @@ MIN_GAIN = 1.05
 MIN_SAMPLES = 16
 MAX_SAMPLES = 64
 MAX_WAIT_S = 0.05
-LINK_S = 2e-4
-"""From a commit to the drafter and from its answer to here."""
-_MEMORY = 0.98
-"""Weight of what was, per round."""
-_FORGIVENESS = 1.002
-"""Per round without a wait: trust grows again."""
+LINK_S = 2e-4  # from a commit to the drafter and from its answer to here
+_MEMORY = 0.98  # weight of what was, per round
+_FORGIVENESS = 1.002  # per round without a wait: trust grows again
 
 
 class Patience:
@@ -111,13 +108,11 @@ class Decoupled(Drafter):
         self._given: dict[str, tuple[list[int], int, list[int]]] = {}
         """Per request a draft to be judged: its output, which grows, how long that was, and the draft."""
         self._round = 0
-        self.proposed = 0
-        """Draft tokens handed to the engine."""
+        self.proposed = 0  # draft tokens handed to the engine
         self.waits = 0
         self.waited_s = 0.0
         self._wait_s = 0.0
-        self._told: dict[str, float] = {}
-        """Figures as of the last call."""
+        self._told: dict[str, float] = {}  # figures as of the last call
         self._finalizer = weakref.finalize(self, link.close)
 
     @property

@@ -38,10 +38,8 @@ from specactor.rollout.decoupled.spec import (
 if TYPE_CHECKING:
     from specactor.weights_sync.messages import DraftWeights
 
-WORK_TIMEOUT_S = 5.0
-"""A batch of a draft model that reads many prompts can take seconds."""
-FIRST_WAKE_S = 1.0
-"""What waking is expected to take before it was measured."""
+WORK_TIMEOUT_S = 5.0  # A batch of a draft model that reads many prompts can take seconds
+FIRST_WAKE_S = 1.0  # what waking is expected to take before it was measured
 _LOOK_EVERY_S = 0.005
 SIGN_EVERY_S = 5.0
 """So long after its last word a process is asked for a sign of life, and as long it may take before it counts as
@@ -56,16 +54,12 @@ class DrafterProcess(ChildProcess[FromDrafter]):
         """Starts it and returns at once; `wait_ready` tells how it went."""
         self.spec = spec
         self.started: Started | None = None
-        self.version = 0
-        """Of the weights that it drafts with, as it said last."""
-        self.awake = spec.engine is None
-        """It was woken, and not asked to sleep since."""
-        self.leaving = False
-        """It is to be asked to sleep, when it has answered what it was asked before."""
+        self.version = 0  # of the weights that it drafts with, as it said last
+        self.awake = spec.engine is None  # it was woken, and not asked to sleep since
+        self.leaving = False  # it is to be asked to sleep, when it has answered what it was asked before
         self.wake_s = FIRST_WAKE_S
         self._began_s = time.monotonic()
-        self._sign: int | None = None
-        """Number of the last call that was for a sign of life."""
+        self._sign: int | None = None  # number of the last call that was for a sign of life
         super().__init__(
             "specactor.rollout.decoupled.main:run",
             Start(spec=replace(spec, core=_core(spec.device))),

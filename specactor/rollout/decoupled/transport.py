@@ -25,13 +25,11 @@ from zmq.auth.thread import ThreadAuthenticator
 from specactor.errors import ConfigError
 from specactor.rollout.decoupled.protocol import LARGEST, MAX_FRAME_BYTES, Drops
 
-HEARTBEAT_MS = 5000
-"""Of connections over TCP: after three without an answer one is over, and made anew."""
+HEARTBEAT_MS = 5000  # of connections over TCP: after three without an answer one is over, and made anew
 QUEUE_FRAMES = 256
 RECONNECT_MS = 20
 MAX_RECONNECT_MS = 250
-_RECEIVE_FRAMES = 1024
-"""At a time; from all sockets in turns."""
+_RECEIVE_FRAMES = 1024  # at a time; from all sockets in turns
 _LOOK_EVERY_S = 1e-4
 _INPUT, _AT_ONCE = int(zmq.POLLIN), int(zmq.NOBLOCK)
 """Plain numbers: once per round, with cold caches, arithmetic of enumerations costs tens of microseconds."""
@@ -40,8 +38,7 @@ _send = zmq.backend.Socket.send
 _CURVE_BYTES = 33
 """That CURVE puts around a frame: the name of its command, a nonce, a code, flags. They count for ZeroMQ's limit."""
 _RANDOM_BITS = 22
-_LINGER_MS = 100
-"""Of an engine that closes: its last words."""
+_LINGER_MS = 100  # of an engine that closes: its last words
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,8 +64,7 @@ class Address:
     """Of a drafter, as an engine reaches it."""
 
     endpoint: str
-    keys: EngineKeys | None = None
-    """None: it hears everybody on its host."""
+    keys: EngineKeys | None = None  # none: it hears everybody on its host
 
 
 def make_keys() -> tuple[EngineKeys, DrafterKeys]:
@@ -291,9 +287,7 @@ def _check_reach(endpoint: str, keys: DrafterKeys | None) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class DrafterAccess:
-    drafters: tuple[Address, ...] = ()
-    """They need not be there yet."""
-    engine: str = "engine"
-    """A name that no other engine has, the same after a restart."""
+    drafters: tuple[Address, ...] = ()  # they need not be there yet
+    engine: str = "engine"  # A name that no other engine has, the same after a restart
     may_be_none: bool = False
     """There may be no drafter processes: those on devices of engines, where no device may be lent."""

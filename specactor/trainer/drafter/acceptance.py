@@ -32,14 +32,10 @@ class Acceptance:
 
     tokens: int
     window: int
-    accept_length: float
-    """emitted / verifies with drafts that share the target's noise."""
-    shared: float
-    """Share of positions where the draft with shared noise is the target's token."""
-    overlap: float
-    """1 - TV: the most that any drafter that follows this distribution reaches."""
-    entropy: float
-    """Of the target, nats per token."""
+    accept_length: float  # emitted / verifies with drafts that share the target's noise
+    shared: float  # share of positions where the draft with shared noise is the target's token
+    overlap: float  # 1 - TV: the most that any drafter that follows this distribution reaches
+    entropy: float  # of the target, nats per token
 
 
 @torch.no_grad()

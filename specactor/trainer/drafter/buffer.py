@@ -28,21 +28,17 @@ from specactor.types import TrainSequence
 class TopK:
     """The policy's K most probable next tokens at every response token, most probable first."""
 
-    tokens: NDArray[np.int32]
-    """[R, K]"""
-    logprobs: NDArray[np.float16]
-    """[R, K] of the whole distribution at the sampling temperature."""
+    tokens: NDArray[np.int32]  # [R, K]
+    logprobs: NDArray[np.float16]  # [R, K] of the whole distribution at the sampling temperature
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TrainingExample:
     """One response, and what is known of the distributions that it was sampled from."""
 
-    token_ids: NDArray[np.int32]
-    """[L] prompt and response."""
+    token_ids: NDArray[np.int32]  # [L] prompt and response
     prompt_len: int
-    version: int
-    """Of the policy that generated it."""
+    version: int  # of the policy that generated it
     temperature: float = 1.0
     top_k: TopK | None = None
 
@@ -98,8 +94,7 @@ class DraftBuffer:
         self._max_tokens, self._half_life, self._seed = max_tokens, half_life_steps, seed
         self._longest = min(max_example_tokens, max_tokens)
         self._examples: list[TrainingExample] = []
-        self.too_long = 0
-        """Examples left out so far."""
+        self.too_long = 0  # examples left out so far
         self._known_chances: NDArray[np.float64] | None = None
         """Of the content as it is; draws are many, and examples thousands."""
 
@@ -200,8 +195,7 @@ class _Stored(msgspec.Struct, frozen=True, array_like=True):
     prompt_len: int
     version: int
     temperature: float
-    top_k: tuple[bytes, bytes] | None
-    """Tokens and log-probabilities."""
+    top_k: tuple[bytes, bytes] | None  # tokens and log-probabilities
 
     @classmethod
     def of(cls, example: TrainingExample) -> _Stored:

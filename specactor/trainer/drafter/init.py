@@ -26,8 +26,7 @@ from torch import Tensor, nn
 from specactor.cpu import torchvision_ops
 from specactor.errors import ConfigError, DataError
 
-MAX_INTERMEDIATE = 8192
-"""Width of the dense MLP in place of experts."""
+MAX_INTERMEDIATE = 8192  # width of the dense MLP in place of experts
 _MODEL = "model.layers."
 _MLP = ("gate_proj", "up_proj", "down_proj")
 

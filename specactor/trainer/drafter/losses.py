@@ -28,8 +28,7 @@ from specactor.trainer.drafter.buffer import TrainingExample
 @dataclass(frozen=True, kw_only=True)
 class Batch:
     tokens_BT: Tensor
-    row_N: Tensor
-    """Which of the B * T positions predict a response token: those before it."""
+    row_N: Tensor  # which of the B * T positions predict a response token: those before it
     targets_N: Tensor
     temperatures_N: Tensor
     top_tokens_NK: Tensor

@@ -39,8 +39,7 @@ from specactor.weights_sync.draft_push import DraftSender, num_bytes, push_to_en
 from specactor.weights_sync.messages import DraftWeights
 from specactor.weights_sync.sender import TIMEOUT_S, TargetEngine
 
-FOLDER = "drafter"
-"""In a checkpoint."""
+FOLDER = "drafter"  # in a checkpoint
 
 
 @dataclass(kw_only=True)

@@ -21,8 +21,7 @@ from specactor.types import ScoredGroup
 
 class RolloutLine(msgspec.Struct, frozen=True, kw_only=True):
     prompt_ids: list[int]
-    token_ids: list[int]
-    """Of the response."""
+    token_ids: list[int]  # of the response
     version: int = 0
     reward: float = 0.0
     temperature: float = 1.0

@@ -46,18 +46,12 @@ class RefreshStats:
     """Of one `DrafterTrainer.refresh`; equal on all ranks, but for `seconds`."""
 
     updates: int
-    micro_steps: int
-    """Of every rank, with those of an update that was given up."""
-    tokens: int
-    """Response tokens learned from."""
-    losses: tuple[float, ...]
-    """Of every update: mean per response token."""
-    kl: float
-    """KL(policy, draft) over the top-k, in the last update; nan without an update, like the next two."""
-    overlap: float
-    """At least 1 - TV (see `losses.overlap`), in the last update."""
-    grad_norm: float
-    """Of the last update, before clipping."""
+    micro_steps: int  # of every rank, with those of an update that was given up
+    tokens: int  # response tokens learned from
+    losses: tuple[float, ...]  # of every update: mean per response token
+    kl: float  # KL(policy, draft) over the top-k, in the last update; nan without an update, like the next two
+    overlap: float  # at least 1 - TV (see `losses.overlap`), in the last update
+    grad_norm: float  # of the last update, before clipping
     seconds: float
     stopped: Stopped
 
@@ -119,14 +113,10 @@ class DrafterTrainer:
             seed=seed,
             max_example_tokens=config.tokens_per_microbatch,
         )
-        self.version = 0
-        """Refreshes that have changed the weights."""
-        self.updates = 0
-        """Made so far, also in refreshes that diverged."""
-        self.halvings = 0
-        """Of the tokens of an update, since no update fitted the time."""
-        self._drawn = (0, 0)
-        """Examples and tokens of the last draw."""
+        self.version = 0  # refreshes that have changed the weights
+        self.updates = 0  # made so far, also in refreshes that diverged
+        self.halvings = 0  # of the tokens of an update, since no update fitted the time
+        self._drawn = (0, 0)  # examples and tokens of the last draw
         self._micro_s = 0.0
         self._group = group
         self._rank, self._ranks = (0, 1) if group is None else (group.rank(), group.size())

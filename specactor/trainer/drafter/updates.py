@@ -23,10 +23,8 @@ from torch.nn.parallel import DistributedDataParallel
 from specactor.config import DistillationConfig
 from specactor.errors import CheckpointError, ConfigError, SpecActorError
 
-ADAM_BETAS = (0.9, 0.98)
-"""Of AdamW; a shorter memory than usual, since the policy that is followed moves on."""
-GRAD_CLIP = 1.0
-"""Largest global norm of a gradient."""
+ADAM_BETAS = (0.9, 0.98)  # of AdamW; a shorter memory than usual, since the policy that is followed moves on
+GRAD_CLIP = 1.0  # largest global norm of a gradient
 
 
 def diverged(what: str, value: float) -> SpecActorError:
