@@ -1,16 +1,7 @@
 """Who has the memory of the devices: engines while they generate, the trainer while it learns.
 
-Both are on the same GPUs, which do not hold both. An engine's devices are those of several ranks, so every hand-over is
-collective: nobody takes before all have given. A step goes through three states:
-
-    to_trainer   engines end what runs and release all; gradients and optimizer come back. The policy and the draft
-                 model learn, and checkpoints are written and loaded.
-    to_weights   gradients and optimizer leave, engines take memory for weights, undefined until they are sent. What a
-                 sync needs besides has the room of the caches.
-    to_engines   engines take the rest. The trainer's parameters stay: they are sent again when an engine dies.
-
-At the start engines are alone, since SGLang takes a share of what is free when it looks, and release what they took;
-then the trainer is made. Without GPUs memory is the host's and is not handed over: engines start while it is made.
+Both are on the same GPUs, which do not hold both. An engine's devices are those of several ranks, so every hand-over
+is collective: nobody takes before all have given. Without GPUs memory is the host's and is not handed over.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """One HTML page of a run: what it was, what it reached, and its metrics over the steps.
 
-Invariants: the page needs nothing but itself, as its own security policy says (no script, no network); texts that come
-from files reach it escaped, or inside a picture; the same files give the same page; a metric that is missing is not
-drawn; a value that was not finite is a hole in its curve, and adds nothing to a stack or a sum.
+Invariants: the page has no script and needs no network, as its security policy says; texts from files are escaped;
+the same files give the same page; a missing metric is not drawn; a value that was not finite is a hole in its curve.
 """
 
 from __future__ import annotations

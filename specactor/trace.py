@@ -1,10 +1,8 @@
 """What the processes of a rollout did when, for Perfetto (https://ui.perfetto.dev). PURE: times are passed in.
 
-Times are seconds of `time.perf_counter`, which on Linux is one clock for all processes of a host (CLOCK_MONOTONIC); the
-clocks of two hosts are unrelated, and their spans must not be put into one trace.
+Times are seconds of `time.perf_counter`, one clock for all processes of a host; clocks of two hosts are unrelated.
 
-Invariants: bounded memory (the oldest spans go first); a recorder that is off keeps nothing and costs one comparison;
-every span of a trace lies at or after its start, and lanes of one process that overlap in time have names of their own.
+Invariants: memory is bounded, the oldest spans go first; a recorder that is off keeps nothing.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Experts of Megatron's local layer spec, without a Python module call per expert and token group.
 
-Same parameters, names and checkpoints as Megatron's `SequentialMLP`; only the arithmetic of a forward pass is
-arranged differently: two grouped linear maps with one activation over all experts' tokens between them.
-Shapes: T tokens sorted by expert, I and O the inner sizes of one linear map, E local experts.
+Parameters, names and checkpoints are those of Megatron's `SequentialMLP`. Shapes: T tokens sorted by expert, I and O
+the inner sizes of one linear map, E local experts.
 """
 
 from __future__ import annotations

@@ -1,18 +1,8 @@
 """The unmodified megatron-core wheel without TransformerEngine: every change to its private names is here.
 
-Call `install` before the first ``import megatron.core``. Where there is no GPU it maps ``torch.cuda`` to the CPU
-(`install_torch`). There, and on a GPU without TransformerEngine, it closes the gaps of Megatron's own paths:
-
-- attention: packed sequences and context parallelism (`specactor.cpu.attention`), rotary embedding of packed sequences;
-- mixture of experts: split sizes are converted only for CUDA tensors; a name is undefined; no grouped linear maps;
-- norms: refused under sequence parallelism, though only their gradients need to be marked;
-- optimizer: torch's Adam keeps a step tensor per parameter, which a checkpoint load would share between all of them.
-
-What ``torch.cuda`` means on a CPU: its stateful API means the CPU (device, random state) or nothing (streams, events,
-synchronisation); "cuda" as a device argument means "cpu"; gaps of the gloo backend are filled.
-
-The changes are process-wide. In a process that ran `install` without a GPU, transformers' own MoE models are not to be
-trusted: compute references in another process.
+Call `install` before the first ``import megatron.core``. Without a GPU it maps ``torch.cuda`` to the CPU
+(`install_torch`). The changes are process-wide: afterwards transformers' own MoE models are not to be trusted, so
+references are computed in another process.
 """
 
 from __future__ import annotations

@@ -1,16 +1,10 @@
-"""Arithmetic of SGLang's decoding on a CPU: sampling noise, attention over the KV pool, experts, small matrix products.
+"""Arithmetic of SGLang's decoding on a CPU: noise, attention over the KV pool, experts, small matrix products.
 
-Invariants, each with a test in tests/cpu/test_sglang_ops.py:
-- `murmur_hash32` is MurmurHash3 (32 bit, length 16) of the blocks (seed low, seed high, position, column);
-- every function gives the same bits for a request whatever other requests are computed beside it.
+Invariant: every function gives a request the same bits whatever is computed beside it.
 
-The second holds because (a) a row of a float32 matrix product has the same bits in every product of at least
-`MIN_ROWS` rows, so smaller products are filled up with rows of zeros, (b) padding keys get weight exactly 0, and their
-number is such that it does not change the order of sums (`padded_keys`), (c) everything else works on rows alone.
-
-Shape legend: B requests, T tokens, V vocabulary, S slots of the KV pool, L keys (padded), H query heads, N key-value
-heads, D head size, R rows (tokens that are decoded or verified), P places of a tile, Q queries of its key head,
-E experts, K experts per token, M hidden size, F expert width.
+Shape legend: B requests, T tokens, V vocabulary, S pool slots, L keys (padded), H query heads, N key-value heads, D
+head size, R rows, P places of a tile, Q queries of its key head, E experts, K experts per token, M hidden size, F
+expert width.
 """
 
 from __future__ import annotations

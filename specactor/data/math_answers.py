@@ -1,9 +1,7 @@
 """Mathematical equality by the math-verify library, in bounded time, from any thread of any process.
 
-math-verify bounds its time with a signal, which works in a main thread only and cannot stop a long C call. Here the
-library runs in a child process, without that signal. The child arms an alarm that ends it when one question takes too
-long; the next question starts a new child. Parent and child exchange lines of JSON. The child ends by itself when the
-parent is gone: at the end of its input, or, in the middle of a question, by the alarm.
+math-verify bounds its time by a signal, which works in a main thread only and cannot stop a long C call. So it runs
+in a child process, whose alarm ends it when one question takes too long. The child also ends when its parent is gone.
 """
 
 from __future__ import annotations

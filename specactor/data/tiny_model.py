@@ -1,10 +1,8 @@
-"""A Qwen3-MoE model with random weights in Hugging Face format, made on the spot.
-
-It is written by a process of its own: in a process that holds the CPU platform of Megatron-core, transformers computes
-with a patched torch. The folder appears under its name only when it is whole, and the same shape and seed give the
-same bytes.
+"""A Qwen3-MoE model with random weights in Hugging Face format, made on the spot by a process of its own.
 
     python -m specactor.data.tiny_model SHAPE_AS_JSON SEED FOLDER
+
+Invariants: the folder appears under its name only when it is whole; the same shape and seed give the same bytes.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """A tokenizer with one token per character, made on the spot; and the loading of any model's tokenizer.
 
-Invariants, each with a test: a text of printable ASCII characters and newlines has one token per character and decodes
-to itself, whatever it spells (``<eos>`` written in a prompt is five characters, never the end of a sequence); any other
-character is ``<unk>``; nothing is added around a text.
+Invariants: printable ASCII text has one token per character and decodes to itself (``<eos>`` in a prompt is five
+characters, never the end of a sequence); any other character is ``<unk>``; nothing is added around a text.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """What all ranks do together: exchange values, run a phase, fail.
 
-Invariants: every exchange is bounded by the process group's timeout; a rank that is merely busy keeps the others
-alive by joining a heartbeat; when one rank fails in a phase, every rank leaves that phase with an error; only typed
-msgspec bytes travel, nothing is unpickled; no exchange touches a GPU.
+Invariants: every exchange is bounded by the process group's timeout; a busy rank keeps the others alive by a
+heartbeat; when one rank fails in a phase, every rank leaves it with an error; only typed msgspec bytes travel; no
+exchange touches a GPU.
 """
 
 from __future__ import annotations

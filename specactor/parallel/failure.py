@@ -1,9 +1,8 @@
 """All ranks fail together, with one message that names the rank and the cause.
 
-Invariants: of one failure there is one report, on stderr, which torchrun's own ends with, too; the first to report
-takes a ticket from the launcher's store. A rank that fails only because a peer did gives that peer time to report
-first, and else reports what it knows. A rank that torchrun ends (SIGTERM) because another was killed says so, also from
-within a collective, and is gone at once. After Ctrl-C every rank is gone within `GRACE_S`.
+Invariants: one failure has one report, on stderr, by the first rank that takes a ticket from the launcher's store; a
+rank that fails because of a peer lets that peer report first; a rank that torchrun ends is gone at once; after Ctrl-C
+every rank is gone within `GRACE_S`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Public figures of devices, and what share of them programs attain. PURE: numbers with their sources.
+"""Published figures of devices, and what share of them programs attain. PURE: numbers with their sources.
 
-Where a vendor's page gives a figure with sparsity, half of it stands here. The link is one direction of NVLink, half of
-the advertised sum of both. Nothing here was measured by this project; `specactor profile` measures.
+Where a vendor gives a figure with sparsity, half of it stands here. Nothing here was measured by this project;
+`specactor profile` measures.
 
 Invariant: every number has its source beside it, or says that it is assumed.
 """

@@ -1,15 +1,9 @@
 """What takes the memory of a job's fullest device, by phase of a step: a recipe's numbers in, bytes out.
 
-Counted are the tensors that the code makes, in the order in which a step has them: while engines generate, gradients
-are given up and, in bfloat16, the optimizer is in host memory; while the trainer learns, engines have released theirs;
-in a weight sync both hold weights. Activations are estimated, and `OVERHEAD_BYTES` is what CUDA, NCCL and the allocator
-keep: neither was measured.
+Invariants: no phase leaves out what another that holds the same tensors counts; more devices in a dimension never
+make a row larger.
 
-Invariants: no phase leaves out what another that holds the same tensors counts; more devices in a dimension never make
-a row larger.
-
-Source: Megatron-core's distributed optimizer: 2 bytes per parameter in bfloat16, 4 for its gradient, 12 for Adam with
-float32 weights, the last divided among the ranks that hold the same parameter.
+Source: Megatron-core's distributed optimizer. Activations and `OVERHEAD_BYTES` are estimates.
 """
 
 from __future__ import annotations

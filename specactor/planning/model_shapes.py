@@ -1,9 +1,9 @@
 """Sizes of transformers that decide what a forward costs. PURE: a config's numbers in, bytes and parameters out.
 
-Decoders with grouped-query attention and gated MLPs, dense or with routed experts (Llama, Qwen2, Qwen3, Mixtral and
-their kin). Biases and norms are left out: they are under 0.1 % of the parameters.
+Covered are decoders with grouped-query attention and gated MLPs, dense or with routed experts. Biases and norms,
+under 0.1 % of the parameters, are left out.
 
-Invariant: a shape is refused rather than misread: latent or sliding-window attention, and layers of mixed kinds.
+Invariant: a shape is refused rather than misread.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
-"""What a plan of a rollout is, and what it is made from: options by a measured table, or by figures (`rooflines`).
-PURE: values, checked when made.
+"""What a plan of a rollout is, and the options that `search` makes it from. PURE: values, checked when made.
 
-`search.search` makes plans. Sizes are bytes, times seconds, counts devices, engines, requests or tokens.
+Sizes are bytes, times seconds, counts devices, engines, requests or tokens.
 
 Invariants: a window of 0 means plain decoding and nothing else does; no count, time or probability is out of range.
 """

@@ -1,13 +1,9 @@
-"""Measures the seconds of rounds in a running engine, cell by cell (`profile_grid`), and of a drafter process with it.
+"""Measures the seconds of rounds in a running engine, cell by cell (`profile_grid`), and of a drafter process with
+it.
 
-Prompts are random tokens, sampled as the recipe samples. To time a verification requests get drafts that fill their
-windows and are nearly always wrong, so that all stay together; to time a drafter they get its own. A drafter process
-drafts for the same requests, and the engine verifies what is there, in windows of the largest size. Before each number
-of requests a round of the table is timed again, with the process at rest, and what follows is counted at that pace.
-
-Invariants: a cell holds seconds of rounds with exactly its number of requests and draft tokens; cells are measured in
-passes over all of them, so that a slow minute does not fall on some of them alone; the engine is as before afterwards,
-but for its prefix cache.
+Invariants: a cell holds seconds of rounds with exactly its number of requests and draft tokens; a pass goes over all
+cells, so that a slow minute does not fall on some alone; the engine is as before afterwards, but for its prefix
+cache.
 """
 
 from __future__ import annotations

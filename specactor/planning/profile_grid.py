@@ -1,12 +1,7 @@
-"""Which rounds to measure for a cost table, and the tables of what was measured. PURE: seconds in, tables out.
+"""Which rounds to measure for a cost table, and the table of what was measured. PURE: seconds in, tables out.
 
-A cell stands for rounds with one number of requests and one window. The table is made of the cells of a grid, medians
-of their rounds. Further cells lie between those of the grid; the table does not see them, and how far its predictions
-of them are off is its error. What a drafter process costs is a mean and no median, since what happens now and then is
-paid for, too; only stalls are left out.
-
-Invariants: a grid begins at one request and ends at the largest number and window; no held-out cell is on a grid; the
-table gives back the median of every cell of its grids.
+Invariants: a grid begins at one request and ends at the largest number and window; no held-out cell, by which the
+table's error is found, is on a grid; the table gives back the median of every cell of its grids.
 """
 
 from __future__ import annotations

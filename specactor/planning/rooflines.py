@@ -1,17 +1,7 @@
 """Cost tables from published device figures, for devices that nobody has measured. PURE: shapes and figures in.
 
-A forward of n requests with t tokens each, on g devices that share every layer (tensor parallelism), takes the sum over
-its parts of the longer of moving bytes and computing:
-
-    projections, MLP or router, output   weights / g   and   2 params rows / g operations,  rows = bucket(n t)
-    experts                              E (1 - (1 - k/E)^rows) of them are read; each row computes with k
-    attention                            KV of c tokens is read by each of n t rows; 4 rows c head_dim heads operations
-    logits                               rows V float32, written and read
-
-and two all-reduces of rows x hidden per layer (g > 1), the least time of its kernels, and the launch. `bucket` rounds
-rows up to the sizes for which graphs are captured (SGLang 0.5.23's lists, with and without speculation). An attention
-that reads a request's keys once for all its rows can be asked for, to see what it would bring: ours does not. Left out:
-imbalance of experts, prefills beside decodes, stragglers, the host, and kernels that fall short of the attained shares.
+Left out: imbalance of experts, prefills beside decodes, stragglers, the host, and kernels that fall short of the
+attained shares.
 
 Invariants: seconds do not fall with requests, tokens or context; devices are added within one node.
 """

@@ -1,16 +1,9 @@
-"""Which devices verify, which draft, with what window: a search over all plans. PURE: tables and counts in, plans out.
+"""Which devices verify, which draft, with what window: a search over all plans. PURE: tables and counts in, plans
+out.
 
-A plan is one of
-    off        every verifier decodes plainly
-    coupled    every verifier drafts and verifies on its own devices: verify_s + draft_s a round
-    decoupled  N drafters serve M verifiers: a round takes the longer of verifying and of drafting w + 1 tokens with one
-               exchange of messages (`pipelined`); a drafter process that was measured is not waited for (`running`)
-and is charged for every device of the cluster, used or idle: plans are compared by tokens per second of the whole. The
-1:1 groups of Algorithm 1 of 2511.16193 (`benchmarks/paper_algorithms.py`) are among them.
-
-Invariants: the first plan has the most tokens per second, and off wins ties; a drafter with acceptance 0 is never in
-the first plan; survivals that rise never lower the first plan's speed, but for rows that cost more than they bring; no
-plan uses more devices than there are.
+Invariants: the first plan has the most tokens per second of the whole cluster, and off wins ties; a drafter with
+acceptance 0 is never in it; survivals that rise never lower its speed, but for rows that cost more than they bring;
+no plan exceeds the devices.
 """
 
 from __future__ import annotations

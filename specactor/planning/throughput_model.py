@@ -1,17 +1,10 @@
-"""How many tokens a round of speculation emits, coupled and decoupled. PURE: probabilities and seconds in, tokens out.
+"""How many tokens a round of speculation emits, coupled and decoupled. PURE: probabilities and seconds in, tokens
+out.
 
-survival_j = P(the first j draft tokens are accepted). A coupled round of w draft tokens emits
-1 + sum_{j <= w} survival_j (2211.17192, equation 1, where survival_j = p^j). A decoupled request is in one of two
-states:
-    ready      the next w draft tokens are there: the round emits what a coupled one does. It stays ready if all are
-               accepted and the drafter's next token is the one that the target added (survival_{w+1}).
-    redrafting the drafter starts again from the commit: a plain step of one token. The request is ready again if the
-               drafter's first token is the one that this step adds (survival_1).
-`pipelined` takes rounds to last until windows are there. Drafter processes are not waited for, so how many draft tokens
-there are depends on the round's length over the drafter's step: `running`, by a Markov chain over the tokens in stock.
+survival_j = P(the first j draft tokens are accepted).
 
-Invariants: at least 1 token per round; tokens and share do not fall when survivals rise; with a drafter that takes no
-time `running` is `pipelined`.
+Invariants: a round emits at least 1 token; tokens and share do not fall when survivals rise; with a drafter that
+takes no time `running` is `pipelined`.
 
 Shape legend: S states, K windows 0..w.
 """

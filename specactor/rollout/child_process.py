@@ -1,11 +1,8 @@
 """A child process as its owner sees it, an engine or a drafter: started, asked, watched, ended.
 
-Its owner asks questions, each in a `Call` of its own; calls may overlap. Around the child is a guard (`process_guard`).
-
-Invariants: sending never waits, and no wait is unbounded; an answer that comes late is not taken for another's; a child
-that dies, or says what is no frame, is dead for its owner at once; a signal to the owner's terminal does not reach it;
-its standard output and error are appended to its log; after `kill` nothing of it is left; when the owner dies, in
-whatever way, it ends by itself.
+Invariants: sending never waits, and no wait is unbounded; a late answer is not taken for another's; a child that
+dies, or sends no valid frame, is dead at once; after `kill` nothing of it is left; when the owner dies, it ends by
+itself.
 """
 
 from __future__ import annotations

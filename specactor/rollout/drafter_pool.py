@@ -1,14 +1,9 @@
-"""The drafter processes of one host: started together, restarted when they die, stopped together.
+"""The drafter processes of one host: started together, replaced on the side when they die or hang, stopped together.
 
-A dead drafter costs drafts and no more, so it is replaced on the side, by a thread, while whoever uses the engines goes
-on. One that hangs is asked for signs of life, and ended when there are none for `SILENT_LIMIT_S`. Those of
-`DrafterSpec.engine` sleep, and may be woken while that engine has nothing to do.
+Those with `DrafterSpec.engine` sleep, and may be woken while that engine has nothing to do.
 
-Invariants: after `rollout` those sleep or are gone, but for one that is starting without a GPU, which takes nothing of
-the trainer's and sleeps when it has started; they are started again only while their engine has nothing to do; after
-`stop` nothing of any drafter is left, also when starting failed; a drafter is started again after at most
-`max_restarts` deaths, and after at most as many ends of rollouts in a row that found it late, each time `PAUSE_S` or
-more later, twice as long every time.
+Invariants: after `rollout` those sleep or are gone; they are started again only while their engine has nothing to do;
+after `stop` nothing of any drafter is left.
 """
 
 from __future__ import annotations

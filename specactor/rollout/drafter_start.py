@@ -1,13 +1,8 @@
 """The drafter processes of a run: which host gets which, who starts them, where they listen, what engines are told.
 
-A host is a machine. Where devices are lent (`Config.lends_devices`) it is the ranks of one that see the same devices,
-since the first of those drives all of their engines, and no others: a drafter that it wakes must draft for them.
-
-Invariants: every drafter has an address of its own and keys of its host, new in every run; engines are given the
-drafters of their own host, and with `parallel.drafter_hosts` those of other hosts after them; a rank that starts
-no drafter learns the engines' keys and not the drafters'; no two drafters of a job have the same number, and thus the
-same log; one that sleeps on an engine's device has the engine's number, and the device is no other engine's; what is
-wrong with the config is raised on all ranks, and all are told of the drafters before any engine is started.
+Invariants: every drafter has an address, and keys of its host, new in every run; a rank that starts no drafter does
+not learn the drafters' keys; no two drafters of a job have one number; what is wrong with the config is raised on all
+ranks.
 """
 
 from __future__ import annotations

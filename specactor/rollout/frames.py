@@ -1,9 +1,7 @@
 """Frames on the socket between a process and its owner. Nothing in them is unpickled.
 
-A frame is: length of what follows the header in bytes (4, little endian), version of the protocol (1), whether it is
-the last frame of its call (1), number of the call (4), and a message: MessagePack, with a tag per type. A call is one
-question and the answers to it, which repeat its number. A frame that is too long, of another version, or whose message
-does not decode is a `ProtocolError`: the two ends are then out of step, and the process is given up.
+A call is one question and the answers to it, which repeat its number. A frame that is too long, of another version,
+or whose message does not decode is a `ProtocolError`: the two ends are out of step, and the process is given up.
 """
 
 from __future__ import annotations

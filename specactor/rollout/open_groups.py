@@ -1,12 +1,8 @@
 """Groups of responses that may take more than one step. PURE: responses in, groups out.
 
-With `rollout.oversample` more groups are asked for than a step learns from, and the rollout stops when enough of them
-are complete. What is not complete then is dropped, or, with `rollout.partial`, kept: its requests go on from what there
-is of their responses in the next step, at the next policy version.
-
-Invariants: a step learns from as many groups as it wants, each whole; a group is learned from at most once; with
-`partial` every group is learned from in the end (unless the run ends first); a request keeps its seed and its id, and
-so its noise, over steps.
+Invariants: a step learns from as many groups as it wants, each whole; a group is learned from at most once, and with
+`partial` in the end always (unless the run ends first); a request keeps its seed and id, and so its noise, over
+steps.
 """
 
 from __future__ import annotations

@@ -1,12 +1,8 @@
 """The process around an engine or a drafter that leaves nothing behind. POSIX only: no SGLang, no torch.
 
-The process that a trainer rank starts (`child_main`) becomes the guard; the host is its only child. Invariants:
-- when the guard has exited, every process below it is gone, and so are the engine's temporary folder and its files in
-  /dev/shm: the end of the stream that the trainer rank then sees means that the devices are free;
-- when the trainer rank dies, in whatever way, the guard sees the end of the stream and ends the host within
-  `GRACE_S`; when the guard itself is killed, the kernel kills the host, and SGLang's own guard its schedulers.
-
-As a child subreaper (PR_SET_CHILD_SUBREAPER) the guard inherits grandchildren whose parents died.
+Invariants: when the guard has exited, every process below it is gone, with its temporary folder and files in
+/dev/shm; when its owner dies, the guard ends the host within `GRACE_S`; when the guard is killed, the kernel kills
+the host.
 """
 
 from __future__ import annotations

@@ -1,12 +1,7 @@
 """A response that is generated in parts: on several engines, or in several steps. PURE.
 
-The noise of a token is keyed by the request's seed and the token's position in prompt and response, so an engine that
-is given the prompt and the first tokens of a response samples the tokens that the first engine would have sampled. That
-holds up to rounding: the keys of the beginning come from a prefill, and came from decoding before, so after a seam
-log-probabilities may differ, by 1e-5 in float32, and a token may where two candidates are tied that nearly.
-
-Invariants: a response has one log-probability per token, spans that cover it without gap or overlap, and the experts of
-all its tokens or of none; what goes on from a beginning has that beginning.
+Invariants: a response has one log-probability per token, spans that cover it without gap or overlap, and the experts
+of all its tokens or of none; what goes on from a beginning has that beginning.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Late in a rollout, some engines have nothing left to do, and the drafters that sleep on their devices can be woken
-to draft for the others (Algorithm 3 of 2511.16193). Tokens never change by it.
+"""Late in a rollout, drafters that sleep on the devices of idle engines can be woken to draft for the others
+(Algorithm 3 of 2511.16193).
 
-Invariants: at most one drafter is awake, on a dry engine's device; it drafts for all requests; it leaves before its
-engine is given requests; it is woken only where it is predicted to pay; nothing here waits.
+Invariants: at most one drafter is awake; it leaves before its engine is given requests; it is woken only where it is
+predicted to pay; tokens never change by it; nothing here waits.
 """
 
 from __future__ import annotations

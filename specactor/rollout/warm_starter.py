@@ -1,13 +1,8 @@
 """A process that has imported what engines import, and forks them, so that an engine is ready in about a second.
 
-`WarmStarter` starts it, once per machine of a run; `fork` asks it for a child. A child is what
-``python -m MODULE ARGUMENTS --fd N`` would be: a session of its own, with the environment and the log that it was asked
-for.
-
-Invariants: the starter has one thread and touches no device; it dies with the process that started it, however that
-one dies, and its children live on, each with its own guard; where there is no starter, or the child would need other
-libraries' settings than the starter was imported with, `fork` returns None and the caller starts a process itself; a
-child whose caller has given up ends before it does anything.
+Invariants: the starter has one thread and touches no device; it dies with the process that started it, and its
+children live on; where it cannot serve, `fork` returns None and the caller starts a process itself; a child whose
+caller gave up does nothing.
 """
 
 from __future__ import annotations

@@ -1,9 +1,5 @@
 """``specactor simulate``: RL steps of a cluster in virtual time, with the planner that engines call. Needs no GPU.
 
-Seconds come from published figures of devices and models, or from a table that ``specactor profile`` measured; lengths
-and acceptance from distributions. What the planner believes of drafters and what is true
-may differ.
-
 Invariants: equal settings give equal results; what is wrong on the command line is one error of one line; nothing is
 written.
 """

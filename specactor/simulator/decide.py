@@ -1,11 +1,7 @@
 """What an engine of the simulator decides, by the functions that a real one calls. PURE: the past in, plans out.
 
-Placement: `search`. Windows of drafters on the engine's devices: `planner.of_drafter`. Mode and window of each request
-with a drafter elsewhere: `reconfigure`. Which of them, or none: `windows.choose`. What is known: `AcceptanceModel` and
-`OnlineCosts`, fed with verifies and rounds that have passed. Nothing here knows the truth.
-
-Invariants: `decide` uses what `saw` and `took` were told before; equal calls give equal plans; in modes other than auto
-every request keeps the plan of the rollout.
+Invariants: `decide` uses what `saw` and `took` were given before, and nothing of the truth; equal calls give equal
+plans; in modes other than auto every request keeps the plan of the rollout.
 """
 
 from __future__ import annotations

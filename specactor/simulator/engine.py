@@ -1,9 +1,5 @@
 """An engine of the simulator: its requests, and how far they are. PURE: virtual time is passed in.
 
-Between two events nothing changes, so rounds are not simulated one by one: a request gains its tokens per round times
-rounds, a number that need not be whole. What that leaves out is the scatter of single rounds, which over thousands of
-them is below the scatter of lengths.
-
 Invariants: time does not go back; a request is running, waiting or finished, and only one of them; its tokens never
 exceed its length.
 

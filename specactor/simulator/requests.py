@@ -1,8 +1,7 @@
-"""What is true in a simulation: lengths of responses, how easy each is to draft, and what takes time beside rounds.
-PURE: seeds in, arrays out.
+"""What is true in a simulation: lengths of responses, how easy each is to draft, what takes time beside rounds. PURE.
 
-Invariants: equal seeds give equal requests; lengths lie in 1..longest; the requests of a prompt are neighbours; neither
-the mode nor the plan is an input, so all modes are compared on the same requests.
+Invariants: equal seeds give equal requests; lengths lie in 1..longest; the requests of a prompt are neighbours; all
+modes are compared on the same requests.
 
 Shape legend: N requests, M methods.
 """

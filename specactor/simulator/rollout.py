@@ -1,14 +1,10 @@
-"""A rollout in virtual time: engines, drafters and requests as discrete events. PURE: values and a seed in, values out.
+"""A rollout in virtual time: engines, drafters and requests as discrete events. PURE: values and a seed in, values
+out.
 
-An event is: an engine's next request finishes, an engine looks at its decisions again, an engine that ran dry can draft
-for another. In between rounds are aggregated (`engine.py`). An engine reads how busy a drafter is when its own
-round changes; a load that others change meanwhile counts from its next event on, at most `LAST_LOOK` rounds later.
+Invariants: time is monotonic; every request finishes once, with all its tokens; the engines emit the tokens of all
+requests; no device is busy for longer than there is time; equal input gives equal bits.
 
-Invariants: time is monotonic; every request finishes exactly once, with all its tokens and no more; the emitted tokens
-of all engines are those of all requests; no device is busy for longer than there is time; equal input gives equal
-bits.
-
-Shape legend: N requests, B those that run on an engine, W positions.
+Shape legend: N requests, B those on an engine, W positions.
 """
 
 from __future__ import annotations

@@ -1,11 +1,5 @@
-"""Tokens and seconds of a round in which requests do different things. PURE: probabilities and tables in, numbers out.
-
-The same arithmetic serves what is predicted (estimated survivals) and what happens (true ones).
-
-    a request's method m offers window w in a share ready_m of its rounds (1 where it drafts on the verifier's devices,
-    `pipelined` where it runs ahead), so it accepts j tokens or more with probability ready_m survival_mj;
-    methods together: `fastest_of_n.combined`; emitted = 1 + the sum over j
-    rows = 1 + sum_m ready_m w_m;  seconds = max(verify of all rows, drafting elsewhere) + drafting here
+"""Tokens and seconds of a round in which requests do different things. PURE: probabilities and tables in, numbers
+out.
 
 Invariants: a round emits at least one token per request; a round without windows is a plain step; better survivals
 never emit less.

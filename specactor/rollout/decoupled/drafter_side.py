@@ -1,16 +1,7 @@
 """The drafter's end: what it knows of the requests of all engines, and what it has drafted ahead of them.
 
-PURE: frames and seconds in, frames out. Events and what they do: docs/decoupled.md.
-
-Invariants:
-- the first `committed` tokens of a request's mirror are what the engine told; draft tokens follow them, drafted from
-  them alone, `AHEAD` windows of them at most; a lane tells truly how many of its tokens the continuer was shown last;
-- prompts, committed and draft tokens of all mirrors, with room for those that may yet be drafted, are at most
-  `max_tokens`. The request that was told of longest ago goes first; it comes back when there is room. One that is
-  larger than `max_tokens` goes alone;
-- who waits goes first: a request that holds less than a window is not left waiting for those that hold more, where
-  drafting for all of them takes much longer;
-- a request that its engine does not list any more, or whose engine is silent for `SILENT_S`, is forgotten.
+PURE: frames and seconds in, frames out. Events and what they do: docs/decoupled.md. The invariants stand at
+`Mirrors`.
 """
 
 from __future__ import annotations

@@ -1,14 +1,6 @@
 """The engine's end: which drafter serves which request, and what it has drafted for it.
 
-PURE: frames and seconds in, frames out. Events and what they do: docs/decoupled.md.
-
-Invariants:
-- a draft is the end of a tail whose tokens, from its base up to where the request is now, are the request's own; so no
-  draft token ever stands on another prefix than the one that it was drafted for;
-- a request is with one drafter or with none, and only that drafter's tails count;
-- a drafter that does not answer for `SILENT_S` is gone: its requests go to the others. When it answers again, or is
-  there for the first time, or in a new incarnation, it is told all that it should hold;
-- what is kept here is one tail per open request, of bounded size.
+PURE: frames and seconds in, frames out. Events and what they do: docs/decoupled.md. The invariants stand at `Tails`.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """A drafter process: hear engines, draft for the requests that want a token, send what was drafted, answer the owner.
 
-Invariants: nothing is done while no request wants a token; while it sleeps it holds no request and no socket, only its
-owner is heard, and it takes no processor time; the process ends on SIGTERM, at the end of the stream from
-its owner, and when its parent is dead; a frame of any content is dropped or obeyed and never ends it. When the
-continuer raises, the process ends with that exception: its owner starts another.
+Invariants: an idle or sleeping process takes no processor time; it ends on SIGTERM, at the end of its owner's stream,
+and when its parent is dead; no frame of any content ends it; when the continuer raises, the process ends with that
+exception.
 """
 
 from __future__ import annotations

@@ -1,17 +1,8 @@
 """What an engine and a drafter process say to each other: records, and the frames that carry them.
 
-A frame is: magic (4 bytes), version of the protocol (1), 3 bytes of zero, session of the sender (8), session of the
-receiver (8, 0 where it is not known), number of the frame (8), all little endian; then a MessagePack array of records,
-each an array that begins with its kind. A session stands for one incarnation of a process: milliseconds of the clock
-when it started, then random bits. Frames of a session are numbered upwards from 1.
-
-Invariants: `decode_*` raises `FrameError` for whatever `frames` does not write, and nothing else; nothing is unpickled;
-no frame is larger than MAX_FRAME_BYTES; what a record says stays true when other frames are lost, since it names the
-position that it speaks of; frames of a session have rising numbers, so a peer drops what was repeated or overtaken:
-every loss is repaired anyway.
-
-Requests go by a number that an engine gives out once per session, so that a message about a request that has ended
-can never be taken for one about a later request. Positions count output tokens: the first one has position 0.
+Invariants: `decode_*` raises `FrameError` for whatever `frames` does not write, and nothing else; nothing is
+unpickled; no frame exceeds MAX_FRAME_BYTES; a record stays true when other frames are lost; frames of a session have
+rising numbers, so a peer drops what was repeated or overtaken.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
 """The drafter `decoupled`: what processes of their own have drafted for this engine's requests.
 
-For the engine it is one more draft method. `open` and `close` become messages; `propose` tells of the tokens that are
-new, and returns what has arrived. A round never waits for a drafter, but for as long as measured rounds say that
-waiting wins (`patience`).
+A round never waits for a drafter, but for as long as measured rounds say that waiting wins (`Patience`).
 
 Invariants: what drafters send, or do not send, changes speed and never a token; nothing here blocks.
 """

@@ -1,13 +1,9 @@
-"""Frames between engines and drafter processes over ZeroMQ.
+"""Frames between engines and drafter processes over ZeroMQ: a DEALER socket per drafter, one ROUTER socket per
+drafter process.
 
-An engine has a DEALER socket per drafter, a drafter one ROUTER socket. Sending and receiving never block: the network's
-side of a socket is a thread of ZeroMQ's own, outside Python, behind a queue of bounded length. Where the queue is full,
-or nobody is connected, a frame is dropped and counted, and the protocol repairs the loss.
-
-Invariants: without keys a drafter listens on this host only (loopback, or a name in Linux's abstract namespace, which
-leaves no file behind); with keys both ends prove theirs (CURVE), what they say is encrypted, and every try with another
-key is counted; who sends more than MAX_FRAME_BYTES at once is disconnected by ZeroMQ, uncounted; nothing that arrives
-is interpreted here beyond the name of the connection.
+Invariants: sending and receiving never block, a frame that finds no room is dropped and counted; without keys a
+drafter listens on this host only; with keys both ends prove theirs (CURVE); nothing that arrives is interpreted
+beyond the connection's name.
 """
 
 from __future__ import annotations

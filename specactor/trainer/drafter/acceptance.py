@@ -1,10 +1,7 @@
 """How much of a draft model would be accepted, computed offline from both models on responses of the target.
 
-A drafter with distribution q that drafts argmax_v [log q(v) + G(v)] is accepted where that is the target's token
-y = argmax_v [log p(v) + G(v)]. The noise G of a response that is read from a file is not known, but its distribution
-given y is (Maddison et al., A* sampling, arXiv 1411.0030): the largest score is a Gumbel number, and the others are
-Gumbel numbers around log p(v) that are cut off there. Drawing G from it measures the coupling exactly for responses
-that the target sampled at the same temperature; for those of an older policy it is an estimate.
+The noise of a response that is read from a file is not known, so it is drawn given the response (`noise_given`). For
+responses of an older policy that is an estimate.
 
 Shape legend: N response tokens, V vocabulary.
 """

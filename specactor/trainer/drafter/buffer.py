@@ -1,14 +1,10 @@
 """The newest rollouts, for the draft model to learn from. PURE: arrays in, arrays out.
 
-Invariants:
-1. The buffer never holds more than `max_tokens` tokens of prompts and responses, nor of one example more than
-   `max_example_tokens`: of a longer one the first are kept, with their top-k.
-2. What leaves first is of the oldest policy version; of one version, the shortest response.
-3. What is drawn depends on the seed, the number of the draw and the content alone, so a resumed run draws the same.
-4. A state that was saved and loaded is equal bit for bit.
+Invariants: the buffer never exceeds `max_tokens`; the oldest policy version leaves first, and of one version the
+shortest response; what is drawn depends on the seed, the draw's number and the content; a restored state is equal bit
+for bit.
 
-Newer and longer responses are drawn more often: the policy has moved on from old ones, and long ones are what a rollout
-waits for. Shape legend: L tokens, R of them of the response, K top-k of the policy.
+Shape legend: L tokens, R of the response, K top-k.
 """
 
 from __future__ import annotations

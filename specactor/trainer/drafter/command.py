@@ -1,12 +1,9 @@
-"""``specactor drafter``: prepare a draft model offline, on the CPU, from a target and rollouts of an earlier run.
+"""``specactor drafter init|train|eval``: prepare a draft model offline, on the CPU, from a target and rollouts of a
+run.
 
-    specactor drafter init  --target FOLDER --out FOLDER
-    specactor drafter train --draft FOLDER --target FOLDER --rollouts FILE.. --out FOLDER
-    specactor drafter eval  --draft FOLDER --target FOLDER --rollouts FILE..
-
-Invariants: what is wrong on the command line is one ConfigError of one line, and `out` is checked before any work; a
-model's folder appears whole or not at all, and none is written that has learned nothing; the same arguments, with
---updates and --threads, write the same bytes unless the time is over first.
+Invariants: what is wrong on the command line is one ConfigError, and `out` is checked before any work; a model's
+folder appears whole or not at all; equal arguments, with --updates and --threads, write equal bytes unless the time
+is over first.
 """
 
 from __future__ import annotations

@@ -1,10 +1,5 @@
 """The draft model at its start: cut out of the target, or random; a dense model in Hugging Face format.
 
-Cut out of the target: embeddings, head, the last norm, and its first layers with their attention and norms. A dense
-target's MLPs come along. A mixture's experts cannot: their sum depends on a router that a dense MLP does not have. They
-stand side by side in one wide MLP, each weighing 1 / their number: exactly the mean of what they answer. The width is
-`MAX_INTERMEDIATE` at most, then only the first experts are taken.
-
 Invariants: equal arguments give equal bytes; the process's random state is neither read nor moved; a folder appears
 under its name only when it is whole; what was there stays until then, and is replaced only if it was a model.
 """

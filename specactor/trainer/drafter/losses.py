@@ -1,10 +1,7 @@
-"""The draft model's loss: training examples as padded tensors, and how far the draft model is from the policy on them.
+"""The draft model's loss: training examples as padded tensors, and how far the draft model is from the policy on
+them.
 
-Where the policy's top-k log-probabilities are known, the loss of a token is KL(policy, draft) over them; elsewhere it
-is the cross entropy of the sampled token. Both have the same gradient in expectation; the divergence has less noise.
-
-A row per example, padded on the right: with a causal mask no token sees the padding behind it, and padding has no
-position in the loss, so an example's loss does not depend on its neighbours.
+Invariant: an example's loss does not depend on its neighbours.
 
 Shape legend: B examples, T tokens of the longest of them, N response tokens of all of them, V vocabulary, K top-k.
 """

@@ -1,15 +1,8 @@
 """The draft model in a run: it learns after a step, its new weights reach whoever drafts, and checkpoints hold it.
 
-Invariants:
-1. Every rank calls the same methods with the same values.
-2. Tokens, rewards and losses of the policy are those of a run without it.
-3. What goes wrong here costs speed: a refresh that fails leaves the weights there are, whoever refuses a push goes on
-   with its own and is asked again after the next step. Memory is excepted: torch.OutOfMemoryError in a refresh ends
-   the run, since a rank that raises it is missing in the reduction of gradients, where the others wait for it.
-4. Refreshes take no more than their share of the steps in the long run, if they spend no more than half of it beside
-   learning.
-5. After `save` and `load` it goes on as if it had not stopped; engines and drafter processes that were started anew
-   get the version there is.
+Invariants: every rank calls the same methods with the same values; the policy's tokens, rewards and losses are those
+of a run without it; after `save` and `load` it goes on as if it had not stopped. What may fail stands at
+`Distillation`.
 """
 
 from __future__ import annotations

@@ -2,8 +2,7 @@
 
     {"prompt_ids": [..], "token_ids": [..], "version": 7, "reward": 1.0, "temperature": 1.0}
 
-`token_ids` is the response. Version, reward and temperature (1) may be missing; other fields are not looked at. A run's
-evaluations are such files too, but of temperature 0: greedy responses do not show what the policy samples from.
+`token_ids` is the response. Version, reward and temperature (1) may be missing; other fields are ignored.
 """
 
 from __future__ import annotations

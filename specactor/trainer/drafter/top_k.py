@@ -1,11 +1,7 @@
 """The policy's top-k log-probabilities, recorded from logits that the trainer computes anyway.
 
-A `TopKRecorder` stands around the objective of an RL step's updates: it sees every micro-batch's logits, keeps the top
-k of the response tokens, and hands logits and loss on untouched. So they cost no forward pass, and they are those of
-the policy that generated the responses (of the first update of a step, or of the pass before several).
-
-Shape legend: T tokens, V entries of the vocabulary on this rank (rank r of the group holds ids r*V .. (r+1)*V - 1),
-K top-k, R response positions of a micro-batch.
+Shape legend: T tokens, V entries of the vocabulary on this rank (rank r of the group holds ids r*V .. (r+1)*V - 1), K
+top-k, R response positions of a micro-batch.
 """
 
 from __future__ import annotations

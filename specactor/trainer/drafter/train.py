@@ -1,18 +1,8 @@
 """The drafter trainer: the draft model learns from the buffer for a bounded time, after RL steps.
 
-Invariants:
-1. Every rank calls the same methods with the same examples; losses do not depend on the number of ranks (up to float32
-   rounding), and all ranks stop at the same micro-batch.
-2. Nothing of the policy is touched, and the process's random state neither read nor moved: what is drawn follows from
-   the seed and the number of the update.
-3. An update is made whole or not at all. A refresh ends before its limit, unless a micro-batch takes longer than any
-   before it in the refresh and than the mean of the last refresh that ran some, halved for every one since that ran
-   none.
-4. What is not finite neither stays in the weights nor gets a version: a refresh that diverges leaves those before.
-   Memory is excepted: a rank that runs out of it raises alone.
-5. After `save` and `load`, training goes on as if it had not stopped.
-
-Shape legend: as in `losses`.
+Invariants: losses do not depend on the number of ranks (up to float32 rounding), and all ranks stop at the same
+micro-batch; the process's random state is neither read nor moved; an update is made whole or not at all; after `save`
+and `load` training goes on as before.
 """
 
 from __future__ import annotations
