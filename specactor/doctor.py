@@ -99,7 +99,7 @@ def _requirement(need: Requirement, version: str, ok: bool) -> Finding:
 
 
 def plugin() -> Finding:
-    """Whether SGLang would load this package's plugin."""
+    """Return whether SGLang would load this package's plugin."""
     names = [point.name for point in metadata.entry_points(group="sglang.srt.plugins")]
     ok = "specactor" in names
     return Finding(
@@ -195,7 +195,7 @@ def _existing(folder: Path) -> Path:
 
 
 def loopback() -> Finding:
-    """Whether processes of this machine can talk over 127.0.0.1."""
+    """Return whether processes of this machine can talk over 127.0.0.1."""
     try:
         with socket.create_server(("127.0.0.1", 0)) as server:
             server.settimeout(5)
@@ -210,7 +210,7 @@ def loopback() -> Finding:
 
 
 def _recipe(config: Config) -> list[Finding]:
-    """Whether the model and the data files of a recipe can be read."""
+    """Return whether the model and the data files of a recipe can be read."""
     findings = []
     if config.model.path:
         try:
@@ -230,7 +230,7 @@ def _recipe(config: Config) -> list[Finding]:
 
 
 def _drafter_network(network: str) -> list[Finding]:
-    """Whether drafters of this host, which may have none, could listen in the network that a recipe names."""
+    """Return whether drafters of this host could listen in the network that a recipe names."""
     if not network:
         return []
     found = within(network)

@@ -39,9 +39,8 @@ assert all(metric in METRICS for _, metric, _, _ in COLUMNS)
 class Progress:
     """Progress of one run on this rank.
 
-    ``enabled``: redraw a status line where the console is a terminal. ``quiet``: print nothing at all, as on all ranks
-    but one. ``on_phase`` is told the phase ("" between two) and the number of finished steps, whenever the phase
-    changes. ``clock``: seconds.
+    `enabled` redraws a status line on a terminal; `quiet` prints nothing. `on_phase` gets the phase ("" between two)
+    and the number of finished steps, whenever the phase changes. `clock` gives seconds.
     """
 
     def __init__(
@@ -116,7 +115,7 @@ class Progress:
         return taken
 
     def spent(self) -> dict[str, float]:
-        """The same, and they go on to be counted."""
+        """Return the seconds per phase since the last call of `seconds`."""
         return dict(self._seconds)
 
     def response(self, trajectory: Trajectory) -> None:
@@ -234,7 +233,7 @@ def summary_rows(
 
 
 def _problems(lines: Sequence[Mapping[str, Value]]) -> list[tuple[str, str]]:
-    """What was wrong with drafters, each reason once; of a run that was resumed, those of its earlier parts, too."""
+    """Return the faults of drafters, each reason once, from all parts of a resumed run."""
     found: dict[str, list[str]] = {}
     for line in lines:
         for name, value in line.items():

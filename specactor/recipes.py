@@ -63,7 +63,7 @@ def recipes() -> dict[str, str]:
 
 
 def usage(prog: str) -> str:
-    """What to type, and the recipes there are."""
+    """Return how to call `prog`, and the recipes there are."""
     known = recipes()
     width = max((len(name) for name in known), default=0)
     lines = [f"usage: {prog} RECIPE [--key.path value ...]", "", "RECIPE is a file.py[:function], or one of:"]
@@ -91,10 +91,9 @@ def load(argv: Sequence[str], *, prog: str = "train_moe.py") -> Config:
 
 
 def load_or_exit(argv: Sequence[str], *, prog: str = "train_moe.py", quiet: bool = False) -> Config:
-    """`load` for a process entry point: a ConfigError is printed without a traceback, and the process exits with 2.
+    """Load for a process entry point: a ConfigError is printed without a traceback, and the process exits with 2.
 
-    ``quiet``: exit without printing, for the ranks that would only repeat what rank 0 says, and a little later than it:
-    torchrun ends all ranks as soon as one has exited.
+    With `quiet` it exits without printing, and later than rank 0: torchrun ends all ranks as soon as one has exited.
     """
     try:
         return load(argv, prog=prog)
@@ -247,7 +246,7 @@ def _show(value: Scalar) -> str:
 
 @contextmanager
 def one_line_errors(argv: Sequence[str], unknown: Callable[[str], str]) -> Iterator[None]:
-    """Raise ConfigError for what tyro objects to, which is a box else. `unknown`: what to say of an unknown setting."""
+    """Raise ConfigError in place of tyro's box of errors; `unknown` words an unknown setting."""
 
     def reject(event: tyro_errors.ParseErrorEvent) -> NoReturn:
         raise ConfigError(_one_line(event, argv, unknown))
@@ -257,7 +256,7 @@ def one_line_errors(argv: Sequence[str], unknown: Callable[[str], str]) -> Itera
 
 
 def _one_line(event: tyro_errors.ParseErrorEvent, argv: Sequence[str], unknown: Callable[[str], str]) -> str:
-    """What tyro objects to, in the house form."""
+    """Return tyro's objection in the house form."""
     if isinstance(event, tyro_errors.UnrecognizedArgs):
         return unknown(event.tokens[0])
     if isinstance(event, tyro_errors.MissingArgs):

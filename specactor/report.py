@@ -84,7 +84,7 @@ class Run:
 
     @classmethod
     def read(cls, folder: Path) -> Run:
-        """Raises DataError when the folder is not a run's, or a file in it is not what a run writes."""
+        """Read a run's folder. Raises DataError when it is none, or a file in it is not what a run writes."""
         expected = "expected the folder of a run, with lines in metrics.jsonl. Name for example runs/quickstart."
         if not (folder / "metrics.jsonl").is_file():
             raise DataError(f"{folder}: got no metrics.jsonl, {expected}")
@@ -150,7 +150,7 @@ def page(run: Run) -> str:
 
 
 def facts(run: Run) -> Rows:
-    """What was run: (name, value), without settings that config.json lacks."""
+    """Return (name, value) of the recipe, without settings that config.json lacks."""
     get, mode = run.setting, run.setting("rollout.speculation.mode")
     tiny = [f"{key.replace('_', ' ')} {get(f'model.tiny.{key}')}" for key in TINY if get("model.tiny")]
     rows: dict[str, Iterable[Any]] = {
@@ -168,7 +168,7 @@ def facts(run: Run) -> Rows:
 
 
 def results(run: Run) -> Rows:
-    """What was reached: (name, value); a dash where the run has no such figure."""
+    """Return (name, value) of what was reached; a dash where the run has no such figure."""
     held_out = run.finite(EVAL)
     last = max(held_out, default=0)
     rewards, gaps = list(run.finite("reward/mean").values()), run.finite(GAP)
@@ -247,7 +247,7 @@ def training() -> list[Panel]:
 
 def speculation(run: Run) -> list[Panel]:
     def of(*parts: tuple[str, str, str]) -> list[Curve]:
-        """Of every drafter, from (label with {}, last part of the metric, style)."""
+        """Return curves of every drafter, from (label with {}, last part of the metric, style)."""
         pairs = [(name, colour, part) for name, colour in run.drafters.items() for part in parts]
         return [(label.format(n), f"speculation/{n}/{key}", colour, style) for n, colour, (label, key, style) in pairs]
 

@@ -76,11 +76,11 @@ class RunFolder:
         return Status(**fields | {"rank_pids": tuple(fields["rank_pids"])})
 
     def trace(self, step: int, host: int = 0) -> Path:
-        """Of the rollout of an RL step, on one host of the job; those of host 0 have no number."""
+        """Return the trace of an RL step on one host of the job; those of host 0 have no number."""
         return self.root / "traces" / (f"step-{step:06}" + (f"-host-{host}" if host else "") + ".json")
 
     def write_traces(self, step: int, spans: Sequence[Mapping[str, Sequence[Span]]]) -> None:
-        """A file per host. Args: of each host, the spans of each process."""
+        """Write a file per host, from the spans of its processes."""
         for host, processes in enumerate(spans):
             file = self.trace(step, host)
             file.parent.mkdir(parents=True, exist_ok=True)
@@ -96,7 +96,7 @@ class RunFolder:
         return self.root / "rollouts" / f"step-{step:06}.jsonl"
 
     def write_rollouts(self, step: int, groups: Sequence[ScoredGroup], *, temperature: float) -> None:
-        """Whole or not at all; a step that is done again after a resume replaces its file."""
+        """Write the responses whole or not at all; a step done again after a resume replaces its file."""
         file = self.rollouts(step)
         fresh = file.with_name(file.name + ".tmp")
         fresh.unlink(missing_ok=True)

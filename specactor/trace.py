@@ -61,7 +61,7 @@ def chrome_trace(processes: Mapping[str, Sequence[Span]]) -> bytes:
 
 
 def _event(span: Span, *, pid: int, tid: int, origin: float) -> dict[str, object]:
-    """Chrome counts in microseconds."""
+    """Make an event; Chrome counts in microseconds."""
     common = {"name": span.name, "pid": pid, "tid": tid, "ts": (span.start_s - origin) * 1e6, "args": span.details}
     if span.end_s == span.start_s:
         return {"ph": "i", "s": "t", **common}

@@ -10,7 +10,7 @@ from specactor.config.rules import rules_of
 
 @dataclass(frozen=True, kw_only=True)
 class AlgorithmConfig:
-    """What is learned from the rewards. The formulas are in ``specactor.trainer.advantages`` and ``losses``."""
+    """Learning from rewards. The formulas are in ``specactor.trainer.advantages`` and ``losses``."""
 
     advantage: Literal["grpo", "dr_grpo", "rloo", "reinforce_pp"] = "grpo"
     """What a response's reward is compared with: grpo: its group's mean, in units of the group's standard deviation;

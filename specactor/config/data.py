@@ -61,11 +61,10 @@ class DataConfig:
 
     @property
     def train_source(self) -> SourceConfig:
-        """Of the problems to learn from."""
         return self._source(self.train, size=self._size, seed=0)
 
     def eval_source(self, problems: int) -> SourceConfig:
-        """Of so many problems held out, or of all that the file has."""
+        """Return the source of this many held-out problems, or of all that the file has."""
         return self._source(self.eval or self.train, size=problems, seed=EVAL_SEED)
 
     def _source(self, name: str, *, size: int, seed: int) -> SourceConfig:
@@ -105,5 +104,5 @@ def _check_template(text: str) -> None:
 
 
 def is_file(name: str) -> bool:
-    """Whether problems come from a file of that name, and not from a task: names of tasks are Python's."""
+    """Return whether problems come from a file of that name: names of tasks are Python identifiers."""
     return not name.isidentifier()

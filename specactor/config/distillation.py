@@ -33,12 +33,11 @@ class DistillationConfig:
 
     @property
     def zero_stage(self) -> int:
-        """0 without ZeRO."""
+        """Return the ZeRO stage; 0 without ZeRO."""
         return 0 if self.zero == "off" else int(self.zero[0])
 
     @property
     def offload(self) -> bool:
-        """Whether ZeRO keeps the optimizer's state in host memory."""
         return self.zero.endswith("_offload")
 
     def __post_init__(self) -> None:
@@ -72,7 +71,7 @@ class DraftTrainingConfig(DistillationConfig):
 
     @classmethod
     def of(cls, config: DistillationConfig) -> DraftTrainingConfig:
-        """How a run with these settings learns."""
+        """Return how a run with these settings learns."""
         if isinstance(config, DraftTrainingConfig):
             return config
         return cls(**{item.name: getattr(config, item.name) for item in fields(config)})

@@ -41,7 +41,7 @@ class EngineConfig:
 
     @property
     def routed_experts(self) -> bool:
-        """Whether responses say which experts computed their tokens."""
+        """Return whether responses say which experts computed their tokens."""
         return bool(self.extra_args.get("enable_return_routed_experts"))
 
     @property
@@ -66,7 +66,7 @@ class EngineConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class WeightsSyncConfig:
-    """How new weights reach the engines."""
+    """Weights reach the engines in buckets."""
 
     bucket_bytes: int = 64 * 2**20
     """Weights travel in buckets of this size; a trainer rank has two. A larger tensor gets a bucket of its size."""

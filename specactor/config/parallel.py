@@ -13,7 +13,7 @@ from specactor.config.rules import rules_of
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelConfig:
-    """How the policy is spread over the ranks of torchrun. Data parallelism takes what the others leave."""
+    """Spread of the policy over the ranks of torchrun. Data parallelism takes what the others leave."""
 
     tensor: int = 1
     """Tensor parallelism of the dense part (TP); sequence parallelism is on whenever it is > 1."""

@@ -42,7 +42,7 @@ class EvalConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class TrackingConfig:
-    """Where metrics go besides ``metrics.jsonl``."""
+    """Metrics go to ``metrics.jsonl``, and to wandb."""
 
     wandb: Literal["auto", "online", "offline", "off"] = "auto"
     """auto: online where a key is configured, else offline."""

@@ -83,5 +83,5 @@ class RolloutConfig:
 
     @property
     def has_penalties(self) -> bool:
-        """Whether a token's distribution depends on how often tokens were emitted."""
+        """Return whether a token's distribution depends on how often tokens were emitted."""
         return (self.frequency_penalty, self.presence_penalty, self.repetition_penalty) != (0.0, 0.0, 1.0)

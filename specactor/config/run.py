@@ -46,7 +46,7 @@ class Config:
 
     @property
     def lends_devices(self) -> bool:
-        """Whether drafters sleep on the devices of engines, and have none of their own."""
+        """Return whether drafters sleep on the devices of engines, and have none of their own."""
         return self.rollout.speculation.is_decoupled and self.parallel.drafters == 0
 
     def __post_init__(self) -> None:
@@ -58,7 +58,6 @@ class Config:
         self._check_sizes()
 
     def _check_name_and_seed(self) -> None:
-        """What names the run, and what it draws from."""
         rule = rules_of(self)
         rule(
             "name",
@@ -69,7 +68,7 @@ class Config:
         rule("seed", 0 <= self.seed < 2**31, "0..2**31-1", "Choose a non-negative seed.")
 
     def _check_groups(self) -> None:
-        """Groups of responses can be split into updates, micro-batches and what is left out."""
+        """Check that groups of responses can be split into updates and micro-batches."""
         rule = rules_of(self)
         rule(
             "rollout.group_size",
@@ -103,7 +102,7 @@ class Config:
         )
 
     def _check_rollout(self) -> None:
-        """What the engines do can be learned from, and there are enough of them."""
+        """Check that what engines sample can be learned from."""
         rule = rules_of(self)
         rule(
             "algorithm.tis_cap",
@@ -124,7 +123,7 @@ class Config:
         )
 
     def _check_drafting(self) -> None:
-        """Who drafts has somebody who verifies, and who learns has somebody who drafts."""
+        """Check that drafters, their devices and their training go together."""
         rule = rules_of(self)
         decoupled = self.rollout.speculation.is_decoupled
         rule(
@@ -160,7 +159,7 @@ class Config:
         )
 
     def _check_sizes(self) -> None:
-        """What is asked for fits into what there is."""
+        """Check that caches, data and contexts have room for what is asked."""
         rule = rules_of(self)
         cache = self.rollout.engine.max_total_tokens
         rule(

@@ -56,12 +56,12 @@ class SpeculationConfig:
 
     @property
     def is_decoupled(self) -> bool:
-        """Whether processes of their own draft."""
+        """Return whether processes of their own draft."""
         return self.mode != "off" and "decoupled" in self.draft_methods
 
     @property
     def drafts_in_engine(self) -> bool:
-        """Whether engines hold the draft model."""
+        """Return whether engines hold the draft model."""
         return bool(self.draft_model) and (not self.is_decoupled or "model" in self.drafters)
 
     def __post_init__(self) -> None:

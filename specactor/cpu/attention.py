@@ -40,7 +40,7 @@ class PackedPlan:
 
 
 def bucket_lengths(lengths: list[int]) -> list[list[int]]:
-    """Indices of sequences per bucket, longest first; every non-empty sequence is in exactly one. PURE."""
+    """Return the sequences of each bucket, longest first; every non-empty sequence is in exactly one. PURE."""
     buckets: list[list[int]] = []
     real = 0
     for index in sorted((i for i, n in enumerate(lengths) if n), key=lambda i: (-lengths[i], i)):
@@ -103,7 +103,7 @@ _plans: Any = WeakTensorKeyDictionary()
 
 
 def _plan(cu_seqlens: Tensor, ranks: int, rank: int) -> PackedPlan:
-    """Cached per micro-batch: all its layers share one tensor of boundaries."""
+    """Return the plan of a micro-batch, cached: all its layers share one tensor of boundaries."""
     plan = _plans.get(cu_seqlens)
     if plan is None:
         plan = _plans[cu_seqlens] = plan_packed(cu_seqlens.tolist(), ranks, rank, cu_seqlens.device)

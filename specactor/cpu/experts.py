@@ -64,5 +64,5 @@ class GroupedExperts(SequentialMLP):  # type: ignore[misc]
 
 
 def grouped_mlp_modules(self: Any, moe_use_grouped_gemm: bool, moe_use_legacy_grouped_gemm: bool) -> tuple[Any, Any]:
-    """What `LocalSpecProvider.grouped_mlp_modules` returns instead."""
+    """Return our experts in place of `LocalSpecProvider.grouped_mlp_modules`'."""
     return GroupedExperts, MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)

@@ -71,7 +71,7 @@ def install() -> None:
 
 
 def _import_core() -> None:
-    """Without wandb, which Megatron's inference engine would log to: it takes a second."""
+    """Import Megatron without wandb, which its inference engine would log to: it takes a second."""
     had_wandb = "wandb" in sys.modules
     sys.modules.setdefault("wandb", None)  # type: ignore[arg-type]
     try:
@@ -131,7 +131,7 @@ def _install_attention() -> None:
 
 
 def _install_checkpoint() -> None:
-    """Loading a checkpoint into torch's Adam (TransformerEngine's and apex's keep the step elsewhere)."""
+    """Make checkpoints load into torch's Adam (TransformerEngine's and apex's keep the step elsewhere)."""
     owner = _module("optimizer.distrib_optimizer").DistributedOptimizer
     set_states, load = owner._set_main_param_and_optimizer_states, owner.load_state_dict
 

@@ -141,7 +141,7 @@ def _file_drafts(source: SourceConfig) -> Iterator[_Draft]:
 
 
 def _wrong_column(row: Row) -> str:
-    """What is wrong with the row's own columns; empty when nothing is."""
+    """Return the fault of the row's own columns; empty when there is none."""
     for name in COLUMNS:
         if name not in row.columns:
             nearest = difflib.get_close_matches(name, row.columns, n=1)
@@ -156,7 +156,7 @@ def _wrong_column(row: Row) -> str:
 
 
 def _prompt(source: SourceConfig, prompt: str, values: Mapping[str, object]) -> tuple[str, str]:
-    """The finished prompt, or what is wrong with it."""
+    """Return the finished prompt, or its fault."""
     try:
         texts = {name: _Text(value) for name, value in {**values, "prompt": prompt}.items()}
         return source.prompt_template.format_map(texts), ""
@@ -166,7 +166,7 @@ def _prompt(source: SourceConfig, prompt: str, values: Mapping[str, object]) -> 
 
 
 class _Text(str):
-    """What stands for {name} in a template."""
+    """The text that stands for {name} in a template."""
 
     def __format__(self, spec: str) -> str:
         return self.replace(" ", "") if spec == COMPACT else str(self)

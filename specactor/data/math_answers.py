@@ -39,11 +39,11 @@ class MathAnswers:
         self._owner = 0  # process that started the child; after a fork the other process starts its own
 
     def readable(self, answer: str) -> bool:
-        """Whether math-verify finds an expression in a problem's answer."""
+        """Return whether math-verify finds an expression in a problem's answer."""
         return self._ask({"answer": answer})
 
     def equal(self, answer: str, response: str) -> bool:
-        """Whether the last expression of `response` equals `answer`; False when that takes too long to find out."""
+        """Return whether the last expression of `response` equals `answer`; False when finding out takes too long."""
         return self._ask({"answer": answer, "response": response})
 
     def close(self) -> None:

@@ -45,7 +45,7 @@ def create_task(task: str, params: Mapping[str, object], *, size: int, seed: int
 
 
 def metadata_of(task: str, params: Mapping[str, object], entry: Entry) -> dict[str, object]:
-    """What a Problem must carry for `score`."""
+    """Return the metadata that `score` needs of a Problem."""
     return {"task": task, "params": dict(params), "entry": entry}
 
 

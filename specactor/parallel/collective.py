@@ -34,11 +34,8 @@ _control: dict[dist.ProcessGroup, dist.ProcessGroup] = {}
 def control_group(timeout_s: float | None = None) -> dist.ProcessGroup | None:
     """Return the gloo group of all ranks, None if it is the default one; all ranks make it together, at the first call.
 
-    Idle ranks wait in it for hours. NCCL would spin on GPUs where engines run meanwhile, send the values through GPU
-    memory, and notice a dead rank only after its timeout.
-
-    Args:
-        timeout_s: the longest wait in one exchange; None for torch's default.
+    Idle ranks wait in it for hours. NCCL would spin on GPUs where engines run, and notice a dead rank only after its
+    timeout. `timeout_s` is the longest wait in one exchange; None for torch's default.
     """
     if dist.get_backend() == "gloo":
         return None
@@ -92,9 +89,8 @@ class Collective:
     def together(self, phase: str, work: Callable[[], T]) -> T:
         """Run `work`, which uses no collective, on every rank; return this rank's result when all are done.
 
-        A rank whose work is long joins an exchange every `HEARTBEAT_S`, so nobody runs into the group's timeout, and
-        a rank that dies is noticed at once. Where work fails, its own error is raised there, and PeerFailedError,
-        which names the rank and the cause, on the others.
+        A busy rank joins an exchange every `HEARTBEAT_S`. Where work fails, its own error is raised, and on other ranks
+        PeerFailedError, which names the rank and the cause.
         """
         own = _Thread(phase, work)
         while True:

@@ -62,9 +62,9 @@ class Devices:
 
 
 def detect(environ: Mapping[str, str] | None = None) -> Devices:
-    """Look at this machine. Takes seconds where optional packages are installed: each is tried in a process of its own.
+    """Look at this machine; optional packages are tried in processes of their own, which takes seconds.
 
-    ``environ``: variables that may hold wandb's key; none are looked at by default.
+    `environ` holds the variables that may have wandb's key; none are looked at by default.
     """
     with ThreadPoolExecutor(max_workers=2) as pool:
         found = dict(zip(PROBES, pool.map(probe, PROBES), strict=True))
@@ -108,12 +108,12 @@ def gpu_uuid(number: int) -> str:
 
 
 def numbers() -> tuple[int, ...]:
-    """Of the devices here: GPUs, or the cores that this process may use where there are none."""
+    """Return the numbers of the GPUs here, or of the cores that this process may use where there are none."""
     return tuple(range(len(gpus()))) or tuple(sorted(os.sched_getaffinity(0)))
 
 
 def probe(module: str) -> Package:
-    """Whether an optional package is installed, and imports in a process of its own."""
+    """Return whether an optional package is installed, and imports in a process of its own."""
     distribution, statement = PROBES[module]
     if importlib.util.find_spec(module) is None:
         return Package(version="", works=False)
@@ -134,7 +134,7 @@ def probe(module: str) -> Package:
 
 
 def wandb_key(environ: Mapping[str, str], home: Path, host: str = "api.wandb.ai") -> bool:
-    """Whether wandb's key is in the environment or in a netrc file. The key itself goes nowhere."""
+    """Return whether wandb's key is in the environment or in a netrc file."""
     if environ.get("WANDB_API_KEY"):
         return True
     for file in (Path(environ.get("NETRC", home / ".netrc")), home / "_netrc"):

@@ -41,7 +41,7 @@ class Store(Protocol):
 
 
 class View(NamedTuple):
-    """Equal for ranks to which a number of a device means the same device."""
+    """Ranks with equal views mean the same device by a number."""
 
     machine: str
     visible: str | None = None  # devices of the machine that it was given, as CUDA has them; None: all
@@ -57,11 +57,7 @@ class Member(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def here(cls, local_rank: int = 0, *, gpu: str = "") -> Member:
-        """Describe this process.
-
-        Args:
-            gpu: UUID of its GPU, empty where it has none.
-        """
+        """Describe this process; `gpu` is the UUID of its GPU, empty where it has none."""
         return cls(
             machine=Path("/proc/sys/kernel/random/boot_id").read_text().strip(),
             pid=os.getpid(),
@@ -75,7 +71,7 @@ class Member(msgspec.Struct, frozen=True, kw_only=True):
         return View(self.machine, self.visible)
 
     def gone(self) -> bool:
-        """Whether the process has ended. Only for members on this machine."""
+        """Return whether the process has ended. Only for members on this machine."""
         try:
             return Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
         except (FileNotFoundError, ProcessLookupError):
@@ -83,10 +79,7 @@ class Member(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def tell_launcher(message: str) -> None:
-    """Have torchrun end its own report of the failure with `message`: it prints twenty lines after a rank has failed.
-
-    Its root cause, which comes last, is the earliest failure in whole seconds; peers end within the same second.
-    """
+    """Have torchrun end its own report of the failure with `message`."""
     if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         with suppress(OSError):  # the message itself has been printed already
             details = {"py_callstack": message, "timestamp": str(int(time.time()) - 1)}
@@ -105,7 +98,7 @@ def launcher_store(address: str, port: int) -> Store | None:
 
 
 class Failures:
-    """What this rank knows of failures, and its one report."""
+    """This rank's knowledge of failures, and its one report."""
 
     def __init__(self, rank: int, store: Store | None) -> None:
         self.rank = rank
@@ -221,7 +214,7 @@ def _signals(actions: dict[signal.Signals, Callable[[], None]]) -> Iterator[None
 
 
 def _is_lost_peer(error: Exception) -> bool:
-    """Whether the error is what a collective raises when another rank is gone."""
+    """Return whether the error is what a collective raises when another rank is gone."""
     return isinstance(error, RuntimeError) and any(
         text in str(error)
         for text in ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Timed out")

@@ -17,13 +17,10 @@ from specactor.parallel.layout import Layout, own_device
 
 
 def init(layout: Layout, parallel: ParallelConfig, *, seed: int, local_rank: int) -> torch.device:
-    """Join the job that torchrun started and set up all groups of `layout`; returns this rank's device.
+    """Join the job that torchrun started and set up all groups of `layout`; returns this rank's device. Collective.
 
-    The model's tensors go through NCCL with a GPU and gloo without; what ranks tell each other always through gloo. A
-    default process group that exists already is used as it is. Collective.
-
-    Args:
-        local_rank: number of this rank among those of its launcher, which is that of its GPU.
+    The model's tensors go through NCCL with a GPU and gloo without. An existing default process group is used.
+    `local_rank` is this rank's number among those of its launcher, and that of its GPU.
     """
     cpu_platform.install()
     from megatron.core import parallel_state

@@ -19,7 +19,7 @@ from specactor.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True)
 class ModelShape:
-    """What a layout must divide. Read from a Hugging Face ``config.json``."""
+    """The sizes that a layout must divide, as in a Hugging Face ``config.json``."""
 
     num_layers: int
     num_heads: int
@@ -41,7 +41,7 @@ class ModelShape:
 
     @classmethod
     def read(cls, model_dir: Path) -> ModelShape:
-        """Raises ConfigError when the folder is no Hugging Face model."""
+        """Read a folder's ``config.json``. Raises ConfigError when it is no Hugging Face model."""
         file = model_dir / "config.json"
         if not file.is_file():
             raise ConfigError.at(
@@ -189,8 +189,10 @@ ENGINE_RESERVED_OF_INPUT = 7
 
 
 def reserved_tokens(rollout: RolloutConfig) -> int:
-    """Of the room of a sequence, what requests may not use: where a request may be ended and gone on with, so much that
-    what was begun of it is never too long an input, with one token left to emit."""
+    """Return how many tokens of a sequence's room requests may not use.
+
+    With `partial` a request that was stopped must be short enough as an input, with one token left to emit.
+    """
     return ENGINE_RESERVED_OF_INPUT - 1 if rollout.partial else ENGINE_RESERVED_TOKENS
 
 
@@ -243,11 +245,8 @@ def engine_devices(
 ) -> tuple[int | str, ...]:
     """Return the devices of an engine, which are those of the ranks that it shares them with.
 
-    Args:
-        machines: host of each rank.
-        devices: of each rank, the UUID of its GPU, or the number of its core where it has none.
-
-    Raises ConfigError for an engine over several hosts, and when two of the ranks have one GPU.
+    `machines` and `devices` hold each rank's host, and its GPU's UUID, or its core's number without one. Raises
+    ConfigError for an engine over several hosts, and when two of the ranks have one GPU.
     """
     first = engine_owner(engine, engine_tensor=engine_tensor)
     ranks = range(first, first + engine_tensor)
@@ -275,11 +274,10 @@ def engine_devices(
 def place_engine(
     engine: int, views: Sequence[Hashable], local_ranks: Sequence[int], *, engine_tensor: int, pooled: bool
 ) -> tuple[int, int]:
-    """(rank that starts the engine, number of its first device as that rank counts devices).
+    """Return (rank that starts the engine, number of its first device as that rank counts devices).
 
-    Args: of each rank its host, with the devices that it sees there, and its number among the ranks of its launcher,
-    which is that of its device; pooled: of the ranks that see the same, the first starts the engines of all, and can
-    move requests between them.
+    `views` are the ranks' hosts with the devices that they see, `local_ranks` their numbers among the ranks of a
+    launcher. With `pooled` the first of the ranks with equal views starts the engines of all.
     """
     rank = engine_owner(engine, engine_tensor=engine_tensor)
     return (views.index(views[rank]) if pooled else rank), local_ranks[rank]

@@ -38,7 +38,7 @@ NUMBERS = ("x off", "tok/s/device", "verifiers", "drafters", "idle", "requests")
 
 @dataclass(frozen=True, kw_only=True)
 class Inputs:
-    """What plans and simulations begin with: a model, its drafters, devices, and what is believed of them."""
+    """Plans and simulations begin with a model, its drafters, devices, and what is believed of them."""
 
     model: str = "Qwen2.5-32B"
     """The target: a built-in shape, or a folder with a Hugging Face config.json."""
@@ -83,8 +83,10 @@ OptionsT = TypeVar("OptionsT", bound=Inputs)
 
 
 def parse(kind: type[OptionsT], prog: str, argv: Sequence[str], *, positive: Sequence[str]) -> OptionsT:
-    """Raises ConfigError for what is wrong with the command line; prints and raises SystemExit(0) for ``--help``.
-    `positive`: options of `kind` that are 1 at least."""
+    """Read the command line; ``--help`` prints and raises SystemExit(0). Options in `positive` are 1 at least.
+
+    Raises ConfigError for what is wrong.
+    """
     with one_line_errors(argv, lambda token: f"unknown setting {token}. Those there are: {prog} --help"):
         options = tyro.cli(kind, prog=prog, args=list(argv))
     for name in ("devices", "context", *positive):
@@ -105,10 +107,10 @@ def parse(kind: type[OptionsT], prog: str, argv: Sequence[str], *, positive: Seq
 
 
 def candidates(inputs: Inputs, *, max_requests: int, processes: bool) -> Candidates:
-    """Options by the cost table, or by figures, with the acceptance that is believed. `max_requests`: of one engine;
-    `processes`: whether a drafter process in the table counts.
+    """Return the options by the cost table, or by figures, with the acceptance that is believed.
 
-    Raises ConfigError, DataError and PlanError for what cannot be planned.
+    `max_requests` is of one engine; `processes`: whether a drafter process in the table counts. Raises ConfigError,
+    DataError and PlanError for what cannot be planned.
     """
     width = inputs.max_window + 1  # one more than windows have: whether a decoupled drafter goes on
     if not inputs.cost_table:
@@ -139,7 +141,7 @@ def candidates(inputs: Inputs, *, max_requests: int, processes: bool) -> Candida
 
 
 def plans(argv: Sequence[str]) -> tuple[PlanOptions, list[RolloutPlan]]:
-    """Ranked, of a command line."""
+    """Return the ranked plans of a command line."""
     options = parse(PlanOptions, PROG, argv, positive=("requests", "top"))
     found = candidates(options, max_requests=options.requests, processes=True)
     cluster = Cluster(devices=options.devices, requests=options.requests)
@@ -160,8 +162,7 @@ def run(argv: Sequence[str], console: Console) -> None:
 
 
 def show_memory(argv: Sequence[str], console: Console) -> None:
-    """``specactor plan RECIPE [--devices N] [--device NAME] [--key.path value ...]``: what takes the memory of each
-    device, by phase of a step."""
+    """Print which parts take the memory of each device of a recipe, by phase of a step."""
     parser = argparse.ArgumentParser(prog=PROG, add_help=False, allow_abbrev=False)
     parser.add_argument("--devices", type=int, default=PlanOptions.devices)
     parser.add_argument("--device", default=PlanOptions.device)
@@ -184,8 +185,10 @@ def show_memory(argv: Sequence[str], console: Console) -> None:
 
 
 def acceptance_at(words: Sequence[str], drafter: str) -> float:
-    """P(a draft token is accepted) of a drafter, from the words of --acceptance: its own NAME=NUMBER comes before a
-    plain number. Raises ConfigError."""
+    """Return P(a draft token is accepted) of a drafter; its own NAME=NUMBER comes before a plain number.
+
+    Raises ConfigError.
+    """
     found: dict[str, float] = {}
     for word in words:
         name, _, number = word.rpartition("=")

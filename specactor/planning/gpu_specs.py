@@ -32,7 +32,7 @@ class Device:
 
 @dataclass(frozen=True, kw_only=True)
 class Attained:
-    """What programs get of the peaks; the same for all devices, measured on H100 if nothing else is said."""
+    """Programs attain these shares of the peaks on all devices; measured on H100 if nothing else is said."""
 
     matmul: float = 0.80
     """794.5 of 989 TFLOP/s (H100; B200: 1745 of 2250, .78), the best shape, ML_ENGINEERING. Ill-shaped matrices get
@@ -92,7 +92,7 @@ DEVICES: Mapping[str, Device] = {
 
 
 def device(name: str) -> Device:
-    """Raises PlanError for a name that is not there."""
+    """Return the device of a name. Raises PlanError for an unknown one."""
     found = {known.lower(): one for known, one in DEVICES.items()}.get(name.lower())
     if found is None:
         raise PlanError(

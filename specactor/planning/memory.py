@@ -48,7 +48,7 @@ class Memory:
 
     @property
     def fits(self) -> bool:
-        """Whether every phase fits, estimates included."""
+        """Return whether every phase fits, estimates included."""
         return max(map(self.of, PHASES)) <= self.device_bytes
 
     def check(self) -> None:
@@ -70,11 +70,7 @@ class Memory:
 def of_job(
     config: Config, layout: Layout, shape: TransformerShape, device_bytes: float, draft: TransformerShape | None = None
 ) -> Memory:
-    """Return the memory of a device that has a trainer rank and an engine rank.
-
-    Args:
-        draft: the model that drafts in every engine, if there is one.
-    """
+    """Return the memory of a device that has a trainer rank and an engine rank; `draft` drafts in every engine."""
     width = BYTES[config.model.dtype]
     dense, experts = parameters(shape, layout)
     held = dense + experts
@@ -128,8 +124,10 @@ def activations(config: Config, layout: Layout, shape: TransformerShape, tokens:
 
 
 def memory_of(config: Config, ranks: int, device_bytes: float) -> Memory:
-    """Return the memory of a recipe's devices, one per rank. Raises ConfigError for a layout that cannot be, PlanError
-    for a model whose shape is not known."""
+    """Return the memory of a recipe's devices, one per rank.
+
+    Raises ConfigError for an impossible layout, PlanError for a model whose shape is not known.
+    """
     shape = _own_shape(config)
     sizes = ModelShape(
         num_layers=shape.layers,

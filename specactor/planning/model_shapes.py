@@ -17,7 +17,7 @@ from specactor.errors import PlanError
 
 @dataclass(frozen=True, kw_only=True)
 class TransformerShape:
-    """Of one model; per layer where nothing else is said."""
+    """The shape of one model; sizes are per layer where nothing else is said."""
 
     name: str
     layers: int
@@ -49,17 +49,15 @@ class TransformerShape:
 
     @property
     def mlp_params(self) -> int:
-        """Of the dense MLP, or the router."""
+        """Return the parameters of the dense MLP, or of the router."""
         return 3 * self.hidden * self.intermediate + self.hidden * self.experts
 
     @property
     def expert_params(self) -> int:
-        """Parameters of one expert."""
         return 3 * self.hidden * self.expert_intermediate
 
     @property
     def head_params(self) -> int:
-        """Parameters of the output projection."""
         return self.vocab * self.hidden
 
     @property
@@ -69,7 +67,7 @@ class TransformerShape:
 
     @property
     def active_params(self) -> int:
-        """That one token is multiplied with; of the embedding it takes a row."""
+        """Return the parameters that one token is multiplied with; of the embedding it takes a row."""
         layer = self.attention_params + self.mlp_params + self.experts_per_token * self.expert_params
         return self.layers * layer + self.head_params
 
@@ -82,14 +80,14 @@ class TransformerShape:
         return self.layers * 2 * self.kv_heads * self.head_dim * self.param_bytes
 
     def distinct_experts(self, tokens: float) -> float:
-        """That `tokens` tokens choose, on average, if each chooses evenly: E (1 - (1 - k/E)^T)."""
+        """Return how many experts `tokens` choose on average, if each chooses evenly: E (1 - (1 - k/E)^T)."""
         if not self.experts:
             return 0.0
         return float(self.experts * (1.0 - (1.0 - self.experts_per_token / self.experts) ** tokens))
 
     @classmethod
     def of_config(cls, config: Mapping[str, Any], name: str) -> TransformerShape:
-        """Of a Hugging Face config.json. Raises PlanError for what is no such decoder."""
+        """Read a Hugging Face config.json. Raises PlanError for what is no such decoder."""
         experts = config.get("num_experts") or config.get("num_local_experts") or 0
         refused = [key for key in ("kv_lora_rank", "shared_expert_intermediate_size") if config.get(key)]
         mixed = experts and (config.get("mlp_only_layers") or config.get("decoder_sparse_step", 1) != 1)

@@ -35,7 +35,7 @@ class Placement:
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutPlan:
-    """Where a rollout runs, how it drafts, and what is predicted."""
+    """A plan says where a rollout runs, how it drafts, and what is predicted."""
 
     draft: DraftPlan  # of every request, to begin with
     verifiers: Placement
@@ -91,7 +91,7 @@ class VerifierOption:
     windows; None: nothing."""
 
     def requests(self, drafter: Footprint = NOTHING) -> int | None:
-        """That run at once beside this drafter; None: no bound."""
+        """Return how many requests run at once beside this drafter; None: no bound."""
         return fitting(self.capacity_bytes, self.footprint, drafter)
 
 
@@ -122,7 +122,7 @@ class DrafterOption:
 
 
 def fitting(capacity_bytes: float, *footprints: Footprint) -> int | None:
-    """Requests whose KV fits beside the weights; None: no bound."""
+    """Return how many requests' KV fits beside the weights; None: no bound."""
     left = capacity_bytes - sum(f.weights_bytes for f in footprints)
     each = sum(f.request_bytes for f in footprints)
     if left < 0:
@@ -132,7 +132,7 @@ def fitting(capacity_bytes: float, *footprints: Footprint) -> int | None:
 
 @dataclass(frozen=True, kw_only=True)
 class Candidates:
-    """What `search` is given."""
+    """The options that `search` is given."""
 
     verifiers: tuple[VerifierOption, ...]
     drafters: tuple[DrafterOption, ...]
@@ -142,8 +142,8 @@ class Candidates:
 
 
 def from_table(table: CostTable, *, devices: int, survivals: Mapping[str, tuple[float, ...]]) -> Candidates:
-    """Options of a measured table; `devices`: of the engine that was measured. Memory is not known, so nothing is
-    refused for it."""
+    """Return the options of a measured table, of an engine on `devices` devices. Memory is not known, so it refuses
+    nothing."""
     process, drafters = table.process, []
     for name, grid in table.drafters.items():
         alone = process is None and name not in TEXT_DRAFTERS
@@ -157,7 +157,7 @@ def from_table(table: CostTable, *, devices: int, survivals: Mapping[str, tuple[
 
 
 def _windows(token_s: Grid) -> Grid:
-    """Drafting windows, token by token."""
+    """Return the grid of drafting windows, token by token."""
     windows = (1.0, MAX_WINDOW + 1.0)
     seconds = tuple(tuple(w * each for w in windows) for (each,) in token_s.seconds)
     return Grid(requests=token_s.requests, per_request=windows, seconds=seconds)

@@ -41,10 +41,8 @@ PROCESS_SHARE = 0.5  # of the time for the engine, how much a drafter process ma
 def run(config: Config, *, out: Path | None, limit_s: float, console: Console) -> Path:
     """Measure, and write the table. Returns its file, by default costs.json in the folder of the run.
 
-    Measuring takes at most about `limit_s`, and half as long again where there is a drafter process; starts come on
-    top, `EngineConfig.start_timeout_s` at most for each.
-
-    Raises SpecActorError for what cannot be profiled, and when an engine fails.
+    Measuring takes about `limit_s`, and half as long again with a drafter process; starts come on top. Raises
+    SpecActorError for what cannot be profiled, and when an engine fails.
     """
     _check(config)
     file = out or Path(config.output_dir) / config.name / "costs.json"
@@ -99,13 +97,13 @@ def _check(config: Config) -> None:
 
 
 def _profiled(speculation: SpeculationConfig) -> SpeculationConfig:
-    """For the engine alone; drafter processes are measured afterwards."""
+    """Return the settings for the engine alone; drafter processes are measured afterwards."""
     drafters = tuple(name for name in speculation.drafters if name != METHOD) or ("suffix",)
     return replace(speculation, mode="coupled", drafters=drafters, fastest_of=1, cost_table="")
 
 
 def _drafter_spec(config: Config, context: int, folder: Path) -> DrafterSpec | None:
-    """The drafter process of a run with one engine, on the device after the engine's; None where it has none."""
+    """Return the drafter process of a run with one engine, on the device after the engine's; None where it has none."""
     rollout, methods = config.rollout, config.rollout.speculation.draft_methods
     if METHOD not in methods:
         return None
@@ -126,7 +124,7 @@ def _drafter_spec(config: Config, context: int, folder: Path) -> DrafterSpec | N
 
 
 def _spec(config: Config, model_dir: Path, context: int, folder: Path, drafter: DrafterSpec | None) -> EngineSpec:
-    """Like an engine of the run, but that it speculates in any case."""
+    """Return an engine like one of the run, but that it speculates in any case."""
     ranks = config.parallel.engine_tensor
     return EngineSpec(
         index=0,
@@ -177,7 +175,7 @@ def _with_process(
     limit_s: float,
     console: Console,
 ) -> CostTable:
-    """The table, and what drafting in this process costs."""
+    """Return the table with the costs of drafting in this process."""
     process = DrafterProcess(spec)
     try:
         process.wait_ready()
@@ -198,7 +196,7 @@ def _bar(console: Console, total: int) -> Iterator[Callable[[int], None]]:
 
 
 def _show(errors: list[Check], console: Console) -> None:
-    """How far the table is off where it was not measured."""
+    """Print by how much the table is off where it was not measured."""
     if not errors:
         return
     worst = max(errors, key=lambda check: check.error)

@@ -39,7 +39,7 @@ TOKENS = 64  # of a response then, at most. Its first ones are generated before 
 
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """Of the requests that are measured, in tokens."""
+    """Sizes of the requests that are measured, in tokens."""
 
     prompt: int
     response: int  # at most
@@ -48,7 +48,8 @@ class Sizes:
 
     @classmethod
     def of(cls, config: RolloutConfig, *, vocab: int, context: int) -> Sizes:
-        """Prompts as long as a sequence that is half done. Raises PlanError where the model's context is too short."""
+        """Make prompts as long as a sequence that is half done. Raises PlanError where the model's context is too
+        short."""
         response = max(_response(drafter, config.speculation.max_window) for drafter in ("", "any"))
         room = context - response
         if room < 1:
@@ -59,7 +60,7 @@ class Sizes:
         return cls(prompt=min(room, 16 + config.max_new_tokens // 2), response=response, vocab=vocab, context=context)
 
     def most_requests(self, config: RolloutConfig, kv_tokens: int) -> int:
-        """That a step has, the engine runs together and its KV pool holds, window of two rounds included."""
+        """Return how many requests a step has, the engine runs together, and its KV pool holds with two windows."""
         of_one = self.prompt + self.response + 2 * (config.speculation.max_window + 1)
         of_step = config.prompts_per_step * config.group_size
         most = min(config.engine.max_running_requests, of_step, kv_tokens // of_one)
@@ -71,7 +72,7 @@ class Sizes:
         return most
 
     def longest_response(self, requests: int, kv_tokens: int, config: SpeculationConfig) -> int:
-        """For which so many requests have room: at least `response`, where they are at most `most_requests`."""
+        """Return the longest response for which so many requests have room."""
         return min(self.context, kv_tokens // requests - 2 * (config.max_window + 1)) - self.prompt
 
 
@@ -85,10 +86,9 @@ def measure(
     on_cell: Callable[[int], None] = lambda done: None,
     clock: Callable[[], float] = time.monotonic,
 ) -> dict[Cell, list[float]]:
-    """Seconds of rounds per cell, of up to PASSES passes; `on_cell` is told how many cells of all passes are done.
+    """Return the seconds of rounds per cell, of up to PASSES passes; `on_cell` gets how many cells are done.
 
-    After `limit_s` no further pass is begun, and one that is going on is dropped. Raises PlanError when that is the
-    first one.
+    After `limit_s` no pass begins, and a running one is dropped. Raises PlanError when that is the first one.
     """
     deadline = clock() + limit_s
     measured: dict[Cell, list[float]] = {cell: [] for cell in cells}
@@ -117,7 +117,7 @@ def measure_once(
     is_late: Callable[[], bool] = lambda: False,
     on_cell: Callable[[int], None] = lambda done: None,
 ) -> dict[Cell, list[float]] | None:
-    """A pass, of this number; None when it is too late to finish."""
+    """Measure in one pass; None when it is too late to finish."""
     found: dict[Cell, list[float]] = {}
     for (drafter, window), group in groupby(
         sorted(cells, key=lambda cell: (cell.drafter, cell.window, cell.requests)),
@@ -137,7 +137,7 @@ def measure_once(
 
 
 def _drafting(config: RolloutConfig, drafter: str, window: int) -> SpeculationConfig:
-    """Only this drafter, only this window."""
+    """Return the settings with only this drafter and window."""
     drafters = (drafter or FILLER,)
     return replace(config.speculation, mode="coupled", drafters=drafters, window=window, fastest_of=1, cost_table="")
 
@@ -152,17 +152,17 @@ def _seconds(cell: Cell, rounds: Rounds) -> list[float]:
 
 
 def _of(points: Iterable[Point], requests: int, total: int) -> list[float]:
-    """Of all but the first such round. It is the first of the cell's own requests: smaller cells came before."""
+    """Return the seconds of all but the first such round, which is the cell's own first: smaller cells came before."""
     return [seconds for n, of_round, seconds in points if (n, of_round) == (requests, total)][1:]
 
 
 def _response(drafter: str, window: int) -> int:
-    """Tokens for ROUNDS_PER_PASS full rounds if drafts are wrong, or for two if all of a drafter's are right."""
+    """Return the tokens for ROUNDS_PER_PASS full rounds if drafts are wrong, or for two if all are right."""
     return 1 + window + (2 * (1 + window) if drafter else ROUNDS_PER_PASS)
 
 
 def requests_of(config: RolloutConfig, number: int, sizes: Sizes, tokens: int) -> list[RolloutRequest]:
-    """Args: how many; tokens of each response."""
+    """Make `number` requests, each with a response of `tokens` tokens."""
     sampling = SamplingParams(
         temperature=config.temperature,
         top_p=config.top_p,
@@ -197,8 +197,10 @@ def measure_process(
     on_size: Callable[[int], None] = lambda done: None,
     clock: Callable[[], float] = time.monotonic,
 ) -> ProcessCosts:
-    """Over the numbers of requests of `table`, which is of the same engine; `on_size` is told how many of them are
-    done. Those for which there is no time are left out. Raises PlanError when nothing was drafted in time."""
+    """Measure a drafter process over the numbers of requests of `table`, as far as there is time.
+
+    `on_size` gets how many of them are done. Raises PlanError when nothing was drafted in time.
+    """
     deadline = clock() + limit_s
     turns: list[Point] = []
     drafts: list[Point] = []
@@ -224,7 +226,7 @@ def measure_process(
 
 
 def _pace(engine: Engine, config: RolloutConfig, table: CostTable, sizes: Sizes, size: int) -> float:
-    """Seconds of the table over those that the same rounds take now."""
+    """Return the table's seconds over those that the same rounds take now."""
     cell = Cell(requests=size, window=config.speculation.max_window)
     measured = measure_once(engine, config, [cell], sizes)
     assert measured is not None
@@ -232,7 +234,7 @@ def _pace(engine: Engine, config: RolloutConfig, table: CostTable, sizes: Sizes,
 
 
 def _at(pace: float, points: Iterable[Point]) -> list[Point]:
-    """With all seconds multiplied."""
+    """Multiply all seconds."""
     return [(n, total, pace * seconds) for n, total, seconds in points]
 
 
@@ -244,7 +246,7 @@ def _drafted(
     size: int,
     is_late: Callable[[], bool],
 ) -> tuple[list[Point], Rounds, float]:
-    """(turns of the process, rounds of the engine, seconds in which it waited for drafts), of so many requests."""
+    """Return (turns of the process, rounds of the engine, seconds in which it waited for drafts)."""
     assert engine.ready is not None
     ahead = replace(
         config.speculation,

@@ -48,12 +48,12 @@ class Check:
 
     @property
     def error(self) -> float:
-        """Relative to what was measured."""
+        """Return the error relative to what was measured."""
         return abs(self.predicted_s / self.measured_s - 1)
 
 
 def cells(*, max_requests: int, max_window: int, drafters: Sequence[str]) -> list[Cell]:
-    """Of the grids of verification and of every drafter, and those held out."""
+    """Return the cells of the grids of verification and of every drafter, and those held out."""
     assert min(max_requests, max_window) >= 1
     requests, windows = _doubled(max_requests), _doubled(max_window)
     between, windows_between = _middles(requests)[::-2], _middles(windows) or [max_window]
@@ -66,7 +66,7 @@ def cells(*, max_requests: int, max_window: int, drafters: Sequence[str]) -> lis
 
 
 def cost_table(measured: Measured, *, model: str, device: str, date: str) -> CostTable:
-    """Raises PlanError for a cell that was not measured."""
+    """Make the table. Raises PlanError for a cell that was not measured."""
     medians = {cell: _median(cell, seconds) for cell, seconds in measured.items() if not cell.held_out}
     verifies = {cell: s for cell, s in medians.items() if not cell.drafter}
     plain = {cell: s for cell, s in verifies.items() if not cell.window}
@@ -84,7 +84,7 @@ def cost_table(measured: Measured, *, model: str, device: str, date: str) -> Cos
 
 
 def checks(measured: Measured, table: CostTable) -> list[Check]:
-    """Of every held-out cell."""
+    """Compare every held-out cell with the table."""
     return [
         Check(cell=cell, predicted_s=cell.predicted_s(table), measured_s=_median(cell, seconds))
         for cell, seconds in measured.items()
@@ -93,7 +93,7 @@ def checks(measured: Measured, table: CostTable) -> list[Check]:
 
 
 def _grid(medians: Mapping[Cell, float], *, first: int) -> Grid:
-    """`first`: tokens per request beside the window."""
+    """Make a grid of medians; `first` counts tokens per request beside the window."""
     requests = sorted({cell.requests for cell in medians})
     windows = sorted({cell.window for cell in medians})
     seconds = {(cell.requests, cell.window): s for cell, s in medians.items()}
@@ -124,8 +124,10 @@ def _middles(axis: Sequence[int]) -> list[int]:
 
 
 def by_requests(points: Iterable[Point]) -> Grid:
-    """Mean seconds, of one token each if there are several, by the number of requests; without stalls, and without
-    numbers that were seen too seldom. Raises PlanError without any point."""
+    """Return the mean seconds of one token by the number of requests, without stalls and rarely seen numbers.
+
+    A mean and no median, since what happens now and then is paid for, too. Raises PlanError without any point.
+    """
     each: dict[int, list[float]] = {}
     for requests, total, seconds in points:
         each.setdefault(requests, []).append(seconds / max(1.0, total / requests))
@@ -140,9 +142,7 @@ def by_requests(points: Iterable[Point]) -> Grid:
 
 
 def beside(table: CostTable, drafts: Sequence[Point], verifies: Iterable[Point]) -> Grid:
-    """What rounds take on average beside the table's verify, which is a median and knows nothing of other processes on
-    the cores: what came before the verify (`drafts`), and what the verify took longer. By the requests of `drafts`.
-    """
+    """Return what rounds take on average beside the table's verify: what came before it, and what it took longer."""
     longer: dict[int, list[float]] = {}
     for n, rows, seconds in verifies:
         if seconds <= STALL * (expected := table.verify_s(n, rows)):
@@ -155,14 +155,13 @@ def beside(table: CostTable, drafts: Sequence[Point], verifies: Iterable[Point])
 
 
 def without_waits(drafts: Sequence[Point], waited_s: float) -> list[Point]:
-    """Of `drafts`, which include that much. An engine waits for drafts where that pays; a planner in whose rounds
-    nobody waits would count it as a loss."""
+    """Take `waited_s` off the seconds of `drafts`. An engine waits where that pays; a planner would count it as a loss."""
     total_s = sum(seconds for *_, seconds in drafts)
     share = 1.0 - waited_s / total_s if total_s > waited_s else 1.0
     return [(n, total, share * seconds) for n, total, seconds in drafts]
 
 
 def column(seconds: Mapping[float, float]) -> Grid:
-    """By the number of requests."""
+    """Make a grid by the number of requests alone."""
     axis = sorted(seconds)
     return Grid(requests=tuple(map(float, axis)), per_request=(1.0,), seconds=tuple((seconds[n],) for n in axis))

@@ -28,7 +28,7 @@ REQUESTS = tuple(
 
 
 class Roofline:
-    """Of one model on engines of one size."""
+    """One model on engines of one size."""
 
     def __init__(
         self,
@@ -40,11 +40,8 @@ class Roofline:
         attained: Attained | None = None,
         keys_once: bool = False,
     ) -> None:
-        """
-        Args:
-            context: tokens of a request in the KV cache, on average.
-            keys_once: keys are read once per request and not per row.
-        """
+        """Set up for a `context` of tokens in the KV cache, on average; `keys_once` reads keys once per request, not
+        per row."""
         assert 1 <= devices <= device.node_devices, f"{devices} of a node of {device.name}"
         assert context >= 0, context
         self.shape, self.device, self.devices, self.context = shape, device, devices, context
@@ -53,11 +50,15 @@ class Roofline:
 
     @property
     def capacity_bytes(self) -> float:
-        """For weights and KV, of all devices."""
+        """Return the bytes for weights and KV, of all devices."""
         return self.devices * self.device.memory_bytes * self.attained.memory
 
     def forward_s(self, requests: int, tokens: int = 1, *, buckets: Sequence[int] = PLAIN_BUCKETS) -> float:
-        """Seconds of one forward, `tokens` rows of each request."""
+        """Return the seconds of one forward with `tokens` rows of each request.
+
+        Every part takes the longer of moving its bytes and computing; two all-reduces per layer, the kernels' least
+        time and the launch come on top. Rows are rounded up to `buckets`, the sizes for which graphs are captured.
+        """
         shape = self.shape
         wanted = requests * tokens
         rows = max(wanted, buckets[min(bisect_left(buckets, wanted), len(buckets) - 1)])
@@ -93,7 +94,7 @@ class Roofline:
 
 
 def draft_grid(roofline: Roofline, *, max_window: int, max_requests: int) -> Grid:
-    """Drafting 1 to max_window tokens one after the other, on all devices of an engine.
+    """Return the seconds of drafting 1 to max_window tokens one after the other, on all devices of an engine.
 
     The drafter is either cut over the devices, or copied to groups of them that share the requests: the faster.
     """
@@ -113,7 +114,7 @@ def draft_grid(roofline: Roofline, *, max_window: int, max_requests: int) -> Gri
 
 
 def cost_table(target: Roofline, drafters: Mapping[str, Roofline], *, max_window: int, max_requests: int) -> CostTable:
-    """As a profile of that engine would give it. `drafters` draft on the same devices, by name."""
+    """Return the table that a profile of that engine would give. `drafters` draft on the same devices, by name."""
     requests, tokens = _nodes(max_requests), range(1, max_window + 2)
     axis = tuple(map(float, requests))
     return CostTable(

@@ -45,8 +45,11 @@ def search(
     *,
     max_window: int = 16,
 ) -> list[RolloutPlan]:
-    """The best plan of every mode, drafter and pair of engine sizes, fastest first; then off, fewer devices, smaller
-    window. Raises PlanError where the target fits nowhere."""
+    """Return the best plan of every mode, drafter and pair of engine sizes, fastest first, then by `_order`.
+
+    off: verifiers decode plainly. coupled: they draft on their own devices. decoupled: N drafters serve M verifiers.
+    Raises PlanError where the target fits nowhere.
+    """
     found = [_off(cluster, v) for v in verifiers if v.devices <= cluster.devices and v.requests() != 0]
     if not found:
         raise PlanError(
@@ -117,7 +120,7 @@ def _off(cluster: Cluster, option: VerifierOption) -> RolloutPlan:
 
 
 def _coupled(cluster: Cluster, option: VerifierOption, drafter: DrafterOption, window: int) -> RolloutPlan | None:
-    """None where it does not fit, or nothing would be accepted."""
+    """Return the plan; None where it does not fit, or nothing would be accepted."""
     fit = option.requests(drafter.footprint)
     tokens = coupled_tokens(drafter.survival, window)
     if fit == 0 or tokens <= 1.0:
@@ -136,8 +139,10 @@ def _coupled(cluster: Cluster, option: VerifierOption, drafter: DrafterOption, w
 def _decoupled(
     cluster: Cluster, option: VerifierOption, drafter: DrafterOption, engine: DrafterEngine, max_window: int
 ) -> list[RolloutPlan]:
-    """The best; none if there is none. Looked at: every number of verifiers, with as many drafters as there is room
-    for, and the 1:1 groups of Algorithm 1. Of the best one's drafters those are left idle that it does not need."""
+    """Return the best plan, if there is one, with no more drafters than it needs.
+
+    Every number of verifiers is tried with as many drafters as fit, and the 1:1 groups of Algorithm 1 of 2511.16193.
+    """
     fit = option.requests()
     if fit == 0 or drafter.survival[0] <= 0.0:
         return []
@@ -166,7 +171,7 @@ def _decoupled(
 def _pair(
     of: _Verifying, drafter: DrafterOption, engine: DrafterEngine, drafting: int, window: int, max_window: int
 ) -> RolloutPlan | None:
-    """With so many drafters. None where they do not fit, or nothing would be accepted."""
+    """Return the plan with so many drafters; None where they do not fit, or nothing would be accepted."""
     served = ceil(of.running / drafting)
     fit = fitting(engine.capacity_bytes, drafter.footprint)
     if fit is not None and served > fit:
@@ -188,8 +193,8 @@ def _pair(
 def _lasting(
     of: _Verifying, drafter: DrafterOption, engine: DrafterEngine, served: int, window: int, max_window: int
 ) -> tuple[float, float, float, str]:
-    """(share of rounds with a window, tokens of a round, its seconds, why so many), where it lasts until the next
-    windows are there."""
+    """Return (share of rounds with a window, tokens per round, its seconds, why) of rounds that last until windows
+    come."""
     draft_s = engine.seconds.at(served, window + 1) + of.cluster.message_s
     rounds = pipelined(drafter.survival, window)
     verify_s = _round_s(of).at(of.requests, 1.0 + rounds.ready * window)
@@ -200,7 +205,7 @@ def _lasting(
 def _running(
     of: _Verifying, drafter: DrafterOption, engine: DrafterEngine, served: int, window: int, max_window: int
 ) -> tuple[float, float, float, str]:
-    """The same, where it takes what is there."""
+    """Return the same of rounds that take what is there."""
     assert engine.token_s is not None
     token_s = engine.token_s.at(served, 1.0)
     pace = Pace(
@@ -216,7 +221,7 @@ def _running(
 
 
 def _round_s(of: _Verifying) -> Grid:
-    """Of a decoupled round: verifying, and what the engine does beside it."""
+    """Return the seconds of a decoupled round: verifying, and what the engine does beside it."""
     grid = of.option.costs.verify
     more = of.option.ahead_s.at(of.requests, 1.0) if of.option.ahead_s else 0.0
     return replace(grid, seconds=tuple(tuple(s + more for s in row) for row in grid.seconds)) if more else grid
@@ -240,7 +245,7 @@ def shared_table(file: str, ranks: Collective) -> CostTable:
 
 
 def planned(config: Config, table: CostTable, *, machines: int) -> tuple[Config, str]:
-    """The configuration without the drafting that no plan has, and what to tell about it."""
+    """Return the configuration without the drafting that no plan has, and a line to print about it."""
     rollout, speculation = config.rollout, config.rollout.speculation
     if missing := [name for name in speculation.draft_methods if name not in table.methods]:
         return config, f"no plan: {speculation.cost_table} lacks {', '.join(missing)}. Measure: specactor profile."
@@ -264,7 +269,7 @@ def planned(config: Config, table: CostTable, *, machines: int) -> tuple[Config,
 
 
 def _fastest(config: Config, table: CostTable, requests: int, machines: int) -> RolloutPlan:
-    """Of the job's engines and drafters, in any layout of their devices."""
+    """Return the fastest plan of the job's engines and drafters, in any layout of their devices."""
     parallel, speculation = config.parallel, config.rollout.speculation
     # Nobody has seen these drafters yet: believed is what their engines begin with.
     model = AcceptanceModel(max_window=speculation.largest_window)

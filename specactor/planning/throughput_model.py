@@ -35,7 +35,6 @@ class Pipelined:
 
     @property
     def tokens(self) -> float:
-        """Tokens emitted per round."""
         return 1.0 + self.ready * (self.tokens_when_ready - 1.0)
 
 
@@ -45,7 +44,11 @@ def coupled_tokens(survival: Sequence[float], window: int) -> float:
 
 
 def pipelined(survival: Sequence[float], window: int) -> Pipelined:
-    """Decoupled rounds of a window. Of `survival` the entry behind the window is extrapolated if missing."""
+    """Return decoupled rounds of a window that last until windows are there.
+
+    A request is ready (its window is there) or its drafter starts again from the commit, after a plain step. The entry
+    of `survival` behind the window is extrapolated if missing.
+    """
     assert 1 <= window <= len(survival), window
     onward = survival[window] if len(survival) > window else _next(survival[:window])
     returns, leaves = survival[0], 1.0 - onward
@@ -54,7 +57,7 @@ def pipelined(survival: Sequence[float], window: int) -> Pipelined:
 
 
 def _next(survival: Sequence[float]) -> float:
-    """Of one more position, accepted as often as the last."""
+    """Return the survival of one more position, accepted as often as the last."""
     last, before = survival[-1], survival[-2] if len(survival) > 1 else 1.0
     return last * last / before if before > 0 else 0.0
 
@@ -71,7 +74,7 @@ class Running:
 
 @dataclass(frozen=True, kw_only=True)
 class Pace:
-    """What decides how many draft tokens are there in time."""
+    """Speeds that decide how many draft tokens are there in time."""
 
     requests: int  # of the verifier's rounds
     round_s: Grid
@@ -82,11 +85,10 @@ class Pace:
 
 
 def running(survival: Sequence[float], window: int, pace: Pace) -> Running:
-    """Rounds of a window: what is there at a round's beginning is verified, up to the window, and nobody waits.
+    """Return rounds that verify what is there at their beginning, up to the window, while nobody waits.
 
-    A commit leaves with the next round's beginning. A request has draft tokens in stock beyond it, or is lost: the
-    commit differs from what was drafted, its round is a plain step, and the drafter has the length of that, less a
-    message both ways and what is left of the step that it is in.
+    A request has draft tokens in stock beyond the commit, or is lost: the commit differs from what was drafted, its
+    round is a plain step, and the drafter has that long, less a message both ways and the rest of its current step.
     """
     checked(survival)
     assert 1 <= window <= len(survival), window
@@ -118,7 +120,7 @@ def running(survival: Sequence[float], window: int, pace: Pace) -> Running:
 
 @dataclass(frozen=True, kw_only=True)
 class _Chain:
-    """States: 0, 1, .., most tokens in stock beyond the commit, then lost."""
+    """Markov chain with states 0, 1, .., most tokens in stock beyond the commit, then lost."""
 
     goes_on: tuple[float, ...]  # [K]: P(k draft tokens and the one after them are right)
     returns: float  # P(the first token is right | the last was not): as after any
@@ -159,12 +161,12 @@ def _whole(tokens: float) -> tuple[tuple[int, float], ...]:
 
 
 def _begun(tokens: float) -> tuple[tuple[int, float], ...]:
-    """The same, where the time began at any moment of a step, which is of no use: floor(tokens - U), U in 0..1."""
+    """Return the same for a time that began within a step, which is of no use: floor(tokens - U), U in 0..1."""
     return tuple((max(0, whole - 1), share) for whole, share in _whole(tokens))
 
 
 def _stationary(moves_SS: NDArray[np.float64]) -> NDArray[np.float64]:
-    """[S]: how often each state is. The lost one is reached from all, or never left, or never entered."""
+    """Return [S], how often each state is."""
     states = len(moves_SS)
     equations = np.vstack([moves_SS.T - np.eye(states), np.ones(states)])
     share_S: NDArray[np.float64] = np.linalg.lstsq(equations, np.append(np.zeros(states), 1.0), rcond=None)[0]
@@ -174,7 +176,7 @@ def _stationary(moves_SS: NDArray[np.float64]) -> NDArray[np.float64]:
 
 
 def _mean_round_s(pace: Pace, windows_K: NDArray[np.float64]) -> float:
-    """Of a round whose requests have windows of their own, independently: over all sums of them."""
+    """Return the mean seconds of a round whose requests have independent windows: over all sums of them."""
     size = pace.requests * (len(windows_K) - 1) + 1
     sums = np.fft.irfft(np.fft.rfft(windows_K, 2 * size) ** pace.requests, 2 * size)[:size].clip(0.0)
     seconds = pace.round_s.along(pace.requests, 1.0 + np.arange(size) / pace.requests)

@@ -39,7 +39,6 @@ class Call(Generic[Answer]):
     """One question, and the answers to it as they come. A context: what comes after it is dropped."""
 
     def __init__(self, child: ChildProcess[Answer], number: int) -> None:
-        """Use `ChildProcess.call`."""
         self._child, self.number = child, number
         self.inbox: queue.SimpleQueue[Answer | None] = queue.SimpleQueue()
 
@@ -72,13 +71,10 @@ class ChildProcess(Generic[Answer]):
         environment: Mapping[str, str],
         log_file: str,
     ) -> None:
-        """Starts it, or has the warm starter fork it, and returns at once; `wait_ready` tells how it went.
+        """Start it, or have the warm starter fork it, and return at once; `wait_ready` tells how it went.
 
-        Args:
-            run: what it does, ``package.module:function``; the function is given the child's end of the socket.
-            start: the first message to it.
-            name: as in "engine 3".
-            answers: of all types that it answers with, `Failed` among them.
+        `run` is ``package.module:function``, which gets the child's end of the socket; `start` is the first message;
+        `name` is as in "engine 3"; `answers` decodes all types that it answers with, `Failed` among them.
         """
         self.name, self.log_file = name, log_file
         self.moved_s = 0.0  # when it last gave an answer that was not the last of its call
@@ -110,20 +106,21 @@ class ChildProcess(Generic[Answer]):
 
     @property
     def pid(self) -> int:
-        """Of the guard; leader of the session that all its processes are in."""
+        """Return the pid of the guard, leader of the session that all its processes are in."""
         return self._process.pid
 
     @property
     def alive(self) -> bool:
-        """Whether it runs and speaks, as far as is known."""
+        """Return whether it runs and speaks, as far as is known."""
         return not self._dead.is_set()
 
     def has_answered_start(self) -> bool:
-        """Whether `wait_ready` would return or raise at once."""
+        """Return whether `wait_ready` would return or raise at once."""
         return not self._start.inbox.empty()
 
     def wait_ready(self, timeout_s: float) -> Answer:
-        """The answer to its start. Without one, and with `Failed`: EngineError, and nothing of it is left."""
+        """Return the answer to its start. Without one, and with `Failed`, raises EngineError, and nothing of it is
+        left."""
         try:
             answer = self._start.next(timeout_s)
         except TimeoutError:
@@ -139,7 +136,7 @@ class ChildProcess(Generic[Answer]):
         raise EngineError(self.with_log(reason))
 
     def call(self, message: msgspec.Struct) -> Call[Answer]:
-        """Ask it. Waits for nothing; one that is dead has answered that it died."""
+        """Ask it, and wait for nothing; a dead one has answered that it died."""
         with self._lock:
             number = self._next_number
             data = frames.pack(number, message)
@@ -157,7 +154,7 @@ class ChildProcess(Generic[Answer]):
             return call.next(timeout_s)
 
     def forget(self, call: Call[Answer]) -> None:
-        """Answers to it that come later are dropped."""
+        """Drop answers to this call that come later."""
         with self._lock:
             self._calls.pop(call.number, None)
 

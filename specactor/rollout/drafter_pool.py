@@ -37,10 +37,10 @@ _LOG = logging.getLogger(__name__)
 
 
 class DrafterPool:
-    """May be empty: then every method does nothing."""
+    """The drafters of one host. It may be empty: then every method does nothing."""
 
     def __init__(self, specs: Sequence[DrafterSpec], *, on_gpus: bool = False) -> None:
-        """Starts all at once; they do not listen before `wait_ready`. Args: whether starting takes of a GPU."""
+        """Start all at once; they do not listen before `wait_ready`. `on_gpus`: starting one takes of a GPU."""
         self._on_gpus = on_gpus
         self._lock = threading.Lock()
         self._ending = threading.Event()
@@ -67,7 +67,7 @@ class DrafterPool:
         self.stop()
 
     def wait_ready(self) -> None:
-        """Until all listen; from then on they are watched. Raises EngineError, and stops all, when one does not."""
+        """Wait until all listen, and watch them from then on. Raises EngineError, and stops all, when one does not."""
         try:
             for drafter in self.drafters:
                 drafter.wait_ready()
@@ -79,20 +79,20 @@ class DrafterPool:
             self._watcher.start()
 
     def work(self, *, trace: bool = False) -> dict[str, Work]:
-        """What each drafter that answers did since the last call. Args: whether to record spans from now on."""
+        """Return what each drafter that answers did since the last call; `trace`: record spans from now on."""
         with self._lock:
             each = {f"drafter {d.spec.index}": d.work(trace=trace) for d in self.drafters if d.alive}
         return {name: work for name, work in each.items() if work is not None}
 
     def want(self, version: int) -> bool:
-        """Whether any of them drafts with older weights, and could take these."""
+        """Return whether any of them drafts with older weights, and could take these."""
         with self._lock:
             return any(drafter.wants(version) for drafter in self.drafters)
 
     def renew(self, weights: DraftWeights) -> tuple[list[str], float]:
         """Bring new weights to those that draft with older ones, all at once, and wait for `PUSH_LIMIT_S` at most.
 
-        Returns what each says that did not take them, and the seconds until the last one of those that answered had.
+        Returns the reasons of those that did not take them, and the seconds until the last answer.
         """
         began_s = time.monotonic()
 
@@ -107,47 +107,47 @@ class DrafterPool:
         return [problem for problem, _ in said if problem], answered_s
 
     def oldest_version(self) -> int | None:
-        """Of the weights that those which run draft with."""
+        """Return the oldest version of the weights that running drafters draft with."""
         with self._lock:
             return min((drafter.version for drafter in self.drafters if drafter.alive), default=None)
 
     @contextlib.contextmanager
     def rollout(self) -> Iterator[None]:
-        """Devices of engines are theirs meanwhile; afterwards the trainer's."""
+        """Lend engines' devices to drafters meanwhile; afterwards they are the trainer's."""
         try:
             yield
         finally:
             self._settle()
 
     def any_awake(self) -> bool:
-        """Whether any drafter on an engine's device is, as `is_awake` has it."""
+        """Return whether any drafter on an engine's device is awake."""
         with self._lock:
             return any(drafter.awake and drafter.alive for drafter in self.drafters if drafter.spec.engine is not None)
 
     def free(self, engine: int) -> None:
-        """The engine has nothing to do, until `sleep` or the end of the rollout. Waits for nothing."""
+        """Note that the engine has nothing to do, until `sleep` or the end of the rollout. Waits for nothing."""
         with self._lock:
             self._free.add(engine)
 
     def is_awake(self, engine: int) -> bool:
-        """Whether the drafter on that engine's device was woken, and not asked to sleep since, and is alive."""
+        """Return whether the drafter on that engine's device lives, was woken, and not asked to sleep since."""
         with self._lock:
             return any(drafter.awake and drafter.alive for drafter in self._on(engine))
 
     def wake_s(self, engine: int) -> float | None:
-        """What waking the drafter on that engine's device takes; None: there is none that sleeps."""
+        """Return the seconds of waking the drafter on that engine's device; None: there is none that sleeps."""
         with self._lock:
             return min((drafter.wake_s for drafter in self._on(engine) if drafter.can_wake()), default=None)
 
     def wake(self, engine: int) -> None:
-        """The engine has nothing to do. Waits for nothing."""
+        """Wake the drafter of an engine that has nothing to do. Waits for nothing."""
         with self._lock:
             for drafter in self._on(engine):
                 if drafter.can_wake():
                     drafter.wake()
 
     def sleep(self, engine: int) -> None:
-        """The engine has something to do again. Waits for nothing; harmless if it sleeps."""
+        """Give the device back to an engine that has something to do. Waits for nothing; harmless if it sleeps."""
         with self._lock:
             self._free.discard(engine)
             for drafter in self._on(engine):
@@ -158,7 +158,7 @@ class DrafterPool:
         return [drafter for drafter in self.drafters if drafter.spec.engine == engine]
 
     def _settle(self) -> None:
-        """All that may be woken sleep, or are ended: those that are late, and on GPUs those that are starting."""
+        """Let all sleep, or end them: those that are late, and on GPUs those that are starting."""
         deadline = time.monotonic() + SLEEP_TIMEOUT_S
         with self._lock:
             self._free.clear()
@@ -173,13 +173,13 @@ class DrafterPool:
                 self._end_late(late)
 
     def _sleeps(self, drafter: DrafterProcess, deadline: float) -> bool:
-        """Whether it does by then, or is gone, or may go on starting."""
+        """Return whether it sleeps by then, or is gone, or may go on starting."""
         if not drafter.has_started():
             return not (drafter.alive and self._on_gpus)
         return drafter.sleep(timeout_s=max(ANSWER_S, deadline - time.monotonic()))
 
     def _end_late(self, late: Sequence[int]) -> None:
-        """Together: ending one that hangs takes seconds. That is no death, and is counted apart."""
+        """End them together, since one that hangs takes seconds. That is no death, and is counted apart."""
         for i in late:
             spec = self.drafters[i].spec
             _LOG.warning(

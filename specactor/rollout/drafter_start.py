@@ -29,7 +29,7 @@ from specactor.rollout.drafter_pool import DrafterPool
 
 @dataclass(frozen=True, kw_only=True)
 class Host:
-    """What drafters share with the rest of the job there."""
+    """What the drafters of a host share there."""
 
     ranks: int
     engines: int
@@ -41,7 +41,7 @@ class Host:
 
     @property
     def lendable(self) -> tuple[tuple[int, int], ...]:
-        """Of those, the ones whose device may be lent when they have nothing to do, since no other engine has it."""
+        """Return its engines whose device no other engine has, so that it may be lent when they have nothing to do."""
         if self.engines < 2:
             return ()  # whoever has nothing to do has nobody to draft for
         shared = Counter(device for _, device in self.own_engines)
@@ -50,7 +50,7 @@ class Host:
 
 @dataclass(frozen=True, kw_only=True)
 class Offer:
-    """What one rank tells all: the drafters that it starts, if any."""
+    """One rank's message to all: the drafters that it starts, if any."""
 
     host: View
     endpoints: tuple[str, ...] = ()
@@ -60,9 +60,9 @@ class Offer:
 def make_specs(
     config: Config, host: Host, *, max_position: int, log_dir: Path, endpoint: Callable[[], str] = local_endpoint
 ) -> list[DrafterSpec]:
-    """The drafters of one host, without keys. Raises ConfigError for a draft model that is not there.
+    """Return the drafters of one host, without keys. Raises ConfigError for a draft model that is not there.
 
-    Args: longest sequence of the policy in tokens; where each of them listens.
+    `max_position` is the policy's longest sequence in tokens; `endpoint` gives each an address.
     """
     sleeping = host.lendable if config.lends_devices else ()
     own = place(config.parallel.drafters, host)
@@ -107,9 +107,11 @@ def make_specs(
 
 
 def place(drafters: int, host: Host) -> list[int]:
-    """The device of each drafter: those after the ranks'; cores, which can be shared, from the first one again at the
-    end. Raises ConfigError where there are too few GPUs: a drafter takes most of its GPU's memory and never gives it
-    back, so a rank and an engine beside it would have none."""
+    """Return the device of each drafter: those after the ranks', and cores, which can be shared, from the first one
+    again.
+
+    Raises ConfigError where there are too few GPUs: a drafter never gives most of its GPU's memory back.
+    """
     free = len(host.devices) - host.ranks
     if host.has_gpus and drafters > free:
         raise ConfigError.at(
@@ -122,7 +124,7 @@ def place(drafters: int, host: Host) -> list[int]:
 
 
 def draft_shape(folder: str) -> ModelShape:
-    """Raises ConfigError when the folder is no Hugging Face model."""
+    """Read a draft model's shape. Raises ConfigError when the folder is no Hugging Face model."""
     try:
         return ModelShape.read(Path(folder))
     except ConfigError as error:
@@ -135,7 +137,7 @@ def draft_shape(folder: str) -> ModelShape:
 
 
 def check_in_engines(config: Config, policy: ModelShape) -> None:
-    """Raises ConfigError for a draft model that engines of this policy cannot run beside it."""
+    """Raise ConfigError for a draft model that engines of this policy cannot run beside it."""
     speculation = config.rollout.speculation
     if speculation.mode == "off" or "model" not in speculation.drafters or speculation.draft_model == WARM_UP:
         return  # what the warm-up cuts out of the policy fits
@@ -154,14 +156,17 @@ def check_in_engines(config: Config, policy: ModelShape) -> None:
 
 
 def host_of(config: Config, view: View) -> View:
-    """The host of a rank with that view, in the sense of this module."""
+    """Return the host of a rank: a machine, or where devices are lent the ranks of one that see the same devices.
+
+    The first of those drives all of their engines, and no others: a drafter that it wakes must draft for them.
+    """
     return view if config.lends_devices else View(view.machine)
 
 
 def drafting_hosts(config: Config, hosts: Sequence[View]) -> list[View]:
-    """Those that get `parallel.drafters`, or lend devices. Raises ConfigError for one that is not there.
+    """Return the hosts that get `parallel.drafters`, or lend devices, from each rank's own.
 
-    Args: of each rank, its own.
+    Raises ConfigError for one that is not there.
     """
     numbered, p = list(dict.fromkeys(hosts)), config.parallel
     if config.lends_devices:
@@ -181,7 +186,7 @@ def drafting_hosts(config: Config, hosts: Sequence[View]) -> list[View]:
 
 
 def offer(specs: Sequence[DrafterSpec], host: View) -> tuple[list[DrafterSpec], Offer]:
-    """The drafters with keys, and what all ranks are to be told of them."""
+    """Return the drafters with keys, and what all ranks are sent about them."""
     if not specs:
         return [], Offer(host=host)
     engine_keys, drafter_keys = make_keys()
@@ -191,7 +196,7 @@ def offer(specs: Sequence[DrafterSpec], host: View) -> tuple[list[DrafterSpec], 
 
 
 def access(config: Config, offers: Sequence[Offer], *, host: View, engine: int) -> DrafterAccess:
-    """Of an engine on this host: to drafters there first, which it prefers where loads are equal."""
+    """Return how an engine on this host reaches drafters: those there first, which it prefers at equal loads."""
     there = [each for each in offers if each.host == host]
     elsewhere = [each for each in offers if each.host != host and config.parallel.drafter_hosts]
     return DrafterAccess(
@@ -215,11 +220,10 @@ def start_drafters(
     log_dir: Path,
     note: Callable[[str], None],
 ) -> tuple[DrafterPool, Callable[[int], DrafterAccess]]:
-    """The drafters that this rank starts: those of its host, if it is the host's first rank. And how an engine that
-    this rank starts reaches those that draft for it. They and their ports go with `stack`.
+    """Start the drafters of this host, if this is its first rank; return them, and how an engine reaches its drafters.
 
-    Args: of each engine, the rank that starts it and its first device there; the host of rank 0, as the others know it;
-    longest sequence of the policy in tokens. Collective; raises ConfigError on every rank alike.
+    They and their ports go with `stack`. `places` are each engine's starting rank and first device; `head` is the host
+    of rank 0. Collective; raises ConfigError on every rank alike.
     """
     p = config.parallel
     views = [host_of(config, member.view) for member in members]
@@ -263,7 +267,7 @@ def start_drafters(
 def _endpoints(
     config: Config, views: Sequence[View], collective: Collective, head: str, starts: bool, stack: ExitStack
 ) -> Callable[[], str]:
-    """Where the drafters of this rank listen, if it starts any: where other hosts reach them, if those shall."""
+    """Return what gives this rank's drafters addresses: ones that other hosts reach, if those shall."""
     if not config.parallel.drafter_hosts or len(set(views)) == 1:
         return local_endpoint
     seen = collective.gather(addresses.towards(head), str)
@@ -290,7 +294,7 @@ class Ports:
         self._kept: list[socket.socket] = []
 
     def take(self) -> str:
-        """An endpoint that is nobody else's until `close`. Raises OSError for an address of another host."""
+        """Return an endpoint that is nobody else's until `close`. Raises OSError for an address of another host."""
         is_v6 = ":" in self._address
         keeper = socket.socket(socket.AF_INET6 if is_v6 else socket.AF_INET)
         self._kept.append(keeper)

@@ -66,7 +66,7 @@ def _become_host(guard_pid: int) -> None:
 
 
 def _watch(connection_fd: int, host_pid: int, folder: Path) -> None:
-    """Until the host is dead, or its time is up after the trainer rank is gone or has sent SIGTERM."""
+    """Wait until the host is dead, or its time is up after its owner is gone or has sent SIGTERM."""
     poll = select.poll()
     poll.register(connection_fd, select.POLLRDHUP)
     deadline = None
@@ -99,7 +99,7 @@ def _exited(pid: int) -> bool:
 
 
 def _end_descendants() -> None:
-    """SIGKILL until there is no child left; orphans become children of the guard on the way."""
+    """Kill until there is no child left; as a subreaper the guard inherits orphans on the way."""
     while True:
         for pid in descendants(os.getpid()):
             try:
@@ -139,9 +139,9 @@ def _remove(folder: Path) -> None:
 
 
 def sweep(pid: int | None = None) -> None:
-    """Removes what killed guards left behind: nobody holds the lock in their folders any more.
+    """Remove what killed guards left behind: nobody holds the lock in their folders any more.
 
-    With the pid of one guard, which must be dead, its folder alone; else all that are not brand-new.
+    With the pid of a dead guard its folder alone; else all that are not brand-new.
     """
     for folder in TEMPORARY.glob(f"{_PREFIX}{'' if pid is None else f'{pid}-'}*"):
         try:

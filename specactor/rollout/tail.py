@@ -37,7 +37,7 @@ class Running:
 
 @dataclass(frozen=True, kw_only=True)
 class EngineLoad:
-    """What an engine that is alive has to do."""
+    """The work of an engine that is alive."""
 
     engine: int
     slots: int  # requests that it decodes together; others wait
@@ -63,16 +63,14 @@ class TailCosts:
 
 @dataclass(frozen=True, kw_only=True)
 class WakeWhereItPays:
-    """Asked while an engine has run dry. PURE."""
+    """Decides, while an engine has run dry, whether a drafter is woken there. PURE."""
 
     costs: TailCosts = field(default_factory=TailCosts)
 
     def engine_to_wake(self, loads: Sequence[EngineLoad], finished: Sequence[int]) -> int | None:
-        """The one whose drafter is awake soonest, if that is predicted to pay for some request.
+        """Return the engine whose drafter is awake soonest, if that is predicted to pay for some request.
 
-        Args:
-            loads: of the engines that are alive.
-            finished: lengths of the responses that finished.
+        `loads` are of the living engines, `finished` the lengths of finished responses.
         """
         wakes = [(load.wake_rounds, load.engine) for load in loads if load.wake_rounds is not None]
         if not wakes:
@@ -99,7 +97,7 @@ class WakeWhereItPays:
         return engine if pays else None
 
     def after(self, counts: Mapping[str, Counts]) -> WakeWhereItPays:
-        """The policy of the next step. Args: counts: what speculation did in this one, per drafter."""
+        """Return the policy of the next step, given each drafter's counts in this one."""
         own, believed, first = counts.get(METHOD, Counts()), self.costs.acceptance, self.costs.first_acceptance
         # A drafter that is believed to be bad is not woken, so nothing of it is seen, though it may have learned
         # since: such a belief goes back to the first one, until the drafter is tried again.
@@ -108,28 +106,28 @@ class WakeWhereItPays:
 
 
 def tail_policy(config: Config) -> WakeWhereItPays | None:
-    """What a run asked for; None: nothing is done."""
+    """Return what a run asked for; None: nothing is done."""
     max_window = config.rollout.speculation.max_window
     return WakeWhereItPays(costs=TailCosts(max_window=max_window)) if config.lends_devices else None
 
 
 class Lengths:
-    """Of the responses that finished in this rollout."""
+    """Lengths of the responses that finished in this rollout."""
 
     def __init__(self, finished: Iterable[int] = ()) -> None:
         self._sorted = sorted(finished)
         self._sums = list(accumulate(reversed(self._sorted), initial=0))
 
     def expected_left(self, emitted: int, limit: int) -> float:
-        """Tokens that a response of `emitted` tokens will yet get, if it goes on as those did that were longer: 1 at
-        least, and no more than the limit allows."""
+        """Return how many tokens a response will yet get, if it goes on as longer ones did: from 1 to what the limit
+        allows."""
         longer = len(self._sorted) - bisect_right(self._sorted, emitted)
         mean = self._sums[longer] / longer if longer else float(limit)
         return max(1.0, min(mean, limit) - emitted)
 
 
 def _live_costs(costs: TailCosts, requests: int, served: int) -> LiveCosts:
-    """In rounds of an engine with one request. Args: requests: of the engine; served: of the drafter."""
+    """Return costs in rounds of an engine with one request; the engine has `requests`, the drafter serves `served`."""
     rows_W = requests * np.arange(1.0, costs.max_window + 2)
     verify_W = 1.0 + costs.per_request * (rows_W - 1.0)
     step = costs.draft_step * (1.0 + costs.per_request * (served - 1))
@@ -166,8 +164,11 @@ class BorrowedDevices:
     def lend(
         self, loads: Callable[[], Sequence[EngineLoad]], dry: Iterable[int], finished: Iterable[int], rounds: int
     ) -> None:
-        """Wake a drafter, if the policy says so. Args: loads: of all living engines; dry: those of them without
-        requests; finished: lengths of the finished responses; rounds: of this rollout so far."""
+        """Wake a drafter, if the policy says so.
+
+        `loads` are of all living engines, `dry` those without requests, `finished` the finished responses' lengths,
+        `rounds` those of this rollout so far.
+        """
         if self._drafters is None or self._policy is None:
             return
         for engine in set(dry) - self._dry:
@@ -184,7 +185,7 @@ class BorrowedDevices:
             self.num_woken += 1
 
     def _with_wakes(self, loads: Sequence[EngineLoad], rounds: int) -> list[EngineLoad]:
-        """Waking takes seconds, which become rounds as they were in this rollout: none before one was seen."""
+        """Turn the seconds of waking into rounds as they were in this rollout: none before one was seen."""
         assert self._drafters is not None
         rounds_per_s = rounds / max(self._clock() - self._began_s, 1e-6)
         found = []

@@ -80,7 +80,7 @@ class Forked:
         os.close(self._pidfd)
 
     def poll(self) -> int | None:
-        """0 when it is gone: its exit code is the starter's to know."""
+        """Return 0 when it is gone: its exit code is the starter's to know."""
         return 0 if self._is_gone(0) else None
 
     def wait(self, timeout: float) -> int:
@@ -102,10 +102,10 @@ class WarmStarter:
     """Starts the starter, and ends it. Use it as a context; `fork` finds it by the environment variable `NAME`."""
 
     def __init__(self, name: str, *, starts: bool = True) -> None:
-        """Returns at once. Does nothing where there is one already, and on a machine with a GPU: a fork of a process
-        that has a CUDA context cannot use CUDA, and libraries may create one when they are imported.
+        """Start it if this process `starts` it, and return at once; `name` is unique on the machine.
 
-        Args: unique on the machine; whether this process is the one of the run that starts it.
+        Does nothing where there is one already, and on a machine with a GPU: a fork of a process that has a CUDA
+        context cannot use CUDA, and libraries may create one when they are imported.
         """
         self._process: subprocess.Popen[bytes] | None = None
         if cpu.has_gpu() or os.environ.get(NAME):
@@ -146,10 +146,8 @@ class WarmStarter:
 def fork(
     module: str, arguments: tuple[str, ...], files: tuple[int, int], environment: Mapping[str, str]
 ) -> Forked | None:
-    """Return a process that runs ``python -m module arguments --fd N``, N and standard output being `files`.
-
-    Returns None without a starter.
-    """
+    """Return a process that runs ``python -m module arguments --fd N``, N and standard output being `files`; None
+    without a starter."""
     name = os.environ.get(NAME)
     if not name or cpu.has_gpu():
         return None
@@ -176,7 +174,7 @@ def fork(
 
 
 def _is_ours(connection: socket.socket) -> bool:
-    """Whether the other end is of the same user, and not in another container, whose pids are 0 here."""
+    """Return whether the other end is of the same user, and not in another container, whose pids are 0 here."""
     pid, uid, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
     return bool(pid > 0 and uid == os.getuid())
 
@@ -227,7 +225,7 @@ def _import() -> None:
 
 
 def _serve(connection: socket.socket, listener: socket.socket, settings: Mapping[str, str]) -> None:
-    """One order. Whatever is wrong with it, the starter goes on, and the other side sees the end of the stream."""
+    """Fork one order. Whatever is wrong with it, the starter goes on, and the other side sees the end of the stream."""
     connection.settimeout(1.0)
     files: list[int] = []
     try:
@@ -256,7 +254,7 @@ def _serve(connection: socket.socket, listener: socket.socket, settings: Mapping
 
 
 def _become(order: _Order, fd: int, log: int, ours: tuple[socket.socket, socket.socket]) -> NoReturn:
-    """In the child: what the module finds in a process of its own."""
+    """Make of the child what the module finds in a process of its own."""
     try:
         os.setsid()
         listener, connection = ours

@@ -57,7 +57,7 @@ class SimulateOptions(Inputs):
 
 
 def parsed(argv: Sequence[str]) -> SimulateOptions:
-    """Raises ConfigError for what is wrong with the command line; prints and raises SystemExit(0) for ``--help``."""
+    """Read the command line; ``--help`` prints and raises SystemExit(0). Raises ConfigError for what is wrong."""
     positive = ("prompts", "group_size", "length_longest", "steps")
     options = parse(SimulateOptions, PROG, argv, positive=positive)
     if options.train_tokens_per_s < 0:
@@ -68,7 +68,7 @@ def parsed(argv: Sequence[str]) -> SimulateOptions:
 
 
 def jobs(options: SimulateOptions) -> dict[str, Job]:
-    """By mode, on the same requests. Raises ConfigError, DataError and PlanError for what cannot be."""
+    """Return a job per mode, on the same requests. Raises ConfigError, DataError and PlanError for what cannot be."""
     found = candidates(options, max_requests=MOST_REQUESTS, processes=False)
     words = options.true_acceptance or options.acceptance
     methods = {d.name: replace(TRUTH, rate=acceptance_at(words, d.name)) for d in found.drafters}
@@ -105,7 +105,7 @@ def command(argv: Sequence[str], console: Console) -> None:
 
 
 def figures(of: Run) -> dict[str, Any]:
-    """Of one run, for programs. Seconds, tokens and shares of all steps."""
+    """Return one run's figures for programs: seconds, tokens and shares of all steps."""
     plan = of.plan
     return {
         "plan": {
@@ -147,7 +147,6 @@ def _train_tokens_per_s(options: SimulateOptions) -> float:
 
 
 def trained_per_s(shape: TransformerShape, hardware: Device) -> float:
-    """Tokens per second of a device, forward and backward."""
     return hardware.flops * MFU / (TRAIN_FLOPS * shape.active_params)
 
 

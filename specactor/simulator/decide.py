@@ -74,7 +74,7 @@ def placed(cluster: Cluster, belief: Candidates, policy: Policy) -> RolloutPlan:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Decision:
-    """Of the running requests, in order."""
+    """A decision for the running requests, in order."""
 
     drafter: str  # whose tokens are verified; NO_DRAFTER for nobody's
     modes: Ints  # [B]
@@ -93,8 +93,8 @@ class Decider:
         *,
         fits: Mapping[str, int | None],
     ) -> None:
-        """`remote`: what is believed of the drafters of a decoupled plan. `fits`: by drafter on these devices, requests
-        beside which there is memory for it; None: no bound."""
+        """Believe `remote` of the drafters of a decoupled plan; `fits`: by drafter here, requests beside which it fits;
+        None: any."""
         self.fits = fits
         self.plan, self.policy, self.believed, self.remote = plan, policy, believed, remote
         self.costs = OnlineCosts(believed.costs)
@@ -108,13 +108,14 @@ class Decider:
         return self.policy.mode == "auto" and self.policy.reconfigure
 
     def model(self, method: str) -> AcceptanceModel:
-        """Of any method; one that nobody has seen is believed to be what it was planned as."""
+        """Return the acceptance of any method; one that nobody has seen is believed to be as planned."""
         if method not in self.acceptance:
             self.acceptance[method] = AcceptanceModel(max_window=self.policy.max_window)
         return self.acceptance[method]
 
     def decide(self, sequences: Sequence[DraftSequence], current: Sequence[DraftPlan], served: float) -> Decision:
-        """`current`: what each does now; `served`: requests of the drafter elsewhere that serves this engine."""
+        """Decide for each request, given what it does now; `served`: requests of the remote drafter that serves this
+        engine."""
         requests = len(sequences)
         if not self.adapts:
             return _same(self.plan.draft, requests)
@@ -152,7 +153,7 @@ class Decider:
     def _ahead(
         self, sequences: Sequence[DraftSequence], current: Sequence[DraftPlan], remote: Remote
     ) -> tuple[list[DraftPlan], Choice]:
-        """Algorithm 2 on live estimates, and what a round of its plans is expected to bring."""
+        """Run Algorithm 2 on live estimates; return its plans, and what a round of them should bring."""
         name, table, requests = self.plan.draft.drafter, self.believed.costs, len(sequences)
         survival_BW = self.acceptance[name].survivals([s.request_id for s in sequences], covered=False)
         live = LiveCosts.of(
@@ -171,11 +172,11 @@ class Decider:
         return plans, Choice(windows=windows, emitted=float(found.tokens.sum()), round_s=found.seconds)
 
     def saw(self, method: str, request_id: str, *, asked: int, accepted: int) -> None:
-        """A verify, or a look, has ended."""
+        """Learn of a verify, or a probe, that has ended."""
         self.model(method).observe(request_id, asked, accepted, asked=asked)
 
     def took(self, decision: Decision, *, requests: int, seconds: float, rounds: int) -> None:
-        """Rounds of that decision took so long, each."""
+        """Learn that rounds of that decision took so long, each."""
         if self.adapts and decision.predicted_s > 0:
             for _ in range(rounds):
                 self.costs.observe(

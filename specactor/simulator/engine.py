@@ -51,7 +51,7 @@ class Helper:
 
 class Engine:
     def __init__(self, index: int, option: VerifierOption, decider: Decider, slow: float) -> None:
-        """`slow`: factor on all its seconds."""
+        """Start without requests; `slow` is a factor on all its seconds."""
         self.index, self.option, self.decider, self.slow = index, option, decider, slow
         self.running: Ints = np.zeros(0, np.int64)
         self.waiting: deque[int] = deque()
@@ -78,7 +78,7 @@ class Engine:
         ]
 
     def admit(self, room: int | None) -> Ints:
-        """Waiting requests begin while there is room; which."""
+        """Begin waiting requests while there is room; return which."""
         most = len(self.waiting) if room is None else min(len(self.waiting), max(0, room - len(self.running)))
         new = np.array([self.waiting.popleft() for _ in range(most)], np.int64)
         if most:
@@ -86,7 +86,7 @@ class Engine:
         return new
 
     def take(self, new: Ints) -> None:
-        """They run from now on, and do what most others do until that is decided; the first, what was planned."""
+        """Run these from now on; until decided they do what most others do, the first what was planned."""
         plan, of = self.decider.plan.draft, self.decision
         mode, window = MODES.index(plan.mode), plan.window
         if len(self.running):
@@ -114,7 +114,7 @@ class Engine:
         self.since = now
 
     def remove(self, gone_B: np.ndarray[tuple[int], np.dtype[np.bool_]]) -> Ints:
-        """These leave the batch; which."""
+        """Take these out of the batch; return which."""
         gone = self.running[gone_B]
         self.running = self.running[~gone_B]
         of = self.decision
@@ -122,7 +122,7 @@ class Engine:
         return gone
 
     def is_due(self) -> bool:
-        """To decide: the batch has changed by an eighth, or it is time to look."""
+        """Return whether to decide: the batch has changed by an eighth, or it is time to look."""
         now, then = len(self.running), self.requests_decided
         return (abs(now - then) + self._new) * 8 >= max(then, 1) or self.rounds - self.rounds_decided >= self._look * (
             1 - 1e-9
@@ -144,8 +144,7 @@ class Engine:
     def helped_by(
         self, helper: Helper, survival_BW: Floats, message_s: float, rollback_s: float = 0.0
     ) -> Beside | None:
-        """What the helper drafts, with the window that is predicted to be best; None where it would draft what the
-        requests have already."""
+        """Return what the helper drafts, with the best predicted window; None where the requests have it already."""
         requests, width = survival_BW.shape
         if helper.method == self.decision.drafter and (self.decision.windows > 0).any():
             return None
@@ -162,7 +161,7 @@ class Engine:
         return Beside(survival=survival_BW, window=window, window_s=remote.window_s(window, 1.0))
 
     def gain(self, helper: Helper, names: list[str], *, width: int, message_s: float) -> float:
-        """Predicted speed with the helper over that without it. `names`: of the running requests."""
+        """Return the predicted speed with the helper over that without it; `names` are of the running requests."""
         requests, of = len(self.running), self.decision
         rate = self.decider.model(helper.method).rate
         beside = self.helped_by(helper, np.tile(survival_of(rate, width), (requests, 1)), message_s)
@@ -180,7 +179,7 @@ class Engine:
         return speed(beside) / speed(None) if beside else 1.0
 
     def next_s(self, left_B: Floats) -> float:
-        """When something is to be done: a request finishes, or it is time to look. `left_B`: tokens."""
+        """Return when a request finishes, or it is time to look; `left_B` are tokens."""
         assert self.round is not None
         rounds = float((left_B / self.round.tokens).min())
         look = self._look - (self.rounds - self.rounds_decided) if self.decider.adapts else LAST_LOOK
@@ -195,9 +194,11 @@ def show(
     *,
     max_window: int,
 ) -> None:
-    """The decider learns of some verifies, and what rounds took, since it decided: enough to learn from, few enough to
-    be quick. Nothing is shown before it has happened; a method that did not draft is shown as a look, while decoding is
-    plain. `survivals`: true ones, of requests and a method, [B, >= max_window]."""
+    """Show the decider some verifies, and what rounds took, since it decided: enough to learn from.
+
+    Nothing is shown before it has happened; a method that did not draft is shown as a probe, while decoding is plain.
+    `survivals` gives the true ones, of requests and a method, [B, >= max_window].
+    """
     rounds = engine.rounds - engine.rounds_decided
     if rounds < 1 or engine.round is None:
         return

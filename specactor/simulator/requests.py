@@ -22,7 +22,7 @@ Ints = NDArray[np.int64]
 
 @dataclass(frozen=True, kw_only=True)
 class Lengths:
-    """Of responses, in tokens: log-normal, cut at `longest`."""
+    """Lengths of responses in tokens: log-normal, cut at `longest`."""
 
     median: float = 4000.0
     sigma: float = 1.0  # standard deviation of the logarithm: at 1 the 95th percentile is 5.2 medians
@@ -35,7 +35,7 @@ class Lengths:
             raise PlanError(f"lengths (median, sigma, longest, alike): got {got}, expected >= 1, >= 0, >= 1, 0..1.")
 
     def draw(self, rng: np.random.Generator, group_N: Ints) -> Ints:
-        """[N]"""
+        """Return [N] lengths."""
         own_N = rng.standard_normal(len(group_N))
         shared_N = rng.standard_normal(int(group_N.max()) + 1)[group_N]
         z_N = np.sqrt(self.alike) * shared_N + np.sqrt(1.0 - self.alike) * own_N
@@ -45,7 +45,7 @@ class Lengths:
 
 @dataclass(frozen=True, kw_only=True)
 class Method:
-    """How often a draft method is right: the truth, which the planner has to find out."""
+    """The true acceptance of a draft method, which the planner has to find out."""
 
     rate: float
     """P(its first draft token is accepted) of the median request, at the start of a response, freshly trained."""
@@ -63,14 +63,14 @@ class Method:
             raise PlanError(f"method: got {self}, expected shares in 0..1 and a spread >= 0.")
 
     def positions(self, window: int) -> Floats:
-        """[window]: of the median request, fresh."""
+        """Return [window] acceptances of the median request, fresh."""
         if self.by_position:
             last = len(self.by_position) - 1
             return np.array([self.by_position[min(j, last)] for j in range(window)])
         return self.rate * self.decay ** np.arange(window, dtype=np.float64)
 
     def survival(self, window: int, *, age: int = 0, tokens: float = 0.0) -> tuple[float, ...]:
-        """Of the median request: P(the first j draft tokens are accepted), `age` versions after a refresh."""
+        """Return P(the first j draft tokens are accepted) of the median request, `age` versions after a refresh."""
         return tuple((self.positions(window) * self.kept(age, tokens)).cumprod().tolist())
 
     def kept(self, age: int, tokens: float | Floats) -> float | Floats:
@@ -80,7 +80,7 @@ class Method:
 
 @dataclass(frozen=True, kw_only=True)
 class World:
-    """What is true, and the planner has to find out."""
+    """The truth that the planner has to find out."""
 
     methods: Mapping[str, Method]  # by drafter
     start_s: float = 5.0  # from a rollout's begin to the first round: engines take their memory back
@@ -110,7 +110,7 @@ class Requests:
 
 
 def draw(lengths: Lengths, *, prompts: int, group_size: int, seed: Sequence[int]) -> Requests:
-    """`prompts` x `group_size` requests. `odds` are for a spread of 1; a method's own is a power of it."""
+    """Return `prompts` x `group_size` requests. `odds` are for a spread of 1; a method's own is a power of it."""
     assert min(prompts, group_size) >= 1, (prompts, group_size)
     rng = np.random.default_rng(list(seed))
     group_N = np.repeat(np.arange(prompts, dtype=np.int64), group_size)

@@ -36,7 +36,7 @@ ASKED = 4
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Outcome:
-    """What a rollout was. Every request has finished. N requests."""
+    """The result of a rollout, in which every request has finished. N requests."""
 
     plan: RolloutPlan
     lengths: Ints  # [N], tokens
@@ -71,10 +71,10 @@ def simulate(
     seed: Sequence[int] = (0,),
     plan: RolloutPlan | None = None,
 ) -> Outcome:
-    """One rollout. `options`: by whose tables rounds are planned and take time; acceptances in it are believed. `age`:
-    policy versions since the drafters were refreshed; `plan`: instead of searching one.
+    """Simulate one rollout. `options` give the tables by which rounds are planned and take time.
 
-    Raises PlanError where nothing fits, or the world lacks a drafter's acceptance.
+    `age` counts policy versions since the drafters were refreshed; `plan` replaces the search. Raises PlanError where
+    nothing fits, or the world lacks a drafter's acceptance.
     """
     assert len(requests) == cluster.requests, len(requests)
     if missing := sorted({d.name for d in options.drafters} - set(world.methods)):
@@ -119,7 +119,7 @@ class Rollout:
         self._order = count()
 
     def _remote(self) -> Remote | None:
-        """The drafters of the plan, on devices of their own, as they are believed to be."""
+        """Return the drafters of the plan, on devices of their own, as they are believed to be."""
         if not self.plan.drafters.engines:
             return None
         drafter, devices = self.options.drafter(self.plan.draft.drafter), self.plan.drafters.devices_each
@@ -159,7 +159,7 @@ class Rollout:
         return self._outcome()
 
     def _parts(self) -> list[list[int]]:
-        """As the real engines' requests are assigned: groups stay together."""
+        """Assign requests as real engines get them: groups stay together."""
         sampling = SamplingParams(temperature=1.0, max_new_tokens=int(self.length_N.max()))
         all_requests = [
             RolloutRequest(request_id=name, prompt_ids=(), sampling=sampling, seed=0, group_id=group)
@@ -173,7 +173,7 @@ class Rollout:
         heapq.heappush(self._heap, (at, next(self._order), engine.index, engine.version))
 
     def _turn(self, engine: Engine, now: float) -> None:
-        """An engine's event: what finished leaves, what waits begins, what is due is decided."""
+        """Handle an engine's event: what finished leaves, what waits begins, what is due is decided."""
         engine.settle(now, self.done_N)
         left_B = self.length_N[engine.running] - self.done_N[engine.running]
         gone = engine.remove(left_B <= DONE)
@@ -196,7 +196,7 @@ class Rollout:
             engine.decider.forget(self.ids[i])
 
     def _go_on(self, engine: Engine, now: float, *, decide: bool = True) -> None:
-        """Its next round from now on, and when it ends to be like that."""
+        """Set its next round, and when it ends to be like that."""
         engine.since = max(now, engine.since)
         if decide and (engine.decisions == 0 or (engine.decider.adapts and engine.is_due())):
             self._decide(engine)
@@ -259,7 +259,7 @@ class Rollout:
         self.drafting_since = max(now, self.drafting_since or now) if self.ahead_E.any() else None
 
     def _dry(self, engine: Engine, now: float) -> None:
-        """Nothing to run here any more: whoever helped is free, and this engine will be, too."""
+        """Free whoever helped an engine that has nothing to run any more; it will be free, too."""
         self.ahead_E[engine.index] = 0
         engine.round = None
         self._drafters_busy(now)
@@ -272,7 +272,7 @@ class Rollout:
             self._push(now + self.world.drafter_start_s, engine)
 
     def _ready(self, engine: Engine, now: float) -> None:
-        """An engine that ran dry can draft for another."""
+        """Let an engine that ran dry draft for another."""
         self.dry[engine.index] = True
         asked = [e for e in self.engines if len(e.running) and e.helper is None]
         for busy in sorted(asked, key=lambda e: (len(e.running), e.index))[:ASKED]:
@@ -280,7 +280,7 @@ class Rollout:
                 break
 
     def _help(self, engine: Engine, now: float) -> bool:
-        """Whether an engine that ran dry drafts for this one from now on, because that is predicted to pay."""
+        """Let an engine that ran dry draft for this one, if that is predicted to pay; return whether."""
         free = next((self.engines[i] for i, is_free in self.dry.items() if is_free), None)
         helper = self._helper(free, engine, now) if free is not None else None
         if free is None or helper is None:
@@ -297,7 +297,7 @@ class Rollout:
         return True
 
     def _helper(self, free: Engine, engine: Engine, now: float) -> Helper | None:
-        """With the method that is predicted to buy most (the draft ladder), of those that the engine has not."""
+        """Choose the method that is predicted to buy most (the draft ladder), of those that the engine has not."""
         used = engine.decision.drafter if (engine.decision.windows > 0).any() else ""
         smallest = {
             option.name: min(fitting, key=lambda e: e.devices)
@@ -415,7 +415,7 @@ class Run:
 
 
 def run(job: Job) -> Run:
-    """All steps. Raises PlanError for what cannot be planned."""
+    """Simulate all steps. Raises PlanError for what cannot be planned."""
     plan = placed(job.cluster, job.options, job.policy)
     steps: list[Step] = []
     for k in range(job.steps):

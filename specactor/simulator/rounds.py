@@ -31,7 +31,7 @@ class Remote:
     rollback_s: float = 0.0
 
     def window_s(self, window: int, restarts: float = 0.0) -> float:
-        """From a commit to the next window; `restarts`: share of requests that go back."""
+        """Return the seconds from a commit to the next window; `restarts` is the share of requests that go back."""
         return self.seconds.at(max(self.served, 1.0), window + 1) + self.message_s + self.rollback_s * restarts
 
 
@@ -62,7 +62,12 @@ def round_of(
     beside: Beside | None = None,
     alike: float = 0.5,
 ) -> Round:
-    """`drafter`: whose tokens the requests verify, on the verifier's devices or, by `remote`, on its own."""
+    """Return the round. The requests verify `drafter`'s tokens, drafted on the verifier's devices or, by `remote`,
+    elsewhere.
+
+    A request's method offers window w in a share ready of its rounds (1 on the verifier's devices, `pipelined`
+    elsewhere), so it accepts j tokens or more with probability ready * survival_j.
+    """
     requests, width = survival_BW.shape
     offered_BW = survival_BW * (np.arange(1, width + 1) <= window_B[:, None])
     share_B = np.ones(requests)

@@ -32,7 +32,7 @@ class Renewable(Protocol):
     """A continuer whose weights change."""
 
     def renew(self, weights: DraftWeights) -> str:
-        """Draft with these from the next call on. Returns why not; then it goes on with those that it has."""
+        """Draft with these weights from the next call on, or return why not and keep those that it has."""
 
 
 @runtime_checkable
@@ -40,8 +40,10 @@ class Sleeper(Protocol):
     """A continuer that holds memory of a device."""
 
     def sleep(self) -> None:
-        """Keep the weights in the host's memory, and nothing else. It was told to forget all requests. It may be given
-        new weights, and is not asked for tokens, until it is woken."""
+        """Keep the weights in the host's memory, and nothing else. It was told to forget all requests.
+
+        Until it is woken it may be given new weights, and is not asked for tokens.
+        """
 
     def wake(self) -> None:
         """Take the device again."""
@@ -53,7 +55,7 @@ class Continuer(Protocol):
     version: int  # of the weights that it drafts with
 
     def extend(self, lanes: Sequence[Lane]) -> list[list[int]]:
-        """For each lane one or more tokens that may follow; none where it cannot go on. Keys are unique in a call."""
+        """Return one or more tokens that may follow each lane; none where it cannot go on. Keys are unique in a call."""
 
     def forget(self, key: Hashable) -> None:
-        """The request is over; a key that is not known is ignored."""
+        """Forget a request that is over; unknown keys are ignored."""

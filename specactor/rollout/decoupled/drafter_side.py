@@ -52,21 +52,21 @@ class Mirror:
 
     @property
     def most_held(self) -> int:
-        """Tokens, when all is drafted that may be before the next commit; no lane is longer."""
+        """Return its tokens once all is drafted that may be before the next commit; no lane is longer."""
         return len(self.opening.prompt_ids) + self.committed + AHEAD * self.window
 
     @property
     def wants_token(self) -> bool:
-        """Whether another draft token may be made."""
+        """Return whether another draft token may be made."""
         return self.complete and not self._stuck and self._room > 0
 
     @property
     def _room(self) -> int:
-        """Draft tokens that may still be made."""
+        """Return how many draft tokens may still be made."""
         return AHEAD * self.window - self.num_ahead
 
     def lane(self) -> Lane:
-        """For the next call of the continuer. Valid until the mirror changes."""
+        """Return the request for the next call of the continuer, valid until the mirror changes."""
         return Lane(
             key=self.key,
             prompt_ids=self.opening.prompt_ids,
@@ -77,7 +77,7 @@ class Mirror:
         )
 
     def extended(self, lane: Lane, draft: Sequence[int]) -> int:
-        """What the continuer answered to the last lane; returns how many tokens were kept."""
+        """Append what the continuer answered to the last lane; return how many tokens were kept."""
         self._shown_from, self._shown = self.committed, list(lane.tokens[self.committed :])
         tokens = draft[: self._room]
         self.tokens += tokens
@@ -86,7 +86,7 @@ class Mirror:
         return len(tokens)
 
     def commit(self, fresh: Sequence[int], now_s: float) -> int:
-        """These tokens are committed after those that are; returns how many drafted ones are thrown away."""
+        """Commit these tokens after those that are; return how many drafted ones are thrown away."""
         ahead = self.tokens[self.committed :]
         agreed = common(ahead, fresh)
         wasted = 0
@@ -101,7 +101,7 @@ class Mirror:
         return wasted
 
     def tail(self, now_s: float) -> Tail:
-        """All that is ahead. The engine has it then."""
+        """Return all that is drafted ahead. The engine has it then."""
         self.unsent = False
         wait_us = 0
         if self.emptied_s is not None:
@@ -133,8 +133,16 @@ class _Session:
 
 
 class Mirrors:
+    """The requests of all engines, within a bound of tokens.
+
+    Invariants: a mirror holds what its engine committed, then at most `AHEAD` windows drafted from it alone. Prompts,
+    committed and draft tokens, with room for those to be drafted, are at most `max_tokens`: the request heard of
+    longest ago goes first, and comes back when there is room. A request that holds less than a window does not wait for
+    those with more. One that its engine lists no more, or whose engine is silent for `SILENT_S`, is forgotten.
+    """
+
     def __init__(self, session: int, *, max_tokens: int, drops: Drops | None = None) -> None:
-        """Args: drops: of earlier incarnations, too."""
+        """Start without requests; `drops` may be those of an earlier incarnation."""
         self.session = session
         self.max_tokens = max_tokens
         self.drops = drops or Drops("drafter")
@@ -148,7 +156,7 @@ class Mirrors:
 
     @property
     def num_tokens(self) -> int:
-        """Held, with room for those that may yet be drafted."""
+        """Return the tokens held, with room for those that may yet be drafted."""
         return self._reserved
 
     @property
@@ -191,7 +199,7 @@ class Mirrors:
     def _session(
         self, sender: int, header: protocol.Header, records: Sequence[protocol.ToDrafter], now_s: float
     ) -> _Session | None:
-        """Whose frame it is; None if it does not count."""
+        """Return the session of a frame; None if it does not count."""
         if header.sender != sender:
             self.drops.add("foreign", f"session {header.sender} in the name of {sender}")
             return None
@@ -212,7 +220,7 @@ class Mirrors:
         return session
 
     def _begin(self, number: int, engine: str, now_s: float) -> _Session:
-        """A new incarnation of an engine: what its last one asked for is over."""
+        """Begin a new incarnation of an engine: what its last one asked for is over."""
         if engine in self._engines:
             self._end(self._sessions[self._engines[engine]])
         session = _Session(number=number, engine=engine, heard_s=now_s)
@@ -227,8 +235,8 @@ class Mirrors:
         del self._engines[session.engine]
 
     def _beat(self, session: _Session, beat: Beat) -> None:
-        """Drop what is not listed; ask for what is missing, as far as there is room; and send all tails once more,
-        since they may have been lost."""
+        """Drop what is not listed, ask for what is missing as far as there is room, and send all tails again: some may
+        be lost."""
         session.pulse = True
         listed = {request for request, _, _ in beat.requests}
         for request in [request for request in session.mirrors if request not in listed]:
@@ -288,9 +296,11 @@ class Mirrors:
     # -------------------------------------------------------------------------------------------------- what drafts
 
     def wanted(self, max_lanes: int, *, slower: Callable[[int, int], bool] = lambda few, many: False) -> list[Lane]:
-        """Requests that want another token, those with the fewest tokens ahead first. Those that hold less than a
-        window go alone if `slower` says that to draft for all, of whom there are so many, takes much longer than for
-        these few. Valid until the next call of another method."""
+        """Return requests that want another token, those with the fewest tokens ahead first.
+
+        Those that hold less than a window go alone if `slower`(few, many) says that drafting for all takes much longer.
+        Valid until the next call of another method.
+        """
         ready = [mirror for mirror in self._oldest.values() if mirror.wants_token]
         waiting = [mirror for mirror in ready if mirror.num_ahead < mirror.window]
         if waiting and slower(min(len(waiting), max_lanes), min(len(ready), max_lanes)):
@@ -301,7 +311,7 @@ class Mirrors:
         return [mirror.lane() for mirror in ready]
 
     def extended(self, lanes: Sequence[Lane], drafts: Sequence[Sequence[int]]) -> None:
-        """What the continuer answered for `wanted`."""
+        """Take the continuer's answer for `wanted`."""
         for lane, draft in zip(lanes, drafts, strict=True):
             key = cast(Key, lane.key)
             self._unread.discard(key)
@@ -319,9 +329,11 @@ class Mirrors:
     # -------------------------------------------------------------------------------------------------- what leaves
 
     def outgoing(self, session: int, *, version: int, now_s: float, more: bool = False) -> list[bytes]:
-        """Frames for one engine. Args: version of the drafter's weights; whether more is drafted at once, so that tails
-        may stay here for `TAILS_EVERY_S`, but for those of requests that had none, and unless a prompt is to be read
-        first, which may take long."""
+        """Return frames for one engine, with the `version` of the drafter's weights.
+
+        If `more` is drafted at once, tails may stay here for `TAILS_EVERY_S`, but for those of requests that had none,
+        and unless a prompt is to be read first, which may take long.
+        """
         peer = self._sessions[session]
         records: list[protocol.ToEngine] = []
         if peer.pulse:

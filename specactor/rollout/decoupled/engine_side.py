@@ -73,10 +73,16 @@ class Peer:
 
 
 class Tails:
-    """All open requests of one engine, and the drafters that may draft for it."""
+    """All open requests of one engine, and the drafters that may draft for it.
+
+    Invariants: no draft token stands on another prefix than the one that it was drafted for; a request is with one
+    drafter or none, and only that drafter's tails count; a drafter that does not answer for `SILENT_S` loses its
+    requests to the others, and is told all that it should hold when it answers again; one tail per open request is
+    kept.
+    """
 
     def __init__(self, session: int, *, engine: str, num_drafters: int, window: int) -> None:
-        """Args: the engine's name, the same after a restart; the most draft tokens of a verify."""
+        """Start without requests; `engine` is a name that a restart keeps, `window` the most draft tokens of a verify."""
         self.session = session
         self.engine = engine
         self.window = window
@@ -103,12 +109,12 @@ class Tails:
 
     @property
     def version(self) -> int:
-        """Oldest weights that a live drafter drafts with; 0 when there is none."""
+        """Return the oldest weights that a live drafter drafts with; 0 when there is none."""
         return min((drafter.version for drafter in self._drafters if drafter.live), default=0)
 
     @property
     def drafted(self) -> int:
-        """Tokens that the drafters have drafted for this engine, as far as they have said."""
+        """Return the tokens that the drafters have drafted for this engine, as far as they have said."""
         return sum(drafter.drafted.value for drafter in self._drafters)
 
     @property
@@ -118,7 +124,7 @@ class Tails:
     # --------------------------------------------------------------------------------------------- what the engine does
 
     def open(self, name: str, prompt_ids: Sequence[int], output_ids: list[int], seed: int, temperature: float) -> None:
-        """A request starts. `output_ids` is read again whenever something is to be sent or drafted."""
+        """Start a request. `output_ids` is read again whenever something is to be sent or drafted."""
         self.close(name)
         request = Request(self._next, name, prompt_ids, output_ids, seed, temperature)
         self._next += 1
@@ -126,31 +132,31 @@ class Tails:
         self._place(request)
 
     def commit(self, names: Iterable[str]) -> None:
-        """The outputs of these requests may have grown."""
+        """Note that the outputs of these requests may have grown."""
         for request in map(self._requests.get, names):
             if request is not None and request.drafter is not None and request.told < len(request.output_ids):
                 self._drafters[request.drafter].grown[request.number] = request
 
     def close(self, name: str) -> None:
-        """The request is over; one that is not known is ignored."""
+        """End a request; unknown names are ignored."""
         request = self._requests.pop(name, None)
         if request is not None:
             self._leave(request)
 
     def num_owed(self, names: Sequence[str]) -> int:
-        """Of these requests, those whose drafters have been told of more than a window, and have not answered yet."""
+        """Count those of the requests whose drafters were sent more than a window, and have not answered yet."""
         requests = map(self._requests.get, names)
         return sum(r is not None and r.drafter is not None and r.owed_from is not None for r in requests)
 
     def close_all(self) -> None:
-        """The engine ends. What is sent then tells every drafter so, also those that seem to be gone."""
+        """End the engine. What is sent then tells every drafter so, also those that seem to be gone."""
         for name in list(self._requests):
             self.close(name)
         for drafter in self._drafters:
             drafter.beat_s = float("-inf")
 
     def drafts(self, names: Sequence[str], windows: Sequence[int]) -> list[list[int]]:
-        """What may follow each request's output: at most `windows[i]` tokens of request i."""
+        """Return what may follow each request's output: at most `windows[i]` tokens of request i."""
         drafts: list[list[int]] = []
         stale = 0
         for request, window in zip(map(self._requests.get, names), windows, strict=True):
@@ -170,7 +176,7 @@ class Tails:
     # ---------------------------------------------------------------------------------------------------- what arrives
 
     def receive(self, frames: Iterable[tuple[int, bytes]], now_s: float) -> None:
-        """(drafter, frame) of all that has arrived, in order."""
+        """Take (drafter, frame) of all that has arrived, in order."""
         for index, data in frames:
             self._receive(index, data, now_s)
         for index, drafter in enumerate(self._drafters):
@@ -212,7 +218,7 @@ class Tails:
             self._balance()
 
     def _meet(self, index: int, session: int) -> None:
-        """A drafter in a new incarnation: it knows nothing yet."""
+        """Begin a new incarnation of a drafter: it knows nothing yet."""
         drafter = self._drafters[index]
         drafter.session, drafter.frame = session, 0
         drafter.drafted.begin()
@@ -291,7 +297,7 @@ class Tails:
         )
 
     def _commits(self, grown: Mapping[int, Request]) -> list[Commits]:
-        """One that grew by much has a record of its own, so that no record becomes too large for a frame."""
+        """Give requests that grew by much records of their own, so that no record becomes too large for a frame."""
         longest = self.window + 1
         records: list[Commits] = []
         requests: list[int] = []
@@ -316,7 +322,7 @@ class Tails:
         return records
 
     def tick(self, now_s: float) -> None:
-        """Time has passed, and what had arrived was received."""
+        """Take note of the time, after what had arrived was received."""
         for drafter in self._drafters:
             if drafter.live and drafter.asked_s is not None and now_s - drafter.asked_s > SILENT_S:
                 drafter.live = False
@@ -331,7 +337,7 @@ class Tails:
     # ------------------------------------------------------------------------------------------------------------ where
 
     def _place(self, request: Request) -> None:
-        """With the live drafter of least load; with none if none is live, or there is no prompt."""
+        """Place a request with the live drafter of least load; with none if none is live, or there is no prompt."""
         live = self.live
         if not (live and request.prompt_ids):
             return
@@ -341,7 +347,7 @@ class Tails:
         drafter.requests[request.number] = drafter.unopened[request.number] = request
 
     def _balance(self) -> None:
-        """A drafter has come: requests without one are placed, and others move until loads differ by one at most."""
+        """Place requests without a drafter, and move others until loads differ by one at most."""
         for request in self._requests.values():
             if request.drafter is None:
                 self._place(request)

@@ -67,11 +67,10 @@ def serve(
     asleep: bool = False,
     on_owner: Callable[[Loop], bool] = lambda loop: False,
 ) -> None:
-    """Runs until it is to end; to be called from the main thread.
+    """Draft until the process is to end; to be called from the main thread.
 
-    Args: where to listen; bound of all requests' tokens; a file that the owner writes to, and what is called when there
-    is something to read: whether to go on; whether it sleeps until its owner wakes it. Raises ConfigError for an
-    endpoint that cannot be had.
+    `on_owner` is called when `owner_fd` can be read, and returns whether to go on. An `asleep` process waits until it
+    is woken. Raises ConfigError for an endpoint that cannot be had.
     """
     parent = os.getppid()
     hub = Hub(endpoint, keys=keys)
@@ -109,7 +108,7 @@ class Pace:
         self._seconds.setdefault(lanes.bit_length(), deque(maxlen=MAX_SAMPLES)).append(seconds)
 
     def is_slower(self, few: int, many: int) -> bool:
-        """Whether a batch of many lanes takes much longer than one of few."""
+        """Return whether a batch of many lanes takes much longer than one of few."""
         first, last = few.bit_length(), many.bit_length()
         if first == last or len(self._seconds.get(last, ())) < MIN_SAMPLES:
             return False
@@ -148,13 +147,13 @@ class Loop:
         return Mirrors(new_session(), max_tokens=self._max_tokens, drops=self._drops)
 
     def wait(self, files: Sequence[int]) -> list[int]:
-        """Until there is something to do; those of `files` that can be read."""
+        """Wait until there is something to do; return those of `files` that can be read."""
         if self.asleep:
             return list(select.select(files, [], [])[0])
         return self._hub.wait(0.0 if self.busy else IDLE_S, files)
 
     def sleep(self) -> Rested:
-        """Nobody is drafted for, and engines find nobody here, until `wake`."""
+        """Stop drafting and listening until `wake`."""
         if not self.asleep:
             self._hub.close()
             self.mirrors.forget_all()
@@ -166,7 +165,7 @@ class Loop:
         return self.rested()
 
     def wake(self) -> Rested:
-        """As a process that has just started. Raises ConfigError where its address was taken meanwhile."""
+        """Start as a new process would. Raises ConfigError where its address was taken meanwhile."""
         if self.asleep:
             began_s = time.perf_counter()
             if isinstance(self._continuer, Sleeper):
@@ -214,7 +213,7 @@ class Loop:
         self._send(more=self.busy)
 
     def work(self, *, trace: bool) -> Work:
-        """Since the last call. Args: whether to record spans from now on."""
+        """Return what was done since the last call; `trace` says whether to record spans from now on."""
         drops = Counter(self._drops.take()) + Counter(self._hub.drops.take())
         work = Work(busy_s=self._busy_s, turns=list(self._turns), spans=self.recorder.take(), drops=drops)
         self._turns.clear()
@@ -222,7 +221,7 @@ class Loop:
         return work
 
     def renew(self, asked: bytes) -> Renewed:
-        """Bring new weights to the continuer, between two batches. Args: `DraftWeights` as JSON."""
+        """Bring new weights (`DraftWeights` as JSON) to the continuer, between two batches."""
         continuer, problem = self._continuer, "its continuer has no weights"
         if isinstance(continuer, Renewable):
             from specactor.weights_sync.messages import DraftWeights  # with torch, which such a continuer has anyway
@@ -247,7 +246,7 @@ class Loop:
 
 @contextmanager
 def _termination() -> Iterator[int]:
-    """A file that can be read once SIGTERM has come; the signal does nothing else."""
+    """Give a file that can be read once SIGTERM has come; the signal does nothing else."""
     ours, signals = socket.socketpair()
 
     def nothing(number: int, frame: FrameType | None) -> None:
@@ -323,7 +322,7 @@ def _answer(loop: Loop, message: ToDrafter) -> FromDrafter:
 
 
 def _continuer(spec: DrafterSpec) -> tuple[Continuer, int]:
-    """With the tokens of all texts that it has room for."""
+    """Return what continues texts, and how many tokens of all texts it has room for."""
     if spec.continuer != "model":
         module, _, attribute = spec.continuer.partition(":")
         made: Continuer = getattr(importlib.import_module(module), attribute)(spec)

@@ -71,8 +71,7 @@ class Open(_Record, frozen=True, tag=1):
 
 
 class Commits(_Record, frozen=True, tag=2):
-    """Engine: tokens of these requests are committed; field by field, since an object for each of hundreds costs it
-    more."""
+    """Engine: tokens of these requests are committed. Columns, since an object for each of hundreds costs more."""
 
     requests: list[Number]
     positions: list[Number]  # of the first token of each
@@ -109,7 +108,7 @@ class Pulse(_Record, frozen=True, tag=16):
 
 
 class Tail(NamedTuple):
-    """What may follow the output of a request at a position up to which its engine has committed."""
+    """Tokens that may follow the output of a request at a position up to which its engine has committed."""
 
     request: int
     base: int  # position of the first token
@@ -120,8 +119,8 @@ class Tail(NamedTuple):
 
 
 class TailColumns(_Record, frozen=True, tag=20):
-    """Drafter: tails, field by field, packed: an object for each of hundreds costs an engine more than all else here. A
-    request is in it once."""
+    """Drafter: packed tails in columns, since an object for each of hundreds costs an engine too much. A request is in
+    it once."""
 
     requests: bytes  # 8 bytes each
     bases: bytes  # 8 bytes each
@@ -203,19 +202,19 @@ def pack(tokens: Sequence[int]) -> bytes:
 
 
 def unpack(data: bytes) -> list[int]:
-    """The tokens; what remains after the last whole one is left out. As of every drafter, they may not exist."""
+    """Return the tokens, which may not exist, as of every drafter; an incomplete last one is left out."""
     return list(_UNPACK[len(data) // TOKEN_BYTES](data))
 
 
 def _little(values: array[int]) -> array[int]:
-    """From this machine's order of bytes to that of a frame, or back."""
+    """Convert from this machine's order of bytes to that of a frame, or back."""
     if sys.byteorder == "big":
         values.byteswap()
     return values
 
 
 def columns(tails: Sequence[Tail], *, version: int) -> TailColumns:
-    """One record of at most MAX_ROWS tails. Args: of the weights that drafted them."""
+    """Pack at most MAX_ROWS tails that weights of this version drafted."""
     return TailColumns(
         requests=_little(array("Q", [tail.request for tail in tails])).tobytes(),
         bases=_little(array("Q", [tail.base for tail in tails])).tobytes(),
@@ -227,8 +226,10 @@ def columns(tails: Sequence[Tail], *, version: int) -> TailColumns:
 
 
 def newest(records: Sequence[TailColumns]) -> Iterator[tuple[int, int, bytes]]:
-    """(request, base, packed tokens) of every request's last tail. A drafter sends several between two rounds, each
-    with all that is ahead, so those before it are not looked into."""
+    """Return (request, base, packed tokens) of every request's last tail.
+
+    A drafter sends several between two rounds, each with all that is ahead, so earlier ones are not looked into.
+    """
     seen: set[int] = set()
     last = b""
     for record in reversed(records):
@@ -254,7 +255,7 @@ class Numbering:
     def frames(
         self, records: Sequence[ToDrafter] | Sequence[ToEngine], drops: Drops, *, receiver: int = NO_SESSION
     ) -> list[bytes]:
-        """All of them in order, in as few frames as their size allows; a record too large for any is dropped."""
+        """Pack all records in order, in as few frames as their size allows; a record too large for any is dropped."""
         if not records:
             return []
         self._number += 1
@@ -271,7 +272,7 @@ class Numbering:
 
 
 class Total:
-    """Of a count that a peer tells now and then, and begins anew from 0."""
+    """Sum of a count that a peer tells now and then, and begins anew from 0."""
 
     def __init__(self) -> None:
         self.value = 0
@@ -282,7 +283,6 @@ class Total:
         self._told = count
 
     def begin(self) -> None:
-        """The peer is known to have begun anew."""
         self._told = 0
 
 
@@ -298,9 +298,9 @@ class Drops:
             self.counts[reason] += count
 
     def add(self, reason: str, detail: str) -> None:
-        """Count what should not happen. Logged when the count reaches a power of two, so the log stays short.
+        """Count what should not happen, under a word; `detail` is for an operator.
 
-        Args: a word; what an operator would want to know.
+        It is logged when the count reaches a power of two, so the log stays short.
         """
         self.counts[reason] += 1
         self._untold[reason] += 1
@@ -309,6 +309,6 @@ class Drops:
             _LOG.warning("%s: dropped %s, %d so far; %s", self._who, reason, count, detail)
 
     def take(self) -> dict[str, int]:
-        """What should not have happened, since the last call."""
+        """Return the counts of what should not have happened, since the last call."""
         taken, self._untold = self._untold, Counter()
         return dict(taken)

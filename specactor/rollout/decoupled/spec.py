@@ -14,7 +14,7 @@ from specactor.trace import Span
 
 @dataclass(frozen=True, kw_only=True)
 class DrafterSpec:
-    """Sizes None: SGLang decides."""
+    """One drafter process. Sizes of None are SGLang's to decide."""
 
     index: int
     endpoint: str  # where it listens, the same after a restart
@@ -45,7 +45,7 @@ class Start(msgspec.Struct, tag=True, frozen=True, kw_only=True):
 
 
 class AskWork(msgspec.Struct, tag=True, frozen=True, kw_only=True):
-    """What the process did since it was asked last."""
+    """Say what the process did since it was asked last."""
 
     trace: bool
 
@@ -77,7 +77,7 @@ class Started(msgspec.Struct, tag=True, frozen=True, kw_only=True):
 
 
 class Work(msgspec.Struct, tag=True, frozen=True, kw_only=True):
-    """What the process did since the last time that it was asked."""
+    """The process did this since it was asked last."""
 
     busy_s: float
     turns: list[Point] = msgspec.field(default_factory=list)

@@ -57,14 +57,14 @@ class DrafterKeys:
 
 @dataclass(frozen=True, kw_only=True)
 class Address:
-    """Of a drafter, as an engine reaches it."""
+    """Where an engine reaches a drafter."""
 
     endpoint: str
     keys: EngineKeys | None = None  # none: it hears everybody on its host
 
 
 def make_keys() -> tuple[EngineKeys, DrafterKeys]:
-    """New ones, for the drafters of one host and all engines that they serve."""
+    """Make keys for the drafters of one host and all engines that they serve."""
     (engine_public, engine_secret), (drafter_public, drafter_secret) = (
         (public.decode(), secret.decode()) for public, secret in (zmq.curve_keypair(), zmq.curve_keypair())
     )
@@ -75,12 +75,12 @@ def make_keys() -> tuple[EngineKeys, DrafterKeys]:
 
 
 def new_session() -> int:
-    """For a process that starts: greater than those of its earlier incarnations, unless the clock was set back."""
+    """Return a number greater than those of earlier incarnations, unless the clock was set back."""
     return (time.time_ns() // 1_000_000 << _RANDOM_BITS | secrets.randbits(_RANDOM_BITS)) & LARGEST
 
 
 def local_endpoint() -> str:
-    """A new one on this host: a fifth faster than TCP here, free again when its process is gone."""
+    """Return a new address on this host, a fifth faster than TCP here, free again when its process is gone."""
     return f"ipc://@specactor-drafter-{secrets.token_hex(8)}"
 
 
@@ -88,21 +88,21 @@ class Link(Protocol):
     num_drafters: int
 
     def send(self, drafter: int, frame: bytes) -> bool:
-        """False: dropped, since the queue is full or nobody is there."""
+        """Send; return False where it was dropped, since the queue is full or nobody is there."""
 
     def receive(self) -> list[tuple[int, bytes]]:
-        """(drafter, frame) of all that have arrived."""
+        """Return (drafter, frame) of all that have arrived."""
 
     def wait(self, timeout_s: float) -> bool:
-        """Whether something has arrived by then."""
+        """Return whether something has arrived by then."""
 
     def close(self) -> None:
-        """Harmless the second time."""
+        """Close it; harmless the second time."""
 
 
 class ZmqLink:
     def __init__(self, session: int, drafters: Sequence[Address]) -> None:
-        """Args: the engine's session. Connections come about later, and again when lost."""
+        """Connect in the name of this session. Connections come about later, and again when lost."""
         self.num_drafters = len(drafters)
         self._context = zmq.Context()
         self._sockets = [self._connect(session, address) for address in drafters]
@@ -154,8 +154,10 @@ class ZmqLink:
 
 class Hub:
     def __init__(self, endpoint: str, *, keys: DrafterKeys | None = None, drops: Drops | None = None) -> None:
-        """Args: where to listen, as in ``ipc://@name`` or ``tcp://127.0.0.1:*``; where to count who is refused. Raises
-        ConfigError for an address that other hosts can reach without keys, and for one that cannot be had."""
+        """Listen at ``ipc://@name`` or ``tcp://127.0.0.1:*``; `drops` counts who is refused.
+
+        Raises ConfigError for an address that other hosts can reach without keys, and for one that cannot be had.
+        """
         _check_reach(endpoint, keys)
         self.drops = drops or Drops("drafter")
         self._keys = keys
@@ -187,7 +189,7 @@ class Hub:
         return authenticator
 
     def receive(self) -> list[tuple[int, bytes]]:
-        """(session of the engine, 0 for who has none; frame) of all that have arrived."""
+        """Return (session of the engine, 0 for who has none; frame) of all that have arrived."""
         frames = []
         for _ in range(_RECEIVE_FRAMES):
             if not zmq.zmq_poll(self._inputs, 0):
@@ -197,7 +199,7 @@ class Hub:
         return frames
 
     def send(self, session: int, frame: bytes) -> bool:
-        """False: dropped, since the queue is full or the engine is gone."""
+        """Send; return False where it was dropped, since the queue is full or the engine is gone."""
         try:
             self._socket.send_multipart([_name(session), frame], zmq.NOBLOCK)
         except zmq.ZMQError as error:
@@ -207,7 +209,7 @@ class Hub:
         return True
 
     def wait(self, timeout_s: float, files: Sequence[int] = ()) -> list[int]:
-        """Until something has arrived, or one of `files` can be read; those of `files` that can."""
+        """Wait until something has arrived, or one of `files` can be read; return those that can."""
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLIN)
         for file in files:
@@ -216,7 +218,7 @@ class Hub:
         return [file for file in files if file in ready]
 
     def again(self) -> Hub:
-        """A new one at the same address, once this one is closed."""
+        """Return a new one at the same address, once this one is closed."""
         return Hub(self.endpoint, keys=self._keys, drops=self.drops)
 
     def close(self) -> None:
@@ -236,7 +238,7 @@ class _Only:
         self._public, self._drops = public.encode(), drops
 
     def callback(self, domain: str, key: bytes) -> bool:
-        """Called by pyzmq. Args: not used; the key in Z85."""
+        """Decide for pyzmq on a key in Z85."""
         admitted = secrets.compare_digest(key, self._public)
         if not admitted:
             self._drops.add("refused", f"a connection with the key {key.decode(errors='replace')}")
@@ -255,7 +257,7 @@ def _prepare(socket: zmq.Socket[bytes], endpoint: str) -> None:
 
 
 def _name(session: int) -> bytes:
-    """Of an engine's connection. ZeroMQ keeps names that begin with a zero for itself."""
+    """Return the name of an engine's connection. ZeroMQ keeps names that begin with a zero for itself."""
     return b"V" + session.to_bytes(8, "little")
 
 

@@ -25,7 +25,7 @@ CPU = torch.device("cpu")
 
 @dataclass(frozen=True, kw_only=True)
 class Acceptance:
-    """Of one draft model on some responses; shares are of response tokens."""
+    """Acceptance of one draft model on some responses; shares are of response tokens."""
 
     tokens: int
     window: int
@@ -39,7 +39,7 @@ class Acceptance:
 def measure(
     target: Any, draft: Any, examples: Sequence[TrainingExample], *, window: int, seed: int, tokens_per_pass: int = 4096
 ) -> Acceptance:
-    """Args: two causal models of transformers on the CPU, with one vocabulary; responses of the target."""
+    """Measure two causal models of transformers on the CPU, with one vocabulary, on responses of the target."""
     chance = torch.Generator().manual_seed(seed)
     shared: list[list[bool]] = []
     overlap = entropy = 0.0
@@ -62,7 +62,11 @@ def measure(
 
 
 def noise_given(logp_NV: Tensor, tokens_N: Tensor, chance: torch.Generator) -> Tensor:
-    """[N, V] Gumbel(0, 1) noise G given that argmax_v [log p(v) + G(v)] is the token; float64."""
+    """Draw [N, V] Gumbel(0, 1) noise G given that argmax_v [log p(v) + G(v)] is the token; float64.
+
+    Given the token, the largest score is a Gumbel number, and the others are Gumbel numbers around log p(v), cut off
+    there (Maddison et al., A* sampling, arXiv 1411.0030).
+    """
     scores_NV = logp_NV - torch.empty_like(logp_NV).exponential_(generator=chance).log()
     largest_N1 = -torch.empty_like(logp_NV[:, :1]).exponential_(generator=chance).log()
     below_NV = -torch.logaddexp(-scores_NV, -largest_N1)  # a Gumbel number cut off at the largest
@@ -97,8 +101,8 @@ def with_top_k(
     tokens_per_pass: int = 4096,
     go_on: Callable[[], bool] = lambda: True,
 ) -> list[TrainingExample]:
-    """The examples, longest first, with the target's top-k: what a run's own passes give for free. It ends early where
-    it is not to go on, as asked between two passes."""
+    """Return the examples, longest first, with the target's top-k. It ends early when `go_on`, asked between passes, is
+    false."""
     made = []
     for members, batch in _passes(examples, tokens_per_pass):
         if not go_on():

@@ -44,7 +44,7 @@ class TrainingExample:
 
 
 def example_from(sequence: TrainSequence, top_k: TopK | None, *, version: int, temperature: float) -> TrainingExample:
-    """What the policy learned from, for the draft model. `version` is that of the policy that generated it."""
+    """Make an example of what the policy learned from; `version` is that of the policy that generated it."""
     return TrainingExample(
         token_ids=np.array(sequence.token_ids, np.int32),
         prompt_len=sequence.prompt_len,
@@ -55,7 +55,7 @@ def example_from(sequence: TrainSequence, top_k: TopK | None, *, version: int, t
 
 
 def checked(example: TrainingExample) -> TrainingExample:
-    """The argument. Raises DataError for one that cannot be learned from."""
+    """Return the argument. Raises DataError for one that cannot be learned from."""
     if not 1 <= example.prompt_len < len(example.token_ids):
         raise DataError(
             f"example: got a prompt of {example.prompt_len} in {len(example.token_ids)} tokens, expected at least one "
@@ -75,7 +75,7 @@ def checked(example: TrainingExample) -> TrainingExample:
 
 
 def cut(example: TrainingExample, num_tokens: int) -> TrainingExample:
-    """Its first tokens: more than those of the prompt, fewer than all."""
+    """Keep its first tokens: more than those of the prompt, fewer than all."""
     top_k, kept = example.top_k, num_tokens - example.prompt_len
     if top_k is not None:
         top_k = TopK(tokens=top_k.tokens[:kept].copy(), logprobs=top_k.logprobs[:kept].copy())
@@ -83,10 +83,11 @@ def cut(example: TrainingExample, num_tokens: int) -> TrainingExample:
 
 
 class DraftBuffer:
-    """Of one run; the same on every rank."""
+    """The buffer of one run; the same on every rank."""
 
     def __init__(self, *, max_tokens: int, half_life_steps: float, seed: int, max_example_tokens: int) -> None:
-        """Longer examples than `max_example_tokens` are cut; those whose prompt alone is that long are left out."""
+        """Start empty. Longer examples than `max_example_tokens` are cut, or left out if their prompt alone is that
+        long."""
         self._max_tokens, self._half_life, self._seed = max_tokens, half_life_steps, seed
         self._longest = min(max_example_tokens, max_tokens)
         self._examples: list[TrainingExample] = []
@@ -106,8 +107,10 @@ class DraftBuffer:
         return sum(len(example.token_ids) for example in self._examples)
 
     def fitting(self, examples: Sequence[TrainingExample]) -> tuple[list[TrainingExample], int]:
-        """(as they would be kept, how many of them were cut); those that are left out are counted. Raises DataError for
-        an example that cannot be learned from."""
+        """Return (the examples as kept, how many were cut), and count those left out.
+
+        Raises DataError for an example that cannot be learned from.
+        """
         fit: list[TrainingExample] = []
         num_cut = 0
         for example in map(checked, examples):
@@ -121,20 +124,20 @@ class DraftBuffer:
         return fit, num_cut
 
     def add(self, examples: Sequence[TrainingExample]) -> None:
-        """As far as they fit. Raises DataError for an example that cannot be learned from."""
+        """Add them as far as they fit. Raises DataError for an example that cannot be learned from."""
         self._examples += self.fitting(examples)[0]
         self._evict()
 
     def take(self) -> list[TrainingExample]:
-        """All examples, which are then gone."""
+        """Return all examples, which are then gone."""
         taken, self._examples = self._examples, []
         return taken
 
     def draw(self, number: int, num_tokens: int) -> list[TrainingExample]:
-        """Examples of at most `num_tokens` tokens together, or one longer than that; none twice. [] when empty.
+        """Draw examples of at most `num_tokens` together, or one longer than that; none twice. [] when empty.
 
-        The `number`-th draw: the same examples whenever it is asked for, while the content is the same. Weighted
-        sampling without replacement by exponential keys (Efraimidis and Spirakis, Inf. Proc. Letters 97, 2006).
+        The `number`-th draw is the same while the content is. Weighted sampling without replacement by exponential keys
+        (Efraimidis and Spirakis, Inf. Proc. Letters 97, 2006).
         """
         if not self._examples:
             return []

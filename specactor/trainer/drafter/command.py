@@ -99,7 +99,7 @@ Options = (
 
 
 def parse(argv: Sequence[str]) -> InitOptions | TrainOptions | EvalOptions:
-    """Raises ConfigError for what is wrong with the command line; prints and raises SystemExit(0) for ``--help``."""
+    """Read the command line; ``--help`` prints and raises SystemExit(0). Raises ConfigError for what is wrong."""
     if not argv or argv[0] not in ("init", "train", "eval", "-h", "--help"):
         raise ConfigError.at("command", argv[0] if argv else "none", "init, train or eval", f"See {PROG} --help")
     with one_line_errors(argv, lambda token: f"unknown setting {token}. Those there are: {PROG} {argv[0]} --help"):
@@ -132,7 +132,7 @@ def _check_train(options: TrainOptions) -> None:
 
 
 def run(argv: Sequence[str], console: Console) -> None:
-    """Raises SpecActorError."""
+    """Run a subcommand. Raises SpecActorError."""
     options = parse(argv)
     if not isinstance(options, InitOptions):
         torch.set_num_threads(options.threads or len(os.sched_getaffinity(0)))
@@ -159,8 +159,10 @@ def run(argv: Sequence[str], console: Console) -> None:
 
 
 def train(options: TrainOptions) -> RefreshStats:
-    """Learn, and write the draft model. Raises SpecActorError, and writes nothing, where there was nothing to learn
-    from or no time for it."""
+    """Learn, and write the draft model.
+
+    Raises SpecActorError, and writes nothing, where there was nothing to learn from or no time for it.
+    """
     settings = options.distillation
     init.check_out(options.out, options.draft, options.target, *options.rollouts)
     found = _examples(options.rollouts)
@@ -198,10 +200,8 @@ def learn(
 ) -> RefreshStats:
     """Distil the target into the model, in this process.
 
-    Args:
-        target: not looked at where `settings.top_k` is 0.
-        limit_s: the longest time, the target's pass over the examples included.
-        updates: at most so many, with a learning rate that falls to a hundredth; 0: as many as fit, at one rate.
+    `target` is not used where `settings.top_k` is 0; `limit_s` includes its pass over the examples. With `updates` the
+    learning rate falls to a hundredth over so many; 0: as many as fit, at one rate.
     """
     trainer = DrafterTrainer(settings, model, seed=seed)
     trainer.buffer.add(examples)
@@ -236,7 +236,7 @@ def learn(
 
 
 def evaluate(options: EvalOptions) -> acceptance.Acceptance:
-    """What the draft model would be accepted."""
+    """Measure the draft model's acceptance."""
     examples = _examples(options.rollouts)
     examples = (examples if options.all else examples[::HELD_OUT])[: options.responses]
     target, draft = init.read_model(options.target), init.read_model(options.draft)
@@ -245,7 +245,7 @@ def evaluate(options: EvalOptions) -> acceptance.Acceptance:
 
 
 def _examples(paths: Sequence[Path]) -> list[TrainingExample]:
-    """Of sampled responses."""
+    """Return examples of sampled responses."""
     found = [example_of(line) for line in read_rollouts(paths) if line.temperature > 0]
     if not found:
         raise DataError(

@@ -72,7 +72,7 @@ Start = TargetStart | RandomStart
 
 
 def make_draft_model(target: Path, folder: Path, start: Start) -> int:
-    """Write the draft model, with the target's tokenizer, into a new `folder`; returns its number of parameters.
+    """Write the draft model, with the target's tokenizer, into a new `folder`; return its number of parameters.
 
     Raises ConfigError when there is something in the folder, or the target cannot be cut so.
     """
@@ -87,7 +87,7 @@ def make_draft_model(target: Path, folder: Path, start: Start) -> int:
 
 
 def read_model(folder: Path, device: torch.device | str = "cpu") -> Any:
-    """A causal model in float32. The process's random state is left alone. Raises ConfigError where there is none."""
+    """Read a causal model in float32; the process's random state is left alone. Raises ConfigError where there is none."""
     auto = the_transformers().AutoModelForCausalLM
     try:
         with torch.random.fork_rng(devices=[]):
@@ -101,8 +101,10 @@ def read_model(folder: Path, device: torch.device | str = "cpu") -> Any:
 
 @torch.no_grad()
 def fill_buffers(model: nn.Module) -> None:
-    """Compute the frequencies of rotary embeddings, which no file holds. transformers leaves them as memory happens to
-    be where torch stands in for CUDA (`cpu.megatron`), as in the trainer."""
+    """Compute the frequencies of rotary embeddings, which no file holds.
+
+    Where torch stands in for CUDA (`cpu.megatron`) transformers leaves them as memory happens to be.
+    """
     for module in model.modules():
         if isinstance(getattr(module, "inv_freq", None), Tensor):
             fresh = type(module)(module.config)
@@ -111,7 +113,7 @@ def fill_buffers(model: nn.Module) -> None:
 
 
 def read_fitting(folder: Path, vocab_size: int, device: torch.device | str) -> Any:
-    """A run's draft model. Raises ConfigError where it does not fit the policy."""
+    """Read a run's draft model. Raises ConfigError where it does not fit the policy."""
     model = read_model(folder, device)
     if model.config.vocab_size != vocab_size:
         raise ConfigError.at(
@@ -124,7 +126,7 @@ def read_fitting(folder: Path, vocab_size: int, device: torch.device | str) -> A
 
 
 def check_out(out: Path, *inputs: Path) -> None:
-    """Raises ConfigError where a model must not, or cannot, be written. Args: what is read, and must stay."""
+    """Raise ConfigError where a model must not, or cannot, be written. `inputs` are read, and must stay."""
     if out.exists() and not (_is_empty(out) or _is_model(out)):
         raise ConfigError.at(
             "out",
@@ -151,11 +153,9 @@ def _is_model(folder: Path) -> bool:
 
 
 def write_model(model: Any, folder: Path, *, tokenizer: Path, weights: Mapping[str, Tensor] | None = None) -> None:
-    """Hugging Face format, whole or not at all, in place of what was there: the old folder is moved aside, and deleted
-    when the new one has its name.
+    """Write a model whole or not at all, in place of what was there; `weights` replace the model's own.
 
-    Args: a folder to copy tokenizer files from; weights to write instead of the model's own. Raises ConfigError for a
-    folder that holds something else (`check_out`), OSError where the disk fails.
+    Raises ConfigError for a folder that holds something else (`check_out`), OSError where the disk fails.
     """
     check_out(folder)
     folder = folder.resolve()
@@ -186,7 +186,7 @@ def quiet() -> None:
 
 
 def the_transformers() -> Any:
-    """The library, imported so that torchvision, which it imports, does not fail beside a CPU build of torch."""
+    """Import the library so that torchvision does not fail beside a CPU build of torch."""
     if torch.version.cuda is None:
         torchvision_ops.install()
     import transformers
@@ -195,7 +195,7 @@ def the_transformers() -> Any:
 
 
 def _dense(source: Any, **shape: Any) -> Any:
-    """A dense Qwen3 model of random weights. Args: the target's config; what differs from it."""
+    """Make a dense Qwen3 model of random weights, of the target's config but for `shape`."""
     transformers = the_transformers()
     same = ("vocab_size", "max_position_embeddings", "rms_norm_eps", "bos_token_id", "eos_token_id", "pad_token_id")
     theirs = {name: getattr(source, name, None) for name in same}
@@ -253,7 +253,7 @@ def _cut(target: Path, start: TargetStart) -> Any:
 
 
 def _dense_mlp(weights: Mapping[str, Tensor], layer: int, projection: str, taken: int) -> Tensor:
-    """The first `taken` experts of a layer, side by side."""
+    """Put the first `taken` experts of a layer side by side in one wide MLP: exactly the mean of what they answer."""
     if f"{_MODEL}{layer}.mlp.{projection}.weight" in weights:  # a dense layer among mixtures
         raise DataError(f"layer {layer} of the target is dense, others are not. Start the draft model at random.")
     experts = list(expert_weights(weights, layer, projection)[:taken])

@@ -34,11 +34,10 @@ class Batch:
 
 
 def plan_micro_batches(lengths: Sequence[int], ranks: int, capacity: int) -> list[list[list[int]]]:
-    """Per rank its micro-batches; per micro-batch, indices into `lengths`.
+    """Return per rank its micro-batches; per micro-batch, indices into `lengths`.
 
-    Every index is in one micro-batch; rows * longest is at most `capacity`, or it is one example; all ranks have the
-    same number of micro-batches, of which some are empty only where no other holds two examples. Neighbours in length
-    are together, so little is padding.
+    Every index is in one; rows * longest is at most `capacity`, or it is one example; all ranks have the same number,
+    some of them empty only where no other holds two examples. Neighbours in length are together.
     """
     order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
     made: list[list[int]] = []
@@ -56,7 +55,7 @@ def plan_micro_batches(lengths: Sequence[int], ranks: int, capacity: int) -> lis
 
 
 def build(examples: Sequence[TrainingExample], device: torch.device) -> Batch:
-    """The examples as tensors. Without examples: one token that nothing is learned from."""
+    """Make tensors of the examples, padded on the right, where a causal mask hides it. Without examples: one token."""
     longest = max((len(example.token_ids) for example in examples), default=1)
     width = next((example.top_k.tokens.shape[1] for example in examples if example.top_k), 0)
     tokens = np.zeros((max(1, len(examples)), longest), np.int64)
@@ -94,7 +93,11 @@ def draft_logprobs(logits_NV: Tensor, temperatures_N: Tensor) -> Tensor:
 
 
 def token_losses(logq_NV: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
-    """(loss [N] in nats, overlap [N] without a gradient, 0 where no top-k is known)."""
+    """Return (loss [N] in nats, overlap [N] without a gradient, 0 where no top-k is known).
+
+    The loss is KL(policy, draft) where the top-k is known, else the sampled token's cross entropy: both have one
+    gradient in expectation.
+    """
     sample_N = -logq_NV.gather(1, batch.targets_N[:, None])[:, 0]
     if not batch.top_tokens_NK.shape[1] or not bool(batch.has_top_k_N.any()):
         return sample_N, torch.zeros_like(sample_N)

@@ -45,7 +45,7 @@ class TimeAccount:
     owed_s: float = 0.0
 
     def limit_s(self, share_s: float, spent_s: float) -> float:
-        """What is left to learn in, of this refresh's share, when it has spent so much of it."""
+        """Return the seconds left to learn in, of this refresh's share, when it has spent so many."""
         return max(0.0, share_s - spent_s - self.push_s - self.owed_s)
 
     def ended(self, share_s: float, took_s: float) -> None:
@@ -54,7 +54,13 @@ class TimeAccount:
 
 
 class Distillation:
-    """One per rank, with a copy of the draft model."""
+    """The learning draft model of a run; one per rank, with a copy.
+
+    What goes wrong here costs speed: a refresh that fails leaves the weights there are, and whoever refuses a push goes
+    on with its own and is asked again. Memory is excepted: torch.OutOfMemoryError in a refresh ends the run, since the
+    others wait for that rank. Refreshes keep to their share of the steps in the long run, if they spend no more than
+    half of it beside learning.
+    """
 
     def __init__(
         self,
@@ -69,13 +75,9 @@ class Distillation:
         device: torch.device | str = "cpu",
         clock: Clock = time.perf_counter,
     ) -> None:
-        """Read the draft model. Collective. Raises ConfigError for one that does not fit the policy.
+        """Read the draft model. Collective. Raises ConfigError for one that does not fit the policy's `vocab_size`.
 
-        Args:
-            vocab_size: of the policy.
-            engines: this rank's that hold a draft model, as of now.
-            processes: this rank's drafter processes.
-            note: says something to people.
+        `engines` returns this rank's that hold a draft model; `processes` are its drafter processes; `note` prints.
         """
         self.config, self.recorder = DraftTrainingConfig.of(config.distillation), recorder
         self._collective = collective
@@ -99,11 +101,8 @@ class Distillation:
     ) -> dict[str, float]:
         """Remember an RL step, and learn. Returns metrics. Collective.
 
-        Args:
-            sequences: just as the policy learned from them.
-            version: of the policy that generated them.
-            step_s: seconds of the step on this rank.
-            is_last: whether no rollout is left to serve; nothing is learned then.
+        `sequences` are as the policy learned from them; `version` is of the policy that generated them; `step_s` is
+        this rank's. Nothing is learned in the last step.
         """
         began_s, num_cut = self._clock(), self._remember(sequences, version)
         share_s = max(0.0, step_s) * self.config.max_time_share
@@ -155,8 +154,10 @@ class Distillation:
         return metrics | {"drafter/oldest_version": self._oldest()}
 
     def save(self, folder: Path) -> None:
-        """Into a checkpoint's folder, unless weights are not finite. Collective; raises CheckpointError where the disk
-        fails."""
+        """Write into a checkpoint's folder, unless weights are not finite. Collective.
+
+        Raises CheckpointError where the disk fails.
+        """
         own = folder / FOLDER
         if not self._is_sound():
             return  # a run that resumes there begins with the draft model of the config
@@ -176,7 +177,8 @@ class Distillation:
                 self._collective.together("checkpoint", write)
 
     def load(self, checkpoint: Path) -> None:
-        """Of a checkpoint; one of a run without refreshes has nothing, and the draft model starts anew. Collective."""
+        """Load from a checkpoint; one of a run without refreshes has nothing, and the draft model starts anew.
+        Collective."""
         folder = checkpoint / FOLDER
         if self._collective.any(not folder.is_dir()):
             self._note(f"{checkpoint} holds no draft model: it starts from {self._folder}")
@@ -186,15 +188,17 @@ class Distillation:
             self._collective.together("checkpoint", lambda: self.drafter.load(folder))
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint's own state keeps."""
+        """Return what a checkpoint's own state keeps."""
         return asdict(self._account)
 
     def restore(self, state: Mapping[str, Any]) -> None:
         self._account = TimeAccount(push_s=state["push_s"], owed_s=state["owed_s"])
 
     def export(self, folder: Path) -> bool:
-        """In Hugging Face format, unless weights are not finite; returns whether it was. Collective; raises
-        CheckpointError where the disk fails."""
+        """Write in Hugging Face format, unless weights are not finite; return whether it was. Collective.
+
+        Raises CheckpointError where the disk fails.
+        """
         if not self._is_sound():
             return False
         weights = dict(self.drafter.named_weights())
@@ -249,7 +253,7 @@ class Distillation:
         return stats, False
 
     def _is_sound(self) -> bool:
-        """Whether the weights may be drafted with later; says so if not. Collective."""
+        """Return whether the weights may be drafted with later; print if not. Collective."""
         sound = not self._collective.any(not self.drafter.is_finite())
         if not sound:
             self._note("draft model: has weights that are not finite. They are neither pushed, saved nor exported.")
@@ -269,7 +273,7 @@ class Distillation:
 
 
 def left_behind(checkpoint: Path, draft_model: str) -> str:
-    """What is to be said of a run that resumes there without refreshes, and drafts with `draft_model`, if anything."""
+    """Return a note for a run that resumes there without refreshes, and drafts with `draft_model`, if one is needed."""
     if not draft_model or not (checkpoint / FOLDER).is_dir():
         return ""
     return (
@@ -280,7 +284,7 @@ def left_behind(checkpoint: Path, draft_model: str) -> str:
 
 @contextmanager
 def _written(what: Path) -> Iterator[None]:
-    """Raises CheckpointError, on every rank, where the disk of one fails."""
+    """Raise CheckpointError, on every rank, where the disk of one fails."""
     try:
         yield
     except (OSError, SafetensorError) as error:

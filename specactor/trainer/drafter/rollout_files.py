@@ -36,7 +36,7 @@ def example_of(line: RolloutLine) -> TrainingExample:
 
 
 def lines_of(groups: Iterable[ScoredGroup], *, temperature: float) -> Iterator[RolloutLine]:
-    """Of the responses of an RL step."""
+    """Return the lines of the responses of an RL step."""
     for group in groups:
         for trajectory, reward in zip(group.trajectories, group.rewards, strict=True):
             yield RolloutLine(
@@ -49,7 +49,7 @@ def lines_of(groups: Iterable[ScoredGroup], *, temperature: float) -> Iterator[R
 
 
 def read_rollouts(paths: Sequence[Path]) -> list[RolloutLine]:
-    """Of files, and of all ``*.jsonl`` in folders, in order of their names; responses without tokens are left out.
+    """Read files, and all ``*.jsonl`` in folders, by name; responses without tokens are left out.
 
     Raises DataError, which names the line, for one that is none, and when there is nothing to learn from.
     """
@@ -78,7 +78,7 @@ def read_rollouts(paths: Sequence[Path]) -> list[RolloutLine]:
 
 
 def write_rollouts(file: Path, lines: Iterable[RolloutLine]) -> None:
-    """Append."""
+    """Append the lines."""
     file.parent.mkdir(parents=True, exist_ok=True)
     with file.open("ab") as stream:
         for line in lines:

@@ -33,7 +33,7 @@ Stopped = Literal["time", "updates", "empty"]
 
 @dataclass(frozen=True, kw_only=True)
 class RefreshStats:
-    """Of one `DrafterTrainer.refresh`; equal on all ranks, but for `seconds`."""
+    """Results of one `DrafterTrainer.refresh`; equal on all ranks, but for `seconds`."""
 
     updates: int
     micro_steps: int  # of every rank, with those of an update that was given up
@@ -52,12 +52,7 @@ class Deadline:
     def __init__(
         self, clock: Clock, limit_s: float, *, expected_s: float, group: dist.ProcessGroup | None, device: torch.device
     ) -> None:
-        """Start the clock.
-
-        Args:
-            expected_s: of the first micro-batch.
-            group: ranks that learn together; None: one.
-        """
+        """Start the clock; `expected_s` is of the first micro-batch, `group` learns together (None: one rank)."""
         self._clock, self._limit_s, self._group, self._device = clock, limit_s, group, device
         self._start_s, self._longest_s, self._began_s = clock(), expected_s, 0.0
         self.total_s = 0.0
@@ -66,11 +61,11 @@ class Deadline:
         return self._clock() - self._start_s
 
     def is_over(self, micro_steps: int = 1) -> bool:
-        """Whether the next micro-batches, each as long as the longest so far, would not end in time on some rank."""
+        """Return whether so many micro-batches, each as long as the longest so far, would end late on some rank."""
         return self.on_any_rank(self.elapsed_s() + micro_steps * self._longest_s > self._limit_s)
 
     def on_any_rank(self, here: bool) -> bool:
-        """Whether it is so on some rank. Collective."""
+        """Return whether it is so on some rank. Collective."""
         if self._group is None:
             return here
         flag = torch.tensor([int(here)], dtype=torch.int32, device=self._device)
@@ -123,14 +118,11 @@ class DrafterTrainer:
     ) -> RefreshStats:
         """Learn from the buffer until the time or the updates are over. Collective.
 
-        Raises SpecActorError when a loss, a gradient or a weight is not finite; weights and optimizer are then those
-        before (under ZeRO they are not brought back: see `is_finite`). Memory is excepted: torch.OutOfMemoryError is
-        raised on its rank alone.
-
-        Args:
-            clock: each rank's own.
-            max_updates: at most; 0: ``config.max_updates``, where 0 means any number.
-            rate_of: learning rate of an update by its number over all refreshes, instead of the config's.
+        It ends in time unless a micro-batch takes longer than any before it, and than the last refresh's mean, halved
+        for every refresh since without one. Raises SpecActorError when a loss, gradient or weight is not finite;
+        weights and optimizer are then those before (not under ZeRO: see `is_finite`), and get no version.
+        torch.OutOfMemoryError is raised on its rank alone. `max_updates` 0 means ``config.max_updates``, and 0 there
+        any number; `rate_of` gives the learning rate by the update's number over all refreshes.
         """
         deadline = Deadline(clock, limit_s, expected_s=self._micro_s, group=self._group, device=self.device)
         restore = self._updater.kept()
@@ -174,11 +166,11 @@ class DrafterTrainer:
 
     @property
     def tokens_per_update(self) -> int:
-        """That an update draws: the config's, halved while no update fits the time."""
+        """Return the tokens that an update draws: the config's, halved while no update fits the time."""
         return max(1, self.config.tokens_per_update >> self.halvings)
 
     def is_finite(self) -> bool:
-        """Whether all weights are, on this rank. Collective with ZeRO stage 3."""
+        """Return whether all weights are finite, on this rank. Collective with ZeRO stage 3."""
         return all([bool(tensor.isfinite().all()) for _, tensor in self.named_weights()])  # every rank gathers all
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
@@ -249,11 +241,11 @@ class DrafterTrainer:
         return loss, torch.stack([*sums, known_N.new_tensor(float(len(loss_N)))])
 
     def _rate(self, update: int) -> float:
-        """Of an update by its number over all refreshes: it rises along a line, then stays."""
+        """Return the learning rate of an update by its number: it rises along a line, then stays."""
         return self.config.learning_rate * min(1.0, (update + 1) / max(1, self.config.warmup_updates))
 
     def save(self, folder: Path) -> None:
-        """Everything that continuing needs, into an existing folder. Collective; rank 0 writes (ZeRO: every rank)."""
+        """Write everything that continuing needs. Collective; rank 0 writes (ZeRO: every rank)."""
         from safetensors.torch import save_file
 
         weights = {name: tensor.to("cpu").contiguous() for name, tensor in self.named_weights()}
@@ -267,8 +259,10 @@ class DrafterTrainer:
             )
 
     def load(self, folder: Path) -> None:
-        """What `save` wrote. Collective. Raises CheckpointError for the state of another draft model, or that ZeRO has
-        divided in another way."""
+        """Load what `save` wrote. Collective.
+
+        Raises CheckpointError for the state of another draft model, or that ZeRO has divided in another way.
+        """
         from safetensors import SafetensorError
         from safetensors.torch import load_file
 

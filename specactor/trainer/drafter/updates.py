@@ -55,20 +55,20 @@ class PlainUpdater:
         )
 
     def micro_step(self, last: bool) -> AbstractContextManager[Any]:
-        """Around forward and backward pass of a micro-batch; gradients are reduced in the last of an update."""
+        """Enclose forward and backward pass of a micro-batch; gradients are reduced in the last of an update."""
         if last or not isinstance(self._replica, DistributedDataParallel):
             return nullcontext()
         return self._replica.no_sync()
 
     def logits(self, tokens_BT: Tensor) -> Tensor:
-        """[B, T, V]"""
+        """Return [B, T, V]."""
         return cast(Tensor, self._replica(input_ids=tokens_BT, use_cache=False).logits)
 
     def backward(self, loss: Tensor, last: bool) -> None:
         loss.backward()  # type: ignore[no-untyped-call]
 
     def step(self, learning_rate: float) -> float:
-        """One update. Returns the gradient's global norm before clipping."""
+        """Make one update. Returns the gradient's global norm before clipping."""
         for group in self._adam.param_groups:
             group["lr"] = learning_rate
         norm = float(torch.nn.utils.clip_grad_norm_(self._parameters.values(), GRAD_CLIP))
@@ -84,7 +84,7 @@ class PlainUpdater:
         self._adam.zero_grad(set_to_none=True)
 
     def kept(self) -> Callable[[], None]:
-        """Copy weights and optimizer; what is returned brings them back as they are now."""
+        """Copy weights and optimizer; return a function that brings them back."""
         weights = [parameter.detach().clone() for parameter in self._parameters.values()]
         state = {name: value.clone() for name, value in self.optimizer_state().items()}
 
@@ -103,7 +103,7 @@ class PlainUpdater:
         return {f"{kind}.{name}": value for name, of in state.items() for kind, value in of.items()}
 
     def restore_optimizer(self, state: dict[str, Tensor]) -> None:
-        """Raises CheckpointError for the state of another model."""
+        """Restore. Raises CheckpointError for the state of another model."""
         self._adam.state.clear()
         for key, value in state.items():
             kind, _, name = key.partition(".")
@@ -116,7 +116,7 @@ class PlainUpdater:
             self._adam.state[parameter][kind] = value.to(device, copy=True)
 
     def save(self, folder: Path) -> None:
-        """The optimizer's state; called on every rank."""
+        """Write the optimizer's state; called on every rank."""
         from safetensors.torch import save_file
 
         if not isinstance(self._replica, DistributedDataParallel) or dist.get_rank() == 0:
@@ -241,7 +241,7 @@ def zero_config(config: DistillationConfig) -> dict[str, Any]:
 def make_updater(
     model: nn.Module, config: DistillationConfig, group: dist.ProcessGroup | None, device: torch.device
 ) -> PlainUpdater | ZeroUpdater:
-    """As `config.zero_stage` says. Raises ConfigError where DeepSpeed is asked for and not installed."""
+    """Make what `config.zero_stage` asks for. Raises ConfigError where DeepSpeed is missing."""
     if not config.zero_stage:
         return PlainUpdater(model, config, group)
     if importlib.util.find_spec("deepspeed") is None:
