@@ -44,9 +44,6 @@ class SamplingParams:
     stop: tuple[str, ...] = ()  # texts that end a response; the token that completes one is its last
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False  # also of `stop_token_ids`
-    json_schema: str = ""  # engines refuse requests with this, `regex` or `ebnf`: they have no grammars
-    regex: str = ""
-    ebnf: str = ""
 
     @property
     def has_penalties(self) -> bool:

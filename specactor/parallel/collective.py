@@ -10,8 +10,9 @@ from __future__ import annotations
 import datetime
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future, wait
 from types import GenericAlias
-from typing import Generic, NoReturn, TypeVar
+from typing import NoReturn, TypeVar
 
 import msgspec
 import torch
@@ -92,19 +93,22 @@ class Collective:
         A busy rank joins an exchange every `HEARTBEAT_S`. Where work fails, its own error is raised, and on other ranks
         PeerFailedError, which names the rank and the cause.
         """
-        own = _Thread(phase, work)
+        own = _in_thread(phase, work)
         while True:
-            own.wait(HEARTBEAT_S)
-            states = self._gather_states(own.state)
+            wait([own], HEARTBEAT_S)
+            state = _RUNNING if not own.done() else _FAILED if own.exception() else _DONE
+            states = self._gather_states(state)
             if _FAILED in states:
                 self._fail(phase, own)
             if all(state == _DONE for state in states):
                 return own.result()
 
-    def _fail(self, phase: str, own: _Thread[T]) -> NoReturn:
-        """Raises, with the cause, on every rank."""
-        causes = self.gather(own.cause, str)
-        own.raise_error()
+    def _fail(self, phase: str, own: Future[T]) -> NoReturn:
+        """Raise, with the cause, on every rank."""
+        error = own.exception() if own.done() else None
+        causes = self.gather(f"{type(error).__name__}: {error}" if error else "", str)
+        if error:
+            raise error
         rank = next(i for i, cause in enumerate(causes) if cause)
         raise PeerFailedError(f"{phase}: rank {rank} failed: {causes[rank]}")
 
@@ -114,40 +118,15 @@ class Collective:
         return [int(part) for part in parts]
 
 
-class _Thread(Generic[T]):
-    """Work in a thread of its own."""
+def _in_thread(name: str, work: Callable[[], T]) -> Future[T]:
+    """Run the work in a thread that ends with the process, which those of an executor do not."""
+    future: Future[T] = Future()
 
-    def __init__(self, name: str, work: Callable[[], T]) -> None:
-        self._work = work
-        self._results: list[T] = []
-        self._errors: list[BaseException] = []
-        self._thread = threading.Thread(target=self._call, name=name, daemon=True)
-        self._thread.start()
-
-    def _call(self) -> None:
+    def call() -> None:
         try:
-            self._results.append(self._work())
+            future.set_result(work())
         except BaseException as error:  # raised in the caller's thread
-            self._errors.append(error)
+            future.set_exception(error)
 
-    def wait(self, seconds: float) -> None:
-        self._thread.join(seconds)
-
-    @property
-    def state(self) -> int:
-        return _RUNNING if self._thread.is_alive() else _FAILED if self._errors else _DONE
-
-    @property
-    def cause(self) -> str:
-        """Of its failure; "" where it has not failed."""
-        return f"{type(self._errors[0]).__name__}: {self._errors[0]}" if self._errors else ""
-
-    def raise_error(self) -> None:
-        if self._errors:
-            raise self._errors[0]
-
-    def result(self) -> T:
-        """Waits for it; raises its error."""
-        self._thread.join()
-        self.raise_error()
-        return self._results[0]
+    threading.Thread(target=call, name=name, daemon=True).start()
+    return future

@@ -149,14 +149,12 @@ def from_figures(
     max_requests: int,
     sizes: Sequence[int] = (),
     drafter_sizes: Sequence[int] = (1, 2),
-    attained: Attained | None = None,
     keys_once: bool = False,
 ) -> Candidates:
-    """Options by rooflines. `survivals` by drafter; `max_requests`: of one engine, at most; `sizes`: devices of a
-    verifier, by default all that fit; `keys_once`: see `Roofline`.
+    """Return options by rooflines, with `survivals` by drafter and at most `max_requests` of one engine.
 
-    Raises ConfigError for a size asked for that does not divide the target's heads, and PlanError where the target fits
-    on no engine of one node.
+    `sizes` are devices of a verifier, by default all that fit. Raises ConfigError for a size that does not divide the
+    target's heads, and PlanError where the target fits on no engine of one node.
     """
     for g in sizes:
         if g > 0 and target.heads % g:
@@ -164,19 +162,14 @@ def from_figures(
                 "engine_devices", g, f"a divisor of the {target.heads} heads of {target.name}", "Choose a divisor."
             )
     sizes = sizes or [g for g in _powers(device.node_devices) if target.heads % g == 0]
-    max_window = max((len(survivals[drafter.name]) for drafter in drafters), default=1)
-    kept = attained or Attained()
+    most = {"max_window": max((len(survivals[d.name]) for d in drafters), default=1), "max_requests": max_requests}
     verifiers = []
     for g in sizes:
-        roofline = Roofline(target, device, devices=g, context=context, attained=kept, keys_once=keys_once)
+        roofline = Roofline(target, device, devices=g, context=context, keys_once=keys_once)
+        beside = {d.name: Roofline(d, device, devices=g, context=context) for d in drafters}
         option = VerifierOption(
             devices=g,
-            costs=cost_table(
-                roofline,
-                {d.name: Roofline(d, device, devices=g, context=context, attained=kept) for d in drafters},
-                max_window=max_window,
-                max_requests=max_requests,
-            ),
+            costs=cost_table(roofline, beside, **most),
             footprint=_footprint(target, context),
             capacity_bytes=roofline.capacity_bytes,
         )
@@ -190,20 +183,21 @@ def from_figures(
         )
     options = []
     for drafter in drafters:
-        engines = []
-        for g in drafter_sizes:
-            roofline = Roofline(drafter, device, devices=g, context=context, attained=kept)
-            grid = draft_grid(roofline, max_window=max_window + 1, max_requests=max_requests)
-            engines.append(DrafterEngine(devices=g, seconds=grid, capacity_bytes=roofline.capacity_bytes))
+        rooflines = [Roofline(drafter, device, devices=g, context=context) for g in drafter_sizes]
         options.append(
             DrafterOption(
                 name=drafter.name,
                 survival=survivals[drafter.name],
-                engines=tuple(engines),
+                engines=tuple(_drafter_engine(roofline, **most) for roofline in rooflines),
                 footprint=_footprint(drafter, context),
             )
         )
     return Candidates(verifiers=tuple(verifiers), drafters=tuple(options))
+
+
+def _drafter_engine(roofline: Roofline, *, max_window: int, max_requests: int) -> DrafterEngine:
+    grid = draft_grid(roofline, max_window=max_window + 1, max_requests=max_requests)
+    return DrafterEngine(devices=roofline.devices, seconds=grid, capacity_bytes=roofline.capacity_bytes)
 
 
 def _footprint(shape: TransformerShape, context: int) -> Footprint:

@@ -208,6 +208,24 @@ def access(config: Config, offers: Sequence[Offer], *, host: View, engine: int) 
     )
 
 
+def _own_host(
+    config: Config, views: Sequence[View], drafting: Sequence[View], places: Sequence[tuple[int, int]], rank: int
+) -> Host:
+    """Describe the host of a rank; `drafting` are those that get drafters, `places` as of `start_drafters`."""
+    p, own, devices = config.parallel, views[rank], numbers()
+    owners = [engine_owner(i, engine_tensor=p.engine_tensor) for i in range(p.engines)]
+    return Host(
+        ranks=views.count(own),
+        engines=sum(bool(p.drafter_hosts) or views[owner] == own for owner in owners),
+        devices=devices,
+        has_gpus=bool(gpus()),
+        first_drafter=p.drafters * drafting.index(own) if own in drafting else 0,
+        own_engines=tuple(
+            (index, devices[first % len(devices)]) for index, (owner, first) in enumerate(places) if owner == rank
+        ),
+    )
+
+
 def start_drafters(
     config: Config,
     collective: Collective,
@@ -225,27 +243,10 @@ def start_drafters(
     They and their ports go with `stack`. `places` are each engine's starting rank and first device; `head` is the host
     of rank 0. Collective; raises ConfigError on every rank alike.
     """
-    p = config.parallel
     views = [host_of(config, member.view) for member in members]
-    own_host = views[collective.rank]
-    here = [rank for rank, view in enumerate(views) if view == own_host]
-    drafting = drafting_hosts(config, views)
-    serve_all = bool(p.drafter_hosts)
-    owners = [engine_owner(i, engine_tensor=p.engine_tensor) for i in range(p.engines)]
-    devices = numbers()
-    host = Host(
-        ranks=len(here),
-        engines=sum(serve_all or owner in here for owner in owners),
-        devices=devices,
-        has_gpus=bool(gpus()),
-        first_drafter=p.drafters * drafting.index(own_host) if own_host in drafting else 0,
-        own_engines=tuple(
-            (index, devices[first % len(devices)])
-            for index, (owner, first) in enumerate(places)
-            if owner == collective.rank
-        ),
-    )
-    starts = collective.rank == here[0] and own_host in drafting
+    drafting, own_host = drafting_hosts(config, views), views[collective.rank]
+    host = _own_host(config, views, drafting, places, collective.rank)
+    starts = views.index(own_host) == collective.rank and own_host in drafting
     if starts and config.lends_devices and (host.engines < 2 or not host.lendable):
         note(
             f"parallel.drafters 0: this host has {host.engines} engines, {len(host.lendable)} of them with "

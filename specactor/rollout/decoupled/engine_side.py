@@ -82,7 +82,8 @@ class Tails:
     """
 
     def __init__(self, session: int, *, engine: str, num_drafters: int, window: int) -> None:
-        """Start without requests; `engine` is a name that a restart keeps, `window` the most draft tokens of a verify."""
+        """Start without requests; `engine` is a name that a restart keeps, `window` the most draft tokens of a
+        verify."""
         self.session = session
         self.engine = engine
         self.window = window

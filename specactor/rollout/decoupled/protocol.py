@@ -32,6 +32,7 @@ LARGEST = (1 << 63) - 1
 _LOG = logging.getLogger(__name__)
 TOKEN_BYTES = 4
 _NUMBER_BYTES = 8
+assert sys.byteorder == "little", "frames hold arrays as this machine does"
 _COUNTS = bytes(range(MAX_TAIL_TOKENS + 1))  # all that a tail's number of tokens may be
 _UNPACK = [struct.Struct(f"<{count}i").unpack_from for count in range(MAX_TAIL_TOKENS + 1)]
 """By the number of tokens of a tail."""
@@ -198,7 +199,7 @@ def _decode(data: bytes, decoder: msgspec.msgpack.Decoder[list[Record]]) -> tupl
 
 
 def pack(tokens: Sequence[int]) -> bytes:
-    return _little(array("i", tokens)).tobytes()
+    return array("i", tokens).tobytes()
 
 
 def unpack(data: bytes) -> list[int]:
@@ -206,18 +207,11 @@ def unpack(data: bytes) -> list[int]:
     return list(_UNPACK[len(data) // TOKEN_BYTES](data))
 
 
-def _little(values: array[int]) -> array[int]:
-    """Convert from this machine's order of bytes to that of a frame, or back."""
-    if sys.byteorder == "big":
-        values.byteswap()
-    return values
-
-
 def columns(tails: Sequence[Tail], *, version: int) -> TailColumns:
     """Pack at most MAX_ROWS tails that weights of this version drafted."""
     return TailColumns(
-        requests=_little(array("Q", [tail.request for tail in tails])).tobytes(),
-        bases=_little(array("Q", [tail.base for tail in tails])).tobytes(),
+        requests=array("Q", [tail.request for tail in tails]).tobytes(),
+        bases=array("Q", [tail.base for tail in tails]).tobytes(),
         counts=bytes([len(tail.tokens) // TOKEN_BYTES for tail in tails]),
         tokens=b"".join([tail.tokens for tail in tails]),
         version=version,
@@ -236,7 +230,7 @@ def newest(records: Sequence[TailColumns]) -> Iterator[tuple[int, int, bytes]]:
         if record.requests == last:
             continue
         last = record.requests
-        requests, bases = _little(array("Q", last)), _little(array("Q", record.bases))
+        requests, bases = array("Q", last), array("Q", record.bases)
         if seen.issuperset(requests):
             continue
         end = 0
