@@ -48,11 +48,8 @@ class DeviceMemory:
         self._collective, self._engines, self._is_shared = collective, engines, is_shared
 
     def start(self, make: Callable[[], TrainerT], *, others: Sequence[tuple[str, Callable[[], None]]] = ()) -> TrainerT:
-        """Wait until `others` (name, wait) and engines are ready; return the trainer that `make` makes.
-
-        Engines have memory for weights then. They start alone, since SGLang takes a share of what is free when it
-        looks.
-        """
+        """Wait until `others` (name, wait) and engines are ready; return the trainer that `make` makes. Engines have
+        memory for weights then. They start alone, since SGLang takes a share of what is free when it looks."""
         trainer = make() if not self._is_shared else None
         for name, wait in (*others, ("engine start", self._engines.wait_ready)):
             self._collective.together(name, wait)

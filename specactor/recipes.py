@@ -72,11 +72,8 @@ def usage(prog: str) -> str:
 
 
 def load(argv: Sequence[str], *, prog: str = "train_moe.py") -> Config:
-    """The config of the recipe ``argv[0]`` with the overrides ``argv[1:]``.
-
-    Raises ConfigError for an unknown recipe or key, a bad value, or settings that cannot work; prints and raises
-    SystemExit(0) for ``--help``.
-    """
+    """The config of the recipe ``argv[0]`` with the overrides ``argv[1:]``. Raises ConfigError for an unknown recipe or
+    key, a bad value, or settings that cannot work; prints and raises SystemExit(0) for ``--help``."""
     if argv and argv[0] in ("-h", "--help"):
         print(usage(prog))
         raise SystemExit(0)
@@ -91,10 +88,8 @@ def load(argv: Sequence[str], *, prog: str = "train_moe.py") -> Config:
 
 
 def load_or_exit(argv: Sequence[str], *, prog: str = "train_moe.py", quiet: bool = False) -> Config:
-    """Load for a process entry point: a ConfigError is printed without a traceback, and the process exits with 2.
-
-    With `quiet` it exits without printing, and later than rank 0: torchrun ends all ranks as soon as one has exited.
-    """
+    """Load for a process entry point: a ConfigError is printed without a traceback, and the process exits with 2. With
+    `quiet` it exits without printing, and later than rank 0: torchrun ends all ranks as soon as one has exited."""
     try:
         return load(argv, prog=prog)
     except ConfigError as error:

@@ -127,10 +127,8 @@ class RunFolder:
 
 
 def checkpoint_to_resume(config: Config, folder: RunFolder) -> Path | None:
-    """The checkpoint that `config.resume` asks for; None to start at step 0.
-
-    Raises ConfigError when the folder holds a run and resume is off, CheckpointError when a named one is missing.
-    """
+    """The checkpoint that `config.resume` asks for; None to start at step 0. Raises ConfigError when the folder holds a
+    run and resume is off, CheckpointError when a named one is missing."""
     if config.resume == "off":
         if folder.metrics.exists():
             raise ConfigError.at(

@@ -23,9 +23,7 @@ def require(ok: bool, name: str, got: object, expected: str, remedy: str) -> Non
 
 def rules_of(section: object, path: str = "") -> Callable[[str, bool, str, str], None]:
     """Return a function (name, ok, expected, remedy) that raises ConfigError for a setting of the section unless `ok`.
-
-    The value that the error shows is read from the section. `path` is the section's own, in a recipe.
-    """
+    The value that the error shows is read from the section. `path` is the section's own, in a recipe."""
 
     def rule(name: str, ok: bool, expected: str, remedy: str) -> None:
         require(ok, f"{path}.{name}".removeprefix("."), attrgetter(name)(section), expected, remedy)
@@ -38,9 +36,7 @@ MAY_BE_INFINITE = ("train.max_logprob_gap", "distillation.max_time_share")
 
 def check_values(value: object, name: str = "") -> None:
     """Raise ConfigError for a number that is none, or is infinite where that says nothing, and for a NUL in a text.
-
-    Sections, lists and mappings are looked into. `name` is the dotted path of the value in a recipe.
-    """
+    Sections, lists and mappings are looked into. `name` is the dotted path of the value in a recipe."""
     if is_dataclass(value):
         for item in fields(value):
             check_values(getattr(value, item.name), f"{name}.{item.name}".removeprefix("."))

@@ -89,10 +89,8 @@ def _context_mask(offset_L: Tensor, lengths_B1: Tensor, ranks: int, rank: int) -
 
 
 def positions(offset: Tensor, length: Tensor, ranks: int, rank: int) -> Tensor:
-    """Position in its sequence of the token at `offset` among the `length` tokens that `rank` holds of it.
-
-    The rank holds the 2 * ranks chunks' number `rank` and number 2 * ranks - 1 - rank. The arguments broadcast.
-    """
+    """Position in its sequence of the token at `offset` among the `length` tokens that `rank` holds of it. The rank
+    holds the 2 * ranks chunks' number `rank` and number 2 * ranks - 1 - rank. The arguments broadcast."""
     if ranks == 1:
         return offset + torch.zeros_like(length)
     chunk = length // 2

@@ -16,10 +16,8 @@ from torch import Tensor
 
 
 class GroupedLinear(torch.autograd.Function):
-    """y[t] = W[e(t)] x[t], the first ``counts[0]`` tokens going to expert 0, and so on.
-
-    Arguments of ``apply``: x_TI, counts (E ints that sum to T), then E weights of shape (O, I). Returns y_TO.
-    """
+    """y[t] = W[e(t)] x[t], the first ``counts[0]`` tokens going to expert 0, and so on. Arguments of ``apply``: x_TI,
+    counts (E ints that sum to T), then E weights of shape (O, I). Returns y_TO."""
 
     @staticmethod
     def forward(ctx: Any, x_TI: Tensor, counts: list[int], *weights_OI: Tensor) -> Tensor:

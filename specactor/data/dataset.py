@@ -75,11 +75,8 @@ class _Draft:
 
 
 def build_dataset(source: SourceConfig, tokenizer: PreTrainedTokenizerBase, *, max_prompt_tokens: int) -> Dataset:
-    """All problems of `source` with their tokens.
-
-    Raises DataError that counts the bad rows and lists the first ones, each with its place, field and reason;
-    ConfigError for an unknown task or parameter.
-    """
+    """All problems of `source` with their tokens. Raises DataError that counts the bad rows and lists the first ones,
+    each with its place, field and reason; ConfigError for an unknown task or parameter."""
     name = f"task {source.task}" if source.task else source.path
     drafts = _task_drafts(source) if source.task else _file_drafts(source)
     problems: list[Problem] = []

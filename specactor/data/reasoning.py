@@ -19,10 +19,8 @@ Entry = dict[str, Any]  # A problem as reasoning-gym makes it: question, answer,
 
 
 def create_task(task: str, params: Mapping[str, object], *, size: int, seed: int) -> Any:
-    """A reasoning-gym data set of `size` entries; entry i is drawn with seed + i.
-
-    Raises ConfigError for an unknown task or parameter (with the nearest known one) and for refused values.
-    """
+    """A reasoning-gym data set of `size` entries; entry i is drawn with seed + i. Raises ConfigError for an unknown
+    task or parameter (with the nearest known one) and for refused values."""
     if task not in DATASETS:
         raise ConfigError.at(
             "data.train, data.eval", task, "the name of a reasoning-gym task", _did_you_mean(task, DATASETS)

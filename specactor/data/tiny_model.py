@@ -25,9 +25,7 @@ TIMEOUT_S = 300.0  # longest wait for the process that writes the model; it take
 
 def make_tiny_model(tiny: TinyModelConfig, seed: int, folder: Path) -> None:
     """Writes config.json, model.safetensors, generation_config.json and the character tokenizer into a new `folder`.
-
-    Raises ConfigError when the folder exists or the model cannot be made; then nothing is left behind.
-    """
+    Raises ConfigError when the folder exists or the model cannot be made; then nothing is left behind."""
     if folder.exists():
         raise ConfigError.at("folder", str(folder), "a path that does not exist", "Choose another, or remove it.")
     folder.parent.mkdir(parents=True, exist_ok=True)

@@ -41,10 +41,8 @@ def make_char_tokenizer(folder: Path) -> None:
 
 
 def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
-    """The tokenizer of a Hugging Face model folder; nothing is downloaded, no code of the folder is run.
-
-    Raises ConfigError when there is none, or when it has no end-of-sequence token.
-    """
+    """The tokenizer of a Hugging Face model folder; nothing is downloaded, no code of the folder is run. Raises
+    ConfigError when there is none, or when it has no end-of-sequence token."""
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
             str(folder), local_files_only=True, trust_remote_code=False

@@ -18,10 +18,8 @@ _ANY_PORT = 9
 
 
 def own_address(network: str, *, peers: Sequence[str]) -> str:
-    """Return this host's address in `network`, or, where that is empty, on the way to the first peer outside.
-
-    Raises ConfigError where there is none.
-    """
+    """Return this host's address in `network`, or, where that is empty, on the way to the first peer outside. Raises
+    ConfigError where there is none."""
     found = within(network) if network else next(filter(_leads_out, map(towards, peers)), "")
     if not found:
         raise ConfigError.at(

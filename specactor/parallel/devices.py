@@ -62,10 +62,8 @@ class Devices:
 
 
 def detect(environ: Mapping[str, str] | None = None) -> Devices:
-    """Look at this machine; optional packages are tried in processes of their own, which takes seconds.
-
-    `environ` holds the variables that may have wandb's key; none are looked at by default.
-    """
+    """Look at this machine; optional packages are tried in processes of their own, which takes seconds. `environ` holds
+    the variables that may have wandb's key; none are looked at by default."""
     with ThreadPoolExecutor(max_workers=2) as pool:
         found = dict(zip(PROBES, pool.map(probe, PROBES), strict=True))
     return Devices(

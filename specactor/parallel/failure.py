@@ -186,10 +186,8 @@ def failure_guard(rank: int, store: Store | None) -> Iterator[Failures]:
 
 @contextmanager
 def _signals(actions: dict[signal.Signals, Callable[[], None]]) -> Iterator[None]:
-    """Run the action of a signal in a thread, also while the main thread is inside a library call.
-
-    SIGTERM no longer ends the process by itself; SIGINT still raises KeyboardInterrupt in the main thread.
-    """
+    """Run the action of a signal in a thread, also while the main thread is inside a library call. SIGTERM no longer
+    ends the process by itself; SIGINT still raises KeyboardInterrupt in the main thread."""
     ours, theirs = socket.socketpair()
     theirs.setblocking(False)
 

@@ -189,18 +189,14 @@ ENGINE_RESERVED_OF_INPUT = 7
 
 
 def reserved_tokens(rollout: RolloutConfig) -> int:
-    """Return how many tokens of a sequence's room requests may not use.
-
-    With `partial` a request that was stopped must be short enough as an input, with one token left to emit.
-    """
+    """Return how many tokens of a sequence's room requests may not use. With `partial` a request that was stopped must
+    be short enough as an input, with one token left to emit."""
     return ENGINE_RESERVED_OF_INPUT - 1 if rollout.partial else ENGINE_RESERVED_TOKENS
 
 
 def longest_prompt(config: Config, max_position: int) -> int:
-    """Tokens that a prompt may have, so that prompt and response fit model, KV cache and micro-batch.
-
-    Raises ConfigError when that is none at all.
-    """
+    """Tokens that a prompt may have, so that prompt and response fit model, KV cache and micro-batch. Raises
+    ConfigError when that is none at all."""
     p, reserved = config.parallel, reserved_tokens(config.rollout)
     padding = 2 * p.context * p.tensor if p.context > 1 else p.tensor
     rooms = {
@@ -226,10 +222,8 @@ def engine_owner(engine: int, *, engine_tensor: int) -> int:
 
 
 def own_device(local_rank: int, visible: int) -> int:
-    """Return the number of a rank's GPU among the `visible` ones: its own, or the only one that it was given.
-
-    Raises ConfigError when a launcher started more ranks than it has GPUs.
-    """
+    """Return the number of a rank's GPU among the `visible` ones: its own, or the only one that it was given. Raises
+    ConfigError when a launcher started more ranks than it has GPUs."""
     if visible > 1 and local_rank >= visible:
         raise ConfigError.at(
             "torchrun --nproc-per-node",

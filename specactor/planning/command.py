@@ -83,10 +83,8 @@ OptionsT = TypeVar("OptionsT", bound=Inputs)
 
 
 def parse(kind: type[OptionsT], prog: str, argv: Sequence[str], *, positive: Sequence[str]) -> OptionsT:
-    """Read the command line; ``--help`` prints and raises SystemExit(0). Options in `positive` are 1 at least.
-
-    Raises ConfigError for what is wrong.
-    """
+    """Read the command line; ``--help`` prints and raises SystemExit(0). Options in `positive` are 1 at least. Raises
+    ConfigError for what is wrong."""
     with one_line_errors(argv, lambda token: f"unknown setting {token}. Those there are: {prog} --help"):
         options = tyro.cli(kind, prog=prog, args=list(argv))
     for name in ("devices", "context", *positive):
@@ -185,10 +183,8 @@ def show_memory(argv: Sequence[str], console: Console) -> None:
 
 
 def acceptance_at(words: Sequence[str], drafter: str) -> float:
-    """Return P(a draft token is accepted) of a drafter; its own NAME=NUMBER comes before a plain number.
-
-    Raises ConfigError.
-    """
+    """Return P(a draft token is accepted) of a drafter; its own NAME=NUMBER comes before a plain number. Raises
+    ConfigError."""
     found: dict[str, float] = {}
     for word in words:
         name, _, number = word.rpartition("=")

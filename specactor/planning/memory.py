@@ -124,10 +124,8 @@ def activations(config: Config, layout: Layout, shape: TransformerShape, tokens:
 
 
 def memory_of(config: Config, ranks: int, device_bytes: float) -> Memory:
-    """Return the memory of a recipe's devices, one per rank.
-
-    Raises ConfigError for an impossible layout, PlanError for a model whose shape is not known.
-    """
+    """Return the memory of a recipe's devices, one per rank. Raises ConfigError for an impossible layout, PlanError for
+    a model whose shape is not known."""
     shape = _own_shape(config)
     sizes = ModelShape(
         num_layers=shape.layers,

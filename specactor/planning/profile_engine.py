@@ -86,10 +86,8 @@ def measure(
     on_cell: Callable[[int], None] = lambda done: None,
     clock: Callable[[], float] = time.monotonic,
 ) -> dict[Cell, list[float]]:
-    """Return the seconds of rounds per cell, of up to PASSES passes; `on_cell` gets how many cells are done.
-
-    After `limit_s` no pass begins, and a running one is dropped. Raises PlanError when that is the first one.
-    """
+    """Return the seconds of rounds per cell, of up to PASSES passes; `on_cell` gets how many cells are done. After
+    `limit_s` no pass begins, and a running one is dropped. Raises PlanError when that is the first one."""
     deadline = clock() + limit_s
     measured: dict[Cell, list[float]] = {cell: [] for cell in cells}
     for number in range(PASSES):
@@ -197,10 +195,8 @@ def measure_process(
     on_size: Callable[[int], None] = lambda done: None,
     clock: Callable[[], float] = time.monotonic,
 ) -> ProcessCosts:
-    """Measure a drafter process over the numbers of requests of `table`, as far as there is time.
-
-    `on_size` gets how many of them are done. Raises PlanError when nothing was drafted in time.
-    """
+    """Measure a drafter process over the numbers of requests of `table`, as far as there is time. `on_size` gets how
+    many of them are done. Raises PlanError when nothing was drafted in time."""
     deadline = clock() + limit_s
     turns: list[Point] = []
     drafts: list[Point] = []

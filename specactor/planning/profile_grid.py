@@ -124,10 +124,8 @@ def _middles(axis: Sequence[int]) -> list[int]:
 
 
 def by_requests(points: Iterable[Point]) -> Grid:
-    """Return the mean seconds of one token by the number of requests, without stalls and rarely seen numbers.
-
-    A mean and no median, since what happens now and then is paid for, too. Raises PlanError without any point.
-    """
+    """Return the mean seconds of one token by the number of requests, without stalls and rarely seen numbers. A mean
+    and no median, since what happens now and then is paid for, too. Raises PlanError without any point."""
     each: dict[int, list[float]] = {}
     for requests, total, seconds in points:
         each.setdefault(requests, []).append(seconds / max(1.0, total / requests))

@@ -94,10 +94,8 @@ class Roofline:
 
 
 def draft_grid(roofline: Roofline, *, max_window: int, max_requests: int) -> Grid:
-    """Return the seconds of drafting 1 to max_window tokens one after the other, on all devices of an engine.
-
-    The drafter is either cut over the devices, or copied to groups of them that share the requests: the faster.
-    """
+    """Return the seconds of drafting 1 to max_window tokens one after the other, on all devices of an engine. The
+    drafter is either cut over the devices, or copied to groups of them that share the requests: the faster."""
     requests = _nodes(max_requests)
     g = roofline.devices
     parts = [

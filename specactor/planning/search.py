@@ -139,10 +139,8 @@ def _coupled(cluster: Cluster, option: VerifierOption, drafter: DrafterOption, w
 def _decoupled(
     cluster: Cluster, option: VerifierOption, drafter: DrafterOption, engine: DrafterEngine, max_window: int
 ) -> list[RolloutPlan]:
-    """Return the best plan, if there is one, with no more drafters than it needs.
-
-    Every number of verifiers is tried with as many drafters as fit, and the 1:1 groups of Algorithm 1 of 2511.16193.
-    """
+    """Return the best plan, if there is one, with no more drafters than it needs. Every number of verifiers is tried
+    with as many drafters as fit, and the 1:1 groups of Algorithm 1 of 2511.16193."""
     fit = option.requests()
     if fit == 0 or drafter.survival[0] <= 0.0:
         return []

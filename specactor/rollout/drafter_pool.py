@@ -91,9 +91,7 @@ class DrafterPool:
 
     def renew(self, weights: DraftWeights) -> tuple[list[str], float]:
         """Bring new weights to those that draft with older ones, all at once, and wait for `PUSH_LIMIT_S` at most.
-
-        Returns the reasons of those that did not take them, and the seconds until the last answer.
-        """
+        Returns the reasons of those that did not take them, and the seconds until the last answer."""
         began_s = time.monotonic()
 
         def bring(drafter: DrafterProcess) -> tuple[str, float]:

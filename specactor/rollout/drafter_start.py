@@ -61,9 +61,7 @@ def make_specs(
     config: Config, host: Host, *, max_position: int, log_dir: Path, endpoint: Callable[[], str] = local_endpoint
 ) -> list[DrafterSpec]:
     """Return the drafters of one host, without keys. Raises ConfigError for a draft model that is not there.
-
-    `max_position` is the policy's longest sequence in tokens; `endpoint` gives each an address.
-    """
+    `max_position` is the policy's longest sequence in tokens; `endpoint` gives each an address."""
     sleeping = host.lendable if config.lends_devices else ()
     own = place(config.parallel.drafters, host)
     places = [
@@ -108,10 +106,7 @@ def make_specs(
 
 def place(drafters: int, host: Host) -> list[int]:
     """Return the device of each drafter: those after the ranks', and cores, which can be shared, from the first one
-    again.
-
-    Raises ConfigError where there are too few GPUs: a drafter never gives most of its GPU's memory back.
-    """
+    again. Raises ConfigError where there are too few GPUs: a drafter never gives most of its GPU's memory back."""
     free = len(host.devices) - host.ranks
     if host.has_gpus and drafters > free:
         raise ConfigError.at(
@@ -156,18 +151,14 @@ def check_in_engines(config: Config, policy: ModelShape) -> None:
 
 
 def host_of(config: Config, view: View) -> View:
-    """Return the host of a rank: a machine, or where devices are lent the ranks of one that see the same devices.
-
-    The first of those drives all of their engines, and no others: a drafter that it wakes must draft for them.
-    """
+    """Return the host of a rank: a machine, or where devices are lent the ranks of one that see the same devices. The
+    first of those drives all of their engines, and no others: a drafter that it wakes must draft for them."""
     return view if config.lends_devices else View(view.machine)
 
 
 def drafting_hosts(config: Config, hosts: Sequence[View]) -> list[View]:
-    """Return the hosts that get `parallel.drafters`, or lend devices, from each rank's own.
-
-    Raises ConfigError for one that is not there.
-    """
+    """Return the hosts that get `parallel.drafters`, or lend devices, from each rank's own. Raises ConfigError for one
+    that is not there."""
     numbered, p = list(dict.fromkeys(hosts)), config.parallel
     if config.lends_devices:
         return numbered
@@ -281,10 +272,8 @@ def _endpoints(
 
 
 class Ports:
-    """TCP ports of one address for processes that are started later, and started again.
-
-    No port is taken twice while it is kept, and none is kept after `close` or the end of the process.
-    """
+    """TCP ports of one address for processes that are started later, and started again. No port is taken twice while it
+    is kept, and none is kept after `close` or the end of the process."""
 
     # A port is kept by a socket that is bound to it and never listens: Linux gives it to nobody who asks for any port,
     # and lets one who asks for this very port listen there, as ZeroMQ does (both with SO_REUSEADDR). While nobody

@@ -139,10 +139,8 @@ def _remove(folder: Path) -> None:
 
 
 def sweep(pid: int | None = None) -> None:
-    """Remove what killed guards left behind: nobody holds the lock in their folders any more.
-
-    With the pid of a dead guard its folder alone; else all that are not brand-new.
-    """
+    """Remove what killed guards left behind: nobody holds the lock in their folders any more. With the pid of a dead
+    guard its folder alone; else all that are not brand-new."""
     for folder in TEMPORARY.glob(f"{_PREFIX}{'' if pid is None else f'{pid}-'}*"):
         try:
             about = folder.stat()

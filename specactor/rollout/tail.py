@@ -68,10 +68,8 @@ class WakeWhereItPays:
     costs: TailCosts = field(default_factory=TailCosts)
 
     def engine_to_wake(self, loads: Sequence[EngineLoad], finished: Sequence[int]) -> int | None:
-        """Return the engine whose drafter is awake soonest, if that is predicted to pay for some request.
-
-        `loads` are of the living engines, `finished` the lengths of finished responses.
-        """
+        """Return the engine whose drafter is awake soonest, if that is predicted to pay for some request. `loads` are
+        of the living engines, `finished` the lengths of finished responses."""
         wakes = [(load.wake_rounds, load.engine) for load in loads if load.wake_rounds is not None]
         if not wakes:
             return None
@@ -164,11 +162,8 @@ class BorrowedDevices:
     def lend(
         self, loads: Callable[[], Sequence[EngineLoad]], dry: Iterable[int], finished: Iterable[int], rounds: int
     ) -> None:
-        """Wake a drafter, if the policy says so.
-
-        `loads` are of all living engines, `dry` those without requests, `finished` the finished responses' lengths,
-        `rounds` those of this rollout so far.
-        """
+        """Wake a drafter, if the policy says so. `loads` are of all living engines, `dry` those without requests,
+        `finished` the finished responses' lengths, `rounds` those of this rollout so far."""
         if self._drafters is None or self._policy is None:
             return
         for engine in set(dry) - self._dry:

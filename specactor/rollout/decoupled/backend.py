@@ -40,10 +40,8 @@ class Sleeper(Protocol):
     """A continuer that holds memory of a device."""
 
     def sleep(self) -> None:
-        """Keep the weights in the host's memory, and nothing else. It was told to forget all requests.
-
-        Until it is woken it may be given new weights, and is not asked for tokens.
-        """
+        """Keep the weights in the host's memory, and nothing else. It was told to forget all requests. Until it is
+        woken it may be given new weights, and is not asked for tokens."""
 
     def wake(self) -> None:
         """Take the device again."""

@@ -220,10 +220,8 @@ def columns(tails: Sequence[Tail], *, version: int) -> TailColumns:
 
 
 def newest(records: Sequence[TailColumns]) -> Iterator[tuple[int, int, bytes]]:
-    """Return (request, base, packed tokens) of every request's last tail.
-
-    A drafter sends several between two rounds, each with all that is ahead, so earlier ones are not looked into.
-    """
+    """Return (request, base, packed tokens) of every request's last tail. A drafter sends several between two rounds,
+    each with all that is ahead, so earlier ones are not looked into."""
     seen: set[int] = set()
     last = b""
     for record in reversed(records):
@@ -292,10 +290,8 @@ class Drops:
             self.counts[reason] += count
 
     def add(self, reason: str, detail: str) -> None:
-        """Count what should not happen, under a word; `detail` is for an operator.
-
-        It is logged when the count reaches a power of two, so the log stays short.
-        """
+        """Count what should not happen, under a word; `detail` is for an operator. It is logged when the count reaches
+        a power of two, so the log stays short."""
         self.counts[reason] += 1
         self._untold[reason] += 1
         count = self.counts[reason]

@@ -239,10 +239,7 @@ class Decoupled(Drafter):
 
 
 def connect(drafters: Sequence[Address], *, engine: str, window: int) -> Decoupled:
-    """Connect to drafters that need not be there yet.
-
-    `engine` is a name that no other engine has, the same after a restart; `window` is the most draft tokens of a
-    verify.
-    """
+    """Connect to drafters that need not be there yet. `engine` is a name that no other engine has, the same after a
+    restart; `window` is the most draft tokens of a verify."""
     session = new_session()
     return Decoupled(session, ZmqLink(session, drafters), engine=engine, window=window)

@@ -131,10 +131,8 @@ class DrafterProcess(ChildProcess[FromDrafter]):
         return self.started is not None
 
     def hangs(self, limit_s: float) -> bool:
-        """Return whether it was silent for so long, though asked, or should have started long ago.
-
-        Waits for nothing, and asks for a sign of life when it is time.
-        """
+        """Return whether it was silent for so long, though asked, or should have started long ago. Waits for nothing,
+        and asks for a sign of life when it is time."""
         if not self.has_started():
             return time.monotonic() - self._began_s > self.spec.start_timeout_s + limit_s
         if not self.unanswered() and self.heard_s() >= SIGN_EVERY_S:
@@ -142,10 +140,8 @@ class DrafterProcess(ChildProcess[FromDrafter]):
         return self.silent_s() > limit_s
 
     def _is_silent(self) -> bool:
-        """Return whether an answer is still to come, or a sign of life is late.
-
-        It is asked nothing more until then: a process that hangs costs one wait, and a late one is heard again.
-        """
+        """Return whether an answer is still to come, or a sign of life is late. It is asked nothing more until then: a
+        process that hangs costs one wait, and a late one is heard again."""
         waited = self.unanswered()
         return not waited <= {self._sign} or self.silent_s() > SIGN_EVERY_S
 

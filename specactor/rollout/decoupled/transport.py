@@ -154,10 +154,8 @@ class ZmqLink:
 
 class Hub:
     def __init__(self, endpoint: str, *, keys: DrafterKeys | None = None, drops: Drops | None = None) -> None:
-        """Listen at ``ipc://@name`` or ``tcp://127.0.0.1:*``; `drops` counts who is refused.
-
-        Raises ConfigError for an address that other hosts can reach without keys, and for one that cannot be had.
-        """
+        """Listen at ``ipc://@name`` or ``tcp://127.0.0.1:*``; `drops` counts who is refused. Raises ConfigError for an
+        address that other hosts can reach without keys, and for one that cannot be had."""
         _check_reach(endpoint, keys)
         self.drops = drops or Drops("drafter")
         self._keys = keys

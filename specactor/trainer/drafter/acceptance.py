@@ -75,10 +75,8 @@ def noise_given(logp_NV: Tensor, tokens_N: Tensor, chance: torch.Generator) -> T
 
 
 def accept_length(agrees: Sequence[Sequence[bool]], window: int) -> float:
-    """emitted / verifies over responses, of whose tokens it is known whether the draft token would be accepted.
-
-    A verify accepts the tokens up to the first that disagrees, `window` at most, and adds one, within the response.
-    """
+    """emitted / verifies over responses, of whose tokens it is known whether the draft token would be accepted. A
+    verify accepts the tokens up to the first that disagrees, `window` at most, and adds one, within the response."""
     emitted = verifies = 0
     for response in agrees:
         at = 0

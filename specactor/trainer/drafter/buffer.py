@@ -107,10 +107,8 @@ class DraftBuffer:
         return sum(len(example.token_ids) for example in self._examples)
 
     def fitting(self, examples: Sequence[TrainingExample]) -> tuple[list[TrainingExample], int]:
-        """Return (the examples as kept, how many were cut), and count those left out.
-
-        Raises DataError for an example that cannot be learned from.
-        """
+        """Return (the examples as kept, how many were cut), and count those left out. Raises DataError for an example
+        that cannot be learned from."""
         fit: list[TrainingExample] = []
         num_cut = 0
         for example in map(checked, examples):

@@ -159,10 +159,8 @@ def run(argv: Sequence[str], console: Console) -> None:
 
 
 def train(options: TrainOptions) -> RefreshStats:
-    """Learn, and write the draft model.
-
-    Raises SpecActorError, and writes nothing, where there was nothing to learn from or no time for it.
-    """
+    """Learn, and write the draft model. Raises SpecActorError, and writes nothing, where there was nothing to learn
+    from or no time for it."""
     settings = options.distillation
     init.check_out(options.out, options.draft, options.target, *options.rollouts)
     found = _examples(options.rollouts)

@@ -72,10 +72,8 @@ Start = TargetStart | RandomStart
 
 
 def make_draft_model(target: Path, folder: Path, start: Start) -> int:
-    """Write the draft model, with the target's tokenizer, into a new `folder`; return its number of parameters.
-
-    Raises ConfigError when there is something in the folder, or the target cannot be cut so.
-    """
+    """Write the draft model, with the target's tokenizer, into a new `folder`; return its number of parameters. Raises
+    ConfigError when there is something in the folder, or the target cannot be cut so."""
     if folder.exists() and not _is_empty(folder):
         raise ConfigError.at(
             "out", str(folder), "a path that does not exist or an empty folder", "Choose another, or remove it."
@@ -102,10 +100,8 @@ def read_model(folder: Path, device: torch.device | str = "cpu") -> Any:
 
 @torch.no_grad()
 def fill_buffers(model: nn.Module) -> None:
-    """Compute the frequencies of rotary embeddings, which no file holds.
-
-    Where torch stands in for CUDA (`cpu.megatron`) transformers leaves them as memory happens to be.
-    """
+    """Compute the frequencies of rotary embeddings, which no file holds. Where torch stands in for CUDA
+    (`cpu.megatron`) transformers leaves them as memory happens to be."""
     for module in model.modules():
         if isinstance(getattr(module, "inv_freq", None), Tensor):
             fresh = type(module)(module.config)
@@ -154,10 +150,8 @@ def _is_model(folder: Path) -> bool:
 
 
 def write_model(model: Any, folder: Path, *, tokenizer: Path, weights: Mapping[str, Tensor] | None = None) -> None:
-    """Write a model whole or not at all, in place of what was there; `weights` replace the model's own.
-
-    Raises ConfigError for a folder that holds something else (`check_out`), OSError where the disk fails.
-    """
+    """Write a model whole or not at all, in place of what was there; `weights` replace the model's own. Raises
+    ConfigError for a folder that holds something else (`check_out`), OSError where the disk fails."""
     check_out(folder)
     folder = folder.resolve()
     folder.parent.mkdir(parents=True, exist_ok=True)

@@ -93,11 +93,8 @@ def draft_logprobs(logits_NV: Tensor, temperatures_N: Tensor) -> Tensor:
 
 
 def token_losses(logq_NV: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
-    """Return (loss [N] in nats, overlap [N] without a gradient, 0 where no top-k is known).
-
-    The loss is KL(policy, draft) where the top-k is known, else the sampled token's cross entropy: both have one
-    gradient in expectation.
-    """
+    """Return (loss [N] in nats, overlap [N] without a gradient, 0 where no top-k is known). The loss is KL(policy,
+    draft) where the top-k is known, else the sampled token's cross entropy: both have one gradient in expectation."""
     sample_N = -logq_NV.gather(1, batch.targets_N[:, None])[:, 0]
     if not batch.top_tokens_NK.shape[1] or not bool(batch.has_top_k_N.any()):
         return sample_N, torch.zeros_like(sample_N)
@@ -108,10 +105,8 @@ def token_losses(logq_NV: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
 
 
 def forward_kl(logq_NV: Tensor, top_tokens_NK: Tensor, top_logp_NK: Tensor) -> Tensor:
-    """[N] KL(p, q) of the distributions over the K tokens and one more that stands for all others.
-
-    Never more than KL over the vocabulary, equal to it for K = V, and 0 only where q = p on the K tokens.
-    """
+    """[N] KL(p, q) of the distributions over the K tokens and one more that stands for all others. Never more than KL
+    over the vocabulary, equal to it for K = V, and 0 only where q = p on the K tokens."""
     logq_NK = logq_NV.gather(1, top_tokens_NK)
     logp_NK = top_logp_NK.float()
     kl_N = (logp_NK.exp() * (logp_NK - logq_NK)).sum(1)

@@ -76,9 +76,7 @@ class Distillation:
         clock: Clock = time.perf_counter,
     ) -> None:
         """Read the draft model. Collective. Raises ConfigError for one that does not fit the policy's `vocab_size`.
-
-        `engines` returns this rank's that hold a draft model; `processes` are its drafter processes; `note` prints.
-        """
+        `engines` returns this rank's that hold a draft model; `processes` are its drafter processes; `note` prints."""
         self.config, self.recorder = DraftTrainingConfig.of(config.distillation), recorder
         self._collective = collective
         self._temperature = config.rollout.temperature
@@ -99,11 +97,8 @@ class Distillation:
     def refresh(
         self, sequences: Sequence[TrainSequence], *, version: int, step_s: float, is_last: bool
     ) -> dict[str, float]:
-        """Remember an RL step, and learn. Returns metrics. Collective.
-
-        `sequences` are as the policy learned from them; `version` is of the policy that generated them; `step_s` is
-        this rank's. Nothing is learned in the last step.
-        """
+        """Remember an RL step, and learn. Returns metrics. Collective. `sequences` are as the policy learned from them;
+        `version` is of the policy that generated them; `step_s` is this rank's. Nothing is learned in the last step."""
         began_s, num_cut = self._clock(), self._remember(sequences, version)
         share_s = max(0.0, step_s) * self.config.max_time_share
         limit_s = self._account.limit_s(share_s, self._clock() - began_s)
@@ -154,10 +149,8 @@ class Distillation:
         return metrics | {"drafter/oldest_version": self._oldest()}
 
     def save(self, folder: Path) -> None:
-        """Write into a checkpoint's folder, unless weights are not finite. Collective.
-
-        Raises CheckpointError where the disk fails.
-        """
+        """Write into a checkpoint's folder, unless weights are not finite. Collective. Raises CheckpointError where the
+        disk fails."""
         own = folder / FOLDER
         if not self._is_sound():
             return  # a run that resumes there begins with the draft model of the config
@@ -195,10 +188,8 @@ class Distillation:
         self._account = TimeAccount(push_s=state["push_s"], owed_s=state["owed_s"])
 
     def export(self, folder: Path) -> bool:
-        """Write in Hugging Face format, unless weights are not finite; return whether it was. Collective.
-
-        Raises CheckpointError where the disk fails.
-        """
+        """Write in Hugging Face format, unless weights are not finite; return whether it was. Collective. Raises
+        CheckpointError where the disk fails."""
         if not self._is_sound():
             return False
         weights = dict(self.drafter.named_weights())

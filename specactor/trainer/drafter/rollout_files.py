@@ -49,10 +49,8 @@ def lines_of(groups: Iterable[ScoredGroup], *, temperature: float) -> Iterator[R
 
 
 def read_rollouts(paths: Sequence[Path]) -> list[RolloutLine]:
-    """Read files, and all ``*.jsonl`` in folders, by name; responses without tokens are left out.
-
-    Raises DataError, which names the line, for one that is none, and when there is nothing to learn from.
-    """
+    """Read files, and all ``*.jsonl`` in folders, by name; responses without tokens are left out. Raises DataError,
+    which names the line, for one that is none, and when there is nothing to learn from."""
     decoder = msgspec.json.Decoder(RolloutLine)
     found = []
     for file in [file for path in paths for file in (sorted(path.rglob("*.jsonl")) if path.is_dir() else [path])]:

@@ -259,10 +259,8 @@ class DrafterTrainer:
             )
 
     def load(self, folder: Path) -> None:
-        """Load what `save` wrote. Collective.
-
-        Raises CheckpointError for the state of another draft model, or that ZeRO has divided in another way.
-        """
+        """Load what `save` wrote. Collective. Raises CheckpointError for the state of another draft model, or that ZeRO
+        has divided in another way."""
         from safetensors import SafetensorError
         from safetensors.torch import load_file
 
