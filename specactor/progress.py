@@ -55,8 +55,7 @@ class Progress:
     ) -> None:
         self.total_steps = total_steps
         self.total_seconds: dict[str, float] = {}
-        self.problems: dict[str, list[str]] = {}
-        """By drafter, what is wrong with it, as far as no line of metrics has said so."""
+        self.problems: dict[str, list[str]] = {}  # by drafter, faults that no line of metrics has yet
         self.recorder = Recorder()  # of the phases; off at first
         self._problems: set[str] = set()
         self._quiet = quiet

@@ -78,8 +78,7 @@ Rows = list[tuple[str, ...]]
 class Run:
     name: str
     config: Mapping[str, Any]  # config.json; empty when there is none
-    lines: Sequence[Mapping[str, Value]]
-    """Of metrics.jsonl, in order of their step; the line of step 0 is from before the first RL step."""
+    lines: Sequence[Mapping[str, Value]]  # of metrics.jsonl by step; step 0 is before the first RL step
     has_summary: bool
 
     @classmethod

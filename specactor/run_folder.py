@@ -16,8 +16,7 @@ from specactor.trainer import checkpoint
 from specactor.trainer.drafter.rollout_files import lines_of, write_rollouts
 from specactor.types import ScoredGroup
 
-WARM_UPS = ".warm-up"
-"""In `output_dir`: models that warm-ups made, in folders named by the hash of all that went into them."""
+WARM_UPS = ".warm-up"  # in `output_dir`: models that warm-ups made, by the hash of all that went in
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,8 +20,7 @@ class Problem:
     prompt_ids: tuple[int, ...]
     answer: str
     verifier: str  # name under which ``specactor.data.verifiers`` finds the scoring function
-    metadata: dict[str, object]
-    """What the verifier needs beyond the answer (a reasoning-gym entry, columns of a file)."""
+    metadata: dict[str, object]  # for the verifier: a reasoning-gym entry, or columns of a file
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,8 +35,7 @@ class SamplingParams:
     min_p: float = 0.0  # only tokens that are at least this many times as likely as the likeliest
     frequency_penalty: float = 0.0  # taken off a token's logit for every time that it was emitted
     presence_penalty: float = 0.0  # taken off a token's logit once it was emitted
-    repetition_penalty: float = 1.0
-    """Divides a token's positive logit, multiplies a negative one, once it was emitted."""
+    repetition_penalty: float = 1.0  # divides a token's positive logit, multiplies a negative one, once it was emitted
     logit_bias: tuple[tuple[int, float], ...] = ()  # (token, what is added to its logit)
     stop: tuple[str, ...] = ()  # texts that end a response; the token that completes one is its last
     stop_token_ids: tuple[int, ...] = ()
@@ -77,8 +75,7 @@ class RolloutRequest:
     sampling: SamplingParams
     seed: int  # 0 <= seed < 2**31; keys the sampling noise together with the position
     group_id: int  # requests of one group answer the same prompt
-    begun: Begun | None = None
-    """What there is of the response: it goes on from there, at the same positions of the noise."""
+    begun: Begun | None = None  # the response so far: it goes on from there, at the same positions of the noise
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,8 +84,7 @@ class Trajectory:
     group_id: int
     prompt_ids: tuple[int, ...]
     token_ids: tuple[int, ...]
-    logprobs: tuple[float, ...]
-    """Of each emitted token under the policy at the sampling temperature; one per token."""
+    logprobs: tuple[float, ...]  # of each emitted token under the policy at the sampling temperature
     finish_reason: FinishReason
     spans: tuple[VersionSpan, ...]
     routed_experts: bytes = b""
@@ -113,10 +109,8 @@ class TrainSequence:
     token_ids: tuple[int, ...]
     prompt_len: int
     advantage: float = 0.0
-    rollout_logprobs: tuple[float, ...] = ()
-    """The engine's, one per response token; empty in supervised training."""
-    num_stale: int = 0
-    """Response tokens, the first ones, that were sampled from older policies than the one that learns."""
+    rollout_logprobs: tuple[float, ...] = ()  # the engine's, one per response token; empty in supervised training
+    num_stale: int = 0  # response tokens, the first ones, that older policies sampled
     group_id: int = 0
 
     @property

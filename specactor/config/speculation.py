@@ -14,8 +14,7 @@ from specactor.config.rules import require, rules_of
 MAX_WINDOW = 16  # draft tokens per request and round
 DRAFTERS = "suffix, model, decoupled, or package.module:Class"  # what `rollout.speculation.drafters` may name
 WARM_UP = "warm-up"  # as `rollout.speculation.draft_model`: the one that the warm-up makes
-SGLANG_DRAFTERS = ("eagle", "eagle3", "mtp", "nextn", "standalone")
-"""Draft methods of SGLang that are refused by name."""
+SGLANG_DRAFTERS = ("eagle", "eagle3", "mtp", "nextn", "standalone")  # SGLang's, refused by name
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -35,8 +35,7 @@ class Bucket:
 @dataclass(frozen=True)
 class PackedPlan:
     buckets: list[Bucket]
-    output_rows_T: Tensor
-    """Where each packed token's output is in the buckets' padded outputs, one bucket after the other."""
+    output_rows_T: Tensor  # each packed token's row in the buckets' padded outputs, one after the other
 
 
 def bucket_lengths(lengths: list[int]) -> list[list[int]]:

@@ -12,8 +12,7 @@ import torch
 
 from specactor.cpu import sglang_ops
 
-TILES = "tiles"
-"""The attention backend that reads keys once for up to eight rows of a request. Its bits are not torch_native's."""
+TILES = "tiles"  # attention backend that reads keys once for up to eight rows; its bits are not torch_native's
 
 
 def install() -> None:

@@ -20,10 +20,8 @@ from torch.nn import functional
 
 MIN_ROWS = 4  # A matrix product with fewer rows takes other kernels (dot products), which round differently
 KEY_BLOCK = 16  # numbers of keys are rounded up to a multiple of this
-LONG_KEY_BLOCK = 512
-"""The same where there are more than `SHORT_KEYS` of them: as many as PyTorch's kernel attends to at once."""
-SHORT_KEYS = 128
-"""Sums over so few keys are one sum in every product. Those over more than 192 were split in halves (AVX-512, MKL)."""
+LONG_KEY_BLOCK = 512  # the same beyond `SHORT_KEYS`: as many as PyTorch's kernel attends to at once
+SHORT_KEYS = 128  # so few are one sum in every product; more than 192 were split in halves (AVX-512, MKL)
 ROWS_AT_ONCE = 64
 """Requests whose keys are gathered together. More do not stay in the cache, and their memory is asked of the system
 anew at every layer: 576 rows of 64 keys took 16.5 ms in one piece and 3.2 ms in pieces."""

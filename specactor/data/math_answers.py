@@ -24,8 +24,7 @@ import msgspec
 from specactor.errors import DataError
 
 START_TIMEOUT_S = 60.0  # longest wait for a child; it takes about a second, all of it imports
-QUESTION_TIMEOUT_S = 5
-"""Longest time that one comparison may take; beyond it the answer does not count as equal."""
+QUESTION_TIMEOUT_S = 5  # of one comparison; beyond it the answer does not count as equal
 MEMORY_BYTES = 4 * 2**30  # address space of the child
 
 

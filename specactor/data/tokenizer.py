@@ -15,8 +15,7 @@ from specactor.errors import ConfigError
 
 SPECIAL_TOKENS = ("<pad>", "<bos>", "<eos>", "<unk>")  # ids 0 to 3
 CHARACTERS = ("\n", *(chr(code) for code in range(0x20, 0x7F)))
-VOCAB_SIZE = -(-(len(SPECIAL_TOKENS) + len(CHARACTERS)) // 8) * 8
-"""104: 100 tokens, filled up with reserved ones to a multiple of 8, so that tensor parallelism divides it."""
+VOCAB_SIZE = -(-(len(SPECIAL_TOKENS) + len(CHARACTERS)) // 8) * 8  # 100 tokens, filled up to 104: TP divides it
 
 
 def make_char_tokenizer(folder: Path) -> None:

@@ -28,8 +28,7 @@ _RUNNING, _DONE, _FAILED = 0, 1, 2
 
 
 # Nothing else may refer to a group: one that is still there when the process ends aborts it in gloo's threads.
-_control: dict[dist.ProcessGroup, dist.ProcessGroup] = {}
-"""Of the job's default process group, the gloo group beside it. A job has one of each."""
+_control: dict[dist.ProcessGroup, dist.ProcessGroup] = {}  # the gloo group beside the job's default one
 
 
 def control_group(timeout_s: float | None = None) -> dist.ProcessGroup | None:

@@ -25,8 +25,7 @@ import msgspec
 
 from specactor.errors import PeerFailedError, SpecActorError
 
-GRACE_S = 10.0
-"""How long a rank that lost a peer waits for that peer's own report, and an interrupted one for an orderly end."""
+GRACE_S = 10.0  # longest wait for a lost peer's own report, and for an orderly end after Ctrl-C
 RESUME = "Continue with the same command and --resume auto."
 
 _TICKETS = "specactor/failed_ranks"
@@ -52,8 +51,7 @@ class Member(msgspec.Struct, frozen=True, kw_only=True):
     pid: int
     visible: str | None = None  # devices of the machine that it was given, as CUDA has them; None: all
     local_rank: int = 0  # its number among the ranks that one launcher started on the machine
-    device: int | str = 0
-    """UUID of its GPU, which means the same device to every process of the machine, or the number of its core."""
+    device: int | str = 0  # UUID of its GPU, the same for every process of the machine, or the number of its core
 
     @classmethod
     def here(cls, local_rank: int = 0, *, gpu: str = "") -> Member:

@@ -47,12 +47,9 @@ class Attained:
     kernel_s: float = 1.2e-6
     """The least time of a kernel in a row of kernels: 1.1 to 1.3 us for adding two small tensors,
     https://github.com/pytorch/pytorch/issues/161104"""
-    kernels_per_layer: int = 12
-    """Norms, projections, rotation, attention in two passes, activation; with routing a few more. Assumed: counted."""
-    launch_s: float = 8e-6
-    """Of a captured graph: 8 us of processor time, https://cuda.juliagpu.org/dev/usage/graphs/"""
-    memory: float = 0.90
-    """Share of the memory for weights and KV. Assumed; SGLang's mem_fraction_static is about that."""
+    kernels_per_layer: int = 12  # counted: norms, projections, rotation, attention in two passes, activation; assumed
+    launch_s: float = 8e-6  # of a captured graph, processor time, https://cuda.juliagpu.org/dev/usage/graphs/
+    memory: float = 0.90  # share for weights and KV; assumed, about SGLang's mem_fraction_static
 
 
 DEVICES: Mapping[str, Device] = {

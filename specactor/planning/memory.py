@@ -28,9 +28,7 @@ GRADIENT_BYTES = 4  # float32 buffers (`trainer.optimizer.wrap`)
 ADAM_BYTES = 8  # both moments, float32
 MAIN_WEIGHT_BYTES = 4  # beside parameters that are not float32 themselves
 LOGIT_BYTES = 10  # of one logit of a micro-batch: in bfloat16, in float32 for the loss, and its gradient
-LAYER_BYTES = 34
-"""Of activations per token and channel of a layer without recomputation, with fused attention: Korthikanti et al.
-(arXiv 2205.05198), table 2."""
+LAYER_BYTES = 34  # per token and channel of a layer, fused attention: arXiv 2205.05198, table 2
 OVERHEAD_BYTES = 3e9  # of CUDA contexts of a rank and an engine rank, NCCL's buffers and fragmentation. Assumed
 ESTIMATED = ("activations", "logits", "overhead")  # rows that no line of code allocates as they stand here
 

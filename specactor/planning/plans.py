@@ -86,9 +86,7 @@ class VerifierOption:
     costs: CostTable  # with a grid for every drafter that can draft on these devices
     footprint: Footprint = NOTHING
     capacity_bytes: float = float("inf")  # of the engine's devices together, for weights and KV
-    ahead_s: Grid | None = None
-    """Over (requests, 1): what a decoupled round takes on the engine beside the verify, to hear its drafters and choose
-    windows; None: nothing."""
+    ahead_s: Grid | None = None  # over (requests, 1): what a decoupled round takes beside the verify; None: nothing
 
     def requests(self, drafter: Footprint = NOTHING) -> int | None:
         """Return how many requests run at once beside this drafter; None: no bound."""

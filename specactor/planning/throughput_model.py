@@ -77,8 +77,7 @@ class Pace:
     """Speeds that decide how many draft tokens are there in time."""
 
     requests: int  # of the verifier's rounds
-    round_s: Grid
-    """Seconds of a verifier's round over (requests, rows per request), with all that the engine does in it."""
+    round_s: Grid  # of a verifier over (requests, rows per request), all that the engine does included
     token_s: float  # of the drafter from token to token of all requests that it serves
     message_s: float  # from the verifier to the drafter and back
     most: int  # draft tokens that it may be ahead of a commit, of a request

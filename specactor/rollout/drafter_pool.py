@@ -24,11 +24,9 @@ if TYPE_CHECKING:
 
 LOOK_EVERY_S = 0.2
 PAUSE_S = 0.5
-SLEEP_TIMEOUT_S = 10.0
-"""Longest wait for all drafters that were woken to sleep; a batch may have to end first. The others are ended."""
+SLEEP_TIMEOUT_S = 10.0  # longest wait for all that were woken to sleep, after a batch; others are ended
 ANSWER_S = 1.0  # of that, what each may take to say that it sleeps, also after others were waited for
-PUSH_LIMIT_S = 10.0
-"""Longest wait for all drafters that were brought new weights: one that hangs holds the run no longer."""
+PUSH_LIMIT_S = 10.0  # longest wait for all to take new weights: one that hangs holds the run no longer
 SILENT_LIMIT_S = 60.0
 """What is asked is answered between two batches, which take seconds where many prompts are read; the first batch of all
 may also make kernels."""
@@ -47,8 +45,7 @@ class DrafterPool:
         self._watcher: threading.Thread | None = None
         self.restarts = 0
         self._deaths = [0] * len(specs)
-        self._late = [0] * len(specs)
-        """Ends of rollouts in a row that ended it, since it did not sleep or had not started."""
+        self._late = [0] * len(specs)  # ends of rollouts in a row that found it late, and ended it
         self._gone_s: list[float | None] = [None] * len(specs)
         """When a drafter was found dead, or ended, that is to be started again."""
         self._free: set[int] = set()  # engines that have nothing to do, in a rollout

@@ -36,8 +36,7 @@ class Host:
     devices: tuple[int, ...]  # its GPUs, or its cores where it has none
     has_gpus: bool
     first_drafter: int = 0
-    own_engines: tuple[tuple[int, int], ...] = ()
-    """(index, first device) of each engine that the host's first rank starts."""
+    own_engines: tuple[tuple[int, int], ...] = ()  # (index, first device), started by its first rank
 
     @property
     def lendable(self) -> tuple[tuple[int, int], ...]:

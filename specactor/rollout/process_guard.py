@@ -22,8 +22,7 @@ from pathlib import Path
 
 GRACE_S = 5.0  # time that the host has for an orderly end
 TEMPORARY = Path("/tmp")  # where temporary folders are made; sockets in them allow no long path
-SHARED_FILES = "shared-files"
-"""File in the temporary folder that lists the files in /dev/shm that go with it, one path or pattern per line."""
+SHARED_FILES = "shared-files"  # lists files in /dev/shm that go with the folder, a path or pattern per line
 _SHARED = Path("/dev/shm")
 _LOOK_EVERY_S = 0.25
 _PREFIX = "specactor-engine-"

@@ -25,8 +25,7 @@ from specactor.rollout.speculation.fastest_of_n import gain_after, speedup
 from specactor.rollout.speculation.reconfiguration import LiveCosts
 
 ASK_EVERY_S = 0.1  # events come by the hundred per second, and a prediction looks at every request
-RETURN_SHARE = 0.2
-"""Of the way back to the first belief about their acceptance, per step without any draft of theirs."""
+RETURN_SHARE = 0.2  # of the way back to the first belief, per step without any draft of theirs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,20 +41,17 @@ class EngineLoad:
     engine: int
     slots: int  # requests that it decodes together; others wait
     running: tuple[Running, ...]
-    wake_rounds: float | None = None
-    """Rounds until the drafter on its device is awake; None: the engine is busy, or no drafter sleeps there."""
+    wake_rounds: float | None = None  # until the drafter on its device is awake; None: it is busy, or none sleeps
 
 
 @dataclass(frozen=True, kw_only=True)
 class TailCosts:
     """Seconds are counted in rounds of an engine with one request."""
 
-    per_request: float = 0.05
-    """Of a round, for each request beyond the first; a row that is verified costs what a request does."""
+    per_request: float = 0.05  # of a round, per request beyond the first, or per verified row
     margin: float = 0.05  # share of a request's time left that a drafter must save
     draft_step: float = 0.2  # of a round: a draft token of each request
-    acceptance: float = 0.6
-    """P(the first draft token is accepted), of a drafter on a dry engine's device, as believed now."""
+    acceptance: float = 0.6  # P(the first draft token is accepted) of a woken drafter, as believed now
     first_acceptance: float = 0.6  # what is believed before any was seen
     max_window: int = 8
     notice_rounds: float = 32.0  # until an engine that found no drafter looks for one again

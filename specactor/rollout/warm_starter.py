@@ -28,8 +28,7 @@ from setproctitle import setproctitle
 
 from specactor.cpu import sglang as cpu
 
-NAME = "SPECACTOR_STARTER"
-"""Environment variable with the name of the starter's abstract socket, for all processes of a run on this machine."""
+NAME = "SPECACTOR_STARTER"  # environment variable with the name of the starter's abstract socket
 _MODULES = (
     "sglang.srt.entrypoints.engine",
     "sglang.srt.managers.scheduler",
@@ -52,10 +51,8 @@ _READ_ON_IMPORT = (
 """Libraries read variables of these names once, so a child must have them as the starter had them."""
 _READ_LATE = ("SGLANG_CPU_OMP_THREADS_BIND", "SGLANG_EAGER_INPUT_NO_COPY", "TORCHINDUCTOR_CACHE_DIR")
 """But these are read when an engine starts; the last one torch itself sets when it is imported."""
-_TIMEOUT_S = 60.0
-"""Longest wait for a child; the starter may still be importing. A process that waited in vain asks it no more."""
-_GO = b"go"
-"""The caller has the child. Until then it does nothing: a caller that gave up starts a process itself."""
+_TIMEOUT_S = 60.0  # longest wait for a child; a process that waited in vain asks the starter no more
+_GO = b"go"  # the caller has the child, which does nothing until then: a caller that gave up starts its own
 _REAP_EVERY_MS = 200
 _PR_SET_PDEATHSIG = 1
 

@@ -28,8 +28,7 @@ FIRST_LOOK, LAST_LOOK = 4, 1024
 """Rounds after which an engine decides anew where nothing else happens: at first and when it has changed its mind, and
 later, doubled each time. (A real one decides in every round, mostly the same.)"""
 
-SAMPLED = 256
-"""Verifies that an engine is shown between two decisions, of all its requests together, if it has that many."""
+SAMPLED = 256  # verifies of all requests that an engine is shown between two decisions, at most
 MOST_SAMPLED = 8  # verifies of one request among them, at most
 SHOWN_ROUNDS = 5  # rounds whose seconds it is shown: as many as `costs.MIN_RATIOS`
 

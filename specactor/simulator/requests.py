@@ -47,15 +47,12 @@ class Lengths:
 class Method:
     """The true acceptance of a draft method, which the planner has to find out."""
 
-    rate: float
-    """P(its first draft token is accepted) of the median request, at the start of a response, freshly trained."""
+    rate: float  # P(its first draft token is accepted) of the median request, at the start, freshly trained
     decay: float = 0.98  # from one position of a draft to the next, given that all before were accepted
-    by_position: tuple[float, ...] = ()
-    """Counted instead of `rate` and `decay`: P(accepted at j | those before were); the last one goes on."""
+    by_position: tuple[float, ...] = ()  # counted P(accepted at j | those before), in place of `rate` and `decay`
     spread: float = 0.5  # standard deviation among requests of the log-odds of being accepted
     drift: float = 0.0  # share of the acceptance that is lost per 1,000 tokens of a response
-    staleness: float = 0.0
-    """Share of the acceptance that is lost per policy version since the drafter was refreshed."""
+    staleness: float = 0.0  # share of the acceptance lost per policy version since the refresh
 
     def __post_init__(self) -> None:
         shares = (self.rate, self.decay, self.drift, self.staleness, *self.by_position)
@@ -85,10 +82,8 @@ class World:
     methods: Mapping[str, Method]  # by drafter
     start_s: float = 5.0  # from a rollout's begin to the first round: engines take their memory back
     replan_s: float = 0.002  # seconds of an engine for deciding anew
-    rollback_s: float = 0.0005
-    """Of a drafter ahead of its verifier, for going back to what was committed, per round in which all requests do."""
-    drafter_start_s: float = 2.0
-    """Until an engine that ran dry can draft for others: weights, and the prefixes of its requests."""
+    rollback_s: float = 0.0005  # of a drafter for going back to the commit, per round in which all requests do
+    drafter_start_s: float = 2.0  # until a dry engine can draft for others: weights, prefixes
     jitter: float = 0.0  # standard deviation of the logarithm of engines' slowness: stragglers
     alike: float = 0.5  # how often methods are right together: see `fastest_of_n.combined`
 
@@ -102,8 +97,7 @@ class World:
 class Requests:
     lengths: Ints  # [N], tokens
     groups: Ints  # [N], of a prompt each
-    odds: Floats
-    """[N]: of being accepted, over those of the median request; all methods find the same text easy."""
+    odds: Floats  # [N], of being accepted, over the median request's; all methods find the same text easy
 
     def __len__(self) -> int:
         return len(self.lengths)

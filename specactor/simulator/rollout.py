@@ -30,8 +30,7 @@ from specactor.types import RolloutRequest, SamplingParams
 
 ROUNDING_S = 1e-6  # by which an event may come early: sums of many small numbers
 HELP_MARGIN = 0.02  # share by which an engine must be predicted to be faster with a helper
-ASKED = 4
-"""Engines with the fewest requests, that are asked when an engine has run dry; others ask when they decide."""
+ASKED = 4  # engines with the fewest requests, asked when one runs dry; others ask when they decide
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -41,8 +40,7 @@ class Outcome:
     plan: RolloutPlan
     lengths: Ints  # [N], tokens
     finish_s: Floats  # [N]: seconds from the rollout's begin
-    busy_device_s: float
-    """Of engines that start, verify, or help another, and of drafters while any request is drafted for."""
+    busy_device_s: float  # of engines that start, verify or help, and of drafters that draft
     rounds: float
     emitted: float  # tokens, as engines counted them
     drafted: float  # draft tokens that were verified
@@ -107,8 +105,7 @@ class Rollout:
         # A plan that drafts on the verifiers' devices keeps memory for its drafter.
         own = options.drafter(plan.draft.drafter) if plan.mode == "coupled" else None
         self.room = option.requests(own.footprint) if own else option.requests()
-        self.dry: dict[int, bool] = {}
-        """Engines without requests; whether they can draft for others, and draft for nobody yet."""
+        self.dry: dict[int, bool] = {}  # engines without requests -> whether they are free to draft
         self.helpers: set[int] = set()
         self.ahead_E = np.zeros(len(self.engines), np.int64)
         self.drafting_since: float | None = None

@@ -18,8 +18,7 @@ from specactor.rollout.decoupled.protocol import Beat, Close, Commits, Drops, Nu
 from specactor.rollout.speculation.verification import common
 
 SILENT_S = 30.0
-TAILS_EVERY_S = 1e-3
-"""While more is drafted at once: frames, and not what is in them, are most of what a round takes in."""
+TAILS_EVERY_S = 1e-3  # while more is drafted at once: frames cost more than what is in them
 MAX_SESSIONS = 1024
 AHEAD = 2  # windows: one that the engine can verify now, and one ahead of that
 Key = tuple[int, int]  # session of the engine, number of the request there
@@ -39,8 +38,7 @@ class Mirror:
     unsent: bool = False  # there are draft tokens that the engine was not sent
     _stuck: bool = False  # the continuer had nothing to add to these tokens
     _shown_from: int = 0
-    _shown: list[int] = field(default_factory=list)
-    """Tokens of the last lane from a position on that was committed then."""
+    _shown: list[int] = field(default_factory=list)  # tokens of the last lane, from `_shown_from` on
 
     @property
     def window(self) -> int:

@@ -43,8 +43,7 @@ class Request:
     owed_from: int | None = 0  # it was told of much at once, up to here, and has not answered since
     opened_s: float = float("-inf")
     base: int = 0  # position of the tail's first token
-    tokens: bytes | None = None
-    """The tail, packed: a list of numbers is ten times as much to fetch after a verify. None: there is none."""
+    tokens: bytes | None = None  # the tail, packed: a list is ten times as much to fetch after a verify
 
 
 @dataclass(slots=True)

@@ -34,8 +34,7 @@ TOKEN_BYTES = 4
 _NUMBER_BYTES = 8
 assert sys.byteorder == "little", "frames hold arrays as this machine does"
 _COUNTS = bytes(range(MAX_TAIL_TOKENS + 1))  # all that a tail's number of tokens may be
-_UNPACK = [struct.Struct(f"<{count}i").unpack_from for count in range(MAX_TAIL_TOKENS + 1)]
-"""By the number of tokens of a tail."""
+_UNPACK = [struct.Struct(f"<{count}i").unpack_from for count in range(MAX_TAIL_TOKENS + 1)]  # by tokens of a tail
 
 Number = Annotated[int, Meta(ge=0, le=LARGEST)]
 Token = Annotated[int, Meta(ge=0, lt=1 << 31)]
@@ -54,10 +53,8 @@ class _Record(
 class Beat(_Record, frozen=True, tag=0):
     """Engine: I am alive, and this is what you should hold for me. Whatever else you hold for me is over."""
 
-    engine: Annotated[str, Meta(min_length=1, max_length=128)]
-    """Stays the same when the engine is started again; its session does not."""
-    requests: list[tuple[Number, Number, Number]]
-    """Number, tokens of the prompt, output tokens that you were told of."""
+    engine: Annotated[str, Meta(min_length=1, max_length=128)]  # a restart keeps it, and changes the session
+    requests: list[tuple[Number, Number, Number]]  # number, prompt tokens, output tokens sent
 
 
 class Open(_Record, frozen=True, tag=1):
@@ -113,10 +110,8 @@ class Tail(NamedTuple):
 
     request: int
     base: int  # position of the first token
-    tokens: bytes
-    """4 bytes each, little endian: a tail is mostly replaced by a later one before it is looked into."""
-    wait_us: int = 0
-    """Microseconds from the commit that left nothing of the last tail to this one; 0 where it was otherwise."""
+    tokens: bytes  # 4 bytes each, little endian: most tails are replaced before they are looked into
+    wait_us: int = 0  # microseconds from the commit that left nothing of the last tail to this one, else 0
 
 
 class TailColumns(_Record, frozen=True, tag=20):

@@ -18,8 +18,7 @@ from specactor.rollout.decoupled.transport import Address, Link, ZmqLink, new_se
 from specactor.rollout.speculation.drafter import Drafter, DraftSequence
 from specactor.rollout.speculation.verification import common
 
-MAX_JUDGED = 8
-"""Drafts at a time that are compared with what is emitted; of more, every so-manieth, others in every round."""
+MAX_JUDGED = 8  # drafts compared at a time with what is emitted; of more, others in every round
 
 
 MIN_GAIN = 1.05
@@ -102,8 +101,7 @@ class Decoupled(Drafter):
         self.patience = Patience()
         self._link = link
         self._clock = clock
-        self._given: dict[str, tuple[list[int], int, list[int]]] = {}
-        """Per request a draft to be judged: its output, which grows, how long that was, and the draft."""
+        self._given: dict[str, tuple[list[int], int, list[int]]] = {}  # request -> (its output, that length, the draft)
         self._round = 0
         self.proposed = 0  # draft tokens handed to the engine
         self.waits = 0

@@ -27,12 +27,9 @@ RECONNECT_MS = 20
 MAX_RECONNECT_MS = 250
 _RECEIVE_FRAMES = 1024  # at a time; from all sockets in turns
 _LOOK_EVERY_S = 1e-4
-_INPUT, _AT_ONCE = int(zmq.POLLIN), int(zmq.NOBLOCK)
-"""Plain numbers: once per round, with cold caches, arithmetic of enumerations costs tens of microseconds."""
-_send = zmq.backend.Socket.send
-"""Without pyzmq's wrapper around it, which does nothing for bytes and costs as much again, once per round."""
-_CURVE_BYTES = 33
-"""That CURVE puts around a frame: the name of its command, a nonce, a code, flags. They count for ZeroMQ's limit."""
+_INPUT, _AT_ONCE = int(zmq.POLLIN), int(zmq.NOBLOCK)  # plain: arithmetic of enumerations takes tens of us
+_send = zmq.backend.Socket.send  # without pyzmq's wrapper, which costs as much again and does nothing for bytes
+_CURVE_BYTES = 33  # around a frame: command, nonce, code, flags; they count for ZeroMQ's limit
 _RANDOM_BITS = 22
 _LINGER_MS = 100  # of an engine that closes: its last words
 
@@ -177,8 +174,7 @@ class Hub:
         except zmq.ZMQError as error:
             self.close()
             raise ConfigError.at("drafter endpoint", endpoint, "a free address of this host", f"{error}.") from error
-        self.endpoint = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
-        """Where it listens; a ``*`` has become a number."""
+        self.endpoint = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)  # with a number for a ``*``
 
     def _admit(self, engine_public: str) -> ThreadAuthenticator:
         authenticator = ThreadAuthenticator(self._context)
@@ -285,5 +281,4 @@ def _check_reach(endpoint: str, keys: DrafterKeys | None) -> None:
 class DrafterAccess:
     drafters: tuple[Address, ...] = ()  # they need not be there yet
     engine: str = "engine"  # A name that no other engine has, the same after a restart
-    may_be_none: bool = False
-    """There may be no drafter processes: those on devices of engines, where no device may be lent."""
+    may_be_none: bool = False  # no drafter process may be there, where no device may be lent

@@ -92,8 +92,7 @@ class DraftBuffer:
         self._longest = min(max_example_tokens, max_tokens)
         self._examples: list[TrainingExample] = []
         self.too_long = 0  # examples left out so far
-        self._known_chances: NDArray[np.float64] | None = None
-        """Of the content as it is; draws are many, and examples thousands."""
+        self._known_chances: NDArray[np.float64] | None = None  # of the present content
 
     def __len__(self) -> int:
         return len(self._examples)

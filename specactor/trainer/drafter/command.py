@@ -29,8 +29,7 @@ from specactor.trainer.drafter.rollout_files import example_of, read_rollouts
 from specactor.trainer.drafter.train import DrafterTrainer, RefreshStats
 
 PROG = "specactor drafter"
-HELD_OUT = 8
-"""With one set of rollouts for both, `train` leaves out every so many-th response, and `eval` takes just these."""
+HELD_OUT = 8  # of one set of rollouts `train` leaves out every 8th response, and `eval` takes just these
 OF_RUNS = ("refresh", "max_time_share", "max_updates", "keep_rollouts", "zero")
 """Settings of `DraftTrainingConfig` that say nothing about learning offline."""
 

@@ -86,8 +86,7 @@ class Distillation:
         self._held: WeakKeyDictionary[TargetEngine, int] = WeakKeyDictionary()
         """Versions that engines took; others hold the weights that they were started with, version 0."""
         self._account = TimeAccount()
-        self._unpushed: tuple[float, float] | None = None
-        """Of a refresh that no push followed yet: its share of the step, and the seconds that it took."""
+        self._unpushed: tuple[float, float] | None = None  # share and seconds of a refresh without a push
         init.quiet()
         model = collective.together("draft model", lambda: init.read_fitting(self._folder, vocab_size, device))
         group = dist.group.WORLD if collective.world > 1 else None

@@ -37,8 +37,7 @@ def diverged(what: str, value: float) -> SpecActorError:
 class PlainUpdater:
     """DistributedDataParallel over `group`; None: this rank alone."""
 
-    can_abandon = True
-    """Whether an update can be given up between micro-batches; if not, the clock is looked at between updates."""
+    can_abandon = True  # whether the clock is looked at between micro-batches, or between updates
 
     def __init__(self, model: nn.Module, config: DistillationConfig, group: dist.ProcessGroup | None) -> None:
         self._model = model
