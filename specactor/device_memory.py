@@ -26,8 +26,6 @@ class Trainer(Protocol):
 
 
 class Engines(Protocol):
-    """The engines of one rank."""
-
     def wait_ready(self) -> None: ...
 
     def release_memory(self) -> None: ...
@@ -100,7 +98,6 @@ class HostCopies:
         torch.cuda.synchronize()  # until then nobody may read the copies
 
     def reload(self, optimizers: Sequence[Any], device: torch.device) -> None:
-        """The reverse of `offload`."""
         for key, _, put in _tensors(optimizers):
             if key in self._hosts:
                 put(self._hosts[key].to(device, non_blocking=True))

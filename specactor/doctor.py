@@ -99,7 +99,6 @@ def _requirement(need: Requirement, version: str, ok: bool) -> Finding:
 
 
 def plugin() -> Finding:
-    """Return whether SGLang would load this package's plugin."""
     names = [point.name for point in metadata.entry_points(group="sglang.srt.plugins")]
     ok = "specactor" in names
     return Finding(
@@ -170,7 +169,7 @@ def _optional(devices: Devices) -> list[Finding]:
 
 
 def _places(config: Config | None) -> list[Finding]:
-    """Room where weights travel and where runs are kept."""
+    """Check the room where weights travel and where runs are kept."""
     buckets = 2 * config.weights_sync.bucket_bytes * config.parallel.engines if config else 128 * 2**20
     folder = _existing(Path(config.output_dir if config else "runs").absolute())
     return [

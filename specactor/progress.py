@@ -109,7 +109,7 @@ class Progress:
         self._step = steps_done
 
     def seconds(self) -> dict[str, float]:
-        """Seconds per phase since the last call."""
+        """Return the seconds per phase since the last call."""
         taken, self._seconds = self._seconds, {}
         return taken
 
@@ -118,20 +118,20 @@ class Progress:
         return dict(self._seconds)
 
     def response(self, trajectory: Trajectory) -> None:
-        """A response is finished: counts it, and its tokens into the speed of the running phase."""
+        """Count a finished response, and its tokens into the speed of the running phase."""
         self._responses += 1
         self._tokens += len(trajectory.token_ids)
         spent = self._clock() - self._phase_begun
         self.update(tokens_per_s=self._tokens / spent if spent > 0 else 0.0)
 
     def count(self, done: int, total: int, *, loss: float) -> None:
-        """`done` of `total` supervised steps: shown in the status line, and printed at every fifth of the way."""
+        """Show `done` of `total` supervised steps, and print a line at every fifth of the way."""
         self.update(done=done, total=total, loss=loss)
         if done * 5 // total > (done - 1) * 5 // total:
             self.note(f"{self._phase} {done}/{total}, loss {loss:.4f}")
 
     def update(self, **values: float) -> None:
-        """Values for the status line: tokens_per_s, reward, accuracy. Cheap; any thread."""
+        """Set values of the status line: tokens_per_s, reward, accuracy. Cheap; any thread."""
         self._shown = {**self._shown, **values}
 
     def note(self, text: str) -> None:

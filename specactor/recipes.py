@@ -72,8 +72,8 @@ def usage(prog: str) -> str:
 
 
 def load(argv: Sequence[str], *, prog: str = "train_moe.py") -> Config:
-    """The config of the recipe ``argv[0]`` with the overrides ``argv[1:]``. Raises ConfigError for an unknown recipe or
-    key, a bad value, or settings that cannot work; prints and raises SystemExit(0) for ``--help``."""
+    """Return the config of the recipe ``argv[0]`` with the overrides ``argv[1:]``; ``--help`` prints and exits. Raises
+    ConfigError for an unknown recipe or key, a bad value, or settings that cannot work."""
     if argv and argv[0] in ("-h", "--help"):
         print(usage(prog))
         raise SystemExit(0)
@@ -139,7 +139,7 @@ def from_json(plain: Mapping[str, Any]) -> Config:
 
 
 def _whole(tree: Tree) -> Tree:
-    """The same tree with every field set on its object: msgspec leaves defaults to the class, unseen by its encoder."""
+    """Set every field on its object: msgspec leaves defaults to the class, unseen by its encoder."""
     changed: dict[str, Any] = {}
     for item in fields(tree):
         part = getattr(tree, item.name)
@@ -159,7 +159,6 @@ def _refuse_unknown(given: Mapping[str, Any], known: Mapping[str, Any], prefix: 
 
 
 def _build(name: str) -> Config:
-    """Runs the recipe function that `name` stands for."""
     where, _, function_name = name.partition(":")
     module = _module(where)
     function: Callable[[], Config] | None = getattr(module, function_name or "recipe", None)
@@ -297,7 +296,7 @@ def _unknown_key(token: str, config: Config) -> str:
 
 
 def nearest_keys(key: str, config: Config) -> list[str]:
-    """At most two fields of `config` that `key` may stand for, the best first."""
+    """Return at most two fields of `config` that `key` may stand for, the best first."""
     wrong_section, _, wrong_leaf = key.rpartition(".")
     if wrong_leaf in USUAL_NAMES:
         return [USUAL_NAMES[wrong_leaf]]
@@ -315,7 +314,7 @@ def nearest_keys(key: str, config: Config) -> list[str]:
 
 
 def _keys(tree: DataclassInstance, prefix: str = "") -> list[str]:
-    """Dotted path of every leaf of a tree of dataclasses."""
+    """Return the dotted path of every leaf of a tree of dataclasses."""
     found: list[str] = []
     for item in fields(tree):
         value = getattr(tree, item.name)

@@ -274,7 +274,7 @@ def speculation(run: Run) -> list[Panel]:
 
 
 def _number(value: float, over: float = 1.0, *, form: str) -> str:
-    """value / over; a dash where that is no number."""
+    """Format value / over; a dash where that is no number."""
     return format(value / over, form) if over and math.isfinite(value / over) else "-"
 
 
@@ -325,7 +325,7 @@ def _curves(curves: Sequence[Curve], *, unit: float = 1, bottom: float | None = 
 
 
 def _stack(layers: Sequence[Curve]) -> Draw:
-    """Columns of RL steps, the first layer lowest."""
+    """Draw columns of RL steps, the first layer lowest."""
 
     def draw(axes: Axes, run: Run) -> None:
         found = [run.finite(metric) for _, metric, *_ in layers]
@@ -358,7 +358,7 @@ def _gap(axes: Axes, run: Run) -> None:
 
 
 def _by_position(axes: Axes, run: Run) -> None:
-    """A bar per position and drafter, from sums over the run."""
+    """Draw a bar per position and drafter, from sums over the run."""
     width = 0.8 / len(run.drafters)
     for i, (name, colour) in enumerate(run.drafters.items()):
         key = f"speculation/{name}/".__add__

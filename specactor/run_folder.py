@@ -79,7 +79,6 @@ class RunFolder:
         return self.root / "traces" / (f"step-{step:06}" + (f"-host-{host}" if host else "") + ".json")
 
     def write_traces(self, step: int, spans: Sequence[Mapping[str, Sequence[Span]]]) -> None:
-        """Write a file per host, from the spans of its processes."""
         for host, processes in enumerate(spans):
             file = self.trace(step, host)
             file.parent.mkdir(parents=True, exist_ok=True)
@@ -126,8 +125,8 @@ class RunFolder:
 
 
 def checkpoint_to_resume(config: Config, folder: RunFolder) -> Path | None:
-    """The checkpoint that `config.resume` asks for; None to start at step 0. Raises ConfigError when the folder holds a
-    run and resume is off, CheckpointError when a named one is missing."""
+    """Return the checkpoint that `config.resume` asks for; None to start at step 0. Raises ConfigError when the folder
+    holds a run and resume is off, CheckpointError when a named one is missing."""
     if config.resume == "off":
         if folder.metrics.exists():
             raise ConfigError.at(

@@ -39,7 +39,7 @@ class Recorder:
         self.span(lane, name, at_s, at_s, **details)
 
     def take(self) -> list[Span]:
-        """The spans since the last call."""
+        """Return the spans since the last call."""
         taken = list(self._spans)
         self._spans.clear()
         return taken

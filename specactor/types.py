@@ -25,8 +25,8 @@ class Problem:
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """How tokens are drawn. The defaults leave the distribution whole. Penalties and biases are applied first, then the
-    temperature, then top-k, top-p and min-p together."""
+    """Sampling of a request. The defaults leave the distribution whole. Penalties and biases are applied first, then
+    the temperature, then top-k, top-p and min-p together."""
 
     temperature: float
     max_new_tokens: int

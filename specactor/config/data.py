@@ -16,7 +16,7 @@ so two sources share no problem as long as each has fewer than this."""
 
 @dataclass(frozen=True, kw_only=True)
 class SourceConfig:
-    """Where problems come from: a reasoning-gym task, or a JSONL or parquet file."""
+    """Problems come from a reasoning-gym task, or a JSONL or parquet file."""
 
     task: str = ""
     """Name of a reasoning-gym task, for example count_bits."""

@@ -58,7 +58,7 @@ COMPACT = "compact"  # {name:compact} in a template is the text without its blan
 
 
 def is_template(text: str) -> bool:
-    """Whether `text` has at least one {name}, and no replacement field that is more than a name, or {name:compact}."""
+    """Return whether `text` has a {name}, and no replacement field that is more than a name, or {name:compact}."""
     try:
         parts = [part[1:] for part in Formatter().parse(text) if part[1] is not None]
     except ValueError:

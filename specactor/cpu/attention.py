@@ -142,7 +142,7 @@ class PackedAttention(DotProductAttention):  # type: ignore[misc]
         return (torch.cat(padded) if len(padded) > 1 else padded[0]).index_select(0, plan.output_rows_T)
 
     def _attend(self, bucket: Bucket, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Outputs (B * L, H * D), padding included."""
+        """Return outputs (B * L, H * D), padding included."""
 
         def rows(tensor: Tensor, index: Tensor) -> Tensor:
             picked = tensor.index_select(0, index.flatten())

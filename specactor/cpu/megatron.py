@@ -23,10 +23,25 @@ from specactor.cpu import torchvision_ops
 
 CPU = torch.device("cpu")
 
-_FACTORIES = (
-    "tensor zeros ones empty full rand randn randint arange zeros_like ones_like empty_like full_like rand_like "
-    "as_tensor linspace eye"
-).split()
+_FACTORIES = [
+    "tensor",
+    "zeros",
+    "ones",
+    "empty",
+    "full",
+    "rand",
+    "randn",
+    "randint",
+    "arange",
+    "zeros_like",
+    "ones_like",
+    "empty_like",
+    "full_like",
+    "rand_like",
+    "as_tensor",
+    "linspace",
+    "eye",
+]
 _METHODS = ["new_zeros", "new_ones", "new_empty", "new_full", "new_tensor"]
 
 _state = {"installed": False}

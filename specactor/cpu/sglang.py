@@ -61,7 +61,7 @@ def gpu_environment(devices: Sequence[int | str]) -> dict[str, str]:
 
 
 def has_gpu() -> bool:
-    """Whether engines have NVIDIA GPUs. `torch.cuda` is not asked: a trainer without one may have replaced it."""
+    """Return whether engines have NVIDIA GPUs, without `torch.cuda`, which a trainer may have replaced."""
     if os.environ.get("CUDA_VISIBLE_DEVICES") == "" or not Path("/dev/nvidiactl").exists():
         return False
     import torch  # which takes seconds, and is not needed where there is no driver

@@ -111,7 +111,7 @@ def _install_attention() -> None:
 
 def _tiled(batched: Any) -> type:
     class TiledAttention(batched):  # type: ignore[misc]
-        """The same kernel over tiles, for plain rounds and verifications alike."""
+        """Batched attention over tiles, for plain rounds and verifications alike."""
 
         def _place(self, batch: Any) -> None:
             table = self.req_to_token_pool.req_to_token

@@ -197,7 +197,7 @@ def tile_attention(q_RHD: Tensor, k_SND: Tensor, v_SND: Tensor, parts: Sequence[
 
 
 def fill_rows(x_TM: Tensor) -> Tensor:
-    """Rows of zeros below x until there are MIN_ROWS."""
+    """Append rows of zeros until there are MIN_ROWS."""
     return functional.pad(x_TM, (0, 0, 0, MIN_ROWS - x_TM.shape[0]))
 
 

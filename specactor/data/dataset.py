@@ -187,7 +187,7 @@ def _problem(index: int, draft: _Draft, prompt_ids: tuple[int, ...]) -> Problem:
 
 
 def _objection(problem: Problem, tokenizer: PreTrainedTokenizerBase, max_prompt_tokens: int) -> str:
-    """Why a problem cannot be used; empty when it can."""
+    """Return why a problem cannot be used; empty when it can."""
     ids = problem.prompt_ids
     if not _is_unicode(problem.prompt):
         return "prompt: not a Unicode text (a surrogate without its partner). Correct its \\u escapes"

@@ -46,7 +46,6 @@ class MathAnswers:
         return self._ask({"answer": answer, "response": response})
 
     def close(self) -> None:
-        """End the child, if this process has one."""
         with self._lock:
             self._end_child()
 
@@ -85,7 +84,7 @@ class MathAnswers:
         return self._child
 
     def _end_child(self) -> int | None:
-        """Exit status of the child, which is gone afterwards."""
+        """End the child, and return its exit status."""
         child, self._child = self._child, None
         if child is None or self._owner != os.getpid():
             return None
@@ -115,7 +114,7 @@ def _read_line(child: subprocess.Popen[bytes], timeout_s: float) -> bytes:
 
 
 def serve(question_timeout_s: int) -> None:
-    """The child: answers the questions on standard input until it ends."""
+    """Answer the questions on standard input until it ends; this is the child."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's business
     signal.signal(signal.SIGALRM, signal.SIG_DFL)  # ends the process, in the midst of C code too
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))

@@ -64,7 +64,7 @@ def score(answer: str, problem: Problem) -> float:
 
 
 def unscorable(problem: Problem) -> str | None:
-    """Why `score` could never work on this problem; None when it can."""
+    """Return why `score` could never work on this problem; None when it can."""
     try:
         task, params, entry = _of(problem)
         create_task(task, params, size=1, seed=0)

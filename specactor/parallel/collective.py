@@ -48,7 +48,6 @@ def control_group(timeout_s: float | None = None) -> dist.ProcessGroup | None:
 
 
 def leave() -> None:
-    """Destroy all process groups."""
     _control.clear()
     dist.destroy_process_group()
 
@@ -62,7 +61,7 @@ class Collective:
         control_group()
 
     def gather_bytes(self, payload: bytes) -> list[bytes]:
-        """Every rank's payload, by rank, on every rank."""
+        """Return every rank's payload, by rank, on every rank."""
         sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.world)]
         dist.all_gather(sizes, torch.tensor([len(payload)], dtype=torch.int64), group=control_group())
         lengths = [int(size) for size in sizes]
@@ -74,7 +73,7 @@ class Collective:
         return [bytes(part[:n].numpy()) for part, n in zip(parts, lengths, strict=True)]
 
     def gather(self, value: T, kind: type[T] | GenericAlias) -> list[T]:
-        """Every rank's value of type `kind`, by rank, on every rank. Raises msgspec.ValidationError on foreign data."""
+        """Return every rank's value of type `kind`, by rank. Raises msgspec.ValidationError on foreign data."""
         decoder = msgspec.msgpack.Decoder(kind)
         return [decoder.decode(part) for part in self.gather_bytes(msgspec.msgpack.encode(value))]
 

@@ -49,7 +49,7 @@ class Package:
 
 @dataclass(frozen=True, kw_only=True)
 class Devices:
-    """What was found on this machine."""
+    """The devices and packages that were found on this machine."""
 
     gpus: tuple[Gpu, ...]
     cores: int

@@ -96,8 +96,6 @@ def launcher_store(address: str, port: int) -> Store | None:
 
 
 class Failures:
-    """This rank's knowledge of failures, and its one report."""
-
     def __init__(self, rank: int, store: Store | None) -> None:
         self.rank = rank
         self._store = store
@@ -105,7 +103,7 @@ class Failures:
         self._reported = threading.Lock()  # taken for good by the first report of this rank
 
     def know(self, members: Sequence[Member]) -> None:
-        """All ranks of the job, in their order: a report can then name one that was killed."""
+        """Know all ranks of the job, in their order: a report can then name one that was killed."""
         self._members = members
 
     def report(self, message: str, *, trace: str = "") -> None:
@@ -116,13 +114,13 @@ class Failures:
             print(f"{trace}{line}", file=sys.stderr, flush=True)
 
     def wait_for_report(self) -> None:
-        """Until another rank has reported, for at most `GRACE_S`."""
+        """Wait until another rank has reported, for at most `GRACE_S`."""
         deadline = time.monotonic() + GRACE_S
         while self._store is not None and time.monotonic() < deadline and self._tickets(0) == 0:
             time.sleep(_LOOK_EVERY_S)
 
     def lost(self) -> str:
-        """Says which ranks of this machine are gone; empty when none is."""
+        """Return which ranks of this machine are gone; empty when none is."""
         mine = Member.here()
         deadline = time.monotonic() + _NOTICE_S
         while True:
@@ -143,7 +141,7 @@ class Failures:
         os._exit(128 + signal.SIGINT)
 
     def _tickets(self, more: int) -> int:
-        """Reports so far, after adding `more`."""
+        """Add `more` reports; return how many there are."""
         if self._store is None:
             return more
         try:

@@ -83,7 +83,7 @@ class Layout:
 
     @property
     def data(self) -> int:
-        """Copies of the dense part that see different sequences."""
+        """Return how many copies of the dense part see different sequences."""
         return self.world // (self.tensor * self.pipeline * self.context)
 
 
@@ -195,7 +195,7 @@ def reserved_tokens(rollout: RolloutConfig) -> int:
 
 
 def longest_prompt(config: Config, max_position: int) -> int:
-    """Tokens that a prompt may have, so that prompt and response fit model, KV cache and micro-batch. Raises
+    """Return how many tokens a prompt may have beside its response, in model, KV cache and micro-batch. Raises
     ConfigError when that is none at all."""
     p, reserved = config.parallel, reserved_tokens(config.rollout)
     padding = 2 * p.context * p.tensor if p.context > 1 else p.tensor
@@ -217,7 +217,7 @@ def longest_prompt(config: Config, max_position: int) -> int:
 
 
 def engine_owner(engine: int, *, engine_tensor: int) -> int:
-    """Rank that starts, drives and stops an engine, which runs on the devices of ranks owner..owner+engine_tensor-1."""
+    """Return the rank that starts, drives and stops an engine, on the devices of ranks owner..owner+engine_tensor-1."""
     return engine * engine_tensor
 
 

@@ -139,7 +139,6 @@ def candidates(inputs: Inputs, *, max_requests: int, processes: bool) -> Candida
 
 
 def plans(argv: Sequence[str]) -> tuple[PlanOptions, list[RolloutPlan]]:
-    """Return the ranked plans of a command line."""
     options = parse(PlanOptions, PROG, argv, positive=("requests", "top"))
     found = candidates(options, max_requests=options.requests, processes=True)
     cluster = Cluster(devices=options.devices, requests=options.requests)

@@ -46,7 +46,6 @@ class Memory:
 
     @property
     def fits(self) -> bool:
-        """Return whether every phase fits, estimates included."""
         return max(map(self.of, PHASES)) <= self.device_bytes
 
     def check(self) -> None:

@@ -23,8 +23,6 @@ TEXT_DRAFTERS = ("suffix",)  # they look things up on the host, where the verifi
 
 @dataclass(frozen=True, kw_only=True)
 class Placement:
-    """Engines of one kind."""
-
     engines: int
     devices_each: int
 
@@ -80,8 +78,6 @@ NOTHING = Footprint(weights_bytes=0.0, request_bytes=0.0)
 
 @dataclass(frozen=True, kw_only=True)
 class VerifierOption:
-    """An engine for the target on `devices` devices."""
-
     devices: int
     costs: CostTable  # with a grid for every drafter that can draft on these devices
     footprint: Footprint = NOTHING
@@ -95,8 +91,6 @@ class VerifierOption:
 
 @dataclass(frozen=True, kw_only=True)
 class DrafterEngine:
-    """An engine for a drafter on `devices` devices of its own."""
-
     devices: int
     seconds: Grid  # over (requests, window): drafting `window` tokens for each
     capacity_bytes: float = float("inf")
@@ -130,8 +124,6 @@ def fitting(capacity_bytes: float, *footprints: Footprint) -> int | None:
 
 @dataclass(frozen=True, kw_only=True)
 class Candidates:
-    """The options that `search` is given."""
-
     verifiers: tuple[VerifierOption, ...]
     drafters: tuple[DrafterOption, ...]
 

@@ -175,7 +175,6 @@ def _with_process(
     limit_s: float,
     console: Console,
 ) -> CostTable:
-    """Return the table with the costs of drafting in this process."""
     process = DrafterProcess(spec)
     try:
         process.wait_ready()

@@ -135,7 +135,6 @@ def measure_once(
 
 
 def _drafting(config: RolloutConfig, drafter: str, window: int) -> SpeculationConfig:
-    """Return the settings with only this drafter and window."""
     drafters = (drafter or FILLER,)
     return replace(config.speculation, mode="coupled", drafters=drafters, window=window, fastest_of=1, cost_table="")
 
@@ -160,7 +159,6 @@ def _response(drafter: str, window: int) -> int:
 
 
 def requests_of(config: RolloutConfig, number: int, sizes: Sizes, tokens: int) -> list[RolloutRequest]:
-    """Make `number` requests, each with a response of `tokens` tokens."""
     sampling = SamplingParams(
         temperature=config.temperature,
         top_p=config.top_p,
@@ -230,7 +228,6 @@ def _pace(engine: Engine, config: RolloutConfig, table: CostTable, sizes: Sizes,
 
 
 def _at(pace: float, points: Iterable[Point]) -> list[Point]:
-    """Multiply all seconds."""
     return [(n, total, pace * seconds) for n, total, seconds in points]
 
 

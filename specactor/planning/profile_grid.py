@@ -40,15 +40,12 @@ Measured = Mapping[Cell, Sequence[float]]  # seconds of every round of a cell
 
 @dataclass(frozen=True, kw_only=True)
 class Check:
-    """A held-out cell."""
-
     cell: Cell
     predicted_s: float
     measured_s: float
 
     @property
     def error(self) -> float:
-        """Return the error relative to what was measured."""
         return abs(self.predicted_s / self.measured_s - 1)
 
 
@@ -84,7 +81,6 @@ def cost_table(measured: Measured, *, model: str, device: str, date: str) -> Cos
 
 
 def checks(measured: Measured, table: CostTable) -> list[Check]:
-    """Compare every held-out cell with the table."""
     return [
         Check(cell=cell, predicted_s=cell.predicted_s(table), measured_s=_median(cell, seconds))
         for cell, seconds in measured.items()
@@ -161,6 +157,5 @@ def without_waits(drafts: Sequence[Point], waited_s: float) -> list[Point]:
 
 
 def column(seconds: Mapping[float, float]) -> Grid:
-    """Make a grid by the number of requests alone."""
     axis = sorted(seconds)
     return Grid(requests=tuple(map(float, axis)), per_request=(1.0,), seconds=tuple((seconds[n],) for n in axis))

@@ -28,8 +28,6 @@ REQUESTS = tuple(
 
 
 class Roofline:
-    """One model on engines of one size."""
-
     def __init__(
         self,
         shape: TransformerShape,
@@ -81,7 +79,7 @@ class Roofline:
         return self._longer(read, 2.0 * rows * self.shape.experts_per_token * self.shape.expert_params)
 
     def _longer(self, num_bytes: float, operations: float, *, share: float | None = None) -> float:
-        """Seconds of moving or of computing, each spread over the devices."""
+        """Return the seconds of moving or of computing, the longer, spread over the devices."""
         moved = num_bytes / (self.device.memory_bytes_per_s * (self.attained.weights if share is None else share))
         return max(moved, operations / (self.device.flops * self.attained.matmul)) / self.devices
 
@@ -179,18 +177,18 @@ def from_figures(
             f"{tuple(sizes)} {device.name} with {device.memory_bytes / 1e9:.0f} GB; "
             "expected a node that holds them with a request. Use a larger device or a shorter context."
         )
-    options = []
-    for drafter in drafters:
-        rooflines = [Roofline(drafter, device, devices=g, context=context) for g in drafter_sizes]
-        options.append(
-            DrafterOption(
-                name=drafter.name,
-                survival=survivals[drafter.name],
-                engines=tuple(_drafter_engine(roofline, **most) for roofline in rooflines),
-                footprint=_footprint(drafter, context),
-            )
+    options = tuple(
+        DrafterOption(
+            name=d.name,
+            survival=survivals[d.name],
+            engines=tuple(
+                _drafter_engine(Roofline(d, device, devices=g, context=context), **most) for g in drafter_sizes
+            ),
+            footprint=_footprint(d, context),
         )
-    return Candidates(verifiers=tuple(verifiers), drafters=tuple(options))
+        for d in drafters
+    )
+    return Candidates(verifiers=tuple(verifiers), drafters=options)
 
 
 def _drafter_engine(roofline: Roofline, *, max_window: int, max_requests: int) -> DrafterEngine:

@@ -84,7 +84,7 @@ class _Verifying:
 
     @property
     def running(self) -> int:
-        """Requests of all verifiers at once."""
+        """Return the requests of all verifiers at once."""
         return min(self.cluster.requests, self.engines * self.requests)
 
     def plan(
@@ -226,12 +226,12 @@ def _round_s(of: _Verifying) -> Grid:
 
 
 def _order(plan: RolloutPlan) -> tuple[float, int, int]:
-    """Fastest first; among equals fewer devices, then the smaller window."""
+    """Sort the fastest first; among equals fewer devices, then the smaller window."""
     return (-plan.tokens_per_s, plan.verifiers.devices + plan.drafters.devices, plan.window)
 
 
 def _best(plans: Iterable[RolloutPlan | None]) -> list[RolloutPlan]:
-    """The first in order; none if there is none."""
+    """Return the first in order, if there is one."""
     there = [plan for plan in plans if plan is not None]
     return [min(there, key=_order)] if there else []
 

@@ -39,7 +39,6 @@ class Pipelined:
 
 
 def coupled_tokens(survival: Sequence[float], window: int) -> float:
-    """Return the tokens emitted per round of a window."""
     return 1.0 + sum(survival[:window])
 
 

@@ -111,7 +111,6 @@ class ChildProcess(Generic[Answer]):
 
     @property
     def alive(self) -> bool:
-        """Return whether it runs and speaks, as far as is known."""
         return not self._dead.is_set()
 
     def has_answered_start(self) -> bool:
@@ -164,11 +163,10 @@ class ChildProcess(Generic[Answer]):
             return set(self._unanswered)
 
     def heard_s(self) -> float:
-        """Return the seconds since it last said anything."""
         return time.monotonic() - self._heard_s
 
     def silent_s(self) -> float:
-        """Seconds for which it has said nothing though it was asked; 0 if it has answered all."""
+        """Return the seconds of silence since it was asked; 0 if it has answered all."""
         with self._lock:
             asked_s = min(self._unanswered.values(), default=None)
         return 0.0 if asked_s is None else min(self.heard_s(), time.monotonic() - asked_s)
@@ -179,14 +177,14 @@ class ChildProcess(Generic[Answer]):
             self._process.wait(END_TIMEOUT_S)
 
     def stop(self) -> None:
-        """Orderly end; falls back to `kill`. Harmless when it is gone."""
+        """End it orderly, or else `kill` it. Harmless when it is gone."""
         if self.alive:
             self._outbox.put(None)  # the end of the stream is its sign to end
             self.reap()
         self.kill()
 
     def kill(self) -> None:
-        """Immediate end of everything in it. Harmless when it is gone."""
+        """End everything in it at once. Harmless when it is gone."""
         for end in (signal.SIGTERM, signal.SIGKILL):  # the guard ends its tree on SIGTERM
             if self._process.poll() is None:
                 self._process.send_signal(end)
@@ -200,7 +198,7 @@ class ChildProcess(Generic[Answer]):
         process_guard.sweep(self.pid)
 
     def with_log(self, what: str) -> str:
-        """A sentence about it that begins with its name, and the end of its log."""
+        """Return a sentence about it that begins with its name, and the end of its log."""
         return f"{self.name} {what} The end of its log, {self.log_file}:\n{self.log_tail()}"
 
     def log_tail(self) -> str:

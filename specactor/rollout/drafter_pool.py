@@ -115,7 +115,6 @@ class DrafterPool:
             self._settle()
 
     def any_awake(self) -> bool:
-        """Return whether any drafter on an engine's device is awake."""
         with self._lock:
             return any(drafter.awake and drafter.alive for drafter in self.drafters if drafter.spec.engine is not None)
 
@@ -123,11 +122,6 @@ class DrafterPool:
         """Note that the engine has nothing to do, until `sleep` or the end of the rollout. Waits for nothing."""
         with self._lock:
             self._free.add(engine)
-
-    def is_awake(self, engine: int) -> bool:
-        """Return whether the drafter on that engine's device lives, was woken, and not asked to sleep since."""
-        with self._lock:
-            return any(drafter.awake and drafter.alive for drafter in self._on(engine))
 
     def wake_s(self, engine: int) -> float | None:
         """Return the seconds of waking the drafter on that engine's device; None: there is none that sleeps."""
@@ -189,7 +183,7 @@ class DrafterPool:
             self._gone_s[i] = time.monotonic()
 
     def stop(self) -> None:
-        """End all drafters; may be called again."""
+        """End all; harmless the second time."""
         self._ending.set()
         with self._lock:
             for drafter in self.drafters:

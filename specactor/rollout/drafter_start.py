@@ -29,8 +29,6 @@ from specactor.rollout.drafter_pool import DrafterPool
 
 @dataclass(frozen=True, kw_only=True)
 class Host:
-    """What the drafters of a host share there."""
-
     ranks: int
     engines: int
     devices: tuple[int, ...]  # its GPUs, or its cores where it has none
@@ -293,7 +291,6 @@ class Ports:
         return f"tcp://{host}:{keeper.getsockname()[1]}"
 
     def close(self) -> None:
-        """Give the ports back; harmless the second time."""
         for keeper in self._kept:
             keeper.close()
         self._kept.clear()

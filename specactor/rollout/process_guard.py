@@ -32,7 +32,7 @@ _PR_SET_CHILD_SUBREAPER = 36
 
 
 def run_guarded(connection_fd: int, host: Callable[[], None]) -> None:
-    """Forks: the child runs `host` and exits; the caller's process guards it and exits. Does not return."""
+    """Fork: the child runs `host` and exits; the caller's process guards it and exits. Does not return."""
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
     sweep()
     folder = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-", dir=TEMPORARY))
@@ -82,7 +82,7 @@ def _watch(connection_fd: int, host_pid: int, folder: Path) -> None:
 
 
 def _note_pids(folder: Path, noted: set[int]) -> None:
-    """Adds new descendants to the list of shared files: SGLang puts the pid of the creator into their names."""
+    """Add new descendants to the list of shared files: SGLang puts the creator's pid into their names."""
     new = set(descendants(os.getpid())) - noted
     if new:
         noted |= new

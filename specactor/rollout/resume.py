@@ -14,7 +14,6 @@ from specactor.types import Begun, FinishReason, RolloutRequest, Trajectory, Ver
 
 
 def num_begun(request: RolloutRequest) -> int:
-    """Return how many tokens of the response there are."""
     return len(request.begun.token_ids) if request.begun else 0
 
 

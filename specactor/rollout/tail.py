@@ -36,8 +36,6 @@ class Running:
 
 @dataclass(frozen=True, kw_only=True)
 class EngineLoad:
-    """The work of an engine that is alive."""
-
     engine: int
     slots: int  # requests that it decodes together; others wait
     running: tuple[Running, ...]
@@ -106,8 +104,6 @@ def tail_policy(config: Config) -> WakeWhereItPays | None:
 
 
 class Lengths:
-    """Lengths of the responses that finished in this rollout."""
-
     def __init__(self, finished: Iterable[int] = ()) -> None:
         self._sorted = sorted(finished)
         self._sums = list(accumulate(reversed(self._sorted), initial=0))

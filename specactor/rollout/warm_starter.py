@@ -58,7 +58,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 class _Order(msgspec.Struct, frozen=True):
-    """What to fork. The socket for ``--fd`` and the log come with it as files."""
+    """An order to fork. The socket for ``--fd`` and the log come with it as files."""
 
     module: str
     arguments: tuple[str, ...]
@@ -132,7 +132,7 @@ class WarmStarter:
         self.close()
 
     def close(self) -> None:
-        """Ends it; may be called again. Its children live on."""
+        """End it; may be called again. Its children live on."""
         if self._process is not None:
             self._process.kill()
             self._process.wait()

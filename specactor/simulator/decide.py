@@ -74,8 +74,6 @@ def placed(cluster: Cluster, belief: Candidates, policy: Policy) -> RolloutPlan:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Decision:
-    """A decision for the running requests, in order."""
-
     drafter: str  # whose tokens are verified; NO_DRAFTER for nobody's
     modes: Ints  # [B]
     windows: Ints  # [B]
@@ -172,11 +170,9 @@ class Decider:
         return plans, Choice(windows=windows, emitted=float(found.tokens.sum()), round_s=found.seconds)
 
     def saw(self, method: str, request_id: str, *, asked: int, accepted: int) -> None:
-        """Learn of a verify, or a probe, that has ended."""
         self.model(method).observe(request_id, asked, accepted, asked=asked)
 
     def took(self, decision: Decision, *, requests: int, seconds: float, rounds: int) -> None:
-        """Learn that rounds of that decision took so long, each."""
         if self.adapts and decision.predicted_s > 0:
             for _ in range(rounds):
                 self.costs.observe(

@@ -240,7 +240,7 @@ class Rollout:
         engine.set_round(replace(found, seconds=found.seconds * engine.slow))
 
     def _served(self) -> float:
-        """Requests of each drafter of the plan."""
+        """Return the requests of each drafter of the plan."""
         return float(self.ahead_E.sum()) / max(1, self.plan.drafters.engines)
 
     def _beside(self, engine: Engine) -> Beside | None:
@@ -269,7 +269,6 @@ class Rollout:
             self._push(now + self.world.drafter_start_s, engine)
 
     def _ready(self, engine: Engine, now: float) -> None:
-        """Let an engine that ran dry draft for another."""
         self.dry[engine.index] = True
         asked = [e for e in self.engines if len(e.running) and e.helper is None]
         for busy in sorted(asked, key=lambda e: (len(e.running), e.index))[:ASKED]:
@@ -405,7 +404,7 @@ class Run:
 
     @property
     def idle(self) -> float:
-        """Share of all device-seconds."""
+        """Return the share of all device-seconds."""
         devices = self.job.devices
         idle_s = sum(devices * step.rollout_s - step.outcome.busy_device_s for step in self.steps)
         return idle_s / (devices * self.seconds)

@@ -29,16 +29,12 @@ class Lane:
 
 @runtime_checkable
 class Renewable(Protocol):
-    """A continuer whose weights change."""
-
     def renew(self, weights: DraftWeights) -> str:
         """Draft with these weights from the next call on, or return why not and keep those that it has."""
 
 
 @runtime_checkable
 class Sleeper(Protocol):
-    """A continuer that holds memory of a device."""
-
     def sleep(self) -> None:
         """Keep the weights in the host's memory, and nothing else. It was told to forget all requests. Until it is
         woken it may be given new weights, and is not asked for tokens."""
@@ -48,7 +44,7 @@ class Sleeper(Protocol):
 
 
 class Continuer(Protocol):
-    """One object serves all requests of a drafter process; its methods are called from one thread."""
+    """A continuer serves all requests of a drafter process, from one thread."""
 
     version: int  # of the weights that it drafts with
 

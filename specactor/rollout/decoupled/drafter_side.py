@@ -55,7 +55,6 @@ class Mirror:
 
     @property
     def wants_token(self) -> bool:
-        """Return whether another draft token may be made."""
         return self.complete and not self._stuck and self._room > 0
 
     @property
@@ -115,8 +114,6 @@ class Mirror:
 
 @dataclass(slots=True)
 class _Session:
-    """One incarnation of an engine."""
-
     number: int
     engine: str
     heard_s: float
@@ -159,7 +156,6 @@ class Mirrors:
 
     @property
     def num_wasted(self) -> int:
-        """Draft tokens thrown away, of the engines that are known now."""
         return sum(session.wasted for session in self._sessions.values())
 
     @property
@@ -309,7 +305,6 @@ class Mirrors:
         return [mirror.lane() for mirror in ready]
 
     def extended(self, lanes: Sequence[Lane], drafts: Sequence[Sequence[int]]) -> None:
-        """Take the continuer's answer for `wanted`."""
         for lane, draft in zip(lanes, drafts, strict=True):
             key = cast(Key, lane.key)
             self._unread.discard(key)
@@ -320,7 +315,7 @@ class Mirrors:
             self._end(session)
 
     def forgotten(self) -> list[Key]:
-        """Requests that are over, since the last call."""
+        """Return the requests that ended since the last call."""
         keys, self._forgotten = self._forgotten, []
         return keys
 

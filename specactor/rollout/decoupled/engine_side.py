@@ -48,8 +48,6 @@ class Request:
 
 @dataclass(slots=True)
 class Peer:
-    """One drafter process, in whatever incarnation."""
-
     out: Numbering
     session: int = NO_SESSION  # of the incarnation that was heard last
     frame: int = 0
@@ -132,7 +130,6 @@ class Tails:
         self._place(request)
 
     def commit(self, names: Iterable[str]) -> None:
-        """Note that the outputs of these requests may have grown."""
         for request in map(self._requests.get, names):
             if request is not None and request.drafter is not None and request.told < len(request.output_ids):
                 self._drafters[request.drafter].grown[request.number] = request
@@ -176,7 +173,6 @@ class Tails:
     # ---------------------------------------------------------------------------------------------------- what arrives
 
     def receive(self, frames: Iterable[tuple[int, bytes]], now_s: float) -> None:
-        """Take (drafter, frame) of all that has arrived, in order."""
         for index, data in frames:
             self._receive(index, data, now_s)
         for index, drafter in enumerate(self._drafters):
@@ -230,7 +226,7 @@ class Tails:
             drafter.unopened[request.number] = request
 
     def _tails(self, index: int, records: Sequence[TailColumns]) -> None:
-        """There are hundreds of requests per round, so this is one loop without calls."""
+        """Keep the newest tails. One loop without calls, since there are hundreds of requests per round."""
         find = self._drafters[index].requests.get
         late = stale = 0
         for number, base, tokens in protocol.newest(records):

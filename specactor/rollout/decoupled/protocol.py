@@ -83,7 +83,7 @@ class Commits(_Record, frozen=True, tag=2):
             raise ValueError(f"{len(self.tokens)} tokens, expected {sum(self.counts)}")
 
     def __iter__(self) -> Iterator[tuple[int, int, list[int]]]:
-        """(request, position, tokens) of each."""
+        """Give (request, position, tokens) of each."""
         end = 0
         for request, position, count in zip(self.requests, self.positions, self.counts, strict=True):
             start, end = end, end + count
@@ -157,7 +157,7 @@ class Header(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
 
 def encode(header: Header, records: Sequence[ToDrafter] | Sequence[ToEngine]) -> bytes:
-    """One frame. Raises FrameError when it would be too large."""
+    """Make one frame. Raises FrameError when it would be too large."""
     start = _HEADER.pack(MAGIC, VERSION, header.sender, header.receiver, header.number)
     data = start + _ENCODER.encode(records)
     if len(data) > MAX_FRAME_BYTES:

@@ -163,7 +163,6 @@ class Decoupled(Drafter):
         return fresh | {"live_drafters": len(self.tails.live)}
 
     def stop(self) -> None:
-        """Tell the drafters that all is over, and disconnect."""
         if self._finalizer.alive:
             self.tails.close_all()
             self._send(self._clock())

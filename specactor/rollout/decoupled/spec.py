@@ -39,8 +39,6 @@ class DrafterSpec:
 
 
 class Start(msgspec.Struct, tag=True, frozen=True, kw_only=True):
-    """The first message to a drafter process."""
-
     spec: DrafterSpec
 
 
@@ -69,7 +67,7 @@ class AskAlive(msgspec.Struct, tag=True, frozen=True):
 
 
 class Started(msgspec.Struct, tag=True, frozen=True, kw_only=True):
-    """It listens."""
+    """The process listens."""
 
     endpoint: str = ""  # where; as asked for, but with the number of the port
     pid: int = 0
@@ -95,8 +93,6 @@ class Rested(msgspec.Struct, tag=True, frozen=True, kw_only=True):
 
 
 class Renewed(msgspec.Struct, tag=True, frozen=True, kw_only=True):
-    """The answer to `Renew`."""
-
     version: int
     problem: str = ""
 

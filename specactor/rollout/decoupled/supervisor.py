@@ -95,7 +95,6 @@ class DrafterProcess(ChildProcess[FromDrafter]):
         return self.alive and self.has_started() and not self._is_silent() and self.version < version
 
     def can_wake(self) -> bool:
-        """Return whether it sleeps, and hears."""
         return not self.awake and self.alive and self.has_started() and not self._is_silent()
 
     def wake(self) -> None:
@@ -119,7 +118,6 @@ class DrafterProcess(ChildProcess[FromDrafter]):
         return rested.asleep
 
     def stop(self) -> None:
-        """Orderly end; falls back to `kill`. Harmless when it is gone."""
         if self.started is None:
             self.kill()
         super().stop()
@@ -159,7 +157,7 @@ class DrafterProcess(ChildProcess[FromDrafter]):
         return answer if isinstance(answer, kind) else f"unexpected answer {type(answer).__name__}"
 
     def _tell(self, question: ToDrafter) -> int:
-        """The number of the call; its answer is for nobody."""
+        """Ask for an answer that nobody reads; return the call's number."""
         with self.call(question) as call:
             return call.number
 

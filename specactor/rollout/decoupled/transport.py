@@ -216,7 +216,7 @@ class Hub:
         return Hub(self.endpoint, keys=self._keys, drops=self.drops)
 
     def close(self) -> None:
-        """Close the sockets; harmless the second time."""
+        """Close it; harmless the second time."""
         if self._context.closed:
             return
         self._socket.close(linger=0)

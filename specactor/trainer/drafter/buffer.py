@@ -126,7 +126,7 @@ class DraftBuffer:
         self._evict()
 
     def take(self) -> list[TrainingExample]:
-        """Return all examples, which are then gone."""
+        """Return all examples, and forget them."""
         taken, self._examples = self._examples, []
         return taken
 

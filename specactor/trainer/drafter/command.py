@@ -233,7 +233,6 @@ def learn(
 
 
 def evaluate(options: EvalOptions) -> acceptance.Acceptance:
-    """Measure the draft model's acceptance."""
     examples = _examples(options.rollouts)
     examples = (examples if options.all else examples[::HELD_OUT])[: options.responses]
     target, draft = init.read_model(options.target), init.read_model(options.draft)
@@ -242,7 +241,6 @@ def evaluate(options: EvalOptions) -> acceptance.Acceptance:
 
 
 def _examples(paths: Sequence[Path]) -> list[TrainingExample]:
-    """Return examples of sampled responses."""
     found = [example_of(line) for line in read_rollouts(paths) if line.temperature > 0]
     if not found:
         raise DataError(

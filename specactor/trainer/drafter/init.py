@@ -176,7 +176,7 @@ def write_model(model: Any, folder: Path, *, tokenizer: Path, weights: Mapping[s
 
 
 def quiet() -> None:
-    """No progress bars of transformers in this process."""
+    """Switch transformers' progress bars off in this process."""
     the_transformers().utils.logging.disable_progress_bar()
 
 

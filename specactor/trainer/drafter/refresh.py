@@ -180,7 +180,6 @@ class Distillation:
             self._collective.together("checkpoint", lambda: self.drafter.load(folder))
 
     def state(self) -> dict[str, Any]:
-        """Return what a checkpoint's own state keeps."""
         return asdict(self._account)
 
     def restore(self, state: Mapping[str, Any]) -> None:
@@ -227,7 +226,7 @@ class Distillation:
         return num_cut
 
     def _learn(self, limit_s: float) -> tuple[RefreshStats | None, bool]:
-        """(statistics, whether it failed)"""
+        """Return (statistics, whether it failed)."""
         tokens = self.drafter.tokens_per_update
         try:
             stats = self.drafter.refresh(limit_s=limit_s, clock=self._clock)

@@ -36,7 +36,6 @@ def example_of(line: RolloutLine) -> TrainingExample:
 
 
 def lines_of(groups: Iterable[ScoredGroup], *, temperature: float) -> Iterator[RolloutLine]:
-    """Return the lines of the responses of an RL step."""
     for group in groups:
         for trajectory, reward in zip(group.trajectories, group.rewards, strict=True):
             yield RolloutLine(
@@ -76,7 +75,6 @@ def read_rollouts(paths: Sequence[Path]) -> list[RolloutLine]:
 
 
 def write_rollouts(file: Path, lines: Iterable[RolloutLine]) -> None:
-    """Append the lines."""
     file.parent.mkdir(parents=True, exist_ok=True)
     with file.open("ab") as stream:
         for line in lines:

@@ -65,7 +65,6 @@ class Deadline:
         return self.on_any_rank(self.elapsed_s() + micro_steps * self._longest_s > self._limit_s)
 
     def on_any_rank(self, here: bool) -> bool:
-        """Return whether it is so on some rank. Collective."""
         if self._group is None:
             return here
         flag = torch.tensor([int(here)], dtype=torch.int32, device=self._device)

@@ -79,7 +79,6 @@ class PlainUpdater:
         return norm
 
     def abandon(self) -> None:
-        """Forget the gradients of an update that will not be made."""
         self._adam.zero_grad(set_to_none=True)
 
     def kept(self) -> Callable[[], None]:
@@ -128,7 +127,7 @@ class PlainUpdater:
         self.restore_optimizer(load_file(folder / OPTIMIZER))
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Whole tensors under Hugging Face names. Collective with ZeRO stage 3."""
+        """Give whole tensors under Hugging Face names. Collective with ZeRO stage 3."""
         return ((name, value.detach()) for name, value in self._model.named_parameters())
 
 
