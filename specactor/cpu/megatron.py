@@ -23,25 +23,10 @@ from specactor.cpu import torchvision_ops
 
 CPU = torch.device("cpu")
 
-_FACTORIES = [
-    "tensor",
-    "zeros",
-    "ones",
-    "empty",
-    "full",
-    "rand",
-    "randn",
-    "randint",
-    "arange",
-    "zeros_like",
-    "ones_like",
-    "empty_like",
-    "full_like",
-    "rand_like",
-    "as_tensor",
-    "linspace",
-    "eye",
-]
+_FACTORIES = (
+    "tensor zeros ones empty full rand randn randint arange zeros_like ones_like empty_like full_like rand_like "
+    "as_tensor linspace eye"
+)
 _METHODS = ["new_zeros", "new_ones", "new_empty", "new_full", "new_tensor"]
 
 _state = {"installed": False}
@@ -278,7 +263,7 @@ def _on_cpu(factory: Callable[..., Any]) -> Callable[..., Any]:
 
 def _install_devices() -> None:
     tensor = torch.Tensor
-    for name in _FACTORIES:
+    for name in _FACTORIES.split():
         replace(torch, name, _on_cpu(getattr(torch, name)))
     for name in _METHODS:
         replace(tensor, name, _on_cpu(getattr(tensor, name)))

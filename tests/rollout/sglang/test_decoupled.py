@@ -307,7 +307,7 @@ def lend(
         outcome = pool.generate(WAVES, on_finished=strike)
         assert facts(outcome.finished) == want
         assert outcome.drafters_woken > 0
-        assert not pool.drafters.is_awake(dry.index)
+        assert not pool.drafters.any_awake()
         assert not is_listening(sleeper.spec)
         counts = report(busy)
         assert counts.failures == 0
@@ -334,7 +334,7 @@ def test_a_drafter_on_a_dry_engines_core_that_is_killed_costs_no_token(setting: 
     footprint, killed = Footprint.of(sleeper.pid), []
 
     def strike(trajectory: object) -> None:
-        if not killed and lending.drafters.is_awake(dry.index) and report(busy).accepted > 0:
+        if not killed and lending.drafters.any_awake() and report(busy).accepted > 0:
             os.kill(child_of(sleeper), signal.SIGKILL)
             killed.append(trajectory)
 
