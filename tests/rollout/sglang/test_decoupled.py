@@ -298,7 +298,7 @@ def lend(
     pool: EnginePool, setting: Setting, done: Callable[[Counts], bool], strike: Callable[[object], None] | None = None
 ) -> None:
     """Rollouts like plain decoding, until what drafts did in one is as wanted; after each the core is free."""
-    [busy, dry], [sleeper] = pool.engines, pool.drafters.drafters
+    [busy, _], [sleeper] = pool.engines, pool.drafters.drafters
     want = plain(busy, WAVES)
     aim(busy, [address(sleeper.spec.endpoint)], setting.folder)
     configure(busy, setting.speculation())
@@ -330,7 +330,7 @@ def test_a_dry_engines_core_drafts_for_the_other_and_is_left_in_time(setting: Se
 
 
 def test_a_drafter_on_a_dry_engines_core_that_is_killed_costs_no_token(setting: Setting, lending: EnginePool) -> None:
-    [sleeper], [busy, dry] = lending.drafters.drafters, lending.engines
+    [sleeper], [busy, _] = lending.drafters.drafters, lending.engines
     footprint, killed = Footprint.of(sleeper.pid), []
 
     def strike(trajectory: object) -> None:
