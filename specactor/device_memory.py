@@ -77,8 +77,7 @@ class DeviceMemory:
 
 
 class HostCopies:
-    """Main weights and moments of optimizers in pinned host memory, which is kept: pinning takes longer than
-    copying."""
+    """Main weights and moments of optimizers in pinned host memory, which is kept: pinning is slow."""
 
     def __init__(self) -> None:
         self._hosts: dict[tuple[int, str], Tensor] = {}

@@ -1,7 +1,7 @@
 """The form of every rule on a setting. PURE.
 
-What is wrong is one `ConfigError` of one line, with the dotted path of the setting, its value, what was expected, and
-the way out.
+What is wrong is one `ConfigError` of one line, with the setting's dotted path, its value, what was expected, and the
+way out.
 """
 
 from __future__ import annotations

@@ -1,5 +1,4 @@
-"""Core attention for Megatron's local layer spec with packed sequences and context parallelism, which Megatron's own
-lacks.
+"""Core attention for Megatron's local layer spec with packed sequences and context parallelism, unlike Megatron's.
 
 Shapes: T packed tokens on this rank, H query heads, G key-value heads, D head size, B sequences of a bucket, L and K
 padded query and key lengths.

@@ -1,8 +1,7 @@
 """In which order problems are drawn, and the seed of each response. PURE.
 
 The order is a function of (number of problems, seed) alone: epoch after epoch, each a fresh permutation; without
-shuffling, that of the source. A stream that is restored from its state goes on exactly as the stream that the state was
-taken from.
+shuffling, that of the source. A stream that is restored from its state goes on as the first one.
 """
 
 from __future__ import annotations

@@ -182,8 +182,7 @@ def show_memory(argv: Sequence[str], console: Console) -> None:
 
 
 def acceptance_at(words: Sequence[str], drafter: str) -> float:
-    """Return P(a draft token is accepted) of a drafter; its own NAME=NUMBER comes before a plain number. Raises
-    ConfigError."""
+    """Return P(a draft token is accepted) of a drafter: its own NAME=NUMBER, or a plain number. Raises ConfigError."""
     found: dict[str, float] = {}
     for word in words:
         name, _, number = word.rpartition("=")

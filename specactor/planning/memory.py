@@ -1,7 +1,6 @@
 """What takes the memory of a job's fullest device, by phase of a step: a recipe's numbers in, bytes out.
 
-Invariants: no phase leaves out what another that holds the same tensors counts; more devices in a dimension never
-make a row larger.
+Invariants: no phase leaves out what another that holds the same tensors counts; more devices never make a row larger.
 
 Source: Megatron-core's distributed optimizer. Activations and `OVERHEAD_BYTES` are estimates.
 """

@@ -132,8 +132,7 @@ class Candidates:
 
 
 def from_table(table: CostTable, *, devices: int, survivals: Mapping[str, tuple[float, ...]]) -> Candidates:
-    """Return the options of a measured table, of an engine on `devices` devices. Memory is not known, so it refuses
-    nothing."""
+    """Return the options of a measured table, of an engine on `devices` devices. Nothing is refused for memory."""
     process, drafters = table.process, []
     for name, grid in table.drafters.items():
         alone = process is None and name not in TEXT_DRAFTERS

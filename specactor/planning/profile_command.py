@@ -1,8 +1,7 @@
-"""``specactor profile``: measures the rounds of a recipe's engine, and of its drafter process, and writes a cost
-table.
+"""``specactor profile``: measures rounds of a recipe's engine and drafter process, and writes a cost table.
 
-Invariants: what cannot be profiled is refused before an engine starts; the table appears under its name only when it
-is whole; after an error or an interrupt neither a file nor a process is left.
+Invariants: what cannot be profiled is refused before an engine starts; the table appears under its name only when it is
+whole; after an error or an interrupt neither a file nor a process is left.
 """
 
 from __future__ import annotations

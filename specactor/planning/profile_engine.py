@@ -1,9 +1,7 @@
-"""Measures the seconds of rounds in a running engine, cell by cell (`profile_grid`), and of a drafter process with
-it.
+"""Measures the seconds of rounds in a running engine, cell by cell (`profile_grid`), and of a drafter process.
 
 Invariants: a cell holds seconds of rounds with exactly its number of requests and draft tokens; a pass goes over all
-cells, so that a slow minute does not fall on some alone; the engine is as before afterwards, but for its prefix
-cache.
+cells, so that a slow minute does not fall on some alone; the engine is left as it was, but for its prefix cache.
 """
 
 from __future__ import annotations
@@ -48,8 +46,7 @@ class Sizes:
 
     @classmethod
     def of(cls, config: RolloutConfig, *, vocab: int, context: int) -> Sizes:
-        """Make prompts as long as a sequence that is half done. Raises PlanError where the model's context is too
-        short."""
+        """Make prompts as long as a half-done sequence. Raises PlanError where the model's context is too short."""
         response = max(_response(drafter, config.speculation.max_window) for drafter in ("", "any"))
         room = context - response
         if room < 1:

@@ -149,8 +149,7 @@ def beside(table: CostTable, drafts: Sequence[Point], verifies: Iterable[Point])
 
 
 def without_waits(drafts: Sequence[Point], waited_s: float) -> list[Point]:
-    """Take `waited_s` off the seconds of `drafts`. An engine waits where that pays; a planner would count it as a
-    loss."""
+    """Take `waited_s` off the seconds of `drafts`. Engines wait where that pays; a planner would see a loss."""
     total_s = sum(seconds for *_, seconds in drafts)
     share = 1.0 - waited_s / total_s if total_s > waited_s else 1.0
     return [(n, total, share * seconds) for n, total, seconds in drafts]

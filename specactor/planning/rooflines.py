@@ -1,7 +1,6 @@
 """Cost tables from published device figures, for devices that nobody has measured. PURE: shapes and figures in.
 
-Left out: imbalance of experts, prefills beside decodes, stragglers, the host, and kernels that fall short of the
-attained shares.
+Left out: imbalance of experts, prefills beside decodes, stragglers, the host, and kernels below the attained shares.
 
 Invariants: seconds do not fall with requests, tokens or context; devices are added within one node.
 """
@@ -38,8 +37,7 @@ class Roofline:
         attained: Attained | None = None,
         keys_once: bool = False,
     ) -> None:
-        """Set up for a `context` of tokens in the KV cache, on average; `keys_once` reads keys once per request, not
-        per row."""
+        """Take the mean `context` in tokens of the KV cache; `keys_once` reads keys once per request, not per row."""
         assert 1 <= devices <= device.node_devices, f"{devices} of a node of {device.name}"
         assert context >= 0, context
         self.shape, self.device, self.devices, self.context = shape, device, devices, context

@@ -1,9 +1,8 @@
-"""Which devices verify, which draft, with what window: a search over all plans. PURE: tables and counts in, plans
-out.
+"""Which devices verify, which draft, with what window: a search over all plans. PURE.
 
 Invariants: the first plan has the most tokens per second of the whole cluster, and off wins ties; a drafter with
-acceptance 0 is never in it; survivals that rise never lower its speed, but for rows that cost more than they bring;
-no plan exceeds the devices.
+acceptance 0 is never in it; survivals that rise never lower its speed, but for rows that cost more than they bring; no
+plan exceeds the devices.
 """
 
 from __future__ import annotations
@@ -191,8 +190,7 @@ def _pair(
 def _lasting(
     of: _Verifying, drafter: DrafterOption, engine: DrafterEngine, served: int, window: int, max_window: int
 ) -> tuple[float, float, float, str]:
-    """Return (share of rounds with a window, tokens per round, its seconds, why) of rounds that last until windows
-    come."""
+    """Return (share of rounds with a window, tokens per round, its seconds, why) of rounds that wait for windows."""
     draft_s = engine.seconds.at(served, window + 1) + of.cluster.message_s
     rounds = pipelined(drafter.survival, window)
     verify_s = _round_s(of).at(of.requests, 1.0 + rounds.ready * window)

@@ -1,10 +1,9 @@
-"""How many tokens a round of speculation emits, coupled and decoupled. PURE: probabilities and seconds in, tokens
-out.
+"""How many tokens a round of speculation emits, coupled and decoupled. PURE.
 
 survival_j = P(the first j draft tokens are accepted).
 
-Invariants: a round emits at least 1 token; tokens and share do not fall when survivals rise; with a drafter that
-takes no time `running` is `pipelined`.
+Invariants: a round emits at least 1 token; tokens and share do not fall when survivals rise; with a drafter that takes
+no time `running` is `pipelined`.
 
 Shape legend: S states, K windows 0..w.
 """

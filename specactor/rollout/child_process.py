@@ -1,8 +1,7 @@
 """A child process as its owner sees it, an engine or a drafter: started, asked, watched, ended.
 
-Invariants: sending never waits, and no wait is unbounded; a late answer is not taken for another's; a child that
-dies, or sends no valid frame, is dead at once; after `kill` nothing of it is left; when the owner dies, it ends by
-itself.
+Invariants: sending never waits, and no wait is unbounded; a late answer is not taken for another's; a child that dies,
+or sends no valid frame, is dead at once; after `kill` nothing of it is left; it ends when the owner dies.
 """
 
 from __future__ import annotations
@@ -118,8 +117,7 @@ class ChildProcess(Generic[Answer]):
         return not self._start.inbox.empty()
 
     def wait_ready(self, timeout_s: float) -> Answer:
-        """Return the answer to its start. Without one, and with `Failed`, raises EngineError, and nothing of it is
-        left."""
+        """Return the answer to its start. Else raises EngineError, and nothing of it is left."""
         try:
             answer = self._start.next(timeout_s)
         except TimeoutError:

@@ -1,8 +1,7 @@
 """The drafter processes of a run: which host gets which, who starts them, where they listen, what engines are told.
 
-Invariants: every drafter has an address, and keys of its host, new in every run; a rank that starts no drafter does
-not learn the drafters' keys; no two drafters of a job have one number; what is wrong with the config is raised on all
-ranks.
+Invariants: every drafter has an address, and keys of its host, new in every run; a rank that starts no drafter does not
+learn the drafters' keys; no two drafters of a job have one number; errors of the config are raised on all ranks.
 """
 
 from __future__ import annotations
@@ -154,8 +153,8 @@ def host_of(config: Config, view: View) -> View:
 
 
 def drafting_hosts(config: Config, hosts: Sequence[View]) -> list[View]:
-    """Return the hosts that get `parallel.drafters`, or lend devices, from each rank's own. Raises ConfigError for one
-    that is not there."""
+    """Return the hosts that get `parallel.drafters`, or lend devices, from each rank's own. Raises ConfigError for a
+    missing one."""
     numbered, p = list(dict.fromkeys(hosts)), config.parallel
     if config.lends_devices:
         return numbered

@@ -1,8 +1,7 @@
 """Groups of responses that may take more than one step. PURE: responses in, groups out.
 
 Invariants: a step learns from as many groups as it wants, each whole; a group is learned from at most once, and with
-`partial` in the end always (unless the run ends first); a request keeps its seed and id, and so its noise, over
-steps.
+`partial` in the end always (unless the run ends first); a request keeps its seed and id, and so its noise.
 """
 
 from __future__ import annotations
@@ -66,8 +65,7 @@ def opened(
 
 
 def share(groups: Sequence[OpenGroup], want: int, *, engines: int, own: Collection[int]) -> int:
-    """Return how many groups must become complete on a rank with the engines `own`; all ranks' shares make `want` or
-    more.
+    """Return how many groups must become complete on a rank with the engines `own`; shares make `want` or more.
 
     Group i runs on engine i modulo `engines`. A rank's share of `want` is as large as its share of the engines.
     """

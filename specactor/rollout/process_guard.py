@@ -1,8 +1,7 @@
 """The process around an engine or a drafter that leaves nothing behind. POSIX only: no SGLang, no torch.
 
-Invariants: when the guard has exited, every process below it is gone, with its temporary folder and files in
-/dev/shm; when its owner dies, the guard ends the host within `GRACE_S`; when the guard is killed, the kernel kills
-the host.
+Invariants: when the guard has exited, every process below it is gone, with its temporary folder and files in /dev/shm;
+when its owner dies, the guard ends the host within `GRACE_S`; when the guard is killed, so is the host.
 """
 
 from __future__ import annotations

@@ -79,8 +79,7 @@ def going_on(request: RolloutRequest, response: Trajectory) -> RolloutRequest:
     """Return `request`, to be gone on with from what there is of its response.
 
     Noise is keyed by seed and position, so the tokens are those of one engine, up to rounding: the beginning's keys
-    come from a prefill now, so log-probabilities may differ by 1e-5 in float32, and a token where two are tied that
-    nearly.
+    come from a prefill now, so log-probabilities may differ by 1e-5 in float32, and nearly tied tokens.
     """
     if not response.token_ids:
         return request

@@ -109,8 +109,7 @@ class Lengths:
         self._sums = list(accumulate(reversed(self._sorted), initial=0))
 
     def expected_left(self, emitted: int, limit: int) -> float:
-        """Return how many tokens a response will yet get, if it goes on as longer ones did: from 1 to what the limit
-        allows."""
+        """Return how many tokens a response will yet get, if it goes on as longer ones did, from 1 to the limit."""
         longer = len(self._sorted) - bisect_right(self._sorted, emitted)
         mean = self._sums[longer] / longer if longer else float(limit)
         return max(1.0, min(mean, limit) - emitted)

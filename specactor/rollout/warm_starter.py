@@ -143,8 +143,8 @@ class WarmStarter:
 def fork(
     module: str, arguments: tuple[str, ...], files: tuple[int, int], environment: Mapping[str, str]
 ) -> Forked | None:
-    """Return a process that runs ``python -m module arguments --fd N``, N and standard output being `files`; None
-    without a starter."""
+    """Return a process that runs ``python -m module arguments --fd N``, N and its output being `files`; None without a
+    starter."""
     name = os.environ.get(NAME)
     if not name or cpu.has_gpu():
         return None

@@ -1,7 +1,6 @@
 """``specactor simulate``: RL steps of a cluster in virtual time, with the planner that engines call. Needs no GPU.
 
-Invariants: equal settings give equal results; what is wrong on the command line is one error of one line; nothing is
-written.
+Invariants: equal settings give equal results; a wrong command line is one error of one line; nothing is written.
 """
 
 from __future__ import annotations

@@ -91,8 +91,8 @@ class Decider:
         *,
         fits: Mapping[str, int | None],
     ) -> None:
-        """Believe `remote` of the drafters of a decoupled plan; `fits`: by drafter here, requests beside which it fits;
-        None: any."""
+        """Believe `remote` of a decoupled plan's drafters; `fits`: requests beside which a drafter fits here, None:
+        any."""
         self.fits = fits
         self.plan, self.policy, self.believed, self.remote = plan, policy, believed, remote
         self.costs = OnlineCosts(believed.costs)
@@ -112,8 +112,7 @@ class Decider:
         return self.acceptance[method]
 
     def decide(self, sequences: Sequence[DraftSequence], current: Sequence[DraftPlan], served: float) -> Decision:
-        """Decide for each request, given what it does now; `served`: requests of the remote drafter that serves this
-        engine."""
+        """Decide for each request, given what it does now; `served`: requests of this engine's remote drafter."""
         requests = len(sequences)
         if not self.adapts:
             return _same(self.plan.draft, requests)

@@ -1,7 +1,6 @@
 """An engine of the simulator: its requests, and how far they are. PURE: virtual time is passed in.
 
-Invariants: time does not go back; a request is running, waiting or finished, and only one of them; its tokens never
-exceed its length.
+Invariants: time does not go back; a request is either running, waiting or finished; its tokens never exceed its length.
 
 Shape legend: B running requests, N all.
 """

@@ -1,5 +1,4 @@
-"""A rollout in virtual time: engines, drafters and requests as discrete events. PURE: values and a seed in, values
-out.
+"""A rollout in virtual time: engines, drafters and requests as discrete events. PURE.
 
 Invariants: time is monotonic; every request finishes once, with all its tokens; the engines emit the tokens of all
 requests; no device is busy for longer than there is time; equal input gives equal bits.

@@ -1,8 +1,7 @@
-"""Tokens and seconds of a round in which requests do different things. PURE: probabilities and tables in, numbers
-out.
+"""Tokens and seconds of a round in which requests do different things. PURE.
 
-Invariants: a round emits at least one token per request; a round without windows is a plain step; better survivals
-never emit less.
+Invariants: a round emits at least one token per request; without windows it is a plain step; better survivals emit no
+less.
 
 Shape legend: B requests, W positions.
 """
@@ -62,8 +61,7 @@ def round_of(
     beside: Beside | None = None,
     alike: float = 0.5,
 ) -> Round:
-    """Return the round. The requests verify `drafter`'s tokens, drafted on the verifier's devices or, by `remote`,
-    elsewhere.
+    """Return the round. The requests verify `drafter`'s tokens, drafted on their devices or, by `remote`, elsewhere.
 
     A request's method offers window w in a share ready of its rounds (1 on the verifier's devices, `pipelined`
     elsewhere), so it accepts j tokens or more with probability ready * survival_j.

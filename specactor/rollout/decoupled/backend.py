@@ -49,8 +49,7 @@ class Continuer(Protocol):
     version: int  # of the weights that it drafts with
 
     def extend(self, lanes: Sequence[Lane]) -> list[list[int]]:
-        """Return one or more tokens that may follow each lane; none where it cannot go on. Keys are unique in a
-        call."""
+        """Return one or more tokens that may follow each lane; none where it cannot go on. Keys are unique."""
 
     def forget(self, key: Hashable) -> None:
         """Forget a request that is over; unknown keys are ignored."""

@@ -1,7 +1,6 @@
 """The drafter's end: what it knows of the requests of all engines, and what it has drafted ahead of them.
 
-PURE: frames and seconds in, frames out. Events and what they do: docs/decoupled.md. The invariants stand at
-`Mirrors`.
+PURE: frames and seconds in, frames out. Events and what they do: docs/decoupled.md. Invariants: see `Mirrors`.
 """
 
 from __future__ import annotations
@@ -229,8 +228,7 @@ class Mirrors:
         del self._engines[session.engine]
 
     def _beat(self, session: _Session, beat: Beat) -> None:
-        """Drop what is not listed, ask for what is missing as far as there is room, and send all tails again: some may
-        be lost."""
+        """Drop what is not listed, ask for what is missing as far as there is room, and send all tails again."""
         session.pulse = True
         listed = {request for request, _, _ in beat.requests}
         for request in [request for request in session.mirrors if request not in listed]:

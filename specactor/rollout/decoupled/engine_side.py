@@ -1,6 +1,6 @@
 """The engine's end: which drafter serves which request, and what it has drafted for it.
 
-PURE: frames and seconds in, frames out. Events and what they do: docs/decoupled.md. The invariants stand at `Tails`.
+PURE: frames and seconds in, frames out. Events and what they do: docs/decoupled.md. Invariants: see `Tails`.
 """
 
 from __future__ import annotations
@@ -74,13 +74,11 @@ class Tails:
 
     Invariants: no draft token stands on another prefix than the one that it was drafted for; a request is with one
     drafter or none, and only that drafter's tails count; a drafter that does not answer for `SILENT_S` loses its
-    requests to the others, and is told all that it should hold when it answers again; one tail per open request is
-    kept.
+    requests to the others, and is told all that it should hold when it answers again; one tail is kept per request.
     """
 
     def __init__(self, session: int, *, engine: str, num_drafters: int, window: int) -> None:
-        """Start without requests; `engine` is a name that a restart keeps, `window` the most draft tokens of a
-        verify."""
+        """Start without requests; a restart keeps the name `engine`; a verify takes at most `window` tokens."""
         self.session = session
         self.engine = engine
         self.window = window

@@ -1,8 +1,7 @@
 """A drafter process: hear engines, draft for the requests that want a token, send what was drafted, answer the owner.
 
 Invariants: an idle or sleeping process takes no processor time; it ends on SIGTERM, at the end of its owner's stream,
-and when its parent is dead; no frame of any content ends it; when the continuer raises, the process ends with that
-exception.
+and when its parent is dead; no frame of any content ends it; when the continuer raises, so does the process.
 """
 
 from __future__ import annotations

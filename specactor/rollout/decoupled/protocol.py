@@ -115,8 +115,7 @@ class Tail(NamedTuple):
 
 
 class TailColumns(_Record, frozen=True, tag=20):
-    """Drafter: packed tails in columns, since an object for each of hundreds costs an engine too much. A request is in
-    it once."""
+    """Drafter: packed tails in columns, since hundreds of objects cost an engine too much. Requests are in it once."""
 
     requests: bytes  # 8 bytes each
     bases: bytes  # 8 bytes each

@@ -77,8 +77,7 @@ class DrafterProcess(ChildProcess[FromDrafter]):
         return self.started
 
     def work(self, *, trace: bool, timeout_s: float = WORK_TIMEOUT_S) -> Work | None:
-        """Return what it did since it was asked last, None without an answer in time; `trace`: record spans from now
-        on."""
+        """Return what it did since it was asked last, None if too late; `trace`: record spans from now on."""
         work = self._ask(AskWork(trace=trace), Work, timeout_s)
         return work if isinstance(work, Work) else None
 

@@ -1,9 +1,8 @@
-"""Frames between engines and drafter processes over ZeroMQ: a DEALER socket per drafter, one ROUTER socket per
-drafter process.
+"""Frames between engines and drafter processes over ZeroMQ: engines have DEALER sockets, a drafter a ROUTER.
 
-Invariants: sending and receiving never block, a frame that finds no room is dropped and counted; without keys a
-drafter listens on this host only; with keys both ends prove theirs (CURVE); nothing that arrives is interpreted
-beyond the connection's name.
+Invariants: sending and receiving never block, a frame that finds no room is dropped and counted; without keys a drafter
+listens on this host only; with keys both ends prove theirs (CURVE); nothing that arrives is interpreted beyond the
+connection's name.
 """
 
 from __future__ import annotations

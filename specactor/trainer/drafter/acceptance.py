@@ -99,8 +99,7 @@ def with_top_k(
     tokens_per_pass: int = 4096,
     go_on: Callable[[], bool] = lambda: True,
 ) -> list[TrainingExample]:
-    """Return the examples, longest first, with the target's top-k. It ends early when `go_on`, asked between passes, is
-    false."""
+    """Return the examples, longest first, with the target's top-k. It ends when `go_on` is false between passes."""
     made = []
     for members, batch in _passes(examples, tokens_per_pass):
         if not go_on():

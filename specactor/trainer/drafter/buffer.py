@@ -1,8 +1,8 @@
 """The newest rollouts, for the draft model to learn from. PURE: arrays in, arrays out.
 
 Invariants: the buffer never exceeds `max_tokens`; the oldest policy version leaves first, and of one version the
-shortest response; what is drawn depends on the seed, the draw's number and the content; a restored state is equal bit
-for bit.
+shortest response; what is drawn depends on the seed, the draw's number and the content; a restored state has equal
+bits.
 
 Shape legend: L tokens, R of the response, K top-k.
 """
@@ -86,8 +86,7 @@ class DraftBuffer:
     """The buffer of one run; the same on every rank."""
 
     def __init__(self, *, max_tokens: int, half_life_steps: float, seed: int, max_example_tokens: int) -> None:
-        """Start empty. Longer examples than `max_example_tokens` are cut, or left out if their prompt alone is that
-        long."""
+        """Start empty. Longer examples than `max_example_tokens` are cut, or left out if the prompt is that long."""
         self._max_tokens, self._half_life, self._seed = max_tokens, half_life_steps, seed
         self._longest = min(max_example_tokens, max_tokens)
         self._examples: list[TrainingExample] = []

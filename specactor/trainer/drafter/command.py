@@ -1,9 +1,7 @@
-"""``specactor drafter init|train|eval``: prepare a draft model offline, on the CPU, from a target and rollouts of a
-run.
+"""``specactor drafter init|train|eval``: prepare a draft model offline, on the CPU, from a target and rollouts.
 
-Invariants: what is wrong on the command line is one ConfigError, and `out` is checked before any work; a model's
-folder appears whole or not at all; equal arguments, with --updates and --threads, write equal bytes unless the time
-is over first.
+Invariants: what is wrong on the command line is one ConfigError, and `out` is checked before any work; a model's folder
+appears whole or not at all; equal arguments, with --updates and --threads, write equal bytes unless time runs out.
 """
 
 from __future__ import annotations

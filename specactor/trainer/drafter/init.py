@@ -85,8 +85,7 @@ def make_draft_model(target: Path, folder: Path, start: Start) -> int:
 
 
 def read_model(folder: Path, device: torch.device | str = "cpu") -> Any:
-    """Read a causal model in float32; the process's random state is left alone. Raises ConfigError where there is
-    none."""
+    """Read a causal model in float32, leaving the random state alone. Raises ConfigError where there is none."""
     auto = the_transformers().AutoModelForCausalLM
     try:
         with torch.random.fork_rng(devices=[]):

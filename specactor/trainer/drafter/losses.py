@@ -1,5 +1,4 @@
-"""The draft model's loss: training examples as padded tensors, and how far the draft model is from the policy on
-them.
+"""The draft model's loss: training examples as padded tensors, and the draft model's distance from the policy.
 
 Invariant: an example's loss does not depend on its neighbours.
 

@@ -1,8 +1,7 @@
 """The draft model in a run: it learns after a step, its new weights reach whoever drafts, and checkpoints hold it.
 
-Invariants: every rank calls the same methods with the same values; the policy's tokens, rewards and losses are those
-of a run without it; after `save` and `load` it goes on as if it had not stopped. What may fail stands at
-`Distillation`.
+Invariants: every rank calls the same methods with the same values; the policy's tokens, rewards and losses are those of
+a run without it; after `save` and `load` it goes on as if it had not stopped. What may fail: see `Distillation`.
 """
 
 from __future__ import annotations
@@ -148,8 +147,8 @@ class Distillation:
         return metrics | {"drafter/oldest_version": self._oldest()}
 
     def save(self, folder: Path) -> None:
-        """Write into a checkpoint's folder, unless weights are not finite. Collective. Raises CheckpointError where the
-        disk fails."""
+        """Write into a checkpoint, unless weights are not finite. Collective. Raises CheckpointError where the disk
+        fails."""
         own = folder / FOLDER
         if not self._is_sound():
             return  # a run that resumes there begins with the draft model of the config
@@ -169,8 +168,7 @@ class Distillation:
                 self._collective.together("checkpoint", write)
 
     def load(self, checkpoint: Path) -> None:
-        """Load from a checkpoint; one of a run without refreshes has nothing, and the draft model starts anew.
-        Collective."""
+        """Load from a checkpoint; without a draft model in it that starts anew. Collective."""
         folder = checkpoint / FOLDER
         if self._collective.any(not folder.is_dir()):
             self._note(f"{checkpoint} holds no draft model: it starts from {self._folder}")

@@ -75,8 +75,7 @@ class TopKRecorder:
     def __init__(
         self, k: int, *, temperature: float, vocab_size: int, device: torch.device, group: dist.ProcessGroup | None
     ) -> None:
-        """Start empty. `vocab_size` is of all ranks; `group` shares the vocabulary (None: every rank holds all of
-        it)."""
+        """Start empty. `vocab_size` is of all ranks; `group` shares it (None: every rank holds all)."""
         self._k, self._temperature, self._group = k, temperature, group
         self._vocab_size, self._device = vocab_size, device
         self._counts = group is None or dist.get_rank(group) == 0  # the others have the same
@@ -113,7 +112,6 @@ class TopKRecorder:
             self._known[id(sequence)] = TopK(tokens=tokens.numpy(), logprobs=values.numpy().astype(np.float16))
 
     def take(self, sequences: Sequence[TrainSequence]) -> list[TopK]:
-        """Return the top-k of all sequences of the step, the very objects that were learned from, and be empty
-        again."""
+        """Return the top-k of all sequences of the step, the very objects that were learned from, and empty it."""
         known, self._known = self._known, {}
         return [known[id(sequence)] for sequence in sequences]
