@@ -36,7 +36,7 @@ from benchmarks.tail_speed import LAW, long_sums
 from benchmarks.trained_models import Models, task_models
 from specactor.config import EngineConfig, RolloutConfig, SpeculationConfig
 from specactor.parallel.layout import ModelShape
-from specactor.planning.profile_engine import Sizes, measure
+from specactor.planning.profile_command import Sizes, measure
 from specactor.planning.profile_grid import cells, checks, cost_table
 from specactor.rollout.sglang.engine_client import Engine, EngineSpec, running
 from specactor.rollout.sglang.speculation_calls import CONFIGURE

@@ -19,7 +19,7 @@ from rich.console import Console
 from specactor.config import Config, EngineConfig, RolloutConfig, SpeculationConfig
 from specactor.errors import ConfigError, PlanError
 from specactor.planning import profile_command as profiling
-from specactor.planning.profile_engine import FILLER, PASSES, ROUNDS_PER_PASS, Sizes, measure, measure_process
+from specactor.planning.profile_command import FILLER, PASSES, ROUNDS_PER_PASS, Sizes, measure, measure_process
 from specactor.planning.profile_grid import Cell, cells, checks, cost_table
 from specactor.recipes import load
 from specactor.rollout.decoupled.spec import Work
