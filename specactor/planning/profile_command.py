@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
 from statistics import median
+from typing import Literal
 
 import msgspec
 from rich.console import Console
@@ -43,7 +44,7 @@ from specactor.rollout import cost_file
 from specactor.rollout.decoupled.spec import DrafterSpec
 from specactor.rollout.decoupled.supervisor import DrafterProcess
 from specactor.rollout.decoupled.transport import Address, DrafterAccess
-from specactor.rollout.drafter_start import Host, make_specs
+from specactor.rollout.drafter_start import Host, draft_shape, make_specs
 from specactor.rollout.sglang.engine_client import Engine, EngineSpec, running
 from specactor.rollout.sglang.speculation_calls import CONFIGURE, FIGURES, ROUNDS, Rounds
 from specactor.rollout.speculation.costs import METHOD, CostTable, Point, ProcessCosts
@@ -93,22 +94,11 @@ def run(config: Config, *, out: Path | None, limit_s: float, console: Console) -
 
 def _check(config: Config) -> None:
     """Refuse what has no model yet, and what this machine cannot hold."""
-    if config.model.tiny is None and not (Path(config.model.path) / "config.json").is_file():
-        raise ConfigError.at(
-            "model.path",
-            config.model.path,
-            "a folder with config.json",
-            "Give the folder of a Hugging Face model. A run writes its own to RUN/export: "
-            f"torchrun --nproc-per-node N launch/train_moe.py {config.name}",
-        )
+    if config.model.tiny is None:
+        ModelShape.read(Path(config.model.path))
     speculation = _profiled(config.rollout.speculation)
-    if "model" in speculation.drafters and not (Path(speculation.draft_model) / "config.json").is_file():
-        raise ConfigError.at(
-            "rollout.speculation.draft_model",
-            speculation.draft_model,
-            "a folder with config.json",
-            "Give the folder of a Hugging Face model, or take model out of rollout.speculation.drafters.",
-        )
+    if "model" in speculation.drafters:
+        draft_shape(speculation.draft_model)
     found = len(gpus())
     if 0 < found < config.parallel.engine_tensor:
         raise ConfigError.at(
@@ -317,7 +307,7 @@ def measure_once(
         key=lambda cell: (cell.drafter, cell.window),
     ):
         of_window = list(group)
-        engine.rank_call(CONFIGURE, msgspec.json.encode(_drafting(config, drafter, window)), timeout_s=CALL_S)
+        _configure(engine, config, mode="coupled", drafter=drafter or FILLER, window=window)
         for cell in of_window:
             if is_late():
                 return None
@@ -329,9 +319,12 @@ def measure_once(
     return found
 
 
-def _drafting(config: RolloutConfig, drafter: str, window: int) -> SpeculationConfig:
-    drafters = (drafter or FILLER,)
-    return replace(config.speculation, mode="coupled", drafters=drafters, window=window, fastest_of=1, cost_table="")
+def _configure(
+    engine: Engine, config: RolloutConfig, *, mode: Literal["coupled", "decoupled"], drafter: str, window: int
+) -> None:
+    """Have the engine speculate with this drafter and window alone."""
+    alone = replace(config.speculation, mode=mode, drafters=(drafter,), window=window, fastest_of=1, cost_table="")
+    engine.rank_call(CONFIGURE, msgspec.json.encode(alone), timeout_s=CALL_S)
 
 
 def _seconds(cell: Cell, rounds: Rounds) -> list[float]:
@@ -436,15 +429,7 @@ def _drafted(
 ) -> tuple[list[Point], Rounds, float]:
     """Return (turns of the process, rounds of the engine, seconds in which it waited for drafts)."""
     assert engine.ready is not None
-    ahead = replace(
-        config.speculation,
-        mode="decoupled",
-        drafters=(METHOD,),
-        window=config.speculation.max_window,
-        fastest_of=1,
-        cost_table="",
-    )
-    engine.rank_call(CONFIGURE, msgspec.json.encode(ahead), timeout_s=CALL_S)
+    _configure(engine, config, mode="decoupled", drafter=METHOD, window=config.speculation.max_window)
     tokens = min(TOKENS, sizes.longest_response(size, engine.ready.kv_tokens, config.speculation))
     turns: list[Point] = []
     for _ in range(REPEATS):

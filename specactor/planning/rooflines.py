@@ -155,7 +155,7 @@ def from_figures(
             raise ConfigError.at(
                 "engine_devices", g, f"a divisor of the {target.heads} heads of {target.name}", "Choose a divisor."
             )
-    sizes = sizes or [g for g in _powers(device.node_devices) if target.heads % g == 0]
+    sizes = sizes or [g for g in (1, 2, 4, 8) if g <= device.node_devices and target.heads % g == 0]
     most = {"max_window": max((len(survivals[d.name]) for d in drafters), default=1), "max_requests": max_requests}
     verifiers = []
     for g in sizes:
@@ -196,8 +196,3 @@ def _drafter_engine(roofline: Roofline, *, max_window: int, max_requests: int) -
 
 def _footprint(shape: TransformerShape, context: int) -> Footprint:
     return Footprint(weights_bytes=shape.weights_bytes, request_bytes=context * shape.kv_bytes_per_token)
-
-
-def _powers(largest: int) -> list[int]:
-    """1, 2, 4, .. up to `largest`."""
-    return [1 << k for k in range(largest.bit_length()) if 1 << k <= largest]

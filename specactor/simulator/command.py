@@ -61,6 +61,8 @@ def parsed(argv: Sequence[str]) -> SimulateOptions:
     options = parse(SimulateOptions, PROG, argv, positive=positive)
     if options.train_tokens_per_s < 0:
         raise ConfigError.at("train_tokens_per_s", options.train_tokens_per_s, ">= 0", f"Its meaning: {PROG} --help")
+    if options.cost_table and not options.train_tokens_per_s:
+        raise ConfigError.at("train_tokens_per_s", 0, "> 0 with --cost-table", "Give what a device trains.")
     if not options.modes:
         raise ConfigError.at("modes", "none", "at least one of off, coupled, decoupled, auto", "Name one.")
     return options
@@ -79,7 +81,8 @@ def jobs(options: SimulateOptions) -> dict[str, Job]:
         options=found,
         world=World(methods=methods, jitter=JITTER),
         policy=Policy(),
-        train_tokens_per_s=_train_tokens_per_s(options),
+        train_tokens_per_s=options.train_tokens_per_s
+        or trained_per_s(named_shape(options.model), device(options.device)),
         steps=options.steps,
         seed=options.seed,
     )
@@ -139,19 +142,8 @@ def figures(of: Run) -> dict[str, Any]:
     }
 
 
-def _train_tokens_per_s(options: SimulateOptions) -> float:
-    if options.cost_table and not options.train_tokens_per_s:
-        raise ConfigError.at("train_tokens_per_s", 0, "> 0 with --cost-table", "Give what a device trains.")
-    return options.train_tokens_per_s or trained_per_s(named_shape(options.model), device(options.device))
-
-
 def trained_per_s(shape: TransformerShape, hardware: Device) -> float:
     return hardware.flops * MFU / (TRAIN_FLOPS * shape.active_params)
-
-
-def _rows(runs: Mapping[str, Run]) -> list[tuple[str, ...]]:
-    first = next(iter(runs.values()))
-    return [(mode, *_row(of, first)) for mode, of in runs.items()]
 
 
 def _row(of: Run, first: Run) -> tuple[str, ...]:
@@ -183,6 +175,7 @@ def _show(options: SimulateOptions, runs: Mapping[str, Run], console: Console) -
     )
     for column in HEADING:
         table.add_column(column, justify="left" if column in ("mode", "plan") else "right", no_wrap=column != "plan")
-    for row in _rows(runs):
-        table.add_row(*row)
+    first = next(iter(runs.values()))
+    for mode, of in runs.items():
+        table.add_row(mode, *_row(of, first))
     console.print(table)

@@ -59,9 +59,11 @@ class DrafterProcess(ChildProcess[FromDrafter]):
         self.wake_s = FIRST_WAKE_S
         self._began_s = time.monotonic()
         self._sign: int | None = None  # number of the last call that was for a sign of life
+        # Without a GPU a drafter keeps to one core, if there is such a one.
+        core = spec.device if not cpu.has_gpu() and spec.device in os.sched_getaffinity(0) else None
         super().__init__(
             "specactor.rollout.decoupled.main:run",
-            Start(spec=replace(spec, core=_core(spec.device))),
+            Start(spec=replace(spec, core=core)),
             name=f"drafter {spec.index}",
             answers=FROM_DRAFTER,
             environment=cpu.process_environment((spec.device,)),
@@ -159,8 +161,3 @@ class DrafterProcess(ChildProcess[FromDrafter]):
         """Ask for an answer that nobody reads; return the call's number."""
         with self.call(question) as call:
             return call.number
-
-
-def _core(device: int) -> int | None:
-    """Return the core that a drafter without a GPU keeps to, if there is such a one."""
-    return device if not cpu.has_gpu() and device in os.sched_getaffinity(0) else None
