@@ -206,13 +206,12 @@ def longest_prompt(config: Config, max_position: int) -> int:
     if config.rollout.engine.max_total_tokens is not None:
         rooms["rollout.engine.max_total_tokens"] = config.rollout.engine.max_total_tokens - reserved
     limit, room = min(rooms.items(), key=lambda item: item[1])
-    if room <= config.rollout.max_new_tokens:
-        raise ConfigError.at(
-            "rollout.max_new_tokens",
-            config.rollout.max_new_tokens,
-            f"< {room}, so that a prompt fits beside it ({limit})",
-            "Shorten the responses, or raise that limit.",
-        )
+    rules_of(config)(
+        "rollout.max_new_tokens",
+        config.rollout.max_new_tokens < room,
+        f"< {room}, so that a prompt fits beside it ({limit})",
+        "Shorten the responses, or raise that limit.",
+    )
     return room - config.rollout.max_new_tokens
 
 

@@ -21,6 +21,7 @@ from rich.console import Console
 from rich.table import Table
 
 from specactor.config import MAX_WINDOW
+from specactor.config.rules import rules_of
 from specactor.errors import ConfigError
 from specactor.planning.gpu_specs import DEVICES, device
 from specactor.planning.memory import ESTIMATED, PHASES, memory_of, named_shape
@@ -87,15 +88,11 @@ def parse(kind: type[OptionsT], prog: str, argv: Sequence[str], *, positive: Seq
     ConfigError for what is wrong."""
     with one_line_errors(argv, lambda token: f"unknown setting {token}. Those there are: {prog} --help"):
         options = tyro.cli(kind, prog=prog, args=list(argv))
+    rule, known = rules_of(options), options.device.lower() in map(str.lower, DEVICES)
     for name in ("devices", "context", *positive):
-        if getattr(options, name) < 1:
-            raise ConfigError.at(name, getattr(options, name), ">= 1", f"Its meaning: {prog} --help")
-    if not 1 <= options.max_window <= MAX_WINDOW:
-        raise ConfigError.at("max_window", options.max_window, f"1..{MAX_WINDOW}", "No engine verifies a larger one.")
-    if options.device.lower() not in map(str.lower, DEVICES):
-        raise ConfigError.at(
-            "device", options.device, f"one of {', '.join(DEVICES)}", "For others measure: specactor profile RECIPE."
-        )
+        rule(name, getattr(options, name) >= 1, ">= 1", f"Its meaning: {prog} --help")
+    rule("max_window", 1 <= options.max_window <= MAX_WINDOW, f"1..{MAX_WINDOW}", "No engine verifies a larger one.")
+    rule("device", known, f"one of {', '.join(DEVICES)}", "For others measure: specactor profile RECIPE.")
     most = options.devices if options.cost_table else device(options.device).node_devices
     for size in options.engine_devices:
         if not 1 <= size <= most:

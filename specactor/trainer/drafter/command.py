@@ -18,7 +18,7 @@ import tyro
 from rich.console import Console
 
 from specactor.config import DraftTrainingConfig
-from specactor.config.rules import check_values
+from specactor.config.rules import check_values, rules_of
 from specactor.errors import ConfigError, DataError
 from specactor.recipes import one_line_errors
 from specactor.trainer.drafter import acceptance, init
@@ -117,15 +117,10 @@ def _check_train(options: TrainOptions) -> None:
         got = (options.minutes, options.updates)
         raise ConfigError.at("minutes, updates", got, "minutes > 0 and updates >= 0", f"See {PROG} train --help")
     check_values(options.distillation, "distillation")
-    usual = DraftTrainingConfig()
+    usual, rule = DraftTrainingConfig(), rules_of(options.distillation, "distillation")
     for name in OF_RUNS:
-        if getattr(options.distillation, name) != getattr(usual, name):
-            raise ConfigError.at(
-                f"distillation.{name}",
-                getattr(options.distillation, name),
-                f"{getattr(usual, name)} in {PROG} train",
-                "It concerns runs. Leave it out.",
-            )
+        own, default = getattr(options.distillation, name), getattr(usual, name)
+        rule(name, own == default, f"{default} in {PROG} train", "It concerns runs. Leave it out.")
 
 
 def run(argv: Sequence[str], console: Console) -> None:

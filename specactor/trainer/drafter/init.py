@@ -18,6 +18,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
+from specactor.config.rules import rules_of
 from specactor.cpu import torchvision_ops
 from specactor.errors import ConfigError, DataError
 
@@ -33,7 +34,7 @@ class TargetStart:
     num_layers: int = 1
 
     def __post_init__(self) -> None:
-        _check_positive(self, "num_layers")
+        rules_of(self, "start")("num_layers", self.num_layers > 0, "> 0", "See --help for its meaning.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,23 +50,16 @@ class RandomStart:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        sizes = ("hidden_size", "num_layers", "num_heads", "num_kv_heads", "head_dim", "intermediate_size")
-        _check_positive(self, *sizes)
-        if self.num_heads % self.num_kv_heads:
-            raise ConfigError.at(
-                "start.num_heads",
-                self.num_heads,
-                f"a multiple of num_kv_heads, {self.num_kv_heads}",
-                "Heads share keys and values in groups of one size.",
-            )
-        if self.head_dim % 2:
-            raise ConfigError.at("start.head_dim", self.head_dim, "an even number", "Rotary embeddings turn pairs.")
-
-
-def _check_positive(settings: object, *names: str) -> None:
-    for name in names:
-        if not getattr(settings, name) > 0:
-            raise ConfigError.at(f"start.{name}", getattr(settings, name), "> 0", "See --help for its meaning.")
+        rule = rules_of(self, "start")
+        for name in ("hidden_size", "num_layers", "num_heads", "num_kv_heads", "head_dim", "intermediate_size"):
+            rule(name, getattr(self, name) > 0, "> 0", "See --help for its meaning.")
+        rule(
+            "num_heads",
+            self.num_heads % self.num_kv_heads == 0,
+            f"a multiple of num_kv_heads, {self.num_kv_heads}",
+            "Heads share keys and values in groups of one size.",
+        )
+        rule("head_dim", self.head_dim % 2 == 0, "an even number", "Rotary embeddings turn pairs.")
 
 
 Start = TargetStart | RandomStart
