@@ -78,6 +78,8 @@ def _install_rng() -> None:
 
 
 def _install_splits() -> None:
+    """Convert split sizes without CUDA, too."""
+
     def to_numpy(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
         return tensor.cpu().numpy() if torch.is_tensor(tensor) and as_numpy else tensor
 
@@ -86,6 +88,7 @@ def _install_splits() -> None:
 
 
 def _install_experts() -> None:
+    """Define a name that upstream does not, and bring grouped linear maps."""
     module = _module("transformer.moe.moe_utils")
     if not hasattr(module, "te_general_gemm"):
         replace(module, "te_general_gemm", None)

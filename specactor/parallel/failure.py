@@ -80,6 +80,7 @@ def tell_launcher(message: str) -> None:
     """Have torchrun end its own report of the failure with `message`."""
     if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         with suppress(OSError):  # the message itself has been printed already
+            # Its root cause is the earliest failure in whole seconds; peers end within the same second.
             details = {"py_callstack": message, "timestamp": str(int(time.time()) - 1)}
             Path(file).write_text(json.dumps({"message": {"message": message, "extraInfo": details}}))
 

@@ -52,6 +52,7 @@ from specactor.rollout.speculation.counters import Figures
 from specactor.rollout.speculation.registry import make_drafters
 from specactor.types import RolloutRequest, SamplingParams
 
+# Its drafts fill their windows and are nearly always wrong, so that requests stay together in a timed verification.
 FILLER = "specactor.rollout.speculation.registry:Filler"
 PASSES = 3
 ROUNDS_PER_PASS = 6

@@ -218,6 +218,7 @@ class DrafterPool:
             if spec.engine is not None and spec.engine not in self._free:
                 continue  # the device may be the trainer's now, or its engine's
             deaths, late = self._deaths[index], self._late[index]
+            # Again after at most `max_restarts` deaths, and as many late ends in a row, each time twice as long after.
             pause_s = PAUSE_S * 2 ** max(0, deaths + late - 1)
             if max(deaths, late) <= spec.max_restarts and now_s - gone_s >= pause_s:
                 self._gone_s[index] = None

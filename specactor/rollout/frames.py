@@ -18,7 +18,7 @@ from specactor.errors import EngineError
 VERSION = 3
 START = 0  # number of the first call: the owner says what to start, and the answer says how that went
 MAX_BYTES = 1 << 30
-_HEADER = struct.Struct("<IB?I")
+_HEADER = struct.Struct("<IB?I")  # bytes of the message, version, whether it is the last of its call, call
 HEADER_BYTES = _HEADER.size
 _ENCODER = msgspec.msgpack.Encoder()
 Message = TypeVar("Message")

@@ -48,6 +48,8 @@ class Helper:
 
 
 class Engine:
+    """Between two events rounds are not simulated one by one: a request gains its tokens per round times rounds."""
+
     def __init__(self, index: int, option: VerifierOption, decider: Decider, slow: float) -> None:
         """Start without requests; `slow` is a factor on all its seconds."""
         self.index, self.option, self.decider, self.slow = index, option, decider, slow

@@ -80,6 +80,8 @@ def simulate(
 
 
 class Rollout:
+    """Events: a request finishes, an engine decides anew, a dry engine can draft for another."""
+
     def __init__(
         self,
         plan: RolloutPlan,

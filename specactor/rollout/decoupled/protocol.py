@@ -27,7 +27,7 @@ MAX_FRAME_BYTES = 16 << 20
 MAX_TAIL_TOKENS = 2 * MAX_WINDOW  # A window in the hands of the verifier, and a window ahead of it
 MAX_ROWS = 1 << 14  # tails in one record: with all their tokens, less than a frame
 NO_SESSION = 0
-_HEADER = struct.Struct("<4sB3xQQQ")
+_HEADER = struct.Struct("<4sB3xQQQ")  # magic, version, session of sender and receiver (0: unknown), number
 LARGEST = (1 << 63) - 1
 _LOG = logging.getLogger(__name__)
 TOKEN_BYTES = 4
@@ -36,6 +36,8 @@ assert sys.byteorder == "little", "frames hold arrays as this machine does"
 _COUNTS = bytes(range(MAX_TAIL_TOKENS + 1))  # all that a tail's number of tokens may be
 _UNPACK = [struct.Struct(f"<{count}i").unpack_from for count in range(MAX_TAIL_TOKENS + 1)]  # by tokens of a tail
 
+# Positions count output tokens from 0. Requests go by a number that an engine gives out once per session, so that a
+# message about one that has ended can never be taken for one about a later request.
 Number = Annotated[int, Meta(ge=0, le=LARGEST)]
 Token = Annotated[int, Meta(ge=0, lt=1 << 31)]
 

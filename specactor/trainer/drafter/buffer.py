@@ -160,6 +160,7 @@ class DraftBuffer:
     def _chances(self) -> NDArray[np.float64]:
         if self._known_chances is not None:
             return self._known_chances
+        # The policy has moved on from old responses, and long ones are what a rollout waits for.
         versions = np.array([example.version for example in self._examples])
         lengths = np.array([example.response_len for example in self._examples])
         chances: NDArray[np.float64] = lengths * 0.5 ** ((versions.max() - versions) / self._half_life)

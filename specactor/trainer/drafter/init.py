@@ -22,7 +22,7 @@ from specactor.config.rules import rules_of
 from specactor.cpu import torchvision_ops
 from specactor.errors import ConfigError, DataError
 
-MAX_INTERMEDIATE = 8192  # width of the dense MLP in place of experts
+MAX_INTERMEDIATE = 8192  # width of the dense MLP in place of experts; beyond it only the first are taken
 _MODEL = "model.layers."
 _MLP = ("gate_proj", "up_proj", "down_proj")
 
