@@ -83,7 +83,7 @@ def pinned() -> list[Finding]:
             version = metadata.version(need.name)
         except metadata.PackageNotFoundError:
             version = "missing"
-        # A local part such as +cpu names a build of the same version.
+        # a local part such as +cpu names a build of the same version.
         ok = version != "missing" and need.specifier.contains(Version(version).public, prereleases=True)
         exact = any(spec.operator == "==" for spec in need.specifier)
         if not ok or exact or need.name == "torch":

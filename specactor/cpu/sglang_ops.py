@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-MIN_ROWS = 4  # A matrix product with fewer rows takes other kernels (dot products), which round differently
+MIN_ROWS = 4  # a matrix product with fewer rows takes other kernels (dot products), which round differently
 KEY_BLOCK = 16  # numbers of keys are rounded up to a multiple of this
 LONG_KEY_BLOCK = 512  # the same beyond `SHORT_KEYS`: as many as PyTorch's kernel attends to at once
 SHORT_KEYS = 128  # so few are one sum in every product; more than 192 were split in halves (AVX-512, MKL)

@@ -15,7 +15,7 @@ from reasoning_gym.factory import DATASETS
 from specactor.errors import ConfigError, DataError
 from specactor.types import Problem
 
-Entry = dict[str, Any]  # A problem as reasoning-gym makes it: question, answer, metadata
+Entry = dict[str, Any]  # a problem as reasoning-gym makes it: question, answer, metadata
 
 
 def create_task(task: str, params: Mapping[str, object], *, size: int, seed: int) -> Any:

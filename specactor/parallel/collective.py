@@ -22,7 +22,7 @@ from specactor.errors import PeerFailedError
 
 T = TypeVar("T")
 
-HEARTBEAT_S = 5.0  # A rank that is busy in `Collective.together` joins an exchange at least this often
+HEARTBEAT_S = 5.0  # a rank that is busy in `Collective.together` joins an exchange at least this often
 
 _RUNNING, _DONE, _FAILED = 0, 1, 2
 

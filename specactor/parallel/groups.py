@@ -27,7 +27,7 @@ def init(layout: Layout, parallel: ParallelConfig, *, seed: int, local_rank: int
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
     gpu = torch.cuda.is_available()
-    # A wrong number is refused before anything waits for the other ranks.
+    # a wrong number is refused before anything waits for the other ranks.
     device = torch.device("cuda", own_device(local_rank, torch.cuda.device_count())) if gpu else torch.device("cpu")
     if not dist.is_initialized():
         timeout = datetime.timedelta(seconds=parallel.timeout_s)

@@ -21,7 +21,7 @@ from specactor.rollout.speculation.acceptance import checked
 from specactor.rollout.speculation.costs import Grid
 
 AHEAD = 2  # windows that a drafter may be ahead of a commit
-SETTLED = 1e-4  # A round's seconds are found when they change by less than this share
+SETTLED = 1e-4  # a round's seconds are found when they change by less than this share
 MAX_ITERATIONS = 50
 
 

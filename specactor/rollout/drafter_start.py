@@ -271,7 +271,7 @@ class Ports:
     """TCP ports of one address for processes that are started later, and started again. No port is taken twice while it
     is kept, and none is kept after `close` or the end of the process."""
 
-    # A port is kept by a socket that is bound to it and never listens: Linux gives it to nobody who asks for any port,
+    # a port is kept by a socket that is bound to it and never listens: Linux gives it to nobody who asks for any port,
     # and lets one who asks for this very port listen there, as ZeroMQ does (both with SO_REUSEADDR). While nobody
     # listens, who connects is refused at once.
 

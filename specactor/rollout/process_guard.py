@@ -25,7 +25,7 @@ SHARED_FILES = "shared-files"  # lists files in /dev/shm that go with the folder
 _SHARED = Path("/dev/shm")
 _LOOK_EVERY_S = 0.25
 _PREFIX = "specactor-engine-"
-_SETTLE_S = 60.0  # A folder younger than this may belong to a guard that has not locked it yet
+_SETTLE_S = 60.0  # a folder younger than this may belong to a guard that has not locked it yet
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 
@@ -39,7 +39,7 @@ def run_guarded(connection_fd: int, host: Callable[[], None]) -> None:
     fcntl.flock(lock, fcntl.LOCK_EX)
     os.environ["TMPDIR"] = str(folder)
     guard_pid = os.getpid()
-    # A signal must be pending, and not lost, from before the fork on.
+    # a signal must be pending, and not lost, from before the fork on.
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD, signal.SIGTERM, signal.SIGINT})
     host_pid = os.fork()
     if host_pid == 0:

@@ -91,7 +91,7 @@ class WakeWhereItPays:
     def after(self, counts: Mapping[str, Counts]) -> WakeWhereItPays:
         """Return the policy of the next step, given each drafter's counts in this one."""
         own, believed, first = counts.get(METHOD, Counts()), self.costs.acceptance, self.costs.first_acceptance
-        # A drafter that is believed to be bad is not woken, so nothing of it is seen, though it may have learned
+        # a drafter that is believed to be bad is not woken, so nothing of it is seen, though it may have learned
         # since: such a belief goes back to the first one, until the drafter is tried again.
         acceptance = own.acceptance(believed) if own.drafted_at[0] else believed + RETURN_SHARE * (first - believed)
         return replace(self, costs=replace(self.costs, acceptance=acceptance))

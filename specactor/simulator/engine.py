@@ -206,7 +206,7 @@ def show(
     each = int(max(1, min(rounds, MOST_SAMPLED, SAMPLED // requests)))
     drafting = bool((of.windows > 0).any())
 
-    # A sampled verify accepts as many draft tokens as one uniform number is below their survivals: that is their law.
+    # a sampled verify accepts as many draft tokens as one uniform number is below their survivals: that is their law.
     def verifies(method: str, window_B: Ints, each: int) -> None:
         survival_BW = survivals(engine.running, method)[:, :max_window]
         right_KB = (survival_BW > rng.random((each, requests, 1))).sum(axis=2)

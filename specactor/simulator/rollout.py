@@ -103,7 +103,7 @@ class Rollout:
         option = next(v for v in options.verifiers if v.devices == plan.verifiers.devices_each)
         self.remote = self._remote()
         self.engines = self._engines(option)
-        # A plan that drafts on the verifiers' devices keeps memory for its drafter.
+        # a plan that drafts on the verifiers' devices keeps memory for its drafter.
         own = options.drafter(plan.draft.drafter) if plan.mode == "coupled" else None
         self.room = option.requests(own.footprint) if own else option.requests()
         self.dry: dict[int, bool] = {}  # engines without requests -> whether they are free to draft

@@ -121,7 +121,7 @@ class _Session:
     drafted: int = 0
     wasted: int = 0
     window: int = MAX_WINDOW  # its own, once it has opened a request
-    pulse: bool = False  # A beat is to be answered
+    pulse: bool = False  # a beat is to be answered
     resend: set[int] = field(default_factory=set)
     tails_s: float = float("-inf")  # when all of them that were unsent went last
 

@@ -27,7 +27,7 @@ from specactor.rollout.decoupled.protocol import (
 
 BEAT_EVERY_S = 0.25
 SILENT_S = 1.0
-REOPEN_EVERY_S = 0.1  # A request is opened again at most so often, whatever its drafter says
+REOPEN_EVERY_S = 0.1  # a request is opened again at most so often, whatever its drafter says
 
 
 @dataclass(slots=True, eq=False)

@@ -96,7 +96,7 @@ def serve(
 
 MAX_SAMPLES = 15  # of batches of about equal sizes, the latest
 MIN_SAMPLES = 3
-MUCH = 2.0  # A batch that takes more than so many times as long takes much longer
+MUCH = 2.0  # a batch that takes more than so many times as long takes much longer
 
 
 class Pace:

@@ -24,7 +24,7 @@ from specactor.errors import SpecActorError
 MAGIC = b"SADP"
 VERSION = 4
 MAX_FRAME_BYTES = 16 << 20
-MAX_TAIL_TOKENS = 2 * MAX_WINDOW  # A window in the hands of the verifier, and a window ahead of it
+MAX_TAIL_TOKENS = 2 * MAX_WINDOW  # a window in the hands of the verifier, and a window ahead of it
 MAX_ROWS = 1 << 14  # tails in one record: with all their tokens, less than a frame
 NO_SESSION = 0
 _HEADER = struct.Struct("<4sB3xQQQ")  # magic, version, session of sender and receiver (0: unknown), number

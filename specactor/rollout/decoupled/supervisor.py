@@ -38,7 +38,7 @@ from specactor.rollout.decoupled.spec import (
 if TYPE_CHECKING:
     from specactor.weights_sync.messages import DraftWeights
 
-WORK_TIMEOUT_S = 5.0  # A batch of a draft model that reads many prompts can take seconds
+WORK_TIMEOUT_S = 5.0  # a batch of a draft model that reads many prompts can take seconds
 FIRST_WAKE_S = 1.0  # what waking is expected to take before it was measured
 _LOOK_EVERY_S = 0.005
 SIGN_EVERY_S = 5.0

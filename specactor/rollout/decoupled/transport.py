@@ -279,5 +279,5 @@ def _check_reach(endpoint: str, keys: DrafterKeys | None) -> None:
 @dataclass(frozen=True, kw_only=True)
 class DrafterAccess:
     drafters: tuple[Address, ...] = ()  # they need not be there yet
-    engine: str = "engine"  # A name that no other engine has, the same after a restart
+    engine: str = "engine"  # a name that no other engine has, the same after a restart
     may_be_none: bool = False  # no drafter process may be there, where no device may be lent
