@@ -175,18 +175,13 @@ def from_figures(
             f"{tuple(sizes)} {device.name} with {device.memory_bytes / 1e9:.0f} GB; "
             "expected a node that holds them with a request. Use a larger device or a shorter context."
         )
-    options = tuple(
-        DrafterOption(
-            name=d.name,
-            survival=survivals[d.name],
-            engines=tuple(
-                _drafter_engine(Roofline(d, device, devices=g, context=context), **most) for g in drafter_sizes
-            ),
-            footprint=_footprint(d, context),
-        )
-        for d in drafters
-    )
-    return Candidates(verifiers=tuple(verifiers), drafters=options)
+    options = []
+    for d in drafters:
+        rooflines = [Roofline(d, device, devices=g, context=context) for g in drafter_sizes]
+        engines = tuple(_drafter_engine(roofline, **most) for roofline in rooflines)
+        footprint = _footprint(d, context)
+        options.append(DrafterOption(name=d.name, survival=survivals[d.name], engines=engines, footprint=footprint))
+    return Candidates(verifiers=tuple(verifiers), drafters=tuple(options))
 
 
 def _drafter_engine(roofline: Roofline, *, max_window: int, max_requests: int) -> DrafterEngine:
