@@ -178,8 +178,8 @@ def offer(specs: Sequence[DrafterSpec], host: View) -> tuple[list[DrafterSpec], 
         return [], Offer(host=host)
     engine_keys, drafter_keys = make_keys()
     endpoints = tuple(spec.endpoint for spec in specs)
-    told = Offer(host=host, endpoints=endpoints, keys=engine_keys)
-    return [replace(spec, keys=drafter_keys) for spec in specs], told
+    message = Offer(host=host, endpoints=endpoints, keys=engine_keys)
+    return [replace(spec, keys=drafter_keys) for spec in specs], message
 
 
 def access(config: Config, offers: Sequence[Offer], *, host: View, engine: int) -> DrafterAccess:
@@ -246,9 +246,9 @@ def start_drafters(
             make_specs(config, host, max_position=max_position, log_dir=log_dir, endpoint=endpoint) if starts else []
         ),
     )
-    own, told = offer(specs, own_host)
+    own, message = offer(specs, own_host)
     pool = stack.enter_context(DrafterPool(own, on_gpus=host.has_gpus))
-    offers = collective.gather(told, Offer)
+    offers = collective.gather(message, Offer)
     return pool, lambda engine: access(config, offers, host=own_host, engine=engine)
 
 

@@ -143,7 +143,7 @@ class Mirrors:
         self._out = Numbering(session)  # one for all engines: it outlasts an engine that was forgotten and comes back
         self._sessions: dict[int, _Session] = {}
         self._engines: dict[str, int] = {}
-        self._oldest: OrderedDict[Key, Mirror] = OrderedDict()  # the one that was told of longest ago first
+        self._oldest: OrderedDict[Key, Mirror] = OrderedDict()  # the one heard of longest ago first
         self._unread: set[Key] = set()  # opened, and never drafted for
         self._reserved = 0
         self._forgotten: list[Key] = []

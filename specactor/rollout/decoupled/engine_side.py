@@ -39,8 +39,8 @@ class Request:
     seed: int
     temperature: float
     drafter: int | None = None
-    told: int = 0  # output tokens that the drafter was told of
-    owed_from: int | None = 0  # it was told of much at once, up to here, and has not answered since
+    num_sent: int = 0  # output tokens that the drafter was sent
+    owed_from: int | None = 0  # it was sent much at once, up to here, and has not answered since
     opened_s: float = float("-inf")
     base: int = 0  # position of the tail's first token
     tokens: bytes | None = None  # the tail, packed: a list is ten times as much to fetch after a verify
@@ -56,7 +56,7 @@ class Peer:
     beat_s: float = float("-inf")
     others: int = 0  # requests of other engines there, as it said last
     requests: dict[int, Request] = field(default_factory=dict)
-    unopened: dict[int, Request] = field(default_factory=dict)  # of those, the ones that it must be told of
+    unopened: dict[int, Request] = field(default_factory=dict)  # of those, the ones that it must be sent
     grown: dict[int, Request] = field(default_factory=dict)  # of those, the ones with new tokens
     closed: list[int] = field(default_factory=list)  # numbers that it need not hold any longer
     arrived: list[TailColumns] = field(default_factory=list)
@@ -74,7 +74,7 @@ class Tails:
 
     Invariants: no draft token stands on another prefix than the one that it was drafted for; a request is with one
     drafter or none, and only that drafter's tails count; a drafter that does not answer for `SILENT_S` loses its
-    requests to the others, and is told all that it should hold when it answers again; one tail is kept per request.
+    requests to the others, and is sent all that it should hold when it answers again; one tail is kept per request.
     """
 
     def __init__(self, session: int, *, engine: str, num_drafters: int, window: int) -> None:
@@ -129,7 +129,7 @@ class Tails:
 
     def commit(self, names: Iterable[str]) -> None:
         for request in map(self._requests.get, names):
-            if request is not None and request.drafter is not None and request.told < len(request.output_ids):
+            if request is not None and request.drafter is not None and request.num_sent < len(request.output_ids):
                 self._drafters[request.drafter].grown[request.number] = request
 
     def close(self, name: str) -> None:
@@ -220,7 +220,7 @@ class Tails:
         drafter.closed.clear()
         drafter.arrived.clear()
         for request in drafter.requests.values():
-            request.told, request.tokens = 0, None
+            request.num_sent, request.tokens = 0, None
             drafter.unopened[request.number] = request
 
     def _tails(self, index: int, records: Sequence[TailColumns]) -> None:
@@ -234,8 +234,8 @@ class Tails:
                 continue
             if request.owed_from is not None and base >= request.owed_from:
                 request.owed_from = None
-            if base > request.told:
-                self.drops.add("future", f"tail at {base} from drafter {index}, which was told of {request.told}")
+            if base > request.num_sent:
+                self.drops.add("future", f"tail at {base} from drafter {index}, which was told of {request.num_sent}")
             elif base + len(tokens) // protocol.TOKEN_BYTES <= len(request.output_ids) or (
                 request.tokens is not None and base < request.base
             ):
@@ -275,12 +275,12 @@ class Tails:
         drafter.beat_s = now_s
         if drafter.asked_s is None:
             drafter.asked_s = now_s
-        held = [(number, len(request.prompt_ids), request.told) for number, request in drafter.requests.items()]
+        held = [(number, len(request.prompt_ids), request.num_sent) for number, request in drafter.requests.items()]
         return Beat(engine=self.engine, requests=held)
 
     def _opening(self, request: Request, now_s: float) -> Open:
         request.opened_s = now_s
-        request.told = request.owed_from = len(request.output_ids)
+        request.num_sent = request.owed_from = len(request.output_ids)
         return Open(
             request=request.number,
             prompt_ids=list(request.prompt_ids),
@@ -299,16 +299,16 @@ class Tails:
         counts: list[int] = []
         tokens: list[int] = []
         for number, request in grown.items():
-            told = request.told
-            fresh = request.output_ids[told:]
+            sent = request.num_sent
+            fresh = request.output_ids[sent:]
             count = len(fresh)
-            request.told = told + count
+            request.num_sent = sent + count
             if count > longest:
-                request.owed_from = request.told
-                records.append(Commits(requests=[number], positions=[told], counts=[count], tokens=fresh))
+                request.owed_from = request.num_sent
+                records.append(Commits(requests=[number], positions=[sent], counts=[count], tokens=fresh))
                 continue
             requests.append(number)
-            positions.append(told)
+            positions.append(sent)
             counts.append(count)
             tokens += fresh
         if requests:
@@ -324,7 +324,7 @@ class Tails:
                 requests = list(drafter.requests.values())
                 for request in requests:
                     self._leave(request)
-                drafter.closed.clear()  # it will be told what it should hold
+                drafter.closed.clear()  # it will be sent what it should hold
                 for request in requests:
                     self._place(request)
 
@@ -337,7 +337,7 @@ class Tails:
             return
         index = min(live, key=lambda i: (self._drafters[i].load, i))
         drafter = self._drafters[index]
-        request.drafter, request.told, request.opened_s = index, 0, float("-inf")
+        request.drafter, request.num_sent, request.opened_s = index, 0, float("-inf")
         drafter.requests[request.number] = drafter.unopened[request.number] = request
 
     def _balance(self) -> None:
@@ -362,6 +362,6 @@ class Tails:
         drafter = self._drafters[request.drafter]
         del drafter.requests[request.number]
         drafter.grown.pop(request.number, None)
-        if drafter.unopened.pop(request.number, None) is None or request.told:
+        if drafter.unopened.pop(request.number, None) is None or request.num_sent:
             drafter.closed.append(request.number)
         request.drafter = request.tokens = None

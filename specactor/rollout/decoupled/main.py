@@ -82,11 +82,11 @@ def serve(
             on_ready(Started(endpoint=hub.endpoint, pid=os.getpid(), version=continuer.version))
             while os.getppid() == parent:
                 began_s = time.perf_counter()
-                told = loop.wait(files)
+                readable = loop.wait(files)
                 if not loop.busy:
                     name = "asleep" if loop.asleep else "idle"
                     loop.recorder.span("draft", name, began_s, time.perf_counter())
-                if terminated in told or (told and not on_owner(loop)):
+                if terminated in readable or (readable and not on_owner(loop)):
                     break
                 loop.turn()
     finally:

@@ -264,21 +264,21 @@ class Total:
 
     def __init__(self) -> None:
         self.value = 0
-        self._told = 0
+        self._last = 0
 
     def tell(self, count: int) -> None:
-        self.value += count - (self._told if count >= self._told else 0)
-        self._told = count
+        self.value += count - (self._last if count >= self._last else 0)
+        self._last = count
 
     def begin(self) -> None:
-        self._told = 0
+        self._last = 0
 
 
 class Drops:
     def __init__(self, who: str) -> None:
         self._who = who
         self.counts: Counter[str] = Counter()
-        self._untold: Counter[str] = Counter()
+        self._fresh: Counter[str] = Counter()
 
     def expect(self, reason: str, count: int = 1) -> None:
         """Count what happens in ordinary operation."""
@@ -289,12 +289,12 @@ class Drops:
         """Count what should not happen, under a word; `detail` is for an operator. It is logged when the count reaches
         a power of two, so the log stays short."""
         self.counts[reason] += 1
-        self._untold[reason] += 1
+        self._fresh[reason] += 1
         count = self.counts[reason]
         if count & (count - 1) == 0:
             _LOG.warning("%s: dropped %s, %d so far; %s", self._who, reason, count, detail)
 
     def take(self) -> dict[str, int]:
         """Return the counts of what should not have happened, since the last call."""
-        taken, self._untold = self._untold, Counter()
+        taken, self._fresh = self._fresh, Counter()
         return dict(taken)

@@ -107,7 +107,7 @@ class Decoupled(Drafter):
         self.waits = 0
         self.waited_s = 0.0
         self._wait_s = 0.0
-        self._told: dict[str, float] = {}  # figures as of the last call
+        self._reported: dict[str, float] = {}  # figures as of the last call
         self._finalizer = weakref.finalize(self, link.close)
 
     @property
@@ -158,7 +158,7 @@ class Decoupled(Drafter):
             "stale_tails": dropped["stale"],
             "dropped_frames": dropped.total() - sum(dropped[reason] for reason in ("stale", "late", "nobody")),
         }
-        before, self._told = self._told, now
+        before, self._reported = self._reported, now
         fresh = {name: float(value - before.get(name, 0)) for name, value in now.items()}
         return fresh | {"live_drafters": len(self.tails.live)}
 
