@@ -307,7 +307,7 @@ def lend(
     pool: EnginePool, setting: Setting, done: Callable[[Counts], bool], strike: Callable[[object], None] | None = None
 ) -> None:
     """Rollouts like plain decoding, until what drafts did in one is as wanted; after each the core is free."""
-    [busy, dry], [sleeper] = pool.engines, pool.drafters.drafters
+    [busy, _], [sleeper] = pool.engines, pool.drafters.drafters
     want = plain(busy, WAVES)
     aim(busy, [address(sleeper.spec.endpoint)], setting.folder)
     configure(busy, setting.speculation())
@@ -316,7 +316,7 @@ def lend(
         outcome = pool.generate(WAVES, on_finished=strike)
         assert facts(outcome.finished) == want
         assert outcome.drafters_woken > 0
-        assert not pool.drafters.is_awake(dry.index)
+        assert not pool.drafters.any_awake()
         assert not is_listening(sleeper.spec)
         counts = report(busy)
         assert counts.failures == 0
@@ -339,11 +339,11 @@ def test_a_dry_engines_core_drafts_for_the_other_and_is_left_in_time(setting: Se
 
 
 def test_a_drafter_on_a_dry_engines_core_that_is_killed_costs_no_token(setting: Setting, lending: EnginePool) -> None:
-    [sleeper], [busy, dry] = lending.drafters.drafters, lending.engines
+    [sleeper], [busy, _] = lending.drafters.drafters, lending.engines
     footprint, killed = Footprint.of(sleeper.pid), []
 
     def strike(trajectory: object) -> None:
-        if not killed and lending.drafters.is_awake(dry.index) and report(busy).accepted > 0:
+        if not killed and lending.drafters.any_awake() and report(busy).accepted > 0:
             os.kill(child_of(sleeper), signal.SIGKILL)
             killed.append(trajectory)
 
