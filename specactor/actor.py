@@ -14,6 +14,7 @@ from specactor.device_memory import DeviceMemory
 from specactor.errors import AgreementError, WeightSyncError
 from specactor.parallel.collective import Collective
 from specactor.progress import Progress
+from specactor.replay.recorder import StepRecorder
 from specactor.rollout.collector import RolloutCollector, RolloutStats
 from specactor.rollout.pool import EnginePool
 from specactor.rollout.resume import stale_tokens
@@ -43,12 +44,14 @@ class SpecActor:
         distillation: Distillation | None,
         on_trace: Callable[[int, Sequence[Mapping[str, Sequence[Span]]]], None],
         on_groups: Callable[[int, Sequence[ScoredGroup]], None],
+        recorder: StepRecorder,
     ) -> None:
         """
         Args:
             distillation: what keeps the draft model fresh, if anything does.
             on_trace: takes the spans of a traced step, per host and process.
             on_groups: takes the scored responses of each step.
+            recorder: keeps what makes a step repeatable.
         """
         self.config = config
         self.trainer = trainer
@@ -61,6 +64,7 @@ class SpecActor:
         self.distillation = distillation
         self.on_trace = on_trace
         self.on_groups = on_groups
+        self.recorder = recorder
         self.steps_done = 0
         self.version = 0
         self._pushed: dict[str, float] = {}
@@ -90,6 +94,7 @@ class SpecActor:
         with self.progress.phase("train"):
             self.devices.to_trainer(self.trainer)
             trained = self.train(batch)
+            self.recorder.stepped(step, self.version - 1, groups, batch, trained)
         self.steps_done = step
         refreshed = self.refresh(batch)
         learned()

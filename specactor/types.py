@@ -109,6 +109,8 @@ class Trajectory:
     """Of each emitted token under the policy at the sampling temperature; one per token."""
     finish_reason: FinishReason
     spans: tuple[VersionSpan, ...]
+    seed: int = 0
+    """Of its request."""
     routed_experts: bytes = b""
     """Experts that the pass that produced each token chose, in every layer: int32 [tokens, layers, experts per token],
     little endian, in C order. Empty unless ``enable_return_routed_experts`` asks for it."""
