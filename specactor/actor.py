@@ -14,6 +14,7 @@ from specactor.device_memory import DeviceMemory
 from specactor.errors import AgreementError, WeightSyncError
 from specactor.parallel.collective import Collective
 from specactor.progress import Progress
+from specactor.replay.audit import Audit
 from specactor.replay.recorder import StepRecorder
 from specactor.rollout.collector import RolloutCollector, RolloutStats
 from specactor.rollout.pool import EnginePool
@@ -45,6 +46,7 @@ class SpecActor:
         on_trace: Callable[[int, Sequence[Mapping[str, Sequence[Span]]]], None],
         on_groups: Callable[[int, Sequence[ScoredGroup]], None],
         recorder: StepRecorder,
+        audit: Audit,
     ) -> None:
         """
         Args:
@@ -52,6 +54,7 @@ class SpecActor:
             on_trace: takes the spans of a traced step, per host and process.
             on_groups: takes the scored responses of each step.
             recorder: keeps what makes a step repeatable.
+            audit: has responses begun again by other engines.
         """
         self.config = config
         self.trainer = trainer
@@ -65,11 +68,12 @@ class SpecActor:
         self.on_trace = on_trace
         self.on_groups = on_groups
         self.recorder = recorder
+        self.audit = audit
         self.steps_done = 0
         self.version = 0
         self._pushed: dict[str, float] = {}
         """What the last push of the draft model did."""
-        self._sync_s = 0.0
+        self._sync_s = self._step_s = 0.0
         """Of the step before."""
 
     @property
@@ -90,6 +94,7 @@ class SpecActor:
         rollout = self.rollouts.stats()
         self.pool.learn(rollout.counts)
         self.on_groups(step, groups)
+        audited = self.audit.look(step, self.version, groups, step_s=self._step_s)
         batch = self.learnable(groups)
         with self.progress.phase("train"):
             self.devices.to_trainer(self.trainer)
@@ -101,9 +106,10 @@ class SpecActor:
         with self.progress.phase("sync"):
             self.devices.to_weights(self.trainer)
             synced = self.sync()
-        self._sync_s = self.progress.spent().get("sync", 0.0)
+        spent = self.progress.spent()
+        self._sync_s, self._step_s = spent.get("sync", 0.0), sum(spent.values())
         metrics = measurements.of_step(groups, batch, trained, synced, version=self.version)
-        metrics |= self.of_rollout(rollout, batch) | refreshed | self._pushed
+        metrics |= self.of_rollout(rollout, batch) | refreshed | self._pushed | audited
         if traced:
             self.progress.recorder.on = False
             own, *others = rollout.spans.values()

@@ -35,6 +35,7 @@ from specactor.planning import search
 from specactor.planning.memory import memory_of
 from specactor.progress import Progress, summary_rows
 from specactor.recipes import to_json
+from specactor.replay.audit import Audit
 from specactor.replay.recorder import StepRecorder
 from specactor.rollout.collector import RolloutCollector
 from specactor.rollout.decoupled.transport import DrafterAccess
@@ -191,6 +192,7 @@ def _build(
         recorder=StepRecorder(
             folder.root, to_json(config), config.tracking.record, trainer=trainer, collective=collective
         ),
+        audit=Audit(config, pool=pool, collective=collective, progress=progress),
     )
     return actor
 

@@ -95,6 +95,8 @@ class RolloutRequest:
     """0 <= seed < 2**31; keys the sampling noise together with the position."""
     group_id: int
     """Requests of one group answer the same prompt."""
+    is_drafted: bool = True
+    """Whether drafters may draft for it, where the engine has some."""
     begun: Begun | None = None
     """What there is of the response: it goes on from there, at the same positions of the noise."""
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
 import shutil
 import subprocess
@@ -18,12 +17,12 @@ from rich.console import Console
 from rich.markup import escape
 
 from specactor.config import Config
-from specactor.cpu.sglang_ops import murmur_hash32
 from specactor.errors import ConfigError, DataError
 from specactor.metrics import read_metrics
 from specactor.recipes import EXAMPLES, from_json
 from specactor.replay import records
-from specactor.replay.compare import Finding, Noise, first_difference
+from specactor.replay.compare import Finding, first_difference
+from specactor.replay.noise import noise_of
 from specactor.replay.records import StepRecord
 from specactor.run_folder import Replay, RunFolder
 
@@ -120,19 +119,6 @@ def config_of(run: Path) -> Config:
         raise DataError(f"{run}: got no config.json that can be read ({error}). Give the folder of a run.") from error
 
 
-def noise_of(config: Config) -> Noise | None:
-    """Return the noise of the engines' sampler; None with top-p, top-k or min-p, which key it otherwise."""
-    rollout = config.rollout
-    return gumbel if (rollout.top_p, rollout.top_k, rollout.min_p) == (1.0, -1, 0.0) else None
-
-
-def gumbel(seed: int, position: int, token: int) -> float:
-    """What `specactor.cpu.sglang_ops.sample_with_noise` adds to one token's log-probability."""
-    word = murmur_hash32(torch.tensor([seed]), torch.tensor([position]), torch.tensor([token]))
-    uniform = int(word.item()) / (2**32 - 1)
-    return -math.log(max(2.0**-32, -math.log(uniform) if uniform else math.inf))
-
-
 def _checkpoint_before(run: Path, step: int) -> Path | None:
     """The newest checkpoint from which the step can be reached; None for the beginning of the run."""
     found = [path for path in (run / "checkpoints").glob("step-[0-9]*") if path.suffix != ".tmp"]
@@ -154,10 +140,11 @@ def _plan(run: Path, what: Replay, first: int) -> str:
         for line in read_metrics(run)
         if first <= int(str(line["step"])) <= what.step
     ]
+    steps = f"steps {first} to {what.step}" if first < what.step else f"step {first}"
     start = "the start, with its warm-up" if first == 1 else f"the checkpoint of step {first - 1}"
     alone = "" if what.group is None else f", of step {what.step} group {what.group}"
     alone += "" if what.sample is None else f", sample {what.sample}"
-    return f"steps {first} to {what.step} from {start}{alone}; they took {sum(seconds):.0f} s, beside its own start"
+    return f"{steps} from {start}{alone}; {sum(seconds):.0f} s in the run, and the start of the engines"
 
 
 def _guarantee(config: Config) -> str:
@@ -175,13 +162,13 @@ def _say(a: Path, b: Path, console: Console, *, guarantee: str = "") -> int:
             "Runs keep them with tracking.record sampled or full."
         )
     ours, theirs = (_read(run, shared) for run in (a, b))
-    found = first_difference(ours, theirs, noise=noise_of(config_of(a)))
+    found = first_difference(ours, theirs, noise=noise_of(config_of(a).rollout))
     if guarantee:
         console.print(f"guarantee: {guarantee}", soft_wrap=True)
     if found is None:
         places = [{(s.group, s.sample) for s in record.samples} for record in theirs]
         console.print(
-            f"equal: steps {shared[0]} to {shared[-1]}, {sum(map(len, places))} samples: prompts, seeds, tokens, "
+            f"equal: steps {shared[0]} to {shared[-1]}, {sum(map(len, places))} responses: prompts, seeds, tokens, "
             "log-probabilities, scores, rewards, and where they were learned from, advantages, losses and weights",
             soft_wrap=True,
         )

@@ -25,6 +25,8 @@ Noise = Callable[[int, int, int], float]
 
 TIE = 1e-3
 """Two candidates whose scores with noise are closer than this may swap by rounding; kernels differ by about 1e-5."""
+TIES = "a kernel's tie"
+"""The cause of such a difference."""
 MOST = 0.5
 """Share of a step's samples that a cause which holds for every token changes at least."""
 NO_MATTER = (
@@ -207,7 +209,7 @@ def _of_engines(
 def _sampler_cause(a: StepRecord, b: StepRecord, gap: float, share: float) -> str:
     """Equal tokens and log-probabilities up to a place where two tokens differ: how one of them was chosen."""
     if abs(gap) < TIE:
-        return "a kernel's tie"
+        return TIES
     wrong = a if gap < 0 else b
     which = "the first run" if gap < 0 else "the second run"
     if share >= MOST:
