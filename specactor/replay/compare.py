@@ -201,7 +201,7 @@ def _of_engines(
         return Finding(step=a.step, cause="sampling", where=where, evidence=(*evidence, told))
     position = x.prompt_len + at
     gap = scores[0] + noise(x.seed, position, tokens[0]) - scores[1] - noise(y.seed, position, tokens[1])
-    told += f"; with the noise of seed {x.seed} the first scores {gap:+.4f} of the second"
+    told += f"; with the noise of seed {x.seed} token {tokens[0]} scores {gap:+.4f} against token {tokens[1]}"
     cause = _sampler_cause(a, b, gap, len(differing) / total)
     return Finding(step=a.step, cause=cause, where=where, evidence=(*evidence, told))
 
