@@ -75,6 +75,7 @@ class RolloutRequest:
     sampling: SamplingParams
     seed: int  # 0 <= seed < 2**31; keys the sampling noise together with the position
     group_id: int  # requests of one group answer the same prompt
+    is_drafted: bool = True  # whether drafters may draft for it, where the engine has some
     begun: Begun | None = None  # the response so far: it goes on from there, at the same positions of the noise
 
 
@@ -87,6 +88,7 @@ class Trajectory:
     logprobs: tuple[float, ...]  # of each emitted token under the policy at the sampling temperature
     finish_reason: FinishReason
     spans: tuple[VersionSpan, ...]
+    seed: int = 0  # of its request
     routed_experts: bytes = b""
     """Experts that the pass that produced each token chose, in every layer: int32 [tokens, layers, experts per token],
     little endian, in C order. Empty unless ``enable_return_routed_experts`` asks for it."""
