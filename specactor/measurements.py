@@ -33,7 +33,7 @@ def of_step(
     *,
     version: int,
 ) -> dict[str, float]:
-    """What is logged for a step, but for times and memory."""
+    """Return what is logged for a step, but for times and memory."""
     trajectories = [t for g in groups for t in g.trajectories]
     lengths = sorted(len(t.token_ids) for t in trajectories)
     rewards = [r for g in groups for r in g.rewards]
@@ -67,7 +67,7 @@ def of_step(
 
 
 def of_speculation(counts: Mapping[str, Counts]) -> dict[str, float]:
-    """What speculation did in a step, per drafter, and for plain rounds under their own name."""
+    """Return the metrics of speculation in a step, per drafter, and for plain rounds under their own name."""
     rounds = sum(of.rounds for of in counts.values())
     return {
         f"speculation/{name}/{key}": value

@@ -30,7 +30,7 @@ REPORT_TOKENS = 64
 
 @dataclass(frozen=True, slots=True)
 class _Event:
-    """From the thread of a call."""
+    """An event from the thread of a call."""
 
     engine: int
     request: RolloutRequest | None = None

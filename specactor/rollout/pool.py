@@ -30,7 +30,7 @@ _RESTART_PAUSE_S = 1.0
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutOutcome:
-    """What became of the requests of one `EnginePool.generate`."""
+    """The outcome of the requests of one `EnginePool.generate`."""
 
     finished: list[Trajectory]
     unfinished: list[RolloutRequest]
@@ -131,7 +131,7 @@ class EnginePool:
         )
 
     def learn(self, counts: Mapping[str, Counts]) -> None:
-        """What speculation did in a step, in all engines of the job: the next one is planned with it."""
+        """Plan the next step with what speculation did in this one, in all engines of the job."""
         if self.tail is not None:
             self.tail = self.tail.after(counts)
 
@@ -208,13 +208,13 @@ class EnginePool:
         self._on_living(Engine.resume_memory)
 
     def speculation_counts(self) -> dict[str, Counts]:
-        """What speculation did in all living engines since the last call, per drafter."""
+        """Return what speculation did in all living engines since the last call, per drafter."""
         parts: list[dict[str, Counts]] = []
         self._on_living(lambda engine: parts.append(engine.speculation_counts()))
         return added(parts)
 
     def speculation_figures(self) -> Figures:
-        """What drafters counted themselves since the last call, in all living engines."""
+        """Return what drafters counted themselves since the last call, in all living engines."""
         parts: list[Figures] = []
         self._on_living(lambda engine: parts.append(engine.speculation_figures()))
         return added_figures(parts)
@@ -245,7 +245,7 @@ class EnginePool:
 
     @staticmethod
     def _each(engines: Sequence[Engine], action: Callable[[Engine], object]) -> None:
-        """In parallel; waits for all, then raises the first error."""
+        """Act in parallel; wait for all, then raise the first error."""
         if not engines:
             return
         with ThreadPoolExecutor(max_workers=len(engines)) as threads:
