@@ -52,19 +52,22 @@ def test_two_hosts_have_the_metrics_of_one(
 
 
 @pytest.mark.deep
+@pytest.mark.parametrize("number", [0, 1])
 def test_a_killed_host_is_overcome_without_a_person(
-    base: Path, one_host: list[dict[str, Value]], two_hosts: VirtualHosts
+    base: Path, one_host: list[dict[str, Value]], two_hosts: VirtualHosts, number: int
 ) -> None:
-    """What a scheduler does is to switch the host on again, and to start its share as at first."""
-    job = ClusterJob(two_hosts, base, "killed", "--resume", "auto", restarts=3)
+    """What a scheduler does is to switch the host on again, and to start its share as at first. The ranks meet at the
+    first host."""
+    job = ClusterJob(two_hosts, base, f"killed-{number}", "--resume", "auto", restarts=3)
     job.wait_for("rollout", 2)
-    two_hosts.kill(1)
-    lost = f"specactor: rank 0: n1, the host of rank 1, {SILENT} {RESUME}"
-    job.wait_until(lambda: lost in job.messages(0), "its loss")
-    two_hosts.boot(1)
-    job.start(1)
+    two_hosts.kill(number)
+    other = 1 - number
+    lost = f"specactor: rank {other}: n{number}, the host of rank {number}, {SILENT} {RESUME}"
+    job.wait_until(lambda: lost in job.messages(other), "its loss")
+    two_hosts.boot(number)
+    job.start(number)
     assert job.wait() == [0, 0], job.output()
-    assert (job.messages(0), job.messages(1)) == ([lost], [])
+    assert (job.messages(other), job.messages(number)) == ([lost], [])
     assert compared(job.folder) == one_host
     assert job.left() == []
 
