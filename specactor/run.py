@@ -8,6 +8,7 @@ from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
 
+from torch._C._distributed_c10d import Store
 from transformers import PreTrainedTokenizerBase
 
 from specactor import measurements
@@ -54,11 +55,20 @@ from specactor.types import ScoredGroup
 from specactor.weights_sync.sender import WeightSender, WeightSource
 
 
-def run(config: Config, *, rank: int, local_rank: int, world: int, head: str, failures: Failures) -> None:
+def run(
+    config: Config,
+    *,
+    rank: int,
+    local_rank: int,
+    world: int,
+    head: str,
+    failures: Failures,
+    store: Store | None = None,
+) -> None:
     """Train the policy of `config`. Called on every rank; raises SpecActorError on every rank when one fails.
 
     `local_rank` numbers the ranks of a host, and its devices; `head` is the host of rank 0, as the others know it;
-    `failures` is told who takes part.
+    `failures` is told who takes part; in `store` the ranks find each other, by default in the launcher's.
     """
     policy = model_shape(config)
     layout = check(config, world, policy)
@@ -66,7 +76,7 @@ def run(config: Config, *, rank: int, local_rank: int, world: int, head: str, fa
     for own in gpus()[:1]:
         with suppress(PlanError):  # of a model that is built in another way, nobody can say
             memory_of(config, world, own.memory_bytes).check()
-    device = groups.init(layout, config.parallel, seed=config.seed, local_rank=local_rank)
+    device = groups.init(layout, config.parallel, seed=config.seed, local_rank=local_rank, store=store)
     with ExitStack() as stack:
         stack.callback(groups.destroy)
         collective = Collective()
