@@ -42,6 +42,7 @@ from specactor.rollout.collector import RolloutCollector
 from specactor.rollout.decoupled.transport import DrafterAccess
 from specactor.rollout.drafter_pool import DrafterPool
 from specactor.rollout.drafter_start import check_in_engines, start_drafters
+from specactor.rollout.guarantee import guarantee
 from specactor.rollout.pool import EnginePool
 from specactor.rollout.sglang.engine_client import EngineSpec
 from specactor.rollout.tail import tail_policy
@@ -295,6 +296,7 @@ def _own_engines(
             context_length=model_shape(config).max_position,
             reserved_tokens=reserved_tokens(config.rollout),
             penalties=config.rollout.has_penalties,
+            awaits_weights=True,
             log_file=str((folder.engines / f"engine-{index}.log").resolve()),
             random_seed=config.seed,
         )
@@ -342,7 +344,10 @@ def _train(actor: SpecActor, folder: RunFolder, tracker: Tracker | None) -> None
             places["draft model"] = str(folder.draft_model)
     if tracker is not None:
         lines = read_metrics(folder.root)
-        tracker.summary({k: v for k, v in lines[-1].items() if k != "step"} if lines else {})
+        arithmetic, promise = guarantee(config.rollout.engine, gpu=bool(gpus()), dtype=config.model.dtype)
+        told = {"engine/attention": arithmetic, "engine/guarantee": promise}
+        tracker.summary(told | ({k: v for k, v in lines[-1].items() if k != "step"} if lines else {}))
+        places = {"attention": f"{arithmetic}: {promise}"} | places
         progress.summary(summary_rows(lines, seconds=progress.total_seconds, places=places))
 
 

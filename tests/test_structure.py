@@ -31,6 +31,7 @@ PURE = [
     "rollout.decoupled.protocol",
     "rollout.decoupled.drafter_side",
     "rollout.decoupled.engine_side",
+    "rollout.guarantee",
     "rollout.open_groups",
     "rollout.requests",
     "rollout.sglang.draft_slots",

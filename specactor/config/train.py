@@ -63,6 +63,8 @@ class TrainConfig:
     """Packed tokens of one forward pass on one rank."""
     recompute: Literal["none", "selective", "full"] = "none"
     """Activation recomputation."""
+    deterministic: bool = False
+    """Equal bits in every repetition on GPUs: Megatron's and PyTorch's deterministic modes, which are slower."""
     max_logprob_gap: float = 1e-4
     """Largest |engine - trainer| log-probability of a sampled token before the run stops. 1e-4 holds in float32."""
 

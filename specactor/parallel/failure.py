@@ -223,7 +223,12 @@ def _signals(actions: dict[signal.Signals, Callable[[], None]]) -> Iterator[None
 
 def _is_lost_peer(error: Exception) -> bool:
     """Return whether the error is what a collective raises when another rank is gone."""
-    return isinstance(error, RuntimeError) and any(
-        text in str(error)
-        for text in ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Timed out")
-    )
+    return isinstance(error, RuntimeError) and any(text in str(error) for text in _LOST_PEER)
+
+
+_LOST_PEER = (
+    *("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Timed out"),  # gloo
+    # NCCL: its own words for ncclRemoteError and for a socket; torch's, after a timeout and after an abort
+    *("remote process exited or there was a network error", "ncclRemoteError", "Connection closed by remote peer"),
+    *("Watchdog caught collective operation timeout", "NCCL communicator was aborted"),
+)

@@ -16,6 +16,7 @@ from specactor.rollout.sglang import (
     sampling,
     speculation_calls,
     stopping,
+    tile_backend,
     verify_worker,
 )
 from specactor.weights_sync import messages
@@ -26,6 +27,8 @@ def register() -> None:
     """Called once per process by SGLang."""
     if not torch.cuda.is_available():
         sglang_hooks.install()
+    else:
+        tile_backend.install()
     for part in (sampling, stopping, routed_experts, row_graphs, draft_runner):
         part.install()
     receiver = Receiver()
