@@ -88,7 +88,7 @@ def main() -> None:
     with EnginePool(specs if collective.rank == 0 else []) as pool:
         collective.together("engine start", pool.wait_ready)
         sender = WeightSender(config.weights_sync, collective)
-        source = RankShards(trainer.policy)
+        source = RankShards(trainer.policy, trainer.memory)
         reports, gathers = [], []
         sender.push(source, pool.engines, version=1)  # warms up; allocates the buckets
         sender.close()
