@@ -177,8 +177,7 @@ class WeightSender:
         """
         start = time.perf_counter()
         push = _Push(self._config, self._collective, self._buffers, engines, version)
-        holding = source.held(self._config.bucket_bytes)
-        note = ""
+        note, holding = "", push.held(source)
         try:
             if not self._pulled(push, holding):
                 push.stream(CHECK, source)
@@ -262,7 +261,7 @@ class _Push:
         while not last:
             tensors = next(own_rounds, None)
             side = self.num_rounds % 2
-            bucket = self._pack(side, tensors) if tensors is not None else None
+            bucket = self._pack_or_note(side, tensors) if tensors is not None else None
             if bucket is not None:
                 self._packed[side] = bucket
             self._wait()
@@ -366,6 +365,24 @@ class _Push:
     def close(self) -> None:
         self._threads.shutdown(wait=True)
 
+    def held(self, source: WeightSource) -> Holding | None:
+        """What the source holds; where its memory cannot be shared, a problem."""
+        try:
+            return source.held(self._config.bucket_bytes)
+        except OSError as error:
+            self.problem = f"memory could not be shared: {error}"
+        return None
+
+    def _pack_or_note(self, side: int, tensors: Iterable[tuple[str, torch.Tensor]]) -> Bucket | None:
+        walk = iter(tensors)
+        try:
+            return self._pack(side, walk)
+        except OSError as error:  # the other ranks wait for this one
+            self.problem = self.problem or f"a bucket could not be made: {error}"
+            for _ in walk:
+                pass
+        return None
+
     def _pack(self, side: int, tensors: Iterable[tuple[str, torch.Tensor]]) -> Bucket | None:
         """Copy the round's tensors into one bucket; None when there are none. That bucket's last reader is done."""
         slots: list[Slot] = []
@@ -429,11 +446,12 @@ class _Push:
         return {engine: [decoder.decode(reply) for reply in ranks] for engine, ranks in self._replies.items()}
 
     def _ask(self, engine: TargetEngine, call: str, payload: bytes) -> None:
-        self._replies[engine.index] = engine.rank_call(call, payload, timeout_s=TIMEOUT_S)
-        for rank, reply in enumerate(self._replies[engine.index]):
+        replies = engine.rank_call(call, payload, timeout_s=TIMEOUT_S)
+        for rank, reply in enumerate(replies):
             problem = msgspec.msgpack.decode(reply, type=CheckReply).problem
             if problem:
                 raise WeightSyncError(f"engine {engine.index}, rank {rank}: {problem}")
+        self._replies[engine.index] = replies
 
     def _wait(self) -> None:
         """Until this rank's engines have read all that was submitted."""
@@ -447,6 +465,8 @@ class _Push:
 
 def _difference(chunks: Sequence[Chunk], digests: Sequence[int], wanted: dict[_Spans, int]) -> str:
     """Which parameters do not hold what the trainer has; empty if all do."""
+    if len(digests) != len(chunks):
+        return f"{len(digests)} of {len(chunks)} digests came back"
     for chunk, digest in zip(chunks, digests, strict=True):
         if wanted[chunk.spans] != digest:
             return f"{', '.join(dict.fromkeys(chunk.parameters))} arrived with a wrong digest"
