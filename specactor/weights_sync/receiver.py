@@ -206,7 +206,7 @@ class Receiver:
                 raise WeightSyncError("the engine's parameters moved while they were loaded")
             if watched.refusal:
                 raise WeightSyncError(watched.refusal)
-            sizes = {name: num_bytes for _, num_bytes, name in watched.parameters}
+            sizes = {name: p.numel() * p.element_size() for name, p in rank.model.named_parameters()}
             chunks = plan.chunks(watched.copies, sizes, catalog.tensors)
             _flat(rank.model, sizes)
             memories = [read_only(address) for address in catalog.addresses]
