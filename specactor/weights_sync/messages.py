@@ -13,7 +13,7 @@ CHECK = "weights.check"
 LOAD = "weights.load"
 """Rank call: check unless that was done, load into the model, read back. Payload: `Round`."""
 PLAN = "weights.plan"
-"""Rank call: learn from what was loaded for the open version how to pull the next. Payload: `Catalog`."""
+"""Rank call: learn from what was loaded for the open version how to pull the next. Payload: `Holding` of all ranks."""
 PULL = "weights.pull"
 """Rank call: copy all parameters out of the trainer's memory, and digest what was copied. Payload: `Pull`."""
 COMMIT = "weights.commit"
@@ -45,26 +45,18 @@ class Commit(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Holding(msgspec.Struct, frozen=True, kw_only=True):
-    """What a rank of the trainer hands over out of memory that others can read."""
+    """What one rank of the trainer, or all together, hand over out of memory that others can read."""
 
     addresses: tuple[Address, ...]
     tensors: tuple[Held, ...]
-
-
-class Catalog(msgspec.Struct, frozen=True, kw_only=True):
-    """All ranks' holdings."""
-
-    addresses: tuple[Address, ...]
-    tensors: tuple[Held, ...]
-    """Whole."""
 
 
 class Pull(msgspec.Struct, frozen=True, kw_only=True):
-    """One version, by the plan that was made of a catalog."""
+    """One version, by the plan that was made of a holding."""
 
     version: int
     key: int
-    """Digest of the catalog."""
+    """Digest of the holding."""
     copy: bool = True
     """If not, digest what the parameters hold already."""
 
@@ -101,4 +93,4 @@ class PullReply(msgspec.Struct, frozen=True, kw_only=True):
     digests: tuple[int, ...] = ()
     problem: str = ""
     unplanned: bool = False
-    """Whether this rank has no plan of that catalog, and has done nothing."""
+    """Whether this rank has no plan of that holding, and has done nothing."""

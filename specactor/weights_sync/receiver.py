@@ -26,7 +26,7 @@ from specactor.weights_sync import plan
 from specactor.weights_sync.buckets import Slot
 from specactor.weights_sync.digest import Memory, digest_blocks, digest_of
 from specactor.weights_sync.memory import Address, open_address, read_only, unregister
-from specactor.weights_sync.messages import Bucket, Catalog, CheckReply, Commit, PlanReply, Pull, PullReply, Round
+from specactor.weights_sync.messages import Bucket, CheckReply, Commit, Holding, PlanReply, Pull, PullReply, Round
 
 _MAX_VIEWS = 256
 """Mapped buckets that are kept: two per rank of the trainer on this host."""
@@ -126,6 +126,8 @@ class _Watched:
         """A copy, or a fill."""
         parameter, to = _place(self.parameters, target)
         tensor, at = _place(self.sources, source) if source is not None else ("", 0)
+        if not target.numel() or (source is None and not parameter):
+            return  # nothing of the trainer's
         if source is not None and not tensor:
             self.refusal = self.refusal or f"{parameter or 'something'} is loaded from what the trainer did not send"
         elif not parameter:
@@ -198,8 +200,8 @@ class Receiver:
         return msgspec.msgpack.encode(CheckReply())
 
     def plan(self, rank: EngineRank, payload: bytes) -> bytes:
-        """Answer a `Catalog`, after a whole version was loaded: how to copy the next one."""
-        catalog = msgspec.msgpack.decode(payload, type=Catalog)
+        """Answer all ranks' `Holding`, after a whole version was loaded: how to copy the next one."""
+        everything = msgspec.msgpack.decode(payload, type=Holding)
         self._plan, watched = None, self._watched
         try:
             if watched.parameters != _places(rank.model.named_parameters()):
@@ -207,9 +209,9 @@ class Receiver:
             if watched.refusal:
                 raise WeightSyncError(watched.refusal)
             sizes = {name: p.numel() * p.element_size() for name, p in rank.model.named_parameters()}
-            chunks = plan.chunks(watched.copies, sizes, catalog.tensors)
+            chunks = plan.chunks(watched.copies, sizes, everything.tensors)
             _flat(rank.model, sizes)
-            memories = [read_only(address) for address in catalog.addresses]
+            memories = [read_only(address) for address in everything.addresses]
         except (OSError, WeightSyncError) as error:
             return msgspec.msgpack.encode(PlanReply(refusal=str(error)))
         self._plan = _Plan(digest_of(memoryview(payload)), chunks, sizes, memories)

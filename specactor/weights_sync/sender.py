@@ -36,7 +36,6 @@ from specactor.weights_sync.messages import (
     PLAN,
     PULL,
     Bucket,
-    Catalog,
     CheckReply,
     Commit,
     Holding,
@@ -133,14 +132,14 @@ class _Plan:
         self,
         collective: Collective,
         holdings: Sequence[Holding],
-        catalog: Catalog,
+        everything: Holding,
         chunks: dict[int, list[tuple[Chunk, ...]]],
     ) -> None:
         """Collective. Args: chunks: see the attribute."""
         self.chunks = chunks
         """By engine of this rank, per rank of it."""
-        self.key = digest_of(memoryview(msgspec.msgpack.encode(catalog)))
-        self.num_bytes = sum(tensor.num_bytes for tensor in catalog.tensors)
+        self.key = digest_of(memoryview(msgspec.msgpack.encode(everything)))
+        self.num_bytes = sum(tensor.num_bytes for tensor in everything.tensors)
         mine = dict.fromkeys(chunk.spans for ranks in chunks.values() for part in ranks for chunk in part)
         spans = [spans for part in collective.gather(tuple(mine), tuple[_Spans, ...]) for spans in part]
         owner = [rank for rank, each in enumerate(holdings) for _ in each.addresses]
@@ -296,15 +295,15 @@ class _Push:
             tensors = merged([(len(part.addresses), part.tensors) for part in holdings])
         except WeightSyncError as error:  # on all ranks
             return str(error), None
-        catalog = Catalog(addresses=tuple(a for part in holdings for a in part.addresses), tensors=tensors)
-        replies = self._ask_all(PLAN, catalog, PlanReply)
+        everything = Holding(addresses=tuple(a for part in holdings for a in part.addresses), tensors=tensors)
+        replies = self._ask_all(PLAN, everything, PlanReply)
         refusals = [reply.refusal for ranks in replies.values() for reply in ranks if reply.refusal]
         if any(told := self._collective.gather("".join(refusals[:1]), str)):
             return next(text for text in told if text), None
         if self._collective.any(bool(self.problem)):
             return "", None
         chunks = {engine: [reply.chunks for reply in ranks] for engine, ranks in replies.items()}
-        plan, num_rounds = _Plan(self._collective, holdings, catalog, chunks), self.num_rounds
+        plan, num_rounds = _Plan(self._collective, holdings, everything, chunks), self.num_rounds
         self.pull(plan, copy=False)
         self.num_rounds = num_rounds
         return "", plan
@@ -430,12 +429,12 @@ class _Push:
             self._submit(call, Round(buckets=tuple(taken)))
         return all(state.last for state in states)
 
-    def _submit(self, call: str, message: Round | Catalog | Pull | Commit) -> None:
+    def _submit(self, call: str, message: Round | Holding | Pull | Commit) -> None:
         payload = msgspec.msgpack.encode(message)
         self._pending += [self._threads.submit(self._ask, engine, call, payload) for engine in self._engines]
 
     def _ask_all(
-        self, call: str, message: Catalog | Pull, kind: type[T], meanwhile: Callable[[], None] = lambda: None
+        self, call: str, message: Holding | Pull, kind: type[T], meanwhile: Callable[[], None] = lambda: None
     ) -> dict[int, list[T]]:
         """Of this rank's engines that answered, all ranks' answers."""
         self._replies = {}

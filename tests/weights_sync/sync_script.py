@@ -96,7 +96,7 @@ class Bench:
         before = self.answers()
         shards, gathered = self.shards(), self.gathered()
         sender = WeightSender(WeightsSyncConfig(), self.collective)
-        result = {"union": self.union(shards), "gathered_union": self.union(gathered)}
+        result: dict[str, Any] = {"union": self.union(shards), "gathered_union": self.union(gathered)}
         result["one_host"] = self.push(shards, sender=sender)
         after = self.answers()
         self.on_engines(Engine.flush)
@@ -208,7 +208,7 @@ class Bench:
         for name, fault in (("flip by plan", self.flipped), ("killed by plan", self.dying)):
             first = self.push(shards, sender=sender)
             plan = sender._plan
-            assert plan is not None
+            assert plan is not None, first
             with fault(plan):
                 result = self.push(shards, sender=sender)
             lost = self.collective.any(self.pool.any_lost())
@@ -246,7 +246,7 @@ class Bench:
                 os.kill(ready.scheduler_pids[0], signal.SIGKILL)
             return digests
 
-        digests = plan.digests()
+        digests: tuple[int, ...] = plan.digests()
         plan.digests = killing
         yield
         del plan.digests

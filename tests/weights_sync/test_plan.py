@@ -91,7 +91,7 @@ def times_written(loader: Loader, chunks: tuple[Chunk, ...]) -> dict[str, Any]:
     return counts
 
 
-@settings(max_examples=max(settings.default.max_examples, 25) * (20 if settings.default.max_examples > 25 else 1))
+@settings(max_examples=600 if settings.get_current_profile_name() == "deep" else 25)
 @given(pairs(), st.sampled_from([16, 100, 2**20]))
 def test_every_element_of_an_engine_is_written_once_with_what_its_loader_gives_it(pair: Pair, piece: int) -> None:
     trainer = Trainer(pair, whole(pair))

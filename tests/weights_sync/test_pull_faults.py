@@ -16,7 +16,7 @@ import torch
 
 from specactor.config import WeightsSyncConfig
 from specactor.errors import EngineError, WeightSyncError
-from specactor.weights_sync import memory, receiver, sender
+from specactor.weights_sync import receiver, sender
 from specactor.weights_sync.digest import digest_blocks, digest_spans
 from specactor.weights_sync.memory import SharedBuffer
 from specactor.weights_sync.messages import CHECK, COMMIT, LOAD, PLAN, PULL, Holding, PullReply
@@ -176,7 +176,7 @@ class Job:
 
     def plan_lost_and_no_memory(self) -> AbstractContextManager[Any]:
         self.engine.receiver._plan = None
-        return mock.patch.object(memory.os, "memfd_create", mock.Mock(side_effect=OSError(28, "No space left")))
+        return mock.patch("os.memfd_create", side_effect=OSError(28, "No space left"))
 
     def nothing(self) -> AbstractContextManager[Any]:
         return nullcontext()
