@@ -11,8 +11,7 @@ import xxhash
 
 from specactor.weights_sync.plan import Block, Span
 
-_PIECE_BYTES = 256 * 2**10
-"""Fits a core's second-level cache."""
+_PIECE_BYTES = 256 * 2**10  # fits a core's second-level cache
 
 
 def digest_on(device: torch.device, data: torch.Tensor) -> int:

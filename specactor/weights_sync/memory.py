@@ -25,8 +25,7 @@ class Address(msgspec.Struct, frozen=True, kw_only=True):
 
     pid: int
     fd: int
-    inode: int
-    """Tells a new file apart from an old one with the same descriptor."""
+    inode: int  # tells a new file apart from an old one with the same descriptor
     num_bytes: int
 
 
@@ -39,8 +38,7 @@ class SharedBuffer:
         self._closed = weakref.finalize(self, os.close, self._fd)
         self._map = mmap.mmap(self._fd, num_bytes)
         self._num_bytes = num_bytes
-        self.data = torch.frombuffer(self._map, dtype=torch.uint8)
-        """uint8, [num_bytes]."""
+        self.data = torch.frombuffer(self._map, dtype=torch.uint8)  # uint8, [num_bytes]
         register(self.data)
 
     def address(self) -> Address:

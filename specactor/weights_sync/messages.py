@@ -55,10 +55,8 @@ class Pull(msgspec.Struct, frozen=True, kw_only=True):
     """One version, by the plan that was made of a holding."""
 
     version: int
-    key: int
-    """Digest of the holding."""
-    copy: bool = True
-    """If not, digest what the parameters hold already."""
+    key: int  # digest of the holding
+    copy: bool = True  # if not, digest what the parameters hold already
 
 
 class DraftWeights(msgspec.Struct, frozen=True, kw_only=True):
@@ -92,5 +90,4 @@ class PullReply(msgspec.Struct, frozen=True, kw_only=True):
 
     digests: tuple[int, ...] = ()
     problem: str = ""
-    unplanned: bool = False
-    """Whether this rank has no plan of that holding, and has done nothing."""
+    unplanned: bool = False  # whether this rank has no plan of that holding, and has done nothing

@@ -47,17 +47,14 @@ class Held(msgspec.Struct, frozen=True, array_like=True):
     """A Hugging Face tensor, or the part of it that one rank hands over."""
 
     name: str
-    num_bytes: int
-    """Of the whole tensor."""
-    blocks: tuple[Block, ...]
-    """To bytes of the tensor."""
+    num_bytes: int  # of the whole tensor
+    blocks: tuple[Block, ...]  # to bytes of the tensor
 
 
 class Chunk(msgspec.Struct, frozen=True, array_like=True):
     """What has one digest: bytes of one memory, in this order."""
 
-    parameters: tuple[str, ...]
-    """Of the engine rank: where each block goes."""
+    parameters: tuple[str, ...]  # of the engine rank: where each block goes
     blocks: tuple[Block, ...]
 
     @property
@@ -68,16 +65,12 @@ class Chunk(msgspec.Struct, frozen=True, array_like=True):
 class Copy(NamedTuple):
     """What a loader did: a grid of elements of a tensor copied to a grid in a parameter, or filled without a source."""
 
-    tensor: str
-    """Empty for a fill."""
-    at: int
-    """First byte in the tensor."""
-    to: int
-    """First byte in the parameter."""
+    tensor: str  # empty for a fill
+    at: int  # first byte in the tensor
+    to: int  # first byte in the parameter
     item_bytes: int
     shape: tuple[int, ...]
-    at_steps: tuple[int, ...]
-    """Bytes, per dimension."""
+    at_steps: tuple[int, ...]  # bytes, per dimension
     to_steps: tuple[int, ...]
 
 

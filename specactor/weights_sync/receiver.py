@@ -28,8 +28,7 @@ from specactor.weights_sync.digest import Memory, digest_blocks, digest_of
 from specactor.weights_sync.memory import Address, open_address, read_only, unregister
 from specactor.weights_sync.messages import Bucket, CheckReply, Commit, Holding, PlanReply, Pull, PullReply, Round
 
-_MAX_VIEWS = 256
-"""Mapped buckets that are kept: two per rank of the trainer on this host."""
+_MAX_VIEWS = 256  # mapped buckets that are kept: two per rank of the trainer on this host
 
 _libc = ctypes.CDLL(None)
 _libc.memcmp.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
@@ -97,8 +96,7 @@ def _check(arrived: _Arrived) -> None:
         raise _Mismatch(f"{arrived.slot.name} arrived with a wrong digest")
 
 
-_Places = list[tuple[int, int, str]]
-"""(address, bytes, name) of tensors, sorted."""
+_Places = list[tuple[int, int, str]]  # (address, bytes, name) of tensors, sorted
 
 
 def _places(tensors: Iterable[tuple[str, torch.Tensor]]) -> _Places:
@@ -117,8 +115,7 @@ class _Watched:
     """What the loader of a version did to the parameters, for the plan of the next."""
 
     parameters: _Places
-    sources: _Places = field(default_factory=list)
-    """What is being loaded."""
+    sources: _Places = field(default_factory=list)  # what is being loaded
     copies: dict[str, dict[plan.Copy, None]] = field(default_factory=dict)
     refusal: str = ""
 
@@ -155,13 +152,11 @@ class Receiver:
     def __init__(self) -> None:
         self._watched = _Watched([])
         self._plan: _Plan | None = None
-        self._pulled = False
-        """Whether the open version came by the plan."""
+        self._pulled = False  # whether the open version came by the plan
         self._views: dict[Address, torch.Tensor] = {}
         self._written: dict[int, dict[tuple[int, tuple[int, ...]], int]] = {}
         self._open_version: int | None = None
-        self._at = ""
-        """Name of the tensor that is being loaded."""
+        self._at = ""  # name of the tensor that is being loaded
 
     def close(self) -> None:
         """Let go of all buckets."""

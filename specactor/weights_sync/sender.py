@@ -48,8 +48,7 @@ from specactor.weights_sync.plan import Chunk, Span, merged
 
 T = TypeVar("T")
 
-TIMEOUT_S = 300.0
-"""Longest wait for an engine to take one bucket, which takes well under a second."""
+TIMEOUT_S = 300.0  # longest wait for an engine to take one bucket, which takes well under a second
 
 
 class WeightSource(Protocol):
@@ -87,21 +86,16 @@ class TargetEngine(Protocol):
 class RoundState(msgspec.Struct, frozen=True, kw_only=True):
     """What a rank tells the others after packing a round."""
 
-    bucket: Bucket | None
-    """Its bucket, if it packed anything."""
-    last: bool
-    """Whether it has no more rounds."""
-    problem: str
-    """The first that it or its engines met."""
+    bucket: Bucket | None  # its bucket, if it packed anything
+    last: bool  # whether it has no more rounds
+    problem: str  # the first that it or its engines met
 
 
 class PullState(msgspec.Struct, frozen=True, kw_only=True):
     """What a rank tells the others after a pull."""
 
-    digests: tuple[int, ...]
-    """Of its own chunks, in the order of the plan."""
-    unplanned: bool
-    """Whether one of its engines has no such plan."""
+    digests: tuple[int, ...]  # of its own chunks, in the order of the plan
+    unplanned: bool  # whether one of its engines has no such plan
     problem: str
 
 
@@ -109,13 +103,10 @@ class PullState(msgspec.Struct, frozen=True, kw_only=True):
 class SyncReport:
     """What one push moved. Equal on all ranks but for the time."""
 
-    num_bytes: int
-    """Of the model's tensors, counted once, however many engines take them."""
-    num_rounds: int
-    """Of buckets; 0 where engines took the weights by the plan."""
+    num_bytes: int  # of the model's tensors, counted once, however many engines take them
+    num_rounds: int  # of buckets; 0 where engines took the weights by the plan
     seconds: float
-    note: str = ""
-    """Why there will be no plan; said once."""
+    note: str = ""  # why there will be no plan; said once
 
     @property
     def gb_per_s(self) -> float:
@@ -136,15 +127,13 @@ class _Plan:
         chunks: dict[int, list[tuple[Chunk, ...]]],
     ) -> None:
         """Collective. Args: chunks: see the attribute."""
-        self.chunks = chunks
-        """By engine of this rank, per rank of it."""
+        self.chunks = chunks  # by engine of this rank, per rank of it
         self.key = digest_of(memoryview(msgspec.msgpack.encode(everything)))
         self.num_bytes = sum(tensor.num_bytes for tensor in everything.tensors)
         mine = dict.fromkeys(chunk.spans for ranks in chunks.values() for part in ranks for chunk in part)
         spans = [spans for part in collective.gather(tuple(mine), tuple[_Spans, ...]) for spans in part]
         owner = [rank for rank, each in enumerate(holdings) for _ in each.addresses]
-        self.order: list[list[_Spans]] = [[] for _ in holdings]
-        """What each rank digests."""
+        self.order: list[list[_Spans]] = [[] for _ in holdings]  # what each rank digests
         for each in dict.fromkeys(spans):
             self.order[owner[each[0].memory]].append(each)
         self._own = self.order[collective.rank]
@@ -164,10 +153,8 @@ class WeightSender:
         self._collective = collective
         self._buffers: list[SharedBuffer] = []
         self._plan: _Plan | None = None
-        self._planned: Holding | None = None
-        """Of which the plan is."""
-        self._refused: Holding | None = None
-        """Of which there is no plan."""
+        self._planned: Holding | None = None  # of which the plan is
+        self._refused: Holding | None = None  # of which there is no plan
 
     def push(self, source: WeightSource, engines: Sequence[TargetEngine], *, version: int) -> SyncReport:
         """Bring all engines of all ranks to `version`. Collective; `engines` are those that this rank owns.
@@ -242,14 +229,11 @@ class _Push:
         self._engines = engines
         self._threads = ThreadPoolExecutor(max_workers=max(1, len(engines)), thread_name_prefix="weights")
         self._pending: list[Future[None]] = []
-        self._replies: dict[int, list[bytes]] = {}
-        """By engine: of its ranks, to the last call."""
+        self._replies: dict[int, list[bytes]] = {}  # by engine: of its ranks, to the last call
         self._sent: list[tuple[Bucket, ...]] = []
         self._packed: dict[int, Bucket] = {}
-        self._touched = False
-        """Whether engines may hold other weights than before."""
-        self._device = torch.device("cpu")
-        """Of the tensors that were packed."""
+        self._touched = False  # whether engines may hold other weights than before
+        self._device = torch.device("cpu")  # of the tensors that were packed
 
     def stream(self, call: str, source: WeightSource) -> None:
         """Pack, exchange and send round by round. Returns when every engine has answered to all."""
