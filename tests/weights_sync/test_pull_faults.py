@@ -239,3 +239,48 @@ def test_what_differs_is_named() -> None:
     ):
         job.push()
     assert job.engine.killed
+
+
+def cast(model: Model, name: str, tensor: torch.Tensor) -> None:
+    (model.norm if name == "norm" else model.experts[int(name[-1])].T).copy_(tensor.double())
+
+
+def computed(model: Model, name: str, tensor: torch.Tensor) -> None:
+    (model.norm if name == "norm" else model.experts[int(name[-1])].T).copy_(tensor + 0)
+
+
+def aside(model: Model, name: str, tensor: torch.Tensor) -> None:
+    torch.zeros(ROWS, COLUMNS).copy_(tensor)
+    (model.norm if name == "norm" else model.experts[int(name[-1])].T).copy_(tensor)
+
+
+def padded(model: Model, name: str, tensor: torch.Tensor) -> None:
+    torch.zeros(3).fill_(1)
+    model.norm[ROWS:].fill_(0)
+    (model.norm if name == "norm" else model.experts[int(name[-1])].T).copy_(tensor)
+
+
+@pytest.mark.parametrize(
+    ("loader", "reason"),
+    [
+        (cast, "is loaded from what the trainer did not send"),
+        (computed, "is loaded from what the trainer did not send"),
+        (aside, "is loaded into what is no parameter"),
+        (padded, ""),
+    ],
+)
+def test_what_cannot_be_planned_goes_through_buckets_and_is_told_once(
+    loader: Callable[[Model, str, torch.Tensor], None], reason: str
+) -> None:
+    job = Job(3)
+    job.engine.model.load_weights = lambda weights: [loader(job.engine.model, *pair) for pair in weights]  # type: ignore
+    notes = []
+    for _ in range(3):
+        job.learn()
+        report = job.sender.push(job.source, [job.engine], version=job.version)
+        notes.append(report.note)
+        assert job.engine.model.holds() == job.source.holds()
+    assert report.num_rounds == (1 if reason else 0)
+    assert reason in notes[0]
+    assert bool(notes[0]) == bool(reason)
+    assert notes[1:] == ["", ""]
