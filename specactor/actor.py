@@ -164,6 +164,8 @@ class SpecActor:
                 self.progress.note(f"{error} Trying again.")
                 cause = error
                 continue
+            if report.note:
+                self.progress.note(f"Weights go through buckets in every step: {report.note}.")
             self.pool.set_version(self.version)
             if self.distillation is not None:
                 self._pushed = self.distillation.push()

@@ -37,6 +37,7 @@ from specactor.trainer.objective import (
     response_logprobs,
 )
 from specactor.trainer.packing import checked, split
+from specactor.trainer.shards import share
 from specactor.types import TrainSequence
 
 cpu_platform.install()
@@ -84,6 +85,7 @@ class PolicyTrainer:
         self.device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else _CPU
         self.policy = model.build(model_dir, dtype=config.model.dtype, train=config.train)
         self.chunks = optimizer.wrap(self.policy, config.train)
+        self.memory = share(self.chunks)
         self.optimizer = optimizer.make(self.chunks, self.policy, config.train, config.model.dtype)
         self._host_copies = HostCopies()
         self._shape = Shape(
