@@ -132,7 +132,7 @@ class SpecActor:
                 f"train.max_logprob_gap: at step {self.steps_done + 1} the engine and the trainer differ by "
                 f"{stats.logprob_gap_max:.2e} in the log-probability of a sampled token, more than "
                 f"{self.config.train.max_logprob_gap:.2e}. In float32 this means wrong weights or a wrong model in one "
-                "of them; in bfloat16 allow more with --train.max-logprob-gap, and keep algorithm.tis_cap on."
+                "of them; in bfloat16 allow more with --train.max-logprob-gap, and keep algorithm.correction on."
             )
         self.version += 1
         return stats

@@ -54,6 +54,8 @@ def of_step(
         "policy/learning_rate": stats.learning_rate,
         "agreement/logprob_gap_max": stats.logprob_gap_max,
         "agreement/logprob_gap_mean": stats.logprob_gap_mean,
+        "correction/effective_share": stats.effective_share,
+        "correction/cut_fraction": stats.cut_fraction,
         "rollout/tokens": sum(lengths),
         "rollout/responses": len(lengths),
         "train/tokens": sum(len(s.token_ids) for s in batch),

@@ -42,6 +42,8 @@ METRICS: dict[str, str] = {
     "policy/learning_rate": "of the step's last optimizer update",
     "agreement/logprob_gap_max": "largest |engine - trainer| log-probability of a sampled token, nats",
     "agreement/logprob_gap_mean": "mean |engine - trainer| log-probability of the sampled tokens, nats",
+    "correction/effective_share": "effective sample size of the weights of algorithm.correction, per response token",
+    "correction/cut_fraction": "share of response tokens whose weight the bounds of algorithm.correction changed",
     "time/rollout_s": "seconds of generation",
     "time/reward_s": "seconds of scoring",
     "time/train_s": "seconds of forward, backward and optimizer",

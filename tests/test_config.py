@@ -12,8 +12,8 @@ from specactor.config import RolloutConfig
 from specactor.errors import ConfigError
 from specactor.recipes import load
 
-SETTINGS = 95
-"""Settings of a run, as `make measure` counts them. At most 95 are wanted."""
+SETTINGS = 97
+"""Settings of a run, as `make measure` counts them."""
 WRONG: list[tuple[str, str]] = [
     *(
         (f"--{name.replace('_', '-')} inf", f"{name}: got inf, expected a finite number. See --help for its meaning.")
@@ -165,8 +165,28 @@ WRONG: list[tuple[str, str]] = [
         "Use mode decoupled, or auto.",
     ),
     (
-        "--algorithm.tis-cap 0.5",
-        "algorithm.tis_cap: got 0.5, expected >= 1 or None. Use None to switch truncated importance sampling off.",
+        "--algorithm.correction.bounds 0 0.5",
+        "algorithm.correction.bounds: got (0.0, 0.5), expected 0 <= lowest <= 1 <= highest, not both 1. A ratio of 1 is "
+        "agreement: use for example 0 2, or 0.5 2.",
+    ),
+    (
+        "--algorithm.correction.bounds -1 2",
+        "algorithm.correction.bounds: got (-1.0, 2.0), expected 0 <= lowest <= 1 <= highest, not both 1. A ratio of 1 "
+        "is agreement: use for example 0 2, or 0.5 2.",
+    ),
+    (
+        "--algorithm.correction.bounds 0 inf",
+        "algorithm.correction.bounds: got inf, expected a finite number. See --help for its meaning.",
+    ),
+    (
+        "--algorithm.correction.level batch",
+        "algorithm.correction.level: got 'batch', expected one of off, token, sequence, geometric. Its meaning: "
+        "train_moe.py quickstart --help",
+    ),
+    (
+        "--algorithm.correction.action clip",
+        "algorithm.correction.action: got 'clip', expected one of truncate, mask, reject. Its meaning: train_moe.py "
+        "quickstart --help",
     ),
     (
         "--rollout.partial True",
@@ -184,9 +204,9 @@ WRONG: list[tuple[str, str]] = [
         "from: use one of the two.",
     ),
     (
-        "--rollout.oversample 1.5 --rollout.partial True --algorithm.tis-cap None",
-        "algorithm.tis_cap: got None, expected a cap with rollout.partial. Tokens of older policies need importance "
-        "sampling: set it, for example to 2.0.",
+        "--rollout.oversample 1.5 --rollout.partial True --algorithm.correction.level off",
+        "algorithm.correction.level: got 'off', expected another with rollout.partial. Tokens of older policies need "
+        "importance sampling: set it, for example to token.",
     ),
     (
         "--warmup.steps 550",

@@ -2,10 +2,35 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from specactor.config.rules import require
+
+
+@dataclass(frozen=True, kw_only=True)
+class CorrectionConfig:
+    """What tokens weigh whose probability was another where they were sampled: engines round, policies grow old.
+    The formulas are in ``specactor.trainer.correction``."""
+
+    level: Literal["off", "token", "sequence", "geometric"] = "token"
+    """What has a ratio exp(trainer - sampled) of probabilities: token: each for itself; sequence: the product over its
+    response; geometric: the mean of that; off: all tokens weigh 1."""
+    action: Literal["truncate", "mask", "reject"] = "truncate"
+    """truncate: weigh by the ratio within bounds (TIS); mask: by the ratio, 0 outside (with level token: IcePop);
+    reject: weigh 1, but 0 all tokens of a response that has a ratio outside."""
+    bounds: tuple[float, float] = (0.0, 2.0)
+    """Lowest and highest ratio."""
+
+    def __post_init__(self) -> None:
+        low, high = self.bounds
+        require(
+            0 <= low <= 1 <= high and low < high,
+            "algorithm.correction.bounds",
+            self.bounds,
+            "0 <= lowest <= 1 <= highest, not both 1",
+            "A ratio of 1 is agreement: use for example 0 2, or 0.5 2.",
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,8 +53,7 @@ class AlgorithmConfig:
     """Penalty towards the model that the run started from."""
     kl_coef: float = 0.0
     """Weight of the penalty."""
-    tis_cap: float | None = 2.0
-    """Truncated importance sampling: cap of exp(trainer - engine) log-prob; None: off."""
+    correction: CorrectionConfig = field(default_factory=CorrectionConfig)
     dynamic_sampling: bool = False
     """DAPO: leave out groups whose rewards are all equal, and draw further prompts in their place."""
     overlong_buffer: int = 0
@@ -49,13 +73,6 @@ class AlgorithmConfig:
             self.kl_coef,
             f"{'0' if self.kl == 'off' else '> 0'} with algorithm.kl = {self.kl}",
             "Set both, or neither.",
-        )
-        require(
-            self.tis_cap is None or self.tis_cap >= 1,
-            "algorithm.tis_cap",
-            self.tis_cap,
-            ">= 1 or None",
-            "Use None to switch truncated importance sampling off.",
         )
         require(
             self.overlong_penalty >= 0,

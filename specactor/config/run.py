@@ -109,11 +109,11 @@ class Config:
     def _check_rollout(self) -> None:
         """What the engines do can be learned from, and there are enough of them."""
         require(
-            not self.rollout.partial or self.algorithm.tis_cap is not None,
-            "algorithm.tis_cap",
-            self.algorithm.tis_cap,
-            "a cap with rollout.partial",
-            "Tokens of older policies need importance sampling: set it, for example to 2.0.",
+            not self.rollout.partial or self.algorithm.correction.level != "off",
+            "algorithm.correction.level",
+            self.algorithm.correction.level,
+            "another with rollout.partial",
+            "Tokens of older policies need importance sampling: set it, for example to token.",
         )
         penalties = {
             f"rollout.{name}": getattr(self.rollout, name)

@@ -127,17 +127,6 @@ def kl_T(logprobs_T: Tensor, ref_logprobs_T: Tensor, kind: KlKind) -> Tensor:
             assert_never(kind)
 
 
-def tis_weights_T(trainer_logprobs_T: Tensor, engine_logprobs_T: Tensor, cap: float) -> Tensor:
-    """Truncated importance sampling: min(exp(trainer - engine), cap), without gradient; multiplies the loss.
-
-    It corrects for tokens sampled by an engine whose probabilities differ from the trainer's at the *same* weights, so
-    `trainer_logprobs_T` are those before the update, the ``old_logprobs_T`` of `policy_loss_T`. The truncation bounds
-    the variance for a little bias (Yao et al., "Your efficient RL framework secretly brings you off-policy RL
-    training", 2025; Ionides, "Truncated importance sampling", 2008).
-    """
-    return (trainer_logprobs_T.detach() - engine_logprobs_T.detach()).exp().clamp(max=cap)
-
-
 def _ratio(log_ratio: Tensor) -> Tensor:
     return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
 

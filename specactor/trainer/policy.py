@@ -66,6 +66,11 @@ class TrainStats:
     logprob_gap_max: float
     logprob_gap_mean: float
     """|trainer - engine| of the sampled tokens before the step; nan without rollout log-probabilities."""
+    effective_share: float
+    """Effective sample size over response tokens, (sum w)^2 / sum w^2 / tokens, of the correction's weights w; nan
+    without correction."""
+    cut_fraction: float
+    """Share of response tokens whose weight the correction's bounds changed; nan without correction."""
     kl: float
     """Mean per response token of the estimate of KL(policy || reference); 0 with algorithm.kl = off."""
     tokens: int
@@ -131,6 +136,8 @@ class PolicyTrainer:
             clip_fraction=total.clipped / total.tokens,
             logprob_gap_max=total.gap_max if total.gap_tokens else math.nan,
             logprob_gap_mean=total.gap / gap_tokens,
+            effective_share=_effective_share(total),
+            cut_fraction=total.cut / total.weighed if total.weighed else math.nan,
             kl=total.kl / total.tokens,
             tokens=round(total.tokens),
             num_microbatches=num_microbatches,
@@ -277,6 +284,12 @@ class PolicyTrainer:
 
 
 _CPU = torch.device("cpu")
+
+
+def _effective_share(total: Sums) -> float:
+    if not total.weighed:
+        return math.nan
+    return total.weight**2 / (total.weight_squared * total.weighed) if total.weight_squared else 0.0
 
 
 def _check_finite(loss: float, grad_norm: float) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 from specactor.config import (
     AlgorithmConfig,
     Config,
+    CorrectionConfig,
     DataConfig,
     ModelConfig,
     ParallelConfig,
@@ -52,16 +53,21 @@ class Case:
     rate: float
 
 
+OFF = CorrectionConfig(level="off")
 CASES = {
     "grpo": Case(AlgorithmConfig(aggregation="sequence_mean"), 1, 0.0),
-    "dapo": Case(AlgorithmConfig(aggregation="token_mean", clip_high=0.28, tis_cap=1.5), 1, 0.0),
+    "dapo": Case(
+        AlgorithmConfig(aggregation="token_mean", clip_high=0.28, correction=CorrectionConfig(bounds=(0.0, 1.5))),
+        1,
+        0.0,
+    ),
     "gspo_sequence_mean": Case(
-        AlgorithmConfig(loss="gspo", aggregation="sequence_mean", clip_low=0.002, clip_high=0.002, tis_cap=None),
+        AlgorithmConfig(loss="gspo", aggregation="sequence_mean", clip_low=0.002, clip_high=0.002, correction=OFF),
         3,
         LEARNING_RATE,
     ),
     "gspo_token_mean": Case(
-        AlgorithmConfig(loss="gspo", aggregation="token_mean", clip_low=0.1, clip_high=0.1, tis_cap=None),
+        AlgorithmConfig(loss="gspo", aggregation="token_mean", clip_low=0.1, clip_high=0.1, correction=OFF),
         3,
         LEARNING_RATE,
     ),

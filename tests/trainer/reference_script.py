@@ -91,9 +91,13 @@ def sequence_loss(case: cases.Case, s: TrainSequence, new: torch.Tensor, old: to
     ratio = torch.exp(difference.mean().expand_as(new) if algorithm.loss == "gspo" else difference)
     bounded = torch.clip(ratio, 1 - algorithm.clip_low, 1 + algorithm.clip_high)
     gain = torch.minimum(ratio * s.advantage, bounded * s.advantage)
-    if algorithm.tis_cap is not None:
-        engine = torch.tensor(s.rollout_logprobs, dtype=torch.float64)
-        gain = gain * torch.clip(torch.exp(old - engine), max=algorithm.tis_cap)
+    engine = torch.tensor(s.rollout_logprobs, dtype=torch.float64)
+    match algorithm.correction.level:
+        case "token":
+            gain = gain * torch.clip(torch.exp(old - engine), max=algorithm.correction.bounds[1])
+        case "geometric":
+            ratio = float(torch.exp((old - engine).mean()))
+            gain = gain * (ratio if algorithm.correction.bounds[0] <= ratio <= algorithm.correction.bounds[1] else 0)
     return -gain.sum()
 
 
