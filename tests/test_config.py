@@ -166,8 +166,8 @@ WRONG: list[tuple[str, str]] = [
     ),
     (
         "--algorithm.correction.bounds 0 0.5",
-        "algorithm.correction.bounds: got (0.0, 0.5), expected 0 <= lowest <= 1 <= highest, not both 1. A ratio of 1 is "
-        "agreement: use for example 0 2, or 0.5 2.",
+        "algorithm.correction.bounds: got (0.0, 0.5), expected 0 <= lowest <= 1 <= highest, not both 1. A ratio of 1 "
+        "is agreement: use for example 0 2, or 0.5 2.",
     ),
     (
         "--algorithm.correction.bounds -1 2",

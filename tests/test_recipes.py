@@ -81,8 +81,8 @@ def test_a_production_shape_speculates_refreshes_and_corrects_for_mismatch(name:
 
 def test_overrides_of_every_kind() -> None:
     words = (
-        "grpo --rollout.group-size 16 --rollout.prompts_per_step=4 --model.tiny.num_layers 2 --algorithm.correction.level off "
-        "--checkpoint.export False --warmup.steps 5 6 --data.params max_n=7 exact=true ratio=0.5 word=a=b "
+        "grpo --rollout.group-size 16 --rollout.prompts_per_step=4 --model.tiny.num_layers 2 "
+        "--algorithm.correction.level off --checkpoint.export False --warmup.steps 5 6 --data.params max_n=7 exact=true ratio=0.5 word=a=b "
         "--train.max-logprob-gap inf --rollout.engine.extra-args page_size=1"
     )
     config = load(words.split())

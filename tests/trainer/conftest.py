@@ -16,7 +16,7 @@ from tests.ending import end_all
 ROOT = Path(__file__).parents[2]
 LIMIT_S = 600
 
-EVERY_CASE = ["grpo", "dapo", "gspo_sequence_mean", "gspo_token_mean", "grpo_updates"]
+EVERY_CASE = ["grpo", "dapo", "gspo_sequence_mean", "gspo_token_mean", "masked_sequences", "grpo_updates"]
 FEW_CASES = ["grpo", "gspo_token_mean"]
 
 LAYOUTS_2 = {

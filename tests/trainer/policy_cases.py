@@ -53,11 +53,14 @@ class Case:
     rate: float
 
 
+TIS = CorrectionConfig(bounds=(0.0, 1.5))
+GEOMETRIC = CorrectionConfig(level="geometric", action="mask", bounds=(0.6, 1.5))
+"""Of the 12 sequences, with ratios of 0.36 to 1, it masks four."""
 OFF = CorrectionConfig(level="off")
 CASES = {
     "grpo": Case(AlgorithmConfig(aggregation="sequence_mean"), 1, 0.0),
     "dapo": Case(
-        AlgorithmConfig(aggregation="token_mean", clip_high=0.28, correction=CorrectionConfig(bounds=(0.0, 1.5))),
+        AlgorithmConfig(aggregation="token_mean", clip_high=0.28, correction=TIS),
         1,
         0.0,
     ),
@@ -71,6 +74,7 @@ CASES = {
         3,
         LEARNING_RATE,
     ),
+    "masked_sequences": Case(AlgorithmConfig(aggregation="sequence_mean", correction=GEOMETRIC), 1, 0.0),
     "grpo_updates": Case(AlgorithmConfig(aggregation="sequence_mean", clip_low=0.02, clip_high=0.02), 3, LEARNING_RATE),
 }
 """A case with updates changes the weights, so each starts from the loaded model and a fresh optimizer."""

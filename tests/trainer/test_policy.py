@@ -70,6 +70,23 @@ def test_statistics(one_rank: dict[str, Any]) -> None:
     assert one_rank["single"]["gspo_sequence_mean"]["num_microbatches"] >= 3
 
 
+def test_statistics_of_the_correction(one_rank: dict[str, Any]) -> None:
+    """Tokens of four sequences are masked; the others weigh the geometric mean of their ratios."""
+    low, high = cases.GEOMETRIC.bounds
+    weights = []
+    for s, logprobs in zip(cases.sequences(), one_rank["single"]["logprobs"], strict=True):
+        log_ratio = math.fsum(a - b for a, b in zip(logprobs, s.rollout_logprobs, strict=True)) / s.response_len
+        weights += [math.exp(log_ratio) if low <= math.exp(log_ratio) <= high else 0.0] * s.response_len
+    stats = one_rank["single"]["masked_sequences"]
+    assert stats["cut_fraction"] == pytest.approx(weights.count(0.0) / len(weights), rel=1e-6)
+    assert 0.1 < stats["cut_fraction"] < 0.5
+    effective = math.fsum(weights) ** 2 / math.fsum(w * w for w in weights)
+    assert stats["effective_share"] == pytest.approx(effective / len(weights), rel=1e-5)
+    off = one_rank["single"]["gspo_token_mean"]
+    assert math.isnan(off["effective_share"])
+    assert math.isnan(off["cut_fraction"])
+
+
 def test_only_tokens_of_the_policy_itself_must_agree_with_it(one_rank: dict[str, Any]) -> None:
     """The first half of each response was sampled by an older policy: it is learned from all the same."""
     fresh = [
