@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from statistics import fmean, pstdev
 from typing import TYPE_CHECKING
 
@@ -56,6 +57,7 @@ def of_step(
         "agreement/logprob_gap_mean": stats.logprob_gap_mean,
         "correction/effective_share": stats.effective_share,
         "correction/cut_fraction": stats.cut_fraction,
+        **({f"critic/{name}": value for name, value in asdict(stats.critic).items()} if stats.critic else {}),
         "rollout/tokens": sum(lengths),
         "rollout/responses": len(lengths),
         "train/tokens": sum(len(s.token_ids) for s in batch),

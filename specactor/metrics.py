@@ -44,6 +44,11 @@ METRICS: dict[str, str] = {
     "agreement/logprob_gap_mean": "mean |engine - trainer| log-probability of the sampled tokens, nats",
     "correction/effective_share": "effective sample size of the weights of algorithm.correction, per response token",
     "correction/cut_fraction": "share of response tokens whose weight the bounds of algorithm.correction changed",
+    "critic/loss": "half the squared error of the critic's values, per response token; with algorithm.advantage = gae, "
+    "as the next three",
+    "critic/grad_norm": "global gradient norm of the critic before clipping",
+    "critic/explained_variance": "share of the returns' variance that the values before the step explain",
+    "critic/clip_fraction": "share of response tokens whose value had moved by algorithm.critic.value_clip",
     "time/rollout_s": "seconds of generation",
     "time/reward_s": "seconds of scoring",
     "time/train_s": "seconds of forward, backward and optimizer",

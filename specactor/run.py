@@ -44,6 +44,7 @@ from specactor.rollout.sglang.engine_client import EngineSpec
 from specactor.rollout.tail import tail_policy
 from specactor.run_folder import RunFolder, Status, checkpoint_to_resume
 from specactor.trainer import checkpoint
+from specactor.trainer.critic import Critic
 from specactor.trainer.drafter.refresh import Distillation, left_behind
 from specactor.trainer.policy import PolicyTrainer
 from specactor.trainer.shards import GatheredWeights, RankShards
@@ -158,7 +159,8 @@ def _build(
     devices = DeviceMemory(collective, pool, is_shared=bool(gpus()))
     with progress.phase("engines", announce=True):
         trainer = devices.start(
-            lambda: PolicyTrainer(config, layout, base), others=[("drafter start", drafters.wait_ready)]
+            lambda: PolicyTrainer(config, layout, base, critic=Critic.of(config, layout, base)),
+            others=[("drafter start", drafters.wait_ready)],
         )
     distillation = _distillation(config, trainer, pool, drafters, collective, progress)
     if distillation is not None:

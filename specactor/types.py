@@ -133,6 +133,8 @@ class TrainSequence:
     token_ids: tuple[int, ...]
     prompt_len: int
     advantage: float = 0.0
+    """Of all response tokens; not read with a critic, which makes one for each from the reward."""
+    reward: float = 0.0
     rollout_logprobs: tuple[float, ...] = ()
     """The engine's, one per response token; empty in supervised training."""
     num_stale: int = 0

@@ -12,7 +12,7 @@ from specactor.config import RolloutConfig
 from specactor.errors import ConfigError
 from specactor.recipes import load
 
-SETTINGS = 97
+SETTINGS = 102
 """Settings of a run, as `make measure` counts them."""
 WRONG: list[tuple[str, str]] = [
     *(
@@ -163,6 +163,24 @@ WRONG: list[tuple[str, str]] = [
         "--rollout.speculation.mode coupled --rollout.speculation.drafters decoupled",
         "rollout.speculation.drafters: got ('decoupled',), expected no decoupled in rollout.speculation.mode coupled. "
         "Use mode decoupled, or auto.",
+    ),
+    *(
+        (f"--algorithm.critic.{words}", f"algorithm.critic.{message}")
+        for words, message in [
+            ("learning-rate 0", "learning_rate: got 0.0, expected > 0. Use for example 1e-5."),
+            ("learning-rate inf", "learning_rate: got inf, expected a finite number. See --help for its meaning."),
+            ("warmup-steps -1", "warmup_steps: got -1, expected >= 0. Use 0 for none."),
+            ("gamma 0", "gamma: got 0.0, expected in (0, 1]. Use 1 where only the reward counts."),
+            ("gamma 1.1", "gamma: got 1.1, expected in (0, 1]. Use 1 where only the reward counts."),
+            ("gae-lambda -0.1", "gae_lambda: got -0.1, expected in [0, 1]. Use for example 1 or 0.95."),
+            ("value-clip 0", "value_clip: got 0.0, expected > 0 or None. Use None to switch it off."),
+            ("value-clip nan", "value_clip: got nan, expected > 0 or None. Use None to switch it off."),
+        ]
+    ),
+    (
+        "--rollout.group-size 1 --algorithm.advantage gae --algorithm.dynamic-sampling True",
+        "rollout.group_size: got 1, expected >= 2 with algorithm.dynamic_sampling. Rewards of a group are compared, "
+        "and of one they are all equal.",
     ),
     (
         "--algorithm.correction.bounds 0 0.5",

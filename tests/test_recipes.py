@@ -63,7 +63,7 @@ def test_a_recipe_survives_json_exactly(name: str) -> None:
 
 def test_every_family_has_a_recipe() -> None:
     algorithms = [load([name]).algorithm for name in NAMES]
-    assert {a.advantage for a in algorithms} == {"grpo", "dr_grpo", "rloo", "reinforce_pp"}
+    assert {a.advantage for a in algorithms} == {"grpo", "dr_grpo", "rloo", "reinforce_pp", "gae"}
     assert {a.loss for a in algorithms} == {"ppo_clip", "gspo", "cispo"}
     assert {a.aggregation for a in algorithms} == {"sequence_mean", "token_mean", "fixed_length"}
     assert {a.kl for a in algorithms} >= {"off", "k3"}
@@ -82,7 +82,8 @@ def test_a_production_shape_speculates_refreshes_and_corrects_for_mismatch(name:
 def test_overrides_of_every_kind() -> None:
     words = (
         "grpo --rollout.group-size 16 --rollout.prompts_per_step=4 --model.tiny.num_layers 2 "
-        "--algorithm.correction.level off --checkpoint.export False --warmup.steps 5 6 --data.params max_n=7 exact=true ratio=0.5 word=a=b "
+        "--algorithm.correction.level off --checkpoint.export False --warmup.steps 5 6 --data.params max_n=7 "
+        "exact=true ratio=0.5 word=a=b "
         "--train.max-logprob-gap inf --rollout.engine.extra-args page_size=1"
     )
     config = load(words.split())

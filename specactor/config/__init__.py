@@ -11,7 +11,7 @@ need the world size and the model's shape are in `specactor.parallel.layout.chec
     rollout        RolloutConfig
     engine         EngineConfig, WeightsSyncConfig
     speculation    SpeculationConfig, MAX_WINDOW, DRAFTERS
-    algorithm      AlgorithmConfig, CorrectionConfig
+    algorithm      AlgorithmConfig, CorrectionConfig, CriticConfig
     train          WarmupConfig, TrainConfig
     distillation   DistillationConfig, DraftTrainingConfig
     results        CheckpointConfig, EvalConfig, TrackingConfig
@@ -20,7 +20,7 @@ need the world size and the model's shape are in `specactor.parallel.layout.chec
 Other packages import from here: which module holds a name may change.
 """
 
-from specactor.config.algorithm import AlgorithmConfig, CorrectionConfig
+from specactor.config.algorithm import AlgorithmConfig, CorrectionConfig, CriticConfig
 from specactor.config.data import DataConfig, SourceConfig
 from specactor.config.distillation import DistillationConfig, DraftTrainingConfig
 from specactor.config.engine import EngineConfig, WeightsSyncConfig
@@ -39,6 +39,7 @@ __all__ = [
     "CheckpointConfig",
     "Config",
     "CorrectionConfig",
+    "CriticConfig",
     "DataConfig",
     "DistillationConfig",
     "DraftTrainingConfig",

@@ -34,11 +34,44 @@ class CorrectionConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class CriticConfig:
+    """The model that expects rewards, with algorithm.advantage = gae: of the policy's shape, on its devices."""
+
+    learning_rate: float = 1e-5
+    """Of its own optimizer; all else is as in train."""
+    warmup_steps: int = 0
+    """RL steps in which it learns alone, before the policy does."""
+    gamma: float = 1.0
+    """Worth of what is earned a token later."""
+    gae_lambda: float = 1.0
+    """Weight of what follows against what the critic expects: 1: the reward itself; 0: the next token's value."""
+    value_clip: float | None = 0.2
+    """Farthest that a value learns to move in a step; None: as far as it will."""
+
+    def __post_init__(self) -> None:
+        name = "algorithm.critic"
+        require(self.learning_rate > 0, f"{name}.learning_rate", self.learning_rate, "> 0", "Use for example 1e-5.")
+        require(self.warmup_steps >= 0, f"{name}.warmup_steps", self.warmup_steps, ">= 0", "Use 0 for none.")
+        require(0 < self.gamma <= 1, f"{name}.gamma", self.gamma, "in (0, 1]", "Use 1 where only the reward counts.")
+        require(
+            0 <= self.gae_lambda <= 1, f"{name}.gae_lambda", self.gae_lambda, "in [0, 1]", "Use for example 1 or 0.95."
+        )
+        require(
+            self.value_clip is None or self.value_clip > 0,
+            f"{name}.value_clip",
+            self.value_clip,
+            "> 0 or None",
+            "Use None to switch it off.",
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
 class AlgorithmConfig:
     """What is learned from the rewards. The formulas are in ``specactor.trainer.advantages`` and ``losses``."""
 
-    advantage: Literal["grpo", "dr_grpo", "rloo", "reinforce_pp"] = "grpo"
-    """What a response's reward is compared with: grpo: its group's mean, in units of the group's standard deviation;
+    advantage: Literal["grpo", "dr_grpo", "rloo", "reinforce_pp", "gae"] = "grpo"
+    """What a response's reward is compared with: gae: what a critic expected before each token (PPO);
+    grpo: its group's mean, in units of the group's standard deviation;
     dr_grpo: the mean alone; rloo: the mean of the others; reinforce_pp: its group's mean, in units of the
     whole step's standard deviation."""
     loss: Literal["ppo_clip", "gspo", "cispo"] = "ppo_clip"
@@ -54,6 +87,7 @@ class AlgorithmConfig:
     kl_coef: float = 0.0
     """Weight of the penalty."""
     correction: CorrectionConfig = field(default_factory=CorrectionConfig)
+    critic: CriticConfig = field(default_factory=CriticConfig)
     dynamic_sampling: bool = False
     """DAPO: leave out groups whose rewards are all equal, and draw further prompts in their place."""
     overlong_buffer: int = 0

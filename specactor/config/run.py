@@ -71,11 +71,18 @@ class Config:
     def _check_groups(self) -> None:
         """Groups of responses can be split into updates, micro-batches and what is left out."""
         require(
-            self.rollout.group_size >= 2,
+            self.rollout.group_size >= 2 or self.algorithm.advantage == "gae",
             "rollout.group_size",
             self.rollout.group_size,
             f">= 2 with algorithm.advantage = {self.algorithm.advantage}",
             "Advantages compare the responses of a group.",
+        )
+        require(
+            self.rollout.group_size >= 2 or not self.algorithm.dynamic_sampling,
+            "rollout.group_size",
+            self.rollout.group_size,
+            ">= 2 with algorithm.dynamic_sampling",
+            "Rewards of a group are compared, and of one they are all equal.",
         )
         require(
             self.rollout.prompts_per_step % self.train.updates_per_step == 0,

@@ -111,6 +111,10 @@ def of_job(
         "buckets": {"sync": buckets},
         "overhead": dict.fromkeys(PHASES, OVERHEAD_BYTES),
     }
+    if config.algorithm.advantage == "gae":
+        # All of it leaves the device with the optimizer; its output layer is one row.
+        critic = (width + GRADIENT_BYTES) * (held - shape.head_params / layout.tensor) + optimizer
+        rows["critic"] = {"train": critic}
     if draft is not None:
         # Its keys and values are in the same pool (`draft_runner`); its weights are there before the pool is made.
         drafter = draft.weights_bytes / config.parallel.engine_tensor

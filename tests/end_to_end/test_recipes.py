@@ -52,7 +52,7 @@ def test_dapo_subtracts_from_the_reward_of_what_is_too_long(lines: dict[str, lis
 
 
 def test_the_reference_is_the_model_that_the_run_started_from(lines: dict[str, list[dict[str, float]]]) -> None:
-    first, second = (line["policy/kl"] for line in lines["ppo_kl"])
+    first, second = (line["policy/kl"] for line in lines["grpo_kl"])
     assert second > first > 0, "with several updates in a step, the policy has left it within the first"
     assert all(line["policy/kl"] == 0 for line in lines["grpo"])
 

@@ -25,6 +25,7 @@ from safetensors.torch import load_file  # noqa: E402
 
 from specactor.errors import SpecActorError  # noqa: E402
 from specactor.trainer import checkpoint, model, optimizer  # noqa: E402
+from specactor.trainer.critic import Critic  # noqa: E402
 from specactor.trainer.microbatch import items_of  # noqa: E402
 from specactor.trainer.objective import PolicyObjective  # noqa: E402
 from specactor.trainer.policy import PolicyTrainer  # noqa: E402
@@ -108,10 +109,22 @@ def check_layout(entry: dict[str, Any]) -> dict[str, Any]:
         restore(trainer, snapshot)
         use(trainer, cases.CASES[name])
         result[name] = step(trainer, cases.CASES[name].rate)
+    restore(trainer, snapshot)
+    result["ppo"] = ppo(trainer, folder)
+    trainer.critic = None
     if entry.get("more"):
         restore(trainer, snapshot)
         result |= more_checks(trainer, entry)
     return result
+
+
+def ppo(trainer: PolicyTrainer, folder: Path, *, broken: bool = False) -> list[dict[str, Any]]:
+    """Two steps with a critic; `broken`: of which tensor-parallel ranks keep the gradients of their own tokens."""
+    use(trainer, cases.PPO)
+    trainer.critic = Critic(trainer.config, trainer.layout, folder)
+    for head in [chunk.module.output_layer for chunk in trainer.critic.chunks if broken]:
+        head.weight.sequence_parallel = False
+    return [step(trainer, cases.PPO.rate) for _ in range(2)]
 
 
 def more_checks(trainer: PolicyTrainer, entry: dict[str, Any]) -> dict[str, Any]:
@@ -162,20 +175,24 @@ def check_wrong(entry: dict[str, Any]) -> dict[str, Any]:
 
         trainer._objective = per_rank  # type: ignore[assignment]
     folder = Path(entry["model"])
+    if entry["mistake"] == "critic_per_rank":
+        return {"ppo": ppo(trainer, folder, broken=True)}
     return {"logits": logits_difference(trainer, folder.parent / f"{folder.name}.logits"), "grpo": step(trainer, 0.0)}
 
 
 def check_save(entry: dict[str, Any]) -> dict[str, Any]:
     """Train, save, go on; then load into a fresh trainer and go on from there."""
-    trainer = make(entry)
-    use(trainer, cases.CASES["grpo"])
+    trainer, case = make(entry), cases.PPO if entry.get("critic") else cases.CASES["grpo"]
+    use(trainer, case)
+    trainer.critic = Critic.of(trainer.config, trainer.layout, Path(entry["model"]))
     before = [step(trainer, cases.LEARNING_RATE) for _ in range(2)]
     torch.rand(3)
     saved = checkpoint.write(trainer, Path(entry["root"]), 2, {"position": [1, 2.5], "name": "x"})()
     drawn = torch.rand(2).tolist()
     undisturbed = [step(trainer, cases.LEARNING_RATE) for _ in range(3)]
-    fresh = PolicyTrainer(trainer.config, trainer.layout, Path(entry["model"]))
-    use(fresh, cases.CASES["grpo"])
+    critic = Critic.of(trainer.config, trainer.layout, Path(entry["model"]))
+    fresh = PolicyTrainer(trainer.config, trainer.layout, Path(entry["model"]), critic=critic)
+    use(fresh, case)
     state = checkpoint.load(fresh, saved)
     result = {
         "before": before,
@@ -196,7 +213,8 @@ def shared_steps(trainer: PolicyTrainer) -> int:
 
 def check_load(entry: dict[str, Any]) -> dict[str, Any]:
     trainer = make(entry)
-    use(trainer, cases.CASES["grpo"])
+    use(trainer, cases.PPO if entry.get("critic") else cases.CASES["grpo"])
+    trainer.critic = Critic.of(trainer.config, trainer.layout, Path(entry["model"]))
     try:
         state = checkpoint.load(trainer, Path(entry["path"]))
     except SpecActorError as error:

@@ -10,6 +10,7 @@ from specactor.config import (
     AlgorithmConfig,
     Config,
     CorrectionConfig,
+    CriticConfig,
     DataConfig,
     ModelConfig,
     ParallelConfig,
@@ -39,6 +40,7 @@ def sequences(seed: int = 0) -> list[TrainSequence]:
                 advantage=rng.uniform(-1, 1),
                 rollout_logprobs=tuple(rng.uniform(-6, -3) for _ in range(response)),
                 group_id=i // 4,
+                reward=(7 * i % 5) / 4,
             )
         )
     return made
@@ -78,6 +80,16 @@ CASES = {
     "grpo_updates": Case(AlgorithmConfig(aggregation="sequence_mean", clip_low=0.02, clip_high=0.02), 3, LEARNING_RATE),
 }
 """A case with updates changes the weights, so each starts from the loaded model and a fresh optimizer."""
+PPO = Case(
+    AlgorithmConfig(
+        advantage="gae",
+        correction=OFF,
+        critic=CriticConfig(learning_rate=LEARNING_RATE, gamma=0.99, gae_lambda=0.9, value_clip=0.05),
+    ),
+    3,
+    LEARNING_RATE,
+)
+"""With a critic; two steps of it."""
 
 
 def config(model_dir: str, parallel: dict[str, Any], train: dict[str, Any] | None = None) -> Config:
