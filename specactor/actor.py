@@ -121,6 +121,7 @@ class SpecActor:
                 rollout_logprobs=t.logprobs,
                 num_stale=stale_tokens(t, self.version) if self.config.rollout.partial else 0,
                 group_id=group_id,
+                routed_experts=t.routed_experts if self.config.train.routing_replay else b"",
             )
             for group_id, (group, of_group) in enumerate(zip(groups, advantages, strict=True))
             for t, advantage, reward in zip(group.trajectories, of_group, group.rewards, strict=True)

@@ -110,8 +110,9 @@ class Trajectory:
     finish_reason: FinishReason
     spans: tuple[VersionSpan, ...]
     routed_experts: bytes = b""
-    """Experts that the pass that produced each token chose, in every layer: int32 [tokens, layers, experts per token],
-    little endian, in C order. Empty unless ``enable_return_routed_experts`` asks for it."""
+    """Experts that computed each token of prompt and response but the last, in every layer, as the pass chose them that
+    the engine sampled from: int16 [tokens - 1, layers, experts per token], little endian, in C order. Empty unless
+    ``train.routing_replay`` or ``enable_return_routed_experts`` asks for it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,6 +141,8 @@ class TrainSequence:
     num_stale: int = 0
     """Response tokens, the first ones, that were sampled from older policies than the one that learns."""
     group_id: int = 0
+    routed_experts: bytes = b""
+    """As of `Trajectory`; empty: the trainer's routers are free."""
 
     @property
     def response_len(self) -> int:

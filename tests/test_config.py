@@ -12,7 +12,7 @@ from specactor.config import RolloutConfig
 from specactor.errors import ConfigError
 from specactor.recipes import load
 
-SETTINGS = 102
+SETTINGS = 103
 """Settings of a run, as `make measure` counts them."""
 WRONG: list[tuple[str, str]] = [
     *(
@@ -181,6 +181,10 @@ WRONG: list[tuple[str, str]] = [
         "--rollout.group-size 1 --algorithm.advantage gae --algorithm.dynamic-sampling True",
         "rollout.group_size: got 1, expected >= 2 with algorithm.dynamic_sampling. Rewards of a group are compared, "
         "and of one they are all equal.",
+    ),
+    (
+        "--train.routing-replay maybe",
+        "train.routing_replay: got 'maybe', expected one of True, False. Its meaning: train_moe.py quickstart --help",
     ),
     (
         "--algorithm.correction.bounds 0 0.5",

@@ -70,6 +70,8 @@ class TrainConfig:
     """Packed tokens of one forward pass on one rank."""
     recompute: Literal["none", "selective", "full"] = "none"
     """Activation recomputation."""
+    routing_replay: bool = False
+    """Mixtures of experts: the policy's passes take the experts that the engine chose for each token (R3)."""
     max_logprob_gap: float = 1e-4
     """Largest |engine - trainer| log-probability of a sampled token before the run stops. 1e-4 holds in float32."""
 

@@ -119,6 +119,13 @@ def check(config: Config, world: int, shape: ModelShape) -> Layout:
         "Use --parallel.expert 1.",
     )
     require(
+        not config.train.routing_replay or shape.num_experts > 0,
+        "train.routing_replay",
+        config.train.routing_replay,
+        "False for a dense model",
+        "It has no experts to choose from: leave it out.",
+    )
+    require(
         shape.num_experts % p.expert == 0,
         "parallel.expert",
         p.expert,

@@ -86,6 +86,9 @@ class MicroBatch:
     ref_R: Tensor | None
     values_R: Tensor | None
     returns_R: Tensor | None
+    experts_TX: Tensor | None
+    """int16: the engine's experts for each of the T positions, layers times experts per token; -1 where they are not
+    known: in padding, and for the last token of a sequence, whose output nobody reads. None: routers are free."""
     num_sequences: int
 
 
@@ -146,8 +149,26 @@ def build(items: Sequence[Item], shape: Shape, device: torch.device) -> MicroBat
         ref_R=per_token([item.ref_logprobs for item in items]),
         values_R=per_token([estimate and estimate.values for estimate in estimates]),
         returns_R=per_token([estimate and estimate.returns for estimate in estimates]),
+        experts_TX=_experts(items, padded, rows_T, device),
         num_sequences=len(items),
     )
+
+
+ID_BYTES = 2
+"""Of the number of an expert."""
+
+
+def _experts(items: Sequence[Item], padded: list[int], rows_T: Tensor, device: torch.device) -> Tensor | None:
+    """The experts of the micro-batch's tokens; None where no sequence says any."""
+    table_TX = None
+    for item, start in zip(items, accumulate(padded, initial=0), strict=False):
+        if item.sequence.routed_experts:
+            num_rows = len(item.sequence.token_ids) - 1
+            ids = torch.frombuffer(bytearray(item.sequence.routed_experts), dtype=torch.int16).view(num_rows, -1)
+            if table_TX is None:
+                table_TX = torch.full((sum(padded), ids.shape[1]), -1, dtype=torch.int16)
+            table_TX[start : start + num_rows] = ids
+    return None if table_TX is None else table_TX[rows_T].to(device)
 
 
 def _stale(sequence: TrainSequence) -> list[float]:

@@ -87,6 +87,10 @@ class Policy:
                     seen.add(name)
                     yield name, tensor
 
+    def layers(self) -> Iterator[Any]:
+        """Megatron's transformer layers of this rank, in order."""
+        return (layer for chunk in self.chunks for layer in unwrap_model(chunk).decoder.layers)
+
     def for_bridge(self) -> list[Any]:
         """The chunks under the names that mbridge knows: without the wrapper that Megatron puts around bfloat16."""
         if not (self.local_spec or self.scalar):

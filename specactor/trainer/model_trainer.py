@@ -7,6 +7,7 @@ not depend on how sequences are spread over ranks and micro-batches (up to float
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -21,6 +22,7 @@ from specactor.parallel.layout import Layout
 from specactor.trainer import model, optimizer, packing
 from specactor.trainer.microbatch import Item, MicroBatch, Shape, build, items_of
 from specactor.trainer.objective import Sums
+from specactor.trainer.routing_replay import RoutingReplay
 from specactor.types import TrainSequence
 
 cpu_platform.install()
@@ -41,6 +43,7 @@ class ModelTrainer:
         self.chunks = optimizer.wrap(built, config.train)
         self.optimizer = optimizer.make(self.chunks, built, config.train, config.model.dtype)
         self._host_copies = HostCopies()
+        self._replay: RoutingReplay | None = None
         self._shape = Shape(
             context=layout.context,
             context_rank=parallel_state.get_context_parallel_rank(),
@@ -85,7 +88,8 @@ class ModelTrainer:
 
         def forward(batches: Iterator[MicroBatch], chunk: Any) -> tuple[Tensor, Callable[..., Any]]:
             batch = next(batches)
-            output = chunk(batch.tokens_1T, batch.positions_1T, None, packed_seq_params=batch.packed)
+            with self._replay.forward(batch.experts_TX) if self._replay is not None else nullcontext():
+                output = chunk(batch.tokens_1T, batch.positions_1T, None, packed_seq_params=batch.packed)
             return output, partial(reduced, batch)
 
         iterators = [iter(batches) for _ in self.chunks]
@@ -98,6 +102,8 @@ class ModelTrainer:
             micro_batch_size=1,
             forward_only=forward_only,
         )
+        if self._replay is not None:
+            self._replay.forget()
         return len(batches)
 
     def _plan(self, items: list[Item]) -> list[list[int]]:

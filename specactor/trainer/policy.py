@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -34,6 +34,7 @@ from specactor.trainer.objective import (
     response_logprobs,
 )
 from specactor.trainer.packing import checked, split
+from specactor.trainer.routing_replay import RoutingReplay
 from specactor.types import TrainSequence
 
 
@@ -79,6 +80,8 @@ class PolicyTrainer(ModelTrainer):
         self.policy = model.build(model_dir, dtype=config.model.dtype, train=config.train)
         super().__init__(config, layout, self.policy)
         self.critic = critic
+        if config.train.routing_replay:
+            self._replay = RoutingReplay(self.policy)
         self._objective = PolicyObjective(config.algorithm, config.rollout.temperature)
         self._reference: list[Tensor] = []
         if config.algorithm.kl != "off":
@@ -94,6 +97,8 @@ class PolicyTrainer(ModelTrainer):
         finite. A recorder sees the logits of all response tokens.
         """
         objective: Objective = self._objective if recorder is None else recorder.around(self._objective)
+        if self._replay is not None:
+            self._replay.check(sequences)
         updates = split(checked(sequences), self.config.train.updates_per_step)
         estimates = self.critic.estimates(updates) if self.critic is not None else None
         old = [self._logprobs(part) if len(updates) > 1 else None for part in updates]
@@ -195,7 +200,8 @@ class PolicyTrainer(ModelTrainer):
 
     def _reference_logprobs(self, sequences: Sequence[TrainSequence]) -> list[Tensor]:
         with self._reference_weights():
-            return self._logprobs(sequences)
+            # Which experts the policy took says nothing of those that the reference takes.
+            return self._logprobs([replace(s, routed_experts=b"") for s in sequences])
 
     @contextmanager
     def _reference_weights(self) -> Iterator[None]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ from specactor.trainer.critic import Critic  # noqa: E402
 from specactor.trainer.microbatch import items_of  # noqa: E402
 from specactor.trainer.objective import PolicyObjective  # noqa: E402
 from specactor.trainer.policy import PolicyTrainer  # noqa: E402
+from specactor.trainer.routing_replay import RoutingReplay  # noqa: E402
 
 SEQUENCES = cases.sequences()
 optimizer.ADAM_EPS = cases.ADAM_EPS
@@ -109,6 +111,8 @@ def check_layout(entry: dict[str, Any]) -> dict[str, Any]:
         restore(trainer, snapshot)
         use(trainer, cases.CASES[name])
         result[name] = step(trainer, cases.CASES[name].rate)
+    if folder.name == "moe":
+        result["replay"] = replay(trainer, folder, lambda: restore(trainer, snapshot))
     restore(trainer, snapshot)
     result["ppo"] = ppo(trainer, folder)
     trainer.critic = None
@@ -125,6 +129,37 @@ def ppo(trainer: PolicyTrainer, folder: Path, *, broken: bool = False) -> list[d
     for head in [chunk.module.output_layer for chunk in trainer.critic.chunks if broken]:
         head.weight.sequence_parallel = False
     return [step(trainer, cases.PPO.rate) for _ in range(2)]
+
+
+def replay(trainer: PolicyTrainer, folder: Path, reset: Callable[[], None]) -> dict[str, Any]:
+    """Steps with free routers, with the experts that transformers chose, and with wrong ones."""
+    chosen = load_file(folder.parent / "moe.experts")
+    rows = [chosen[str(i)] for i in range(len(SEQUENCES))]
+    wrong = [row.clone() for row in rows]
+    wrong[3][[4, 6]] = rows[3][[6, 4]]
+    given = {
+        "free": None,
+        "right": rows,
+        "swapped": wrong,
+        "shifted": [row.roll(1, dims=0) for row in rows],
+        "missing": [*rows[:-1], rows[-1][1:]],
+    }
+    use(trainer, cases.CASES["grpo_updates"])
+    trainer._replay = RoutingReplay(trainer.policy)
+    results: dict[str, Any] = {}
+    for name, experts in given.items():
+        reset()
+        own = [e.numpy().tobytes() for e in experts] if experts else [b""] * len(SEQUENCES)
+        batch = [replace(s, routed_experts=ids) for s, ids in zip(SEQUENCES, own, strict=True)]
+        if experts is None:
+            trainer._replay.check = lambda sequences: None  # type: ignore[method-assign]
+        try:
+            results[name] = asdict(trainer.train_step(batch, learning_rate=0.0))
+        except SpecActorError as error:
+            results[name] = f"{type(error).__name__}: {error}"
+        vars(trainer._replay).pop("check", None)
+    trainer._replay = None
+    return results
 
 
 def more_checks(trainer: PolicyTrainer, entry: dict[str, Any]) -> dict[str, Any]:

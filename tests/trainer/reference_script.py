@@ -47,6 +47,7 @@ def main(root: Path) -> None:
     save_model(Qwen3ForCausalLM(Qwen3Config(**SHAPE, tie_word_embeddings=True)), root / "tied")
     for name in ("moe", "dense", "tied"):
         save_file({"logits_RV": all_logits(root / name)}, root / f"{name}.logits")
+    save_file(all_experts(root / "moe"), root / "moe.experts")
     results: dict[str, Any] = {name: learn(root / "moe", case) for name, case in cases.CASES.items()}
     results["ppo"] = learn_with_critic(root / "moe")
     (root / "reference.json").write_text(json.dumps(results))
@@ -73,6 +74,18 @@ def load(folder: Path) -> torch.nn.Module:
 def logits_of(model: torch.nn.Module, s: TrainSequence) -> torch.Tensor:
     """(response, V): sequences one at a time, nothing packed or padded."""
     return model(torch.tensor([s.token_ids])).logits[0, s.prompt_len - 1 : -1]
+
+
+@torch.no_grad()
+def all_experts(folder: Path) -> dict[str, torch.Tensor]:
+    """Per sequence int16 (tokens - 1, layers, experts per token), each layer's in no particular order."""
+    model = load(folder)
+    found = {}
+    for i, s in enumerate(cases.sequences()):
+        by_layer = model(torch.tensor([s.token_ids]), output_router_logits=True).router_logits
+        chosen = [logits.topk(MOE["num_experts_per_tok"], sorted=False).indices.sort().values for logits in by_layer]
+        found[str(i)] = torch.stack(chosen, dim=1)[:-1].to(torch.int16)
+    return found
 
 
 @torch.no_grad()

@@ -98,3 +98,17 @@ def test_critics_of_dense_models_learn_like_one(
 ) -> None:
     for got, expected in zip(two_ranks[f"{model} {name}"]["ppo"], one_rank[model]["ppo"], strict=True):
         assert_same_step(got, expected)
+
+
+@pytest.mark.parametrize("name", [*LAYOUTS_2, *LAYOUTS_4])
+def test_given_experts_are_taken_by_the_token_that_they_are_of(
+    one_rank: dict[str, Any], two_ranks: dict[str, Any], four_ranks: dict[str, Any], name: str
+) -> None:
+    """Where the trainer would choose the same ones, no bit differs; wrong ones are as wrong as on one rank."""
+    got, expected = (two_ranks | four_ranks)[name]["replay"], one_rank["single"]["replay"]
+    assert got["right"] == pytest.approx(got["free"], rel=0, abs=0)
+    for wrong in ("swapped", "shifted"):
+        assert_same_step(got[wrong], expected[wrong])
+        with pytest.raises(AssertionError):
+            assert_same_step(got[wrong], got["free"])
+    assert got["missing"] == expected["missing"]

@@ -47,6 +47,16 @@ def test_policy_and_critic_equal_autograd_through_transformers(
     assert critic["clip_fraction"] > 0
 
 
+@pytest.mark.parametrize("name", SINGLE)
+def test_experts_that_transformers_chose_change_no_bit(one_rank: dict[str, Any], name: str) -> None:
+    steps = one_rank[name]["replay"]
+    assert steps["right"] == pytest.approx(steps["free"], rel=0, abs=0, nan_ok=True)
+    for wrong in ("swapped", "shifted"):
+        assert steps[wrong]["logprob_gap_mean"] != steps["free"]["logprob_gap_mean"]
+        assert steps[wrong] == pytest.approx(one_rank["single"]["replay"][wrong], rel=1e-5, nan_ok=True)
+    assert steps["missing"].startswith("DataError: sequence 11: got 224 bytes of routed experts, expected 240")
+
+
 @pytest.mark.parametrize("name", [*SINGLE, "dense", "tied"])
 def test_logits_equal_transformers(one_rank: dict[str, Any], name: str) -> None:
     assert one_rank[name]["logits"] < 1e-5
