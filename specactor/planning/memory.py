@@ -112,9 +112,8 @@ def of_job(
         "overhead": dict.fromkeys(PHASES, OVERHEAD_BYTES),
     }
     if config.algorithm.advantage == "gae":
-        # All of it leaves the device with the optimizer; its output layer is one row.
-        critic = (width + GRADIENT_BYTES) * (held - shape.head_params / layout.tensor) + optimizer
-        rows["critic"] = {"train": critic}
+        # Its weights leave the device, too; its output layer is one row, which nobody misses.
+        rows["critic"] = dict(rows["optimizer"]) | {"train": (width + GRADIENT_BYTES) * held + optimizer}
     if draft is not None:
         # Its keys and values are in the same pool (`draft_runner`); its weights are there before the pool is made.
         drafter = draft.weights_bytes / config.parallel.engine_tensor
