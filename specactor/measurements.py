@@ -60,6 +60,7 @@ def of_step(
         **({f"critic/{name}": value for name, value in asdict(stats.critic).items()} if stats.critic else {}),
         "rollout/tokens": sum(lengths),
         "rollout/responses": len(lengths),
+        **({"rollout/expert_bytes": experts} if (experts := sum(len(t.routed_experts) for t in trajectories)) else {}),
         "train/tokens": sum(len(s.token_ids) for s in batch),
         "train/sequences": len(batch),
         "train/microbatches": stats.num_microbatches,
