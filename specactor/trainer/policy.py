@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from megatron.core import parallel_state
@@ -119,21 +120,15 @@ class PolicyTrainer(ModelTrainer):
             num_microbatches += count
         total, grad_norm = reduce_over_ranks(sums, sum(grad_norms) / len(grad_norms), self.device)
         _check_finite(total.loss, grad_norm)
-        gap_tokens = total.gap_tokens or math.nan
+        of_critic = self.critic.stats(estimates, learned) if self.critic is not None and estimates else None
+        if of_critic is not None:
+            _check_finite(of_critic.loss, of_critic.grad_norm)
         return TrainStats(
-            loss=total.loss / len(updates),
             grad_norm=grad_norm,
-            entropy=total.entropy / total.tokens,
-            clip_fraction=total.clipped / total.tokens,
-            logprob_gap_max=total.gap_max if total.gap_tokens else math.nan,
-            logprob_gap_mean=total.gap / gap_tokens,
-            effective_share=_effective_share(total),
-            cut_fraction=total.cut / total.weighed if total.weighed else math.nan,
-            kl=total.kl / total.tokens,
-            tokens=round(total.tokens),
             num_microbatches=num_microbatches,
             learning_rate=learning_rate,
-            critic=self.critic.stats(estimates, learned) if self.critic is not None and estimates else None,
+            critic=of_critic,
+            **_means(total, len(updates)),
         )
 
     def supervised_step(self, sequences: Sequence[TrainSequence], *, learning_rate: float) -> float:
@@ -216,10 +211,20 @@ class PolicyTrainer(ModelTrainer):
                 torch._foreach_copy_(parameters, own)
 
 
-def _effective_share(total: Sums) -> float:
-    if not total.weighed:
-        return math.nan
-    return total.weight**2 / (total.weight_squared * total.weighed) if total.weight_squared else 0.0
+def _means(total: Sums, num_updates: int) -> dict[str, Any]:
+    """What `TrainStats` says of the response tokens of a step."""
+    share = total.weight**2 / (total.weight_squared * total.weighed) if total.weight_squared else 0.0
+    return {
+        "loss": total.loss / num_updates,
+        "entropy": total.entropy / total.tokens,
+        "clip_fraction": total.clipped / total.tokens,
+        "logprob_gap_max": total.gap_max if total.gap_tokens else math.nan,
+        "logprob_gap_mean": total.gap / total.gap_tokens if total.gap_tokens else math.nan,
+        "effective_share": share if total.weighed else math.nan,
+        "cut_fraction": total.cut / total.weighed if total.weighed else math.nan,
+        "kl": total.kl / total.tokens,
+        "tokens": round(total.tokens),
+    }
 
 
 def _check_finite(loss: float, grad_norm: float) -> None:
