@@ -52,7 +52,7 @@ class Critic(ModelTrainer):
         """The critic that the recipe asks for, if it does."""
         return cls(config, layout, model_dir) if config.algorithm.advantage == "gae" else None
 
-    def estimates(self, updates: Sequence[Sequence[TrainSequence]]) -> list[list[Estimate]]:
+    def estimates(self, updates: Sequence[Sequence[TrainSequence]]) -> list[Sequence[Estimate]]:
         """Values, returns, and advantages that are whitened over all of the step, per update and sequence."""
         settings = self.config.algorithm.critic
         values = [own for part in updates for own in self._per_token(part, values_R)]

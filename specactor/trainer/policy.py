@@ -24,7 +24,7 @@ from specactor.trainer.critic import Critic, CriticStats
 from specactor.trainer.drafter.top_k import TopKRecorder
 from specactor.trainer.export import export_hf
 from specactor.trainer.losses import token_weights
-from specactor.trainer.microbatch import MicroBatch, items_of
+from specactor.trainer.microbatch import Estimate, MicroBatch, items_of
 from specactor.trainer.model_trainer import ModelTrainer, Objective
 from specactor.trainer.objective import (
     PolicyObjective,
@@ -101,11 +101,12 @@ class PolicyTrainer(ModelTrainer):
         if self._replay is not None:
             self._replay.check(sequences)
         updates = split(checked(sequences), self.config.train.updates_per_step)
-        estimates = self.critic.estimates(updates) if self.critic is not None else None
+        none: list[Sequence[Estimate]] = [()] * len(updates)
+        estimates = self.critic.estimates(updates) if self.critic is not None else none
         old = [self._logprobs(part) if len(updates) > 1 else None for part in updates]
         ref = [self._reference_logprobs(part) if self._reference else None for part in updates]
         sums, grad_norms, num_microbatches, learned = [], [], 0, []
-        for part, old_part, ref_part, estimated in zip(updates, old, ref, estimates or [()] * len(old), strict=True):
+        for part, old_part, ref_part, estimated in zip(updates, old, ref, estimates, strict=True):
             lens = [s.response_len for s in part]
             algorithm = self.config.algorithm
             weights = token_weights(lens, algorithm.aggregation, self.config.rollout.max_new_tokens)
@@ -120,7 +121,7 @@ class PolicyTrainer(ModelTrainer):
             num_microbatches += count
         total, grad_norm = reduce_over_ranks(sums, sum(grad_norms) / len(grad_norms), self.device)
         _check_finite(total.loss, grad_norm)
-        of_critic = self.critic.stats(estimates, learned) if self.critic is not None and estimates else None
+        of_critic = self.critic.stats(estimates, learned) if self.critic is not None else None
         if of_critic is not None:
             _check_finite(of_critic.loss, of_critic.grad_norm)
         return TrainStats(
