@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from specactor.config.rules import require
+from specactor.config.rules import rules_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,10 +24,9 @@ class CorrectionConfig:
 
     def __post_init__(self) -> None:
         low, high = self.bounds
-        require(
+        rules_of(self, "algorithm.correction")(
+            "bounds",
             0 <= low <= 1 <= high and low < high,
-            "algorithm.correction.bounds",
-            self.bounds,
             "0 <= lowest <= 1 <= highest, not both 1",
             "A ratio of 1 is agreement: use for example 0 2, or 0.5 2.",
         )
@@ -49,25 +48,17 @@ class CriticConfig:
     """Farthest that a value learns to move in a step; None: as far as it will."""
 
     def __post_init__(self) -> None:
-        name = "algorithm.critic"
-        require(self.learning_rate > 0, f"{name}.learning_rate", self.learning_rate, "> 0", "Use for example 1e-5.")
-        require(self.warmup_steps >= 0, f"{name}.warmup_steps", self.warmup_steps, ">= 0", "Use 0 for none.")
-        require(0 < self.gamma <= 1, f"{name}.gamma", self.gamma, "in (0, 1]", "Use 1 where only the reward counts.")
-        require(
-            0 <= self.gae_lambda <= 1, f"{name}.gae_lambda", self.gae_lambda, "in [0, 1]", "Use for example 1 or 0.95."
-        )
-        require(
-            self.value_clip is None or self.value_clip > 0,
-            f"{name}.value_clip",
-            self.value_clip,
-            "> 0 or None",
-            "Use None to switch it off.",
-        )
+        rule = rules_of(self, "algorithm.critic")
+        rule("learning_rate", self.learning_rate > 0, "> 0", "Use for example 1e-5.")
+        rule("warmup_steps", self.warmup_steps >= 0, ">= 0", "Use 0 for none.")
+        rule("gamma", 0 < self.gamma <= 1, "in (0, 1]", "Use 1 where only the reward counts.")
+        rule("gae_lambda", 0 <= self.gae_lambda <= 1, "in [0, 1]", "Use for example 1 or 0.95.")
+        rule("value_clip", self.value_clip is None or self.value_clip > 0, "> 0 or None", "Use None to switch it off.")
 
 
 @dataclass(frozen=True, kw_only=True)
 class AlgorithmConfig:
-    """What is learned from the rewards. The formulas are in ``specactor.trainer.advantages`` and ``losses``."""
+    """Learning from rewards. The formulas are in ``specactor.trainer.advantages`` and ``losses``."""
 
     advantage: Literal["grpo", "dr_grpo", "rloo", "reinforce_pp", "gae"] = "grpo"
     """What a response's reward is compared with: gae: what a critic expected before each token (PPO);
@@ -96,23 +87,15 @@ class AlgorithmConfig:
     """Reward lost at max_new_tokens when overlong_buffer > 0."""
 
     def __post_init__(self) -> None:
-        require(0 < self.clip_low < 1, "algorithm.clip_low", self.clip_low, "in (0, 1)", "Use for example 0.2.")
-        require(
-            self.clip_high > 0, "algorithm.clip_high", self.clip_high, "> 0", "Use for example 0.2, or DAPO's 0.28."
-        )
-        require(self.kl_coef >= 0, "algorithm.kl_coef", self.kl_coef, ">= 0", "Use 0 for no penalty.")
-        require(
+        rule = rules_of(self, "algorithm")
+        rule("clip_low", 0 < self.clip_low < 1, "in (0, 1)", "Use for example 0.2.")
+        rule("clip_high", self.clip_high > 0, "> 0", "Use for example 0.2, or DAPO's 0.28.")
+        rule("kl_coef", self.kl_coef >= 0, ">= 0", "Use 0 for no penalty.")
+        rule(
+            "kl_coef",
             (self.kl == "off") == (self.kl_coef == 0),
-            "algorithm.kl_coef",
-            self.kl_coef,
             f"{'0' if self.kl == 'off' else '> 0'} with algorithm.kl = {self.kl}",
             "Set both, or neither.",
         )
-        require(
-            self.overlong_penalty >= 0,
-            "algorithm.overlong_penalty",
-            self.overlong_penalty,
-            ">= 0",
-            "It is subtracted from the reward.",
-        )
-        require(self.overlong_buffer >= 0, "algorithm.overlong_buffer", self.overlong_buffer, ">= 0", "Use 0 for off.")
+        rule("overlong_penalty", self.overlong_penalty >= 0, ">= 0", "It is subtracted from the reward.")
+        rule("overlong_buffer", self.overlong_buffer >= 0, ">= 0", "Use 0 for off.")

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +71,12 @@ class TrainStats:
     """Per rank, in all updates of the step."""
     learning_rate: float
     critic: CriticStats | None = None
+
+    def numbers(self) -> dict[str, float]:
+        """All of them by name; the critic's begin with its name."""
+        own = asdict(self)
+        of_critic = own.pop("critic") or {}
+        return {name: float(value) for name, value in own.items()} | {f"critic_{n}": x for n, x in of_critic.items()}
 
 
 class PolicyTrainer(ModelTrainer):
