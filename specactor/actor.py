@@ -118,24 +118,35 @@ class SpecActor:
 
     def learnable(self, groups: Sequence[ScoredGroup]) -> list[TrainSequence]:
         """Groups -> sequences with advantages."""
-        advantages = group_advantages([list(g.rewards) for g in groups], self.config.algorithm.advantage)
+        kind, rewards = self.config.algorithm.advantage, [list(g.rewards) for g in groups]
+        # With a critic the trainer makes an advantage for each token.
+        advantages = (
+            [[0.0] * len(of_group) for of_group in rewards] if kind == "gae" else group_advantages(rewards, kind)
+        )
         return [
             TrainSequence(
                 token_ids=t.prompt_ids + t.token_ids,
                 prompt_len=len(t.prompt_ids),
                 advantage=advantage,
+                reward=reward,
                 rollout_logprobs=t.logprobs,
                 num_stale=stale_tokens(t, self.version) if self.config.rollout.partial else 0,
                 group_id=group_id,
+                routed_experts=t.routed_experts if self.config.train.routing_replay else b"",
             )
             for group_id, (group, of_group) in enumerate(zip(groups, advantages, strict=True))
-            for t, advantage in zip(group.trajectories, of_group, strict=True)
+            for t, advantage, reward in zip(group.trajectories, of_group, group.rewards, strict=True)
         ]
 
     def train(self, batch: Sequence[TrainSequence]) -> TrainStats:
         """One or more optimizer updates: the policy moves to its next version."""
         recorder = self.distillation.recorder if self.distillation is not None else None
-        rate = learning_rate(self.steps_done, self.config.train)
+        algorithm, rate = self.config.algorithm, learning_rate(self.steps_done, self.config.train)
+        still = algorithm.critic.warmup_steps if algorithm.advantage == "gae" else 0
+        if self.steps_done < still:
+            rate = 0.0
+        elif still and self.steps_done == still:
+            self.trainer.reset_optimizer()  # moments of gradients that moved nothing
         stats = self.trainer.train_step(batch, learning_rate=rate, recorder=recorder)
         fresh = any(sequence.num_stale < sequence.response_len for sequence in batch)
         if fresh and not stats.logprob_gap_max <= self.config.train.max_logprob_gap:  # nan is no agreement either
@@ -143,7 +154,7 @@ class SpecActor:
                 f"train.max_logprob_gap: at step {self.steps_done + 1} the engine and the trainer differ by "
                 f"{stats.logprob_gap_max:.2e} in the log-probability of a sampled token, more than "
                 f"{self.config.train.max_logprob_gap:.2e}. In float32 this means wrong weights or a wrong model in one "
-                "of them; in bfloat16 allow more with --train.max-logprob-gap, and keep algorithm.tis_cap on."
+                "of them; in bfloat16 allow more with --train.max-logprob-gap, and keep algorithm.correction on."
             )
         self.version += 1
         return stats

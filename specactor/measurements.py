@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from statistics import fmean, pstdev
 from typing import TYPE_CHECKING
 
@@ -54,8 +55,12 @@ def of_step(
         "policy/learning_rate": stats.learning_rate,
         "agreement/logprob_gap_max": stats.logprob_gap_max,
         "agreement/logprob_gap_mean": stats.logprob_gap_mean,
+        "correction/effective_share": stats.effective_share,
+        "correction/cut_fraction": stats.cut_fraction,
+        **({f"critic/{name}": value for name, value in asdict(stats.critic).items()} if stats.critic else {}),
         "rollout/tokens": sum(lengths),
         "rollout/responses": len(lengths),
+        **({"rollout/expert_bytes": experts} if (experts := sum(len(t.routed_experts) for t in trajectories)) else {}),
         "train/tokens": sum(len(s.token_ids) for s in batch),
         "train/sequences": len(batch),
         "train/microbatches": stats.num_microbatches,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -48,6 +49,7 @@ from specactor.rollout.sglang.engine_client import EngineSpec
 from specactor.rollout.tail import tail_policy
 from specactor.run_folder import Replay, RunFolder, Status, checkpoint_to_resume
 from specactor.trainer import checkpoint
+from specactor.trainer.critic import Critic
 from specactor.trainer.drafter.refresh import Distillation, left_behind
 from specactor.trainer.policy import PolicyTrainer
 from specactor.trainer.shards import GatheredWeights, RankShards
@@ -171,7 +173,8 @@ def _build(
     devices = DeviceMemory(collective, pool, is_shared=bool(gpus()))
     with progress.phase("engines", announce=True):
         trainer = devices.start(
-            lambda: PolicyTrainer(config, layout, base), others=[("drafter start", drafters.wait_ready)]
+            lambda: PolicyTrainer(config, layout, base, critic=Critic.of(config, layout, base)),
+            others=[("drafter start", drafters.wait_ready)],
         )
     distillation = _distillation(config, trainer, pool, drafters, collective, progress)
     if distillation is not None:
@@ -279,7 +282,9 @@ def _own_engines(
     access_of: Callable[[int], DrafterAccess],
 ) -> list[EngineSpec]:
     """The engines that this rank starts, drives and stops."""
-    p = config.parallel
+    p, engine = config.parallel, config.rollout.engine
+    if config.train.routing_replay:
+        engine = replace(engine, extra_args=engine.extra_args | {"enable_return_routed_experts": True})
     machines, devices = [member.machine for member in members], [member.device for member in members]
     # Of all engines, so that every rank refuses a layout that cannot be.
     of_engines = [engine_devices(i, machines, devices, engine_tensor=p.engine_tensor) for i in range(p.engines)]
@@ -290,7 +295,7 @@ def _own_engines(
             dtype=config.model.dtype,
             tensor_parallel=p.engine_tensor,
             devices=of_engines[index],
-            config=config.rollout.engine,
+            config=engine,
             speculation=config.rollout.speculation,
             drafters=access_of(index),
             context_length=model_shape(config).max_position,

@@ -90,8 +90,9 @@ class Trajectory:
     spans: tuple[VersionSpan, ...]
     seed: int = 0  # of its request
     routed_experts: bytes = b""
-    """Experts that the pass that produced each token chose, in every layer: int32 [tokens, layers, experts per token],
-    little endian, in C order. Empty unless ``enable_return_routed_experts`` asks for it."""
+    """Experts that computed each token of prompt and response but the last, in every layer, as the pass chose them that
+    the engine sampled from: int16 [tokens - 1, layers, experts per token], little endian, in C order. Empty unless
+    ``train.routing_replay`` or ``enable_return_routed_experts`` asks for it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,9 +112,13 @@ class TrainSequence:
     token_ids: tuple[int, ...]
     prompt_len: int
     advantage: float = 0.0
+    """Of all response tokens; not read with a critic, which makes one for each from the reward."""
+    reward: float = 0.0
     rollout_logprobs: tuple[float, ...] = ()  # the engine's, one per response token; empty in supervised training
     num_stale: int = 0  # response tokens, the first ones, that older policies sampled
     group_id: int = 0
+    routed_experts: bytes = b""
+    """As of `Trajectory`; empty: the trainer's routers are free."""
 
     @property
     def response_len(self) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 
 import pytest
@@ -32,11 +32,24 @@ STATS = SimpleNamespace(  # a TrainStats; its module would bring Megatron into t
     clip_fraction=0.1,
     logprob_gap_max=1e-6,
     logprob_gap_mean=1e-7,
+    effective_share=0.9,
+    cut_fraction=0.2,
     kl=0.0,
     tokens=6,
     num_microbatches=1,
     learning_rate=1e-4,
+    critic=None,
 )
+
+
+@dataclass
+class OfCritic:
+    """A CriticStats, as above."""
+
+    loss: float = 0.25
+    grad_norm: float = 3.0
+    explained_variance: float = 0.75
+    clip_fraction: float = 0.5
 
 
 @dataclass
@@ -77,6 +90,16 @@ def test_a_step_by_hand() -> None:
     assert seen["response/cut_fraction"] == 0.25
     assert (seen["rollout/tokens"], seen["train/tokens"], seen["train/sequences"]) == (12, 12, 3)
     assert (seen["weights/version"], seen["sync/gb_per_s"]) == (7, 2.0)
+
+
+def test_a_step_with_a_critic_and_experts_by_hand() -> None:
+    [one] = [group([Response(1), Response(3)], (1.0, 0.0), (1.0, 0.0))]
+    one = replace(one, trajectories=tuple(replace(t, routed_experts=b"1234") for t in one.trajectories))
+    stats = SimpleNamespace(**vars(STATS) | {"critic": OfCritic()})
+    seen = measurements.of_step([one], [], stats, SyncReport(num_bytes=1, num_rounds=1, seconds=1.0), version=1)  # type: ignore[arg-type]
+    assert set(seen) <= set(METRICS)
+    assert (seen["critic/explained_variance"], seen["critic/loss"], seen["rollout/expert_bytes"]) == (0.75, 0.25, 8)
+    assert (seen["correction/effective_share"], seen["correction/cut_fraction"]) == (0.9, 0.2)
 
 
 def test_rates_come_from_the_seconds_of_their_phase() -> None:

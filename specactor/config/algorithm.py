@@ -2,18 +2,67 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from specactor.config.rules import rules_of
 
 
 @dataclass(frozen=True, kw_only=True)
+class CorrectionConfig:
+    """What tokens weigh whose probability was another where they were sampled: engines round, policies grow old.
+    The formulas are in ``specactor.trainer.correction``."""
+
+    level: Literal["off", "token", "sequence", "geometric"] = "token"
+    """What has a ratio exp(trainer - sampled) of probabilities: token: each for itself; sequence: the product over its
+    response; geometric: the mean of that; off: all tokens weigh 1."""
+    action: Literal["truncate", "mask", "reject"] = "truncate"
+    """truncate: weigh by the ratio within bounds (TIS); mask: by the ratio, 0 outside (with level token: IcePop);
+    reject: weigh 1, but 0 all tokens of a response that has a ratio outside."""
+    bounds: tuple[float, float] = (0.0, 2.0)
+    """Lowest and highest ratio."""
+
+    def __post_init__(self) -> None:
+        low, high = self.bounds
+        rules_of(self, "algorithm.correction")(
+            "bounds",
+            0 <= low <= 1 <= high and low < high,
+            "0 <= lowest <= 1 <= highest, not both 1",
+            "A ratio of 1 is agreement: use for example 0 2, or 0.5 2.",
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class CriticConfig:
+    """The model that expects rewards, with algorithm.advantage = gae: of the policy's shape, on its devices."""
+
+    learning_rate: float = 1e-5
+    """Of its own optimizer; all else is as in train."""
+    warmup_steps: int = 0
+    """RL steps in which it learns alone, before the policy does."""
+    gamma: float = 1.0
+    """Worth of what is earned a token later."""
+    gae_lambda: float = 1.0
+    """Weight of what follows against what the critic expects: 1: the reward itself; 0: the next token's value."""
+    value_clip: float | None = 0.2
+    """Farthest that a value learns to move in a step; None: as far as it will."""
+
+    def __post_init__(self) -> None:
+        rule = rules_of(self, "algorithm.critic")
+        rule("learning_rate", self.learning_rate > 0, "> 0", "Use for example 1e-5.")
+        rule("warmup_steps", self.warmup_steps >= 0, ">= 0", "Use 0 for none.")
+        rule("gamma", 0 < self.gamma <= 1, "in (0, 1]", "Use 1 where only the reward counts.")
+        rule("gae_lambda", 0 <= self.gae_lambda <= 1, "in [0, 1]", "Use for example 1 or 0.95.")
+        rule("value_clip", self.value_clip is None or self.value_clip > 0, "> 0 or None", "Use None to switch it off.")
+
+
+@dataclass(frozen=True, kw_only=True)
 class AlgorithmConfig:
     """Learning from rewards. The formulas are in ``specactor.trainer.advantages`` and ``losses``."""
 
-    advantage: Literal["grpo", "dr_grpo", "rloo", "reinforce_pp"] = "grpo"
-    """What a response's reward is compared with: grpo: its group's mean, in units of the group's standard deviation;
+    advantage: Literal["grpo", "dr_grpo", "rloo", "reinforce_pp", "gae"] = "grpo"
+    """What a response's reward is compared with: gae: what a critic expected before each token (PPO);
+    grpo: its group's mean, in units of the group's standard deviation;
     dr_grpo: the mean alone; rloo: the mean of the others; reinforce_pp: its group's mean, in units of the
     whole step's standard deviation."""
     loss: Literal["ppo_clip", "gspo", "cispo"] = "ppo_clip"
@@ -28,8 +77,8 @@ class AlgorithmConfig:
     """Penalty towards the model that the run started from."""
     kl_coef: float = 0.0
     """Weight of the penalty."""
-    tis_cap: float | None = 2.0
-    """Truncated importance sampling: cap of exp(trainer - engine) log-prob; None: off."""
+    correction: CorrectionConfig = field(default_factory=CorrectionConfig)
+    critic: CriticConfig = field(default_factory=CriticConfig)
     dynamic_sampling: bool = False
     """DAPO: leave out groups whose rewards are all equal, and draw further prompts in their place."""
     overlong_buffer: int = 0
@@ -47,12 +96,6 @@ class AlgorithmConfig:
             (self.kl == "off") == (self.kl_coef == 0),
             f"{'0' if self.kl == 'off' else '> 0'} with algorithm.kl = {self.kl}",
             "Set both, or neither.",
-        )
-        rule(
-            "tis_cap",
-            self.tis_cap is None or self.tis_cap >= 1,
-            ">= 1 or None",
-            "Use None to switch truncated importance sampling off.",
         )
         rule("overlong_penalty", self.overlong_penalty >= 0, ">= 0", "It is subtracted from the reward.")
         rule("overlong_buffer", self.overlong_buffer >= 0, ">= 0", "Use 0 for off.")

@@ -49,7 +49,7 @@ class RolloutConfig:
     first depends on speed, so a step is not the same again after a resume."""
     partial: bool = False
     """With oversample: the responses of groups that are not complete go on in the next step, at the next policy
-    version. Needs algorithm.tis_cap: each token keeps the log-probability under which it was sampled."""
+    version. Needs algorithm.correction: each token keeps the log-probability under which it was sampled."""
 
     def __post_init__(self) -> None:
         rule = rules_of(self, "rollout")

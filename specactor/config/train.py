@@ -65,6 +65,8 @@ class TrainConfig:
     """Activation recomputation."""
     deterministic: bool = False
     """Equal bits in every repetition on GPUs: Megatron's and PyTorch's deterministic modes, which are slower."""
+    routing_replay: bool = False
+    """Mixtures of experts: the policy's passes take the experts that the engine chose for each token (R3)."""
     max_logprob_gap: float = 1e-4
     """Largest |engine - trainer| log-probability of a sampled token before the run stops. 1e-4 holds in float32."""
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import platform
 from collections.abc import Sequence
-from dataclasses import asdict
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -81,7 +80,7 @@ class StepRecorder:
             for g, group in enumerate(groups)
             for k, t in enumerate(group.trajectories)
         )
-        metrics = {} if stats is None else {name: float(value) for name, value in asdict(stats).items()}
+        metrics = {} if stats is None else stats.numbers()
         write(self.run, self._record(step=step, version=version, samples=samples, metrics=metrics, weights=weights))
         drop_before(self.run, step - KEPT_STEPS)
 
