@@ -98,6 +98,7 @@ class SpecActor:
             synced = self.sync()
         self._sync_s = self.progress.spent().get("sync", 0.0)
         metrics = measurements.of_step(groups, batch, trained, synced, version=self.version)
+        metrics |= measurements.of_environments(groups, self.rollouts.num_failed)
         metrics |= self.of_rollout(rollout, batch) | refreshed | self._pushed
         if traced:
             self.progress.recorder.on = False
@@ -116,6 +117,7 @@ class SpecActor:
                 rollout_logprobs=t.logprobs,
                 num_stale=stale_tokens(t, self.version) if self.config.rollout.partial else 0,
                 group_id=group_id,
+                loss_mask=t.loss_mask,
             )
             for group_id, (group, of_group) in enumerate(zip(groups, advantages, strict=True))
             for t, advantage in zip(group.trajectories, of_group, strict=True)

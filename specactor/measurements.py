@@ -66,6 +66,20 @@ def of_step(
     }
 
 
+def of_environments(groups: Sequence[ScoredGroup], num_failed: int) -> dict[str, float]:
+    """What happened between turns in a step; nothing where no environment took part."""
+    talks = [t for g in groups for t in g.trajectories if t.reward is not None]
+    if not talks and not num_failed:
+        return {}
+    return {
+        "environment/turns_mean": fmean(t.num_turns for t in talks),
+        "environment/observations": sum(t.num_turns - 1 for t in talks),
+        "environment/observation_tokens": sum(t.loss_mask.count(False) for t in talks),
+        "environment/failed": num_failed,
+        "time/environment_s": sum(t.environment_s for t in talks),
+    }
+
+
 def of_speculation(counts: Mapping[str, Counts]) -> dict[str, float]:
     """What speculation did in a step, per drafter, and for plain rounds under their own name."""
     rounds = sum(of.rounds for of in counts.values())

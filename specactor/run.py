@@ -14,9 +14,10 @@ from specactor import measurements
 from specactor.actor import SpecActor
 from specactor.config import Config, DraftTrainingConfig
 from specactor.data.dataset import Dataset, build_dataset
+from specactor.data.environment import environment_of
 from specactor.data.tokenizer import VOCAB_SIZE, load_tokenizer
 from specactor.device_memory import DeviceMemory
-from specactor.errors import PlanError
+from specactor.errors import ConfigError, PlanError
 from specactor.metrics import Tracker, read_metrics, rss_bytes
 from specactor.parallel import groups
 from specactor.parallel.collective import Collective
@@ -173,6 +174,7 @@ def _build(
         eval_data=eval_data,
         progress=progress,
         host=members[collective.rank].machine,
+        max_prompt_tokens=longest_prompt(config, model_shape(config).max_position),
         replace_lost=lambda: actor.sync(),
     )
     actor = SpecActor(
@@ -240,6 +242,14 @@ def _problems(config: Config, tokenizer: PreTrainedTokenizerBase) -> tuple[Datas
     train, problems = build_dataset(config.data.train_source, tokenizer, max_prompt_tokens=room), config.eval.problems
     if config.warmup.solver:
         find_solver(config.warmup.solver)  # a wrong path is found before anything is started
+    talks = next((p.verifier for p in train if environment_of(p.verifier)), "")
+    if config.rollout.partial and talks:
+        raise ConfigError.at(
+            "rollout.partial",
+            True,
+            f"False with environments ({talks})",
+            "What an environment holds is in no checkpoint, so a conversation cannot go on in a later step.",
+        )
     if not problems:
         return train, Dataset(())
     held_out = Dataset(build_dataset(config.data.eval_source(problems), tokenizer, max_prompt_tokens=room)[:problems])

@@ -97,21 +97,39 @@ class RolloutRequest:
     """Requests of one group answer the same prompt."""
     begun: Begun | None = None
     """What there is of the response: it goes on from there, at the same positions of the noise."""
+    num_earlier: int = 0
+    """Tokens at the end of `prompt_ids` that are earlier turns of a conversation; to drafters they are its text."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Trajectory:
+    """One response; of a conversation all turns, and what its environment said in between."""
+
     request_id: str
     group_id: int
     prompt_ids: tuple[int, ...]
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
-    """Of each emitted token under the policy at the sampling temperature; one per token."""
+    """Of each emitted token under the policy at the sampling temperature; one per token. 0 where `loss_mask` is."""
     finish_reason: FinishReason
     spans: tuple[VersionSpan, ...]
     routed_experts: bytes = b""
     """Experts that the pass that produced each token chose, in every layer: int32 [tokens, layers, experts per token],
     little endian, in C order. Empty unless ``enable_return_routed_experts`` asks for it."""
+    loss_mask: tuple[bool, ...] = ()
+    """Of each token, whether the policy sampled it; False: the environment said it. Empty: all were sampled."""
+    reward: float | None = None
+    """What an environment gave; None: a verifier is to score the response."""
+    failure: str = ""
+    """Why the environment could not go on; empty: it did."""
+    environment_s: float = 0.0
+    """Time that the environment took, over all turns."""
+
+    @property
+    def num_turns(self) -> int:
+        """Stretches of sampled tokens."""
+        mask = self.loss_mask or (True,)
+        return sum(now and not before for before, now in zip((False, *mask), mask, strict=False))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,14 +139,14 @@ class ScoredGroup:
     problem: Problem
     trajectories: tuple[Trajectory, ...]
     scores: tuple[float, ...]
-    """The verifier's, in [0, 1]."""
+    """The verifier's, in [0, 1]; an environment's may be any number."""
     rewards: tuple[float, ...]
     """Scores after shaping: what is learned from."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainSequence:
-    """One sequence to learn from: ``token_ids`` = prompt + response; the loss is on the response."""
+    """One sequence to learn from: ``token_ids`` = prompt + response; the loss is on the response, or its mask."""
 
     token_ids: tuple[int, ...]
     prompt_len: int
@@ -138,7 +156,14 @@ class TrainSequence:
     num_stale: int = 0
     """Response tokens, the first ones, that were sampled from older policies than the one that learns."""
     group_id: int = 0
+    loss_mask: tuple[bool, ...] = ()
+    """Of each response token, whether it is learned from; empty: all are."""
 
     @property
     def response_len(self) -> int:
         return len(self.token_ids) - self.prompt_len
+
+    @property
+    def num_learned(self) -> int:
+        """Response tokens that are learned from."""
+        return sum(self.loss_mask) if self.loss_mask else self.response_len

@@ -36,7 +36,9 @@ class RolloutConfig:
     stop_token_ids: tuple[int, ...] = ()
     """Tokens that end a response, besides the model's own."""
     max_new_tokens: int = 128
-    """Longest response in tokens."""
+    """Longest response in tokens; of a conversation with an environment, all turns and what is said in between."""
+    environment_timeout_s: float = 60.0
+    """Longest that an environment may take for one answer; then its conversation has failed."""
     engine: EngineConfig = field(default_factory=EngineConfig)
     speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
     oversample: float = 1.0
@@ -112,6 +114,13 @@ class RolloutConfig:
             self.max_new_tokens,
             ">= 1",
             "Ask for at least one token.",
+        )
+        require(
+            self.environment_timeout_s > 0,
+            "rollout.environment_timeout_s",
+            self.environment_timeout_s,
+            "> 0",
+            "Give environments time to answer.",
         )
 
     @property

@@ -24,6 +24,7 @@ from transformers import PreTrainedTokenizerBase
 from specactor.config import SourceConfig
 from specactor.config.rules import COMPACT
 from specactor.data import verifiers
+from specactor.data.environment import environment_of
 from specactor.errors import DataError
 from specactor.types import Problem
 
@@ -208,6 +209,8 @@ def _objection(problem: Problem, tokenizer: PreTrainedTokenizerBase, max_prompt_
             "rollout.max_new_tokens). Shorten it, or lower rollout.max_new_tokens"
         )
     try:
+        if environment_of(problem.verifier):
+            return ""
         verifiers.get_verifier(problem.verifier)
     except DataError as error:
         return f"verifier: {str(error).removesuffix('.')}"

@@ -45,21 +45,27 @@ def get_verifier(name: str) -> Verifier:
     """The scoring function of that name. Raises DataError when there is none; the function raises it as said above."""
     if name in BUILT_IN:
         return _checked(name, BUILT_IN[name])
-    module, colon, function_name = name.partition(":")
+    function = find(name)
+    if not callable(function):
+        raise DataError(f"got {name!r}, which is a {type(function).__name__}, expected a function. Name another.")
+    return _checked(name, function)
+
+
+def find(name: str) -> object:
+    """What is at ``module:name``. Raises DataError when nothing is."""
+    module, colon, attribute = name.partition(":")
     if not colon:
         nearest = difflib.get_close_matches(name, BUILT_IN, n=1)
         hint = f"Did you mean {nearest[0]}?" if nearest else "Name one of them, or write module:function."
         raise DataError(f"got {name!r}, expected one of {', '.join(BUILT_IN)}, or module:function. {hint}")
     try:
-        function = getattr(importlib.import_module(module), function_name)
+        found: object = getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError, SyntaxError, ValueError) as error:
         raise DataError(
             f"got {name!r}, expected the import path of a function. Put its folder on PYTHONPATH. "
             f"It failed with: {error}."
         ) from error
-    if not callable(function):
-        raise DataError(f"got {name!r}, which is a {type(function).__name__}, expected a function. Name another.")
-    return _checked(name, function)
+    return found
 
 
 def unscorable(problem: Problem) -> str | None:
