@@ -23,7 +23,7 @@ class SourceConfig:
     params: dict[str, str | int | float | bool] = field(default_factory=dict)
     """Parameters of the reasoning-gym task."""
     path: str = ""
-    """A .jsonl or .parquet file with columns prompt, answer and verifier."""
+    """A .jsonl or .parquet file with columns prompt, answer and verifier, or module:function that returns such rows."""
     size: int = 10_000
     """Number of problems drawn from a task."""
     seed: int = 0
@@ -46,8 +46,8 @@ class DataConfig:
     """Problems to learn from, and problems held out."""
 
     train: str
-    """Problems to learn from: a .jsonl or .parquet file with columns prompt, answer and verifier, or the name of a
-    reasoning-gym task, for example count_bits."""
+    """Problems to learn from: a .jsonl or .parquet file with columns prompt, answer and verifier, module:function that
+    returns such rows, or the name of a reasoning-gym task, for example count_bits."""
     eval: str = ""
     """Problems held out, likewise; empty: others of the task that is learned."""
     params: dict[str, str | int | float | bool] = field(default_factory=dict)

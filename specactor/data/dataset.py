@@ -129,7 +129,7 @@ def _task_drafts(source: SourceConfig) -> Iterator[_Draft]:
 
 
 def _file_drafts(source: SourceConfig) -> Iterator[_Draft]:
-    for row in read_rows(Path(source.path)):
+    for row in called_rows(source.path) if ":" in source.path else read_rows(Path(source.path)):
         metadata = {name: value for name, value in row.columns.items() if name not in COLUMNS}
         reason = row.reason or _wrong_column(row)
         prompt = ""
@@ -240,6 +240,28 @@ class Row:
     columns: dict[str, Any]
     reason: str = ""
     """Why the row cannot be read; empty for a good one."""
+
+
+def called_rows(name: str) -> Iterator[Row]:
+    """Rows of a function at ``module:function``, the same whenever it is called: every rank calls it.
+
+    Raises DataError when there is none, or when it raises.
+    """
+    function = verifiers.find(name)
+    if not callable(function):
+        raise DataError(f"data source {name}: a {type(function).__name__}, expected a function without arguments.")
+    number = 0
+    try:
+        for number, columns in enumerate(function(), start=1):
+            if isinstance(columns, Mapping):
+                yield Row(where=f"row {number}", columns=dict(columns))
+            else:
+                yield Row(where=f"row {number}", columns={}, reason=f"got {type(columns).__name__}, expected a mapping")
+    except Exception as error:  # code of others
+        raise DataError(
+            f"data source {name}: after {number} rows it raised {type(error).__name__}: {error}. Correct the function; "
+            "it takes no argument and returns rows."
+        ) from error
 
 
 def read_rows(path: Path) -> Iterator[Row]:
