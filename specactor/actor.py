@@ -7,8 +7,9 @@ ranks go on with the same values.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import cast
 
-from specactor import measurements
+from specactor import hooks, measurements
 from specactor.config import Config
 from specactor.device_memory import DeviceMemory
 from specactor.errors import AgreementError, WeightSyncError
@@ -18,7 +19,7 @@ from specactor.rollout.collector import RolloutCollector, RolloutStats
 from specactor.rollout.pool import EnginePool
 from specactor.rollout.resume import stale_tokens
 from specactor.trace import Span
-from specactor.trainer.advantages import group_advantages
+from specactor.trainer.advantages import AdvantageKind, group_advantages
 from specactor.trainer.drafter.refresh import Distillation
 from specactor.trainer.policy import PolicyTrainer, TrainStats
 from specactor.trainer.schedule import learning_rate
@@ -108,7 +109,12 @@ class SpecActor:
 
     def learnable(self, groups: Sequence[ScoredGroup]) -> list[TrainSequence]:
         """Groups -> sequences with advantages."""
-        advantages = group_advantages([list(g.rewards) for g in groups], self.config.algorithm.advantage)
+        kind, rewards = self.config.algorithm.advantage, [list(g.rewards) for g in groups]
+        advantages = (
+            hooks.advantages_by(kind, rewards)
+            if ":" in kind
+            else group_advantages(rewards, cast("AdvantageKind", kind))
+        )
         return [
             TrainSequence(
                 token_ids=t.prompt_ids + t.token_ids,

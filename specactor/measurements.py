@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from statistics import fmean, pstdev
 from typing import TYPE_CHECKING
@@ -23,6 +24,25 @@ SOLVED = 0.999
 
 def accuracy(scores: Sequence[float]) -> float:
     return fmean(score >= SOLVED for score in scores)
+
+
+def of_evaluation(sets: Mapping[str, Sequence[ScoredGroup]]) -> dict[str, float]:
+    """Accuracy on every held-out set; avg@k is the accuracy over all k samples of a problem."""
+    found: dict[str, float] = {}
+    for name, groups in sets.items():
+        key = f"accuracy/{name}"
+        found[key] = accuracy([score for group in groups for score in group.scores])
+        samples, k = len(groups[0].scores), 2
+        while k <= samples:
+            found[f"{key}/pass@{k}"] = fmean(pass_at(k, group.scores) for group in groups)
+            k *= 2
+    return found
+
+
+def pass_at(k: int, scores: Sequence[float]) -> float:
+    """Chance that of k of these responses, drawn without replacement, one is right (arXiv 2107.03374 eq. 1)."""
+    wrong = sum(score < SOLVED for score in scores)
+    return 1.0 - math.comb(wrong, k) / math.comb(len(scores), k)
 
 
 def of_step(

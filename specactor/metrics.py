@@ -29,7 +29,7 @@ METRICS: dict[str, str] = {
     "reward/std": "standard deviation of the rewards of the step's responses",
     "reward/uninformative_groups": "share of groups whose rewards are all equal",
     "accuracy/train": "share of the step's responses that are right",
-    "accuracy/eval": "share of held-out problems answered right, greedily",
+    "accuracy/eval": "share of held-out problems answered right, greedily; of all samples with eval.samples (avg@k)",
     "response/length_mean": "tokens per response, mean",
     "response/length_p95": "tokens per response, 95th percentile",
     "response/length_max": "tokens per response, longest",
@@ -71,6 +71,12 @@ METRICS: dict[str, str] = {
     "memory/engine_rss_bytes": "resident memory of all engine processes of the job",
 }
 """Name -> unit and meaning. Shares lie in 0..1."""
+
+HELD_OUT: dict[str, str] = {
+    "SET": "as accuracy/eval, of a further set of eval.sets",
+    "SET/pass@K": "chance that one of K samples is right, with eval.samples; SET is eval for data.eval",
+}
+"""After ``accuracy/`` -> unit and meaning."""
 
 SPECULATION: dict[str, str] = {
     "share_of_rounds": "share of decode rounds for which this drafter was chosen (off: plain decoding)",
@@ -234,6 +240,8 @@ def _known(name: str) -> None:
     if family == "speculation" and re.sub(r"_at_[0-9]+$", "_at_J", rest.rpartition("/")[2]) in SPECULATION:
         return
     if (family == "drafter" and rest in DRAFTER) or name in DRAFTER_TIMES:
+        return
+    if family == "accuracy" and re.fullmatch(r"[A-Za-z0-9_-]+(/pass@[0-9]+)?", rest):
         return
     if family == "tail" and rest in TAIL:
         return

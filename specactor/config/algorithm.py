@@ -7,17 +7,22 @@ from typing import Literal
 
 from specactor.config.rules import require
 
+ADVANTAGES = ("grpo", "dr_grpo", "rloo", "reinforce_pp")
+LOSSES = ("ppo_clip", "gspo", "cispo")
+
 
 @dataclass(frozen=True, kw_only=True)
 class AlgorithmConfig:
     """What is learned from the rewards. The formulas are in ``specactor.trainer.advantages`` and ``losses``."""
 
-    advantage: Literal["grpo", "dr_grpo", "rloo", "reinforce_pp"] = "grpo"
-    """What a response's reward is compared with: grpo: its group's mean, in units of the group's standard deviation;
+    advantage: str = "grpo"
+    """grpo, dr_grpo, rloo, reinforce_pp, or module:function (rewards by group) -> advantages of yours.
+    What a response's reward is compared with: grpo: its group's mean, in units of the group's standard deviation;
     dr_grpo: the mean alone; rloo: the mean of the others; reinforce_pp: its group's mean, in units of the
     whole step's standard deviation."""
-    loss: Literal["ppo_clip", "gspo", "cispo"] = "ppo_clip"
-    """ppo_clip: per-token ratios (GRPO, DAPO); gspo: one ratio per sequence; cispo: clipped weight on log-probs."""
+    loss: str = "ppo_clip"
+    """ppo_clip, gspo, cispo, or module:function (logprobs_T, old_logprobs_T, advantages_T) -> loss_T of yours.
+    ppo_clip: per-token ratios (GRPO, DAPO); gspo: one ratio per sequence; cispo: clipped weight on log-probs."""
     aggregation: Literal["sequence_mean", "token_mean", "fixed_length"] = "token_mean"
     """sequence_mean: GRPO; token_mean: DAPO; fixed_length: Dr.GRPO (divide by rollout.max_new_tokens)."""
     clip_low: float = 0.2
@@ -32,12 +37,18 @@ class AlgorithmConfig:
     """Truncated importance sampling: cap of exp(trainer - engine) log-prob; None: off."""
     dynamic_sampling: bool = False
     """DAPO: leave out groups whose rewards are all equal, and draw further prompts in their place."""
+    group_filter: str = ""
+    """With dynamic_sampling: module:function (group) -> bool, which says what groups are learned from."""
     overlong_buffer: int = 0
     """DAPO: the reward falls linearly over the last this many tokens before max_new_tokens; 0: off."""
     overlong_penalty: float = 1.0
     """Reward lost at max_new_tokens when overlong_buffer > 0."""
 
     def __post_init__(self) -> None:
+        for name, known in (("advantage", ADVANTAGES), ("loss", LOSSES)):
+            value = getattr(self, name)
+            expected = f"one of {', '.join(known)}, or module:function"
+            require(value in known or ":" in value, f"algorithm.{name}", value, expected, "See --help for each.")
         require(0 < self.clip_low < 1, "algorithm.clip_low", self.clip_low, "in (0, 1)", "Use for example 0.2.")
         require(
             self.clip_high > 0, "algorithm.clip_high", self.clip_high, "> 0", "Use for example 0.2, or DAPO's 0.28."
@@ -63,5 +74,12 @@ class AlgorithmConfig:
             self.overlong_penalty,
             ">= 0",
             "It is subtracted from the reward.",
+        )
+        require(
+            not self.group_filter or (self.dynamic_sampling and ":" in self.group_filter),
+            "algorithm.group_filter",
+            self.group_filter,
+            "module:function with algorithm.dynamic_sampling",
+            "Set dynamic_sampling, which draws further prompts for groups that are left out.",
         )
         require(self.overlong_buffer >= 0, "algorithm.overlong_buffer", self.overlong_buffer, ">= 0", "Use 0 for off.")

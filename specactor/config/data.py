@@ -48,6 +48,8 @@ class DataConfig:
     train: str
     """Problems to learn from: a .jsonl or .parquet file with columns prompt, answer and verifier, module:function that
     returns such rows, or the name of a reasoning-gym task, for example count_bits."""
+    mix: dict[str, float] = field(default_factory=dict)
+    """Further sets to learn from, named likewise, and how many of their problems are drawn per problem of train."""
     eval: str = ""
     """Problems held out, likewise; empty: others of the task that is learned."""
     params: dict[str, str | int | float | bool] = field(default_factory=dict)
@@ -63,6 +65,15 @@ class DataConfig:
     def train_source(self) -> SourceConfig:
         """Of the problems to learn from."""
         return self._source(self.train, size=self._size, seed=0)
+
+    @property
+    def mixed_sources(self) -> list[SourceConfig]:
+        """Of the further sets to learn from."""
+        return [self._source(name, size=self._size, seed=0) for name in self.mix]
+
+    def further_eval_source(self, name: str, problems: int) -> SourceConfig:
+        """Of so many held-out problems of another set."""
+        return self._source(name, size=problems, seed=EVAL_SEED)
 
     def eval_source(self, problems: int) -> SourceConfig:
         """Of so many problems held out, or of all that the file has."""
@@ -96,6 +107,9 @@ class DataConfig:
             "a file other than data.train",
             "Held-out problems must not be trained on.",
         )
+        for name, weight in self.mix.items():
+            require(weight > 0, f"data.mix.{name}", weight, "> 0", "Leave the set out, or give it a weight.")
+            require(name not in (self.train, self.eval), "data.mix", name, "other sets than train and eval", "Drop it.")
         assert self._size
         _check_template(self.prompt_template)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 from transformers import PreTrainedTokenizerBase
 
@@ -38,7 +38,22 @@ def prompt_ids(tokenizer: PreTrainedTokenizerBase, said: str | Sequence[Message]
     """Tokens of what a policy sees first."""
     if isinstance(said, str):
         return tuple(tokenizer(said)["input_ids"])
-    return _tokens(tokenizer, prompt_text(tokenizer, said), is_template=True)
+    return rendered_ids(tokenizer, prompt_text(tokenizer, said))
+
+
+def rendered_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[int, ...]:
+    """Tokens of a text that a template has made: it has its marks, and all that belongs before it."""
+    return _tokens(tokenizer, text, is_template=True)
+
+
+def are_messages(value: object) -> TypeGuard[Sequence[Message]]:
+    """Whether it is one or more messages with a text each."""
+    return (
+        isinstance(value, Sequence)
+        and not isinstance(value, str | bytes)
+        and len(value) > 0
+        and all(isinstance(m, Mapping) and {type(m.get("role")), type(m.get("content"))} == {str} for m in value)
+    )
 
 
 def observation_ids(

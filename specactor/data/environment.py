@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from numbers import Real
 from typing import Any, Protocol
 
-from specactor.data.chat import Message
+from specactor.data.chat import Message, are_messages
 from specactor.data.verifiers import find
 from specactor.errors import DataError
 from specactor.types import Problem
@@ -62,13 +62,8 @@ def _takes_one(function: Any) -> bool:
 
 def checked(name: str, method: str, value: object) -> Said | float:
     """What an environment returned. Raises DataError for what is neither said nor a reward: that is a bug of it."""
-    is_messages = (
-        isinstance(value, Sequence)
-        and not isinstance(value, str | bytes)
-        and all(isinstance(m, Mapping) and {type(m.get("role")), type(m.get("content"))} == {str} for m in value)
-    )
-    if isinstance(value, str) or (is_messages and value):
-        return value  # type: ignore[return-value]
+    if isinstance(value, str) or are_messages(value):
+        return value
     if method == "step" and isinstance(value, Real) and math.isfinite(value):
         return float(value)
     ending = ", or a finite number as reward" if method == "step" else ""

@@ -11,12 +11,15 @@ DataError that names the problem: a wrong reward must not train a model silently
 
 from __future__ import annotations
 
+import asyncio
 import difflib
 import importlib
+import inspect
 import math
 import re
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from decimal import Decimal
 from fractions import Fraction
 from functools import lru_cache
@@ -27,6 +30,9 @@ from specactor.errors import DataError
 from specactor.types import Problem
 
 Verifier = Callable[[str, Problem], float]
+
+TOGETHER = 64
+"""Asynchronous verifiers that are awaited at a time."""
 
 MAX_NUMBER_LENGTH = 200
 """Characters of the longest text that is read as a number."""
@@ -48,7 +54,31 @@ def get_verifier(name: str) -> Verifier:
     function = find(name)
     if not callable(function):
         raise DataError(f"got {name!r}, which is a {type(function).__name__}, expected a function. Name another.")
+    try:
+        inspect.signature(function).bind("response", "problem")
+    except TypeError as error:
+        raise DataError(f"got {name!r}, expected a function (response, problem). It failed with: {error}.") from error
+    except ValueError:  # of a function in C nobody can say
+        pass
+    if inspect.iscoroutinefunction(function):
+        return _checked(name, lambda response, problem: asyncio.run(function(response, problem)))
     return _checked(name, function)
+
+
+def score_all(responses: Sequence[str], problems: Sequence[Problem]) -> list[float]:
+    """The verifiers' scores: one after the other, but for asynchronous ones, which wait for something, together."""
+    waits = [inspect.iscoroutinefunction(_function(problem.verifier)) for problem in problems]
+    with ThreadPoolExecutor(max_workers=TOGETHER) as threads:
+        scores: list[float | Future[float]] = []
+        for response, problem, is_async in zip(responses, problems, waits, strict=True):
+            verify = get_verifier(problem.verifier)
+            scores.append(threads.submit(verify, response, problem) if is_async else verify(response, problem))
+        return [score.result() if isinstance(score, Future) else score for score in scores]
+
+
+@lru_cache(maxsize=256)
+def _function(name: str) -> object:
+    return BUILT_IN[name] if name in BUILT_IN else find(name)
 
 
 def find(name: str) -> object:

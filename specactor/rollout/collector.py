@@ -7,17 +7,18 @@ Every rank executes the same lines; a rank's own share (driving its engines, sco
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 
 from transformers import PreTrainedTokenizerBase
 
+from specactor import hooks
 from specactor.config import Config
 from specactor.data.dataset import Dataset
-from specactor.data.stream import PromptStream
-from specactor.data.verifiers import get_verifier
+from specactor.data.stream import MixedStream, PromptStream
+from specactor.data.verifiers import score_all
 from specactor.errors import DataError, EngineError
 from specactor.parallel.collective import Collective
 from specactor.progress import Progress
@@ -25,7 +26,7 @@ from specactor.rollout import open_groups
 from specactor.rollout.conversations import Conversations
 from specactor.rollout.drafter_pool import DrafterPool
 from specactor.rollout.pool import EnginePool
-from specactor.rollout.requests import greedy_requests, group_requests
+from specactor.rollout.requests import group_requests, held_out_requests
 from specactor.rollout.speculation.counters import Counts, Figures, added, added_figures
 from specactor.trace import Span
 from specactor.trainer.advantages import informative, shape_overlong
@@ -78,7 +79,7 @@ class RolloutCollector:
         collective: Collective,
         tokenizer: PreTrainedTokenizerBase,
         train_data: Dataset,
-        eval_data: Dataset,
+        eval_data: Mapping[str, Dataset],
         progress: Progress,
         host: str,
         max_prompt_tokens: int,
@@ -101,7 +102,10 @@ class RolloutCollector:
         self.host = host
         self.max_prompt_tokens = max_prompt_tokens
         self.replace_lost = replace_lost
-        self.prompts = PromptStream(len(train_data), config.seed, shuffle=config.data.shuffle)
+        weights, shuffle = [1.0, *config.data.mix.values()], config.data.shuffle
+        self.prompts: PromptStream | MixedStream = PromptStream(len(train_data), config.seed, shuffle=shuffle)
+        if len(weights) > 1:
+            self.prompts = MixedStream(train_data.sizes, weights, config.seed, shuffle=shuffle)
         self.open_groups: list[open_groups.OpenGroup] = []
         """Groups that go on in the next step; equal on all ranks."""
         self.left: list[open_groups.OpenGroup] = []
@@ -132,29 +136,38 @@ class RolloutCollector:
             with self.progress.phase("reward"):
                 scored = self._score_groups(problems, trajectories)
             for group in scored:
-                (groups if not dynamic or informative(group.rewards) else spare).append(group)
+                (groups if not dynamic or self._teaches(group) else spare).append(group)
             if len(groups) == want:
                 break
         return groups + spare[: want - len(groups)]
 
-    def evaluate(self) -> list[ScoredGroup]:
-        """Return the greedy policy's response to each held-out problem, in groups of one."""
-        problems = [self.eval_data[i] for i in range(min(self.config.eval.problems, len(self.eval_data)))]
-        rollout = self.config.rollout
-        requests = greedy_requests(
-            problems,
-            max_new_tokens=rollout.max_new_tokens,
-            stop=rollout.stop,
-            stop_token_ids=rollout.stop_token_ids,
-        )
+    def _teaches(self, group: ScoredGroup) -> bool:
+        """Whether dynamic sampling keeps the group."""
+        name = self.config.algorithm.group_filter
+        return hooks.keeps(name, group) if name else informative(group.rewards)
+
+    def evaluate(self) -> dict[str, list[ScoredGroup]]:
+        """Return the policy's responses to the held-out problems, by set; one greedy response each, or more."""
         with self.progress.phase("eval"):
-            trajectories = self._generate_all(requests, problems)
-            self._tell_failures(trajectories)
-            scores = self._score(problems, trajectories)
+            found = {name: self._evaluated(data[: self.config.eval.problems]) for name, data in self.eval_data.items()}
             self.stats()  # the next step counts from here
+        return found
+
+    def _evaluated(self, problems: Sequence[Problem]) -> list[ScoredGroup]:
+        samples = self.config.eval.samples
+        requests = held_out_requests(problems, config=self.config.rollout, run_seed=self.config.seed, samples=samples)
+        trajectories = self._generate_all(requests, problems)
+        self._tell_failures(trajectories)
+        scores = self._score([problem for problem in problems for _ in range(samples)], trajectories)
+        cuts = [slice(i * samples, (i + 1) * samples) for i in range(len(problems))]
         return [
-            ScoredGroup(problem=problem, trajectories=(trajectory,), scores=(score,), rewards=(score,))
-            for problem, trajectory, score in zip(problems, trajectories, scores, strict=True)
+            ScoredGroup(
+                problem=problem,
+                trajectories=tuple(trajectories[cut]),
+                scores=tuple(scores[cut]),
+                rewards=tuple(scores[cut]),
+            )
+            for problem, cut in zip(problems, cuts, strict=True)
         ]
 
     def stats(self, *, trace: bool = False) -> RolloutStats:
@@ -302,14 +315,11 @@ class RolloutCollector:
         rank, world = self.collective.rank, self.collective.world
 
         def own_share() -> list[float]:
-            return [
-                get_verifier(problem.verifier)(
-                    self.tokenizer.decode(list(trajectory.token_ids), skip_special_tokens=True), problem
-                )
-                if trajectory.reward is None
-                else trajectory.reward
-                for problem, trajectory in list(zip(problems, trajectories, strict=True))[rank::world]
-            ]
+            share = list(zip(problems, trajectories, strict=True))[rank::world]
+            to_score = [(problem, t) for problem, t in share if t.reward is None]
+            texts = [self.tokenizer.decode(list(t.token_ids), skip_special_tokens=True) for _, t in to_score]
+            scores = iter(score_all(texts, [problem for problem, _ in to_score]))
+            return [next(scores) if t.reward is None else t.reward for _, t in share]
 
         shares = self.collective.gather(self.collective.together("reward", own_share), list[float])
         return [shares[i % world][i // world] for i in range(len(trajectories))]
