@@ -74,7 +74,7 @@ def of_step(
         "policy/learning_rate": stats.learning_rate,
         "agreement/logprob_gap_max": stats.logprob_gap_max,
         "agreement/logprob_gap_mean": stats.logprob_gap_mean,
-        "rollout/tokens": sum(lengths),
+        "rollout/tokens": sum(t.num_sampled for t in trajectories),
         "rollout/responses": len(lengths),
         "train/tokens": sum(len(s.token_ids) for s in batch),
         "train/sequences": len(batch),

@@ -30,7 +30,7 @@ METRICS: dict[str, str] = {
     "reward/uninformative_groups": "share of groups whose rewards are all equal",
     "accuracy/train": "share of the step's responses that are right",
     "accuracy/eval": "share of held-out problems answered right, greedily; of all samples with eval.samples (avg@k)",
-    "response/length_mean": "tokens per response, mean",
+    "response/length_mean": "tokens per response, mean; of a conversation all, what its environment said too",
     "response/length_p95": "tokens per response, 95th percentile",
     "response/length_max": "tokens per response, longest",
     "response/cut_fraction": "share of responses cut at rollout.max_new_tokens",

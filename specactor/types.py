@@ -126,6 +126,11 @@ class Trajectory:
     """Time that the environment took, over all turns."""
 
     @property
+    def num_sampled(self) -> int:
+        """Tokens that the policy sampled."""
+        return sum(self.loss_mask) if self.loss_mask else len(self.token_ids)
+
+    @property
     def num_turns(self) -> int:
         """Stretches of sampled tokens."""
         mask = self.loss_mask or (True,)
