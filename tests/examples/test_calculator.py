@@ -14,6 +14,7 @@ from specactor.config import SourceConfig
 from specactor.data.dataset import Dataset, build_dataset
 from specactor.data.tokenizer import load_tokenizer, make_char_tokenizer
 from specactor.trainer.warmup import solved_batch
+from specactor.types import Problem
 
 
 @pytest.fixture(scope="module")
@@ -24,20 +25,17 @@ def problems(tmp_path_factory: pytest.TempPathFactory) -> tuple[Dataset, Path]:
     return build_dataset(source, load_tokenizer(folder), max_prompt_tokens=20), folder
 
 
+async def talk(problem: Problem, *responses: str) -> list[object]:
+    """What the environment says, one after the other."""
+    environment = Calculator()
+    return [await environment.start(problem), *[await environment.step(response) for response in responses]]
+
+
 def test_a_worked_solution_is_what_a_conversation_is(problems: tuple[Dataset, Path]) -> None:
     rng = random.Random(0)
     for problem in problems[0]:
         question, answer, result = calculator.solve(problem, rng, 0)
-
-        async def talk() -> tuple[object, ...]:
-            environment = Calculator()
-            return (
-                await environment.start(problem),
-                await environment.step(question[0]),
-                await environment.step(result[0]),
-            )
-
-        assert asyncio.run(talk()) == (problem.prompt, answer[0], 1.0)
+        assert asyncio.run(talk(problem, str(question[0]), str(result[0]))) == [problem.prompt, answer[0], 1.0]
         assert [part[1] for part in (question, answer, result)] == [True, False, True]
 
 
@@ -45,12 +43,7 @@ def test_a_worked_solution_is_what_a_conversation_is(problems: tuple[Dataset, Pa
     ("said", "answer"), [("12*12=", "144;"), ("12+12=", "?;"), ("=", "?;"), ("#143", 0.0), ("", 0.0)]
 )
 def test_everything_is_answered(said: str, answer: str | float, problems: tuple[Dataset, Path]) -> None:
-    async def talk() -> object:
-        environment = Calculator()
-        await environment.start(problems[0][0])
-        return await environment.step(said)
-
-    assert asyncio.run(talk()) == answer
+    assert asyncio.run(talk(problems[0][0], said))[1] == answer
 
 
 def test_the_warm_up_does_not_learn_what_the_calculator_says(problems: tuple[Dataset, Path]) -> None:
