@@ -12,7 +12,7 @@ import math
 from collections.abc import Sequence
 from functools import lru_cache
 from numbers import Real
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 from specactor.data.chat import Message, are_messages
 from specactor.data.verifiers import find
@@ -48,8 +48,7 @@ def environment_of(name: str) -> type[Environment] | None:
                 f"got {name!r}, a class without `async def {method}({arguments})`. A class is an environment: see "
                 "specactor.data.environment. Correct it, or name a function, which scores one response."
             )
-    environment: type[Environment] = found
-    return environment
+    return cast("type[Environment]", found)
 
 
 def _takes_one(function: Any) -> bool:

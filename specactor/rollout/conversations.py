@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import resource
 import threading
 import time
 from collections.abc import Awaitable, Callable, Sequence
@@ -28,6 +29,8 @@ from specactor.types import Problem, RolloutRequest, Trajectory, VersionSpan
 
 GRACE_S = 1.0
 """Beyond its time, until a call that does not heed its cancellation is given up."""
+FILES_OF_LOOP, FREE_FILES = 3, 1024
+"""Open files of an event loop, and for everything else."""
 MAX_CHARACTERS_PER_TOKEN = 64
 """A longer observation, for the tokens that are left, is not even put into tokens."""
 
@@ -92,6 +95,10 @@ class Conversations:
             for request, problem in zip(requests, problems, strict=True)
             if (found := environment_of(problem.verifier)) is not None
         }
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        wanted = FREE_FILES + FILES_OF_LOOP * len(self._open)
+        if soft < wanted:  # of engines and shared memory there are few; of loops as many as conversations
+            resource.setrlimit(resource.RLIMIT_NOFILE, (min(wanted, hard), hard))
 
     def __enter__(self) -> Conversations:
         return self
@@ -125,22 +132,22 @@ class Conversations:
             text = self._tokenizer.decode(list(response.token_ids), skip_special_tokens=True)
             coroutine = lambda: environment.step(text)  # noqa: E731
         conversation.call += 1
-        call, loop = conversation.call, conversation.loop or asyncio.new_event_loop()
-        conversation.loop, conversation.asked_s = loop, self._clock()
+        call, conversation.asked_s = conversation.call, self._clock()
         conversation.deadline_s = conversation.asked_s + self._timeout_s + GRACE_S
         conversation.busy = True
 
         def work() -> None:
             value, error = None, None
             try:
-                value = loop.run_until_complete(_bounded(coroutine, self._timeout_s))
+                conversation.loop = conversation.loop or asyncio.new_event_loop()
+                value = conversation.loop.run_until_complete(_bounded(coroutine, self._timeout_s))
             except BaseException as raised:  # code of others, which may also exit; told by `take`
                 error = raised
             with conversation.lock:
                 conversation.busy = False
             answered(Answer(request_id=request_id, call=call, value=value, error=error))
-            if conversation.abandoned:
-                _close(loop, environment, self._timeout_s)
+            if conversation.abandoned and conversation.loop is not None:
+                _close(conversation.loop, environment, self._timeout_s)
 
         threading.Thread(target=work, name="environment", daemon=True).start()
 
