@@ -112,6 +112,7 @@ class RolloutCollector:
         """Groups that the last step began and did not learn from."""
         self.num_failed = 0
         """Conversations of the last step that failed."""
+        self._first_failure = ""
         self._drafters_woken = 0
 
     def collect(self, step: int) -> list[ScoredGroup]:
@@ -139,7 +140,16 @@ class RolloutCollector:
                 (groups if not dynamic or self._teaches(group) else spare).append(group)
             if len(groups) == want:
                 break
-        return groups + spare[: want - len(groups)]
+        return self._not_empty(groups + spare[: want - len(groups)])
+
+    def _not_empty(self, groups: list[ScoredGroup]) -> list[ScoredGroup]:
+        """Return the groups. Raises DataError when environments have left none to learn from."""
+        if not groups:
+            raise DataError(
+                f"environments: {self.num_failed} conversations of a step failed, and no group is left to learn from; "
+                f"the first: {self._first_failure}. Correct the environment, or raise rollout.environment_timeout_s."
+            )
+        return groups
 
     def _teaches(self, group: ScoredGroup) -> bool:
         """Whether dynamic sampling keeps the group."""
@@ -210,8 +220,10 @@ class RolloutCollector:
             groups, self.left = open_groups.settled([group.after(finished, stopped) for group in groups], want)
             self.open_groups = self.left if rollout.partial else []
         with self.progress.phase("reward"):
-            return self._score_groups(
-                [self.train_data[group.problem] for group in groups], [t for g in groups for t in g.trajectories]
+            return self._not_empty(
+                self._score_groups(
+                    [self.train_data[group.problem] for group in groups], [t for g in groups for t in g.trajectories]
+                )
             )
 
     def _generate_all(self, requests: Sequence[RolloutRequest], problems: Sequence[Problem]) -> list[Trajectory]:
@@ -276,7 +288,7 @@ class RolloutCollector:
         """Score every response, and shape the scores into rewards; groups keep the order of the problems.
 
         A conversation whose environment failed is left out of its group, whose advantages are those of the others; a
-        group with fewer than two others is left out. Raises DataError when no group is left.
+        group with fewer than two others is left out.
         """
         size = len(trajectories) // len(problems)
         scores = self._score([problems[i // size] for i in range(len(trajectories))], trajectories)
@@ -294,18 +306,13 @@ class RolloutCollector:
             of_kept = tuple(tuple(values[j] for j in kept) for values in (scores, rewards))
             responses = tuple(trajectories[j] for j in kept)
             groups.append(ScoredGroup(problem=problem, trajectories=responses, scores=of_kept[0], rewards=of_kept[1]))
-        if not groups:
-            first = next(t.failure for t in trajectories if t.failure)
-            raise DataError(
-                f"environments: too few of {len(trajectories)} conversations of a step went well to learn from; the "
-                f"first failure: {first}. Correct the environment, or raise rollout.environment_timeout_s."
-            )
         return groups
 
     def _tell_failures(self, trajectories: Sequence[Trajectory]) -> None:
         failures = [t.failure for t in trajectories if t.failure]
         self.num_failed += len(failures)
         if failures:
+            self._first_failure = failures[0]
             self.progress.note(
                 f"environments: {len(failures)} of {len(trajectories)} conversations failed; the first: {failures[0]}"
             )
