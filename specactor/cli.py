@@ -113,7 +113,7 @@ def drafter(argv: list[str]) -> int:
 
 
 def _guarded(run: Callable[[list[str], Console], None], argv: list[str]) -> int:
-    """The exit code of a command that parses its own arguments."""
+    """Run a command that parses its own arguments, and return its exit code."""
     from rich.console import Console
 
     from specactor.errors import ConfigError, SpecActorError
@@ -161,8 +161,7 @@ ARGUMENTS = {
     "simulate": "[--model NAME|FOLDER] [--devices N] [--modes MODE ...] [...]",
 }
 """Name -> what follows it, where that is not a recipe."""
-OWN_HELP = ("drafter", "plan", "simulate")
-"""Their ``--help`` lists every setting."""
+OWN_HELP = ("drafter", "plan", "simulate")  # their ``--help`` lists every setting
 RECIPE = "[RECIPE [--key.path value ...]]"
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from specactor.config.rules import require
+from specactor.config.rules import rules_of
 
 ADVANTAGES = ("grpo", "dr_grpo", "rloo", "reinforce_pp")
 LOSSES = ("ppo_clip", "gspo", "cispo")
@@ -13,7 +13,7 @@ LOSSES = ("ppo_clip", "gspo", "cispo")
 
 @dataclass(frozen=True, kw_only=True)
 class AlgorithmConfig:
-    """What is learned from the rewards. The formulas are in ``specactor.trainer.advantages`` and ``losses``."""
+    """Learning from rewards. The formulas are in ``specactor.trainer.advantages`` and ``losses``."""
 
     advantage: str = "grpo"
     """grpo, dr_grpo, rloo, reinforce_pp, or module:function (rewards by group) -> advantages of yours.
@@ -45,41 +45,30 @@ class AlgorithmConfig:
     """Reward lost at max_new_tokens when overlong_buffer > 0."""
 
     def __post_init__(self) -> None:
+        rule = rules_of(self, "algorithm")
         for name, known in (("advantage", ADVANTAGES), ("loss", LOSSES)):
-            value = getattr(self, name)
-            expected = f"one of {', '.join(known)}, or module:function"
-            require(value in known or ":" in value, f"algorithm.{name}", value, expected, "See --help for each.")
-        require(0 < self.clip_low < 1, "algorithm.clip_low", self.clip_low, "in (0, 1)", "Use for example 0.2.")
-        require(
-            self.clip_high > 0, "algorithm.clip_high", self.clip_high, "> 0", "Use for example 0.2, or DAPO's 0.28."
-        )
-        require(self.kl_coef >= 0, "algorithm.kl_coef", self.kl_coef, ">= 0", "Use 0 for no penalty.")
-        require(
+            ok = getattr(self, name) in known or ":" in getattr(self, name)
+            rule(name, ok, f"one of {', '.join(known)}, or module:function", "See --help for each.")
+        rule("clip_low", 0 < self.clip_low < 1, "in (0, 1)", "Use for example 0.2.")
+        rule("clip_high", self.clip_high > 0, "> 0", "Use for example 0.2, or DAPO's 0.28.")
+        rule("kl_coef", self.kl_coef >= 0, ">= 0", "Use 0 for no penalty.")
+        rule(
+            "kl_coef",
             (self.kl == "off") == (self.kl_coef == 0),
-            "algorithm.kl_coef",
-            self.kl_coef,
             f"{'0' if self.kl == 'off' else '> 0'} with algorithm.kl = {self.kl}",
             "Set both, or neither.",
         )
-        require(
+        rule(
+            "tis_cap",
             self.tis_cap is None or self.tis_cap >= 1,
-            "algorithm.tis_cap",
-            self.tis_cap,
             ">= 1 or None",
             "Use None to switch truncated importance sampling off.",
         )
-        require(
-            self.overlong_penalty >= 0,
-            "algorithm.overlong_penalty",
-            self.overlong_penalty,
-            ">= 0",
-            "It is subtracted from the reward.",
-        )
-        require(
+        rule("overlong_penalty", self.overlong_penalty >= 0, ">= 0", "It is subtracted from the reward.")
+        rule("overlong_buffer", self.overlong_buffer >= 0, ">= 0", "Use 0 for off.")
+        rule(
+            "group_filter",
             not self.group_filter or (self.dynamic_sampling and ":" in self.group_filter),
-            "algorithm.group_filter",
-            self.group_filter,
             "module:function with algorithm.dynamic_sampling",
             "Set dynamic_sampling, which draws further prompts for groups that are left out.",
         )
-        require(self.overlong_buffer >= 0, "algorithm.overlong_buffer", self.overlong_buffer, ">= 0", "Use 0 for off.")

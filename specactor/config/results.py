@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import Literal
 
-from specactor.config.rules import require
+from specactor.config.rules import rules_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,8 +22,9 @@ class CheckpointConfig:
     """Write the final policy in Hugging Face format."""
 
     def __post_init__(self) -> None:
-        require(self.every >= 0, "checkpoint.every", self.every, ">= 0", "Use 0 to save only at the end.")
-        require(self.keep >= 1, "checkpoint.keep", self.keep, ">= 1", "At least the newest must be kept.")
+        rule = rules_of(self, "checkpoint")
+        rule("every", self.every >= 0, ">= 0", "Use 0 to save only at the end.")
+        rule("keep", self.keep >= 1, ">= 1", "At least the newest must be kept.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,17 +41,17 @@ class EvalConfig:
     """Also evaluate after every this many RL steps; 0: only before and after."""
 
     def __post_init__(self) -> None:
-        require(self.problems >= 0, "eval.problems", self.problems, ">= 0", "Use 0 for no evaluation.")
-        require(self.samples >= 1, "eval.samples", self.samples, ">= 1", "Use 1 for greedy responses.")
+        rule = rules_of(self, "eval")
+        rule("problems", self.problems >= 0, ">= 0", "Use 0 for no evaluation.")
+        rule("every", self.every >= 0, ">= 0", "Use 0 for before and after only.")
+        rule("samples", self.samples >= 1, ">= 1", "Use 1 for greedy responses.")
         names = [set_name(name) for name in self.sets]
-        require(
+        rule(
+            "sets",
             len(set(names)) == len(names) and not {"", "eval"} & {*names},
-            "eval.sets",
-            self.sets,
             "sets with names of their own",
             "The name of a set is that of its file, function or task; rename one.",
         )
-        require(self.every >= 0, "eval.every", self.every, ">= 0", "Use 0 for before and after only.")
 
 
 def set_name(source: str) -> str:
@@ -60,7 +61,7 @@ def set_name(source: str) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class TrackingConfig:
-    """Where metrics go besides ``metrics.jsonl``."""
+    """Metrics go to ``metrics.jsonl``, and to wandb."""
 
     wandb: Literal["auto", "online", "offline", "off"] = "auto"
     """auto: online where a key is configured, else offline."""
@@ -71,10 +72,7 @@ class TrackingConfig:
     rounds of engines with speculation and of drafter processes."""
 
     def __post_init__(self) -> None:
-        require(
-            all(step >= 1 for step in self.trace),
-            "tracking.trace",
-            self.trace,
-            "steps >= 1",
-            "The first RL step is 1. Use () for no trace.",
+        rule = rules_of(self, "tracking")
+        rule(
+            "trace", all(step >= 1 for step in self.trace), "steps >= 1", "The first RL step is 1. Use () for no trace."
         )

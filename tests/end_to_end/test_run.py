@@ -133,6 +133,7 @@ def test_the_run_folder_holds_config_tracking_checkpoint_and_export(finished: La
     assert sorted(p.name for p in (folder / "checkpoints").iterdir()) == ["step-000001", "step-000002"]
     assert (folder / "export" / "model.safetensors").exists() or list((folder / "export").glob("*.safetensors"))
     assert (folder / "summary.json").exists()
+    assert "forked by the warm starter" in (folder / "engines" / "engine-0.log").read_text(), "else it takes 11 s more"
     assert phases(folder / "traces" / "step-000001.json") == ["rollout", "reward", "train", "checkpoint", "sync"]
 
 
