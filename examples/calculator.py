@@ -2,9 +2,9 @@
 
     torchrun --nproc-per-node 2 launch/train_moe.py calculator
 
-The policy sees ``483*297:``. It may guess, ``#143451``, or ask, ``483*297=``, which ends its turn; the calculator says
-``143451;``, and the policy's next turn answers. The warm-up leaves a model that mostly guesses; reinforcement learning
-teaches it to ask. What the calculator says is not learned from.
+The policy sees ``483*297:``. It may ask, ``483*297=``, which ends its turn; the calculator says ``143451;``, and the
+policy's next turn answers, ``#143451``. The warm-up leaves a model that can ask and mostly gives up, ``#?``;
+reinforcement learning teaches it to ask. What the calculator says is not learned from.
 """
 
 import random
@@ -15,8 +15,8 @@ from dataclasses import replace
 from specactor.config import Config, DataConfig, WarmupConfig
 from specactor.types import Problem
 
-GUESSES = 0.8
-"""Chance that a worked solution of the second stage is a guess."""
+GIVES_UP = 0.8
+"""Chance that a worked solution of the second stage is none."""
 
 
 class Calculator:
@@ -52,8 +52,8 @@ def held_out() -> Iterator[dict[str, str]]:
 
 def solve(problem: Problem, rng: random.Random, stage: int) -> str | list[tuple[str, bool]]:
     """A worked solution for the warm-up; False: said by the calculator."""
-    if stage and rng.random() < GUESSES:
-        return f"#{rng.randint(10_000, 998_001)}"
+    if stage and rng.random() < GIVES_UP:
+        return "#?"
     return [(problem.prompt[:-1] + "=", True), (f"{problem.answer};", False), (f"#{problem.answer}", True)]
 
 
@@ -65,6 +65,6 @@ def recipe() -> Config:
         base,
         name="calculator",
         data=DataConfig(train="examples.calculator:train", eval="examples.calculator:held_out"),
-        warmup=WarmupConfig(solver="examples.calculator:solve", steps=(500, 100), learning_rates=(3e-3, 1e-3)),
+        warmup=WarmupConfig(solver="examples.calculator:solve", steps=(350, 60), learning_rates=(3e-3, 5e-4)),
         rollout=replace(base.rollout, max_new_tokens=32, stop=("=",)),
     )
