@@ -2,6 +2,7 @@
 
     load(["quickstart", "--rollout.group-size", "16"])      a module of examples/
     load(["mine/recipe.py:small", "--seed", "1"])           a file, and optionally its function
+    load(["runs/mine/config.json"])                         what a run was started with
 
 Invariants: what is wrong is one `ConfigError` of one line; ``from_json(to_json(config)) == config``; no torch import.
 """
@@ -66,7 +67,11 @@ def usage(prog: str) -> str:
     """Return how to call `prog`, and the recipes there are."""
     known = recipes()
     width = max((len(name) for name in known), default=0)
-    lines = [f"usage: {prog} RECIPE [--key.path value ...]", "", "RECIPE is a file.py[:function], or one of:"]
+    lines = [
+        f"usage: {prog} RECIPE [--key.path value ...]",
+        "",
+        "RECIPE is a file.py[:function], the config.json of a run, or one of:",
+    ]
     lines += [f"  {name:<{width}}  {line}" for name, line in known.items()]
     return "\n".join([*lines, "", f"Every setting of a recipe: {prog} RECIPE --help"])
 
@@ -159,6 +164,8 @@ def _refuse_unknown(given: Mapping[str, Any], known: Mapping[str, Any], prefix: 
 
 
 def _build(name: str) -> Config:
+    if name.endswith(".json"):
+        return _read_json(Path(name))
     where, _, function_name = name.partition(":")
     module = _module(where)
     function: Callable[[], Config] | None = getattr(module, function_name or "recipe", None)
@@ -175,6 +182,17 @@ def _build(name: str) -> Config:
             "RECIPE", name, f"a function that returns a Config, not {type(config).__name__}", "Correct it."
         )
     return config
+
+
+def _read_json(file: Path) -> Config:
+    _importable(EXAMPLES.parent)
+    _importable(Path.cwd())  # a run's own verifiers and drafters were found from where it was started
+    try:
+        return from_json(json.loads(file.read_text()))
+    except (OSError, ValueError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        raise ConfigError.at("RECIPE", file, "the config.json of a run", f"It cannot be read: {error}.") from None
 
 
 def _module(where: str) -> ModuleType:

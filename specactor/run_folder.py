@@ -29,6 +29,18 @@ class Status:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Replay:
+    """What is run again of another run."""
+
+    step: int
+    """The last."""
+    group: int | None = None
+    """Of that step, this group alone; it is not learned from."""
+    sample: int | None = None
+    """Of the group, this response alone."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class RunFolder:
     root: Path
 
@@ -44,6 +56,14 @@ class RunFolder:
     @property
     def checkpoints(self) -> Path:
         return self.root / "checkpoints"
+
+    @property
+    def replay(self) -> Path:
+        """Where this run is a replay: the `Replay` that it does."""
+        return self.root / "replay.json"
+
+    def read_replay(self) -> Replay | None:
+        return Replay(**json.loads(self.replay.read_text())) if self.replay.exists() else None
 
     @property
     def export(self) -> Path:

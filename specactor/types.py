@@ -5,7 +5,7 @@ Lengths count tokens; times are seconds; log-probabilities are natural logarithm
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 FinishReason = Literal["stop", "length", "abort"]
@@ -75,6 +75,7 @@ class RolloutRequest:
     sampling: SamplingParams
     seed: int  # 0 <= seed < 2**31; keys the sampling noise together with the position
     group_id: int  # requests of one group answer the same prompt
+    is_drafted: bool = True  # whether drafters may draft for it, where the engine has some
     begun: Begun | None = None  # the response so far: it goes on from there, at the same positions of the noise
     num_earlier: int = 0  # tokens at the end of the prompt that are earlier turns of a conversation; drafters' text
 
@@ -90,6 +91,7 @@ class Trajectory:
     logprobs: tuple[float, ...]  # of each token under the policy at the sampling temperature; 0 where `loss_mask` is
     finish_reason: FinishReason
     spans: tuple[VersionSpan, ...]
+    seed: int = 0  # of its request
     routed_experts: bytes = b""
     """Experts that the pass that produced each token chose, in every layer: int32 [tokens, layers, experts per token],
     little endian, in C order. Empty unless ``enable_return_routed_experts`` asks for it."""
@@ -106,6 +108,12 @@ class Trajectory:
     def num_sampled(self) -> int:
         """Tokens that the policy sampled."""
         return sum(self.loss_mask) if self.loss_mask else len(self.token_ids)
+
+    @property
+    def first_turn(self) -> Trajectory:
+        """Without what an environment said, and what came after that."""
+        end = (*self.loss_mask, False).index(False)
+        return replace(self, token_ids=self.token_ids[:end], logprobs=self.logprobs[:end]) if self.loss_mask else self
 
     @property
     def num_turns(self) -> int:

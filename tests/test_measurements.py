@@ -94,7 +94,11 @@ def test_what_environments_did_by_hand() -> None:
         reward=1.0,
         environment_s=0.5,
     )
+    assert (talked.first_turn.token_ids, talked.first_turn.logprobs) == ((1, 1), (0.0, 0.0)), (
+        "what an audit begins again"
+    )
     once = replace(talked, loss_mask=(), environment_s=0.25)
+    assert once.first_turn is once
     groups = [ScoredGroup(problem=PROBLEM, trajectories=(talked, once), scores=(1.0, 0.0), rewards=(1.0, 0.0))]
     seen = measurements.of_environments(groups, 3)
     assert seen == {

@@ -67,6 +67,9 @@ class TrackingConfig:
     """auto: online where a key is configured, else offline."""
     project: str = "specactor"
     """wandb project."""
+    record: Literal["off", "sampled", "full"] = "sampled"
+    """What is kept of every step for ``specactor replay`` and ``specactor diff``: digests of all samples and weights,
+    and tokens and log-probabilities of one sample in 16 (sampled), of all (full), or nothing (off)."""
     trace: tuple[int, ...] = ()
     """RL steps, from 1, of which the run's folder gets a trace for ui.perfetto.dev: the trainer's phases, and the
     rounds of engines with speculation and of drafter processes."""

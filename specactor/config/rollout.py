@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Literal
 
 from specactor.config.engine import EngineConfig
 from specactor.config.rules import rules_of
@@ -41,6 +42,9 @@ class RolloutConfig:
     """Longest that an environment may take for one answer; then its conversation has failed."""
     engine: EngineConfig = field(default_factory=EngineConfig)
     speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
+    audit: Literal["off", "warn", "stop"] = "off"
+    """Whether a few responses of a step are begun again by another engine without drafts, for a hundredth of the time,
+    and what a difference does: a warning with the command that runs the step again, or the end of the run."""
     oversample: float = 1.0
     """Work at this many times prompts_per_step groups, and stop when prompts_per_step of them are complete; 1: off.
     Dropping the others favours prompts with short responses, unless `partial` keeps them. Which groups are complete

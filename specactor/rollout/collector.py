@@ -156,6 +156,16 @@ class RolloutCollector:
         name = self.config.algorithm.group_filter
         return hooks.keeps(name, group) if name else informative(group.rewards)
 
+    def collect_again(self, step: int, group: int, sample: int | None) -> list[ScoredGroup]:
+        """Return one group of the step after `step` finished ones, or one response of it, without the others."""
+        problems = [self.train_data[i] for i in self.prompts.take(self.config.rollout.prompts_per_step)]
+        requests = group_requests(problems, config=self.config.rollout, run_seed=self.config.seed, step=step)
+        wanted = [r for r in requests if r.group_id == group and r.request_id.endswith(f".{sample}") | (sample is None)]
+        with self.progress.phase("rollout"):
+            trajectories = self._generate_all(wanted, [problems[group]])
+        with self.progress.phase("reward"):
+            return self._score_groups([problems[group]], trajectories)
+
     def evaluate(self) -> dict[str, list[ScoredGroup]]:
         """Return the policy's responses to the held-out problems, by set; one greedy response each, or more."""
         with self.progress.phase("eval"):

@@ -275,6 +275,7 @@ def _nothing_of(request: RolloutRequest) -> Trajectory:
         logprobs=(),
         finish_reason="stop",
         spans=(),
+        seed=request.seed,
     )
 
 

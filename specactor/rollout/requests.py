@@ -30,11 +30,12 @@ def group_requests(
 ) -> list[RolloutRequest]:
     """`config.group_size` requests per problem, group by group. `earlier`: what the same step has asked for before."""
     asked = [problem.index for problem in (*earlier, *problems)]
+    sampling = sampling_of(config)
     return [
         RolloutRequest(
             request_id=f"{step}.{group}.{sample}",
             prompt_ids=problem.prompt_ids,
-            sampling=_sampling(config),
+            sampling=sampling,
             seed=request_seed(
                 run_seed, step, problem.index, sample + config.group_size * asked[:group].count(problem.index)
             ),
@@ -49,7 +50,7 @@ def held_out_requests(
     problems: Sequence[Problem], *, config: RolloutConfig, run_seed: int, samples: int
 ) -> list[RolloutRequest]:
     """Responses to held-out problems: a greedy one each, or `samples` that are the same whenever they are asked for."""
-    sampling = _sampling(config)
+    sampling = sampling_of(config)
     if samples == 1:
         sampling = SamplingParams(
             temperature=0.0,
@@ -70,7 +71,8 @@ def held_out_requests(
     ]
 
 
-def _sampling(config: RolloutConfig) -> SamplingParams:
+def sampling_of(config: RolloutConfig) -> SamplingParams:
+    """How a run's responses are sampled."""
     return SamplingParams(
         temperature=config.temperature,
         top_p=config.top_p,

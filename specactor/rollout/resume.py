@@ -71,6 +71,7 @@ def whole(
         logprobs=begun.logprobs + tuple(logprobs),
         finish_reason=finish_reason,
         spans=joined((*begun.spans, VersionSpan(version=version, start=start, end=end))),
+        seed=request.seed,
         routed_experts=begun.routed_experts + routed_experts if has_all else b"",
     )
 

@@ -13,8 +13,7 @@ from typing import Any
 from specactor.rollout.resume import num_begun
 from specactor.types import RolloutRequest
 
-_NUMBER = "specactor_begun"
-_EARLIER = "specactor_earlier"
+_NUMBER, _EARLIER, _UNDRAFTED = "specactor_begun", "specactor_earlier", "specactor_undrafted"
 
 
 def tokens(request: RolloutRequest) -> list[int]:
@@ -25,7 +24,13 @@ def tokens(request: RolloutRequest) -> list[int]:
 def marked(request: RolloutRequest) -> dict[str, int] | None:
     """SGLang's ``custom_params`` of the request, which reach the scheduler as they are."""
     counts = {_NUMBER: num_begun(request), _EARLIER: request.num_earlier}
-    return counts if any(counts.values()) else None
+    params = {name: count for name, count in counts.items() if count}
+    return params | ({} if request.is_drafted else {_UNDRAFTED: 1}) or None
+
+
+def is_drafted(req: Any) -> bool:
+    """Whether drafters may draft for SGLang's request `req`."""
+    return _UNDRAFTED not in (req.sampling_params.custom_params or {})
 
 
 def of(req: Any) -> array[int]:

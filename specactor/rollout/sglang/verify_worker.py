@@ -348,7 +348,9 @@ class Worker(BaseSpecWorker):  # type: ignore[misc]
         lists: list[list[int]] = [[] for _ in reqs]
         if get_parallel().tp_rank == 0:
             limits = [
-                0 if has_penalties(req.sampling_params) else min(self._max_rows - 1, self._wanted(req) - 1)
+                min(self._max_rows - 1, self._wanted(req) - 1)
+                if partial_response.is_drafted(req) and not has_penalties(req.sampling_params)
+                else 0
                 for req in reqs
             ]
             decision = self.speculator.decide(sequences, limits, max_branches=self._branches.room())
