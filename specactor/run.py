@@ -12,13 +12,15 @@ from pathlib import Path
 from torch._C._distributed_c10d import Store
 from transformers import PreTrainedTokenizerBase
 
-from specactor import measurements
+from specactor import hooks, measurements
 from specactor.actor import SpecActor
 from specactor.config import Config, DraftTrainingConfig
+from specactor.config.results import set_name
 from specactor.data.dataset import Dataset, build_dataset
+from specactor.data.environment import environment_of
 from specactor.data.tokenizer import VOCAB_SIZE, load_tokenizer
 from specactor.device_memory import DeviceMemory
-from specactor.errors import PlanError
+from specactor.errors import ConfigError, PlanError
 from specactor.metrics import Tracker, read_metrics, rss_bytes
 from specactor.parallel import groups
 from specactor.parallel.collective import Collective
@@ -189,6 +191,7 @@ def _build(
         eval_data=eval_data,
         progress=progress,
         host=members[collective.rank].machine,
+        max_prompt_tokens=longest_prompt(config, model_shape(config).max_position),
         replace_lost=lambda: actor.sync(),
     )
     actor = SpecActor(
@@ -254,16 +257,29 @@ def _rollout_writer(config: Config, folder: RunFolder, rank: int) -> Callable[[i
     return partial(folder.write_rollouts, temperature=config.rollout.temperature)
 
 
-def _problems(config: Config, tokenizer: PreTrainedTokenizerBase) -> tuple[Dataset, Dataset]:
-    """Problems to learn from, and held-out ones, none of which is among the first."""
+def _problems(config: Config, tokenizer: PreTrainedTokenizerBase) -> tuple[Dataset, dict[str, Dataset]]:
+    """Problems to learn from, and held-out sets by name, none of whose problems is among the first."""
     room = longest_prompt(config, model_shape(config).max_position)
-    train, problems = build_dataset(config.data.train_source, tokenizer, max_prompt_tokens=room), config.eval.problems
+    data, count = config.data, config.eval.problems
+    sets = [build_dataset(s, tokenizer, max_prompt_tokens=room) for s in (data.train_source, *data.mixed_sources)]
     if config.warmup.solver:
         find_solver(config.warmup.solver)  # a wrong path is found before anything is started
-    if not problems:
-        return train, Dataset(())
-    held_out = Dataset(build_dataset(config.data.eval_source(problems), tokenizer, max_prompt_tokens=room)[:problems])
-    return train.without(held_out), held_out
+    hooks.check(config)
+    talks = next((problem.verifier for part in sets for problem in part if environment_of(problem.verifier)), "")
+    if config.rollout.partial and talks:
+        raise ConfigError.at(
+            "rollout.partial",
+            True,
+            f"False with environments ({talks})",
+            "What an environment holds is in no checkpoint, so a conversation cannot go on in a later step.",
+        )
+    held_out: dict[str, Dataset] = {}
+    sources = {"eval": data.eval_source(count)} if count else {}
+    sources |= {set_name(name): data.further_eval_source(name, count) for name in config.eval.sets if count}
+    for name, source in sources.items():
+        held_out[name] = Dataset(build_dataset(source, tokenizer, max_prompt_tokens=room)[:count])
+        sets = [part.without(held_out[name]) for part in sets]
+    return Dataset.of(sets) if len(sets) > 1 else sets[0], held_out
 
 
 def _weights(trainer: PolicyTrainer, pool: EnginePool, members: Sequence[Member]) -> WeightSource:
@@ -379,10 +395,14 @@ def _write_checkpoint(actor: SpecActor, folder: RunFolder, unfinished: list[Call
 
 def _evaluate(actor: SpecActor, folder: RunFolder) -> dict[str, float]:
     """Held-out accuracy; rank 0 writes the responses beside the metrics."""
-    groups = actor.rollouts.evaluate()
+    sets = actor.rollouts.evaluate()
+    temperature = actor.config.rollout.temperature if actor.config.eval.samples > 1 else 0.0
     if actor.collective.rank == 0:
-        folder.write_evaluation(actor.steps_done, groups, actor.rollouts.tokenizer)
-    return {"accuracy/eval": measurements.accuracy([group.scores[0] for group in groups])}
+        for name, groups in sets.items():
+            folder.write_evaluation(
+                actor.steps_done, groups, actor.rollouts.tokenizer, name=name, temperature=temperature
+            )
+    return measurements.of_evaluation(sets)
 
 
 def _log(actor: SpecActor, tracker: Tracker | None, step: int, metrics: dict[str, float]) -> None:

@@ -13,7 +13,8 @@ class WarmupConfig:
     """Supervised steps on worked solutions before reinforcement learning; what they make is kept in output_dir."""
 
     solver: str = ""
-    """Import path ``module:function`` of a function (problem, rng, stage) -> response text; empty: no warm-up."""
+    """Import path ``module:function`` of a function (problem, rng, stage) -> response text, or (text, whether it is
+    learned from) per part; empty: no warm-up."""
     steps: tuple[int, ...] = ()
     """Steps per stage; the solver is told the stage, so that styles can be mixed later."""
     learning_rates: tuple[float, ...] = ()

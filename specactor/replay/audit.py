@@ -145,8 +145,8 @@ class Audit:
 
 
 def choose(groups: Sequence[ScoredGroup], *, seed: int, step: int, version: int) -> list[Trajectory]:
-    """Draw `RESPONSES` of a step's responses, of those that one policy sampled whole."""
-    whole = [t for group in groups for t in group.trajectories if [s.version for s in t.spans] == [version]]
+    """Draw `RESPONSES` of a step's responses that one policy sampled whole; of a conversation its first turn."""
+    whole = [t.first_turn for g in groups for t in g.trajectories if [s.version for s in t.spans] == [version]]
     return random.Random(f"audit {seed} {step}").sample(whole, min(RESPONSES, len(whole)))
 
 

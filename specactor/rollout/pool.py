@@ -13,6 +13,7 @@ from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 
 from specactor.errors import EngineError
+from specactor.rollout.conversations import Conversations
 from specactor.rollout.drafter_pool import DrafterPool
 from specactor.rollout.driver import REPORT_TOKENS, Driver
 from specactor.rollout.requests import assign, merge
@@ -102,8 +103,11 @@ class EnginePool:
         *,
         on_finished: Callable[[Trajectory], None] | None = None,
         enough_groups: int | None = None,
+        conversations: Conversations | None = None,
     ) -> RolloutOutcome:
         """Generates on the engines that are alive; `on_finished` is called in this thread.
+
+        Requests of `conversations` begin those, or go on with them where engines died.
 
         With `enough_groups` it stops when of that many groups all requests have finished.
         Raises EngineError when a request cannot be served. Without a living engine all requests come back unfinished.
@@ -118,6 +122,7 @@ class EnginePool:
             report_tokens=self.report_tokens,
             enough_groups=enough_groups,
             drafters=self.drafters,
+            conversations=conversations,
         )
         if requests and alive:
             with self.drafters.rollout():
