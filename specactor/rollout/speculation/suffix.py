@@ -21,15 +21,17 @@ from __future__ import annotations
 
 from array import array
 from collections import OrderedDict, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+
+import numpy as np
 
 from specactor.rollout.speculation.drafter import HISTORY_TOKENS, Drafter, DraftSequence
 
 ROOT = 0
 _NONE = ROOT
 """No transition leads to the root, so its number marks a missing target."""
-COUNTED = 8
+COUNTED = 4
 """A token is counted for this many contexts, the longest. 4, 8 and 16 gave the same accept_length within 0.5 %."""
 
 
@@ -48,12 +50,12 @@ class SuffixAutomaton:
         self._best = [_NONE]  # the target of its most frequent transition
         self._all: dict[int, dict[int, int]] = {}  # token -> target, for states with more than one transition
 
-    def extend(self, end: int, tokens: Iterable[int]) -> int:
+    def extend(self, end: int, tokens: Sequence[int]) -> int:
         """Append to the text that ends at `end`; returns its new end."""
         length, link, token_of = self._length, self._link, self._token
         count, best, transitions = self._count, self._best, self._all
+        self.num_tokens += len(tokens)
         for token in tokens:
-            self.num_tokens += 1
             target = best[end]
             if token_of[target] != token:
                 target = transitions[end].get(token, _NONE) if end in transitions else _NONE
@@ -168,60 +170,91 @@ GROUP_MATCH = 3
 CORPUS_TOKENS = 100_000
 """Of the corpus, and never more than a quarter of all."""
 
-_Place = tuple[tuple[int, ...], int]
-"""A text, and the position in it of the token that followed an n-gram."""
+_END = -1
+"""Ends each text in the corpus; no token."""
+_MASK = 2**64 - 1
+_WEIGHTS = (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB, 0xD6E8FEB86659FD93, 0xA0761D6478BD642F)
+"""Odd numbers. The key of an n-gram is the sum, modulo 2^64, of its tokens (plus 1) times these, the last token first.
+Two n-grams of one key would cost a wrong draft, and no more."""
 
 
 class Corpus:
-    """The newest place of every n-gram of `CORPUS_MIN_N` to `CORPUS_MAX_N` tokens in texts that have ended."""
+    """The newest place of every n-gram of `CORPUS_MIN_N` to `CORPUS_MAX_N` tokens in texts that have ended.
+
+    Keys and places are integers, which Python's garbage collector does not visit. A place is the position of the token
+    that followed, counted over all texts that there ever were.
+    """
 
     def __init__(self) -> None:
-        self._places: dict[tuple[int, ...], _Place] = {}
-        self._oldest_first: deque[_Place] = deque()
-
-    @property
-    def num_tokens(self) -> int:
+        self._places: dict[int, int] = {}
+        self._tokens = array("q")
+        """All texts that have tokens which can be found, what precedes them included; each ends with `_END`."""
+        self._dropped = 0
+        """Tokens that were before these."""
+        self._texts: deque[tuple[int, int, int]] = deque()
+        """Of each text: where what precedes it begins, where the tokens begin that can be found, and its end."""
+        self.num_tokens = 0
         """Tokens that can be found."""
-        return len(self._oldest_first)
 
     def add(self, context: Sequence[int], tokens: Sequence[int]) -> None:
         """Add a text. `context` precedes it, and is not found itself."""
-        text = (*context, *tokens)
-        places = [(text, position) for position in range(len(context), len(text))]
-        for n in range(CORPUS_MIN_N, CORPUS_MAX_N + 1):
-            first = max(n, len(context))
-            ends = range(first, len(text))
-            self._places.update(zip([text[end - n : end] for end in ends], places[first - len(context) :], strict=True))
-        self._oldest_first.extend(places)
+        if not tokens:
+            return
+        start = self._dropped + len(self._tokens)
+        self._tokens.extend((*context, *tokens, _END))
+        self._texts.append((start, start + len(context), start + len(context) + len(tokens)))
+        self.num_tokens += len(tokens)
+        for keys, first, last in self._keys(*self._texts[-1]):
+            self._places.update(zip(keys, range(first, last), strict=True))
 
-    def find(self, context: tuple[int, ...], window: int, *, longer_than: int = 0) -> tuple[list[int], int]:
+    def find(self, context: Sequence[int], window: int, *, longer_than: int = 0) -> tuple[list[int], int]:
         """At most `window` tokens that followed the end of `context`, by its longest n-gram that is known and has more
         than `longer_than` tokens; and how long that n-gram is.
 
         They are at most `TOKENS_PER_MATCH` per token of the n-gram. One of `CORPUS_MAX_N` tokens may be longer than is
         known, and gives the whole window.
         """
-        found, length, places = None, 0, self._places
-        for n in range(max(CORPUS_MIN_N, longer_than + 1), min(CORPUS_MAX_N, len(context)) + 1):
-            place = places.get(context[-n:])
-            if place is None:
+        found, length, key, places = -1, 0, 0, self._places
+        for n, (token, weight) in enumerate(zip(reversed(context), _WEIGHTS, strict=False), 1):
+            key = (key + (token + 1) * weight) & _MASK
+            if n < CORPUS_MIN_N or n <= longer_than:
+                continue
+            place = places.get(key, -1)
+            if place < 0:
                 break  # where an n-gram is known, its end is
             found, length = place, n
-        if found is None:
+        if found < 0:
             return [], 0
         room = window if length == CORPUS_MAX_N else min(window, TOKENS_PER_MATCH * length)
-        text, position = found
-        return list(text[position : position + room]), length
+        start = found - self._dropped
+        draft = self._tokens[start : start + room].tolist()
+        return (draft[: draft.index(_END)] if _END in draft else draft), length
 
     def shrink(self, max_tokens: int) -> None:
         """Forget the oldest tokens until `max_tokens` are left."""
-        places = self._places
-        while len(self._oldest_first) > max_tokens:
-            place = text, position = self._oldest_first.popleft()
-            for n in range(CORPUS_MIN_N, min(CORPUS_MAX_N, position) + 1):
-                key = text[position - n : position]
-                if places.get(key) is place:  # else it was seen again since
-                    del places[key]
+        while self.num_tokens > max_tokens:
+            begin, first, end = self._texts.popleft()
+            left = min(end, first + self.num_tokens - max_tokens)
+            for keys, start, stop in self._keys(begin, first, left):
+                for key, place in zip(keys, range(start, stop), strict=True):
+                    if self._places.get(key) == place:  # else it was seen again since
+                        del self._places[key]
+            self.num_tokens -= left - first
+            if left < end:
+                self._texts.appendleft((begin, left, end))
+            else:
+                del self._tokens[: end + 1 - self._dropped]
+                self._dropped = end + 1
+
+    def _keys(self, begin: int, first: int, end: int) -> Iterator[tuple[list[int], int, int]]:
+        """Yield the keys of the n-grams that the tokens of a text from `first` to `end` follow, and which tokens."""
+        tokens_N = np.array(self._tokens[begin - self._dropped : end - self._dropped], dtype=np.uint64) + np.uint64(1)
+        keys_P = np.zeros(end - begin, dtype=np.uint64)  # of the tokens from `begin` on, each
+        for n, weight in enumerate(_WEIGHTS[: max(0, end - begin - 1)], 1):
+            keys_P[n:] += tokens_N[:-n] * np.uint64(weight)
+            start = max(first, begin + n)
+            if n >= CORPUS_MIN_N and start < end:
+                yield keys_P[start - begin :].tolist(), start, end
 
 
 _CONFIDENCE = (0, 0, 1, 2, 2, 2, 2, 2, 3)
@@ -278,7 +311,7 @@ class _Group:
 
 
 class SuffixDrafter(Drafter):
-    """About 140 bytes of memory per token, and up to 350 more per token of the corpus."""
+    """About 140 bytes of memory per token, and up to 500 more per token of the corpus."""
 
     name = "suffix"
 
@@ -345,9 +378,9 @@ class SuffixDrafter(Drafter):
         automaton = request.group.automaton
         state, length = automaton.match(request.end)
         if length < GROUP_MATCH:
-            end = tuple(request.output[-CORPUS_MAX_N:])
+            end = request.output[-CORPUS_MAX_N:]
             if len(end) < CORPUS_MAX_N:
-                end = (*request.context, *end)
+                end = [*request.context, *end]
             found = self._corpus.find(end, window, longer_than=length)
             if found[0]:
                 return found

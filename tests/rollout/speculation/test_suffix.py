@@ -267,7 +267,7 @@ def check_corpus(make: type[Corpus], texts: list[tuple[list[int], list[int]]], l
         for before, asking in texts:
             for longer_than in range(3):
                 text = [*before, *asking]
-                assert corpus.find(tuple(text), 7, longer_than=longer_than) == searched(places, text, 7, longer_than)
+                assert corpus.find(text, 7, longer_than=longer_than) == searched(places, text, 7, longer_than)
     corpus.shrink(0)
     assert not corpus._places
 
