@@ -42,7 +42,8 @@ class SuffixAutomaton:
         self.num_tokens = 0
         """Appended so far, over all texts."""
         self._counted = counted
-        # Per state:
+        self.num_states = 1
+        # Per state, with room for more:
         self._length = [0]
         self._link = [-1]
         self._token = [-1]  # the last token of its substrings; all end with the same one
@@ -153,12 +154,16 @@ class SuffixAutomaton:
         return part
 
     def _add_state(self, length: int, token: int) -> int:
-        self._length.append(length)
-        self._link.append(ROOT)
-        self._token.append(token)
-        self._count.append(0)
-        self._best.append(_NONE)
-        return len(self._length) - 1
+        new = self.num_states
+        if new == len(self._length):
+            room = 16 + new // 8
+            for states, empty in ((self._length, 0), (self._token, -1), (self._count, 0)):
+                states += [empty] * room
+            self._link += [ROOT] * room
+            self._best += [_NONE] * room
+        self._length[new], self._token[new] = length, token
+        self.num_states = new + 1
+        return new
 
 
 TOKENS_PER_MATCH = 2
@@ -393,7 +398,8 @@ class SuffixDrafter(Drafter):
         request.output.extend(tokens)
         self._num_tokens += len(tokens)
         self._num_running_tokens += len(tokens)
-        self._forget()
+        if self._num_tokens > self._group_tokens:
+            self._forget()
 
     def _forget(self) -> None:
         """Keep the bound. A group is built again only where most of its text has ended: 3 steps per token dropped."""
