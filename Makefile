@@ -14,6 +14,8 @@ TORCH ?= torch==2.13.0
 export OMP_NUM_THREADS ?= 1
 # DeepSpeed is built at setup; nothing of it is compiled.
 export DS_BUILD_OPS = 0
+# Every process imports the project; one in a hundred is the first to compile it.
+export PYTHONDONTWRITEBYTECODE =
 
 PYTEST = $(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder
 SLICE ?= 0/1
@@ -24,7 +26,7 @@ setup: $(STAMP)
 
 $(STAMP):
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --disable-pip-version-check $(TORCH) uv
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-compile $(TORCH) uv  # uv compiles, on all cores
 	$(BIN)/uv pip install --quiet --compile-bytecode --system-certs --python $(BIN)/python --no-deps -r requirements/cpu.txt \
 		|| $(BIN)/pip install --quiet --no-deps -r requirements/cpu.txt  # slower, but knows pip's configuration
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
@@ -35,7 +37,8 @@ quickstart: setup
 	$(BIN)/torchrun --standalone --nproc-per-node 2 launch/train_moe.py quickstart \
 		--name quickstart-$(shell date +%Y%m%d-%H%M%S) $(ARGS)
 
-check: lint test
+check: setup  # mypy beside the tests: it uses one core
+	$(MAKE) --no-print-directory -j 2 lint test
 
 lint: setup
 	$(BIN)/ruff check .

@@ -49,8 +49,7 @@ CONSTANT = BETAS.index(1 / DRAFT_TEMPERATURE)
 WINDOW = 4
 PROBLEMS, GROUP_SIZE = 256, 3
 RUNNING = 64
-MEMORY = 2000.0
-"""Positions after which the fitted temperature has forgotten an observation to 1/e."""
+MEMORY = 2000.0  # positions after which the fitted temperature has forgotten an observation to 1/e
 RESAMPLES = 2000
 COLUMNS = (
     "policy, draft model of",
@@ -147,11 +146,9 @@ class Sums:
     """What one way of drafting reached: one entry per prompt."""
 
     accepted: Floats
-    tokens: Floats
-    """Emitted after the first of each response, which no draft model sees."""
+    tokens: Floats  # emitted after the first of each response, which no draft model sees
     rounds: Floats
-    begun: Floats
-    """Rounds whose first draft token was right."""
+    begun: Floats  # rounds whose first draft token was right
 
     @classmethod
     def of(cls, hits: Sequence[Hits], group_size: int) -> Sums:

@@ -18,8 +18,7 @@ from specactor.cpu import torchvision_ops
 from specactor.cpu.sglang_ops import sample_with_noise
 from specactor.types import RolloutRequest, Trajectory
 
-TOGETHER = 128
-"""Responses of one forward pass."""
+TOGETHER = 128  # responses of one forward pass
 
 Hits = NDArray[np.bool_]
 
@@ -30,8 +29,7 @@ class Laws:
 
     overlap: list[float]
     """1 - TV(target, draft) = sum over v of min(p(v), q(v)): no drafter that samples from q is accepted more often."""
-    entropy: list[float]
-    """Of the target, in nats."""
+    entropy: list[float]  # of the target, in nats
     hits: Hits
     """[T, K] whether the draft model, at the k-th temperature and with the token's own noise, drafts the token."""
 

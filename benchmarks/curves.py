@@ -28,8 +28,7 @@ from matplotlib.lines import Line2D
 from benchmarks.results import machine
 from specactor.metrics import Value, read_metrics
 
-SMOOTHING = 5
-"""Steps of the centred moving average of the training accuracy."""
+SMOOTHING = 5  # steps of the centred moving average of the training accuracy
 
 PHASES = {
     "rollout": "#4c6a92",
@@ -43,8 +42,7 @@ PHASES = {
 }
 """Phases of an RL step in their order, with the colours of their bars, which are not those of runs."""
 
-NOT_SPENT = ("time/refresh_limit_s",)
-"""Seconds that were granted."""
+NOT_SPENT = ("time/refresh_limit_s",)  # seconds that were granted
 
 COLUMNS = (
     "run",
@@ -66,8 +64,7 @@ class Run:
 
     name: str
     seed: int | None
-    max_gap: float | None
-    """Largest |engine - trainer| log-probability that the run tolerates."""
+    max_gap: float | None  # largest |engine - trainer| log-probability that the run tolerates
     lines: Sequence[dict[str, Value]]
     """Of metrics.jsonl, in order of their step; line 0 is from before the first RL step."""
 

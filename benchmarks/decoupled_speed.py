@@ -65,15 +65,11 @@ from specactor.rollout.speculation.counters import Counts
 
 BATCHES = (1, 4, 8, 16)
 ACCEPTANCES = (0.6, 0.8, 0.9)
-SHARES = (0.1, 0.3)
-"""Of a plain step, what a dialled drafter's step takes."""
-START_S = 12.0
-"""Of the drafter process of a cell, about; for the time left."""
-WORK = 4 * (1 + 2 * GROUPS)
-"""Groups that a repetition decodes, of all contestants; for the same."""
+SHARES = (0.1, 0.3)  # of a plain step, what a dialled drafter's step takes
+START_S = 12.0  # of the drafter process of a cell, about; for the time left
+WORK = 4 * (1 + 2 * GROUPS)  # groups that a repetition decodes, of all contestants; for the same
 QUICK_BATCHES = (1, 16)
-QUICK_DIALS = ((0.3, 0.8),)
-"""(share, acceptance)"""
+QUICK_DIALS = ((0.3, 0.8),)  # (share, acceptance)
 # ------------------------------------------------------------------------------------------------------------- predict
 
 
@@ -119,14 +115,10 @@ def predicted(
 class Seen:
     """Of a cell."""
 
-    off: float
-    """Tokens per second without drafts."""
-    ratios: dict[str, float]
-    """Times as fast as that, by contestant."""
-    survival: tuple[float, ...]
-    """In mode coupled."""
-    rounds: Rounds
-    """In mode decoupled."""
+    off: float  # tokens per second without drafts
+    ratios: dict[str, float]  # times as fast as that, by contestant
+    survival: tuple[float, ...]  # in mode coupled
+    rounds: Rounds  # in mode decoupled
 
 
 def measure(bench: Bench, way: Way, batch: int, repetitions: int) -> Seen:
@@ -161,11 +153,9 @@ class Rounds:
 
     requests: float
     verify_s: float
-    ahead_s: float
-    """The engine's own time for it, waits included."""
+    ahead_s: float  # the engine's own time for it, waits included
     waited_s: float
-    drafted: float
-    """Draft tokens there that were verified."""
+    drafted: float  # draft tokens there that were verified
     accepted: float
 
     @classmethod

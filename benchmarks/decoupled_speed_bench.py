@@ -43,14 +43,10 @@ class Way:
     """A drafter to be compared in all modes."""
 
     name: str
-    in_engine: str
-    """Drafter of mode coupled."""
-    continuer: str
-    """Of the drafter process."""
-    model_dir: str
-    """Of the draft model, or the path of the script."""
-    acceptance: float | None = None
-    """None: measured."""
+    in_engine: str  # drafter of mode coupled
+    continuer: str  # of the drafter process
+    model_dir: str  # of the draft model, or the path of the script
+    acceptance: float | None = None  # none: measured
     share: float | None = None
 
 
@@ -59,14 +55,11 @@ class Bench:
     """Two engines, one drafter address, and what was measured."""
 
     engines: tuple[Engine, Engine]
-    endpoint: str
-    """Of the first engine's drafter process."""
+    endpoint: str  # of the first engine's drafter process
     folder: Path
-    requests: dict[int, list[RolloutRequest]]
-    """By batch: GROUPS times as many."""
+    requests: dict[int, list[RolloutRequest]]  # by batch: GROUPS times as many
     expected: dict[str, tuple[int, ...]] = field(default_factory=dict)
-    off: frozenset[int] = frozenset()
-    """Indices of the engines that were told to decode plainly."""
+    off: frozenset[int] = frozenset()  # indices of the engines that were told to decode plainly
 
     def of(self, mode: str) -> Sequence[Engine]:
         """The engines that decode in this mode."""

@@ -18,14 +18,10 @@ from specactor.planning.throughput_model import Pace, coupled_tokens
 from specactor.rollout.decoupled.remote_drafter import Patience
 from specactor.rollout.speculation.acceptance import survival_of
 
-ENDLESS = 1 << 40
-"""Tokens."""
-ROUNDS = 3000
-"""Of requests that do not end."""
-PLAYED = 96
-"""Requests, of all plays together."""
-LEAST = 8
-"""Plays of a batch, until it has ended."""
+ENDLESS = 1 << 40  # tokens
+ROUNDS = 3000  # of requests that do not end
+PLAYED = 96  # requests, of all plays together
+LEAST = 8  # plays of a batch, until it has ended
 
 
 @dataclass(slots=True)
@@ -33,16 +29,12 @@ class Text:
     """A request at both ends, as positions in its output."""
 
     committed: int = 0
-    known: int = 0
-    """Committed, as the drafter knows."""
-    end: int = 0
-    """Of what is drafted."""
-    wrong: int | None = None
-    """The first wrong draft token."""
+    known: int = 0  # committed, as the drafter knows
+    end: int = 0  # of what is drafted
+    wrong: int | None = None  # the first wrong draft token
     tails: list[tuple[float, int, int | None]] = field(default_factory=list)
     """(when it arrives, end, first wrong) of what was sent."""
-    emptied_s: float | None = None
-    """When a commit left nothing that was drafted, if nothing was since."""
+    emptied_s: float | None = None  # when a commit left nothing that was drafted, if nothing was since
 
     def hear(self, committed: int, now_s: float) -> None:
         """The drafter is told."""
@@ -87,12 +79,10 @@ class Drafting:
     pace: Pace
     p: float
     rng: random.Random
-    now_s: float = 0.0
-    """Its next step begins."""
+    now_s: float = 0.0  # its next step begins
     told: list[tuple[float, list[tuple[Text, int]]]] = field(default_factory=list)
     """(when it arrives, what is committed)."""
-    answers_s: list[float] = field(default_factory=list)
-    """From commits that left nothing to the next token."""
+    answers_s: list[float] = field(default_factory=list)  # from commits that left nothing to the next token
 
     def until(self, end_s: float, texts: list[Text]) -> None:
         message_s = self.pace.message_s / 2
@@ -117,8 +107,7 @@ class Played:
     """What a batch did."""
 
     rounds: int
-    tokens: int
-    """Emitted, of all requests."""
+    tokens: int  # emitted, of all requests
     seconds: float
 
 

@@ -31,19 +31,13 @@ from specactor.rollout.sglang.speculation_calls import Rounds
 from specactor.rollout.speculation.costs import CostTable, Grid, Point
 from specactor.types import RolloutRequest
 
-WINDOWS = (1, 2, 4, 8)
-"""In mode coupled."""
-DRAFTED = (1, 2, 4, 8)
-"""By the trained model in the engine, per round."""
+WINDOWS = (1, 2, 4, 8)  # in mode coupled
+DRAFTED = (1, 2, 4, 8)  # by the trained model in the engine, per round
 DIAL = 0.8
-SHARE = 0.2
-"""Of a plain step, what a step of the dialled drafter process takes."""
-PASSES = 5
-"""Times that all work is timed, one after the other: medians count."""
-PACES = 4
-"""Times that plain steps are timed at first."""
-MESSAGE_S = 1e-4
-"""The planner's own."""
+SHARE = 0.2  # of a plain step, what a step of the dialled drafter process takes
+PASSES = 5  # times that all work is timed, one after the other: medians count
+PACES = 4  # times that plain steps are timed at first
+MESSAGE_S = 1e-4  # the planner's own
 FILLER = "specactor.rollout.speculation.registry:Filler"
 IN_ENGINE = "benchmarks.dialled:InEngine"
 ELSEWHERE = "benchmarks.dialled:Elsewhere"
@@ -60,10 +54,8 @@ class Profile:
     ahead_s: Grid
     """The same of a decoupled round, which hears a drafter process, with that process on the other core; without waits
     for drafts."""
-    loop_s: Grid
-    """Of a drafter process per token, beside drafting it."""
-    trained_s: Grid
-    """The trained model's process from token to token."""
+    loop_s: Grid  # of a drafter process per token, beside drafting it
+    trained_s: Grid  # the trained model's process from token to token
 
     def drafting(self, way: Way) -> Grid:
         """In the engine, over (requests, window), with the choice of windows."""
@@ -199,10 +191,8 @@ def profile(bench: Bench, trained: Way, note: Callable[[str], None]) -> Profile:
 class _Timed:
     """Of a mode, in one pass."""
 
-    verifies: list[Point] = field(default_factory=list)
-    """With windows that were given."""
-    chosen: list[Point] = field(default_factory=list)
-    """Verifies with windows that were chosen, as in the cells."""
+    verifies: list[Point] = field(default_factory=list)  # with windows that were given
+    chosen: list[Point] = field(default_factory=list)  # verifies with windows that were chosen, as in the cells
     drafts: list[Point] = field(default_factory=list)
     """What came before those: choosing, hearing without waits, and drafts that took no time."""
 

@@ -12,8 +12,7 @@ from statistics import geometric_mean, median
 
 from benchmarks.results import Table
 
-PLANS = ("off", "coupled", "decoupled")
-"""What the planner chooses among."""
+PLANS = ("off", "coupled", "decoupled")  # what the planner chooses among
 MODES = (*PLANS, "auto")
 AUTO_APART, AUTO_TOGETHER = "auto with a drafter process", "auto with two engines"
 CONTESTANTS = (*PLANS, AUTO_APART, AUTO_TOGETHER)
@@ -30,12 +29,9 @@ COLUMNS = (
     "planned / fastest",
     "auto / fastest",
 )
-WITHIN = 0.97
-"""Of the fastest, what auto and the planned mode are to reach in every cell."""
-MEDIAN_ERROR = 0.10
-"""Most that predictions may be off, in the median."""
-MARGIN = 0.05
-"""Share by which a plan must be predicted faster than off to be planned: what predictions err by."""
+WITHIN = 0.97  # of the fastest, what auto and the planned mode are to reach in every cell
+MEDIAN_ERROR = 0.10  # most that predictions may be off, in the median
+MARGIN = 0.05  # share by which a plan must be predicted faster than off to be planned: what predictions err by
 
 
 INTRO = """\
@@ -64,15 +60,11 @@ class Cell:
     """One drafter at one batch."""
 
     drafter: str
-    acceptance: float
-    """Of the first draft token."""
+    acceptance: float  # of the first draft token
     batch: int
-    off: tuple[float, float]
-    """Tokens per second without drafts: median, and the planner's."""
-    measured: Mapping[str, float]
-    """Times as fast as off, by mode; medians."""
-    foreseen: Mapping[str, float]
-    """The planner's; 0 where it has no such plan."""
+    off: tuple[float, float]  # tokens per second without drafts: median, and the planner's
+    measured: Mapping[str, float]  # times as fast as off, by mode; medians
+    foreseen: Mapping[str, float]  # the planner's; 0 where it has no such plan
 
     @property
     def name(self) -> str:

@@ -28,8 +28,7 @@ class Turns:
         self._bench, self._way, self._groups = bench, way, groups
         self._prefills_s: dict[str, list[float]] = {mode: [] for mode in CONTESTANTS}
         self._off_s: list[float] = []
-        self._own_s: list[tuple[str, float]] = []
-        """The i-th came after the i-th decoding without drafts."""
+        self._own_s: list[tuple[str, float]] = []  # the i-th came after the i-th decoding without drafts
         self.off()
 
     def off(self) -> None:

@@ -25,12 +25,9 @@ SCRIPT = "SPECACTOR_BENCHMARK_SCRIPT"
 class Script(msgspec.Struct, frozen=True, kw_only=True):
     """What a dialled drafter knows."""
 
-    acceptance: float
-    """P(a draft token is right | those before it are)."""
-    step_s: list[float]
-    """Seconds of one token for 1, 2, .. requests; more cost as many times as the last."""
-    outputs: dict[str, list[int]]
-    """By the request's seed."""
+    acceptance: float  # P(a draft token is right | those before it are)
+    step_s: list[float]  # seconds of one token for 1, 2, .. requests; more cost as many times as the last
+    outputs: dict[str, list[int]]  # by the request's seed
 
     @classmethod
     def read(cls, path: str) -> Script:

@@ -30,8 +30,7 @@ from specactor.trainer.drafter.buffer import TrainingExample
 from specactor.trainer.drafter.train import DrafterTrainer
 
 SAMPLED_TOGETHER = 512
-HELD_OUT = 8
-"""One of so many sequences is kept for the check at the end."""
+HELD_OUT = 8  # one of so many sequences is kept for the check at the end
 WINDOW = 4
 
 

@@ -32,8 +32,7 @@ SHORT = (
 """The quickstart, cut short: it need not learn."""
 ENGINE_HOST = "specactor.rollout.sglang.engine_server"
 _MARK = "SPECACTOR_DISTURBED_RUN"
-_POLL_S = 0.0003
-"""Phases may last a few milliseconds; a rollout lasts longer, and is what precedes them."""
+_POLL_S = 0.0003  # phases may last a few milliseconds; a rollout lasts longer, and is what precedes them
 _ROLLOUT_POLL_S = 0.02
 _APPEARS_S = 60.0
 _UNCOMPARED = ("time/", "memory/", "speculation/", "drafter/accept_length")

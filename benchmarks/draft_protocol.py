@@ -30,14 +30,10 @@ REQUESTS = (1, 16, 64, 256)
 WINDOW = 4
 PROMPT_TOKENS = 200
 ROUNDS = 60
-FIRST_ROUNDS = 20
-"""Not counted."""
-VERIFY_S = 0.03
-"""Between two rounds."""
-AIMS_MS = {64: 0.3, 256: 1.0}
-"""Of the median, by requests."""
-RIGHT = 0.8
-"""Share of requests whose round accepts all; the others' first draft token is wrong."""
+FIRST_ROUNDS = 20  # not counted
+VERIFY_S = 0.03  # between two rounds
+AIMS_MS = {64: 0.3, 256: 1.0}  # of the median, by requests
+RIGHT = 0.8  # share of requests whose round accepts all; the others' first draft token is wrong
 
 
 class Null:
@@ -56,10 +52,8 @@ class Null:
 class Cost:
     """Of the rounds with one number of requests."""
 
-    control_ms: list[float]
-    """Per round: commits of all requests, and what proposing takes."""
-    drafted: float
-    """Tokens per request and round."""
+    control_ms: list[float]  # per round: commits of all requests, and what proposing takes
+    drafted: float  # tokens per request and round
 
 
 def measure(requests: int, endpoint: str, *, curve: bool = False, rounds: int = ROUNDS) -> Cost:

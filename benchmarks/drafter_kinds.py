@@ -38,8 +38,7 @@ from specactor.types import Problem, RolloutRequest, SamplingParams
 
 NAME = "drafter_kinds"
 PLAIN = "no drafter"
-TEXT = {"suffix": "suffix"}
-"""Row -> drafter."""
+TEXT = {"suffix": "suffix"}  # row -> drafter
 MODELS = {
     "1 layer": Beginning(num_layers=1),
     "2 layers": Beginning(num_layers=2),
@@ -55,8 +54,7 @@ SHORT_MATCHES = (
 """Measured once; goes with the page."""
 WINDOW = 4
 RUNNING, GROUP_SIZE = 64, 8
-NEAR = 0.95
-"""Of the last accept_length: where it counts as reached."""
+NEAR = 0.95  # of the last accept_length: where it counts as reached
 SETTINGS = DraftTrainingConfig(
     buffer_tokens=10_000_000,
     half_life_steps=1e9,
@@ -83,14 +81,10 @@ COLUMNS = (
 class Size:
     """Of a trial."""
 
-    seconds: tuple[float, ...]
-    """Of distillation, at which draft models are measured."""
-    responses: int
-    """To learn from and to measure with, of the target."""
-    prompts: int
-    """Of the rollout, GROUP_SIZE responses to each."""
-    alone: int
-    """Requests that run one after the other; at most as many as prompts."""
+    seconds: tuple[float, ...]  # of distillation, at which draft models are measured
+    responses: int  # to learn from and to measure with, of the target
+    prompts: int  # of the rollout, GROUP_SIZE responses to each
+    alone: int  # requests that run one after the other; at most as many as prompts
 
 
 FULL = Size(seconds=(1, 2, 4, 8, 16, 32, 48), responses=2048, prompts=48, alone=24)
@@ -176,12 +170,9 @@ def learned_models(target: Path, folder: Path, size: Size) -> list[Learned]:
 class Work:
     """Requests, none of which is generated twice by one drafter: a text drafter would know the response."""
 
-    first: list[RolloutRequest]
-    """Of other problems; not measured."""
-    together: list[RolloutRequest]
-    """Groups of responses, as in a rollout."""
-    alone: list[RolloutRequest]
-    """One more response to some of these problems, as at the end of a rollout."""
+    first: list[RolloutRequest]  # of other problems; not measured
+    together: list[RolloutRequest]  # groups of responses, as in a rollout
+    alone: list[RolloutRequest]  # one more response to some of these problems, as at the end of a rollout
 
     @classmethod
     def of(cls, config: Config, problems: Sequence[Problem], size: Size) -> Work:
@@ -278,8 +269,7 @@ def table(target: Path, size: Size) -> list[Row]:
     return rows
 
 
-SHOWN = (0, 1, 2, 3, 4, 5, 7, 8)
-"""Columns on the page; the file has the rest."""
+SHOWN = (0, 1, 2, 3, 4, 5, 7, 8)  # columns on the page; the file has the rest
 
 
 def page(rows: Sequence[Row], size: Size) -> Result:

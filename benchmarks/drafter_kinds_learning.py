@@ -25,8 +25,7 @@ from specactor.trainer.drafter import acceptance, init
 from specactor.trainer.drafter.buffer import TrainingExample
 from specactor.trainer.drafter.train import DrafterTrainer
 
-HELD_OUT = 8
-"""One of so many responses is kept for measuring."""
+HELD_OUT = 8  # one of so many responses is kept for measuring
 
 
 class Beginning(msgspec.Struct, frozen=True, kw_only=True):
@@ -51,13 +50,10 @@ class Beginning(msgspec.Struct, frozen=True, kw_only=True):
 class Job(msgspec.Struct, frozen=True, kw_only=True):
     """What to make."""
 
-    target: str
-    """Folder."""
-    folder: str
-    """Existing one, for the draft models, under their names."""
+    target: str  # folder
+    folder: str  # existing one, for the draft models, under their names
     beginnings: dict[str, Beginning]
-    source: SourceConfig
-    """Of the prompts."""
+    source: SourceConfig  # of the prompts
     responses: int
     max_new_tokens: int
     seconds: tuple[float, ...]
@@ -72,11 +68,9 @@ class Learned(msgspec.Struct, frozen=True, kw_only=True):
 
     name: str
     parameters: int
-    points: list[tuple[float, float]]
-    """(seconds of distillation, accept_length), the first at 0."""
+    points: list[tuple[float, float]]  # (seconds of distillation, accept_length), the first at 0
     updates: int
-    tokens: int
-    """Response tokens learned from."""
+    tokens: int  # response tokens learned from
 
 
 def reach_s(points: list[tuple[float, float]], share: float) -> float:

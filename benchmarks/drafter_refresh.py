@@ -50,8 +50,7 @@ class Start:
 
     page: str
     title: str
-    draft: str
-    """In words."""
+    draft: str  # in words
     updates: int = 0
     """For which it was distilled on problems as the first step has; those of the runs get harder. 0: the usual ones."""
 

@@ -17,10 +17,8 @@ from examples import quickstart
 from specactor.config import Config, SourceConfig, WarmupConfig
 from specactor.data.reasoning import create_task
 
-FIRST, LAST = 999, 9999
-"""Largest number of the first steps, and of the last ones."""
-RISE = 0.5
-"""Of the steps; from then on numbers are as long as they get."""
+FIRST, LAST = 999, 9999  # largest number of the first steps, and of the last ones
+RISE = 0.5  # of the steps; from then on numbers are as long as they get
 
 
 def rising(steps: int) -> list[int]:

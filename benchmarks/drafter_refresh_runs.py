@@ -23,12 +23,9 @@ class Run:
     """One finished run."""
 
     name: str
-    lines: Sequence[Mapping[str, Value]]
-    """Of its RL steps."""
-    tokens: str
-    """Digest of all its responses and their rewards."""
-    facts: Sequence[Mapping[str, Value]]
-    """Of every step, what must not differ."""
+    lines: Sequence[Mapping[str, Value]]  # of its RL steps
+    tokens: str  # digest of all its responses and their rewards
+    facts: Sequence[Mapping[str, Value]]  # of every step, what must not differ
 
     @classmethod
     def read(cls, name: str, root: Path) -> Run:

@@ -66,10 +66,8 @@ class Tally:
     tokens: int = 0
     drafted: int = 0
     accepted: int = 0
-    flips: int = 0
-    """Responses with another token."""
-    others: int = 0
-    """Responses with the same tokens and another length or finish reason."""
+    flips: int = 0  # responses with another token
+    others: int = 0  # responses with the same tokens and another length or finish reason
     logprob: float = 0.0
 
     def compare(self, responses: Sequence[Trajectory], plain: Sequence[Trajectory]) -> None:

@@ -33,12 +33,10 @@ ENGINE_STRIKES = tuple(strike for strike in STRIKES if strike[0] not in ("data",
 """While an engine can be used."""
 ENGINES = ("scheduler", "engine host")
 FATAL = ("rank 0", "rank 1", "launcher")
-ATTEMPTS = 4
-"""A phase of milliseconds may be over before the signal arrives; then it is tried again."""
+ATTEMPTS = 4  # A phase of milliseconds may be over before the signal arrives; then it is tried again
 END_S = 30.0
 LEFT_S = 15.0
-MESSAGE = 160
-"""Characters of a message that the table shows."""
+MESSAGE = 160  # characters of a message that the table shows
 OPTIONS = (
     *("--train.steps", str(STEPS), "--rollout.engine.max-restarts", "30", "--resume", "auto"),
     *("--checkpoint.export", "True"),

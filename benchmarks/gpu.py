@@ -42,7 +42,7 @@ from specactor.data.stream import request_seed
 from specactor.data.tiny_model import make_tiny_model
 from specactor.data.tokenizer import VOCAB_SIZE
 from specactor.parallel.devices import gpu_uuid, gpus
-from specactor.planning.profile_engine import Sizes, measure_once
+from specactor.planning.profile_command import Sizes, measure_once
 from specactor.planning.profile_grid import Cell
 from specactor.rollout.sglang.engine_client import Engine, EngineSpec, running
 from specactor.rollout.sglang.speculation_calls import CONFIGURE, REPORT

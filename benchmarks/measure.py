@@ -38,8 +38,7 @@ class Source:
     numbers: int
     docstrings: tuple[str, ...]
     subjectless: int
-    imports: frozenset[str]
-    """Modules, and names in modules: an import does not say which of them it means."""
+    imports: frozenset[str]  # modules, and names in modules: an import does not say which of them it means
 
     @classmethod
     def read(cls, file: Path, root: Path) -> Source:

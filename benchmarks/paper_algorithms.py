@@ -35,8 +35,7 @@ import numpy as np
 from specactor.errors import PlanError
 from specactor.rollout.speculation.costs import Grid
 
-MAX_FACTOR = 10**6
-"""Of w_max: a drafter whose steps cost nothing would have an infinite one."""
+MAX_FACTOR = 10**6  # of w_max: a drafter whose steps cost nothing would have an infinite one
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,10 +119,8 @@ class PaperPlan:
     g_d: int
     g_v: int
     window: int
-    requests: int
-    """b: of one worker."""
-    tgs: float
-    """Tokens per second of one request."""
+    requests: int  # b: of one worker
+    tgs: float  # tokens per second of one request
 
 
 def windows(costs: PaperCosts, g_d: int, g_v: int) -> Iterator[int]:

@@ -54,12 +54,10 @@ class Setting:
 
     target: str
     drafter: str
-    engine: int
-    """GPUs of a worker."""
+    engine: int  # GPUs of a worker
     gpu: str
     rate: float
-    batch: int
-    """Requests per worker if all GPUs verify."""
+    batch: int  # requests per worker if all GPUs verify
     step_ms: float = 0.0
     """What a draft step takes beside the roofline's seconds: launches, sampling, scheduling that nothing hides."""
 
@@ -229,8 +227,7 @@ def inputs() -> str:
 
 
 SHOWN = ("target on", "added to a draft step", "coupled", "decoupled", "gain of that", COLUMNS[-1])
-TOLD = ["0.8", "64"]
-"""What the page shows: these columns, at this p and batch; the file has the rest."""
+TOLD = ["0.8", "64"]  # what the page shows: these columns, at this p and batch; the file has the rest
 
 
 def verdict(rows: Sequence[Sequence[str]]) -> str:

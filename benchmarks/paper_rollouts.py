@@ -23,15 +23,13 @@ from specactor.simulator.rollout import Job, Run, run
 CONTEXT = 4096
 GROUP = 16
 MAX_WINDOW = 8
-VANILLA = 4
-"""Window of vanilla speculation: fixed, coupled."""
+VANILLA = 4  # window of vanilla speculation: fixed, coupled
 MODELS = (
     ("Qwen2.5-32B", 4, {"Qwen2.5-0.5B": 0.68, "Qwen2.5-1.5B": 0.75}),
     ("Qwen3-235B-A22B", 8, {"Qwen3-0.6B": 0.68, "Qwen3-4B": 0.78}),
 )
 """Target, GPUs of a worker, and drafters with the assumed acceptance of their first draft token."""
-GREEDY = 0.75
-"""Acceptance without shared noise over that with it, at temperature 1. Assumed."""
+GREEDY = 0.75  # acceptance without shared noise over that with it, at temperature 1. Assumed
 COLUMNS = (
     *("setting", "plain s", "vanilla", "decoupled", "auto", "auto, keys once"),
     *("auto over vanilla", "step, over plain", "auto's plan"),
@@ -46,12 +44,9 @@ class Setting:
     target: str = MODELS[0][0]
     engine: int = MODELS[0][1]
     rates: Mapping[str, float]
-    batch: int = 128
-    """Requests per worker."""
-    step_ms: float = 4.0
-    """What a draft step takes beside the roofline's seconds."""
-    round_ms: float = 0.0
-    """The same of a verifier's round."""
+    batch: int = 128  # requests per worker
+    step_ms: float = 4.0  # what a draft step takes beside the roofline's seconds
+    round_ms: float = 0.0  # the same of a verifier's round
     sigma: float = 1.0
     steps: int = 1
     refresh: bool = False

@@ -30,8 +30,7 @@ from benchmarks.results import RESULTS, stored
 
 PICTURES = RESULTS.parent / "pictures"
 
-WINDOW_MS = (60.0, 520.0)
-"""Part of the stored trace that is drawn, from its first round on."""
+WINDOW_MS = (60.0, 520.0)  # part of the stored trace that is drawn, from its first round on
 
 
 def draw_speed(axes: Axes, by_contestant: dict[str, dict[int, float]]) -> None:

@@ -26,8 +26,7 @@ from specactor.parallel import devices
 RESULTS = Path(__file__).resolve().parent.parent / "docs" / "results"
 
 
-Table = tuple[Sequence[str], Sequence[Sequence[str]]]
-"""(columns, rows)"""
+Table = tuple[Sequence[str], Sequence[Sequence[str]]]  # (columns, rows)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,20 +34,15 @@ class Result:
     """One benchmark's table, and what to make of it."""
 
     title: str
-    verdict: str
-    """At most three sentences: what wins and by how much, what loses or misses its aim."""
-    intro: str
-    """What was run, and how a row is to be read."""
+    verdict: str  # at most three sentences: what wins and by how much, what loses or misses its aim
+    intro: str  # what was run, and how a row is to be read
     columns: tuple[str, ...]
     rows: Sequence[Sequence[str]]
-    summary: Table | None = None
-    """What the page shows where the rows are many; all rows are in the CSV file."""
-    notes: str = ""
-    """What explains the figures, aims that were missed included."""
+    summary: Table | None = None  # what the page shows where the rows are many; all rows are in the CSV file
+    notes: str = ""  # what explains the figures, aims that were missed included
     picture: str = ""
     """As Markdown, of a benchmark that draws its own; others have theirs in `benchmarks.plots`."""
-    source: str = ""
-    """The last line, where nothing was measured; otherwise date and machine."""
+    source: str = ""  # the last line, where nothing was measured; otherwise date and machine
 
 
 def machine() -> str:

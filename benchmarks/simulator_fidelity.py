@@ -36,7 +36,7 @@ from benchmarks.tail_speed import LAW, long_sums
 from benchmarks.trained_models import Models, task_models
 from specactor.config import EngineConfig, RolloutConfig, SpeculationConfig
 from specactor.parallel.layout import ModelShape
-from specactor.planning.profile_engine import Sizes, measure
+from specactor.planning.profile_command import Sizes, measure
 from specactor.planning.profile_grid import cells, checks, cost_table
 from specactor.rollout.sglang.engine_client import Engine, EngineSpec, running
 from specactor.rollout.sglang.speculation_calls import CONFIGURE
@@ -45,8 +45,7 @@ from specactor.rollout.speculation.counters import Counts
 from specactor.types import RolloutRequest, SamplingParams
 
 NAME = "simulator_fidelity"
-BATCHES, QUICK_BATCHES = {4: 8, 16: 4, 64: 3}, {4: 4, 16: 2}
-"""Batch -> rollouts of a run, one after the other."""
+BATCHES, QUICK_BATCHES = {4: 8, 16: 4, 64: 3}, {4: 4, 16: 2}  # batch -> rollouts of a run, one after the other
 DRAFTERS = ("suffix", "model")
 GROUP_SIZE = 4
 MAX_WINDOW = 4
@@ -72,10 +71,8 @@ def settings(batch: int, *, quick: bool) -> list[Setting]:
 class Run:
     """What was measured of a setting."""
 
-    seconds: list[float] = field(default_factory=list)
-    """Per repetition, all its rollouts, without prefills."""
-    counts: Counts = field(default_factory=Counts)
-    """Of all repetitions."""
+    seconds: list[float] = field(default_factory=list)  # per repetition, all its rollouts, without prefills
+    counts: Counts = field(default_factory=Counts)  # of all repetitions
 
 
 @dataclass(kw_only=True)
@@ -85,8 +82,7 @@ class Bench:
     engine: Engine
     models: Models
     costs_file: Path
-    rollouts: dict[int, list[list[RolloutRequest]]]
-    """By batch."""
+    rollouts: dict[int, list[list[RolloutRequest]]]  # by batch
     expected: dict[str, tuple[int, ...]] = field(default_factory=dict)
 
     def run(self, setting: Setting) -> tuple[float, Counts]:

@@ -24,10 +24,8 @@ from specactor.simulator.decide import Policy
 from specactor.simulator.requests import Method, Requests, World
 from specactor.simulator.rollout import simulate
 
-SEEDS = 5
-"""Simulations of each rollout; which requests are easy to draft is drawn."""
-LEAST_FOUND = 0.05
-"""Share of its windows that a drafter is taken to fill at least."""
+SEEDS = 5  # simulations of each rollout; which requests are easy to draft is drawn
+LEAST_FOUND = 0.05  # share of its windows that a drafter is taken to fill at least
 LEAST_RIGHT = 1e-9
 """Survival that is believed at least: without any there is no plan, and fixed windows are run all the same."""
 MEDIAN_AIM, LARGEST_AIM = 0.10, 0.25
@@ -37,12 +35,9 @@ MEDIAN_AIM, LARGEST_AIM = 0.10, 0.25
 class Setting:
     """How a rollout is run."""
 
-    batch: int
-    """Requests at once."""
-    drafters: tuple[str, ...] = ()
-    """None: off."""
-    window: int | None = None
-    """None: chosen."""
+    batch: int  # requests at once
+    drafters: tuple[str, ...] = ()  # none: off
+    window: int | None = None  # none: chosen
     auto: bool = False
 
     @property
@@ -58,8 +53,7 @@ class Seen:
 
     rates: tuple[float, ...]
     """P(accepted at position j | those before were), of all rounds, also those without a draft."""
-    found: float
-    """Draft tokens that were verified, as a share of all that its windows had room for."""
+    found: float  # draft tokens that were verified, as a share of all that its windows had room for
 
     @classmethod
     def of(cls, counts: Counts, *, tokens: int, window: int) -> Seen:
@@ -77,8 +71,7 @@ class Comparison:
     """One setting."""
 
     setting: Setting
-    measured_s: float
-    """Median of repetitions."""
+    measured_s: float  # median of repetitions
     predicted_s: float
     tokens: int
 

@@ -27,12 +27,10 @@ from specactor.simulator.decide import Policy, SimulatedMode
 from specactor.simulator.requests import Lengths, Method, World, draw
 from specactor.simulator.rollout import simulate
 
-SIZES = ((8, 64), (64, 64), (256, 64), (1024, 16), (4096, 4))
-"""GPUs, and requests per GPU."""
+SIZES = ((8, 64), (64, 64), (256, 64), (1024, 16), (4096, 4))  # GPUs, and requests per GPU
 GROUP = 16
 MAX_WINDOW = 8
-LENGTHS = Lengths(median=20000, sigma=1.0, longest=40000)
-"""A mean of about 20,000 tokens."""
+LENGTHS = Lengths(median=20000, sigma=1.0, longest=40000)  # A mean of about 20,000 tokens
 METHODS = {"Qwen2.5-0.5B": Method(rate=0.7, drift=0.01), "Qwen2.5-1.5B": Method(rate=0.76, drift=0.01)}
 COLUMNS = ("GPUs", "requests", "tokens", "search", "off", "auto", "events", "decisions", "virtual s, auto")
 BATCH = 256

@@ -39,14 +39,12 @@ from specactor.types import RolloutRequest, SamplingParams
 
 GROUP_SIZE = 8
 BATCHES = (1, 2, 4, 8, 16, 32, 64)
-FULL = {"A": (BATCHES, 7), "B": (BATCHES, 7), "heavy": (BATCHES, 5)}
-"""Model -> batches, repetitions."""
+FULL = {"A": (BATCHES, 7), "B": (BATCHES, 7), "heavy": (BATCHES, 5)}  # model -> batches, repetitions
 QUICK = {"B": (BATCHES, 5), "heavy": ((1, 4, 16), 3)}
 MAX_NEW_TOKENS = 64
 MAX_WINDOW = 8
 CONTEXT = 160
-LIMIT_S = 300.0
-"""Longest wait for one cell."""
+LIMIT_S = 300.0  # longest wait for one cell
 
 OURS: dict[str, SpeculationConfig | None] = {
     "off": None,
@@ -88,11 +86,9 @@ class Contestant:
 
     name: str
     engine: Engine
-    speculation: SpeculationConfig | None = None
-    """None: the engine's own way."""
+    speculation: SpeculationConfig | None = None  # none: the engine's own way
     clock: Callable[[Engine], float] = lambda engine: time.perf_counter()
-    seconds: dict[tuple[str, int, int], float] = field(default_factory=dict)
-    """By (phase, batch, repetition)."""
+    seconds: dict[tuple[str, int, int], float] = field(default_factory=dict)  # by (phase, batch, repetition)
     counts: dict[tuple[str, int], list[int]] = field(default_factory=dict)
     """[emitted, verifies] by (phase, batch)."""
 

@@ -50,8 +50,7 @@ PARTS = {
 class Profile(msgspec.Struct, kw_only=True, frozen=True):
     """Of the scheduler. Seconds are of the processor, and the profiler makes Python look slower than it is."""
 
-    batches: int
-    """Prefills and rounds."""
+    batches: int  # prefills and rounds
     total_s: float
     parts_s: dict[str, float]
 

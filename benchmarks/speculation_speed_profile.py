@@ -40,14 +40,11 @@ from benchmarks.speculation_speed import (
 )
 
 ROOT = Path(__file__).resolve().parent.parent
-BATCHES = {"B": (1, 16, 64), "heavy": (1, 16)}
-"""By model."""
+BATCHES = {"B": (1, 16, 64), "heavy": (1, 16)}  # by model
 NAMES = ("off", "suffix", "model", "auto", "SGLang NGRAM")
-REPETITIONS = 2
-"""The last one is profiled, after the others warmed up."""
+REPETITIONS = 2  # the last one is profiled, after the others warmed up
 SHOWN = ("contestant", "s", "rounds", "ms", "target", "draft")
-TOLD = (": plain", ": auto")
-"""What the page shows; the file has the rest."""
+TOLD = (": plain", ": auto")  # what the page shows; the file has the rest
 COLUMNS = ("around", "target", "rows", "emit", "learn", "tell", "draft", "decide")
 
 

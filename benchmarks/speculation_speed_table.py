@@ -11,10 +11,8 @@ from benchmarks.results import Result, Table
 PLAIN, AUTO = "plain", "auto"
 SMALL_BATCH, SMALL_BATCH_AIM = 4, 2.0
 MIDDLE_BATCH, MIDDLE_BATCH_AIM = 16, 1.3
-FEW = 5
-"""Cells that a missed aim names; more are counted."""
-FLOOR = 0.98
-"""Of plain decoding, that `auto` never falls below."""
+FEW = 5  # cells that a missed aim names; more are counted
+FLOOR = 0.98  # of plain decoding, that `auto` never falls below
 NOTES = (
     "SGLang's NGRAM (8 rows per verify) and STANDALONE (3 steps, topk 1) run on stand-ins for unpublished CPU kernels, "
     "with one attention call per layer and batch and the rejection sampling that SGLang has on GPUs. With drafts a "
@@ -30,16 +28,12 @@ class Cell:
     """A contestant at one batch size."""
 
     model: str
-    phase: str
-    """cold or warm."""
+    phase: str  # cold or warm
     batch: int
     name: str
-    tokens_per_s: float
-    """Median over repetitions."""
-    ratio: float
-    """Over plain decoding in the same repetition, median over repetitions."""
-    accept_length: float
-    """emitted / verifies; 0 where nothing was verified."""
+    tokens_per_s: float  # median over repetitions
+    ratio: float  # over plain decoding in the same repetition, median over repetitions
+    accept_length: float  # emitted / verifies; 0 where nothing was verified
     repetitions: int = 1
 
     @property

@@ -49,8 +49,7 @@ from specactor.types import RolloutRequest, SamplingParams, Trajectory
 LAW = Law(shortest=4, longest=64)
 """The models end long sums after 30 to 50 tokens. What they write beyond their end is no text that anyone samples: a
 few tokens over and over, which every drafter can draft."""
-SETTINGS = {"B": Setting(law=LAW, rollouts=8), "heavy": Setting(law=LAW, rollouts=3)}
-"""By model."""
+SETTINGS = {"B": Setting(law=LAW, rollouts=8), "heavy": Setting(law=LAW, rollouts=3)}  # by model
 QUICK_ROLLOUTS = 2
 REPETITIONS = 3
 MIN_TERMS = 5
@@ -59,10 +58,8 @@ MAX_PROMPT = 80
 MAX_WINDOW = 8
 WINDOW = 4
 REPORT_TOKENS = 4
-LIMIT_S = 600.0
-"""Longest wait for one rollout."""
-DRAFTERS = ("suffix", "examples.custom_drafter:LastFollower", "model")
-"""Of `auto`."""
+LIMIT_S = 600.0  # longest wait for one rollout
+DRAFTERS = ("suffix", "examples.custom_drafter:LastFollower", "model")  # of `auto`
 
 SINGLES = {
     f"{drafter}, {kind}": SpeculationConfig(
@@ -84,8 +81,7 @@ CONTESTANTS = {
 class Work:
     """What one repetition is for every contestant."""
 
-    repetition: int
-    """-1 is a warm-up, in which contestants measure what rounds cost."""
+    repetition: int  # -1 is a warm-up, in which contestants measure what rounds cost
     rollouts: list[list[RolloutRequest]]
 
 

@@ -15,20 +15,15 @@ from statistics import median
 from benchmarks.results import Result, spread
 
 REQUESTS = 64
-TAIL = 16
-"""Requests that run when the tail begins: the longest."""
+TAIL = 16  # requests that run when the tail begins: the longest
 OFF = "off"
-WITHOUT = "auto"
-"""Each request has one drafter."""
-FASTEST = {f"auto, fastest of {n}": n for n in (2, 3)}
-"""Contestant -> drafters that a request may have at once."""
-AIM, FLOOR = 1.1, 0.98
-"""Of Fastest-of-N over one drafter per request: in the tail, and anywhere."""
+WITHOUT = "auto"  # each request has one drafter
+FASTEST = {f"auto, fastest of {n}": n for n in (2, 3)}  # contestant -> drafters that a request may have at once
+AIM, FLOOR = 1.1, 0.98  # of Fastest-of-N over one drafter per request: in the tail, and anywhere
 COLUMNS = ("contestant", "rollout tok/s", "rollout / off", "tail tok/s", "tail / off", "accept_length", "drafted by")
 
 
-SHOWN = (0, 2, 4, 5, 6)
-"""Columns on the page; the file has the rest."""
+SHOWN = (0, 2, 4, 5, 6)  # columns on the page; the file has the rest
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,8 +32,7 @@ class Law:
 
     shortest: int
     longest: int
-    index: float = 1.0
-    """A response is longer than x with probability (shortest / x) ** index."""
+    index: float = 1.0  # A response is longer than x with probability (shortest / x) ** index
 
     def lengths(self, requests: int, seed: int) -> list[int]:
         """Tokens per request: the law's quantiles, the same in every rollout, in an order that the seed gives."""
@@ -53,8 +47,7 @@ class Setting:
     """What one repetition is."""
 
     law: Law
-    rollouts: int
-    """One after the other, with other prompts; their tokens and seconds are added up."""
+    rollouts: int  # one after the other, with other prompts; their tokens and seconds are added up
 
 
 def tail_of(lengths: Mapping[str, int], tail: int = TAIL) -> set[str]:
@@ -131,8 +124,7 @@ class Tally:
     """All that one model's contestants did."""
 
     model: str
-    runs: dict[str, list[Run]] = field(default_factory=dict)
-    """Contestant -> per repetition."""
+    runs: dict[str, list[Run]] = field(default_factory=dict)  # contestant -> per repetition
     counts: dict[str, dict[str, tuple[int, int, int]]] = field(default_factory=dict)
     """Contestant -> drafter -> (emitted, verifies, drafted), over all repetitions."""
 

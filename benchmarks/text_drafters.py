@@ -33,11 +33,9 @@ PROMPTS, GROUP_SIZE, STEPS = 16, 8, 2
 """Each step asks for a group of responses to each prompt; the second step asks for the same prompts again."""
 RUNNING, WINDOW = 64, 8
 END = 0
-SLIPS = 0.03
-"""How often the author calculates wrong, or writes a random token."""
+SLIPS = 0.03  # how often the author calculates wrong, or writes a random token
 
-Response = tuple[tuple[int, ...], list[int]]
-"""Prompt and response."""
+Response = tuple[tuple[int, ...], list[int]]  # prompt and response
 Steps = list[list[Response]]
 
 
@@ -208,8 +206,7 @@ class Replay:
     accepted: int = 0
     propose_s: float = 0.0
     commit_s: float = 0.0
-    round_s: list[float] = field(default_factory=list)
-    """Of rounds with RUNNING requests: propose and commits."""
+    round_s: list[float] = field(default_factory=list)  # of rounds with RUNNING requests: propose and commits
 
     def row(self, workload: str, name: str, num_bytes: str) -> list[str]:
         return [
@@ -309,8 +306,7 @@ NOTES = (
     "goes into taking a chain from its tree, which SGLang's own verification does not need. `last_follower` is the "
     "example of a user's own drafter; it forgets after each step."
 )
-SHOWN = (0, 1, 2, 3, 5)
-"""Columns on the page; the file has the rest."""
+SHOWN = (0, 1, 2, 3, 5)  # columns on the page; the file has the rest
 
 
 def verdict(rows: Sequence[Sequence[str]]) -> str:

@@ -38,8 +38,7 @@ from specactor.recipes import to_json
 
 ROOT = Path(__file__).resolve().parent.parent
 CACHE = ROOT / ".cache" / "benchmarks"
-PROMPT_TEMPLATE = "{expression}="
-"""Of sums, without their spaces."""
+PROMPT_TEMPLATE = "{expression}="  # of sums, without their spaces
 WARMUP_LIMIT_S, DISTILLATION_LIMIT_S = 1800.0, 900.0
 """On a busy machine; a quiet one needs 2-4 minutes and 1 minute."""
 
@@ -67,8 +66,7 @@ class DraftShape:
     num_kv_heads: int = 2
     head_dim: int = 32
     intermediate_size: int = 512
-    sequences: int = 3072
-    """Responses that are sampled from the target."""
+    sequences: int = 3072  # responses that are sampled from the target
     steps: int = 400
     batch_size: int = 64
     learning_rate: float = 6e-3

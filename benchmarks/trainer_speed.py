@@ -29,8 +29,7 @@ ROOT = Path(__file__).resolve().parent.parent
 AIM = 0.9
 COLUMNS = ("model", "cores", "contestant", "micro-batch", "tokens/s", "of plain")
 LOSS_TOLERANCE = 1e-4
-TRIES = 2
-"""Steps per setting in the search for a contestant's best one; the faster counts."""
+TRIES = 2  # steps per setting in the search for a contestant's best one; the faster counts
 
 
 @dataclass(frozen=True)
@@ -41,8 +40,7 @@ class Entry:
     cores: int
     ranks: int = 1
     threads: int = 1
-    parallel: dict[str, int] | None = None
-    """Of the policy trainer; None: the plain loop."""
+    parallel: dict[str, int] | None = None  # of the policy trainer; None: the plain loop
 
 
 ENTRIES = (

@@ -31,8 +31,7 @@ CLIP = 0.2
 TIS_CAP = 2.0
 ADAM_BETAS = (0.9, 0.95)
 GRAD_CLIP = 1.0
-WAIT_S = 900.0
-"""Longest wait for the next turn, or for a contestant's answer."""
+WAIT_S = 900.0  # longest wait for the next turn, or for a contestant's answer
 
 
 def sequences(vocab_size: int, seed: int = 0) -> list[TrainSequence]:

@@ -29,10 +29,8 @@ from specactor.types import TrainSequence
 class Setting:
     """One way to run the loop."""
 
-    experts: str
-    """transformers' implementation of the experts."""
-    sequences: int
-    """Of one micro-batch, at most; a rank may have fewer."""
+    experts: str  # transformers' implementation of the experts
+    sequences: int  # of one micro-batch, at most; a rank may have fewer
 
     def __str__(self) -> str:
         return f"{self.experts}, {self.sequences} sequences"

@@ -22,8 +22,7 @@ from specactor.data.tiny_model import make_tiny_model
 ROOT = Path(__file__).resolve().parent.parent
 LIMIT_S = 300
 MIB = 2**20
-AIM = 0.5
-"""Of memcpy's rate."""
+AIM = 0.5  # of memcpy's rate
 LAYOUTS = {
     "1 rank": {"world": 1, "expert": 1, "tensor": 1, "bucket_bytes": 256 * MIB},
     "EP2": {"world": 2, "expert": 2, "tensor": 1, "bucket_bytes": 128 * MIB},

@@ -40,6 +40,7 @@ def recipe() -> Config:
             prompts_per_step=128,
             group_size=16,
             max_new_tokens=8192,
+            audit="warn",
             engine=EngineConfig(max_running_requests=256, memory_fraction=0.8),
             speculation=SpeculationConfig(mode="auto", drafters=("suffix", "model"), draft_model="models/Qwen3-0.6B"),
         ),

@@ -14,6 +14,8 @@ from specactor.device_memory import DeviceMemory
 from specactor.errors import AgreementError, WeightSyncError
 from specactor.parallel.collective import Collective
 from specactor.progress import Progress
+from specactor.replay.audit import Audit
+from specactor.replay.recorder import StepRecorder
 from specactor.rollout.collector import RolloutCollector, RolloutStats
 from specactor.rollout.pool import EnginePool
 from specactor.rollout.resume import stale_tokens
@@ -43,12 +45,16 @@ class SpecActor:
         distillation: Distillation | None,
         on_trace: Callable[[int, Sequence[Mapping[str, Sequence[Span]]]], None],
         on_groups: Callable[[int, Sequence[ScoredGroup]], None],
+        recorder: StepRecorder,
+        audit: Audit,
     ) -> None:
         """
         Args:
             distillation: what keeps the draft model fresh, if anything does.
             on_trace: takes the spans of a traced step, per host and process.
             on_groups: takes the scored responses of each step.
+            recorder: keeps what makes a step repeatable.
+            audit: has responses begun again by other engines.
         """
         self.config = config
         self.trainer = trainer
@@ -61,11 +67,13 @@ class SpecActor:
         self.distillation = distillation
         self.on_trace = on_trace
         self.on_groups = on_groups
+        self.recorder = recorder
+        self.audit = audit
         self.steps_done = 0
         self.version = 0
         self._pushed: dict[str, float] = {}
         """What the last push of the draft model did."""
-        self._sync_s = 0.0
+        self._sync_s = self._step_s = 0.0
         """Of the step before."""
 
     @property
@@ -86,19 +94,22 @@ class SpecActor:
         rollout = self.rollouts.stats()
         self.pool.learn(rollout.counts)
         self.on_groups(step, groups)
+        audited = self.audit.look(step, self.version, groups, step_s=self._step_s)
         batch = self.learnable(groups)
         with self.progress.phase("train"):
             self.devices.to_trainer(self.trainer)
             trained = self.train(batch)
+            self.recorder.stepped(step, self.version - 1, groups, batch, trained)
         self.steps_done = step
         refreshed = self.refresh(batch)
         learned()
         with self.progress.phase("sync"):
             self.devices.to_weights(self.trainer)
             synced = self.sync()
-        self._sync_s = self.progress.spent().get("sync", 0.0)
+        spent = self.progress.spent()
+        self._sync_s, self._step_s = spent.get("sync", 0.0), sum(spent.values())
         metrics = measurements.of_step(groups, batch, trained, synced, version=self.version)
-        metrics |= self.of_rollout(rollout, batch) | refreshed | self._pushed
+        metrics |= self.of_rollout(rollout, batch) | refreshed | self._pushed | audited
         if traced:
             self.progress.recorder.on = False
             own, *others = rollout.spans.values()

@@ -112,21 +112,47 @@ def drafter(argv: list[str]) -> int:
     return _guarded(command.run, argv)
 
 
-def _guarded(run: Callable[[list[str], Console], None], argv: list[str]) -> int:
-    """The exit code of a command that parses its own arguments."""
+def replay(argv: list[str]) -> int:
+    """Run steps of a run again, or one response of them, and compare them with what the run recorded.
+
+    --step N            the last step to run again; steps since the nearest checkpoint are trained again
+    --group G           of step N this group alone; it is not learned from
+    --sample K          of that group this response alone
+    --nproc N           ranks; by default as many as the run had
+    --key.path value    other settings, for example --rollout.speculation.mode off
+
+    Exit code 0: all is equal; 1: something differs, and what, is said.
+    """
+    from specactor.replay import command
+
+    return _guarded(command.replay, argv)
+
+
+def diff(argv: list[str]) -> int:
+    """Compare the records of two runs: the first step, sample, token or tensor that differs, and the cause.
+
+    Exit code 0: all that both recorded is equal; 1: something differs.
+    """
+    from specactor.replay import command
+
+    return _guarded(command.diff, argv)
+
+
+def _guarded(run: Callable[[list[str], Console], int | None], argv: list[str]) -> int:
+    """Run a command that parses its own arguments; return the exit code that it gives, or 0."""
     from rich.console import Console
 
     from specactor.errors import ConfigError, SpecActorError
 
     try:
-        run(argv, Console())
+        code = run(argv, Console())
     except (SpecActorError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2 if isinstance(error, ConfigError) else 1
     except KeyboardInterrupt:
         print("interrupted; nothing was written", file=sys.stderr)
         return 130
-    return 0
+    return code or 0
 
 
 def _positive(text: str) -> float:
@@ -143,26 +169,29 @@ def version(argv: list[str]) -> int:
 
 
 COMMANDS: dict[str, Command] = {
+    "diff": diff,
     "doctor": doctor,
     "drafter": drafter,
     "plan": plan,
     "profile": profile,
     "recipes": recipes,
+    "replay": replay,
     "report": report,
     "simulate": simulate,
     "version": version,
 }
 """Name -> function of the arguments after the name; its docstring is its help."""
 ARGUMENTS = {
+    "diff": "RUN RUN",
     "drafter": "init|train|eval [...]",
     "plan": "[RECIPE] [--model NAME|FOLDER] [--devices N] [--requests N] [--cost-table FILE] [...]",
     "profile": "RECIPE [--out FILE] [--limit SECONDS] [--key.path value ...]",
+    "replay": "RUN --step N [--group G [--sample K]] [--nproc N] [--key.path value ...]",
     "report": "RUN [--out FILE]",
     "simulate": "[--model NAME|FOLDER] [--devices N] [--modes MODE ...] [...]",
 }
 """Name -> what follows it, where that is not a recipe."""
-OWN_HELP = ("drafter", "plan", "simulate")
-"""Their ``--help`` lists every setting."""
+OWN_HELP = ("drafter", "plan", "simulate")  # their ``--help`` lists every setting
 RECIPE = "[RECIPE [--key.path value ...]]"
 
 

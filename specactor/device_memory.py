@@ -1,16 +1,7 @@
 """Who has the memory of the devices: engines while they generate, the trainer while it learns.
 
-Both are on the same GPUs, which do not hold both. An engine's devices are those of several ranks, so every hand-over is
-collective: nobody takes before all have given. A step goes through three states:
-
-    to_trainer   engines end what runs and release all; gradients and optimizer come back. The policy and the draft
-                 model learn, and checkpoints are written and loaded.
-    to_weights   gradients and optimizer leave, engines take memory for weights, undefined until they are sent. What a
-                 sync needs besides has the room of the caches.
-    to_engines   engines take the rest. The trainer's parameters stay: they are sent again when an engine dies.
-
-At the start engines are alone, since SGLang takes a share of what is free when it looks, and release what they took;
-then the trainer is made. Without GPUs memory is the host's and is not handed over: engines start while it is made.
+Both are on the same GPUs, which do not hold both. An engine's devices are those of several ranks, so every hand-over
+is collective: nobody takes before all have given. Without GPUs memory is the host's and is not handed over.
 """
 
 from __future__ import annotations
@@ -27,7 +18,7 @@ from specactor.parallel.devices import return_unused
 
 
 class Trainer(Protocol):
-    """What gives up memory, and takes it again."""
+    """A trainer gives up memory, and takes it again."""
 
     def offload(self) -> None: ...
 
@@ -35,8 +26,6 @@ class Trainer(Protocol):
 
 
 class Engines(Protocol):
-    """Of one rank."""
-
     def wait_ready(self) -> None: ...
 
     def release_memory(self) -> None: ...
@@ -50,15 +39,15 @@ TrainerT = TypeVar("TrainerT", bound=Trainer)
 
 
 class DeviceMemory:
-    """Of this rank's engines and trainer. All methods are collective."""
+    """The memory of this rank's engines and trainer. All methods are collective."""
 
     def __init__(self, collective: Collective, engines: Engines, *, is_shared: bool) -> None:
-        """`is_shared`: engines and trainer are on the same GPUs."""
+        """Remember who shares; `is_shared` means that engines and trainer are on the same GPUs."""
         self._collective, self._engines, self._is_shared = collective, engines, is_shared
 
     def start(self, make: Callable[[], TrainerT], *, others: Sequence[tuple[str, Callable[[], None]]] = ()) -> TrainerT:
-        """Wait until engines, and before them `others` (name, wait), are ready; return the trainer that `make` makes.
-        Engines have memory for weights."""
+        """Wait until `others` (name, wait) and engines are ready; return the trainer that `make` makes. Engines have
+        memory for weights then. They start alone, since SGLang takes a share of what is free when it looks."""
         trainer = make() if not self._is_shared else None
         for name, wait in (*others, ("engine start", self._engines.wait_ready)):
             self._collective.together(name, wait)
@@ -69,29 +58,26 @@ class DeviceMemory:
         return trainer
 
     def to_trainer(self, trainer: Trainer) -> None:
-        """Let the trainer learn; engines are idle, and have nothing."""
+        """Release all of the engines' memory, and bring gradients and optimizer back."""
         self._collective.together("release", self._engines.release_memory)
         trainer.reload()
 
     def to_weights(self, trainer: Trainer) -> None:
-        """Let weights be sent to engines."""
+        """Offload gradients and optimizer; engines take memory for weights, undefined until they are sent."""
         trainer.offload()
         return_unused()
         self._collective.barrier()
         self._collective.together("resume", self._engines.resume_weights)
 
     def to_engines(self) -> None:
-        """Let engines generate."""
+        """Let engines take the rest. The trainer's parameters stay, for engines that die."""
         return_unused()
         self._collective.barrier()
         self._collective.together("resume", self._engines.resume_memory)
 
 
 class HostCopies:
-    """Main weights and moments of torch-like optimizers in pinned host memory, while a GPU's is the engines'.
-
-    The host memory is kept from step to step: to pin it takes longer than to copy.
-    """
+    """Main weights and moments of optimizers in pinned host memory, which is kept: pinning is slow."""
 
     def __init__(self) -> None:
         self._hosts: dict[tuple[int, str], Tensor] = {}
@@ -111,7 +97,6 @@ class HostCopies:
         torch.cuda.synchronize()  # until then nobody may read the copies
 
     def reload(self, optimizers: Sequence[Any], device: torch.device) -> None:
-        """The reverse of `offload`."""
         for key, _, put in _tensors(optimizers):
             if key in self._hosts:
                 put(self._hosts[key].to(device, non_blocking=True))

@@ -26,10 +26,8 @@ from specactor.parallel.devices import Devices, detect
 from specactor.parallel.layout import ModelShape
 
 GIB = 2**30
-MIN_DISK_BYTES = 2 * GIB
-"""Room for checkpoints and the exported model of a small run."""
-MIN_MEMORY_BYTES = 6 * GIB
-"""Two trainer ranks and one engine of a tiny model."""
+MIN_DISK_BYTES = 2 * GIB  # room for checkpoints and the exported model of a small run
+MIN_MEMORY_BYTES = 6 * GIB  # two trainer ranks and one engine of a tiny model
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,8 +38,7 @@ class Finding:
     found: str
     used: str = ""
     remedy: str = ""
-    fatal: bool = False
-    """Whether no run can start."""
+    fatal: bool = False  # whether no run can start
 
 
 def examine(config: Config | None, environ: Mapping[str, str]) -> list[Finding]:
@@ -86,7 +83,7 @@ def pinned() -> list[Finding]:
             version = metadata.version(need.name)
         except metadata.PackageNotFoundError:
             version = "missing"
-        # A local part such as +cpu names a build of the same version.
+        # a local part such as +cpu names a build of the same version.
         ok = version != "missing" and need.specifier.contains(Version(version).public, prereleases=True)
         exact = any(spec.operator == "==" for spec in need.specifier)
         if not ok or exact or need.name == "torch":
@@ -102,7 +99,6 @@ def _requirement(need: Requirement, version: str, ok: bool) -> Finding:
 
 
 def plugin() -> Finding:
-    """Whether SGLang would load this package's plugin."""
     names = [point.name for point in metadata.entry_points(group="sglang.srt.plugins")]
     ok = "specactor" in names
     return Finding(
@@ -173,7 +169,7 @@ def _optional(devices: Devices) -> list[Finding]:
 
 
 def _places(config: Config | None) -> list[Finding]:
-    """Room where weights travel and where runs are kept."""
+    """Check the room where weights travel and where runs are kept."""
     buckets = 2 * config.weights_sync.bucket_bytes * config.parallel.engines if config else 128 * 2**20
     folder = _existing(Path(config.output_dir if config else "runs").absolute())
     return [
@@ -198,7 +194,7 @@ def _existing(folder: Path) -> Path:
 
 
 def loopback() -> Finding:
-    """Whether processes of this machine can talk over 127.0.0.1."""
+    """Return whether processes of this machine can talk over 127.0.0.1."""
     try:
         with socket.create_server(("127.0.0.1", 0)) as server:
             server.settimeout(5)
@@ -213,7 +209,7 @@ def loopback() -> Finding:
 
 
 def _recipe(config: Config) -> list[Finding]:
-    """Whether the model and the data files of a recipe can be read."""
+    """Return whether the model and the data files of a recipe can be read."""
     findings = []
     if config.model.path:
         try:
@@ -233,7 +229,7 @@ def _recipe(config: Config) -> list[Finding]:
 
 
 def _drafter_network(network: str) -> list[Finding]:
-    """Whether drafters of this host, which may have none, could listen in the network that a recipe names."""
+    """Return whether drafters of this host could listen in the network that a recipe names."""
     if not network:
         return []
     found = within(network)

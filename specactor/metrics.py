@@ -118,6 +118,13 @@ DRAFTER: dict[str, str] = {
     "failed": "1 if the refresh failed; the run goes on with the weights there are",
 }
 """Last part of ``drafter/...`` -> unit and meaning, with distillation.refresh."""
+AUDIT: dict[str, str] = {
+    "responses": "responses that an engine began again without drafts",
+    "tokens": "tokens of these",
+    "ties": "of these responses, those that differ where two tokens score within rounding of each other",
+    "differences": "of these responses, those that differ otherwise",
+}
+"""Last part of ``audit/...`` -> unit and meaning, in steps that an audit had time for, with rollout.audit."""
 TAIL: dict[str, str] = {
     "drafters_woken": "times that the drafter on the device of an engine that had run dry was to be woken",
     "open_groups": "groups not complete when the rollout stopped, with rollout.oversample: dropped, or with "
@@ -230,7 +237,7 @@ def _known(name: str) -> None:
         return
     if (family == "drafter" and rest in DRAFTER) or name in DRAFTER_TIMES:
         return
-    if family == "tail" and rest in TAIL:
+    if (family == "tail" and rest in TAIL) or (family == "audit" and rest in AUDIT) or name == "time/audit_s":
         return
     if name not in METRICS:
         nearest = difflib.get_close_matches(name, METRICS, n=1)

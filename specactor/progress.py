@@ -39,9 +39,8 @@ assert all(metric in METRICS for _, metric, _, _ in COLUMNS)
 class Progress:
     """Progress of one run on this rank.
 
-    ``enabled``: redraw a status line where the console is a terminal. ``quiet``: print nothing at all, as on all ranks
-    but one. ``on_phase`` is told the phase ("" between two) and the number of finished steps, whenever the phase
-    changes. ``clock``: seconds.
+    `enabled` redraws a status line on a terminal; `quiet` prints nothing. `on_phase` gets the phase ("" between two)
+    and the number of finished steps, whenever the phase changes. `clock` gives seconds.
     """
 
     def __init__(
@@ -56,10 +55,8 @@ class Progress:
     ) -> None:
         self.total_steps = total_steps
         self.total_seconds: dict[str, float] = {}
-        self.problems: dict[str, list[str]] = {}
-        """By drafter, what is wrong with it, as far as no line of metrics has said so."""
-        self.recorder = Recorder()
-        """Of the phases; off at first."""
+        self.problems: dict[str, list[str]] = {}  # by drafter, faults that no line of metrics has yet
+        self.recorder = Recorder()  # of the phases; off at first
         self._problems: set[str] = set()
         self._quiet = quiet
         self._on_phase = on_phase
@@ -112,29 +109,29 @@ class Progress:
         self._step = steps_done
 
     def seconds(self) -> dict[str, float]:
-        """Seconds per phase since the last call."""
+        """Return the seconds per phase since the last call."""
         taken, self._seconds = self._seconds, {}
         return taken
 
     def spent(self) -> dict[str, float]:
-        """The same, and they go on to be counted."""
+        """Return the seconds per phase since the last call of `seconds`."""
         return dict(self._seconds)
 
     def response(self, trajectory: Trajectory) -> None:
-        """A response is finished: counts it, and its tokens into the speed of the running phase."""
+        """Count a finished response, and its tokens into the speed of the running phase."""
         self._responses += 1
         self._tokens += len(trajectory.token_ids)
         spent = self._clock() - self._phase_begun
         self.update(tokens_per_s=self._tokens / spent if spent > 0 else 0.0)
 
     def count(self, done: int, total: int, *, loss: float) -> None:
-        """`done` of `total` supervised steps: shown in the status line, and printed at every fifth of the way."""
+        """Show `done` of `total` supervised steps, and print a line at every fifth of the way."""
         self.update(done=done, total=total, loss=loss)
         if done * 5 // total > (done - 1) * 5 // total:
             self.note(f"{self._phase} {done}/{total}, loss {loss:.4f}")
 
     def update(self, **values: float) -> None:
-        """Values for the status line: tokens_per_s, reward, accuracy. Cheap; any thread."""
+        """Set values of the status line: tokens_per_s, reward, accuracy. Cheap; any thread."""
         self._shown = {**self._shown, **values}
 
     def note(self, text: str) -> None:
@@ -235,7 +232,7 @@ def summary_rows(
 
 
 def _problems(lines: Sequence[Mapping[str, Value]]) -> list[tuple[str, str]]:
-    """What was wrong with drafters, each reason once; of a run that was resumed, those of its earlier parts, too."""
+    """Return the faults of drafters, each reason once, from all parts of a resumed run."""
     found: dict[str, list[str]] = {}
     for line in lines:
         for name, value in line.items():

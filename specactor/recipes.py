@@ -2,6 +2,7 @@
 
     load(["quickstart", "--rollout.group-size", "16"])      a module of examples/
     load(["mine/recipe.py:small", "--seed", "1"])           a file, and optionally its function
+    load(["runs/mine/config.json"])                         what a run was started with
 
 Invariants: what is wrong is one `ConfigError` of one line; ``from_json(to_json(config)) == config``; no torch import.
 """
@@ -63,20 +64,21 @@ def recipes() -> dict[str, str]:
 
 
 def usage(prog: str) -> str:
-    """What to type, and the recipes there are."""
+    """Return how to call `prog`, and the recipes there are."""
     known = recipes()
     width = max((len(name) for name in known), default=0)
-    lines = [f"usage: {prog} RECIPE [--key.path value ...]", "", "RECIPE is a file.py[:function], or one of:"]
+    lines = [
+        f"usage: {prog} RECIPE [--key.path value ...]",
+        "",
+        "RECIPE is a file.py[:function], the config.json of a run, or one of:",
+    ]
     lines += [f"  {name:<{width}}  {line}" for name, line in known.items()]
     return "\n".join([*lines, "", f"Every setting of a recipe: {prog} RECIPE --help"])
 
 
 def load(argv: Sequence[str], *, prog: str = "train_moe.py") -> Config:
-    """The config of the recipe ``argv[0]`` with the overrides ``argv[1:]``.
-
-    Raises ConfigError for an unknown recipe or key, a bad value, or settings that cannot work; prints and raises
-    SystemExit(0) for ``--help``.
-    """
+    """Return the config of the recipe ``argv[0]`` with the overrides ``argv[1:]``; ``--help`` prints and exits. Raises
+    ConfigError for an unknown recipe or key, a bad value, or settings that cannot work."""
     if argv and argv[0] in ("-h", "--help"):
         print(usage(prog))
         raise SystemExit(0)
@@ -91,11 +93,8 @@ def load(argv: Sequence[str], *, prog: str = "train_moe.py") -> Config:
 
 
 def load_or_exit(argv: Sequence[str], *, prog: str = "train_moe.py", quiet: bool = False) -> Config:
-    """`load` for a process entry point: a ConfigError is printed without a traceback, and the process exits with 2.
-
-    ``quiet``: exit without printing, for the ranks that would only repeat what rank 0 says, and a little later than it:
-    torchrun ends all ranks as soon as one has exited.
-    """
+    """Load for a process entry point: a ConfigError is printed without a traceback, and the process exits with 2. With
+    `quiet` it exits without printing, and later than rank 0: torchrun ends all ranks as soon as one has exited."""
     try:
         return load(argv, prog=prog)
     except ConfigError as error:
@@ -145,7 +144,7 @@ def from_json(plain: Mapping[str, Any]) -> Config:
 
 
 def _whole(tree: Tree) -> Tree:
-    """The same tree with every field set on its object: msgspec leaves defaults to the class, unseen by its encoder."""
+    """Set every field on its object: msgspec leaves defaults to the class, unseen by its encoder."""
     changed: dict[str, Any] = {}
     for item in fields(tree):
         part = getattr(tree, item.name)
@@ -165,7 +164,8 @@ def _refuse_unknown(given: Mapping[str, Any], known: Mapping[str, Any], prefix: 
 
 
 def _build(name: str) -> Config:
-    """Runs the recipe function that `name` stands for."""
+    if name.endswith(".json"):
+        return _read_json(Path(name))
     where, _, function_name = name.partition(":")
     module = _module(where)
     function: Callable[[], Config] | None = getattr(module, function_name or "recipe", None)
@@ -182,6 +182,17 @@ def _build(name: str) -> Config:
             "RECIPE", name, f"a function that returns a Config, not {type(config).__name__}", "Correct it."
         )
     return config
+
+
+def _read_json(file: Path) -> Config:
+    _importable(EXAMPLES.parent)
+    _importable(Path.cwd())  # a run's own verifiers and drafters were found from where it was started
+    try:
+        return from_json(json.loads(file.read_text()))
+    except (OSError, ValueError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        raise ConfigError.at("RECIPE", file, "the config.json of a run", f"It cannot be read: {error}.") from None
 
 
 def _module(where: str) -> ModuleType:
@@ -247,7 +258,7 @@ def _show(value: Scalar) -> str:
 
 @contextmanager
 def one_line_errors(argv: Sequence[str], unknown: Callable[[str], str]) -> Iterator[None]:
-    """Raise ConfigError for what tyro objects to, which is a box else. `unknown`: what to say of an unknown setting."""
+    """Raise ConfigError in place of tyro's box of errors; `unknown` words an unknown setting."""
 
     def reject(event: tyro_errors.ParseErrorEvent) -> NoReturn:
         raise ConfigError(_one_line(event, argv, unknown))
@@ -257,7 +268,7 @@ def one_line_errors(argv: Sequence[str], unknown: Callable[[str], str]) -> Itera
 
 
 def _one_line(event: tyro_errors.ParseErrorEvent, argv: Sequence[str], unknown: Callable[[str], str]) -> str:
-    """What tyro objects to, in the house form."""
+    """Return tyro's objection in the house form."""
     if isinstance(event, tyro_errors.UnrecognizedArgs):
         return unknown(event.tokens[0])
     if isinstance(event, tyro_errors.MissingArgs):
@@ -303,7 +314,7 @@ def _unknown_key(token: str, config: Config) -> str:
 
 
 def nearest_keys(key: str, config: Config) -> list[str]:
-    """At most two fields of `config` that `key` may stand for, the best first."""
+    """Return at most two fields of `config` that `key` may stand for, the best first."""
     wrong_section, _, wrong_leaf = key.rpartition(".")
     if wrong_leaf in USUAL_NAMES:
         return [USUAL_NAMES[wrong_leaf]]
@@ -321,7 +332,7 @@ def nearest_keys(key: str, config: Config) -> list[str]:
 
 
 def _keys(tree: DataclassInstance, prefix: str = "") -> list[str]:
-    """Dotted path of every leaf of a tree of dataclasses."""
+    """Return the dotted path of every leaf of a tree of dataclasses."""
     found: list[str] = []
     for item in fields(tree):
         value = getattr(tree, item.name)

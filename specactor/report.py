@@ -1,8 +1,7 @@
 """One HTML page of a run: what it was, what it reached, and its metrics over the steps.
 
-Invariants: the page needs nothing but itself, as its own security policy says (no script, no network); texts that come
-from files reach it escaped, or inside a picture; the same files give the same page; a metric that is missing is not
-drawn; a value that was not finite is a hole in its curve, and adds nothing to a stack or a sum.
+Invariants: the page has no script and needs no network, as its security policy says; texts from files are escaped;
+the same files give the same page; a missing metric is not drawn; a value that was not finite is a hole in its curve.
 """
 
 from __future__ import annotations
@@ -27,12 +26,9 @@ from specactor.config import MAX_WINDOW
 from specactor.errors import DataError
 from specactor.metrics import Value, read_metrics
 
-ENDS = 5
-"""Steps that are averaged at each end of the rewards."""
-MARKED = 20
-"""Most points of a curve that also get a mark each; a single point would be invisible without."""
-START = ("data", "warm-up", "engines")
-"""Phases before the steps, at a start or resume."""
+ENDS = 5  # steps that are averaged at each end of the rewards
+MARKED = 20  # most points of a curve that also get a mark each; a single point would be invisible without
+START = ("data", "warm-up", "engines")  # phases before the steps, at a start or resume
 PHASES = dict(
     rollout="#4c6a92",
     reward="#d9a441",
@@ -73,25 +69,21 @@ PAGE = """<!doctype html>
 """
 
 Draw = Callable[[Axes, "Run"], None]
-Panel = tuple[str, str, Draw]
-"""Title, unit, and what draws it; a panel whose axes stay empty is left out."""
-Curve = tuple[str, str, str, str]
-"""Label, metric, colour and matplotlib's style of line."""
+Panel = tuple[str, str, Draw]  # title, unit, and what draws it; a panel whose axes stay empty is left out
+Curve = tuple[str, str, str, str]  # label, metric, colour and matplotlib's style of line
 Rows = list[tuple[str, ...]]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
     name: str
-    config: Mapping[str, Any]
-    """config.json; empty when there is none."""
-    lines: Sequence[Mapping[str, Value]]
-    """Of metrics.jsonl, in order of their step; the line of step 0 is from before the first RL step."""
+    config: Mapping[str, Any]  # config.json; empty when there is none
+    lines: Sequence[Mapping[str, Value]]  # of metrics.jsonl by step; step 0 is before the first RL step
     has_summary: bool
 
     @classmethod
     def read(cls, folder: Path) -> Run:
-        """Raises DataError when the folder is not a run's, or a file in it is not what a run writes."""
+        """Read a run's folder. Raises DataError when it is none, or a file in it is not what a run writes."""
         expected = "expected the folder of a run, with lines in metrics.jsonl. Name for example runs/quickstart."
         if not (folder / "metrics.jsonl").is_file():
             raise DataError(f"{folder}: got no metrics.jsonl, {expected}")
@@ -157,7 +149,7 @@ def page(run: Run) -> str:
 
 
 def facts(run: Run) -> Rows:
-    """What was run: (name, value), without settings that config.json lacks."""
+    """Return (name, value) of the recipe, without settings that config.json lacks."""
     get, mode = run.setting, run.setting("rollout.speculation.mode")
     tiny = [f"{key.replace('_', ' ')} {get(f'model.tiny.{key}')}" for key in TINY if get("model.tiny")]
     rows: dict[str, Iterable[Any]] = {
@@ -175,7 +167,7 @@ def facts(run: Run) -> Rows:
 
 
 def results(run: Run) -> Rows:
-    """What was reached: (name, value); a dash where the run has no such figure."""
+    """Return (name, value) of what was reached; a dash where the run has no such figure."""
     held_out = run.finite(EVAL)
     last = max(held_out, default=0)
     rewards, gaps = list(run.finite("reward/mean").values()), run.finite(GAP)
@@ -254,7 +246,7 @@ def training() -> list[Panel]:
 
 def speculation(run: Run) -> list[Panel]:
     def of(*parts: tuple[str, str, str]) -> list[Curve]:
-        """Of every drafter, from (label with {}, last part of the metric, style)."""
+        """Return curves of every drafter, from (label with {}, last part of the metric, style)."""
         pairs = [(name, colour, part) for name, colour in run.drafters.items() for part in parts]
         return [(label.format(n), f"speculation/{n}/{key}", colour, style) for n, colour, (label, key, style) in pairs]
 
@@ -282,7 +274,7 @@ def speculation(run: Run) -> list[Panel]:
 
 
 def _number(value: float, over: float = 1.0, *, form: str) -> str:
-    """value / over; a dash where that is no number."""
+    """Format value / over; a dash where that is no number."""
     return format(value / over, form) if over and math.isfinite(value / over) else "-"
 
 
@@ -333,7 +325,7 @@ def _curves(curves: Sequence[Curve], *, unit: float = 1, bottom: float | None = 
 
 
 def _stack(layers: Sequence[Curve]) -> Draw:
-    """Columns of RL steps, the first layer lowest."""
+    """Draw columns of RL steps, the first layer lowest."""
 
     def draw(axes: Axes, run: Run) -> None:
         found = [run.finite(metric) for _, metric, *_ in layers]
@@ -366,7 +358,7 @@ def _gap(axes: Axes, run: Run) -> None:
 
 
 def _by_position(axes: Axes, run: Run) -> None:
-    """A bar per position and drafter, from sums over the run."""
+    """Draw a bar per position and drafter, from sums over the run."""
     width = 0.8 / len(run.drafters)
     for i, (name, colour) in enumerate(run.drafters.items()):
         key = f"speculation/{name}/".__add__

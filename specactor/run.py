@@ -35,6 +35,8 @@ from specactor.planning import search
 from specactor.planning.memory import memory_of
 from specactor.progress import Progress, summary_rows
 from specactor.recipes import to_json
+from specactor.replay.audit import Audit
+from specactor.replay.recorder import StepRecorder
 from specactor.rollout.collector import RolloutCollector
 from specactor.rollout.decoupled.transport import DrafterAccess
 from specactor.rollout.drafter_pool import DrafterPool
@@ -42,7 +44,7 @@ from specactor.rollout.drafter_start import check_in_engines, start_drafters
 from specactor.rollout.pool import EnginePool
 from specactor.rollout.sglang.engine_client import EngineSpec
 from specactor.rollout.tail import tail_policy
-from specactor.run_folder import RunFolder, Status, checkpoint_to_resume
+from specactor.run_folder import Replay, RunFolder, Status, checkpoint_to_resume
 from specactor.trainer import checkpoint
 from specactor.trainer.drafter.refresh import Distillation, left_behind
 from specactor.trainer.policy import PolicyTrainer
@@ -187,6 +189,10 @@ def _build(
         distillation=distillation,
         on_trace=folder.write_traces if collective.rank == 0 else lambda step, spans: None,
         on_groups=_rollout_writer(config, folder, collective.rank),
+        recorder=StepRecorder(
+            folder.root, to_json(config), config.tracking.record, trainer=trainer, collective=collective
+        ),
+        audit=Audit(config, pool=pool, collective=collective, progress=progress),
     )
     return actor
 
@@ -300,6 +306,11 @@ def _places(config: Config, members: Sequence[Member]) -> list[tuple[int, int]]:
 def _train(actor: SpecActor, folder: RunFolder, tracker: Tracker | None) -> None:
     """Step until done; evaluate, log and save when due; export at the end."""
     config, progress = actor.config, actor.progress
+    actor.recorder.started(actor.steps_done)
+    replay = actor.collective.together("replay", folder.read_replay)
+    if replay is not None:
+        _replay(actor, replay, tracker)
+        return
     if actor.steps_done == 0 and config.eval.problems:
         _log(actor, tracker, 0, {"weights/version": actor.version} | _evaluate(actor, folder))
     unfinished: list[Callable[[], Path]] = []
@@ -323,6 +334,16 @@ def _train(actor: SpecActor, folder: RunFolder, tracker: Tracker | None) -> None
         lines = read_metrics(folder.root)
         tracker.summary({k: v for k, v in lines[-1].items() if k != "step"} if lines else {})
         progress.summary(summary_rows(lines, seconds=progress.total_seconds, places=places))
+
+
+def _replay(actor: SpecActor, replay: Replay, tracker: Tracker | None) -> None:
+    """Step as far as another run is to be run again; records are what comes of it."""
+    while actor.steps_done < replay.step - (replay.group is not None):
+        metrics = actor.step()
+        _log(actor, tracker, actor.steps_done, metrics)
+    if replay.group is not None:
+        groups = actor.rollouts.collect_again(actor.steps_done, replay.group, replay.sample)
+        actor.recorder.stepped(actor.steps_done + 1, actor.version, groups, (), None)
 
 
 def _write_checkpoint(actor: SpecActor, folder: RunFolder, unfinished: list[Callable[[], Path]]) -> None:

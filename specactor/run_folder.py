@@ -16,21 +16,28 @@ from specactor.trainer import checkpoint
 from specactor.trainer.drafter.rollout_files import lines_of, write_rollouts
 from specactor.types import ScoredGroup
 
-WARM_UPS = ".warm-up"
-"""In `output_dir`: models that warm-ups made, in folders named by the hash of all that went into them."""
+WARM_UPS = ".warm-up"  # in `output_dir`: models that warm-ups made, by the hash of all that went in
 
 
 @dataclass(frozen=True, kw_only=True)
 class Status:
-    phase: str
-    """As the progress display names it; "" between two phases, "done" after the last."""
-    step: int
-    """Finished RL steps: those with a line in ``metrics.jsonl``."""
+    phase: str  # as the progress display names it; "" between two phases, "done" after the last
+    step: int  # finished RL steps: those with a line in ``metrics.jsonl``
     steps: int
-    launcher_pid: int
-    """Process of torchrun on the machine of rank 0."""
-    rank_pids: tuple[int, ...]
-    """Process of every trainer rank, on its machine."""
+    launcher_pid: int  # process of torchrun on the machine of rank 0
+    rank_pids: tuple[int, ...]  # process of every trainer rank, on its machine
+
+
+@dataclass(frozen=True, kw_only=True)
+class Replay:
+    """What is run again of another run."""
+
+    step: int
+    """The last."""
+    group: int | None = None
+    """Of that step, this group alone; it is not learned from."""
+    sample: int | None = None
+    """Of the group, this response alone."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,6 +56,14 @@ class RunFolder:
     @property
     def checkpoints(self) -> Path:
         return self.root / "checkpoints"
+
+    @property
+    def replay(self) -> Path:
+        """Where this run is a replay: the `Replay` that it does."""
+        return self.root / "replay.json"
+
+    def read_replay(self) -> Replay | None:
+        return Replay(**json.loads(self.replay.read_text())) if self.replay.exists() else None
 
     @property
     def export(self) -> Path:
@@ -80,11 +95,10 @@ class RunFolder:
         return Status(**fields | {"rank_pids": tuple(fields["rank_pids"])})
 
     def trace(self, step: int, host: int = 0) -> Path:
-        """Of the rollout of an RL step, on one host of the job; those of host 0 have no number."""
+        """Return the trace of an RL step on one host of the job; those of host 0 have no number."""
         return self.root / "traces" / (f"step-{step:06}" + (f"-host-{host}" if host else "") + ".json")
 
     def write_traces(self, step: int, spans: Sequence[Mapping[str, Sequence[Span]]]) -> None:
-        """A file per host. Args: of each host, the spans of each process."""
         for host, processes in enumerate(spans):
             file = self.trace(step, host)
             file.parent.mkdir(parents=True, exist_ok=True)
@@ -100,7 +114,7 @@ class RunFolder:
         return self.root / "rollouts" / f"step-{step:06}.jsonl"
 
     def write_rollouts(self, step: int, groups: Sequence[ScoredGroup], *, temperature: float) -> None:
-        """Whole or not at all; a step that is done again after a resume replaces its file."""
+        """Write the responses whole or not at all; a step done again after a resume replaces its file."""
         file = self.rollouts(step)
         fresh = file.with_name(file.name + ".tmp")
         fresh.unlink(missing_ok=True)
@@ -131,10 +145,8 @@ class RunFolder:
 
 
 def checkpoint_to_resume(config: Config, folder: RunFolder) -> Path | None:
-    """The checkpoint that `config.resume` asks for; None to start at step 0.
-
-    Raises ConfigError when the folder holds a run and resume is off, CheckpointError when a named one is missing.
-    """
+    """Return the checkpoint that `config.resume` asks for; None to start at step 0. Raises ConfigError when the folder
+    holds a run and resume is off, CheckpointError when a named one is missing."""
     if config.resume == "off":
         if folder.metrics.exists():
             raise ConfigError.at(

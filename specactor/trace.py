@@ -1,10 +1,8 @@
 """What the processes of a rollout did when, for Perfetto (https://ui.perfetto.dev). PURE: times are passed in.
 
-Times are seconds of `time.perf_counter`, which on Linux is one clock for all processes of a host (CLOCK_MONOTONIC); the
-clocks of two hosts are unrelated, and their spans must not be put into one trace.
+Times are seconds of `time.perf_counter`, one clock for all processes of a host; clocks of two hosts are unrelated.
 
-Invariants: bounded memory (the oldest spans go first); a recorder that is off keeps nothing and costs one comparison;
-every span of a trace lies at or after its start, and lanes of one process that overlap in time have names of their own.
+Invariants: memory is bounded, the oldest spans go first; a recorder that is off keeps nothing.
 """
 
 from __future__ import annotations
@@ -14,16 +12,14 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-CAPACITY = 100_000
-"""Spans that a recorder keeps."""
+CAPACITY = 100_000  # spans that a recorder keeps
 Detail = int | float | str
 
 
 class Span(msgspec.Struct, frozen=True, array_like=True):
     """Something that took time, or, with `end_s == start_s`, that happened."""
 
-    lane: str
-    """Of the process: what stands beside another lane goes on at the same time."""
+    lane: str  # of the process: what stands beside another lane goes on at the same time
     name: str
     start_s: float
     end_s: float
@@ -43,7 +39,7 @@ class Recorder:
         self.span(lane, name, at_s, at_s, **details)
 
     def take(self) -> list[Span]:
-        """The spans since the last call."""
+        """Return the spans since the last call."""
         taken = list(self._spans)
         self._spans.clear()
         return taken
@@ -65,7 +61,7 @@ def chrome_trace(processes: Mapping[str, Sequence[Span]]) -> bytes:
 
 
 def _event(span: Span, *, pid: int, tid: int, origin: float) -> dict[str, object]:
-    """Chrome counts in microseconds."""
+    """Make an event; Chrome counts in microseconds."""
     common = {"name": span.name, "pid": pid, "tid": tid, "ts": (span.start_s - origin) * 1e6, "args": span.details}
     if span.end_s == span.start_s:
         return {"ph": "i", "s": "t", **common}

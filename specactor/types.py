@@ -15,51 +15,35 @@ FinishReason = Literal["stop", "length", "abort"]
 class Problem:
     """One task for the policy: the text of a prompt, and what is needed to score a response."""
 
-    index: int
-    """Position in its data set; stable across runs, part of a request's seed."""
+    index: int  # position in its data set; stable across runs, part of a request's seed
     prompt: str
     prompt_ids: tuple[int, ...]
     answer: str
-    verifier: str
-    """Name under which ``specactor.data.verifiers`` finds the scoring function."""
-    metadata: dict[str, object]
-    """What the verifier needs beyond the answer (a reasoning-gym entry, columns of a file)."""
+    verifier: str  # name under which ``specactor.data.verifiers`` finds the scoring function
+    metadata: dict[str, object]  # for the verifier: a reasoning-gym entry, or columns of a file
 
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """How tokens are drawn. The defaults leave the distribution whole.
-
-    Penalties and biases are applied first, then the temperature, then top-k, top-p and min-p together.
-    """
+    """Sampling of a request. The defaults leave the distribution whole. Penalties and biases are applied first, then
+    the temperature, then top-k, top-p and min-p together."""
 
     temperature: float
     max_new_tokens: int
     top_p: float = 1.0
     top_k: int = -1
-    min_p: float = 0.0
-    """Only tokens that are at least this many times as likely as the likeliest."""
-    frequency_penalty: float = 0.0
-    """Taken off a token's logit for every time that it was emitted."""
-    presence_penalty: float = 0.0
-    """Taken off a token's logit once it was emitted."""
-    repetition_penalty: float = 1.0
-    """Divides a token's positive logit, multiplies a negative one, once it was emitted."""
-    logit_bias: tuple[tuple[int, float], ...] = ()
-    """(token, what is added to its logit)."""
-    stop: tuple[str, ...] = ()
-    """Texts that end a response; the token that completes one is its last."""
+    min_p: float = 0.0  # only tokens that are at least this many times as likely as the likeliest
+    frequency_penalty: float = 0.0  # taken off a token's logit for every time that it was emitted
+    presence_penalty: float = 0.0  # taken off a token's logit once it was emitted
+    repetition_penalty: float = 1.0  # divides a token's positive logit, multiplies a negative one, once it was emitted
+    logit_bias: tuple[tuple[int, float], ...] = ()  # (token, what is added to its logit)
+    stop: tuple[str, ...] = ()  # texts that end a response; the token that completes one is its last
     stop_token_ids: tuple[int, ...] = ()
-    ignore_eos: bool = False
-    """Also of `stop_token_ids`."""
-    json_schema: str = ""
-    """Engines refuse requests with this, `regex` or `ebnf`: they have no grammars."""
-    regex: str = ""
-    ebnf: str = ""
+    ignore_eos: bool = False  # also of `stop_token_ids`
 
     @property
     def has_penalties(self) -> bool:
-        """Whether a token's distribution depends on how often tokens were emitted."""
+        """Return whether a token's distribution depends on how often tokens were emitted."""
         return (self.frequency_penalty, self.presence_penalty, self.repetition_penalty) != (0.0, 0.0, 1.0)
 
 
@@ -77,11 +61,9 @@ class Begun:
     """The first tokens of a response that is not finished, by whatever engines and in whatever steps."""
 
     token_ids: tuple[int, ...]
-    logprobs: tuple[float, ...]
-    """As of `Trajectory`: each is of the policy that the token was sampled from."""
+    logprobs: tuple[float, ...]  # as of `Trajectory`: each is of the policy that the token was sampled from
     spans: tuple[VersionSpan, ...]
-    routed_experts: bytes = b""
-    """As of `Trajectory`."""
+    routed_experts: bytes = b""  # as of `Trajectory`
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,12 +73,10 @@ class RolloutRequest:
     request_id: str
     prompt_ids: tuple[int, ...]
     sampling: SamplingParams
-    seed: int
-    """0 <= seed < 2**31; keys the sampling noise together with the position."""
-    group_id: int
-    """Requests of one group answer the same prompt."""
-    begun: Begun | None = None
-    """What there is of the response: it goes on from there, at the same positions of the noise."""
+    seed: int  # 0 <= seed < 2**31; keys the sampling noise together with the position
+    group_id: int  # requests of one group answer the same prompt
+    is_drafted: bool = True  # whether drafters may draft for it, where the engine has some
+    begun: Begun | None = None  # the response so far: it goes on from there, at the same positions of the noise
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,10 +85,10 @@ class Trajectory:
     group_id: int
     prompt_ids: tuple[int, ...]
     token_ids: tuple[int, ...]
-    logprobs: tuple[float, ...]
-    """Of each emitted token under the policy at the sampling temperature; one per token."""
+    logprobs: tuple[float, ...]  # of each emitted token under the policy at the sampling temperature
     finish_reason: FinishReason
     spans: tuple[VersionSpan, ...]
+    seed: int = 0  # of its request
     routed_experts: bytes = b""
     """Experts that the pass that produced each token chose, in every layer: int32 [tokens, layers, experts per token],
     little endian, in C order. Empty unless ``enable_return_routed_experts`` asks for it."""
@@ -120,10 +100,8 @@ class ScoredGroup:
 
     problem: Problem
     trajectories: tuple[Trajectory, ...]
-    scores: tuple[float, ...]
-    """The verifier's, in [0, 1]."""
-    rewards: tuple[float, ...]
-    """Scores after shaping: what is learned from."""
+    scores: tuple[float, ...]  # the verifier's, in [0, 1]
+    rewards: tuple[float, ...]  # scores after shaping: what is learned from
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,10 +111,8 @@ class TrainSequence:
     token_ids: tuple[int, ...]
     prompt_len: int
     advantage: float = 0.0
-    rollout_logprobs: tuple[float, ...] = ()
-    """The engine's, one per response token; empty in supervised training."""
-    num_stale: int = 0
-    """Response tokens, the first ones, that were sampled from older policies than the one that learns."""
+    rollout_logprobs: tuple[float, ...] = ()  # the engine's, one per response token; empty in supervised training
+    num_stale: int = 0  # response tokens, the first ones, that older policies sampled
     group_id: int = 0
 
     @property

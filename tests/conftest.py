@@ -1,4 +1,5 @@
-"""For all tests: properties, the order of files, which tests `make check-fast` leaves out, one warm starter.
+"""For all tests: properties, the order of files and what shares a worker, what `make check-fast` leaves out, one warm
+starter.
 
 A property may take long: the machine may be busy, and how long it takes is no part of it. Files that take minutes come
 first, so that no worker is left alone with one of them at the end.
@@ -10,10 +11,12 @@ import os
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import settings
 
+from launch import train_moe
 from specactor.rollout.warm_starter import WarmStarter
 
 settings.register_profile("check", deadline=None, max_examples=25, derandomize=True)
@@ -22,20 +25,38 @@ settings.load_profile("check")
 
 TESTS = Path(__file__).parent
 LONGEST = (
-    "rollout/sglang/test_model_drafter.py",
-    "faults/test_faults.py",
-    "weights_sync/test_sync.py",
-    "trainer/test_layouts.py",
     "end_to_end/test_run.py",
+    "faults/test_faults.py",
+    "trainer/test_layouts.py",
+    "weights_sync/test_sync.py",
     "rollout/sglang/test_decoupled.py",
-    "trainer/test_checkpoint.py",
-    "end_to_end/test_lending.py",
+    "rollout/sglang/test_model_drafter.py",
+    "rollout/sglang/test_law.py",
+    "rollout/sglang/test_verify_worker.py",
+    "end_to_end/test_recipes.py",
 )
-"""Longest first."""
+"""Longest first, each with its group."""
 
 
 STARTING = {"warm_starter", "launcher", "two_ranks", "one_rank", "four_ranks", "undisturbed", "results", "engines"}
 """Fixtures that start processes which take seconds to import what they need."""
+
+
+SHARING = ("tests/end_to_end", "tests/trainer")
+"""Folders whose files run on one worker: the other one would start the same runs and ranks again."""
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Scheduler(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = nodeid.partition("::")[0]
+            folder = file.rpartition("/")[0]
+            return folder if folder in SHARING else file
+
+    return Scheduler(config, log)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -58,5 +79,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 @pytest.fixture(scope="session")
 def warm_starter() -> Iterator[WarmStarter]:
     """Forks the engines of all tests of this worker, and of the jobs that they launch."""
+    train_moe.set_environment()  # it forks in no environment but its own, and ranks have this one
     with WarmStarter(f"specactor-tests-{os.getpid()}") as starter:
         yield starter

@@ -12,8 +12,13 @@ import psutil
 def end_all(process: subprocess.Popen[Any]) -> None:
     """With its descendants, of which ranks of torchrun are in sessions of their own. Harmless when it is gone."""
     if process.poll() is None:
-        parent = psutil.Process(process.pid)
-        for each in [*parent.children(recursive=True), parent]:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                each.kill()
+        end_tree(process.pid)
         process.wait()
+
+
+def end_tree(pid: int) -> None:
+    """Kill a process that has not been waited for, and its descendants."""
+    parent = psutil.Process(pid)
+    for each in [*parent.children(recursive=True), parent]:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            each.kill()

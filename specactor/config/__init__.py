@@ -1,21 +1,8 @@
-"""One tree of frozen dataclasses that describes a run; every field is validated when the tree is built. PURE.
+"""The tree of frozen dataclasses that describes a run; every field is validated when the tree is built. PURE.
 
-A recipe (``examples/``) is a function that returns a `Config`; the command line overrides fields by dotted path.
-Checks that need only one section are in its ``__post_init__``; checks across sections are in `Config`; checks that also
-need the world size and the model's shape are in `specactor.parallel.layout.check`.
-
-    run            Config: the whole tree, and the rules across sections
-    model          ModelConfig, TinyModelConfig
-    data           DataConfig, SourceConfig
-    parallel       ParallelConfig
-    rollout        RolloutConfig
-    engine         EngineConfig, WeightsSyncConfig
-    speculation    SpeculationConfig, MAX_WINDOW, DRAFTERS
-    algorithm      AlgorithmConfig
-    train          WarmupConfig, TrainConfig
-    distillation   DistillationConfig, DraftTrainingConfig
-    results        CheckpointConfig, EvalConfig, TrackingConfig
-    rules          the form of every check
+A recipe (``examples/``) returns a `Config`; the command line overrides fields by dotted path. A rule on one section
+stands in its ``__post_init__``, one across sections in `Config`, one that needs the world size or the model's shape
+in `parallel.layout.check`.
 
 Other packages import from here: which module holds a name may change.
 """

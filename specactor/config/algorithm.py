@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from specactor.config.rules import require
+from specactor.config.rules import rules_of
 
 
 @dataclass(frozen=True, kw_only=True)
 class AlgorithmConfig:
-    """What is learned from the rewards. The formulas are in ``specactor.trainer.advantages`` and ``losses``."""
+    """Learning from rewards. The formulas are in ``specactor.trainer.advantages`` and ``losses``."""
 
     advantage: Literal["grpo", "dr_grpo", "rloo", "reinforce_pp"] = "grpo"
     """What a response's reward is compared with: grpo: its group's mean, in units of the group's standard deviation;
@@ -38,30 +38,21 @@ class AlgorithmConfig:
     """Reward lost at max_new_tokens when overlong_buffer > 0."""
 
     def __post_init__(self) -> None:
-        require(0 < self.clip_low < 1, "algorithm.clip_low", self.clip_low, "in (0, 1)", "Use for example 0.2.")
-        require(
-            self.clip_high > 0, "algorithm.clip_high", self.clip_high, "> 0", "Use for example 0.2, or DAPO's 0.28."
-        )
-        require(self.kl_coef >= 0, "algorithm.kl_coef", self.kl_coef, ">= 0", "Use 0 for no penalty.")
-        require(
+        rule = rules_of(self, "algorithm")
+        rule("clip_low", 0 < self.clip_low < 1, "in (0, 1)", "Use for example 0.2.")
+        rule("clip_high", self.clip_high > 0, "> 0", "Use for example 0.2, or DAPO's 0.28.")
+        rule("kl_coef", self.kl_coef >= 0, ">= 0", "Use 0 for no penalty.")
+        rule(
+            "kl_coef",
             (self.kl == "off") == (self.kl_coef == 0),
-            "algorithm.kl_coef",
-            self.kl_coef,
             f"{'0' if self.kl == 'off' else '> 0'} with algorithm.kl = {self.kl}",
             "Set both, or neither.",
         )
-        require(
+        rule(
+            "tis_cap",
             self.tis_cap is None or self.tis_cap >= 1,
-            "algorithm.tis_cap",
-            self.tis_cap,
             ">= 1 or None",
             "Use None to switch truncated importance sampling off.",
         )
-        require(
-            self.overlong_penalty >= 0,
-            "algorithm.overlong_penalty",
-            self.overlong_penalty,
-            ">= 0",
-            "It is subtracted from the reward.",
-        )
-        require(self.overlong_buffer >= 0, "algorithm.overlong_buffer", self.overlong_buffer, ">= 0", "Use 0 for off.")
+        rule("overlong_penalty", self.overlong_penalty >= 0, ">= 0", "It is subtracted from the reward.")
+        rule("overlong_buffer", self.overlong_buffer >= 0, ">= 0", "Use 0 for off.")

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from specactor.config.rules import is_template, require
+from specactor.config.rules import is_template, require, rules_of
 
 EVAL_SEED = 10_000_000
 """Of the generator of held-out problems; that of training problems has 0. reasoning-gym draws problem i with seed + i,
@@ -16,7 +16,7 @@ so two sources share no problem as long as each has fewer than this."""
 
 @dataclass(frozen=True, kw_only=True)
 class SourceConfig:
-    """Where problems come from: a reasoning-gym task, or a JSONL or parquet file."""
+    """Problems come from a reasoning-gym task, or a JSONL or parquet file."""
 
     task: str = ""
     """Name of a reasoning-gym task, for example count_bits."""
@@ -31,10 +31,10 @@ class SourceConfig:
     prompt_template: str = "{prompt}"
 
     def __post_init__(self) -> None:
-        require(
+        rule = rules_of(self, "source")
+        rule(
+            "task",
             bool(self.task) != bool(self.path),
-            "source.task",
-            self.task,
             "exactly one of task and path",
             "Name a reasoning-gym task, or give a .jsonl or .parquet file.",
         )
@@ -61,11 +61,10 @@ class DataConfig:
 
     @property
     def train_source(self) -> SourceConfig:
-        """Of the problems to learn from."""
         return self._source(self.train, size=self._size, seed=0)
 
     def eval_source(self, problems: int) -> SourceConfig:
-        """Of so many problems held out, or of all that the file has."""
+        """Return the source of this many held-out problems, or of all that the file has."""
         return self._source(self.eval or self.train, size=problems, seed=EVAL_SEED)
 
     def _source(self, name: str, *, size: int, seed: int) -> SourceConfig:
@@ -82,17 +81,11 @@ class DataConfig:
         return int(size)
 
     def __post_init__(self) -> None:
-        require(
-            bool(self.train),
-            "data.train",
-            self.train,
-            "a .jsonl or .parquet file, or the name of a reasoning-gym task",
-            "Give one.",
-        )
-        require(
+        rule = rules_of(self, "data")
+        rule("train", bool(self.train), "a .jsonl or .parquet file, or the name of a reasoning-gym task", "Give one.")
+        rule(
+            "eval",
             self.train != self.eval or not is_file(self.eval),
-            "data.eval",
-            self.eval,
             "a file other than data.train",
             "Held-out problems must not be trained on.",
         )
@@ -111,5 +104,5 @@ def _check_template(text: str) -> None:
 
 
 def is_file(name: str) -> bool:
-    """Whether problems come from a file of that name, and not from a task: names of tasks are Python's."""
+    """Return whether problems come from a file of that name: names of tasks are Python identifiers."""
     return not name.isidentifier()

@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Literal
 
-from specactor.config.rules import require
+from specactor.config.rules import rules_of
+
+SEE_HELP = "See --help for its meaning."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,28 +33,25 @@ class DistillationConfig:
 
     @property
     def zero_stage(self) -> int:
-        """0 without ZeRO."""
+        """Return the ZeRO stage; 0 without ZeRO."""
         return 0 if self.zero == "off" else int(self.zero[0])
 
     @property
     def offload(self) -> bool:
-        """Whether ZeRO keeps the optimizer's state in host memory."""
         return self.zero.endswith("_offload")
 
     def __post_init__(self) -> None:
+        rule = rules_of(self, "distillation")
         for name in ("tokens_per_update", "learning_rate"):
-            self._check(name, getattr(self, name) > 0, "> 0")
-        self._check("max_updates", self.max_updates >= 0, ">= 0")
-        self._check("max_time_share", self.max_time_share > 0, "> 0", 'Use refresh="off" to spend none.')
-        self._check(
+            rule(name, getattr(self, name) > 0, "> 0", SEE_HELP)
+        rule("max_updates", self.max_updates >= 0, ">= 0", SEE_HELP)
+        rule("max_time_share", self.max_time_share > 0, "> 0", 'Use refresh="off" to spend none.')
+        rule(
             "max_time_share",
             self.max_time_share <= 1 or self.max_updates > 0,
             "<= 1 with max_updates 0",
             "Set max_updates, which bounds a refresh then.",
         )
-
-    def _check(self, name: str, right: bool, expected: str, remedy: str = "See --help for its meaning.") -> None:
-        require(right, f"distillation.{name}", getattr(self, name), expected, remedy)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,14 +71,15 @@ class DraftTrainingConfig(DistillationConfig):
 
     @classmethod
     def of(cls, config: DistillationConfig) -> DraftTrainingConfig:
-        """How a run with these settings learns."""
+        """Return how a run with these settings learns."""
         if isinstance(config, DraftTrainingConfig):
             return config
         return cls(**{item.name: getattr(config, item.name) for item in fields(config)})
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        rule = rules_of(self, "distillation")
         for name in ("buffer_tokens", "half_life_steps", "tokens_per_microbatch"):
-            self._check(name, getattr(self, name) > 0, "> 0")
+            rule(name, getattr(self, name) > 0, "> 0", SEE_HELP)
         for name in ("top_k", "warmup_updates"):
-            self._check(name, getattr(self, name) >= 0, ">= 0")
+            rule(name, getattr(self, name) >= 0, ">= 0", SEE_HELP)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from specactor.config.rules import require
+from specactor.config.rules import require, rules_of
 
 INEXACT = (
     "SGLang's own speculation does not keep the text: on a GPU it accepts drafts by coins that plain decoding does not "
@@ -41,7 +41,7 @@ class EngineConfig:
 
     @property
     def routed_experts(self) -> bool:
-        """Whether responses say which experts computed their tokens."""
+        """Return whether responses say which experts computed their tokens."""
         return bool(self.extra_args.get("enable_return_routed_experts"))
 
     @property
@@ -50,50 +50,32 @@ class EngineConfig:
         return {name: str(value) for name, value in self.extra_args.items() if name.endswith("attention_backend")}
 
     def __post_init__(self) -> None:
+        rule = rules_of(self, "rollout.engine")
         own = sorted(name for name in self.extra_args if name.replace("-", "_").startswith("speculative_"))
         require(not own, "rollout.engine.extra_args", own, "no speculative_* argument", INEXACT)
-        require(
-            self.max_running_requests >= 1,
-            "rollout.engine.max_running_requests",
-            self.max_running_requests,
-            ">= 1",
-            "Use a positive number.",
-        )
-        require(
-            0 < self.memory_fraction < 1,
-            "rollout.engine.memory_fraction",
-            self.memory_fraction,
-            "between 0 and 1",
-            "Use for example 0.5.",
-        )
-        require(
+        rule("max_running_requests", self.max_running_requests >= 1, ">= 1", "Use a positive number.")
+        rule("memory_fraction", 0 < self.memory_fraction < 1, "between 0 and 1", "Use for example 0.5.")
+        rule(
+            "max_total_tokens",
             self.max_total_tokens is None or self.max_total_tokens >= 1,
-            "rollout.engine.max_total_tokens",
-            self.max_total_tokens,
             ">= 1 or None",
             "Use None to let SGLang decide.",
         )
-        require(
-            self.max_restarts >= 0,
-            "rollout.engine.max_restarts",
-            self.max_restarts,
-            ">= 0",
-            "Use 0 to fail at the first crash.",
-        )
+        rule("max_restarts", self.max_restarts >= 0, ">= 0", "Use 0 to fail at the first crash.")
 
 
 @dataclass(frozen=True, kw_only=True)
 class WeightsSyncConfig:
-    """How new weights reach the engines."""
+    """Weights reach the engines in buckets."""
 
     bucket_bytes: int = 64 * 2**20
     """Weights travel in buckets of this size; a trainer rank has two. A larger tensor gets a bucket of its size."""
 
     def __post_init__(self) -> None:
-        require(
+        rule = rules_of(self, "weights_sync")
+        rule(
+            "bucket_bytes",
             self.bucket_bytes >= 2**16,
-            "weights_sync.bucket_bytes",
-            self.bucket_bytes,
             ">= 65536",
             "It must hold the largest tensor, or it is raised to it.",
         )

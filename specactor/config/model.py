@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import ClassVar, Literal
 
-from specactor.config.rules import require
+from specactor.config.rules import rules_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,20 +34,18 @@ class TinyModelConfig:
         return max(1, self.num_heads // 2)
 
     def __post_init__(self) -> None:
+        rule = rules_of(self, "model.tiny")
         for item in fields(self):
-            value = getattr(self, item.name)
-            require(value >= 1, f"model.tiny.{item.name}", value, ">= 1", "Leave it out for the default.")
-        require(
+            rule(item.name, getattr(self, item.name) >= 1, ">= 1", "Leave it out for the default.")
+        rule(
+            "num_experts",
             self.num_experts >= self.experts_per_token,
-            "model.tiny.num_experts",
-            self.num_experts,
             f">= {self.experts_per_token}",
             "So many experts compute each token.",
         )
-        require(
+        rule(
+            "hidden_size",
             self.hidden_size == self.head_dim or self.hidden_size % (2 * self.head_dim) == 0,
-            "model.tiny.hidden_size",
-            self.hidden_size,
             f"{self.head_dim}, or a multiple of {2 * self.head_dim}",
             f"Heads are {self.head_dim} wide, and two share a key-value head.",
         )
@@ -65,10 +63,10 @@ class ModelConfig:
     """Of the weights that compute; the optimizer keeps float32."""
 
     def __post_init__(self) -> None:
-        require(
+        rule = rules_of(self, "model")
+        rule(
+            "path",
             bool(self.path) != (self.tiny is not None),
-            "model.path",
-            self.path,
             "exactly one of model.path and model.tiny",
             "Give the folder of a Hugging Face model with --model.path, or let the recipe make a tiny one.",
         )

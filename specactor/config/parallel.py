@@ -8,12 +8,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from ipaddress import ip_network
 
-from specactor.config.rules import require
+from specactor.config.rules import rules_of
 
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelConfig:
-    """How the policy is spread over the ranks of torchrun. Data parallelism takes what the others leave."""
+    """Spread of the policy over the ranks of torchrun. Data parallelism takes what the others leave."""
 
     tensor: int = 1
     """Tensor parallelism of the dense part (TP); sequence parallelism is on whenever it is > 1."""
@@ -48,29 +48,26 @@ class ParallelConfig:
     """Longest wait in one collective."""
 
     def __post_init__(self) -> None:
+        rule = rules_of(self, "parallel")
         for name in ("tensor", "pipeline", "expert", "expert_tensor", "context", "engines", "engine_tensor"):
-            value = getattr(self, name)
-            require(value >= 1, f"parallel.{name}", value, ">= 1", "Use 1 to switch this kind of parallelism off.")
-        require(self.drafters >= 0, "parallel.drafters", self.drafters, ">= 0", "Use 0 for none.")
-        require(
+            rule(name, getattr(self, name) >= 1, ">= 1", "Use 1 to switch this kind of parallelism off.")
+        rule("drafters", self.drafters >= 0, ">= 0", "Use 0 for none.")
+        rule(
+            "drafter_hosts",
             len(set(self.drafter_hosts)) == len(self.drafter_hosts) and min(self.drafter_hosts, default=0) >= 0,
-            "parallel.drafter_hosts",
-            self.drafter_hosts,
             "numbers of hosts from 0 on, every one once",
             "Leave it out to give each host drafters of its own.",
         )
-        require(
+        rule(
+            "drafter_network",
             self.drafter_network == "" or (bool(self.drafter_hosts) and _is_network(self.drafter_network)),
-            "parallel.drafter_network",
-            self.drafter_network,
             "a network such as 10.1.0.0/16, with parallel.drafter_hosts",
             "Leave it out to have it found.",
         )
-        require(self.timeout_s > 0, "parallel.timeout_s", self.timeout_s, "> 0", "Give seconds, for example 600.")
-        require(
+        rule("timeout_s", self.timeout_s > 0, "> 0", "Give seconds, for example 600.")
+        rule(
+            "virtual_pipeline",
             self.virtual_pipeline is None or (self.virtual_pipeline >= 2 and self.pipeline >= 2),
-            "parallel.virtual_pipeline",
-            self.virtual_pipeline,
             ">= 2, with parallel.pipeline >= 2",
             "Leave it out, or use pipeline parallelism.",
         )

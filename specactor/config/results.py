@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from specactor.config.rules import require
+from specactor.config.rules import rules_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,8 +20,9 @@ class CheckpointConfig:
     """Write the final policy in Hugging Face format."""
 
     def __post_init__(self) -> None:
-        require(self.every >= 0, "checkpoint.every", self.every, ">= 0", "Use 0 to save only at the end.")
-        require(self.keep >= 1, "checkpoint.keep", self.keep, ">= 1", "At least the newest must be kept.")
+        rule = rules_of(self, "checkpoint")
+        rule("every", self.every >= 0, ">= 0", "Use 0 to save only at the end.")
+        rule("keep", self.keep >= 1, ">= 1", "At least the newest must be kept.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,27 +35,28 @@ class EvalConfig:
     """Also evaluate after every this many RL steps; 0: only before and after."""
 
     def __post_init__(self) -> None:
-        require(self.problems >= 0, "eval.problems", self.problems, ">= 0", "Use 0 for no evaluation.")
-        require(self.every >= 0, "eval.every", self.every, ">= 0", "Use 0 for before and after only.")
+        rule = rules_of(self, "eval")
+        rule("problems", self.problems >= 0, ">= 0", "Use 0 for no evaluation.")
+        rule("every", self.every >= 0, ">= 0", "Use 0 for before and after only.")
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrackingConfig:
-    """Where metrics go besides ``metrics.jsonl``."""
+    """Metrics go to ``metrics.jsonl``, and to wandb."""
 
     wandb: Literal["auto", "online", "offline", "off"] = "auto"
     """auto: online where a key is configured, else offline."""
     project: str = "specactor"
     """wandb project."""
+    record: Literal["off", "sampled", "full"] = "sampled"
+    """What is kept of every step for ``specactor replay`` and ``specactor diff``: digests of all samples and weights,
+    and tokens and log-probabilities of one sample in 16 (sampled), of all (full), or nothing (off)."""
     trace: tuple[int, ...] = ()
     """RL steps, from 1, of which the run's folder gets a trace for ui.perfetto.dev: the trainer's phases, and the
     rounds of engines with speculation and of drafter processes."""
 
     def __post_init__(self) -> None:
-        require(
-            all(step >= 1 for step in self.trace),
-            "tracking.trace",
-            self.trace,
-            "steps >= 1",
-            "The first RL step is 1. Use () for no trace.",
+        rule = rules_of(self, "tracking")
+        rule(
+            "trace", all(step >= 1 for step in self.trace), "steps >= 1", "The first RL step is 1. Use () for no trace."
         )

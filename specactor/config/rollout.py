@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Literal
 
 from specactor.config.engine import EngineConfig
-from specactor.config.rules import require
+from specactor.config.rules import rules_of
 from specactor.config.speculation import SpeculationConfig
 
 
@@ -39,6 +40,9 @@ class RolloutConfig:
     """Longest response in tokens."""
     engine: EngineConfig = field(default_factory=EngineConfig)
     speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
+    audit: Literal["off", "warn", "stop"] = "off"
+    """Whether a few responses of a step are begun again by another engine without drafts, for a hundredth of the time,
+    and what a difference does: a warning with the command that runs the step again, or the end of the run."""
     oversample: float = 1.0
     """Work at this many times prompts_per_step groups, and stop when prompts_per_step of them are complete; 1: off.
     Dropping the others favours prompts with short responses, unless `partial` keeps them. Which groups are complete
@@ -48,73 +52,40 @@ class RolloutConfig:
     version. Needs algorithm.tis_cap: each token keeps the log-probability under which it was sampled."""
 
     def __post_init__(self) -> None:
-        require(
-            self.prompts_per_step >= 1,
-            "rollout.prompts_per_step",
-            self.prompts_per_step,
-            ">= 1",
-            "Ask for at least one prompt.",
-        )
-        require(self.group_size >= 1, "rollout.group_size", self.group_size, ">= 1", "Ask for at least one response.")
-        require(
+        rule = rules_of(self, "rollout")
+        rule("prompts_per_step", self.prompts_per_step >= 1, ">= 1", "Ask for at least one prompt.")
+        rule("group_size", self.group_size >= 1, ">= 1", "Ask for at least one response.")
+        rule(
+            "temperature",
             self.temperature > 0,
-            "rollout.temperature",
-            self.temperature,
             "> 0",
             "Reinforcement learning needs samples; 1.0 is the policy itself.",
         )
-        require(
-            0 < self.top_p <= 1, "rollout.top_p", self.top_p, "in (0, 1]", "Use 1.0 to keep the whole distribution."
-        )
-        require(
-            self.top_k == -1 or self.top_k >= 1,
-            "rollout.top_k",
-            self.top_k,
-            "-1 or >= 1",
-            "Use -1 to keep the whole distribution.",
-        )
-        require(0 <= self.min_p <= 1, "rollout.min_p", self.min_p, "in [0, 1]", "Use 0 to keep all tokens.")
+        rule("top_p", 0 < self.top_p <= 1, "in (0, 1]", "Use 1.0 to keep the whole distribution.")
+        rule("top_k", self.top_k == -1 or self.top_k >= 1, "-1 or >= 1", "Use -1 to keep the whole distribution.")
+        rule("min_p", 0 <= self.min_p <= 1, "in [0, 1]", "Use 0 to keep all tokens.")
         for name in ("frequency_penalty", "presence_penalty"):
-            value = getattr(self, name)
-            require(-2 <= value <= 2, f"rollout.{name}", value, "in [-2, 2]", "Use 0 for no penalty.")
-        require(
-            0 < self.repetition_penalty <= 2,
-            "rollout.repetition_penalty",
-            self.repetition_penalty,
-            "in (0, 2]",
-            "Use 1 for no penalty.",
-        )
-        require(
+            rule(name, -2 <= getattr(self, name) <= 2, "in [-2, 2]", "Use 0 for no penalty.")
+        rule("repetition_penalty", 0 < self.repetition_penalty <= 2, "in (0, 2]", "Use 1 for no penalty.")
+        rule(
+            "oversample",
             1 <= self.oversample <= 10,
-            "rollout.oversample",
-            self.oversample,
             "in [1, 10]",
             "Use 1 for all groups that are asked for, or for example 1.25.",
         )
-        require(
+        rule(
+            "partial",
             not self.partial or self.oversample > 1,
-            "rollout.partial",
-            self.partial,
             "False with rollout.oversample = 1",
             "Set rollout.oversample to more than 1: else a step waits for all of its responses, and nothing is left.",
         )
-        require(all(self.stop), "rollout.stop", self.stop, "texts that are not empty", "Leave the empty one out.")
-        require(
-            min(self.stop_token_ids, default=0) >= 0,
-            "rollout.stop_token_ids",
-            self.stop_token_ids,
-            ">= 0 each",
-            "Use ids of the model's tokenizer.",
+        rule("stop", all(self.stop), "texts that are not empty", "Leave the empty one out.")
+        rule(
+            "stop_token_ids", min(self.stop_token_ids, default=0) >= 0, ">= 0 each", "Use ids of the model's tokenizer."
         )
-        require(
-            self.max_new_tokens >= 1,
-            "rollout.max_new_tokens",
-            self.max_new_tokens,
-            ">= 1",
-            "Ask for at least one token.",
-        )
+        rule("max_new_tokens", self.max_new_tokens >= 1, ">= 1", "Ask for at least one token.")
 
     @property
     def has_penalties(self) -> bool:
-        """Whether a token's distribution depends on how often tokens were emitted."""
+        """Return whether a token's distribution depends on how often tokens were emitted."""
         return (self.frequency_penalty, self.presence_penalty, self.repetition_penalty) != (0.0, 0.0, 1.0)

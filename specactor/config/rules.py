@@ -1,14 +1,15 @@
 """The form of every rule on a setting. PURE.
 
-What is wrong is one `ConfigError` of one line, with the dotted path of the setting, its value, what was expected, and
-the way out.
+What is wrong is one `ConfigError` of one line, with the setting's dotted path, its value, what was expected, and the
+way out.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import fields, is_dataclass
+from operator import attrgetter
 from string import Formatter
 
 from specactor.errors import ConfigError
@@ -20,14 +21,22 @@ def require(ok: bool, name: str, got: object, expected: str, remedy: str) -> Non
         raise ConfigError.at(name, got, expected, remedy)
 
 
+def rules_of(section: object, path: str = "") -> Callable[[str, bool, str, str], None]:
+    """Return a function (name, ok, expected, remedy) that raises ConfigError for a setting of the section unless `ok`.
+    The value that the error shows is read from the section. `path` is the section's own, in a recipe."""
+
+    def rule(name: str, ok: bool, expected: str, remedy: str) -> None:
+        require(ok, f"{path}.{name}".removeprefix("."), attrgetter(name)(section), expected, remedy)
+
+    return rule
+
+
 MAY_BE_INFINITE = ("train.max_logprob_gap", "distillation.max_time_share")
 
 
 def check_values(value: object, name: str = "") -> None:
     """Raise ConfigError for a number that is none, or is infinite where that says nothing, and for a NUL in a text.
-
-    Sections, lists and mappings are looked into. `name` is the dotted path of the value in a recipe.
-    """
+    Sections, lists and mappings are looked into. `name` is the dotted path of the value in a recipe."""
     if is_dataclass(value):
         for item in fields(value):
             check_values(getattr(value, item.name), f"{name}.{item.name}".removeprefix("."))
@@ -45,12 +54,11 @@ def check_values(value: object, name: str = "") -> None:
         require("\0" not in value, name, value, "a text without NUL characters", "Leave them out.")
 
 
-COMPACT = "compact"
-"""{name:compact} in a template is the text without its blanks."""
+COMPACT = "compact"  # {name:compact} in a template is the text without its blanks
 
 
 def is_template(text: str) -> bool:
-    """Whether `text` has at least one {name}, and no replacement field that is more than a name, or {name:compact}."""
+    """Return whether `text` has a {name}, and no replacement field that is more than a name, or {name:compact}."""
     try:
         parts = [part[1:] for part in Formatter().parse(text) if part[1] is not None]
     except ValueError:

@@ -12,7 +12,7 @@ from specactor.config.model import ModelConfig
 from specactor.config.parallel import ParallelConfig
 from specactor.config.results import CheckpointConfig, EvalConfig, TrackingConfig
 from specactor.config.rollout import RolloutConfig
-from specactor.config.rules import check_values, require
+from specactor.config.rules import check_values, rules_of
 from specactor.config.speculation import WARM_UP
 from specactor.config.train import TrainConfig, WarmupConfig
 
@@ -46,7 +46,7 @@ class Config:
 
     @property
     def lends_devices(self) -> bool:
-        """Whether drafters sleep on the devices of engines, and have none of their own."""
+        """Return whether drafters sleep on the devices of engines, and have none of their own."""
         return self.rollout.speculation.is_decoupled and self.parallel.drafters == 0
 
     def __post_init__(self) -> None:
@@ -58,60 +58,55 @@ class Config:
         self._check_sizes()
 
     def _check_name_and_seed(self) -> None:
-        """What names the run, and what it draws from."""
-        require(
-            self.name not in ("", ".", "..") and "/" not in self.name,
+        rule = rules_of(self)
+        rule(
             "name",
-            self.name,
+            self.name not in ("", ".", "..") and "/" not in self.name,
             "a folder name without '/', and not '.' or '..'",
             "Put the folder above it in --output-dir.",
         )
-        require(0 <= self.seed < 2**31, "seed", self.seed, "0..2**31-1", "Choose a non-negative seed.")
+        rule("seed", 0 <= self.seed < 2**31, "0..2**31-1", "Choose a non-negative seed.")
 
     def _check_groups(self) -> None:
-        """Groups of responses can be split into updates, micro-batches and what is left out."""
-        require(
-            self.rollout.group_size >= 2,
+        """Check that groups of responses can be split into updates and micro-batches."""
+        rule = rules_of(self)
+        rule(
             "rollout.group_size",
-            self.rollout.group_size,
+            self.rollout.group_size >= 2,
             f">= 2 with algorithm.advantage = {self.algorithm.advantage}",
             "Advantages compare the responses of a group.",
         )
-        require(
-            self.rollout.prompts_per_step % self.train.updates_per_step == 0,
+        rule(
             "train.updates_per_step",
-            self.train.updates_per_step,
+            self.rollout.prompts_per_step % self.train.updates_per_step == 0,
             f"a divisor of rollout.prompts_per_step = {self.rollout.prompts_per_step}",
             "Groups are never split between updates.",
         )
-        require(
-            self.algorithm.overlong_buffer < self.rollout.max_new_tokens,
+        rule(
             "algorithm.overlong_buffer",
-            self.algorithm.overlong_buffer,
+            self.algorithm.overlong_buffer < self.rollout.max_new_tokens,
             f"< rollout.max_new_tokens = {self.rollout.max_new_tokens}",
             "Shorten the buffer.",
         )
-        require(
-            self.train.tokens_per_microbatch > self.rollout.max_new_tokens,
+        rule(
             "train.tokens_per_microbatch",
-            self.train.tokens_per_microbatch,
+            self.train.tokens_per_microbatch > self.rollout.max_new_tokens,
             f"> rollout.max_new_tokens = {self.rollout.max_new_tokens}",
             "One micro-batch must hold the longest prompt and response.",
         )
-        require(
-            not (self.algorithm.dynamic_sampling and self.rollout.oversample > 1),
+        rule(
             "rollout.oversample",
-            self.rollout.oversample,
+            not (self.algorithm.dynamic_sampling and self.rollout.oversample > 1),
             "1 with algorithm.dynamic_sampling",
             "Both decide which groups are learned from: use one of the two.",
         )
 
     def _check_rollout(self) -> None:
-        """What the engines do can be learned from, and there are enough of them."""
-        require(
-            not self.rollout.partial or self.algorithm.tis_cap is not None,
+        """Check that what engines sample can be learned from."""
+        rule = rules_of(self)
+        rule(
             "algorithm.tis_cap",
-            self.algorithm.tis_cap,
+            not self.rollout.partial or self.algorithm.tis_cap is not None,
             "a cap with rollout.partial",
             "Tokens of older policies need importance sampling: set it, for example to 2.0.",
         )
@@ -120,77 +115,70 @@ class Config:
             for name, off in (("frequency_penalty", 0), ("presence_penalty", 0), ("repetition_penalty", 1))
             if getattr(self.rollout, name) != off
         }
-        require(
-            not penalties or self.train.max_logprob_gap == float("inf"),
+        rule(
             "train.max_logprob_gap",
-            self.train.max_logprob_gap,
+            not penalties or self.train.max_logprob_gap == float("inf"),
             f"inf with {', '.join(penalties)}",
             "The engine's log-probabilities hold the penalties, the trainer's do not: leave the penalties out.",
         )
 
     def _check_drafting(self) -> None:
-        """Who drafts has somebody who verifies, and who learns has somebody who drafts."""
+        """Check that drafters, their devices and their training go together."""
+        rule = rules_of(self)
         decoupled = self.rollout.speculation.is_decoupled
-        require(
-            not self.parallel.drafter_hosts or self.parallel.drafters > 0,
+        rule(
             "parallel.drafter_hosts",
-            self.parallel.drafter_hosts,
+            not self.parallel.drafter_hosts or self.parallel.drafters > 0,
             "its default with parallel.drafters 0",
             "Leave it out, or set parallel.drafters.",
         )
-        require(
-            decoupled or self.parallel.drafters == 0,
+        rule(
             "parallel.drafters",
-            self.parallel.drafters,
+            decoupled or self.parallel.drafters == 0,
             "0, since nothing is drafted in them",
             "Set it together with mode decoupled, or decoupled among the drafters, of rollout.speculation.",
         )
-        require(
-            not self.lends_devices or self.parallel.engines >= 2,
+        rule(
             "parallel.drafters",
-            self.parallel.drafters,
+            not self.lends_devices or self.parallel.engines >= 2,
             ">= 1, since decoupled is among the drafters",
             "With parallel.engines >= 2 it may be 0: then an engine that has run dry lends its device.",
         )
         refresh, drafting = self.distillation.refresh, self.rollout.speculation
-        require(
-            drafting.draft_model != WARM_UP or bool(self.warmup.solver),
+        rule(
             "rollout.speculation.draft_model",
-            drafting.draft_model,
+            drafting.draft_model != WARM_UP or bool(self.warmup.solver),
             "a folder where warmup.solver is empty",
             "Make a draft model with specactor drafter init, or set warmup.solver.",
         )
-        require(
-            refresh == "off" or (drafting.mode != "off" and bool({"model", "decoupled"} & {*drafting.draft_methods})),
+        rule(
             "distillation.refresh",
-            refresh,
+            refresh == "off" or (drafting.mode != "off" and bool({"model", "decoupled"} & {*drafting.draft_methods})),
             f"off with rollout.speculation.mode {drafting.mode} and drafters {drafting.draft_methods}",
             "Only a draft model learns: name model or decoupled among rollout.speculation.drafters.",
         )
 
     def _check_sizes(self) -> None:
-        """What is asked for fits into what there is."""
+        """Check that caches, data and contexts have room for what is asked."""
+        rule = rules_of(self)
         cache = self.rollout.engine.max_total_tokens
-        require(
-            cache is None or cache > self.rollout.max_new_tokens,
+        rule(
             "rollout.engine.max_total_tokens",
-            cache,
+            cache is None or cache > self.rollout.max_new_tokens,
             f"> rollout.max_new_tokens = {self.rollout.max_new_tokens}",
             "The KV cache must hold at least one whole response: enlarge it, or use None.",
         )
-        require(
-            bool(self.data.eval) or self.eval.problems == 0 or not is_file(self.data.train),
+        rule(
             "data.eval",
-            self.data.eval,
+            bool(self.data.eval) or self.eval.problems == 0 or not is_file(self.data.train),
             f"a file with held-out problems, with eval.problems {self.eval.problems}",
             "Give one, or use eval.problems 0.",
         )
-        require(self.eval.problems <= EVAL_SEED, "eval.problems", self.eval.problems, f"<= {EVAL_SEED}", "Use fewer.")
+        rule("eval.problems", self.eval.problems <= EVAL_SEED, f"<= {EVAL_SEED}", "Use fewer.")
         tiny = self.model.tiny
-        require(
-            tiny is None or self.rollout.max_new_tokens < tiny.max_position,
+        rule(
             "rollout.max_new_tokens",
-            self.rollout.max_new_tokens,
+            tiny is None or self.rollout.max_new_tokens < tiny.max_position,
             f"< the model's context length {tiny.max_position if tiny else ''}",
             "Shorten the responses, or give the folder of a model with --model.path.",
         )

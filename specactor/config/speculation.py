@@ -9,16 +9,12 @@ from dataclasses import dataclass
 from typing import Literal
 
 from specactor.config.engine import INEXACT
-from specactor.config.rules import require
+from specactor.config.rules import require, rules_of
 
-MAX_WINDOW = 16
-"""Draft tokens per request and round."""
-DRAFTERS = "suffix, model, decoupled, or package.module:Class"
-"""What `rollout.speculation.drafters` may name."""
-WARM_UP = "warm-up"
-"""As `rollout.speculation.draft_model`: the one that the warm-up makes."""
-SGLANG_DRAFTERS = ("eagle", "eagle3", "mtp", "nextn", "standalone")
-"""Draft methods of SGLang that are refused by name."""
+MAX_WINDOW = 16  # draft tokens per request and round
+DRAFTERS = "suffix, model, decoupled, or package.module:Class"  # what `rollout.speculation.drafters` may name
+WARM_UP = "warm-up"  # as `rollout.speculation.draft_model`: the one that the warm-up makes
+SGLANG_DRAFTERS = ("eagle", "eagle3", "mtp", "nextn", "standalone")  # SGLang's, refused by name
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,40 +55,34 @@ class SpeculationConfig:
 
     @property
     def is_decoupled(self) -> bool:
-        """Whether processes of their own draft."""
+        """Return whether processes of their own draft."""
         return self.mode != "off" and "decoupled" in self.draft_methods
 
     @property
     def drafts_in_engine(self) -> bool:
-        """Whether engines hold the draft model."""
+        """Return whether engines hold the draft model."""
         return bool(self.draft_model) and (not self.is_decoupled or "model" in self.drafters)
 
     def __post_init__(self) -> None:
-        require(
+        rule = rules_of(self, "rollout.speculation")
+        rule(
+            "max_window",
             1 <= self.max_window <= MAX_WINDOW,
-            "rollout.speculation.max_window",
-            self.max_window,
             f"1..{MAX_WINDOW}",
             "Use rollout.speculation.mode off to disable speculation.",
         )
-        require(
+        rule(
+            "window",
             self.window is None or 0 <= self.window <= self.max_window,
-            "rollout.speculation.window",
-            self.window,
             f"None or 0..{self.max_window} (rollout.speculation.max_window)",
             "Use None to have it chosen.",
         )
-        require(
-            bool(self.drafters),
-            "rollout.speculation.drafters",
-            self.drafters,
-            "at least one",
-            "Use rollout.speculation.mode off to disable speculation.",
+        rule(
+            "drafters", bool(self.drafters), "at least one", "Use rollout.speculation.mode off to disable speculation."
         )
-        require(
+        rule(
+            "fastest_of",
             self.fastest_of >= 1 and (self.fastest_of == 1 or self.mode in ("auto", "off")),
-            "rollout.speculation.fastest_of",
-            self.fastest_of,
             f">= 1, and 1 in rollout.speculation.mode {self.mode}" if self.mode in ("coupled", "decoupled") else ">= 1",
             "Use mode auto for more than one method at once.",
         )
@@ -104,25 +94,17 @@ class SpeculationConfig:
             DRAFTERS,
             f"{INEXACT.removesuffix('Use rollout.speculation.')}A draft model is used with the drafter model.",
         )
-        require(
-            len(set(self.drafters)) == len(self.drafters),
-            "rollout.speculation.drafters",
-            self.drafters,
-            "every name once",
-            "Remove the second one.",
-        )
-        require(
+        rule("drafters", len(set(self.drafters)) == len(self.drafters), "every name once", "Remove the second one.")
+        rule(
+            "drafters",
             self.mode != "coupled" or "decoupled" not in self.drafters,
-            "rollout.speculation.drafters",
-            self.drafters,
             "no decoupled in rollout.speculation.mode coupled",
             "Use mode decoupled, or auto.",
         )
         for name in ("model", "decoupled"):
-            require(
+            rule(
+                "draft_model",
                 name not in self.draft_methods or bool(self.draft_model),
-                "rollout.speculation.draft_model",
-                self.draft_model,
                 f"a folder, since {name} is among the drafters",
                 f"Name a model, or take {name} out of rollout.speculation.drafters and mode.",
             )

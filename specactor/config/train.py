@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from specactor.config.rules import require
+from specactor.config.rules import rules_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,28 +20,21 @@ class WarmupConfig:
     """One per stage, decayed linearly to a tenth within the stage."""
 
     def __post_init__(self) -> None:
-        require(
+        rule = rules_of(self, "warmup")
+        rule(
+            "learning_rates",
             len(self.steps) == len(self.learning_rates),
-            "warmup.learning_rates",
-            self.learning_rates,
             f"one per stage ({len(self.steps)} in warmup.steps)",
             "Give both lists the same length.",
         )
-        require(
+        rule(
+            "solver",
             not self.solver or (":" in self.solver and bool(self.steps)),
-            "warmup.solver",
-            self.solver,
             "module:function, with at least one stage in warmup.steps",
             "Write the import path with a colon, or leave it empty to skip the warm-up.",
         )
-        require(min(self.steps, default=1) >= 1, "warmup.steps", self.steps, ">= 1 each", "Leave a stage out instead.")
-        require(
-            min(self.learning_rates, default=1) > 0,
-            "warmup.learning_rates",
-            self.learning_rates,
-            "> 0 each",
-            "Use for example 1e-3.",
-        )
+        rule("steps", min(self.steps, default=1) >= 1, ">= 1 each", "Leave a stage out instead.")
+        rule("learning_rates", min(self.learning_rates, default=1) > 0, "> 0 each", "Use for example 1e-3.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,31 +67,21 @@ class TrainConfig:
     """Largest |engine - trainer| log-probability of a sampled token before the run stops. 1e-4 holds in float32."""
 
     def __post_init__(self) -> None:
-        require(self.steps >= 0, "train.steps", self.steps, ">= 0", "Use 0 to stop after the warm-up.")
-        require(self.learning_rate > 0, "train.learning_rate", self.learning_rate, "> 0", "Use for example 1e-6.")
-        require(
+        rule = rules_of(self, "train")
+        rule("steps", self.steps >= 0, ">= 0", "Use 0 to stop after the warm-up.")
+        rule("learning_rate", self.learning_rate > 0, "> 0", "Use for example 1e-6.")
+        rule(
+            "min_learning_rate",
             0 <= self.min_learning_rate <= self.learning_rate,
-            "train.min_learning_rate",
-            self.min_learning_rate,
             f"between 0 and train.learning_rate = {self.learning_rate}",
             "Lower it.",
         )
-        require(self.warmup_steps >= 0, "train.warmup_steps", self.warmup_steps, ">= 0", "Use 0 for none.")
-        require(self.updates_per_step >= 1, "train.updates_per_step", self.updates_per_step, ">= 1", "Use 1.")
-        require(self.weight_decay >= 0, "train.weight_decay", self.weight_decay, ">= 0", "Use 0 for none.")
-        require(
-            all(0 <= beta < 1 for beta in self.adam_betas),
-            "train.adam_betas",
-            self.adam_betas,
-            "in [0, 1) each",
-            "Use for example 0.9 0.95.",
+        rule("warmup_steps", self.warmup_steps >= 0, ">= 0", "Use 0 for none.")
+        rule("updates_per_step", self.updates_per_step >= 1, ">= 1", "Use 1.")
+        rule("weight_decay", self.weight_decay >= 0, ">= 0", "Use 0 for none.")
+        rule(
+            "adam_betas", all(0 <= beta < 1 for beta in self.adam_betas), "in [0, 1) each", "Use for example 0.9 0.95."
         )
-        require(self.grad_clip > 0, "train.grad_clip", self.grad_clip, "> 0", "Use for example 1.0.")
-        require(
-            self.tokens_per_microbatch >= 1,
-            "train.tokens_per_microbatch",
-            self.tokens_per_microbatch,
-            ">= 1",
-            "It must hold the longest sequence.",
-        )
-        require(self.max_logprob_gap > 0, "train.max_logprob_gap", self.max_logprob_gap, "> 0", "Use inf for no bound.")
+        rule("grad_clip", self.grad_clip > 0, "> 0", "Use for example 1.0.")
+        rule("tokens_per_microbatch", self.tokens_per_microbatch >= 1, ">= 1", "It must hold the longest sequence.")
+        rule("max_logprob_gap", self.max_logprob_gap > 0, "> 0", "Use inf for no bound.")

@@ -1,13 +1,7 @@
-"""Core attention for Megatron's local layer spec with packed sequences and context parallelism.
+"""Core attention for Megatron's local layer spec with packed sequences and context parallelism, unlike Megatron's.
 
-Megatron's own takes neither (it leaves them to TransformerEngine). Shapes: T packed tokens on this rank, H query heads,
-G key-value heads, D head size, C ranks of the context-parallel group, B sequences of a bucket, L and K padded query
-and key lengths. Under context parallelism every sequence is cut into 2C chunks and rank r holds chunks r and
-2C-1-r (TransformerEngine's layout); keys and values are gathered from the group.
-
-Sequences of similar length are padded to a bucket and attended in one call: with 64 sequences of 30-60 tokens, forward
-and backward take 0.4 times as long as a loop over sequences. Bucket indices are made once per micro-batch and shared
-by all layers.
+Shapes: T packed tokens on this rank, H query heads, G key-value heads, D head size, B sequences of a bucket, L and K
+padded query and key lengths.
 """
 
 # ruff: noqa: N815 - tensor fields carry shape suffixes
@@ -25,8 +19,7 @@ from megatron.core.transformer.dot_product_attention import DotProductAttention
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-MAX_WASTE = 0.3
-"""A bucket takes shorter sequences while padding stays under this share of it."""
+MAX_WASTE = 0.3  # most padding of a bucket; one call per bucket takes 0.4 of a loop over 64 sequences of 30-60 tokens
 
 
 @dataclass(frozen=True)
@@ -35,19 +28,17 @@ class Bucket:
 
     query_rows_BL: Tensor
     key_rows_BK: Tensor
-    mask_B1LK: Tensor | None
-    """True where a query may look; None: plain causal."""
+    mask_B1LK: Tensor | None  # true where a query may look; None: plain causal
 
 
 @dataclass(frozen=True)
 class PackedPlan:
     buckets: list[Bucket]
-    output_rows_T: Tensor
-    """Where each packed token's output is in the buckets' padded outputs, one bucket after the other."""
+    output_rows_T: Tensor  # each packed token's row in the buckets' padded outputs, one after the other
 
 
 def bucket_lengths(lengths: list[int]) -> list[list[int]]:
-    """Indices of sequences per bucket, longest first; every non-empty sequence is in exactly one. PURE."""
+    """Return the sequences of each bucket, longest first; every non-empty sequence is in exactly one. PURE."""
     buckets: list[list[int]] = []
     real = 0
     for index in sorted((i for i, n in enumerate(lengths) if n), key=lambda i: (-lengths[i], i)):
@@ -96,10 +87,8 @@ def _context_mask(offset_L: Tensor, lengths_B1: Tensor, ranks: int, rank: int) -
 
 
 def positions(offset: Tensor, length: Tensor, ranks: int, rank: int) -> Tensor:
-    """Position in its sequence of the token at `offset` among the `length` tokens that `rank` holds of it.
-
-    The rank holds the 2 * ranks chunks' number `rank` and number 2 * ranks - 1 - rank. The arguments broadcast.
-    """
+    """Position in its sequence of the token at `offset` among the `length` tokens that `rank` holds of it. The rank
+    holds the 2 * ranks chunks' number `rank` and number 2 * ranks - 1 - rank. The arguments broadcast."""
     if ranks == 1:
         return offset + torch.zeros_like(length)
     chunk = length // 2
@@ -110,7 +99,7 @@ _plans: Any = WeakTensorKeyDictionary()
 
 
 def _plan(cu_seqlens: Tensor, ranks: int, rank: int) -> PackedPlan:
-    """Cached per micro-batch: all its layers share one tensor of boundaries."""
+    """Return the plan of a micro-batch, cached: all its layers share one tensor of boundaries."""
     plan = _plans.get(cu_seqlens)
     if plan is None:
         plan = _plans[cu_seqlens] = plan_packed(cu_seqlens.tolist(), ranks, rank, cu_seqlens.device)
@@ -152,7 +141,7 @@ class PackedAttention(DotProductAttention):  # type: ignore[misc]
         return (torch.cat(padded) if len(padded) > 1 else padded[0]).index_select(0, plan.output_rows_T)
 
     def _attend(self, bucket: Bucket, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Outputs (B * L, H * D), padding included."""
+        """Return outputs (B * L, H * D), padding included."""
 
         def rows(tensor: Tensor, index: Tensor) -> Tensor:
             picked = tensor.index_select(0, index.flatten())

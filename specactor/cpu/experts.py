@@ -1,8 +1,7 @@
 """Experts of Megatron's local layer spec, without a Python module call per expert and token group.
 
-Same parameters, names and checkpoints as Megatron's `SequentialMLP`; only the arithmetic of a forward pass is
-arranged differently: two grouped linear maps with one activation over all experts' tokens between them.
-Shapes: T tokens sorted by expert, I and O the inner sizes of one linear map, E local experts.
+Parameters, names and checkpoints are those of Megatron's `SequentialMLP`. Shapes: T tokens sorted by expert, I and O
+the inner sizes of one linear map, E local experts.
 """
 
 from __future__ import annotations
@@ -17,10 +16,8 @@ from torch import Tensor
 
 
 class GroupedLinear(torch.autograd.Function):
-    """y[t] = W[e(t)] x[t], the first ``counts[0]`` tokens going to expert 0, and so on.
-
-    Arguments of ``apply``: x_TI, counts (E ints that sum to T), then E weights of shape (O, I). Returns y_TO.
-    """
+    """y[t] = W[e(t)] x[t], the first ``counts[0]`` tokens going to expert 0, and so on. Arguments of ``apply``: x_TI,
+    counts (E ints that sum to T), then E weights of shape (O, I). Returns y_TO."""
 
     @staticmethod
     def forward(ctx: Any, x_TI: Tensor, counts: list[int], *weights_OI: Tensor) -> Tensor:
@@ -65,5 +62,5 @@ class GroupedExperts(SequentialMLP):  # type: ignore[misc]
 
 
 def grouped_mlp_modules(self: Any, moe_use_grouped_gemm: bool, moe_use_legacy_grouped_gemm: bool) -> tuple[Any, Any]:
-    """What `LocalSpecProvider.grouped_mlp_modules` returns instead."""
+    """Return our experts in place of `LocalSpecProvider.grouped_mlp_modules`'."""
     return GroupedExperts, MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)

@@ -1,18 +1,8 @@
 """The unmodified megatron-core wheel without TransformerEngine: every change to its private names is here.
 
-Call `install` before the first ``import megatron.core``. Where there is no GPU it maps ``torch.cuda`` to the CPU
-(`install_torch`). There, and on a GPU without TransformerEngine, it closes the gaps of Megatron's own paths:
-
-- attention: packed sequences and context parallelism (`specactor.cpu.attention`), rotary embedding of packed sequences;
-- mixture of experts: split sizes are converted only for CUDA tensors; a name is undefined; no grouped linear maps;
-- norms: refused under sequence parallelism, though only their gradients need to be marked;
-- optimizer: torch's Adam keeps a step tensor per parameter, which a checkpoint load would share between all of them.
-
-What ``torch.cuda`` means on a CPU: its stateful API means the CPU (device, random state) or nothing (streams, events,
-synchronisation); "cuda" as a device argument means "cpu"; gaps of the gloo backend are filled.
-
-The changes are process-wide. In a process that ran `install` without a GPU, transformers' own MoE models are not to be
-trusted: compute references in another process.
+Call `install` before the first ``import megatron.core``. Without a GPU it maps ``torch.cuda`` to the CPU
+(`install_torch`). The changes are process-wide: afterwards transformers' own MoE models are not to be trusted, so
+references are computed in another process.
 """
 
 from __future__ import annotations
@@ -33,25 +23,10 @@ from specactor.cpu import torchvision_ops
 
 CPU = torch.device("cpu")
 
-_FACTORIES = [
-    "tensor",
-    "zeros",
-    "ones",
-    "empty",
-    "full",
-    "rand",
-    "randn",
-    "randint",
-    "arange",
-    "zeros_like",
-    "ones_like",
-    "empty_like",
-    "full_like",
-    "rand_like",
-    "as_tensor",
-    "linspace",
-    "eye",
-]
+_FACTORIES = (
+    "tensor zeros ones empty full rand randn randint arange zeros_like ones_like empty_like full_like rand_like "
+    "as_tensor linspace eye"
+)
 _METHODS = ["new_zeros", "new_ones", "new_empty", "new_full", "new_tensor"]
 
 _state = {"installed": False}
@@ -81,7 +56,7 @@ def install() -> None:
 
 
 def _import_core() -> None:
-    """Without wandb, which Megatron's inference engine would log to: it takes a second."""
+    """Import Megatron without wandb, which its inference engine would log to: it takes a second."""
     had_wandb = "wandb" in sys.modules
     sys.modules.setdefault("wandb", None)  # type: ignore[arg-type]
     try:
@@ -103,6 +78,8 @@ def _install_rng() -> None:
 
 
 def _install_splits() -> None:
+    """Convert split sizes without CUDA, too."""
+
     def to_numpy(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
         return tensor.cpu().numpy() if torch.is_tensor(tensor) and as_numpy else tensor
 
@@ -111,6 +88,7 @@ def _install_splits() -> None:
 
 
 def _install_experts() -> None:
+    """Define a name that upstream does not, and bring grouped linear maps."""
     module = _module("transformer.moe.moe_utils")
     if not hasattr(module, "te_general_gemm"):
         replace(module, "te_general_gemm", None)
@@ -141,7 +119,7 @@ def _install_attention() -> None:
 
 
 def _install_checkpoint() -> None:
-    """Loading a checkpoint into torch's Adam (TransformerEngine's and apex's keep the step elsewhere)."""
+    """Make checkpoints load into torch's Adam (TransformerEngine's and apex's keep the step elsewhere)."""
     owner = _module("optimizer.distrib_optimizer").DistributedOptimizer
     set_states, load = owner._set_main_param_and_optimizer_states, owner.load_state_dict
 
@@ -288,7 +266,7 @@ def _on_cpu(factory: Callable[..., Any]) -> Callable[..., Any]:
 
 def _install_devices() -> None:
     tensor = torch.Tensor
-    for name in _FACTORIES:
+    for name in _FACTORIES.split():
         replace(torch, name, _on_cpu(getattr(torch, name)))
     for name in _METHODS:
         replace(tensor, name, _on_cpu(getattr(tensor, name)))

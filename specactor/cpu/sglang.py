@@ -11,10 +11,8 @@ _TORCHRUN_PREFIXES = ("TORCHELASTIC_", "TORCH_NCCL_", "GROUP_", "LOCAL_", "ROLE_
 
 
 def environment(cores: Sequence[int | str] = ()) -> dict[str, str]:
-    """Variables for a process that hosts an engine without a GPU, on top of the inherited ones.
-
-    `cores` holds one core per tensor-parallel rank; SGLang refuses several ranks on one NUMA node without the list.
-    """
+    """Variables for a process that hosts an engine without a GPU, on top of the inherited ones. `cores` holds one core
+    per tensor-parallel rank; SGLang refuses several ranks on one NUMA node without the list."""
     inherited = os.environ.get("PYTHONPATH")
     variables = {
         "PYTHONPATH": os.pathsep.join([str(SHIMS), *([inherited] if inherited else [])]),
@@ -33,9 +31,7 @@ def environment(cores: Sequence[int | str] = ()) -> dict[str, str]:
 
 def process_environment(devices: Sequence[int | str]) -> dict[str, str]:
     """The whole environment of a process that hosts an engine on these devices: GPUs if the machine has any, or cores.
-
-    What torchrun tells its ranks is left out: an engine is a world of its own.
-    """
+    What torchrun tells its ranks is left out: an engine is a world of its own."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(_TORCHRUN_PREFIXES)}
     if has_gpu():
         return {**kept, **gpu_environment(devices), "SGLANG_PLUGINS": "specactor"}
@@ -65,7 +61,7 @@ def gpu_environment(devices: Sequence[int | str]) -> dict[str, str]:
 
 
 def has_gpu() -> bool:
-    """Whether engines have NVIDIA GPUs. `torch.cuda` is not asked: a trainer without one may have replaced it."""
+    """Return whether engines have NVIDIA GPUs, without `torch.cuda`, which a trainer may have replaced."""
     if os.environ.get("CUDA_VISIBLE_DEVICES") == "" or not Path("/dev/nvidiactl").exists():
         return False
     import torch  # which takes seconds, and is not needed where there is no driver

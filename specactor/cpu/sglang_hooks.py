@@ -12,8 +12,7 @@ import torch
 
 from specactor.cpu import sglang_ops
 
-TILES = "tiles"
-"""The attention backend that reads keys once for up to eight rows of a request. Its bits are not torch_native's."""
+TILES = "tiles"  # attention backend that reads keys once for up to eight rows; its bits are not torch_native's
 
 
 def install() -> None:
@@ -112,7 +111,7 @@ def _install_attention() -> None:
 
 def _tiled(batched: Any) -> type:
     class TiledAttention(batched):  # type: ignore[misc]
-        """The same kernel over tiles, for plain rounds and verifications alike."""
+        """Batched attention over tiles, for plain rounds and verifications alike."""
 
         def _place(self, batch: Any) -> None:
             table = self.req_to_token_pool.req_to_token

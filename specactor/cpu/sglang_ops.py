@@ -1,16 +1,10 @@
-"""Arithmetic of SGLang's decoding on a CPU: sampling noise, attention over the KV pool, experts, small matrix products.
+"""Arithmetic of SGLang's decoding on a CPU: noise, attention over the KV pool, experts, small matrix products.
 
-Invariants, each with a test in tests/cpu/test_sglang_ops.py:
-- `murmur_hash32` is MurmurHash3 (32 bit, length 16) of the blocks (seed low, seed high, position, column);
-- every function gives the same bits for a request whatever other requests are computed beside it.
+Invariant: every function gives a request the same bits whatever is computed beside it.
 
-The second holds because (a) a row of a float32 matrix product has the same bits in every product of at least
-`MIN_ROWS` rows, so smaller products are filled up with rows of zeros, (b) padding keys get weight exactly 0, and their
-number is such that it does not change the order of sums (`padded_keys`), (c) everything else works on rows alone.
-
-Shape legend: B requests, T tokens, V vocabulary, S slots of the KV pool, L keys (padded), H query heads, N key-value
-heads, D head size, R rows (tokens that are decoded or verified), P places of a tile, Q queries of its key head,
-E experts, K experts per token, M hidden size, F expert width.
+Shape legend: B requests, T tokens, V vocabulary, S pool slots, L keys (padded), H query heads, N key-value heads, D
+head size, R rows, P places of a tile, Q queries of its key head, E experts, K experts per token, M hidden size, F
+expert width.
 """
 
 from __future__ import annotations
@@ -24,19 +18,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-MIN_ROWS = 4
-"""A matrix product with fewer rows takes other kernels (dot products), which round differently."""
-KEY_BLOCK = 16
-"""Numbers of keys are rounded up to a multiple of this."""
-LONG_KEY_BLOCK = 512
-"""The same where there are more than `SHORT_KEYS` of them: as many as PyTorch's kernel attends to at once."""
-SHORT_KEYS = 128
-"""Sums over so few keys are one sum in every product. Those over more than 192 were split in halves (AVX-512, MKL)."""
+MIN_ROWS = 4  # a matrix product with fewer rows takes other kernels (dot products), which round differently
+KEY_BLOCK = 16  # numbers of keys are rounded up to a multiple of this
+LONG_KEY_BLOCK = 512  # the same beyond `SHORT_KEYS`: as many as PyTorch's kernel attends to at once
+SHORT_KEYS = 128  # so few are one sum in every product; more than 192 were split in halves (AVX-512, MKL)
 ROWS_AT_ONCE = 64
 """Requests whose keys are gathered together. More do not stay in the cache, and their memory is asked of the system
 anew at every layer: 576 rows of 64 keys took 16.5 ms in one piece and 3.2 ms in pieces."""
-TILE = 8
-"""Rows of a tile: a request's last token and seven drafts."""
+TILE = 8  # rows of a tile: a request's last token and seven drafts
 
 _Words = np.ndarray[tuple[int, ...], np.dtype[np.uint32]]
 _U32_MAX = float(2**32 - 1)
@@ -151,12 +140,9 @@ def decode_attention(q_BHD: Tensor, k_SND: Tensor, v_SND: Tensor, slots: Tensor,
 class Tiles:
     """Some of a batch's tiles, whose keys are gathered together; a tile has up to `TILE` rows of one request."""
 
-    rows: Tensor
-    """[T, P]: numbers of rows in the batch; R, which no row has, where a place is empty."""
-    slots: Tensor
-    """[T * L] of the KV pool."""
-    bias: Tensor
-    """[T, 1, Q, L]: 0 for keys that the query's row sees, -inf for others."""
+    rows: Tensor  # [T, P]: numbers of rows in the batch; R, which no row has, where a place is empty
+    slots: Tensor  # [T * L] of the KV pool
+    bias: Tensor  # [T, 1, Q, L]: 0 for keys that the query's row sees, -inf for others
 
 
 def tiles(req_to_token: Tensor, req_pool_indices: Tensor, seq_lens: Tensor, *, queries: int) -> list[Tiles]:
@@ -211,7 +197,7 @@ def tile_attention(q_RHD: Tensor, k_SND: Tensor, v_SND: Tensor, parts: Sequence[
 
 
 def fill_rows(x_TM: Tensor) -> Tensor:
-    """Rows of zeros below x until there are MIN_ROWS."""
+    """Append rows of zeros until there are MIN_ROWS."""
     return functional.pad(x_TM, (0, 0, 0, MIN_ROWS - x_TM.shape[0]))
 
 

@@ -28,8 +28,7 @@ from specactor.errors import DataError
 from specactor.types import Problem
 
 COLUMNS = ("prompt", "answer", "verifier")
-MAX_LISTED = 5
-"""Bad rows that one error lists; all are counted."""
+MAX_LISTED = 5  # bad rows that one error lists; all are counted
 TOKENIZED_TOGETHER = 1024
 
 
@@ -76,11 +75,8 @@ class _Draft:
 
 
 def build_dataset(source: SourceConfig, tokenizer: PreTrainedTokenizerBase, *, max_prompt_tokens: int) -> Dataset:
-    """All problems of `source` with their tokens.
-
-    Raises DataError that counts the bad rows and lists the first ones, each with its place, field and reason;
-    ConfigError for an unknown task or parameter.
-    """
+    """All problems of `source` with their tokens. Raises DataError that counts the bad rows and lists the first ones,
+    each with its place, field and reason; ConfigError for an unknown task or parameter."""
     name = f"task {source.task}" if source.task else source.path
     drafts = _task_drafts(source) if source.task else _file_drafts(source)
     problems: list[Problem] = []
@@ -142,7 +138,7 @@ def _file_drafts(source: SourceConfig) -> Iterator[_Draft]:
 
 
 def _wrong_column(row: Row) -> str:
-    """What is wrong with the row's own columns; empty when nothing is."""
+    """Return the fault of the row's own columns; empty when there is none."""
     for name in COLUMNS:
         if name not in row.columns:
             nearest = difflib.get_close_matches(name, row.columns, n=1)
@@ -157,7 +153,7 @@ def _wrong_column(row: Row) -> str:
 
 
 def _prompt(source: SourceConfig, prompt: str, values: Mapping[str, object]) -> tuple[str, str]:
-    """The finished prompt, or what is wrong with it."""
+    """Return the finished prompt, or its fault."""
     try:
         texts = {name: _Text(value) for name, value in {**values, "prompt": prompt}.items()}
         return source.prompt_template.format_map(texts), ""
@@ -167,7 +163,7 @@ def _prompt(source: SourceConfig, prompt: str, values: Mapping[str, object]) -> 
 
 
 class _Text(str):
-    """What stands for {name} in a template."""
+    """The text that stands for {name} in a template."""
 
     def __format__(self, spec: str) -> str:
         return self.replace(" ", "") if spec == COMPACT else str(self)
@@ -191,7 +187,7 @@ def _problem(index: int, draft: _Draft, prompt_ids: tuple[int, ...]) -> Problem:
 
 
 def _objection(problem: Problem, tokenizer: PreTrainedTokenizerBase, max_prompt_tokens: int) -> str:
-    """Why a problem cannot be used; empty when it can."""
+    """Return why a problem cannot be used; empty when it can."""
     ids = problem.prompt_ids
     if not _is_unicode(problem.prompt):
         return "prompt: not a Unicode text (a surrogate without its partner). Correct its \\u escapes"
@@ -232,11 +228,9 @@ def _is_unicode(text: str) -> bool:
 class Row:
     """One row of a file. Either `columns` or `reason` is meant."""
 
-    where: str
-    """``line 3`` of a text file, ``row 3`` of a parquet file; both count from 1."""
+    where: str  # ``line 3`` of a text file, ``row 3`` of a parquet file; both count from 1
     columns: dict[str, Any]
-    reason: str = ""
-    """Why the row cannot be read; empty for a good one."""
+    reason: str = ""  # why the row cannot be read; empty for a good one
 
 
 def read_rows(path: Path) -> Iterator[Row]:

@@ -1,9 +1,7 @@
 """Mathematical equality by the math-verify library, in bounded time, from any thread of any process.
 
-math-verify bounds its time with a signal, which works in a main thread only and cannot stop a long C call. Here the
-library runs in a child process, without that signal. The child arms an alarm that ends it when one question takes too
-long; the next question starts a new child. Parent and child exchange lines of JSON. The child ends by itself when the
-parent is gone: at the end of its input, or, in the middle of a question, by the alarm.
+math-verify bounds its time by a signal, which works in a main thread only and cannot stop a long C call. So it runs
+in a child process, whose alarm ends it when one question takes too long. The child also ends when its parent is gone.
 """
 
 from __future__ import annotations
@@ -25,12 +23,9 @@ import msgspec
 
 from specactor.errors import DataError
 
-START_TIMEOUT_S = 60.0
-"""Longest wait for a child; it takes about a second, all of it imports."""
-QUESTION_TIMEOUT_S = 5
-"""Longest time that one comparison may take; beyond it the answer does not count as equal."""
-MEMORY_BYTES = 4 * 2**30
-"""Address space of the child."""
+START_TIMEOUT_S = 60.0  # longest wait for a child; it takes about a second, all of it imports
+QUESTION_TIMEOUT_S = 5  # of one comparison; beyond it the answer does not count as equal
+MEMORY_BYTES = 4 * 2**30  # address space of the child
 
 
 class MathAnswers:
@@ -40,19 +35,17 @@ class MathAnswers:
         self._question_timeout_s = question_timeout_s
         self._lock = threading.Lock()
         self._child: subprocess.Popen[bytes] | None = None
-        self._owner = 0
-        """Process that started the child; after a fork the other process starts its own."""
+        self._owner = 0  # process that started the child; after a fork the other process starts its own
 
     def readable(self, answer: str) -> bool:
-        """Whether math-verify finds an expression in a problem's answer."""
+        """Return whether math-verify finds an expression in a problem's answer."""
         return self._ask({"answer": answer})
 
     def equal(self, answer: str, response: str) -> bool:
-        """Whether the last expression of `response` equals `answer`; False when that takes too long to find out."""
+        """Return whether the last expression of `response` equals `answer`; False when finding out takes too long."""
         return self._ask({"answer": answer, "response": response})
 
     def close(self) -> None:
-        """End the child, if this process has one."""
         with self._lock:
             self._end_child()
 
@@ -91,7 +84,7 @@ class MathAnswers:
         return self._child
 
     def _end_child(self) -> int | None:
-        """Exit status of the child, which is gone afterwards."""
+        """End the child, and return its exit status."""
         child, self._child = self._child, None
         if child is None or self._owner != os.getpid():
             return None
@@ -121,7 +114,7 @@ def _read_line(child: subprocess.Popen[bytes], timeout_s: float) -> bytes:
 
 
 def serve(question_timeout_s: int) -> None:
-    """The child: answers the questions on standard input until it ends."""
+    """Answer the questions on standard input until it ends; this is the child."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's business
     signal.signal(signal.SIGALRM, signal.SIG_DFL)  # ends the process, in the midst of C code too
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
@@ -146,8 +139,7 @@ def _as_math(answer: str) -> str:
     return answer if "$" in answer or "\\boxed" in answer or "\\(" in answer else f"\\boxed{{{answer}}}"
 
 
-shared = MathAnswers()
-"""The child is started by the first question of a process and shared by its threads."""
+shared = MathAnswers()  # the child is started by the first question of a process and shared by its threads
 atexit.register(shared.close)
 
 if __name__ == "__main__":

@@ -15,15 +15,12 @@ from reasoning_gym.factory import DATASETS
 from specactor.errors import ConfigError, DataError
 from specactor.types import Problem
 
-Entry = dict[str, Any]
-"""A problem as reasoning-gym makes it: question, answer, metadata."""
+Entry = dict[str, Any]  # a problem as reasoning-gym makes it: question, answer, metadata
 
 
 def create_task(task: str, params: Mapping[str, object], *, size: int, seed: int) -> Any:
-    """A reasoning-gym data set of `size` entries; entry i is drawn with seed + i.
-
-    Raises ConfigError for an unknown task or parameter (with the nearest known one) and for refused values.
-    """
+    """A reasoning-gym data set of `size` entries; entry i is drawn with seed + i. Raises ConfigError for an unknown
+    task or parameter (with the nearest known one) and for refused values."""
     if task not in DATASETS:
         raise ConfigError.at(
             "data.train, data.eval", task, "the name of a reasoning-gym task", _did_you_mean(task, DATASETS)
@@ -46,7 +43,7 @@ def create_task(task: str, params: Mapping[str, object], *, size: int, seed: int
 
 
 def metadata_of(task: str, params: Mapping[str, object], entry: Entry) -> dict[str, object]:
-    """What a Problem must carry for `score`."""
+    """Return the metadata that `score` needs of a Problem."""
     return {"task": task, "params": dict(params), "entry": entry}
 
 
@@ -67,7 +64,7 @@ def score(answer: str, problem: Problem) -> float:
 
 
 def unscorable(problem: Problem) -> str | None:
-    """Why `score` could never work on this problem; None when it can."""
+    """Return why `score` could never work on this problem; None when it can."""
     try:
         task, params, entry = _of(problem)
         create_task(task, params, size=1, seed=0)

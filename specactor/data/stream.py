@@ -1,8 +1,7 @@
 """In which order problems are drawn, and the seed of each response. PURE.
 
 The order is a function of (number of problems, seed) alone: epoch after epoch, each a fresh permutation; without
-shuffling, that of the source. A stream that is restored from its state goes on exactly as the stream that the state was
-taken from.
+shuffling, that of the source. A stream that is restored from its state goes on as the first one.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ class PromptStream:
     """Indices of problems, without end. Within an epoch none comes twice; one `take` may span several epochs."""
 
     def __init__(self, dataset_len: int, seed: int, *, shuffle: bool = True) -> None:
-        """Raises ConfigError when there is nothing to draw from."""
+        """Raise ConfigError when there is nothing to draw from."""
         if dataset_len < 1:
             raise ConfigError.at("data.train", dataset_len, "at least one problem", "Give a file or task that has one.")
         self.dataset_len = dataset_len
@@ -37,7 +36,7 @@ class PromptStream:
         return tuple(taken)
 
     def state(self) -> dict[str, int]:
-        """Where the stream stands; small, and plain enough for JSON."""
+        """Return the stream's position as plain JSON values."""
         return {
             "dataset_len": self.dataset_len,
             "seed": self.seed,

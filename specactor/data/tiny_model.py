@@ -1,10 +1,8 @@
-"""A Qwen3-MoE model with random weights in Hugging Face format, made on the spot.
-
-It is written by a process of its own: in a process that holds the CPU platform of Megatron-core, transformers computes
-with a patched torch. The folder appears under its name only when it is whole, and the same shape and seed give the
-same bytes.
+"""A Qwen3-MoE model with random weights in Hugging Face format, made on the spot by a process of its own.
 
     python -m specactor.data.tiny_model SHAPE_AS_JSON SEED FOLDER
+
+Invariants: the folder appears under its name only when it is whole; the same shape and seed give the same bytes.
 """
 
 from __future__ import annotations
@@ -22,15 +20,12 @@ import msgspec
 from specactor.config import TinyModelConfig
 from specactor.errors import ConfigError
 
-TIMEOUT_S = 300.0
-"""Longest wait for the process that writes the model; it takes about 10 s, most of it imports."""
+TIMEOUT_S = 300.0  # longest wait for the process that writes the model; it takes about 10 s, most of it imports
 
 
 def make_tiny_model(tiny: TinyModelConfig, seed: int, folder: Path) -> None:
     """Writes config.json, model.safetensors, generation_config.json and the character tokenizer into a new `folder`.
-
-    Raises ConfigError when the folder exists or the model cannot be made; then nothing is left behind.
-    """
+    Raises ConfigError when the folder exists or the model cannot be made; then nothing is left behind."""
     if folder.exists():
         raise ConfigError.at("folder", str(folder), "a path that does not exist", "Choose another, or remove it.")
     folder.parent.mkdir(parents=True, exist_ok=True)

@@ -1,8 +1,7 @@
 """A tokenizer with one token per character, made on the spot; and the loading of any model's tokenizer.
 
-Invariants, each with a test: a text of printable ASCII characters and newlines has one token per character and decodes
-to itself, whatever it spells (``<eos>`` written in a prompt is five characters, never the end of a sequence); any other
-character is ``<unk>``; nothing is added around a text.
+Invariants: printable ASCII text has one token per character and decodes to itself (``<eos>`` in a prompt is five
+characters, never the end of a sequence); any other character is ``<unk>``; nothing is added around a text.
 """
 
 from __future__ import annotations
@@ -14,11 +13,9 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedToken
 
 from specactor.errors import ConfigError
 
-SPECIAL_TOKENS = ("<pad>", "<bos>", "<eos>", "<unk>")
-"""Ids 0 to 3."""
+SPECIAL_TOKENS = ("<pad>", "<bos>", "<eos>", "<unk>")  # ids 0 to 3
 CHARACTERS = ("\n", *(chr(code) for code in range(0x20, 0x7F)))
-VOCAB_SIZE = -(-(len(SPECIAL_TOKENS) + len(CHARACTERS)) // 8) * 8
-"""104: 100 tokens, filled up with reserved ones to a multiple of 8, so that tensor parallelism divides it."""
+VOCAB_SIZE = -(-(len(SPECIAL_TOKENS) + len(CHARACTERS)) // 8) * 8  # 100 tokens, filled up to 104: TP divides it
 
 
 def make_char_tokenizer(folder: Path) -> None:
@@ -43,10 +40,8 @@ def make_char_tokenizer(folder: Path) -> None:
 
 
 def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
-    """The tokenizer of a Hugging Face model folder; nothing is downloaded, no code of the folder is run.
-
-    Raises ConfigError when there is none, or when it has no end-of-sequence token.
-    """
+    """The tokenizer of a Hugging Face model folder; nothing is downloaded, no code of the folder is run. Raises
+    ConfigError when there is none, or when it has no end-of-sequence token."""
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
             str(folder), local_files_only=True, trust_remote_code=False

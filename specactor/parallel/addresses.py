@@ -18,10 +18,8 @@ _ANY_PORT = 9
 
 
 def own_address(network: str, *, peers: Sequence[str]) -> str:
-    """Of this host. Raises ConfigError where there is none.
-
-    Args: that it shall lie in, or empty: the one on the way to the first of `peers` that leads out of this host.
-    """
+    """Return this host's address in `network`, or, where that is empty, on the way to the first peer outside. Raises
+    ConfigError where there is none."""
     found = within(network) if network else next(filter(_leads_out, map(towards, peers)), "")
     if not found:
         raise ConfigError.at(
@@ -34,7 +32,7 @@ def own_address(network: str, *, peers: Sequence[str]) -> str:
 
 
 def towards(peer: str) -> str:
-    """What a packet to that host would have as its sender; empty where there is no way to it."""
+    """Return the sender that a packet to that host would have; empty where there is no way to it."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(peer, _ANY_PORT, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind, protocol) as probe:
@@ -50,7 +48,7 @@ def within(network: str) -> str:
 
 
 def own_addresses() -> list[str]:
-    """All of this host, but for those that name an interface beside."""
+    """Return all addresses of this host, but for those that name an interface."""
     families = (socket.AF_INET, socket.AF_INET6)
     every = [of.address for each in psutil.net_if_addrs().values() for of in each if of.family in families]
     return [address for address in every if "%" not in address]

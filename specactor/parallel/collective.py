@@ -1,8 +1,8 @@
 """What all ranks do together: exchange values, run a phase, fail.
 
-Invariants: every exchange is bounded by the process group's timeout; a rank that is merely busy keeps the others
-alive by joining a heartbeat; when one rank fails in a phase, every rank leaves that phase with an error; only typed
-msgspec bytes travel, nothing is unpickled; no exchange touches a GPU.
+Invariants: every exchange is bounded by the process group's timeout; a busy rank keeps the others alive by a
+heartbeat; when one rank fails in a phase, every rank leaves it with an error; only typed msgspec bytes travel; no
+exchange touches a GPU.
 """
 
 from __future__ import annotations
@@ -10,8 +10,9 @@ from __future__ import annotations
 import datetime
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future, wait
 from types import GenericAlias
-from typing import Generic, NoReturn, TypeVar
+from typing import NoReturn, TypeVar
 
 import msgspec
 import torch
@@ -21,25 +22,20 @@ from specactor.errors import PeerFailedError
 
 T = TypeVar("T")
 
-HEARTBEAT_S = 5.0
-"""A rank that is busy in `Collective.together` joins an exchange at least this often."""
+HEARTBEAT_S = 5.0  # a rank that is busy in `Collective.together` joins an exchange at least this often
 
 _RUNNING, _DONE, _FAILED = 0, 1, 2
 
 
 # Nothing else may refer to a group: one that is still there when the process ends aborts it in gloo's threads.
-_control: dict[dist.ProcessGroup, dist.ProcessGroup] = {}
-"""Of the job's default process group, the gloo group beside it. A job has one of each."""
+_control: dict[dist.ProcessGroup, dist.ProcessGroup] = {}  # the gloo group beside the job's default one
 
 
 def control_group(timeout_s: float | None = None) -> dist.ProcessGroup | None:
     """Return the gloo group of all ranks, None if it is the default one; all ranks make it together, at the first call.
 
-    Idle ranks wait in it for hours. NCCL would spin on GPUs where engines run meanwhile, send the values through GPU
-    memory, and notice a dead rank only after its timeout.
-
-    Args:
-        timeout_s: the longest wait in one exchange; None for torch's default.
+    Idle ranks wait in it for hours. NCCL would spin on GPUs where engines run, and notice a dead rank only after its
+    timeout. `timeout_s` is the longest wait in one exchange; None for torch's default.
     """
     if dist.get_backend() == "gloo":
         return None
@@ -52,7 +48,6 @@ def control_group(timeout_s: float | None = None) -> dist.ProcessGroup | None:
 
 
 def leave() -> None:
-    """Destroy all process groups."""
     _control.clear()
     dist.destroy_process_group()
 
@@ -66,7 +61,7 @@ class Collective:
         control_group()
 
     def gather_bytes(self, payload: bytes) -> list[bytes]:
-        """Every rank's payload, by rank, on every rank."""
+        """Return every rank's payload, by rank, on every rank."""
         sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.world)]
         dist.all_gather(sizes, torch.tensor([len(payload)], dtype=torch.int64), group=control_group())
         lengths = [int(size) for size in sizes]
@@ -78,7 +73,7 @@ class Collective:
         return [bytes(part[:n].numpy()) for part, n in zip(parts, lengths, strict=True)]
 
     def gather(self, value: T, kind: type[T] | GenericAlias) -> list[T]:
-        """Every rank's value of type `kind`, by rank, on every rank. Raises msgspec.ValidationError on foreign data."""
+        """Return every rank's value of type `kind`, by rank. Raises msgspec.ValidationError on foreign data."""
         decoder = msgspec.msgpack.Decoder(kind)
         return [decoder.decode(part) for part in self.gather_bytes(msgspec.msgpack.encode(value))]
 
@@ -93,23 +88,25 @@ class Collective:
     def together(self, phase: str, work: Callable[[], T]) -> T:
         """Run `work`, which uses no collective, on every rank; return this rank's result when all are done.
 
-        A rank whose work is long joins an exchange every `HEARTBEAT_S`, so nobody runs into the group's timeout, and
-        a rank that dies is noticed at once. Where work fails, its own error is raised there, and PeerFailedError,
-        which names the rank and the cause, on the others.
+        A busy rank joins an exchange every `HEARTBEAT_S`. Where work fails, its own error is raised, and on other ranks
+        PeerFailedError, which names the rank and the cause.
         """
-        own = _Thread(phase, work)
+        own = _in_thread(phase, work)
         while True:
-            own.wait(HEARTBEAT_S)
-            states = self._gather_states(own.state)
+            wait([own], HEARTBEAT_S)
+            state = _RUNNING if not own.done() else _FAILED if own.exception() else _DONE
+            states = self._gather_states(state)
             if _FAILED in states:
                 self._fail(phase, own)
             if all(state == _DONE for state in states):
                 return own.result()
 
-    def _fail(self, phase: str, own: _Thread[T]) -> NoReturn:
-        """Raises, with the cause, on every rank."""
-        causes = self.gather(own.cause, str)
-        own.raise_error()
+    def _fail(self, phase: str, own: Future[T]) -> NoReturn:
+        """Raise, with the cause, on every rank."""
+        error = own.exception() if own.done() else None
+        causes = self.gather(f"{type(error).__name__}: {error}" if error else "", str)
+        if error:
+            raise error
         rank = next(i for i, cause in enumerate(causes) if cause)
         raise PeerFailedError(f"{phase}: rank {rank} failed: {causes[rank]}")
 
@@ -119,40 +116,15 @@ class Collective:
         return [int(part) for part in parts]
 
 
-class _Thread(Generic[T]):
-    """Work in a thread of its own."""
+def _in_thread(name: str, work: Callable[[], T]) -> Future[T]:
+    """Run the work in a thread that ends with the process, which those of an executor do not."""
+    future: Future[T] = Future()
 
-    def __init__(self, name: str, work: Callable[[], T]) -> None:
-        self._work = work
-        self._results: list[T] = []
-        self._errors: list[BaseException] = []
-        self._thread = threading.Thread(target=self._call, name=name, daemon=True)
-        self._thread.start()
-
-    def _call(self) -> None:
+    def call() -> None:
         try:
-            self._results.append(self._work())
+            future.set_result(work())
         except BaseException as error:  # raised in the caller's thread
-            self._errors.append(error)
+            future.set_exception(error)
 
-    def wait(self, seconds: float) -> None:
-        self._thread.join(seconds)
-
-    @property
-    def state(self) -> int:
-        return _RUNNING if self._thread.is_alive() else _FAILED if self._errors else _DONE
-
-    @property
-    def cause(self) -> str:
-        """Of its failure; "" where it has not failed."""
-        return f"{type(self._errors[0]).__name__}: {self._errors[0]}" if self._errors else ""
-
-    def raise_error(self) -> None:
-        if self._errors:
-            raise self._errors[0]
-
-    def result(self) -> T:
-        """Waits for it; raises its error."""
-        self._thread.join()
-        self.raise_error()
-        return self._results[0]
+    threading.Thread(target=call, name=name, daemon=True).start()
+    return future

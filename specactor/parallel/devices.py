@@ -20,8 +20,7 @@ from pathlib import Path
 
 import psutil  # type: ignore[import-untyped]
 
-PROBE_S = 120
-"""Longest import of an optional package."""
+PROBE_S = 120  # longest import of an optional package
 
 PROBES = {
     "transformer_engine": ("transformer-engine", "import transformer_engine.pytorch as m; m.Linear, m.LayerNorm"),
@@ -43,35 +42,28 @@ class Gpu:
 class Package:
     """An optional package. ``works`` is false where it is missing, and where it is installed but does not import."""
 
-    version: str
-    """Empty where it is missing."""
+    version: str  # empty where it is missing
     works: bool
-    problem: str = ""
-    """Last line of the error with which it failed to import."""
+    problem: str = ""  # last line of the error with which it failed to import
 
 
 @dataclass(frozen=True, kw_only=True)
 class Devices:
-    """What was found on this machine."""
+    """The devices and packages that were found on this machine."""
 
     gpus: tuple[Gpu, ...]
     cores: int
-    memory_bytes: int
-    """Of the machine, or of its container where that is less."""
-    packages: dict[str, Package]
-    """By module name, see `PROBES`."""
-    wandb_key: bool
-    """Whether wandb would find credentials."""
+    memory_bytes: int  # of the machine, or of its container where that is less
+    packages: dict[str, Package]  # by module name, see `PROBES`
+    wandb_key: bool  # whether wandb would find credentials
 
     def has(self, module: str) -> bool:
         return self.packages[module].works
 
 
 def detect(environ: Mapping[str, str] | None = None) -> Devices:
-    """Look at this machine. Takes seconds where optional packages are installed: each is tried in a process of its own.
-
-    ``environ``: variables that may hold wandb's key; none are looked at by default.
-    """
+    """Look at this machine; optional packages are tried in processes of their own, which takes seconds. `environ` holds
+    the variables that may have wandb's key; none are looked at by default."""
     with ThreadPoolExecutor(max_workers=2) as pool:
         found = dict(zip(PROBES, pool.map(probe, PROBES), strict=True))
     return Devices(
@@ -114,12 +106,12 @@ def gpu_uuid(number: int) -> str:
 
 
 def numbers() -> tuple[int, ...]:
-    """Of the devices here: GPUs, or the cores that this process may use where there are none."""
+    """Return the numbers of the GPUs here, or of the cores that this process may use where there are none."""
     return tuple(range(len(gpus()))) or tuple(sorted(os.sched_getaffinity(0)))
 
 
 def probe(module: str) -> Package:
-    """Whether an optional package is installed, and imports in a process of its own."""
+    """Return whether an optional package is installed, and imports in a process of its own."""
     distribution, statement = PROBES[module]
     if importlib.util.find_spec(module) is None:
         return Package(version="", works=False)
@@ -140,7 +132,7 @@ def probe(module: str) -> Package:
 
 
 def wandb_key(environ: Mapping[str, str], home: Path, host: str = "api.wandb.ai") -> bool:
-    """Whether wandb's key is in the environment or in a netrc file. The key itself goes nowhere."""
+    """Return whether wandb's key is in the environment or in a netrc file."""
     if environ.get("WANDB_API_KEY"):
         return True
     for file in (Path(environ.get("NETRC", home / ".netrc")), home / "_netrc"):

@@ -1,9 +1,8 @@
 """All ranks fail together, with one message that names the rank and the cause.
 
-Invariants: of one failure there is one report, on stderr, which torchrun's own ends with, too; the first to report
-takes a ticket from the launcher's store. A rank that fails only because a peer did gives that peer time to report
-first, and else reports what it knows. A rank that torchrun ends (SIGTERM) because another was killed says so, also from
-within a collective, and is gone at once. After Ctrl-C every rank is gone within `GRACE_S`.
+Invariants: one failure has one report, on stderr, by the first rank that takes a ticket from the launcher's store; a
+rank that fails because of a peer lets that peer report first; a rank that torchrun ends is gone at once; after Ctrl-C
+every rank is gone within `GRACE_S`.
 """
 
 from __future__ import annotations
@@ -26,14 +25,12 @@ import msgspec
 
 from specactor.errors import PeerFailedError, SpecActorError
 
-GRACE_S = 10.0
-"""How long a rank that lost a peer waits for that peer's own report, and an interrupted one for an orderly end."""
+GRACE_S = 10.0  # longest wait for a lost peer's own report, and for an orderly end after Ctrl-C
 RESUME = "Continue with the same command and --resume auto."
 
 _TICKETS = "specactor/failed_ranks"
 _LOOK_EVERY_S = 0.1
-_NOTICE_S = 1.0
-"""Longest time between a peer's closed connections and its end."""
+_NOTICE_S = 1.0  # longest time between a peer's closed connections and its end
 
 
 class Store(Protocol):
@@ -43,30 +40,22 @@ class Store(Protocol):
 
 
 class View(NamedTuple):
-    """Equal for ranks to which a number of a device means the same device."""
+    """Ranks with equal views mean the same device by a number."""
 
     machine: str
-    visible: str | None = None
-    """Devices of the machine that it was given, as CUDA has them; None: all."""
+    visible: str | None = None  # devices of the machine that it was given, as CUDA has them; None: all
 
 
 class Member(msgspec.Struct, frozen=True, kw_only=True):
     machine: str
     pid: int
-    visible: str | None = None
-    """Devices of the machine that it was given, as CUDA has them; None: all."""
-    local_rank: int = 0
-    """Its number among the ranks that one launcher started on the machine."""
-    device: int | str = 0
-    """UUID of its GPU, which means the same device to every process of the machine, or the number of its core."""
+    visible: str | None = None  # devices of the machine that it was given, as CUDA has them; None: all
+    local_rank: int = 0  # its number among the ranks that one launcher started on the machine
+    device: int | str = 0  # UUID of its GPU, the same for every process of the machine, or the number of its core
 
     @classmethod
     def here(cls, local_rank: int = 0, *, gpu: str = "") -> Member:
-        """Describe this process.
-
-        Args:
-            gpu: UUID of its GPU, empty where it has none.
-        """
+        """Describe this process; `gpu` is the UUID of its GPU, empty where it has none."""
         return cls(
             machine=Path("/proc/sys/kernel/random/boot_id").read_text().strip(),
             pid=os.getpid(),
@@ -80,7 +69,7 @@ class Member(msgspec.Struct, frozen=True, kw_only=True):
         return View(self.machine, self.visible)
 
     def gone(self) -> bool:
-        """Whether the process has ended. Only for members on this machine."""
+        """Return whether the process has ended. Only for members on this machine."""
         try:
             return Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
         except (FileNotFoundError, ProcessLookupError):
@@ -88,12 +77,10 @@ class Member(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def tell_launcher(message: str) -> None:
-    """Have torchrun end its own report of the failure with `message`: it prints twenty lines after a rank has failed.
-
-    Its root cause, which comes last, is the earliest failure in whole seconds; peers end within the same second.
-    """
+    """Have torchrun end its own report of the failure with `message`."""
     if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         with suppress(OSError):  # the message itself has been printed already
+            # Its root cause is the earliest failure in whole seconds; peers end within the same second.
             details = {"py_callstack": message, "timestamp": str(int(time.time()) - 1)}
             Path(file).write_text(json.dumps({"message": {"message": message, "extraInfo": details}}))
 
@@ -110,8 +97,6 @@ def launcher_store(address: str, port: int) -> Store | None:
 
 
 class Failures:
-    """What this rank knows of failures, and its one report."""
-
     def __init__(self, rank: int, store: Store | None) -> None:
         self.rank = rank
         self._store = store
@@ -119,7 +104,7 @@ class Failures:
         self._reported = threading.Lock()  # taken for good by the first report of this rank
 
     def know(self, members: Sequence[Member]) -> None:
-        """All ranks of the job, in their order: a report can then name one that was killed."""
+        """Know all ranks of the job, in their order: a report can then name one that was killed."""
         self._members = members
 
     def report(self, message: str, *, trace: str = "") -> None:
@@ -130,13 +115,13 @@ class Failures:
             print(f"{trace}{line}", file=sys.stderr, flush=True)
 
     def wait_for_report(self) -> None:
-        """Until another rank has reported, for at most `GRACE_S`."""
+        """Wait until another rank has reported, for at most `GRACE_S`."""
         deadline = time.monotonic() + GRACE_S
         while self._store is not None and time.monotonic() < deadline and self._tickets(0) == 0:
             time.sleep(_LOOK_EVERY_S)
 
     def lost(self) -> str:
-        """Says which ranks of this machine are gone; empty when none is."""
+        """Return which ranks of this machine are gone; empty when none is."""
         mine = Member.here()
         deadline = time.monotonic() + _NOTICE_S
         while True:
@@ -157,7 +142,7 @@ class Failures:
         os._exit(128 + signal.SIGINT)
 
     def _tickets(self, more: int) -> int:
-        """Reports so far, after adding `more`."""
+        """Add `more` reports; return how many there are."""
         if self._store is None:
             return more
         try:
@@ -198,10 +183,8 @@ def failure_guard(rank: int, store: Store | None) -> Iterator[Failures]:
 
 @contextmanager
 def _signals(actions: dict[signal.Signals, Callable[[], None]]) -> Iterator[None]:
-    """Run the action of a signal in a thread, also while the main thread is inside a library call.
-
-    SIGTERM no longer ends the process by itself; SIGINT still raises KeyboardInterrupt in the main thread.
-    """
+    """Run the action of a signal in a thread, also while the main thread is inside a library call. SIGTERM no longer
+    ends the process by itself; SIGINT still raises KeyboardInterrupt in the main thread."""
     ours, theirs = socket.socketpair()
     theirs.setblocking(False)
 
@@ -226,7 +209,7 @@ def _signals(actions: dict[signal.Signals, Callable[[], None]]) -> Iterator[None
 
 
 def _is_lost_peer(error: Exception) -> bool:
-    """Whether the error is what a collective raises when another rank is gone."""
+    """Return whether the error is what a collective raises when another rank is gone."""
     return isinstance(error, RuntimeError) and any(
         text in str(error)
         for text in ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Timed out")

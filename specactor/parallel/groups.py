@@ -17,20 +17,17 @@ from specactor.parallel.layout import Layout, own_device
 
 
 def init(layout: Layout, parallel: ParallelConfig, *, seed: int, local_rank: int) -> torch.device:
-    """Join the job that torchrun started and set up all groups of `layout`; returns this rank's device.
+    """Join the job that torchrun started and set up all groups of `layout`; returns this rank's device. Collective.
 
-    The model's tensors go through NCCL with a GPU and gloo without; what ranks tell each other always through gloo. A
-    default process group that exists already is used as it is. Collective.
-
-    Args:
-        local_rank: number of this rank among those of its launcher, which is that of its GPU.
+    The model's tensors go through NCCL with a GPU and gloo without. An existing default process group is used.
+    `local_rank` is this rank's number among those of its launcher, and that of its GPU.
     """
     cpu_platform.install()
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
     gpu = torch.cuda.is_available()
-    # A wrong number is refused before anything waits for the other ranks.
+    # a wrong number is refused before anything waits for the other ranks.
     device = torch.device("cuda", own_device(local_rank, torch.cuda.device_count())) if gpu else torch.device("cpu")
     if not dist.is_initialized():
         timeout = datetime.timedelta(seconds=parallel.timeout_s)

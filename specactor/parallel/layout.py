@@ -12,19 +12,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from specactor.config import Config, RolloutConfig, TinyModelConfig
+from specactor.config import Config, ParallelConfig, RolloutConfig, TinyModelConfig
+from specactor.config.rules import require, rules_of
 from specactor.errors import ConfigError
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelShape:
-    """What a layout must divide. Read from a Hugging Face ``config.json``."""
+    """The sizes that a layout must divide, as in a Hugging Face ``config.json``."""
 
     num_layers: int
     num_heads: int
     num_kv_heads: int
-    num_experts: int
-    """0 for a dense model."""
+    num_experts: int  # 0 for a dense model
     vocab_size: int
     max_position: int
 
@@ -41,7 +41,7 @@ class ModelShape:
 
     @classmethod
     def read(cls, model_dir: Path) -> ModelShape:
-        """Raises ConfigError when the folder is no Hugging Face model."""
+        """Read a folder's ``config.json``. Raises ConfigError when it is no Hugging Face model."""
         file = model_dir / "config.json"
         if not file.is_file():
             raise ConfigError.at(
@@ -83,88 +83,19 @@ class Layout:
 
     @property
     def data(self) -> int:
-        """Copies of the dense part that see different sequences."""
+        """Return how many copies of the dense part see different sequences."""
         return self.world // (self.tensor * self.pipeline * self.context)
 
 
 def check(config: Config, world: int, shape: ModelShape) -> Layout:
-    """The layout of `config` on `world` ranks. Raises ConfigError for one that cannot run."""
+    """Return the layout of `config` on `world` ranks. Raises ConfigError for one that cannot run."""
     p = config.parallel
-
-    def require(ok: bool, name: str, got: object, expected: str, remedy: str) -> None:
-        if not ok:
-            raise ConfigError.at(name, got, expected, remedy)
-
-    dense = p.tensor * p.pipeline * p.context
-    require(
-        world % dense == 0,
-        "torchrun --nproc-per-node",
-        world,
-        f"a multiple of tensor x pipeline x context = {dense}",
-        "Start more ranks, or lower one of --parallel.tensor, --parallel.pipeline, --parallel.context.",
-    )
-    moe = p.expert * p.expert_tensor * p.pipeline
-    require(
-        world % moe == 0,
-        "torchrun --nproc-per-node",
-        world,
-        f"a multiple of expert x expert_tensor x pipeline = {moe}",
-        "Start more ranks, or lower --parallel.expert.",
-    )
-    require(
-        p.expert == 1 or shape.num_experts > 0,
-        "parallel.expert",
-        p.expert,
-        "1 for a dense model",
-        "Use --parallel.expert 1.",
-    )
-    require(
-        shape.num_experts % p.expert == 0,
-        "parallel.expert",
-        p.expert,
-        f"a divisor of the model's {shape.num_experts} experts",
-        "Choose a divisor.",
-    )
-    require(
-        shape.num_experts == 0 or p.expert > 1 or p.expert_tensor == p.tensor,
-        "parallel.expert_tensor",
-        p.expert_tensor,
-        f"parallel.tensor = {p.tensor} when parallel.expert = 1",
-        f"Use --parallel.expert-tensor {p.tensor}, or --parallel.expert > 1.",
-    )
-    require(
-        shape.num_heads % p.tensor == 0 and shape.num_kv_heads % p.tensor == 0,
-        "parallel.tensor",
-        p.tensor,
-        f"a divisor of {shape.num_heads} heads and {shape.num_kv_heads} key-value heads",
-        "Choose a smaller tensor parallelism.",
-    )
-    require(
-        shape.vocab_size % p.tensor == 0,
-        "parallel.tensor",
-        p.tensor,
-        f"a divisor of the vocabulary of {shape.vocab_size}",
-        "Choose a divisor.",
-    )
-    chunks = p.pipeline * (p.virtual_pipeline or 1)
-    require(
-        shape.num_layers % chunks == 0,
-        "parallel.pipeline",
-        p.pipeline,
-        f"a divisor (times virtual_pipeline) of the model's {shape.num_layers} layers",
-        "Choose a divisor.",
-    )
-    require(
-        shape.num_heads % p.engine_tensor == 0,
-        "parallel.engine_tensor",
-        p.engine_tensor,
-        f"a divisor of {shape.num_heads} heads",
-        "Choose a divisor.",
-    )
-    require(
-        p.engines * p.engine_tensor <= world,
+    _check_world(p, world)
+    _check_shape(config, shape)
+    rule = rules_of(config)
+    rule(
         "parallel.engines",
-        p.engines,
+        p.engines * p.engine_tensor <= world,
         f"engines x engine_tensor <= {world} ranks",
         "Engines run on the trainer's own devices: start fewer, or more ranks.",
     )
@@ -177,41 +108,95 @@ def check(config: Config, world: int, shape: ModelShape) -> Layout:
         expert_tensor=p.expert_tensor,
     )
     per_update = config.rollout.prompts_per_step * config.rollout.group_size // config.train.updates_per_step
-    require(
-        per_update >= layout.data,
+    rule(
         "rollout.prompts_per_step",
-        config.rollout.prompts_per_step,
+        per_update >= layout.data,
         f"at least {layout.data} sequences per update, one per data-parallel rank",
         "Ask for more prompts, or use fewer data-parallel ranks.",
-    )
-    require(
-        config.rollout.max_new_tokens < shape.max_position,
-        "rollout.max_new_tokens",
-        config.rollout.max_new_tokens,
-        f"< the model's context length {shape.max_position}",
-        "Shorten the responses.",
     )
     return layout
 
 
-ENGINE_RESERVED_TOKENS = 2
-"""SGLang keeps this many tokens of a sequence's room for itself."""
+def _check_world(p: ParallelConfig, world: int) -> None:
+    """Raise ConfigError where the dimensions do not divide the ranks."""
+    for names, size, remedy in (
+        (
+            "tensor x pipeline x context",
+            p.tensor * p.pipeline * p.context,
+            "Start more ranks, or lower one of --parallel.tensor, --parallel.pipeline, --parallel.context.",
+        ),
+        (
+            "expert x expert_tensor x pipeline",
+            p.expert * p.expert_tensor * p.pipeline,
+            "Start more ranks, or lower --parallel.expert.",
+        ),
+    ):
+        require(world % size == 0, "torchrun --nproc-per-node", world, f"a multiple of {names} = {size}", remedy)
+
+
+def _check_shape(config: Config, shape: ModelShape) -> None:
+    """Raise ConfigError where the dimensions do not divide the model, or a response exceeds its context."""
+    p, rule = config.parallel, rules_of(config)
+    rule("parallel.expert", p.expert == 1 or shape.num_experts > 0, "1 for a dense model", "Use --parallel.expert 1.")
+    rule(
+        "parallel.expert",
+        shape.num_experts % p.expert == 0,
+        f"a divisor of the model's {shape.num_experts} experts",
+        "Choose a divisor.",
+    )
+    rule(
+        "parallel.expert_tensor",
+        shape.num_experts == 0 or p.expert > 1 or p.expert_tensor == p.tensor,
+        f"parallel.tensor = {p.tensor} when parallel.expert = 1",
+        f"Use --parallel.expert-tensor {p.tensor}, or --parallel.expert > 1.",
+    )
+    rule(
+        "parallel.tensor",
+        shape.num_heads % p.tensor == 0 and shape.num_kv_heads % p.tensor == 0,
+        f"a divisor of {shape.num_heads} heads and {shape.num_kv_heads} key-value heads",
+        "Choose a smaller tensor parallelism.",
+    )
+    rule(
+        "parallel.tensor",
+        shape.vocab_size % p.tensor == 0,
+        f"a divisor of the vocabulary of {shape.vocab_size}",
+        "Choose a divisor.",
+    )
+    rule(
+        "parallel.pipeline",
+        shape.num_layers % (p.pipeline * (p.virtual_pipeline or 1)) == 0,
+        f"a divisor (times virtual_pipeline) of the model's {shape.num_layers} layers",
+        "Choose a divisor.",
+    )
+    rule(
+        "parallel.engine_tensor",
+        shape.num_heads % p.engine_tensor == 0,
+        f"a divisor of {shape.num_heads} heads",
+        "Choose a divisor.",
+    )
+    rule(
+        "rollout.max_new_tokens",
+        config.rollout.max_new_tokens < shape.max_position,
+        f"< the model's context length {shape.max_position}",
+        "Shorten the responses.",
+    )
+
+
+ENGINE_RESERVED_TOKENS = 2  # SGLang keeps this many tokens of a sequence's room for itself
 ENGINE_RESERVED_OF_INPUT = 7
 """And this many of the room of what it is given: prompt, and beginning of the response
 (``sglang/srt/managers/tp_worker.py``, ``max_req_input_len``, which an input must stay below)."""
 
 
 def reserved_tokens(rollout: RolloutConfig) -> int:
-    """Of the room of a sequence, what requests may not use: where a request may be ended and gone on with, so much that
-    what was begun of it is never too long an input, with one token left to emit."""
+    """Return how many tokens of a sequence's room requests may not use. With `partial` a request that was stopped must
+    be short enough as an input, with one token left to emit."""
     return ENGINE_RESERVED_OF_INPUT - 1 if rollout.partial else ENGINE_RESERVED_TOKENS
 
 
 def longest_prompt(config: Config, max_position: int) -> int:
-    """Tokens that a prompt may have, so that prompt and response fit model, KV cache and micro-batch.
-
-    Raises ConfigError when that is none at all.
-    """
+    """Return how many tokens a prompt may have beside its response, in model, KV cache and micro-batch. Raises
+    ConfigError when that is none at all."""
     p, reserved = config.parallel, reserved_tokens(config.rollout)
     padding = 2 * p.context * p.tensor if p.context > 1 else p.tensor
     rooms = {
@@ -221,26 +206,23 @@ def longest_prompt(config: Config, max_position: int) -> int:
     if config.rollout.engine.max_total_tokens is not None:
         rooms["rollout.engine.max_total_tokens"] = config.rollout.engine.max_total_tokens - reserved
     limit, room = min(rooms.items(), key=lambda item: item[1])
-    if room <= config.rollout.max_new_tokens:
-        raise ConfigError.at(
-            "rollout.max_new_tokens",
-            config.rollout.max_new_tokens,
-            f"< {room}, so that a prompt fits beside it ({limit})",
-            "Shorten the responses, or raise that limit.",
-        )
+    rules_of(config)(
+        "rollout.max_new_tokens",
+        config.rollout.max_new_tokens < room,
+        f"< {room}, so that a prompt fits beside it ({limit})",
+        "Shorten the responses, or raise that limit.",
+    )
     return room - config.rollout.max_new_tokens
 
 
 def engine_owner(engine: int, *, engine_tensor: int) -> int:
-    """Rank that starts, drives and stops an engine, which runs on the devices of ranks owner..owner+engine_tensor-1."""
+    """Return the rank that starts, drives and stops an engine, on the devices of ranks owner..owner+engine_tensor-1."""
     return engine * engine_tensor
 
 
 def own_device(local_rank: int, visible: int) -> int:
-    """Return the number of a rank's GPU among the `visible` ones: its own, or the only one that it was given.
-
-    Raises ConfigError when a launcher started more ranks than it has GPUs.
-    """
+    """Return the number of a rank's GPU among the `visible` ones: its own, or the only one that it was given. Raises
+    ConfigError when a launcher started more ranks than it has GPUs."""
     if visible > 1 and local_rank >= visible:
         raise ConfigError.at(
             "torchrun --nproc-per-node",
@@ -256,11 +238,8 @@ def engine_devices(
 ) -> tuple[int | str, ...]:
     """Return the devices of an engine, which are those of the ranks that it shares them with.
 
-    Args:
-        machines: host of each rank.
-        devices: of each rank, the UUID of its GPU, or the number of its core where it has none.
-
-    Raises ConfigError for an engine over several hosts, and when two of the ranks have one GPU.
+    `machines` and `devices` hold each rank's host, and its GPU's UUID, or its core's number without one. Raises
+    ConfigError for an engine over several hosts, and when two of the ranks have one GPU.
     """
     first = engine_owner(engine, engine_tensor=engine_tensor)
     ranks = range(first, first + engine_tensor)
@@ -288,11 +267,10 @@ def engine_devices(
 def place_engine(
     engine: int, views: Sequence[Hashable], local_ranks: Sequence[int], *, engine_tensor: int, pooled: bool
 ) -> tuple[int, int]:
-    """(rank that starts the engine, number of its first device as that rank counts devices).
+    """Return (rank that starts the engine, number of its first device as that rank counts devices).
 
-    Args: of each rank its host, with the devices that it sees there, and its number among the ranks of its launcher,
-    which is that of its device; pooled: of the ranks that see the same, the first starts the engines of all, and can
-    move requests between them.
+    `views` are the ranks' hosts with the devices that they see, `local_ranks` their numbers among the ranks of a
+    launcher. With `pooled` the first of the ranks with equal views starts the engines of all.
     """
     rank = engine_owner(engine, engine_tensor=engine_tensor)
     return (views.index(views[rank]) if pooled else rank), local_ranks[rank]

@@ -21,6 +21,7 @@ from rich.console import Console
 from rich.table import Table
 
 from specactor.config import MAX_WINDOW
+from specactor.config.rules import rules_of
 from specactor.errors import ConfigError
 from specactor.planning.gpu_specs import DEVICES, device
 from specactor.planning.memory import ESTIMATED, PHASES, memory_of, named_shape
@@ -33,13 +34,12 @@ from specactor.rollout import cost_file
 from specactor.rollout.speculation.acceptance import survival_of
 
 PROG = "specactor plan"
-NUMBERS = ("x off", "tok/s/device", "verifiers", "drafters", "idle", "requests")
-"""Columns."""
+NUMBERS = ("x off", "tok/s/device", "verifiers", "drafters", "idle", "requests")  # columns
 
 
 @dataclass(frozen=True, kw_only=True)
 class Inputs:
-    """What plans and simulations begin with: a model, its drafters, devices, and what is believed of them."""
+    """Plans and simulations begin with a model, its drafters, devices, and what is believed of them."""
 
     model: str = "Qwen2.5-32B"
     """The target: a built-in shape, or a folder with a Hugging Face config.json."""
@@ -84,19 +84,15 @@ OptionsT = TypeVar("OptionsT", bound=Inputs)
 
 
 def parse(kind: type[OptionsT], prog: str, argv: Sequence[str], *, positive: Sequence[str]) -> OptionsT:
-    """Raises ConfigError for what is wrong with the command line; prints and raises SystemExit(0) for ``--help``.
-    `positive`: options of `kind` that are 1 at least."""
+    """Read the command line; ``--help`` prints and raises SystemExit(0). Options in `positive` are 1 at least. Raises
+    ConfigError for what is wrong."""
     with one_line_errors(argv, lambda token: f"unknown setting {token}. Those there are: {prog} --help"):
         options = tyro.cli(kind, prog=prog, args=list(argv))
+    rule, known = rules_of(options), options.device.lower() in map(str.lower, DEVICES)
     for name in ("devices", "context", *positive):
-        if getattr(options, name) < 1:
-            raise ConfigError.at(name, getattr(options, name), ">= 1", f"Its meaning: {prog} --help")
-    if not 1 <= options.max_window <= MAX_WINDOW:
-        raise ConfigError.at("max_window", options.max_window, f"1..{MAX_WINDOW}", "No engine verifies a larger one.")
-    if options.device.lower() not in map(str.lower, DEVICES):
-        raise ConfigError.at(
-            "device", options.device, f"one of {', '.join(DEVICES)}", "For others measure: specactor profile RECIPE."
-        )
+        rule(name, getattr(options, name) >= 1, ">= 1", f"Its meaning: {prog} --help")
+    rule("max_window", 1 <= options.max_window <= MAX_WINDOW, f"1..{MAX_WINDOW}", "No engine verifies a larger one.")
+    rule("device", known, f"one of {', '.join(DEVICES)}", "For others measure: specactor profile RECIPE.")
     most = options.devices if options.cost_table else device(options.device).node_devices
     for size in options.engine_devices:
         if not 1 <= size <= most:
@@ -106,10 +102,10 @@ def parse(kind: type[OptionsT], prog: str, argv: Sequence[str], *, positive: Seq
 
 
 def candidates(inputs: Inputs, *, max_requests: int, processes: bool) -> Candidates:
-    """Options by the cost table, or by figures, with the acceptance that is believed. `max_requests`: of one engine;
-    `processes`: whether a drafter process in the table counts.
+    """Return the options by the cost table, or by figures, with the acceptance that is believed.
 
-    Raises ConfigError, DataError and PlanError for what cannot be planned.
+    `max_requests` is of one engine; `processes`: whether a drafter process in the table counts. Raises ConfigError,
+    DataError and PlanError for what cannot be planned.
     """
     width = inputs.max_window + 1  # one more than windows have: whether a decoupled drafter goes on
     if not inputs.cost_table:
@@ -140,7 +136,6 @@ def candidates(inputs: Inputs, *, max_requests: int, processes: bool) -> Candida
 
 
 def plans(argv: Sequence[str]) -> tuple[PlanOptions, list[RolloutPlan]]:
-    """Ranked, of a command line."""
     options = parse(PlanOptions, PROG, argv, positive=("requests", "top"))
     found = candidates(options, max_requests=options.requests, processes=True)
     cluster = Cluster(devices=options.devices, requests=options.requests)
@@ -161,8 +156,7 @@ def run(argv: Sequence[str], console: Console) -> None:
 
 
 def show_memory(argv: Sequence[str], console: Console) -> None:
-    """``specactor plan RECIPE [--devices N] [--device NAME] [--key.path value ...]``: what takes the memory of each
-    device, by phase of a step."""
+    """Print which parts take the memory of each device of a recipe, by phase of a step."""
     parser = argparse.ArgumentParser(prog=PROG, add_help=False, allow_abbrev=False)
     parser.add_argument("--devices", type=int, default=PlanOptions.devices)
     parser.add_argument("--device", default=PlanOptions.device)
@@ -185,8 +179,7 @@ def show_memory(argv: Sequence[str], console: Console) -> None:
 
 
 def acceptance_at(words: Sequence[str], drafter: str) -> float:
-    """P(a draft token is accepted) of a drafter, from the words of --acceptance: its own NAME=NUMBER comes before a
-    plain number. Raises ConfigError."""
+    """Return P(a draft token is accepted) of a drafter: its own NAME=NUMBER, or a plain number. Raises ConfigError."""
     found: dict[str, float] = {}
     for word in words:
         name, _, number = word.rpartition("=")

@@ -1,7 +1,7 @@
-"""Public figures of devices, and what share of them programs attain. PURE: numbers with their sources.
+"""Published figures of devices, and what share of them programs attain. PURE: numbers with their sources.
 
-Where a vendor's page gives a figure with sparsity, half of it stands here. The link is one direction of NVLink, half of
-the advertised sum of both. Nothing here was measured by this project; `specactor profile` measures.
+Where a vendor gives a figure with sparsity, half of it stands here. Nothing here was measured by this project;
+`specactor profile` measures.
 
 Invariant: every number has its source beside it, or says that it is assumed.
 """
@@ -22,27 +22,24 @@ class Device:
     """Peaks, as published."""
 
     name: str
-    flops: float
-    """bfloat16, dense, per second."""
+    flops: float  # bfloat16, dense, per second
     memory_bytes: float
     memory_bytes_per_s: float
-    link_bytes_per_s: float
-    """To the other devices of its node, one direction."""
+    link_bytes_per_s: float  # to the other devices of its node, one direction
     node_devices: int = 8
     """Of one NVLink domain: HGX and DGX boards, https://chippub.substack.com/p/disassembling-nvidias-16t-network"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Attained:
-    """What programs get of the peaks; the same for all devices, measured on H100 if nothing else is said."""
+    """Programs attain these shares of the peaks on all devices; measured on H100 if nothing else is said."""
 
     matmul: float = 0.80
     """794.5 of 989 TFLOP/s (H100; B200: 1745 of 2250, .78), the best shape, ML_ENGINEERING. Ill-shaped matrices get
     less."""
     weights: float = 0.84
     """2.8 of 3.35 TB/s, coalesced reads of matrices, https://mikamirai.com/blog/gpu-memory-bandwidth/"""
-    attention: float = 0.57
-    """1.9 of 3.35 TB/s, keys and values in attention, the same page."""
+    attention: float = 0.57  # 1.9 of 3.35 TB/s, keys and values in attention, the same page
     link: float = 0.77
     """Bus bandwidth of a large all-reduce over NVLink's, https://waynehacking8.github.io/blog/nccl-nvlink-bandwidth/"""
     all_reduce_s: float = 5e-6
@@ -50,12 +47,9 @@ class Attained:
     kernel_s: float = 1.2e-6
     """The least time of a kernel in a row of kernels: 1.1 to 1.3 us for adding two small tensors,
     https://github.com/pytorch/pytorch/issues/161104"""
-    kernels_per_layer: int = 12
-    """Norms, projections, rotation, attention in two passes, activation; with routing a few more. Assumed: counted."""
-    launch_s: float = 8e-6
-    """Of a captured graph: 8 us of processor time, https://cuda.juliagpu.org/dev/usage/graphs/"""
-    memory: float = 0.90
-    """Share of the memory for weights and KV. Assumed; SGLang's mem_fraction_static is about that."""
+    kernels_per_layer: int = 12  # counted: norms, projections, rotation, attention in two passes, activation; assumed
+    launch_s: float = 8e-6  # of a captured graph, processor time, https://cuda.juliagpu.org/dev/usage/graphs/
+    memory: float = 0.90  # share for weights and KV; assumed, about SGLang's mem_fraction_static
 
 
 DEVICES: Mapping[str, Device] = {
@@ -95,7 +89,7 @@ DEVICES: Mapping[str, Device] = {
 
 
 def device(name: str) -> Device:
-    """Raises PlanError for a name that is not there."""
+    """Return the device of a name. Raises PlanError for an unknown one."""
     found = {known.lower(): one for known, one in DEVICES.items()}.get(name.lower())
     if found is None:
         raise PlanError(

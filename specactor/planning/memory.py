@@ -1,15 +1,8 @@
 """What takes the memory of a job's fullest device, by phase of a step: a recipe's numbers in, bytes out.
 
-Counted are the tensors that the code makes, in the order in which a step has them: while engines generate, gradients
-are given up and, in bfloat16, the optimizer is in host memory; while the trainer learns, engines have released theirs;
-in a weight sync both hold weights. Activations are estimated, and `OVERHEAD_BYTES` is what CUDA, NCCL and the allocator
-keep: neither was measured.
+Invariants: no phase leaves out what another that holds the same tensors counts; more devices never make a row larger.
 
-Invariants: no phase leaves out what another that holds the same tensors counts; more devices in a dimension never make
-a row larger.
-
-Source: Megatron-core's distributed optimizer: 2 bytes per parameter in bfloat16, 4 for its gradient, 12 for Adam with
-float32 weights, the last divided among the ranks that hold the same parameter.
+Source: Megatron-core's distributed optimizer. Activations and `OVERHEAD_BYTES` are estimates.
 """
 
 from __future__ import annotations
@@ -30,29 +23,20 @@ from specactor.planning.model_shapes import SHAPES, TransformerShape
 Phase = Literal["rollout", "train", "sync"]
 PHASES: tuple[Phase, ...] = ("rollout", "train", "sync")
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-GRADIENT_BYTES = 4
-"""float32 buffers (`trainer.optimizer.wrap`)."""
-ADAM_BYTES = 8
-"""Both moments, float32."""
-MAIN_WEIGHT_BYTES = 4
-"""Beside parameters that are not float32 themselves."""
-LOGIT_BYTES = 10
-"""Of one logit of a micro-batch: in bfloat16, in float32 for the loss, and its gradient."""
-LAYER_BYTES = 34
-"""Of activations per token and channel of a layer without recomputation, with fused attention: Korthikanti et al.
-(arXiv 2205.05198), table 2."""
-OVERHEAD_BYTES = 3e9
-"""Of CUDA contexts of a rank and an engine rank, NCCL's buffers and fragmentation. Assumed."""
-ESTIMATED = ("activations", "logits", "overhead")
-"""Rows that no line of code allocates as they stand here."""
+GRADIENT_BYTES = 4  # float32 buffers (`trainer.optimizer.wrap`)
+ADAM_BYTES = 8  # both moments, float32
+MAIN_WEIGHT_BYTES = 4  # beside parameters that are not float32 themselves
+LOGIT_BYTES = 10  # of one logit of a micro-batch: in bfloat16, in float32 for the loss, and its gradient
+LAYER_BYTES = 34  # per token and channel of a layer, fused attention: arXiv 2205.05198, table 2
+OVERHEAD_BYTES = 3e9  # of CUDA contexts of a rank and an engine rank, NCCL's buffers and fragmentation. Assumed
+ESTIMATED = ("activations", "logits", "overhead")  # rows that no line of code allocates as they stand here
 
 
 @dataclass(frozen=True, kw_only=True)
 class Memory:
     """Bytes on the fullest device."""
 
-    rows: Mapping[str, Mapping[Phase, float]]
-    """What -> how much in each phase in which it is there."""
+    rows: Mapping[str, Mapping[Phase, float]]  # what -> how much in each phase in which it is there
     device_bytes: float
 
     def of(self, phase: Phase, *, without: Collection[str] = ()) -> float:
@@ -61,7 +45,6 @@ class Memory:
 
     @property
     def fits(self) -> bool:
-        """Whether every phase fits, estimates included."""
         return max(map(self.of, PHASES)) <= self.device_bytes
 
     def check(self) -> None:
@@ -83,11 +66,7 @@ class Memory:
 def of_job(
     config: Config, layout: Layout, shape: TransformerShape, device_bytes: float, draft: TransformerShape | None = None
 ) -> Memory:
-    """Return the memory of a device that has a trainer rank and an engine rank.
-
-    Args:
-        draft: the model that drafts in every engine, if there is one.
-    """
+    """Return the memory of a device that has a trainer rank and an engine rank; `draft` drafts in every engine."""
     width = BYTES[config.model.dtype]
     dense, experts = parameters(shape, layout)
     held = dense + experts
@@ -141,8 +120,8 @@ def activations(config: Config, layout: Layout, shape: TransformerShape, tokens:
 
 
 def memory_of(config: Config, ranks: int, device_bytes: float) -> Memory:
-    """Return the memory of a recipe's devices, one per rank. Raises ConfigError for a layout that cannot be, PlanError
-    for a model whose shape is not known."""
+    """Return the memory of a recipe's devices, one per rank. Raises ConfigError for an impossible layout, PlanError for
+    a model whose shape is not known."""
     shape = _own_shape(config)
     sizes = ModelShape(
         num_layers=shape.layers,

@@ -1,9 +1,9 @@
 """Sizes of transformers that decide what a forward costs. PURE: a config's numbers in, bytes and parameters out.
 
-Decoders with grouped-query attention and gated MLPs, dense or with routed experts (Llama, Qwen2, Qwen3, Mixtral and
-their kin). Biases and norms are left out: they are under 0.1 % of the parameters.
+Covered are decoders with grouped-query attention and gated MLPs, dense or with routed experts. Biases and norms,
+under 0.1 % of the parameters, are left out.
 
-Invariant: a shape is refused rather than misread: latent or sliding-window attention, and layers of mixed kinds.
+Invariant: a shape is refused rather than misread.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from specactor.errors import PlanError
 
 @dataclass(frozen=True, kw_only=True)
 class TransformerShape:
-    """Of one model; per layer where nothing else is said."""
+    """The shape of one model; sizes are per layer where nothing else is said."""
 
     name: str
     layers: int
@@ -25,11 +25,9 @@ class TransformerShape:
     heads: int
     kv_heads: int
     head_dim: int
-    intermediate: int
-    """Of the dense MLP; 0 in a model with experts."""
+    intermediate: int  # of the dense MLP; 0 in a model with experts
     vocab: int
-    tied: bool = False
-    """The output projection is the embedding."""
+    tied: bool = False  # the output projection is the embedding
     experts: int = 0
     experts_per_token: int = 0
     expert_intermediate: int = 0
@@ -51,17 +49,15 @@ class TransformerShape:
 
     @property
     def mlp_params(self) -> int:
-        """Of the dense MLP, or the router."""
+        """Return the parameters of the dense MLP, or of the router."""
         return 3 * self.hidden * self.intermediate + self.hidden * self.experts
 
     @property
     def expert_params(self) -> int:
-        """Parameters of one expert."""
         return 3 * self.hidden * self.expert_intermediate
 
     @property
     def head_params(self) -> int:
-        """Parameters of the output projection."""
         return self.vocab * self.hidden
 
     @property
@@ -71,7 +67,7 @@ class TransformerShape:
 
     @property
     def active_params(self) -> int:
-        """That one token is multiplied with; of the embedding it takes a row."""
+        """Return the parameters that one token is multiplied with; of the embedding it takes a row."""
         layer = self.attention_params + self.mlp_params + self.experts_per_token * self.expert_params
         return self.layers * layer + self.head_params
 
@@ -84,14 +80,14 @@ class TransformerShape:
         return self.layers * 2 * self.kv_heads * self.head_dim * self.param_bytes
 
     def distinct_experts(self, tokens: float) -> float:
-        """That `tokens` tokens choose, on average, if each chooses evenly: E (1 - (1 - k/E)^T)."""
+        """Return how many experts `tokens` choose on average, if each chooses evenly: E (1 - (1 - k/E)^T)."""
         if not self.experts:
             return 0.0
         return float(self.experts * (1.0 - (1.0 - self.experts_per_token / self.experts) ** tokens))
 
     @classmethod
     def of_config(cls, config: Mapping[str, Any], name: str) -> TransformerShape:
-        """Of a Hugging Face config.json. Raises PlanError for what is no such decoder."""
+        """Read a Hugging Face config.json. Raises PlanError for what is no such decoder."""
         experts = config.get("num_experts") or config.get("num_local_experts") or 0
         refused = [key for key in ("kv_lora_rank", "shared_expert_intermediate_size") if config.get(key)]
         mixed = experts and (config.get("mlp_only_layers") or config.get("decoder_sparse_step", 1) != 1)

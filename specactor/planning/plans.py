@@ -1,7 +1,6 @@
-"""What a plan of a rollout is, and what it is made from: options by a measured table, or by figures (`rooflines`).
-PURE: values, checked when made.
+"""What a plan of a rollout is, and the options that `search` makes it from. PURE: values, checked when made.
 
-`search.search` makes plans. Sizes are bytes, times seconds, counts devices, engines, requests or tokens.
+Sizes are bytes, times seconds, counts devices, engines, requests or tokens.
 
 Invariants: a window of 0 means plain decoding and nothing else does; no count, time or probability is out of range.
 """
@@ -19,14 +18,11 @@ from specactor.rollout.speculation.costs import METHOD, CostTable, Grid
 from specactor.rollout.speculation.reconfiguration import DraftPlan, Mode
 from specactor.rollout.speculation.windows import OFF
 
-TEXT_DRAFTERS = ("suffix",)
-"""They look things up on the host, where the verifier is."""
+TEXT_DRAFTERS = ("suffix",)  # they look things up on the host, where the verifier is
 
 
 @dataclass(frozen=True, kw_only=True)
 class Placement:
-    """Engines of one kind."""
-
     engines: int
     devices_each: int
 
@@ -37,24 +33,18 @@ class Placement:
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutPlan:
-    """Where a rollout runs, how it drafts, and what is predicted."""
+    """A plan says where a rollout runs, how it drafts, and what is predicted."""
 
-    draft: DraftPlan
-    """Of every request, to begin with."""
+    draft: DraftPlan  # of every request, to begin with
     verifiers: Placement
     drafters: Placement
     idle_devices: int
-    requests_per_engine: int
-    """At once on a verifier; more wait where there are more."""
+    requests_per_engine: int  # at once on a verifier; more wait where there are more
     round_s: float
-    tokens_per_round: float
-    """Emitted, of a request."""
-    tokens_per_s: float
-    """Of the whole cluster."""
-    tokens_per_s_per_device: float
-    """Of all devices, idle ones too."""
-    speedup: float = 1.0
-    """Over the fastest plan that does not speculate."""
+    tokens_per_round: float  # emitted, of a request
+    tokens_per_s: float  # of the whole cluster
+    tokens_per_s_per_device: float  # of all devices, idle ones too
+    speedup: float = 1.0  # over the fastest plan that does not speculate
     reason: str = ""
 
     @property
@@ -69,10 +59,8 @@ class RolloutPlan:
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
     devices: int
-    requests: int
-    """That are there to run at once, in all."""
-    message_s: float = 1e-4
-    """From a commit's departure to the arrival of what it changes, without drafting."""
+    requests: int  # that are there to run at once, in all
+    message_s: float = 1e-4  # from a commit's departure to the arrival of what it changes, without drafting
 
     def __post_init__(self) -> None:
         assert min(self.devices, self.requests) >= 1, self
@@ -81,10 +69,8 @@ class Cluster:
 
 @dataclass(frozen=True, kw_only=True)
 class Footprint:
-    weights_bytes: float
-    """One copy."""
-    request_bytes: float
-    """KV of one request, at the length to plan for."""
+    weights_bytes: float  # one copy
+    request_bytes: float  # KV of one request, at the length to plan for
 
 
 NOTHING = Footprint(weights_bytes=0.0, request_bytes=0.0)
@@ -92,30 +78,21 @@ NOTHING = Footprint(weights_bytes=0.0, request_bytes=0.0)
 
 @dataclass(frozen=True, kw_only=True)
 class VerifierOption:
-    """An engine for the target on `devices` devices."""
-
     devices: int
-    costs: CostTable
-    """With a grid for every drafter that can draft on these devices."""
+    costs: CostTable  # with a grid for every drafter that can draft on these devices
     footprint: Footprint = NOTHING
-    capacity_bytes: float = float("inf")
-    """Of the engine's devices together, for weights and KV."""
-    ahead_s: Grid | None = None
-    """Over (requests, 1): what a decoupled round takes on the engine beside the verify, to hear its drafters and choose
-    windows; None: nothing."""
+    capacity_bytes: float = float("inf")  # of the engine's devices together, for weights and KV
+    ahead_s: Grid | None = None  # over (requests, 1): what a decoupled round takes beside the verify; None: nothing
 
     def requests(self, drafter: Footprint = NOTHING) -> int | None:
-        """That run at once beside this drafter; None: no bound."""
+        """Return how many requests run at once beside this drafter; None: no bound."""
         return fitting(self.capacity_bytes, self.footprint, drafter)
 
 
 @dataclass(frozen=True, kw_only=True)
 class DrafterEngine:
-    """An engine for a drafter on `devices` devices of its own."""
-
     devices: int
-    seconds: Grid
-    """Over (requests, window): drafting `window` tokens for each."""
+    seconds: Grid  # over (requests, window): drafting `window` tokens for each
     capacity_bytes: float = float("inf")
     token_s: Grid | None = None
     """Over (requests, 1), measured in a drafter process: from token to token of each, its loop and messages included
@@ -126,10 +103,8 @@ class DrafterEngine:
 @dataclass(frozen=True, kw_only=True)
 class DrafterOption:
     name: str
-    survival: tuple[float, ...]
-    """P(the first j draft tokens are accepted), j = 1, 2, ..: bounds the window."""
-    engines: tuple[DrafterEngine, ...] = ()
-    """None: it drafts on the verifiers' devices only."""
+    survival: tuple[float, ...]  # P(the first j draft tokens are accepted), j = 1, 2, ..: bounds the window
+    engines: tuple[DrafterEngine, ...] = ()  # none: it drafts on the verifiers' devices only
     footprint: Footprint = NOTHING
 
     def __post_init__(self) -> None:
@@ -139,7 +114,7 @@ class DrafterOption:
 
 
 def fitting(capacity_bytes: float, *footprints: Footprint) -> int | None:
-    """Requests whose KV fits beside the weights; None: no bound."""
+    """Return how many requests' KV fits beside the weights; None: no bound."""
     left = capacity_bytes - sum(f.weights_bytes for f in footprints)
     each = sum(f.request_bytes for f in footprints)
     if left < 0:
@@ -149,8 +124,6 @@ def fitting(capacity_bytes: float, *footprints: Footprint) -> int | None:
 
 @dataclass(frozen=True, kw_only=True)
 class Candidates:
-    """What `search` is given."""
-
     verifiers: tuple[VerifierOption, ...]
     drafters: tuple[DrafterOption, ...]
 
@@ -159,8 +132,7 @@ class Candidates:
 
 
 def from_table(table: CostTable, *, devices: int, survivals: Mapping[str, tuple[float, ...]]) -> Candidates:
-    """Options of a measured table; `devices`: of the engine that was measured. Memory is not known, so nothing is
-    refused for it."""
+    """Return the options of a measured table, of an engine on `devices` devices. Nothing is refused for memory."""
     process, drafters = table.process, []
     for name, grid in table.drafters.items():
         alone = process is None and name not in TEXT_DRAFTERS
@@ -174,7 +146,7 @@ def from_table(table: CostTable, *, devices: int, survivals: Mapping[str, tuple[
 
 
 def _windows(token_s: Grid) -> Grid:
-    """Drafting windows, token by token."""
+    """Return the grid of drafting windows, token by token."""
     windows = (1.0, MAX_WINDOW + 1.0)
     seconds = tuple(tuple(w * each for w in windows) for (each,) in token_s.seconds)
     return Grid(requests=token_s.requests, per_request=windows, seconds=seconds)

@@ -1,12 +1,7 @@
-"""Which rounds to measure for a cost table, and the tables of what was measured. PURE: seconds in, tables out.
+"""Which rounds to measure for a cost table, and the table of what was measured. PURE: seconds in, tables out.
 
-A cell stands for rounds with one number of requests and one window. The table is made of the cells of a grid, medians
-of their rounds. Further cells lie between those of the grid; the table does not see them, and how far its predictions
-of them are off is its error. What a drafter process costs is a mean and no median, since what happens now and then is
-paid for, too; only stalls are left out.
-
-Invariants: a grid begins at one request and ends at the largest number and window; no held-out cell is on a grid; the
-table gives back the median of every cell of its grids.
+Invariants: a grid begins at one request and ends at the largest number and window; no held-out cell, by which the
+table's error is found, is on a grid; the table gives back the median of every cell of its grids.
 """
 
 from __future__ import annotations
@@ -19,10 +14,8 @@ from statistics import fmean, median
 from specactor.errors import PlanError
 from specactor.rollout.speculation.costs import CostTable, Grid, Point
 
-STALL = 3.0
-"""Times the median, or what a table says, from which on seconds are left out."""
-SEEN = 8
-"""Times, for a mean."""
+STALL = 3.0  # times the median, or what a table says, from which on seconds are left out
+SEEN = 8  # times, for a mean
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,12 +23,9 @@ class Cell:
     """Rounds in which `requests` requests have `window` draft tokens each."""
 
     requests: int
-    window: int
-    """0: a plain step."""
-    drafter: str = ""
-    """Whose drafts are timed; empty: none's, but the verification."""
-    held_out: bool = False
-    """Not for the table but for its error."""
+    window: int  # 0: a plain step
+    drafter: str = ""  # whose drafts are timed; empty: none's, but the verification
+    held_out: bool = False  # not for the table but for its error
 
     def predicted_s(self, table: CostTable) -> float:
         if self.drafter:
@@ -45,26 +35,22 @@ class Cell:
         return table.plain_s(self.requests)
 
 
-Measured = Mapping[Cell, Sequence[float]]
-"""Seconds of every round of a cell."""
+Measured = Mapping[Cell, Sequence[float]]  # seconds of every round of a cell
 
 
 @dataclass(frozen=True, kw_only=True)
 class Check:
-    """A held-out cell."""
-
     cell: Cell
     predicted_s: float
     measured_s: float
 
     @property
     def error(self) -> float:
-        """Relative to what was measured."""
         return abs(self.predicted_s / self.measured_s - 1)
 
 
 def cells(*, max_requests: int, max_window: int, drafters: Sequence[str]) -> list[Cell]:
-    """Of the grids of verification and of every drafter, and those held out."""
+    """Return the cells of the grids of verification and of every drafter, and those held out."""
     assert min(max_requests, max_window) >= 1
     requests, windows = _doubled(max_requests), _doubled(max_window)
     between, windows_between = _middles(requests)[::-2], _middles(windows) or [max_window]
@@ -77,7 +63,7 @@ def cells(*, max_requests: int, max_window: int, drafters: Sequence[str]) -> lis
 
 
 def cost_table(measured: Measured, *, model: str, device: str, date: str) -> CostTable:
-    """Raises PlanError for a cell that was not measured."""
+    """Make the table. Raises PlanError for a cell that was not measured."""
     medians = {cell: _median(cell, seconds) for cell, seconds in measured.items() if not cell.held_out}
     verifies = {cell: s for cell, s in medians.items() if not cell.drafter}
     plain = {cell: s for cell, s in verifies.items() if not cell.window}
@@ -95,7 +81,6 @@ def cost_table(measured: Measured, *, model: str, device: str, date: str) -> Cos
 
 
 def checks(measured: Measured, table: CostTable) -> list[Check]:
-    """Of every held-out cell."""
     return [
         Check(cell=cell, predicted_s=cell.predicted_s(table), measured_s=_median(cell, seconds))
         for cell, seconds in measured.items()
@@ -104,7 +89,7 @@ def checks(measured: Measured, table: CostTable) -> list[Check]:
 
 
 def _grid(medians: Mapping[Cell, float], *, first: int) -> Grid:
-    """`first`: tokens per request beside the window."""
+    """Make a grid of medians; `first` counts tokens per request beside the window."""
     requests = sorted({cell.requests for cell in medians})
     windows = sorted({cell.window for cell in medians})
     seconds = {(cell.requests, cell.window): s for cell, s in medians.items()}
@@ -135,8 +120,8 @@ def _middles(axis: Sequence[int]) -> list[int]:
 
 
 def by_requests(points: Iterable[Point]) -> Grid:
-    """Mean seconds, of one token each if there are several, by the number of requests; without stalls, and without
-    numbers that were seen too seldom. Raises PlanError without any point."""
+    """Return the mean seconds of one token by the number of requests, without stalls and rarely seen numbers. A mean
+    and no median, since what happens now and then is paid for, too. Raises PlanError without any point."""
     each: dict[int, list[float]] = {}
     for requests, total, seconds in points:
         each.setdefault(requests, []).append(seconds / max(1.0, total / requests))
@@ -151,9 +136,7 @@ def by_requests(points: Iterable[Point]) -> Grid:
 
 
 def beside(table: CostTable, drafts: Sequence[Point], verifies: Iterable[Point]) -> Grid:
-    """What rounds take on average beside the table's verify, which is a median and knows nothing of other processes on
-    the cores: what came before the verify (`drafts`), and what the verify took longer. By the requests of `drafts`.
-    """
+    """Return what rounds take on average beside the table's verify: what came before it, and what it took longer."""
     longer: dict[int, list[float]] = {}
     for n, rows, seconds in verifies:
         if seconds <= STALL * (expected := table.verify_s(n, rows)):
@@ -166,14 +149,12 @@ def beside(table: CostTable, drafts: Sequence[Point], verifies: Iterable[Point])
 
 
 def without_waits(drafts: Sequence[Point], waited_s: float) -> list[Point]:
-    """Of `drafts`, which include that much. An engine waits for drafts where that pays; a planner in whose rounds
-    nobody waits would count it as a loss."""
+    """Take `waited_s` off the seconds of `drafts`. Engines wait where that pays; a planner would see a loss."""
     total_s = sum(seconds for *_, seconds in drafts)
     share = 1.0 - waited_s / total_s if total_s > waited_s else 1.0
     return [(n, total, share * seconds) for n, total, seconds in drafts]
 
 
 def column(seconds: Mapping[float, float]) -> Grid:
-    """By the number of requests."""
     axis = sorted(seconds)
     return Grid(requests=tuple(map(float, axis)), per_request=(1.0,), seconds=tuple((seconds[n],) for n in axis))

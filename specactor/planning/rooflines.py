@@ -1,17 +1,6 @@
 """Cost tables from published device figures, for devices that nobody has measured. PURE: shapes and figures in.
 
-A forward of n requests with t tokens each, on g devices that share every layer (tensor parallelism), takes the sum over
-its parts of the longer of moving bytes and computing:
-
-    projections, MLP or router, output   weights / g   and   2 params rows / g operations,  rows = bucket(n t)
-    experts                              E (1 - (1 - k/E)^rows) of them are read; each row computes with k
-    attention                            KV of c tokens is read by each of n t rows; 4 rows c head_dim heads operations
-    logits                               rows V float32, written and read
-
-and two all-reduces of rows x hidden per layer (g > 1), the least time of its kernels, and the launch. `bucket` rounds
-rows up to the sizes for which graphs are captured (SGLang 0.5.23's lists, with and without speculation). An attention
-that reads a request's keys once for all its rows can be asked for, to see what it would bring: ours does not. Left out:
-imbalance of experts, prefills beside decodes, stragglers, the host, and kernels that fall short of the attained shares.
+Left out: imbalance of experts, prefills beside decodes, stragglers, the host, and kernels below the attained shares.
 
 Invariants: seconds do not fall with requests, tokens or context; devices are added within one node.
 """
@@ -38,8 +27,6 @@ REQUESTS = tuple(
 
 
 class Roofline:
-    """Of one model on engines of one size."""
-
     def __init__(
         self,
         shape: TransformerShape,
@@ -50,11 +37,7 @@ class Roofline:
         attained: Attained | None = None,
         keys_once: bool = False,
     ) -> None:
-        """
-        Args:
-            context: tokens of a request in the KV cache, on average.
-            keys_once: keys are read once per request and not per row.
-        """
+        """Take the mean `context` in tokens of the KV cache; `keys_once` reads keys once per request, not per row."""
         assert 1 <= devices <= device.node_devices, f"{devices} of a node of {device.name}"
         assert context >= 0, context
         self.shape, self.device, self.devices, self.context = shape, device, devices, context
@@ -63,11 +46,15 @@ class Roofline:
 
     @property
     def capacity_bytes(self) -> float:
-        """For weights and KV, of all devices."""
+        """Return the bytes for weights and KV, of all devices."""
         return self.devices * self.device.memory_bytes * self.attained.memory
 
     def forward_s(self, requests: int, tokens: int = 1, *, buckets: Sequence[int] = PLAIN_BUCKETS) -> float:
-        """Seconds of one forward, `tokens` rows of each request."""
+        """Return the seconds of one forward with `tokens` rows of each request.
+
+        Every part takes the longer of moving its bytes and computing; two all-reduces per layer, the kernels' least
+        time and the launch come on top. Rows are rounded up to `buckets`, the sizes for which graphs are captured.
+        """
         shape = self.shape
         wanted = requests * tokens
         rows = max(wanted, buckets[min(bisect_left(buckets, wanted), len(buckets) - 1)])
@@ -90,7 +77,7 @@ class Roofline:
         return self._longer(read, 2.0 * rows * self.shape.experts_per_token * self.shape.expert_params)
 
     def _longer(self, num_bytes: float, operations: float, *, share: float | None = None) -> float:
-        """Seconds of moving or of computing, each spread over the devices."""
+        """Return the seconds of moving or of computing, the longer, spread over the devices."""
         moved = num_bytes / (self.device.memory_bytes_per_s * (self.attained.weights if share is None else share))
         return max(moved, operations / (self.device.flops * self.attained.matmul)) / self.devices
 
@@ -103,10 +90,8 @@ class Roofline:
 
 
 def draft_grid(roofline: Roofline, *, max_window: int, max_requests: int) -> Grid:
-    """Drafting 1 to max_window tokens one after the other, on all devices of an engine.
-
-    The drafter is either cut over the devices, or copied to groups of them that share the requests: the faster.
-    """
+    """Return the seconds of drafting 1 to max_window tokens one after the other, on all devices of an engine. The
+    drafter is either cut over the devices, or copied to groups of them that share the requests: the faster."""
     requests = _nodes(max_requests)
     g = roofline.devices
     parts = [
@@ -123,7 +108,7 @@ def draft_grid(roofline: Roofline, *, max_window: int, max_requests: int) -> Gri
 
 
 def cost_table(target: Roofline, drafters: Mapping[str, Roofline], *, max_window: int, max_requests: int) -> CostTable:
-    """As a profile of that engine would give it. `drafters` draft on the same devices, by name."""
+    """Return the table that a profile of that engine would give. `drafters` draft on the same devices, by name."""
     requests, tokens = _nodes(max_requests), range(1, max_window + 2)
     axis = tuple(map(float, requests))
     return CostTable(
@@ -158,34 +143,27 @@ def from_figures(
     max_requests: int,
     sizes: Sequence[int] = (),
     drafter_sizes: Sequence[int] = (1, 2),
-    attained: Attained | None = None,
     keys_once: bool = False,
 ) -> Candidates:
-    """Options by rooflines. `survivals` by drafter; `max_requests`: of one engine, at most; `sizes`: devices of a
-    verifier, by default all that fit; `keys_once`: see `Roofline`.
+    """Return options by rooflines, with `survivals` by drafter and at most `max_requests` of one engine.
 
-    Raises ConfigError for a size asked for that does not divide the target's heads, and PlanError where the target fits
-    on no engine of one node.
+    `sizes` are devices of a verifier, by default all that fit. Raises ConfigError for a size that does not divide the
+    target's heads, and PlanError where the target fits on no engine of one node.
     """
     for g in sizes:
         if g > 0 and target.heads % g:
             raise ConfigError.at(
                 "engine_devices", g, f"a divisor of the {target.heads} heads of {target.name}", "Choose a divisor."
             )
-    sizes = sizes or [g for g in _powers(device.node_devices) if target.heads % g == 0]
-    max_window = max((len(survivals[drafter.name]) for drafter in drafters), default=1)
-    kept = attained or Attained()
+    sizes = sizes or [g for g in (1, 2, 4, 8) if g <= device.node_devices and target.heads % g == 0]
+    most = {"max_window": max((len(survivals[d.name]) for d in drafters), default=1), "max_requests": max_requests}
     verifiers = []
     for g in sizes:
-        roofline = Roofline(target, device, devices=g, context=context, attained=kept, keys_once=keys_once)
+        roofline = Roofline(target, device, devices=g, context=context, keys_once=keys_once)
+        beside = {d.name: Roofline(d, device, devices=g, context=context) for d in drafters}
         option = VerifierOption(
             devices=g,
-            costs=cost_table(
-                roofline,
-                {d.name: Roofline(d, device, devices=g, context=context, attained=kept) for d in drafters},
-                max_window=max_window,
-                max_requests=max_requests,
-            ),
+            costs=cost_table(roofline, beside, **most),
             footprint=_footprint(target, context),
             capacity_bytes=roofline.capacity_bytes,
         )
@@ -198,27 +176,18 @@ def from_figures(
             "expected a node that holds them with a request. Use a larger device or a shorter context."
         )
     options = []
-    for drafter in drafters:
-        engines = []
-        for g in drafter_sizes:
-            roofline = Roofline(drafter, device, devices=g, context=context, attained=kept)
-            grid = draft_grid(roofline, max_window=max_window + 1, max_requests=max_requests)
-            engines.append(DrafterEngine(devices=g, seconds=grid, capacity_bytes=roofline.capacity_bytes))
-        options.append(
-            DrafterOption(
-                name=drafter.name,
-                survival=survivals[drafter.name],
-                engines=tuple(engines),
-                footprint=_footprint(drafter, context),
-            )
-        )
+    for d in drafters:
+        rooflines = [Roofline(d, device, devices=g, context=context) for g in drafter_sizes]
+        engines = tuple(_drafter_engine(roofline, **most) for roofline in rooflines)
+        footprint = _footprint(d, context)
+        options.append(DrafterOption(name=d.name, survival=survivals[d.name], engines=engines, footprint=footprint))
     return Candidates(verifiers=tuple(verifiers), drafters=tuple(options))
+
+
+def _drafter_engine(roofline: Roofline, *, max_window: int, max_requests: int) -> DrafterEngine:
+    grid = draft_grid(roofline, max_window=max_window + 1, max_requests=max_requests)
+    return DrafterEngine(devices=roofline.devices, seconds=grid, capacity_bytes=roofline.capacity_bytes)
 
 
 def _footprint(shape: TransformerShape, context: int) -> Footprint:
     return Footprint(weights_bytes=shape.weights_bytes, request_bytes=context * shape.kv_bytes_per_token)
-
-
-def _powers(largest: int) -> list[int]:
-    """1, 2, 4, .. up to `largest`."""
-    return [1 << k for k in range(largest.bit_length()) if 1 << k <= largest]

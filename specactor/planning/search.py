@@ -1,16 +1,8 @@
-"""Which devices verify, which draft, with what window: a search over all plans. PURE: tables and counts in, plans out.
+"""Which devices verify, which draft, with what window: a search over all plans. PURE.
 
-A plan is one of
-    off        every verifier decodes plainly
-    coupled    every verifier drafts and verifies on its own devices: verify_s + draft_s a round
-    decoupled  N drafters serve M verifiers: a round takes the longer of verifying and of drafting w + 1 tokens with one
-               exchange of messages (`pipelined`); a drafter process that was measured is not waited for (`running`)
-and is charged for every device of the cluster, used or idle: plans are compared by tokens per second of the whole. The
-1:1 groups of Algorithm 1 of 2511.16193 (`benchmarks/paper_algorithms.py`) are among them.
-
-Invariants: the first plan has the most tokens per second, and off wins ties; a drafter with acceptance 0 is never in
-the first plan; survivals that rise never lower the first plan's speed, but for rows that cost more than they bring; no
-plan uses more devices than there are.
+Invariants: the first plan has the most tokens per second of the whole cluster, and off wins ties; a drafter with
+acceptance 0 is never in it; survivals that rise never lower its speed, but for rows that cost more than they bring; no
+plan exceeds the devices.
 """
 
 from __future__ import annotations
@@ -52,8 +44,11 @@ def search(
     *,
     max_window: int = 16,
 ) -> list[RolloutPlan]:
-    """The best plan of every mode, drafter and pair of engine sizes, fastest first; then off, fewer devices, smaller
-    window. Raises PlanError where the target fits nowhere."""
+    """Return the best plan of every mode, drafter and pair of engine sizes, fastest first, then by `_order`.
+
+    off: verifiers decode plainly. coupled: they draft on their own devices. decoupled: N drafters serve M verifiers.
+    Raises PlanError where the target fits nowhere.
+    """
     found = [_off(cluster, v) for v in verifiers if v.devices <= cluster.devices and v.requests() != 0]
     if not found:
         raise PlanError(
@@ -79,8 +74,7 @@ class _Verifying:
     cluster: Cluster
     option: VerifierOption
     engines: int
-    requests: int
-    """At once on each; more wait where there is no memory for them."""
+    requests: int  # at once on each; more wait where there is no memory for them
 
     @classmethod
     def of(cls, cluster: Cluster, option: VerifierOption, engines: int, fit: int | None) -> _Verifying:
@@ -89,7 +83,7 @@ class _Verifying:
 
     @property
     def running(self) -> int:
-        """Requests of all verifiers at once."""
+        """Return the requests of all verifiers at once."""
         return min(self.cluster.requests, self.engines * self.requests)
 
     def plan(
@@ -125,7 +119,7 @@ def _off(cluster: Cluster, option: VerifierOption) -> RolloutPlan:
 
 
 def _coupled(cluster: Cluster, option: VerifierOption, drafter: DrafterOption, window: int) -> RolloutPlan | None:
-    """None where it does not fit, or nothing would be accepted."""
+    """Return the plan; None where it does not fit, or nothing would be accepted."""
     fit = option.requests(drafter.footprint)
     tokens = coupled_tokens(drafter.survival, window)
     if fit == 0 or tokens <= 1.0:
@@ -144,8 +138,8 @@ def _coupled(cluster: Cluster, option: VerifierOption, drafter: DrafterOption, w
 def _decoupled(
     cluster: Cluster, option: VerifierOption, drafter: DrafterOption, engine: DrafterEngine, max_window: int
 ) -> list[RolloutPlan]:
-    """The best; none if there is none. Looked at: every number of verifiers, with as many drafters as there is room
-    for, and the 1:1 groups of Algorithm 1. Of the best one's drafters those are left idle that it does not need."""
+    """Return the best plan, if there is one, with no more drafters than it needs. Every number of verifiers is tried
+    with as many drafters as fit, and the 1:1 groups of Algorithm 1 of 2511.16193."""
     fit = option.requests()
     if fit == 0 or drafter.survival[0] <= 0.0:
         return []
@@ -174,7 +168,7 @@ def _decoupled(
 def _pair(
     of: _Verifying, drafter: DrafterOption, engine: DrafterEngine, drafting: int, window: int, max_window: int
 ) -> RolloutPlan | None:
-    """With so many drafters. None where they do not fit, or nothing would be accepted."""
+    """Return the plan with so many drafters; None where they do not fit, or nothing would be accepted."""
     served = ceil(of.running / drafting)
     fit = fitting(engine.capacity_bytes, drafter.footprint)
     if fit is not None and served > fit:
@@ -196,8 +190,7 @@ def _pair(
 def _lasting(
     of: _Verifying, drafter: DrafterOption, engine: DrafterEngine, served: int, window: int, max_window: int
 ) -> tuple[float, float, float, str]:
-    """(share of rounds with a window, tokens of a round, its seconds, why so many), where it lasts until the next
-    windows are there."""
+    """Return (share of rounds with a window, tokens per round, its seconds, why) of rounds that wait for windows."""
     draft_s = engine.seconds.at(served, window + 1) + of.cluster.message_s
     rounds = pipelined(drafter.survival, window)
     verify_s = _round_s(of).at(of.requests, 1.0 + rounds.ready * window)
@@ -208,7 +201,7 @@ def _lasting(
 def _running(
     of: _Verifying, drafter: DrafterOption, engine: DrafterEngine, served: int, window: int, max_window: int
 ) -> tuple[float, float, float, str]:
-    """The same, where it takes what is there."""
+    """Return the same of rounds that take what is there."""
     assert engine.token_s is not None
     token_s = engine.token_s.at(served, 1.0)
     pace = Pace(
@@ -224,19 +217,19 @@ def _running(
 
 
 def _round_s(of: _Verifying) -> Grid:
-    """Of a decoupled round: verifying, and what the engine does beside it."""
+    """Return the seconds of a decoupled round: verifying, and what the engine does beside it."""
     grid = of.option.costs.verify
     more = of.option.ahead_s.at(of.requests, 1.0) if of.option.ahead_s else 0.0
     return replace(grid, seconds=tuple(tuple(s + more for s in row) for row in grid.seconds)) if more else grid
 
 
 def _order(plan: RolloutPlan) -> tuple[float, int, int]:
-    """Fastest first; among equals fewer devices, then the smaller window."""
+    """Sort the fastest first; among equals fewer devices, then the smaller window."""
     return (-plan.tokens_per_s, plan.verifiers.devices + plan.drafters.devices, plan.window)
 
 
 def _best(plans: Iterable[RolloutPlan | None]) -> list[RolloutPlan]:
-    """The first in order; none if there is none."""
+    """Return the first in order, if there is one."""
     there = [plan for plan in plans if plan is not None]
     return [min(there, key=_order)] if there else []
 
@@ -248,7 +241,7 @@ def shared_table(file: str, ranks: Collective) -> CostTable:
 
 
 def planned(config: Config, table: CostTable, *, machines: int) -> tuple[Config, str]:
-    """The configuration without the drafting that no plan has, and what to tell about it."""
+    """Return the configuration without the drafting that no plan has, and a line to print about it."""
     rollout, speculation = config.rollout, config.rollout.speculation
     if missing := [name for name in speculation.draft_methods if name not in table.methods]:
         return config, f"no plan: {speculation.cost_table} lacks {', '.join(missing)}. Measure: specactor profile."
@@ -272,7 +265,7 @@ def planned(config: Config, table: CostTable, *, machines: int) -> tuple[Config,
 
 
 def _fastest(config: Config, table: CostTable, requests: int, machines: int) -> RolloutPlan:
-    """Of the job's engines and drafters, in any layout of their devices."""
+    """Return the fastest plan of the job's engines and drafters, in any layout of their devices."""
     parallel, speculation = config.parallel, config.rollout.speculation
     # Nobody has seen these drafters yet: believed is what their engines begin with.
     model = AcceptanceModel(max_window=speculation.largest_window)

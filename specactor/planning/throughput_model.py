@@ -1,17 +1,9 @@
-"""How many tokens a round of speculation emits, coupled and decoupled. PURE: probabilities and seconds in, tokens out.
+"""How many tokens a round of speculation emits, coupled and decoupled. PURE.
 
-survival_j = P(the first j draft tokens are accepted). A coupled round of w draft tokens emits
-1 + sum_{j <= w} survival_j (2211.17192, equation 1, where survival_j = p^j). A decoupled request is in one of two
-states:
-    ready      the next w draft tokens are there: the round emits what a coupled one does. It stays ready if all are
-               accepted and the drafter's next token is the one that the target added (survival_{w+1}).
-    redrafting the drafter starts again from the commit: a plain step of one token. The request is ready again if the
-               drafter's first token is the one that this step adds (survival_1).
-`pipelined` takes rounds to last until windows are there. Drafter processes are not waited for, so how many draft tokens
-there are depends on the round's length over the drafter's step: `running`, by a Markov chain over the tokens in stock.
+survival_j = P(the first j draft tokens are accepted).
 
-Invariants: at least 1 token per round; tokens and share do not fall when survivals rise; with a drafter that takes no
-time `running` is `pipelined`.
+Invariants: a round emits at least 1 token; tokens and share do not fall when survivals rise; with a drafter that takes
+no time `running` is `pipelined`.
 
 Shape legend: S states, K windows 0..w.
 """
@@ -28,10 +20,8 @@ from numpy.typing import NDArray
 from specactor.rollout.speculation.acceptance import checked
 from specactor.rollout.speculation.costs import Grid
 
-AHEAD = 2
-"""Windows that a drafter may be ahead of a commit."""
-SETTLED = 1e-4
-"""A round's seconds are found when they change by less than this share."""
+AHEAD = 2  # windows that a drafter may be ahead of a commit
+SETTLED = 1e-4  # a round's seconds are found when they change by less than this share
 MAX_ITERATIONS = 50
 
 
@@ -39,23 +29,24 @@ MAX_ITERATIONS = 50
 class Pipelined:
     """Decoupled rounds of one request, on average."""
 
-    ready: float
-    """Share of rounds that verify a window."""
+    ready: float  # share of rounds that verify a window
     tokens_when_ready: float
 
     @property
     def tokens(self) -> float:
-        """Tokens emitted per round."""
         return 1.0 + self.ready * (self.tokens_when_ready - 1.0)
 
 
 def coupled_tokens(survival: Sequence[float], window: int) -> float:
-    """Return the tokens emitted per round of a window."""
     return 1.0 + sum(survival[:window])
 
 
 def pipelined(survival: Sequence[float], window: int) -> Pipelined:
-    """Decoupled rounds of a window. Of `survival` the entry behind the window is extrapolated if missing."""
+    """Return decoupled rounds of a window that last until windows are there.
+
+    A request is ready (its window is there) or its drafter starts again from the commit, after a plain step. The entry
+    of `survival` behind the window is extrapolated if missing.
+    """
     assert 1 <= window <= len(survival), window
     onward = survival[window] if len(survival) > window else _next(survival[:window])
     returns, leaves = survival[0], 1.0 - onward
@@ -64,7 +55,7 @@ def pipelined(survival: Sequence[float], window: int) -> Pipelined:
 
 
 def _next(survival: Sequence[float]) -> float:
-    """Of one more position, accepted as often as the last."""
+    """Return the survival of one more position, accepted as often as the last."""
     last, before = survival[-1], survival[-2] if len(survival) > 1 else 1.0
     return last * last / before if before > 0 else 0.0
 
@@ -73,37 +64,28 @@ def _next(survival: Sequence[float]) -> float:
 class Running:
     """Decoupled rounds of an engine whose drafter is not waited for, on average."""
 
-    tokens: float
-    """Emitted per round, of a request."""
-    window: float
-    """Draft tokens verified per round, of a request: those that are there, at most the window."""
-    ready: float
-    """Share of rounds, of a request, that verify any."""
+    tokens: float  # emitted per round, of a request
+    window: float  # draft tokens verified per round, of a request: those that are there, at most the window
+    ready: float  # share of rounds, of a request, that verify any
     round_s: float
 
 
 @dataclass(frozen=True, kw_only=True)
 class Pace:
-    """What decides how many draft tokens are there in time."""
+    """Speeds that decide how many draft tokens are there in time."""
 
-    requests: int
-    """Of the verifier's rounds."""
-    round_s: Grid
-    """Seconds of a verifier's round over (requests, rows per request), with all that the engine does in it."""
-    token_s: float
-    """Of the drafter from token to token of all requests that it serves."""
-    message_s: float
-    """From the verifier to the drafter and back."""
-    most: int
-    """Draft tokens that it may be ahead of a commit, of a request."""
+    requests: int  # of the verifier's rounds
+    round_s: Grid  # of a verifier over (requests, rows per request), all that the engine does included
+    token_s: float  # of the drafter from token to token of all requests that it serves
+    message_s: float  # from the verifier to the drafter and back
+    most: int  # draft tokens that it may be ahead of a commit, of a request
 
 
 def running(survival: Sequence[float], window: int, pace: Pace) -> Running:
-    """Rounds of a window: what is there at a round's beginning is verified, up to the window, and nobody waits.
+    """Return rounds that verify what is there at their beginning, up to the window, while nobody waits.
 
-    A commit leaves with the next round's beginning. A request has draft tokens in stock beyond it, or is lost: the
-    commit differs from what was drafted, its round is a plain step, and the drafter has the length of that, less a
-    message both ways and what is left of the step that it is in.
+    A request has draft tokens in stock beyond the commit, or is lost: the commit differs from what was drafted, its
+    round is a plain step, and the drafter has that long, less a message both ways and the rest of its current step.
     """
     checked(survival)
     assert 1 <= window <= len(survival), window
@@ -135,12 +117,10 @@ def running(survival: Sequence[float], window: int, pace: Pace) -> Running:
 
 @dataclass(frozen=True, kw_only=True)
 class _Chain:
-    """States: 0, 1, .., most tokens in stock beyond the commit, then lost."""
+    """Markov chain with states 0, 1, .., most tokens in stock beyond the commit, then lost."""
 
-    goes_on: tuple[float, ...]
-    """[K]: P(k draft tokens and the one after them are right)."""
-    returns: float
-    """P(the first token is right | the last was not): as after any."""
+    goes_on: tuple[float, ...]  # [K]: P(k draft tokens and the one after them are right)
+    returns: float  # P(the first token is right | the last was not): as after any
     pace: Pace
 
     def windows(self, round_s: float) -> NDArray[np.float64]:
@@ -178,12 +158,12 @@ def _whole(tokens: float) -> tuple[tuple[int, float], ...]:
 
 
 def _begun(tokens: float) -> tuple[tuple[int, float], ...]:
-    """The same, where the time began at any moment of a step, which is of no use: floor(tokens - U), U in 0..1."""
+    """Return the same for a time that began within a step, which is of no use: floor(tokens - U), U in 0..1."""
     return tuple((max(0, whole - 1), share) for whole, share in _whole(tokens))
 
 
 def _stationary(moves_SS: NDArray[np.float64]) -> NDArray[np.float64]:
-    """[S]: how often each state is. The lost one is reached from all, or never left, or never entered."""
+    """Return [S], how often each state is."""
     states = len(moves_SS)
     equations = np.vstack([moves_SS.T - np.eye(states), np.ones(states)])
     share_S: NDArray[np.float64] = np.linalg.lstsq(equations, np.append(np.zeros(states), 1.0), rcond=None)[0]
@@ -193,7 +173,7 @@ def _stationary(moves_SS: NDArray[np.float64]) -> NDArray[np.float64]:
 
 
 def _mean_round_s(pace: Pace, windows_K: NDArray[np.float64]) -> float:
-    """Of a round whose requests have windows of their own, independently: over all sums of them."""
+    """Return the mean seconds of a round whose requests have independent windows: over all sums of them."""
     size = pace.requests * (len(windows_K) - 1) + 1
     sums = np.fft.irfft(np.fft.rfft(windows_K, 2 * size) ** pace.requests, 2 * size)[:size].clip(0.0)
     seconds = pace.round_s.along(pace.requests, 1.0 + np.arange(size) / pace.requests)

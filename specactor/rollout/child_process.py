@@ -1,11 +1,7 @@
 """A child process as its owner sees it, an engine or a drafter: started, asked, watched, ended.
 
-Its owner asks questions, each in a `Call` of its own; calls may overlap. Around the child is a guard (`process_guard`).
-
-Invariants: sending never waits, and no wait is unbounded; an answer that comes late is not taken for another's; a child
-that dies, or says what is no frame, is dead for its owner at once; a signal to the owner's terminal does not reach it;
-its standard output and error are appended to its log; after `kill` nothing of it is left; when the owner dies, in
-whatever way, it ends by itself.
+Invariants: sending never waits, and no wait is unbounded; a late answer is not taken for another's; a child that dies,
+or sends no valid frame, is dead at once; after `kill` nothing of it is left; it ends when the owner dies.
 """
 
 from __future__ import annotations
@@ -28,8 +24,7 @@ from specactor.errors import EngineError
 from specactor.rollout import frames, process_guard, warm_starter
 from specactor.rollout.frames import Failed, ProtocolError
 
-END_TIMEOUT_S = 10.0
-"""Longest wait for each way to end it."""
+END_TIMEOUT_S = 10.0  # longest wait for each way to end it
 _LOG_TAIL_LINES = 20
 _MODULE = "specactor.rollout.child_main"
 Answer = TypeVar("Answer")
@@ -43,7 +38,6 @@ class Call(Generic[Answer]):
     """One question, and the answers to it as they come. A context: what comes after it is dropped."""
 
     def __init__(self, child: ChildProcess[Answer], number: int) -> None:
-        """Use `ChildProcess.call`."""
         self._child, self.number = child, number
         self.inbox: queue.SimpleQueue[Answer | None] = queue.SimpleQueue()
 
@@ -76,22 +70,17 @@ class ChildProcess(Generic[Answer]):
         environment: Mapping[str, str],
         log_file: str,
     ) -> None:
-        """Starts it, or has the warm starter fork it, and returns at once; `wait_ready` tells how it went.
+        """Start it, or have the warm starter fork it, and return at once; `wait_ready` tells how it went.
 
-        Args:
-            run: what it does, ``package.module:function``; the function is given the child's end of the socket.
-            start: the first message to it.
-            name: as in "engine 3".
-            answers: of all types that it answers with, `Failed` among them.
+        `run` is ``package.module:function``, which gets the child's end of the socket; `start` is the first message;
+        `name` is as in "engine 3"; `answers` decodes all types that it answers with, `Failed` among them.
         """
         self.name, self.log_file = name, log_file
-        self.moved_s = 0.0
-        """When it last gave an answer that was not the last of its call."""
+        self.moved_s = 0.0  # when it last gave an answer that was not the last of its call
         self._answers = answers
         self._lock = threading.Lock()
         self._calls: dict[int, Call[Answer]] = {}
-        self._unanswered: dict[int, float] = {}
-        """Number of a call -> when it was asked."""
+        self._unanswered: dict[int, float] = {}  # number of a call -> when it was asked
         self._heard_s = time.monotonic()
         self._next_number = frames.START
         self._dead = threading.Event()
@@ -116,20 +105,19 @@ class ChildProcess(Generic[Answer]):
 
     @property
     def pid(self) -> int:
-        """Of the guard; leader of the session that all its processes are in."""
+        """Return the pid of the guard, leader of the session that all its processes are in."""
         return self._process.pid
 
     @property
     def alive(self) -> bool:
-        """Whether it runs and speaks, as far as is known."""
         return not self._dead.is_set()
 
     def has_answered_start(self) -> bool:
-        """Whether `wait_ready` would return or raise at once."""
+        """Return whether `wait_ready` would return or raise at once."""
         return not self._start.inbox.empty()
 
     def wait_ready(self, timeout_s: float) -> Answer:
-        """The answer to its start. Without one, and with `Failed`: EngineError, and nothing of it is left."""
+        """Return the answer to its start. Else raises EngineError, and nothing of it is left."""
         try:
             answer = self._start.next(timeout_s)
         except TimeoutError:
@@ -145,7 +133,7 @@ class ChildProcess(Generic[Answer]):
         raise EngineError(self.with_log(reason))
 
     def call(self, message: msgspec.Struct) -> Call[Answer]:
-        """Ask it. Waits for nothing; one that is dead has answered that it died."""
+        """Ask it, and wait for nothing; a dead one has answered that it died."""
         with self._lock:
             number = self._next_number
             data = frames.pack(number, message)
@@ -163,7 +151,7 @@ class ChildProcess(Generic[Answer]):
             return call.next(timeout_s)
 
     def forget(self, call: Call[Answer]) -> None:
-        """Answers to it that come later are dropped."""
+        """Drop answers to this call that come later."""
         with self._lock:
             self._calls.pop(call.number, None)
 
@@ -173,11 +161,10 @@ class ChildProcess(Generic[Answer]):
             return set(self._unanswered)
 
     def heard_s(self) -> float:
-        """Return the seconds since it last said anything."""
         return time.monotonic() - self._heard_s
 
     def silent_s(self) -> float:
-        """Seconds for which it has said nothing though it was asked; 0 if it has answered all."""
+        """Return the seconds of silence since it was asked; 0 if it has answered all."""
         with self._lock:
             asked_s = min(self._unanswered.values(), default=None)
         return 0.0 if asked_s is None else min(self.heard_s(), time.monotonic() - asked_s)
@@ -188,14 +175,14 @@ class ChildProcess(Generic[Answer]):
             self._process.wait(END_TIMEOUT_S)
 
     def stop(self) -> None:
-        """Orderly end; falls back to `kill`. Harmless when it is gone."""
+        """End it orderly, or else `kill` it. Harmless when it is gone."""
         if self.alive:
             self._outbox.put(None)  # the end of the stream is its sign to end
             self.reap()
         self.kill()
 
     def kill(self) -> None:
-        """Immediate end of everything in it. Harmless when it is gone."""
+        """End everything in it at once. Harmless when it is gone."""
         for end in (signal.SIGTERM, signal.SIGKILL):  # the guard ends its tree on SIGTERM
             if self._process.poll() is None:
                 self._process.send_signal(end)
@@ -209,7 +196,7 @@ class ChildProcess(Generic[Answer]):
         process_guard.sweep(self.pid)
 
     def with_log(self, what: str) -> str:
-        """A sentence about it that begins with its name, and the end of its log."""
+        """Return a sentence about it that begins with its name, and the end of its log."""
         return f"{self.name} {what} The end of its log, {self.log_file}:\n{self.log_tail()}"
 
     def log_tail(self) -> str:

@@ -130,6 +130,16 @@ class RolloutCollector:
                 break
         return groups + spare[: want - len(groups)]
 
+    def collect_again(self, step: int, group: int, sample: int | None) -> list[ScoredGroup]:
+        """Return one group of the step after `step` finished ones, or one response of it, without the others."""
+        problems = [self.train_data[i] for i in self.prompts.take(self.config.rollout.prompts_per_step)]
+        requests = group_requests(problems, config=self.config.rollout, run_seed=self.config.seed, step=step)
+        wanted = [r for r in requests if r.group_id == group and r.request_id.endswith(f".{sample}") | (sample is None)]
+        with self.progress.phase("rollout"):
+            trajectories = self._generate_all(wanted)
+        with self.progress.phase("reward"):
+            return self._score_groups([problems[group]], trajectories)
+
     def evaluate(self) -> list[ScoredGroup]:
         """Return the greedy policy's response to each held-out problem, in groups of one."""
         problems = [self.eval_data[i] for i in range(min(self.config.eval.problems, len(self.eval_data)))]

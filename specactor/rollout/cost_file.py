@@ -12,7 +12,7 @@ from specactor.rollout.speculation.costs import CostTable
 
 
 def read(file: str | Path) -> CostTable:
-    """Raises DataError where there is none, and PlanError for what is none."""
+    """Read a table. Raises DataError where there is no file, and PlanError for what is no table."""
     try:
         return CostTable.from_json(Path(file).read_bytes())
     except OSError as error:

@@ -1,14 +1,9 @@
-"""The drafter processes of one host: started together, restarted when they die, stopped together.
+"""The drafter processes of one host: started together, replaced on the side when they die or hang, stopped together.
 
-A dead drafter costs drafts and no more, so it is replaced on the side, by a thread, while whoever uses the engines goes
-on. One that hangs is asked for signs of life, and ended when there are none for `SILENT_LIMIT_S`. Those of
-`DrafterSpec.engine` sleep, and may be woken while that engine has nothing to do.
+Those with `DrafterSpec.engine` sleep, and may be woken while that engine has nothing to do.
 
-Invariants: after `rollout` those sleep or are gone, but for one that is starting without a GPU, which takes nothing of
-the trainer's and sleeps when it has started; they are started again only while their engine has nothing to do; after
-`stop` nothing of any drafter is left, also when starting failed; a drafter is started again after at most
-`max_restarts` deaths, and after at most as many ends of rollouts in a row that found it late, each time `PAUSE_S` or
-more later, twice as long every time.
+Invariants: after `rollout` those sleep or are gone; they are started again only while their engine has nothing to do;
+after `stop` nothing of any drafter is left.
 """
 
 from __future__ import annotations
@@ -29,12 +24,9 @@ if TYPE_CHECKING:
 
 LOOK_EVERY_S = 0.2
 PAUSE_S = 0.5
-SLEEP_TIMEOUT_S = 10.0
-"""Longest wait for all drafters that were woken to sleep; a batch may have to end first. The others are ended."""
-ANSWER_S = 1.0
-"""Of that, what each may take to say that it sleeps, also after others were waited for."""
-PUSH_LIMIT_S = 10.0
-"""Longest wait for all drafters that were brought new weights: one that hangs holds the run no longer."""
+SLEEP_TIMEOUT_S = 10.0  # longest wait for all that were woken to sleep, after a batch; others are ended
+ANSWER_S = 1.0  # of that, what each may take to say that it sleeps, also after others were waited for
+PUSH_LIMIT_S = 10.0  # longest wait for all to take new weights: one that hangs holds the run no longer
 SILENT_LIMIT_S = 60.0
 """What is asked is answered between two batches, which take seconds where many prompts are read; the first batch of all
 may also make kernels."""
@@ -43,22 +35,20 @@ _LOG = logging.getLogger(__name__)
 
 
 class DrafterPool:
-    """May be empty: then every method does nothing."""
+    """The drafters of one host. It may be empty: then every method does nothing."""
 
     def __init__(self, specs: Sequence[DrafterSpec], *, on_gpus: bool = False) -> None:
-        """Starts all at once; they do not listen before `wait_ready`. Args: whether starting takes of a GPU."""
+        """Start all at once; they do not listen before `wait_ready`. `on_gpus`: starting one takes of a GPU."""
         self._on_gpus = on_gpus
         self._lock = threading.Lock()
         self._ending = threading.Event()
         self._watcher: threading.Thread | None = None
         self.restarts = 0
         self._deaths = [0] * len(specs)
-        self._late = [0] * len(specs)
-        """Ends of rollouts in a row that ended it, since it did not sleep or had not started."""
+        self._late = [0] * len(specs)  # ends of rollouts in a row that found it late, and ended it
         self._gone_s: list[float | None] = [None] * len(specs)
         """When a drafter was found dead, or ended, that is to be started again."""
-        self._free: set[int] = set()
-        """Engines that have nothing to do, in a rollout."""
+        self._free: set[int] = set()  # engines that have nothing to do, in a rollout
         self.drafters: list[DrafterProcess] = []
         try:
             for spec in specs:
@@ -74,7 +64,7 @@ class DrafterPool:
         self.stop()
 
     def wait_ready(self) -> None:
-        """Until all listen; from then on they are watched. Raises EngineError, and stops all, when one does not."""
+        """Wait until all listen, and watch them from then on. Raises EngineError, and stops all, when one does not."""
         try:
             for drafter in self.drafters:
                 drafter.wait_ready()
@@ -86,21 +76,19 @@ class DrafterPool:
             self._watcher.start()
 
     def work(self, *, trace: bool = False) -> dict[str, Work]:
-        """What each drafter that answers did since the last call. Args: whether to record spans from now on."""
+        """Return what each drafter that answers did since the last call; `trace`: record spans from now on."""
         with self._lock:
             each = {f"drafter {d.spec.index}": d.work(trace=trace) for d in self.drafters if d.alive}
         return {name: work for name, work in each.items() if work is not None}
 
     def want(self, version: int) -> bool:
-        """Whether any of them drafts with older weights, and could take these."""
+        """Return whether any of them drafts with older weights, and could take these."""
         with self._lock:
             return any(drafter.wants(version) for drafter in self.drafters)
 
     def renew(self, weights: DraftWeights) -> tuple[list[str], float]:
         """Bring new weights to those that draft with older ones, all at once, and wait for `PUSH_LIMIT_S` at most.
-
-        Returns what each says that did not take them, and the seconds until the last one of those that answered had.
-        """
+        Returns the reasons of those that did not take them, and the seconds until the last answer."""
         began_s = time.monotonic()
 
         def bring(drafter: DrafterProcess) -> tuple[str, float]:
@@ -114,47 +102,41 @@ class DrafterPool:
         return [problem for problem, _ in said if problem], answered_s
 
     def oldest_version(self) -> int | None:
-        """Of the weights that those which run draft with."""
+        """Return the oldest version of the weights that running drafters draft with."""
         with self._lock:
             return min((drafter.version for drafter in self.drafters if drafter.alive), default=None)
 
     @contextlib.contextmanager
     def rollout(self) -> Iterator[None]:
-        """Devices of engines are theirs meanwhile; afterwards the trainer's."""
+        """Lend engines' devices to drafters meanwhile; afterwards they are the trainer's."""
         try:
             yield
         finally:
             self._settle()
 
     def any_awake(self) -> bool:
-        """Whether any drafter on an engine's device is, as `is_awake` has it."""
         with self._lock:
             return any(drafter.awake and drafter.alive for drafter in self.drafters if drafter.spec.engine is not None)
 
     def free(self, engine: int) -> None:
-        """The engine has nothing to do, until `sleep` or the end of the rollout. Waits for nothing."""
+        """Note that the engine has nothing to do, until `sleep` or the end of the rollout. Waits for nothing."""
         with self._lock:
             self._free.add(engine)
 
-    def is_awake(self, engine: int) -> bool:
-        """Whether the drafter on that engine's device was woken, and not asked to sleep since, and is alive."""
-        with self._lock:
-            return any(drafter.awake and drafter.alive for drafter in self._on(engine))
-
     def wake_s(self, engine: int) -> float | None:
-        """What waking the drafter on that engine's device takes; None: there is none that sleeps."""
+        """Return the seconds of waking the drafter on that engine's device; None: there is none that sleeps."""
         with self._lock:
             return min((drafter.wake_s for drafter in self._on(engine) if drafter.can_wake()), default=None)
 
     def wake(self, engine: int) -> None:
-        """The engine has nothing to do. Waits for nothing."""
+        """Wake the drafter of an engine that has nothing to do. Waits for nothing."""
         with self._lock:
             for drafter in self._on(engine):
                 if drafter.can_wake():
                     drafter.wake()
 
     def sleep(self, engine: int) -> None:
-        """The engine has something to do again. Waits for nothing; harmless if it sleeps."""
+        """Give the device back to an engine that has something to do. Waits for nothing; harmless if it sleeps."""
         with self._lock:
             self._free.discard(engine)
             for drafter in self._on(engine):
@@ -165,7 +147,7 @@ class DrafterPool:
         return [drafter for drafter in self.drafters if drafter.spec.engine == engine]
 
     def _settle(self) -> None:
-        """All that may be woken sleep, or are ended: those that are late, and on GPUs those that are starting."""
+        """Let all sleep, or end them: those that are late, and on GPUs those that are starting."""
         deadline = time.monotonic() + SLEEP_TIMEOUT_S
         with self._lock:
             self._free.clear()
@@ -180,13 +162,13 @@ class DrafterPool:
                 self._end_late(late)
 
     def _sleeps(self, drafter: DrafterProcess, deadline: float) -> bool:
-        """Whether it does by then, or is gone, or may go on starting."""
+        """Return whether it sleeps by then, or is gone, or may go on starting."""
         if not drafter.has_started():
             return not (drafter.alive and self._on_gpus)
         return drafter.sleep(timeout_s=max(ANSWER_S, deadline - time.monotonic()))
 
     def _end_late(self, late: Sequence[int]) -> None:
-        """Together: ending one that hangs takes seconds. That is no death, and is counted apart."""
+        """End them together, since one that hangs takes seconds. That is no death, and is counted apart."""
         for i in late:
             spec = self.drafters[i].spec
             _LOG.warning(
@@ -201,7 +183,7 @@ class DrafterPool:
             self._gone_s[i] = time.monotonic()
 
     def stop(self) -> None:
-        """End all drafters; may be called again."""
+        """End all; harmless the second time."""
         self._ending.set()
         with self._lock:
             for drafter in self.drafters:
@@ -236,6 +218,7 @@ class DrafterPool:
             if spec.engine is not None and spec.engine not in self._free:
                 continue  # the device may be the trainer's now, or its engine's
             deaths, late = self._deaths[index], self._late[index]
+            # Again after at most `max_restarts` deaths, and as many late ends in a row, each time twice as long after.
             pause_s = PAUSE_S * 2 ** max(0, deaths + late - 1)
             if max(deaths, late) <= spec.max_restarts and now_s - gone_s >= pause_s:
                 self._gone_s[index] = None

@@ -1,13 +1,7 @@
 """The drafter processes of a run: which host gets which, who starts them, where they listen, what engines are told.
 
-A host is a machine. Where devices are lent (`Config.lends_devices`) it is the ranks of one that see the same devices,
-since the first of those drives all of their engines, and no others: a drafter that it wakes must draft for them.
-
-Invariants: every drafter has an address of its own and keys of its host, new in every run; engines are given the
-drafters of their own host, and with `parallel.drafter_hosts` those of other hosts after them; a rank that starts
-no drafter learns the engines' keys and not the drafters'; no two drafters of a job have the same number, and thus the
-same log; one that sleeps on an engine's device has the engine's number, and the device is no other engine's; what is
-wrong with the config is raised on all ranks, and all are told of the drafters before any engine is started.
+Invariants: every drafter has an address, and keys of its host, new in every run; a rank that starts no drafter does not
+learn the drafters' keys; no two drafters of a job have one number; errors of the config are raised on all ranks.
 """
 
 from __future__ import annotations
@@ -34,20 +28,16 @@ from specactor.rollout.drafter_pool import DrafterPool
 
 @dataclass(frozen=True, kw_only=True)
 class Host:
-    """What drafters share with the rest of the job there."""
-
     ranks: int
     engines: int
-    devices: tuple[int, ...]
-    """Its GPUs, or its cores where it has none."""
+    devices: tuple[int, ...]  # its GPUs, or its cores where it has none
     has_gpus: bool
     first_drafter: int = 0
-    own_engines: tuple[tuple[int, int], ...] = ()
-    """(index, first device) of each engine that the host's first rank starts."""
+    own_engines: tuple[tuple[int, int], ...] = ()  # (index, first device), started by its first rank
 
     @property
     def lendable(self) -> tuple[tuple[int, int], ...]:
-        """Of those, the ones whose device may be lent when they have nothing to do, since no other engine has it."""
+        """Return its engines whose device no other engine has, so that it may be lent when they have nothing to do."""
         if self.engines < 2:
             return ()  # whoever has nothing to do has nobody to draft for
         shared = Counter(device for _, device in self.own_engines)
@@ -56,7 +46,7 @@ class Host:
 
 @dataclass(frozen=True, kw_only=True)
 class Offer:
-    """What one rank tells all: the drafters that it starts, if any."""
+    """One rank's message to all: the drafters that it starts, if any."""
 
     host: View
     endpoints: tuple[str, ...] = ()
@@ -66,10 +56,8 @@ class Offer:
 def make_specs(
     config: Config, host: Host, *, max_position: int, log_dir: Path, endpoint: Callable[[], str] = local_endpoint
 ) -> list[DrafterSpec]:
-    """The drafters of one host, without keys. Raises ConfigError for a draft model that is not there.
-
-    Args: longest sequence of the policy in tokens; where each of them listens.
-    """
+    """Return the drafters of one host, without keys. Raises ConfigError for a draft model that is not there.
+    `max_position` is the policy's longest sequence in tokens; `endpoint` gives each an address."""
     sleeping = host.lendable if config.lends_devices else ()
     own = place(config.parallel.drafters, host)
     places = [
@@ -113,9 +101,8 @@ def make_specs(
 
 
 def place(drafters: int, host: Host) -> list[int]:
-    """The device of each drafter: those after the ranks'; cores, which can be shared, from the first one again at the
-    end. Raises ConfigError where there are too few GPUs: a drafter takes most of its GPU's memory and never gives it
-    back, so a rank and an engine beside it would have none."""
+    """Return the device of each drafter: those after the ranks', and cores, which can be shared, from the first one
+    again. Raises ConfigError where there are too few GPUs: a drafter never gives most of its GPU's memory back."""
     free = len(host.devices) - host.ranks
     if host.has_gpus and drafters > free:
         raise ConfigError.at(
@@ -128,7 +115,7 @@ def place(drafters: int, host: Host) -> list[int]:
 
 
 def draft_shape(folder: str) -> ModelShape:
-    """Raises ConfigError when the folder is no Hugging Face model."""
+    """Read a draft model's shape. Raises ConfigError when the folder is no Hugging Face model."""
     try:
         return ModelShape.read(Path(folder))
     except ConfigError as error:
@@ -141,7 +128,7 @@ def draft_shape(folder: str) -> ModelShape:
 
 
 def check_in_engines(config: Config, policy: ModelShape) -> None:
-    """Raises ConfigError for a draft model that engines of this policy cannot run beside it."""
+    """Raise ConfigError for a draft model that engines of this policy cannot run beside it."""
     speculation = config.rollout.speculation
     if speculation.mode == "off" or "model" not in speculation.drafters or speculation.draft_model == WARM_UP:
         return  # what the warm-up cuts out of the policy fits
@@ -160,15 +147,14 @@ def check_in_engines(config: Config, policy: ModelShape) -> None:
 
 
 def host_of(config: Config, view: View) -> View:
-    """The host of a rank with that view, in the sense of this module."""
+    """Return the host of a rank: a machine, or where devices are lent the ranks of one that see the same devices. The
+    first of those drives all of their engines, and no others: a drafter that it wakes must draft for them."""
     return view if config.lends_devices else View(view.machine)
 
 
 def drafting_hosts(config: Config, hosts: Sequence[View]) -> list[View]:
-    """Those that get `parallel.drafters`, or lend devices. Raises ConfigError for one that is not there.
-
-    Args: of each rank, its own.
-    """
+    """Return the hosts that get `parallel.drafters`, or lend devices, from each rank's own. Raises ConfigError for a
+    missing one."""
     numbered, p = list(dict.fromkeys(hosts)), config.parallel
     if config.lends_devices:
         return numbered
@@ -187,17 +173,17 @@ def drafting_hosts(config: Config, hosts: Sequence[View]) -> list[View]:
 
 
 def offer(specs: Sequence[DrafterSpec], host: View) -> tuple[list[DrafterSpec], Offer]:
-    """The drafters with keys, and what all ranks are to be told of them."""
+    """Return the drafters with keys, and what all ranks are sent about them."""
     if not specs:
         return [], Offer(host=host)
     engine_keys, drafter_keys = make_keys()
     endpoints = tuple(spec.endpoint for spec in specs)
-    told = Offer(host=host, endpoints=endpoints, keys=engine_keys)
-    return [replace(spec, keys=drafter_keys) for spec in specs], told
+    message = Offer(host=host, endpoints=endpoints, keys=engine_keys)
+    return [replace(spec, keys=drafter_keys) for spec in specs], message
 
 
 def access(config: Config, offers: Sequence[Offer], *, host: View, engine: int) -> DrafterAccess:
-    """Of an engine on this host: to drafters there first, which it prefers where loads are equal."""
+    """Return how an engine on this host reaches drafters: those there first, which it prefers at equal loads."""
     there = [each for each in offers if each.host == host]
     elsewhere = [each for each in offers if each.host != host and config.parallel.drafter_hosts]
     return DrafterAccess(
@@ -206,6 +192,24 @@ def access(config: Config, offers: Sequence[Offer], *, host: View, engine: int) 
         ),
         engine=f"engine-{engine}",
         may_be_none=config.lends_devices,
+    )
+
+
+def _own_host(
+    config: Config, views: Sequence[View], drafting: Sequence[View], places: Sequence[tuple[int, int]], rank: int
+) -> Host:
+    """Describe the host of a rank; `drafting` are those that get drafters, `places` as of `start_drafters`."""
+    p, own, devices = config.parallel, views[rank], numbers()
+    owners = [engine_owner(i, engine_tensor=p.engine_tensor) for i in range(p.engines)]
+    return Host(
+        ranks=views.count(own),
+        engines=sum(bool(p.drafter_hosts) or views[owner] == own for owner in owners),
+        devices=devices,
+        has_gpus=bool(gpus()),
+        first_drafter=p.drafters * drafting.index(own) if own in drafting else 0,
+        own_engines=tuple(
+            (index, devices[first % len(devices)]) for index, (owner, first) in enumerate(places) if owner == rank
+        ),
     )
 
 
@@ -221,33 +225,15 @@ def start_drafters(
     log_dir: Path,
     note: Callable[[str], None],
 ) -> tuple[DrafterPool, Callable[[int], DrafterAccess]]:
-    """The drafters that this rank starts: those of its host, if it is the host's first rank. And how an engine that
-    this rank starts reaches those that draft for it. They and their ports go with `stack`.
+    """Start the drafters of this host, if this is its first rank; return them, and how an engine reaches its drafters.
 
-    Args: of each engine, the rank that starts it and its first device there; the host of rank 0, as the others know it;
-    longest sequence of the policy in tokens. Collective; raises ConfigError on every rank alike.
+    They and their ports go with `stack`. `places` are each engine's starting rank and first device; `head` is the host
+    of rank 0. Collective; raises ConfigError on every rank alike.
     """
-    p = config.parallel
     views = [host_of(config, member.view) for member in members]
-    own_host = views[collective.rank]
-    here = [rank for rank, view in enumerate(views) if view == own_host]
-    drafting = drafting_hosts(config, views)
-    serve_all = bool(p.drafter_hosts)
-    owners = [engine_owner(i, engine_tensor=p.engine_tensor) for i in range(p.engines)]
-    devices = numbers()
-    host = Host(
-        ranks=len(here),
-        engines=sum(serve_all or owner in here for owner in owners),
-        devices=devices,
-        has_gpus=bool(gpus()),
-        first_drafter=p.drafters * drafting.index(own_host) if own_host in drafting else 0,
-        own_engines=tuple(
-            (index, devices[first % len(devices)])
-            for index, (owner, first) in enumerate(places)
-            if owner == collective.rank
-        ),
-    )
-    starts = collective.rank == here[0] and own_host in drafting
+    drafting, own_host = drafting_hosts(config, views), views[collective.rank]
+    host = _own_host(config, views, drafting, places, collective.rank)
+    starts = views.index(own_host) == collective.rank and own_host in drafting
     if starts and config.lends_devices and (host.engines < 2 or not host.lendable):
         note(
             f"parallel.drafters 0: this host has {host.engines} engines, {len(host.lendable)} of them with "
@@ -260,16 +246,16 @@ def start_drafters(
             make_specs(config, host, max_position=max_position, log_dir=log_dir, endpoint=endpoint) if starts else []
         ),
     )
-    own, told = offer(specs, own_host)
+    own, message = offer(specs, own_host)
     pool = stack.enter_context(DrafterPool(own, on_gpus=host.has_gpus))
-    offers = collective.gather(told, Offer)
+    offers = collective.gather(message, Offer)
     return pool, lambda engine: access(config, offers, host=own_host, engine=engine)
 
 
 def _endpoints(
     config: Config, views: Sequence[View], collective: Collective, head: str, starts: bool, stack: ExitStack
 ) -> Callable[[], str]:
-    """Where the drafters of this rank listen, if it starts any: where other hosts reach them, if those shall."""
+    """Return what gives this rank's drafters addresses: ones that other hosts reach, if those shall."""
     if not config.parallel.drafter_hosts or len(set(views)) == 1:
         return local_endpoint
     seen = collective.gather(addresses.towards(head), str)
@@ -282,12 +268,10 @@ def _endpoints(
 
 
 class Ports:
-    """TCP ports of one address for processes that are started later, and started again.
+    """TCP ports of one address for processes that are started later, and started again. No port is taken twice while it
+    is kept, and none is kept after `close` or the end of the process."""
 
-    No port is taken twice while it is kept, and none is kept after `close` or the end of the process.
-    """
-
-    # A port is kept by a socket that is bound to it and never listens: Linux gives it to nobody who asks for any port,
+    # a port is kept by a socket that is bound to it and never listens: Linux gives it to nobody who asks for any port,
     # and lets one who asks for this very port listen there, as ZeroMQ does (both with SO_REUSEADDR). While nobody
     # listens, who connects is refused at once.
 
@@ -296,7 +280,7 @@ class Ports:
         self._kept: list[socket.socket] = []
 
     def take(self) -> str:
-        """An endpoint that is nobody else's until `close`. Raises OSError for an address of another host."""
+        """Return an endpoint that is nobody else's until `close`. Raises OSError for an address of another host."""
         is_v6 = ":" in self._address
         keeper = socket.socket(socket.AF_INET6 if is_v6 else socket.AF_INET)
         self._kept.append(keeper)
@@ -306,7 +290,6 @@ class Ports:
         return f"tcp://{host}:{keeper.getsockname()[1]}"
 
     def close(self) -> None:
-        """Give the ports back; harmless the second time."""
         for keeper in self._kept:
             keeper.close()
         self._kept.clear()

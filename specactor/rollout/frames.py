@@ -1,9 +1,7 @@
 """Frames on the socket between a process and its owner. Nothing in them is unpickled.
 
-A frame is: length of what follows the header in bytes (4, little endian), version of the protocol (1), whether it is
-the last frame of its call (1), number of the call (4), and a message: MessagePack, with a tag per type. A call is one
-question and the answers to it, which repeat its number. A frame that is too long, of another version, or whose message
-does not decode is a `ProtocolError`: the two ends are then out of step, and the process is given up.
+A call is one question and the answers to it, which repeat its number. A frame that is too long, of another version,
+or whose message does not decode is a `ProtocolError`: the two ends are out of step, and the process is given up.
 """
 
 from __future__ import annotations
@@ -18,10 +16,9 @@ import msgspec
 from specactor.errors import EngineError
 
 VERSION = 3
-START = 0
-"""Number of the first call: the owner says what to start, and the answer says how that went."""
+START = 0  # number of the first call: the owner says what to start, and the answer says how that went
 MAX_BYTES = 1 << 30
-_HEADER = struct.Struct("<IB?I")
+_HEADER = struct.Struct("<IB?I")  # bytes of the message, version, whether it is the last of its call, call
 HEADER_BYTES = _HEADER.size
 _ENCODER = msgspec.msgpack.Encoder()
 Message = TypeVar("Message")
@@ -45,7 +42,7 @@ class Header:
 
 
 def pack(call: int, message: msgspec.Struct, *, last: bool = True) -> bytes:
-    """The bytes of one frame. Raises ProtocolError for a message that is too long."""
+    """Return the bytes of one frame. Raises ProtocolError for a message that is too long."""
     body = _ENCODER.encode(message)
     if len(body) > MAX_BYTES:
         raise ProtocolError(f"message of {len(body)} bytes, at most {MAX_BYTES}. Send it in parts.")
@@ -53,7 +50,7 @@ def pack(call: int, message: msgspec.Struct, *, last: bool = True) -> bytes:
 
 
 def unpack_header(data: bytes) -> Header:
-    """The header in these `HEADER_BYTES` bytes. Raises ProtocolError for one that this version does not write."""
+    """Read the header. Raises ProtocolError for one that this version does not write."""
     length, version, last, call = _HEADER.unpack(data)
     if version != VERSION:
         raise ProtocolError(f"frame of protocol version {version}, expected {VERSION}. Both ends must run one version.")
@@ -63,7 +60,7 @@ def unpack_header(data: bytes) -> Header:
 
 
 def decode(body: bytes, decoder: msgspec.msgpack.Decoder[Message]) -> Message:
-    """The message of a frame. Raises ProtocolError for one that is none of the decoder's types."""
+    """Read a message. Raises ProtocolError for one that is none of the decoder's types."""
     try:
         return decoder.decode(body)
     except (msgspec.MsgspecError, ValueError) as error:  # ValueError: text that is not UTF-8
@@ -71,7 +68,7 @@ def decode(body: bytes, decoder: msgspec.msgpack.Decoder[Message]) -> Message:
 
 
 def read(connection: socket.socket, decoder: msgspec.msgpack.Decoder[Message]) -> tuple[Header, Message] | None:
-    """The next frame; None at the end of the stream. Raises ProtocolError for a stream that is cut within a frame."""
+    """Read the next frame; None at the end of the stream. Raises ProtocolError for a stream cut within a frame."""
     data = _read_exactly(connection, HEADER_BYTES)
     if not data:
         return None
@@ -83,7 +80,7 @@ def read(connection: socket.socket, decoder: msgspec.msgpack.Decoder[Message]) -
 
 
 def _read_exactly(connection: socket.socket, count: int) -> bytes:
-    """So many bytes; none at the end of the stream."""
+    """Return so many bytes; none at the end of the stream."""
     data = bytearray()
     while len(data) < count:
         try:

@@ -1,12 +1,7 @@
 """Groups of responses that may take more than one step. PURE: responses in, groups out.
 
-With `rollout.oversample` more groups are asked for than a step learns from, and the rollout stops when enough of them
-are complete. What is not complete then is dropped, or, with `rollout.partial`, kept: its requests go on from what there
-is of their responses in the next step, at the next policy version.
-
-Invariants: a step learns from as many groups as it wants, each whole; a group is learned from at most once; with
-`partial` every group is learned from in the end (unless the run ends first); a request keeps its seed and its id, and
-so its noise, over steps.
+Invariants: a step learns from as many groups as it wants, each whole; a group is learned from at most once, and with
+`partial` in the end always (unless the run ends first); a request keeps its seed and id, and so its noise.
 """
 
 from __future__ import annotations
@@ -27,8 +22,7 @@ class OpenGroup:
 
     problem: int
     requests: tuple[RolloutRequest, ...]
-    finished: dict[str, Trajectory]
-    """By request id."""
+    finished: dict[str, Trajectory]  # by request id
 
     @property
     def complete(self) -> bool:
@@ -40,7 +34,7 @@ class OpenGroup:
 
     @property
     def trajectories(self) -> list[Trajectory]:
-        """Of a complete group, in the order of its requests."""
+        """Return those of a complete group, in the order of its requests."""
         return [self.finished[request.request_id] for request in self.requests]
 
     def numbered(self, group_id: int) -> OpenGroup:
@@ -54,14 +48,14 @@ class OpenGroup:
 
 
 def num_in_flight(want: int, oversample: float) -> int:
-    """Groups that a step works at, to learn from `want` of them."""
+    """Return how many groups a step works at, to learn from `want` of them."""
     return math.ceil(want * oversample - 1e-9)
 
 
 def opened(
     carried: Sequence[OpenGroup], problems: Sequence[int], requests: Sequence[RolloutRequest]
 ) -> list[OpenGroup]:
-    """All groups of a step, numbered anew, what was carried over first. Args: the new requests, group by group."""
+    """Return all groups of a step, numbered anew, carried ones first; `requests` are the new ones, group by group."""
     size = len(requests) // len(problems) if problems else 0
     fresh = [
         OpenGroup(problem=problem, requests=tuple(requests[i * size : (i + 1) * size]), finished={})
@@ -71,9 +65,9 @@ def opened(
 
 
 def share(groups: Sequence[OpenGroup], want: int, *, engines: int, own: Collection[int]) -> int:
-    """Groups that must become complete on a rank with the engines `own`; all ranks' shares make `want` or more.
+    """Return how many groups must become complete on a rank with the engines `own`; shares make `want` or more.
 
-    Group i runs on engine i modulo `engines`. A rank's share of `want` groups is as large as its share of the engines.
+    Group i runs on engine i modulo `engines`. A rank's share of `want` is as large as its share of the engines.
     """
     wanted = sum(i % engines in own for i in range(want))
     complete = sum(group.complete for i, group in enumerate(groups) if i % engines in own)
@@ -81,7 +75,7 @@ def share(groups: Sequence[OpenGroup], want: int, *, engines: int, own: Collecti
 
 
 def settled(groups: Sequence[OpenGroup], want: int) -> tuple[list[OpenGroup], list[OpenGroup]]:
-    """(what the step learns from, the others): the first `want` complete ones, in the order of their numbers."""
+    """Return (the first `want` complete groups, by number, to learn from; the others)."""
     kept = [i for i, group in enumerate(groups) if group.complete][:want]
     return [groups[i] for i in kept], [group for i, group in enumerate(groups) if i not in set(kept)]
 
@@ -91,7 +85,7 @@ def state(groups: Sequence[OpenGroup]) -> object:
 
 
 def restored(state: object, *, group_size: int) -> list[OpenGroup]:
-    """Raises CheckpointError for what is not a `state`, or is of groups of another size."""
+    """Restore a `state`. Raises CheckpointError for what is none, or is of groups of another size."""
     try:
         groups = msgspec.convert(state, list[OpenGroup])
     except msgspec.ValidationError as error:

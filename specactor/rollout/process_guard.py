@@ -1,12 +1,7 @@
 """The process around an engine or a drafter that leaves nothing behind. POSIX only: no SGLang, no torch.
 
-The process that a trainer rank starts (`child_main`) becomes the guard; the host is its only child. Invariants:
-- when the guard has exited, every process below it is gone, and so are the engine's temporary folder and its files in
-  /dev/shm: the end of the stream that the trainer rank then sees means that the devices are free;
-- when the trainer rank dies, in whatever way, the guard sees the end of the stream and ends the host within
-  `GRACE_S`; when the guard itself is killed, the kernel kills the host, and SGLang's own guard its schedulers.
-
-As a child subreaper (PR_SET_CHILD_SUBREAPER) the guard inherits grandchildren whose parents died.
+Invariants: when the guard has exited, every process below it is gone, with its temporary folder and files in /dev/shm;
+when its owner dies, the guard ends the host within `GRACE_S`; when the guard is killed, so is the host.
 """
 
 from __future__ import annotations
@@ -24,23 +19,19 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-GRACE_S = 5.0
-"""Time that the host has for an orderly end."""
-TEMPORARY = Path("/tmp")
-"""Where temporary folders are made; sockets in them allow no long path."""
-SHARED_FILES = "shared-files"
-"""File in the temporary folder that lists the files in /dev/shm that go with it, one path or pattern per line."""
+GRACE_S = 5.0  # time that the host has for an orderly end
+TEMPORARY = Path("/tmp")  # where temporary folders are made; sockets in them allow no long path
+SHARED_FILES = "shared-files"  # lists files in /dev/shm that go with the folder, a path or pattern per line
 _SHARED = Path("/dev/shm")
 _LOOK_EVERY_S = 0.25
 _PREFIX = "specactor-engine-"
-_SETTLE_S = 60.0
-"""A folder younger than this may belong to a guard that has not locked it yet."""
+_SETTLE_S = 60.0  # a folder younger than this may belong to a guard that has not locked it yet
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 
 
 def run_guarded(connection_fd: int, host: Callable[[], None]) -> None:
-    """Forks: the child runs `host` and exits; the caller's process guards it and exits. Does not return."""
+    """Fork: the child runs `host` and exits; the caller's process guards it and exits. Does not return."""
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
     sweep()
     folder = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-", dir=TEMPORARY))
@@ -48,7 +39,7 @@ def run_guarded(connection_fd: int, host: Callable[[], None]) -> None:
     fcntl.flock(lock, fcntl.LOCK_EX)
     os.environ["TMPDIR"] = str(folder)
     guard_pid = os.getpid()
-    # A signal must be pending, and not lost, from before the fork on.
+    # a signal must be pending, and not lost, from before the fork on.
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD, signal.SIGTERM, signal.SIGINT})
     host_pid = os.fork()
     if host_pid == 0:
@@ -73,7 +64,7 @@ def _become_host(guard_pid: int) -> None:
 
 
 def _watch(connection_fd: int, host_pid: int, folder: Path) -> None:
-    """Until the host is dead, or its time is up after the trainer rank is gone or has sent SIGTERM."""
+    """Wait until the host is dead, or its time is up after its owner is gone or has sent SIGTERM."""
     poll = select.poll()
     poll.register(connection_fd, select.POLLRDHUP)
     deadline = None
@@ -90,7 +81,7 @@ def _watch(connection_fd: int, host_pid: int, folder: Path) -> None:
 
 
 def _note_pids(folder: Path, noted: set[int]) -> None:
-    """Adds new descendants to the list of shared files: SGLang puts the pid of the creator into their names."""
+    """Add new descendants to the list of shared files: SGLang puts the creator's pid into their names."""
     new = set(descendants(os.getpid())) - noted
     if new:
         noted |= new
@@ -106,7 +97,7 @@ def _exited(pid: int) -> bool:
 
 
 def _end_descendants() -> None:
-    """SIGKILL until there is no child left; orphans become children of the guard on the way."""
+    """Kill until there is no child left; as a subreaper the guard inherits orphans on the way."""
     while True:
         for pid in descendants(os.getpid()):
             try:
@@ -146,10 +137,8 @@ def _remove(folder: Path) -> None:
 
 
 def sweep(pid: int | None = None) -> None:
-    """Removes what killed guards left behind: nobody holds the lock in their folders any more.
-
-    With the pid of one guard, which must be dead, its folder alone; else all that are not brand-new.
-    """
+    """Remove what killed guards left behind: nobody holds the lock in their folders any more. With the pid of a dead
+    guard its folder alone; else all that are not brand-new."""
     for folder in TEMPORARY.glob(f"{_PREFIX}{'' if pid is None else f'{pid}-'}*"):
         try:
             about = folder.stat()

@@ -27,18 +27,7 @@ def group_requests(
 ) -> list[RolloutRequest]:
     """`config.group_size` requests per problem, group by group. `earlier`: what the same step has asked for before."""
     asked = [problem.index for problem in (*earlier, *problems)]
-    sampling = SamplingParams(
-        temperature=config.temperature,
-        top_p=config.top_p,
-        top_k=config.top_k,
-        min_p=config.min_p,
-        frequency_penalty=config.frequency_penalty,
-        presence_penalty=config.presence_penalty,
-        repetition_penalty=config.repetition_penalty,
-        stop=config.stop,
-        stop_token_ids=config.stop_token_ids,
-        max_new_tokens=config.max_new_tokens,
-    )
+    sampling = sampling_of(config)
     return [
         RolloutRequest(
             request_id=f"{step}.{group}.{sample}",
@@ -52,6 +41,22 @@ def group_requests(
         for group, problem in enumerate(problems, start=len(earlier))
         for sample in range(config.group_size)
     ]
+
+
+def sampling_of(config: RolloutConfig) -> SamplingParams:
+    """How a run's responses are sampled."""
+    return SamplingParams(
+        temperature=config.temperature,
+        top_p=config.top_p,
+        top_k=config.top_k,
+        min_p=config.min_p,
+        frequency_penalty=config.frequency_penalty,
+        presence_penalty=config.presence_penalty,
+        repetition_penalty=config.repetition_penalty,
+        stop=config.stop,
+        stop_token_ids=config.stop_token_ids,
+        max_new_tokens=config.max_new_tokens,
+    )
 
 
 def greedy_requests(

@@ -1,12 +1,7 @@
 """A response that is generated in parts: on several engines, or in several steps. PURE.
 
-The noise of a token is keyed by the request's seed and the token's position in prompt and response, so an engine that
-is given the prompt and the first tokens of a response samples the tokens that the first engine would have sampled. That
-holds up to rounding: the keys of the beginning come from a prefill, and came from decoding before, so after a seam
-log-probabilities may differ, by 1e-5 in float32, and a token may where two candidates are tied that nearly.
-
-Invariants: a response has one log-probability per token, spans that cover it without gap or overlap, and the experts of
-all its tokens or of none; what goes on from a beginning has that beginning.
+Invariants: a response has one log-probability per token, spans that cover it without gap or overlap, and the experts
+of all its tokens or of none; what goes on from a beginning has that beginning.
 """
 
 from __future__ import annotations
@@ -19,19 +14,18 @@ from specactor.types import Begun, FinishReason, RolloutRequest, Trajectory, Ver
 
 
 def num_begun(request: RolloutRequest) -> int:
-    """Return how many tokens of the response there are."""
     return len(request.begun.token_ids) if request.begun else 0
 
 
 def bare(request: RolloutRequest) -> RolloutRequest:
-    """What an engine needs of the request: of the beginning, the tokens."""
+    """Return what an engine needs of the request: of the beginning, the tokens."""
     if request.begun is None:
         return request
     return replace(request, begun=Begun(token_ids=request.begun.token_ids, logprobs=(), spans=()))
 
 
 def check(request: RolloutRequest, *, with_experts: bool = False) -> None:
-    """Raises EngineError for a beginning that is damaged, or a whole response, or lacks the experts of its tokens."""
+    """Raise EngineError for a beginning that is damaged, or a whole response, or lacks the experts of its tokens."""
     begun = request.begun
     if begun is None:
         return
@@ -65,7 +59,7 @@ def whole(
     version: int,
     routed_experts: bytes = b"",
 ) -> Trajectory:
-    """The response with its beginning, if the request has one. Args: what an engine emitted now, at which version."""
+    """Return the response with its beginning, if any, and what an engine emitted now, at this version."""
     begun = request.begun or Begun(token_ids=(), logprobs=(), spans=())
     start, end = len(begun.token_ids), len(begun.token_ids) + len(token_ids)
     has_all = bool(begun.routed_experts) or not begun.token_ids
@@ -77,12 +71,17 @@ def whole(
         logprobs=begun.logprobs + tuple(logprobs),
         finish_reason=finish_reason,
         spans=_joined((*begun.spans, VersionSpan(version=version, start=start, end=end))),
+        seed=request.seed,
         routed_experts=begun.routed_experts + routed_experts if has_all else b"",
     )
 
 
 def going_on(request: RolloutRequest, response: Trajectory) -> RolloutRequest:
-    """`request`, to be gone on with from what there is of its response."""
+    """Return `request`, to be gone on with from what there is of its response.
+
+    Noise is keyed by seed and position, so the tokens are those of one engine, up to rounding: the beginning's keys
+    come from a prefill now, so log-probabilities may differ by 1e-5 in float32, and nearly tied tokens.
+    """
     if not response.token_ids:
         return request
     spans = tuple(span for span in response.spans if span.end > span.start)
@@ -98,12 +97,12 @@ def going_on(request: RolloutRequest, response: Trajectory) -> RolloutRequest:
 
 
 def stale_tokens(response: Trajectory, version: int) -> int:
-    """Tokens that policies before `version` sampled; they are the first ones."""
+    """Count the tokens, the first ones, that policies before `version` sampled."""
     return sum(span.end - span.start for span in response.spans if span.version != version)
 
 
 def _joined(spans: Sequence[VersionSpan]) -> tuple[VersionSpan, ...]:
-    """Neighbours of one version become one span; of a response without tokens one empty span is left."""
+    """Join neighbours of one version; of a response without tokens one empty span is left."""
     found: list[VersionSpan] = []
     for span in spans:
         if found and (found[-1].version == span.version or span.start == span.end):

@@ -1,8 +1,8 @@
-"""Late in a rollout, some engines have nothing left to do, and the drafters that sleep on their devices can be woken
-to draft for the others (Algorithm 3 of 2511.16193). Tokens never change by it.
+"""Late in a rollout, drafters that sleep on the devices of idle engines can be woken to draft for the others
+(Algorithm 3 of 2511.16193).
 
-Invariants: at most one drafter is awake, on a dry engine's device; it drafts for all requests; it leaves before its
-engine is given requests; it is woken only where it is predicted to pay; nothing here waits.
+Invariants: at most one drafter is awake; it leaves before its engine is given requests; it is woken only where it is
+predicted to pay; tokens never change by it; nothing here waits.
 """
 
 from __future__ import annotations
@@ -24,10 +24,8 @@ from specactor.rollout.speculation.counters import Counts
 from specactor.rollout.speculation.fastest_of_n import gain_after, speedup
 from specactor.rollout.speculation.reconfiguration import LiveCosts
 
-ASK_EVERY_S = 0.1
-"""Events come by the hundred per second, and a prediction looks at every request."""
-RETURN_SHARE = 0.2
-"""Of the way back to the first belief about their acceptance, per step without any draft of theirs."""
+ASK_EVERY_S = 0.1  # events come by the hundred per second, and a prediction looks at every request
+RETURN_SHARE = 0.2  # of the way back to the first belief, per step without any draft of theirs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,48 +36,34 @@ class Running:
 
 @dataclass(frozen=True, kw_only=True)
 class EngineLoad:
-    """What an engine that is alive has to do."""
-
     engine: int
-    slots: int
-    """Requests that it decodes together; others wait."""
+    slots: int  # requests that it decodes together; others wait
     running: tuple[Running, ...]
-    wake_rounds: float | None = None
-    """Rounds until the drafter on its device is awake; None: the engine is busy, or no drafter sleeps there."""
+    wake_rounds: float | None = None  # until the drafter on its device is awake; None: it is busy, or none sleeps
 
 
 @dataclass(frozen=True, kw_only=True)
 class TailCosts:
     """Seconds are counted in rounds of an engine with one request."""
 
-    per_request: float = 0.05
-    """Of a round, for each request beyond the first; a row that is verified costs what a request does."""
-    margin: float = 0.05
-    """Share of a request's time left that a drafter must save."""
-    draft_step: float = 0.2
-    """Of a round: a draft token of each request."""
-    acceptance: float = 0.6
-    """P(the first draft token is accepted), of a drafter on a dry engine's device, as believed now."""
-    first_acceptance: float = 0.6
-    """What is believed before any was seen."""
+    per_request: float = 0.05  # of a round, per request beyond the first, or per verified row
+    margin: float = 0.05  # share of a request's time left that a drafter must save
+    draft_step: float = 0.2  # of a round: a draft token of each request
+    acceptance: float = 0.6  # P(the first draft token is accepted) of a woken drafter, as believed now
+    first_acceptance: float = 0.6  # what is believed before any was seen
     max_window: int = 8
-    notice_rounds: float = 32.0
-    """Until an engine that found no drafter looks for one again."""
+    notice_rounds: float = 32.0  # until an engine that found no drafter looks for one again
 
 
 @dataclass(frozen=True, kw_only=True)
 class WakeWhereItPays:
-    """Asked while an engine has run dry. PURE."""
+    """Decides, while an engine has run dry, whether a drafter is woken there. PURE."""
 
     costs: TailCosts = field(default_factory=TailCosts)
 
     def engine_to_wake(self, loads: Sequence[EngineLoad], finished: Sequence[int]) -> int | None:
-        """The one whose drafter is awake soonest, if that is predicted to pay for some request.
-
-        Args:
-            loads: of the engines that are alive.
-            finished: lengths of the responses that finished.
-        """
+        """Return the engine whose drafter is awake soonest, if that is predicted to pay for some request. `loads` are
+        of the living engines, `finished` the lengths of finished responses."""
         wakes = [(load.wake_rounds, load.engine) for load in loads if load.wake_rounds is not None]
         if not wakes:
             return None
@@ -105,37 +89,34 @@ class WakeWhereItPays:
         return engine if pays else None
 
     def after(self, counts: Mapping[str, Counts]) -> WakeWhereItPays:
-        """The policy of the next step. Args: counts: what speculation did in this one, per drafter."""
+        """Return the policy of the next step, given each drafter's counts in this one."""
         own, believed, first = counts.get(METHOD, Counts()), self.costs.acceptance, self.costs.first_acceptance
-        # A drafter that is believed to be bad is not woken, so nothing of it is seen, though it may have learned
+        # a drafter that is believed to be bad is not woken, so nothing of it is seen, though it may have learned
         # since: such a belief goes back to the first one, until the drafter is tried again.
         acceptance = own.acceptance(believed) if own.drafted_at[0] else believed + RETURN_SHARE * (first - believed)
         return replace(self, costs=replace(self.costs, acceptance=acceptance))
 
 
 def tail_policy(config: Config) -> WakeWhereItPays | None:
-    """What a run asked for; None: nothing is done."""
+    """Return what a run asked for; None: nothing is done."""
     max_window = config.rollout.speculation.max_window
     return WakeWhereItPays(costs=TailCosts(max_window=max_window)) if config.lends_devices else None
 
 
 class Lengths:
-    """Of the responses that finished in this rollout."""
-
     def __init__(self, finished: Iterable[int] = ()) -> None:
         self._sorted = sorted(finished)
         self._sums = list(accumulate(reversed(self._sorted), initial=0))
 
     def expected_left(self, emitted: int, limit: int) -> float:
-        """Tokens that a response of `emitted` tokens will yet get, if it goes on as those did that were longer: 1 at
-        least, and no more than the limit allows."""
+        """Return how many tokens a response will yet get, if it goes on as longer ones did, from 1 to the limit."""
         longer = len(self._sorted) - bisect_right(self._sorted, emitted)
         mean = self._sums[longer] / longer if longer else float(limit)
         return max(1.0, min(mean, limit) - emitted)
 
 
 def _live_costs(costs: TailCosts, requests: int, served: int) -> LiveCosts:
-    """In rounds of an engine with one request. Args: requests: of the engine; served: of the drafter."""
+    """Return costs in rounds of an engine with one request; the engine has `requests`, the drafter serves `served`."""
     rows_W = requests * np.arange(1.0, costs.max_window + 2)
     verify_W = 1.0 + costs.per_request * (rows_W - 1.0)
     step = costs.draft_step * (1.0 + costs.per_request * (served - 1))
@@ -161,8 +142,7 @@ class BorrowedDevices:
         self.num_woken = 0
         self._engines, self._drafters, self._policy, self._clock = engines, drafters, policy, clock
         self._began_s, self._asked_s = clock(), -float("inf")
-        self._dry: set[int] = set()
-        """Engines of which the drafters know that they have nothing to do."""
+        self._dry: set[int] = set()  # engines of which the drafters know that they have nothing to do
 
     def give_back(self, engine: int) -> None:
         """Call it before the engine is given requests."""
@@ -173,8 +153,8 @@ class BorrowedDevices:
     def lend(
         self, loads: Callable[[], Sequence[EngineLoad]], dry: Iterable[int], finished: Iterable[int], rounds: int
     ) -> None:
-        """Wake a drafter, if the policy says so. Args: loads: of all living engines; dry: those of them without
-        requests; finished: lengths of the finished responses; rounds: of this rollout so far."""
+        """Wake a drafter, if the policy says so. `loads` are of all living engines, `dry` those without requests,
+        `finished` the finished responses' lengths, `rounds` those of this rollout so far."""
         if self._drafters is None or self._policy is None:
             return
         for engine in set(dry) - self._dry:
@@ -191,7 +171,7 @@ class BorrowedDevices:
             self.num_woken += 1
 
     def _with_wakes(self, loads: Sequence[EngineLoad], rounds: int) -> list[EngineLoad]:
-        """Waking takes seconds, which become rounds as they were in this rollout: none before one was seen."""
+        """Turn the seconds of waking into rounds as they were in this rollout: none before one was seen."""
         assert self._drafters is not None
         rounds_per_s = rounds / max(self._clock() - self._began_s, 1e-6)
         found = []

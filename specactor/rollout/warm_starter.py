@@ -1,13 +1,8 @@
 """A process that has imported what engines import, and forks them, so that an engine is ready in about a second.
 
-`WarmStarter` starts it, once per machine of a run; `fork` asks it for a child. A child is what
-``python -m MODULE ARGUMENTS --fd N`` would be: a session of its own, with the environment and the log that it was asked
-for.
-
-Invariants: the starter has one thread and touches no device; it dies with the process that started it, however that
-one dies, and its children live on, each with its own guard; where there is no starter, or the child would need other
-libraries' settings than the starter was imported with, `fork` returns None and the caller starts a process itself; a
-child whose caller has given up ends before it does anything.
+Invariants: the starter has one thread and touches no device; it dies with the process that started it, and its
+children live on; where it cannot serve, `fork` returns None and the caller starts a process itself; a child whose
+caller gave up does nothing.
 """
 
 from __future__ import annotations
@@ -33,8 +28,7 @@ from setproctitle import setproctitle
 
 from specactor.cpu import sglang as cpu
 
-NAME = "SPECACTOR_STARTER"
-"""Environment variable with the name of the starter's abstract socket, for all processes of a run on this machine."""
+NAME = "SPECACTOR_STARTER"  # environment variable with the name of the starter's abstract socket
 _MODULES = (
     "sglang.srt.entrypoints.engine",
     "sglang.srt.managers.scheduler",
@@ -57,16 +51,14 @@ _READ_ON_IMPORT = (
 """Libraries read variables of these names once, so a child must have them as the starter had them."""
 _READ_LATE = ("SGLANG_CPU_OMP_THREADS_BIND", "SGLANG_EAGER_INPUT_NO_COPY", "TORCHINDUCTOR_CACHE_DIR")
 """But these are read when an engine starts; the last one torch itself sets when it is imported."""
-_TIMEOUT_S = 60.0
-"""Longest wait for a child; the starter may still be importing. A process that waited in vain asks it no more."""
-_GO = b"go"
-"""The caller has the child. Until then it does nothing: a caller that gave up starts a process itself."""
+_TIMEOUT_S = 60.0  # longest wait for a child; a process that waited in vain asks the starter no more
+_GO = b"go"  # the caller has the child, which does nothing until then: a caller that gave up starts its own
 _REAP_EVERY_MS = 200
 _PR_SET_PDEATHSIG = 1
 
 
 class _Order(msgspec.Struct, frozen=True):
-    """What to fork. The socket for ``--fd`` and the log come with it as files."""
+    """An order to fork. The socket for ``--fd`` and the log come with it as files."""
 
     module: str
     arguments: tuple[str, ...]
@@ -85,7 +77,7 @@ class Forked:
         os.close(self._pidfd)
 
     def poll(self) -> int | None:
-        """0 when it is gone: its exit code is the starter's to know."""
+        """Return 0 when it is gone: its exit code is the starter's to know."""
         return 0 if self._is_gone(0) else None
 
     def wait(self, timeout: float) -> int:
@@ -107,10 +99,10 @@ class WarmStarter:
     """Starts the starter, and ends it. Use it as a context; `fork` finds it by the environment variable `NAME`."""
 
     def __init__(self, name: str, *, starts: bool = True) -> None:
-        """Returns at once. Does nothing where there is one already, and on a machine with a GPU: a fork of a process
-        that has a CUDA context cannot use CUDA, and libraries may create one when they are imported.
+        """Start it if this process `starts` it, and return at once; `name` is unique on the machine.
 
-        Args: unique on the machine; whether this process is the one of the run that starts it.
+        Does nothing where there is one already, and on a machine with a GPU: a fork of a process that has a CUDA
+        context cannot use CUDA, and libraries may create one when they are imported.
         """
         self._process: subprocess.Popen[bytes] | None = None
         if cpu.has_gpu() or os.environ.get(NAME):
@@ -140,7 +132,7 @@ class WarmStarter:
         self.close()
 
     def close(self) -> None:
-        """Ends it; may be called again. Its children live on."""
+        """End it; may be called again. Its children live on."""
         if self._process is not None:
             self._process.kill()
             self._process.wait()
@@ -151,10 +143,8 @@ class WarmStarter:
 def fork(
     module: str, arguments: tuple[str, ...], files: tuple[int, int], environment: Mapping[str, str]
 ) -> Forked | None:
-    """Return a process that runs ``python -m module arguments --fd N``, N and standard output being `files`.
-
-    Returns None without a starter.
-    """
+    """Return a process that runs ``python -m module arguments --fd N``, N and its output being `files`; None without a
+    starter."""
     name = os.environ.get(NAME)
     if not name or cpu.has_gpu():
         return None
@@ -181,7 +171,7 @@ def fork(
 
 
 def _is_ours(connection: socket.socket) -> bool:
-    """Whether the other end is of the same user, and not in another container, whose pids are 0 here."""
+    """Return whether the other end is of the same user, and not in another container, whose pids are 0 here."""
     pid, uid, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
     return bool(pid > 0 and uid == os.getuid())
 
@@ -232,7 +222,7 @@ def _import() -> None:
 
 
 def _serve(connection: socket.socket, listener: socket.socket, settings: Mapping[str, str]) -> None:
-    """One order. Whatever is wrong with it, the starter goes on, and the other side sees the end of the stream."""
+    """Fork one order. Whatever is wrong with it, the starter goes on, and the other side sees the end of the stream."""
     connection.settimeout(1.0)
     files: list[int] = []
     try:
@@ -261,7 +251,7 @@ def _serve(connection: socket.socket, listener: socket.socket, settings: Mapping
 
 
 def _become(order: _Order, fd: int, log: int, ours: tuple[socket.socket, socket.socket]) -> NoReturn:
-    """In the child: what the module finds in a process of its own."""
+    """Make of the child what the module finds in a process of its own."""
     try:
         os.setsid()
         listener, connection = ours

@@ -1,11 +1,6 @@
 """``specactor simulate``: RL steps of a cluster in virtual time, with the planner that engines call. Needs no GPU.
 
-Seconds come from published figures of devices and models, or from a table that ``specactor profile`` measured; lengths
-and acceptance from distributions. What the planner believes of drafters and what is true
-may differ.
-
-Invariants: equal settings give equal results; what is wrong on the command line is one error of one line; nothing is
-written.
+Invariants: equal settings give equal results; a wrong command line is one error of one line; nothing is written.
 """
 
 from __future__ import annotations
@@ -28,12 +23,9 @@ from specactor.simulator.requests import Lengths, Method, World
 from specactor.simulator.rollout import Job, Run, run
 
 PROG = "specactor simulate"
-MOST_REQUESTS = 2048
-"""Of one engine."""
-TRAIN_FLOPS = 6.0
-"""Operations per parameter and token of a forward and a backward."""
-MFU = 0.35
-"""Share of a device's operations per second that training attains. Assumed."""
+MOST_REQUESTS = 2048  # of one engine
+TRAIN_FLOPS = 6.0  # operations per parameter and token of a forward and a backward
+MFU = 0.35  # share of a device's operations per second that training attains. Assumed
 TRUTH = Method(rate=0.0, decay=0.98, spread=0.5, drift=0.01, staleness=0.05)
 """How acceptance is taken to differ by position, request, length and age."""
 JITTER = 0.02
@@ -64,18 +56,20 @@ class SimulateOptions(Inputs):
 
 
 def parsed(argv: Sequence[str]) -> SimulateOptions:
-    """Raises ConfigError for what is wrong with the command line; prints and raises SystemExit(0) for ``--help``."""
+    """Read the command line; ``--help`` prints and raises SystemExit(0). Raises ConfigError for what is wrong."""
     positive = ("prompts", "group_size", "length_longest", "steps")
     options = parse(SimulateOptions, PROG, argv, positive=positive)
     if options.train_tokens_per_s < 0:
         raise ConfigError.at("train_tokens_per_s", options.train_tokens_per_s, ">= 0", f"Its meaning: {PROG} --help")
+    if options.cost_table and not options.train_tokens_per_s:
+        raise ConfigError.at("train_tokens_per_s", 0, "> 0 with --cost-table", "Give what a device trains.")
     if not options.modes:
         raise ConfigError.at("modes", "none", "at least one of off, coupled, decoupled, auto", "Name one.")
     return options
 
 
 def jobs(options: SimulateOptions) -> dict[str, Job]:
-    """By mode, on the same requests. Raises ConfigError, DataError and PlanError for what cannot be."""
+    """Return a job per mode, on the same requests. Raises ConfigError, DataError and PlanError for what cannot be."""
     found = candidates(options, max_requests=MOST_REQUESTS, processes=False)
     words = options.true_acceptance or options.acceptance
     methods = {d.name: replace(TRUTH, rate=acceptance_at(words, d.name)) for d in found.drafters}
@@ -87,7 +81,8 @@ def jobs(options: SimulateOptions) -> dict[str, Job]:
         options=found,
         world=World(methods=methods, jitter=JITTER),
         policy=Policy(),
-        train_tokens_per_s=_train_tokens_per_s(options),
+        train_tokens_per_s=options.train_tokens_per_s
+        or trained_per_s(named_shape(options.model), device(options.device)),
         steps=options.steps,
         seed=options.seed,
     )
@@ -112,7 +107,7 @@ def command(argv: Sequence[str], console: Console) -> None:
 
 
 def figures(of: Run) -> dict[str, Any]:
-    """Of one run, for programs. Seconds, tokens and shares of all steps."""
+    """Return one run's figures for programs: seconds, tokens and shares of all steps."""
     plan = of.plan
     return {
         "plan": {
@@ -147,20 +142,8 @@ def figures(of: Run) -> dict[str, Any]:
     }
 
 
-def _train_tokens_per_s(options: SimulateOptions) -> float:
-    if options.cost_table and not options.train_tokens_per_s:
-        raise ConfigError.at("train_tokens_per_s", 0, "> 0 with --cost-table", "Give what a device trains.")
-    return options.train_tokens_per_s or trained_per_s(named_shape(options.model), device(options.device))
-
-
 def trained_per_s(shape: TransformerShape, hardware: Device) -> float:
-    """Tokens per second of a device, forward and backward."""
     return hardware.flops * MFU / (TRAIN_FLOPS * shape.active_params)
-
-
-def _rows(runs: Mapping[str, Run]) -> list[tuple[str, ...]]:
-    first = next(iter(runs.values()))
-    return [(mode, *_row(of, first)) for mode, of in runs.items()]
 
 
 def _row(of: Run, first: Run) -> tuple[str, ...]:
@@ -192,6 +175,7 @@ def _show(options: SimulateOptions, runs: Mapping[str, Run], console: Console) -
     )
     for column in HEADING:
         table.add_column(column, justify="left" if column in ("mode", "plan") else "right", no_wrap=column != "plan")
-    for row in _rows(runs):
-        table.add_row(*row)
+    first = next(iter(runs.values()))
+    for mode, of in runs.items():
+        table.add_row(mode, *_row(of, first))
     console.print(table)

@@ -1,11 +1,7 @@
 """What an engine of the simulator decides, by the functions that a real one calls. PURE: the past in, plans out.
 
-Placement: `search`. Windows of drafters on the engine's devices: `planner.of_drafter`. Mode and window of each request
-with a drafter elsewhere: `reconfigure`. Which of them, or none: `windows.choose`. What is known: `AcceptanceModel` and
-`OnlineCosts`, fed with verifies and rounds that have passed. Nothing here knows the truth.
-
-Invariants: `decide` uses what `saw` and `took` were told before; equal calls give equal plans; in modes other than auto
-every request keeps the plan of the rollout.
+Invariants: `decide` uses what `saw` and `took` were given before, and nothing of the truth; equal calls give equal
+plans; in modes other than auto every request keeps the plan of the rollout.
 """
 
 from __future__ import annotations
@@ -39,24 +35,18 @@ from specactor.simulator.requests import Ints
 from specactor.simulator.rounds import COUPLED, OFF, Remote, round_of
 
 SimulatedMode = Literal["off", "coupled", "decoupled", "auto"]
-AHEAD = "decoupled"
-"""What the plan of requests drafted for elsewhere is called among the choices."""
+AHEAD = "decoupled"  # what the plan of requests drafted for elsewhere is called among the choices
 
 
 @dataclass(frozen=True, kw_only=True)
 class Policy:
     mode: SimulatedMode = "auto"
-    drafter: str = ""
-    """Of modes coupled and decoupled; empty: the one of the best plan."""
-    window: int = 0
-    """Of mode coupled, fixed; 0: that of the best coupled plan."""
+    drafter: str = ""  # of modes coupled and decoupled; empty: the one of the best plan
+    window: int = 0  # of mode coupled, fixed; 0: that of the best coupled plan
     max_window: int = 8
-    placement: Mode | Literal[""] = ""
-    """Mode auto: begin with the best plan of that mode; empty: of any."""
-    reconfigure: bool = True
-    """Mode auto: windows and modes of requests follow what is seen of their acceptance."""
-    fastest: bool = True
-    """Mode auto: engines that ran dry draft for the others."""
+    placement: Mode | Literal[""] = ""  # mode auto: begin with the best plan of that mode; empty: of any
+    reconfigure: bool = True  # mode auto: windows and modes of requests follow what is seen of their acceptance
+    fastest: bool = True  # mode auto: engines that ran dry draft for the others
 
     def __post_init__(self) -> None:
         assert self.max_window >= 1, self
@@ -84,18 +74,11 @@ def placed(cluster: Cluster, belief: Candidates, policy: Policy) -> RolloutPlan:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Decision:
-    """Of the running requests, in order."""
-
-    drafter: str
-    """Whose tokens are verified; NO_DRAFTER for nobody's."""
-    modes: Ints
-    """[B]"""
-    windows: Ints
-    """[B]"""
-    kind: str = NO_DRAFTER
-    """As its rounds are called in `OnlineCosts`."""
-    predicted_s: float = 0.0
-    """Of a round, uncorrected; 0: nothing was predicted."""
+    drafter: str  # whose tokens are verified; NO_DRAFTER for nobody's
+    modes: Ints  # [B]
+    windows: Ints  # [B]
+    kind: str = NO_DRAFTER  # as its rounds are called in `OnlineCosts`
+    predicted_s: float = 0.0  # of a round, uncorrected; 0: nothing was predicted
 
 
 class Decider:
@@ -108,8 +91,8 @@ class Decider:
         *,
         fits: Mapping[str, int | None],
     ) -> None:
-        """`remote`: what is believed of the drafters of a decoupled plan. `fits`: by drafter on these devices, requests
-        beside which there is memory for it; None: no bound."""
+        """Believe `remote` of a decoupled plan's drafters; `fits`: requests beside which a drafter fits here, None:
+        any."""
         self.fits = fits
         self.plan, self.policy, self.believed, self.remote = plan, policy, believed, remote
         self.costs = OnlineCosts(believed.costs)
@@ -123,13 +106,13 @@ class Decider:
         return self.policy.mode == "auto" and self.policy.reconfigure
 
     def model(self, method: str) -> AcceptanceModel:
-        """Of any method; one that nobody has seen is believed to be what it was planned as."""
+        """Return the acceptance of any method; one that nobody has seen is believed to be as planned."""
         if method not in self.acceptance:
             self.acceptance[method] = AcceptanceModel(max_window=self.policy.max_window)
         return self.acceptance[method]
 
     def decide(self, sequences: Sequence[DraftSequence], current: Sequence[DraftPlan], served: float) -> Decision:
-        """`current`: what each does now; `served`: requests of the drafter elsewhere that serves this engine."""
+        """Decide for each request, given what it does now; `served`: requests of this engine's remote drafter."""
         requests = len(sequences)
         if not self.adapts:
             return _same(self.plan.draft, requests)
@@ -167,7 +150,7 @@ class Decider:
     def _ahead(
         self, sequences: Sequence[DraftSequence], current: Sequence[DraftPlan], remote: Remote
     ) -> tuple[list[DraftPlan], Choice]:
-        """Algorithm 2 on live estimates, and what a round of its plans is expected to bring."""
+        """Run Algorithm 2 on live estimates; return its plans, and what a round of them should bring."""
         name, table, requests = self.plan.draft.drafter, self.believed.costs, len(sequences)
         survival_BW = self.acceptance[name].survivals([s.request_id for s in sequences], covered=False)
         live = LiveCosts.of(
@@ -186,11 +169,9 @@ class Decider:
         return plans, Choice(windows=windows, emitted=float(found.tokens.sum()), round_s=found.seconds)
 
     def saw(self, method: str, request_id: str, *, asked: int, accepted: int) -> None:
-        """A verify, or a look, has ended."""
         self.model(method).observe(request_id, asked, accepted, asked=asked)
 
     def took(self, decision: Decision, *, requests: int, seconds: float, rounds: int) -> None:
-        """Rounds of that decision took so long, each."""
         if self.adapts and decision.predicted_s > 0:
             for _ in range(rounds):
                 self.costs.observe(

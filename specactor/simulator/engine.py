@@ -1,11 +1,6 @@
 """An engine of the simulator: its requests, and how far they are. PURE: virtual time is passed in.
 
-Between two events nothing changes, so rounds are not simulated one by one: a request gains its tokens per round times
-rounds, a number that need not be whole. What that leaves out is the scatter of single rounds, which over thousands of
-them is below the scatter of lengths.
-
-Invariants: time does not go back; a request is running, waiting or finished, and only one of them; its tokens never
-exceed its length.
+Invariants: time does not go back; a request is either running, waiting or finished; its tokens never exceed its length.
 
 Shape legend: B running requests, N all.
 """
@@ -27,18 +22,14 @@ from specactor.simulator.decide import Decider, Decision
 from specactor.simulator.requests import Floats, Ints
 from specactor.simulator.rounds import Beside, Remote, Round, round_of
 
-DONE = 1e-6
-"""Tokens short of its length at which a request has finished."""
+DONE = 1e-6  # tokens short of its length at which a request has finished
 FIRST_LOOK, LAST_LOOK = 4, 1024
 """Rounds after which an engine decides anew where nothing else happens: at first and when it has changed its mind, and
 later, doubled each time. (A real one decides in every round, mostly the same.)"""
 
-SAMPLED = 256
-"""Verifies that an engine is shown between two decisions, of all its requests together, if it has that many."""
-MOST_SAMPLED = 8
-"""Verifies of one request among them, at most."""
-SHOWN_ROUNDS = 5
-"""Rounds whose seconds it is shown: as many as `costs.MIN_RATIOS`."""
+SAMPLED = 256  # verifies of all requests that an engine is shown between two decisions, at most
+MOST_SAMPLED = 8  # verifies of one request among them, at most
+SHOWN_ROUNDS = 5  # rounds whose seconds it is shown: as many as `costs.MIN_RATIOS`
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -48,8 +39,7 @@ class Helper:
     engine: Engine
     method: str
     seconds: Grid
-    copies: int
-    """Drafters that fit on its devices, and share the requests."""
+    copies: int  # drafters that fit on its devices, and share the requests
     since: float
 
     def remote(self, requests: int, message_s: float, rollback_s: float = 0.0) -> Remote:
@@ -58,22 +48,21 @@ class Helper:
 
 
 class Engine:
+    """Between two events rounds are not simulated one by one: a request gains its tokens per round times rounds."""
+
     def __init__(self, index: int, option: VerifierOption, decider: Decider, slow: float) -> None:
-        """`slow`: factor on all its seconds."""
+        """Start without requests; `slow` is a factor on all its seconds."""
         self.index, self.option, self.decider, self.slow = index, option, decider, slow
         self.running: Ints = np.zeros(0, np.int64)
         self.waiting: deque[int] = deque()
         self.decision = Decision(drafter="", modes=self.running, windows=self.running)
         self.round: Round | None = None
-        self.since = 0.0
-        """Until when it was accounted for."""
-        self.version = 0
-        """Of its schedule: events of older ones are void."""
+        self.since = 0.0  # until when it was accounted for
+        self.version = 0  # of its schedule: events of older ones are void
         self.busy_s = 0.0
         self.helper: Helper | None = None
         self.rounds, self.emitted, self.drafted, self.accepted = 0.0, 0.0, 0.0, 0.0
-        self.first_round_s = 0.0
-        """Seconds of a round just after the last decision."""
+        self.first_round_s = 0.0  # seconds of a round just after the last decision
         self.decisions = 0
         self.rounds_decided = 0.0
         self.requests_decided = 0
@@ -89,7 +78,7 @@ class Engine:
         ]
 
     def admit(self, room: int | None) -> Ints:
-        """Waiting requests begin while there is room; which."""
+        """Begin waiting requests while there is room; return which."""
         most = len(self.waiting) if room is None else min(len(self.waiting), max(0, room - len(self.running)))
         new = np.array([self.waiting.popleft() for _ in range(most)], np.int64)
         if most:
@@ -97,7 +86,7 @@ class Engine:
         return new
 
     def take(self, new: Ints) -> None:
-        """They run from now on, and do what most others do until that is decided; the first, what was planned."""
+        """Run these from now on; until decided they do what most others do, the first what was planned."""
         plan, of = self.decider.plan.draft, self.decision
         mode, window = MODES.index(plan.mode), plan.window
         if len(self.running):
@@ -125,7 +114,7 @@ class Engine:
         self.since = now
 
     def remove(self, gone_B: np.ndarray[tuple[int], np.dtype[np.bool_]]) -> Ints:
-        """These leave the batch; which."""
+        """Take these out of the batch; return which."""
         gone = self.running[gone_B]
         self.running = self.running[~gone_B]
         of = self.decision
@@ -133,7 +122,7 @@ class Engine:
         return gone
 
     def is_due(self) -> bool:
-        """To decide: the batch has changed by an eighth, or it is time to look."""
+        """Return whether to decide: the batch has changed by an eighth, or it is time to look."""
         now, then = len(self.running), self.requests_decided
         return (abs(now - then) + self._new) * 8 >= max(then, 1) or self.rounds - self.rounds_decided >= self._look * (
             1 - 1e-9
@@ -155,8 +144,7 @@ class Engine:
     def helped_by(
         self, helper: Helper, survival_BW: Floats, message_s: float, rollback_s: float = 0.0
     ) -> Beside | None:
-        """What the helper drafts, with the window that is predicted to be best; None where it would draft what the
-        requests have already."""
+        """Return what the helper drafts, with the best predicted window; None where the requests have it already."""
         requests, width = survival_BW.shape
         if helper.method == self.decision.drafter and (self.decision.windows > 0).any():
             return None
@@ -173,7 +161,7 @@ class Engine:
         return Beside(survival=survival_BW, window=window, window_s=remote.window_s(window, 1.0))
 
     def gain(self, helper: Helper, names: list[str], *, width: int, message_s: float) -> float:
-        """Predicted speed with the helper over that without it. `names`: of the running requests."""
+        """Return the predicted speed with the helper over that without it; `names` are of the running requests."""
         requests, of = len(self.running), self.decision
         rate = self.decider.model(helper.method).rate
         beside = self.helped_by(helper, np.tile(survival_of(rate, width), (requests, 1)), message_s)
@@ -191,7 +179,7 @@ class Engine:
         return speed(beside) / speed(None) if beside else 1.0
 
     def next_s(self, left_B: Floats) -> float:
-        """When something is to be done: a request finishes, or it is time to look. `left_B`: tokens."""
+        """Return when a request finishes, or it is time to look; `left_B` are tokens."""
         assert self.round is not None
         rounds = float((left_B / self.round.tokens).min())
         look = self._look - (self.rounds - self.rounds_decided) if self.decider.adapts else LAST_LOOK
@@ -206,9 +194,11 @@ def show(
     *,
     max_window: int,
 ) -> None:
-    """The decider learns of some verifies, and what rounds took, since it decided: enough to learn from, few enough to
-    be quick. Nothing is shown before it has happened; a method that did not draft is shown as a look, while decoding is
-    plain. `survivals`: true ones, of requests and a method, [B, >= max_window]."""
+    """Show the decider some verifies, and what rounds took, since it decided: enough to learn from.
+
+    Nothing is shown before it has happened; a method that did not draft is shown as a probe, while decoding is plain.
+    `survivals` gives the true ones, of requests and a method, [B, >= max_window].
+    """
     rounds = engine.rounds - engine.rounds_decided
     if rounds < 1 or engine.round is None:
         return
@@ -216,7 +206,7 @@ def show(
     each = int(max(1, min(rounds, MOST_SAMPLED, SAMPLED // requests)))
     drafting = bool((of.windows > 0).any())
 
-    # A sampled verify accepts as many draft tokens as one uniform number is below their survivals: that is their law.
+    # a sampled verify accepts as many draft tokens as one uniform number is below their survivals: that is their law.
     def verifies(method: str, window_B: Ints, each: int) -> None:
         survival_BW = survivals(engine.running, method)[:, :max_window]
         right_KB = (survival_BW > rng.random((each, requests, 1))).sum(axis=2)

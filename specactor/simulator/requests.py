@@ -1,8 +1,7 @@
-"""What is true in a simulation: lengths of responses, how easy each is to draft, and what takes time beside rounds.
-PURE: seeds in, arrays out.
+"""What is true in a simulation: lengths of responses, how easy each is to draft, what takes time beside rounds. PURE.
 
-Invariants: equal seeds give equal requests; lengths lie in 1..longest; the requests of a prompt are neighbours; neither
-the mode nor the plan is an input, so all modes are compared on the same requests.
+Invariants: equal seeds give equal requests; lengths lie in 1..longest; the requests of a prompt are neighbours; all
+modes are compared on the same requests.
 
 Shape legend: N requests, M methods.
 """
@@ -23,14 +22,12 @@ Ints = NDArray[np.int64]
 
 @dataclass(frozen=True, kw_only=True)
 class Lengths:
-    """Of responses, in tokens: log-normal, cut at `longest`."""
+    """Lengths of responses in tokens: log-normal, cut at `longest`."""
 
     median: float = 4000.0
-    sigma: float = 1.0
-    """Standard deviation of the logarithm: at 1 the 95th percentile is 5.2 medians."""
+    sigma: float = 1.0  # standard deviation of the logarithm: at 1 the 95th percentile is 5.2 medians
     longest: int = 20000
-    alike: float = 0.5
-    """Correlation of the logarithms within a prompt's group."""
+    alike: float = 0.5  # correlation of the logarithms within a prompt's group
 
     def __post_init__(self) -> None:
         if not (self.median >= 1 and self.sigma >= 0 and self.longest >= 1 and 0 <= self.alike <= 1):
@@ -38,7 +35,7 @@ class Lengths:
             raise PlanError(f"lengths (median, sigma, longest, alike): got {got}, expected >= 1, >= 0, >= 1, 0..1.")
 
     def draw(self, rng: np.random.Generator, group_N: Ints) -> Ints:
-        """[N]"""
+        """Return [N] lengths."""
         own_N = rng.standard_normal(len(group_N))
         shared_N = rng.standard_normal(int(group_N.max()) + 1)[group_N]
         z_N = np.sqrt(self.alike) * shared_N + np.sqrt(1.0 - self.alike) * own_N
@@ -48,20 +45,14 @@ class Lengths:
 
 @dataclass(frozen=True, kw_only=True)
 class Method:
-    """How often a draft method is right: the truth, which the planner has to find out."""
+    """The true acceptance of a draft method, which the planner has to find out."""
 
-    rate: float
-    """P(its first draft token is accepted) of the median request, at the start of a response, freshly trained."""
-    decay: float = 0.98
-    """From one position of a draft to the next, given that all before were accepted."""
-    by_position: tuple[float, ...] = ()
-    """Counted instead of `rate` and `decay`: P(accepted at j | those before were); the last one goes on."""
-    spread: float = 0.5
-    """Standard deviation among requests of the log-odds of being accepted."""
-    drift: float = 0.0
-    """Share of the acceptance that is lost per 1,000 tokens of a response."""
-    staleness: float = 0.0
-    """Share of the acceptance that is lost per policy version since the drafter was refreshed."""
+    rate: float  # P(its first draft token is accepted) of the median request, at the start, freshly trained
+    decay: float = 0.98  # from one position of a draft to the next, given that all before were accepted
+    by_position: tuple[float, ...] = ()  # counted P(accepted at j | those before), in place of `rate` and `decay`
+    spread: float = 0.5  # standard deviation among requests of the log-odds of being accepted
+    drift: float = 0.0  # share of the acceptance that is lost per 1,000 tokens of a response
+    staleness: float = 0.0  # share of the acceptance lost per policy version since the refresh
 
     def __post_init__(self) -> None:
         shares = (self.rate, self.decay, self.drift, self.staleness, *self.by_position)
@@ -69,14 +60,14 @@ class Method:
             raise PlanError(f"method: got {self}, expected shares in 0..1 and a spread >= 0.")
 
     def positions(self, window: int) -> Floats:
-        """[window]: of the median request, fresh."""
+        """Return [window] acceptances of the median request, fresh."""
         if self.by_position:
             last = len(self.by_position) - 1
             return np.array([self.by_position[min(j, last)] for j in range(window)])
         return self.rate * self.decay ** np.arange(window, dtype=np.float64)
 
     def survival(self, window: int, *, age: int = 0, tokens: float = 0.0) -> tuple[float, ...]:
-        """Of the median request: P(the first j draft tokens are accepted), `age` versions after a refresh."""
+        """Return P(the first j draft tokens are accepted) of the median request, `age` versions after a refresh."""
         return tuple((self.positions(window) * self.kept(age, tokens)).cumprod().tolist())
 
     def kept(self, age: int, tokens: float | Floats) -> float | Floats:
@@ -86,22 +77,15 @@ class Method:
 
 @dataclass(frozen=True, kw_only=True)
 class World:
-    """What is true, and the planner has to find out."""
+    """The truth that the planner has to find out."""
 
-    methods: Mapping[str, Method]
-    """By drafter."""
-    start_s: float = 5.0
-    """From a rollout's begin to the first round: engines take their memory back."""
-    replan_s: float = 0.002
-    """Seconds of an engine for deciding anew."""
-    rollback_s: float = 0.0005
-    """Of a drafter ahead of its verifier, for going back to what was committed, per round in which all requests do."""
-    drafter_start_s: float = 2.0
-    """Until an engine that ran dry can draft for others: weights, and the prefixes of its requests."""
-    jitter: float = 0.0
-    """Standard deviation of the logarithm of engines' slowness: stragglers."""
-    alike: float = 0.5
-    """How often methods are right together: see `fastest_of_n.combined`."""
+    methods: Mapping[str, Method]  # by drafter
+    start_s: float = 5.0  # from a rollout's begin to the first round: engines take their memory back
+    replan_s: float = 0.002  # seconds of an engine for deciding anew
+    rollback_s: float = 0.0005  # of a drafter for going back to the commit, per round in which all requests do
+    drafter_start_s: float = 2.0  # until a dry engine can draft for others: weights, prefixes
+    jitter: float = 0.0  # standard deviation of the logarithm of engines' slowness: stragglers
+    alike: float = 0.5  # how often methods are right together: see `fastest_of_n.combined`
 
     def __post_init__(self) -> None:
         least = min(self.start_s, self.replan_s, self.rollback_s, self.drafter_start_s, self.jitter)
@@ -111,19 +95,16 @@ class World:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Requests:
-    lengths: Ints
-    """[N], tokens."""
-    groups: Ints
-    """[N], of a prompt each."""
-    odds: Floats
-    """[N]: of being accepted, over those of the median request; all methods find the same text easy."""
+    lengths: Ints  # [N], tokens
+    groups: Ints  # [N], of a prompt each
+    odds: Floats  # [N], of being accepted, over the median request's; all methods find the same text easy
 
     def __len__(self) -> int:
         return len(self.lengths)
 
 
 def draw(lengths: Lengths, *, prompts: int, group_size: int, seed: Sequence[int]) -> Requests:
-    """`prompts` x `group_size` requests. `odds` are for a spread of 1; a method's own is a power of it."""
+    """Return `prompts` x `group_size` requests. `odds` are for a spread of 1; a method's own is a power of it."""
     assert min(prompts, group_size) >= 1, (prompts, group_size)
     rng = np.random.default_rng(list(seed))
     group_N = np.repeat(np.arange(prompts, dtype=np.int64), group_size)

@@ -1,14 +1,9 @@
-"""A rollout in virtual time: engines, drafters and requests as discrete events. PURE: values and a seed in, values out.
+"""A rollout in virtual time: engines, drafters and requests as discrete events. PURE.
 
-An event is: an engine's next request finishes, an engine looks at its decisions again, an engine that ran dry can draft
-for another. In between rounds are aggregated (`engine.py`). An engine reads how busy a drafter is when its own
-round changes; a load that others change meanwhile counts from its next event on, at most `LAST_LOOK` rounds later.
+Invariants: time is monotonic; every request finishes once, with all its tokens; the engines emit the tokens of all
+requests; no device is busy for longer than there is time; equal input gives equal bits.
 
-Invariants: time is monotonic; every request finishes exactly once, with all its tokens and no more; the emitted tokens
-of all engines are those of all requests; no device is busy for longer than there is time; equal input gives equal
-bits.
-
-Shape legend: N requests, B those that run on an engine, W positions.
+Shape legend: N requests, B those on an engine, W positions.
 """
 
 from __future__ import annotations
@@ -32,35 +27,26 @@ from specactor.simulator.requests import Floats, Ints, Lengths, Requests, World,
 from specactor.simulator.rounds import DECOUPLED, Beside, Remote, round_of
 from specactor.types import RolloutRequest, SamplingParams
 
-ROUNDING_S = 1e-6
-"""By which an event may come early: sums of many small numbers."""
-HELP_MARGIN = 0.02
-"""Share by which an engine must be predicted to be faster with a helper."""
-ASKED = 4
-"""Engines with the fewest requests, that are asked when an engine has run dry; others ask when they decide."""
+ROUNDING_S = 1e-6  # by which an event may come early: sums of many small numbers
+HELP_MARGIN = 0.02  # share by which an engine must be predicted to be faster with a helper
+ASKED = 4  # engines with the fewest requests, asked when one runs dry; others ask when they decide
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Outcome:
-    """What a rollout was. Every request has finished. N requests."""
+    """The result of a rollout, in which every request has finished. N requests."""
 
     plan: RolloutPlan
-    lengths: Ints
-    """[N], tokens."""
-    finish_s: Floats
-    """[N]: seconds from the rollout's begin."""
-    busy_device_s: float
-    """Of engines that start, verify, or help another, and of drafters while any request is drafted for."""
+    lengths: Ints  # [N], tokens
+    finish_s: Floats  # [N]: seconds from the rollout's begin
+    busy_device_s: float  # of engines that start, verify or help, and of drafters that draft
     rounds: float
-    emitted: float
-    """Tokens, as engines counted them."""
-    drafted: float
-    """Draft tokens that were verified."""
+    emitted: float  # tokens, as engines counted them
+    drafted: float  # draft tokens that were verified
     accepted: float
     decisions: int
     events: int
-    helpers: int
-    """Engines that ran dry and drafted for others."""
+    helpers: int  # engines that ran dry and drafted for others
 
     @property
     def seconds(self) -> float:
@@ -82,10 +68,10 @@ def simulate(
     seed: Sequence[int] = (0,),
     plan: RolloutPlan | None = None,
 ) -> Outcome:
-    """One rollout. `options`: by whose tables rounds are planned and take time; acceptances in it are believed. `age`:
-    policy versions since the drafters were refreshed; `plan`: instead of searching one.
+    """Simulate one rollout. `options` give the tables by which rounds are planned and take time.
 
-    Raises PlanError where nothing fits, or the world lacks a drafter's acceptance.
+    `age` counts policy versions since the drafters were refreshed; `plan` replaces the search. Raises PlanError where
+    nothing fits, or the world lacks a drafter's acceptance.
     """
     assert len(requests) == cluster.requests, len(requests)
     if missing := sorted({d.name for d in options.drafters} - set(world.methods)):
@@ -94,6 +80,8 @@ def simulate(
 
 
 class Rollout:
+    """Events: a request finishes, an engine decides anew, a dry engine can draft for another."""
+
     def __init__(
         self,
         plan: RolloutPlan,
@@ -115,11 +103,10 @@ class Rollout:
         option = next(v for v in options.verifiers if v.devices == plan.verifiers.devices_each)
         self.remote = self._remote()
         self.engines = self._engines(option)
-        # A plan that drafts on the verifiers' devices keeps memory for its drafter.
+        # a plan that drafts on the verifiers' devices keeps memory for its drafter.
         own = options.drafter(plan.draft.drafter) if plan.mode == "coupled" else None
         self.room = option.requests(own.footprint) if own else option.requests()
-        self.dry: dict[int, bool] = {}
-        """Engines without requests; whether they can draft for others, and draft for nobody yet."""
+        self.dry: dict[int, bool] = {}  # engines without requests -> whether they are free to draft
         self.helpers: set[int] = set()
         self.ahead_E = np.zeros(len(self.engines), np.int64)
         self.drafting_since: float | None = None
@@ -130,7 +117,7 @@ class Rollout:
         self._order = count()
 
     def _remote(self) -> Remote | None:
-        """The drafters of the plan, on devices of their own, as they are believed to be."""
+        """Return the drafters of the plan, on devices of their own, as they are believed to be."""
         if not self.plan.drafters.engines:
             return None
         drafter, devices = self.options.drafter(self.plan.draft.drafter), self.plan.drafters.devices_each
@@ -170,7 +157,7 @@ class Rollout:
         return self._outcome()
 
     def _parts(self) -> list[list[int]]:
-        """As the real engines' requests are assigned: groups stay together."""
+        """Assign requests as real engines get them: groups stay together."""
         sampling = SamplingParams(temperature=1.0, max_new_tokens=int(self.length_N.max()))
         all_requests = [
             RolloutRequest(request_id=name, prompt_ids=(), sampling=sampling, seed=0, group_id=group)
@@ -184,7 +171,7 @@ class Rollout:
         heapq.heappush(self._heap, (at, next(self._order), engine.index, engine.version))
 
     def _turn(self, engine: Engine, now: float) -> None:
-        """An engine's event: what finished leaves, what waits begins, what is due is decided."""
+        """Handle an engine's event: what finished leaves, what waits begins, what is due is decided."""
         engine.settle(now, self.done_N)
         left_B = self.length_N[engine.running] - self.done_N[engine.running]
         gone = engine.remove(left_B <= DONE)
@@ -207,7 +194,7 @@ class Rollout:
             engine.decider.forget(self.ids[i])
 
     def _go_on(self, engine: Engine, now: float, *, decide: bool = True) -> None:
-        """Its next round from now on, and when it ends to be like that."""
+        """Set its next round, and when it ends to be like that."""
         engine.since = max(now, engine.since)
         if decide and (engine.decisions == 0 or (engine.decider.adapts and engine.is_due())):
             self._decide(engine)
@@ -254,7 +241,7 @@ class Rollout:
         engine.set_round(replace(found, seconds=found.seconds * engine.slow))
 
     def _served(self) -> float:
-        """Requests of each drafter of the plan."""
+        """Return the requests of each drafter of the plan."""
         return float(self.ahead_E.sum()) / max(1, self.plan.drafters.engines)
 
     def _beside(self, engine: Engine) -> Beside | None:
@@ -270,7 +257,7 @@ class Rollout:
         self.drafting_since = max(now, self.drafting_since or now) if self.ahead_E.any() else None
 
     def _dry(self, engine: Engine, now: float) -> None:
-        """Nothing to run here any more: whoever helped is free, and this engine will be, too."""
+        """Free whoever helped an engine that has nothing to run any more; it will be free, too."""
         self.ahead_E[engine.index] = 0
         engine.round = None
         self._drafters_busy(now)
@@ -283,7 +270,6 @@ class Rollout:
             self._push(now + self.world.drafter_start_s, engine)
 
     def _ready(self, engine: Engine, now: float) -> None:
-        """An engine that ran dry can draft for another."""
         self.dry[engine.index] = True
         asked = [e for e in self.engines if len(e.running) and e.helper is None]
         for busy in sorted(asked, key=lambda e: (len(e.running), e.index))[:ASKED]:
@@ -291,7 +277,7 @@ class Rollout:
                 break
 
     def _help(self, engine: Engine, now: float) -> bool:
-        """Whether an engine that ran dry drafts for this one from now on, because that is predicted to pay."""
+        """Let an engine that ran dry draft for this one, if that is predicted to pay; return whether."""
         free = next((self.engines[i] for i, is_free in self.dry.items() if is_free), None)
         helper = self._helper(free, engine, now) if free is not None else None
         if free is None or helper is None:
@@ -308,7 +294,7 @@ class Rollout:
         return True
 
     def _helper(self, free: Engine, engine: Engine, now: float) -> Helper | None:
-        """With the method that is predicted to buy most (the draft ladder), of those that the engine has not."""
+        """Choose the method that is predicted to buy most (the draft ladder), of those that the engine has not."""
         used = engine.decision.drafter if (engine.decision.windows > 0).any() else ""
         smallest = {
             option.name: min(fitting, key=lambda e: e.devices)
@@ -354,11 +340,9 @@ class Rollout:
         )
 
 
-PROMPT_TOKENS = 512
-"""Of a request; trained on too."""
+PROMPT_TOKENS = 512  # of a request; trained on too
 SYNC_S = 2.0
-REFRESH_DEVICE_S = 512.0
-"""Device-seconds of distilling the drafter."""
+REFRESH_DEVICE_S = 512.0  # device-seconds of distilling the drafter
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -370,10 +354,8 @@ class Job:
     options: Candidates
     world: World
     policy: Policy
-    train_tokens_per_s: float
-    """Of a device: prompt and response tokens, forward and backward."""
-    refresh: bool = False
-    """The drafter is distilled after each step."""
+    train_tokens_per_s: float  # of a device: prompt and response tokens, forward and backward
+    refresh: bool = False  # the drafter is distilled after each step
     steps: int = 1
     seed: int = 0
 
@@ -423,14 +405,14 @@ class Run:
 
     @property
     def idle(self) -> float:
-        """Share of all device-seconds."""
+        """Return the share of all device-seconds."""
         devices = self.job.devices
         idle_s = sum(devices * step.rollout_s - step.outcome.busy_device_s for step in self.steps)
         return idle_s / (devices * self.seconds)
 
 
 def run(job: Job) -> Run:
-    """All steps. Raises PlanError for what cannot be planned."""
+    """Simulate all steps. Raises PlanError for what cannot be planned."""
     plan = placed(job.cluster, job.options, job.policy)
     steps: list[Step] = []
     for k in range(job.steps):

@@ -1,14 +1,7 @@
-"""Tokens and seconds of a round in which requests do different things. PURE: probabilities and tables in, numbers out.
+"""Tokens and seconds of a round in which requests do different things. PURE.
 
-The same arithmetic serves what is predicted (estimated survivals) and what happens (true ones).
-
-    a request's method m offers window w in a share ready_m of its rounds (1 where it drafts on the verifier's devices,
-    `pipelined` where it runs ahead), so it accepts j tokens or more with probability ready_m survival_mj;
-    methods together: `fastest_of_n.combined`; emitted = 1 + the sum over j
-    rows = 1 + sum_m ready_m w_m;  seconds = max(verify of all rows, drafting elsewhere) + drafting here
-
-Invariants: a round emits at least one token per request; a round without windows is a plain step; better survivals
-never emit less.
+Invariants: a round emits at least one token per request; without windows it is a plain step; better survivals emit no
+less.
 
 Shape legend: B requests, W positions.
 """
@@ -24,8 +17,7 @@ from specactor.rollout.speculation.fastest_of_n import combined
 from specactor.rollout.speculation.reconfiguration import ready
 from specactor.simulator.requests import Floats, Ints
 
-OFF, COUPLED, DECOUPLED = 0, 1, 2
-"""What a request does, as in `reconfiguration.MODES`."""
+OFF, COUPLED, DECOUPLED = 0, 1, 2  # what a request does, as in `reconfiguration.MODES`
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,13 +25,12 @@ class Remote:
     """A drafter on devices of its own, as one engine sees it."""
 
     seconds: Grid
-    served: float
-    """Requests that it drafts for, those of other engines too."""
+    served: float  # requests that it drafts for, those of other engines too
     message_s: float
     rollback_s: float = 0.0
 
     def window_s(self, window: int, restarts: float = 0.0) -> float:
-        """From a commit to the next window; `restarts`: share of requests that go back."""
+        """Return the seconds from a commit to the next window; `restarts` is the share of requests that go back."""
         return self.seconds.at(max(self.served, 1.0), window + 1) + self.message_s + self.rollback_s * restarts
 
 
@@ -47,20 +38,16 @@ class Remote:
 class Beside:
     """A further method that drafts for all the requests, on an engine that ran dry."""
 
-    survival: Floats
-    """[B, W]"""
+    survival: Floats  # [B, W]
     window: int
-    window_s: float
-    """From one window to the next."""
+    window_s: float  # from one window to the next
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Round:
     seconds: float
-    tokens: Floats
-    """[B]: emitted."""
-    drafted: Floats
-    """[B]: draft tokens that are verified."""
+    tokens: Floats  # [B]: emitted
+    drafted: Floats  # [B]: draft tokens that are verified
 
 
 def round_of(
@@ -74,7 +61,11 @@ def round_of(
     beside: Beside | None = None,
     alike: float = 0.5,
 ) -> Round:
-    """`drafter`: whose tokens the requests verify, on the verifier's devices or, by `remote`, on its own."""
+    """Return the round. The requests verify `drafter`'s tokens, drafted on their devices or, by `remote`, elsewhere.
+
+    A request's method offers window w in a share ready of its rounds (1 on the verifier's devices, `pipelined`
+    elsewhere), so it accepts j tokens or more with probability ready * survival_j.
+    """
     requests, width = survival_BW.shape
     offered_BW = survival_BW * (np.arange(1, width + 1) <= window_B[:, None])
     share_B = np.ones(requests)

@@ -13,23 +13,15 @@ from typing import Any
 
 import pytest
 
-from tests.trainer.conftest import ROOT, environment, run
+from tests.lib.ranks import run_ranks
+from tests.trainer.conftest import ROOT, environment
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each of 2 ranks found."""
     results = tmp_path_factory.mktemp("megatron") / "results.json"
-    torchrun = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--rdzv-backend",
-        "c10d",
-        "--rdzv-endpoint",
-        "localhost:0",
-    ]
-    run([*torchrun, "--nproc-per-node", "2", "-m", "tests.cpu.megatron_script", str(results)])
+    run_ranks(2, "tests.cpu.megatron_script", results, folder=results.parent)
     ranks: list[dict[str, Any]] = json.loads(results.read_text())
     return ranks
 

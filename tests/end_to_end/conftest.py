@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,7 +14,7 @@ import pytest
 from specactor.data.tokenizer import VOCAB_SIZE
 from specactor.rollout.warm_starter import WarmStarter
 from specactor.run_folder import WARM_UPS
-from tests.rollout.conftest import start_script
+from tests.lib.ranks import run_alone, torchrun
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 TRAIN = ROOT / "launch" / "train_moe.py"
@@ -39,19 +40,25 @@ class Launcher:
     def __init__(self, base: Path) -> None:
         self.base = base
 
-    def run(
-        self, name: str, *options: str, recipe: str = "quickstart", ranks: int = 2, script: Path = TRAIN
-    ) -> Launched:
-        command = [
-            *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)),
-            *(str(script), recipe, "--name", name, "--output-dir", str(self.base / "runs")),
-            *(*SHORT, *options),
-        ]
+    def run(self, name: str, *options: str, script: Path = TRAIN) -> Launched:
+        """With ranks that are forked by a process that has imported what they need."""
+        command = self._command(script, name, options)
+        code, output = torchrun(2, *command, folder=self.base, WANDB_MODE="offline")
+        return Launched(self.base / "runs" / name, code, output)
+
+    def run_from_the_start(self, name: str, *options: str) -> Launched:
+        """By torchrun itself."""
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+        command += self._command(TRAIN, name, options)
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "WANDB_MODE": "offline"}
         done = subprocess.run(
             command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600, check=False
         )
         return Launched(self.base / "runs" / name, done.returncode, done.stdout + done.stderr)
+
+    def _command(self, script: Path, name: str, options: Sequence[str]) -> list[str]:
+        where = ("--name", name, "--output-dir", str(self.base / "runs"))
+        return [str(script), "quickstart", *where, *SHORT, *options]
 
 
 @pytest.fixture(scope="session")
@@ -69,14 +76,11 @@ def launcher(warm_starter: WarmStarter, tmp_path_factory: pytest.TempPathFactory
 def draft_model(tmp_path_factory: pytest.TempPathFactory) -> str:
     """Folder of a draft model that has learned nothing."""
     folder = str(tmp_path_factory.mktemp("draft"))
-    with start_script(
-        "sglang/make_dense.py", folder, f"vocab_size={VOCAB_SIZE}", "max_position_embeddings=512"
-    ) as process:
-        assert process.wait(240) == 0
+    run_alone("tests.rollout.sglang.make_dense", folder, f"vocab_size={VOCAB_SIZE}", "max_position_embeddings=512")
     return folder
 
 
 @pytest.fixture(scope="session")
 def finished(launcher: Launcher) -> Launched:
     """Two steps of the quickstart, to the end."""
-    return launcher.run("finished", "--tracking.trace", "1")
+    return launcher.run_from_the_start("finished", "--tracking.trace", "1")

@@ -53,6 +53,7 @@ def differing(run: Launched, plain: Launched) -> set[str]:
     return found
 
 
+@pytest.mark.deep
 def test_a_run_that_wakes_drafters_has_the_same_tokens_rewards_and_losses(
     finished: Launched, launcher: Launcher, draft_model: str
 ) -> None:

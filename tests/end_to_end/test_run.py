@@ -100,6 +100,38 @@ def test_speculation_changes_neither_tokens_nor_rewards_nor_losses(
     assert writers(drafted.folder / "engines") == []
 
 
+def replayed(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "specactor.cli", "replay", str(folder), *options]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)
+
+
+def test_one_response_is_run_again_with_speculation(finished: Launched) -> None:
+    """From the checkpoint of step 1: weights are loaded, nothing is trained, the response is what it was."""
+    speculating = ("--rollout.speculation.mode", "coupled", "--rollout.speculation.drafters", "suffix")
+    done = replayed(finished.folder, "--step", "2", "--group", "3", "--sample", "1", *speculating)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "step 2 from the checkpoint of step 1, of step 2 group 3, sample 1" in done.stdout
+    assert "guarantee: same bits" in done.stdout
+    assert "equal: steps 1 to 2, 1 responses" in done.stdout
+    refused = replayed(finished.folder, "--step", "2", "--group", "99")
+    assert refused.returncode == 2
+    assert "--group and --sample: got '99, None', expected a group of 0..7" in refused.stderr
+
+
+@pytest.mark.deep
+def test_steps_are_run_again_and_a_fault_is_found(finished: Launched) -> None:
+    """From the start, on more engines and with speculation: equal, and trained equally. With another rate: not."""
+    speculating = ("--rollout.speculation.mode", "coupled", "--rollout.speculation.drafters", "suffix")
+    done = replayed(finished.folder, "--step", "2", *speculating, "--parallel.engines", "2", "--resume", "off")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "equal: steps 0 to 2, 128 responses" in done.stdout
+    other = replayed(finished.folder, "--step", "2", "--train.learning-rate", "1e-4", "--resume", "off")
+    assert other.returncode == 1, other.stdout + other.stderr
+    assert "differ at step 1" in other.stdout
+    assert "cause: learning rate" in other.stdout
+
+
 def test_every_step_is_logged_under_known_names(finished: Launched) -> None:
     lines = read_metrics(finished.folder)
     assert [line["step"] for line in lines] == [0, 1, 2]
@@ -133,6 +165,7 @@ def test_the_run_folder_holds_config_tracking_checkpoint_and_export(finished: La
     assert sorted(p.name for p in (folder / "checkpoints").iterdir()) == ["step-000001", "step-000002"]
     assert (folder / "export" / "model.safetensors").exists() or list((folder / "export").glob("*.safetensors"))
     assert (folder / "summary.json").exists()
+    assert "forked by the warm starter" in (folder / "engines" / "engine-0.log").read_text(), "else it takes 11 s more"
     assert phases(folder / "traces" / "step-000001.json") == ["rollout", "reward", "train", "checkpoint", "sync"]
 
 

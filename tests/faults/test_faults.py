@@ -21,7 +21,7 @@ from specactor.data.tokenizer import VOCAB_SIZE
 from specactor.metrics import Value
 from specactor.parallel.failure import RESUME
 from specactor.run_folder import Status
-from tests.rollout.conftest import start_script
+from tests.lib.ranks import run_alone
 
 STEPS = ("--train.steps", "3", "--resume", "auto", "--tracking.wandb", "off")
 LEARNING = (
@@ -49,10 +49,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def options(base: Path) -> list[str]:
     draft = str(base / "draft")
-    with start_script(
-        "sglang/make_dense.py", draft, f"vocab_size={VOCAB_SIZE}", "max_position_embeddings=512"
-    ) as process:
-        assert process.wait(240) == 0
+    run_alone("tests.rollout.sglang.make_dense", draft, f"vocab_size={VOCAB_SIZE}", "max_position_embeddings=512")
     return [*STEPS, *LEARNING, "--rollout.speculation.draft-model", draft]
 
 
@@ -118,6 +115,7 @@ def status_of(job: Job) -> Status:
     return status
 
 
+@pytest.mark.deep
 def test_an_engine_whose_scheduler_dies_is_replaced(start: Start, undisturbed: list[dict[str, Value]]) -> None:
     job = start("scheduler")
     strike(job, "scheduler", "rollout", 2)
@@ -138,7 +136,7 @@ def test_after_deaths_resuming_gives_the_same_metrics(
     start: Start, undisturbed: list[dict[str, Value]], strikes: list[tuple[str, str, int]]
 ) -> None:
     """One run, struck each time that it is resumed: at first before there is a checkpoint, while the draft model learns
-    or its weights are brought to the engine."""
+    or its weights are brought to the engine. When it is resumed for good its engine dies, and is replaced."""
     name = f"killed-in-{strikes[0][1]}"
     for victim, phase, step in strikes:
         job = start(name)
@@ -151,10 +149,14 @@ def test_after_deaths_resuming_gives_the_same_metrics(
             assert job.messages() == [f"specactor: rank 0: rank 1 (process {pid}) was killed or crashed. {RESUME}"]
         assert job.left(LEFT_S) == []
     job = start(name)
+    strike(job, "scheduler", "rollout", 3)
     assert job.wait(RUN_S) == 0, job.output()
+    assert "engine 0 had died and was started again" in job.output()
     assert compared(job.folder) == undisturbed
+    assert job.left(LEFT_S) == []
 
 
+@pytest.mark.deep
 def test_ctrl_c_ends_the_run_and_says_how_to_continue(start: Start) -> None:
     job = start("interrupted")
     job.wait_for("rollout", 1)

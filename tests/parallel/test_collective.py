@@ -3,26 +3,18 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
-SCRIPT = Path(__file__).with_name("collective_script.py")
+from tests.lib.ranks import run_ranks
 
 
 @pytest.fixture(scope="module", params=["gloo", "fake"])
 def ranks(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> list[dict[str, object]]:
     """Of ranks whose default group is gloo, and of ranks whose default group exchanges nothing that is told here."""
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command = [*torchrun, str(SCRIPT), str(tmp_path_factory.mktemp("collective") / "told"), request.param]
-    done = subprocess.run(
-        command, capture_output=True, text=True, timeout=240, check=False, env={**os.environ, "OMP_NUM_THREADS": "1"}
-    )
-    assert done.returncode == 0, done.stderr
-    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    folder = tmp_path_factory.mktemp("collective")
+    output = run_ranks(2, "tests.parallel.collective_script", folder / "told", request.param, folder=folder)
+    lines = [json.loads(line) for line in output.splitlines() if line.startswith("{")]
     return sorted(lines, key=lambda line: line["rank"])
 
 

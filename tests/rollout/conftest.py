@@ -20,6 +20,7 @@ from specactor.rollout.process_guard import SHARED_FILES, TEMPORARY, descendants
 from specactor.rollout.sglang.engine_client import Engine, EngineSpec
 from specactor.rollout.warm_starter import WarmStarter
 from specactor.types import RolloutRequest, SamplingParams
+from tests.lib.ranks import run_alone
 
 HERE = Path(__file__).parent
 VOCAB = 96
@@ -42,11 +43,19 @@ def start_script(script: str, *args: str) -> subprocess.Popen[str]:
     )
 
 
+def two_ranks_are_deep(fixture: str, one: int = 1, two: int = 2) -> pytest.MarkDecorator:
+    """For tests of an engine's fixture that say of two ranks what others do in `make check`.
+
+    Args: the fixture; its parameters for one rank and for two.
+    """
+    params = [one, pytest.param(two, marks=pytest.mark.deep)]
+    return pytest.mark.parametrize(fixture, params, ids=["tp1", "tp2"], indirect=True)
+
+
 @pytest.fixture(scope="session")
 def model_dir(tmp_path_factory: pytest.TempPathFactory) -> str:
     folder = tmp_path_factory.mktemp("model")
-    with start_script("make_model.py", str(folder)) as process:
-        assert process.wait(240) == 0
+    run_alone("tests.rollout.make_model", folder)
     return str(folder)
 
 

@@ -90,7 +90,7 @@ def test_one_that_hangs_is_replaced_and_one_that_is_slow_is_not(
         assert pool._deaths == [1]
         pool.drafters[0].wait_ready()
         if asleep:
-            wait_until(lambda: pool.wake(4) or pool.is_awake(4))  # not while a sign of life is late
+            wait_until(lambda: pool.wake(4) or pool.any_awake())  # not while a sign of life is late
         assert_drafts(spec)
 
 
@@ -111,17 +111,17 @@ def test_those_on_devices_of_engines_are_awake_in_rollouts_alone(
                 assert pool.wake_s(4) is not None
                 if how != "not woken":
                     pool.wake(4)
-                    assert pool.is_awake(4)
+                    assert pool.any_awake()
                     assert pool.wake_s(4) is None
                 if how == "woken":
                     assert_drafts(spec)
                 elif how == "woken and sent away":
                     pool.sleep(4)
-                    assert not pool.is_awake(4)
+                    assert not pool.any_awake()
                     assert pool.wake_s(4) is None, "it has not woken yet"
                     wait_until(lambda: not pool.drafters[0].leaving and pool.wake_s(4) is not None)
                     assert not is_listening(spec)
-            assert not pool.is_awake(4)
+            assert not pool.any_awake()
             assert not is_listening(spec)
             assert is_listening(other)
         assert pool.work().keys() == {"drafter 0", "drafter 1"}
@@ -157,7 +157,7 @@ def test_one_that_does_not_leave_is_ended_and_comes_back_when_its_engine_is_free
             assert_drafts(pool.drafters[0].spec)
         assert pool.restarts == 1
         assert pool.drafters[0].alive
-        assert not pool.is_awake(4)
+        assert not pool.any_awake()
         assert not pool.any_awake()
 
 

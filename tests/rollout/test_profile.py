@@ -19,7 +19,7 @@ from rich.console import Console
 from specactor.config import Config, EngineConfig, RolloutConfig, SpeculationConfig
 from specactor.errors import ConfigError, PlanError
 from specactor.planning import profile_command as profiling
-from specactor.planning.profile_engine import FILLER, PASSES, ROUNDS_PER_PASS, Sizes, measure, measure_process
+from specactor.planning.profile_command import FILLER, PASSES, ROUNDS_PER_PASS, Sizes, measure, measure_process
 from specactor.planning.profile_grid import Cell, cells, checks, cost_table
 from specactor.recipes import load
 from specactor.rollout.decoupled.spec import Work
@@ -258,7 +258,10 @@ def test_no_model_no_profile(config: Config, tmp_path: Path) -> None:
             profiling.run(changed, out=tmp_path / "costs.json", limit_s=10, console=Console())
         assert list(tmp_path.iterdir()) == []
 
-    refused(replace(config, model=replace(config.model, path="nowhere")), "torchrun .* launch/train_moe.py quickstart")
+    refused(
+        replace(config, model=replace(config.model, path="nowhere")),
+        "model.path: got .nowhere., expected a folder with",
+    )
     speculation = replace(CONFIG.speculation, drafters=("model",), draft_model="nowhere")
     refused(replace(config, rollout=replace(CONFIG, speculation=speculation)), "draft_model: got 'nowhere'")
     unknown = replace(CONFIG.speculation, drafters=("psychic",))

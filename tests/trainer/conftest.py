@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from tests.ending import end_all
+from tests.lib.ranks import run_ranks
 
 ROOT = Path(__file__).parents[2]
 LIMIT_S = 600
@@ -28,6 +29,8 @@ LAYOUTS_2 = {
     "DP2": {},
     "TP2xEP2": {"tensor": 2, "expert": 2},
 }
+SOME_CASES = {name: ["grpo", EVERY_CASE[1 + i % 4]] for i, name in enumerate(LAYOUTS_2)}
+"""By layout, in `make check`: every case is under some layout, and every layout has two."""
 LAYOUTS_4 = {
     "TP2xEP2 of 4": {"tensor": 2, "expert": 2},
     "TP2xPP2": {"tensor": 2, "expert_tensor": 2, "pipeline": 2},
@@ -64,17 +67,8 @@ def run(command: list[str]) -> None:
 def launch(world: int, spec: dict[str, Any], folder: Path) -> dict[str, Any]:
     """Results by name of the entries of `spec`, from `world` ranks."""
     (folder / "spec.json").write_text(json.dumps({name: entry | {"world": world} for name, entry in spec.items()}))
-    torchrun = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--rdzv-backend",
-        "c10d",
-        "--rdzv-endpoint",
-        "localhost:0",
-    ]
-    script = ["-m", "tests.trainer.layout_script", str(folder / "spec.json"), str(folder / "results.json")]
-    run([*torchrun, "--nproc-per-node", str(world), *script])
+    files = (folder / "spec.json", folder / "results.json")
+    run_ranks(world, "tests.trainer.layout_script", *files, folder=folder)
     outcome = json.loads((folder / "results.json").read_text())
     assert outcome["alike"], "ranks disagree about a result"
     results: dict[str, Any] = outcome["results"]
@@ -90,10 +84,13 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def two_ranks(reference: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def two_ranks(
+    request: pytest.FixtureRequest, reference: Path, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Any]:
+    deep = any(item.get_closest_marker("deep") for item in request.session.items)
     moe, folder = str(reference / "moe"), tmp_path_factory.mktemp("two")
     spec: dict[str, Any] = {
-        name: {"check": "layout", "model": moe, "parallel": parallel, "cases": EVERY_CASE}
+        name: {"check": "layout", "model": moe, "parallel": parallel, "cases": EVERY_CASE if deep else SOME_CASES[name]}
         for name, parallel in LAYOUTS_2.items()
     }
     spec["EP2"] |= {"more": True, "export": str(folder / "exported")}

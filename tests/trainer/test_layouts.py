@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.trainer.conftest import DENSE_2, EVERY_CASE, FEW_CASES, LAYOUTS_2, LAYOUTS_4
+from tests.trainer.conftest import DENSE_2, EVERY_CASE, FEW_CASES, LAYOUTS_2, LAYOUTS_4, SOME_CASES
 
 
 def assert_same_step(got: dict[str, Any], expected: dict[str, Any]) -> None:
@@ -16,8 +16,14 @@ def assert_same_step(got: dict[str, Any], expected: dict[str, Any]) -> None:
             assert got[name] == pytest.approx(value, rel=1e-5, abs=1e-7, nan_ok=True), name
 
 
-@pytest.mark.parametrize("case", EVERY_CASE)
-@pytest.mark.parametrize("name", LAYOUTS_2)
+@pytest.mark.parametrize(
+    ("name", "case"),
+    [
+        pytest.param(name, case, marks=[] if case in SOME_CASES[name] else [pytest.mark.deep])
+        for name in LAYOUTS_2
+        for case in EVERY_CASE
+    ],
+)
 def test_two_ranks_learn_like_one(one_rank: dict[str, Any], two_ranks: dict[str, Any], name: str, case: str) -> None:
     assert_same_step(two_ranks[name][case], one_rank["single"][case])
 

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +11,8 @@ import pytest
 from specactor.config import TinyModelConfig
 from specactor.data.tiny_model import make_tiny_model
 from specactor.rollout.warm_starter import WarmStarter
-from tests.ending import end_all
+from tests.lib.ranks import run_ranks
 
-ROOT = Path(__file__).parents[2]
 LAYOUTS: dict[int, dict[str, dict[str, int]]] = {
     2: {
         "TP2": {"tensor": 2, "expert_tensor": 2},
@@ -44,24 +40,11 @@ def results(warm_starter: WarmStarter, tmp_path_factory: pytest.TempPathFactory)
 
 
 def run(world: int, folder: Path) -> dict[str, Any]:
-    """One start of trainer ranks and engines. Bounded in time; nothing of it is left."""
+    """One start of trainer ranks and engines."""
     own = folder / str(world)
     own.mkdir()
-    torchrun = ["-m", "torch.distributed.run", "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
-    script = ["-m", "tests.weights_sync.sync_script", str(folder / "model"), json.dumps(LAYOUTS[world])]
-    command = [sys.executable, *torchrun, "--nproc-per-node", str(world), *script, str(int(world == 2)), str(own)]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
-    with open(own / "log", "wb") as log:
-        process = subprocess.Popen(
-            command, cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
-        )
-        try:
-            code = process.wait(600)
-        except subprocess.TimeoutExpired:
-            code = -1
-        finally:
-            end_all(process)
-    assert code == 0, (own / "log").read_text(errors="replace")[-6000:]
+    arguments = (folder / "model", json.dumps(LAYOUTS[world]), int(world == 2), own)
+    run_ranks(world, "tests.weights_sync.sync_script", *arguments, folder=own)
     found: dict[str, Any] = json.loads((own / "results.json").read_text())
     return found
 

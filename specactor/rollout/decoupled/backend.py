@@ -17,15 +17,11 @@ if TYPE_CHECKING:
 class Lane:
     """A request that wants further tokens. The continuer only reads."""
 
-    key: Hashable
-    """Of the request, among the requests of all engines."""
-    prompt_ids: Sequence[int]
-    """Never empty."""
-    tokens: Sequence[int]
-    """Output so far: committed tokens, then draft tokens ahead of them."""
+    key: Hashable  # of the request, among the requests of all engines
+    prompt_ids: Sequence[int]  # never empty
+    tokens: Sequence[int]  # output so far: committed tokens, then draft tokens ahead of them
     seed: int
-    temperature: float
-    """0: the likeliest token is wanted."""
+    temperature: float  # 0: the likeliest token is wanted
     agreed: int
     """Leading tokens of `tokens` that are what they were in the last call for this key; keys and values of later ones
     may be dropped. 0 in the first call."""
@@ -33,32 +29,27 @@ class Lane:
 
 @runtime_checkable
 class Renewable(Protocol):
-    """A continuer whose weights change."""
-
     def renew(self, weights: DraftWeights) -> str:
-        """Draft with these from the next call on. Returns why not; then it goes on with those that it has."""
+        """Draft with these weights from the next call on, or return why not and keep those that it has."""
 
 
 @runtime_checkable
 class Sleeper(Protocol):
-    """A continuer that holds memory of a device."""
-
     def sleep(self) -> None:
-        """Keep the weights in the host's memory, and nothing else. It was told to forget all requests. It may be given
-        new weights, and is not asked for tokens, until it is woken."""
+        """Keep the weights in the host's memory, and nothing else. It was told to forget all requests. Until it is
+        woken it may be given new weights, and is not asked for tokens."""
 
     def wake(self) -> None:
         """Take the device again."""
 
 
 class Continuer(Protocol):
-    """One object serves all requests of a drafter process; its methods are called from one thread."""
+    """A continuer serves all requests of a drafter process, from one thread."""
 
-    version: int
-    """Of the weights that it drafts with."""
+    version: int  # of the weights that it drafts with
 
     def extend(self, lanes: Sequence[Lane]) -> list[list[int]]:
-        """For each lane one or more tokens that may follow; none where it cannot go on. Keys are unique in a call."""
+        """Return one or more tokens that may follow each lane; none where it cannot go on. Keys are unique."""
 
     def forget(self, key: Hashable) -> None:
-        """The request is over; a key that is not known is ignored."""
+        """Forget a request that is over; unknown keys are ignored."""

@@ -1,16 +1,6 @@
 """The drafter's end: what it knows of the requests of all engines, and what it has drafted ahead of them.
 
-PURE: frames and seconds in, frames out. Events and what they do: docs/decoupled.md.
-
-Invariants:
-- the first `committed` tokens of a request's mirror are what the engine told; draft tokens follow them, drafted from
-  them alone, `AHEAD` windows of them at most; a lane tells truly how many of its tokens the continuer was shown last;
-- prompts, committed and draft tokens of all mirrors, with room for those that may yet be drafted, are at most
-  `max_tokens`. The request that was told of longest ago goes first; it comes back when there is room. One that is
-  larger than `max_tokens` goes alone;
-- who waits goes first: a request that holds less than a window is not left waiting for those that hold more, where
-  drafting for all of them takes much longer;
-- a request that its engine does not list any more, or whose engine is silent for `SILENT_S`, is forgotten.
+PURE: frames and seconds in, frames out. Events and what they do: docs/decoupled.md. Invariants: see `Mirrors`.
 """
 
 from __future__ import annotations
@@ -27,13 +17,10 @@ from specactor.rollout.decoupled.protocol import Beat, Close, Commits, Drops, Nu
 from specactor.rollout.speculation.verification import common
 
 SILENT_S = 30.0
-TAILS_EVERY_S = 1e-3
-"""While more is drafted at once: frames, and not what is in them, are most of what a round takes in."""
+TAILS_EVERY_S = 1e-3  # while more is drafted at once: frames cost more than what is in them
 MAX_SESSIONS = 1024
-AHEAD = 2
-"""Windows: one that the engine can verify now, and one ahead of that."""
-Key = tuple[int, int]
-"""Session of the engine, number of the request there."""
+AHEAD = 2  # windows: one that the engine can verify now, and one ahead of that
+Key = tuple[int, int]  # session of the engine, number of the request there
 
 
 @dataclass(slots=True, eq=False)
@@ -42,22 +29,15 @@ class Mirror:
 
     key: Key
     opening: Open
-    tokens: list[int]
-    """Committed, then drafted ahead."""
+    tokens: list[int]  # committed, then drafted ahead
     committed: int
-    emptied_s: float | None
-    """When a commit left no draft token, if none was made since."""
-    reserved: int = 0
-    """Tokens that count against the bound."""
-    complete: bool = True
-    """Whether no commit is missing."""
-    unsent: bool = False
-    """There are draft tokens that the engine was not sent."""
-    _stuck: bool = False
-    """The continuer had nothing to add to these tokens."""
+    emptied_s: float | None  # when a commit left no draft token, if none was made since
+    reserved: int = 0  # tokens that count against the bound
+    complete: bool = True  # whether no commit is missing
+    unsent: bool = False  # there are draft tokens that the engine was not sent
+    _stuck: bool = False  # the continuer had nothing to add to these tokens
     _shown_from: int = 0
-    _shown: list[int] = field(default_factory=list)
-    """Tokens of the last lane from a position on that was committed then."""
+    _shown: list[int] = field(default_factory=list)  # tokens of the last lane, from `_shown_from` on
 
     @property
     def window(self) -> int:
@@ -69,21 +49,20 @@ class Mirror:
 
     @property
     def most_held(self) -> int:
-        """Tokens, when all is drafted that may be before the next commit; no lane is longer."""
+        """Return its tokens once all is drafted that may be before the next commit; no lane is longer."""
         return len(self.opening.prompt_ids) + self.committed + AHEAD * self.window
 
     @property
     def wants_token(self) -> bool:
-        """Whether another draft token may be made."""
         return self.complete and not self._stuck and self._room > 0
 
     @property
     def _room(self) -> int:
-        """Draft tokens that may still be made."""
+        """Return how many draft tokens may still be made."""
         return AHEAD * self.window - self.num_ahead
 
     def lane(self) -> Lane:
-        """For the next call of the continuer. Valid until the mirror changes."""
+        """Return the request for the next call of the continuer, valid until the mirror changes."""
         return Lane(
             key=self.key,
             prompt_ids=self.opening.prompt_ids,
@@ -94,7 +73,7 @@ class Mirror:
         )
 
     def extended(self, lane: Lane, draft: Sequence[int]) -> int:
-        """What the continuer answered to the last lane; returns how many tokens were kept."""
+        """Append what the continuer answered to the last lane; return how many tokens were kept."""
         self._shown_from, self._shown = self.committed, list(lane.tokens[self.committed :])
         tokens = draft[: self._room]
         self.tokens += tokens
@@ -103,7 +82,7 @@ class Mirror:
         return len(tokens)
 
     def commit(self, fresh: Sequence[int], now_s: float) -> int:
-        """These tokens are committed after those that are; returns how many drafted ones are thrown away."""
+        """Commit these tokens after those that are; return how many drafted ones are thrown away."""
         ahead = self.tokens[self.committed :]
         agreed = common(ahead, fresh)
         wasted = 0
@@ -118,7 +97,7 @@ class Mirror:
         return wasted
 
     def tail(self, now_s: float) -> Tail:
-        """All that is ahead. The engine has it then."""
+        """Return all that is drafted ahead. The engine has it then."""
         self.unsent = False
         wait_us = 0
         if self.emptied_s is not None:
@@ -134,49 +113,48 @@ class Mirror:
 
 @dataclass(slots=True)
 class _Session:
-    """One incarnation of an engine."""
-
     number: int
     engine: str
     heard_s: float
-    frame: int = 0
-    """Number of the last frame that counted."""
+    frame: int = 0  # number of the last frame that counted
     mirrors: dict[int, Mirror] = field(default_factory=dict)
     drafted: int = 0
     wasted: int = 0
-    window: int = MAX_WINDOW
-    """Its own, once it has opened a request."""
-    pulse: bool = False
-    """A beat is to be answered."""
+    window: int = MAX_WINDOW  # its own, once it has opened a request
+    pulse: bool = False  # a beat is to be answered
     resend: set[int] = field(default_factory=set)
-    tails_s: float = float("-inf")
-    """When all of them that were unsent went last."""
+    tails_s: float = float("-inf")  # when all of them that were unsent went last
 
 
 class Mirrors:
+    """The requests of all engines, within a bound of tokens.
+
+    Invariants: a mirror holds what its engine committed, then at most `AHEAD` windows drafted from it alone. Prompts,
+    committed and draft tokens, with room for those to be drafted, are at most `max_tokens`: the request heard of
+    longest ago goes first, and comes back when there is room. A request that holds less than a window does not wait for
+    those with more. One that its engine lists no more, or whose engine is silent for `SILENT_S`, is forgotten.
+    """
+
     def __init__(self, session: int, *, max_tokens: int, drops: Drops | None = None) -> None:
-        """Args: drops: of earlier incarnations, too."""
+        """Start without requests; `drops` may be those of an earlier incarnation."""
         self.session = session
         self.max_tokens = max_tokens
         self.drops = drops or Drops("drafter")
         self._out = Numbering(session)  # one for all engines: it outlasts an engine that was forgotten and comes back
         self._sessions: dict[int, _Session] = {}
         self._engines: dict[str, int] = {}
-        self._oldest: OrderedDict[Key, Mirror] = OrderedDict()
-        """The one that was told of longest ago first."""
-        self._unread: set[Key] = set()
-        """Opened, and never drafted for."""
+        self._oldest: OrderedDict[Key, Mirror] = OrderedDict()  # the one heard of longest ago first
+        self._unread: set[Key] = set()  # opened, and never drafted for
         self._reserved = 0
         self._forgotten: list[Key] = []
 
     @property
     def num_tokens(self) -> int:
-        """Held, with room for those that may yet be drafted."""
+        """Return the tokens held, with room for those that may yet be drafted."""
         return self._reserved
 
     @property
     def num_wasted(self) -> int:
-        """Draft tokens thrown away, of the engines that are known now."""
         return sum(session.wasted for session in self._sessions.values())
 
     @property
@@ -214,7 +192,7 @@ class Mirrors:
     def _session(
         self, sender: int, header: protocol.Header, records: Sequence[protocol.ToDrafter], now_s: float
     ) -> _Session | None:
-        """Whose frame it is; None if it does not count."""
+        """Return the session of a frame; None if it does not count."""
         if header.sender != sender:
             self.drops.add("foreign", f"session {header.sender} in the name of {sender}")
             return None
@@ -235,7 +213,7 @@ class Mirrors:
         return session
 
     def _begin(self, number: int, engine: str, now_s: float) -> _Session:
-        """A new incarnation of an engine: what its last one asked for is over."""
+        """Begin a new incarnation of an engine: what its last one asked for is over."""
         if engine in self._engines:
             self._end(self._sessions[self._engines[engine]])
         session = _Session(number=number, engine=engine, heard_s=now_s)
@@ -250,8 +228,7 @@ class Mirrors:
         del self._engines[session.engine]
 
     def _beat(self, session: _Session, beat: Beat) -> None:
-        """Drop what is not listed; ask for what is missing, as far as there is room; and send all tails once more,
-        since they may have been lost."""
+        """Drop what is not listed, ask for what is missing as far as there is room, and send all tails again."""
         session.pulse = True
         listed = {request for request, _, _ in beat.requests}
         for request in [request for request in session.mirrors if request not in listed]:
@@ -311,9 +288,11 @@ class Mirrors:
     # -------------------------------------------------------------------------------------------------- what drafts
 
     def wanted(self, max_lanes: int, *, slower: Callable[[int, int], bool] = lambda few, many: False) -> list[Lane]:
-        """Requests that want another token, those with the fewest tokens ahead first. Those that hold less than a
-        window go alone if `slower` says that to draft for all, of whom there are so many, takes much longer than for
-        these few. Valid until the next call of another method."""
+        """Return requests that want another token, those with the fewest tokens ahead first.
+
+        Those that hold less than a window go alone if `slower`(few, many) says that drafting for all takes much longer.
+        Valid until the next call of another method.
+        """
         ready = [mirror for mirror in self._oldest.values() if mirror.wants_token]
         waiting = [mirror for mirror in ready if mirror.num_ahead < mirror.window]
         if waiting and slower(min(len(waiting), max_lanes), min(len(ready), max_lanes)):
@@ -324,7 +303,6 @@ class Mirrors:
         return [mirror.lane() for mirror in ready]
 
     def extended(self, lanes: Sequence[Lane], drafts: Sequence[Sequence[int]]) -> None:
-        """What the continuer answered for `wanted`."""
         for lane, draft in zip(lanes, drafts, strict=True):
             key = cast(Key, lane.key)
             self._unread.discard(key)
@@ -335,16 +313,18 @@ class Mirrors:
             self._end(session)
 
     def forgotten(self) -> list[Key]:
-        """Requests that are over, since the last call."""
+        """Return the requests that ended since the last call."""
         keys, self._forgotten = self._forgotten, []
         return keys
 
     # -------------------------------------------------------------------------------------------------- what leaves
 
     def outgoing(self, session: int, *, version: int, now_s: float, more: bool = False) -> list[bytes]:
-        """Frames for one engine. Args: version of the drafter's weights; whether more is drafted at once, so that tails
-        may stay here for `TAILS_EVERY_S`, but for those of requests that had none, and unless a prompt is to be read
-        first, which may take long."""
+        """Return frames for one engine, with the `version` of the drafter's weights.
+
+        If `more` is drafted at once, tails may stay here for `TAILS_EVERY_S`, but for those of requests that had none,
+        and unless a prompt is to be read first, which may take long.
+        """
         peer = self._sessions[session]
         records: list[protocol.ToEngine] = []
         if peer.pulse:

@@ -1,14 +1,6 @@
 """The engine's end: which drafter serves which request, and what it has drafted for it.
 
-PURE: frames and seconds in, frames out. Events and what they do: docs/decoupled.md.
-
-Invariants:
-- a draft is the end of a tail whose tokens, from its base up to where the request is now, are the request's own; so no
-  draft token ever stands on another prefix than the one that it was drafted for;
-- a request is with one drafter or with none, and only that drafter's tails count;
-- a drafter that does not answer for `SILENT_S` is gone: its requests go to the others. When it answers again, or is
-  there for the first time, or in a new incarnation, it is told all that it should hold;
-- what is kept here is one tail per open request, of bounded size.
+PURE: frames and seconds in, frames out. Events and what they do: docs/decoupled.md. Invariants: see `Tails`.
 """
 
 from __future__ import annotations
@@ -35,8 +27,7 @@ from specactor.rollout.decoupled.protocol import (
 
 BEAT_EVERY_S = 0.25
 SILENT_S = 1.0
-REOPEN_EVERY_S = 0.1
-"""A request is opened again at most so often, whatever its drafter says."""
+REOPEN_EVERY_S = 0.1  # a request is opened again at most so often, whatever its drafter says
 
 
 @dataclass(slots=True, eq=False)
@@ -44,43 +35,30 @@ class Request:
     number: int
     name: str
     prompt_ids: Sequence[int]
-    output_ids: list[int]
-    """The engine's own list; it grows."""
+    output_ids: list[int]  # the engine's own list; it grows
     seed: int
     temperature: float
     drafter: int | None = None
-    told: int = 0
-    """Output tokens that the drafter was told of."""
-    owed_from: int | None = 0
-    """It was told of much at once, up to here, and has not answered since."""
+    num_sent: int = 0  # output tokens that the drafter was sent
+    owed_from: int | None = 0  # it was sent much at once, up to here, and has not answered since
     opened_s: float = float("-inf")
-    base: int = 0
-    """Position of the tail's first token."""
-    tokens: bytes | None = None
-    """The tail, packed: a list of numbers is ten times as much to fetch after a verify. None: there is none."""
+    base: int = 0  # position of the tail's first token
+    tokens: bytes | None = None  # the tail, packed: a list is ten times as much to fetch after a verify
 
 
 @dataclass(slots=True)
 class Peer:
-    """One drafter process, in whatever incarnation."""
-
     out: Numbering
-    session: int = NO_SESSION
-    """Of the incarnation that was heard last."""
+    session: int = NO_SESSION  # of the incarnation that was heard last
     frame: int = 0
     live: bool = False
-    asked_s: float | None = None
-    """Since when a beat is unanswered."""
+    asked_s: float | None = None  # since when a beat is unanswered
     beat_s: float = float("-inf")
-    others: int = 0
-    """Requests of other engines there, as it said last."""
+    others: int = 0  # requests of other engines there, as it said last
     requests: dict[int, Request] = field(default_factory=dict)
-    unopened: dict[int, Request] = field(default_factory=dict)
-    """Of those, the ones that it must be told of."""
-    grown: dict[int, Request] = field(default_factory=dict)
-    """Of those, the ones with new tokens."""
-    closed: list[int] = field(default_factory=list)
-    """Numbers that it need not hold any longer."""
+    unopened: dict[int, Request] = field(default_factory=dict)  # of those, the ones that it must be sent
+    grown: dict[int, Request] = field(default_factory=dict)  # of those, the ones with new tokens
+    closed: list[int] = field(default_factory=list)  # numbers that it need not hold any longer
     arrived: list[TailColumns] = field(default_factory=list)
     version: int = 0
     drafted: Total = field(default_factory=Total)
@@ -92,10 +70,15 @@ class Peer:
 
 
 class Tails:
-    """All open requests of one engine, and the drafters that may draft for it."""
+    """All open requests of one engine, and the drafters that may draft for it.
+
+    Invariants: no draft token stands on another prefix than the one that it was drafted for; a request is with one
+    drafter or none, and only that drafter's tails count; a drafter that does not answer for `SILENT_S` loses its
+    requests to the others, and is sent all that it should hold when it answers again; one tail is kept per request.
+    """
 
     def __init__(self, session: int, *, engine: str, num_drafters: int, window: int) -> None:
-        """Args: the engine's name, the same after a restart; the most draft tokens of a verify."""
+        """Start without requests; a restart keeps the name `engine`; a verify takes at most `window` tokens."""
         self.session = session
         self.engine = engine
         self.window = window
@@ -122,12 +105,12 @@ class Tails:
 
     @property
     def version(self) -> int:
-        """Oldest weights that a live drafter drafts with; 0 when there is none."""
+        """Return the oldest weights that a live drafter drafts with; 0 when there is none."""
         return min((drafter.version for drafter in self._drafters if drafter.live), default=0)
 
     @property
     def drafted(self) -> int:
-        """Tokens that the drafters have drafted for this engine, as far as they have said."""
+        """Return the tokens that the drafters have drafted for this engine, as far as they have said."""
         return sum(drafter.drafted.value for drafter in self._drafters)
 
     @property
@@ -137,7 +120,7 @@ class Tails:
     # --------------------------------------------------------------------------------------------- what the engine does
 
     def open(self, name: str, prompt_ids: Sequence[int], output_ids: list[int], seed: int, temperature: float) -> None:
-        """A request starts. `output_ids` is read again whenever something is to be sent or drafted."""
+        """Start a request. `output_ids` is read again whenever something is to be sent or drafted."""
         self.close(name)
         request = Request(self._next, name, prompt_ids, output_ids, seed, temperature)
         self._next += 1
@@ -145,31 +128,30 @@ class Tails:
         self._place(request)
 
     def commit(self, names: Iterable[str]) -> None:
-        """The outputs of these requests may have grown."""
         for request in map(self._requests.get, names):
-            if request is not None and request.drafter is not None and request.told < len(request.output_ids):
+            if request is not None and request.drafter is not None and request.num_sent < len(request.output_ids):
                 self._drafters[request.drafter].grown[request.number] = request
 
     def close(self, name: str) -> None:
-        """The request is over; one that is not known is ignored."""
+        """End a request; unknown names are ignored."""
         request = self._requests.pop(name, None)
         if request is not None:
             self._leave(request)
 
     def num_owed(self, names: Sequence[str]) -> int:
-        """Of these requests, those whose drafters have been told of more than a window, and have not answered yet."""
+        """Count those of the requests whose drafters were sent more than a window, and have not answered yet."""
         requests = map(self._requests.get, names)
         return sum(r is not None and r.drafter is not None and r.owed_from is not None for r in requests)
 
     def close_all(self) -> None:
-        """The engine ends. What is sent then tells every drafter so, also those that seem to be gone."""
+        """End the engine. What is sent then tells every drafter so, also those that seem to be gone."""
         for name in list(self._requests):
             self.close(name)
         for drafter in self._drafters:
             drafter.beat_s = float("-inf")
 
     def drafts(self, names: Sequence[str], windows: Sequence[int]) -> list[list[int]]:
-        """What may follow each request's output: at most `windows[i]` tokens of request i."""
+        """Return what may follow each request's output: at most `windows[i]` tokens of request i."""
         drafts: list[list[int]] = []
         stale = 0
         for request, window in zip(map(self._requests.get, names), windows, strict=True):
@@ -189,7 +171,6 @@ class Tails:
     # ---------------------------------------------------------------------------------------------------- what arrives
 
     def receive(self, frames: Iterable[tuple[int, bytes]], now_s: float) -> None:
-        """(drafter, frame) of all that has arrived, in order."""
         for index, data in frames:
             self._receive(index, data, now_s)
         for index, drafter in enumerate(self._drafters):
@@ -231,7 +212,7 @@ class Tails:
             self._balance()
 
     def _meet(self, index: int, session: int) -> None:
-        """A drafter in a new incarnation: it knows nothing yet."""
+        """Begin a new incarnation of a drafter: it knows nothing yet."""
         drafter = self._drafters[index]
         drafter.session, drafter.frame = session, 0
         drafter.drafted.begin()
@@ -239,11 +220,11 @@ class Tails:
         drafter.closed.clear()
         drafter.arrived.clear()
         for request in drafter.requests.values():
-            request.told, request.tokens = 0, None
+            request.num_sent, request.tokens = 0, None
             drafter.unopened[request.number] = request
 
     def _tails(self, index: int, records: Sequence[TailColumns]) -> None:
-        """There are hundreds of requests per round, so this is one loop without calls."""
+        """Keep the newest tails. One loop without calls, since there are hundreds of requests per round."""
         find = self._drafters[index].requests.get
         late = stale = 0
         for number, base, tokens in protocol.newest(records):
@@ -253,8 +234,8 @@ class Tails:
                 continue
             if request.owed_from is not None and base >= request.owed_from:
                 request.owed_from = None
-            if base > request.told:
-                self.drops.add("future", f"tail at {base} from drafter {index}, which was told of {request.told}")
+            if base > request.num_sent:
+                self.drops.add("future", f"tail at {base} from drafter {index}, which was told of {request.num_sent}")
             elif base + len(tokens) // protocol.TOKEN_BYTES <= len(request.output_ids) or (
                 request.tokens is not None and base < request.base
             ):
@@ -294,12 +275,12 @@ class Tails:
         drafter.beat_s = now_s
         if drafter.asked_s is None:
             drafter.asked_s = now_s
-        held = [(number, len(request.prompt_ids), request.told) for number, request in drafter.requests.items()]
+        held = [(number, len(request.prompt_ids), request.num_sent) for number, request in drafter.requests.items()]
         return Beat(engine=self.engine, requests=held)
 
     def _opening(self, request: Request, now_s: float) -> Open:
         request.opened_s = now_s
-        request.told = request.owed_from = len(request.output_ids)
+        request.num_sent = request.owed_from = len(request.output_ids)
         return Open(
             request=request.number,
             prompt_ids=list(request.prompt_ids),
@@ -310,7 +291,7 @@ class Tails:
         )
 
     def _commits(self, grown: Mapping[int, Request]) -> list[Commits]:
-        """One that grew by much has a record of its own, so that no record becomes too large for a frame."""
+        """Give requests that grew by much records of their own, so that no record becomes too large for a frame."""
         longest = self.window + 1
         records: list[Commits] = []
         requests: list[int] = []
@@ -318,16 +299,16 @@ class Tails:
         counts: list[int] = []
         tokens: list[int] = []
         for number, request in grown.items():
-            told = request.told
-            fresh = request.output_ids[told:]
+            sent = request.num_sent
+            fresh = request.output_ids[sent:]
             count = len(fresh)
-            request.told = told + count
+            request.num_sent = sent + count
             if count > longest:
-                request.owed_from = request.told
-                records.append(Commits(requests=[number], positions=[told], counts=[count], tokens=fresh))
+                request.owed_from = request.num_sent
+                records.append(Commits(requests=[number], positions=[sent], counts=[count], tokens=fresh))
                 continue
             requests.append(number)
-            positions.append(told)
+            positions.append(sent)
             counts.append(count)
             tokens += fresh
         if requests:
@@ -335,7 +316,7 @@ class Tails:
         return records
 
     def tick(self, now_s: float) -> None:
-        """Time has passed, and what had arrived was received."""
+        """Take note of the time, after what had arrived was received."""
         for drafter in self._drafters:
             if drafter.live and drafter.asked_s is not None and now_s - drafter.asked_s > SILENT_S:
                 drafter.live = False
@@ -343,24 +324,24 @@ class Tails:
                 requests = list(drafter.requests.values())
                 for request in requests:
                     self._leave(request)
-                drafter.closed.clear()  # it will be told what it should hold
+                drafter.closed.clear()  # it will be sent what it should hold
                 for request in requests:
                     self._place(request)
 
     # ------------------------------------------------------------------------------------------------------------ where
 
     def _place(self, request: Request) -> None:
-        """With the live drafter of least load; with none if none is live, or there is no prompt."""
+        """Place a request with the live drafter of least load; with none if none is live, or there is no prompt."""
         live = self.live
         if not (live and request.prompt_ids):
             return
         index = min(live, key=lambda i: (self._drafters[i].load, i))
         drafter = self._drafters[index]
-        request.drafter, request.told, request.opened_s = index, 0, float("-inf")
+        request.drafter, request.num_sent, request.opened_s = index, 0, float("-inf")
         drafter.requests[request.number] = drafter.unopened[request.number] = request
 
     def _balance(self) -> None:
-        """A drafter has come: requests without one are placed, and others move until loads differ by one at most."""
+        """Place requests without a drafter, and move others until loads differ by one at most."""
         for request in self._requests.values():
             if request.drafter is None:
                 self._place(request)
@@ -381,6 +362,6 @@ class Tails:
         drafter = self._drafters[request.drafter]
         del drafter.requests[request.number]
         drafter.grown.pop(request.number, None)
-        if drafter.unopened.pop(request.number, None) is None or request.told:
+        if drafter.unopened.pop(request.number, None) is None or request.num_sent:
             drafter.closed.append(request.number)
         request.drafter = request.tokens = None

@@ -1,9 +1,7 @@
 """A drafter process: hear engines, draft for the requests that want a token, send what was drafted, answer the owner.
 
-Invariants: nothing is done while no request wants a token; while it sleeps it holds no request and no socket, only its
-owner is heard, and it takes no processor time; the process ends on SIGTERM, at the end of the stream from
-its owner, and when its parent is dead; a frame of any content is dropped or obeyed and never ends it. When the
-continuer raises, the process ends with that exception: its owner starts another.
+Invariants: an idle or sleeping process takes no processor time; it ends on SIGTERM, at the end of its owner's stream,
+and when its parent is dead; no frame of any content ends it; when the continuer raises, so does the process.
 """
 
 from __future__ import annotations
@@ -49,10 +47,8 @@ from specactor.rollout.frames import Failed, ProtocolError
 from specactor.rollout.speculation.costs import Point
 from specactor.trace import Recorder
 
-IDLE_S = 0.5
-"""Between two looks at the parent and at engines that have fallen silent."""
-MAX_LANES = 256
-"""Requests per call of the continuer."""
+IDLE_S = 0.5  # between two looks at the parent and at engines that have fallen silent
+MAX_LANES = 256  # requests per call of the continuer
 MAX_TURNS = 512
 
 _LOG = logging.getLogger(__name__)
@@ -70,11 +66,10 @@ def serve(
     asleep: bool = False,
     on_owner: Callable[[Loop], bool] = lambda loop: False,
 ) -> None:
-    """Runs until it is to end; to be called from the main thread.
+    """Draft until the process is to end; to be called from the main thread.
 
-    Args: where to listen; bound of all requests' tokens; a file that the owner writes to, and what is called when there
-    is something to read: whether to go on; whether it sleeps until its owner wakes it. Raises ConfigError for an
-    endpoint that cannot be had.
+    `on_owner` is called when `owner_fd` can be read, and returns whether to go on. An `asleep` process waits until it
+    is woken. Raises ConfigError for an endpoint that cannot be had.
     """
     parent = os.getppid()
     hub = Hub(endpoint, keys=keys)
@@ -87,11 +82,11 @@ def serve(
             on_ready(Started(endpoint=hub.endpoint, pid=os.getpid(), version=continuer.version))
             while os.getppid() == parent:
                 began_s = time.perf_counter()
-                told = loop.wait(files)
+                readable = loop.wait(files)
                 if not loop.busy:
                     name = "asleep" if loop.asleep else "idle"
                     loop.recorder.span("draft", name, began_s, time.perf_counter())
-                if terminated in told or (told and not on_owner(loop)):
+                if terminated in readable or (readable and not on_owner(loop)):
                     break
                 loop.turn()
     finally:
@@ -99,11 +94,9 @@ def serve(
     _LOG.info("drafter process %d ends", os.getpid())
 
 
-MAX_SAMPLES = 15
-"""Of batches of about equal sizes, the latest."""
+MAX_SAMPLES = 15  # of batches of about equal sizes, the latest
 MIN_SAMPLES = 3
-MUCH = 2.0
-"""A batch that takes more than so many times as long takes much longer."""
+MUCH = 2.0  # a batch that takes more than so many times as long takes much longer
 
 
 class Pace:
@@ -114,7 +107,7 @@ class Pace:
         self._seconds.setdefault(lanes.bit_length(), deque(maxlen=MAX_SAMPLES)).append(seconds)
 
     def is_slower(self, few: int, many: int) -> bool:
-        """Whether a batch of many lanes takes much longer than one of few."""
+        """Return whether a batch of many lanes takes much longer than one of few."""
         first, last = few.bit_length(), many.bit_length()
         if first == last or len(self._seconds.get(last, ())) < MIN_SAMPLES:
             return False
@@ -135,16 +128,14 @@ class Loop:
         self._max_tokens = max_tokens
         self._drops = Drops("drafter")
         self.mirrors = self._new_mirrors()
-        self.busy = False
-        """The next turn need not wait for anything to arrive."""
+        self.busy = False  # the next turn need not wait for anything to arrive
         self.asleep = False
         self.recorder = Recorder()
         self._wake_s = 0.0
         self._busy_s = 0.0
         self._turns: deque[Point] = deque(maxlen=MAX_TURNS)
         self._began_s = 0.0
-        self._drafted = (0, 0)
-        """(requests, tokens) in it."""
+        self._drafted = (0, 0)  # (requests, tokens) in it
         self._pace = Pace()
         self._continuer = continuer
         self._hub = hub
@@ -155,13 +146,13 @@ class Loop:
         return Mirrors(new_session(), max_tokens=self._max_tokens, drops=self._drops)
 
     def wait(self, files: Sequence[int]) -> list[int]:
-        """Until there is something to do; those of `files` that can be read."""
+        """Wait until there is something to do; return those of `files` that can be read."""
         if self.asleep:
             return list(select.select(files, [], [])[0])
         return self._hub.wait(0.0 if self.busy else IDLE_S, files)
 
     def sleep(self) -> Rested:
-        """Nobody is drafted for, and engines find nobody here, until `wake`."""
+        """Stop drafting and listening until `wake`."""
         if not self.asleep:
             self._hub.close()
             self.mirrors.forget_all()
@@ -173,7 +164,7 @@ class Loop:
         return self.rested()
 
     def wake(self) -> Rested:
-        """As a process that has just started. Raises ConfigError where its address was taken meanwhile."""
+        """Start as a new process would. Raises ConfigError where its address was taken meanwhile."""
         if self.asleep:
             began_s = time.perf_counter()
             if isinstance(self._continuer, Sleeper):
@@ -221,7 +212,7 @@ class Loop:
         self._send(more=self.busy)
 
     def work(self, *, trace: bool) -> Work:
-        """Since the last call. Args: whether to record spans from now on."""
+        """Return what was done since the last call; `trace` says whether to record spans from now on."""
         drops = Counter(self._drops.take()) + Counter(self._hub.drops.take())
         work = Work(busy_s=self._busy_s, turns=list(self._turns), spans=self.recorder.take(), drops=drops)
         self._turns.clear()
@@ -229,7 +220,7 @@ class Loop:
         return work
 
     def renew(self, asked: bytes) -> Renewed:
-        """Bring new weights to the continuer, between two batches. Args: `DraftWeights` as JSON."""
+        """Bring new weights (`DraftWeights` as JSON) to the continuer, between two batches."""
         continuer, problem = self._continuer, "its continuer has no weights"
         if isinstance(continuer, Renewable):
             from specactor.weights_sync.messages import DraftWeights  # with torch, which such a continuer has anyway
@@ -254,7 +245,7 @@ class Loop:
 
 @contextmanager
 def _termination() -> Iterator[int]:
-    """A file that can be read once SIGTERM has come; the signal does nothing else."""
+    """Give a file that can be read once SIGTERM has come; the signal does nothing else."""
     ours, signals = socket.socketpair()
 
     def nothing(number: int, frame: FrameType | None) -> None:
@@ -330,7 +321,7 @@ def _answer(loop: Loop, message: ToDrafter) -> FromDrafter:
 
 
 def _continuer(spec: DrafterSpec) -> tuple[Continuer, int]:
-    """With the tokens of all texts that it has room for."""
+    """Return what continues texts, and how many tokens of all texts it has room for."""
     if spec.continuer != "model":
         module, _, attribute = spec.continuer.partition(":")
         made: Continuer = getattr(importlib.import_module(module), attribute)(spec)

@@ -1,17 +1,8 @@
 """What an engine and a drafter process say to each other: records, and the frames that carry them.
 
-A frame is: magic (4 bytes), version of the protocol (1), 3 bytes of zero, session of the sender (8), session of the
-receiver (8, 0 where it is not known), number of the frame (8), all little endian; then a MessagePack array of records,
-each an array that begins with its kind. A session stands for one incarnation of a process: milliseconds of the clock
-when it started, then random bits. Frames of a session are numbered upwards from 1.
-
-Invariants: `decode_*` raises `FrameError` for whatever `frames` does not write, and nothing else; nothing is unpickled;
-no frame is larger than MAX_FRAME_BYTES; what a record says stays true when other frames are lost, since it names the
-position that it speaks of; frames of a session have rising numbers, so a peer drops what was repeated or overtaken:
-every loss is repaired anyway.
-
-Requests go by a number that an engine gives out once per session, so that a message about a request that has ended
-can never be taken for one about a later request. Positions count output tokens: the first one has position 0.
+Invariants: `decode_*` raises `FrameError` for whatever `frames` does not write, and nothing else; nothing is
+unpickled; no frame exceeds MAX_FRAME_BYTES; a record stays true when other frames are lost; frames of a session have
+rising numbers, so a peer drops what was repeated or overtaken.
 """
 
 from __future__ import annotations
@@ -33,21 +24,20 @@ from specactor.errors import SpecActorError
 MAGIC = b"SADP"
 VERSION = 4
 MAX_FRAME_BYTES = 16 << 20
-MAX_TAIL_TOKENS = 2 * MAX_WINDOW
-"""A window in the hands of the verifier, and a window ahead of it."""
-MAX_ROWS = 1 << 14
-"""Tails in one record: with all their tokens, less than a frame."""
+MAX_TAIL_TOKENS = 2 * MAX_WINDOW  # a window in the hands of the verifier, and a window ahead of it
+MAX_ROWS = 1 << 14  # tails in one record: with all their tokens, less than a frame
 NO_SESSION = 0
-_HEADER = struct.Struct("<4sB3xQQQ")
+_HEADER = struct.Struct("<4sB3xQQQ")  # magic, version, session of sender and receiver (0: unknown), number
 LARGEST = (1 << 63) - 1
 _LOG = logging.getLogger(__name__)
 TOKEN_BYTES = 4
 _NUMBER_BYTES = 8
-_COUNTS = bytes(range(MAX_TAIL_TOKENS + 1))
-"""All that a tail's number of tokens may be."""
-_UNPACK = [struct.Struct(f"<{count}i").unpack_from for count in range(MAX_TAIL_TOKENS + 1)]
-"""By the number of tokens of a tail."""
+assert sys.byteorder == "little", "frames hold arrays as this machine does"
+_COUNTS = bytes(range(MAX_TAIL_TOKENS + 1))  # all that a tail's number of tokens may be
+_UNPACK = [struct.Struct(f"<{count}i").unpack_from for count in range(MAX_TAIL_TOKENS + 1)]  # by tokens of a tail
 
+# Positions count output tokens from 0. Requests go by a number that an engine gives out once per session, so that a
+# message about one that has ended can never be taken for one about a later request.
 Number = Annotated[int, Meta(ge=0, le=LARGEST)]
 Token = Annotated[int, Meta(ge=0, lt=1 << 31)]
 
@@ -65,10 +55,8 @@ class _Record(
 class Beat(_Record, frozen=True, tag=0):
     """Engine: I am alive, and this is what you should hold for me. Whatever else you hold for me is over."""
 
-    engine: Annotated[str, Meta(min_length=1, max_length=128)]
-    """Stays the same when the engine is started again; its session does not."""
-    requests: list[tuple[Number, Number, Number]]
-    """Number, tokens of the prompt, output tokens that you were told of."""
+    engine: Annotated[str, Meta(min_length=1, max_length=128)]  # a restart keeps it, and changes the session
+    requests: list[tuple[Number, Number, Number]]  # number, prompt tokens, output tokens sent
 
 
 class Open(_Record, frozen=True, tag=1):
@@ -76,26 +64,19 @@ class Open(_Record, frozen=True, tag=1):
 
     request: Number
     prompt_ids: Annotated[list[Token], Meta(min_length=1)]
-    output_ids: list[Token]
-    """What is committed so far."""
+    output_ids: list[Token]  # what is committed so far
     seed: Annotated[int, Meta(ge=-LARGEST, le=LARGEST)]
-    temperature: Annotated[float, Meta(ge=0.0)]
-    """0: the likeliest token is wanted."""
-    window: Annotated[int, Meta(ge=1, le=MAX_WINDOW)]
-    """The most draft tokens that a verify takes."""
+    temperature: Annotated[float, Meta(ge=0.0)]  # 0: the likeliest token is wanted
+    window: Annotated[int, Meta(ge=1, le=MAX_WINDOW)]  # the most draft tokens that a verify takes
 
 
 class Commits(_Record, frozen=True, tag=2):
-    """Engine: tokens of these requests are committed; field by field, since an object for each of hundreds costs it
-    more."""
+    """Engine: tokens of these requests are committed. Columns, since an object for each of hundreds costs more."""
 
     requests: list[Number]
-    positions: list[Number]
-    """Of the first token of each."""
-    counts: list[Number]
-    """Tokens of each."""
-    tokens: list[Token]
-    """Of all of them."""
+    positions: list[Number]  # of the first token of each
+    counts: list[Number]  # tokens of each
+    tokens: list[Token]  # of all of them
 
     def __post_init__(self) -> None:
         if not len(self.requests) == len(self.positions) == len(self.counts):
@@ -104,7 +85,7 @@ class Commits(_Record, frozen=True, tag=2):
             raise ValueError(f"{len(self.tokens)} tokens, expected {sum(self.counts)}")
 
     def __iter__(self) -> Iterator[tuple[int, int, list[int]]]:
-        """(request, position, tokens) of each."""
+        """Give (request, position, tokens) of each."""
         end = 0
         for request, position, count in zip(self.requests, self.positions, self.counts, strict=True):
             start, end = end, end + count
@@ -120,44 +101,30 @@ class Close(_Record, frozen=True, tag=3):
 class Pulse(_Record, frozen=True, tag=16):
     """Drafter: I am alive. The answer to a beat."""
 
-    version: Number
-    """Of the weights that I draft with."""
-    requests: Number
-    """That I mirror, of all engines."""
-    drafted: Number
-    """Tokens drafted for you so far, in this session of yours."""
-    wasted: Number
-    """Of them, thrown away."""
+    version: Number  # of the weights that I draft with
+    requests: Number  # that I mirror, of all engines
+    drafted: Number  # tokens drafted for you so far, in this session of yours
+    wasted: Number  # of them, thrown away
 
 
 class Tail(NamedTuple):
-    """What may follow the output of a request at a position up to which its engine has committed."""
+    """Tokens that may follow the output of a request at a position up to which its engine has committed."""
 
     request: int
-    base: int
-    """Position of the first token."""
-    tokens: bytes
-    """4 bytes each, little endian: a tail is mostly replaced by a later one before it is looked into."""
-    wait_us: int = 0
-    """Microseconds from the commit that left nothing of the last tail to this one; 0 where it was otherwise."""
+    base: int  # position of the first token
+    tokens: bytes  # 4 bytes each, little endian: most tails are replaced before they are looked into
+    wait_us: int = 0  # microseconds from the commit that left nothing of the last tail to this one, else 0
 
 
 class TailColumns(_Record, frozen=True, tag=20):
-    """Drafter: tails, field by field, packed: an object for each of hundreds costs an engine more than all else here. A
-    request is in it once."""
+    """Drafter: packed tails in columns, since hundreds of objects cost an engine too much. Requests are in it once."""
 
-    requests: bytes
-    """8 bytes each."""
-    bases: bytes
-    """8 bytes each."""
-    counts: bytes
-    """Tokens of each, in one byte."""
-    tokens: bytes
-    """Of all of them."""
-    version: Number
-    """Of the weights that drafted them."""
-    waits_us: list[Number]
-    """Of those tails that ended a wait."""
+    requests: bytes  # 8 bytes each
+    bases: bytes  # 8 bytes each
+    counts: bytes  # tokens of each, in one byte
+    tokens: bytes  # of all of them
+    version: Number  # of the weights that drafted them
+    waits_us: list[Number]  # of those tails that ended a wait
 
     def __post_init__(self) -> None:
         rows = len(self.counts)
@@ -191,7 +158,7 @@ class Header(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
 
 def encode(header: Header, records: Sequence[ToDrafter] | Sequence[ToEngine]) -> bytes:
-    """One frame. Raises FrameError when it would be too large."""
+    """Make one frame. Raises FrameError when it would be too large."""
     start = _HEADER.pack(MAGIC, VERSION, header.sender, header.receiver, header.number)
     data = start + _ENCODER.encode(records)
     if len(data) > MAX_FRAME_BYTES:
@@ -228,26 +195,19 @@ def _decode(data: bytes, decoder: msgspec.msgpack.Decoder[list[Record]]) -> tupl
 
 
 def pack(tokens: Sequence[int]) -> bytes:
-    return _little(array("i", tokens)).tobytes()
+    return array("i", tokens).tobytes()
 
 
 def unpack(data: bytes) -> list[int]:
-    """The tokens; what remains after the last whole one is left out. As of every drafter, they may not exist."""
+    """Return the tokens, which may not exist, as of every drafter; an incomplete last one is left out."""
     return list(_UNPACK[len(data) // TOKEN_BYTES](data))
 
 
-def _little(values: array[int]) -> array[int]:
-    """From this machine's order of bytes to that of a frame, or back."""
-    if sys.byteorder == "big":
-        values.byteswap()
-    return values
-
-
 def columns(tails: Sequence[Tail], *, version: int) -> TailColumns:
-    """One record of at most MAX_ROWS tails. Args: of the weights that drafted them."""
+    """Pack at most MAX_ROWS tails that weights of this version drafted."""
     return TailColumns(
-        requests=_little(array("Q", [tail.request for tail in tails])).tobytes(),
-        bases=_little(array("Q", [tail.base for tail in tails])).tobytes(),
+        requests=array("Q", [tail.request for tail in tails]).tobytes(),
+        bases=array("Q", [tail.base for tail in tails]).tobytes(),
         counts=bytes([len(tail.tokens) // TOKEN_BYTES for tail in tails]),
         tokens=b"".join([tail.tokens for tail in tails]),
         version=version,
@@ -256,15 +216,15 @@ def columns(tails: Sequence[Tail], *, version: int) -> TailColumns:
 
 
 def newest(records: Sequence[TailColumns]) -> Iterator[tuple[int, int, bytes]]:
-    """(request, base, packed tokens) of every request's last tail. A drafter sends several between two rounds, each
-    with all that is ahead, so those before it are not looked into."""
+    """Return (request, base, packed tokens) of every request's last tail. A drafter sends several between two rounds,
+    each with all that is ahead, so earlier ones are not looked into."""
     seen: set[int] = set()
     last = b""
     for record in reversed(records):
         if record.requests == last:
             continue
         last = record.requests
-        requests, bases = _little(array("Q", last)), _little(array("Q", record.bases))
+        requests, bases = array("Q", last), array("Q", record.bases)
         if seen.issuperset(requests):
             continue
         end = 0
@@ -283,7 +243,7 @@ class Numbering:
     def frames(
         self, records: Sequence[ToDrafter] | Sequence[ToEngine], drops: Drops, *, receiver: int = NO_SESSION
     ) -> list[bytes]:
-        """All of them in order, in as few frames as their size allows; a record too large for any is dropped."""
+        """Pack all records in order, in as few frames as their size allows; a record too large for any is dropped."""
         if not records:
             return []
         self._number += 1
@@ -300,26 +260,25 @@ class Numbering:
 
 
 class Total:
-    """Of a count that a peer tells now and then, and begins anew from 0."""
+    """Sum of a count that a peer tells now and then, and begins anew from 0."""
 
     def __init__(self) -> None:
         self.value = 0
-        self._told = 0
+        self._last = 0
 
     def tell(self, count: int) -> None:
-        self.value += count - (self._told if count >= self._told else 0)
-        self._told = count
+        self.value += count - (self._last if count >= self._last else 0)
+        self._last = count
 
     def begin(self) -> None:
-        """The peer is known to have begun anew."""
-        self._told = 0
+        self._last = 0
 
 
 class Drops:
     def __init__(self, who: str) -> None:
         self._who = who
         self.counts: Counter[str] = Counter()
-        self._untold: Counter[str] = Counter()
+        self._fresh: Counter[str] = Counter()
 
     def expect(self, reason: str, count: int = 1) -> None:
         """Count what happens in ordinary operation."""
@@ -327,17 +286,15 @@ class Drops:
             self.counts[reason] += count
 
     def add(self, reason: str, detail: str) -> None:
-        """Count what should not happen. Logged when the count reaches a power of two, so the log stays short.
-
-        Args: a word; what an operator would want to know.
-        """
+        """Count what should not happen, under a word; `detail` is for an operator. It is logged when the count reaches
+        a power of two, so the log stays short."""
         self.counts[reason] += 1
-        self._untold[reason] += 1
+        self._fresh[reason] += 1
         count = self.counts[reason]
         if count & (count - 1) == 0:
             _LOG.warning("%s: dropped %s, %d so far; %s", self._who, reason, count, detail)
 
     def take(self) -> dict[str, int]:
-        """What should not have happened, since the last call."""
-        taken, self._untold = self._untold, Counter()
+        """Return the counts of what should not have happened, since the last call."""
+        taken, self._fresh = self._fresh, Counter()
         return dict(taken)

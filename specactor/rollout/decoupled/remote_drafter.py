@@ -1,8 +1,6 @@
 """The drafter `decoupled`: what processes of their own have drafted for this engine's requests.
 
-For the engine it is one more draft method. `open` and `close` become messages; `propose` tells of the tokens that are
-new, and returns what has arrived. A round never waits for a drafter, but for as long as measured rounds say that
-waiting wins (`patience`).
+A round never waits for a drafter, but for as long as measured rounds say that waiting wins (`Patience`).
 
 Invariants: what drafters send, or do not send, changes speed and never a token; nothing here blocks.
 """
@@ -20,20 +18,16 @@ from specactor.rollout.decoupled.transport import Address, Link, ZmqLink, new_se
 from specactor.rollout.speculation.drafter import Drafter, DraftSequence
 from specactor.rollout.speculation.verification import common
 
-MAX_JUDGED = 8
-"""Drafts at a time that are compared with what is emitted; of more, every so-manieth, others in every round."""
+MAX_JUDGED = 8  # drafts compared at a time with what is emitted; of more, others in every round
 
 
 MIN_GAIN = 1.05
 MIN_SAMPLES = 16
 MAX_SAMPLES = 64
 MAX_WAIT_S = 0.05
-LINK_S = 2e-4
-"""From a commit to the drafter and from its answer to here."""
-_MEMORY = 0.98
-"""Weight of what was, per round."""
-_FORGIVENESS = 1.002
-"""Per round without a wait: trust grows again."""
+LINK_S = 2e-4  # from a commit to the drafter and from its answer to here
+_MEMORY = 0.98  # weight of what was, per round
+_FORGIVENESS = 1.002  # per round without a wait: trust grows again
 
 
 class Patience:
@@ -46,15 +40,15 @@ class Patience:
         self._trust = 1.0
 
     def rounds(self, round_s: float) -> None:
-        """Seconds of a round that was drafted for, waits left out."""
+        """Add the seconds of a round that was drafted for, without waits."""
         self._rounds_s.append(round_s)
 
     def answers(self, answers_s: Iterable[float]) -> None:
-        """Seconds that drafters took from a commit to their first draft token after it."""
+        """Add the seconds that drafters took from a commit to their first draft token after it."""
         self._answers_s.extend(answers_s)
 
     def judged(self, right: Sequence[int]) -> None:
-        """Per draft: how many of its tokens, from the first on, were right."""
+        """Add per draft how many of its tokens, from the first on, were right."""
         served = len(right)
         if served:
             self._served = _MEMORY * self._served + served
@@ -62,11 +56,11 @@ class Patience:
             self._accepted = _MEMORY * self._accepted + sum(right)
 
     def kept(self, expected: float, arrived: int) -> None:
-        """After a wait: drafts that were to arrive in it, and those that did."""
+        """Compare, after a wait, the drafts that were expected with those that arrived."""
         self._trust += 0.1 * (min(1.0, arrived / max(expected, 1e-9)) - self._trust)
 
     def bound(self, requests: int, missing: int) -> tuple[float, float]:
-        """Seconds to wait at most, and drafts that should arrive in them. Args: of this round."""
+        """Return the seconds to wait at most, and how many drafts should arrive in them."""
         self._trust = min(1.0, _FORGIVENESS * self._trust)
         enough = min(len(self._rounds_s), len(self._answers_s), self._served) >= MIN_SAMPLES
         if not missing or not enough:
@@ -89,7 +83,7 @@ class Patience:
 
 
 class Decoupled(Drafter):
-    """Call `stop` in the end; else it happens when the object goes."""
+    """A drafter whose drafts come from other processes. Call `stop` in the end, or let the object go."""
 
     name = "decoupled"
     drafts_ahead = True
@@ -103,21 +97,17 @@ class Decoupled(Drafter):
         window: int,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Use `connect`."""
         self.tails = Tails(session, engine=engine, num_drafters=link.num_drafters, window=window)
         self.patience = Patience()
         self._link = link
         self._clock = clock
-        self._given: dict[str, tuple[list[int], int, list[int]]] = {}
-        """Per request a draft to be judged: its output, which grows, how long that was, and the draft."""
+        self._given: dict[str, tuple[list[int], int, list[int]]] = {}  # request -> (its output, that length, the draft)
         self._round = 0
-        self.proposed = 0
-        """Draft tokens handed to the engine."""
+        self.proposed = 0  # draft tokens handed to the engine
         self.waits = 0
         self.waited_s = 0.0
         self._wait_s = 0.0
-        self._told: dict[str, float] = {}
-        """Figures as of the last call."""
+        self._reported: dict[str, float] = {}  # figures as of the last call
         self._finalizer = weakref.finalize(self, link.close)
 
     @property
@@ -125,7 +115,7 @@ class Decoupled(Drafter):
         return self.tails.version
 
     def is_there(self) -> bool:
-        """Whether any drafter answers. One that did not is asked by a beat, and by nothing else."""
+        """Return whether any drafter answers. A silent one is asked by a beat, and by nothing else."""
         if not self.tails.live:
             now_s = self._clock()
             self._send(now_s)
@@ -168,12 +158,11 @@ class Decoupled(Drafter):
             "stale_tails": dropped["stale"],
             "dropped_frames": dropped.total() - sum(dropped[reason] for reason in ("stale", "late", "nobody")),
         }
-        before, self._told = self._told, now
+        before, self._reported = self._reported, now
         fresh = {name: float(value - before.get(name, 0)) for name, value in now.items()}
         return fresh | {"live_drafters": len(self.tails.live)}
 
     def stop(self) -> None:
-        """Tell the drafters that all is over, and disconnect."""
         if self._finalizer.alive:
             self.tails.close_all()
             self._send(self._clock())
@@ -186,7 +175,7 @@ class Decoupled(Drafter):
         return 2 * self.tails.num_owed(without) > len(names)
 
     def _judge(self, sequences: Sequence[DraftSequence], drafts: Sequence[list[int]]) -> None:
-        """Some of these, once it is known how much of them is right."""
+        """Keep some drafts, until it is known how much of them is right."""
         every = -(-len(drafts) // MAX_JUDGED) or 1
         self._round += 1
         for i in range(self._round % every, len(drafts), every):
@@ -197,8 +186,7 @@ class Decoupled(Drafter):
                 self._given.setdefault(sequence.request_id, (sequence.output_ids, len(sequence.output_ids), draft))
 
     def _learn(self) -> None:
-        """How much of the drafts was right, of those about which the outputs say it by now: it may be many plain
-        rounds since they were given."""
+        """Judge the drafts that the outputs decide by now, maybe many plain rounds after they were given."""
         right: list[int] = []
         for name, (output_ids, start, draft) in list(self._given.items()):
             emitted = output_ids[start : start + len(draft)]
@@ -223,7 +211,7 @@ class Decoupled(Drafter):
             tails.waits_s.clear()
 
     def _wait_for(self, names: Sequence[str], windows: Sequence[int], drafts: list[list[int]]) -> float:
-        """Put drafts that come while waiting for them pays into `drafts`; seconds that it took."""
+        """Wait for drafts while that pays, and put them into `drafts`; return the seconds that it took."""
         missing = [] if all(drafts) else [i for i, window in enumerate(windows) if window and not drafts[i]]
         if not missing or not self.tails.live:
             return 0.0
@@ -248,9 +236,7 @@ class Decoupled(Drafter):
 
 
 def connect(drafters: Sequence[Address], *, engine: str, window: int) -> Decoupled:
-    """To drafters that need not be there yet.
-
-    Args: a name of the engine that no other engine has, the same after a restart; the most draft tokens of a verify.
-    """
+    """Connect to drafters that need not be there yet. `engine` is a name that no other engine has, the same after a
+    restart; `window` is the most draft tokens of a verify."""
     session = new_session()
     return Decoupled(session, ZmqLink(session, drafters), engine=engine, window=window)

@@ -14,48 +14,36 @@ from specactor.trace import Span
 
 @dataclass(frozen=True, kw_only=True)
 class DrafterSpec:
-    """Sizes None: SGLang decides."""
+    """One drafter process. Sizes of None are SGLang's to decide."""
 
     index: int
-    endpoint: str
-    """Where it listens, the same after a restart."""
+    endpoint: str  # where it listens, the same after a restart
     keys: DrafterKeys | None = None
-    model_dir: str
-    """Folder of a dense model in Hugging Face format."""
-    dtype: str
-    """float32 or bfloat16."""
-    device: int
-    """A GPU, or without GPUs a core."""
+    model_dir: str  # folder of a dense model in Hugging Face format
+    dtype: str  # float32 or bfloat16
+    device: int  # A GPU, or without GPUs a core
     engine: int | None = None
     """Index of the engine whose device that is, if it drafts only while that engine has nothing to do; then it sleeps
     from its start on, until it is woken."""
-    core: int | None = None
-    """That it stays on; filled in by the owner."""
-    context_length: int
-    """Longest text in tokens."""
-    kv_tokens: int | None = None
-    """Size of the KV cache."""
-    max_requests: int
-    """Texts whose keys are held at once."""
-    memory_fraction: float = 0.5
-    """Share of a GPU's memory for weights and KV cache."""
+    core: int | None = None  # that it stays on; filled in by the owner
+    context_length: int  # longest text in tokens
+    kv_tokens: int | None = None  # size of the KV cache
+    max_requests: int  # texts whose keys are held at once
+    memory_fraction: float = 0.5  # share of a GPU's memory for weights and KV cache
     continuer: str = "model"
     """What drafts: the model, or the import path of a class, ``package.module:Name``, which gets this spec."""
     random_seed: int = 0
     log_file: str
-    start_timeout_s: float = 180.0
-    """Longest wait for it to listen."""
+    start_timeout_s: float = 180.0  # longest wait for it to listen
     max_restarts: int = 3
 
 
 class Start(msgspec.Struct, tag=True, frozen=True, kw_only=True):
-    """The first message to a drafter process."""
-
     spec: DrafterSpec
 
 
 class AskWork(msgspec.Struct, tag=True, frozen=True, kw_only=True):
-    """What the process did since it was asked last."""
+    """Say what the process did since it was asked last."""
 
     trace: bool
 
@@ -63,8 +51,7 @@ class AskWork(msgspec.Struct, tag=True, frozen=True, kw_only=True):
 class Renew(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     """Take new weights for its model."""
 
-    weights: bytes
-    """`DraftWeights` as JSON: its type comes with torch, which not every drafter needs."""
+    weights: bytes  # `DraftWeights` as JSON: its type comes with torch, which not every drafter needs
 
 
 class Sleep(msgspec.Struct, tag=True, frozen=True):
@@ -80,38 +67,32 @@ class AskAlive(msgspec.Struct, tag=True, frozen=True):
 
 
 class Started(msgspec.Struct, tag=True, frozen=True, kw_only=True):
-    """It listens."""
+    """The process listens."""
 
-    endpoint: str = ""
-    """Where; as asked for, but with the number of the port."""
+    endpoint: str = ""  # where; as asked for, but with the number of the port
     pid: int = 0
-    version: int = 0
-    """Of the weights that it drafts with."""
+    version: int = 0  # of the weights that it drafts with
 
 
 class Work(msgspec.Struct, tag=True, frozen=True, kw_only=True):
-    """What the process did since the last time that it was asked."""
+    """The process did this since it was asked last."""
 
     busy_s: float
     turns: list[Point] = msgspec.field(default_factory=list)
     """(requests, draft tokens, seconds) of the latest turns after which another followed at once: drafting, and all
     that the loop does beside it."""
     spans: list[Span]
-    drops: dict[str, int] = {}
-    """Frames, requests and connections that it dropped or refused, by reason."""
+    drops: dict[str, int] = {}  # frames, requests and connections that it dropped or refused, by reason
 
 
 class Rested(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     """The answer to `Sleep`, `Wake` and `AskAlive`."""
 
     asleep: bool
-    wake_s: float
-    """What the last waking took: weights back on the device, and a socket."""
+    wake_s: float  # what the last waking took: weights back on the device, and a socket
 
 
 class Renewed(msgspec.Struct, tag=True, frozen=True, kw_only=True):
-    """The answer to `Renew`."""
-
     version: int
     problem: str = ""
 

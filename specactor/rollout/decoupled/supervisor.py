@@ -38,10 +38,8 @@ from specactor.rollout.decoupled.spec import (
 if TYPE_CHECKING:
     from specactor.weights_sync.messages import DraftWeights
 
-WORK_TIMEOUT_S = 5.0
-"""A batch of a draft model that reads many prompts can take seconds."""
-FIRST_WAKE_S = 1.0
-"""What waking is expected to take before it was measured."""
+WORK_TIMEOUT_S = 5.0  # a batch of a draft model that reads many prompts can take seconds
+FIRST_WAKE_S = 1.0  # what waking is expected to take before it was measured
 _LOOK_EVERY_S = 0.005
 SIGN_EVERY_S = 5.0
 """So long after its last word a process is asked for a sign of life, and as long it may take before it counts as
@@ -53,22 +51,19 @@ _Answer = TypeVar("_Answer", Work, Renewed, Rested)
 
 class DrafterProcess(ChildProcess[FromDrafter]):
     def __init__(self, spec: DrafterSpec) -> None:
-        """Starts it and returns at once; `wait_ready` tells how it went."""
         self.spec = spec
         self.started: Started | None = None
-        self.version = 0
-        """Of the weights that it drafts with, as it said last."""
-        self.awake = spec.engine is None
-        """It was woken, and not asked to sleep since."""
-        self.leaving = False
-        """It is to be asked to sleep, when it has answered what it was asked before."""
+        self.version = 0  # of the weights that it drafts with, as it said last
+        self.awake = spec.engine is None  # it was woken, and not asked to sleep since
+        self.leaving = False  # it is to be asked to sleep, when it has answered what it was asked before
         self.wake_s = FIRST_WAKE_S
         self._began_s = time.monotonic()
-        self._sign: int | None = None
-        """Number of the last call that was for a sign of life."""
+        self._sign: int | None = None  # number of the last call that was for a sign of life
+        # Without a GPU a drafter keeps to one core, if there is such a one.
+        core = spec.device if not cpu.has_gpu() and spec.device in os.sched_getaffinity(0) else None
         super().__init__(
             "specactor.rollout.decoupled.main:run",
-            Start(spec=replace(spec, core=_core(spec.device))),
+            Start(spec=replace(spec, core=core)),
             name=f"drafter {spec.index}",
             answers=FROM_DRAFTER,
             environment=cpu.process_environment((spec.device,)),
@@ -76,7 +71,7 @@ class DrafterProcess(ChildProcess[FromDrafter]):
         )
 
     def wait_ready(self, timeout_s: float | None = None) -> Started:
-        """Until it listens. When it does not: EngineError, with the end of the log, and nothing of it is left."""
+        """Wait until it listens. Else raises EngineError, with the end of the log, and nothing of it is left."""
         if self.started is None:
             started = super().wait_ready(self.spec.start_timeout_s if timeout_s is None else timeout_s)
             assert isinstance(started, Started)
@@ -84,15 +79,12 @@ class DrafterProcess(ChildProcess[FromDrafter]):
         return self.started
 
     def work(self, *, trace: bool, timeout_s: float = WORK_TIMEOUT_S) -> Work | None:
-        """What it did since it was asked last; None if it does not say, or not in time.
-
-        Args: whether it shall record spans from now on.
-        """
+        """Return what it did since it was asked last, None if too late; `trace`: record spans from now on."""
         work = self._ask(AskWork(trace=trace), Work, timeout_s)
         return work if isinstance(work, Work) else None
 
     def renew(self, weights: DraftWeights, *, timeout_s: float) -> str:
-        """Bring it new weights; why it did not take them, or empty. It goes on drafting before and after."""
+        """Bring it new weights; return why it did not take them, or "". It drafts before and after."""
         renewed = self._ask(Renew(weights=msgspec.json.encode(weights)), Renewed, timeout_s)
         if isinstance(renewed, str):
             return f"drafter {self.spec.index}: {renewed}"
@@ -100,11 +92,10 @@ class DrafterProcess(ChildProcess[FromDrafter]):
         return f"drafter {self.spec.index}: {renewed.problem}" if renewed.problem else ""
 
     def wants(self, version: int) -> bool:
-        """Whether it could take weights of this version, and has older ones."""
+        """Return whether it could take weights of this version, and has older ones."""
         return self.alive and self.has_started() and not self._is_silent() and self.version < version
 
     def can_wake(self) -> bool:
-        """Whether it sleeps, and hears."""
         return not self.awake and self.alive and self.has_started() and not self._is_silent()
 
     def wake(self) -> None:
@@ -113,7 +104,7 @@ class DrafterProcess(ChildProcess[FromDrafter]):
         self._ask(Wake(), Rested, 0.0)
 
     def sleep(self, *, timeout_s: float) -> bool:
-        """Whether it says so by then, or is gone. With 0 it is asked, and sleeps later; or is `leaving`."""
+        """Ask it to sleep; return whether it says so in time, or is gone. With 0 it sleeps later, or is `leaving`."""
         deadline = time.monotonic() + timeout_s
         self.awake, self.leaving = False, True
         while self.alive and self._is_silent():  # it has not woken yet
@@ -128,7 +119,6 @@ class DrafterProcess(ChildProcess[FromDrafter]):
         return rested.asleep
 
     def stop(self) -> None:
-        """Orderly end; falls back to `kill`. Harmless when it is gone."""
         if self.started is None:
             self.kill()
         super().stop()
@@ -140,8 +130,8 @@ class DrafterProcess(ChildProcess[FromDrafter]):
         return self.started is not None
 
     def hangs(self, limit_s: float) -> bool:
-        """Whether it has been silent for so long, though asked, or should have started long ago. Waits for nothing, and
-        asks for a sign of life when it is time."""
+        """Return whether it was silent for so long, though asked, or should have started long ago. Waits for nothing,
+        and asks for a sign of life when it is time."""
         if not self.has_started():
             return time.monotonic() - self._began_s > self.spec.start_timeout_s + limit_s
         if not self.unanswered() and self.heard_s() >= SIGN_EVERY_S:
@@ -149,8 +139,8 @@ class DrafterProcess(ChildProcess[FromDrafter]):
         return self.silent_s() > limit_s
 
     def _is_silent(self) -> bool:
-        """Whether an answer is still to come, or a sign of life is late. It is asked nothing more until it has come: a
-        process that hangs costs one wait, and one that was only late is heard again."""
+        """Return whether an answer is still to come, or a sign of life is late. It is asked nothing more until then: a
+        process that hangs costs one wait, and a late one is heard again."""
         waited = self.unanswered()
         return not waited <= {self._sign} or self.silent_s() > SIGN_EVERY_S
 
@@ -168,11 +158,6 @@ class DrafterProcess(ChildProcess[FromDrafter]):
         return answer if isinstance(answer, kind) else f"unexpected answer {type(answer).__name__}"
 
     def _tell(self, question: ToDrafter) -> int:
-        """The number of the call; its answer is for nobody."""
+        """Ask for an answer that nobody reads; return the call's number."""
         with self.call(question) as call:
             return call.number
-
-
-def _core(device: int) -> int | None:
-    """Without a GPU a drafter keeps to one core, if there is such a one."""
-    return device if not cpu.has_gpu() and device in os.sched_getaffinity(0) else None

@@ -1,13 +1,8 @@
-"""Frames between engines and drafter processes over ZeroMQ.
+"""Frames between engines and drafter processes over ZeroMQ: engines have DEALER sockets, a drafter a ROUTER.
 
-An engine has a DEALER socket per drafter, a drafter one ROUTER socket. Sending and receiving never block: the network's
-side of a socket is a thread of ZeroMQ's own, outside Python, behind a queue of bounded length. Where the queue is full,
-or nobody is connected, a frame is dropped and counted, and the protocol repairs the loss.
-
-Invariants: without keys a drafter listens on this host only (loopback, or a name in Linux's abstract namespace, which
-leaves no file behind); with keys both ends prove theirs (CURVE), what they say is encrypted, and every try with another
-key is counted; who sends more than MAX_FRAME_BYTES at once is disconnected by ZeroMQ, uncounted; nothing that arrives
-is interpreted here beyond the name of the connection.
+Invariants: sending and receiving never block, a frame that finds no room is dropped and counted; without keys a drafter
+listens on this host only; with keys both ends prove theirs (CURVE); nothing that arrives is interpreted beyond the
+connection's name.
 """
 
 from __future__ import annotations
@@ -25,23 +20,17 @@ from zmq.auth.thread import ThreadAuthenticator
 from specactor.errors import ConfigError
 from specactor.rollout.decoupled.protocol import LARGEST, MAX_FRAME_BYTES, Drops
 
-HEARTBEAT_MS = 5000
-"""Of connections over TCP: after three without an answer one is over, and made anew."""
+HEARTBEAT_MS = 5000  # of connections over TCP: after three without an answer one is over, and made anew
 QUEUE_FRAMES = 256
 RECONNECT_MS = 20
 MAX_RECONNECT_MS = 250
-_RECEIVE_FRAMES = 1024
-"""At a time; from all sockets in turns."""
+_RECEIVE_FRAMES = 1024  # at a time; from all sockets in turns
 _LOOK_EVERY_S = 1e-4
-_INPUT, _AT_ONCE = int(zmq.POLLIN), int(zmq.NOBLOCK)
-"""Plain numbers: once per round, with cold caches, arithmetic of enumerations costs tens of microseconds."""
-_send = zmq.backend.Socket.send
-"""Without pyzmq's wrapper around it, which does nothing for bytes and costs as much again, once per round."""
-_CURVE_BYTES = 33
-"""That CURVE puts around a frame: the name of its command, a nonce, a code, flags. They count for ZeroMQ's limit."""
+_INPUT, _AT_ONCE = int(zmq.POLLIN), int(zmq.NOBLOCK)  # plain: arithmetic of enumerations takes tens of us
+_send = zmq.backend.Socket.send  # without pyzmq's wrapper, which costs as much again and does nothing for bytes
+_CURVE_BYTES = 33  # around a frame: command, nonce, code, flags; they count for ZeroMQ's limit
 _RANDOM_BITS = 22
-_LINGER_MS = 100
-"""Of an engine that closes: its last words."""
+_LINGER_MS = 100  # of an engine that closes: its last words
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,15 +53,14 @@ class DrafterKeys:
 
 @dataclass(frozen=True, kw_only=True)
 class Address:
-    """Of a drafter, as an engine reaches it."""
+    """Where an engine reaches a drafter."""
 
     endpoint: str
-    keys: EngineKeys | None = None
-    """None: it hears everybody on its host."""
+    keys: EngineKeys | None = None  # none: it hears everybody on its host
 
 
 def make_keys() -> tuple[EngineKeys, DrafterKeys]:
-    """New ones, for the drafters of one host and all engines that they serve."""
+    """Make keys for the drafters of one host and all engines that they serve."""
     (engine_public, engine_secret), (drafter_public, drafter_secret) = (
         (public.decode(), secret.decode()) for public, secret in (zmq.curve_keypair(), zmq.curve_keypair())
     )
@@ -83,12 +71,12 @@ def make_keys() -> tuple[EngineKeys, DrafterKeys]:
 
 
 def new_session() -> int:
-    """For a process that starts: greater than those of its earlier incarnations, unless the clock was set back."""
+    """Return a number greater than those of earlier incarnations, unless the clock was set back."""
     return (time.time_ns() // 1_000_000 << _RANDOM_BITS | secrets.randbits(_RANDOM_BITS)) & LARGEST
 
 
 def local_endpoint() -> str:
-    """A new one on this host: a fifth faster than TCP here, free again when its process is gone."""
+    """Return a new address on this host, a fifth faster than TCP here, free again when its process is gone."""
     return f"ipc://@specactor-drafter-{secrets.token_hex(8)}"
 
 
@@ -96,21 +84,21 @@ class Link(Protocol):
     num_drafters: int
 
     def send(self, drafter: int, frame: bytes) -> bool:
-        """False: dropped, since the queue is full or nobody is there."""
+        """Send; return False where it was dropped, since the queue is full or nobody is there."""
 
     def receive(self) -> list[tuple[int, bytes]]:
-        """(drafter, frame) of all that have arrived."""
+        """Return (drafter, frame) of all that have arrived."""
 
     def wait(self, timeout_s: float) -> bool:
-        """Whether something has arrived by then."""
+        """Return whether something has arrived by then."""
 
     def close(self) -> None:
-        """Harmless the second time."""
+        """Close it; harmless the second time."""
 
 
 class ZmqLink:
     def __init__(self, session: int, drafters: Sequence[Address]) -> None:
-        """Args: the engine's session. Connections come about later, and again when lost."""
+        """Connect in the name of this session. Connections come about later, and again when lost."""
         self.num_drafters = len(drafters)
         self._context = zmq.Context()
         self._sockets = [self._connect(session, address) for address in drafters]
@@ -162,8 +150,8 @@ class ZmqLink:
 
 class Hub:
     def __init__(self, endpoint: str, *, keys: DrafterKeys | None = None, drops: Drops | None = None) -> None:
-        """Args: where to listen, as in ``ipc://@name`` or ``tcp://127.0.0.1:*``; where to count who is refused. Raises
-        ConfigError for an address that other hosts can reach without keys, and for one that cannot be had."""
+        """Listen at ``ipc://@name`` or ``tcp://127.0.0.1:*``; `drops` counts who is refused. Raises ConfigError for an
+        address that other hosts can reach without keys, and for one that cannot be had."""
         _check_reach(endpoint, keys)
         self.drops = drops or Drops("drafter")
         self._keys = keys
@@ -185,8 +173,7 @@ class Hub:
         except zmq.ZMQError as error:
             self.close()
             raise ConfigError.at("drafter endpoint", endpoint, "a free address of this host", f"{error}.") from error
-        self.endpoint = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
-        """Where it listens; a ``*`` has become a number."""
+        self.endpoint = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)  # with a number for a ``*``
 
     def _admit(self, engine_public: str) -> ThreadAuthenticator:
         authenticator = ThreadAuthenticator(self._context)
@@ -195,7 +182,7 @@ class Hub:
         return authenticator
 
     def receive(self) -> list[tuple[int, bytes]]:
-        """(session of the engine, 0 for who has none; frame) of all that have arrived."""
+        """Return (session of the engine, 0 for who has none; frame) of all that have arrived."""
         frames = []
         for _ in range(_RECEIVE_FRAMES):
             if not zmq.zmq_poll(self._inputs, 0):
@@ -205,7 +192,7 @@ class Hub:
         return frames
 
     def send(self, session: int, frame: bytes) -> bool:
-        """False: dropped, since the queue is full or the engine is gone."""
+        """Send; return False where it was dropped, since the queue is full or the engine is gone."""
         try:
             self._socket.send_multipart([_name(session), frame], zmq.NOBLOCK)
         except zmq.ZMQError as error:
@@ -215,7 +202,7 @@ class Hub:
         return True
 
     def wait(self, timeout_s: float, files: Sequence[int] = ()) -> list[int]:
-        """Until something has arrived, or one of `files` can be read; those of `files` that can."""
+        """Wait until something has arrived, or one of `files` can be read; return those that can."""
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLIN)
         for file in files:
@@ -224,11 +211,11 @@ class Hub:
         return [file for file in files if file in ready]
 
     def again(self) -> Hub:
-        """A new one at the same address, once this one is closed."""
+        """Return a new one at the same address, once this one is closed."""
         return Hub(self.endpoint, keys=self._keys, drops=self.drops)
 
     def close(self) -> None:
-        """Close the sockets; harmless the second time."""
+        """Close it; harmless the second time."""
         if self._context.closed:
             return
         self._socket.close(linger=0)
@@ -244,7 +231,7 @@ class _Only:
         self._public, self._drops = public.encode(), drops
 
     def callback(self, domain: str, key: bytes) -> bool:
-        """Called by pyzmq. Args: not used; the key in Z85."""
+        """Decide for pyzmq on a key in Z85."""
         admitted = secrets.compare_digest(key, self._public)
         if not admitted:
             self._drops.add("refused", f"a connection with the key {key.decode(errors='replace')}")
@@ -263,7 +250,7 @@ def _prepare(socket: zmq.Socket[bytes], endpoint: str) -> None:
 
 
 def _name(session: int) -> bytes:
-    """Of an engine's connection. ZeroMQ keeps names that begin with a zero for itself."""
+    """Return the name of an engine's connection. ZeroMQ keeps names that begin with a zero for itself."""
     return b"V" + session.to_bytes(8, "little")
 
 
@@ -291,9 +278,6 @@ def _check_reach(endpoint: str, keys: DrafterKeys | None) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class DrafterAccess:
-    drafters: tuple[Address, ...] = ()
-    """They need not be there yet."""
-    engine: str = "engine"
-    """A name that no other engine has, the same after a restart."""
-    may_be_none: bool = False
-    """There may be no drafter processes: those on devices of engines, where no device may be lent."""
+    drafters: tuple[Address, ...] = ()  # they need not be there yet
+    engine: str = "engine"  # a name that no other engine has, the same after a restart
+    may_be_none: bool = False  # no drafter process may be there, where no device may be lent

@@ -122,7 +122,6 @@ class Backend:
         from sglang.srt.managers.io_struct import GenerateReqInput
 
         self._num_batches += 1
-        _refuse_grammars(requests)
         manager = self._engine.tokenizer_manager
         if manager.tokenizer is None and any(request.sampling.stop for request in requests):
             manager.tokenizer = stopping.Text(manager.server_args.tokenizer_path or self._spec.model_dir)
@@ -258,18 +257,6 @@ def _engine_class(*, fork: bool) -> Any:
             return super()._launch_scheduler_processes(server_args, port_args, *args, **kwargs)
 
     return TokenEngine
-
-
-def _refuse_grammars(requests: Sequence[RolloutRequest]) -> None:
-    """Raises EngineError for a request with a grammar: every draft token would need a mask of its own."""
-    for request in requests:
-        for option in ("json_schema", "regex", "ebnf"):
-            value = getattr(request.sampling, option)
-            if value:
-                raise EngineError(
-                    f"request {request.request_id}: sampling.{option}: got {value!r}, expected none: engines have no "
-                    "grammars. Leave it out, and score the form of a response in its verifier."
-                )
 
 
 def _sampling(request: RolloutRequest, stream_interval: int) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from typing import Any
 from specactor.rollout.resume import num_begun
 from specactor.types import RolloutRequest
 
-_NUMBER = "specactor_begun"
+_NUMBER, _UNDRAFTED = "specactor_begun", "specactor_undrafted"
 
 
 def tokens(request: RolloutRequest) -> list[int]:
@@ -23,7 +23,13 @@ def tokens(request: RolloutRequest) -> list[int]:
 
 def marked(request: RolloutRequest) -> dict[str, int] | None:
     """SGLang's ``custom_params`` of the request, which reach the scheduler as they are."""
-    return {_NUMBER: num_begun(request)} if num_begun(request) else None
+    params = {_NUMBER: num_begun(request)} if num_begun(request) else {}
+    return params | ({} if request.is_drafted else {_UNDRAFTED: 1}) or None
+
+
+def is_drafted(req: Any) -> bool:
+    """Whether drafters may draft for SGLang's request `req`."""
+    return _UNDRAFTED not in (req.sampling_params.custom_params or {})
 
 
 def of(req: Any) -> array[int]:

@@ -97,7 +97,7 @@ class _Running:
     sequence: DraftSequence
     num_begun: int
     """Tokens that the request brought along of its response."""
-    has_penalties: bool
+    may_draft: bool  # whether drafts can be verified for it
 
 
 class RoundTrace:
@@ -332,7 +332,8 @@ class Worker(BaseSpecWorker):  # type: ignore[misc]
             seed=sampling.sampling_seed or 0,
             temperature=0.0 if draft_runner.is_greedy(sampling) else sampling.temperature,
         )
-        self._running[req.rid] = _Running(req, sequence, len(begun), has_penalties(sampling))
+        may_draft = partial_response.is_drafted(req) and not has_penalties(sampling)
+        self._running[req.rid] = _Running(req, sequence, len(begun), may_draft)
         self._plain_left = min(self._plain_left, SOON)
         self.speculator.open(sequence)
 
@@ -370,7 +371,7 @@ class Worker(BaseSpecWorker):  # type: ignore[misc]
     def _limits(self, running: Sequence[_Running]) -> list[int]:
         """Most draft tokens of each request."""
         most, wanted = self._max_rows - 1, self._wanted
-        return [0 if request.has_penalties else min(most, wanted(request.req) - 1) for request in running]
+        return [min(most, wanted(request.req) - 1) if request.may_draft else 0 for request in running]
 
     @staticmethod
     def _wanted(req: Any) -> int:

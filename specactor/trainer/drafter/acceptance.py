@@ -1,10 +1,7 @@
 """How much of a draft model would be accepted, computed offline from both models on responses of the target.
 
-A drafter with distribution q that drafts argmax_v [log q(v) + G(v)] is accepted where that is the target's token
-y = argmax_v [log p(v) + G(v)]. The noise G of a response that is read from a file is not known, but its distribution
-given y is (Maddison et al., A* sampling, arXiv 1411.0030): the largest score is a Gumbel number, and the others are
-Gumbel numbers around log p(v) that are cut off there. Drawing G from it measures the coupling exactly for responses
-that the target sampled at the same temperature; for those of an older policy it is an estimate.
+The noise of a response that is read from a file is not known, so it is drawn given the response (`noise_given`). For
+responses of an older policy that is an estimate.
 
 Shape legend: N response tokens, V vocabulary.
 """
@@ -28,25 +25,21 @@ CPU = torch.device("cpu")
 
 @dataclass(frozen=True, kw_only=True)
 class Acceptance:
-    """Of one draft model on some responses; shares are of response tokens."""
+    """Acceptance of one draft model on some responses; shares are of response tokens."""
 
     tokens: int
     window: int
-    accept_length: float
-    """emitted / verifies with drafts that share the target's noise."""
-    shared: float
-    """Share of positions where the draft with shared noise is the target's token."""
-    overlap: float
-    """1 - TV: the most that any drafter that follows this distribution reaches."""
-    entropy: float
-    """Of the target, nats per token."""
+    accept_length: float  # emitted / verifies with drafts that share the target's noise
+    shared: float  # share of positions where the draft with shared noise is the target's token
+    overlap: float  # 1 - TV: the most that any drafter that follows this distribution reaches
+    entropy: float  # of the target, nats per token
 
 
 @torch.no_grad()
 def measure(
     target: Any, draft: Any, examples: Sequence[TrainingExample], *, window: int, seed: int, tokens_per_pass: int = 4096
 ) -> Acceptance:
-    """Args: two causal models of transformers on the CPU, with one vocabulary; responses of the target."""
+    """Measure two causal models of transformers on the CPU, with one vocabulary, on responses of the target."""
     chance = torch.Generator().manual_seed(seed)
     shared: list[list[bool]] = []
     overlap = entropy = 0.0
@@ -69,7 +62,11 @@ def measure(
 
 
 def noise_given(logp_NV: Tensor, tokens_N: Tensor, chance: torch.Generator) -> Tensor:
-    """[N, V] Gumbel(0, 1) noise G given that argmax_v [log p(v) + G(v)] is the token; float64."""
+    """Draw [N, V] Gumbel(0, 1) noise G given that argmax_v [log p(v) + G(v)] is the token; float64.
+
+    Given the token, the largest score is a Gumbel number, and the others are Gumbel numbers around log p(v), cut off
+    there (Maddison et al., A* sampling, arXiv 1411.0030).
+    """
     scores_NV = logp_NV - torch.empty_like(logp_NV).exponential_(generator=chance).log()
     largest_N1 = -torch.empty_like(logp_NV[:, :1]).exponential_(generator=chance).log()
     below_NV = -torch.logaddexp(-scores_NV, -largest_N1)  # a Gumbel number cut off at the largest
@@ -78,10 +75,8 @@ def noise_given(logp_NV: Tensor, tokens_N: Tensor, chance: torch.Generator) -> T
 
 
 def accept_length(agrees: Sequence[Sequence[bool]], window: int) -> float:
-    """emitted / verifies over responses, of whose tokens it is known whether the draft token would be accepted.
-
-    A verify accepts the tokens up to the first that disagrees, `window` at most, and adds one, within the response.
-    """
+    """emitted / verifies over responses, of whose tokens it is known whether the draft token would be accepted. A
+    verify accepts the tokens up to the first that disagrees, `window` at most, and adds one, within the response."""
     emitted = verifies = 0
     for response in agrees:
         at = 0
@@ -104,8 +99,7 @@ def with_top_k(
     tokens_per_pass: int = 4096,
     go_on: Callable[[], bool] = lambda: True,
 ) -> list[TrainingExample]:
-    """The examples, longest first, with the target's top-k: what a run's own passes give for free. It ends early where
-    it is not to go on, as asked between two passes."""
+    """Return the examples, longest first, with the target's top-k. It ends when `go_on` is false between passes."""
     made = []
     for members, batch in _passes(examples, tokens_per_pass):
         if not go_on():

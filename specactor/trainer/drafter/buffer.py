@@ -1,14 +1,10 @@
 """The newest rollouts, for the draft model to learn from. PURE: arrays in, arrays out.
 
-Invariants:
-1. The buffer never holds more than `max_tokens` tokens of prompts and responses, nor of one example more than
-   `max_example_tokens`: of a longer one the first are kept, with their top-k.
-2. What leaves first is of the oldest policy version; of one version, the shortest response.
-3. What is drawn depends on the seed, the number of the draw and the content alone, so a resumed run draws the same.
-4. A state that was saved and loaded is equal bit for bit.
+Invariants: the buffer never exceeds `max_tokens`; the oldest policy version leaves first, and of one version the
+shortest response; what is drawn depends on the seed, the draw's number and the content; a restored state has equal
+bits.
 
-Newer and longer responses are drawn more often: the policy has moved on from old ones, and long ones are what a rollout
-waits for. Shape legend: L tokens, R of them of the response, K top-k of the policy.
+Shape legend: L tokens, R of the response, K top-k.
 """
 
 from __future__ import annotations
@@ -28,21 +24,17 @@ from specactor.types import TrainSequence
 class TopK:
     """The policy's K most probable next tokens at every response token, most probable first."""
 
-    tokens: NDArray[np.int32]
-    """[R, K]"""
-    logprobs: NDArray[np.float16]
-    """[R, K] of the whole distribution at the sampling temperature."""
+    tokens: NDArray[np.int32]  # [R, K]
+    logprobs: NDArray[np.float16]  # [R, K] of the whole distribution at the sampling temperature
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TrainingExample:
     """One response, and what is known of the distributions that it was sampled from."""
 
-    token_ids: NDArray[np.int32]
-    """[L] prompt and response."""
+    token_ids: NDArray[np.int32]  # [L] prompt and response
     prompt_len: int
-    version: int
-    """Of the policy that generated it."""
+    version: int  # of the policy that generated it
     temperature: float = 1.0
     top_k: TopK | None = None
 
@@ -52,7 +44,7 @@ class TrainingExample:
 
 
 def example_from(sequence: TrainSequence, top_k: TopK | None, *, version: int, temperature: float) -> TrainingExample:
-    """What the policy learned from, for the draft model. `version` is that of the policy that generated it."""
+    """Make an example of what the policy learned from; `version` is that of the policy that generated it."""
     return TrainingExample(
         token_ids=np.array(sequence.token_ids, np.int32),
         prompt_len=sequence.prompt_len,
@@ -63,7 +55,7 @@ def example_from(sequence: TrainSequence, top_k: TopK | None, *, version: int, t
 
 
 def checked(example: TrainingExample) -> TrainingExample:
-    """The argument. Raises DataError for one that cannot be learned from."""
+    """Return the argument. Raises DataError for one that cannot be learned from."""
     if not 1 <= example.prompt_len < len(example.token_ids):
         raise DataError(
             f"example: got a prompt of {example.prompt_len} in {len(example.token_ids)} tokens, expected at least one "
@@ -83,7 +75,7 @@ def checked(example: TrainingExample) -> TrainingExample:
 
 
 def cut(example: TrainingExample, num_tokens: int) -> TrainingExample:
-    """Its first tokens: more than those of the prompt, fewer than all."""
+    """Keep its first tokens: more than those of the prompt, fewer than all."""
     top_k, kept = example.top_k, num_tokens - example.prompt_len
     if top_k is not None:
         top_k = TopK(tokens=top_k.tokens[:kept].copy(), logprobs=top_k.logprobs[:kept].copy())
@@ -91,17 +83,15 @@ def cut(example: TrainingExample, num_tokens: int) -> TrainingExample:
 
 
 class DraftBuffer:
-    """Of one run; the same on every rank."""
+    """The buffer of one run; the same on every rank."""
 
     def __init__(self, *, max_tokens: int, half_life_steps: float, seed: int, max_example_tokens: int) -> None:
-        """Longer examples than `max_example_tokens` are cut; those whose prompt alone is that long are left out."""
+        """Start empty. Longer examples than `max_example_tokens` are cut, or left out if the prompt is that long."""
         self._max_tokens, self._half_life, self._seed = max_tokens, half_life_steps, seed
         self._longest = min(max_example_tokens, max_tokens)
         self._examples: list[TrainingExample] = []
-        self.too_long = 0
-        """Examples left out so far."""
-        self._known_chances: NDArray[np.float64] | None = None
-        """Of the content as it is; draws are many, and examples thousands."""
+        self.too_long = 0  # examples left out so far
+        self._known_chances: NDArray[np.float64] | None = None  # of the present content
 
     def __len__(self) -> int:
         return len(self._examples)
@@ -115,8 +105,8 @@ class DraftBuffer:
         return sum(len(example.token_ids) for example in self._examples)
 
     def fitting(self, examples: Sequence[TrainingExample]) -> tuple[list[TrainingExample], int]:
-        """(as they would be kept, how many of them were cut); those that are left out are counted. Raises DataError for
-        an example that cannot be learned from."""
+        """Return (the examples as kept, how many were cut), and count those left out. Raises DataError for an example
+        that cannot be learned from."""
         fit: list[TrainingExample] = []
         num_cut = 0
         for example in map(checked, examples):
@@ -130,20 +120,20 @@ class DraftBuffer:
         return fit, num_cut
 
     def add(self, examples: Sequence[TrainingExample]) -> None:
-        """As far as they fit. Raises DataError for an example that cannot be learned from."""
+        """Add them as far as they fit. Raises DataError for an example that cannot be learned from."""
         self._examples += self.fitting(examples)[0]
         self._evict()
 
     def take(self) -> list[TrainingExample]:
-        """All examples, which are then gone."""
+        """Return all examples, and forget them."""
         taken, self._examples = self._examples, []
         return taken
 
     def draw(self, number: int, num_tokens: int) -> list[TrainingExample]:
-        """Examples of at most `num_tokens` tokens together, or one longer than that; none twice. [] when empty.
+        """Draw examples of at most `num_tokens` together, or one longer than that; none twice. [] when empty.
 
-        The `number`-th draw: the same examples whenever it is asked for, while the content is the same. Weighted
-        sampling without replacement by exponential keys (Efraimidis and Spirakis, Inf. Proc. Letters 97, 2006).
+        The `number`-th draw is the same while the content is. Weighted sampling without replacement by exponential keys
+        (Efraimidis and Spirakis, Inf. Proc. Letters 97, 2006).
         """
         if not self._examples:
             return []
@@ -170,6 +160,7 @@ class DraftBuffer:
     def _chances(self) -> NDArray[np.float64]:
         if self._known_chances is not None:
             return self._known_chances
+        # The policy has moved on from old responses, and long ones are what a rollout waits for.
         versions = np.array([example.version for example in self._examples])
         lengths = np.array([example.response_len for example in self._examples])
         chances: NDArray[np.float64] = lengths * 0.5 ** ((versions.max() - versions) / self._half_life)
@@ -200,8 +191,7 @@ class _Stored(msgspec.Struct, frozen=True, array_like=True):
     prompt_len: int
     version: int
     temperature: float
-    top_k: tuple[bytes, bytes] | None
-    """Tokens and log-probabilities."""
+    top_k: tuple[bytes, bytes] | None  # tokens and log-probabilities
 
     @classmethod
     def of(cls, example: TrainingExample) -> _Stored:

@@ -1,12 +1,7 @@
-"""``specactor drafter``: prepare a draft model offline, on the CPU, from a target and rollouts of an earlier run.
+"""``specactor drafter init|train|eval``: prepare a draft model offline, on the CPU, from a target and rollouts.
 
-    specactor drafter init  --target FOLDER --out FOLDER
-    specactor drafter train --draft FOLDER --target FOLDER --rollouts FILE.. --out FOLDER
-    specactor drafter eval  --draft FOLDER --target FOLDER --rollouts FILE..
-
-Invariants: what is wrong on the command line is one ConfigError of one line, and `out` is checked before any work; a
-model's folder appears whole or not at all, and none is written that has learned nothing; the same arguments, with
---updates and --threads, write the same bytes unless the time is over first.
+Invariants: what is wrong on the command line is one ConfigError, and `out` is checked before any work; a model's folder
+appears whole or not at all; equal arguments, with --updates and --threads, write equal bytes unless time runs out.
 """
 
 from __future__ import annotations
@@ -23,7 +18,7 @@ import tyro
 from rich.console import Console
 
 from specactor.config import DraftTrainingConfig
-from specactor.config.rules import check_values
+from specactor.config.rules import check_values, rules_of
 from specactor.errors import ConfigError, DataError
 from specactor.recipes import one_line_errors
 from specactor.trainer.drafter import acceptance, init
@@ -32,8 +27,7 @@ from specactor.trainer.drafter.rollout_files import example_of, read_rollouts
 from specactor.trainer.drafter.train import DrafterTrainer, RefreshStats
 
 PROG = "specactor drafter"
-HELD_OUT = 8
-"""With one set of rollouts for both, `train` leaves out every so many-th response, and `eval` takes just these."""
+HELD_OUT = 8  # of one set of rollouts `train` leaves out every 8th response, and `eval` takes just these
 OF_RUNS = ("refresh", "max_time_share", "max_updates", "keep_rollouts", "zero")
 """Settings of `DraftTrainingConfig` that say nothing about learning offline."""
 
@@ -102,7 +96,7 @@ Options = (
 
 
 def parse(argv: Sequence[str]) -> InitOptions | TrainOptions | EvalOptions:
-    """Raises ConfigError for what is wrong with the command line; prints and raises SystemExit(0) for ``--help``."""
+    """Read the command line; ``--help`` prints and raises SystemExit(0). Raises ConfigError for what is wrong."""
     if not argv or argv[0] not in ("init", "train", "eval", "-h", "--help"):
         raise ConfigError.at("command", argv[0] if argv else "none", "init, train or eval", f"See {PROG} --help")
     with one_line_errors(argv, lambda token: f"unknown setting {token}. Those there are: {PROG} {argv[0]} --help"):
@@ -123,19 +117,14 @@ def _check_train(options: TrainOptions) -> None:
         got = (options.minutes, options.updates)
         raise ConfigError.at("minutes, updates", got, "minutes > 0 and updates >= 0", f"See {PROG} train --help")
     check_values(options.distillation, "distillation")
-    usual = DraftTrainingConfig()
+    usual, rule = DraftTrainingConfig(), rules_of(options.distillation, "distillation")
     for name in OF_RUNS:
-        if getattr(options.distillation, name) != getattr(usual, name):
-            raise ConfigError.at(
-                f"distillation.{name}",
-                getattr(options.distillation, name),
-                f"{getattr(usual, name)} in {PROG} train",
-                "It concerns runs. Leave it out.",
-            )
+        own, default = getattr(options.distillation, name), getattr(usual, name)
+        rule(name, own == default, f"{default} in {PROG} train", "It concerns runs. Leave it out.")
 
 
 def run(argv: Sequence[str], console: Console) -> None:
-    """Raises SpecActorError."""
+    """Run a subcommand. Raises SpecActorError."""
     options = parse(argv)
     if not isinstance(options, InitOptions):
         torch.set_num_threads(options.threads or len(os.sched_getaffinity(0)))
@@ -201,10 +190,8 @@ def learn(
 ) -> RefreshStats:
     """Distil the target into the model, in this process.
 
-    Args:
-        target: not looked at where `settings.top_k` is 0.
-        limit_s: the longest time, the target's pass over the examples included.
-        updates: at most so many, with a learning rate that falls to a hundredth; 0: as many as fit, at one rate.
+    `target` is not used where `settings.top_k` is 0; `limit_s` includes its pass over the examples. With `updates` the
+    learning rate falls to a hundredth over so many; 0: as many as fit, at one rate.
     """
     trainer = DrafterTrainer(settings, model, seed=seed)
     trainer.buffer.add(examples)
@@ -239,7 +226,6 @@ def learn(
 
 
 def evaluate(options: EvalOptions) -> acceptance.Acceptance:
-    """What the draft model would be accepted."""
     examples = _examples(options.rollouts)
     examples = (examples if options.all else examples[::HELD_OUT])[: options.responses]
     target, draft = init.read_model(options.target), init.read_model(options.draft)
@@ -248,7 +234,6 @@ def evaluate(options: EvalOptions) -> acceptance.Acceptance:
 
 
 def _examples(paths: Sequence[Path]) -> list[TrainingExample]:
-    """Of sampled responses."""
     found = [example_of(line) for line in read_rollouts(paths) if line.temperature > 0]
     if not found:
         raise DataError(

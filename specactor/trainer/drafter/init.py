@@ -1,10 +1,5 @@
 """The draft model at its start: cut out of the target, or random; a dense model in Hugging Face format.
 
-Cut out of the target: embeddings, head, the last norm, and its first layers with their attention and norms. A dense
-target's MLPs come along. A mixture's experts cannot: their sum depends on a router that a dense MLP does not have. They
-stand side by side in one wide MLP, each weighing 1 / their number: exactly the mean of what they answer. The width is
-`MAX_INTERMEDIATE` at most, then only the first experts are taken.
-
 Invariants: equal arguments give equal bytes; the process's random state is neither read nor moved; a folder appears
 under its name only when it is whole; what was there stays until then, and is replaced only if it was a model.
 """
@@ -23,11 +18,11 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
+from specactor.config.rules import rules_of
 from specactor.cpu import torchvision_ops
 from specactor.errors import ConfigError, DataError
 
-MAX_INTERMEDIATE = 8192
-"""Width of the dense MLP in place of experts."""
+MAX_INTERMEDIATE = 8192  # width of the dense MLP in place of experts; beyond it only the first are taken
 _MODEL = "model.layers."
 _MLP = ("gate_proj", "up_proj", "down_proj")
 
@@ -39,7 +34,7 @@ class TargetStart:
     num_layers: int = 1
 
     def __post_init__(self) -> None:
-        _check_positive(self, "num_layers")
+        rules_of(self, "start")("num_layers", self.num_layers > 0, "> 0", "See --help for its meaning.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,33 +50,24 @@ class RandomStart:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        sizes = ("hidden_size", "num_layers", "num_heads", "num_kv_heads", "head_dim", "intermediate_size")
-        _check_positive(self, *sizes)
-        if self.num_heads % self.num_kv_heads:
-            raise ConfigError.at(
-                "start.num_heads",
-                self.num_heads,
-                f"a multiple of num_kv_heads, {self.num_kv_heads}",
-                "Heads share keys and values in groups of one size.",
-            )
-        if self.head_dim % 2:
-            raise ConfigError.at("start.head_dim", self.head_dim, "an even number", "Rotary embeddings turn pairs.")
-
-
-def _check_positive(settings: object, *names: str) -> None:
-    for name in names:
-        if not getattr(settings, name) > 0:
-            raise ConfigError.at(f"start.{name}", getattr(settings, name), "> 0", "See --help for its meaning.")
+        rule = rules_of(self, "start")
+        for name in ("hidden_size", "num_layers", "num_heads", "num_kv_heads", "head_dim", "intermediate_size"):
+            rule(name, getattr(self, name) > 0, "> 0", "See --help for its meaning.")
+        rule(
+            "num_heads",
+            self.num_heads % self.num_kv_heads == 0,
+            f"a multiple of num_kv_heads, {self.num_kv_heads}",
+            "Heads share keys and values in groups of one size.",
+        )
+        rule("head_dim", self.head_dim % 2 == 0, "an even number", "Rotary embeddings turn pairs.")
 
 
 Start = TargetStart | RandomStart
 
 
 def make_draft_model(target: Path, folder: Path, start: Start) -> int:
-    """Write the draft model, with the target's tokenizer, into a new `folder`; returns its number of parameters.
-
-    Raises ConfigError when there is something in the folder, or the target cannot be cut so.
-    """
+    """Write the draft model, with the target's tokenizer, into a new `folder`; return its number of parameters. Raises
+    ConfigError when there is something in the folder, or the target cannot be cut so."""
     if folder.exists() and not _is_empty(folder):
         raise ConfigError.at(
             "out", str(folder), "a path that does not exist or an empty folder", "Choose another, or remove it."
@@ -93,7 +79,7 @@ def make_draft_model(target: Path, folder: Path, start: Start) -> int:
 
 
 def read_model(folder: Path, device: torch.device | str = "cpu") -> Any:
-    """A causal model in float32. The process's random state is left alone. Raises ConfigError where there is none."""
+    """Read a causal model in float32, leaving the random state alone. Raises ConfigError where there is none."""
     auto = the_transformers().AutoModelForCausalLM
     try:
         with torch.random.fork_rng(devices=[]):
@@ -107,8 +93,8 @@ def read_model(folder: Path, device: torch.device | str = "cpu") -> Any:
 
 @torch.no_grad()
 def fill_buffers(model: nn.Module) -> None:
-    """Compute the frequencies of rotary embeddings, which no file holds. transformers leaves them as memory happens to
-    be where torch stands in for CUDA (`cpu.megatron`), as in the trainer."""
+    """Compute the frequencies of rotary embeddings, which no file holds. Where torch stands in for CUDA
+    (`cpu.megatron`) transformers leaves them as memory happens to be."""
     for module in model.modules():
         if isinstance(getattr(module, "inv_freq", None), Tensor):
             fresh = type(module)(module.config)
@@ -117,7 +103,7 @@ def fill_buffers(model: nn.Module) -> None:
 
 
 def read_fitting(folder: Path, vocab_size: int, device: torch.device | str) -> Any:
-    """A run's draft model. Raises ConfigError where it does not fit the policy."""
+    """Read a run's draft model. Raises ConfigError where it does not fit the policy."""
     model = read_model(folder, device)
     if model.config.vocab_size != vocab_size:
         raise ConfigError.at(
@@ -130,7 +116,7 @@ def read_fitting(folder: Path, vocab_size: int, device: torch.device | str) -> A
 
 
 def check_out(out: Path, *inputs: Path) -> None:
-    """Raises ConfigError where a model must not, or cannot, be written. Args: what is read, and must stay."""
+    """Raise ConfigError where a model must not, or cannot, be written. `inputs` are read, and must stay."""
     if out.exists() and not (_is_empty(out) or _is_model(out)):
         raise ConfigError.at(
             "out",
@@ -157,12 +143,8 @@ def _is_model(folder: Path) -> bool:
 
 
 def write_model(model: Any, folder: Path, *, tokenizer: Path, weights: Mapping[str, Tensor] | None = None) -> None:
-    """Hugging Face format, whole or not at all, in place of what was there: the old folder is moved aside, and deleted
-    when the new one has its name.
-
-    Args: a folder to copy tokenizer files from; weights to write instead of the model's own. Raises ConfigError for a
-    folder that holds something else (`check_out`), OSError where the disk fails.
-    """
+    """Write a model whole or not at all, in place of what was there; `weights` replace the model's own. Raises
+    ConfigError for a folder that holds something else (`check_out`), OSError where the disk fails."""
     check_out(folder)
     folder = folder.resolve()
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -187,12 +169,12 @@ def write_model(model: Any, folder: Path, *, tokenizer: Path, weights: Mapping[s
 
 
 def quiet() -> None:
-    """No progress bars of transformers in this process."""
+    """Switch transformers' progress bars off in this process."""
     the_transformers().utils.logging.disable_progress_bar()
 
 
 def the_transformers() -> Any:
-    """The library, imported so that torchvision, which it imports, does not fail beside a CPU build of torch."""
+    """Import the library so that torchvision does not fail beside a CPU build of torch."""
     if torch.version.cuda is None:
         torchvision_ops.install()
     import transformers
@@ -201,7 +183,7 @@ def the_transformers() -> Any:
 
 
 def _dense(source: Any, **shape: Any) -> Any:
-    """A dense Qwen3 model of random weights. Args: the target's config; what differs from it."""
+    """Make a dense Qwen3 model of random weights, of the target's config but for `shape`."""
     transformers = the_transformers()
     same = ("vocab_size", "max_position_embeddings", "rms_norm_eps", "bos_token_id", "eos_token_id", "pad_token_id")
     theirs = {name: getattr(source, name, None) for name in same}
@@ -259,7 +241,7 @@ def _cut(target: Path, start: TargetStart) -> Any:
 
 
 def _dense_mlp(weights: Mapping[str, Tensor], layer: int, projection: str, taken: int) -> Tensor:
-    """The first `taken` experts of a layer, side by side."""
+    """Put the first `taken` experts of a layer side by side in one wide MLP: exactly the mean of what they answer."""
     if f"{_MODEL}{layer}.mlp.{projection}.weight" in weights:  # a dense layer among mixtures
         raise DataError(f"layer {layer} of the target is dense, others are not. Start the draft model at random.")
     experts = list(expert_weights(weights, layer, projection)[:taken])

@@ -1,10 +1,6 @@
-"""The draft model's loss: training examples as padded tensors, and how far the draft model is from the policy on them.
+"""The draft model's loss: training examples as padded tensors, and the draft model's distance from the policy.
 
-Where the policy's top-k log-probabilities are known, the loss of a token is KL(policy, draft) over them; elsewhere it
-is the cross entropy of the sampled token. Both have the same gradient in expectation; the divergence has less noise.
-
-A row per example, padded on the right: with a causal mask no token sees the padding behind it, and padding has no
-position in the loss, so an example's loss does not depend on its neighbours.
+Invariant: an example's loss does not depend on its neighbours.
 
 Shape legend: B examples, T tokens of the longest of them, N response tokens of all of them, V vocabulary, K top-k.
 """
@@ -28,8 +24,7 @@ from specactor.trainer.drafter.buffer import TrainingExample
 @dataclass(frozen=True, kw_only=True)
 class Batch:
     tokens_BT: Tensor
-    row_N: Tensor
-    """Which of the B * T positions predict a response token: those before it."""
+    row_N: Tensor  # which of the B * T positions predict a response token: those before it
     targets_N: Tensor
     temperatures_N: Tensor
     top_tokens_NK: Tensor
@@ -38,11 +33,10 @@ class Batch:
 
 
 def plan_micro_batches(lengths: Sequence[int], ranks: int, capacity: int) -> list[list[list[int]]]:
-    """Per rank its micro-batches; per micro-batch, indices into `lengths`.
+    """Return per rank its micro-batches; per micro-batch, indices into `lengths`.
 
-    Every index is in one micro-batch; rows * longest is at most `capacity`, or it is one example; all ranks have the
-    same number of micro-batches, of which some are empty only where no other holds two examples. Neighbours in length
-    are together, so little is padding.
+    Every index is in one; rows * longest is at most `capacity`, or it is one example; all ranks have the same number,
+    some of them empty only where no other holds two examples. Neighbours in length are together.
     """
     order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
     made: list[list[int]] = []
@@ -60,7 +54,7 @@ def plan_micro_batches(lengths: Sequence[int], ranks: int, capacity: int) -> lis
 
 
 def build(examples: Sequence[TrainingExample], device: torch.device) -> Batch:
-    """The examples as tensors. Without examples: one token that nothing is learned from."""
+    """Make tensors of the examples, padded on the right, where a causal mask hides it. Without examples: one token."""
     longest = max((len(example.token_ids) for example in examples), default=1)
     width = next((example.top_k.tokens.shape[1] for example in examples if example.top_k), 0)
     tokens = np.zeros((max(1, len(examples)), longest), np.int64)
@@ -98,7 +92,8 @@ def draft_logprobs(logits_NV: Tensor, temperatures_N: Tensor) -> Tensor:
 
 
 def token_losses(logq_NV: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
-    """(loss [N] in nats, overlap [N] without a gradient, 0 where no top-k is known)."""
+    """Return (loss [N] in nats, overlap [N] without a gradient, 0 where no top-k is known). The loss is KL(policy,
+    draft) where the top-k is known, else the sampled token's cross entropy: both have one gradient in expectation."""
     sample_N = -logq_NV.gather(1, batch.targets_N[:, None])[:, 0]
     if not batch.top_tokens_NK.shape[1] or not bool(batch.has_top_k_N.any()):
         return sample_N, torch.zeros_like(sample_N)
@@ -109,10 +104,8 @@ def token_losses(logq_NV: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
 
 
 def forward_kl(logq_NV: Tensor, top_tokens_NK: Tensor, top_logp_NK: Tensor) -> Tensor:
-    """[N] KL(p, q) of the distributions over the K tokens and one more that stands for all others.
-
-    Never more than KL over the vocabulary, equal to it for K = V, and 0 only where q = p on the K tokens.
-    """
+    """[N] KL(p, q) of the distributions over the K tokens and one more that stands for all others. Never more than KL
+    over the vocabulary, equal to it for K = V, and 0 only where q = p on the K tokens."""
     logq_NK = logq_NV.gather(1, top_tokens_NK)
     logp_NK = top_logp_NK.float()
     kl_N = (logp_NK.exp() * (logp_NK - logq_NK)).sum(1)

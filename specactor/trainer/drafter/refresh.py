@@ -1,15 +1,7 @@
 """The draft model in a run: it learns after a step, its new weights reach whoever drafts, and checkpoints hold it.
 
-Invariants:
-1. Every rank calls the same methods with the same values.
-2. Tokens, rewards and losses of the policy are those of a run without it.
-3. What goes wrong here costs speed: a refresh that fails leaves the weights there are, whoever refuses a push goes on
-   with its own and is asked again after the next step. Memory is excepted: torch.OutOfMemoryError in a refresh ends
-   the run, since a rank that raises it is missing in the reduction of gradients, where the others wait for it.
-4. Refreshes take no more than their share of the steps in the long run, if they spend no more than half of it beside
-   learning.
-5. After `save` and `load` it goes on as if it had not stopped; engines and drafter processes that were started anew
-   get the version there is.
+Invariants: every rank calls the same methods with the same values; the policy's tokens, rewards and losses are those of
+a run without it; after `save` and `load` it goes on as if it had not stopped. What may fail: see `Distillation`.
 """
 
 from __future__ import annotations
@@ -39,8 +31,7 @@ from specactor.weights_sync.draft_push import DraftSender, num_bytes, push_to_en
 from specactor.weights_sync.messages import DraftWeights
 from specactor.weights_sync.sender import TIMEOUT_S, TargetEngine
 
-FOLDER = "drafter"
-"""In a checkpoint."""
+FOLDER = "drafter"  # in a checkpoint
 
 
 @dataclass(kw_only=True)
@@ -53,7 +44,7 @@ class TimeAccount:
     owed_s: float = 0.0
 
     def limit_s(self, share_s: float, spent_s: float) -> float:
-        """What is left to learn in, of this refresh's share, when it has spent so much of it."""
+        """Return the seconds left to learn in, of this refresh's share, when it has spent so many."""
         return max(0.0, share_s - spent_s - self.push_s - self.owed_s)
 
     def ended(self, share_s: float, took_s: float) -> None:
@@ -62,7 +53,13 @@ class TimeAccount:
 
 
 class Distillation:
-    """One per rank, with a copy of the draft model."""
+    """The learning draft model of a run; one per rank, with a copy.
+
+    What goes wrong here costs speed: a refresh that fails leaves the weights there are, and whoever refuses a push goes
+    on with its own and is asked again. Memory is excepted: torch.OutOfMemoryError in a refresh ends the run, since the
+    others wait for that rank. Refreshes keep to their share of the steps in the long run, if they spend no more than
+    half of it beside learning.
+    """
 
     def __init__(
         self,
@@ -77,14 +74,8 @@ class Distillation:
         device: torch.device | str = "cpu",
         clock: Clock = time.perf_counter,
     ) -> None:
-        """Read the draft model. Collective. Raises ConfigError for one that does not fit the policy.
-
-        Args:
-            vocab_size: of the policy.
-            engines: this rank's that hold a draft model, as of now.
-            processes: this rank's drafter processes.
-            note: says something to people.
-        """
+        """Read the draft model. Collective. Raises ConfigError for one that does not fit the policy's `vocab_size`.
+        `engines` returns this rank's that hold a draft model; `processes` are its drafter processes; `note` prints."""
         self.config, self.recorder = DraftTrainingConfig.of(config.distillation), recorder
         self._collective = collective
         self._temperature = config.rollout.temperature
@@ -94,8 +85,7 @@ class Distillation:
         self._held: WeakKeyDictionary[TargetEngine, int] = WeakKeyDictionary()
         """Versions that engines took; others hold the weights that they were started with, version 0."""
         self._account = TimeAccount()
-        self._unpushed: tuple[float, float] | None = None
-        """Of a refresh that no push followed yet: its share of the step, and the seconds that it took."""
+        self._unpushed: tuple[float, float] | None = None  # share and seconds of a refresh without a push
         init.quiet()
         model = collective.together("draft model", lambda: init.read_fitting(self._folder, vocab_size, device))
         group = dist.group.WORLD if collective.world > 1 else None
@@ -105,14 +95,8 @@ class Distillation:
     def refresh(
         self, sequences: Sequence[TrainSequence], *, version: int, step_s: float, is_last: bool
     ) -> dict[str, float]:
-        """Remember an RL step, and learn. Returns metrics. Collective.
-
-        Args:
-            sequences: just as the policy learned from them.
-            version: of the policy that generated them.
-            step_s: seconds of the step on this rank.
-            is_last: whether no rollout is left to serve; nothing is learned then.
-        """
+        """Remember an RL step, and learn. Returns metrics. Collective. `sequences` are as the policy learned from them;
+        `version` is of the policy that generated them; `step_s` is this rank's. Nothing is learned in the last step."""
         began_s, num_cut = self._clock(), self._remember(sequences, version)
         share_s = max(0.0, step_s) * self.config.max_time_share
         limit_s = self._account.limit_s(share_s, self._clock() - began_s)
@@ -163,7 +147,7 @@ class Distillation:
         return metrics | {"drafter/oldest_version": self._oldest()}
 
     def save(self, folder: Path) -> None:
-        """Into a checkpoint's folder, unless weights are not finite. Collective; raises CheckpointError where the disk
+        """Write into a checkpoint, unless weights are not finite. Collective. Raises CheckpointError where the disk
         fails."""
         own = folder / FOLDER
         if not self._is_sound():
@@ -184,7 +168,7 @@ class Distillation:
                 self._collective.together("checkpoint", write)
 
     def load(self, checkpoint: Path) -> None:
-        """Of a checkpoint; one of a run without refreshes has nothing, and the draft model starts anew. Collective."""
+        """Load from a checkpoint; without a draft model in it that starts anew. Collective."""
         folder = checkpoint / FOLDER
         if self._collective.any(not folder.is_dir()):
             self._note(f"{checkpoint} holds no draft model: it starts from {self._folder}")
@@ -194,14 +178,13 @@ class Distillation:
             self._collective.together("checkpoint", lambda: self.drafter.load(folder))
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint's own state keeps."""
         return asdict(self._account)
 
     def restore(self, state: Mapping[str, Any]) -> None:
         self._account = TimeAccount(push_s=state["push_s"], owed_s=state["owed_s"])
 
     def export(self, folder: Path) -> bool:
-        """In Hugging Face format, unless weights are not finite; returns whether it was. Collective; raises
+        """Write in Hugging Face format, unless weights are not finite; return whether it was. Collective. Raises
         CheckpointError where the disk fails."""
         if not self._is_sound():
             return False
@@ -241,7 +224,7 @@ class Distillation:
         return num_cut
 
     def _learn(self, limit_s: float) -> tuple[RefreshStats | None, bool]:
-        """(statistics, whether it failed)"""
+        """Return (statistics, whether it failed)."""
         tokens = self.drafter.tokens_per_update
         try:
             stats = self.drafter.refresh(limit_s=limit_s, clock=self._clock)
@@ -257,7 +240,7 @@ class Distillation:
         return stats, False
 
     def _is_sound(self) -> bool:
-        """Whether the weights may be drafted with later; says so if not. Collective."""
+        """Return whether the weights may be drafted with later; print if not. Collective."""
         sound = not self._collective.any(not self.drafter.is_finite())
         if not sound:
             self._note("draft model: has weights that are not finite. They are neither pushed, saved nor exported.")
@@ -277,7 +260,7 @@ class Distillation:
 
 
 def left_behind(checkpoint: Path, draft_model: str) -> str:
-    """What is to be said of a run that resumes there without refreshes, and drafts with `draft_model`, if anything."""
+    """Return a note for a run that resumes there without refreshes, and drafts with `draft_model`, if one is needed."""
     if not draft_model or not (checkpoint / FOLDER).is_dir():
         return ""
     return (
@@ -288,7 +271,7 @@ def left_behind(checkpoint: Path, draft_model: str) -> str:
 
 @contextmanager
 def _written(what: Path) -> Iterator[None]:
-    """Raises CheckpointError, on every rank, where the disk of one fails."""
+    """Raise CheckpointError, on every rank, where the disk of one fails."""
     try:
         yield
     except (OSError, SafetensorError) as error:

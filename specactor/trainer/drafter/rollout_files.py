@@ -2,8 +2,7 @@
 
     {"prompt_ids": [..], "token_ids": [..], "version": 7, "reward": 1.0, "temperature": 1.0}
 
-`token_ids` is the response. Version, reward and temperature (1) may be missing; other fields are not looked at. A run's
-evaluations are such files too, but of temperature 0: greedy responses do not show what the policy samples from.
+`token_ids` is the response. Version, reward and temperature (1) may be missing; other fields are ignored.
 """
 
 from __future__ import annotations
@@ -21,8 +20,7 @@ from specactor.types import ScoredGroup
 
 class RolloutLine(msgspec.Struct, frozen=True, kw_only=True):
     prompt_ids: list[int]
-    token_ids: list[int]
-    """Of the response."""
+    token_ids: list[int]  # of the response
     version: int = 0
     reward: float = 0.0
     temperature: float = 1.0
@@ -38,7 +36,6 @@ def example_of(line: RolloutLine) -> TrainingExample:
 
 
 def lines_of(groups: Iterable[ScoredGroup], *, temperature: float) -> Iterator[RolloutLine]:
-    """Of the responses of an RL step."""
     for group in groups:
         for trajectory, reward in zip(group.trajectories, group.rewards, strict=True):
             yield RolloutLine(
@@ -51,10 +48,8 @@ def lines_of(groups: Iterable[ScoredGroup], *, temperature: float) -> Iterator[R
 
 
 def read_rollouts(paths: Sequence[Path]) -> list[RolloutLine]:
-    """Of files, and of all ``*.jsonl`` in folders, in order of their names; responses without tokens are left out.
-
-    Raises DataError, which names the line, for one that is none, and when there is nothing to learn from.
-    """
+    """Read files, and all ``*.jsonl`` in folders, by name; responses without tokens are left out. Raises DataError,
+    which names the line, for one that is none, and when there is nothing to learn from."""
     decoder = msgspec.json.Decoder(RolloutLine)
     found = []
     for file in [file for path in paths for file in (sorted(path.rglob("*.jsonl")) if path.is_dir() else [path])]:
@@ -80,7 +75,6 @@ def read_rollouts(paths: Sequence[Path]) -> list[RolloutLine]:
 
 
 def write_rollouts(file: Path, lines: Iterable[RolloutLine]) -> None:
-    """Append."""
     file.parent.mkdir(parents=True, exist_ok=True)
     with file.open("ab") as stream:
         for line in lines:

@@ -1,11 +1,7 @@
 """The policy's top-k log-probabilities, recorded from logits that the trainer computes anyway.
 
-A `TopKRecorder` stands around the objective of an RL step's updates: it sees every micro-batch's logits, keeps the top
-k of the response tokens, and hands logits and loss on untouched. So they cost no forward pass, and they are those of
-the policy that generated the responses (of the first update of a step, or of the pass before several).
-
-Shape legend: T tokens, V entries of the vocabulary on this rank (rank r of the group holds ids r*V .. (r+1)*V - 1),
-K top-k, R response positions of a micro-batch.
+Shape legend: T tokens, V entries of the vocabulary on this rank (rank r of the group holds ids r*V .. (r+1)*V - 1), K
+top-k, R response positions of a micro-batch.
 """
 
 from __future__ import annotations
@@ -32,10 +28,10 @@ if TYPE_CHECKING:
 def vocab_parallel_top_k(
     logits_TV: Tensor, k: int, *, temperature: float, group: dist.ProcessGroup | None
 ) -> tuple[Tensor, Tensor]:
-    """(ids [T, K] int64, log-probabilities [T, K] float32) of softmax(logits / temperature), most probable first.
+    """Return (ids [T, K] int64, log-probabilities [T, K] float32) of softmax(logits / temperature), best first.
 
-    The same on every rank of `group`, whose ranks share the vocabulary (None: this rank holds all of it). K is `k`, or
-    the vocabulary if that is smaller. Every rank sends k candidates per token, never its logits.
+    Every rank of `group` gets the same (None: this rank holds the whole vocabulary). K is `k`, or the vocabulary if
+    that is smaller. Ranks send k candidates per token, never logits.
     """
     if group is not None and dist.get_world_size(group) == 1:
         group = None
@@ -70,18 +66,16 @@ def _of_shard(logits_CV: Tensor, k: int, temperature: float) -> tuple[Tensor, Te
 
 
 class TopKRecorder:
-    """The top-k of one RL step's sequences, each from the update that learned from it. Every rank calls it alike."""
+    """The top-k of one RL step's sequences, each from the update that learned from it. Every rank calls it alike.
+
+    It stands around the objective, keeps the top k of the response tokens, and costs no forward pass. In a step of
+    several updates they are those of the pass before.
+    """
 
     def __init__(
         self, k: int, *, temperature: float, vocab_size: int, device: torch.device, group: dist.ProcessGroup | None
     ) -> None:
-        """Start empty.
-
-        Args:
-            vocab_size: of the whole vocabulary.
-            device: where the backend wants tensors.
-            group: ranks that share the vocabulary; None: every rank holds all of it.
-        """
+        """Start empty. `vocab_size` is of all ranks; `group` shares it (None: every rank holds all)."""
         self._k, self._temperature, self._group = k, temperature, group
         self._vocab_size, self._device = vocab_size, device
         self._counts = group is None or dist.get_rank(group) == 0  # the others have the same
@@ -89,7 +83,7 @@ class TopKRecorder:
         self._known: dict[int, TopK] = {}
 
     def around(self, objective: Objective) -> Objective:
-        """The objective, whose micro-batches are seen on their way."""
+        """Return the objective, which then records its micro-batches."""
 
         def observed(batch: MicroBatch, logits_1TV: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
             logits_RV = logits_1TV.detach()[0].index_select(0, batch.rows_R)
@@ -118,6 +112,6 @@ class TopKRecorder:
             self._known[id(sequence)] = TopK(tokens=tokens.numpy(), logprobs=values.numpy().astype(np.float16))
 
     def take(self, sequences: Sequence[TrainSequence]) -> list[TopK]:
-        """Of all sequences of the step, the very objects that were learned from; the recorder is empty again."""
+        """Return the top-k of all sequences of the step, the very objects that were learned from, and empty it."""
         known, self._known = self._known, {}
         return [known[id(sequence)] for sequence in sequences]

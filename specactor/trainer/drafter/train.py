@@ -1,18 +1,8 @@
 """The drafter trainer: the draft model learns from the buffer for a bounded time, after RL steps.
 
-Invariants:
-1. Every rank calls the same methods with the same examples; losses do not depend on the number of ranks (up to float32
-   rounding), and all ranks stop at the same micro-batch.
-2. Nothing of the policy is touched, and the process's random state neither read nor moved: what is drawn follows from
-   the seed and the number of the update.
-3. An update is made whole or not at all. A refresh ends before its limit, unless a micro-batch takes longer than any
-   before it in the refresh and than the mean of the last refresh that ran some, halved for every one since that ran
-   none.
-4. What is not finite neither stays in the weights nor gets a version: a refresh that diverges leaves those before.
-   Memory is excepted: a rank that runs out of it raises alone.
-5. After `save` and `load`, training goes on as if it had not stopped.
-
-Shape legend: as in `losses`.
+Invariants: losses do not depend on the number of ranks (up to float32 rounding), and all ranks stop at the same
+micro-batch; the process's random state is neither read nor moved; an update is made whole or not at all; after `save`
+and `load` training goes on as before.
 """
 
 from __future__ import annotations
@@ -43,21 +33,15 @@ Stopped = Literal["time", "updates", "empty"]
 
 @dataclass(frozen=True, kw_only=True)
 class RefreshStats:
-    """Of one `DrafterTrainer.refresh`; equal on all ranks, but for `seconds`."""
+    """Results of one `DrafterTrainer.refresh`; equal on all ranks, but for `seconds`."""
 
     updates: int
-    micro_steps: int
-    """Of every rank, with those of an update that was given up."""
-    tokens: int
-    """Response tokens learned from."""
-    losses: tuple[float, ...]
-    """Of every update: mean per response token."""
-    kl: float
-    """KL(policy, draft) over the top-k, in the last update; nan without an update, like the next two."""
-    overlap: float
-    """At least 1 - TV (see `losses.overlap`), in the last update."""
-    grad_norm: float
-    """Of the last update, before clipping."""
+    micro_steps: int  # of every rank, with those of an update that was given up
+    tokens: int  # response tokens learned from
+    losses: tuple[float, ...]  # of every update: mean per response token
+    kl: float  # KL(policy, draft) over the top-k, in the last update; nan without an update, like the next two
+    overlap: float  # at least 1 - TV (see `losses.overlap`), in the last update
+    grad_norm: float  # of the last update, before clipping
     seconds: float
     stopped: Stopped
 
@@ -68,12 +52,7 @@ class Deadline:
     def __init__(
         self, clock: Clock, limit_s: float, *, expected_s: float, group: dist.ProcessGroup | None, device: torch.device
     ) -> None:
-        """Start the clock.
-
-        Args:
-            expected_s: of the first micro-batch.
-            group: ranks that learn together; None: one.
-        """
+        """Start the clock; `expected_s` is of the first micro-batch, `group` learns together (None: one rank)."""
         self._clock, self._limit_s, self._group, self._device = clock, limit_s, group, device
         self._start_s, self._longest_s, self._began_s = clock(), expected_s, 0.0
         self.total_s = 0.0
@@ -82,11 +61,10 @@ class Deadline:
         return self._clock() - self._start_s
 
     def is_over(self, micro_steps: int = 1) -> bool:
-        """Whether the next micro-batches, each as long as the longest so far, would not end in time on some rank."""
+        """Return whether so many micro-batches, each as long as the longest so far, would end late on some rank."""
         return self.on_any_rank(self.elapsed_s() + micro_steps * self._longest_s > self._limit_s)
 
     def on_any_rank(self, here: bool) -> bool:
-        """Whether it is so on some rank. Collective."""
         if self._group is None:
             return here
         flag = torch.tensor([int(here)], dtype=torch.int32, device=self._device)
@@ -119,14 +97,10 @@ class DrafterTrainer:
             seed=seed,
             max_example_tokens=config.tokens_per_microbatch,
         )
-        self.version = 0
-        """Refreshes that have changed the weights."""
-        self.updates = 0
-        """Made so far, also in refreshes that diverged."""
-        self.halvings = 0
-        """Of the tokens of an update, since no update fitted the time."""
-        self._drawn = (0, 0)
-        """Examples and tokens of the last draw."""
+        self.version = 0  # refreshes that have changed the weights
+        self.updates = 0  # made so far, also in refreshes that diverged
+        self.halvings = 0  # of the tokens of an update, since no update fitted the time
+        self._drawn = (0, 0)  # examples and tokens of the last draw
         self._micro_s = 0.0
         self._group = group
         self._rank, self._ranks = (0, 1) if group is None else (group.rank(), group.size())
@@ -143,14 +117,11 @@ class DrafterTrainer:
     ) -> RefreshStats:
         """Learn from the buffer until the time or the updates are over. Collective.
 
-        Raises SpecActorError when a loss, a gradient or a weight is not finite; weights and optimizer are then those
-        before (under ZeRO they are not brought back: see `is_finite`). Memory is excepted: torch.OutOfMemoryError is
-        raised on its rank alone.
-
-        Args:
-            clock: each rank's own.
-            max_updates: at most; 0: ``config.max_updates``, where 0 means any number.
-            rate_of: learning rate of an update by its number over all refreshes, instead of the config's.
+        It ends in time unless a micro-batch takes longer than any before it, and than the last refresh's mean, halved
+        for every refresh since without one. Raises SpecActorError when a loss, gradient or weight is not finite;
+        weights and optimizer are then those before (not under ZeRO: see `is_finite`), and get no version.
+        torch.OutOfMemoryError is raised on its rank alone. `max_updates` 0 means ``config.max_updates``, and 0 there
+        any number; `rate_of` gives the learning rate by the update's number over all refreshes.
         """
         deadline = Deadline(clock, limit_s, expected_s=self._micro_s, group=self._group, device=self.device)
         restore = self._updater.kept()
@@ -194,11 +165,11 @@ class DrafterTrainer:
 
     @property
     def tokens_per_update(self) -> int:
-        """That an update draws: the config's, halved while no update fits the time."""
+        """Return the tokens that an update draws: the config's, halved while no update fits the time."""
         return max(1, self.config.tokens_per_update >> self.halvings)
 
     def is_finite(self) -> bool:
-        """Whether all weights are, on this rank. Collective with ZeRO stage 3."""
+        """Return whether all weights are finite, on this rank. Collective with ZeRO stage 3."""
         return all([bool(tensor.isfinite().all()) for _, tensor in self.named_weights()])  # every rank gathers all
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
@@ -269,11 +240,11 @@ class DrafterTrainer:
         return loss, torch.stack([*sums, known_N.new_tensor(float(len(loss_N)))])
 
     def _rate(self, update: int) -> float:
-        """Of an update by its number over all refreshes: it rises along a line, then stays."""
+        """Return the learning rate of an update by its number: it rises along a line, then stays."""
         return self.config.learning_rate * min(1.0, (update + 1) / max(1, self.config.warmup_updates))
 
     def save(self, folder: Path) -> None:
-        """Everything that continuing needs, into an existing folder. Collective; rank 0 writes (ZeRO: every rank)."""
+        """Write everything that continuing needs. Collective; rank 0 writes (ZeRO: every rank)."""
         from safetensors.torch import save_file
 
         weights = {name: tensor.to("cpu").contiguous() for name, tensor in self.named_weights()}
@@ -287,8 +258,8 @@ class DrafterTrainer:
             )
 
     def load(self, folder: Path) -> None:
-        """What `save` wrote. Collective. Raises CheckpointError for the state of another draft model, or that ZeRO has
-        divided in another way."""
+        """Load what `save` wrote. Collective. Raises CheckpointError for the state of another draft model, or that ZeRO
+        has divided in another way."""
         from safetensors import SafetensorError
         from safetensors.torch import load_file
 

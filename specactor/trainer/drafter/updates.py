@@ -23,10 +23,8 @@ from torch.nn.parallel import DistributedDataParallel
 from specactor.config import DistillationConfig
 from specactor.errors import CheckpointError, ConfigError, SpecActorError
 
-ADAM_BETAS = (0.9, 0.98)
-"""Of AdamW; a shorter memory than usual, since the policy that is followed moves on."""
-GRAD_CLIP = 1.0
-"""Largest global norm of a gradient."""
+ADAM_BETAS = (0.9, 0.98)  # of AdamW; a shorter memory than usual, since the policy that is followed moves on
+GRAD_CLIP = 1.0  # largest global norm of a gradient
 
 
 def diverged(what: str, value: float) -> SpecActorError:
@@ -39,8 +37,7 @@ def diverged(what: str, value: float) -> SpecActorError:
 class PlainUpdater:
     """DistributedDataParallel over `group`; None: this rank alone."""
 
-    can_abandon = True
-    """Whether an update can be given up between micro-batches; if not, the clock is looked at between updates."""
+    can_abandon = True  # whether the clock is looked at between micro-batches, or between updates
 
     def __init__(self, model: nn.Module, config: DistillationConfig, group: dist.ProcessGroup | None) -> None:
         self._model = model
@@ -57,20 +54,20 @@ class PlainUpdater:
         )
 
     def micro_step(self, last: bool) -> AbstractContextManager[Any]:
-        """Around forward and backward pass of a micro-batch; gradients are reduced in the last of an update."""
+        """Enclose forward and backward pass of a micro-batch; gradients are reduced in the last of an update."""
         if last or not isinstance(self._replica, DistributedDataParallel):
             return nullcontext()
         return self._replica.no_sync()
 
     def logits(self, tokens_BT: Tensor) -> Tensor:
-        """[B, T, V]"""
+        """Return [B, T, V]."""
         return cast(Tensor, self._replica(input_ids=tokens_BT, use_cache=False).logits)
 
     def backward(self, loss: Tensor, last: bool) -> None:
         loss.backward()  # type: ignore[no-untyped-call]
 
     def step(self, learning_rate: float) -> float:
-        """One update. Returns the gradient's global norm before clipping."""
+        """Make one update. Returns the gradient's global norm before clipping."""
         for group in self._adam.param_groups:
             group["lr"] = learning_rate
         norm = float(torch.nn.utils.clip_grad_norm_(self._parameters.values(), GRAD_CLIP))
@@ -82,11 +79,10 @@ class PlainUpdater:
         return norm
 
     def abandon(self) -> None:
-        """Forget the gradients of an update that will not be made."""
         self._adam.zero_grad(set_to_none=True)
 
     def kept(self) -> Callable[[], None]:
-        """Copy weights and optimizer; what is returned brings them back as they are now."""
+        """Copy weights and optimizer; return a function that brings them back."""
         weights = [parameter.detach().clone() for parameter in self._parameters.values()]
         state = {name: value.clone() for name, value in self.optimizer_state().items()}
 
@@ -105,7 +101,7 @@ class PlainUpdater:
         return {f"{kind}.{name}": value for name, of in state.items() for kind, value in of.items()}
 
     def restore_optimizer(self, state: dict[str, Tensor]) -> None:
-        """Raises CheckpointError for the state of another model."""
+        """Restore. Raises CheckpointError for the state of another model."""
         self._adam.state.clear()
         for key, value in state.items():
             kind, _, name = key.partition(".")
@@ -118,7 +114,7 @@ class PlainUpdater:
             self._adam.state[parameter][kind] = value.to(device, copy=True)
 
     def save(self, folder: Path) -> None:
-        """The optimizer's state; called on every rank."""
+        """Write the optimizer's state; called on every rank."""
         from safetensors.torch import save_file
 
         if not isinstance(self._replica, DistributedDataParallel) or dist.get_rank() == 0:
@@ -131,7 +127,7 @@ class PlainUpdater:
         self.restore_optimizer(load_file(folder / OPTIMIZER))
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Whole tensors under Hugging Face names. Collective with ZeRO stage 3."""
+        """Give whole tensors under Hugging Face names. Collective with ZeRO stage 3."""
         return ((name, value.detach()) for name, value in self._model.named_parameters())
 
 
@@ -243,7 +239,7 @@ def zero_config(config: DistillationConfig) -> dict[str, Any]:
 def make_updater(
     model: nn.Module, config: DistillationConfig, group: dist.ProcessGroup | None, device: torch.device
 ) -> PlainUpdater | ZeroUpdater:
-    """As `config.zero_stage` says. Raises ConfigError where DeepSpeed is asked for and not installed."""
+    """Make what `config.zero_stage` asks for. Raises ConfigError where DeepSpeed is missing."""
     if not config.zero_stage:
         return PlainUpdater(model, config, group)
     if importlib.util.find_spec("deepspeed") is None:

@@ -24,7 +24,7 @@ from specactor.rollout.sglang.engine_client import Engine, EngineSpec, running
 from specactor.rollout.speculation.counters import Counts, added
 from specactor.types import RolloutRequest
 from specactor.weights_sync.draft_push import DraftSender
-from tests.rollout.conftest import Footprint
+from tests.rollout.conftest import Footprint, two_ranks_are_deep
 from tests.rollout.decoupled.test_supervisor import assert_takes_no_time, child_of, is_listening
 from tests.rollout.sglang.asking import in_background, probe
 from tests.rollout.sglang.decoupled_setting import (
@@ -85,6 +85,7 @@ def check_drafted(engine: Engine, config: SpeculationConfig, requests: list[Roll
     return counts
 
 
+@two_ranks_are_deep("engine", 0, 1)
 @pytest.mark.parametrize("window", [1, 3, 8])
 def test_the_target_itself_as_drafter_is_always_right(setting: Setting, engine: Engine, window: int) -> None:
     counts = check_drafted(engine, setting.speculation(window), BATCH, least=50)
@@ -99,6 +100,7 @@ def test_requests_of_all_kinds(setting: Setting, engine: Engine) -> None:
     assert counts.failures == 0
 
 
+@two_ranks_are_deep("engine", 0, 1)
 def test_windows_are_chosen(setting: Setting, engine: Engine) -> None:
     assert check_drafted(engine, setting.speculation(None), BATCH).failures == 0
     assert check_drafted(engine, setting.speculation(None, mode="auto"), BATCH, least=0).failures == 0
@@ -114,14 +116,19 @@ TOPOLOGIES = {
     "2:2": ((0, 2), 2),
     "2:2 tp1+tp2": ((2, 1), 2),
 }
+FURTHER = (
+    *product(("2:1 tp1+tp2", "2:2"), ("fixed window",)),
+    *product(("1:1 tp2", "2:2 tp1+tp2"), ("switching",)),
+)
 
 
 @pytest.mark.parametrize(
     ("topology", "how"),
     [
-        *product(TOPOLOGIES, ("fixed window",)),
-        *product(("1:1 tp2", "2:1 tp1+tp2", "2:2", "2:2 tp1+tp2"), ("switching",)),
+        *product(("1:1", "2:1", "1:1 tp2", "2:2 tp1+tp2"), ("fixed window",)),
+        *product(("2:1 tp1+tp2", "2:2"), ("switching",)),
         *product(("2:2 tp1+tp2",), ("chosen windows", "drafters of their own", "auto")),
+        *(pytest.param(*case, marks=pytest.mark.deep) for case in FURTHER),
     ],
 )
 def test_every_topology_emits_what_plain_decoding_emits(setting: Setting, topology: str, how: str) -> None:
@@ -174,6 +181,7 @@ def test_a_rank_that_decides_for_itself_is_caught(setting: Setting) -> None:
         assert same == (version == "far")
 
 
+@two_ranks_are_deep("engine", 0, 1)
 def test_modes_are_configured_while_requests_run(setting: Setting, engine: Engine) -> None:
     """At any round: half of the times soon again, else when the new mode has drafted something that was right."""
     aim(engine, [address(setting.reciters.drafters[0].spec.endpoint)], setting.folder)
@@ -225,6 +233,7 @@ def during_a_rollout(engine: Engine, want: list[object], push: Callable[[], str]
     raise AssertionError("no draft arrived in time")
 
 
+@two_ranks_are_deep("engine", 0, 1)
 def test_pushes_to_a_drafter_that_drafts_change_no_token(
     setting: Setting, engine: Engine, noise_dir: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -298,7 +307,7 @@ def lend(
     pool: EnginePool, setting: Setting, done: Callable[[Counts], bool], strike: Callable[[object], None] | None = None
 ) -> None:
     """Rollouts like plain decoding, until what drafts did in one is as wanted; after each the core is free."""
-    [busy, dry], [sleeper] = pool.engines, pool.drafters.drafters
+    [busy, _], [sleeper] = pool.engines, pool.drafters.drafters
     want = plain(busy, WAVES)
     aim(busy, [address(sleeper.spec.endpoint)], setting.folder)
     configure(busy, setting.speculation())
@@ -307,7 +316,7 @@ def lend(
         outcome = pool.generate(WAVES, on_finished=strike)
         assert facts(outcome.finished) == want
         assert outcome.drafters_woken > 0
-        assert not pool.drafters.is_awake(dry.index)
+        assert not pool.drafters.any_awake()
         assert not is_listening(sleeper.spec)
         counts = report(busy)
         assert counts.failures == 0
@@ -330,11 +339,11 @@ def test_a_dry_engines_core_drafts_for_the_other_and_is_left_in_time(setting: Se
 
 
 def test_a_drafter_on_a_dry_engines_core_that_is_killed_costs_no_token(setting: Setting, lending: EnginePool) -> None:
-    [sleeper], [busy, dry] = lending.drafters.drafters, lending.engines
+    [sleeper], [busy, _] = lending.drafters.drafters, lending.engines
     footprint, killed = Footprint.of(sleeper.pid), []
 
     def strike(trajectory: object) -> None:
-        if not killed and lending.drafters.is_awake(dry.index) and report(busy).accepted > 0:
+        if not killed and lending.drafters.any_awake() and report(busy).accepted > 0:
             os.kill(child_of(sleeper), signal.SIGKILL)
             killed.append(trajectory)
 

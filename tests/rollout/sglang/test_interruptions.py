@@ -134,13 +134,6 @@ def test_wrong_version_drafts_with_penalties(speculating: Engine, engine: Engine
     assert differs(run(speculating, drafter("Right"), requests), expected)
 
 
-@pytest.mark.parametrize("option", ["json_schema", "regex", "ebnf"])
-def test_grammars_are_refused_by_name(speculating: Engine, option: str) -> None:
-    with pytest.raises(EngineError, match=rf"sampling\.{option}: got .* expected none"):
-        speculating.generate([request(0, **{option: "x"})])  # type: ignore[arg-type]
-    assert len(speculating.generate([request(0)])[0].token_ids) == 24
-
-
 # Ends inside a chain
 
 

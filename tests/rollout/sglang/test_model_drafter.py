@@ -17,7 +17,8 @@ from specactor.rollout.sglang.speculation_calls import REPORT
 from specactor.rollout.speculation.counters import Counts
 from specactor.types import RolloutRequest, Trajectory
 from specactor.weights_sync.draft_push import DraftSender, push_to_engine
-from tests.rollout.conftest import request, start_script
+from tests.lib.ranks import run_alone
+from tests.rollout.conftest import request, two_ranks_are_deep
 from tests.rollout.sglang.pushes import DAMAGES, Pushes
 from tests.rollout.sglang.test_verify_worker import GRAPHS, configure, facts, in_graphs, report
 from tests.rollout.sglang.test_verify_worker import batch as batch_of_all_kinds
@@ -40,8 +41,7 @@ def other_dir(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def make_dense(folder: Path, *fields: str) -> str:
-    with start_script("sglang/make_dense.py", str(folder), *fields) as process:
-        assert process.wait(240) == 0
+    run_alone("tests.rollout.sglang.make_dense", folder, *fields)
     return str(folder)
 
 
@@ -101,6 +101,7 @@ def accept_rate(counts: Counts) -> float:
     return counts.accepted / counts.drafted
 
 
+@two_ranks_are_deep("twins")
 @pytest.mark.parametrize("window", [1, 3, 8])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_the_target_itself_as_drafter_is_always_right(
@@ -116,6 +117,7 @@ def test_the_target_itself_as_drafter_is_always_right(
     assert accept_rate(counts_of(twins, config, batch(temperature))) >= 0.999
 
 
+@two_ranks_are_deep("twins")
 def test_a_draft_model_in_graphs_drafts_the_same(twins: Engine, dense_dir: str) -> None:
     """Its passes over one row per text; a graph that keeps the lengths of another batch is caught."""
     counts_of(twins, speculation(dense_dir, 3, drafter=f"{GRAPHS}:Half"), batch(1.0))  # the module is there
@@ -126,12 +128,14 @@ def test_a_draft_model_in_graphs_drafts_the_same(twins: Engine, dense_dir: str) 
         assert accept_rate(counts_of(twins, config, batch(1.0))) < 0.9
 
 
+@two_ranks_are_deep("twins")
 def test_tokens_of_rounds_without_a_draft_are_shown_later(twins: Engine, dense_dir: str) -> None:
     twins.flush()
     config = speculation(dense_dir, 3, drafter=f"{WRONG}:Rests")
     assert accept_rate(counts_of(twins, config, batch(1.0))) >= 0.999
 
 
+@two_ranks_are_deep("twins")
 @pytest.mark.parametrize("mistake", ["SkipsTheFirstToken", "SeesTheLastTokenAlone", "TakesTheNextNoise"])
 def test_mistakes_are_noticed(twins: Engine, dense_dir: str, mistake: str) -> None:
     twins.flush()
@@ -140,6 +144,7 @@ def test_mistakes_are_noticed(twins: Engine, dense_dir: str, mistake: str) -> No
     assert accept_rate(counts) < 0.99
 
 
+@two_ranks_are_deep("twins")
 @pytest.mark.parametrize(("drafter", "right"), [("Errs", True), ("ErrsAndKeeps", False)])
 def test_what_was_rejected_is_forgotten(twins: Engine, dense_dir: str, drafter: str, right: bool) -> None:
     twins.flush()
@@ -171,6 +176,7 @@ OTHERS = [
 ]
 
 
+@two_ranks_are_deep("strangers")
 @pytest.mark.parametrize(("window", "drafter"), OTHERS)
 def test_any_draft_model_changes_no_token(strangers: Engine, other_dir: str, window: int, drafter: str) -> None:
     requests = batch_of_all_kinds()
@@ -214,6 +220,7 @@ def test_requests_of_one_round_have_drafts_of_text_or_of_the_model(strangers: En
     assert sum(of.failures for of in counts.values()) == 0
 
 
+@two_ranks_are_deep("twins")
 @pytest.mark.parametrize(("drafter", "right"), [("Shared", True), ("GivesThemToOthers", False)])
 def test_the_model_drafts_for_the_requests_that_have_no_drafts(
     twins: Engine, dense_dir: str, drafter: str, right: bool
@@ -266,6 +273,7 @@ def test_a_push_between_rollouts_changes_drafts_and_no_token(
     assert policy_digests(twins) == policy
 
 
+@two_ranks_are_deep("twins")
 def test_pushes_during_a_rollout_change_no_token(
     twins: Engine, dense_dir: str, noise_dir: str, sender: DraftSender
 ) -> None:
@@ -295,6 +303,7 @@ def test_pushes_during_a_rollout_change_no_token(
     assert accept_rate(counts_of(twins, shared(dense_dir, 3), requests)) >= 0.999
 
 
+@two_ranks_are_deep("twins")
 def test_damaged_pushes_during_a_rollout_change_neither_tokens_nor_drafts(
     twins: Engine, dense_dir: str, noise_dir: str, sender: DraftSender
 ) -> None:

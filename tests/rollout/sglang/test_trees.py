@@ -21,6 +21,7 @@ from specactor.rollout.speculation.counters import Counts
 from specactor.rollout.speculation.windows import OFF as OFF_NAME
 from specactor.types import RolloutRequest, Trajectory
 from tests.rollout.conftest import request as request_of
+from tests.rollout.conftest import two_ranks_are_deep
 from tests.rollout.sglang.test_model_drafter import make_dense
 from tests.rollout.sglang.test_seeded_faults import batch, continued, differing
 from tests.rollout.sglang.test_verify_worker import MAX_WINDOW, configure
@@ -101,6 +102,7 @@ def plain(engine: Engine) -> list[Trajectory]:
 one_rank = pytest.mark.parametrize("engine", [1], indirect=True, ids=["tp1"])
 
 
+@two_ranks_are_deep("engine")
 @pytest.mark.parametrize("window", [1, 3, WINDOW, MAX_WINDOW])
 def test_trees_change_nothing(engine: Engine, plain: list[Trajectory], window: int) -> None:
     """More requests than run at once: no page-table row is free at first, and more and more are later."""
@@ -138,6 +140,7 @@ def _drafters(where: str, version: str) -> tuple[str, ...]:
     return (f"{where}:{version}", f"{HERE}:Second", f"{where}:Ahead")
 
 
+@two_ranks_are_deep("engine")
 @pytest.mark.parametrize("mode", ["auto", "coupled"])
 def test_requests_that_switch_change_nothing(engine: Engine, plain: list[Trajectory], mode: str) -> None:
     """Drafter, mode and window of each request change at random rounds, to trees and to nothing, too."""
@@ -154,6 +157,7 @@ def test_a_switch_that_is_trusted_is_caught(engine: Engine, plain: list[Trajecto
     assert "token_ids" in differing(run(engine, switching("trusts_after_a_switch")), plain)
 
 
+@two_ranks_are_deep("engine")
 @pytest.mark.parametrize("most", [1, 3])
 def test_drafters_of_each_request_change_nothing(engine: Engine, plain: list[Trajectory], most: int) -> None:
     """As costs decide, with one drafter for a request or several."""

@@ -21,7 +21,8 @@ from specactor.rollout.sglang.speculation_calls import CONFIGURE, REPORT
 from specactor.rollout.speculation.counters import Counts
 from specactor.rollout.speculation.windows import OFF as OFF_NAME
 from specactor.types import RolloutRequest, Trajectory
-from tests.rollout.conftest import request, start_script
+from tests.lib.ranks import run_alone
+from tests.rollout.conftest import request, two_ranks_are_deep
 from tests.rollout.sglang import drafters
 
 MAX_WINDOW = 16
@@ -91,6 +92,7 @@ def test_speculation_off_is_plain_decoding(speculating: Engine, plain: list[tupl
     assert run(speculating, OFF, batch()) == plain
 
 
+@two_ranks_are_deep("speculating")
 @pytest.mark.parametrize("window", [1, 2, 3, 5, 8, 16])
 @pytest.mark.parametrize("drafter", ["Memory", "HalfRight"])
 def test_drafts_change_no_token(
@@ -143,8 +145,7 @@ def test_long_contexts_of_many_query_heads_change_no_token(
 ) -> None:
     """Not in company either: eight query heads share a key head, and contexts pass what sums over keys are split at."""
     heads = ("num_attention_heads=8", "num_key_value_heads=1", "max_position_embeddings=512")
-    with start_script("sglang/make_dense.py", str(tmp_path / "model"), *heads) as process:
-        assert process.wait(240) == 0
+    run_alone("tests.rollout.sglang.make_dense", tmp_path / "model", *heads)
     prompts = [tuple(3 + (5 * i + 7 * j * j) % 93 for j in range(n)) for i, n in enumerate((20, 120, 180, 245, 300))]
     asked = [replace(request(i, new=40), prompt_ids=prompt) for i, prompt in enumerate(prompts)]
     spec = make_spec(
@@ -180,6 +181,7 @@ LIARS: dict[str, list[str]] = {
 """What is told of each."""
 
 
+@two_ranks_are_deep("speculating")
 @pytest.mark.parametrize("drafter", LIARS)
 def test_liars_change_no_token_and_are_told_of(
     speculating: Engine, plain: list[tuple[object, ...]], drafter: str

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +13,12 @@ import torch
 from specactor.cpu import torchvision_ops
 from specactor.trainer.drafter.buffer import DraftBuffer
 from specactor.trainer.drafter.train import DrafterTrainer
+from tests.lib.ranks import run_ranks
 from tests.trainer import policy_cases
-from tests.trainer.conftest import run
 from tests.trainer.drafter import cases
 from tests.trainer.drafter.conftest import SHAPE
 from tests.trainer.drafter.policy_cases import SEQUENCES, TOP_K, UPDATES, draft_model
 
-TORCHRUN = ["-m", "torch.distributed.run", "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
-SCRIPT = ["--nproc-per-node", "2", "-m", "tests.trainer.drafter.policy_top_k_script"]
 LAYOUTS = ["TP2", "DP2", "PP2"]
 
 
@@ -43,7 +40,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Any:
 @pytest.fixture(scope="module")
 def folder(model: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("top_k")
-    run([sys.executable, *TORCHRUN, *SCRIPT, str(model.folder), str(folder)])
+    run_ranks(2, "tests.trainer.drafter.policy_top_k_script", model.folder, folder, folder=folder)
     return folder
 
 

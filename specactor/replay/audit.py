@@ -1,0 +1,175 @@
+"""The audit: a few of a step's responses, drawn by the run's seed, are begun again by another engine, undrafted.
+
+What is sampled from equal weights, prompts and seeds is equal up to kernels' rounding, so a difference is a fault of an
+engine or of verification, and is located like one between two runs. The beginnings are as long as `SHARE` of the run's
+time pays for; which responses they are of does not depend on time.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from specactor.config import Config
+from specactor.errors import AgreementError
+from specactor.parallel.collective import Collective
+from specactor.progress import Progress
+from specactor.replay.compare import TIES, Finding, first_difference
+from specactor.replay.noise import noise_of
+from specactor.replay.records import SampleRecord, StepRecord
+from specactor.rollout.pool import EnginePool
+from specactor.rollout.requests import sampling_of
+from specactor.types import RolloutRequest, ScoredGroup, Trajectory
+
+SHARE = 0.01
+"""Of a step's seconds, what audits may take."""
+RESPONSES = 8
+"""Begun again at once: a batch of so many takes hardly longer than one."""
+FEWEST_TOKENS = 16
+"""Of each, at least: shorter beginnings see too little for the time of their prefill. The time is saved up for them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AuditReport:
+    """What one rank's engines found."""
+
+    responses: int = 0
+    tokens: int = 0
+    ties: int = 0
+    """Responses that differ where two tokens score within rounding of each other."""
+    differences: tuple[str, ...] = ()
+    """Of other responses that differ: where and why."""
+
+
+class Audit:
+    """Looks at every step's responses; equal on all ranks but for the requests that each one's engines get."""
+
+    def __init__(self, config: Config, *, pool: EnginePool, collective: Collective, progress: Progress) -> None:
+        self.config = config
+        self.pool = pool
+        self.collective = collective
+        self.progress = progress
+        self._saved_s = 0.0
+        self._token_s = 0.0
+        """Of a round of an audit, on this machine; 0 before the first."""
+
+    def look(self, step: int, version: int, groups: Sequence[ScoredGroup], *, step_s: float) -> dict[str, float]:
+        """Audit the responses of a step; return the metrics. Collective.
+
+        Args:
+            step: the one that is under way, from 1.
+            version: of the policy that sampled.
+            step_s: seconds that the step before took.
+
+        Raises AgreementError on all ranks, with rollout.audit stop, when a response differs.
+        """
+        if self.config.rollout.audit == "off":
+            return {}
+        self._saved_s += SHARE * step_s
+        tokens = self._affordable(groups)
+        if tokens < FEWEST_TOKENS:
+            return {}
+        with self.progress.phase("audit"):
+            chosen = choose(groups, seed=self.config.seed, step=step, version=version)
+            report = self.collective.together("audit", lambda: self._own(step, chosen, tokens))
+            reports = self.collective.gather(report, AuditReport)
+        found = [text for report in reports for text in report.differences]
+        if found:
+            self._tell(step, found)
+        return {
+            "audit/responses": sum(report.responses for report in reports),
+            "audit/tokens": sum(report.tokens for report in reports),
+            "audit/ties": sum(report.ties for report in reports),
+            "audit/differences": len(found),
+        }
+
+    def _affordable(self, groups: Sequence[ScoredGroup]) -> int:
+        """Tokens of each response that the saved time pays for; the same on all ranks."""
+        longest = max(len(t.token_ids) for group in groups for t in group.trajectories)
+        rollout_s = self.progress.spent().get("rollout", 0.0)
+        own = int(self._saved_s / (self._token_s or rollout_s / longest or 1.0))
+        return min([longest, *self.collective.gather(own, int)])
+
+    def _own(self, step: int, chosen: Sequence[Trajectory], tokens: int) -> AuditReport:
+        """Begin again what this rank's engines are to: each the responses of the engine before it."""
+        began, engines = time.perf_counter(), self.config.parallel.engines
+        report = AuditReport()
+        for engine in self.pool.engines:
+            given = [t for t in chosen if (t.group_id + 1) % engines == engine.index]
+            if not given or not engine.alive:
+                continue
+            again = engine.generate([self._request(t, tokens) for t in given])
+            findings = [self._compare(step, *pair, tokens) for pair in zip(given, again, strict=True)]
+            ties = sum(f is not None and f.cause == TIES for f in findings)
+            told = tuple(f"{f.where}: {f.cause}. {'; '.join(f.evidence)}" for f in findings if f and f.cause != TIES)
+            report = AuditReport(
+                responses=report.responses + len(given),
+                tokens=report.tokens + sum(len(t.token_ids) for t in again),
+                ties=report.ties + ties,
+                differences=report.differences + told,
+            )
+        seconds = time.perf_counter() - began
+        self._saved_s -= seconds
+        if report.responses:
+            self._token_s = seconds / tokens
+        return report
+
+    def _request(self, response: Trajectory, tokens: int) -> RolloutRequest:
+        sampling = sampling_of(self.config.rollout)
+        return RolloutRequest(
+            request_id=f"audit.{response.request_id}",
+            prompt_ids=response.prompt_ids,
+            sampling=replace(sampling, max_new_tokens=min(tokens, len(response.token_ids))),
+            seed=response.seed,
+            group_id=response.group_id,
+            is_drafted=False,
+        )
+
+    def _compare(self, step: int, response: Trajectory, again: Trajectory, tokens: int) -> Finding | None:
+        begun = replace(response, token_ids=response.token_ids[:tokens], logprobs=response.logprobs[:tokens])
+        engines = self.config.parallel.engines
+        config = {"rollout": {"speculation": {"mode": self.config.rollout.speculation.mode}}}
+        ours, theirs = (
+            StepRecord(step=step, samples=(_record(t, response),), config=of, engines=engines)
+            for t, of in ((begun, config), (again, {}))
+        )
+        return first_difference([ours], [theirs], noise=noise_of(self.config.rollout))
+
+    def _tell(self, step: int, found: Sequence[str]) -> None:
+        first = found[0]
+        command = f"specactor replay {self.config.output_dir}/{self.config.name} --step {step}"
+        message = (
+            f"audit: {len(found)} responses of step {step} differ when an engine begins them again without drafts: "
+        )
+        message += f"{first}. {command} runs the step again"
+        if self.config.rollout.audit == "stop":
+            raise AgreementError(f"rollout.audit: {message}. --rollout.audit warn goes on after it.")
+        self.progress.note(message)
+
+
+def choose(groups: Sequence[ScoredGroup], *, seed: int, step: int, version: int) -> list[Trajectory]:
+    """Draw `RESPONSES` of a step's responses, of those that one policy sampled whole."""
+    whole = [t for group in groups for t in group.trajectories if [s.version for s in t.spans] == [version]]
+    return random.Random(f"audit {seed} {step}").sample(whole, min(RESPONSES, len(whole)))
+
+
+def _record(t: Trajectory, of: Trajectory) -> SampleRecord:
+    """What is compared of a response; the rest is equal by what was asked for."""
+    return SampleRecord.of(
+        group=of.group_id,
+        sample=int(of.request_id.rpartition(".")[2]),
+        problem=0,
+        seed=of.seed,
+        spans=(),
+        finish_reason="",
+        prompt_ids=of.prompt_ids,
+        token_ids=t.token_ids,
+        logprobs=t.logprobs,
+        routed_experts=b"",
+        score=0.0,
+        reward=0.0,
+        advantage=0.0,
+        is_whole=True,
+    )

@@ -1,0 +1,316 @@
+"""The first difference between two runs' records, and its cause by elimination. PURE.
+
+A step is compared in the order in which it is computed: data, prompts, noise, weights that sample, tokens, scores,
+advantages, training, weights after it. What comes first and differs explains what follows, so the first difference
+decides; where several causes could make it, what is equal before it eliminates all but one, or the finding names them.
+
+Speculation can only change which token is emitted at a place whose context, weights and noise are equal; so it is named
+only if those are equal, it was on, and the emitted token is not the one that the noise picks.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from specactor.replay.records import BLOCK, RankWeights, SampleRecord, StepRecord, by_place
+
+Noise = Callable[[int, int, int], float]
+"""(seed, position in the sequence, token) -> what the engine adds to the token's log-probability."""
+
+TIE = 1e-3
+"""Two candidates whose scores with noise are closer than this may swap by rounding; kernels differ by about 1e-5."""
+TIES = "a kernel's tie"
+"""The cause of such a difference."""
+MOST = 0.5
+"""Share of a step's samples that a cause which holds for every token changes at least."""
+NO_MATTER = (
+    *("name", "output_dir", "resume", "checkpoint", "eval.every", "tracking", "parallel.engines"),
+    *("parallel.drafters", "parallel.drafter_hosts", "parallel.drafter_network", "parallel.timeout_s"),
+    *("rollout.speculation", "distillation", "weights_sync", "train.steps"),
+)
+"""Settings that change no token and no weight. With train.steps the learning rate may; that is compared itself."""
+TEMPLATE = "prompt template or tokenizer"
+AREAS = (
+    (TEMPLATE, ("data.prompt_template", "model.path")),
+    ("data", ("data", "seed")),
+    ("sampling settings", ("rollout.",)),
+    ("reward or environment", ("reward", "environment", "algorithm.overlong")),
+    ("algorithm", ("algorithm.", "train.", "parallel.")),
+)
+"""Cause -> beginnings of the settings that have it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finding:
+    """Where two runs differ first, and why."""
+
+    step: int
+    cause: str
+    where: str
+    """The sample, token or tensor."""
+    evidence: tuple[str, ...]
+
+
+def first_difference(
+    ours: Sequence[StepRecord], theirs: Sequence[StepRecord], *, noise: Noise | None = None
+) -> Finding | None:
+    """Compare the steps that both runs have, in order; return the first difference, or None.
+
+    Args:
+        noise: of the engines' sampler; without it ties and wrong acceptances are not told apart.
+    """
+    other = {record.step: record for record in theirs}
+    before: tuple[StepRecord, StepRecord] | None = None
+    for a in sorted(ours, key=lambda record: record.step):
+        if (b := other.get(a.step)) is not None:
+            if (found := _compare(a, b, before, noise)) is not None:
+                return found
+            before = a, b
+    return None
+
+
+def settings_that_differ(a: Mapping[str, Any], b: Mapping[str, Any], prefix: str = "") -> dict[str, tuple[Any, Any]]:
+    """Return settings (by dotted path) of two configs that differ and that can change a token or a weight."""
+    found: dict[str, tuple[Any, Any]] = {}
+    for key in sorted({*a, *b}):
+        path = prefix + key
+        if any(path == name or path.startswith(name + ".") for name in NO_MATTER):
+            continue
+        x, y = a.get(key), b.get(key)
+        if isinstance(x, Mapping) and isinstance(y, Mapping):
+            found |= settings_that_differ(x, y, path + ".")
+        elif x != y:
+            found[path] = x, y
+    return found
+
+
+def _compare(
+    a: StepRecord, b: StepRecord, before: tuple[StepRecord, StepRecord] | None, noise: Noise | None
+) -> Finding | None:
+    for samples in _pairs(a, b):
+        found = _of_inputs(a, b, samples) or _of_responses(a, b, samples, before, noise) or _of_rewards(a, b, samples)
+        if found is not None:
+            return found
+    return _of_training(a, b)
+
+
+Pairs = list[tuple[SampleRecord, SampleRecord]]
+
+
+def _pairs(a: StepRecord, b: StepRecord) -> Iterator[Pairs]:
+    """Samples that both have; a replay may have one alone."""
+    x, y = by_place(a.samples), by_place(b.samples)
+    shared = sorted(x.keys() & y.keys())
+    if shared:
+        yield [(x[place], y[place]) for place in shared]
+
+
+def _place(s: SampleRecord, token: int | None = None) -> str:
+    at = "" if token is None else f", token {token} of {s.num_tokens}"
+    return f"group {s.group}, sample {s.sample} (problem {s.problem}){at}"
+
+
+def _because(a: StepRecord, b: StepRecord, *areas: str) -> tuple[str, ...]:
+    """Settings of these areas, and libraries, that differ."""
+    starts = [start for area, starts in AREAS for start in starts if area in areas]
+    settings = settings_that_differ(a.config, b.config)
+    found = [f"{k}: {x!r}, {y!r}" for k, (x, y) in settings.items() if any(k.startswith(s) for s in starts)]
+    return (*found, *_libraries(a, b))
+
+
+def _libraries(a: StepRecord, b: StepRecord) -> list[str]:
+    names = sorted({*a.libraries, *b.libraries})
+    pairs = [(name, a.libraries.get(name, "none"), b.libraries.get(name, "none")) for name in names]
+    return [f"{name} {x}, {y}" for name, x, y in pairs if x != y]
+
+
+def _of_inputs(a: StepRecord, b: StepRecord, pairs: Pairs) -> Finding | None:
+    """What a request is made of: its problem, prompt and seed."""
+    checks: tuple[tuple[str, str, Callable[[SampleRecord], object], tuple[str, ...]], ...] = (
+        ("data order", "drew another problem", lambda s: s.problem, ("data",)),
+        (TEMPLATE, "another prompt", lambda s: (s.prompt, s.prompt_len), (TEMPLATE, "data")),
+        ("noise: another seed", "another seed", lambda s: s.seed, ("data",)),
+    )
+    for cause, what, of, areas in checks:
+        differing = [(x, y) for x, y in pairs if of(x) != of(y)]
+        if differing:
+            x, y = differing[0]
+            counted = f"{what} in {len(differing)} of {len(pairs)} samples: {of(x)}, {of(y)}"
+            return Finding(step=a.step, cause=cause, where=_place(x), evidence=(counted, *_because(a, b, *areas)))
+    return None
+
+
+def _of_responses(
+    a: StepRecord, b: StepRecord, pairs: Pairs, before: tuple[StepRecord, StepRecord] | None, noise: Noise | None
+) -> Finding | None:
+    """What the engines generated from equal requests."""
+    differing = [p for p in pairs if any(getattr(p[0], n) != getattr(p[1], n) for n in ("tokens", "logprobs", "spans"))]
+    if not differing:
+        routed = [(x, y) for x, y in pairs if x.routing and y.routing and x.routing != y.routing]
+        if routed:
+            told = f"other experts in {len(routed)} of {len(pairs)} samples, with equal log-probabilities"
+            return Finding(step=a.step, cause="routing record", where=_place(routed[0][0]), evidence=(told,))
+        return None
+    x, y = differing[0]
+    share = f"other tokens or log-probabilities in {len(differing)} of {len(pairs)} samples"
+    if x.spans != y.spans and x.tokens == y.tokens and x.logprobs == y.logprobs:
+        told = f"policy versions {x.spans}, {y.spans}"
+        return Finding(step=a.step, cause="weight version", where=_place(x), evidence=(share, told))
+    settings = _because(a, b, "sampling settings")
+    sampled = [line for line in settings if line.startswith("rollout.")]
+    if sampled:
+        return Finding(step=a.step, cause="sampling settings", where=_place(x), evidence=(share, *sampled))
+    return _of_engines(a, b, differing, len(pairs), (share, *settings), noise)
+
+
+def _of_engines(
+    a: StepRecord, b: StepRecord, differing: Pairs, total: int, evidence: tuple[str, ...], noise: Noise | None
+) -> Finding:
+    """Requests, settings and the trainer's weights are equal, and responses are not."""
+    kept = [(x, y, at) for x, y in differing if (at := _first_token(x, y)) is not None]
+    if not kept:
+        x, y = differing[0]
+        block = next(i for i in range(10**9) if _block(x, i) != _block(y, i))
+        where = f"{_place(x)}, tokens {block * BLOCK} to {block * BLOCK + BLOCK - 1}"
+        told = "none of them was kept whole; tracking.record full keeps all"
+        return Finding(
+            step=a.step, cause=_engine_cause(a, b, differing, total), where=where, evidence=(*evidence, told)
+        )
+    # Equal tokens with other log-probabilities show that something else was computed; then other tokens follow of it.
+    computed = [
+        of for of in kept if of[0].token_ids[of[2] :][:1].tolist() == of[1].token_ids[of[2] :][:1].tolist() != []
+    ]
+    x, y, at = (computed or kept)[0]
+    where = _place(x, at)
+    if computed or at >= min(x.num_tokens, y.num_tokens):
+        last = [float(s.logprob_values[at]) if at < s.num_tokens else math.nan for s in (x, y)]
+        told = f"log-probability {last[0]:.6f}, {last[1]:.6f} there; {x.num_tokens}, {y.num_tokens} tokens in all"
+        return Finding(
+            step=a.step, cause=_engine_cause(a, b, differing, total), where=where, evidence=(*evidence, told)
+        )
+    tokens = int(x.token_ids[at]), int(y.token_ids[at])
+    scores = float(x.logprob_values[at]), float(y.logprob_values[at])
+    told = f"token {tokens[0]} ({scores[0]:.4f}), token {tokens[1]} ({scores[1]:.4f}) after equal ones"
+    if noise is None:
+        return Finding(step=a.step, cause="sampling", where=where, evidence=(*evidence, told))
+    position = x.prompt_len + at
+    gap = scores[0] + noise(x.seed, position, tokens[0]) - scores[1] - noise(y.seed, position, tokens[1])
+    told += f"; with the noise of seed {x.seed} token {tokens[0]} scores {gap:+.4f} against token {tokens[1]}"
+    cause = _sampler_cause(a, b, gap, len(differing) / total)
+    return Finding(step=a.step, cause=cause, where=where, evidence=(*evidence, told))
+
+
+def _sampler_cause(a: StepRecord, b: StepRecord, gap: float, share: float) -> str:
+    """Equal tokens and log-probabilities up to a place where two tokens differ: how one of them was chosen."""
+    if abs(gap) < TIE:
+        return TIES
+    wrong = a if gap < 0 else b
+    which = "the first run" if gap < 0 else "the second run"
+    if share >= MOST:
+        return f"noise: {which} did not sample with its seeds"
+    speculation = wrong.config.get("rollout", {}).get("speculation", {}).get("mode", "off")
+    return (
+        f"{'speculation' if speculation != 'off' else 'sampling'}: {which} emitted a token that its noise does not pick"
+    )
+
+
+def _engine_cause(a: StepRecord, b: StepRecord, differing: Pairs, total: int) -> str:
+    """Log-probabilities differ though requests are equal: the engines computed something else."""
+    if told := _libraries(a, b):
+        return f"library version: {told[0]}"
+    if a.engines == b.engines and a.engines > 1:
+        engines = {x.group % a.engines for x, _ in differing}
+        if len(engines) == 1:
+            return f"weights or arithmetic of engine {engines.pop()}"
+    return "weights or arithmetic of engines" if len(differing) >= MOST * total else "arithmetic of engines"
+
+
+def _first_token(x: SampleRecord, y: SampleRecord) -> int | None:
+    """The first token that differs, or whose log-probability does; None where one of the two is not kept whole."""
+    if not (x.whole and y.whole):
+        return None
+    shared = min(x.num_tokens, y.num_tokens)
+    same = (x.token_ids[:shared] == y.token_ids[:shared]) & (
+        x.logprob_values[:shared].view(np.int32) == y.logprob_values[:shared].view(np.int32)
+    )
+    return shared if same.all() else int(np.argmin(same))
+
+
+def _block(s: SampleRecord, i: int) -> tuple[bytes, bytes]:
+    return s.tokens[4 * i : 4 * i + 4], s.logprobs[4 * i : 4 * i + 4]
+
+
+def _of_rewards(a: StepRecord, b: StepRecord, pairs: Pairs) -> Finding | None:
+    """What equal responses were worth."""
+    learned = bool(a.metrics and b.metrics)
+    checks: tuple[tuple[str, str, bool], ...] = (
+        ("score", "reward or environment", True),
+        ("reward", "shaping of rewards", True),
+        ("advantage", "advantages", learned),
+    )
+    for name, cause, compared in checks:
+        differing = [(x, y) for x, y in pairs if compared and getattr(x, name) != getattr(y, name)]
+        if differing:
+            x, y = differing[0]
+            told = f"{name} {getattr(x, name)}, {getattr(y, name)}; {len(differing)} of {len(pairs)} samples"
+            because = _because(a, b, "reward or environment", "algorithm" if name != "score" else "data")
+            return Finding(step=a.step, cause=cause, where=_place(x), evidence=(told, *because))
+    return None
+
+
+def _of_training(a: StepRecord, b: StepRecord) -> Finding | None:
+    """What was learned from equal samples, and the weights that came of it."""
+    if copies := _unequal_copies(a) or _unequal_copies(b):
+        told = "copies of a parameter differ between data-parallel ranks"
+        return Finding(step=a.step, cause="gradients were not reduced over all ranks", where=copies, evidence=(told,))
+    tensor = _first_tensor(a.weights, b.weights)
+    metrics = [n for n in a.metrics if n in b.metrics and not _same(a.metrics[n], b.metrics[n])]
+    if tensor is None and not metrics:
+        return None
+    changed = tuple(f"{n} {a.metrics[n]!r}, {b.metrics[n]!r}" for n in metrics)
+    where = f"parameter {tensor}" if tensor is not None else "metrics of training"
+    if not a.samples or not b.samples:
+        cause = "weights at the start: another checkpoint, warm-up or model"
+    elif "learning_rate" in metrics:
+        cause = "learning rate"
+    elif {"tokens", "num_microbatches"} & {*metrics}:
+        cause = "microbatches: other tokens were learned from"
+    elif metrics:
+        cause = "training: loss or gradient"
+    else:
+        cause = "optimizer, or weights changed outside of training"
+    return Finding(step=a.step, cause=cause, where=where, evidence=(*changed, *_because(a, b, "algorithm")))
+
+
+def _same(x: float, y: float) -> bool:
+    return x == y or (x != x and y != y)
+
+
+def _first_tensor(a: Sequence[RankWeights], b: Sequence[RankWeights]) -> str | None:
+    """The first parameter that differs; None where none does, or the layouts cannot be compared."""
+    if [r.place for r in a] != [r.place for r in b]:
+        return None
+    for rank, (x, y) in enumerate(zip(a, b, strict=True)):
+        for name in x.digests:
+            if x.digests[name] != y.digests.get(name):
+                return f"{name} of rank {rank}"
+    return None
+
+
+def _unequal_copies(record: StepRecord) -> str | None:
+    """A parameter whose copies on data-parallel ranks differ."""
+    known: dict[tuple[object, ...], int] = {}
+    for rank in record.weights:
+        tensor, pipeline, expert, expert_tensor = rank.place
+        for name, digest in rank.digests.items():
+            is_expert = re.search(r"\.experts\.", name) is not None
+            owner = (name, pipeline, expert, expert_tensor) if is_expert else (name, pipeline, tensor)
+            if known.setdefault(owner, digest) != digest:
+                return f"parameter {name}"
+    return None

@@ -1,0 +1,121 @@
+"""Records the steps of a run while it trains."""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Sequence
+from dataclasses import asdict
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from specactor import __version__
+from specactor.parallel.collective import Collective
+from specactor.replay.records import RankWeights, SampleRecord, StepRecord, drop_before, file_of, write
+from specactor.trainer.policy import PolicyTrainer, TrainStats
+from specactor.types import ScoredGroup, TrainSequence
+from specactor.weights_sync.digest import digest
+
+WHOLE_EVERY = 16
+"""With `sampled`, of so many samples one is kept whole."""
+KEPT_STEPS = 2000
+"""Newest steps whose records stay: a sampled step of 2,048 responses of 8k tokens takes 15 MB."""
+LIBRARIES = ("torch", "sglang", "megatron-core", "transformers", "mbridge", "triton", "transformer-engine", "numpy")
+
+
+class StepRecorder:
+    """Writes a `StepRecord` per step, on rank 0; every rank adds the digests of its own parameters."""
+
+    def __init__(
+        self, run: Path, config_json: dict[str, Any], share: str, *, trainer: PolicyTrainer, collective: Collective
+    ) -> None:
+        """
+        Args:
+            share: `sampled`, `full` or `off`, as tracking.record has it.
+        """
+        self.run = run
+        self.config_json = config_json
+        self.share = share
+        self.trainer = trainer
+        self.collective = collective
+
+    def started(self, step: int) -> None:
+        """Record the weights that the run starts or goes on with, unless that step has its record. Collective."""
+        if self.share == "off":
+            return
+        weights = self._weights()
+        if self.collective.rank == 0 and not file_of(self.run, step).exists():
+            write(self.run, self._record(step=step, weights=weights))
+
+    def stepped(
+        self,
+        step: int,
+        version: int,
+        groups: Sequence[ScoredGroup],
+        batch: Sequence[TrainSequence],
+        stats: TrainStats | None,
+    ) -> None:
+        """Record a step: what was sampled and, if it was learned from, what training was. Collective."""
+        if self.share == "off":
+            return
+        weights = self._weights() if stats is not None else ()
+        if self.collective.rank:
+            return
+        advantages = iter([sequence.advantage for sequence in batch])
+        samples = tuple(
+            SampleRecord.of(
+                group=t.group_id,
+                sample=int(t.request_id.rpartition(".")[2]),
+                problem=group.problem.index,
+                seed=t.seed,
+                spans=tuple((s.version, s.start, s.end) for s in t.spans),
+                finish_reason=t.finish_reason,
+                prompt_ids=t.prompt_ids,
+                token_ids=t.token_ids,
+                logprobs=t.logprobs,
+                routed_experts=t.routed_experts,
+                score=group.scores[k],
+                reward=group.rewards[k],
+                advantage=next(advantages, 0.0),
+                is_whole=self.share == "full" or (g * len(group.trajectories) + k + step) % WHOLE_EVERY == 0,
+            )
+            for g, group in enumerate(groups)
+            for k, t in enumerate(group.trajectories)
+        )
+        metrics = {} if stats is None else {name: float(value) for name, value in asdict(stats).items()}
+        write(self.run, self._record(step=step, version=version, samples=samples, metrics=metrics, weights=weights))
+        drop_before(self.run, step - KEPT_STEPS)
+
+    def _record(self, **rest: Any) -> StepRecord:
+        return StepRecord(
+            config=self.config_json, libraries=libraries(), engines=self.config_json["parallel"]["engines"], **rest
+        )
+
+    def _weights(self) -> tuple[RankWeights, ...]:
+        """Digests of all parameters of all ranks."""
+        from megatron.core import parallel_state
+
+        place = (
+            parallel_state.get_tensor_model_parallel_rank(),
+            parallel_state.get_pipeline_model_parallel_rank(),
+            parallel_state.get_expert_model_parallel_rank(),
+            parallel_state.get_expert_tensor_parallel_rank(),
+        )
+        digests = {
+            f"{i}.{name}" if len(self.trainer.policy.chunks) > 1 else name: digest(parameter)
+            for i, chunk in enumerate(self.trainer.policy.chunks)
+            for name, parameter in chunk.named_parameters()
+        }
+        return tuple(self.collective.gather(RankWeights(place=place, digests=digests), RankWeights))
+
+
+def libraries() -> dict[str, str]:
+    """Return the versions of what computes on this machine; what is not installed is left out."""
+    found = {"specactor": __version__, "python": platform.python_version(), "machine": platform.machine()}
+    for name in LIBRARIES:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return found | ({"OMP_NUM_THREADS": threads} if (threads := os.environ.get("OMP_NUM_THREADS")) else {})

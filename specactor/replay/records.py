@@ -1,0 +1,177 @@
+"""What a run records of every step, and the files it is kept in.
+
+A record says of each sample where it came from (problem, seed, policy versions), what it is (digests of prompt, tokens
+and log-probabilities) and what was learned from it; of the step, the weights that sampled and those that were learned.
+With its config and library versions it stands alone.
+
+Invariants: a file is there whole or not at all; a file that was cut or changed is refused, since its digest is of all
+that follows it.
+"""
+
+from __future__ import annotations
+
+import os
+import zlib
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import xxhash
+
+from specactor.errors import DataError
+
+FORMAT = 1
+BLOCK = 32
+"""Tokens that one digest stands for: where whole tokens are not kept, a difference is located to so many."""
+_MAGIC = b"SPAR"
+
+
+class SampleRecord(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+    """One response."""
+
+    group: int
+    """Number of its group in the step that asked for it."""
+    sample: int
+    """Number in its group."""
+    problem: int
+    """Of the problem in its data set."""
+    seed: int
+    """Of the sampling noise."""
+    spans: tuple[tuple[int, int, int], ...]
+    """(policy version, first token, end)."""
+    finish_reason: str
+    num_tokens: int
+    """Of the response."""
+    prompt: int
+    """Digest of the prompt's token ids."""
+    tokens: bytes
+    """Of the response, 4 bytes per `BLOCK` tokens."""
+    logprobs: bytes
+    """The same of their log-probabilities under the policy, as the engine gave them."""
+    routing: int
+    """Digest of the chosen experts; 0 where the engine does not return them."""
+    score: float
+    reward: float
+    advantage: float
+    prompt_len: int
+    whole: bytes = b""
+    """Where the sample is kept whole: token ids (int32), then log-probabilities (float32), of the response."""
+
+    @classmethod
+    def of(
+        cls,
+        *,
+        prompt_ids: Sequence[int],
+        token_ids: Sequence[int],
+        logprobs: Sequence[float],
+        routed_experts: bytes,
+        is_whole: bool,
+        **rest: Any,
+    ) -> SampleRecord:
+        tokens, values = np.array(token_ids, np.int32), np.array(logprobs, np.float32)
+        return cls(
+            num_tokens=len(tokens),
+            prompt=xxhash.xxh3_64_intdigest(np.array(prompt_ids, np.int32).tobytes()),
+            prompt_len=len(prompt_ids),
+            tokens=_blocks(tokens),
+            logprobs=_blocks(values),
+            routing=xxhash.xxh3_64_intdigest(routed_experts) if routed_experts else 0,
+            whole=tokens.tobytes() + values.tobytes() if is_whole else b"",
+            **rest,
+        )
+
+    @property
+    def token_ids(self) -> np.ndarray[Any, np.dtype[np.int32]]:
+        """Of the response, int32 [T]; empty where it is not kept whole."""
+        return np.frombuffer(self.whole[: 4 * self.num_tokens], np.int32)
+
+    @property
+    def logprob_values(self) -> np.ndarray[Any, np.dtype[np.float32]]:
+        """Float32 [T]; empty where the sample is not kept whole."""
+        return np.frombuffer(self.whole[4 * self.num_tokens :], np.float32)
+
+
+class RankWeights(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+    """The parameters of one trainer rank."""
+
+    place: tuple[int, int, int, int]
+    """Its rank in tensor, pipeline, expert and expert-tensor parallelism: it says which parameters are copies."""
+    digests: dict[str, int]
+    """Of each parameter, by Megatron's name."""
+
+
+class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """One RL step; step 0, or the step that a run was resumed at, has weights alone."""
+
+    step: int
+    version: int = 0
+    """Of the policy that sampled, but for older spans."""
+    samples: tuple[SampleRecord, ...] = ()
+    metrics: dict[str, float] = {}
+    """What training was: loss, gradient norm, learning rate, tokens."""
+    weights: tuple[RankWeights, ...] = ()
+    """After the step, by rank."""
+    config: dict[str, Any] = {}
+    libraries: dict[str, str] = {}
+    """Name -> version of what computes."""
+    engines: int = 1
+    """Engine i generates the groups g with g % engines == i."""
+
+
+def _blocks(values: np.ndarray[Any, Any]) -> bytes:
+    """A 4-byte digest per `BLOCK` values."""
+    parts = (values[start : start + BLOCK].tobytes() for start in range(0, len(values), BLOCK))
+    return b"".join(xxhash.xxh32_digest(part) for part in parts)
+
+
+def file_of(run: Path, step: int) -> Path:
+    return run / "records" / f"step-{step:06}.bin"
+
+
+def write(run: Path, record: StepRecord) -> int:
+    """Write a step's record, in place of an older one; return its bytes. A crash leaves the old file or the new one."""
+    file = file_of(run, record.step)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    body = zlib.compress(msgspec.msgpack.encode(record), 1)
+    fresh = file.with_suffix(".tmp")
+    with fresh.open("wb") as handle:
+        handle.write(_MAGIC + FORMAT.to_bytes(4, "little") + xxhash.xxh3_64_digest(body) + body)
+        handle.flush()
+        os.fsync(handle.fileno())
+    fresh.replace(file)
+    return file.stat().st_size
+
+
+def read(file: Path) -> StepRecord:
+    """Read a step's record. Raises DataError for a file that is missing, damaged or of another format."""
+    try:
+        raw = file.read_bytes()
+    except OSError as error:
+        raise DataError(
+            f"{file}: cannot be read ({error.strerror}). Runs keep records with tracking.record sampled or full."
+        ) from error
+    magic, form, digest, body = raw[:4], int.from_bytes(raw[4:8], "little"), raw[8:16], raw[16:]
+    if magic == _MAGIC and form != FORMAT:
+        raise DataError(f"{file}: got format {form}, expected {FORMAT}. Read it with the version that wrote it.")
+    if magic != _MAGIC or digest != xxhash.xxh3_64_digest(body):
+        raise DataError(f"{file}: got a record that was cut or changed after it was written. Use a copy of the run.")
+    return msgspec.msgpack.decode(zlib.decompress(body), type=StepRecord)
+
+
+def steps_of(run: Path) -> list[int]:
+    """Steps that a run has a record of, in order."""
+    return sorted(int(file.stem.removeprefix("step-")) for file in (run / "records").glob("step-*.bin"))
+
+
+def drop_before(run: Path, step: int) -> None:
+    """Remove records of earlier steps."""
+    for old in steps_of(run):
+        if old < step:
+            file_of(run, old).unlink(missing_ok=True)
+
+
+def by_place(samples: Iterable[SampleRecord]) -> dict[tuple[int, int], SampleRecord]:
+    """(group, sample) -> record."""
+    return {(s.group, s.sample): s for s in samples}

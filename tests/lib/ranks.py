@@ -1,0 +1,100 @@
+"""torchrun, with ranks that are forked by a process that has imported what they need: a core's work for six seconds.
+
+That process is Python's fork server: the first call starts it, and it ends with the tests. One run of the main job and
+the runs that are struck are started by torchrun itself.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import runpy
+import signal
+import sys
+import uuid
+from collections.abc import Mapping
+from pathlib import Path
+
+from tests.ending import end_tree
+
+_FORKED = multiprocessing.get_context("forkserver")
+_FORKED.set_forkserver_preload(["tests.lib.imports_of_ranks"])
+
+
+def torchrun(
+    world: int, target: str, *arguments: object, folder: Path, limit_s: float = 600.0, **variables: str
+) -> tuple[int, str]:
+    """Run `world` ranks to their end; returns the exit code and what they said. Nothing that they started is left.
+
+    Args: a module, or a script's path; its arguments; where the log is written; environment variables.
+    """
+    log = folder / f"torchrun-{uuid.uuid4().hex[:6]}.log"
+    command = (target, *map(str, arguments))
+    process = _FORKED.Process(target=_launch, args=(world, command, log, {**os.environ, **variables}))
+    process.start()
+    try:
+        process.join(limit_s)
+        code = process.exitcode
+    finally:
+        if process.is_alive():
+            end_tree(process.pid or 0)
+        process.join()
+    return -1 if code is None else code, log.read_text(errors="replace")
+
+
+def run_ranks(world: int, target: str, *arguments: object, folder: Path) -> str:
+    """As `torchrun`; they must end well. Returns what they said."""
+    code, output = torchrun(world, target, *arguments, folder=folder)
+    assert code == 0, output[-6000:]
+    return output
+
+
+def run_alone(module: str, *arguments: object, limit_s: float = 240.0) -> None:
+    """Run a module in a process, which must end well."""
+    child = _FORKED.Process(target=_become_rank, args=((module, *map(str, arguments)), dict(os.environ)))
+    child.start()
+    try:
+        child.join(limit_s)
+        assert child.exitcode == 0, (module, *arguments)
+    finally:
+        child.kill()
+        child.join()
+
+
+def _launch(world: int, command: tuple[str, ...], log: Path, environment: Mapping[str, str]) -> None:
+    """The launcher, in a process of its own."""
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    os.setsid()
+    with log.open("wb") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    os.environ.update(environment)
+    settings = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=world,
+        run_id=uuid.uuid4().hex,
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        max_restarts=0,
+        start_method="fork",
+    )
+    elastic_launch(settings, _become_rank)(command)
+
+
+def _become_rank(command: tuple[str, ...], environment: Mapping[str, str] | None = None) -> None:
+    """What a rank finds in a process of its own."""
+    os.environ.update(environment or {})
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the launcher's are not a rank's
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    sys.argv = list(command)
+    try:
+        if command[0].endswith(".py"):
+            sys.path.insert(0, str(Path(command[0]).parent))
+            runpy.run_path(command[0], run_name="__main__")
+        else:
+            runpy.run_module(command[0], run_name="__main__", alter_sys=True)
+    except SystemExit as end:
+        if end.code:  # else the launcher would wait for a result
+            raise
