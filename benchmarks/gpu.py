@@ -98,7 +98,7 @@ SIZES = {
         copied_bytes=1024 * MIB,
         pushes=7,
         job=(
-            *("--train.steps", "5", "--model.dtype", "bfloat16", "--algorithm.tis-cap", "2"),
+            *("--train.steps", "5", "--model.dtype", "bfloat16"),
             *("--train.max-logprob-gap", "1", "--rollout.engine.memory-fraction", "0.3"),
         ),
     ),

@@ -286,7 +286,7 @@ def _recipe(config: Config) -> list[Finding]:
     else:
         findings.append(Finding(component="model", found="a tiny model, made on the spot"))
     for name, source in (("data.train", config.data.train_source), ("data.eval", config.data.eval_source(1))):
-        if source.path and not Path(source.path).is_file():
+        if source.path and ":" not in source.path and not Path(source.path).is_file():
             remedy = f"Correct --{name}."
             findings.append(Finding(component=name, found=f"{source.path} is not a file", fatal=True, remedy=remedy))
     return findings + _drafter_network(config.parallel.drafter_network)

@@ -40,6 +40,7 @@ PURE = [
     "trainer.packing",
     "trainer.schedule",
     "weights_sync.buckets",
+    "weights_sync.plan",
     *(f"config.{path.stem}" for path in sorted((PACKAGE / "config").glob("[!_]*.py"))),
     *(f"rollout.speculation.{path.stem}" for path in sorted((PACKAGE / "rollout/speculation").glob("[!_]*.py"))),
     *(f"planning.{name}" for name in PLANNER),

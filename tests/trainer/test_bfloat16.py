@@ -36,6 +36,7 @@ def test_a_wrapped_model_is_trained_saved_and_handed_over(tmp_path: Path) -> Non
     assert found["changed"]
     assert found["shards_are_the_model"]
     assert found["restored"]
+    assert found["in_shared_memory"]  # whatever trains and loads writes there
     first, again, repeated = found["losses"]
     assert math.isfinite(first)
     assert again == repeated

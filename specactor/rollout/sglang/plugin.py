@@ -33,7 +33,13 @@ def register() -> None:
         part.install()
     receiver = Receiver()
     rank_calls.RANK_CALLS.update(
-        {messages.CHECK: receiver.check, messages.LOAD: receiver.load, messages.COMMIT: receiver.commit}
+        {
+            messages.CHECK: receiver.check,
+            messages.LOAD: receiver.load,
+            messages.PLAN: receiver.plan,
+            messages.PULL: receiver.pull,
+            messages.COMMIT: receiver.commit,
+        }
     )
     rank_calls.RANK_CALLS.update(
         {speculation_calls.CONFIGURE: speculation_calls.configure, speculation_calls.REPORT: speculation_calls.report}
