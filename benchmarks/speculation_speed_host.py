@@ -30,16 +30,18 @@ BUILTIN = "SPECULATION_SPEED_BUILTIN"
 refused in EngineConfig, since they change the text."""
 PARTS = {
     ("tp_worker.py", "forward_batch_generation"): "target",
-    ("speculation.py", "forward_batch_generation"): "worker",
-    ("speculation.py", "_follow"): "commits",
-    ("speculation.py", "_drafts"): "decide and draft",
+    ("verify_worker.py", "forward_batch_generation"): "worker",
+    ("verify_worker.py", "_follow"): "commits",
+    ("verify_worker.py", "note_request_finished"): "close",
+    ("verify_worker.py", "_drafts"): "decide and draft",
+    ("drafter_set.py", "tell"): "tell",
     ("drafter_set.py", "draft"): "draft",
     ("speculator.py", "learn"): "learn",
-    ("rows.py", "spread"): "spread",
-    ("rows.py", "place"): "spread",
-    ("speculation.py", "_accepted"): "accept and emit",
-    ("speculation.py", "_emit"): "accept and emit",
-    ("speculation.py", "_prefill"): "prefill",
+    ("verify_batch.py", "spread"): "spread",
+    ("verify_batch.py", "place"): "spread",
+    ("verify_worker.py", "_accepted"): "accept and emit",
+    ("verify_worker.py", "_emit"): "accept and emit",
+    ("verify_worker.py", "_prefill"): "prefill",
     ("scheduler.py", "run_batch"): "run_batch",
 }
 """(File, function) -> the name under which its time is reported, what it calls included."""

@@ -1,6 +1,9 @@
 """Where the time of a round goes, of the contestants of `speculation_speed`: what explains its aims that are missed.
 
     python -m benchmarks.speculation_speed_profile [--models B heavy] [--batches 1 16 ...] [--contestants off auto ...]
+        [--beside CHECKOUT]
+
+`--beside`: the same contestants on engines of another checkout, in turns with these; then no page is written.
 
 Invariants: seconds are the scheduler's processor time, under a profiler that makes Python look slower than it is, so
 they are compared with each other and not with the clock; all contestants emit the same number of tokens.
@@ -14,6 +17,8 @@ import signal
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -34,6 +39,7 @@ from benchmarks.speculation_speed import (
     works,
 )
 
+ROOT = Path(__file__).resolve().parent.parent
 BATCHES = {"B": (1, 16, 64), "heavy": (1, 16)}  # by model
 NAMES = ("off", "suffix", "model", "auto", "SGLang NGRAM")
 REPETITIONS = 2  # the last one is profiled, after the others warmed up
@@ -61,14 +67,30 @@ def profiles(players: Sequence[Contestant], todo: Sequence[Work]) -> Iterator[tu
             yield player.name, work.batch, msgspec.json.decode(answer, type=host.Profile)
 
 
+@contextmanager
+def engines_of(checkout: Path) -> Iterator[None]:
+    """Within, engines that start run the library of another checkout, under the host process of this one."""
+    before, path = os.getcwd(), os.environ.get("PYTHONPATH", "")
+    with tempfile.TemporaryDirectory(prefix="beside-") as folder:
+        for name, root in {"specactor": checkout, "benchmarks": ROOT, "examples": ROOT}.items():
+            (Path(folder) / name).symlink_to(root.resolve() / name)
+        os.chdir(folder)  # Python looks for modules there first
+        os.environ["PYTHONPATH"] = os.pathsep.join([folder, path])
+        try:
+            yield
+        finally:
+            os.chdir(before)
+            os.environ["PYTHONPATH"] = path
+
+
 def profile_row(model: str, name: str, batch: int, profile: host.Profile) -> list[str]:
     """Seconds in all, rounds (prefills count), and milliseconds per round of its parts."""
     parts = dict(profile.parts_s)
-    parts["decide"] = parts.pop("decide and draft", 0.0) - parts.get("draft", 0.0)
-    parts["around"] = profile.total_s - parts.pop("worker", parts.get("target", 0.0))
-    parts["rows"], parts["emit"], parts["tell"] = (
-        parts.pop(part, 0.0) for part in ("spread", "accept and emit", "commits")
-    )
+    tell_s, close_s = parts.get("tell", 0.0), parts.pop("close", 0.0)
+    parts["decide"] = parts.pop("decide and draft", 0.0) - parts.get("draft", 0.0) - tell_s
+    parts["around"] = profile.total_s - parts.pop("worker", parts.get("target", 0.0)) - close_s
+    parts["tell"] = tell_s + close_s + parts.pop("commits", 0.0)
+    parts["rows"], parts["emit"] = (parts.pop(part, 0.0) for part in ("spread", "accept and emit"))
     rounds = max(1, profile.batches)
     return [
         f"{model}, batch {batch}: {name}",
@@ -120,6 +142,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--models", nargs="+", choices=["A", "B", "heavy"], default=list(BATCHES))
     parser.add_argument("--batches", nargs="+", type=int, help="default: those that show most, by model")
     parser.add_argument("--contestants", nargs="+", choices=[*OURS, *BUILTINS], default=list(NAMES))
+    parser.add_argument("--beside", type=Path, help="another checkout, whose engines take turns with this one's")
     options = parser.parse_args(arguments)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))  # so that engines are stopped
     load = os.getloadavg()[0]
@@ -130,12 +153,20 @@ def main(arguments: Sequence[str] | None = None) -> None:
         todo = works(models, "A" if model == "A" else "B", batches, REPETITIONS)
         with (
             tempfile.TemporaryDirectory(prefix="speculation-speed-") as temporary,
-            contestants(models, max(*batches, GROUP_SIZE), Path(temporary), options.contestants) as players,
+            ExitStack() as stack,
         ):
+            most, folder = max(*batches, GROUP_SIZE), Path(temporary)
+            players = stack.enter_context(contestants(models, most, folder, options.contestants))
+            if options.beside:
+                stack.enter_context(engines_of(options.beside))
+                names = [name for name in options.contestants if name in OURS]
+                others = stack.enter_context(contestants(models, most, folder / "beside", names))
+                players += [replace(player, name=f"{player.name} of {options.beside.name}") for player in others]
             for name, batch, profile in profiles(players, todo):
                 rows.append(profile_row(model, name, batch, profile))
                 print(" | ".join(rows[-1]), flush=True)
-    publish("speculation_speed_profile", page(rows, load))
+    if not options.beside:
+        publish("speculation_speed_profile", page(rows, load))
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from specactor.config import RolloutConfig
 from specactor.errors import ConfigError
 from specactor.recipes import load
 
-SETTINGS = 105
+SETTINGS = 111
 """Settings of a run, as `make measure` counts them."""
 WRONG: list[tuple[str, str]] = [
     *(
@@ -324,6 +324,30 @@ WRONG: list[tuple[str, str]] = [
         "--distillation.max-time-share 1.5",
         "distillation.max_time_share: got 1.5, expected <= 1 with max_updates 0. Set max_updates, which bounds a "
         "refresh then.",
+    ),
+    (
+        "--rollout.environment-timeout-s 0",
+        "rollout.environment_timeout_s: got 0.0, expected > 0. Give environments time to answer.",
+    ),
+    ("--data.mix a.jsonl 0", "data.mix.a.jsonl: got 0.0, expected > 0. Leave the set out, or give it a weight."),
+    (
+        "--data.mix count_bits 1",
+        "data.mix: got 'count_bits', expected other sets than train and eval. Drop it.",
+    ),
+    ("--eval.samples 0", "eval.samples: got 0, expected >= 1. Use 1 for greedy responses."),
+    (
+        "--eval.sets a/x.jsonl b/x.jsonl",
+        "eval.sets: got ('a/x.jsonl', 'b/x.jsonl'), expected sets with names of their own. The name of a set is that "
+        "of its file, function or task; rename one.",
+    ),
+    (
+        "--algorithm.group-filter mine:keep",
+        "algorithm.group_filter: got 'mine:keep', expected module:function with algorithm.dynamic_sampling. Set "
+        "dynamic_sampling, which draws further prompts for groups that are left out.",
+    ),
+    (
+        "--algorithm.loss ppo",
+        "algorithm.loss: got 'ppo', expected one of ppo_clip, gspo, cispo, or module:function. See --help for each.",
     ),
     (
         "--train.adam-betas 0.9 1.0",

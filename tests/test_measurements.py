@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 
@@ -100,6 +101,54 @@ def test_a_step_with_a_critic_and_experts_by_hand() -> None:
     assert set(seen) <= set(METRICS)
     assert (seen["critic/explained_variance"], seen["critic/loss"], seen["rollout/expert_bytes"]) == (0.75, 0.25, 8)
     assert (seen["correction/effective_share"], seen["correction/cut_fraction"]) == (0.9, 0.2)
+
+
+def test_what_environments_did_by_hand() -> None:
+    mask = (True, True, False, False, True)
+    talked = Trajectory(
+        request_id="a",
+        group_id=0,
+        prompt_ids=(1,),
+        token_ids=(1,) * 5,
+        logprobs=(0.0,) * 5,
+        finish_reason="stop",
+        spans=(),
+        loss_mask=mask,
+        reward=1.0,
+        environment_s=0.5,
+    )
+    assert (talked.first_turn.token_ids, talked.first_turn.logprobs) == ((1, 1), (0.0, 0.0)), (
+        "what an audit begins again"
+    )
+    once = replace(talked, loss_mask=(), environment_s=0.25)
+    assert once.first_turn is once
+    groups = [ScoredGroup(problem=PROBLEM, trajectories=(talked, once), scores=(1.0, 0.0), rewards=(1.0, 0.0))]
+    seen = measurements.of_environments(groups, 3)
+    assert seen == {
+        "environment/turns_mean": 1.5,
+        "environment/observations": 1,
+        "environment/observation_tokens": 2,
+        "environment/failed": 3,
+        "time/environment_s": 0.75,
+    }
+    assert set(seen) <= set(METRICS)
+    assert measurements.of_environments([group([Response(1)], (1.0,), (1.0,))], 0) == {}
+
+
+def test_pass_at_k_is_the_share_of_draws_with_a_right_one() -> None:
+    for scores in itertools.product((0.0, 1.0), repeat=5):
+        for k in range(1, 6):
+            draws = list(itertools.combinations(scores, k))
+            assert measurements.pass_at(k, scores) == pytest.approx(sum(max(draw) for draw in draws) / len(draws))
+    groups = [group([Response(1)] * 4, s, s) for s in ((1.0, 0.0, 0.0, 0.0), (0.0,) * 4)]
+    assert measurements.of_evaluation({"eval": groups, "hard": groups[:1]}) == {
+        "accuracy/eval": 0.125,
+        "accuracy/eval/pass@2": 0.25,
+        "accuracy/eval/pass@4": 0.5,
+        "accuracy/hard": 0.25,
+        "accuracy/hard/pass@2": 0.5,
+        "accuracy/hard/pass@4": 1.0,
+    }
 
 
 def test_rates_come_from_the_seconds_of_their_phase() -> None:

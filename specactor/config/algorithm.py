@@ -7,6 +7,9 @@ from typing import Literal
 
 from specactor.config.rules import rules_of
 
+ADVANTAGES = ("grpo", "dr_grpo", "rloo", "reinforce_pp", "gae")
+LOSSES = ("ppo_clip", "gspo", "cispo")
+
 
 @dataclass(frozen=True, kw_only=True)
 class CorrectionConfig:
@@ -60,13 +63,15 @@ class CriticConfig:
 class AlgorithmConfig:
     """Learning from rewards. The formulas are in ``specactor.trainer.advantages`` and ``losses``."""
 
-    advantage: Literal["grpo", "dr_grpo", "rloo", "reinforce_pp", "gae"] = "grpo"
-    """What a response's reward is compared with: gae: what a critic expected before each token (PPO);
+    advantage: str = "grpo"
+    """grpo, dr_grpo, rloo, reinforce_pp, gae, or module:function (rewards by group) -> advantages of yours.
+    What a response's reward is compared with: gae: what a critic expected before each token (PPO);
     grpo: its group's mean, in units of the group's standard deviation;
     dr_grpo: the mean alone; rloo: the mean of the others; reinforce_pp: its group's mean, in units of the
     whole step's standard deviation."""
-    loss: Literal["ppo_clip", "gspo", "cispo"] = "ppo_clip"
-    """ppo_clip: per-token ratios (GRPO, DAPO); gspo: one ratio per sequence; cispo: clipped weight on log-probs."""
+    loss: str = "ppo_clip"
+    """ppo_clip, gspo, cispo, or module:function (logprobs_T, old_logprobs_T, advantages_T) -> loss_T of yours.
+    ppo_clip: per-token ratios (GRPO, DAPO); gspo: one ratio per sequence; cispo: clipped weight on log-probs."""
     aggregation: Literal["sequence_mean", "token_mean", "fixed_length"] = "token_mean"
     """sequence_mean: GRPO; token_mean: DAPO; fixed_length: Dr.GRPO (divide by rollout.max_new_tokens)."""
     clip_low: float = 0.2
@@ -81,6 +86,8 @@ class AlgorithmConfig:
     critic: CriticConfig = field(default_factory=CriticConfig)
     dynamic_sampling: bool = False
     """DAPO: leave out groups whose rewards are all equal, and draw further prompts in their place."""
+    group_filter: str = ""
+    """With dynamic_sampling: module:function (group) -> bool, which says what groups are learned from."""
     overlong_buffer: int = 0
     """DAPO: the reward falls linearly over the last this many tokens before max_new_tokens; 0: off."""
     overlong_penalty: float = 1.0
@@ -88,6 +95,9 @@ class AlgorithmConfig:
 
     def __post_init__(self) -> None:
         rule = rules_of(self, "algorithm")
+        for name, known in (("advantage", ADVANTAGES), ("loss", LOSSES)):
+            ok = getattr(self, name) in known or ":" in getattr(self, name)
+            rule(name, ok, f"one of {', '.join(known)}, or module:function", "See --help for each.")
         rule("clip_low", 0 < self.clip_low < 1, "in (0, 1)", "Use for example 0.2.")
         rule("clip_high", self.clip_high > 0, "> 0", "Use for example 0.2, or DAPO's 0.28.")
         rule("kl_coef", self.kl_coef >= 0, ">= 0", "Use 0 for no penalty.")
@@ -99,3 +109,9 @@ class AlgorithmConfig:
         )
         rule("overlong_penalty", self.overlong_penalty >= 0, ">= 0", "It is subtracted from the reward.")
         rule("overlong_buffer", self.overlong_buffer >= 0, ">= 0", "Use 0 for off.")
+        rule(
+            "group_filter",
+            not self.group_filter or (self.dynamic_sampling and ":" in self.group_filter),
+            "module:function with algorithm.dynamic_sampling",
+            "Set dynamic_sampling, which draws further prompts for groups that are left out.",
+        )

@@ -16,10 +16,8 @@ from specactor.trainer.policy import PolicyTrainer, TrainStats
 from specactor.types import ScoredGroup, TrainSequence
 from specactor.weights_sync.digest import digest
 
-WHOLE_EVERY = 16
-"""With `sampled`, of so many samples one is kept whole."""
-KEPT_STEPS = 2000
-"""Newest steps whose records stay: a sampled step of 2,048 responses of 8k tokens takes 15 MB."""
+WHOLE_EVERY = 16  # with `sampled`, of so many samples one is kept whole
+KEPT_STEPS = 2000  # newest steps whose records stay: a sampled step of 2,048 responses of 8k tokens takes 15 MB
 LIBRARIES = ("torch", "sglang", "megatron-core", "transformers", "mbridge", "triton", "transformer-engine", "numpy")
 
 

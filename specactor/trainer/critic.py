@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from specactor.config import Config
+from specactor.errors import DataError
 from specactor.parallel.layout import Layout
 from specactor.trainer import model
 from specactor.trainer.losses import gae, value_loss_T, whitened
@@ -55,6 +56,11 @@ class Critic(ModelTrainer):
     def estimates(self, updates: Sequence[Sequence[TrainSequence]]) -> list[Sequence[Estimate]]:
         """Values, returns, and advantages that are whitened over all of the step, per update and sequence."""
         settings = self.config.algorithm.critic
+        if any(sequence.loss_mask for part in updates for sequence in part):
+            raise DataError(
+                "algorithm.advantage: got gae with conversations, expected another: what an environment says has no "
+                "value to learn. Use for example grpo."
+            )
         values = [own for part in updates for own in self._per_token(part, values_R)]
         rewards = [sequence.reward for part in updates for sequence in part]
         advantages, returns = gae(values, rewards, gamma=settings.gamma, decay=settings.gae_lambda)

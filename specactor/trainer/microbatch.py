@@ -1,9 +1,11 @@
 """One packed micro-batch as tensors: sequences, one after the other, each padded to what the layout divides.
 
-Shapes: T packed tokens on this rank, N sequences, R those of the T positions whose *next* token belongs to a response.
+Shapes: T packed tokens on this rank, N sequences, R those of the T positions whose *next* token is learned from: it
+belongs to a response, and a policy sampled it.
 Under context parallelism this rank holds chunks r and 2C-1-r of every sequence's 2C chunks.
 
-Invariants: over the ranks of a context-parallel group every response token is in exactly one R; padding is in none.
+Invariants: over the ranks of a context-parallel group every token that is learned from is in exactly one R; padding and
+what an environment said are in none.
 """
 
 # ruff: noqa: N815 - tensor fields carry shape suffixes
@@ -194,7 +196,7 @@ class _Responses:
     local_row: Tensor
     """The same among this rank's rows; -1: it is on another rank."""
     mine: Tensor
-    """Which of the tokens are predicted on this rank."""
+    """Which of the tokens are learned from on this rank."""
     sequence: Tensor
     source: Tensor
 
@@ -210,7 +212,8 @@ def _responses(items: Sequence[Item], padded: list[int], rows_T: Tensor) -> _Res
     place = torch.full((sum(padded),), -1, dtype=torch.int64)
     place[rows_T] = torch.arange(len(rows_T))
     local_row = place[row]
-    mine = (local_row >= 0).nonzero()[:, 0]
+    learned = [x for item in items for x in item.sequence.loss_mask or (True,) * item.sequence.response_len]
+    mine = ((local_row >= 0) & torch.tensor(learned, dtype=torch.bool)).nonzero()[:, 0]
     return _Responses(row, local_row, mine, sequence, torch.tensor(first, dtype=torch.int64)[sequence] + within)
 
 

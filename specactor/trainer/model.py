@@ -11,6 +11,7 @@ import contextlib
 import importlib
 import importlib.util
 import io
+import os
 import re
 import sys
 import types
@@ -54,6 +55,8 @@ from megatron.core import parallel_state  # noqa: E402
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec  # noqa: E402
 from transformers import AutoConfig  # noqa: E402
 
+DETERMINISTIC = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0", "NCCL_ALGO": "Ring"}
+"""What cuBLAS, TransformerEngine and NCCL read when they are first used."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -105,8 +108,9 @@ def build(model_dir: Path, *, dtype: str, train: TrainConfig, scalar: bool = Fal
 
     Raises ConfigError for a model type or a rotary embedding that cannot be represented.
     """
+    settle_arithmetic(dtype, deterministic=train.deterministic)
     local_spec = not has_transformer_engine()
-    bridge = _make_bridge(model_dir, DTYPES[dtype], local_spec, train.recompute)
+    bridge = _make_bridge(model_dir, DTYPES[dtype], local_spec, train)
     if scalar:
         bridge.hf_config.tie_word_embeddings = False
     with contextlib.redirect_stdout(io.StringIO()):  # it prints parameter counts
@@ -122,6 +126,21 @@ def build(model_dir: Path, *, dtype: str, train: TrainConfig, scalar: bool = Fal
             if chunk.post_process:
                 chunk.output_layer.weight.zero_()  # random values would teach the policy noise
     return policy
+
+
+def settle_arithmetic(dtype: str, *, deterministic: bool) -> None:
+    """Choose how this process multiplies and sums, before the first kernel does. What the user has set stays.
+
+    In float32 nothing is rounded to TF32: engine and trainer could not agree to 1e-4 then. TransformerEngine asks for
+    it whatever PyTorch's switches say, so cuBLAS itself is told.
+    """
+    if dtype == "float32":
+        torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+        os.environ.setdefault("NVIDIA_TF32_OVERRIDE", "0")
+    torch.use_deterministic_algorithms(deterministic)
+    if deterministic:
+        for name, value in DETERMINISTIC.items():
+            os.environ.setdefault(name, value)
 
 
 def read_hf_config(model_dir: Path) -> Any:
@@ -147,7 +166,7 @@ def read_hf_config(model_dir: Path) -> Any:
     return config
 
 
-def _make_bridge(model_dir: Path, dtype: torch.dtype, local_spec: bool, recompute: str) -> Any:
+def _make_bridge(model_dir: Path, dtype: torch.dtype, local_spec: bool, train: TrainConfig) -> Any:
     hf_config = read_hf_config(model_dir)
     known = mbridge.AutoBridge.list_supported_models()
     if hf_config.model_type not in known:
@@ -163,12 +182,13 @@ def _make_bridge(model_dir: Path, dtype: torch.dtype, local_spec: bool, recomput
         "moe_token_dispatcher_type": "alltoall",
         "calculate_per_token_loss": True,  # gradients are summed, not averaged: weights are global
         "variable_seq_lengths": pipelined,  # micro-batches differ in length
+        "deterministic_mode": train.deterministic,
     }
     if getattr(hf_config, "num_experts", None) or getattr(hf_config, "num_local_experts", None):
         settings["moe_router_dtype"] = "fp32"
-    if recompute == "full":
+    if train.recompute == "full":
         settings |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-    elif recompute == "selective":
+    elif train.recompute == "selective":
         settings |= {"recompute_granularity": "selective"}
     if local_spec:
         fusions = ("masked_softmax_fusion", "bias_activation_fusion", "bias_dropout_fusion", "persist_layer_norm")

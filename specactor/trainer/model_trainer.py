@@ -23,6 +23,7 @@ from specactor.trainer import model, optimizer, packing
 from specactor.trainer.microbatch import Item, MicroBatch, Shape, build, items_of
 from specactor.trainer.objective import Sums
 from specactor.trainer.routing_replay import RoutingReplay
+from specactor.trainer.shards import share
 from specactor.types import TrainSequence
 
 cpu_platform.install()
@@ -41,6 +42,7 @@ class ModelTrainer:
         self.config, self.layout = config, layout
         self.device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else _CPU
         self.chunks = optimizer.wrap(built, config.train)
+        self.memory = share(self.chunks)
         self.optimizer = optimizer.make(self.chunks, built, config.train, config.model.dtype)
         self._host_copies = HostCopies()
         self._replay: RoutingReplay | None = None

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, fields
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -14,9 +15,10 @@ from megatron.core import parallel_state
 from torch import Tensor
 
 from specactor.config import AlgorithmConfig
+from specactor.hooks import loss_by
 from specactor.trainer.correction import correction_weights_T
 from specactor.trainer.logprobs import vocab_parallel_logprobs
-from specactor.trainer.losses import kl_T, policy_loss_T
+from specactor.trainer.losses import LossKind, kl_T, policy_loss_T
 from specactor.trainer.microbatch import MicroBatch
 
 
@@ -85,17 +87,21 @@ class PolicyObjective:
         algorithm = self.algorithm
         logprobs_R, entropy_R = response_logprobs(batch, logits_1TV, self.temperature)
         old_R = logprobs_R.detach() if batch.old_R is None else batch.old_R
-        loss_R, clipped_R = policy_loss_T(
-            logprobs_R,
-            old_R,
-            batch.advantages_R,
-            kind=algorithm.loss,
-            clip_low=algorithm.clip_low,
-            clip_high=algorithm.clip_high,
-            sequence_T=batch.sequence_R,
-            num_sequences=batch.num_sequences,
-            sum_over_context=sum_over_context,
-        )
+        if ":" in algorithm.loss:
+            loss_R = loss_by(algorithm.loss, logprobs_R, old_R.detach(), batch.advantages_R)
+            clipped_R = torch.zeros_like(loss_R, dtype=torch.bool)
+        else:
+            loss_R, clipped_R = policy_loss_T(
+                logprobs_R,
+                old_R,
+                batch.advantages_R,
+                kind=cast("LossKind", algorithm.loss),
+                clip_low=algorithm.clip_low,
+                clip_high=algorithm.clip_high,
+                sequence_T=batch.sequence_R,
+                num_sequences=batch.num_sequences,
+                sum_over_context=sum_over_context,
+            )
         sums = {"entropy": entropy_R.sum(), "clipped": clipped_R.sum(), "tokens": torch.tensor(len(loss_R))}
         if batch.rollout_R is not None:
             gap_R = (old_R - batch.rollout_R).abs()

@@ -113,7 +113,7 @@ class PolicyTrainer(ModelTrainer):
         ref = [self._reference_logprobs(part) if self._reference else None for part in updates]
         sums, grad_norms, num_microbatches, learned = [], [], 0, []
         for part, old_part, ref_part, estimated in zip(updates, old, ref, estimates, strict=True):
-            lens = [s.response_len for s in part]
+            lens = [s.num_learned for s in part]
             algorithm = self.config.algorithm
             weights = token_weights(lens, algorithm.aggregation, self.config.rollout.max_new_tokens)
             items = items_of(part, weights, old_part, ref_part, estimated)

@@ -65,6 +65,8 @@ def server_args(spec: EngineSpec, *, gpu: bool, memory_release: bool) -> dict[st
         if spec.speculation.drafts_in_engine:
             arguments["speculative_draft_model_path"] = spec.speculation.draft_model
             arguments["enable_draft_weights_cpu_backup"] = True  # no weight sync brings them back after a release
+    if spec.awaits_weights:
+        arguments |= {"load_format": "dummy", "speculative_draft_load_format": "auto"}
     if spec.penalties:
         # With overlap SGLang counts a token a round late, and the last one of what it was given, prompt or beginning,
         # as if it had been emitted now: a response in parts would not be the response in one.

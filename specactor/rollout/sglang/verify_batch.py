@@ -21,7 +21,9 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from specactor.rollout.sglang.sampling import kinds_of, know_kinds
@@ -31,17 +33,20 @@ _PER_REQUEST = ("temperatures", "top_ps", "top_ks", "min_ps", "sampling_seed", "
 _PENALTIES = ("acc_additive_penalties", "acc_scaling_penalties")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Rows:
     """Where the rows of each request begin, and what they hold."""
 
     trees: Sequence[DraftTree]
     starts: list[int]
     """First row of each request; one more entry at the end: R."""
+    owners: NDArray[np.int64]
+    """[R]: the number of each row's request."""
 
     @classmethod
     def of(cls, trees: Sequence[DraftTree]) -> Rows:
-        return cls(trees, [0, *accumulate(tree.num_rows for tree in trees)])
+        num_rows = [1 + len(tree.tokens) for tree in trees]
+        return cls(trees, [0, *accumulate(num_rows)], np.repeat(np.arange(len(trees)), num_rows))
 
     @property
     def total(self) -> int:
@@ -51,6 +56,19 @@ class Rows:
     def drafted(self) -> bool:
         """Whether any request has a draft token. If not, rows are requests, and all the arranging can be spared."""
         return self.total > len(self.trees)
+
+    def plan(self, last_tokens: Sequence[int]) -> NDArray[np.int64]:
+        """[4, R]: of each row its token, its request, its place among the request's rows, and how deep it lies."""
+        starts_B = np.array(self.starts[:-1])
+        place_R = np.arange(self.total) - starts_B[self.owners]
+        tokens_R = np.empty(self.total, dtype=np.int64)
+        tokens_R[starts_B] = last_tokens
+        tokens_R[place_R > 0] = [token for tree in self.trees if tree.tokens for token in tree.tokens]
+        depth_R = place_R.copy()
+        for tree, first in zip(self.trees, self.starts, strict=False):
+            if tree.tokens and not tree.is_chain:
+                depth_R[first : first + tree.num_rows] = tree.depths()
+        return np.stack([tokens_R, self.owners, place_R, depth_R])
 
 
 def num_cached(req: Any) -> int:
@@ -63,16 +81,13 @@ def spread(batch: Any, rows: Rows, *, req_to_token: Tensor) -> None:
 
     `batch.seq_lens` counts the tokens whose keys are in the pool (`num_cached`); the one after them is the root.
     """
-    device = batch.seq_lens.device
-    trees, reqs = rows.trees, batch.reqs
-    tokens = [t for req, tree in zip(reqs, trees, strict=True) for t in (req.output_ids[-1], *tree.tokens)]
-    owner = [i for i, tree in enumerate(trees) for _ in range(tree.num_rows)]
-    place = [r for tree in trees for r in range(tree.num_rows)]
-    depths = [d for tree in trees for d in tree.depths()]
-    cached = [num_cached(req) for req in reqs]
-    plan = torch.tensor([tokens, owner, place, depths], dtype=torch.int64).to(device)  # in one copy
+    reqs = batch.reqs
+    plan_4R = rows.plan([req.output_ids[-1] for req in reqs])
+    cached_B = np.array([len(req.origin_input_ids) + len(req.output_ids) - 1 for req in reqs])
+    plan = torch.from_numpy(plan_4R).to(batch.seq_lens.device)  # in one copy
     batch.input_ids, owner_R, place_R, depth_R = plan.unbind(0)
     if rows.drafted:
+        owner = rows.owners.tolist()
         batch.seq_lens = batch.seq_lens[owner_R]
         batch.req_pool_indices = batch.req_pool_indices[owner_R]
         batch.sampling_info = _spread_sampling(batch.sampling_info, owner, owner_R)
@@ -83,8 +98,7 @@ def spread(batch: Any, rows: Rows, *, req_to_token: Tensor) -> None:
                 setattr(batch, name, [values[i] for i in owner])
     batch.out_cache_loc = req_to_token[batch.req_pool_indices, batch.seq_lens + place_R].to(torch.int64)
     batch.seq_lens = batch.seq_lens + depth_R + 1
-    lengths = [cached[i] + depth + 1 for i, depth in zip(owner, depths, strict=True)]
-    batch.seq_lens_cpu = torch.tensor(lengths, dtype=torch.int64)
+    batch.seq_lens_cpu = torch.from_numpy(cached_B[rows.owners] + plan_4R[3] + 1)
     batch.seq_lens_sum = None
     batch.orig_seq_lens = batch.seq_lens.to(batch.orig_seq_lens.dtype)
 
@@ -123,7 +137,7 @@ class Branches:
         moves: list[tuple[int, int, int]] = []  # (borrowed row, column, column of the same slot in the request's row)
         readers: list[tuple[int, int]] = []  # (row of the batch, borrowed row)
         for tree, first in zip(rows.trees, rows.starts, strict=False):
-            if tree.is_chain:
+            if not tree.tokens or tree.is_chain:
                 continue
             base = int(batch.seq_lens_cpu[first]) - 1
             for path in branches(tree):
@@ -143,7 +157,7 @@ class Branches:
 
     def keep(self, req: Any, base: int, tree: DraftTree, path: Sequence[int]) -> None:
         """Bring the slots of an accepted path, rows in order, to where the request's next tokens are looked for."""
-        if list(path) == list(range(len(path))):
+        if path[-1] == len(path) - 1:  # rows 0, 1, ..: they are there already
             return
         table, home = self._pool.req_to_token, req.kv.req_pool_idx
         chosen = set(path)

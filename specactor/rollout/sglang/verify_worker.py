@@ -17,8 +17,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 from sglang.srt.managers.utils import GenerationBatchResult
 from sglang.srt.runtime_context import get_parallel, get_spec
 from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
@@ -40,13 +42,14 @@ from specactor.rollout.sglang.verify_batch import (
 from specactor.rollout.speculation.drafter import DraftSequence
 from specactor.rollout.speculation.probing import SOON
 from specactor.rollout.speculation.speculator import Speculator
-from specactor.rollout.speculation.verification import DraftTree, accepted_path, chain
+from specactor.rollout.speculation.verification import NOTHING, DraftTree, accepted_path, chain
 from specactor.trace import Recorder, Span
 
 NAME = "SPECACTOR"
 _LANE = "rounds"
 """Of the trace."""
-_NOTHING = DraftTree()
+_ROOT = [0]
+"""The rows that are kept of a request without drafts."""
 
 
 class Algorithm(CustomSpecAlgo):  # type: ignore[misc]
@@ -92,8 +95,9 @@ class _Running:
 
     req: Any
     sequence: DraftSequence
-    begun: list[int]
-    """What the request brought along of its response."""
+    num_begun: int
+    """Tokens that the request brought along of its response."""
+    may_draft: bool  # whether drafts can be verified for it
 
 
 class RoundTrace:
@@ -243,13 +247,16 @@ class Worker(BaseSpecWorker):  # type: ignore[misc]
             samples = result.next_token_ids.tolist()
         finally:
             self._branches.give_back()
-        paths = self._accepted(reqs, rows, samples) if rows.drafted else [[0]] * len(reqs)
+        paths = self._accepted(reqs, rows, samples)
         self._ended = time.perf_counter()
         if get_parallel().tp_rank == 0:
             assert self.speculator is not None
             self.speculator.learn(
                 [r.sequence for r in running],
-                [[tree.tokens[row - 1] for row in path[1:]] for tree, path in zip(trees, paths, strict=True)],
+                [
+                    [tree.tokens[row - 1] for row in path[1:]] if path is not _ROOT else []
+                    for tree, path in zip(trees, paths, strict=True)
+                ],
                 round_s=self._ended - began,
             )
         emitted = self._emit(result, rows, paths, base)
@@ -260,10 +267,12 @@ class Worker(BaseSpecWorker):  # type: ignore[misc]
 
     def _accepted(self, reqs: Sequence[Any], rows: Rows, samples: Sequence[int]) -> list[list[int]]:
         """Per request the rows that are kept; their slots are brought to where its next tokens look for them."""
-        paths = []
-        for i, (req, tree) in enumerate(zip(reqs, rows.trees, strict=True)):
-            paths.append(accepted_path(tree, samples[rows.starts[i] : rows.starts[i + 1]]))
-            self._branches.keep(req, num_cached(req), tree, paths[-1])
+        paths: list[list[int]] = [_ROOT] * len(reqs)
+        for i, tree in enumerate(rows.trees):
+            if tree.tokens:
+                paths[i] = path = accepted_path(tree, samples[rows.starts[i] : rows.starts[i + 1]])
+                if path[-1] >= len(path):  # not rows 0, 1, ..
+                    self._branches.keep(reqs[i], num_cached(reqs[i]), tree, path)
         return paths
 
     def _began(self) -> float:
@@ -293,11 +302,12 @@ class Worker(BaseSpecWorker):  # type: ignore[misc]
         return result
 
     def _follow(self, reqs: Sequence[Any]) -> list[_Running]:
-        """Tell the drafters which requests run and what was committed since the last round."""
+        """Bring the drafters' view of the requests that run up to date with what was committed since the last round."""
         self._attend(reqs)
         running = [self._running[req.rid] for req in reqs]
         for request in running:
-            self._commit(request)
+            output_ids = request.sequence.output_ids
+            output_ids.extend(request.req.output_ids[len(output_ids) - request.num_begun :])
         return running
 
     def _attend(self, reqs: Sequence[Any]) -> None:
@@ -314,59 +324,54 @@ class Worker(BaseSpecWorker):  # type: ignore[misc]
 
     def _open(self, req: Any) -> None:
         assert self.speculator is not None
-        sampling, begun = req.sampling_params, list(partial_response.of(req))
+        sampling, begun = req.sampling_params, list(partial_response.conversation(req))
         sequence = DraftSequence(
             request_id=req.rid,
             prompt_ids=tuple(req.origin_input_ids)[: len(req.origin_input_ids) - len(begun)],
+            output_ids=begun,
             seed=sampling.sampling_seed or 0,
             temperature=0.0 if draft_runner.is_greedy(sampling) else sampling.temperature,
         )
-        self._running[req.rid] = _Running(req, sequence, begun)
+        may_draft = partial_response.is_drafted(req) and not has_penalties(sampling)
+        self._running[req.rid] = _Running(req, sequence, len(begun), may_draft)
         self._plain_left = min(self._plain_left, SOON)
         self.speculator.open(sequence)
-
-    def _commit(self, running: _Running) -> None:
-        assert self.speculator is not None
-        known, begun = len(running.sequence.output_ids), running.begun
-        fresh = [*begun[known:], *running.req.output_ids[max(0, known - len(begun)) :]]
-        if fresh:
-            running.sequence.output_ids.extend(fresh)
-            self.speculator.commit(running.sequence, fresh)
 
     def _close(self, rid: str) -> None:
         assert self.speculator is not None
         running = self._running.pop(rid)
-        self._commit(running)
+        output_ids = running.sequence.output_ids
+        output_ids.extend(running.req.output_ids[len(output_ids) - running.num_begun :])
         self.speculator.close(running.sequence)
 
     def _drafts(self, reqs: Sequence[Any], running: Sequence[_Running]) -> list[DraftTree]:
         """What to verify for each request; the same on all ranks."""
         assert self.speculator is not None
         sequences = [r.sequence for r in running]
-        who: list[int] = []
-        rest = [0]
-        lists: list[list[int]] = [[] for _ in reqs]
+        trees: list[DraftTree] = []
+        who, windows, plain_rounds = -1, [0] * len(reqs), 0
         if get_parallel().tp_rank == 0:
-            limits = [
-                min(self._max_rows - 1, self._wanted(req) - 1)
-                if partial_response.is_drafted(req) and not has_penalties(req.sampling_params)
-                else 0
-                for req in reqs
-            ]
-            decision = self.speculator.decide(sequences, limits, max_branches=self._branches.room())
-            lists = [_to_list(tree) for tree in decision.trees]
+            decision = self.speculator.decide(sequences, self._limits(running), max_branches=self._branches.room())
+            trees, plain_rounds = decision.trees, self.speculator.plain_rounds_ahead
             if decision.together:
-                who = [list(self.speculator.drafters).index(decision.drafter)]
-                # A tree's list is of even length, so one number is a window.
-                lists = [[w] if w else tree for w, tree in zip(decision.to_draft, lists, strict=True)]
-            rest = [self.speculator.plain_rounds_ahead]
-        who, [self._plain_left], *lists = self._agreed([who, rest, *lists])
-        if who:
-            drafter = list(self.speculator.drafters)[who[0]]
-            windows = [values[0] if len(values) == 1 else 0 for values in lists]
-            drafted = self._agreed([_to_list(chain(d)) for d in self.speculator.draft(drafter, sequences, windows)])
-            lists = [new if w else tree for w, new, tree in zip(windows, drafted, lists, strict=True)]
-        return [_to_tree(values) for values in lists]
+                who, windows = list(self.speculator.drafters).index(decision.drafter), decision.to_draft
+        if get_parallel().tp_size > 1:
+            [who, self._plain_left], windows, *lists = self._agreed(
+                [[who + 1, plain_rounds], windows, *map(_to_list, trees or [NOTHING] * len(reqs))]
+            )
+            who, trees = who - 1, [_to_tree(values) for values in lists]
+        else:
+            self._plain_left = plain_rounds
+        if who >= 0:
+            drafts = self.speculator.draft(list(self.speculator.drafters)[who], sequences, windows)
+            drafted = self._agreed([_to_list(chain(draft)) for draft in drafts])
+            trees = [_to_tree(new) if w else tree for w, new, tree in zip(windows, drafted, trees, strict=True)]
+        return trees
+
+    def _limits(self, running: Sequence[_Running]) -> list[int]:
+        """Most draft tokens of each request."""
+        most, wanted = self._max_rows - 1, self._wanted
+        return [min(most, wanted(request.req) - 1) if request.may_draft else 0 for request in running]
 
     @staticmethod
     def _wanted(req: Any) -> int:
@@ -374,12 +379,13 @@ class Worker(BaseSpecWorker):  # type: ignore[misc]
         return int(req.sampling_params.max_new_tokens) - len(req.output_ids)
 
     def _agreed(self, lists: list[list[int]]) -> list[list[int]]:
-        """Rank 0's lists; they hold no negative numbers, and each at most a tree."""
+        """Rank 0's lists, as many as each rank has; they hold no negative numbers, and each at most a tree or a number
+        per request."""
         parallel = get_parallel()
         if parallel.tp_size == 1:
             return lists
         group = parallel.tp_group
-        padded = torch.full((len(lists), 2 * self._max_rows), -1, dtype=torch.int64)
+        padded = torch.full((len(lists), max(2 * self._max_rows, len(lists))), -1, dtype=torch.int64)
         for row, values in zip(padded, lists, strict=True):
             row[: len(values)] = torch.tensor(values, dtype=torch.int64)
         dist.broadcast(padded, src=group.ranks[0], group=group.cpu_group)
@@ -389,14 +395,18 @@ class Worker(BaseSpecWorker):  # type: ignore[misc]
         self, result: GenerationBatchResult, rows: Rows, paths: Sequence[Sequence[int]], base: torch.Tensor
     ) -> GenerationBatchResult:
         """The round as SGLang's result: per request, its emitted tokens padded to the longest."""
-        width = max(len(path) for path in paths)
+        num_emitted = np.array([len(path) for path in paths], dtype=np.int32)
+        width = int(num_emitted.max())
         if rows.drafted:
-            padded = [[*path, *[path[-1]] * (width - len(path))] for path in paths]
-            _keep(result, [start + row for start, path in zip(rows.starts, padded, strict=False) for row in path])
+            kept_BW = np.minimum(np.arange(width), num_emitted[:, None] - 1)
+            for i, path in enumerate(paths):
+                if path[-1] >= len(path):
+                    kept_BW[i] = [*path, *[path[-1]] * (width - len(path))]
+            _keep(result, (np.array(rows.starts[:-1])[:, None] + kept_BW).ravel())
         output = result.logits_output
         if output.next_token_logprobs is not None:
             output.next_token_logprobs = output.next_token_logprobs.view(len(paths), width)
-        lengths = torch.tensor([len(path) for path in paths], dtype=torch.int32, device=base.device)
+        lengths = torch.from_numpy(num_emitted).to(base.device)
         result.accept_lens = lengths
         result.new_seq_lens = base + lengths
         result.next_draft_input = _Carried()
@@ -405,9 +415,9 @@ class Worker(BaseSpecWorker):  # type: ignore[misc]
         return result
 
 
-def _keep(result: GenerationBatchResult, rows: list[int]) -> None:
+def _keep(result: GenerationBatchResult, rows: NDArray[np.int64]) -> None:
     """Of what the target returned per row, these rows, in this order."""
-    kept = torch.tensor(rows, dtype=torch.int64, device=result.next_token_ids.device)
+    kept = torch.from_numpy(rows).to(result.next_token_ids.device)
     output = result.logits_output
     if output.next_token_logprobs is not None:
         output.next_token_logprobs = output.next_token_logprobs[kept]
@@ -415,7 +425,7 @@ def _keep(result: GenerationBatchResult, rows: list[int]) -> None:
         for kind in ("val", "idx"):
             values = getattr(output, f"next_token_{name}_{kind}")
             if values:
-                setattr(output, f"next_token_{name}_{kind}", [values[row] for row in rows])
+                setattr(output, f"next_token_{name}_{kind}", [values[row] for row in rows.tolist()])
     if output.hidden_states is not None:
         output.hidden_states = output.hidden_states[kept]
     result.next_token_ids = result.next_token_ids[kept]
@@ -427,7 +437,7 @@ def _to_list(tree: DraftTree) -> list[int]:
 
 def _to_tree(values: Sequence[int]) -> DraftTree:
     half = len(values) // 2
-    return DraftTree(tuple(values[:half]), tuple(values[half:])) if half else _NOTHING
+    return DraftTree(tuple(values[:half]), tuple(values[half:])) if half else NOTHING
 
 
 def register(make_speculator: Callable[[], Speculator | None]) -> None:

@@ -39,7 +39,8 @@ CONFIDENCES = 4
 """How sure a drafter may be of a draft: 0 .. CONFIDENCES - 1."""
 SURE = 8.0
 """Of what is remembered of drafts of one confidence, over what is of all, where little is."""
-_UNKNOWN = (0.0, 0.0, 0.0)
+Floats = NDArray[np.float64]
+Counts = NDArray[np.intp]
 
 
 def survival_of(p: float, window: int) -> tuple[float, ...]:
@@ -61,58 +62,55 @@ def checked(survival: Sequence[float]) -> tuple[float, ...]:
 class _Positions:
     """Forgotten Beta counts of "went on at position j, having come so far", j = 0..size - 1."""
 
-    __slots__ = ("_decay", "_first", "_hits", "_keep", "_trials", "_weight")
-
     def __init__(self, *, size: int, first: float, decay: float | None, weight: float, memory: float) -> None:
         """`first`: prior mean at position 0, of `weight` trials. `decay`: of the next position's prior mean by the
         estimate at this one; None: all have `first`. `memory`: trials of a position that count."""
         self._first, self._decay, self._weight, self._keep = first, decay, weight, 1.0 - 1.0 / memory
-        self._hits = [0.0] * size
-        self._trials = [0.0] * size
+        self._hits = np.zeros(size)
+        self._trials = np.zeros(size)
 
-    def means(self, priors: Sequence[float] | None = None) -> list[float]:
-        """`priors`: prior means, in place of those that follow from the first."""
-        prior, weight, decay = self._first, self._weight, self._decay
+    def means(self, priors: Floats | None = None) -> Floats:
+        """Return the estimates by position. `priors`: prior means, in place of those that follow from the first."""
         if priors is not None:
-            counts = zip(self._hits, self._trials, priors, strict=True)
-            return [(hits + weight * p) / (trials + weight) for hits, trials, p in counts]
-        out = []
-        for hits, trials in zip(self._hits, self._trials, strict=True):
-            mean = (hits + weight * prior) / (trials + weight)
-            out.append(mean)
-            if decay is not None:
-                prior = decay * mean
-        return out
+            return (self._hits + self._weight * priors) / (self._trials + self._weight)
+        prior, means = self._first, []
+        for hits, trials in zip(self._hits.tolist(), self._trials.tolist(), strict=True):
+            means.append((hits + self._weight * prior) / (trials + self._weight))
+            if self._decay is not None:
+                prior = self._decay * means[-1]
+        return np.array(means)
 
-    def add(self, hits: int, *, missed: bool, priors: Sequence[float] | None = None) -> list[float]:
-        """Positions before `hits` went on; if `missed`, position `hits` did not. Returns what the estimates before this
-        call were at these positions. `priors`: as of `means`."""
-        prior, weight, decay, keep = self._first, self._weight, self._decay, self._keep
-        all_hits, all_trials = self._hits, self._trials
-        promised = []
-        for j in range(hits + missed):
-            had, trials = all_hits[j], all_trials[j]
-            mean = (had + weight * (prior if priors is None else priors[j])) / (trials + weight)
-            promised.append(mean)
-            if decay is not None:
-                prior = decay * mean
-            all_hits[j] = had * keep + (j < hits)
-            all_trials[j] = trials * keep + 1.0
-        return promised
+    def add(self, hits_B: Counts, trials_B: Counts) -> None:
+        """Count verifies that went on at their first `hits_B` positions, and were looked at in the first `trials_B`.
+
+        Verifies of one round are worth the same, whatever their order.
+        """
+        size = len(self._hits)
+        trials = _reaching(trials_B, size)
+        kept = self._keep**trials
+        worth = np.where(trials > 0, (1.0 - kept) / ((1.0 - self._keep) * np.maximum(trials, 1)), 0.0)
+        self._hits = self._hits * kept + _reaching(hits_B, size) * worth
+        self._trials = self._trials * kept + trials * worth
 
     def overall(self) -> float:
-        return (sum(self._hits) + self._weight * self._first) / (sum(self._trials) + self._weight)
+        return float((self._hits.sum() + self._weight * self._first) / (self._trials.sum() + self._weight))
 
     @property
     def most_trials(self) -> float:
-        return max(self._trials)
+        return float(self._trials.max())
 
     def scale(self, weight: float) -> None:
-        self._hits = [x * weight for x in self._hits]
-        self._trials = [x * weight for x in self._trials]
+        self._hits *= weight
+        self._trials *= weight
 
 
-@dataclass(kw_only=True, eq=False, slots=True)
+def _reaching(lengths_B: Counts, size: int) -> Counts:
+    """[size]: how many of these lengths are more than 0, 1, .. size - 1."""
+    ending: Counts = np.bincount(lengths_B, minlength=size + 1)
+    return ending[:0:-1].cumsum()[::-1]
+
+
+@dataclass(kw_only=True, eq=False)
 class AcceptanceModel:
     """What one drafter achieves, overall and for each running request."""
 
@@ -131,17 +129,10 @@ class AcceptanceModel:
     request_memory: float = 64.0
     """Verifies of a request that count: text changes on the way."""
 
-    _acceptance: _Positions = field(init=False, repr=False)
-    _coverage: _Positions = field(init=False, repr=False)
-    _sure: list[_Positions] = field(init=False, repr=False)
     _told: dict[str, int] = field(init=False, repr=False, default_factory=dict)
     """Confidence of the drafts that are there now, by request."""
-    _requests: dict[str, tuple[float, float, float]] = field(init=False, repr=False, default_factory=dict)
-    """(accepted, trials, promised by the drafter's estimates), forgotten, of each request."""
-    _known: tuple[list[float], list[float], float] | None = field(init=False, repr=False, default=None)
-    """(a, c, rate): a cache of what follows from the counts."""
-    _known_sure: list[list[float]] | None = field(init=False, repr=False, default=None)
-    """a by confidence, and of drafts without one: the same."""
+    _row: dict[str, int] = field(init=False, repr=False, default_factory=dict)
+    """Of `_seen`, by request."""
 
     def __post_init__(self) -> None:
         assert self.max_window >= 1, "use mode off to disable speculation"
@@ -151,6 +142,10 @@ class AcceptanceModel:
             for _ in range(1 + CONFIDENCES)
         )
         self._coverage = _Positions(size=size, first=1.0, decay=None, weight=weight, memory=memory)
+        # (accepted, trials, promised by the drafter's estimates), forgotten, of each request. Row 0: not seen yet.
+        self._seen = np.zeros((1, 3))
+        self._free: list[int] = []
+        self._known: tuple[Floats, Floats, float] | None = None  # (a by confidence, c, rate), if nothing changed
 
     @property
     def rate(self) -> float:
@@ -160,11 +155,9 @@ class AcceptanceModel:
 
     def tell(self, request_ids: Sequence[str], confidences: Sequence[int]) -> None:
         """How sure the drafter is of the drafts that are there now; empty: it does not know."""
-        if not confidences:
-            self._told.clear()
-            return
-        for request_id, confidence in zip(request_ids, confidences, strict=True):
-            self._told[request_id] = min(max(0, confidence), CONFIDENCES - 1)
+        if confidences and not 0 <= min(confidences) <= max(confidences) < CONFIDENCES:
+            confidences = [min(max(0, confidence), CONFIDENCES - 1) for confidence in confidences]
+        self._told = dict(zip(request_ids, confidences, strict=True)) if confidences else {}
 
     def told(self, request_id: str) -> int | None:
         """How sure the drafter is of the request's draft; None: it does not say."""
@@ -179,70 +172,75 @@ class AcceptanceModel:
         asked: int | None = None,
         confidence: int | None = None,
     ) -> None:
-        """A verify has ended. All counts are draft tokens; `asked` None: not known, and coverage learns nothing.
-        `confidence`: that was `told` of this draft.
+        """Call `observe_all` for one verify. `asked` None: not known. `confidence`: that was `told` of this draft."""
+        sure = [CONFIDENCES if confidence is None else confidence]
+        self.observe_all([request_id], [drafted], [accepted], asked=None if asked is None else [asked], sure=sure)
 
-        Nothing changes if nothing was drafted, except coverage.
+    def observe_all(
+        self,
+        request_ids: Sequence[str],
+        drafted: Sequence[int],
+        accepted: Sequence[int],
+        *,
+        asked: Sequence[int] | None = None,
+        sure: Sequence[int] | None = None,
+    ) -> None:
+        """Verifies of one round, of different requests, have ended. All counts are draft tokens.
+
+        Nothing is learned from a request without draft tokens, except coverage.
+
+        Args:
+            asked: None if not known, and coverage learns nothing.
+            sure: confidences of the drafts, CONFIDENCES where there is none; None: those that were told.
         """
-        assert 0 <= accepted <= drafted <= (drafted if asked is None else asked), (accepted, drafted, asked)
-        hits = min(accepted, self.max_window)
-        inside = accepted < self.max_window
-        if asked:
-            reached = hits + (inside and drafted > accepted)
-            self._coverage.add(reached, missed=inside and drafted == accepted < asked)
-            self._known = self._known_sure = None
-        if not drafted:
-            return
-        rejected = inside and drafted > accepted
-        promises = self._acceptance.add(hits, missed=rejected)
-        if confidence is not None:
-            promises = self._sure[confidence].add(hits, missed=rejected, priors=promises)
-        promised = sum(promises)
-        self._known = self._known_sure = None
-        own_accepted, own_trials, own_promised = self._requests.get(request_id, _UNKNOWN)
-        keep = 1.0 - 1.0 / self.request_memory
-        self._requests[request_id] = (
-            own_accepted * keep + hits,
-            own_trials * keep + hits + rejected,
-            own_promised * keep + promised,
-        )
+        if sure is None:
+            sure = self._confidences(request_ids)
+        drafted_B, accepted_B, sure_B = np.array(drafted), np.array(accepted), np.array(sure)
+        assert ((accepted_B >= 0) & (accepted_B <= drafted_B)).all(), (accepted, drafted)
+        hits_B = np.minimum(accepted_B, self.max_window)
+        is_inside_B = accepted_B < self.max_window
+        was_rejected_B = is_inside_B & (drafted_B > accepted_B)
+        if asked is not None:
+            asked_B = np.array(asked)
+            assert (drafted_B <= asked_B).all(), (drafted, asked)
+            reached_B = hits_B + was_rejected_B
+            was_missing_B = is_inside_B & (drafted_B == accepted_B) & (accepted_B < asked_B)
+            self._coverage.add(reached_B[asked_B > 0], (reached_B + was_missing_B)[asked_B > 0])
+        rows_N = drafted_B.nonzero()[0]
+        if len(rows_N):
+            hits_N, sure_N = hits_B[rows_N], sure_B[rows_N]
+            self._count([request_ids[i] for i in rows_N.tolist()], hits_N, hits_N + was_rejected_B[rows_N], sure_N)
+        self._known = None
+
+    def _count(self, request_ids: Sequence[str], hits_N: Counts, trials_N: Counts, sure_N: Counts) -> None:
+        """Verifies of requests that had drafts, all judged by the estimates before the round."""
+        a_CW = self._estimates()[0]
+        promised_CW = np.pad(a_CW.cumsum(axis=1), ((0, 0), (1, 0)))
+        rows_N = [self._row_of(request_id) for request_id in request_ids]
+        self._seen[rows_N] *= 1.0 - 1.0 / self.request_memory
+        self._seen[rows_N] += np.stack([hits_N, trials_N, promised_CW[sure_N, trials_N]], axis=1)
+        for confidence in {*sure_N.tolist()} - {CONFIDENCES}:
+            is_so_N = sure_N == confidence
+            self._sure[confidence].add(hits_N[is_so_N], trials_N[is_so_N])
+        self._acceptance.add(hits_N, trials_N)
 
     def survival(self, request_id: str, max_window: int, *, drafted: int | None = None) -> list[float]:
         """P(the first j draft tokens are proposed and accepted) for j = 1..max_window; not increasing.
 
         A request that was never observed has the drafter's mean. `drafted`: the number of draft tokens where they are
-        there already (a text drafter costs so little that it can be asked before windows are chosen): the list then
-        has min(drafted, max_window) entries and holds acceptance alone.
+        there already: the list then has min(drafted, max_window) entries and holds acceptance alone.
         """
         assert 0 <= max_window <= self.max_window, max_window
-        acceptance, coverage, rate = self._estimates()
-        if (confidence := self._told.get(request_id)) is not None:
-            acceptance = self._by_confidence()[confidence]
-        scale = self._odds_ratio(request_id, rate)
-        survived = 1.0
-        out = []
-        if drafted is None:
-            for j in range(max_window):
-                odds = acceptance[j] * scale
-                survived *= odds / (odds + 1.0 - acceptance[j]) * coverage[j]
-                out.append(survived)
-        else:
-            for a in acceptance[: min(drafted, max_window)]:
-                odds = a * scale
-                survived *= odds / (odds + 1.0 - a)
-                out.append(survived)
-        return out
+        survival: list[float] = self.survivals([request_id], covered=drafted is not None)[0].tolist()
+        return survival[: max_window if drafted is None else min(drafted, max_window)]
 
-    def survivals(self, request_ids: Sequence[str], *, covered: bool) -> NDArray[np.float64]:
-        """`survival` of many requests at once, with the same bits; [requests][max_window]. `covered`: of draft tokens
-        that are there already, so acceptance alone."""
-        acceptance, coverage, rate = self._estimates()
-        a_BW = np.array([acceptance])
-        if self._told:
-            rows = [self._told.get(name, CONFIDENCES) for name in request_ids]
-            a_BW = np.array(self._by_confidence())[rows].reshape(-1, self.max_window)
-        own_B3 = np.array([self._requests.get(name, _UNKNOWN) for name in request_ids]).reshape(-1, 3)
-        accepted_B, trials_B, promised_B = own_B3.T
+    def survivals(self, request_ids: Sequence[str], *, covered: bool) -> Floats:
+        """`survival` of many requests; [requests][max_window]. `covered`: of draft tokens that are there already."""
+        a_CW, coverage_W, rate = self._estimates()
+        a_BW = a_CW[self._confidences(request_ids)] if self._told else a_CW[-1:]
+        row = self._row
+        accepted_B, trials_B, promised_B = self._seen[[row.get(name, 0) for name in request_ids]].T
+        # Odds of the request's rate over the odds of what the drafter promised at the same positions.
         yes, no = self.request_weight * rate, self.request_weight * (1.0 - rate)
         scale_B = (
             (accepted_B + yes) * (trials_B - promised_B + no) / ((trials_B - accepted_B + no) * (promised_B + yes))
@@ -250,14 +248,16 @@ class AcceptanceModel:
         odds_BW = scale_B[:, None] * a_BW
         step_BW = odds_BW / (odds_BW + 1.0 - a_BW)
         if not covered:
-            step_BW *= np.array(coverage)
-        survived_BW: NDArray[np.float64] = step_BW.cumprod(axis=1)
+            step_BW *= coverage_W
+        survived_BW: Floats = step_BW.cumprod(axis=1)
         return survived_BW
 
     def forget(self, request_id: str) -> None:
         """The request has ended. What it taught about the drafter stays."""
-        self._requests.pop(request_id, None)
         self._told.pop(request_id, None)
+        if (row := self._row.pop(request_id, None)) is not None:
+            self._seen[row] = 0.0
+            self._free.append(row)
 
     def new_version(self, weight: float) -> None:
         """The drafter or the policy has changed: what was seen is worth `weight` (0..1) of what it was."""
@@ -279,25 +279,27 @@ class AcceptanceModel:
         """What was seen, of drafts whose confidence is not told apart."""
         self._acceptance.scale(weight)
         self._coverage.scale(weight)
-        self._requests = {name: (a * weight, n * weight, p * weight) for name, (a, n, p) in self._requests.items()}
-        self._known = self._known_sure = None
+        self._seen *= weight
+        self._known = None
 
-    def _estimates(self) -> tuple[list[float], list[float], float]:
+    def _estimates(self) -> tuple[Floats, Floats, float]:
+        """(a by confidence, the last of drafts without one [CONFIDENCES + 1][W]; c [W]; rate)."""
         if self._known is None:
-            self._known = (self._acceptance.means(), self._coverage.means(), self._acceptance.overall())
+            acceptance_W = self._acceptance.means()
+            a_CW = np.stack([*(positions.means(acceptance_W) for positions in self._sure), acceptance_W])
+            self._known = a_CW, self._coverage.means(), self._acceptance.overall()
         return self._known
 
-    def _by_confidence(self) -> list[list[float]]:
-        if self._known_sure is None:
-            acceptance, _, _ = self._estimates()
-            self._known_sure = [*(positions.means(acceptance) for positions in self._sure), acceptance]
-        return self._known_sure
+    def _confidences(self, request_ids: Sequence[str]) -> list[int]:
+        told = self._told
+        return [told.get(name, CONFIDENCES) for name in request_ids]
 
-    def _odds_ratio(self, request_id: str, rate: float) -> float:
-        """Odds of the request's rate over the odds of what the drafter promised at the same positions; > 0."""
-        own = self._requests.get(request_id)
-        if own is None:
-            return 1.0
-        accepted, trials, promised = own
-        yes, no = self.request_weight * rate, self.request_weight * (1.0 - rate)
-        return (accepted + yes) * (trials - promised + no) / ((trials - accepted + no) * (promised + yes))
+    def _row_of(self, request_id: str) -> int:
+        row = self._row.get(request_id)
+        if row is None:
+            if not self._free:
+                size = len(self._seen)
+                self._seen = np.concatenate([self._seen, np.zeros((size, 3))])
+                self._free.extend(range(2 * size - 1, size - 1, -1))
+            row = self._row[request_id] = self._free.pop()
+        return row

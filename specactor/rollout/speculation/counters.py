@@ -10,6 +10,7 @@ its drafter's.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
@@ -120,14 +121,9 @@ Figures = dict[str, dict[str, float]]
 
 def _add_at(positions: list[int], lengths: Sequence[int]) -> None:
     """Adds the tokens of all requests, `lengths` of each, at their positions."""
-    longest = max(lengths)
-    ending = [0] * (longest + 1)
-    for length in lengths:
-        ending[length] += 1
-    reaching = 0
-    for position in range(longest - 1, -1, -1):
-        reaching += ending[position + 1]
-        positions[position] += reaching
+    for length, requests in Counter(lengths).items():
+        for position in range(length):
+            positions[position] += requests
 
 
 def added(parts: Iterable[Mapping[str, Counts]]) -> dict[str, Counts]:

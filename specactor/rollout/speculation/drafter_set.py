@@ -18,6 +18,7 @@ import logging
 from collections import OrderedDict
 from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Literal
 
 from specactor.config import SpeculationConfig
@@ -100,37 +101,25 @@ class DrafterSet:
     # ------------------------------------------------------------------------------------- what drafters are told
 
     def open(self, sequence: DraftSequence) -> None:
-        request = self._running[sequence.request_id] = _Request(sequence)
-        if not self.is_paused:
-            self._tell_ended(sequence.prompt_ids)
-            self._tell(request, "text")
-            self._tell(request, "model")
-
-    def commit(self, sequence: DraftSequence) -> None:
-        if not self.is_paused:
-            request = self._running[sequence.request_id]
-            self._tell(request, "text")
-            self._tell(request, "model")
+        self._running[sequence.request_id] = _Request(sequence)
 
     def close(self, sequence: DraftSequence) -> None:
         request = self._running.pop(sequence.request_id)
         if "model" in request.known:
-            self._tell(request, "model")
+            self._tell([request], "model")
             self._close(request, "model")
         if not self.is_paused:
-            self._tell(request, "text")
+            self._tell_texts([request])
             self._close(request, "text")
         elif self._by_kind["text"]:
             self._wait(request)
 
     def pause(self) -> None:
-        """Nobody will be asked, until `resume`."""
+        """Nobody will be asked, until `tell`."""
         self.is_paused = True
 
-    def resume(self, sequences: Iterable[DraftSequence] | None = None) -> None:
-        """These requests may be drafted for; None: all, and drafters hear of everything at once from now on."""
-        if not self.is_paused:
-            return
+    def tell(self, sequences: Iterable[DraftSequence] | None = None) -> None:
+        """Drafters hear what they do not know of these requests, which may be drafted for now; None: of all."""
         if sequences is None:
             self.is_paused = False
             asked = told = list(self._running.values())
@@ -138,8 +127,7 @@ class DrafterSet:
             asked = [self._running[sequence.request_id] for sequence in sequences]
             told = self._with_prompts_of(asked)
         self._tell_texts(told)
-        for request in asked:
-            self._tell(request, "model")
+        self._tell(asked, "model")
 
     def policy_changed(self) -> None:
         for drafter in self.drafters.values():
@@ -152,27 +140,30 @@ class DrafterSet:
     def _tell_texts(self, requests: Sequence[_Request], *, but: int = 0) -> None:
         """Drafters over text get what they do not know of these, `but` for their last tokens; and of those with their
         prompts that have ended."""
-        for prompt in dict.fromkeys(request.sequence.prompt_ids for request in requests):
-            self._tell_ended(prompt)
-        for request in requests:
-            self._tell(request, "text", but=but)
+        if self._ended:
+            for prompt in {request.sequence.prompt_ids: None for request in requests}:
+                self._tell_ended(prompt)
+        self._tell(requests, "text", but=but)
 
-    def _tell(self, request: _Request, kind: _Kind, *, but: int = 0) -> None:
-        """Drafters get what they do not know of a request, `but` for so many of its last tokens."""
+    def _tell(self, requests: Sequence[_Request], kind: _Kind, *, but: int = 0) -> None:
+        """Drafters get what they do not know of these, `but` for so many of their last tokens."""
         drafters = self._by_kind[kind]
-        if not drafters:
-            return
-        known = request.known.get(kind)
-        if known is None:
-            known = request.known[kind] = replace(request.sequence, output_ids=[])
-            for drafter in drafters:
-                self.call(drafter, drafter.open, known)
-        output = request.sequence.output_ids
-        fresh = output[len(known.output_ids) : max(0, len(output) - but)]
-        if fresh:
-            known.output_ids.extend(fresh)
-            for drafter in drafters:
-                self.call(drafter, drafter.commit, known, fresh)
+        for request in requests if drafters else ():
+            known = request.known.get(kind)
+            if known is None:
+                known = request.known[kind] = replace(request.sequence, output_ids=[])
+                for drafter in drafters:
+                    self.call(drafter, drafter.open, known)
+            output, has = request.sequence.output_ids, known.output_ids
+            if len(has) < len(output) - but:
+                fresh = output[len(has) : len(output) - but]
+                has += fresh
+                for drafter in drafters:
+                    if self._failures[drafter.name] < FAILURES:
+                        try:
+                            drafter.commit(known, fresh)
+                        except Exception as error:
+                            self._count_failure(drafter, error)
 
     def _close(self, request: _Request, kind: _Kind) -> None:
         known = request.known.pop(kind, None)
@@ -192,7 +183,7 @@ class DrafterSet:
     def _tell_ended(self, prompt: _Prompt) -> None:
         for request in self._ended.pop(prompt, ()):
             self._waiting_tokens -= request.untold
-            self._tell(request, "text")
+            self._tell([request], "text")
             self._close(request, "text")
 
     # --------------------------------------------------------------------------------------------- who can draft
@@ -251,7 +242,7 @@ class DrafterSet:
             proposed = drafter.propose(known, windows)
             if len(proposed) != len(windows):
                 raise ValueError(f"propose returned {len(proposed)} drafts for {len(windows)} requests")
-            drafts[:] = [self._usable(drafter, *of) for of in zip(proposed, windows, strict=True)]
+            drafts[:] = self._usable(drafter, [list(d[:w]) for d, w in zip(proposed, windows, strict=True)], proposed)
             self._acceptance[name].tell([sequence.request_id for sequence in sequences], drafter.confidence)
 
         self.call(drafter, ask)
@@ -283,9 +274,9 @@ class DrafterSet:
         for name, lists in drafts.items():
             model = self._acceptance[name]
             model.limit(LOOK_TRIALS)
-            for sequence, emitted, window, draft in zip(sequences, since, asked, lists, strict=True):
-                agreed, sure = common(draft, emitted[:window]), model.told(sequence.request_id)
-                model.observe(sequence.request_id, len(draft), agreed, asked=window, confidence=sure)
+            agreed = [common(draft, emitted) for draft, emitted in zip(lists, since, strict=True)]
+            ids = [sequence.request_id for sequence in sequences]
+            model.observe_all(ids, [len(draft) for draft in lists], agreed, asked=asked)
         return drafts
 
     def fixed(self, sequences: Sequence[DraftSequence], windows: list[int]) -> Decision:
@@ -332,25 +323,31 @@ class DrafterSet:
         try:
             action(*args)
         except Exception as error:
-            self._failures[name] += 1
-            self._estimates.counts[name].failures += 1
-            _LOG.exception("drafter %s failed (%d of %d)", name, self._failures[name], FAILURES)
-            if self._failures[name] == 1:
-                first_line = str(error).partition("\n")[0]
-                self._tell_problem(drafter, f"{type(error).__name__}: {first_line}"[:200])
-            if self._failures[name] == FAILURES:
-                self._tell_problem(drafter, f"failed {FAILURES} times, and is not asked again")
+            self._count_failure(drafter, error)
 
-    def _usable(self, drafter: Drafter, draft: Sequence[int], window: int) -> list[int]:
-        """Of a draft, what may be verified."""
-        tokens = list(draft[:window])
-        usable = existing(tokens, self.vocab_size)
-        if len(usable) < len(draft):
-            self._estimates.counts[drafter.name].cut_drafts += 1
-            if len(draft) > window:
+    def _count_failure(self, drafter: Drafter, error: Exception) -> None:
+        name = drafter.name
+        self._failures[name] += 1
+        self._estimates.counts[name].failures += 1
+        _LOG.error("drafter %s failed (%d of %d)", name, self._failures[name], FAILURES, exc_info=error)
+        if self._failures[name] == 1:
+            first_line = str(error).partition("\n")[0]
+            self._tell_problem(drafter, f"{type(error).__name__}: {first_line}"[:200])
+        if self._failures[name] == FAILURES:
+            self._tell_problem(drafter, f"failed {FAILURES} times, and is not asked again")
+
+    def _usable(self, drafter: Drafter, drafts: list[list[int]], proposed: Sequence[Sequence[int]]) -> list[list[int]]:
+        """What may be verified of `drafts`, which are as long as they may be; `proposed`: as they were drafted."""
+        tokens = list(chain.from_iterable(drafts))
+        if sum(map(len, proposed)) == len(tokens) and existing(tokens, self.vocab_size) is tokens:
+            return drafts
+        usable = [existing(draft, self.vocab_size) for draft in drafts]
+        for whole, draft, kept in zip(proposed, drafts, usable, strict=True):
+            self._estimates.counts[drafter.name].cut_drafts += len(kept) < len(whole)
+            if len(whole) > len(draft):
                 self._tell_problem(drafter, "drafted more tokens than it was asked for; they are cut")
-            if len(usable) < len(tokens):
-                self._tell_problem(drafter, f"drafted {_what(tokens[len(usable)])}; the draft ends before it")
+            if len(kept) < len(draft):
+                self._tell_problem(drafter, f"drafted {_what(draft[len(kept)])}; the draft ends before it")
         return usable
 
     def _tell_problem(self, drafter: Drafter, reason: str) -> None:

@@ -130,18 +130,15 @@ class Planner:
         return found
 
     def choose(self, options: Mapping[str, Option], requests: int) -> Choice:
-        """The fastest option, or plain decoding; to begin, drafting must be faster by `ENTRY_MARGIN`, and by more after
-        losses."""
+        """The fastest option, or plain decoding; to begin, drafting must be faster by `ENTRY_MARGIN`."""
         # In mode coupled drafting is wanted, and plain decoding is no choice.
         is_auto = self._config.mode == "auto" or not options
-        plain_s = self._handicapped_s(requests) if is_auto else float("inf")
+        plain_s = self._costs.plain_s(requests) if is_auto else float("inf")
         margin = ENTRY_MARGIN if self.current == OFF else CHANGE_MARGIN
         choice = choose(options, requests=requests, plain_s=plain_s, current=self.current, margin=margin)
         promising = choice.drafter in options and options[choice.drafter].usual > 0
         if self._config.mode == "auto" and not any(choice.windows) and not promising:
             choice = replace(choice, drafter=OFF)  # a drafter that is asked and never verified
-        if choice.drafter == OFF:
-            choice = replace(choice, round_s=self._costs.plain_s(requests))  # without the handicap
         self.current = choice.drafter
         self.owners.promised(choice.tokens_per_s / requests)
         return choice
@@ -149,16 +146,10 @@ class Planner:
     def promises(self, options: Mapping[str, Option], sample: int, requests: int) -> float | None:
         """Seconds that drafting for all would win in a round if all requests were like this sample; None: it would not
         be begun."""
-        share = sample / requests
-        handicapped_s, plain_s = (s * share for s in (self._handicapped_s(requests), self._costs.plain_s(requests)))
-        choice = choose(options, requests=sample, plain_s=handicapped_s, margin=ENTRY_MARGIN)
-        return (
-            (plain_s * choice.emitted - choice.round_s * sample) * requests / sample**2 if any(choice.windows) else None
-        )
-
-    def _handicapped_s(self, requests: int) -> float:
-        """Of a plain step, as little as makes up for what drafting has lost."""
-        return self._costs.plain_s(requests) / (1 + self._estimates.balance.handicap)
+        plain_s = self._costs.plain_s(requests) * sample / requests
+        choice = choose(options, requests=sample, plain_s=plain_s, margin=ENTRY_MARGIN)
+        won_s = (plain_s * choice.emitted - choice.round_s * sample) * requests / sample**2
+        return won_s if any(choice.windows) else None
 
     def decision(self, option: Option, choice: Choice, drafts: Drafts, caps: Sequence[int]) -> Decision:
         """What `choice`, of this option, verifies. `caps`: tokens that drafters were asked for."""

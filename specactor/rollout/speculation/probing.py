@@ -1,10 +1,9 @@
 """Looks at drafts that are not verified: they are compared with what is emitted, so that a drafter that has become good
 is noticed while another leads or decoding is plain. PURE: seconds are passed in.
 
-After a rest, drafters over text draft from some tokens ago (`DrafterSet.hindsight`), which tells at once how good they
-are; other looks are kept (`Looks`) until enough was emitted. A drafter that drafts ahead has drafts some rounds after a
-look, so one that waits for it is taken up again after 1, 2, 4, .. rounds, MOST_TRIES times at most. `Balance` is what
-mode auto has won and lost against plain decoding; after losses it trusts predictions less.
+After plain rounds, drafters over text draft from some tokens ago (`DrafterSet.hindsight`), which tells at once how good
+they are; other drafts are kept (`Looks`) until enough was emitted. A drafter that drafts ahead has drafts some rounds
+after a look, so one that waits for it is taken up again after 1, 2, 4, .. rounds, MOST_TRIES times at most.
 
 Invariants: what looks cost is bounded. The first comes after LOOK_EVERY plain rounds; then the time between two
 doubles, up to LOOK_AT_LEAST_EVERY rounds, and a look that took long is followed by as many rounds as make
@@ -15,11 +14,11 @@ looks cost: then a round in which nobody has a draft is no sign that drafting do
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from math import ceil
 from typing import NamedTuple
 
+from specactor.rollout.speculation.drafter import DraftSequence
 from specactor.rollout.speculation.verification import common
 
 LOOK_EVERY = 16
@@ -37,14 +36,9 @@ MOST_TRIES = 6
 MAX_REST = 4096
 """Rounds between two looks, however long they take."""
 MOST = 8.0
-"""Plain rounds, won or lost, that are remembered."""
-AT_ONCE = 4.0
-"""Plain rounds that one round wins or loses at most: more is a stall, which says nothing of drafts."""
-TRIAL_SHARE = 0.01
-"""Of plain rounds, what trials that lose may cost."""
-HANDICAP = 0.15
-"""Per plain round that was lost: by how much more drafting must promise."""
-LOOKS_SHARE = 0.5
+"""Plain rounds' time, won or spent, that is remembered; a round counts for half of it at most: more is a stall, which
+says nothing of drafts."""
+WON_SHARE = 0.5
 """Of what rounds with drafts have won, what looks in every round may cost."""
 PROMISED_ROUNDS = 8
 
@@ -52,7 +46,7 @@ PROMISED_ROUNDS = 8
 class Seen(NamedTuple):
     """What became of one draft that was not verified."""
 
-    drafter: str
+    request_id: str
     drafted: int
     agreed: int
     """Draft tokens, from the first on, that equal what was emitted."""
@@ -60,53 +54,79 @@ class Seen(NamedTuple):
     confidence: int | None
 
 
-@dataclass(slots=True)
-class Look:
+class Look(NamedTuple):
+    """A draft that is not verified."""
+
+    sequence: DraftSequence
     start: int
     """Tokens of its output then."""
     asked: int
-    drafts: Mapping[str, Sequence[int]]
-    """Per drafter; at most `asked` tokens."""
-    confidence: Mapping[str, int | None] = field(default_factory=dict)
+    draft: Sequence[int]
+    """At most `asked` tokens."""
+    confidence: int | None = None
 
-    def seen(self, output_ids: Sequence[int]) -> Iterator[Seen]:
-        """Of what was emitted, at most all `asked` positions and at least one."""
-        emitted = output_ids[self.start : self.start + self.asked]
-        for name, draft in self.drafts.items():
-            there = draft[: len(emitted)]
-            yield Seen(name, len(there), common(there, emitted), len(emitted), self.confidence.get(name))
+    def seen(self) -> Seen:
+        """Return how much of the draft equals what was emitted, of at most all `asked` positions."""
+        emitted = self.sequence.output_ids[self.start : self.start + self.asked]
+        there = self.draft[: len(emitted)]
+        agreed = common(there, emitted)
+        return Seen(self.sequence.request_id, len(there), agreed, len(emitted), self.confidence)
 
 
 class Looks:
+    """Drafts that are compared once enough was emitted. Those of a request are all of one round."""
+
     def __init__(self) -> None:
-        self._looks: dict[str, Look] = {}
+        self.pending: dict[str, dict[str, Look]] = {}
+        """By request and drafter."""
 
-    def has(self, request_id: str) -> bool:
-        return request_id in self._looks
+    def keep(self, drafter: str, look: Look) -> None:
+        """Compare this draft later; the request must have none that is pending since another round."""
+        self.pending.setdefault(look.sequence.request_id, {})[drafter] = look
 
-    def keep(self, request_id: str, look: Look) -> None:
-        """Unless there is one that is not over."""
-        self._looks.setdefault(request_id, look)
+    def over(self) -> dict[str, list[Seen]]:
+        """Take those for which enough was emitted, by drafter."""
+        over: dict[str, list[Seen]] = {}
+        for request_id, looks in list(self.pending.items()):
+            _, (sequence, start, asked, *_) = next(iter(looks.items()))
+            if len(sequence.output_ids) >= start + asked:
+                del self.pending[request_id]
+                for drafter, look in looks.items():
+                    over.setdefault(drafter, []).append(look.seen())
+        return over
 
-    def over(self, request_id: str, output_ids: Sequence[int]) -> Iterator[Seen]:
-        """Once enough was emitted."""
-        look = self._looks.get(request_id)
-        if look is not None and len(output_ids) >= look.start + look.asked:
-            del self._looks[request_id]
-            yield from look.seen(output_ids)
-
-    def ended(self, request_id: str, output_ids: Sequence[int]) -> Iterator[Seen]:
+    def ended(self, request_id: str) -> dict[str, list[Seen]]:
         """The request has ended: drafts count as far as it went."""
-        look = self._looks.pop(request_id, None)
-        if look is not None and len(output_ids) > look.start:
-            yield from look.seen(output_ids)
+        looks = self.pending.pop(request_id, {}).items()
+        return {name: [look.seen()] for name, look in looks if len(look.sequence.output_ids) > look.start}
 
 
 class BackOff:
-    """When to look again: ever more seldom, and for at most a share of the time."""
+    """When to look again: ever more seldom, and for at most a share of the time.
+
+    A round with drafts takes longer than a plain one, and its tokens would have taken plain rounds: the difference is
+    what it won or lost.
+    """
 
     def __init__(self) -> None:
+        self._won = 0.0
+        """Plain rounds' time that pays for looks in every round."""
         self.restart()
+
+    def won(self, seconds: float, *, plain_s: float) -> None:
+        """A round with drafts won so much, or lost if less than 0; or a look says that it would have."""
+        self._add(WON_SHARE * seconds / plain_s)
+
+    def spent(self, seconds: float, *, plain_s: float) -> None:
+        """A round without drafts, in which there was a look, took so much longer than a plain one."""
+        self._add(-max(0.0, seconds) / plain_s)
+
+    def pays_for(self, look_s: float, *, plain_s: float) -> bool:
+        """Whether drafts have won enough for such a look in the next round."""
+        return self._won * plain_s > look_s
+
+    def _add(self, rounds: float) -> None:
+        self._won = min(max(self._won + min(max(rounds, -MOST / 2), MOST / 2), -MOST), MOST)
 
     def restart(self) -> None:
         """Drafting pays, or may pay now: plain decoding, if it comes again, is looked at soon."""
@@ -171,63 +191,6 @@ class BackOff:
             return
         self._least = min(ceil(look_s / (LOOK_SHARE * plain_s)), MAX_REST)
         self._interval = self._pause = max(min(2 * self._interval, LOOK_AT_LEAST_EVERY), self._least)
-
-
-class Balance:
-    """What drafting won and lost in one engine. `plain_s`: seconds of a plain round of as many requests.
-
-    A round with drafts takes longer than a plain one, and its tokens would have taken plain rounds: the difference is
-    what it won or lost, whatever the reason. A prediction that drafting is faster must be the better the more such
-    predictions have cost, by `handicap`: what cannot be won back is not tried again and again, and what is much faster
-    is tried at once. What was lost is forgiven by TRIAL_SHARE of plain rounds.
-    """
-
-    def __init__(self) -> None:
-        self._rounds = 0.0
-        self._for_looks = 0.0
-
-    @property
-    def handicap(self) -> float:
-        """By which predicted speed must be above that of plain decoding, beside other margins; 0 without losses."""
-        return HANDICAP * max(0.0, -self._rounds)
-
-    def drafted(self, won_s: float, *, plain_s: float) -> None:
-        """A round with drafts won so much, or lost if less than 0."""
-        self._add(won_s / plain_s)
-        self._add_for_looks(LOOKS_SHARE * won_s / plain_s)
-
-    def promised(self, won_s: float, *, plain_s: float) -> None:
-        """Drafts of some tokens ago would have won so much: so may those of the next rounds, if one looks."""
-        self._add_for_looks(LOOKS_SHARE * won_s / plain_s)
-
-    def looked(self, cost_s: float, *, plain_s: float) -> None:
-        """A round without drafts, in which there was a look, took so much longer than a plain one."""
-        self._add_for_looks(-max(0.0, cost_s) / plain_s)
-
-    def rested(self, round_s: float, *, plain_s: float, after_drafts: bool) -> None:
-        """A plain round took `round_s`. `after_drafts`: it did some of the work of a round with drafts."""
-        if after_drafts:
-            self._add(min(0.0, 1.0 - round_s / plain_s))
-        if self._rounds < 0:
-            self._rounds = min(0.0, self._rounds + TRIAL_SHARE)
-
-    def renewed(self, weight: float) -> None:
-        """Drafters or the policy have other weights: what was won and lost before is worth so much now."""
-        self._rounds *= weight
-
-    def pays_for(self, look_s: float, *, plain_s: float) -> bool:
-        """Whether drafts have won enough for such a look in the next round."""
-        return self._for_looks * plain_s > look_s
-
-    def _add(self, rounds: float) -> None:
-        self._rounds = _within(self._rounds + _within(rounds, AT_ONCE), MOST)
-
-    def _add_for_looks(self, rounds: float) -> None:
-        self._for_looks = _within(self._for_looks + _within(rounds, AT_ONCE), MOST)
-
-
-def _within(rounds: float, most: float) -> float:
-    return min(max(rounds, -most), most)
 
 
 class Promises:

@@ -25,7 +25,7 @@ from specactor.rollout.speculation.drafter import Drafter, DraftSequence
 from specactor.rollout.speculation.drafter_set import LOOK_TRIALS, DrafterSet
 from specactor.rollout.speculation.estimates import Estimates
 from specactor.rollout.speculation.planner import Planner
-from specactor.rollout.speculation.probing import FEW, MAX_REST, BackOff, Look, Looks
+from specactor.rollout.speculation.probing import FEW, MAX_REST, Look, Looks
 from specactor.rollout.speculation.verification import Decision, Drafts
 from specactor.rollout.speculation.windows import OFF
 from specactor.trace import Recorder
@@ -54,7 +54,7 @@ class Speculator:
         self.planner = Planner(config, self.drafter_set, self.estimates)
         self._clock = clock
         self._looks = Looks()
-        self._back_off = BackOff()
+        self._back_off = self.estimates.back_off
         self._num_looks = 0
         self._recorder = Recorder()
         self._fruitless = 0
@@ -71,15 +71,8 @@ class Speculator:
         self.drafter_set.open(sequence)
         self._back_off.requests_came()
 
-    def commit(self, sequence: DraftSequence, tokens: Sequence[int]) -> None:
-        """`tokens` were appended to the sequence's output. While decoding is plain, drafters are told later, and of
-        many tokens at once."""
-        self.drafter_set.commit(sequence)
-        if self._looks.has(sequence.request_id):
-            self.estimates.looked(sequence.request_id, self._looks.over(sequence.request_id, sequence.output_ids))
-
     def close(self, sequence: DraftSequence) -> None:
-        self.estimates.looked(sequence.request_id, self._looks.ended(sequence.request_id, sequence.output_ids))
+        self.estimates.looked(self._looks.ended(sequence.request_id))
         self.estimates.forget(sequence.request_id)
         self.planner.owners.forget(sequence.request_id)
         self.drafter_set.close(sequence)
@@ -92,10 +85,12 @@ class Speculator:
     def decide(self, sequences: Sequence[DraftSequence], limits: Sequence[int], *, max_branches: int = 0) -> Decision:
         """Drafts for the next round, of at most `limits[i]` tokens for request i; none where verifying would not pay.
 
+        What was committed since the last call stands at the ends of the sequences' outputs.
         `max_branches`: of all trees together; with none, trees are chains.
         """
         caps = [max(0, min(limit, self.config.max_window)) for limit in limits]
         started = self._clock()
+        self.estimates.looked(self._looks.over())
         if not self._observe(caps):
             self.drafter_set.pause()
             self._decision = self._plain(len(sequences))
@@ -147,6 +142,7 @@ class Speculator:
     def draft(self, drafter: str, sequences: Sequence[DraftSequence], windows: Sequence[int]) -> list[list[int]]:
         """The drafts of a decision that left them to all ranks; those that did not decide must call it too."""
         started = self._clock()
+        self.drafter_set.tell()
         drafts = self.drafter_set.draft(drafter, sequences, windows)
         if self._decision.together:
             self._decision.drafts = drafts
@@ -176,7 +172,7 @@ class Speculator:
         """With the fixed window, or one that tells what rounds cost."""
         self._is_steady = not self.drafter_set.is_paused
         started = self._clock()
-        self.drafter_set.resume()
+        self.drafter_set.tell()
         seldom, window = self._may_rest(), self.config.window
         most = (self.costs.wanted(self.config.max_window) or int(seldom)) if window is None else window
         decision = self.drafter_set.fixed(sequences, [min(cap, most) for cap in caps])
@@ -219,7 +215,7 @@ class Speculator:
         if seldom and self._may_rest() and not self._is_promising(sequences, caps):
             return self._plain(requests)
         self._is_steady = not self.drafter_set.is_paused
-        self.drafter_set.resume()
+        self.drafter_set.tell()
         drafts = self.drafter_set.first(sequences, caps)
         options = self.planner.options(sequences, caps, drafts, max_branches=max_branches)
         before, choice = self.planner.current, self.planner.choose(options, requests)
@@ -254,12 +250,12 @@ class Speculator:
         known: Drafts = {}
         if self._back_off.is_long and not self._back_off.goes_on:
             known = self.drafter_set.hindsight(some, some_caps)
-        self.drafter_set.resume(some)
+        self.drafter_set.tell(some)
         later = self.drafter_set.first(some, some_caps, ahead=True if known else None)
         options = self.planner.options(some, some_caps, known | later, sample_of=requests)
         won_s = self.planner.promises(options, sample, requests)
         if won_s is not None:
-            self.estimates.balance.promised(won_s, plain_s=self.costs.plain_s(requests))
+            self._back_off.won(won_s, plain_s=self.costs.plain_s(requests))
             return True
         self._look_over(some, later, some_caps, started=started, requests=requests)
         return False
@@ -274,7 +270,7 @@ class Speculator:
             self.estimates.acceptance[name].limit(LOOK_TRIALS)  # looks are few, so old evidence makes way
         self._look(sequences, drafts, caps)
         look_s, plain_s = self._clock() - started, self.costs.plain_s(requests)
-        again = requests <= FEW and self.estimates.balance.pays_for(look_s, plain_s=plain_s)
+        again = requests <= FEW and self._back_off.pays_for(look_s, plain_s=plain_s)
         self._back_off.looked(look_s=look_s, plain_s=plain_s, again=again)
 
     def _look(
@@ -282,14 +278,11 @@ class Speculator:
     ) -> None:
         """Keep what was drafted and is not verified, for comparison. `decision`: what is verified."""
         verified: Drafts = {} if decision is None else {decision.drafter: decision.drafts, **decision.beside}
-        for i, (sequence, cap) in enumerate(zip(sequences, caps, strict=True)):
-            if not cap or self._looks.has(sequence.request_id):
-                continue
-            compared = {
-                name: lists[i]
-                for name, lists in drafts.items()
-                if (lists[i] or not self.drafters[name].drafts_ahead) and not (name in verified and verified[name][i])
-            }
-            if compared:
-                sure = {name: self.estimates.acceptance[name].told(sequence.request_id) for name in compared}
-                self._looks.keep(sequence.request_id, Look(len(sequence.output_ids), cap, compared, sure))
+        free = [i for i, s in enumerate(sequences) if s.request_id not in self._looks.pending]
+        for name, lists in drafts.items():
+            told, done = self.estimates.acceptance[name].told, verified.get(name)
+            for i in free:
+                if lists[i] and not (done and done[i]):
+                    sequence = sequences[i]
+                    look = Look(sequence, len(sequence.output_ids), caps[i], lists[i], told(sequence.request_id))
+                    self._looks.keep(name, look)

@@ -21,15 +21,17 @@ from __future__ import annotations
 
 from array import array
 from collections import OrderedDict, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+
+import numpy as np
 
 from specactor.rollout.speculation.drafter import HISTORY_TOKENS, Drafter, DraftSequence
 
 ROOT = 0
 _NONE = ROOT
 """No transition leads to the root, so its number marks a missing target."""
-COUNTED = 8
+COUNTED = 4
 """A token is counted for this many contexts, the longest. 4, 8 and 16 gave the same accept_length within 0.5 %."""
 
 
@@ -40,7 +42,8 @@ class SuffixAutomaton:
         self.num_tokens = 0
         """Appended so far, over all texts."""
         self._counted = counted
-        # Per state:
+        self.num_states = 1
+        # Per state, with room for more:
         self._length = [0]
         self._link = [-1]
         self._token = [-1]  # the last token of its substrings; all end with the same one
@@ -48,12 +51,12 @@ class SuffixAutomaton:
         self._best = [_NONE]  # the target of its most frequent transition
         self._all: dict[int, dict[int, int]] = {}  # token -> target, for states with more than one transition
 
-    def extend(self, end: int, tokens: Iterable[int]) -> int:
+    def extend(self, end: int, tokens: Sequence[int]) -> int:
         """Append to the text that ends at `end`; returns its new end."""
         length, link, token_of = self._length, self._link, self._token
         count, best, transitions = self._count, self._best, self._all
+        self.num_tokens += len(tokens)
         for token in tokens:
-            self.num_tokens += 1
             target = best[end]
             if token_of[target] != token:
                 target = transitions[end].get(token, _NONE) if end in transitions else _NONE
@@ -151,12 +154,16 @@ class SuffixAutomaton:
         return part
 
     def _add_state(self, length: int, token: int) -> int:
-        self._length.append(length)
-        self._link.append(ROOT)
-        self._token.append(token)
-        self._count.append(0)
-        self._best.append(_NONE)
-        return len(self._length) - 1
+        new = self.num_states
+        if new == len(self._length):
+            room = 16 + new // 8
+            for states, empty in ((self._length, 0), (self._token, -1), (self._count, 0)):
+                states += [empty] * room
+            self._link += [ROOT] * room
+            self._best += [_NONE] * room
+        self._length[new], self._token[new] = length, token
+        self.num_states = new + 1
+        return new
 
 
 TOKENS_PER_MATCH = 2
@@ -168,30 +175,42 @@ GROUP_MATCH = 3
 CORPUS_TOKENS = 100_000
 """Of the corpus, and never more than a quarter of all."""
 
-_Place = tuple[list[int], int]
-"""A text, and the position in it of the token that followed an n-gram."""
+_END = -1
+"""Ends each text in the corpus; no token."""
+_MASK = 2**64 - 1
+_WEIGHTS = (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB, 0xD6E8FEB86659FD93, 0xA0761D6478BD642F)
+"""Odd numbers. The key of an n-gram is the sum, modulo 2^64, of its tokens (plus 1) times these, the last token first.
+Two n-grams of one key would cost a wrong draft, and no more."""
 
 
 class Corpus:
-    """The newest place of every n-gram of `CORPUS_MIN_N` to `CORPUS_MAX_N` tokens in texts that have ended."""
+    """The newest place of every n-gram of `CORPUS_MIN_N` to `CORPUS_MAX_N` tokens in texts that have ended.
+
+    Keys and places are integers, which Python's garbage collector does not visit. A place is the position of the token
+    that followed, counted over all texts that there ever were.
+    """
 
     def __init__(self) -> None:
-        self._places: dict[tuple[int, ...], _Place] = {}
-        self._oldest_first: deque[_Place] = deque()
-
-    @property
-    def num_tokens(self) -> int:
+        self._places: dict[int, int] = {}
+        self._tokens = array("q")
+        """All texts that have tokens which can be found, what precedes them included; each ends with `_END`."""
+        self._dropped = 0
+        """Tokens that were before these."""
+        self._texts: deque[tuple[int, int, int]] = deque()
+        """Of each text: where what precedes it begins, where the tokens begin that can be found, and its end."""
+        self.num_tokens = 0
         """Tokens that can be found."""
-        return len(self._oldest_first)
 
     def add(self, context: Sequence[int], tokens: Sequence[int]) -> None:
         """Add a text. `context` precedes it, and is not found itself."""
-        text, places, oldest_first = [*context, *tokens], self._places, self._oldest_first
-        for position in range(len(context), len(text)):
-            place = text, position
-            for key in self._keys(text, position):
-                places[key] = place
-            oldest_first.append(place)
+        if not tokens:
+            return
+        start = self._dropped + len(self._tokens)
+        self._tokens.extend((*context, *tokens, _END))
+        self._texts.append((start, start + len(context), start + len(context) + len(tokens)))
+        self.num_tokens += len(tokens)
+        for keys, first, last in self._keys(*self._texts[-1]):
+            self._places.update(zip(keys, range(first, last), strict=True))
 
     def find(self, context: Sequence[int], window: int, *, longer_than: int = 0) -> tuple[list[int], int]:
         """At most `window` tokens that followed the end of `context`, by its longest n-gram that is known and has more
@@ -200,36 +219,52 @@ class Corpus:
         They are at most `TOKENS_PER_MATCH` per token of the n-gram. One of `CORPUS_MAX_N` tokens may be longer than is
         known, and gives the whole window.
         """
-        for key in self._keys(context, len(context)):
-            length = len(key)
-            if length <= longer_than:
-                break
-            if key in self._places:
-                text, position = self._places[key]
-                room = window if length == CORPUS_MAX_N else min(window, TOKENS_PER_MATCH * length)
-                return text[position : position + room], length
-        return [], 0
+        found, length, key, places = -1, 0, 0, self._places
+        for n, (token, weight) in enumerate(zip(reversed(context), _WEIGHTS, strict=False), 1):
+            key = (key + (token + 1) * weight) & _MASK
+            if n < CORPUS_MIN_N or n <= longer_than:
+                continue
+            place = places.get(key, -1)
+            if place < 0:
+                break  # where an n-gram is known, its end is
+            found, length = place, n
+        if found < 0:
+            return [], 0
+        room = window if length == CORPUS_MAX_N else min(window, TOKENS_PER_MATCH * length)
+        start = found - self._dropped
+        draft = self._tokens[start : start + room].tolist()
+        return (draft[: draft.index(_END)] if _END in draft else draft), length
 
     def shrink(self, max_tokens: int) -> None:
         """Forget the oldest tokens until `max_tokens` are left."""
-        places = self._places
-        while len(self._oldest_first) > max_tokens:
-            place = self._oldest_first.popleft()
-            for key in self._keys(*place):
-                if places.get(key) is place:  # else it was seen again since
-                    del places[key]
+        while self.num_tokens > max_tokens:
+            begin, first, end = self._texts.popleft()
+            left = min(end, first + self.num_tokens - max_tokens)
+            for keys, start, stop in self._keys(begin, first, left):
+                for key, place in zip(keys, range(start, stop), strict=True):
+                    if self._places.get(key) == place:  # else it was seen again since
+                        del self._places[key]
+            self.num_tokens -= left - first
+            if left < end:
+                self._texts.appendleft((begin, left, end))
+            else:
+                del self._tokens[: end + 1 - self._dropped]
+                self._dropped = end + 1
 
-    @staticmethod
-    def _keys(text: Sequence[int], end: int) -> list[tuple[int, ...]]:
-        """The n-grams before `end`, the longest first."""
-        longest = tuple(text[max(0, end - CORPUS_MAX_N) : end])
-        return [longest[start:] for start in range(len(longest) - CORPUS_MIN_N + 1)]
+    def _keys(self, begin: int, first: int, end: int) -> Iterator[tuple[list[int], int, int]]:
+        """Yield the keys of the n-grams that the tokens of a text from `first` to `end` follow, and which tokens."""
+        tokens_N = np.array(self._tokens[begin - self._dropped : end - self._dropped], dtype=np.uint64) + np.uint64(1)
+        keys_P = np.zeros(end - begin, dtype=np.uint64)  # of the tokens from `begin` on, each
+        for n, weight in enumerate(_WEIGHTS[: max(0, end - begin - 1)], 1):
+            keys_P[n:] += tokens_N[:-n] * np.uint64(weight)
+            start = max(first, begin + n)
+            if n >= CORPUS_MIN_N and start < end:
+                yield keys_P[start - begin :].tolist(), start, end
 
 
-def confidence(length: int) -> int:
-    """How sure one may be of what followed a match of so many tokens: 1, 2, 3 to 7, or more. The first draft token was
-    right in 0.2, 0.4, 0.7 and 0.95 of cases, on the responses of small models."""
-    return (length > 1) + (length > 2) + (length > 7)
+_CONFIDENCE = (0, 0, 1, 2, 2, 2, 2, 2, 3)
+"""How sure one may be of what followed a match, by its length, and longer ones as the last. The first draft token was
+right in 0.2, 0.4, 0.7 and 0.95 of cases, on the responses of small models."""
 
 
 @dataclass(slots=True)
@@ -281,7 +316,7 @@ class _Group:
 
 
 class SuffixDrafter(Drafter):
-    """About 140 bytes of memory per token, and up to 350 more per token of the corpus."""
+    """About 140 bytes of memory per token, and up to 500 more per token of the corpus."""
 
     name = "suffix"
 
@@ -340,7 +375,7 @@ class SuffixDrafter(Drafter):
             request = self._running.get(sequence.request_id) if window else None
             draft, length = self._draft(request, window) if request is not None else ([], 0)
             drafts.append(draft)
-            self.confidence.append(confidence(length))
+            self.confidence.append(_CONFIDENCE[length] if length < len(_CONFIDENCE) else _CONFIDENCE[-1])
         return drafts
 
     def _draft(self, request: _Request, window: int) -> tuple[list[int], int]:
@@ -349,9 +384,13 @@ class SuffixDrafter(Drafter):
         state, length = automaton.match(request.end)
         if length < GROUP_MATCH:
             end = request.output[-CORPUS_MAX_N:]
-            found = self._corpus.find([*request.context, *end], window, longer_than=length)
+            if len(end) < CORPUS_MAX_N:
+                end = [*request.context, *end]
+            found = self._corpus.find(end, window, longer_than=length)
             if found[0]:
                 return found
+            if not length:
+                return [], 0
         return automaton.continuation(state, min(window, TOKENS_PER_MATCH * length)), length
 
     def _append(self, request: _Request, tokens: Sequence[int]) -> None:
@@ -359,7 +398,8 @@ class SuffixDrafter(Drafter):
         request.output.extend(tokens)
         self._num_tokens += len(tokens)
         self._num_running_tokens += len(tokens)
-        self._forget()
+        if self._num_tokens > self._group_tokens:
+            self._forget()
 
     def _forget(self) -> None:
         """Keep the bound. A group is built again only where most of its text has ended: 3 steps per token dropped."""

@@ -24,8 +24,7 @@ Drafts = dict[str, list[list[int]]]
 """Per drafter, per request."""
 
 
-@dataclass(frozen=True, slots=True)
-class DraftTree:
+class DraftTree(NamedTuple):
     """Draft tokens of one request. A chain is a tree in which every token follows the one before."""
 
     tokens: tuple[int, ...] = ()
@@ -48,11 +47,11 @@ class DraftTree:
         return self.parents == tuple(range(len(self.parents)))
 
 
-_NOTHING = DraftTree()
+NOTHING = DraftTree()
 
 
 def chain(tokens: Sequence[int]) -> DraftTree:
-    return DraftTree(tuple(tokens), tuple(range(len(tokens)))) if tokens else _NOTHING
+    return DraftTree(tuple(tokens), tuple(range(len(tokens)))) if tokens else NOTHING
 
 
 def merged(drafts: Sequence[Sequence[int]]) -> DraftTree:
@@ -157,7 +156,7 @@ class Decision:
     @property
     def trees(self) -> list[DraftTree]:
         if not self.beside:
-            return [chain(draft) for draft in self.drafts]
+            return [chain(draft) if draft else NOTHING for draft in self.drafts]
         of_requests = ([draft for draft in of if draft] for of in zip(self.drafts, *self.beside.values(), strict=True))
         return [merged(drafts) if len(drafts) > 1 else chain(drafts[0] if drafts else ()) for drafts in of_requests]
 

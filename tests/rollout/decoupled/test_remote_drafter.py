@@ -89,7 +89,6 @@ def play(drafter: Decoupled, link: Held, *, rounds: int, round_s: float, wrong_e
         total += len(emitted) - 1
         speculator.learn([sequence], [emitted[:-1]], round_s=decision.draft_s + round_s)
         sequence.output_ids.extend(emitted)
-        speculator.commit(sequence, emitted)
         link.draft(4)
     assert speculator.estimates.counts["decoupled"].failures == 0
     speculator.close(sequence)

@@ -48,7 +48,7 @@ class Switching(Speculator):
     def decide(self, sequences: Sequence[DraftSequence], limits: Sequence[int], *, max_branches: int = 0) -> Decision:
         windows = [max(0, min(limit, self.config.max_window)) for limit in limits]
         self.drafter_set.find()
-        self.drafter_set.resume()
+        self.drafter_set.tell()
         drafts = self.drafter_set.first(sequences, windows)
         wanted = self._drawn.wanted(sequences, drafts)
         parts = {n: [d[: of.get(n, 0)] for d, of in zip(lists, wanted, strict=True)] for n, lists in drafts.items()}
@@ -72,7 +72,7 @@ class Mixing(Speculator):
         windows = [max(0, min(limit, self.config.max_window)) for limit in limits]
         self.rounds += 1
         self.drafter_set.find()
-        self.drafter_set.resume()
+        self.drafter_set.tell()
         early, late = self.drafters
         turns = [(self.rounds + i) % 3 for i in range(len(windows))]
         drafts = self.drafter_set.first(sequences, windows)[early]

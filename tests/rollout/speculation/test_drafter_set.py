@@ -64,7 +64,6 @@ class Scene:
 
     def grow(self, sequence: DraftSequence, *tokens: int) -> None:
         sequence.output_ids.extend(tokens)
-        self.drafter_set.commit(sequence)
 
     def close(self, sequence: DraftSequence) -> None:
         self.running.remove(sequence)
@@ -97,13 +96,13 @@ def test_all_text_of_a_prompt_is_known_when_it_is_asked_for(seed: int) -> None:
                 scene.drafter_set.pause()
             case 5 if scene.running:
                 if rng.random() < 0.5:
-                    scene.drafter_set.resume()
+                    scene.drafter_set.tell()
                     scene.check({s.prompt_ids[0] for s in scene.running})
                     assert scene.other.running == {s.request_id: s.output_ids for s in scene.running}
                     assert scene.ahead.running == scene.other.running
                 else:
                     asked = rng.sample(scene.running, 1)
-                    scene.drafter_set.resume(asked)
+                    scene.drafter_set.tell(asked)
                     scene.check({s.prompt_ids[0] for s in asked})
                     for model in (scene.ahead, scene.other):
                         assert all(model.running[s.request_id] == s.output_ids for s in asked)
@@ -120,12 +119,13 @@ def test_nothing_is_told_during_a_pause_and_only_what_is_asked_for_after_it() ->
     scene.close(one)
     assert (scene.text.running, scene.text.ended) == ({}, [])
     assert (scene.ahead.running, scene.ahead.ended) == ({}, [])
-    scene.drafter_set.resume([two])
+    scene.drafter_set.tell([two])
     assert list(scene.text.running) == [two.request_id]
     assert scene.text.ended == []
-    scene.drafter_set.resume()
+    scene.drafter_set.tell()
     assert scene.text.ended == []
     scene.open(1)
+    scene.drafter_set.tell()
     assert scene.text.ended == [((1,), [5, 6])], "when its prompt comes again"
 
 
@@ -133,19 +133,20 @@ def test_who_drafts_ahead_hears_of_what_is_asked_for_and_of_no_other() -> None:
     scene = Scene()
     scene.drafter_set.pause()
     one, two = scene.open(1), scene.open(1)
-    scene.drafter_set.resume([two])
+    scene.drafter_set.tell([two])
     assert list(scene.text.running) == [one.request_id, two.request_id]
     assert list(scene.ahead.running) == [two.request_id]
     scene.close(one)
     scene.close(two)
     assert scene.ahead.running == {}
-    scene.drafter_set.resume()
+    scene.drafter_set.tell()
     assert len(scene.ahead.ended) == 1
 
 
 def test_what_waits_is_bounded_and_the_oldest_goes_first() -> None:
     scene = Scene(max_tokens=10)
     begun = scene.open(1)
+    scene.drafter_set.tell()
     scene.drafter_set.pause()
     for prompt in (2, 3):
         sequence = scene.open(prompt)
@@ -153,15 +154,17 @@ def test_what_waits_is_bounded_and_the_oldest_goes_first() -> None:
         scene.close(sequence)
     scene.grow(begun, *range(4))
     scene.close(begun)
-    scene.drafter_set.resume()
+    scene.drafter_set.tell()
     for prompt in (1, 2, 3):
         scene.open(prompt)
+        scene.drafter_set.tell()
     assert [prompt for prompt, _ in scene.text.ended] == [(1,), (3,)]
 
 
 def test_a_request_that_was_opened_is_closed_even_if_its_text_is_dropped() -> None:
     scene = Scene(max_tokens=3)
     sequence = scene.open(1)
+    scene.drafter_set.tell()
     scene.drafter_set.pause()
     scene.grow(sequence, *range(4))
     scene.close(sequence)
@@ -173,6 +176,7 @@ def test_drafts_from_some_tokens_ago_are_made_without_knowing_these() -> None:
     scene = Scene()
     first = scene.open(1)
     scene.grow(first, 1, 2)
+    scene.drafter_set.tell()
     scene.drafter_set.pause()
     mate, stranger = scene.open(1), scene.open(2)
     for sequence in (first, mate, stranger):
@@ -183,7 +187,7 @@ def test_drafts_from_some_tokens_ago_are_made_without_knowing_these() -> None:
     assert scene.estimates.acceptance["notes"].rate > rate, "the next token was another 3"
     assert scene.ahead.running == {first.request_id: [1, 2]}, "drafters over text alone are asked so"
     assert scene.drafter_set.hindsight([mate], [3]) == {"notes": [[3]]}, "not before what is known"
-    scene.drafter_set.resume()
+    scene.drafter_set.tell()
     assert scene.text.running == {s.request_id: s.output_ids for s in scene.running}
     assert [s.output_ids for s in (first, mate)] == [[1, 2, 3, 3, 5, 6], [3, 3, 5, 6]]
 
@@ -223,11 +227,11 @@ def test_no_drafter_can_change_what_the_engine_holds(ahead: bool) -> None:
     drafter_set.open(sequence)
     for token in range(5):
         sequence.output_ids.append(token)
-        drafter_set.commit(sequence)
+        drafter_set.tell()
         drafter_set.draft("notes", [sequence], [2])
         drafter_set.pause()
         drafter_set.hindsight([sequence], [2])
-        drafter_set.resume()
+        drafter_set.tell()
         assert sequence.output_ids == list(range(token + 1))
 
 
@@ -245,6 +249,7 @@ def asked(lie: Callable[[list[int]], object], rounds: int = 5) -> tuple[list[lis
     sequences = [DraftSequence(request_id=name, prompt_ids=(1,)) for name in "ab"]
     for sequence in sequences:
         drafter_set.open(sequence)
+    drafter_set.tell()
     return [drafter_set.draft("notes", sequences, [2, 3]) for _ in range(rounds)], counts
 
 

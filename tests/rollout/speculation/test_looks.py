@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from specactor.rollout.speculation.drafter import DraftSequence
 from specactor.rollout.speculation.probing import (
     LOOK_AT_LEAST_EVERY,
     LOOK_EVERY,
     LOOK_SHARE,
     MAX_REST,
+    MOST,
     BackOff,
     Look,
     Looks,
@@ -50,21 +56,32 @@ def test_looks_take_a_bounded_share_of_the_time() -> None:
     assert look(rest, look_s=1e9) == MAX_REST
 
 
-def test_a_look_says_how_much_of_each_draft_was_right() -> None:
-    one = Look(start=2, asked=3, drafts={"a": [5, 6, 7], "b": [5, 9], "c": []}, confidence={"a": 2})
-    seen = [Seen("a", 3, 2, 3, 2), Seen("b", 2, 1, 3, None), Seen("c", 0, 0, 3, None)]
-    assert list(one.seen([1, 1, 5, 6, 8, 7])) == seen
+def sequence(*output_ids: int) -> DraftSequence:
+    return DraftSequence(request_id="r", prompt_ids=(1,), output_ids=[*output_ids])
+
+
+@pytest.mark.parametrize(
+    ("draft", "sure", "seen"),
+    [([5, 6, 7], 2, (3, 2, 3, 2)), ([5, 9], None, (2, 1, 3, None)), ([], None, (0, 0, 3, None))],
+)
+def test_a_look_says_how_much_of_a_draft_was_right(draft: list[int], sure: int | None, seen: tuple[int, ...]) -> None:
+    assert Look(sequence(1, 1, 5, 6, 8, 7), 2, 3, draft, sure).seen() == Seen("r", *seen)
 
 
 def test_drafts_count_as_far_as_a_request_went() -> None:
     """The ends of responses are as much worth as the rest: what verified drafts are judged by, looks are too."""
-    looks = Looks()
-    looks.keep("r", Look(start=2, asked=4, drafts={"a": [5, 6, 7, 8], "b": [9]}))
-    assert list(looks.over("r", [1, 1, 5, 6])) == []
-    assert list(looks.ended("r", [1, 1, 5, 6])) == [Seen("a", 2, 2, 2, None), Seen("b", 1, 0, 2, None)]
-    assert not looks.has("r")
-    looks.keep("r", Look(start=2, asked=4, drafts={"a": [5]}))
-    assert list(looks.ended("r", [1, 1])) == []
+    looks, one = Looks(), sequence(1, 1)
+    looks.keep("a", Look(one, 2, 4, [5, 6, 7, 8]))
+    looks.keep("b", Look(one, 2, 4, [9]))
+    one.output_ids += [5, 6]
+    assert looks.over() == {}
+    assert looks.ended("r") == {"a": [Seen("r", 2, 2, 2, None)], "b": [Seen("r", 1, 0, 2, None)]}
+    assert looks.ended("r") == {}
+    looks.keep("a", Look(one, 4, 4, [5]))
+    assert looks.ended("r") == {}, "nothing was emitted since"
+    looks.keep("a", Look(one, 0, 4, [1]))
+    assert looks.over() == {"a": [Seen("r", 1, 1, 4, None)]}
+    assert looks.over() == {}
 
 
 def test_a_look_may_be_followed_by_another() -> None:
@@ -82,3 +99,25 @@ def test_what_is_left_of_a_rest_is_what_it_has() -> None:
     left = rest.rounds_left
     assert left > 0
     assert until_over(rest) == left + 1
+
+
+def test_only_what_drafts_won_pays_for_looks_in_every_round() -> None:
+    of, look_s, plain_s = BackOff(), 2**-10, 2**-7
+    assert not of.pays_for(look_s, plain_s=plain_s)
+    of.won(4 * look_s, plain_s=plain_s)
+    assert of.pays_for(look_s, plain_s=plain_s)
+    of.spent(1.5 * look_s, plain_s=plain_s)
+    assert not of.pays_for(look_s, plain_s=plain_s)
+    of.spent(-plain_s, plain_s=plain_s)
+    assert not of.pays_for(look_s, plain_s=plain_s), "a look wins nothing"
+
+
+@given(st.lists(st.tuples(st.booleans(), st.floats(-1e3, 1e3)), max_size=100))
+def test_what_was_won_or_lost_is_bounded_and_a_stall_counts_for_little(rounds: list[tuple[bool, float]]) -> None:
+    of = BackOff()
+    for has_drafts, seconds in rounds:
+        (of.won if has_drafts else of.spent)(seconds, plain_s=1.0)
+        assert not of.pays_for(MOST, plain_s=1.0)
+    of = BackOff()
+    of.won(1e6, plain_s=1.0)
+    assert not of.pays_for(MOST / 2, plain_s=1.0)

@@ -11,7 +11,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specactor.rollout.speculation import planner
 from specactor.rollout.speculation.acceptance import survival_of
 from specactor.rollout.speculation.costs import CostTable, OnlineCosts
 from specactor.rollout.speculation.counters import Counts
@@ -129,12 +128,10 @@ def flapping() -> Counts:
     return sum(counts.values(), Counts())
 
 
-def test_noise_and_missing_drafts_seldom_switch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_drafts_seldom_switch() -> None:
     """A drafter without a draft is stood in for, which is no switch."""
     seldom = flapping()
     assert seldom.switches < 0.02 * seldom.verifies
-    monkeypatch.setattr(planner, "MARGIN", 0.0)
-    assert flapping().switches > 3 * seldom.switches
 
 
 def test_small_differences_do_not_switch() -> None:

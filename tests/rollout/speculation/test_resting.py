@@ -72,8 +72,6 @@ class Rests(World):
                 fresh = [truth(sequence, len(sequence.output_ids))]
                 sequence.output_ids += fresh
                 tokens += 1
-                if not self.left:
-                    self.speculator.commit(sequence, fresh)
         return tokens / (self.now - started)
 
 
@@ -115,8 +113,8 @@ class Seldom(Coin):
 def test_one_request_is_drafted_for_wherever_there_is_a_draft(monkeypatch: pytest.MonkeyPatch) -> None:
     """A round without a draft is no sign that drafting does not pay."""
     speeds = []
-    for share in (probing.LOOKS_SHARE, 0.0):
-        monkeypatch.setattr(probing, "LOOKS_SHARE", share)
+    for share in (probing.WON_SHARE, 0.0):
+        monkeypatch.setattr(probing, "WON_SHARE", share)
         world = World(auto(), Seldom(12), requests=1)
         world.look_s = 1e-5
         world.play(100)

@@ -193,7 +193,7 @@ def test_size_and_steps_grow_with_the_tokens_alone() -> None:
         end = automaton.extend(ROOT, tokens)
         assert time.thread_time() - started < 1.0, "about 0.02 s when every token costs the same"
         assert automaton.num_tokens == 10_000
-        size = len(automaton._length)
+        size = automaton.num_states
         assert size <= 20_000
         assert automaton.extend(ROOT, tokens) == end
-        assert len(automaton._length) == size
+        assert automaton.num_states == size

@@ -113,7 +113,6 @@ class Toyland:
             self.speculator.learn(running, [tokens[:-1] for tokens in kept], round_s=1e-3)
             for sequence, tokens in zip(running, kept, strict=True):
                 sequence.output_ids += tokens
-                self.speculator.commit(sequence, tokens)
                 if len(sequence.output_ids) >= LENGTH:
                     self.speculator.close(sequence)
             running = [s for s in running if len(s.output_ids) < LENGTH]

@@ -88,8 +88,6 @@ class World:
             self.speculator.learn(
                 self.sequences, [fresh[:-1] for fresh in emitted], round_s=decision.draft_s + verify_s
             )
-            for sequence, fresh in zip(self.sequences, emitted, strict=True):
-                self.speculator.commit(sequence, fresh)
         return tokens / (self.now - started)
 
     def plain_speed(self) -> float:
