@@ -159,6 +159,8 @@ def replay(trainer: PolicyTrainer, folder: Path, reset: Callable[[], None]) -> d
             results[name] = f"{type(error).__name__}: {error}"
         vars(trainer._replay).pop("check", None)
     trainer._replay = None
+    for layer in trainer.policy.layers():
+        layer.mlp.router.router_replay = None
     return results
 
 
