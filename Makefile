@@ -2,6 +2,7 @@
 # make check        set up, then lint, types and all tests but the deep ones
 # make check-fast   of these, what starts neither engines nor ranks
 # make check-deep   the deep tests, and every property with more examples; SLICE=K/N runs a part
+# make check-cluster   two hosts and a Slurm cluster as namespaces of this machine, where root allows
 # make bench        the benchmarks; results under docs/results/
 # make gpu-check    what only a GPU shows, where requirements/gpu.txt is installed; results under runs/gpu/
 # make measure      how large the project is: lines, files, settings, words
@@ -20,7 +21,7 @@ export PYTHONDONTWRITEBYTECODE =
 PYTEST = $(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder
 SLICE ?= 0/1
 
-.PHONY: setup quickstart check check-fast check-deep lint test bench gpu-check faults measure clean
+.PHONY: setup quickstart check check-fast check-deep check-cluster lint test bench gpu-check faults measure clean
 
 setup: $(STAMP)
 
@@ -46,13 +47,16 @@ lint: setup
 	$(BIN)/mypy
 
 test: setup
-	$(PYTEST) -m "not deep" --durations=50
+	$(PYTEST) -m "not deep and not cluster" --durations=50
 
 check-fast: lint
-	$(PYTEST) -m "not deep and not processes"
+	$(PYTEST) -m "not deep and not processes and not cluster"
 
 check-deep: setup
-	$(PYTEST) -m "deep or hypothesis" --hypothesis-profile=deep --slice=$(SLICE) --durations=20
+	$(PYTEST) -m "(deep or hypothesis) and not cluster" --hypothesis-profile=deep --slice=$(SLICE) --durations=20
+
+check-cluster: setup
+	$(BIN)/python -m pytest -q -n 0 -m "cluster $(WHICH)" --durations=10 tests/cluster
 
 bench: setup
 	$(BIN)/python -m benchmarks.run $(ARGS)

@@ -3,6 +3,7 @@
     python -m benchmarks.gpu [--out FOLDER] [--stages STAGE ...] [--device cpu]
 
 probe   versions, memory, speed of copies
+kernels our own kernels beside the CPU's tokens, and a row's bits alone and in company
 exact   the same requests alone, in batches, in CUDA graphs and without, with drafts: tokens and log-probabilities
 rows    seconds of a round by requests and draft tokens
 sync    pushes of weights, beside memcpy
@@ -97,7 +98,7 @@ SIZES = {
         copied_bytes=1024 * MIB,
         pushes=7,
         job=(
-            *("--train.steps", "5", "--model.dtype", "bfloat16", "--algorithm.tis-cap", "2"),
+            *("--train.steps", "5", "--model.dtype", "bfloat16"),
             *("--train.max-logprob-gap", "1", "--rollout.engine.memory-fraction", "0.3"),
         ),
     ),
@@ -195,6 +196,19 @@ def _rate(copy: Callable[[], object], num_bytes: int) -> float:
             torch.cuda.synchronize()
         seconds.append(time.perf_counter() - start)
     return num_bytes / median(seconds) / GB
+
+
+def kernels(bench: Bench) -> Found:
+    """Return by kernel how many rows have another token or value, and other bits in company."""
+    interpreted = {} if bench.on_gpu else {"TRITON_INTERPRET": "1"}
+    command = [sys.executable, "-W", "ignore", "-m", "benchmarks.gpu_kernels", "cuda" if bench.on_gpu else "cpu"]
+    done = subprocess.run(
+        command, cwd=ROOT, env={**os.environ, **interpreted}, capture_output=True, text=True, check=False
+    )
+    if done.returncode != 0:
+        raise RuntimeError(done.stderr.strip().splitlines()[-1])
+    found: Found = json.loads(done.stdout.splitlines()[-1])
+    return found
 
 
 def exact(bench: Bench) -> Found:
@@ -315,6 +329,7 @@ def _launch(root: Path, settings: Sequence[str]) -> None:
 
 STAGES: dict[str, Callable[[Bench], Found]] = {
     "probe": probe,
+    "kernels": kernels,
     "exact": exact,
     "rows": rows,
     "sync": sync,
@@ -357,9 +372,9 @@ def verdict(found: dict[str, Found]) -> list[tuple[str, str]]:
     for name, of in found.items():
         if "error" in of:
             text = f"FAILED: {of['error']}"
-        elif name == "exact":
+        elif name in ("exact", "kernels"):
             wrong = {case: one for case, one in of.items() if one["differ"] or one["bits"]}
-            text = "; ".join(f"{case}: {one['differ']} tokens, {one['bits']} log-probs" for case, one in wrong.items())
+            text = "; ".join(f"{case}: {one['differ']} values, {one['bits']} bits" for case, one in wrong.items())
             text = f"DIFFERENT: {text}" if wrong else f"{len(of)} cases equal, bit for bit"
         elif name == "rows":
             text = ", ".join(f"{case}: {ms:.2f} ms" for case, ms in of.items())
@@ -376,7 +391,7 @@ def verdict(found: dict[str, Found]) -> list[tuple[str, str]]:
 
 def is_right(found: dict[str, Found]) -> bool:
     """Whether all stages went through, and nothing differed."""
-    cases = [case for case in found.get("exact", {}).values() if isinstance(case, dict)]
+    cases = [case for name in ("exact", "kernels") for case in found.get(name, {}).values() if isinstance(case, dict)]
     wrong = any(case["differ"] or case["bits"] for case in cases) or found.get("job", {}).get("differ", 0)
     return not wrong and not any("error" in of for of in found.values())
 

@@ -306,6 +306,21 @@ def warmed_up(axes: Axes, rows: Sequence[Row]) -> None:
     axes.set_xlabel("rollout tokens/s over plain (red: the aim)")
 
 
+def tiles(axes: Axes, rows: Sequence[Row]) -> None:
+    """Times that tiles are faster than rows, over contexts."""
+    for count, colour in zip(dict.fromkeys(column(rows, "rows")), COLOURS, strict=False):
+        own = [row for row in rows if row["rows"] == count]
+        contexts = [number(row["context"]) for row in own]
+        at, low, high = zip(*(numbers(row["rows / tiles"]) for row in own), strict=True)
+        axes.plot(
+            contexts, at, "o-", color=colour, markersize=3, label="plain round" if count == "1" else f"{count} rows"
+        )
+        axes.vlines(contexts, low, high, color=colour, linewidth=0.8)
+    axes.axhline(1.0, color=INK, linewidth=0.8, linestyle=":")
+    axes.set(xscale="log", yscale="log", xlabel="tokens of context", ylabel="ms as rows over ms in tiles")
+    axes.legend(frameon=False)
+
+
 @dataclass(frozen=True)
 class Plot:
     """Of one page."""
@@ -333,6 +348,7 @@ PLOTS = {
     "drafter_refresh_recovery": Plot(recovery, "accept_length before and after the switch"),
     "simulator_scale": Plot(scale, "Processor seconds by GPUs"),
     "draft_protocol": Plot(protocol, "Milliseconds per round", 2.4),
+    "keys_once": Plot(tiles, "Speed of tiles over rows"),
     "dead_drafter": Plot(dead, "Speed over plain decoding"),
     "quickstart_speed": Plot(warmed_up, "Rollout speed over plain", 1.8),
 }

@@ -31,6 +31,7 @@ BENCHMARKS = {
     "drafter_refresh": "accept_length of a draft model that stays fresh, beside a frozen one",
     "quickstart_speed": "rollouts of the quickstart with a draft model of the warm-up, beside plain ones",
     "speculation_speed": "tokens per second of plain SGLang, its own speculation, and ours",
+    "keys_once": "attention of a verification with keys read once per row, or once per tile of rows",
     "speculation_speed_profile": "where the time of a round goes, of the contestants of speculation_speed",
 }
 """Module in this package -> what it measures."""

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from benchmarks import trainer_speed_case as case
 from benchmarks.recipes import benchmark_config
-from specactor.config import AlgorithmConfig, ParallelConfig, TrainConfig
+from specactor.config import AlgorithmConfig, CorrectionConfig, ParallelConfig, TrainConfig
 from specactor.parallel import groups
 from specactor.parallel.layout import ModelShape, check
 from specactor.trainer.policy import PolicyTrainer
@@ -29,7 +29,9 @@ def main() -> None:
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     config = replace(
         benchmark_config(str(model_dir), parallel=parallel),
-        algorithm=AlgorithmConfig(clip_low=case.CLIP, clip_high=case.CLIP, tis_cap=case.TIS_CAP),
+        algorithm=AlgorithmConfig(
+            clip_low=case.CLIP, clip_high=case.CLIP, correction=CorrectionConfig(bounds=(0.0, case.TIS_CAP))
+        ),
         train=TrainConfig(adam_betas=case.ADAM_BETAS, grad_clip=case.GRAD_CLIP),
     )
     layout = check(config, int(os.environ["WORLD_SIZE"]), ModelShape.read(model_dir))

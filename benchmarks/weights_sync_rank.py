@@ -6,6 +6,7 @@ import json
 import os
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -42,15 +43,25 @@ def peak_rss() -> int:
     raise KeyError("VmHWM")
 
 
-def memcpy_rates(num_bytes: int, repetitions: int) -> list[float]:
-    """GB/s of copying as many bytes, in pages that exist."""
-    source, target = torch.ones(num_bytes, dtype=torch.uint8), torch.ones(num_bytes, dtype=torch.uint8)
-    rates = []
-    for _ in range(repetitions):
+class Memcpy:
+    """Copies of as many bytes, in pages that exist."""
+
+    def __init__(self, num_bytes: int) -> None:
+        self._source, self._target = (torch.ones(num_bytes, dtype=torch.uint8) for _ in range(2))
+
+    def gb_per_s(self) -> float:
         start = time.perf_counter()
-        target.copy_(source)
-        rates.append(num_bytes / (time.perf_counter() - start) / 1e9)
-    return rates
+        self._target.copy_(self._source)
+        return self._source.numel() / (time.perf_counter() - start) / 1e9
+
+
+def processor_s(pids: Sequence[int]) -> float:
+    """Seconds that this process and others have computed."""
+    ticks = 0
+    for pid in pids:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        ticks += int(fields[11]) + int(fields[12])
+    return time.process_time() + ticks / os.sysconf("SC_CLK_TCK")
 
 
 def engine_loads(engine: Engine, model_dir: Path, repetitions: int) -> dict[str, list[float]]:
@@ -88,14 +99,23 @@ def main() -> None:
     with EnginePool(specs if collective.rank == 0 else []) as pool:
         collective.together("engine start", pool.wait_ready)
         sender = WeightSender(config.weights_sync, collective)
-        source = RankShards(trainer.policy)
+        source = RankShards(trainer.policy, trainer.memory)
         reports, gathers = [], []
-        sender.push(source, pool.engines, version=1)  # warms up; allocates the buckets
+        first = sender.push(source, pool.engines, version=1)  # learns the plan, where there can be one
+        sender.push(source, pool.engines, version=2)  # warms up
         sender.close()
+        memcpy = Memcpy(first.num_bytes if collective.rank == 0 else 1)
+        memcpy.gb_per_s()
+        pids = [pid for engine in pool.engines if engine.ready is not None for pid in engine.ready.scheduler_pids]
         before = private_bytes("Rss")
         reset_peak()
+        rates, computed = [], 0.0
         for repetition in range(options["repetitions"]):
-            reports.append(sender.push(source, pool.engines, version=2 + repetition))
+            collective.barrier()
+            start = processor_s(pids)
+            reports.append(sender.push(source, pool.engines, version=3 + repetition))
+            computed += processor_s(pids) - start
+            rates.append(memcpy.gb_per_s())  # in turns: what else the machine does slows both
         extra = peak_rss() - before
         for _ in range(options["repetitions"]):
             collective.barrier()
@@ -103,6 +123,7 @@ def main() -> None:
             num_bytes = sum(tensor.numel() * tensor.element_size() for _, tensor in trainer.named_weights())
             gathers.append(num_bytes / (time.perf_counter() - start) / 1e9)
         extras = collective.gather(extra, int)
+        all_computed = sum(collective.gather(computed, float))
         if collective.rank == 0:
             seen = {
                 "num_bytes": reports[0].num_bytes,
@@ -111,7 +132,9 @@ def main() -> None:
                 "gb_per_s": [r.gb_per_s for r in reports],
                 "gather_gb_per_s": gathers,
                 "extra_bytes": extras,
-                "memcpy_gb_per_s": memcpy_rates(reports[0].num_bytes, options["repetitions"]),
+                "memcpy_gb_per_s": rates,
+                "first_s": first.seconds,
+                "processor_s_per_gb": all_computed / len(reports) / reports[0].num_bytes * 1e9,
                 **engine_loads(pool.engines[0], model_dir, options["repetitions"]),
             }
             print("RESULT " + json.dumps(seen), flush=True)

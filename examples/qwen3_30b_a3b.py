@@ -49,7 +49,6 @@ def recipe() -> Config:
             aggregation="sequence_mean",
             clip_low=3e-4,
             clip_high=4e-4,
-            tis_cap=2.0,
         ),
         train=TrainConfig(
             steps=500,
@@ -59,7 +58,7 @@ def recipe() -> Config:
             weight_decay=0.01,
             tokens_per_microbatch=16_384,
             recompute="full",
-            # bfloat16 rounds differently in the two engines; tis_cap corrects for it
+            # bfloat16 rounds differently in the two engines; algorithm.correction corrects for it
             max_logprob_gap=float("inf"),
         ),
         weights_sync=WeightsSyncConfig(bucket_bytes=2**30),

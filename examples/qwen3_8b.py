@@ -25,7 +25,6 @@ def recipe() -> Config:
             aggregation="token_mean",
             clip_low=0.2,
             clip_high=0.28,
-            tis_cap=2.0,
             dynamic_sampling=True,
             overlong_buffer=1024,
         ),

@@ -8,11 +8,13 @@
 #   HEAD       host:port of one of the nodes, reachable from all (required); the ranks meet there (c10d rendezvous)
 #   GPUS       ranks per node; default: the number of GPUs, or 2 without one
 #   RUN_ID     name of the meeting; default: specactor. Two runs on the same HEAD need two names
-#   MAX_RESTARTS  times that torchrun starts all ranks again after a failure; default 0. Use it with --resume auto
+#   MAX_RESTARTS  times that this node starts torchrun again after a failure; default 0. Use it with --resume auto
 #
 # The run folder (--output-dir) and the model must lie on a file system that all nodes share.
-# A node that dies ends the run on all nodes; the same command with --resume auto goes on from the last checkpoint.
+# A node that dies or is cut off ends the run on all nodes within a minute. With MAX_RESTARTS the others wait for it in
+# the next meeting, for ten minutes: start the same command there again, and the run goes on from the last checkpoint.
 set -euo pipefail
+set -m  # torchrun in a process group of its own, which gets this script's signals once
 
 : "${NODES:?set NODES to the number of nodes}"
 : "${HEAD:?set HEAD to host:port of one of the nodes}"
@@ -29,11 +31,20 @@ if [[ -z "${GPUS:-}" ]]; then
 fi
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 
-exec torchrun \
-    --nnodes "$NODES" \
-    --nproc-per-node "$GPUS" \
-    --rdzv-backend c10d \
-    --rdzv-endpoint "$HEAD" \
-    --rdzv-id "${RUN_ID:-specactor}" \
-    --max-restarts "${MAX_RESTARTS:-0}" \
-    "$root/launch/train_moe.py" "$@"
+# Each start is a whole new torchrun: its own --max-restarts would keep a store, and where that host dies, nothing.
+for ((left = ${MAX_RESTARTS:-0}; ; left--)); do
+    setpriv --pdeathsig KILL torchrun \
+        --nnodes "$NODES" \
+        --nproc-per-node "$GPUS" \
+        --rdzv-backend c10d \
+        --rdzv-endpoint "$HEAD" \
+        --rdzv-id "${RUN_ID:-specactor}" \
+        "$root/launch/train_moe.py" "$@" &
+    child=$! signal=
+    trap 'signal=TERM; kill -TERM "$child" 2>/dev/null' TERM
+    trap 'signal=INT; kill -INT "$child" 2>/dev/null' INT
+    while code=0; wait "$child" || code=$?; kill -0 "$child" 2>/dev/null; do :; done
+    if [[ $code == 0 || -n $signal || $left -le 0 ]]; then exit "$code"; fi
+    echo "specactor: $(hostname): torchrun ended with $code and is started again, $left times at most" >&2
+    sleep 5
+done

@@ -7,6 +7,7 @@
 #SBATCH --exclusive
 #SBATCH --time=24:00:00
 #SBATCH --output=%x-%j.log
+#SBATCH --open-mode=append
 #SBATCH --requeue
 #
 # Start a run on a Slurm cluster, from the repository, with the environment activated:
@@ -14,8 +15,9 @@
 #   sbatch --nodes 4 launch/slurm.sh qwen3_30b_a3b --model.path /models/Qwen3-30B-A3B --output-dir /shared/runs
 #
 # One torchrun per node starts one rank per GPU; the ranks meet at the job's first node (see launch/multi_node.sh).
-# The job id names the meeting, so jobs that share a node do not mix. A requeued job continues from its last
-# checkpoint, because of --resume auto.
+# The job id names the meeting, so jobs that share a node do not mix. After a failure the nodes meet again, MAX_RESTARTS
+# times (3); a node that died is missed there until Slurm has noticed (SlurmdTimeout) and requeues the job onto others.
+# Either way it continues from its last checkpoint, because of --resume auto.
 set -euo pipefail
 
 if [[ $# -lt 1 ]]; then
@@ -31,6 +33,7 @@ hosts=$(scontrol show hostnames "$SLURM_JOB_NODELIST")
 export NODES=$SLURM_NNODES
 export HEAD="${hosts%%$'\n'*}:$((29500 + SLURM_JOB_ID % 1000))"
 export RUN_ID=$SLURM_JOB_ID
+export MAX_RESTARTS=${MAX_RESTARTS:-3}
 export GPUS=${GPUS:-${SLURM_GPUS_ON_NODE:-8}}
 
 exec srun --kill-on-bad-exit=1 --wait=60 "$root/launch/multi_node.sh" "$@" --resume auto

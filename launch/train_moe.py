@@ -72,13 +72,19 @@ def main() -> int:
 
     megatron.install()  # before megatron.core is imported; does nothing where there is a GPU
     from specactor.parallel.failure import failure_guard, launcher_store
+    from specactor.parallel.meeting import meet
+    from specactor.parallel.silence import HostWatch
+    from specactor.recipes import to_json
 
-    head = os.environ["MASTER_ADDR"]
-    store = launcher_store(head, int(os.environ["MASTER_PORT"]))
-    with starter, failure_guard(rank, store) as failures:
-        from specactor.run import run
+    head, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    with starter, failure_guard(rank, launcher_store(head, port)) as failures:
+        meeting = meet(head, port, rank=rank, world=world, config=to_json(config))
+        failures.use(meeting.open_store())
+        with HostWatch(meeting, rank, failures.on_silent):
+            from specactor.run import run
 
-        run(config, rank=rank, local_rank=local_rank, world=world, head=head, failures=failures)
+            store = meeting.open_store()
+            run(config, rank=rank, local_rank=local_rank, world=world, head=head, failures=failures, store=store)
     return 0
 
 

@@ -7,8 +7,9 @@ ranks go on with the same values.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import cast
 
-from specactor import measurements
+from specactor import hooks, measurements
 from specactor.config import Config
 from specactor.device_memory import DeviceMemory
 from specactor.errors import AgreementError, WeightSyncError
@@ -20,7 +21,7 @@ from specactor.rollout.collector import RolloutCollector, RolloutStats
 from specactor.rollout.pool import EnginePool
 from specactor.rollout.resume import stale_tokens
 from specactor.trace import Span
-from specactor.trainer.advantages import group_advantages
+from specactor.trainer.advantages import AdvantageKind, group_advantages
 from specactor.trainer.drafter.refresh import Distillation
 from specactor.trainer.policy import PolicyTrainer, TrainStats
 from specactor.trainer.schedule import learning_rate
@@ -109,6 +110,7 @@ class SpecActor:
         spent = self.progress.spent()
         self._sync_s, self._step_s = spent.get("sync", 0.0), sum(spent.values())
         metrics = measurements.of_step(groups, batch, trained, synced, version=self.version)
+        metrics |= measurements.of_environments(groups, self.rollouts.num_failed)
         metrics |= self.of_rollout(rollout, batch) | refreshed | self._pushed | audited
         if traced:
             self.progress.recorder.on = False
@@ -118,24 +120,33 @@ class SpecActor:
 
     def learnable(self, groups: Sequence[ScoredGroup]) -> list[TrainSequence]:
         """Groups -> sequences with advantages."""
-        advantages = group_advantages([list(g.rewards) for g in groups], self.config.algorithm.advantage)
+        kind, rewards = self.config.algorithm.advantage, [list(g.rewards) for g in groups]
+        advantages = _advantages(rewards, kind)
         return [
             TrainSequence(
                 token_ids=t.prompt_ids + t.token_ids,
                 prompt_len=len(t.prompt_ids),
                 advantage=advantage,
+                reward=reward,
                 rollout_logprobs=t.logprobs,
                 num_stale=stale_tokens(t, self.version) if self.config.rollout.partial else 0,
                 group_id=group_id,
+                routed_experts=t.routed_experts if self.config.train.routing_replay else b"",
+                loss_mask=t.loss_mask,
             )
             for group_id, (group, of_group) in enumerate(zip(groups, advantages, strict=True))
-            for t, advantage in zip(group.trajectories, of_group, strict=True)
+            for t, advantage, reward in zip(group.trajectories, of_group, group.rewards, strict=True)
         ]
 
     def train(self, batch: Sequence[TrainSequence]) -> TrainStats:
         """One or more optimizer updates: the policy moves to its next version."""
         recorder = self.distillation.recorder if self.distillation is not None else None
-        rate = learning_rate(self.steps_done, self.config.train)
+        algorithm, rate = self.config.algorithm, learning_rate(self.steps_done, self.config.train)
+        still = algorithm.critic.warmup_steps if algorithm.advantage == "gae" else 0
+        if self.steps_done < still:
+            rate = 0.0
+        elif still and self.steps_done == still:
+            self.trainer.reset_optimizer()  # moments of gradients that moved nothing
         stats = self.trainer.train_step(batch, learning_rate=rate, recorder=recorder)
         fresh = any(sequence.num_stale < sequence.response_len for sequence in batch)
         if fresh and not stats.logprob_gap_max <= self.config.train.max_logprob_gap:  # nan is no agreement either
@@ -143,7 +154,7 @@ class SpecActor:
                 f"train.max_logprob_gap: at step {self.steps_done + 1} the engine and the trainer differ by "
                 f"{stats.logprob_gap_max:.2e} in the log-probability of a sampled token, more than "
                 f"{self.config.train.max_logprob_gap:.2e}. In float32 this means wrong weights or a wrong model in one "
-                "of them; in bfloat16 allow more with --train.max-logprob-gap, and keep algorithm.tis_cap on."
+                "of them; in bfloat16 allow more with --train.max-logprob-gap, and keep algorithm.correction on."
             )
         self.version += 1
         return stats
@@ -164,6 +175,8 @@ class SpecActor:
                 self.progress.note(f"{error} Trying again.")
                 cause = error
                 continue
+            if report.note:
+                self.progress.note(f"Weights go through buckets in every step: {report.note}.")
             self.pool.set_version(self.version)
             if self.distillation is not None:
                 self._pushed = self.distillation.push()
@@ -206,3 +219,12 @@ class SpecActor:
         self.rollouts.restore(state)
         if self.distillation is not None and isinstance(kept := state.get("distillation"), dict):
             self.distillation.restore(kept)
+
+
+def _advantages(rewards: list[list[float]], kind: str) -> list[list[float]]:
+    """Return the advantage of each response, by group."""
+    if kind == "gae":  # the trainer makes one for each token, with its critic
+        return [[0.0] * len(of_group) for of_group in rewards]
+    if ":" in kind:
+        return hooks.advantages_by(kind, rewards)
+    return group_advantages(rewards, cast("AdvantageKind", kind))

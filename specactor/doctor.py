@@ -9,11 +9,13 @@ import shutil
 import socket
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
 from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 from rich.console import Console
 from rich.markup import escape
@@ -24,10 +26,40 @@ from specactor.errors import ConfigError
 from specactor.parallel.addresses import own_addresses, within
 from specactor.parallel.devices import Devices, detect
 from specactor.parallel.layout import ModelShape
+from specactor.rollout.guarantee import guarantee
 
 GIB = 2**30
 MIN_DISK_BYTES = 2 * GIB  # room for checkpoints and the exported model of a small run
 MIN_MEMORY_BYTES = 6 * GIB  # two trainer ranks and one engine of a tiny model
+
+
+STACKS = {
+    "CPU": {
+        "torch": "==2.13.0",
+        "sglang": "==0.5.23",
+        "transformers": "==5.19.0",
+        "megatron-core": "==0.16.1",
+        "mbridge": "==0.15.1",
+    },
+    "GPU": {
+        "torch": "==2.14.1",
+        "sglang": "==0.5.23",
+        "transformers": "==5.19.0",
+        "megatron-core": "==0.16.1",
+        "mbridge": "==0.15.1",
+        "sglang-kernel": "==0.4.10",
+        "transformer-engine": ">=2.9,<2.12",
+    },
+    "GPU, torch 2.11": {
+        "torch": "==2.11.0",
+        "sglang": "==0.5.23",
+        "transformers": "==5.17.*",
+        "megatron-core": "==0.16.1",
+        "mbridge": "==0.15.1",
+        "sglang-kernel": "==0.4.4",
+    },
+}
+"""Versions that belong together. The last set has neither TransformerEngine nor fa3: attention is Triton's."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,8 +76,10 @@ class Finding:
 def examine(config: Config | None, environ: Mapping[str, str]) -> list[Finding]:
     """All findings about this machine, and about `config` where one is given."""
     devices = detect(environ)
-    found = [_python(), *pinned(), plugin(), *_hardware(devices), *_optional(devices), *_places(config), loopback()]
-    return found + (_recipe(config) if config else [])
+    gpu = bool(devices.gpus)
+    packages = [*pinned(), stack(gpu), plugin()]
+    found = [_python(), *packages, *_hardware(devices), *_optional(devices), *_places(config), loopback()]
+    return [*found, *([tokens(config, gpu=gpu), *_recipe(config)] if config else [])]
 
 
 def report(findings: list[Finding], console: Console) -> int:
@@ -83,12 +117,42 @@ def pinned() -> list[Finding]:
             version = metadata.version(need.name)
         except metadata.PackageNotFoundError:
             version = "missing"
-        # a local part such as +cpu names a build of the same version.
-        ok = version != "missing" and need.specifier.contains(Version(version).public, prereleases=True)
+        tried = [versions[need.name] for versions in STACKS.values() if need.name in versions]
+        ok = version != "missing" and any(_takes(wanted, version) for wanted in (str(need.specifier), *tried))
         exact = any(spec.operator == "==" for spec in need.specifier)
         if not ok or exact or need.name == "torch":
             findings.append(_requirement(need, version, ok))
     return findings
+
+
+def _takes(wanted: str, version: str) -> bool:
+    # A local part such as +cpu names a build of the same version.
+    return SpecifierSet(wanted).contains(Version(version).public, prereleases=True)
+
+
+def stack(gpu: bool) -> Finding:
+    """Which of the sets of versions that were tried together is installed."""
+    installed = {}
+    for name in sorted({name for versions in STACKS.values() for name in versions}):
+        with suppress(metadata.PackageNotFoundError):
+            installed[name] = metadata.version(name)
+    for title, versions in STACKS.items():
+        fits = all(name in installed and _takes(wanted, installed[name]) for name, wanted in versions.items())
+        if fits and title.startswith("GPU" if gpu else "CPU"):
+            return Finding(component="versions", found=title)
+    listed = ", ".join(f"{name} {version}" for name, version in installed.items())
+    return Finding(
+        component="versions",
+        found=listed,
+        used="a set that was not tried together",
+        remedy="See docs/gpu.md, or install requirements/gpu.txt or requirements/cpu.txt.",
+    )
+
+
+def tokens(config: Config, *, gpu: bool) -> Finding:
+    """What engines would promise of a request's tokens."""
+    arithmetic, promise = guarantee(config.rollout.engine, gpu=gpu, dtype=config.model.dtype)
+    return Finding(component="attention", found=f"{arithmetic}: {promise}")
 
 
 def _requirement(need: Requirement, version: str, ok: bool) -> Finding:
@@ -222,7 +286,7 @@ def _recipe(config: Config) -> list[Finding]:
     else:
         findings.append(Finding(component="model", found="a tiny model, made on the spot"))
     for name, source in (("data.train", config.data.train_source), ("data.eval", config.data.eval_source(1))):
-        if source.path and not Path(source.path).is_file():
+        if source.path and ":" not in source.path and not Path(source.path).is_file():
             remedy = f"Correct --{name}."
             findings.append(Finding(component=name, found=f"{source.path} is not a file", fatal=True, remedy=remedy))
     return findings + _drafter_network(config.parallel.drafter_network)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from statistics import fmean, pstdev
 from typing import TYPE_CHECKING
 
@@ -25,6 +27,25 @@ def accuracy(scores: Sequence[float]) -> float:
     return fmean(score >= SOLVED for score in scores)
 
 
+def of_evaluation(sets: Mapping[str, Sequence[ScoredGroup]]) -> dict[str, float]:
+    """Accuracy on every held-out set; avg@k is the accuracy over all k samples of a problem."""
+    found: dict[str, float] = {}
+    for name, groups in sets.items():
+        key = f"accuracy/{name}"
+        found[key] = accuracy([score for group in groups for score in group.scores])
+        samples, k = len(groups[0].scores), 2
+        while k <= samples:
+            found[f"{key}/pass@{k}"] = fmean(pass_at(k, group.scores) for group in groups)
+            k *= 2
+    return found
+
+
+def pass_at(k: int, scores: Sequence[float]) -> float:
+    """Chance that of k of these responses, drawn without replacement, one is right (arXiv 2107.03374 eq. 1)."""
+    wrong = sum(score < SOLVED for score in scores)
+    return 1.0 - math.comb(wrong, k) / math.comb(len(scores), k)
+
+
 def of_step(
     groups: Sequence[ScoredGroup],
     batch: Sequence[TrainSequence],
@@ -33,7 +54,7 @@ def of_step(
     *,
     version: int,
 ) -> dict[str, float]:
-    """What is logged for a step, but for times and memory."""
+    """Return what is logged for a step, but for times and memory."""
     trajectories = [t for g in groups for t in g.trajectories]
     lengths = sorted(len(t.token_ids) for t in trajectories)
     rewards = [r for g in groups for r in g.rewards]
@@ -54,8 +75,12 @@ def of_step(
         "policy/learning_rate": stats.learning_rate,
         "agreement/logprob_gap_max": stats.logprob_gap_max,
         "agreement/logprob_gap_mean": stats.logprob_gap_mean,
-        "rollout/tokens": sum(lengths),
+        "correction/effective_share": stats.effective_share,
+        "correction/cut_fraction": stats.cut_fraction,
+        **({f"critic/{name}": value for name, value in asdict(stats.critic).items()} if stats.critic else {}),
+        "rollout/tokens": sum(t.num_sampled for t in trajectories),
         "rollout/responses": len(lengths),
+        **({"rollout/expert_bytes": experts} if (experts := sum(len(t.routed_experts) for t in trajectories)) else {}),
         "train/tokens": sum(len(s.token_ids) for s in batch),
         "train/sequences": len(batch),
         "train/microbatches": stats.num_microbatches,
@@ -66,8 +91,22 @@ def of_step(
     }
 
 
+def of_environments(groups: Sequence[ScoredGroup], num_failed: int) -> dict[str, float]:
+    """What happened between turns in a step; nothing where no environment took part."""
+    talks = [t for g in groups for t in g.trajectories if t.reward is not None]
+    if not talks and not num_failed:
+        return {}
+    return {
+        "environment/turns_mean": fmean(t.num_turns for t in talks),
+        "environment/observations": sum(t.num_turns - 1 for t in talks),
+        "environment/observation_tokens": sum(t.loss_mask.count(False) for t in talks),
+        "environment/failed": num_failed,
+        "time/environment_s": sum(t.environment_s for t in talks),
+    }
+
+
 def of_speculation(counts: Mapping[str, Counts]) -> dict[str, float]:
-    """What speculation did in a step, per drafter, and for plain rounds under their own name."""
+    """Return the metrics of speculation in a step, per drafter, and for plain rounds under their own name."""
     rounds = sum(of.rounds for of in counts.values())
     return {
         f"speculation/{name}/{key}": value

@@ -29,11 +29,15 @@ METRICS: dict[str, str] = {
     "reward/std": "standard deviation of the rewards of the step's responses",
     "reward/uninformative_groups": "share of groups whose rewards are all equal",
     "accuracy/train": "share of the step's responses that are right",
-    "accuracy/eval": "share of held-out problems answered right, greedily",
-    "response/length_mean": "tokens per response, mean",
+    "accuracy/eval": "share of held-out problems answered right, greedily; of all samples with eval.samples (avg@k)",
+    "response/length_mean": "tokens per response, mean; of a conversation all, what its environment said too",
     "response/length_p95": "tokens per response, 95th percentile",
     "response/length_max": "tokens per response, longest",
     "response/cut_fraction": "share of responses cut at rollout.max_new_tokens",
+    "environment/turns_mean": "turns of the policy per conversation, mean (with environments, as the next three)",
+    "environment/observations": "times that an environment answered with more than a reward, such as tool calls",
+    "environment/observation_tokens": "tokens that environments said; they are not learned from",
+    "environment/failed": "conversations whose environment raised, or did not answer in time; they are left out",
     "policy/loss": "what the optimizer minimises",
     "policy/entropy": "nats per response token, under the policy that trained",
     "policy/clip_fraction": "share of response tokens (gspo: sequences) whose ratio was clipped",
@@ -42,8 +46,16 @@ METRICS: dict[str, str] = {
     "policy/learning_rate": "of the step's last optimizer update",
     "agreement/logprob_gap_max": "largest |engine - trainer| log-probability of a sampled token, nats",
     "agreement/logprob_gap_mean": "mean |engine - trainer| log-probability of the sampled tokens, nats",
+    "correction/effective_share": "effective sample size of the weights of algorithm.correction, per response token",
+    "correction/cut_fraction": "share of response tokens whose weight the bounds of algorithm.correction changed",
+    "critic/loss": "half the squared error of the critic's values, per response token; with algorithm.advantage = gae, "
+    "as the next three",
+    "critic/grad_norm": "global gradient norm of the critic before clipping",
+    "critic/explained_variance": "share of the returns' variance that the values before the step explain",
+    "critic/clip_fraction": "share of response tokens whose value had moved by algorithm.critic.value_clip",
     "time/rollout_s": "seconds of generation",
     "time/reward_s": "seconds of scoring",
+    "time/environment_s": "seconds that environments took, summed over conversations, which overlap",
     "time/train_s": "seconds of forward, backward and optimizer",
     "time/sync_s": "seconds of the weight sync",
     "time/checkpoint_s": "seconds of saving",
@@ -53,6 +65,7 @@ METRICS: dict[str, str] = {
     "time/engines_s": "seconds of waiting for engines to start, in the line of the first step",
     "rollout/tokens": "response tokens generated",
     "rollout/tokens_per_s": "response tokens per second of generation",
+    "rollout/expert_bytes": "bytes that say which experts the engines chose, with train.routing_replay",
     "rollout/responses": "responses generated",
     "train/tokens": "prompt and response tokens trained on",
     "train/tokens_per_s": "prompt and response tokens per second of training",
@@ -66,6 +79,12 @@ METRICS: dict[str, str] = {
     "memory/engine_rss_bytes": "resident memory of all engine processes of the job",
 }
 """Name -> unit and meaning. Shares lie in 0..1."""
+
+HELD_OUT: dict[str, str] = {
+    "SET": "as accuracy/eval, of a further set of eval.sets",
+    "SET/pass@K": "chance that one of K samples is right, with eval.samples; SET is eval for data.eval",
+}
+"""After ``accuracy/`` -> unit and meaning."""
 
 SPECULATION: dict[str, str] = {
     "share_of_rounds": "share of decode rounds for which this drafter was chosen (off: plain decoding)",
@@ -236,6 +255,8 @@ def _known(name: str) -> None:
     if family == "speculation" and re.sub(r"_at_[0-9]+$", "_at_J", rest.rpartition("/")[2]) in SPECULATION:
         return
     if (family == "drafter" and rest in DRAFTER) or name in DRAFTER_TIMES:
+        return
+    if family == "accuracy" and re.fullmatch(r"[A-Za-z0-9_-]+(/pass@[0-9]+)?", rest):
         return
     if (family == "tail" and rest in TAIL) or (family == "audit" and rest in AUDIT) or name == "time/audit_s":
         return

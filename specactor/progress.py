@@ -120,7 +120,7 @@ class Progress:
     def response(self, trajectory: Trajectory) -> None:
         """Count a finished response, and its tokens into the speed of the running phase."""
         self._responses += 1
-        self._tokens += len(trajectory.token_ids)
+        self._tokens += trajectory.num_sampled
         spent = self._clock() - self._phase_begun
         self.update(tokens_per_s=self._tokens / spent if spent > 0 else 0.0)
 

@@ -223,11 +223,14 @@ def training() -> list[Panel]:
         ("largest rank", "memory/rank_rss_bytes", "C0", "-"),
         ("all engines", "memory/engine_rss_bytes", "C1", "-"),
     ]
+    talk = [("turns", "environment/turns_mean", "C0", "-"), ("failed", "environment/failed", "C1", ":")]
     phases = [(phase, f"time/{phase}_s", colour, "") for phase, colour in PHASES.items()]
     return [
         ("Accuracy", "share of right answers", _curves(right, top=1.02)),
         ("Reward", "mean", _curves([("", "reward/mean", "C0", "-")], bottom=None)),
         ("Response length", "tokens", _curves(tokens)),
+        ("Conversations", "turns, mean; those whose environment failed", _curves(talk)),
+        ("Seconds of environments", "summed over conversations", _curves([("", "time/environment_s", "C0", "-")])),
         ("Entropy", "nats per response token", _curves([("", "policy/entropy", "C0", "-")])),
         ("KL", "nats per response token, to the reference", _curves([("", "policy/kl", "C0", "-")])),
         ("Clipped", "share of tokens", _curves([("", "policy/clip_fraction", "C0", "-")])),

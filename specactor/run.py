@@ -5,18 +5,22 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+from torch._C._distributed_c10d import Store
 from transformers import PreTrainedTokenizerBase
 
-from specactor import measurements
+from specactor import hooks, measurements
 from specactor.actor import SpecActor
 from specactor.config import Config, DraftTrainingConfig
+from specactor.config.results import set_name
 from specactor.data.dataset import Dataset, build_dataset
+from specactor.data.environment import environment_of
 from specactor.data.tokenizer import VOCAB_SIZE, load_tokenizer
 from specactor.device_memory import DeviceMemory
-from specactor.errors import PlanError
+from specactor.errors import ConfigError, PlanError
 from specactor.metrics import Tracker, read_metrics, rss_bytes
 from specactor.parallel import groups
 from specactor.parallel.collective import Collective
@@ -41,11 +45,13 @@ from specactor.rollout.collector import RolloutCollector
 from specactor.rollout.decoupled.transport import DrafterAccess
 from specactor.rollout.drafter_pool import DrafterPool
 from specactor.rollout.drafter_start import check_in_engines, start_drafters
+from specactor.rollout.guarantee import guarantee
 from specactor.rollout.pool import EnginePool
 from specactor.rollout.sglang.engine_client import EngineSpec
 from specactor.rollout.tail import tail_policy
 from specactor.run_folder import Replay, RunFolder, Status, checkpoint_to_resume
 from specactor.trainer import checkpoint
+from specactor.trainer.critic import Critic
 from specactor.trainer.drafter.refresh import Distillation, left_behind
 from specactor.trainer.policy import PolicyTrainer
 from specactor.trainer.shards import GatheredWeights, RankShards
@@ -54,11 +60,20 @@ from specactor.types import ScoredGroup
 from specactor.weights_sync.sender import WeightSender, WeightSource
 
 
-def run(config: Config, *, rank: int, local_rank: int, world: int, head: str, failures: Failures) -> None:
+def run(
+    config: Config,
+    *,
+    rank: int,
+    local_rank: int,
+    world: int,
+    head: str,
+    failures: Failures,
+    store: Store | None = None,
+) -> None:
     """Train the policy of `config`. Called on every rank; raises SpecActorError on every rank when one fails.
 
     `local_rank` numbers the ranks of a host, and its devices; `head` is the host of rank 0, as the others know it;
-    `failures` is told who takes part.
+    `failures` is told who takes part; in `store` the ranks find each other, by default in the launcher's.
     """
     policy = model_shape(config)
     layout = check(config, world, policy)
@@ -66,7 +81,7 @@ def run(config: Config, *, rank: int, local_rank: int, world: int, head: str, fa
     for own in gpus()[:1]:
         with suppress(PlanError):  # of a model that is built in another way, nobody can say
             memory_of(config, world, own.memory_bytes).check()
-    device = groups.init(layout, config.parallel, seed=config.seed, local_rank=local_rank)
+    device = groups.init(layout, config.parallel, seed=config.seed, local_rank=local_rank, store=store)
     with ExitStack() as stack:
         stack.callback(groups.destroy)
         collective = Collective()
@@ -160,7 +175,8 @@ def _build(
     devices = DeviceMemory(collective, pool, is_shared=bool(gpus()))
     with progress.phase("engines", announce=True):
         trainer = devices.start(
-            lambda: PolicyTrainer(config, layout, base), others=[("drafter start", drafters.wait_ready)]
+            lambda: PolicyTrainer(config, layout, base, critic=Critic.of(config, layout, base)),
+            others=[("drafter start", drafters.wait_ready)],
         )
     distillation = _distillation(config, trainer, pool, drafters, collective, progress)
     if distillation is not None:
@@ -175,6 +191,7 @@ def _build(
         eval_data=eval_data,
         progress=progress,
         host=members[collective.rank].machine,
+        max_prompt_tokens=longest_prompt(config, model_shape(config).max_position),
         replace_lost=lambda: actor.sync(),
     )
     actor = SpecActor(
@@ -240,22 +257,35 @@ def _rollout_writer(config: Config, folder: RunFolder, rank: int) -> Callable[[i
     return partial(folder.write_rollouts, temperature=config.rollout.temperature)
 
 
-def _problems(config: Config, tokenizer: PreTrainedTokenizerBase) -> tuple[Dataset, Dataset]:
-    """Problems to learn from, and held-out ones, none of which is among the first."""
+def _problems(config: Config, tokenizer: PreTrainedTokenizerBase) -> tuple[Dataset, dict[str, Dataset]]:
+    """Problems to learn from, and held-out sets by name, none of whose problems is among the first."""
     room = longest_prompt(config, model_shape(config).max_position)
-    train, problems = build_dataset(config.data.train_source, tokenizer, max_prompt_tokens=room), config.eval.problems
+    data, count = config.data, config.eval.problems
+    sets = [build_dataset(s, tokenizer, max_prompt_tokens=room) for s in (data.train_source, *data.mixed_sources)]
     if config.warmup.solver:
         find_solver(config.warmup.solver)  # a wrong path is found before anything is started
-    if not problems:
-        return train, Dataset(())
-    held_out = Dataset(build_dataset(config.data.eval_source(problems), tokenizer, max_prompt_tokens=room)[:problems])
-    return train.without(held_out), held_out
+    hooks.check(config)
+    talks = next((problem.verifier for part in sets for problem in part if environment_of(problem.verifier)), "")
+    if config.rollout.partial and talks:
+        raise ConfigError.at(
+            "rollout.partial",
+            True,
+            f"False with environments ({talks})",
+            "What an environment holds is in no checkpoint, so a conversation cannot go on in a later step.",
+        )
+    held_out: dict[str, Dataset] = {}
+    sources = {"eval": data.eval_source(count)} if count else {}
+    sources |= {set_name(name): data.further_eval_source(name, count) for name in config.eval.sets if count}
+    for name, source in sources.items():
+        held_out[name] = Dataset(build_dataset(source, tokenizer, max_prompt_tokens=room)[:count])
+        sets = [part.without(held_out[name]) for part in sets]
+    return Dataset.of(sets) if len(sets) > 1 else sets[0], held_out
 
 
 def _weights(trainer: PolicyTrainer, pool: EnginePool, members: Sequence[Member]) -> WeightSource:
     """Ranks of one machine share their buckets; over several machines each owner of engines gathers the model."""
     if len({member.machine for member in members}) == 1:
-        return RankShards(trainer.policy)
+        return RankShards(trainer.policy, trainer.memory)
     return GatheredWeights(trainer.policy, owns_engines=bool(pool.engines))
 
 
@@ -268,7 +298,9 @@ def _own_engines(
     access_of: Callable[[int], DrafterAccess],
 ) -> list[EngineSpec]:
     """The engines that this rank starts, drives and stops."""
-    p = config.parallel
+    p, engine = config.parallel, config.rollout.engine
+    if config.train.routing_replay:
+        engine = replace(engine, extra_args=engine.extra_args | {"enable_return_routed_experts": True})
     machines, devices = [member.machine for member in members], [member.device for member in members]
     # Of all engines, so that every rank refuses a layout that cannot be.
     of_engines = [engine_devices(i, machines, devices, engine_tensor=p.engine_tensor) for i in range(p.engines)]
@@ -279,12 +311,13 @@ def _own_engines(
             dtype=config.model.dtype,
             tensor_parallel=p.engine_tensor,
             devices=of_engines[index],
-            config=config.rollout.engine,
+            config=engine,
             speculation=config.rollout.speculation,
             drafters=access_of(index),
             context_length=model_shape(config).max_position,
             reserved_tokens=reserved_tokens(config.rollout),
             penalties=config.rollout.has_penalties,
+            awaits_weights=True,
             log_file=str((folder.engines / f"engine-{index}.log").resolve()),
             random_seed=config.seed,
         )
@@ -332,7 +365,10 @@ def _train(actor: SpecActor, folder: RunFolder, tracker: Tracker | None) -> None
             places["draft model"] = str(folder.draft_model)
     if tracker is not None:
         lines = read_metrics(folder.root)
-        tracker.summary({k: v for k, v in lines[-1].items() if k != "step"} if lines else {})
+        arithmetic, promise = guarantee(config.rollout.engine, gpu=bool(gpus()), dtype=config.model.dtype)
+        told = {"engine/attention": arithmetic, "engine/guarantee": promise}
+        tracker.summary(told | ({k: v for k, v in lines[-1].items() if k != "step"} if lines else {}))
+        places = {"attention": f"{arithmetic}: {promise}"} | places
         progress.summary(summary_rows(lines, seconds=progress.total_seconds, places=places))
 
 
@@ -359,10 +395,14 @@ def _write_checkpoint(actor: SpecActor, folder: RunFolder, unfinished: list[Call
 
 def _evaluate(actor: SpecActor, folder: RunFolder) -> dict[str, float]:
     """Held-out accuracy; rank 0 writes the responses beside the metrics."""
-    groups = actor.rollouts.evaluate()
+    sets = actor.rollouts.evaluate()
+    temperature = actor.config.rollout.temperature if actor.config.eval.samples > 1 else 0.0
     if actor.collective.rank == 0:
-        folder.write_evaluation(actor.steps_done, groups, actor.rollouts.tokenizer)
-    return {"accuracy/eval": measurements.accuracy([group.scores[0] for group in groups])}
+        for name, groups in sets.items():
+            folder.write_evaluation(
+                actor.steps_done, groups, actor.rollouts.tokenizer, name=name, temperature=temperature
+            )
+    return measurements.of_evaluation(sets)
 
 
 def _log(actor: SpecActor, tracker: Tracker | None, step: int, metrics: dict[str, float]) -> None:

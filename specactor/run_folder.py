@@ -121,25 +121,34 @@ class RunFolder:
         write_rollouts(fresh, lines_of(groups, temperature=temperature))
         fresh.replace(file)
 
-    def evaluation(self, step: int) -> Path:
-        """Held-out problems and the policy's greedy responses after `step` RL steps, one JSON object per line."""
-        return self.root / "evaluations" / f"step-{step:06}.jsonl"
+    def evaluation(self, step: int, name: str = "eval") -> Path:
+        """Held-out problems of a set and the policy's responses after `step` RL steps, one JSON object per line."""
+        return self.root / "evaluations" / f"step-{step:06}{'' if name == 'eval' else f'-{name}'}.jsonl"
 
-    def write_evaluation(self, step: int, groups: Sequence[ScoredGroup], tokenizer: PreTrainedTokenizerBase) -> None:
+    def write_evaluation(
+        self,
+        step: int,
+        groups: Sequence[ScoredGroup],
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        name: str = "eval",
+        temperature: float = 0.0,
+    ) -> None:
         lines = [
             {
                 "problem": group.problem.index,
                 "prompt": group.problem.prompt,
                 "prompt_ids": group.problem.prompt_ids,
                 "answer": group.problem.answer,
-                "response": tokenizer.decode(list(group.trajectories[0].token_ids), skip_special_tokens=True),
-                "token_ids": group.trajectories[0].token_ids,
-                "temperature": 0.0,
-                "score": group.scores[0],
+                "response": tokenizer.decode(list(trajectory.token_ids), skip_special_tokens=True),
+                "token_ids": trajectory.token_ids,
+                "temperature": temperature,
+                "score": score,
             }
             for group in groups
+            for trajectory, score in zip(group.trajectories, group.scores, strict=True)
         ]
-        file = self.evaluation(step)
+        file = self.evaluation(step, name)
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text("".join(json.dumps(line) + "\n" for line in lines))
 

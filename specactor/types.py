@@ -5,7 +5,7 @@ Lengths count tokens; times are seconds; log-probabilities are natural logarithm
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 FinishReason = Literal["stop", "length", "abort"]
@@ -77,21 +77,50 @@ class RolloutRequest:
     group_id: int  # requests of one group answer the same prompt
     is_drafted: bool = True  # whether drafters may draft for it, where the engine has some
     begun: Begun | None = None  # the response so far: it goes on from there, at the same positions of the noise
+    num_earlier: int = 0  # tokens at the end of the prompt that are earlier turns of a conversation; drafters' text
 
 
 @dataclass(frozen=True, kw_only=True)
 class Trajectory:
+    """One response; of a conversation all turns, and what its environment said in between."""
+
     request_id: str
     group_id: int
     prompt_ids: tuple[int, ...]
     token_ids: tuple[int, ...]
-    logprobs: tuple[float, ...]  # of each emitted token under the policy at the sampling temperature
+    logprobs: tuple[float, ...]  # of each token under the policy at the sampling temperature; 0 where `loss_mask` is
     finish_reason: FinishReason
     spans: tuple[VersionSpan, ...]
     seed: int = 0  # of its request
     routed_experts: bytes = b""
-    """Experts that the pass that produced each token chose, in every layer: int32 [tokens, layers, experts per token],
-    little endian, in C order. Empty unless ``enable_return_routed_experts`` asks for it."""
+    """Experts that computed each token of prompt and response but the last, in every layer, as the pass chose them that
+    the engine sampled from: int16 [tokens - 1, layers, experts per token], little endian, in C order. Empty unless
+    ``train.routing_replay`` or ``enable_return_routed_experts`` asks for it."""
+    loss_mask: tuple[bool, ...] = ()
+    """Of each token, whether the policy sampled it; False: the environment said it. Empty: all were sampled."""
+    reward: float | None = None
+    """What an environment gave; None: a verifier is to score the response."""
+    failure: str = ""
+    """Why the environment could not go on; empty: it did."""
+    environment_s: float = 0.0
+    """Time that the environment took, over all turns."""
+
+    @property
+    def num_sampled(self) -> int:
+        """Tokens that the policy sampled."""
+        return sum(self.loss_mask) if self.loss_mask else len(self.token_ids)
+
+    @property
+    def first_turn(self) -> Trajectory:
+        """Without what an environment said, and what came after that."""
+        end = (*self.loss_mask, False).index(False)
+        return replace(self, token_ids=self.token_ids[:end], logprobs=self.logprobs[:end]) if self.loss_mask else self
+
+    @property
+    def num_turns(self) -> int:
+        """Stretches of sampled tokens."""
+        mask = self.loss_mask or (True,)
+        return sum(now and not before for before, now in zip((False, *mask), mask, strict=False))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,21 +129,32 @@ class ScoredGroup:
 
     problem: Problem
     trajectories: tuple[Trajectory, ...]
-    scores: tuple[float, ...]  # the verifier's, in [0, 1]
+    scores: tuple[float, ...]  # the verifier's, in [0, 1]; an environment's may be any number
     rewards: tuple[float, ...]  # scores after shaping: what is learned from
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainSequence:
-    """One sequence to learn from: ``token_ids`` = prompt + response; the loss is on the response."""
+    """One sequence to learn from: ``token_ids`` = prompt + response; the loss is on the response, or its mask."""
 
     token_ids: tuple[int, ...]
     prompt_len: int
     advantage: float = 0.0
+    """Of all response tokens; not read with a critic, which makes one for each from the reward."""
+    reward: float = 0.0
     rollout_logprobs: tuple[float, ...] = ()  # the engine's, one per response token; empty in supervised training
     num_stale: int = 0  # response tokens, the first ones, that older policies sampled
     group_id: int = 0
+    routed_experts: bytes = b""
+    """As of `Trajectory`; empty: the trainer's routers are free."""
+    loss_mask: tuple[bool, ...] = ()
+    """Of each response token, whether it is learned from; empty: all are."""
 
     @property
     def response_len(self) -> int:
         return len(self.token_ids) - self.prompt_len
+
+    @property
+    def num_learned(self) -> int:
+        """Response tokens that are learned from."""
+        return sum(self.loss_mask) if self.loss_mask else self.response_len

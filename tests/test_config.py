@@ -12,8 +12,8 @@ from specactor.config import RolloutConfig
 from specactor.errors import ConfigError
 from specactor.recipes import load
 
-SETTINGS = 97
-"""Settings of a run, as `make measure` counts them. At most 95 are wanted."""
+SETTINGS = 111
+"""Settings of a run, as `make measure` counts them."""
 WRONG: list[tuple[str, str]] = [
     *(
         (f"--{name.replace('_', '-')} inf", f"{name}: got inf, expected a finite number. See --help for its meaning.")
@@ -164,9 +164,51 @@ WRONG: list[tuple[str, str]] = [
         "rollout.speculation.drafters: got ('decoupled',), expected no decoupled in rollout.speculation.mode coupled. "
         "Use mode decoupled, or auto.",
     ),
+    *(
+        (f"--algorithm.critic.{words}", f"algorithm.critic.{message}")
+        for words, message in [
+            ("learning-rate 0", "learning_rate: got 0.0, expected > 0. Use for example 1e-5."),
+            ("learning-rate inf", "learning_rate: got inf, expected a finite number. See --help for its meaning."),
+            ("warmup-steps -1", "warmup_steps: got -1, expected >= 0. Use 0 for none."),
+            ("gamma 0", "gamma: got 0.0, expected in (0, 1]. Use 1 where only the reward counts."),
+            ("gamma 1.1", "gamma: got 1.1, expected in (0, 1]. Use 1 where only the reward counts."),
+            ("gae-lambda -0.1", "gae_lambda: got -0.1, expected in [0, 1]. Use for example 1 or 0.95."),
+            ("value-clip 0", "value_clip: got 0.0, expected > 0 or None. Use None to switch it off."),
+            ("value-clip nan", "value_clip: got nan, expected > 0 or None. Use None to switch it off."),
+        ]
+    ),
     (
-        "--algorithm.tis-cap 0.5",
-        "algorithm.tis_cap: got 0.5, expected >= 1 or None. Use None to switch truncated importance sampling off.",
+        "--rollout.group-size 1 --algorithm.advantage gae --algorithm.dynamic-sampling True",
+        "rollout.group_size: got 1, expected >= 2 with algorithm.dynamic_sampling. Rewards of a group are compared, "
+        "and of one they are all equal.",
+    ),
+    (
+        "--train.routing-replay maybe",
+        "train.routing_replay: got 'maybe', expected one of True, False. Its meaning: train_moe.py quickstart --help",
+    ),
+    (
+        "--algorithm.correction.bounds 0 0.5",
+        "algorithm.correction.bounds: got (0.0, 0.5), expected 0 <= lowest <= 1 <= highest, not both 1. A ratio of 1 "
+        "is agreement: use for example 0 2, or 0.5 2.",
+    ),
+    (
+        "--algorithm.correction.bounds -1 2",
+        "algorithm.correction.bounds: got (-1.0, 2.0), expected 0 <= lowest <= 1 <= highest, not both 1. A ratio of 1 "
+        "is agreement: use for example 0 2, or 0.5 2.",
+    ),
+    (
+        "--algorithm.correction.bounds 0 inf",
+        "algorithm.correction.bounds: got inf, expected a finite number. See --help for its meaning.",
+    ),
+    (
+        "--algorithm.correction.level batch",
+        "algorithm.correction.level: got 'batch', expected one of off, token, sequence, geometric. Its meaning: "
+        "train_moe.py quickstart --help",
+    ),
+    (
+        "--algorithm.correction.action clip",
+        "algorithm.correction.action: got 'clip', expected one of truncate, mask, reject. Its meaning: train_moe.py "
+        "quickstart --help",
     ),
     (
         "--rollout.partial True",
@@ -184,9 +226,9 @@ WRONG: list[tuple[str, str]] = [
         "from: use one of the two.",
     ),
     (
-        "--rollout.oversample 1.5 --rollout.partial True --algorithm.tis-cap None",
-        "algorithm.tis_cap: got None, expected a cap with rollout.partial. Tokens of older policies need importance "
-        "sampling: set it, for example to 2.0.",
+        "--rollout.oversample 1.5 --rollout.partial True --algorithm.correction.level off",
+        "algorithm.correction.level: got 'off', expected another with rollout.partial. Tokens of older policies need "
+        "importance sampling: set it, for example to token.",
     ),
     (
         "--warmup.steps 550",
@@ -282,6 +324,30 @@ WRONG: list[tuple[str, str]] = [
         "--distillation.max-time-share 1.5",
         "distillation.max_time_share: got 1.5, expected <= 1 with max_updates 0. Set max_updates, which bounds a "
         "refresh then.",
+    ),
+    (
+        "--rollout.environment-timeout-s 0",
+        "rollout.environment_timeout_s: got 0.0, expected > 0. Give environments time to answer.",
+    ),
+    ("--data.mix a.jsonl 0", "data.mix.a.jsonl: got 0.0, expected > 0. Leave the set out, or give it a weight."),
+    (
+        "--data.mix count_bits 1",
+        "data.mix: got 'count_bits', expected other sets than train and eval. Drop it.",
+    ),
+    ("--eval.samples 0", "eval.samples: got 0, expected >= 1. Use 1 for greedy responses."),
+    (
+        "--eval.sets a/x.jsonl b/x.jsonl",
+        "eval.sets: got ('a/x.jsonl', 'b/x.jsonl'), expected sets with names of their own. The name of a set is that "
+        "of its file, function or task; rename one.",
+    ),
+    (
+        "--algorithm.group-filter mine:keep",
+        "algorithm.group_filter: got 'mine:keep', expected module:function with algorithm.dynamic_sampling. Set "
+        "dynamic_sampling, which draws further prompts for groups that are left out.",
+    ),
+    (
+        "--algorithm.loss ppo",
+        "algorithm.loss: got 'ppo', expected one of ppo_clip, gspo, cispo, or module:function. See --help for each.",
     ),
     (
         "--train.adam-betas 0.9 1.0",

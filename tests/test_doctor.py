@@ -8,9 +8,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 from rich.console import Console
 
-from specactor.doctor import Finding, examine, loopback, report, room
+from specactor.doctor import STACKS, Finding, examine, loopback, report, room, stack
 from specactor.recipes import load
 
 COMMAND = str(Path(sys.executable).parent / "specactor")
@@ -31,6 +34,7 @@ def test_the_doctor_finds_this_machine_fit() -> None:
     done = specactor("doctor", "quickstart")
     assert done.returncode == 0, done.stdout
     assert "A run can start." in done.stdout
+    assert "rows: same bits in plain rounds, verifications and any batch" in " ".join(done.stdout.split())
     for component in ("sglang", "megatron-core", "torch", "GPU", "apex", "transformer_engine", "wandb key", "model"):
         assert component in done.stdout
 
@@ -40,6 +44,45 @@ def distribution(site: Path, name: str, version: str) -> None:
     folder = site / f"{name.replace('-', '_')}-{version}.dist-info"
     folder.mkdir(parents=True)
     (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+
+
+@pytest.mark.parametrize(
+    ("torch", "transformers", "kernel", "fits"),
+    [
+        ("2.14.1", "5.19.0", "0.4.10", "GPU"),
+        ("2.11.0", "5.17.3", "0.4.4", "GPU, torch 2.11"),
+        ("2.11.0", "5.17.0", "0.4.10", ""),
+    ],
+)
+def test_sets_of_versions_are_known_by_name(
+    tmp_path: Path, torch: str, transformers: str, kernel: str, fits: str
+) -> None:
+    """Those for GPUs, on a path where they seem to be installed; here the CPU's are."""
+    installed = {"torch": torch, "transformers": transformers, "sglang-kernel": kernel, "transformer-engine": "2.11.0"}
+    for name, version in installed.items():
+        distribution(tmp_path, name, version)
+    code = "from specactor.doctor import pinned, stack; f = stack(True); print(f.used or f.found); "
+    code += "print([p.component for p in pinned() if p.fatal])"
+    environ = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, env=environ)
+    assert done.stdout.splitlines() == [fits or "a set that was not tried together", "[]"], done.stderr
+    assert stack(False).found == "CPU"
+
+
+def test_the_page_about_gpus_lists_these_versions() -> None:
+    page = (Path(__file__).parents[1] / "docs/gpu.md").read_text()
+    for title, versions in STACKS.items():
+        told = [versions.get(name, "none").removeprefix("==") for name in STACKS["GPU"]]
+        assert f"| {title} | {' | '.join(told)} |" in page
+
+
+def test_requirements_pin_these_versions() -> None:
+    for title, file in (("CPU", "cpu.txt"), ("GPU", "gpu.txt")):
+        lines = (Path(__file__).parents[1] / "requirements" / file).read_text().splitlines()
+        pinned = {need.name: str(need.specifier) for need in map(Requirement, (x for x in lines if x[:1] not in "#-"))}
+        for name, wanted in STACKS[title].items():
+            if name in pinned:  # torch's CPU build has an index of its own
+                assert SpecifierSet(pinned[name]) == SpecifierSet(wanted), name
 
 
 def test_the_doctor_names_the_remedy_for_a_wrong_version(tmp_path: Path) -> None:

@@ -124,14 +124,43 @@ def run_script(script: str, tmp_path: Path, *words: str, **environ: str) -> subp
 def test_the_multi_node_script_calls_torchrun(tmp_path: Path) -> None:
     fake(tmp_path / "bin", "torchrun", 'echo "$@"')
     done = run_script("multi_node.sh", tmp_path, "quickstart", "--seed", "3", NODES="2", HEAD="h:1", GPUS="4")
-    options = (
-        "--nnodes 2 --nproc-per-node 4 --rdzv-backend c10d --rdzv-endpoint h:1 --rdzv-id specactor --max-restarts 0"
-    )
+    options = "--nnodes 2 --nproc-per-node 4 --rdzv-backend c10d --rdzv-endpoint h:1 --rdzv-id specactor"
     assert done.stdout == f"{options} {TRAIN} quickstart --seed 3\n"
     missing = run_script("multi_node.sh", tmp_path, "quickstart", HEAD="h:1")
     assert missing.returncode != 0
     assert "set NODES to the number of nodes" in missing.stderr
     assert run_script("multi_node.sh", tmp_path, NODES="2", HEAD="h:1").returncode == 2
+
+
+def test_the_multi_node_script_starts_again_after_a_failure(tmp_path: Path) -> None:
+    fake(tmp_path / "bin", "sleep", "exit 0")
+    fake(tmp_path / "bin", "torchrun", f"echo start >> {tmp_path}/starts; [[ $(wc -l < {tmp_path}/starts) == 3 ]]")
+    job = {"NODES": "2", "HEAD": "h:1", "GPUS": "1"}
+    assert run_script("multi_node.sh", tmp_path, "quickstart", **job, MAX_RESTARTS="1").returncode == 1
+    assert run_script("multi_node.sh", tmp_path, "quickstart", **job, MAX_RESTARTS="9").returncode == 0
+    assert (tmp_path / "starts").read_text() == "start\n" * 3
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
+def test_a_signal_to_the_multi_node_script_ends_torchrun(tmp_path: Path, number: signal.Signals) -> None:
+    """And it is not started again. A signal is passed on once; SIGKILL leaves no time to."""
+    torchrun = f"""trap 'echo TERM >> {tmp_path}/said; exit 1' TERM; trap 'echo INT >> {tmp_path}/said; exit 1' INT
+        echo $$ >> {tmp_path}/pids; while :; do sleep 0.05; done"""
+    fake(tmp_path / "bin", "torchrun", torchrun)
+    job = {"NODES": "2", "HEAD": "h:1", "GPUS": "1", "MAX_RESTARTS": "3", "PATH": f"{tmp_path / 'bin'}:/usr/bin:/bin"}
+    script = subprocess.Popen(["bash", str(LAUNCH / "multi_node.sh"), "quickstart"], env=job)
+    deadline = time.monotonic() + 60
+    while not (tmp_path / "pids").exists() or not (tmp_path / "pids").read_text().strip():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    [pid] = map(int, (tmp_path / "pids").read_text().split())
+    torchrun_process = psutil.Process(pid)
+    script.send_signal(number)
+    assert script.wait(60) != 0
+    torchrun_process.wait(60)
+    assert len((tmp_path / "pids").read_text().split()) == 1
+    if number is not signal.SIGKILL:
+        assert (tmp_path / "said").read_text() == f"{number.name.removeprefix('SIG')}\n"
 
 
 def test_the_slurm_script_starts_every_node(tmp_path: Path) -> None:

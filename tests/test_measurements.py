@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import itertools
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 
 import pytest
@@ -32,11 +33,24 @@ STATS = SimpleNamespace(  # a TrainStats; its module would bring Megatron into t
     clip_fraction=0.1,
     logprob_gap_max=1e-6,
     logprob_gap_mean=1e-7,
+    effective_share=0.9,
+    cut_fraction=0.2,
     kl=0.0,
     tokens=6,
     num_microbatches=1,
     learning_rate=1e-4,
+    critic=None,
 )
+
+
+@dataclass
+class OfCritic:
+    """A CriticStats, as above."""
+
+    loss: float = 0.25
+    grad_norm: float = 3.0
+    explained_variance: float = 0.75
+    clip_fraction: float = 0.5
 
 
 @dataclass
@@ -77,6 +91,64 @@ def test_a_step_by_hand() -> None:
     assert seen["response/cut_fraction"] == 0.25
     assert (seen["rollout/tokens"], seen["train/tokens"], seen["train/sequences"]) == (12, 12, 3)
     assert (seen["weights/version"], seen["sync/gb_per_s"]) == (7, 2.0)
+
+
+def test_a_step_with_a_critic_and_experts_by_hand() -> None:
+    [one] = [group([Response(1), Response(3)], (1.0, 0.0), (1.0, 0.0))]
+    one = replace(one, trajectories=tuple(replace(t, routed_experts=b"1234") for t in one.trajectories))
+    stats = SimpleNamespace(**vars(STATS) | {"critic": OfCritic()})
+    seen = measurements.of_step([one], [], stats, SyncReport(num_bytes=1, num_rounds=1, seconds=1.0), version=1)  # type: ignore[arg-type]
+    assert set(seen) <= set(METRICS)
+    assert (seen["critic/explained_variance"], seen["critic/loss"], seen["rollout/expert_bytes"]) == (0.75, 0.25, 8)
+    assert (seen["correction/effective_share"], seen["correction/cut_fraction"]) == (0.9, 0.2)
+
+
+def test_what_environments_did_by_hand() -> None:
+    mask = (True, True, False, False, True)
+    talked = Trajectory(
+        request_id="a",
+        group_id=0,
+        prompt_ids=(1,),
+        token_ids=(1,) * 5,
+        logprobs=(0.0,) * 5,
+        finish_reason="stop",
+        spans=(),
+        loss_mask=mask,
+        reward=1.0,
+        environment_s=0.5,
+    )
+    assert (talked.first_turn.token_ids, talked.first_turn.logprobs) == ((1, 1), (0.0, 0.0)), (
+        "what an audit begins again"
+    )
+    once = replace(talked, loss_mask=(), environment_s=0.25)
+    assert once.first_turn is once
+    groups = [ScoredGroup(problem=PROBLEM, trajectories=(talked, once), scores=(1.0, 0.0), rewards=(1.0, 0.0))]
+    seen = measurements.of_environments(groups, 3)
+    assert seen == {
+        "environment/turns_mean": 1.5,
+        "environment/observations": 1,
+        "environment/observation_tokens": 2,
+        "environment/failed": 3,
+        "time/environment_s": 0.75,
+    }
+    assert set(seen) <= set(METRICS)
+    assert measurements.of_environments([group([Response(1)], (1.0,), (1.0,))], 0) == {}
+
+
+def test_pass_at_k_is_the_share_of_draws_with_a_right_one() -> None:
+    for scores in itertools.product((0.0, 1.0), repeat=5):
+        for k in range(1, 6):
+            draws = list(itertools.combinations(scores, k))
+            assert measurements.pass_at(k, scores) == pytest.approx(sum(max(draw) for draw in draws) / len(draws))
+    groups = [group([Response(1)] * 4, s, s) for s in ((1.0, 0.0, 0.0, 0.0), (0.0,) * 4)]
+    assert measurements.of_evaluation({"eval": groups, "hard": groups[:1]}) == {
+        "accuracy/eval": 0.125,
+        "accuracy/eval/pass@2": 0.25,
+        "accuracy/eval/pass@4": 0.5,
+        "accuracy/hard": 0.25,
+        "accuracy/hard/pass@2": 0.5,
+        "accuracy/hard/pass@4": 1.0,
+    }
 
 
 def test_rates_come_from_the_seconds_of_their_phase() -> None:

@@ -63,7 +63,7 @@ def test_a_recipe_survives_json_exactly(name: str) -> None:
 
 def test_every_family_has_a_recipe() -> None:
     algorithms = [load([name]).algorithm for name in NAMES]
-    assert {a.advantage for a in algorithms} == {"grpo", "dr_grpo", "rloo", "reinforce_pp"}
+    assert {a.advantage for a in algorithms} == {"grpo", "dr_grpo", "rloo", "reinforce_pp", "gae"}
     assert {a.loss for a in algorithms} == {"ppo_clip", "gspo", "cispo"}
     assert {a.aggregation for a in algorithms} == {"sequence_mean", "token_mean", "fixed_length"}
     assert {a.kl for a in algorithms} >= {"off", "k3"}
@@ -76,20 +76,21 @@ def test_a_production_shape_speculates_refreshes_and_corrects_for_mismatch(name:
     assert config.rollout.speculation.mode == "auto"
     assert "model" in config.rollout.speculation.drafters
     assert config.distillation.refresh == "every_step"
-    assert config.algorithm.tis_cap is not None
+    assert config.algorithm.correction.level != "off"
 
 
 def test_overrides_of_every_kind() -> None:
     words = (
-        "grpo --rollout.group-size 16 --rollout.prompts_per_step=4 --model.tiny.num_layers 2 --algorithm.tis-cap None "
-        "--checkpoint.export False --warmup.steps 5 6 --data.params max_n=7 exact=true ratio=0.5 word=a=b "
+        "grpo --rollout.group-size 16 --rollout.prompts_per_step=4 --model.tiny.num_layers 2 "
+        "--algorithm.correction.level off --checkpoint.export False --warmup.steps 5 6 --data.params max_n=7 "
+        "exact=true ratio=0.5 word=a=b "
         "--train.max-logprob-gap inf --rollout.engine.extra-args page_size=1"
     )
     config = load(words.split())
     assert (config.rollout.group_size, config.rollout.prompts_per_step) == (16, 4)
     assert config.model.tiny is not None
     assert config.model.tiny.num_layers == 2
-    assert config.algorithm.tis_cap is None
+    assert config.algorithm.correction.level == "off"
     assert config.checkpoint.export is False
     assert config.warmup.steps == (5, 6)
     assert config.data.params == {"max_n": 7, "exact": True, "ratio": 0.5, "word": "a=b"}

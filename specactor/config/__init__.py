@@ -7,7 +7,7 @@ in `parallel.layout.check`.
 Other packages import from here: which module holds a name may change.
 """
 
-from specactor.config.algorithm import AlgorithmConfig
+from specactor.config.algorithm import AlgorithmConfig, CorrectionConfig, CriticConfig
 from specactor.config.data import DataConfig, SourceConfig
 from specactor.config.distillation import DistillationConfig, DraftTrainingConfig
 from specactor.config.engine import EngineConfig, WeightsSyncConfig
@@ -25,6 +25,8 @@ __all__ = [
     "AlgorithmConfig",
     "CheckpointConfig",
     "Config",
+    "CorrectionConfig",
+    "CriticConfig",
     "DataConfig",
     "DistillationConfig",
     "DraftTrainingConfig",

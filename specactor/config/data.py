@@ -23,7 +23,7 @@ class SourceConfig:
     params: dict[str, str | int | float | bool] = field(default_factory=dict)
     """Parameters of the reasoning-gym task."""
     path: str = ""
-    """A .jsonl or .parquet file with columns prompt, answer and verifier."""
+    """A .jsonl or .parquet file with columns prompt, answer and verifier, or module:function that returns such rows."""
     size: int = 10_000
     """Number of problems drawn from a task."""
     seed: int = 0
@@ -46,8 +46,10 @@ class DataConfig:
     """Problems to learn from, and problems held out."""
 
     train: str
-    """Problems to learn from: a .jsonl or .parquet file with columns prompt, answer and verifier, or the name of a
-    reasoning-gym task, for example count_bits."""
+    """Problems to learn from: a .jsonl or .parquet file with columns prompt, answer and verifier, module:function that
+    returns such rows, or the name of a reasoning-gym task, for example count_bits."""
+    mix: dict[str, float] = field(default_factory=dict)
+    """Further sets to learn from, named likewise, and how many of their problems are drawn per problem of train."""
     eval: str = ""
     """Problems held out, likewise; empty: others of the task that is learned."""
     params: dict[str, str | int | float | bool] = field(default_factory=dict)
@@ -62,6 +64,15 @@ class DataConfig:
     @property
     def train_source(self) -> SourceConfig:
         return self._source(self.train, size=self._size, seed=0)
+
+    @property
+    def mixed_sources(self) -> list[SourceConfig]:
+        """Of the further sets to learn from."""
+        return [self._source(name, size=self._size, seed=0) for name in self.mix]
+
+    def further_eval_source(self, name: str, problems: int) -> SourceConfig:
+        """Of so many held-out problems of another set."""
+        return self._source(name, size=problems, seed=EVAL_SEED)
 
     def eval_source(self, problems: int) -> SourceConfig:
         """Return the source of this many held-out problems, or of all that the file has."""
@@ -89,6 +100,9 @@ class DataConfig:
             "a file other than data.train",
             "Held-out problems must not be trained on.",
         )
+        for name, weight in self.mix.items():
+            require(weight > 0, f"data.mix.{name}", weight, "> 0", "Leave the set out, or give it a weight.")
+            require(name not in (self.train, self.eval), "data.mix", name, "other sets than train and eval", "Drop it.")
         assert self._size
         _check_template(self.prompt_template)
 

@@ -31,8 +31,8 @@ class EngineConfig:
     """Times that one engine may be restarted in a run before the run fails."""
     extra_args: dict[str, str | int | float | bool] = field(default_factory=dict)
     """Further SGLang server arguments, by name. With ``enable_return_routed_experts=true`` responses say which
-    experts computed their tokens, for routing replay. ``attention_backend=tiles`` (on CPUs) reads keys once for up to
-    eight rows of a request; a run keeps its attention backend for good."""
+    experts computed their tokens (``train.routing_replay`` sets it). ``attention_backend=tiles`` reads keys
+    once for up to eight rows of a request; a run keeps its attention backend for good."""
 
     start_timeout_s: ClassVar[float] = 1800.0
     """Longest wait for an engine to be ready: reading hundreds of gigabytes from a network takes so long."""

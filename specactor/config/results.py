@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
+from pathlib import PurePosixPath
 from typing import Literal
 
 from specactor.config.rules import rules_of
@@ -27,10 +29,14 @@ class CheckpointConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class EvalConfig:
-    """Greedy accuracy on held-out problems, before and after RL."""
+    """Accuracy on held-out problems, before and after RL."""
 
     problems: int = 256
-    """Held-out problems per evaluation; 0: no evaluation."""
+    """Held-out problems per evaluation, of each set; 0: no evaluation."""
+    sets: tuple[str, ...] = ()
+    """Further sets of held-out problems, named as data.eval is."""
+    samples: int = 1
+    """Responses per problem; 1: one, greedily; more: sampled as in training, for avg@k and pass@k."""
     every: int = 0
     """Also evaluate after every this many RL steps; 0: only before and after."""
 
@@ -38,6 +44,19 @@ class EvalConfig:
         rule = rules_of(self, "eval")
         rule("problems", self.problems >= 0, ">= 0", "Use 0 for no evaluation.")
         rule("every", self.every >= 0, ">= 0", "Use 0 for before and after only.")
+        rule("samples", self.samples >= 1, ">= 1", "Use 1 for greedy responses.")
+        names = [set_name(name) for name in self.sets]
+        rule(
+            "sets",
+            len(set(names)) == len(names) and not {"", "eval"} & {*names},
+            "sets with names of their own",
+            "The name of a set is that of its file, function or task; rename one.",
+        )
+
+
+def set_name(source: str) -> str:
+    """Of a set of problems in metrics: its file's, function's or task's own."""
+    return re.sub(r"[^A-Za-z0-9_-]", "_", PurePosixPath(source.rpartition(":")[2]).stem)
 
 
 @dataclass(frozen=True, kw_only=True)

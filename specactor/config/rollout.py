@@ -37,7 +37,9 @@ class RolloutConfig:
     stop_token_ids: tuple[int, ...] = ()
     """Tokens that end a response, besides the model's own."""
     max_new_tokens: int = 128
-    """Longest response in tokens."""
+    """Longest response in tokens; of a conversation with an environment, all turns and what is said in between."""
+    environment_timeout_s: float = 60.0
+    """Longest that an environment may take for one answer; then its conversation has failed."""
     engine: EngineConfig = field(default_factory=EngineConfig)
     speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
     audit: Literal["off", "warn", "stop"] = "off"
@@ -49,7 +51,7 @@ class RolloutConfig:
     first depends on speed, so a step is not the same again after a resume."""
     partial: bool = False
     """With oversample: the responses of groups that are not complete go on in the next step, at the next policy
-    version. Needs algorithm.tis_cap: each token keeps the log-probability under which it was sampled."""
+    version. Needs algorithm.correction: each token keeps the log-probability under which it was sampled."""
 
     def __post_init__(self) -> None:
         rule = rules_of(self, "rollout")
@@ -84,6 +86,7 @@ class RolloutConfig:
             "stop_token_ids", min(self.stop_token_ids, default=0) >= 0, ">= 0 each", "Use ids of the model's tokenizer."
         )
         rule("max_new_tokens", self.max_new_tokens >= 1, ">= 1", "Ask for at least one token.")
+        rule("environment_timeout_s", self.environment_timeout_s > 0, "> 0", "Give environments time to answer.")
 
     @property
     def has_penalties(self) -> bool:

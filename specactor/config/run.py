@@ -72,9 +72,15 @@ class Config:
         rule = rules_of(self)
         rule(
             "rollout.group_size",
-            self.rollout.group_size >= 2,
+            self.rollout.group_size >= 2 or self.algorithm.advantage == "gae",
             f">= 2 with algorithm.advantage = {self.algorithm.advantage}",
             "Advantages compare the responses of a group.",
+        )
+        rule(
+            "rollout.group_size",
+            self.rollout.group_size >= 2 or not self.algorithm.dynamic_sampling,
+            ">= 2 with algorithm.dynamic_sampling",
+            "Rewards of a group are compared, and of one they are all equal.",
         )
         rule(
             "train.updates_per_step",
@@ -105,10 +111,10 @@ class Config:
         """Check that what engines sample can be learned from."""
         rule = rules_of(self)
         rule(
-            "algorithm.tis_cap",
-            not self.rollout.partial or self.algorithm.tis_cap is not None,
-            "a cap with rollout.partial",
-            "Tokens of older policies need importance sampling: set it, for example to 2.0.",
+            "algorithm.correction.level",
+            not self.rollout.partial or self.algorithm.correction.level != "off",
+            "another with rollout.partial",
+            "Tokens of older policies need importance sampling: set it, for example to token.",
         )
         penalties = {
             f"rollout.{name}": getattr(self.rollout, name)

@@ -13,7 +13,8 @@ class WarmupConfig:
     """Supervised steps on worked solutions before reinforcement learning; what they make is kept in output_dir."""
 
     solver: str = ""
-    """Import path ``module:function`` of a function (problem, rng, stage) -> response text; empty: no warm-up."""
+    """Import path ``module:function`` of a function (problem, rng, stage) -> response text, or (text, whether it is
+    learned from) per part; empty: no warm-up."""
     steps: tuple[int, ...] = ()
     """Steps per stage; the solver is told the stage, so that styles can be mixed later."""
     learning_rates: tuple[float, ...] = ()
@@ -63,6 +64,10 @@ class TrainConfig:
     """Packed tokens of one forward pass on one rank."""
     recompute: Literal["none", "selective", "full"] = "none"
     """Activation recomputation."""
+    deterministic: bool = False
+    """Equal bits in every repetition on GPUs: Megatron's and PyTorch's deterministic modes, which are slower."""
+    routing_replay: bool = False
+    """Mixtures of experts: the policy's passes take the experts that the engine chose for each token (R3)."""
     max_logprob_gap: float = 1e-4
     """Largest |engine - trainer| log-probability of a sampled token before the run stops. 1e-4 holds in float32."""
 

@@ -19,7 +19,7 @@ def install() -> None:
     """Registers the CPU hooks with SGLang's plugin registry. Call it from a plugin, where there is no GPU."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    _allow_seeded_sampling()
+    allow_seeded_sampling("torch_native", TILES)
     _install_attention()
     _allow_capture_of_experts()
     layers = "sglang.srt.layers"
@@ -43,7 +43,7 @@ def _do_nothing(*_: object) -> None:
     pass
 
 
-def _allow_seeded_sampling() -> None:
+def allow_seeded_sampling(*backends: str) -> None:
     """Seeds per request are honoured in the deterministic mode alone, which lists the attention backends it trusts."""
     from sglang.srt.arg_groups import choices
 
@@ -51,7 +51,7 @@ def _allow_seeded_sampling() -> None:
         choices.DETERMINISTIC_ATTENTION_BACKEND_CHOICES,
         choices.RADIX_SUPPORTED_DETERMINISTIC_ATTENTION_BACKEND,
     ):
-        names.extend(name for name in ("torch_native", TILES) if name not in names)
+        names.extend(name for name in backends if name not in names)
 
 
 def _allow_capture_of_experts() -> None:

@@ -145,16 +145,20 @@ class Tiles:
     bias: Tensor  # [T, 1, Q, L]: 0 for keys that the query's row sees, -inf for others
 
 
+def places(readers_R: Tensor) -> Tensor:
+    """Return where each row stands in its tile. Args: readers_R: rows of the page table that rows read through."""
+    row_R = torch.arange(len(readers_R), device=readers_R.device)
+    begins_R = functional.pad(readers_R[1:] != readers_R[:-1], (1, 0), value=True)
+    return (row_R - torch.where(begins_R, row_R, 0).cummax(0).values) % TILE
+
+
 def tiles(req_to_token: Tensor, req_pool_indices: Tensor, seq_lens: Tensor, *, queries: int) -> list[Tiles]:
     """Return tiles of rows that follow each other and read the same row of the page table.
 
     Args: as of `key_slots`, of R rows. An empty place sees one key: with none, its weights would not be numbers.
     """
     count = len(seq_lens)
-    row_R = torch.arange(count)
-    begins_R = functional.pad(req_pool_indices[1:] != req_pool_indices[:-1], (1, 0), value=True)
-    of_run_R = row_R - torch.where(begins_R, row_R, 0).cummax(0).values
-    place_R = of_run_R % TILE
+    row_R, place_R = torch.arange(count), places(req_pool_indices)
     tile_R = (place_R == 0).cumsum(0) - 1
     num_tiles = int(tile_R[-1]) + 1
     rows_TP = torch.full((num_tiles, TILE), count)

@@ -1,6 +1,7 @@
 """Problems of a task or a file, all checked before anything is trained.
 
 A file has the columns prompt, answer and verifier, all of them text; every further column goes to `Problem.metadata`.
+In place of a prompt there may be ``messages``, which go through the model's chat template.
 The verifier reasoning-gym needs the column ``entry`` (a whole reasoning-gym entry), and takes ``task`` and ``params``.
 """
 
@@ -23,7 +24,8 @@ from transformers import PreTrainedTokenizerBase
 
 from specactor.config import SourceConfig
 from specactor.config.rules import COMPACT
-from specactor.data import verifiers
+from specactor.data import chat, verifiers
+from specactor.data.environment import environment_of
 from specactor.errors import DataError
 from specactor.types import Problem
 
@@ -35,8 +37,16 @@ TOKENIZED_TOGETHER = 1024
 class Dataset(Sequence[Problem]):
     """Problems in a fixed order; problem i has index i."""
 
-    def __init__(self, problems: Iterable[Problem]) -> None:
+    def __init__(self, problems: Iterable[Problem], sizes: Sequence[int] = ()) -> None:
+        """`sizes`: of the sets that the problems are of, one behind the other, where there are several."""
         self._problems = tuple(problems)
+        self.sizes = tuple(sizes) or (len(self._problems),)
+
+    @classmethod
+    def of(cls, sets: Sequence[Dataset]) -> Dataset:
+        """All problems, numbered anew."""
+        together = (problem for part in sets for problem in part)
+        return cls((replace(problem, index=i) for i, problem in enumerate(together)), [len(part) for part in sets])
 
     def __len__(self) -> int:
         return len(self._problems)
@@ -71,6 +81,8 @@ class _Draft:
     answer: str = ""
     verifier: str = ""
     metadata: dict[str, object]
+    is_rendered: bool = False
+    """The prompt is what a chat template made of messages: its marks are special tokens, and it is whole."""
     reason: str = ""
 
 
@@ -78,7 +90,7 @@ def build_dataset(source: SourceConfig, tokenizer: PreTrainedTokenizerBase, *, m
     """All problems of `source` with their tokens. Raises DataError that counts the bad rows and lists the first ones,
     each with its place, field and reason; ConfigError for an unknown task or parameter."""
     name = f"task {source.task}" if source.task else source.path
-    drafts = _task_drafts(source) if source.task else _file_drafts(source)
+    drafts = _task_drafts(source) if source.task else _file_drafts(source, tokenizer)
     problems: list[Problem] = []
     bad: list[str] = []
     num_bad = 0
@@ -123,23 +135,45 @@ def _task_drafts(source: SourceConfig) -> Iterator[_Draft]:
         )
 
 
-def _file_drafts(source: SourceConfig) -> Iterator[_Draft]:
-    for row in read_rows(Path(source.path)):
+def _file_drafts(source: SourceConfig, tokenizer: PreTrainedTokenizerBase) -> Iterator[_Draft]:
+    for row in called_rows(source.path) if ":" in source.path else read_rows(Path(source.path)):
         metadata = {name: value for name, value in row.columns.items() if name not in COLUMNS}
         reason = row.reason or _wrong_column(row)
         prompt = ""
-        if not reason:
+        if not reason and "messages" in metadata:
+            prompt, reason = _of_messages(metadata["messages"], tokenizer)
+        elif not reason:
             prompt, reason = _prompt(source, row.columns["prompt"], metadata)
         if reason:
             yield _Draft(where=row.where, metadata=metadata, reason=reason)
-        else:
-            answer, verifier = row.columns["answer"], row.columns["verifier"]
-            yield _Draft(where=row.where, prompt=prompt, answer=answer, verifier=verifier, metadata=metadata)
+            continue
+        yield _Draft(
+            where=row.where,
+            prompt=prompt,
+            answer=row.columns["answer"],
+            verifier=row.columns["verifier"],
+            metadata=metadata,
+            is_rendered="messages" in metadata,
+        )
+
+
+def _of_messages(messages: object, tokenizer: PreTrainedTokenizerBase) -> tuple[str, str]:
+    """The finished prompt, or what is wrong with the messages."""
+    if not chat.are_messages(messages):
+        return "", f"messages: got {messages!r:.80}, expected a list of objects with a role and a content. Correct them"
+    try:
+        return chat.prompt_text(tokenizer, messages), ""
+    except DataError as error:
+        return "", str(error).removesuffix(".")
 
 
 def _wrong_column(row: Row) -> str:
     """Return the fault of the row's own columns; empty when there is none."""
+    if {"messages", "prompt"} <= row.columns.keys():
+        return "messages: beside a prompt, expected one of the two. Remove the other"
     for name in COLUMNS:
+        if name == "prompt" and "messages" in row.columns:
+            continue
         if name not in row.columns:
             nearest = difflib.get_close_matches(name, row.columns, n=1)
             hint = f". Did you mean {nearest[0]}? Rename it" if nearest else ". Add it"
@@ -171,8 +205,13 @@ class _Text(str):
 
 def _tokenize(drafts: Sequence[_Draft], tokenizer: PreTrainedTokenizerBase) -> list[tuple[int, ...]]:
     """Ids of every prompt; none for a prompt that is not a Unicode text, or of a draft that is bad already."""
-    texts = ["" if draft.reason or not _is_unicode(draft.prompt) else draft.prompt for draft in drafts]
-    return [tuple(ids) for ids in tokenizer(texts)["input_ids"]]
+    plain = [
+        "" if draft.reason or draft.is_rendered or not _is_unicode(draft.prompt) else draft.prompt for draft in drafts
+    ]
+    return [
+        chat.rendered_ids(tokenizer, draft.prompt) if draft.is_rendered and _is_unicode(draft.prompt) else tuple(ids)
+        for draft, ids in zip(drafts, tokenizer(plain)["input_ids"], strict=True)
+    ]
 
 
 def _problem(index: int, draft: _Draft, prompt_ids: tuple[int, ...]) -> Problem:
@@ -204,6 +243,8 @@ def _objection(problem: Problem, tokenizer: PreTrainedTokenizerBase, max_prompt_
             "rollout.max_new_tokens). Shorten it, or lower rollout.max_new_tokens"
         )
     try:
+        if environment_of(problem.verifier):
+            return ""
         verifiers.get_verifier(problem.verifier)
     except DataError as error:
         return f"verifier: {str(error).removesuffix('.')}"
@@ -231,6 +272,28 @@ class Row:
     where: str  # ``line 3`` of a text file, ``row 3`` of a parquet file; both count from 1
     columns: dict[str, Any]
     reason: str = ""  # why the row cannot be read; empty for a good one
+
+
+def called_rows(name: str) -> Iterator[Row]:
+    """Rows of a function at ``module:function``, the same whenever it is called: every rank calls it.
+
+    Raises DataError when there is none, or when it raises.
+    """
+    function = verifiers.find(name)
+    if not callable(function):
+        raise DataError(f"data source {name}: a {type(function).__name__}, expected a function without arguments.")
+    number = 0
+    try:
+        for number, columns in enumerate(function(), start=1):
+            if isinstance(columns, Mapping):
+                yield Row(where=f"row {number}", columns=dict(columns))
+            else:
+                yield Row(where=f"row {number}", columns={}, reason=f"got {type(columns).__name__}, expected a mapping")
+    except Exception as error:  # code of others
+        raise DataError(
+            f"data source {name}: after {number} rows it raised {type(error).__name__}: {error}. Correct the function; "
+            "it takes no argument and returns rows."
+        ) from error
 
 
 def read_rows(path: Path) -> Iterator[Row]:

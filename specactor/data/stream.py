@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
 
 from specactor.errors import CheckpointError, ConfigError
 
@@ -24,6 +25,11 @@ class PromptStream:
         self.seed = seed
         self.shuffle = shuffle
         self._move(epoch=0, position=0)
+
+    @property
+    def num_taken(self) -> int:
+        """Indices so far."""
+        return self._epoch * self.dataset_len + self._position
 
     def take(self, num_indices: int) -> tuple[int, ...]:
         taken: list[int] = []
@@ -76,6 +82,38 @@ class PromptStream:
         self._order = list(range(self.dataset_len))
         if self.shuffle:
             random.Random(_hash(b"epoch", self.seed, epoch)).shuffle(self._order)
+
+
+class MixedStream:
+    """Indices of problems of several sets, one set behind the other; every next one is of the set that is farthest
+    behind its weight, so that shares hold in every stretch, and each set has its own epochs."""
+
+    def __init__(self, sizes: Sequence[int], weights: Sequence[float], seed: int, *, shuffle: bool = True) -> None:
+        self._streams = [PromptStream(size, seed + i, shuffle=shuffle) for i, size in enumerate(sizes)]
+        self._offsets = [0, *accumulate(sizes)]
+        self._weights = weights
+
+    def take(self, num_indices: int) -> tuple[int, ...]:
+        return tuple(self._next() for _ in range(num_indices))
+
+    def state(self) -> dict[str, object]:
+        return {"sets": [stream.state() for stream in self._streams]}
+
+    def restore(self, state: object) -> None:
+        """Continue from a `state`. Raises CheckpointError when it is of other sets, another seed or damaged."""
+        sets = state.get("sets") if isinstance(state, Mapping) else None
+        if not isinstance(sets, list) or len(sets) != len(self._streams):
+            raise CheckpointError(
+                f"data position: got {state!r:.200}, expected those of {len(self._streams)} sets. Resume with the "
+                "data.train and data.mix that the run started with."
+            )
+        for stream, of_set in zip(self._streams, sets, strict=True):
+            stream.restore(of_set)
+
+    def _next(self) -> int:
+        after = [(stream.num_taken + 1) / weight for stream, weight in zip(self._streams, self._weights, strict=True)]
+        chosen = after.index(min(after))
+        return self._offsets[chosen] + self._streams[chosen].take(1)[0]
 
 
 def request_seed(run_seed: int, step: int, problem_index: int, sample_index: int) -> int:

@@ -11,12 +11,15 @@ DataError that names the problem: a wrong reward must not train a model silently
 
 from __future__ import annotations
 
+import asyncio
 import difflib
 import importlib
+import inspect
 import math
 import re
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from decimal import Decimal
 from fractions import Fraction
 from functools import lru_cache
@@ -27,6 +30,9 @@ from specactor.errors import DataError
 from specactor.types import Problem
 
 Verifier = Callable[[str, Problem], float]
+
+TOGETHER = 64
+"""Asynchronous verifiers that are awaited at a time."""
 
 MAX_NUMBER_LENGTH = 200
 """Characters of the longest text that is read as a number."""
@@ -45,21 +51,51 @@ def get_verifier(name: str) -> Verifier:
     """The scoring function of that name. Raises DataError when there is none; the function raises it as said above."""
     if name in BUILT_IN:
         return _checked(name, BUILT_IN[name])
-    module, colon, function_name = name.partition(":")
+    function = find(name)
+    if not callable(function):
+        raise DataError(f"got {name!r}, which is a {type(function).__name__}, expected a function. Name another.")
+    try:
+        inspect.signature(function).bind("response", "problem")
+    except TypeError as error:
+        raise DataError(f"got {name!r}, expected a function (response, problem). It failed with: {error}.") from error
+    except ValueError:  # of a function in C nobody can say
+        pass
+    if inspect.iscoroutinefunction(function):
+        return _checked(name, lambda response, problem: asyncio.run(function(response, problem)))
+    return _checked(name, function)
+
+
+def score_all(responses: Sequence[str], problems: Sequence[Problem]) -> list[float]:
+    """The verifiers' scores: one after the other, but for asynchronous ones, which wait for something, together."""
+    waits = [inspect.iscoroutinefunction(_function(problem.verifier)) for problem in problems]
+    with ThreadPoolExecutor(max_workers=TOGETHER) as threads:
+        scores: list[float | Future[float]] = []
+        for response, problem, is_async in zip(responses, problems, waits, strict=True):
+            verify = get_verifier(problem.verifier)
+            scores.append(threads.submit(verify, response, problem) if is_async else verify(response, problem))
+        return [score.result() if isinstance(score, Future) else score for score in scores]
+
+
+@lru_cache(maxsize=256)
+def _function(name: str) -> object:
+    return BUILT_IN[name] if name in BUILT_IN else find(name)
+
+
+def find(name: str) -> object:
+    """What is at ``module:name``. Raises DataError when nothing is."""
+    module, colon, attribute = name.partition(":")
     if not colon:
         nearest = difflib.get_close_matches(name, BUILT_IN, n=1)
         hint = f"Did you mean {nearest[0]}?" if nearest else "Name one of them, or write module:function."
         raise DataError(f"got {name!r}, expected one of {', '.join(BUILT_IN)}, or module:function. {hint}")
     try:
-        function = getattr(importlib.import_module(module), function_name)
+        found: object = getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError, SyntaxError, ValueError) as error:
         raise DataError(
             f"got {name!r}, expected the import path of a function. Put its folder on PYTHONPATH. "
             f"It failed with: {error}."
         ) from error
-    if not callable(function):
-        raise DataError(f"got {name!r}, which is a {type(function).__name__}, expected a function. Name another.")
-    return _checked(name, function)
+    return found
 
 
 def unscorable(problem: Problem) -> str | None:

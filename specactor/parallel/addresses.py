@@ -20,7 +20,7 @@ _ANY_PORT = 9
 def own_address(network: str, *, peers: Sequence[str]) -> str:
     """Return this host's address in `network`, or, where that is empty, on the way to the first peer outside. Raises
     ConfigError where there is none."""
-    found = within(network) if network else next(filter(_leads_out, map(towards, peers)), "")
+    found = within(network) if network else leading_out(peers)
     if not found:
         raise ConfigError.at(
             "parallel.drafter_network",
@@ -29,6 +29,11 @@ def own_address(network: str, *, peers: Sequence[str]) -> str:
             "Name the one by which they reach each other.",
         )
     return found
+
+
+def leading_out(peers: Sequence[str]) -> str:
+    """Return the address on the way to the first of `peers` that is not this host itself; empty where none is."""
+    return next(filter(_leads_out, map(towards, peers)), "")
 
 
 def towards(peer: str) -> str:
@@ -52,6 +57,11 @@ def own_addresses() -> list[str]:
     families = (socket.AF_INET, socket.AF_INET6)
     every = [of.address for each in psutil.net_if_addrs().values() for of in each if of.family in families]
     return [address for address in every if "%" not in address]
+
+
+def interface_of(address: str) -> str:
+    """Return the name of the network interface that has that address of this host."""
+    return str(next(name for name, each in psutil.net_if_addrs().items() if address in {of.address for of in each}))
 
 
 def _leads_out(address: str) -> bool:

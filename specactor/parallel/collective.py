@@ -94,7 +94,7 @@ class Collective:
         own = _in_thread(phase, work)
         while True:
             wait([own], HEARTBEAT_S)
-            state = _RUNNING if not own.done() else _FAILED if own.exception() else _DONE
+            state = _RUNNING if not own.done() else _FAILED if own.exception() is not None else _DONE
             states = self._gather_states(state)
             if _FAILED in states:
                 self._fail(phase, own)
@@ -104,8 +104,8 @@ class Collective:
     def _fail(self, phase: str, own: Future[T]) -> NoReturn:
         """Raise, with the cause, on every rank."""
         error = own.exception() if own.done() else None
-        causes = self.gather(f"{type(error).__name__}: {error}" if error else "", str)
-        if error:
+        causes = self.gather("" if error is None else f"{type(error).__name__}: {error}", str)
+        if error is not None:
             raise error
         rank = next(i for i, cause in enumerate(causes) if cause)
         raise PeerFailedError(f"{phase}: rank {rank} failed: {causes[rank]}")

@@ -103,13 +103,21 @@ class Failures:
         self._members: Sequence[Member] = ()
         self._reported = threading.Lock()  # taken for good by the first report of this rank
 
+    def use(self, store: Store) -> None:
+        """Take tickets from this store from now on: the launcher's may have those of an earlier start."""
+        self._store = store
+
     def know(self, members: Sequence[Member]) -> None:
         """Know all ranks of the job, in their order: a report can then name one that was killed."""
         self._members = members
 
-    def report(self, message: str, *, trace: str = "") -> None:
-        """Print, unless this or another rank has reported already."""
-        if self._reported.acquire(blocking=False) and self._tickets(1) == 1:
+    def report(self, message: str, *, trace: str = "", asks: bool = True) -> None:
+        """Print, unless this or another rank has reported already.
+
+        Args:
+            asks: whether the launcher's store can be asked what other ranks did.
+        """
+        if self._reported.acquire(blocking=False) and (not asks or self._tickets(1) == 1):
             line = f"specactor: rank {self.rank}: {message}"
             tell_launcher(line)  # first, since torchrun ends this rank as soon as a peer has seen the ticket and left
             print(f"{trace}{line}", file=sys.stderr, flush=True)
@@ -129,6 +137,11 @@ class Failures:
             if gone or not self._members or time.monotonic() > deadline:
                 return ", ".join(f"rank {rank} (process {pid})" for rank, pid in gone)
             time.sleep(_LOOK_EVERY_S)
+
+    def on_silent(self, what: str) -> None:
+        """A host is lost; for the others that is rank 0's, and with it the store."""
+        self.report(f"{what} {RESUME}", asks=self.rank == 0)
+        os._exit(1)
 
     def on_sigterm(self) -> None:
         """torchrun ends this rank: because another is gone, or because someone ended torchrun."""
@@ -210,7 +223,12 @@ def _signals(actions: dict[signal.Signals, Callable[[], None]]) -> Iterator[None
 
 def _is_lost_peer(error: Exception) -> bool:
     """Return whether the error is what a collective raises when another rank is gone."""
-    return isinstance(error, RuntimeError) and any(
-        text in str(error)
-        for text in ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Timed out")
-    )
+    return isinstance(error, RuntimeError) and any(text in str(error) for text in _LOST_PEER)
+
+
+_LOST_PEER = (
+    *("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Timed out"),  # gloo
+    # NCCL: its own words for ncclRemoteError and for a socket; torch's, after a timeout and after an abort
+    *("remote process exited or there was a network error", "ncclRemoteError", "Connection closed by remote peer"),
+    *("Watchdog caught collective operation timeout", "NCCL communicator was aborted"),
+)

@@ -139,6 +139,12 @@ def _check_shape(config: Config, shape: ModelShape) -> None:
     p, rule = config.parallel, rules_of(config)
     rule("parallel.expert", p.expert == 1 or shape.num_experts > 0, "1 for a dense model", "Use --parallel.expert 1.")
     rule(
+        "train.routing_replay",
+        not config.train.routing_replay or shape.num_experts > 0,
+        "False for a dense model",
+        "It has no experts to choose from: leave it out.",
+    )
+    rule(
         "parallel.expert",
         shape.num_experts % p.expert == 0,
         f"a divisor of the model's {shape.num_experts} experts",

@@ -90,6 +90,9 @@ def of_job(
         "buckets": {"sync": buckets},
         "overhead": dict.fromkeys(PHASES, OVERHEAD_BYTES),
     }
+    if config.algorithm.advantage == "gae":
+        # Its weights leave the device, too; its output layer is one row, which nobody misses.
+        rows["critic"] = dict(rows["optimizer"]) | {"train": (width + GRADIENT_BYTES) * held + optimizer}
     if draft is not None:
         # Its keys and values are in the same pool (`draft_runner`); its weights are there before the pool is made.
         drafter = draft.weights_bytes / config.parallel.engine_tensor

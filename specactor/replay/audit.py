@@ -23,24 +23,20 @@ from specactor.rollout.pool import EnginePool
 from specactor.rollout.requests import sampling_of
 from specactor.types import RolloutRequest, ScoredGroup, Trajectory
 
-SHARE = 0.01
-"""Of a step's seconds, what audits may take."""
-RESPONSES = 8
-"""Begun again at once: a batch of so many takes hardly longer than one."""
+SHARE = 0.01  # of a step's seconds, what audits may take
+RESPONSES = 8  # begun again at once: a batch of so many takes hardly longer than one
 FEWEST_TOKENS = 16
 """Of each, at least: shorter beginnings see too little for the time of their prefill. The time is saved up for them."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class AuditReport:
-    """What one rank's engines found."""
+    """The result of one rank's engines."""
 
     responses: int = 0
     tokens: int = 0
-    ties: int = 0
-    """Responses that differ where two tokens score within rounding of each other."""
-    differences: tuple[str, ...] = ()
-    """Of other responses that differ: where and why."""
+    ties: int = 0  # responses that differ where two tokens score within rounding of each other
+    differences: tuple[str, ...] = ()  # of other responses that differ: where and why
 
 
 class Audit:
@@ -52,8 +48,7 @@ class Audit:
         self.collective = collective
         self.progress = progress
         self._saved_s = 0.0
-        self._token_s = 0.0
-        """Of a round of an audit, on this machine; 0 before the first."""
+        self._token_s = 0.0  # of a round of an audit, on this machine; 0 before the first
 
     def look(self, step: int, version: int, groups: Sequence[ScoredGroup], *, step_s: float) -> dict[str, float]:
         """Audit the responses of a step; return the metrics. Collective.
@@ -150,8 +145,8 @@ class Audit:
 
 
 def choose(groups: Sequence[ScoredGroup], *, seed: int, step: int, version: int) -> list[Trajectory]:
-    """Draw `RESPONSES` of a step's responses, of those that one policy sampled whole."""
-    whole = [t for group in groups for t in group.trajectories if [s.version for s in t.spans] == [version]]
+    """Draw `RESPONSES` of a step's responses that one policy sampled whole; of a conversation its first turn."""
+    whole = [t.first_turn for g in groups for t in g.trajectories if [s.version for s in t.spans] == [version]]
     return random.Random(f"audit {seed} {step}").sample(whole, min(RESPONSES, len(whole)))
 
 

@@ -27,8 +27,7 @@ from specactor.replay.records import StepRecord
 from specactor.run_folder import Replay, RunFolder
 
 TRAIN = EXAMPLES.parent / "launch" / "train_moe.py"
-DIFFERENT = 1
-"""Exit code where two runs differ."""
+DIFFERENT = 1  # exit code where two runs differ
 
 
 def replay(argv: list[str], console: Console) -> int:
@@ -130,7 +129,7 @@ def _step_of(checkpoint: Path) -> int:
 
 
 def _ranks(run: Path) -> int:
-    """How many ranks the run had."""
+    """Return how many ranks the run had."""
     return max((len(records.read(records.file_of(run, step)).weights) for step in records.steps_of(run)[:2]), default=1)
 
 

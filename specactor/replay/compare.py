@@ -25,10 +25,8 @@ Noise = Callable[[int, int, int], float]
 
 TIE = 1e-3
 """Two candidates whose scores with noise are closer than this may swap by rounding; kernels differ by about 1e-5."""
-TIES = "a kernel's tie"
-"""The cause of such a difference."""
-MOST = 0.5
-"""Share of a step's samples that a cause which holds for every token changes at least."""
+TIES = "a kernel's tie"  # the cause of such a difference
+MOST = 0.5  # share of a step's samples that a cause which holds for every token changes at least
 NO_MATTER = (
     *("name", "output_dir", "resume", "checkpoint", "eval.every", "tracking", "parallel.engines"),
     *("parallel.drafters", "parallel.drafter_hosts", "parallel.drafter_network", "parallel.timeout_s"),
@@ -48,12 +46,11 @@ AREAS = (
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """Where two runs differ first, and why."""
+    """The first difference of two runs, and its reason."""
 
     step: int
     cause: str
-    where: str
-    """The sample, token or tensor."""
+    where: str  # the sample, token or tensor
     evidence: tuple[str, ...]
 
 
@@ -131,7 +128,7 @@ def _libraries(a: StepRecord, b: StepRecord) -> list[str]:
 
 
 def _of_inputs(a: StepRecord, b: StepRecord, pairs: Pairs) -> Finding | None:
-    """What a request is made of: its problem, prompt and seed."""
+    """Compare what a request is made of: its problem, prompt and seed."""
     checks: tuple[tuple[str, str, Callable[[SampleRecord], object], tuple[str, ...]], ...] = (
         ("data order", "drew another problem", lambda s: s.problem, ("data",)),
         (TEMPLATE, "another prompt", lambda s: (s.prompt, s.prompt_len), (TEMPLATE, "data")),
@@ -149,7 +146,7 @@ def _of_inputs(a: StepRecord, b: StepRecord, pairs: Pairs) -> Finding | None:
 def _of_responses(
     a: StepRecord, b: StepRecord, pairs: Pairs, before: tuple[StepRecord, StepRecord] | None, noise: Noise | None
 ) -> Finding | None:
-    """What the engines generated from equal requests."""
+    """Compare what the engines generated from equal requests."""
     differing = [p for p in pairs if any(getattr(p[0], n) != getattr(p[1], n) for n in ("tokens", "logprobs", "spans"))]
     if not differing:
         routed = [(x, y) for x, y in pairs if x.routing and y.routing and x.routing != y.routing]
@@ -247,7 +244,7 @@ def _block(s: SampleRecord, i: int) -> tuple[bytes, bytes]:
 
 
 def _of_rewards(a: StepRecord, b: StepRecord, pairs: Pairs) -> Finding | None:
-    """What equal responses were worth."""
+    """Compare what equal responses were worth."""
     learned = bool(a.metrics and b.metrics)
     checks: tuple[tuple[str, str, bool], ...] = (
         ("score", "reward or environment", True),
@@ -265,7 +262,7 @@ def _of_rewards(a: StepRecord, b: StepRecord, pairs: Pairs) -> Finding | None:
 
 
 def _of_training(a: StepRecord, b: StepRecord) -> Finding | None:
-    """What was learned from equal samples, and the weights that came of it."""
+    """Compare what was learned from equal samples, and the weights that came of it."""
     if copies := _unequal_copies(a) or _unequal_copies(b):
         told = "copies of a parameter differ between data-parallel ranks"
         return Finding(step=a.step, cause="gradients were not reduced over all ranks", where=copies, evidence=(told,))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import platform
 from collections.abc import Sequence
-from dataclasses import asdict
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -17,10 +16,8 @@ from specactor.trainer.policy import PolicyTrainer, TrainStats
 from specactor.types import ScoredGroup, TrainSequence
 from specactor.weights_sync.digest import digest
 
-WHOLE_EVERY = 16
-"""With `sampled`, of so many samples one is kept whole."""
-KEPT_STEPS = 2000
-"""Newest steps whose records stay: a sampled step of 2,048 responses of 8k tokens takes 15 MB."""
+WHOLE_EVERY = 16  # with `sampled`, of so many samples one is kept whole
+KEPT_STEPS = 2000  # newest steps whose records stay: a sampled step of 2,048 responses of 8k tokens takes 15 MB
 LIBRARIES = ("torch", "sglang", "megatron-core", "transformers", "mbridge", "triton", "transformer-engine", "numpy")
 
 
@@ -83,7 +80,7 @@ class StepRecorder:
             for g, group in enumerate(groups)
             for k, t in enumerate(group.trajectories)
         )
-        metrics = {} if stats is None else {name: float(value) for name, value in asdict(stats).items()}
+        metrics = {} if stats is None else stats.numbers()
         write(self.run, self._record(step=step, version=version, samples=samples, metrics=metrics, weights=weights))
         drop_before(self.run, step - KEPT_STEPS)
 

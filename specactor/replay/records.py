@@ -31,27 +31,17 @@ _MAGIC = b"SPAR"
 class SampleRecord(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     """One response."""
 
-    group: int
-    """Number of its group in the step that asked for it."""
-    sample: int
-    """Number in its group."""
-    problem: int
-    """Of the problem in its data set."""
-    seed: int
-    """Of the sampling noise."""
-    spans: tuple[tuple[int, int, int], ...]
-    """(policy version, first token, end)."""
+    group: int  # number of its group in the step that asked for it
+    sample: int  # number in its group
+    problem: int  # of the problem in its data set
+    seed: int  # of the sampling noise
+    spans: tuple[tuple[int, int, int], ...]  # (policy version, first token, end)
     finish_reason: str
-    num_tokens: int
-    """Of the response."""
-    prompt: int
-    """Digest of the prompt's token ids."""
-    tokens: bytes
-    """Of the response, 4 bytes per `BLOCK` tokens."""
-    logprobs: bytes
-    """The same of their log-probabilities under the policy, as the engine gave them."""
-    routing: int
-    """Digest of the chosen experts; 0 where the engine does not return them."""
+    num_tokens: int  # of the response
+    prompt: int  # digest of the prompt's token ids
+    tokens: bytes  # of the response, 4 bytes per `BLOCK` tokens
+    logprobs: bytes  # the same of their log-probabilities under the policy, as the engine gave them
+    routing: int  # digest of the chosen experts; 0 where the engine does not return them
     score: float
     reward: float
     advantage: float
@@ -98,26 +88,20 @@ class RankWeights(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
 
     place: tuple[int, int, int, int]
     """Its rank in tensor, pipeline, expert and expert-tensor parallelism: it says which parameters are copies."""
-    digests: dict[str, int]
-    """Of each parameter, by Megatron's name."""
+    digests: dict[str, int]  # of each parameter, by Megatron's name
 
 
 class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
     """One RL step; step 0, or the step that a run was resumed at, has weights alone."""
 
     step: int
-    version: int = 0
-    """Of the policy that sampled, but for older spans."""
+    version: int = 0  # of the policy that sampled, but for older spans
     samples: tuple[SampleRecord, ...] = ()
-    metrics: dict[str, float] = {}
-    """What training was: loss, gradient norm, learning rate, tokens."""
-    weights: tuple[RankWeights, ...] = ()
-    """After the step, by rank."""
+    metrics: dict[str, float] = {}  # what training was: loss, gradient norm, learning rate, tokens
+    weights: tuple[RankWeights, ...] = ()  # after the step, by rank
     config: dict[str, Any] = {}
-    libraries: dict[str, str] = {}
-    """Name -> version of what computes."""
-    engines: int = 1
-    """Engine i generates the groups g with g % engines == i."""
+    libraries: dict[str, str] = {}  # name -> version of what computes
+    engines: int = 1  # engine i generates the groups g with g % engines == i
 
 
 def _blocks(values: np.ndarray[Any, Any]) -> bytes:

@@ -7,24 +7,26 @@ Every rank executes the same lines; a rank's own share (driving its engines, sco
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 
 from transformers import PreTrainedTokenizerBase
 
+from specactor import hooks
 from specactor.config import Config
 from specactor.data.dataset import Dataset
-from specactor.data.stream import PromptStream
-from specactor.data.verifiers import get_verifier
-from specactor.errors import EngineError
+from specactor.data.stream import MixedStream, PromptStream
+from specactor.data.verifiers import score_all
+from specactor.errors import DataError, EngineError
 from specactor.parallel.collective import Collective
 from specactor.progress import Progress
 from specactor.rollout import open_groups
+from specactor.rollout.conversations import Conversations
 from specactor.rollout.drafter_pool import DrafterPool
 from specactor.rollout.pool import EnginePool
-from specactor.rollout.requests import greedy_requests, group_requests
+from specactor.rollout.requests import group_requests, held_out_requests
 from specactor.rollout.speculation.counters import Counts, Figures, added, added_figures
 from specactor.trace import Span
 from specactor.trainer.advantages import informative, shape_overlong
@@ -77,14 +79,16 @@ class RolloutCollector:
         collective: Collective,
         tokenizer: PreTrainedTokenizerBase,
         train_data: Dataset,
-        eval_data: Dataset,
+        eval_data: Mapping[str, Dataset],
         progress: Progress,
         host: str,
+        max_prompt_tokens: int,
         replace_lost: Callable[[], object],
     ) -> None:
         """
         Args:
             host: the name of this rank's host.
+            max_prompt_tokens: that an environment may start with.
             replace_lost: starts lost engines again, with the policy's weights; called on all ranks together.
         """
         self.config = config
@@ -96,16 +100,24 @@ class RolloutCollector:
         self.eval_data = eval_data
         self.progress = progress
         self.host = host
+        self.max_prompt_tokens = max_prompt_tokens
         self.replace_lost = replace_lost
-        self.prompts = PromptStream(len(train_data), config.seed, shuffle=config.data.shuffle)
+        weights, shuffle = [1.0, *config.data.mix.values()], config.data.shuffle
+        self.prompts: PromptStream | MixedStream = PromptStream(len(train_data), config.seed, shuffle=shuffle)
+        if len(weights) > 1:
+            self.prompts = MixedStream(train_data.sizes, weights, config.seed, shuffle=shuffle)
         self.open_groups: list[open_groups.OpenGroup] = []
         """Groups that go on in the next step; equal on all ranks."""
         self.left: list[open_groups.OpenGroup] = []
         """Groups that the last step began and did not learn from."""
+        self.num_failed = 0
+        """Conversations of the last step that failed."""
+        self._first_failure = ""
         self._drafters_woken = 0
 
     def collect(self, step: int) -> list[ScoredGroup]:
         """Return `rollout.prompts_per_step` scored groups for the step after `step` finished ones."""
+        self.num_failed = 0
         if self.config.rollout.oversample > 1:
             return self._collect_first(step)
         want = self.config.rollout.prompts_per_step
@@ -121,14 +133,28 @@ class RolloutCollector:
                     problems, config=self.config.rollout, run_seed=self.config.seed, step=step, earlier=asked
                 )
                 asked += problems
-                trajectories = self._generate_all(requests)
+                trajectories = self._generate_all(requests, problems)
             with self.progress.phase("reward"):
                 scored = self._score_groups(problems, trajectories)
             for group in scored:
-                (groups if not dynamic or informative(group.rewards) else spare).append(group)
+                (groups if not dynamic or self._teaches(group) else spare).append(group)
             if len(groups) == want:
                 break
-        return groups + spare[: want - len(groups)]
+        return self._not_empty(groups + spare[: want - len(groups)])
+
+    def _not_empty(self, groups: list[ScoredGroup]) -> list[ScoredGroup]:
+        """Return the groups. Raises DataError when environments have left none to learn from."""
+        if not groups:
+            raise DataError(
+                f"environments: {self.num_failed} conversations of a step failed, and no group is left to learn from; "
+                f"the first: {self._first_failure}. Correct the environment, or raise rollout.environment_timeout_s."
+            )
+        return groups
+
+    def _teaches(self, group: ScoredGroup) -> bool:
+        """Whether dynamic sampling keeps the group."""
+        name = self.config.algorithm.group_filter
+        return hooks.keeps(name, group) if name else informative(group.rewards)
 
     def collect_again(self, step: int, group: int, sample: int | None) -> list[ScoredGroup]:
         """Return one group of the step after `step` finished ones, or one response of it, without the others."""
@@ -136,27 +162,32 @@ class RolloutCollector:
         requests = group_requests(problems, config=self.config.rollout, run_seed=self.config.seed, step=step)
         wanted = [r for r in requests if r.group_id == group and r.request_id.endswith(f".{sample}") | (sample is None)]
         with self.progress.phase("rollout"):
-            trajectories = self._generate_all(wanted)
+            trajectories = self._generate_all(wanted, [problems[group]])
         with self.progress.phase("reward"):
             return self._score_groups([problems[group]], trajectories)
 
-    def evaluate(self) -> list[ScoredGroup]:
-        """Return the greedy policy's response to each held-out problem, in groups of one."""
-        problems = [self.eval_data[i] for i in range(min(self.config.eval.problems, len(self.eval_data)))]
-        rollout = self.config.rollout
-        requests = greedy_requests(
-            problems,
-            max_new_tokens=rollout.max_new_tokens,
-            stop=rollout.stop,
-            stop_token_ids=rollout.stop_token_ids,
-        )
+    def evaluate(self) -> dict[str, list[ScoredGroup]]:
+        """Return the policy's responses to the held-out problems, by set; one greedy response each, or more."""
         with self.progress.phase("eval"):
-            trajectories = self._generate_all(requests)
-            scores = self._score(problems, trajectories)
+            found = {name: self._evaluated(data[: self.config.eval.problems]) for name, data in self.eval_data.items()}
             self.stats()  # the next step counts from here
+        return found
+
+    def _evaluated(self, problems: Sequence[Problem]) -> list[ScoredGroup]:
+        samples = self.config.eval.samples
+        requests = held_out_requests(problems, config=self.config.rollout, run_seed=self.config.seed, samples=samples)
+        trajectories = self._generate_all(requests, problems)
+        self._tell_failures(trajectories)
+        scores = self._score([problem for problem in problems for _ in range(samples)], trajectories)
+        cuts = [slice(i * samples, (i + 1) * samples) for i in range(len(problems))]
         return [
-            ScoredGroup(problem=problem, trajectories=(trajectory,), scores=(score,), rewards=(score,))
-            for problem, trajectory, score in zip(problems, trajectories, scores, strict=True)
+            ScoredGroup(
+                problem=problem,
+                trajectories=tuple(trajectories[cut]),
+                scores=tuple(scores[cut]),
+                rewards=tuple(scores[cut]),
+            )
+            for problem, cut in zip(problems, cuts, strict=True)
         ]
 
     def stats(self, *, trace: bool = False) -> RolloutStats:
@@ -193,47 +224,65 @@ class RolloutCollector:
             groups = open_groups.opened(self.open_groups, [problem.index for problem in problems], requests)
             own = {engine.index for engine in self.pool.engines}
             share = open_groups.share(groups, want, engines=self.config.parallel.engines, own=own)
-            finished, stopped = self._generate([r for group in groups for r in group.pending], enough=share)
+            pending = [r for group in groups for r in group.pending]
+            of_pending = [self.train_data[group.problem] for group in groups for _ in group.pending]
+            finished, stopped = self._generate(pending, of_pending, enough=share)
             groups, self.left = open_groups.settled([group.after(finished, stopped) for group in groups], want)
             self.open_groups = self.left if rollout.partial else []
         with self.progress.phase("reward"):
-            return self._score_groups(
-                [self.train_data[group.problem] for group in groups], [t for g in groups for t in g.trajectories]
+            return self._not_empty(
+                self._score_groups(
+                    [self.train_data[group.problem] for group in groups], [t for g in groups for t in g.trajectories]
+                )
             )
 
-    def _generate_all(self, requests: Sequence[RolloutRequest]) -> list[Trajectory]:
-        """Return all responses, in the order of the requests, on every rank."""
-        finished, _ = self._generate(requests)
+    def _generate_all(self, requests: Sequence[RolloutRequest], problems: Sequence[Problem]) -> list[Trajectory]:
+        """Return all responses, in the order of the requests, on every rank; each problem has as many."""
+        size = len(requests) // len(problems)
+        finished, _ = self._generate(requests, [problem for problem in problems for _ in range(size)])
         return [finished[request.request_id] for request in requests]
 
     def _generate(
-        self, requests: Sequence[RolloutRequest], *, enough: int | None = None
+        self, requests: Sequence[RolloutRequest], problems: Sequence[Problem], *, enough: int | None = None
     ) -> tuple[dict[str, Trajectory], dict[str, RolloutRequest]]:
         """Return finished responses and stopped requests, by id, on every rank. Replace lost engines on the way.
 
         Args:
+            problems: one per request.
             enough: requests are stopped when this many groups of this rank are complete; None stops none.
         """
         engines = self.config.parallel.engines
         own = {engine.index for engine in self.pool.engines}
-        pending = [request for request in requests if request.group_id % engines in own]
+        mine = [pair for pair in zip(requests, problems, strict=True) if pair[0].group_id % engines in own]
+        pending = [request for request, _ in mine]
         finished: list[Trajectory] = []
         stopped: list[RolloutRequest] = []
         missing = Counter(request.group_id for request in pending)
-        while True:
-            left = None if enough is None else enough - sum(count == 0 for count in missing.values())
-            outcome = self.collective.together(
-                "rollout",
-                partial(self.pool.generate, pending, on_finished=self.progress.response, enough_groups=left),
-            )
-            finished += outcome.finished
-            stopped += outcome.stopped
-            missing.subtract(trajectory.group_id for trajectory in outcome.finished)
-            self._drafters_woken += outcome.drafters_woken
-            pending = list(outcome.unfinished)
-            if not self.collective.any(bool(pending)):
-                break
-            self.replace_lost()
+        with Conversations(
+            pending,
+            [problem for _, problem in mine],
+            self.tokenizer,
+            timeout_s=self.config.rollout.environment_timeout_s,
+            max_prompt_tokens=self.max_prompt_tokens,
+        ) as conversations:
+            while True:
+                left = None if enough is None else enough - sum(count == 0 for count in missing.values())
+                generate = partial(
+                    self.pool.generate,
+                    pending,
+                    on_finished=self.progress.response,
+                    enough_groups=left,
+                    conversations=conversations if conversations else None,
+                )
+                outcome = self.collective.together("rollout", generate)
+                finished += outcome.finished
+                stopped += outcome.stopped
+                missing.subtract(trajectory.group_id for trajectory in outcome.finished)
+                self._drafters_woken += outcome.drafters_woken
+                pending = list(outcome.unfinished)
+                if not self.collective.any(bool(pending)):
+                    break
+                self.replace_lost()
         by_id = {t.request_id: t for t in chain(*self.collective.gather(finished, list[Trajectory]))}
         cut = next((t for t in by_id.values() if t.finish_reason == "abort"), None)
         if cut is not None:
@@ -246,7 +295,11 @@ class RolloutCollector:
         return by_id, {r.request_id: r for r in chain(*self.collective.gather(stopped, list[RolloutRequest]))}
 
     def _score_groups(self, problems: Sequence[Problem], trajectories: Sequence[Trajectory]) -> list[ScoredGroup]:
-        """Score every response, and shape the scores into rewards; groups keep the order of the problems."""
+        """Score every response, and shape the scores into rewards; groups keep the order of the problems.
+
+        A conversation whose environment failed is left out of its group, whose advantages are those of the others; a
+        group with fewer than two others is left out.
+        """
         size = len(trajectories) // len(problems)
         scores = self._score([problems[i // size] for i in range(len(trajectories))], trajectories)
         a, limit = self.config.algorithm, self.config.rollout.max_new_tokens
@@ -254,28 +307,36 @@ class RolloutCollector:
             shape_overlong(score, len(t.token_ids), limit, a.overlong_buffer, a.overlong_penalty)
             for score, t in zip(scores, trajectories, strict=True)
         ]
-        cuts = [slice(i * size, (i + 1) * size) for i in range(len(problems))]
-        return [
-            ScoredGroup(
-                problem=problem,
-                trajectories=tuple(trajectories[cut]),
-                scores=tuple(scores[cut]),
-                rewards=tuple(rewards[cut]),
+        self._tell_failures(trajectories)
+        groups: list[ScoredGroup] = []
+        for i, problem in enumerate(problems):
+            kept = [j for j in range(i * size, (i + 1) * size) if not trajectories[j].failure]
+            if len(kept) < size and len(kept) < 2:
+                continue  # nothing to compare
+            of_kept = tuple(tuple(values[j] for j in kept) for values in (scores, rewards))
+            responses = tuple(trajectories[j] for j in kept)
+            groups.append(ScoredGroup(problem=problem, trajectories=responses, scores=of_kept[0], rewards=of_kept[1]))
+        return groups
+
+    def _tell_failures(self, trajectories: Sequence[Trajectory]) -> None:
+        failures = [t.failure for t in trajectories if t.failure]
+        self.num_failed += len(failures)
+        if failures:
+            self._first_failure = failures[0]
+            self.progress.note(
+                f"environments: {len(failures)} of {len(trajectories)} conversations failed; the first: {failures[0]}"
             )
-            for problem, cut in zip(problems, cuts, strict=True)
-        ]
 
     def _score(self, problems: Sequence[Problem], trajectories: Sequence[Trajectory]) -> list[float]:
-        """Return the verifier's score of each response, on every rank; each rank computes a share."""
+        """Return the verifier's or environment's score of each response, on every rank; each rank computes a share."""
         rank, world = self.collective.rank, self.collective.world
 
         def own_share() -> list[float]:
-            return [
-                get_verifier(problem.verifier)(
-                    self.tokenizer.decode(list(trajectory.token_ids), skip_special_tokens=True), problem
-                )
-                for problem, trajectory in list(zip(problems, trajectories, strict=True))[rank::world]
-            ]
+            share = list(zip(problems, trajectories, strict=True))[rank::world]
+            to_score = [(problem, t) for problem, t in share if t.reward is None]
+            texts = [self.tokenizer.decode(list(t.token_ids), skip_special_tokens=True) for _, t in to_score]
+            scores = iter(score_all(texts, [problem for problem, _ in to_score]))
+            return [next(scores) if t.reward is None else t.reward for _, t in share]
 
         shares = self.collective.gather(self.collective.together("reward", own_share), list[float])
         return [shares[i % world][i // world] for i in range(len(trajectories))]

@@ -17,8 +17,9 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from specactor.errors import EngineError
+from specactor.errors import DataError, EngineError
 from specactor.rollout import resume
+from specactor.rollout.conversations import Answer, Conversations
 from specactor.rollout.drafter_pool import DrafterPool
 from specactor.rollout.sglang.engine_client import Engine, EngineDied
 from specactor.rollout.tail import BorrowedDevices, EngineLoad, Running, WakeWhereItPays
@@ -30,7 +31,7 @@ REPORT_TOKENS = 64
 
 @dataclass(frozen=True, slots=True)
 class _Event:
-    """From the thread of a call."""
+    """An event from the thread of a call."""
 
     engine: int
     request: RolloutRequest | None = None
@@ -39,6 +40,8 @@ class _Event:
     ended: bool = False
     """The response, or the call."""
     error: BaseException | None = None
+    answer: Answer | None = None
+    """Of an environment, to `request`."""
 
 
 class Driver:
@@ -53,6 +56,7 @@ class Driver:
         report_tokens: int = REPORT_TOKENS,
         enough_groups: int | None = None,
         drafters: DrafterPool | None = None,
+        conversations: Conversations | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """
@@ -62,6 +66,7 @@ class Driver:
             policy: says when a drafter is woken on the device of an engine that has run dry.
             enough_groups: the rollout stops when so many groups are complete.
             drafters: sleep on the engines' devices.
+            conversations: which requests are those of, and what becomes of their responses.
         """
         self.done: dict[str, Trajectory] = {}
         self.stopped: dict[str, RolloutRequest] = {}
@@ -77,6 +82,12 @@ class Driver:
         """Response tokens of those that were heard of."""
         self._rounds = 0
         """Most tokens that a request has emitted in this rollout."""
+        self._conversations = conversations
+        self._thinking: dict[str, tuple[int, RolloutRequest]] = {}
+        """Conversations whose environment is asked, with the engine that they are on."""
+        self._turns: list[tuple[int, RolloutRequest]] = []
+        """To be sent, with the engine that has the conversation."""
+        self._open_calls = 0
         self._missing: Counter[int] = Counter()
         self._complete = 0
         self._stopping = False
@@ -99,13 +110,12 @@ class Driver:
             return
         try:
             for engine, part in enumerate(parts):
-                self._send(engine, part)
-            open_calls = len(self._threads)
-            while open_calls:
-                event = self._events.get()
-                open_calls -= event.request is None
-                self._take(event)
-        except EngineError:
+                self._begin(engine, part)
+            while self._open_calls or self._thinking:
+                for event in self._next():
+                    self._take(event)
+                self._send_turns()
+        except (EngineError, DataError):
             self._each_engine(lambda engine: engine.abort())
             raise
         except BaseException:  # an interrupt, or an error of `notify`: nobody will ask for the rest
@@ -114,6 +124,40 @@ class Driver:
         finally:
             for thread in self._threads:
                 thread.join()
+
+    def _begin(self, engine: int, part: Sequence[RolloutRequest]) -> None:
+        """Send what can be sent, and ask the environments of the others to start."""
+        ready: list[RolloutRequest] = []
+        for request in part:
+            if self._conversations is None or request.request_id not in self._conversations:
+                ready.append(request)
+            elif turn := self._conversations.turn(request.request_id):  # its engine has died
+                ready.append(turn)
+            else:
+                self._ask(engine, request, None)
+        self._send(engine, ready)
+
+    def _ask(self, engine: int, request: RolloutRequest, response: Trajectory | None) -> None:
+        """Hand the environment a response, or let it start; its answer is an event."""
+        assert self._conversations is not None
+        self._thinking[request.request_id] = engine, request
+        self._emitted.pop(request.request_id, None)
+        self._conversations.ask(
+            request.request_id, response, lambda answer: self._events.put(_Event(engine, request, answer=answer))
+        )
+
+    def _next(self) -> list[_Event]:
+        """What has happened; waits for something, or until an environment has had its time."""
+        conversations, found = self._conversations, []
+        try:
+            found.append(self._events.get(timeout=conversations.wait_s() if conversations else None))
+            while conversations:  # turns that are there together are sent together
+                found.append(self._events.get_nowait())
+        except queue.Empty:
+            if conversations is not None and not found:
+                overdue = conversations.overdue()
+                return [_Event(*self._thinking[answer.request_id], answer=answer) for answer in overdue]
+        return found
 
     def _send(self, position: int, requests: Sequence[RolloutRequest]) -> None:
         if not requests:
@@ -139,30 +183,70 @@ class Driver:
                 error = raised
             self._events.put(_Event(position, ended=True, error=error))
 
+        self._open_calls += 1
         self._threads.append(threading.Thread(target=call, name=f"calls-{position}", daemon=True))
         self._threads[-1].start()
 
     def _take(self, event: _Event) -> None:
+        if event.answer is not None:
+            self._answered(event.answer)
+            return
         if event.request is None or event.response is None:
+            self._open_calls -= 1
             if event.error is not None:
                 if not isinstance(event.error, EngineDied):
                     raise event.error
-                del self._running[event.engine]  # what it still had is lost
+                self._running.pop(event.engine, None)  # what it still had is lost
             return
         request, response = event.request, event.response
         self._rounds = max(self._rounds, len(response.token_ids) - resume.num_begun(request))
         if not event.ended:
             self._progressed(event.engine, request, response)
-        elif response.finish_reason == "abort" and self._stopping:
-            del self._running[event.engine][request.request_id]
-            self.stopped[request.request_id] = resume.going_on(request, response)
         else:
-            del self._running[event.engine][request.request_id]
-            self._keep(response)
-        dry = [engine for engine, requests in self._running.items() if not requests]
+            self._running.get(event.engine, {}).pop(request.request_id, None)
+            talks = self._conversations is not None and request.request_id in self._conversations
+            if talks and self._stopping:
+                self._drop(request)
+            elif talks and response.finish_reason != "abort":
+                self._ask(event.engine, request, response)
+            elif response.finish_reason == "abort" and self._stopping:
+                self.stopped[request.request_id] = resume.going_on(request, response)
+            else:
+                self._keep(response)
+        waited_for = {engine for engine, _ in self._thinking.values()}
+        dry = [engine for engine, requests in self._running.items() if not requests and engine not in waited_for]
         if dry and not self._stopping:
             finished = (len(response.token_ids) for response in self.done.values())
             self._borrowed.lend(self._loads, dry, finished, self._rounds)
+
+    def _answered(self, answer: Answer) -> None:
+        """Keep the next turn to be sent, or the conversation that is over."""
+        assert self._conversations is not None
+        found = self._conversations.take(answer)
+        if found is None:  # given up, and asked again or over
+            return
+        engine, _ = self._thinking.pop(answer.request_id)
+        if isinstance(found, Trajectory):
+            self._keep(found)
+        else:
+            self._turns.append((engine, found))
+
+    def _send_turns(self) -> None:
+        """To the engines that have the conversations; where one has died to the engine with the least to do. Without
+        any they stay what they are until engines are started again."""
+        turns, self._turns = self._turns, []
+        parts: dict[int, list[RolloutRequest]] = {}
+        for engine, turn in turns if self._running and not self._stopping else ():
+            if engine not in self._running:
+                engine = min(self._running, key=lambda i: len(self._running[i]) + len(parts.get(i, ())))
+            parts.setdefault(engine, []).append(turn)
+        for engine, part in parts.items():
+            self._send(engine, part)
+
+    def _drop(self, request: RolloutRequest) -> None:
+        assert self._conversations is not None
+        self._conversations.drop(request.request_id)
+        self.stopped[request.request_id] = request
 
     def _progressed(self, engine: int, request: RolloutRequest, so_far: Trajectory) -> None:
         # First news of what was asked to end: the engine may have been asked before it was given the request, which
@@ -180,6 +264,10 @@ class Driver:
             self._stopping = True
             for engine, requests in self._running.items():
                 self._abort(engine, requests)
+            for _, request in [*self._thinking.values(), *self._turns]:
+                self._drop(request)
+            self._thinking.clear()
+            self._turns.clear()
 
     def _abort(self, engine: int, request_ids: Iterable[str]) -> None:
         """Ask the engine to end these; it answers with what there is."""

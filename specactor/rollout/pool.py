@@ -13,6 +13,7 @@ from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 
 from specactor.errors import EngineError
+from specactor.rollout.conversations import Conversations
 from specactor.rollout.drafter_pool import DrafterPool
 from specactor.rollout.driver import REPORT_TOKENS, Driver
 from specactor.rollout.requests import assign, merge
@@ -30,7 +31,7 @@ _RESTART_PAUSE_S = 1.0
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutOutcome:
-    """What became of the requests of one `EnginePool.generate`."""
+    """The outcome of the requests of one `EnginePool.generate`."""
 
     finished: list[Trajectory]
     unfinished: list[RolloutRequest]
@@ -102,8 +103,11 @@ class EnginePool:
         *,
         on_finished: Callable[[Trajectory], None] | None = None,
         enough_groups: int | None = None,
+        conversations: Conversations | None = None,
     ) -> RolloutOutcome:
         """Generates on the engines that are alive; `on_finished` is called in this thread.
+
+        Requests of `conversations` begin those, or go on with them where engines died.
 
         With `enough_groups` it stops when of that many groups all requests have finished.
         Raises EngineError when a request cannot be served. Without a living engine all requests come back unfinished.
@@ -118,6 +122,7 @@ class EnginePool:
             report_tokens=self.report_tokens,
             enough_groups=enough_groups,
             drafters=self.drafters,
+            conversations=conversations,
         )
         if requests and alive:
             with self.drafters.rollout():
@@ -131,7 +136,7 @@ class EnginePool:
         )
 
     def learn(self, counts: Mapping[str, Counts]) -> None:
-        """What speculation did in a step, in all engines of the job: the next one is planned with it."""
+        """Plan the next step with what speculation did in this one, in all engines of the job."""
         if self.tail is not None:
             self.tail = self.tail.after(counts)
 
@@ -208,13 +213,13 @@ class EnginePool:
         self._on_living(Engine.resume_memory)
 
     def speculation_counts(self) -> dict[str, Counts]:
-        """What speculation did in all living engines since the last call, per drafter."""
+        """Return what speculation did in all living engines since the last call, per drafter."""
         parts: list[dict[str, Counts]] = []
         self._on_living(lambda engine: parts.append(engine.speculation_counts()))
         return added(parts)
 
     def speculation_figures(self) -> Figures:
-        """What drafters counted themselves since the last call, in all living engines."""
+        """Return what drafters counted themselves since the last call, in all living engines."""
         parts: list[Figures] = []
         self._on_living(lambda engine: parts.append(engine.speculation_figures()))
         return added_figures(parts)
@@ -245,7 +250,7 @@ class EnginePool:
 
     @staticmethod
     def _each(engines: Sequence[Engine], action: Callable[[Engine], object]) -> None:
-        """In parallel; waits for all, then raises the first error."""
+        """Act in parallel; wait for all, then raise the first error."""
         if not engines:
             return
         with ThreadPoolExecutor(max_workers=len(engines)) as threads:

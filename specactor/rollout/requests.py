@@ -16,6 +16,9 @@ from specactor.data.stream import request_seed
 from specactor.errors import EngineError
 from specactor.types import Problem, RolloutRequest, SamplingParams, Trajectory
 
+HELD_OUT = -1
+"""Stands for a step in the seeds of held-out problems."""
+
 
 def group_requests(
     problems: Sequence[Problem],
@@ -43,6 +46,31 @@ def group_requests(
     ]
 
 
+def held_out_requests(
+    problems: Sequence[Problem], *, config: RolloutConfig, run_seed: int, samples: int
+) -> list[RolloutRequest]:
+    """Responses to held-out problems: a greedy one each, or `samples` that are the same whenever they are asked for."""
+    sampling = sampling_of(config)
+    if samples == 1:
+        sampling = SamplingParams(
+            temperature=0.0,
+            max_new_tokens=config.max_new_tokens,
+            stop=config.stop,
+            stop_token_ids=config.stop_token_ids,
+        )
+    return [
+        RolloutRequest(
+            request_id=f"eval.{position}" if samples == 1 else f"eval.{position}.{sample}",
+            prompt_ids=problem.prompt_ids,
+            sampling=sampling,
+            seed=0 if samples == 1 else request_seed(run_seed, HELD_OUT, problem.index, sample),
+            group_id=position,
+        )
+        for position, problem in enumerate(problems)
+        for sample in range(samples)
+    ]
+
+
 def sampling_of(config: RolloutConfig) -> SamplingParams:
     """How a run's responses are sampled."""
     return SamplingParams(
@@ -57,22 +85,6 @@ def sampling_of(config: RolloutConfig) -> SamplingParams:
         stop_token_ids=config.stop_token_ids,
         max_new_tokens=config.max_new_tokens,
     )
-
-
-def greedy_requests(
-    problems: Sequence[Problem],
-    *,
-    max_new_tokens: int,
-    stop: tuple[str, ...] = (),
-    stop_token_ids: tuple[int, ...] = (),
-) -> list[RolloutRequest]:
-    sampling = SamplingParams(temperature=0.0, max_new_tokens=max_new_tokens, stop=stop, stop_token_ids=stop_token_ids)
-    return [
-        RolloutRequest(
-            request_id=f"eval.{position}", prompt_ids=problem.prompt_ids, sampling=sampling, seed=0, group_id=position
-        )
-        for position, problem in enumerate(problems)
-    ]
 
 
 def assign(requests: Sequence[RolloutRequest], num_engines: int) -> list[list[RolloutRequest]]:

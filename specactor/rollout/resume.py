@@ -70,7 +70,7 @@ def whole(
         token_ids=begun.token_ids + tuple(token_ids),
         logprobs=begun.logprobs + tuple(logprobs),
         finish_reason=finish_reason,
-        spans=_joined((*begun.spans, VersionSpan(version=version, start=start, end=end))),
+        spans=joined((*begun.spans, VersionSpan(version=version, start=start, end=end))),
         seed=request.seed,
         routed_experts=begun.routed_experts + routed_experts if has_all else b"",
     )
@@ -101,7 +101,7 @@ def stale_tokens(response: Trajectory, version: int) -> int:
     return sum(span.end - span.start for span in response.spans if span.version != version)
 
 
-def _joined(spans: Sequence[VersionSpan]) -> tuple[VersionSpan, ...]:
+def joined(spans: Sequence[VersionSpan]) -> tuple[VersionSpan, ...]:
     """Join neighbours of one version; of a response without tokens one empty span is left."""
     found: list[VersionSpan] = []
     for span in spans:

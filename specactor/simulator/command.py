@@ -29,6 +29,8 @@ MFU = 0.35  # share of a device's operations per second that training attains. A
 TRUTH = Method(rate=0.0, decay=0.98, spread=0.5, drift=0.01, staleness=0.05)
 """How acceptance is taken to differ by position, request, length and age."""
 JITTER = 0.02
+PHASES = ("rollout_s", "train_s", "sync_s", "refresh_s", "seconds")
+COUNTS = ("tokens", "drafted", "accepted", "rounds", "events", "decisions")
 HEADING = ("mode", "step s", "x", "rollout s", "x", "accept rate", "idle", "plan")
 
 
@@ -61,8 +63,6 @@ def parsed(argv: Sequence[str]) -> SimulateOptions:
     options = parse(SimulateOptions, PROG, argv, positive=positive)
     if options.train_tokens_per_s < 0:
         raise ConfigError.at("train_tokens_per_s", options.train_tokens_per_s, ">= 0", f"Its meaning: {PROG} --help")
-    if options.cost_table and not options.train_tokens_per_s:
-        raise ConfigError.at("train_tokens_per_s", 0, "> 0 with --cost-table", "Give what a device trains.")
     if not options.modes:
         raise ConfigError.at("modes", "none", "at least one of off, coupled, decoupled, auto", "Name one.")
     return options
@@ -71,6 +71,8 @@ def parsed(argv: Sequence[str]) -> SimulateOptions:
 def jobs(options: SimulateOptions) -> dict[str, Job]:
     """Return a job per mode, on the same requests. Raises ConfigError, DataError and PlanError for what cannot be."""
     found = candidates(options, max_requests=MOST_REQUESTS, processes=False)
+    if options.cost_table and not options.train_tokens_per_s:
+        raise ConfigError.at("train_tokens_per_s", 0, "> 0 with --cost-table", "Give what a device trains.")
     words = options.true_acceptance or options.acceptance
     methods = {d.name: replace(TRUTH, rate=acceptance_at(words, d.name)) for d in found.drafters}
     job = Job(
@@ -123,20 +125,9 @@ def figures(of: Run) -> dict[str, Any]:
         "rollout_tokens_per_s": of.tokens / of.rollout_s,
         "idle": of.idle,
         "steps": [
-            {
-                "rollout_s": step.rollout_s,
-                "train_s": step.train_s,
-                "sync_s": step.sync_s,
-                "refresh_s": step.refresh_s,
-                "seconds": step.seconds,
-                "tokens": step.outcome.tokens,
-                "drafted": step.outcome.drafted,
-                "accepted": step.outcome.accepted,
-                "rounds": step.outcome.rounds,
-                "events": step.outcome.events,
-                "decisions": step.outcome.decisions,
-                "dry_engines_drafting": step.outcome.helpers,
-            }
+            {name: getattr(step, name) for name in PHASES}
+            | {name: getattr(step.outcome, name) for name in COUNTS}
+            | {"dry_engines_drafting": step.outcome.helpers}
             for step in of.steps
         ],
     }

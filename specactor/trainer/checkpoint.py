@@ -36,6 +36,8 @@ if TYPE_CHECKING:
     from specactor.trainer.policy import PolicyTrainer
 
 FORMAT = 1
+_CRITIC = "critic"
+"""Folder in a checkpoint, with algorithm.advantage = gae."""
 _NAME = re.compile(r"step-(\d{6,})")
 _MODEL_FIELDS = (
     "model_type",
@@ -94,6 +96,9 @@ def write(
     failed = f"{target}: could not be written"
     _on_all(collective, failed, prepare)
     dist_checkpoint.save(trainer.chunks, trainer.optimizer, folder)
+    if trainer.critic is not None:
+        _on_all(collective, failed, lambda: (folder / _CRITIC).mkdir(exist_ok=True))
+        dist_checkpoint.save(trainer.critic.chunks, trainer.critic.optimizer, folder / _CRITIC)
     beside(folder)
     _on_all(collective, failed, lambda: _save_rng(folder))
     files = _on_all(collective, failed, lambda: _digests(folder, fsync=True))
@@ -128,6 +133,8 @@ def load(trainer: PolicyTrainer, path: Path) -> dict[str, Any]:
     collective = Collective()
     about = _on_all(collective, "", lambda: _read(trainer, path))
     dist_checkpoint.load(trainer.chunks, trainer.optimizer, path)
+    if trainer.critic is not None:
+        dist_checkpoint.load(trainer.critic.chunks, trainer.critic.optimizer, path / _CRITIC)
     if about["layout"] == asdict(trainer.layout):
         _on_all(collective, f"{path}: could not be loaded", lambda: _load_rng(path))
     return dict(about["state"])
@@ -159,6 +166,7 @@ def _identity(trainer: PolicyTrainer) -> dict[str, Any]:
         "virtual_pipeline": trainer.config.parallel.virtual_pipeline,
         "model": {name: getattr(hf, name, None) for name in _MODEL_FIELDS} | {"dtype": trainer.config.model.dtype},
         "distributed_optimizer": optimizer.DISTRIBUTED,
+        "critic": trainer.critic is not None,
         "attention": trainer.config.rollout.engine.attention,
     }
 
@@ -205,6 +213,11 @@ def _check_identity(saved: dict[str, Any], now: dict[str, Any], path: Path) -> N
         raise CheckpointError(
             f"{path}: was saved with distributed_optimizer = {saved['distributed_optimizer']}, expected "
             f"{now['distributed_optimizer']}. Use the version that wrote it."
+        )
+    if now["critic"] and not saved.get("critic", False):
+        raise CheckpointError(
+            f"{path}: was saved without a critic, expected one with algorithm.advantage = gae. Go on with the "
+            "advantage it was saved with, or train its exported model in a new run."
         )
     kept = saved.get("attention", {})  # older checkpoints have none
     if kept != now["attention"]:

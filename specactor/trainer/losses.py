@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from specactor.errors import DataError
+from specactor.trainer.advantages import STD_EPS
 
 LossKind = Literal["ppo_clip", "gspo", "cispo"]
 Aggregation = Literal["sequence_mean", "token_mean", "fixed_length"]
@@ -127,15 +128,56 @@ def kl_T(logprobs_T: Tensor, ref_logprobs_T: Tensor, kind: KlKind) -> Tensor:
             assert_never(kind)
 
 
-def tis_weights_T(trainer_logprobs_T: Tensor, engine_logprobs_T: Tensor, cap: float) -> Tensor:
-    """Truncated importance sampling: min(exp(trainer - engine), cap), without gradient; multiplies the loss.
+def gae(
+    values: Sequence[Tensor], rewards: Sequence[float], *, gamma: float, decay: float
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Return (advantages, returns) of the tokens of every response, float64.
 
-    It corrects for tokens sampled by an engine whose probabilities differ from the trainer's at the *same* weights, so
-    `trainer_logprobs_T` are those before the update, the ``old_logprobs_T`` of `policy_loss_T`. The truncation bounds
-    the variance for a little bias (Yao et al., "Your efficient RL framework secretly brings you off-policy RL
-    training", 2025; Ionides, "Truncated importance sampling", 2008).
+    Generalised advantage estimation, arXiv 1506.02438 eq. 16: A_t = d_t + gamma decay A_(t+1) with
+    d_t = r_t + gamma V_(t+1) - V_t. A response earns its reward with its last token, after which nothing is expected,
+    also where it was cut. Returns, which values are to become, are A_t + V_t.
+
+    Args:
+        values: per response, expected reward before each of its tokens.
+        decay: the paper's lambda.
     """
-    return (trainer_logprobs_T.detach() - engine_logprobs_T.detach()).exp().clamp(max=cap)
+    longest = max(map(len, values), default=0)
+    values_ST = torch.zeros(len(values), longest + 1, dtype=torch.float64)  # responses end in the last column but one
+    for row_T, own_T in zip(values_ST, values, strict=True):
+        row_T[longest - len(own_T) : longest] = own_T
+    delta_ST = gamma * values_ST[:, 1:] - values_ST[:, :-1]
+    if longest:
+        delta_ST[:, -1] += torch.tensor(rewards, dtype=torch.float64)
+    running_S = torch.zeros(len(values), dtype=torch.float64)
+    for t in reversed(range(longest)):
+        running_S = delta_ST[:, t] + gamma * decay * running_S
+        delta_ST[:, t] = running_S
+    advantages = [row_T[longest - len(own_T) :] for row_T, own_T in zip(delta_ST, values, strict=True)]
+    return advantages, [a_T + own_T for a_T, own_T in zip(advantages, values, strict=True)]
+
+
+def whitened(advantages: Sequence[Tensor]) -> list[Tensor]:
+    """Return the advantages less their mean, in units of their standard deviation, over all tokens of all responses."""
+    flat_T = torch.cat([*advantages])
+    scale = flat_T.std(correction=0) + STD_EPS
+    return [(a_T - flat_T.mean()) / scale for a_T in advantages]
+
+
+def value_loss_T(
+    values_T: Tensor, old_values_T: Tensor, returns_T: Tensor, clip: float | None
+) -> tuple[Tensor, Tensor]:
+    """Return (loss of every token, whether clipping stopped its gradient).
+
+    Half the squared error of a critic's values; with `clip`, at least that of the values held within old +- clip
+    (arXiv 1707.06347's implementation): it stops where a value has moved that far *towards* its return.
+    """
+    loss_T = (values_T - returns_T).square() / 2
+    if clip is None:
+        return loss_T, torch.zeros_like(loss_T, dtype=torch.bool)
+    moved_T = (values_T - old_values_T).detach()
+    held_loss_T = (old_values_T + moved_T.clamp(-clip, clip) - returns_T).square() / 2
+    clipped_T = (moved_T.abs() > clip) & (held_loss_T > loss_T)  # within the range rounding alone makes them differ
+    return torch.where(clipped_T, held_loss_T, loss_T), clipped_T
 
 
 def _ratio(log_ratio: Tensor) -> Tensor:

@@ -1,9 +1,11 @@
 """One packed micro-batch as tensors: sequences, one after the other, each padded to what the layout divides.
 
-Shapes: T packed tokens on this rank, N sequences, R those of the T positions whose *next* token belongs to a response.
+Shapes: T packed tokens on this rank, N sequences, R those of the T positions whose *next* token is learned from: it
+belongs to a response, and a policy sampled it.
 Under context parallelism this rank holds chunks r and 2C-1-r of every sequence's 2C chunks.
 
-Invariants: over the ranks of a context-parallel group every response token is in exactly one R; padding is in none.
+Invariants: over the ranks of a context-parallel group every token that is learned from is in exactly one R; padding and
+what an environment said are in none.
 """
 
 # ruff: noqa: N815 - tensor fields carry shape suffixes
@@ -42,6 +44,17 @@ class Shape:
         return max(self.sequence_multiple, self.context * self.tensor * (2 if self.context > 1 else 1))
 
 
+@dataclass(frozen=True, eq=False)
+class Estimate:
+    """What a critic says of one sequence, per response token (response_len each)."""
+
+    values: Tensor
+    """Expected reward before the token."""
+    advantages: Tensor
+    returns: Tensor
+    """What the values are to become."""
+
+
 @dataclass(frozen=True)
 class Item:
     """A sequence with what its tokens weigh; `first` numbers its first response token among all of the step's."""
@@ -51,6 +64,7 @@ class Item:
     weight: float
     old_logprobs: Tensor | None = None
     ref_logprobs: Tensor | None = None
+    estimate: Estimate | None = None
 
 
 @dataclass(frozen=True)
@@ -72,6 +86,11 @@ class MicroBatch:
     """1 where an older policy sampled the token; None: nowhere."""
     old_R: Tensor | None
     ref_R: Tensor | None
+    values_R: Tensor | None
+    returns_R: Tensor | None
+    experts_TX: Tensor | None
+    """int16: the engine's experts for each of the T positions, layers times experts per token; -1 where they are not
+    known: in padding, and for the last token of a sequence, whose output nobody reads. None: routers are free."""
     num_sequences: int
 
 
@@ -80,15 +99,14 @@ def items_of(
     weights: list[float],
     old: list[Tensor] | None,
     ref: list[Tensor] | None,
+    estimates: Sequence[Estimate] = (),
 ) -> list[Item]:
     """Items of one update; `weights` are per token, `old` and `ref` log-probabilities per sequence (response_len)."""
     firsts = accumulate((s.response_len for s in sequences), initial=0)
     none = [None] * len(sequences)
     return [
-        Item(sequence, first, weight, old_logprobs, ref_logprobs)
-        for sequence, first, weight, old_logprobs, ref_logprobs in zip(
-            sequences, firsts, weights, old or none, ref or none, strict=False
-        )
+        Item(*of_sequence)
+        for of_sequence in zip(sequences, firsts, weights, old or none, ref or none, estimates or none, strict=False)
     ]
 
 
@@ -111,6 +129,8 @@ def build(items: Sequence[Item], shape: Shape, device: torch.device) -> MicroBat
             return None
         return torch.cat([torch.as_tensor(value, dtype=torch.float32) for value in values])[mine].to(device)
 
+    estimates = [item.estimate for item in items]
+    advantages_R = per_token([estimate and estimate.advantages for estimate in estimates])
     return MicroBatch(
         tokens_1T=tokens[rows_T][None].to(device),
         positions_1T=positions_T[None].to(device),
@@ -120,15 +140,37 @@ def build(items: Sequence[Item], shape: Shape, device: torch.device) -> MicroBat
         sequence_R=where.sequence[mine].to(device),
         source_R=where.source[mine],
         weights_R=per_sequence([item.weight for item in items]),
-        advantages_R=per_sequence([item.sequence.advantage for item in items]),
+        advantages_R=per_sequence([item.sequence.advantage for item in items])
+        if advantages_R is None
+        else advantages_R,
         rollout_R=per_token([item.sequence.rollout_logprobs for item in items]),
         stale_R=per_token([_stale(item.sequence) for item in items])
         if any(item.sequence.num_stale for item in items)
         else None,
         old_R=per_token([item.old_logprobs for item in items]),
         ref_R=per_token([item.ref_logprobs for item in items]),
+        values_R=per_token([estimate and estimate.values for estimate in estimates]),
+        returns_R=per_token([estimate and estimate.returns for estimate in estimates]),
+        experts_TX=_experts(items, padded, rows_T, device),
         num_sequences=len(items),
     )
+
+
+ID_BYTES = 2
+"""Of the number of an expert."""
+
+
+def _experts(items: Sequence[Item], padded: list[int], rows_T: Tensor, device: torch.device) -> Tensor | None:
+    """The experts of the micro-batch's tokens; None where no sequence says any."""
+    table_TX = None
+    for item, start in zip(items, accumulate(padded, initial=0), strict=False):
+        if item.sequence.routed_experts:
+            num_rows = len(item.sequence.token_ids) - 1
+            ids = torch.frombuffer(bytearray(item.sequence.routed_experts), dtype=torch.int16).view(num_rows, -1)
+            if table_TX is None:
+                table_TX = torch.full((sum(padded), ids.shape[1]), -1, dtype=torch.int16)
+            table_TX[start : start + num_rows] = ids
+    return None if table_TX is None else table_TX[rows_T].to(device)
 
 
 def _stale(sequence: TrainSequence) -> list[float]:
@@ -154,7 +196,7 @@ class _Responses:
     local_row: Tensor
     """The same among this rank's rows; -1: it is on another rank."""
     mine: Tensor
-    """Which of the tokens are predicted on this rank."""
+    """Which of the tokens are learned from on this rank."""
     sequence: Tensor
     source: Tensor
 
@@ -170,7 +212,8 @@ def _responses(items: Sequence[Item], padded: list[int], rows_T: Tensor) -> _Res
     place = torch.full((sum(padded),), -1, dtype=torch.int64)
     place[rows_T] = torch.arange(len(rows_T))
     local_row = place[row]
-    mine = (local_row >= 0).nonzero()[:, 0]
+    learned = [x for item in items for x in item.sequence.loss_mask or (True,) * item.sequence.response_len]
+    mine = ((local_row >= 0) & torch.tensor(learned, dtype=torch.bool)).nonzero()[:, 0]
     return _Responses(row, local_row, mine, sequence, torch.tensor(first, dtype=torch.int64)[sequence] + within)
 
 

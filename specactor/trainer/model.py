@@ -11,10 +11,11 @@ import contextlib
 import importlib
 import importlib.util
 import io
+import os
 import re
 import sys
 import types
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -49,10 +50,13 @@ _import_bridges()
 
 import mbridge  # noqa: E402
 from mbridge.core.util import unwrap_model  # noqa: E402
+from mbridge.utils.post_creation_callbacks import make_value_model  # noqa: E402
 from megatron.core import parallel_state  # noqa: E402
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec  # noqa: E402
 from transformers import AutoConfig  # noqa: E402
 
+DETERMINISTIC = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0", "NCCL_ALGO": "Ring"}
+"""What cuBLAS, TransformerEngine and NCCL read when they are first used."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -71,6 +75,8 @@ class Policy:
     """Megatron's TransformerConfig."""
     source_dir: Path
     local_spec: bool
+    scalar: bool = False
+    """The output layer gives one number per token: a critic's value."""
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Every (Hugging Face name, whole tensor) of the model, on every rank, one at a time. Collective.
@@ -84,24 +90,57 @@ class Policy:
                     seen.add(name)
                     yield name, tensor
 
+    def layers(self) -> Iterator[Any]:
+        """Megatron's transformer layers of this rank, in order."""
+        return (layer for chunk in self.chunks for layer in unwrap_model(chunk).decoder.layers)
+
     def for_bridge(self) -> list[Any]:
         """The chunks under the names that mbridge knows: without the wrapper that Megatron puts around bfloat16."""
-        return [_SpecNames(chunk) if self.local_spec else unwrap_model(chunk) for chunk in self.chunks]
+        if not (self.local_spec or self.scalar):
+            return [unwrap_model(chunk) for chunk in self.chunks]
+        return [_SpecNames(chunk, local_spec=self.local_spec, has_head=not self.scalar) for chunk in self.chunks]
 
 
-def build(model_dir: Path, *, dtype: str, train: TrainConfig) -> Policy:
+def build(model_dir: Path, *, dtype: str, train: TrainConfig, scalar: bool = False) -> Policy:
     """The model of a Hugging Face folder with its weights, spread by Megatron's parallel state. Collective.
+
+    `scalar`: with an output layer of one number per token in place of the vocabulary's, which is 0 at first.
 
     Raises ConfigError for a model type or a rotary embedding that cannot be represented.
     """
+    settle_arithmetic(dtype, deterministic=train.deterministic)
     local_spec = not has_transformer_engine()
-    bridge = _make_bridge(model_dir, DTYPES[dtype], local_spec, train.recompute)
+    bridge = _make_bridge(model_dir, DTYPES[dtype], local_spec, train)
+    if scalar:
+        bridge.hf_config.tie_word_embeddings = False
     with contextlib.redirect_stdout(io.StringIO()):  # it prints parameter counts
-        chunks = bridge.get_model(bf16=dtype == "bfloat16", use_cpu_initialization=local_spec)
-    policy = Policy(chunks, bridge, bridge.config, model_dir, local_spec)
+        chunks = bridge.get_model(
+            bf16=dtype == "bfloat16",
+            use_cpu_initialization=local_spec,
+            post_model_creation_callbacks=[make_value_model] if scalar else [],
+        )
+    policy = Policy(chunks, bridge, bridge.config, model_dir, local_spec, scalar)
     with torch.no_grad():
         bridge.load_weights(policy.for_bridge(), str(model_dir), memory_efficient=True)
+        for chunk in map(unwrap_model, chunks) if scalar else ():
+            if chunk.post_process:
+                chunk.output_layer.weight.zero_()  # random values would teach the policy noise
     return policy
+
+
+def settle_arithmetic(dtype: str, *, deterministic: bool) -> None:
+    """Choose how this process multiplies and sums, before the first kernel does. What the user has set stays.
+
+    In float32 nothing is rounded to TF32: engine and trainer could not agree to 1e-4 then. TransformerEngine asks for
+    it whatever PyTorch's switches say, so cuBLAS itself is told.
+    """
+    if dtype == "float32":
+        torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+        os.environ.setdefault("NVIDIA_TF32_OVERRIDE", "0")
+    torch.use_deterministic_algorithms(deterministic)
+    if deterministic:
+        for name, value in DETERMINISTIC.items():
+            os.environ.setdefault(name, value)
 
 
 def read_hf_config(model_dir: Path) -> Any:
@@ -127,7 +166,7 @@ def read_hf_config(model_dir: Path) -> Any:
     return config
 
 
-def _make_bridge(model_dir: Path, dtype: torch.dtype, local_spec: bool, recompute: str) -> Any:
+def _make_bridge(model_dir: Path, dtype: torch.dtype, local_spec: bool, train: TrainConfig) -> Any:
     hf_config = read_hf_config(model_dir)
     known = mbridge.AutoBridge.list_supported_models()
     if hf_config.model_type not in known:
@@ -143,12 +182,13 @@ def _make_bridge(model_dir: Path, dtype: torch.dtype, local_spec: bool, recomput
         "moe_token_dispatcher_type": "alltoall",
         "calculate_per_token_loss": True,  # gradients are summed, not averaged: weights are global
         "variable_seq_lengths": pipelined,  # micro-batches differ in length
+        "deterministic_mode": train.deterministic,
     }
     if getattr(hf_config, "num_experts", None) or getattr(hf_config, "num_local_experts", None):
         settings["moe_router_dtype"] = "fp32"
-    if recompute == "full":
+    if train.recompute == "full":
         settings |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-    elif recompute == "selective":
+    elif train.recompute == "selective":
         settings |= {"recompute_granularity": "selective"}
     if local_spec:
         fusions = ("masked_softmax_fusion", "bias_activation_fusion", "bias_dropout_fusion", "persist_layer_norm")
@@ -164,14 +204,19 @@ def _make_bridge(model_dir: Path, dtype: torch.dtype, local_spec: bool, recomput
 
 
 class _SpecNames:
-    """A chunk of the local spec whose parameters bear the names of TransformerEngine's spec."""
+    """A chunk whose parameters bear the names of TransformerEngine's spec; without those of a critic's head."""
 
-    def __init__(self, chunk: Any) -> None:
+    def __init__(self, chunk: Any, *, local_spec: bool, has_head: bool) -> None:
         module = unwrap_model(chunk)
         self.decoder = module.decoder
         experts = {index for index, layer in enumerate(module.decoder.layers) if hasattr(layer.mlp, "router")}
-        self._state = {_fused_name(name, experts): tensor for name, tensor in module.state_dict().items()}
-        self._parameters = [(_fused_name(name, experts), parameter) for name, parameter in module.named_parameters()]
+
+        def shown(named: Iterable[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
+            kept = [(name, tensor) for name, tensor in named if has_head or not name.startswith("output_layer.")]
+            return [(_fused_name(name, experts), tensor) for name, tensor in kept] if local_spec else kept
+
+        self._state = dict(shown(module.state_dict().items()))
+        self._parameters = shown(module.named_parameters())
 
     def state_dict(self) -> dict[str, Tensor]:
         return self._state

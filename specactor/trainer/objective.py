@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, fields
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -14,8 +15,10 @@ from megatron.core import parallel_state
 from torch import Tensor
 
 from specactor.config import AlgorithmConfig
+from specactor.hooks import loss_by
+from specactor.trainer.correction import correction_weights_T
 from specactor.trainer.logprobs import vocab_parallel_logprobs
-from specactor.trainer.losses import kl_T, policy_loss_T, tis_weights_T
+from specactor.trainer.losses import LossKind, kl_T, policy_loss_T
 from specactor.trainer.microbatch import MicroBatch
 
 
@@ -30,6 +33,10 @@ class Sums:
     gap: float = 0.0
     gap_tokens: float = 0.0
     tokens: float = 0.0
+    weight: float = 0.0
+    weight_squared: float = 0.0
+    weighed: float = 0.0
+    cut: float = 0.0
     gap_max: float = 0.0
 
     def add(self, values: dict[str, Tensor]) -> None:
@@ -80,32 +87,59 @@ class PolicyObjective:
         algorithm = self.algorithm
         logprobs_R, entropy_R = response_logprobs(batch, logits_1TV, self.temperature)
         old_R = logprobs_R.detach() if batch.old_R is None else batch.old_R
-        loss_R, clipped_R = policy_loss_T(
-            logprobs_R,
-            old_R,
-            batch.advantages_R,
-            kind=algorithm.loss,
-            clip_low=algorithm.clip_low,
-            clip_high=algorithm.clip_high,
-            sequence_T=batch.sequence_R,
-            num_sequences=batch.num_sequences,
-            sum_over_context=sum_over_context,
-        )
+        if ":" in algorithm.loss:
+            loss_R = loss_by(algorithm.loss, logprobs_R, old_R.detach(), batch.advantages_R)
+            clipped_R = torch.zeros_like(loss_R, dtype=torch.bool)
+        else:
+            loss_R, clipped_R = policy_loss_T(
+                logprobs_R,
+                old_R,
+                batch.advantages_R,
+                kind=cast("LossKind", algorithm.loss),
+                clip_low=algorithm.clip_low,
+                clip_high=algorithm.clip_high,
+                sequence_T=batch.sequence_R,
+                num_sequences=batch.num_sequences,
+                sum_over_context=sum_over_context,
+            )
         sums = {"entropy": entropy_R.sum(), "clipped": clipped_R.sum(), "tokens": torch.tensor(len(loss_R))}
-        if batch.rollout_R is not None and len(loss_R):
+        if batch.rollout_R is not None:
             gap_R = (old_R - batch.rollout_R).abs()
             if batch.stale_R is not None:  # of another policy: there is nothing to agree on
                 gap_R = gap_R[batch.stale_R == 0]
             if len(gap_R):
                 sums |= {"gap": gap_R.sum(), "gap_max": gap_R.max(), "gap_tokens": torch.tensor(len(gap_R))}
-            if algorithm.tis_cap is not None:
-                loss_R = loss_R * tis_weights_T(old_R, batch.rollout_R, algorithm.tis_cap)
+            weights_R, weighed = self._correction(batch, old_R, batch.rollout_R)
+            loss_R = loss_R * weights_R
+            sums |= weighed
         if batch.ref_R is not None and algorithm.kl != "off":
             penalty_R = kl_T(logprobs_R, batch.ref_R, algorithm.kl)
             loss_R = loss_R + algorithm.kl_coef * penalty_R
             sums["kl"] = penalty_R.detach().sum()
         loss = (loss_R * batch.weights_R).sum()
         return loss, sums | {"loss": loss.detach()}
+
+    def _correction(self, batch: MicroBatch, old_R: Tensor, rollout_R: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        """Weights of the tokens, and their sums. Collective where levels need the whole of a sequence."""
+        correction = self.algorithm.correction
+        if correction.level == "off":
+            return torch.ones_like(old_R), {}
+        weights_R, cut_R = correction_weights_T(
+            old_R,
+            rollout_R,
+            level=correction.level,
+            action=correction.action,
+            bounds=correction.bounds,
+            sequence_T=batch.sequence_R,
+            num_sequences=batch.num_sequences,
+            sum_over_context=sum_over_context,
+        )
+        return weights_R, {
+            "weight": weights_R.sum(),
+            "weight_squared": weights_R.square().sum(),
+            "weighed": torch.tensor(len(weights_R)),
+            "cut": cut_R.sum(),
+        }
 
 
 def _larger(a: float, b: float) -> float:

@@ -101,7 +101,7 @@ def _deal(bins: list[list[int]], lengths: Sequence[int], ranks: int) -> list[lis
 
 
 def checked(sequences: Sequence[TrainSequence]) -> Sequence[TrainSequence]:
-    """The argument. Raises DataError for a sequence without prompt, or with too few log-probabilities."""
+    """The argument. Raises DataError for a sequence without prompt, with too few log-probabilities, or a short mask."""
     for i, s in enumerate(sequences):
         if not 1 <= s.prompt_len <= len(s.token_ids):
             raise DataError(
@@ -112,6 +112,11 @@ def checked(sequences: Sequence[TrainSequence]) -> Sequence[TrainSequence]:
             raise DataError(
                 f"sequence {i}: got {len(s.rollout_logprobs)} rollout log-probabilities, expected one for each of its "
                 f"{s.response_len} response tokens. Leave them all out, or give every one."
+            )
+        if s.loss_mask and len(s.loss_mask) != s.response_len:
+            raise DataError(
+                f"sequence {i}: got a loss mask of {len(s.loss_mask)}, expected one entry for each of its "
+                f"{s.response_len} response tokens. Leave it out to learn from all."
             )
     return sequences
 

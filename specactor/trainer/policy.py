@@ -1,33 +1,31 @@
 """The policy trainer: one reinforcement-learning or supervised update with Megatron-core, under any layout.
 
-Invariants: every rank calls the same methods with the same sequences; loss, gradients and statistics do not depend on
-how sequences are spread over ranks and micro-batches (up to float32 rounding); returned values are equal on all ranks.
+Values that are returned are equal on all ranks; see `specactor.trainer.model_trainer`.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
+from megatron.core import parallel_state
 from torch import Tensor
 
 from specactor.config import Config
-from specactor.cpu import megatron as cpu_platform
-from specactor.device_memory import HostCopies
 from specactor.errors import SpecActorError
 from specactor.parallel.layout import Layout
-from specactor.trainer import model, optimizer, packing
+from specactor.trainer import model
+from specactor.trainer.critic import Critic, CriticStats
 from specactor.trainer.drafter.top_k import TopKRecorder
 from specactor.trainer.export import export_hf
 from specactor.trainer.losses import token_weights
-from specactor.trainer.microbatch import Item, MicroBatch, Shape, build, items_of
+from specactor.trainer.microbatch import Estimate, MicroBatch, items_of
+from specactor.trainer.model_trainer import ModelTrainer, Objective
 from specactor.trainer.objective import (
     PolicyObjective,
     Sums,
@@ -37,14 +35,8 @@ from specactor.trainer.objective import (
     response_logprobs,
 )
 from specactor.trainer.packing import checked, split
+from specactor.trainer.routing_replay import RoutingReplay
 from specactor.types import TrainSequence
-
-cpu_platform.install()
-
-from megatron.core import parallel_state  # noqa: E402
-from megatron.core.pipeline_parallel import get_forward_backward_func  # noqa: E402
-
-Objective = Callable[[MicroBatch, Tensor], tuple[Tensor, dict[str, Tensor]]]
 
 
 class TrainingDiverged(SpecActorError):  # noqa: N818
@@ -66,6 +58,11 @@ class TrainStats:
     logprob_gap_max: float
     logprob_gap_mean: float
     """|trainer - engine| of the sampled tokens before the step; nan without rollout log-probabilities."""
+    effective_share: float
+    """Effective sample size over response tokens, (sum w)^2 / sum w^2 / tokens, of the correction's weights w; nan
+    without correction."""
+    cut_fraction: float
+    """Share of response tokens whose weight the correction's bounds changed; nan without correction."""
     kl: float
     """Mean per response token of the estimate of KL(policy || reference); 0 with algorithm.kl = off."""
     tokens: int
@@ -73,24 +70,25 @@ class TrainStats:
     num_microbatches: int
     """Per rank, in all updates of the step."""
     learning_rate: float
+    critic: CriticStats | None = None
+
+    def numbers(self) -> dict[str, float]:
+        """All of them by name; the critic's begin with its name."""
+        own = asdict(self)
+        of_critic = own.pop("critic") or {}
+        return {name: float(value) for name, value in own.items()} | {f"critic_{n}": x for n, x in of_critic.items()}
 
 
-class PolicyTrainer:
-    """Megatron model, data parallelism and optimizer of this rank; needs `specactor.parallel.groups.init` before."""
+class PolicyTrainer(ModelTrainer):
+    """The policy and its optimizer; with algorithm.advantage = gae also the critic."""
 
-    def __init__(self, config: Config, layout: Layout, model_dir: Path) -> None:
+    def __init__(self, config: Config, layout: Layout, model_dir: Path, *, critic: Critic | None = None) -> None:
         """Load the policy from a Hugging Face folder. Collective."""
-        self.config, self.layout = config, layout
-        self.device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else _CPU
         self.policy = model.build(model_dir, dtype=config.model.dtype, train=config.train)
-        self.chunks = optimizer.wrap(self.policy, config.train)
-        self.optimizer = optimizer.make(self.chunks, self.policy, config.train, config.model.dtype)
-        self._host_copies = HostCopies()
-        self._shape = Shape(
-            context=layout.context,
-            context_rank=parallel_state.get_context_parallel_rank(),
-            tensor=layout.tensor,
-        )
+        super().__init__(config, layout, self.policy)
+        self.critic = critic
+        if config.train.routing_replay:
+            self._replay = RoutingReplay(self.policy)
         self._objective = PolicyObjective(config.algorithm, config.rollout.temperature)
         self._reference: list[Tensor] = []
         if config.algorithm.kl != "off":
@@ -106,15 +104,21 @@ class PolicyTrainer:
         finite. A recorder sees the logits of all response tokens.
         """
         objective: Objective = self._objective if recorder is None else recorder.around(self._objective)
+        if self._replay is not None:
+            self._replay.check(sequences)
         updates = split(checked(sequences), self.config.train.updates_per_step)
+        none: list[Sequence[Estimate]] = [()] * len(updates)
+        estimates = self.critic.estimates(updates) if self.critic is not None else none
         old = [self._logprobs(part) if len(updates) > 1 else None for part in updates]
         ref = [self._reference_logprobs(part) if self._reference else None for part in updates]
-        sums, grad_norms, num_microbatches = [], [], 0
-        for part, old_part, ref_part in zip(updates, old, ref, strict=True):
-            lens = [s.response_len for s in part]
+        sums, grad_norms, num_microbatches, learned = [], [], 0, []
+        for part, old_part, ref_part, estimated in zip(updates, old, ref, estimates, strict=True):
+            lens = [s.num_learned for s in part]
             algorithm = self.config.algorithm
             weights = token_weights(lens, algorithm.aggregation, self.config.rollout.max_new_tokens)
-            items = items_of(part, weights, old_part, ref_part)
+            items = items_of(part, weights, old_part, ref_part, estimated)
+            if self.critic is not None:
+                learned.append(self.critic.learn(items))
             part_sums, grad_norm, count = self._update(items, objective, learning_rate)
             if recorder is not None:
                 recorder.updated(part)
@@ -123,18 +127,15 @@ class PolicyTrainer:
             num_microbatches += count
         total, grad_norm = reduce_over_ranks(sums, sum(grad_norms) / len(grad_norms), self.device)
         _check_finite(total.loss, grad_norm)
-        gap_tokens = total.gap_tokens or math.nan
+        of_critic = self.critic.stats(estimates, learned) if self.critic is not None else None
+        if of_critic is not None:
+            _check_finite(of_critic.loss, of_critic.grad_norm)
         return TrainStats(
-            loss=total.loss / len(updates),
             grad_norm=grad_norm,
-            entropy=total.entropy / total.tokens,
-            clip_fraction=total.clipped / total.tokens,
-            logprob_gap_max=total.gap_max if total.gap_tokens else math.nan,
-            logprob_gap_mean=total.gap / gap_tokens,
-            kl=total.kl / total.tokens,
-            tokens=round(total.tokens),
             num_microbatches=num_microbatches,
             learning_rate=learning_rate,
+            critic=of_critic,
+            **_means(total, len(updates)),
         )
 
     def supervised_step(self, sequences: Sequence[TrainSequence], *, learning_rate: float) -> float:
@@ -166,10 +167,6 @@ class PolicyTrainer:
         """Make the weights of this moment the reference of the KL penalty (at first: those of `model_dir`)."""
         self._reference = [p.detach().to("cpu", copy=True) for p in self._parameters()]
 
-    def reset_optimizer(self) -> None:
-        """Forget Adam's moments and step count, as between supervised warm-up and reinforcement learning."""
-        optimizer.reset(self.optimizer)
-
     def top_k_recorder(self, top_k: int) -> TopKRecorder:
         """A recorder of the policy's top-k log-probabilities, for `train_step`."""
         return TopKRecorder(
@@ -181,87 +178,32 @@ class PolicyTrainer:
         )
 
     def offload(self) -> None:
-        """Free a GPU's memory of gradients and optimizer while engines generate; nothing to do on a CPU."""
-        optimizer.offload(self.chunks, self.optimizer, self.config.model.dtype, self._host_copies)
+        """Free a GPU's memory while engines generate; nothing to do on a CPU."""
+        super().offload()
+        if self.critic is not None:
+            self.critic.offload()
 
     def reload(self) -> None:
         """The reverse of `offload`, before the next update."""
-        optimizer.reload(self.chunks, self.optimizer, self.config.model.dtype, self._host_copies)
+        super().reload()
+        if self.critic is not None:
+            self.critic.reload()
 
     def _parameters(self) -> Iterator[Tensor]:
         return (parameter for chunk in self.policy.chunks for parameter in chunk.parameters())
 
-    def _update(self, items: list[Item], objective: Objective, learning_rate: float) -> tuple[Sums, float, int]:
-        """One optimizer update; (this rank's sums, global gradient norm, micro-batches)."""
-        for chunk in self.chunks:
-            chunk.zero_grad_buffer()
-        self.optimizer.zero_grad()
-        sums = Sums()
-
-        def loss_of(batch: MicroBatch, logits_1TV: Tensor) -> Tensor:
-            loss, values = objective(batch, logits_1TV)
-            sums.add(values)
-            return loss
-
-        count = self._run(items, loss_of, forward_only=False)
-        optimizer.set_learning_rate(self.optimizer, learning_rate, self.config.train.weight_decay)
-        _, grad_norm, _ = self.optimizer.step()
-        return sums, float(grad_norm), count
-
-    def _run(self, items: list[Item], loss_of: Callable[[MicroBatch, Tensor], Tensor], *, forward_only: bool) -> int:
-        """Megatron's schedule over this rank's micro-batches; returns their number. The last stage calls `loss_of`."""
-        batches = [build([items[i] for i in plan], self._shape, self.device) for plan in self._plan(items)]
-
-        def reduced(batch: MicroBatch, logits_1TV: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-            return loss_of(batch, logits_1TV), torch.zeros((), dtype=torch.int, device=self.device), {}
-
-        def forward(batches: Iterator[MicroBatch], chunk: Any) -> tuple[Tensor, Callable[..., Any]]:
-            batch = next(batches)
-            output = chunk(batch.tokens_1T, batch.positions_1T, None, packed_seq_params=batch.packed)
-            return output, partial(reduced, batch)
-
-        iterators = [iter(batches) for _ in self.chunks]
-        get_forward_backward_func()(
-            forward_step_func=forward,
-            data_iterator=iterators if len(iterators) > 1 else iterators[0],
-            model=self.chunks if len(self.chunks) > 1 else self.chunks[0],
-            num_microbatches=len(batches),
-            seq_length=batches[0].tokens_1T.shape[1],
-            micro_batch_size=1,
-            forward_only=forward_only,
-        )
-        return len(batches)
-
-    def _plan(self, items: list[Item]) -> list[list[int]]:
-        """This data-parallel rank's micro-batches, as indices into `items`."""
-        multiple = self._shape.sequence_multiple
-        lengths = [packing.padded_len(len(item.sequence.token_ids), multiple) for item in items]
-        capacity = self.config.train.tokens_per_microbatch * self.layout.context
-        stages = self.layout.pipeline if len(self.chunks) > 1 else 1
-        plan = packing.balance(lengths, self.layout.data, capacity, multiple_of=stages)
-        return plan[parallel_state.get_data_parallel_rank()]
-
-    @torch.no_grad()
     def _logprobs(self, sequences: Sequence[TrainSequence]) -> list[Tensor]:
         """Per sequence the (response) log-probabilities, on the CPU, the same on every rank."""
-        total = sum(s.response_len for s in sequences)
-        found = torch.zeros(total, dtype=torch.float32)
-        counts = parallel_state.get_tensor_model_parallel_rank() == 0
 
-        def keep(batch: MicroBatch, logits_1TV: Tensor) -> Tensor:
-            logprobs_R, _ = response_logprobs(batch, logits_1TV, self.config.rollout.temperature)
-            if counts:
-                found[batch.source_R] = logprobs_R.float().cpu()
-            return logprobs_R.sum()
+        def logprobs_of(batch: MicroBatch, logits_1TV: Tensor) -> Tensor:
+            return response_logprobs(batch, logits_1TV, self.config.rollout.temperature)[0]
 
-        self._run(items_of(sequences, [0.0] * len(sequences), None, None), keep, forward_only=True)
-        everywhere = found.to(self.device)
-        dist.all_reduce(everywhere)  # every token was found by one rank; the others add zero
-        return list(torch.split(everywhere.cpu(), [s.response_len for s in sequences]))
+        return self._per_token(sequences, logprobs_of)
 
     def _reference_logprobs(self, sequences: Sequence[TrainSequence]) -> list[Tensor]:
         with self._reference_weights():
-            return self._logprobs(sequences)
+            # Which experts the policy took says nothing of those that the reference takes.
+            return self._logprobs([replace(s, routed_experts=b"") for s in sequences])
 
     @contextmanager
     def _reference_weights(self) -> Iterator[None]:
@@ -276,7 +218,20 @@ class PolicyTrainer:
                 torch._foreach_copy_(parameters, own)
 
 
-_CPU = torch.device("cpu")
+def _means(total: Sums, num_updates: int) -> dict[str, Any]:
+    """What `TrainStats` says of the response tokens of a step."""
+    share = total.weight**2 / (total.weight_squared * total.weighed) if total.weight_squared else 0.0
+    return {
+        "loss": total.loss / num_updates,
+        "entropy": total.entropy / total.tokens,
+        "clip_fraction": total.clipped / total.tokens,
+        "logprob_gap_max": total.gap_max if total.gap_tokens else math.nan,
+        "logprob_gap_mean": total.gap / total.gap_tokens if total.gap_tokens else math.nan,
+        "effective_share": share if total.weighed else math.nan,
+        "cut_fraction": total.cut / total.weighed if total.weighed else math.nan,
+        "kl": total.kl / total.tokens,
+        "tokens": round(total.tokens),
+    }
 
 
 def _check_finite(loss: float, grad_norm: float) -> None:

@@ -3,20 +3,44 @@
 On one host, `RankShards`: each parameter is handed over by exactly one of the ranks that hold it, so nothing crosses
 pipeline stages, experts' ranks or data-parallel copies; only tensor-parallel shards are gathered. Over several hosts,
 `GatheredWeights`: every owner of engines gathers and hands over everything.
+
+On CPUs the parameters themselves lie in memory that engines can read (`share`); `RankShards.held` says where.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor
 
 from specactor.trainer.model import Policy
-from specactor.weights_sync.buckets import Part, Spread, rounds
+from specactor.weights_sync import plan
+from specactor.weights_sync.buckets import Part, Spread, aligned, rounds
+from specactor.weights_sync.memory import SharedBuffer
+from specactor.weights_sync.messages import Holding
+
+
+def share(chunks: Iterable[Any]) -> list[SharedBuffer]:
+    """Move the parameters of Megatron's data-parallel chunks into shared memory, before anything else refers to them.
+    None on a GPU."""
+    made = []
+    for buffer in (buffer for chunk in chunks for buffer in chunk.buffers + chunk.expert_parallel_buffers):
+        own = buffer.param_data
+        if own is None or own.device.type != "cpu":
+            continue
+        made.append(SharedBuffer(own.nbytes))
+        there = made[-1].data.view(own.dtype).copy_(own)
+        for parameter in buffer.params:
+            parameter.data = there.as_strided(parameter.shape, parameter.stride(), parameter.storage_offset())
+        for bucket in buffer.buckets:
+            bucket.param_data = there[bucket.param_data.storage_offset() :][: bucket.param_data.numel()]
+        buffer.param_data = there
+    return made
 
 
 class GatheredWeights:
@@ -26,6 +50,9 @@ class GatheredWeights:
 
     def __init__(self, policy: Policy, *, owns_engines: bool) -> None:
         self._policy, self._owns_engines = policy, owns_engines
+
+    def held(self, capacity_bytes: int) -> None:
+        """Nothing: memory of another host cannot be read."""
 
     def rounds(self, capacity_bytes: int) -> Iterator[Iterator[tuple[str, Tensor]]]:
         """All tensors, in rounds of at most `capacity_bytes`, or one tensor that is larger. Collective."""
@@ -54,7 +81,14 @@ class RankShards:
 
     one_host = True
 
-    def __init__(self, policy: Policy) -> None:
+    def __init__(self, policy: Policy, memory: Sequence[SharedBuffer] = ()) -> None:
+        """Args: what `share` made of the policy's parameters."""
+        self._memory = list(memory)
+        self._copied: list[tuple[Tensor, Tensor]] = []
+        """(target, source) of tensors that are not in shared memory, and so are copied there."""
+        self._side: SharedBuffer | None = None
+        self._holding: Holding | None = None
+        self._pointers: list[int] = []
         self._bridge = policy.bridge
         self._tensor_group = parallel_state.get_tensor_model_parallel_group()
         self._expert_group = parallel_state.get_expert_tensor_parallel_group()
@@ -78,6 +112,63 @@ class RankShards:
                 (names[name], tensor) for name, tensor in chunk.state_dict().items() if "expert_bias" in name
             ]
 
+    def held(self, capacity_bytes: int) -> Holding | None:
+        """Where engines find what this rank hands over, as of now; None on a GPU, or where it would take more than
+        `capacity_bytes` to copy what does not lie in shared memory. It is the same object until a tensor moves."""
+        pointers = [tensor.data_ptr() for _, tensor in self._parameters]
+        if pointers != self._pointers:
+            self._pointers, self._copied = pointers, []
+            self._holding = self._hold(capacity_bytes)
+        for target, source in self._copied:
+            target.copy_(source)
+        return self._holding
+
+    def _hold(self, capacity_bytes: int) -> Holding | None:
+        mine = [(*pair, self._place(pair[1])) for pair in self._parameters_of_own()]
+        room = sum(aligned(tensor.nbytes) for _, tensor, place in mine if place is None)
+        if room > capacity_bytes or any(tensor.device.type != "cpu" for _, tensor, _ in mine):
+            return None
+        self._side = SharedBuffer(max(1, room))
+        tensors: list[plan.Held] = []
+        used = 0
+        for name, tensor, place in mine:
+            if place is None:
+                there = self._side.data[used : used + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+                self._copied.append((there, tensor.detach()))
+                place = (len(self._memory), used)
+                used += aligned(tensor.nbytes)
+            tensors += self._tensors_of(name, tensor, memory=place[0], at=place[1])
+        addresses = tuple(buffer.address() for buffer in (*self._memory, self._side))
+        return Holding(addresses=addresses, tensors=tuple(tensors))
+
+    def _parameters_of_own(self) -> Iterator[tuple[str, Tensor]]:
+        """Those of which engines take this rank's part, and not that of one of its copies."""
+        for index, (name, tensor) in enumerate(self._parameters):
+            carrier, own = self._spread(name).carrier(index), self._own_place(name)
+            if carrier[0] == own[0] and (carrier == own or self._is_cut(name, tensor)):
+                yield name, tensor
+
+    def _place(self, tensor: Tensor) -> tuple[int, int] | None:
+        """(memory, first byte) of a tensor in shared memory."""
+        for memory, buffer in enumerate(self._memory):
+            at = tensor.data_ptr() - buffer.data.data_ptr()
+            if 0 <= at < buffer.data.numel() and tensor.is_contiguous():
+                return memory, at
+        return None
+
+    def _tensors_of(self, name: str, tensor: Tensor, *, memory: int, at: int) -> Iterator[plan.Held]:
+        """Hugging Face tensors that this rank has bytes of, found by sending numbers the way of the weights."""
+        size, cut = tensor.numel(), self._is_cut(name, tensor)
+        shards, own = (self._spread(name).shards, self._own_place(name)[1]) if cut else (1, 0)
+        pieces = list(torch.arange(shards * size).view(shards, *tensor.shape))
+        whole = self._bridge._weight_merge_across_tp(name, pieces, tensor) if shards > 1 else pieces[0]
+        for hf_name, numbers in zip(*self._bridge._weight_to_hf_format(name, whole), strict=True):
+            flat = np.ascontiguousarray(numbers.reshape(-1).numpy())
+            blocks = plan.held(
+                flat, range(own * size, (own + 1) * size), memory=memory, at=at, item_bytes=tensor.element_size()
+            )
+            yield plan.Held(hf_name, numbers.numel() * tensor.element_size(), blocks)
+
     def rounds(self, capacity_bytes: int) -> Iterator[Iterator[tuple[str, Tensor]]]:
         """Per round, what this rank hands over. Walk each round to its end: gathering is collective."""
         parts = [
@@ -94,6 +185,9 @@ class RankShards:
     def _spread(self, name: str) -> Spread:
         return self._expert if _is_expert(name) else self._dense
 
+    def _own_place(self, name: str) -> tuple[int, int]:
+        return self._expert_place if _is_expert(name) else self._dense_place
+
     def _is_cut(self, name: str, tensor: Tensor) -> bool:
         return _is_expert(name) or bool(getattr(tensor, "tensor_model_parallel", False))
 
@@ -102,7 +196,7 @@ class RankShards:
             for index in indices:
                 name, tensor = self._parameters[index]
                 copy, shard = self._spread(name).carrier(index)
-                own_copy, own_shard = self._expert_place if _is_expert(name) else self._dense_place
+                own_copy, own_shard = self._own_place(name)
                 if copy != own_copy:
                     continue
                 whole = self._gather(name, tensor) if self._is_cut(name, tensor) else tensor

@@ -35,7 +35,8 @@ from specactor.trainer.policy import PolicyTrainer
 from specactor.trainer.schedule import linear_decay
 from specactor.types import Problem, TrainSequence
 
-Solver = Callable[[Problem, random.Random, int], str]
+Solver = Callable[[Problem, random.Random, int], str | Sequence[tuple[str, bool]]]
+"""Returns a response, or its parts and whether each is learned from: an environment's part is not."""
 
 BATCH_SIZE = 32
 """Worked solutions per step."""
@@ -187,10 +188,18 @@ def solved_batch(
     batch = []
     for _ in range(BATCH_SIZE):
         problem = problems[rng.randrange(len(problems))]
-        response = tokenizer.encode(solver(problem, rng, stage), add_special_tokens=False)
+        solution = solver(problem, rng, stage)
+        response: list[int] = []
+        mask: list[bool] = []
+        for text, learned in [(solution, True)] if isinstance(solution, str) else solution:
+            part = tokenizer.encode(text, add_special_tokens=False)
+            response += part
+            mask += [learned] * len(part)
         batch.append(
             TrainSequence(
-                token_ids=(*problem.prompt_ids, *response, tokenizer.eos_token_id), prompt_len=len(problem.prompt_ids)
+                token_ids=(*problem.prompt_ids, *response, tokenizer.eos_token_id),
+                prompt_len=len(problem.prompt_ids),
+                loss_mask=() if all(mask) else (*mask, True),
             )
         )
     return batch

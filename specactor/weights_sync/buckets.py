@@ -17,8 +17,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-ALIGNMENT = 64
-"""Bytes; a cache line, and a multiple of every element size."""
+ALIGNMENT = 64  # bytes; a cache line, and a multiple of every element size
 
 ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int64": 8, "int32": 4, "uint8": 1}
 
@@ -29,10 +28,8 @@ class Slot(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     dtype: str
     shape: tuple[int, ...]
-    offset: int
-    """First byte."""
-    digest: int = 0
-    """Of the tensor's bytes at their source."""
+    offset: int  # first byte
+    digest: int = 0  # of the tensor's bytes at their source
 
     @property
     def num_bytes(self) -> int:

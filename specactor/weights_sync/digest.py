@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping, Sequence
+
+import numpy as np
+import numpy.typing as npt
 import torch
 import xxhash
 
-_PIECE_BYTES = 256 * 2**10
-"""Fits a core's second-level cache."""
+from specactor.weights_sync.plan import Block, Span
+
+_PIECE_BYTES = 256 * 2**10  # fits a core's second-level cache
 
 
 def digest_on(device: torch.device, data: torch.Tensor) -> int:
@@ -53,3 +58,37 @@ def _device_digest(flat: torch.Tensor) -> int:
         index = torch.arange(start, start + words.numel(), device=flat.device, dtype=torch.int64)
         total += (words * (2 * index + 1)).sum()
     return int(total.item()) & (2**64 - 1)
+
+
+Memory = npt.NDArray[np.uint8]
+
+
+def digest_spans(memories: Mapping[int, Memory], spans: Iterable[Span]) -> int:
+    """The `digest` of the spans' bytes, one after the other."""
+    state = xxhash.xxh3_64()
+    for span in spans:
+        state.update(_dense(_grid(memories[span.memory], span.at, span.step, span)))
+    return int(state.intdigest())
+
+
+def digest_blocks(parameters: Iterable[Memory], blocks: Iterable[Block], memories: Sequence[Memory] | None) -> int:
+    """The `digest` of the blocks' bytes where they go to, each in its parameter. With memories, they are copied from
+    there first, and hashed while they are in the cache."""
+    state = xxhash.xxh3_64()
+    for parameter, block in zip(parameters, blocks, strict=True):
+        target = _grid(parameter, block.to, block.step, block.span)
+        if memories is not None:
+            target[...] = _grid(memories[block.span.memory], block.span.at, block.span.step, block.span)
+        state.update(_dense(target))
+    return int(state.intdigest())
+
+
+def _grid(memory: Memory, at: int, step: int, span: Span) -> Memory:
+    """Runs as rows, without a copy; [length] of one run."""
+    if span.count == 1:
+        return np.ndarray((span.length,), np.uint8, memory.data, at)
+    return np.ndarray((span.count, span.length), np.uint8, memory.data, at, (step, 1))
+
+
+def _dense(grid: Memory) -> memoryview:
+    return np.ascontiguousarray(grid).data

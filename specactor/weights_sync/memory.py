@@ -10,8 +10,11 @@ from __future__ import annotations
 
 import mmap
 import os
+import weakref
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from specactor.errors import WeightSyncError
@@ -22,8 +25,7 @@ class Address(msgspec.Struct, frozen=True, kw_only=True):
 
     pid: int
     fd: int
-    inode: int
-    """Tells a new file apart from an old one with the same descriptor."""
+    inode: int  # tells a new file apart from an old one with the same descriptor
     num_bytes: int
 
 
@@ -33,10 +35,10 @@ class SharedBuffer:
     def __init__(self, num_bytes: int) -> None:
         self._fd = os.memfd_create("specactor-bucket")
         os.ftruncate(self._fd, num_bytes)
+        self._closed = weakref.finalize(self, os.close, self._fd)
         self._map = mmap.mmap(self._fd, num_bytes)
         self._num_bytes = num_bytes
-        self.data = torch.frombuffer(self._map, dtype=torch.uint8)
-        """uint8, [num_bytes]."""
+        self.data = torch.frombuffer(self._map, dtype=torch.uint8)  # uint8, [num_bytes]
         register(self.data)
 
     def address(self) -> Address:
@@ -47,23 +49,31 @@ class SharedBuffer:
         """Give the memory back. Readers that still map it keep their view."""
         unregister(self.data)
         self.data = torch.empty(0, dtype=torch.uint8)
-        os.close(self._fd)
+        self._closed()
         del self._map
 
 
 def open_address(address: Address) -> torch.Tensor:
     """The sender's bytes, uint8 [num_bytes], without a copy; `unregister` them in the end. Raises OSError when the
     sender is gone."""
+    data = torch.frombuffer(_mapped(address, mmap.PROT_READ | mmap.PROT_WRITE), dtype=torch.uint8)
+    register(data)
+    return data
+
+
+def read_only(address: Address) -> npt.NDArray[np.uint8]:
+    """As `open_address`, for the processor alone, which cannot write them."""
+    return np.frombuffer(_mapped(address, mmap.PROT_READ), dtype=np.uint8)
+
+
+def _mapped(address: Address, protection: int) -> mmap.mmap:
     fd = os.open(f"/proc/{address.pid}/fd/{address.fd}", os.O_RDWR)
     try:
         if os.fstat(fd).st_ino != address.inode:
             raise FileNotFoundError(f"process {address.pid} no longer holds this buffer")
-        flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
-        data = torch.frombuffer(mmap.mmap(fd, address.num_bytes, flags=flags), dtype=torch.uint8)
+        return mmap.mmap(fd, address.num_bytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE, prot=protection)
     finally:
         os.close(fd)
-    register(data)
-    return data
 
 
 def register(data: torch.Tensor) -> None:

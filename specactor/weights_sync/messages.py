@@ -6,11 +6,16 @@ import msgspec
 
 from specactor.weights_sync.buckets import Slot
 from specactor.weights_sync.memory import Address
+from specactor.weights_sync.plan import Chunk, Held
 
 CHECK = "weights.check"
 """Rank call: compare every tensor's digest; change nothing. Payload: `Round`."""
 LOAD = "weights.load"
 """Rank call: check unless that was done, load into the model, read back. Payload: `Round`."""
+PLAN = "weights.plan"
+"""Rank call: learn from what was loaded for the open version how to pull the next. Payload: `Holding` of all ranks."""
+PULL = "weights.pull"
+"""Rank call: copy all parameters out of the trainer's memory, and digest what was copied. Payload: `Pull`."""
 COMMIT = "weights.commit"
 """Rank call: every parameter was written whole; drop the KV and prefix cache. Payload: `Commit`."""
 
@@ -39,6 +44,21 @@ class Commit(msgspec.Struct, frozen=True, kw_only=True):
     version: int
 
 
+class Holding(msgspec.Struct, frozen=True, kw_only=True):
+    """What one rank of the trainer, or all together, hand over out of memory that others can read."""
+
+    addresses: tuple[Address, ...]
+    tensors: tuple[Held, ...]
+
+
+class Pull(msgspec.Struct, frozen=True, kw_only=True):
+    """One version, by the plan that was made of a holding."""
+
+    version: int
+    key: int  # digest of the holding
+    copy: bool = True  # if not, digest what the parameters hold already
+
+
 class DraftWeights(msgspec.Struct, frozen=True, kw_only=True):
     """All weights of a draft model, in one bucket. Its fields differ from those of the messages about the policy, so
     neither can be taken for the other."""
@@ -56,3 +76,18 @@ class CheckReply(msgspec.Struct, frozen=True, kw_only=True):
     """What one rank found. An empty `problem` means that all is well."""
 
     problem: str = ""
+
+
+class PlanReply(msgspec.Struct, frozen=True, kw_only=True):
+    """The plan of one engine rank, or why there is none."""
+
+    chunks: tuple[Chunk, ...] = ()
+    refusal: str = ""
+
+
+class PullReply(msgspec.Struct, frozen=True, kw_only=True):
+    """One digest per chunk of the plan, of what the parameters hold."""
+
+    digests: tuple[int, ...] = ()
+    problem: str = ""
+    unplanned: bool = False  # whether this rank has no plan of that holding, and has done nothing

@@ -1,27 +1,34 @@
 """The engine's end of a weight sync: runs inside every engine rank, as rank calls.
 
+The first version is loaded by the model's own loader, which is watched; where that gives a plan, later versions are
+copied by it straight out of the trainer's memory.
+
 Invariants: nothing is loaded before its digest was compared with the source's (the sender compares again, after the
-load, what was not compared in the same call); what was loaded is read back from the
-parameters and compared bit for bit; a version is committed only if every element of every parameter was written.
+load, what was not compared in the same call); what was loaded is read back from the parameters and compared bit for
+bit; what was copied by the plan is answered with its digest in the parameters; a version is committed only if every
+element of every parameter was written.
 """
 
 from __future__ import annotations
 
+import bisect
 import ctypes
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 import msgspec
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from specactor.errors import WeightSyncError
+from specactor.weights_sync import plan
 from specactor.weights_sync.buckets import Slot
-from specactor.weights_sync.digest import digest_of
-from specactor.weights_sync.memory import Address, open_address, unregister
-from specactor.weights_sync.messages import Bucket, CheckReply, Commit, Round
+from specactor.weights_sync.digest import Memory, digest_blocks, digest_of
+from specactor.weights_sync.memory import Address, open_address, read_only, unregister
+from specactor.weights_sync.messages import Bucket, CheckReply, Commit, Holding, PlanReply, Pull, PullReply, Round
 
-_MAX_VIEWS = 256
-"""Mapped buckets that are kept: two per rank of the trainer on this host."""
+_MAX_VIEWS = 256  # mapped buckets that are kept: two per rank of the trainer on this host
 
 _libc = ctypes.CDLL(None)
 _libc.memcmp.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
@@ -89,15 +96,67 @@ def _check(arrived: _Arrived) -> None:
         raise _Mismatch(f"{arrived.slot.name} arrived with a wrong digest")
 
 
+_Places = list[tuple[int, int, str]]  # (address, bytes, name) of tensors, sorted
+
+
+def _places(tensors: Iterable[tuple[str, torch.Tensor]]) -> _Places:
+    return sorted((tensor.data_ptr(), tensor.numel() * tensor.element_size(), name) for name, tensor in tensors)
+
+
+def _place(places: _Places, part: torch.Tensor) -> tuple[str, int]:
+    """Name of the tensor that this is a part of, and its first byte in there; "" if it is of none."""
+    found = bisect.bisect(places, (part.data_ptr(), 2**63, "")) - 1
+    offset = part.data_ptr() - places[found][0]
+    return (places[found][2], offset) if found >= 0 and offset < max(1, places[found][1]) else ("", 0)
+
+
+@dataclass
+class _Watched:
+    """What the loader of a version did to the parameters, for the plan of the next."""
+
+    parameters: _Places
+    sources: _Places = field(default_factory=list)  # what is being loaded
+    copies: dict[str, dict[plan.Copy, None]] = field(default_factory=dict)
+    refusal: str = ""
+
+    def note(self, target: torch.Tensor, source: torch.Tensor | None) -> None:
+        """A copy, or a fill."""
+        parameter, to = _place(self.parameters, target)
+        tensor, at = _place(self.sources, source) if source is not None else ("", 0)
+        if not target.numel() or (source is None and not parameter):
+            return  # nothing of the trainer's
+        if source is not None and not tensor:
+            self.refusal = self.refusal or f"{parameter or 'something'} is loaded from what the trainer did not send"
+        elif not parameter:
+            self.refusal = self.refusal or f"{tensor} is loaded into what is no parameter"
+        elif source is not None and (source.dtype != target.dtype or source.shape != target.shape):
+            self.refusal = self.refusal or f"{tensor} changes its type or shape on the way into {parameter}"
+        item = target.element_size()
+        to_steps = tuple(step * item for step in target.stride())
+        at_steps = to_steps if source is None else tuple(step * item for step in source.stride())
+        copy = plan.Copy(tensor, at, to, item, tuple(target.shape), at_steps, to_steps)
+        self.copies.setdefault(parameter, {})[copy] = None
+
+
+@dataclass(frozen=True)
+class _Plan:
+    key: int
+    chunks: tuple[plan.Chunk, ...]
+    sizes: dict[str, int]
+    memories: list[Memory]
+
+
 class Receiver:
     """State of one engine rank between the messages of a sync."""
 
     def __init__(self) -> None:
+        self._watched = _Watched([])
+        self._plan: _Plan | None = None
+        self._pulled = False  # whether the open version came by the plan
         self._views: dict[Address, torch.Tensor] = {}
         self._written: dict[int, dict[tuple[int, tuple[int, ...]], int]] = {}
         self._open_version: int | None = None
-        self._at = ""
-        """Name of the tensor that is being loaded."""
+        self._at = ""  # name of the tensor that is being loaded
 
     def close(self) -> None:
         """Let go of all buckets."""
@@ -121,7 +180,9 @@ class Receiver:
         for bucket in message.buckets:
             if self._open_version != bucket.version:
                 self._begin(rank, bucket.version)
+            self._pulled = False
             tensors = self._arrived(rank, bucket)
+            self._watched.sources = _places((arrived.slot.name, arrived.tensor) for arrived in tensors)
             self._at = ""
             try:
                 with torch.no_grad(), _WriteAudit() as audit:
@@ -133,12 +194,49 @@ class Receiver:
                 return msgspec.msgpack.encode(CheckReply(problem=f"{self._at}: {type(error).__name__}: {error}"))
         return msgspec.msgpack.encode(CheckReply())
 
+    def plan(self, rank: EngineRank, payload: bytes) -> bytes:
+        """Answer all ranks' `Holding`, after a whole version was loaded: how to copy the next one."""
+        everything = msgspec.msgpack.decode(payload, type=Holding)
+        self._plan, watched = None, self._watched
+        try:
+            if watched.parameters != _places(rank.model.named_parameters()):
+                raise WeightSyncError("the engine's parameters moved while they were loaded")
+            if watched.refusal:
+                raise WeightSyncError(watched.refusal)
+            sizes = {name: p.numel() * p.element_size() for name, p in rank.model.named_parameters()}
+            chunks = plan.chunks(watched.copies, sizes, everything.tensors)
+            _flat(rank.model, sizes)
+            memories = [read_only(address) for address in everything.addresses]
+        except (OSError, WeightSyncError) as error:
+            return msgspec.msgpack.encode(PlanReply(refusal=str(error)))
+        self._plan = _Plan(digest_of(memoryview(payload)), chunks, sizes, memories)
+        return msgspec.msgpack.encode(PlanReply(chunks=chunks))
+
+    def pull(self, rank: EngineRank, payload: bytes) -> bytes:
+        """Answer a `Pull`: what the parameters hold after all were copied by the plan."""
+        message = msgspec.msgpack.decode(payload, type=Pull)
+        if self._plan is None or self._plan.key != message.key:
+            return msgspec.msgpack.encode(PullReply(unplanned=True))
+        if message.copy and self._open_version != message.version:
+            self._begin(rank, message.version)
+        try:
+            parameters = _flat(rank.model, self._plan.sizes)
+            memories = self._plan.memories if message.copy else None
+            digests = [
+                digest_blocks([parameters[name] for name in chunk.parameters], chunk.blocks, memories)
+                for chunk in self._plan.chunks
+            ]
+        except (TypeError, ValueError, WeightSyncError) as error:
+            return msgspec.msgpack.encode(PullReply(problem=str(error)))
+        self._pulled = message.copy
+        return msgspec.msgpack.encode(PullReply(digests=tuple(digests)))
+
     def commit(self, rank: EngineRank, payload: bytes) -> bytes:
         """Answer a `Commit`: is the whole model at this version? Drops the caches of the old one."""
         commit = msgspec.msgpack.decode(payload, type=Commit)
         if self._open_version != commit.version:
             return msgspec.msgpack.encode(CheckReply(problem=f"version {commit.version} was never loaded"))
-        problem = self._unwritten(rank.model)
+        problem = "" if self._pulled else self._unwritten(rank.model)
         rank.end_weight_update()
         rank.flush_cache()
         self._open_version = None
@@ -149,7 +247,8 @@ class Receiver:
         if self._open_version is None:
             rank.begin_weight_update()
         self._open_version = version
-        self._written = {}
+        self._written, self._pulled = {}, False
+        self._watched = _Watched(_places(rank.model.named_parameters()))
 
     def _arrived(self, rank: EngineRank, bucket: Bucket) -> list[_Arrived]:
         """The bucket's tensors, without a copy, or on the rank's GPU."""
@@ -190,6 +289,9 @@ class Receiver:
         for target, source in copies:
             if not _same_bits(target, source):
                 raise _Mismatch(f"{self._at}: a region of shape {tuple(target.shape)} is not what was loaded into it")
+            self._watched.note(target, source)
+        for target in fills:
+            self._watched.note(target, None)
         for region in [target for target, _ in copies] + fills:
             key = (int(region.storage_offset()), tuple(region.shape))
             self._written.setdefault(region.untyped_storage().data_ptr(), {})[key] = region.numel()
@@ -211,3 +313,13 @@ def _same_bits(target: torch.Tensor, source: torch.Tensor) -> bool:
         num_bytes = target.numel() * target.element_size()
         return bool(_libc.memcmp(target.data_ptr(), source.data_ptr(), num_bytes) == 0)
     return torch.equal(target, source)
+
+
+def _flat(model: torch.nn.Module, sizes: dict[str, int]) -> dict[str, Memory]:
+    """The bytes of every parameter. Raises WeightSyncError where they are not those of the plan."""
+    found = {}
+    for name, parameter in model.named_parameters():
+        if not parameter.is_contiguous() or parameter.numel() * parameter.element_size() != sizes.get(name):
+            raise WeightSyncError(f"{name} of shape {tuple(parameter.shape)} does not lie in memory as it was loaded")
+        found[name] = parameter.detach().view(-1).view(torch.uint8).numpy()
+    return found

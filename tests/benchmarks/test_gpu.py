@@ -23,6 +23,14 @@ def test_all_stages_go_through_without_a_gpu(tmp_path: Path) -> None:
     assert found["job"]["steps"] == 2
 
 
+@pytest.mark.processes
+def test_the_stage_of_kernels_in_the_interpreter(tmp_path: Path) -> None:
+    found = gpu.run("cpu", tmp_path, ["kernels"])["kernels"]
+    assert found == {name: {**case, "differ": 0, "bits": 0} for name, case in found.items()}
+    assert sorted(found) == ["sampling", "tiles of 2 heads, float32"]
+    assert not gpu.is_right({"kernels": {"sampling": {"rows": 4, "differ": 0, "bits": 1}}})
+
+
 @pytest.fixture
 def stages(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     found: dict[str, Any] = {"probe": {"machine": "a"}, "exact": {"batches of 1": EQUAL}, "job": {"error": "none"}}

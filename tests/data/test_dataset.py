@@ -14,8 +14,10 @@ import reasoning_gym
 from transformers import PreTrainedTokenizerBase
 
 from specactor.config import SourceConfig
+from specactor.data.chat import prompt_ids
 from specactor.data.dataset import MAX_LISTED, Dataset, build_dataset
 from specactor.errors import ConfigError, DataError
+from tests.data.test_chat import TOKENIZER
 
 GOOD: dict[str, Any] = {"prompt": "2+2=", "answer": "4", "verifier": "exact"}
 COUNT_BITS: dict[str, Any] = {"task": "count_bits", "params": {"max_n": 9999}}
@@ -40,6 +42,50 @@ def write_parquet(path: Path, rows: list[dict[str, object]]) -> Path:
 
 
 # Good data
+
+
+def test_messages_go_through_the_chat_template(tmp_path: Path) -> None:
+    row = {"answer": "4", "verifier": "exact", "messages": [{"role": "user", "content": "2+2?"}]}
+    path = write_lines(tmp_path / "a.jsonl", row, {**row, "level": 3})
+    [first, second] = build(TOKENIZER, path=str(path))
+    assert first.prompt == "<|im_start|>user\n2+2?<|im_end|>\n<|im_start|>assistant\n"
+    assert first.prompt_ids == second.prompt_ids == prompt_ids(TOKENIZER, row["messages"])  # type: ignore[arg-type]
+    assert second.metadata == {"messages": row["messages"], "level": 3}
+    [of_parquet] = build(TOKENIZER, path=str(write_parquet(tmp_path / "a.parquet", [row])))
+    assert of_parquet == first
+
+
+@pytest.mark.parametrize(
+    ("messages", "message"),
+    [
+        ("2+2?", "messages: got '2+2?', expected a list of objects with a role and a content. Correct them."),
+        ([{"role": "user"}], "messages: got [{'role': 'user'}], expected a list of objects with a role and a content."),
+        ([], "messages: got [], expected a list of objects"),
+    ],
+)
+def test_messages_that_are_none(tmp_path: Path, messages: object, message: str) -> None:
+    row = {"answer": "4", "verifier": "exact", "messages": messages}
+    with pytest.raises(DataError) as caught:
+        build(TOKENIZER, path=str(write_lines(tmp_path / "a.jsonl", row)))
+    assert f"a.jsonl, line 1: {message}" in str(caught.value)
+
+
+def test_messages_beside_a_prompt_or_without_a_template(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    row = {"answer": "4", "verifier": "exact", "messages": [{"role": "user", "content": "2+2?"}]}
+    with pytest.raises(DataError, match="messages: beside a prompt, expected one of the two"):
+        build(TOKENIZER, path=str(write_lines(tmp_path / "a.jsonl", {**row, "prompt": "2+2?"})))
+    with pytest.raises(DataError, match="the model's tokenizer has no chat template"):
+        build(tokenizer, path=str(write_lines(tmp_path / "a.jsonl", row)))
+
+
+def test_sets_are_put_one_behind_the_other(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    sets = [
+        build(tokenizer, path=str(write_lines(tmp_path / f"{name}.jsonl", *({**GOOD, "prompt": p} for p in name))))
+        for name in ("ab", "cde")
+    ]
+    data = Dataset.of(sets)
+    assert [(p.index, p.prompt) for p in data] == list(enumerate("abcde"))
+    assert (data.sizes, sets[0].sizes) == ((2, 3), (2,))
 
 
 def test_a_task_gives_the_problems_of_reasoning_gym(tokenizer: PreTrainedTokenizerBase) -> None:

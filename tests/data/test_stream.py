@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specactor.data.stream import PromptStream, request_seed
+from specactor.data.stream import MixedStream, PromptStream, request_seed
 from specactor.errors import CheckpointError, ConfigError
 
 sizes = st.integers(1, 40)
@@ -115,3 +115,39 @@ def test_request_seeds_collide_no_more_than_random_numbers_do() -> None:
     assert 0 <= min(every) < 2**31 // 1000
     assert 2**31 - 2**31 // 1000 < max(every) < 2**31
     assert len(every) - len(set(every)) <= 10
+
+
+mixes = st.lists(st.tuples(sizes, st.floats(0.1, 10)), min_size=1, max_size=4)
+
+
+def mixed(sets: list[tuple[int, float]], seed: int = 3) -> MixedStream:
+    return MixedStream([size for size, _ in sets], [weight for _, weight in sets], seed)
+
+
+@given(sets=mixes, count=st.integers(1, 200))
+def test_sets_are_drawn_by_their_weights_and_each_in_its_own_order(sets: list[tuple[int, float]], count: int) -> None:
+    taken, start, total = mixed(sets).take(count), 0, sum(weight for _, weight in sets)
+    for i, (size, weight) in enumerate(sets):
+        own = [index - start for index in taken if start <= index < start + size]
+        assert tuple(own) == PromptStream(size, 3 + i).take(len(own))
+        assert abs(len(own) - count * weight / total) <= len(sets)
+        start += size
+
+
+@given(sets=mixes, before=takes, after=takes)
+def test_a_restored_mix_goes_on_as_if_nothing_had_happened(
+    sets: list[tuple[int, float]], before: list[int], after: list[int]
+) -> None:
+    undisturbed, resumed = mixed(sets), mixed(sets)
+    for count in before:
+        undisturbed.take(count)
+    resumed.restore(json.loads(json.dumps(undisturbed.state())))
+    assert [resumed.take(count) for count in after] == [undisturbed.take(count) for count in after]
+
+
+def test_a_mix_of_other_sets_is_not_resumed() -> None:
+    for state in (mixed([(3, 1.0)]).state(), PromptStream(3, 3).state(), None):
+        with pytest.raises(CheckpointError, match="expected those of 2 sets"):
+            mixed([(3, 1.0), (4, 1.0)]).restore(state)
+    with pytest.raises(CheckpointError, match="dataset_len: got 4, expected 5"):
+        mixed([(3, 1.0), (5, 1.0)]).restore(mixed([(3, 1.0), (4, 1.0)]).state())

@@ -52,9 +52,18 @@ def test_dapo_subtracts_from_the_reward_of_what_is_too_long(lines: dict[str, lis
 
 
 def test_the_reference_is_the_model_that_the_run_started_from(lines: dict[str, list[dict[str, float]]]) -> None:
-    first, second = (line["policy/kl"] for line in lines["ppo_kl"])
+    first, second = (line["policy/kl"] for line in lines["grpo_kl"])
     assert second > first > 0, "with several updates in a step, the policy has left it within the first"
     assert all(line["policy/kl"] == 0 for line in lines["grpo"])
+
+
+def test_a_critic_learns_before_the_policy_does(lines: dict[str, list[dict[str, float]]]) -> None:
+    first, second = lines["ppo"]
+    assert first["policy/learning_rate"] == 0 < second["policy/learning_rate"]
+    assert first["critic/explained_variance"] == 0, "it expects nothing yet"
+    assert second["critic/explained_variance"] != 0
+    assert second["critic/loss"] < first["critic/loss"]
+    assert not any(name.startswith("critic/") for name in lines["grpo"][0])
 
 
 def test_several_updates_per_step_take_part(lines: dict[str, list[dict[str, float]]]) -> None:

@@ -15,6 +15,7 @@ import pytest
 
 from specactor.cpu.sglang import environment
 from specactor.metrics import METRICS, read_metrics
+from specactor.rollout.guarantee import SAME_BITS
 from specactor.trainer.drafter.rollout_files import read_rollouts
 from tests.end_to_end.conftest import Launched, Launcher
 
@@ -164,7 +165,8 @@ def test_the_run_folder_holds_config_tracking_checkpoint_and_export(finished: La
     assert list((folder / "wandb").glob("offline-run-*/*.wandb"))
     assert sorted(p.name for p in (folder / "checkpoints").iterdir()) == ["step-000001", "step-000002"]
     assert (folder / "export" / "model.safetensors").exists() or list((folder / "export").glob("*.safetensors"))
-    assert (folder / "summary.json").exists()
+    summary = json.loads((folder / "summary.json").read_text())
+    assert (summary["engine/attention"], summary["engine/guarantee"]) == ("rows", SAME_BITS)
     assert "forked by the warm starter" in (folder / "engines" / "engine-0.log").read_text(), "else it takes 11 s more"
     assert phases(folder / "traces" / "step-000001.json") == ["rollout", "reward", "train", "checkpoint", "sync"]
 

@@ -222,6 +222,9 @@ class Source:
     def __init__(self, weight: torch.Tensor, rounds: int) -> None:
         self.weight, self._rounds = weight, rounds
 
+    def held(self, capacity_bytes: int) -> None:
+        """Nothing: engines do not read a GPU's memory."""
+
     def rounds(self, capacity_bytes: int) -> Iterator[list[tuple[str, torch.Tensor]]]:
         rows = [(f"row.{i}", row) for i, row in enumerate(self.weight.unbind(0))]
         each = len(rows) // self._rounds

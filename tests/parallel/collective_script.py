@@ -7,6 +7,7 @@ import os
 import sys
 import time
 
+import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: F401  (registers the backend "fake")
 
@@ -14,11 +15,18 @@ from specactor.errors import EngineError, PeerFailedError
 from specactor.parallel import collective as module
 from specactor.parallel.collective import Collective, leave
 from specactor.types import VersionSpan
+from tests.lib import nccl_rules
+from tests.lib.simulated_cuda import Simulated
 
 
 def main() -> None:
     if sys.argv[2] == "gloo":
         dist.init_process_group("gloo")
+    elif sys.argv[2].startswith("rules"):
+        nccl_rules.install()
+        dist.init_process_group("nccl")
+        if sys.argv[2] == "rules, wrong":
+            module.control_group = lambda *_: None
     else:
         # "fake" moves no data, as NCCL moves none without a GPU: whatever is exchanged through it is wrong.
         store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
@@ -42,11 +50,27 @@ def main() -> None:
     except EngineError as error:
         seen["error"] = f"EngineError: {error}"
     seen["after"] = collective.together("next", lambda: "goes on")
+    seen["through NCCL"] = sorted({file for _, file, _ in nccl_rules.calls})
+    if sys.argv[2] == "rules":
+        seen["refused"] = refused()
     # One write: ranks share a pipe, and a line written in parts would mix with another rank's.
     sys.stdout.write(json.dumps(seen) + "\n")
     sys.stdout.flush()
     collective.barrier()  # nobody leaves while another still listens
     leave()
+
+
+def refused() -> list[object]:
+    """What a group that stands for NCCL's says to a tensor of the host; and the sum of two on pretended devices."""
+    nccl_rules.refuses = True
+    try:
+        dist.all_reduce(torch.ones(2))
+        said = ""
+    except RuntimeError as error:
+        said = str(error)
+    mine = torch.full((2,), 1.0 + dist.get_rank())
+    dist.all_reduce(Simulated(mine, torch.device("cuda", dist.get_rank())))
+    return [said, mine.tolist()]
 
 
 def fail() -> str:

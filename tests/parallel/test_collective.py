@@ -12,8 +12,12 @@ from tests.lib.ranks import run_ranks
 @pytest.fixture(scope="module", params=["gloo", "fake"])
 def ranks(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> list[dict[str, object]]:
     """Of ranks whose default group is gloo, and of ranks whose default group exchanges nothing that is told here."""
+    return told(tmp_path_factory, request.param)
+
+
+def told(tmp_path_factory: pytest.TempPathFactory, backend: str) -> list[dict[str, object]]:
     folder = tmp_path_factory.mktemp("collective")
-    output = run_ranks(2, "tests.parallel.collective_script", folder / "told", request.param, folder=folder)
+    output = run_ranks(2, "tests.parallel.collective_script", folder / "told", backend, folder=folder)
     lines = [json.loads(line) for line in output.splitlines() if line.startswith("{")]
     return sorted(lines, key=lambda line: line["rank"])
 
@@ -39,3 +43,12 @@ def test_a_failure_on_one_rank_reaches_all_with_its_cause_and_the_group_stays_us
     assert ranks[0]["error"] == "PeerFailedError: doomed: rank 1 failed: EngineError: the engine is out of paper"
     assert ranks[1]["error"] == "EngineError: the engine is out of paper"
     assert [r["after"] for r in ranks] == ["goes on"] * 2
+
+
+def test_nothing_of_it_goes_through_nccl(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """The default group stands for NCCL's: it says what it was asked for, and refuses tensors of the host."""
+    for rank in told(tmp_path_factory, "rules"):
+        assert rank["through NCCL"] == []
+        assert rank["refused"] == ["allreduce: No backend type associated with device type cpu", [3.0, 3.0]]
+    for rank in told(tmp_path_factory, "rules, wrong"):
+        assert rank["through NCCL"] == ["parallel/collective.py"]

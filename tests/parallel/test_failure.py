@@ -39,6 +39,32 @@ def test_the_first_failing_rank_reports_in_one_line(capsys: pytest.CaptureFixtur
     assert capsys.readouterr().err == "specactor: rank 1: EngineError: gone\n"
 
 
+@pytest.mark.parametrize(
+    ("said", "lost"),
+    [
+        (
+            "NCCL error in: ProcessGroupNCCL.cpp:3690, remote process exited or there was a network error, NCCL 2.28",
+            True,
+        ),
+        ("[Rank 1] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=7, OpType=ALLREDUCE)", True),
+        ("NCCL communicator was aborted on rank 0.", True),
+        ("[3] Connection closed by peer [127.0.0.1]:4711", True),
+        ("NCCL error in: ProcessGroupNCCL.cpp:3690, invalid usage (run with NCCL_DEBUG=WARN for details)", False),
+        ("CUDA error: out of memory", False),
+    ],
+)
+def test_what_a_collective_says_of_a_rank_that_is_gone(
+    said: str, lost: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Gloo's words, NCCL's and torch's; then the report names the rank, and else the error."""
+    monkeypatch.setattr(failure.Failures, "lost", lambda _: "rank 1 (process 7)")
+    monkeypatch.setattr(failure, "GRACE_S", 0.0)
+    assert leave(0, Tickets(), RuntimeError(said)) == 1
+    told = capsys.readouterr().err
+    assert ("rank 1 (process 7) was killed or crashed" in told) is lost
+    assert (f"RuntimeError: {said}" in told) is not lost
+
+
 SCRIPT = """
 import os
 from specactor.errors import DataError, PeerFailedError

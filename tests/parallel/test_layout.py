@@ -325,3 +325,10 @@ def test_no_room_for_any_prompt_names_the_limit() -> None:
     )
     with pytest.raises(ConfigError, match=r"rollout.max_new_tokens: got 64, expected < 64, so that a prompt fits.*"):
         longest_prompt(run, 512)
+
+
+def test_routing_replay_needs_experts() -> None:
+    replayed = load(["quickstart", "--parallel.expert", "1", "--train.routing-replay", "True"])
+    assert check(replayed, 1, MOE).world == 1
+    with pytest.raises(ConfigError, match=r"train.routing_replay: got True, expected False for a dense model. It has"):
+        check(replayed, 1, DENSE)

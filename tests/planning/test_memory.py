@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Literal
 
 import pytest
 from rich.console import Console
@@ -55,6 +56,17 @@ def test_more_devices_in_a_dimension_never_take_more(name: str) -> None:
     for what, row in few.rows.items():
         for phase, size in row.items():
             assert many.rows[what][phase] <= size * 1.001, (what, phase)  # ranks of one group all hold the router
+
+
+@pytest.mark.parametrize(("dtype", "stays"), [("bfloat16", False), ("float32", True)])
+def test_a_critic_takes_what_the_policy_takes_to_learn(dtype: Literal["bfloat16", "float32"], stays: bool) -> None:
+    config = load(["qwen3_8b"])
+    config = replace(config, model=replace(config.model, dtype=dtype))
+    of_critic = replace(config, algorithm=replace(config.algorithm, advantage="gae"))
+    without, memory = memory_of(config, 8, H100), memory_of(of_critic, 8, H100)
+    learning = sum(without.rows[name]["train"] for name in ("policy, trainer", "gradients", "optimizer"))
+    assert memory.of("train") - without.of("train") == pytest.approx(learning)
+    assert (memory.of("rollout") > without.of("rollout")) == stays, "in float32 moments stay, as the policy's do"
 
 
 @pytest.mark.parametrize(("recipe", "devices"), [("qwen3_30b_a3b", 64), ("qwen3_8b", 8), ("quickstart", 2)])

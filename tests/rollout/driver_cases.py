@@ -49,6 +49,8 @@ class FakeEngine:
     position_of: Callable[[RolloutRequest, int], int] = lambda request, emitted: len(request.prompt_ids) + emitted
     dies_after: float = float("inf")
     """Rounds."""
+    stops_at: Callable[[int], bool] = lambda token: False
+    """Tokens that end a response before its length does."""
     alive: bool = True
     spec: Any = field(
         default_factory=lambda: SimpleNamespace(config=SimpleNamespace(max_running_requests=4, routed_experts=False))
@@ -86,12 +88,13 @@ class FakeEngine:
                 if not aborted:
                     place = self.position_of(request, resume.num_begun(request) + len(tokens))
                     tokens.append(token(request.seed, place))
-                whole = resume.num_begun(request) + len(tokens) == request.sampling.max_new_tokens
+                stops = bool(tokens) and self.stops_at(tokens[-1])
+                whole = stops or resume.num_begun(request) + len(tokens) == request.sampling.max_new_tokens
                 response = resume.whole(
                     request,
                     token_ids=tokens,
                     logprobs=[-1.0] * len(tokens),
-                    finish_reason="length" if whole else "abort",
+                    finish_reason="stop" if stops else "length" if whole else "abort",
                     version=1,
                 )
                 if aborted or whole:

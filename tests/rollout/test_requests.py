@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from specactor.config import RolloutConfig
-from specactor.rollout.requests import greedy_requests, group_requests
+from specactor.rollout.requests import group_requests, held_out_requests
 from specactor.types import Problem
 
 PROBLEMS = [
@@ -60,14 +60,24 @@ def test_sampling_options_are_those_of_the_settings() -> None:
     }
     [request, *_] = group_requests(PROBLEMS, config=replace(CONFIG, **options), run_seed=1, step=2)  # type: ignore[arg-type]
     assert {name: getattr(request.sampling, name) for name in options} == options
-    [request, *_] = greedy_requests(PROBLEMS, max_new_tokens=9, stop=("x",), stop_token_ids=(7,))
+    [request, *_] = held_out_requests(PROBLEMS, config=replace(CONFIG, **options), run_seed=1, samples=1)  # type: ignore[arg-type]
     assert (request.sampling.stop, request.sampling.stop_token_ids) == (("x",), (7,))
 
 
 def test_evaluation_is_greedy_with_one_response_per_problem() -> None:
-    requests = greedy_requests(PROBLEMS, max_new_tokens=9)
+    requests = held_out_requests(PROBLEMS, config=replace(CONFIG, max_new_tokens=9), run_seed=1, samples=1)
     assert [(r.sampling.temperature, r.sampling.max_new_tokens, r.group_id) for r in requests] == [
         (0.0, 9, 0),
         (0.0, 9, 1),
         (0.0, 9, 2),
     ]
+
+
+def test_samples_of_held_out_problems_are_the_same_whenever_they_are_asked_for() -> None:
+    requests = held_out_requests(PROBLEMS, config=CONFIG, run_seed=1, samples=4)
+    assert [r.group_id for r in requests] == [0] * 4 + [1] * 4 + [2] * 4
+    assert {r.sampling.temperature for r in requests} == {0.7}
+    assert len({r.request_id for r in requests}) == len({r.seed for r in requests}) == 12
+    assert requests == held_out_requests(PROBLEMS, config=CONFIG, run_seed=1, samples=4)
+    trained = group_requests(PROBLEMS, config=CONFIG, run_seed=1, step=1)
+    assert not {r.seed for r in requests} & {r.seed for r in trained}

@@ -6,6 +6,7 @@ Usage: python -m tests.trainer.bfloat16_script MODEL_DIR FOLDER
 from __future__ import annotations
 
 import json
+import os
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -22,7 +23,7 @@ import torch.distributed as dist  # noqa: E402
 from specactor.parallel import groups  # noqa: E402
 from specactor.parallel.layout import Layout  # noqa: E402
 from specactor.trainer import checkpoint, dist_checkpoint  # noqa: E402
-from specactor.trainer.model import Policy  # noqa: E402
+from specactor.trainer.model import DETERMINISTIC, Policy, settle_arithmetic  # noqa: E402
 from specactor.trainer.policy import PolicyTrainer  # noqa: E402
 from specactor.trainer.shards import RankShards  # noqa: E402
 from tests.trainer import policy_cases as cases  # noqa: E402
@@ -52,10 +53,20 @@ def gathers_on_the_host() -> bool:
         return bool(dist_checkpoint._metadata()["distrib_optim_fully_reshardable_mem_efficient"])
 
 
+def arithmetic() -> dict[str, Any]:
+    """As `settle_arithmetic` has left it."""
+    return {
+        "torch": torch.are_deterministic_algorithms_enabled(),
+        "tf32": [torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32],
+        **{name: os.environ.get(name, "") for name in (*DETERMINISTIC, "NVIDIA_TF32_OVERRIDE")},
+    }
+
+
 def main(model_dir: str, folder: Path) -> None:
     dist.init_process_group("gloo", init_method=f"file://{folder / 'store'}", rank=0, world_size=1)
     config = cases.config(model_dir, {})
-    config = replace(config, model=replace(config.model, dtype="bfloat16"))
+    model, train = replace(config.model, dtype="bfloat16"), replace(config.train, deterministic=True)
+    config = replace(config, model=model, train=train)
     layout = Layout(world=1, tensor=1, pipeline=1, context=1, expert=1, expert_tensor=1)
     groups.init(layout, config.parallel, seed=0, local_rank=0)
     trainer = PolicyTrainer(config, layout, Path(model_dir))
@@ -75,9 +86,17 @@ def main(model_dir: str, folder: Path) -> None:
         "changed": before != after and set(before) == set(after),
         "shards_are_the_model": after == whole,
         "restored": restored == after,
+        "in_shared_memory": RankShards(trainer.policy, trainer.memory).held(0) is not None,
         "losses": [loss, again, repeated],
         "gathers_on_the_host": gathers_on_the_host(),
+        "deterministic": arithmetic() | {"megatron": trainer.policy.config.deterministic_mode},
     }
+    torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = True
+    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":16:8"
+    settle_arithmetic("bfloat16", deterministic=True)
+    result["the user's"] = arithmetic()
+    settle_arithmetic("float32", deterministic=False)
+    result["float32"] = arithmetic()
     print(json.dumps(result))
     groups.destroy()
 

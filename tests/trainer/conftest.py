@@ -17,7 +17,7 @@ from tests.lib.ranks import run_ranks
 ROOT = Path(__file__).parents[2]
 LIMIT_S = 600
 
-EVERY_CASE = ["grpo", "dapo", "gspo_sequence_mean", "gspo_token_mean", "grpo_updates"]
+EVERY_CASE = ["grpo", "dapo", "gspo_sequence_mean", "gspo_token_mean", "masked_sequences", "grpo_updates"]
 FEW_CASES = ["grpo", "gspo_token_mean"]
 
 LAYOUTS_2 = {
@@ -100,11 +100,16 @@ def two_ranks(
             spec[f"{model} {name}"] = entry
     for mistake in ("no_gradient_sync", "mean_per_rank"):
         spec[mistake] = {"check": "wrong", "mistake": mistake, "model": moe}
+    wrong_critic = {"check": "wrong", "mistake": "critic_per_rank", "model": moe, "parallel": LAYOUTS_2["TP2"]}
+    spec["critic_per_rank"] = wrong_critic
     for name in ("TP2", "EP2", "PP2xVPP2", "DP2"):
         spec[f"save {name}"] = {"check": "save", "model": moe, "parallel": LAYOUTS_2[name], "root": str(folder / name)}
+    spec["save ppo"] = spec["save EP2"] | {"critic": True, "root": str(folder / "ppo")}
     tp2, ep2 = str(folder / "TP2" / "step-000002"), str(folder / "EP2" / "step-000002")
     spec["TP2 -> PP2"] = {"check": "load", "model": moe, "parallel": LAYOUTS_2["PP2"], "path": tp2}
     spec["EP2 -> TP2xEP2"] = {"check": "load", "model": moe, "parallel": LAYOUTS_2["TP2xEP2"], "path": ep2}
+    ppo = {"critic": True, "path": str(folder / "ppo" / "step-000002")}
+    spec["ppo EP2 -> TP2xEP2"] = spec["EP2 -> TP2xEP2"] | ppo
     spec["TP2 -> EP2"] = {"check": "load", "model": moe, "parallel": LAYOUTS_2["EP2"], "path": tp2}
     return launch(2, spec, folder) | {"checkpoints": {"TP2": tp2, "EP2": ep2}}
 
@@ -129,6 +134,7 @@ def one_rank(reference: Path, two_ranks: dict[str, Any], tmp_path_factory: pytes
         "errors": {"check": "errors", "model": moe, "paths": damaged(Path(tp2), folder / "damaged") | {"EP2": ep2}},
         "foreign": {"check": "load", "model": str(reference / "dense"), "path": tp2},
         "other optimizer": {"check": "load", "model": moe, "path": tp2, "plain_optimizer": True},
+        "no critic": {"check": "load", "model": moe, "path": tp2, "critic": True},
         "other attention": {"check": "load", "model": moe, "path": tp2, "engine": {"attention_backend": "tiles"}},
         "keep": {"check": "keep", "model": moe, "root": str(folder / "kept")},
     }

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -25,9 +26,11 @@ from safetensors.torch import load_file  # noqa: E402
 
 from specactor.errors import SpecActorError  # noqa: E402
 from specactor.trainer import checkpoint, model, optimizer  # noqa: E402
+from specactor.trainer.critic import Critic  # noqa: E402
 from specactor.trainer.microbatch import items_of  # noqa: E402
 from specactor.trainer.objective import PolicyObjective  # noqa: E402
 from specactor.trainer.policy import PolicyTrainer  # noqa: E402
+from specactor.trainer.routing_replay import RoutingReplay  # noqa: E402
 
 SEQUENCES = cases.sequences()
 optimizer.ADAM_EPS = cases.ADAM_EPS
@@ -108,10 +111,55 @@ def check_layout(entry: dict[str, Any]) -> dict[str, Any]:
         restore(trainer, snapshot)
         use(trainer, cases.CASES[name])
         result[name] = step(trainer, cases.CASES[name].rate)
+    if folder.name == "moe":
+        result["replay"] = replay(trainer, folder, lambda: restore(trainer, snapshot))
+    restore(trainer, snapshot)
+    result["ppo"] = ppo(trainer, folder)
+    trainer.critic = None
     if entry.get("more"):
         restore(trainer, snapshot)
         result |= more_checks(trainer, entry)
     return result
+
+
+def ppo(trainer: PolicyTrainer, folder: Path, *, broken: bool = False) -> list[dict[str, Any]]:
+    """Two steps with a critic; `broken`: of which tensor-parallel ranks keep the gradients of their own tokens."""
+    use(trainer, cases.PPO)
+    trainer.critic = Critic(trainer.config, trainer.layout, folder)
+    for head in [chunk.module.output_layer for chunk in trainer.critic.chunks if broken]:
+        head.weight.sequence_parallel = False
+    return [step(trainer, cases.PPO.rate) for _ in range(2)]
+
+
+def replay(trainer: PolicyTrainer, folder: Path, reset: Callable[[], None]) -> dict[str, Any]:
+    """Steps with free routers, with the experts that transformers chose, and with wrong ones."""
+    chosen = load_file(folder.parent / "moe.experts")
+    rows = [chosen[str(i)] for i in range(len(SEQUENCES))]
+    wrong = [row.clone() for row in rows]
+    wrong[3][[4, 6]] = rows[3][[6, 4]]
+    given = {
+        "free": None,
+        "right": rows,
+        "swapped": wrong,
+        "shifted": [row.roll(1, dims=0) for row in rows],
+        "missing": [*rows[:-1], rows[-1][1:]],
+    }
+    use(trainer, cases.CASES["grpo_updates"])
+    trainer._replay = RoutingReplay(trainer.policy)
+    results: dict[str, Any] = {}
+    for name, experts in given.items():
+        reset()
+        own = [e.numpy().tobytes() for e in experts] if experts else [b""] * len(SEQUENCES)
+        batch = [replace(s, routed_experts=ids) for s, ids in zip(SEQUENCES, own, strict=True)]
+        if experts is None:
+            trainer._replay.check = lambda sequences: None  # type: ignore[method-assign]
+        try:
+            results[name] = asdict(trainer.train_step(batch, learning_rate=0.0))
+        except SpecActorError as error:
+            results[name] = f"{type(error).__name__}: {error}"
+        vars(trainer._replay).pop("check", None)
+    trainer._replay = None
+    return results
 
 
 def more_checks(trainer: PolicyTrainer, entry: dict[str, Any]) -> dict[str, Any]:
@@ -162,20 +210,24 @@ def check_wrong(entry: dict[str, Any]) -> dict[str, Any]:
 
         trainer._objective = per_rank  # type: ignore[assignment]
     folder = Path(entry["model"])
+    if entry["mistake"] == "critic_per_rank":
+        return {"ppo": ppo(trainer, folder, broken=True)}
     return {"logits": logits_difference(trainer, folder.parent / f"{folder.name}.logits"), "grpo": step(trainer, 0.0)}
 
 
 def check_save(entry: dict[str, Any]) -> dict[str, Any]:
     """Train, save, go on; then load into a fresh trainer and go on from there."""
-    trainer = make(entry)
-    use(trainer, cases.CASES["grpo"])
+    trainer, case = make(entry), cases.PPO if entry.get("critic") else cases.CASES["grpo"]
+    use(trainer, case)
+    trainer.critic = Critic.of(trainer.config, trainer.layout, Path(entry["model"]))
     before = [step(trainer, cases.LEARNING_RATE) for _ in range(2)]
     torch.rand(3)
     saved = checkpoint.write(trainer, Path(entry["root"]), 2, {"position": [1, 2.5], "name": "x"})()
     drawn = torch.rand(2).tolist()
     undisturbed = [step(trainer, cases.LEARNING_RATE) for _ in range(3)]
-    fresh = PolicyTrainer(trainer.config, trainer.layout, Path(entry["model"]))
-    use(fresh, cases.CASES["grpo"])
+    critic = Critic.of(trainer.config, trainer.layout, Path(entry["model"]))
+    fresh = PolicyTrainer(trainer.config, trainer.layout, Path(entry["model"]), critic=critic)
+    use(fresh, case)
     state = checkpoint.load(fresh, saved)
     result = {
         "before": before,
@@ -196,7 +248,8 @@ def shared_steps(trainer: PolicyTrainer) -> int:
 
 def check_load(entry: dict[str, Any]) -> dict[str, Any]:
     trainer = make(entry)
-    use(trainer, cases.CASES["grpo"])
+    use(trainer, cases.PPO if entry.get("critic") else cases.CASES["grpo"])
+    trainer.critic = Critic.of(trainer.config, trainer.layout, Path(entry["model"]))
     try:
         state = checkpoint.load(trainer, Path(entry["path"]))
     except SpecActorError as error:

@@ -9,6 +9,8 @@ from typing import Any
 from specactor.config import (
     AlgorithmConfig,
     Config,
+    CorrectionConfig,
+    CriticConfig,
     DataConfig,
     ModelConfig,
     ParallelConfig,
@@ -38,6 +40,7 @@ def sequences(seed: int = 0) -> list[TrainSequence]:
                 advantage=rng.uniform(-1, 1),
                 rollout_logprobs=tuple(rng.uniform(-6, -3) for _ in range(response)),
                 group_id=i // 4,
+                reward=(7 * i % 5) / 4,
             )
         )
     return made
@@ -52,22 +55,41 @@ class Case:
     rate: float
 
 
+TIS = CorrectionConfig(bounds=(0.0, 1.5))
+GEOMETRIC = CorrectionConfig(level="geometric", action="mask", bounds=(0.6, 1.5))
+"""Of the 12 sequences, with ratios of 0.36 to 1, it masks four."""
+OFF = CorrectionConfig(level="off")
 CASES = {
     "grpo": Case(AlgorithmConfig(aggregation="sequence_mean"), 1, 0.0),
-    "dapo": Case(AlgorithmConfig(aggregation="token_mean", clip_high=0.28, tis_cap=1.5), 1, 0.0),
+    "dapo": Case(
+        AlgorithmConfig(aggregation="token_mean", clip_high=0.28, correction=TIS),
+        1,
+        0.0,
+    ),
     "gspo_sequence_mean": Case(
-        AlgorithmConfig(loss="gspo", aggregation="sequence_mean", clip_low=0.002, clip_high=0.002, tis_cap=None),
+        AlgorithmConfig(loss="gspo", aggregation="sequence_mean", clip_low=0.002, clip_high=0.002, correction=OFF),
         3,
         LEARNING_RATE,
     ),
     "gspo_token_mean": Case(
-        AlgorithmConfig(loss="gspo", aggregation="token_mean", clip_low=0.1, clip_high=0.1, tis_cap=None),
+        AlgorithmConfig(loss="gspo", aggregation="token_mean", clip_low=0.1, clip_high=0.1, correction=OFF),
         3,
         LEARNING_RATE,
     ),
+    "masked_sequences": Case(AlgorithmConfig(aggregation="sequence_mean", correction=GEOMETRIC), 1, 0.0),
     "grpo_updates": Case(AlgorithmConfig(aggregation="sequence_mean", clip_low=0.02, clip_high=0.02), 3, LEARNING_RATE),
 }
 """A case with updates changes the weights, so each starts from the loaded model and a fresh optimizer."""
+PPO = Case(
+    AlgorithmConfig(
+        advantage="gae",
+        correction=OFF,
+        critic=CriticConfig(learning_rate=LEARNING_RATE, gamma=0.99, gae_lambda=0.9, value_clip=0.05),
+    ),
+    3,
+    LEARNING_RATE,
+)
+"""With a critic; two steps of it."""
 
 
 def config(model_dir: str, parallel: dict[str, Any], train: dict[str, Any] | None = None) -> Config:

@@ -9,6 +9,7 @@ import json
 import math
 import sys
 from pathlib import Path
+from typing import Any
 
 from specactor.cpu import torchvision_ops
 
@@ -46,7 +47,9 @@ def main(root: Path) -> None:
     save_model(Qwen3ForCausalLM(Qwen3Config(**SHAPE, tie_word_embeddings=True)), root / "tied")
     for name in ("moe", "dense", "tied"):
         save_file({"logits_RV": all_logits(root / name)}, root / f"{name}.logits")
-    results = {name: learn(root / "moe", case) for name, case in cases.CASES.items()}
+    save_file(all_experts(root / "moe"), root / "moe.experts")
+    results: dict[str, Any] = {name: learn(root / "moe", case) for name, case in cases.CASES.items()}
+    results["ppo"] = learn_with_critic(root / "moe")
     (root / "reference.json").write_text(json.dumps(results))
 
 
@@ -74,6 +77,18 @@ def logits_of(model: torch.nn.Module, s: TrainSequence) -> torch.Tensor:
 
 
 @torch.no_grad()
+def all_experts(folder: Path) -> dict[str, torch.Tensor]:
+    """Per sequence int16 (tokens - 1, layers, experts per token), each layer's in no particular order."""
+    model = load(folder)
+    found = {}
+    for i, s in enumerate(cases.sequences()):
+        by_layer = model(torch.tensor([s.token_ids]), output_router_logits=True).router_logits
+        chosen = [logits.topk(MOE["num_experts_per_tok"], sorted=False).indices.sort().values for logits in by_layer]
+        found[str(i)] = torch.stack(chosen, dim=1)[:-1].to(torch.int16)
+    return found
+
+
+@torch.no_grad()
 def all_logits(folder: Path) -> torch.Tensor:
     model = load(folder)
     return torch.cat([logits_of(model, s) for s in cases.sequences()])
@@ -91,9 +106,13 @@ def sequence_loss(case: cases.Case, s: TrainSequence, new: torch.Tensor, old: to
     ratio = torch.exp(difference.mean().expand_as(new) if algorithm.loss == "gspo" else difference)
     bounded = torch.clip(ratio, 1 - algorithm.clip_low, 1 + algorithm.clip_high)
     gain = torch.minimum(ratio * s.advantage, bounded * s.advantage)
-    if algorithm.tis_cap is not None:
-        engine = torch.tensor(s.rollout_logprobs, dtype=torch.float64)
-        gain = gain * torch.clip(torch.exp(old - engine), max=algorithm.tis_cap)
+    engine = torch.tensor(s.rollout_logprobs, dtype=torch.float64)
+    match algorithm.correction.level:
+        case "token":
+            gain = gain * torch.clip(torch.exp(old - engine), max=algorithm.correction.bounds[1])
+        case "geometric":
+            ratio = float(torch.exp((old - engine).mean()))
+            gain = gain * (ratio if algorithm.correction.bounds[0] <= ratio <= algorithm.correction.bounds[1] else 0)
     return -gain.sum()
 
 
@@ -124,6 +143,75 @@ def learn(folder: Path, case: cases.Case) -> dict[str, float]:
         torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
         optimizer.step()
     return {"loss": sum(losses) / len(losses), "grad_norm": sum(norms) / len(norms)}
+
+
+def generalised_advantages(values: list[float], reward: float) -> list[float]:
+    """From the definition, arXiv 1506.02438 eq. 16: a sum of temporal differences for every token."""
+    critic = cases.PPO.algorithm.critic
+    ahead = [*values[1:], 0.0]
+    earned = [0.0] * (len(values) - 1) + [reward]
+    deltas = [r + critic.gamma * b - a for r, a, b in zip(earned, values, ahead, strict=True)]
+    decay = critic.gamma * critic.gae_lambda
+    return [sum(decay ** (k - t) * deltas[k] for k in range(t, len(deltas))) for t in range(len(deltas))]
+
+
+class ReferenceCritic(torch.nn.Module):
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self.body = load(folder).model
+        self.head = torch.nn.Linear(SHAPE["hidden_size"], 1, bias=False)
+        torch.nn.init.zeros_(self.head.weight)
+
+    def forward(self, s: TrainSequence) -> torch.Tensor:
+        hidden = self.body(torch.tensor([s.token_ids])).last_hidden_state
+        return self.head(hidden)[0, s.prompt_len - 1 : -1, 0].double()
+
+
+def update(model: torch.nn.Module, optimizer: torch.optim.Optimizer, loss: torch.Tensor) -> tuple[float, float]:
+    """(loss, gradient norm before clipping)."""
+    optimizer.zero_grad()
+    loss.backward()
+    squares = [float(p.grad.double().square().sum()) for p in model.parameters() if p.grad is not None]
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+    optimizer.step()
+    return loss.item(), math.sqrt(sum(squares))
+
+
+def learn_with_critic(folder: Path) -> list[dict[str, float]]:
+    """Two steps of PPO: policy and critic each by its own AdamW."""
+    policy, critic, case = load(folder), ReferenceCritic(folder), cases.PPO
+    adam = {"lr": case.rate, "betas": (0.9, 0.95), "eps": cases.ADAM_EPS, "weight_decay": 0.0}
+    optimizers = [torch.optim.AdamW(model.parameters(), **adam) for model in (policy, critic)]
+    every = cases.sequences()
+    clip = case.algorithm.critic.value_clip
+    results = []
+    for _ in range(2):
+        with torch.no_grad():
+            old = [logprobs_of(policy, s) for s in every]
+            values = [critic(s) for s in every]
+        raw = [torch.tensor(generalised_advantages(v.tolist(), s.reward)) for s, v in zip(every, values, strict=True)]
+        returns = [a + v for a, v in zip(raw, values, strict=True)]
+        flat = torch.cat(raw).double()
+        done = []
+        for k in range(case.updates):
+            part = [i for i, s in enumerate(every) if s.group_id == k]
+            tokens = sum(every[i].response_len for i in part)
+            gain, error = torch.zeros(()).double(), torch.zeros(()).double()
+            for i in part:
+                advantage = (raw[i] - flat.mean()) / (flat.std(correction=0) + 1e-6)
+                ratio = torch.exp(logprobs_of(policy, every[i]) - old[i])
+                gain = gain + torch.minimum(ratio * advantage, torch.clip(ratio, 0.8, 1.2) * advantage).sum() / tokens
+                new = critic(every[i])
+                held = torch.clip(new, values[i] - clip, values[i] + clip)
+                worst = torch.maximum((new - returns[i]) ** 2, (held - returns[i]) ** 2)
+                error = error + worst.sum() / 2 / tokens
+            steps = zip((policy, critic), optimizers, (-gain, error), strict=True)
+            done.append([x for model, optimizer, loss in steps for x in update(model, optimizer, loss)])
+        names = ("loss", "grad_norm", "critic_loss", "critic_grad_norm")
+        means = dict(zip(names, torch.tensor(done).mean(0).tolist(), strict=True))
+        unexplained = (torch.cat(returns) - torch.cat(values)).var() / torch.cat(returns).var()
+        results.append(means | {"explained_variance": 1 - float(unexplained)})
+    return results
 
 
 if __name__ == "__main__":

@@ -36,7 +36,19 @@ def test_a_wrapped_model_is_trained_saved_and_handed_over(tmp_path: Path) -> Non
     assert found["changed"]
     assert found["shards_are_the_model"]
     assert found["restored"]
+    assert found["in_shared_memory"]  # whatever trains and loads writes there
     first, again, repeated = found["losses"]
     assert math.isfinite(first)
     assert again == repeated
     assert found["gathers_on_the_host"]  # a GPU would hold the whole optimizer beside live engines
+    # All of it ran in the deterministic modes; what libraries read of the environment is there before a GPU is used.
+    settled = found["deterministic"]
+    assert settled["torch"]
+    assert settled["megatron"]
+    ours = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0", "NCCL_ALGO": "Ring"}
+    assert settled.items() >= (ours | {"NVIDIA_TF32_OVERRIDE": ""}).items()
+    assert found["the user's"]["CUBLAS_WORKSPACE_CONFIG"] == ":16:8"
+    assert found["the user's"]["tf32"] == [True, True]
+    assert found["float32"]["tf32"] == [False, False]
+    assert found["float32"]["NVIDIA_TF32_OVERRIDE"] == "0"
+    assert not found["float32"]["torch"]

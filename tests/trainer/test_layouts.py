@@ -28,6 +28,12 @@ def test_two_ranks_learn_like_one(one_rank: dict[str, Any], two_ranks: dict[str,
     assert_same_step(two_ranks[name][case], one_rank["single"][case])
 
 
+@pytest.mark.parametrize("name", LAYOUTS_2)
+def test_two_ranks_learn_with_a_critic_like_one(one_rank: dict[str, Any], two_ranks: dict[str, Any], name: str) -> None:
+    for got, expected in zip(two_ranks[name]["ppo"], one_rank["single"]["ppo"], strict=True):
+        assert_same_step(got, expected)
+
+
 @pytest.mark.parametrize("case", FEW_CASES)
 @pytest.mark.parametrize("name", LAYOUTS_4)
 def test_four_ranks_learn_like_one(one_rank: dict[str, Any], four_ranks: dict[str, Any], name: str, case: str) -> None:
@@ -74,3 +80,41 @@ def test_other_methods_agree_with_one_rank(one_rank: dict[str, Any], two_ranks: 
 def test_a_mistake_would_be_noticed(one_rank: dict[str, Any], two_ranks: dict[str, Any], mistake: str) -> None:
     with pytest.raises(AssertionError):
         assert_same_step(two_ranks[mistake]["grpo"], one_rank["single"]["grpo"])
+
+
+def test_a_critic_that_ranks_update_each_for_itself_would_be_noticed(
+    one_rank: dict[str, Any], two_ranks: dict[str, Any]
+) -> None:
+    with pytest.raises(AssertionError):
+        assert_same_step(two_ranks["critic_per_rank"]["ppo"][1], one_rank["single"]["ppo"][1])
+
+
+@pytest.mark.parametrize("name", LAYOUTS_4)
+def test_four_ranks_learn_with_a_critic_like_one(
+    one_rank: dict[str, Any], four_ranks: dict[str, Any], name: str
+) -> None:
+    for got, expected in zip(four_ranks[name]["ppo"], one_rank["single"]["ppo"], strict=True):
+        assert_same_step(got, expected)
+
+
+@pytest.mark.parametrize("name", DENSE_2)
+@pytest.mark.parametrize("model", ["dense", "tied"])
+def test_critics_of_dense_models_learn_like_one(
+    one_rank: dict[str, Any], two_ranks: dict[str, Any], model: str, name: str
+) -> None:
+    for got, expected in zip(two_ranks[f"{model} {name}"]["ppo"], one_rank[model]["ppo"], strict=True):
+        assert_same_step(got, expected)
+
+
+@pytest.mark.parametrize("name", [*LAYOUTS_2, *LAYOUTS_4])
+def test_given_experts_are_taken_by_the_token_that_they_are_of(
+    one_rank: dict[str, Any], two_ranks: dict[str, Any], four_ranks: dict[str, Any], name: str
+) -> None:
+    """Where the trainer would choose the same ones, no bit differs; wrong ones are as wrong as on one rank."""
+    got, expected = (two_ranks | four_ranks)[name]["replay"], one_rank["single"]["replay"]
+    assert got["right"] == pytest.approx(got["free"], rel=0, abs=0)
+    for wrong in ("swapped", "shifted"):
+        assert_same_step(got[wrong], expected[wrong])
+        with pytest.raises(AssertionError):
+            assert_same_step(got[wrong], got["free"])
+    assert got["missing"] == expected["missing"]

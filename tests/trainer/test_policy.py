@@ -31,6 +31,32 @@ def test_loss_and_gradient_equal_autograd_through_transformers(
     assert got["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-5)
 
 
+@pytest.mark.parametrize("name", SINGLE)
+def test_policy_and_critic_equal_autograd_through_transformers(
+    reference: Path, one_rank: dict[str, Any], name: str
+) -> None:
+    for got, expected in zip(
+        one_rank[name]["ppo"], json.loads((reference / "reference.json").read_text())["ppo"], strict=True
+    ):
+        critic = got["critic"]
+        assert got["loss"] == pytest.approx(expected["loss"], rel=1e-4, abs=1e-6)
+        assert got["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-4)
+        assert critic["loss"] == pytest.approx(expected["critic_loss"], rel=1e-5)
+        assert critic["grad_norm"] == pytest.approx(expected["critic_grad_norm"], rel=1e-4)
+        assert critic["explained_variance"] == pytest.approx(expected["explained_variance"], rel=1e-4, abs=1e-6)
+    assert critic["clip_fraction"] > 0
+
+
+@pytest.mark.parametrize("name", SINGLE)
+def test_experts_that_transformers_chose_change_no_bit(one_rank: dict[str, Any], name: str) -> None:
+    steps = one_rank[name]["replay"]
+    assert steps["right"] == pytest.approx(steps["free"], rel=0, abs=0, nan_ok=True)
+    for wrong in ("swapped", "shifted"):
+        assert steps[wrong]["logprob_gap_mean"] != steps["free"]["logprob_gap_mean"]
+        assert steps[wrong] == pytest.approx(one_rank["single"]["replay"][wrong], rel=1e-5, nan_ok=True)
+    assert steps["missing"].startswith("DataError: sequence 11: got 224 bytes of routed experts, expected 240")
+
+
 @pytest.mark.parametrize("name", [*SINGLE, "dense", "tied"])
 def test_logits_equal_transformers(one_rank: dict[str, Any], name: str) -> None:
     assert one_rank[name]["logits"] < 1e-5
@@ -68,6 +94,23 @@ def test_statistics(one_rank: dict[str, Any]) -> None:
     assert one_rank["one micro-batch"]["grpo"]["num_microbatches"] == 1
     assert one_rank["single"]["gspo_sequence_mean"]["clip_fraction"] > 0
     assert one_rank["single"]["gspo_sequence_mean"]["num_microbatches"] >= 3
+
+
+def test_statistics_of_the_correction(one_rank: dict[str, Any]) -> None:
+    """Tokens of four sequences are masked; the others weigh the geometric mean of their ratios."""
+    low, high = cases.GEOMETRIC.bounds
+    weights = []
+    for s, logprobs in zip(cases.sequences(), one_rank["single"]["logprobs"], strict=True):
+        log_ratio = math.fsum(a - b for a, b in zip(logprobs, s.rollout_logprobs, strict=True)) / s.response_len
+        weights += [math.exp(log_ratio) if low <= math.exp(log_ratio) <= high else 0.0] * s.response_len
+    stats = one_rank["single"]["masked_sequences"]
+    assert stats["cut_fraction"] == pytest.approx(weights.count(0.0) / len(weights), rel=1e-6)
+    assert 0.1 < stats["cut_fraction"] < 0.5
+    effective = math.fsum(weights) ** 2 / math.fsum(w * w for w in weights)
+    assert stats["effective_share"] == pytest.approx(effective / len(weights), rel=1e-5)
+    off = one_rank["single"]["gspo_token_mean"]
+    assert math.isnan(off["effective_share"])
+    assert math.isnan(off["cut_fraction"])
 
 
 def test_only_tokens_of_the_policy_itself_must_agree_with_it(one_rank: dict[str, Any]) -> None:

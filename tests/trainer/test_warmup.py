@@ -28,6 +28,10 @@ def test_a_draft_model_is_made_once_and_knows_the_worked_solutions(tmp_path: Pat
     assert found["told"] == 1, "the second time it is read"
     learned, fresh = found["entropy"]
     assert learned < 0.7 * fresh
+    for said, response in zip(found["not_learned"], found["responses"], strict=True):
+        question, _, rest = response.partition("=")
+        a, b = map(int, question.split("*"))
+        assert (said, rest) == (f"{a * b};", f"{a * b};#{a * b}<eos>"), "what an environment says is not learned"
     assert found["left_alone"] == [True, True], "without speculation, and with a folder"
 
 

@@ -47,6 +47,15 @@ def main(root: Path, *wanted: str) -> None:
         ]
     solver = warmup.find_solver(config.warmup.solver)
     solved = warmup.solved_batch(config, problems, solver, tokenizer, stage=0, step=99)
+    calculator = load(["calculator"])
+    asked = warmup.solved_batch(
+        calculator,
+        build_dataset(calculator.data.eval_source(64), tokenizer, max_prompt_tokens=100),
+        warmup.find_solver(calculator.warmup.solver),
+        tokenizer,
+        stage=0,
+        step=1,
+    )
     examples = [example_from(sequence, None, version=0, temperature=1.0) for sequence in solved]
     init.make_draft_model(policy, start, init.TargetStart())
     # The same model as target and draft: how peaked it is on solutions that it was not shown.
@@ -59,6 +68,13 @@ def main(root: Path, *wanted: str) -> None:
                 "folders": [speculation.draft_model for speculation in made],
                 "else_as_asked": replace(made[0], draft_model="warm-up") == config.rollout.speculation,
                 "told": told.read_text().count("a draft model learns"),
+                "not_learned": [
+                    tokenizer.decode(
+                        [t for t, learned in zip(s.token_ids[s.prompt_len :], s.loss_mask, strict=True) if not learned]
+                    )
+                    for s in asked
+                ],
+                "responses": [tokenizer.decode(s.token_ids[s.prompt_len :]) for s in asked],
                 "entropy": [acceptance.measure(m, m, examples, window=4, seed=0).entropy for m in models],
                 "left_alone": [
                     warmup.with_draft_model(other, root, nothing, nothing, nothing, nothing) is other

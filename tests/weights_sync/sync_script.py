@@ -94,31 +94,43 @@ class Bench:
         self.trainer = PolicyTrainer(config, layout, self.model_dir)
         self.trainer.train_step(cases.sequences(len(name)), learning_rate=2e-3)
         before = self.answers()
-        shards, gathered = RankShards(self.trainer.policy), self.gathered()
-        result = {"union": self.union(shards), "gathered_union": self.union(gathered)}
-        result["one_host"] = self.push(shards)
+        shards, gathered = self.shards(), self.gathered()
+        sender = WeightSender(WeightsSyncConfig(), self.collective)
+        result: dict[str, Any] = {"union": self.union(shards), "gathered_union": self.union(gathered)}
+        result["one_host"] = self.push(shards, sender=sender)
         after = self.answers()
         self.on_engines(Engine.flush)
         result |= {"changed": before != after or self.collective.rank > 0, "cache_dropped": after == self.answers()}
         result["wrong"] = self.compare(name)
         result["several_hosts"] = self.push(gathered, bucket_bytes=TINY_BUCKET)
         result["wrong_several_hosts"] = self.compare(name)
+        self.trainer.train_step(cases.sequences(len(name) + 1), learning_rate=2e-3)
+        result["by_plan"] = self.push(shards, sender=sender)
+        result["wrong_by_plan"] = self.compare(name)
+        sender.close()
         return result
+
+    def shards(self) -> RankShards:
+        return RankShards(self.trainer.policy, self.trainer.memory)
 
     def gathered(self) -> GatheredWeights:
         return GatheredWeights(self.trainer.policy, owns_engines=self.collective.rank == 0)
 
-    def push(self, source: WeightSource, *, first: int | None = None, **config: Any) -> dict[str, Any]:
-        """A push to the first engines; what came of it on every rank."""
+    def push(
+        self, source: WeightSource, *, first: int | None = None, sender: WeightSender | None = None, **config: Any
+    ) -> dict[str, Any]:
+        """A push to the first engines, by a new sender where none is given; what came of it on every rank."""
         self.version += 1
-        sender = WeightSender(WeightsSyncConfig(**config), self.collective)
+        lasts = sender is not None
+        sender = sender or WeightSender(WeightsSyncConfig(**config), self.collective)
         try:
             report = asdict(sender.push(source, self.pool.engines[:first], version=self.version))
             report.pop("seconds")
         except WeightSyncError as error:
             report = {"error": str(error)}
         finally:
-            sender.close()
+            if not lasts:
+                sender.close()
         everyone = self.collective.gather(json.dumps(report), str)
         return {"alike": len(set(everyone)) == 1, **report}
 
@@ -160,7 +172,7 @@ class Bench:
 
     def faults(self) -> dict[str, Any]:
         """Every fault, on a rank that is not the first where it can be; the engines answer as before it."""
-        shards = RankShards(self.trainer.policy)
+        shards = self.shards()
         self.push(shards)
         before = self.answers()
         results: dict[str, Any] = {}
@@ -186,7 +198,58 @@ class Bench:
             self.collective.together("restart", self.pool.restart_lost)
             again = self.push(shards)
             results[name] = result | {"lost": lost, "again": "error" not in again and self.answers() == before}
+        return results | self.faults_by_plan(shards, before)
+
+    def faults_by_plan(self, shards: RankShards, before: list[Any]) -> dict[str, Any]:
+        """A byte that changes on its way and an engine that dies while it pulls; after each the engines answer as
+        before, by buckets at first. In the end a parameter leaves the shared memory."""
+        sender = WeightSender(WeightsSyncConfig(), self.collective)
+        results: dict[str, Any] = {}
+        for name, fault in (("flip by plan", self.flipped), ("killed by plan", self.dying)):
+            first = self.push(shards, sender=sender)
+            plan = sender._plan
+            assert plan is not None, first
+            with fault(plan):
+                result = self.push(shards, sender=sender)
+            lost = self.collective.any(self.pool.any_lost())
+            self.collective.together("restart", self.pool.restart_lost)
+            again = [self.push(shards, sender=sender).get("num_rounds") for _ in range(2)]
+            same = self.answers() == before
+            results[name] = result | {"lost": lost, "first": first["num_rounds"], "again": again, "unharmed": same}
+        parameter = next(iter(self.trainer.policy.chunks[0].parameters()))
+        parameter.data = parameter.data * 2
+        rounds = [self.push(shards, sender=sender).get("num_rounds") for _ in range(2)]
+        results["moved"] = {"rounds": rounds, "wrong": self.compare("EP2")}
+        sender.close()
         return results
+
+    @contextlib.contextmanager
+    def flipped(self, plan: Any) -> Iterator[None]:
+        """A bit of rank 1's memory differs between its digest and the engines' copies."""
+        if self.collective.rank != 1:
+            yield
+            return
+        digests, span = plan.digests(), plan._own[0][0]
+        data = self.trainer.memory[span.memory - min(plan._memories)].data
+        data[span.at + 5] ^= 64
+        plan.digests = lambda: digests
+        yield
+        del plan.digests
+        data[span.at + 5] ^= 64
+
+    @contextlib.contextmanager
+    def dying(self, plan: Any) -> Iterator[None]:
+        """The first engine's scheduler dies while it pulls."""
+
+        def killing() -> tuple[int, ...]:
+            if self.pool.engines and (ready := self.pool.engines[0].ready) is not None:
+                os.kill(ready.scheduler_pids[0], signal.SIGKILL)
+            return digests
+
+        digests: tuple[int, ...] = plan.digests()
+        plan.digests = killing
+        yield
+        del plan.digests
 
     def push_in_no_time(self, source: WeightSource) -> dict[str, Any]:
         usual, sender_module.TIMEOUT_S = sender_module.TIMEOUT_S, 1e-4
@@ -233,6 +296,9 @@ class Edited:
 
     def __init__(self, source: RankShards, edit: Edit) -> None:
         self._source, self._edit = source, edit
+
+    def held(self, capacity_bytes: int) -> None:
+        """Nothing."""
 
     def rounds(self, capacity_bytes: int) -> Iterator[Iterator[tuple[str, Tensor]]]:
         for tensors in self._source.rounds(capacity_bytes):

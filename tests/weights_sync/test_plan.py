@@ -1,63 +1,189 @@
-"""The plan: every parameter once, the same on all ranks that gather together, bounded, balanced."""
+"""Plans for random pairs of layouts: every element of an engine is written once, with what its loader gives it."""
 
 from __future__ import annotations
 
-from itertools import product
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+from unittest import mock
 
-from hypothesis import given
+import numpy as np
+import pytest
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specactor.weights_sync.buckets import Part, Spread, rounds
+from specactor.errors import WeightSyncError
+from specactor.weights_sync import plan
+from specactor.weights_sync.digest import digest_blocks, digest_spans
+from specactor.weights_sync.plan import Block, Chunk, Held, Span, merged
+from tests.weights_sync.plan_model import Loader, Pair, Trainer, whole
 
-SPREADS = st.builds(Spread, copies=st.integers(1, 4), shards=st.integers(1, 4))
-PARTS = st.lists(st.builds(Part, num_bytes=st.integers(1, 1000), expert=st.booleans()), max_size=60)
-
-
-def carried(plan: list[list[int]], parts: list[Part], spread: Spread, expert: bool) -> dict[tuple[int, int], list[int]]:
-    """Bytes per round of each place, for one kind of parameter."""
-    places = list(product(range(spread.copies), range(spread.shards)))
-    of_kind = [[i for i in indices if parts[i].expert == expert] for indices in plan]
-    return {
-        place: [sum(parts[i].num_bytes for i in ids if spread.carrier(i) == place) for ids in of_kind]
-        for place in places
-    }
+SMALL = st.sampled_from([1, 2, 4])
 
 
-@given(PARTS, SPREADS, SPREADS, st.integers(1, 3000))
-def test_every_parameter_is_in_one_round_in_order(parts: list[Part], d: Spread, e: Spread, capacity: int) -> None:
-    plan = rounds(parts, dense=d, expert=e, capacity_bytes=capacity)
-    assert [i for indices in plan for i in indices] == list(range(len(parts)))
-    assert all(plan)
+@st.composite
+def pairs(draw: st.DrawFn) -> Pair:
+    tensor, expert_tensor, engine, expert = draw(SMALL), draw(SMALL), draw(SMALL), draw(SMALL)
+    unit = np.lcm.reduce([tensor, engine])
+    expert_unit = np.lcm.reduce([expert_tensor, engine])
+    groups = tensor * draw(st.integers(1, 2))
+    heads = draw(st.integers(1, 3))
+    while groups * heads % engine or (groups % engine and engine % groups):
+        heads, groups = heads * 2, groups * 2
+    return Pair(
+        hidden=draw(st.integers(1, 9)),
+        groups=groups,
+        heads_per_group=heads,
+        head_dim=draw(st.integers(1, 3)),
+        ffn=int(unit) * draw(st.integers(1, 4)),
+        expert_ffn=int(expert_unit) * draw(st.integers(1, 3)),
+        experts=expert * draw(st.integers(0, 2)),
+        vocab=draw(st.integers(1, 30)),
+        layers=draw(st.integers(1, 4)),
+        tensor=tensor,
+        expert_tensor=expert_tensor,
+        expert=expert,
+        pipeline=draw(st.sampled_from([1, 2])),
+        virtual=draw(st.sampled_from([1, 2])),
+        data=draw(st.integers(1, 3)),
+        engine=engine,
+        seed=draw(st.integers(0, 2**16)),
+    )
 
 
-@given(PARTS, SPREADS, SPREADS)
-def test_every_parameter_has_one_carrier_which_exists(parts: list[Part], d: Spread, e: Spread) -> None:
-    for spread, expert in ((d, False), (e, True)):
-        plan = rounds(parts, dense=d, expert=e, capacity_bytes=500)
-        total = sum(sum(sizes) for sizes in carried(plan, parts, spread, expert).values())
-        assert total == sum(part.num_bytes for part in parts if part.expert == expert)
+PAIR = Pair(
+    hidden=8,
+    groups=4,
+    heads_per_group=2,
+    head_dim=2,
+    ffn=8,
+    expert_ffn=8,
+    experts=4,
+    vocab=27,
+    layers=3,
+    tensor=2,
+    expert_tensor=2,
+    expert=2,
+    pipeline=2,
+    virtual=1,
+    data=2,
+    engine=2,
+    seed=1,
+)
 
 
-@given(PARTS, SPREADS, SPREADS, st.integers(1, 3000))
-def test_what_a_rank_carries_in_a_round_fits(parts: list[Part], d: Spread, e: Spread, capacity: int) -> None:
-    plan = rounds(parts, dense=d, expert=e, capacity_bytes=capacity)
-    dense, expert = carried(plan, parts, d, False), carried(plan, parts, e, True)
-    for number, indices in enumerate(plan):
-        worst = max(x[number] for x in dense.values()) + max(x[number] for x in expert.values())
-        assert worst <= capacity or len(indices) == 1
+def loaded(pair: Pair, rank: int) -> Loader:
+    loader = Loader(pair, rank)
+    loader.load(whole(pair))
+    return loader
 
 
-@given(st.integers(1, 200), SPREADS)
-def test_carriers_take_turns(count: int, spread: Spread) -> None:
-    parts = [Part(num_bytes=8, expert=False)] * count
-    plan = rounds(parts, dense=spread, expert=spread, capacity_bytes=10**9)
-    loads = [sum(sizes) for sizes in carried(plan, parts, spread, False).values()]
-    assert max(loads) - min(loads) <= 8
+def flat(loader: Loader, chunk: Chunk) -> list[Any]:
+    return [loader.parameters[name].reshape(-1).view(np.uint8) for name in chunk.parameters]
 
 
-@given(PARTS, SPREADS, SPREADS, st.integers(1, 3000), st.integers(1, 200))
-def test_a_larger_bucket_never_needs_more_rounds(
-    parts: list[Part], d: Spread, e: Spread, capacity: int, more: int
-) -> None:
-    small = rounds(parts, dense=d, expert=e, capacity_bytes=capacity)
-    assert len(rounds(parts, dense=d, expert=e, capacity_bytes=capacity + more)) <= len(small)
+def times_written(loader: Loader, chunks: tuple[Chunk, ...]) -> dict[str, Any]:
+    counts = {name: np.zeros(num_bytes, np.int64) for name, num_bytes in loader.sizes().items()}
+    for chunk in chunks:
+        for name, block in zip(chunk.parameters, chunk.blocks, strict=True):
+            for run in range(block.span.count):
+                counts[name][block.to + run * block.step :][: block.span.length] += 1
+    return counts
+
+
+@settings(max_examples=600 if settings.get_current_profile_name() == "deep" else 25)
+@given(pairs(), st.sampled_from([16, 100, 2**20]))
+def test_every_element_of_an_engine_is_written_once_with_what_its_loader_gives_it(pair: Pair, piece: int) -> None:
+    trainer = Trainer(pair, whole(pair))
+    memories, tensors = trainer.memories(), merged(trainer.parts())
+    for rank in range(pair.engine):
+        loader = loaded(pair, rank)
+        with mock.patch.object(plan, "PIECE_BYTES", piece):
+            chunks = plan.chunks(loader.copies, loader.sizes(), tensors)
+        wanted = {name: value.copy() for name, value in loader.parameters.items()}
+        written = times_written(loader, chunks)
+        for name, value in wanted.items():
+            assert np.array_equal(written[name], np.repeat(value.reshape(-1) != 0, 4))  # 0 is what was filled
+            loader.parameters[name].fill(0)  # what was filled stays so
+        for chunk in chunks:
+            assert len({span.memory for span in chunk.spans}) == 1
+            assert max(span.length * span.count for span in chunk.spans) <= max(piece, 1)
+            copied = digest_blocks(flat(loader, chunk), chunk.blocks, memories)
+            assert copied == digest_spans(dict(enumerate(memories)), chunk.spans)
+        for name, value in wanted.items():
+            assert np.array_equal(loader.parameters[name], value), name
+
+
+def swapped(tensors: list[Held]) -> list[Held]:
+    """Two experts in each other's place."""
+    names = {"0.0.down": "0.1.down", "0.1.down": "0.0.down"}
+    return [Held(names.get(t.name, t.name), t.num_bytes, t.blocks) for t in tensors]
+
+
+def transposed(tensors: list[Held]) -> list[Held]:
+    """One tensor's columns for its rows."""
+    order = np.arange(64).reshape(8, 8).T.reshape(-1)
+    made = []
+    for tensor in tensors:
+        if tensor.name == "0.0.down":
+            (block,) = tensor.blocks
+            blocks = plan.held(order, range(64), memory=block.span.memory, at=block.span.at, item_bytes=4)
+            tensor = Held(tensor.name, tensor.num_bytes, blocks)
+        made.append(tensor)
+    return made
+
+
+@pytest.mark.parametrize("wrong", [swapped, transposed])
+def test_a_wrong_plan_does_not_have_the_digests_of_what_was_loaded(wrong: Callable[[list[Held]], list[Held]]) -> None:
+    assert differing(lambda tensors: tensors) == []
+    assert "0.w2" in differing(wrong)
+
+
+def differing(edit: Callable[[list[Held]], list[Held]]) -> list[str]:
+    """Parameters that the loader filled with other bytes than the plan would."""
+    pair = replace(PAIR, expert_tensor=1, engine=1, data=1, pipeline=1, expert=1)
+    trainer = Trainer(pair, whole(pair))
+    memories = trainer.memories()
+    tensors = edit(list(merged(trainer.parts())))
+    loader = loaded(pair, 0)
+    chunks = plan.chunks(loader.copies, loader.sizes(), tensors)
+    return [
+        name
+        for chunk in chunks
+        if digest_blocks(flat(loader, chunk), chunk.blocks, None)
+        != digest_spans(dict(enumerate(memories)), chunk.spans)
+        for name in chunk.parameters
+    ]
+
+
+def test_a_missing_shard_is_refused() -> None:
+    parts = Trainer(PAIR, whole(PAIR)).parts()
+    with pytest.raises(WeightSyncError, match="would not be written whole"):
+        merged(parts[1:])
+
+
+def test_a_shard_that_two_ranks_hand_over_is_refused() -> None:
+    parts = Trainer(PAIR, whole(PAIR)).parts()
+    with pytest.raises(WeightSyncError, match="would be written twice from byte 0 on"):
+        merged([*parts, parts[0]])
+
+
+def test_a_tensor_that_no_rank_holds_is_refused() -> None:
+    loader = loaded(PAIR, 0)
+    tensors = [t for t in merged(Trainer(PAIR, whole(PAIR)).parts()) if t.name != "1.2.up"]
+    with pytest.raises(WeightSyncError, match=r"1\.2\.up is loaded by the engine and held by no rank"):
+        plan.chunks(loader.copies, loader.sizes(), tensors)
+
+
+@pytest.mark.parametrize("missing", [0, 3, -1])
+def test_a_parameter_that_is_not_written_whole_is_refused(missing: int) -> None:
+    loader, tensors = loaded(PAIR, 0), merged(Trainer(PAIR, whole(PAIR)).parts())
+    loader.copies["0.w13"].pop(missing)
+    with pytest.raises(WeightSyncError, match=r"0\.w13 would not be written whole"):
+        plan.chunks(loader.copies, loader.sizes(), tensors)
+
+
+def test_evenly_spaced_runs_are_one_block() -> None:
+    columns = np.arange(512 * 64).reshape(512, 64)[:, :32].reshape(-1)
+    (block,) = plan.held(columns, range(512 * 64), memory=3, at=100, item_bytes=4)
+    assert block == Block(Span(3, 100, 256, 128, 512), 0, 128)

@@ -54,14 +54,17 @@ def test_every_engine_rank_holds_the_trainers_weights(
     results: dict[int, dict[str, Any]], world: int, name: str
 ) -> None:
     result = results[world][name]
-    for push in ("one_host", "several_hosts"):
+    for push in ("one_host", "several_hosts", "by_plan"):
         assert "error" not in result[push], result[push]
         assert result[push]["alike"]
         assert result[push]["num_bytes"] == result["one_host"]["num_bytes"] > 0
     assert result["one_host"]["num_rounds"] == 1
     assert result["several_hosts"]["num_rounds"] > 2
+    assert result["by_plan"]["num_rounds"] == 0
+    assert result["one_host"]["note"] == ""
     assert result["wrong"] == []
     assert result["wrong_several_hosts"] == []
+    assert result["wrong_by_plan"] == []
 
 
 @pytest.mark.parametrize(("world", "name"), CASES)
@@ -111,3 +114,23 @@ def test_an_engine_that_may_hold_a_mixture_is_replaced(
     assert expected in result["error"]
     assert result["lost"]
     assert result["again"]
+
+
+@pytest.mark.parametrize(
+    ("fault", "expected"), [("flip by plan", "arrived with a wrong digest"), ("killed by plan", "engine 0")]
+)
+def test_an_engine_that_pulled_something_else_is_replaced(
+    results: dict[int, dict[str, Any]], fault: str, expected: str
+) -> None:
+    result = results[2]["faults"][fault]
+    assert result["alike"]
+    assert expected in result["error"]
+    assert "The engines were stopped" in result["error"]
+    assert ".weight" in result["error"] or fault == "killed by plan"
+    assert result["lost"]
+    assert result["again"] == [1, 0]  # the new engine has no plan yet
+    assert result["unharmed"]
+
+
+def test_a_parameter_that_leaves_the_shared_memory_is_sent_from_where_it_is(results: dict[int, dict[str, Any]]) -> None:
+    assert results[2]["faults"]["moved"] == {"rounds": [1, 0], "wrong": []}

@@ -65,6 +65,8 @@ def server_args(spec: EngineSpec, *, gpu: bool, memory_release: bool) -> dict[st
         if spec.speculation.drafts_in_engine:
             arguments["speculative_draft_model_path"] = spec.speculation.draft_model
             arguments["enable_draft_weights_cpu_backup"] = True  # no weight sync brings them back after a release
+    if spec.awaits_weights:
+        arguments |= {"load_format": "dummy", "speculative_draft_load_format": "auto"}
     if spec.penalties:
         # With overlap SGLang counts a token a round late, and the last one of what it was given, prompt or beginning,
         # as if it had been emitted now: a response in parts would not be the response in one.
@@ -126,7 +128,7 @@ class Backend:
         if manager.tokenizer is None and any(request.sampling.stop for request in requests):
             manager.tokenizer = stopping.Text(manager.server_args.tokenizer_path or self._spec.model_dir)
         inputs = [list(request.prompt_ids) + partial_response.tokens(request) for request in requests]
-        start = min(map(len, inputs)) - 1
+        start = min(map(len, inputs)) - 1 if all(request.begun for request in requests) else 0
         rids = [f"{self._num_batches}.{i}." for i in range(len(requests))]  # SGLang aborts by prefix
         self._rids |= {request.request_id: rid for request, rid in zip(requests, rids, strict=True)}
         batch = GenerateReqInput(
@@ -146,7 +148,13 @@ class Backend:
                 state = _state(out) if reason is not None or report_tokens else ([], [])
                 if reason is not None:
                     self._forget(requests[index], rids[index])
-                yield index, state, None if reason is None else _response(out, state, reason, start=start)
+                yield (
+                    index,
+                    state,
+                    None
+                    if reason is None
+                    else _response(out, state, reason, start=start, goes_on=bool(requests[index].begun)),
+                )
         except ValueError as error:
             raise EngineError(f"SGLang refused the batch: {error}") from error
         finally:
@@ -290,7 +298,7 @@ def _state(out: dict[str, Any]) -> tuple[list[int], list[float]]:
 
 
 def _response(
-    out: dict[str, Any], state: tuple[list[int], list[float]], reason: dict[str, Any], *, start: int
+    out: dict[str, Any], state: tuple[list[int], list[float]], reason: dict[str, Any], *, start: int, goes_on: bool
 ) -> dict[str, Any]:
     kinds: dict[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
     tokens, logprobs = state
@@ -298,5 +306,7 @@ def _response(
         "token_ids": tokens,
         "logprobs": logprobs,
         "finish_reason": kinds[reason["type"]],
-        "routed_experts": routed_experts.of_response(out["meta_info"], num_tokens=len(tokens), start=start),
+        "routed_experts": routed_experts.of_response(
+            out["meta_info"], num_tokens=len(tokens), start=start, goes_on=goes_on
+        ),
     }

@@ -16,6 +16,7 @@ from specactor.rollout.sglang import (
     sampling,
     speculation_calls,
     stopping,
+    tile_backend,
     verify_worker,
 )
 from specactor.weights_sync import messages
@@ -26,11 +27,19 @@ def register() -> None:
     """Called once per process by SGLang."""
     if not torch.cuda.is_available():
         sglang_hooks.install()
+    else:
+        tile_backend.install()
     for part in (sampling, stopping, routed_experts, row_graphs, draft_runner):
         part.install()
     receiver = Receiver()
     rank_calls.RANK_CALLS.update(
-        {messages.CHECK: receiver.check, messages.LOAD: receiver.load, messages.COMMIT: receiver.commit}
+        {
+            messages.CHECK: receiver.check,
+            messages.LOAD: receiver.load,
+            messages.PLAN: receiver.plan,
+            messages.PULL: receiver.pull,
+            messages.COMMIT: receiver.commit,
+        }
     )
     rank_calls.RANK_CALLS.update(
         {speculation_calls.CONFIGURE: speculation_calls.configure, speculation_calls.REPORT: speculation_calls.report}

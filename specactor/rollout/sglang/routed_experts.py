@@ -1,8 +1,9 @@
-"""Which experts computed each emitted token, for routing replay.
+"""Which experts computed each token of a prompt and its response, for routing replay.
 
 SGLang notes the experts of every row that it computes beside the row's slot of the KV pool, and reads the slots of a
 request when it ends. A verification round writes each row at a slot of its own, and the request keeps the slots of the
-accepted rows: so what is read is of accepted rows alone. The row that produced the first token is the prompt's last.
+accepted rows: so what is read is of accepted rows alone. The row that produced the first token is the prompt's last;
+rows of a prompt that was in the prefix cache are those of the pass that computed it.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ from __future__ import annotations
 import base64
 from collections.abc import Callable
 from typing import Any
+
+import numpy as np
 
 from specactor.errors import EngineError
 
@@ -30,8 +33,11 @@ def _make_room(original: Callable[..., None], capturer: Any, *arguments: Any, **
     original(capturer, *arguments, **named | {"max_running_requests": rows * named["max_running_requests"]})
 
 
-def of_response(meta_info: dict[str, Any], *, num_tokens: int, start: int) -> bytes:
-    """int32 [num_tokens, layers, experts per token]; empty when none were asked for, or there are no tokens.
+def of_response(meta_info: dict[str, Any], *, num_tokens: int, start: int, goes_on: bool) -> bytes:
+    """int16 [rows, layers, experts per token]; empty when none were asked for, or there are no tokens.
+
+    Rows are of all tokens of prompt and response but the last; of a response that `goes_on` those that produced its
+    `num_tokens` new tokens, since the earlier rows were told with its beginning.
 
     `start`: position in prompt and response of the first row in `meta_info`. Raises EngineError when rows are missing.
     """
@@ -42,4 +48,5 @@ def of_response(meta_info: dict[str, Any], *, num_tokens: int, start: int) -> by
     num_rows = meta_info["prompt_tokens"] + num_tokens - 1 - start
     if not found or len(found) % num_rows:
         raise EngineError(f"SGLang returned {len(found)} bytes of routed experts, expected {num_rows} rows")
-    return found[-num_tokens * (len(found) // num_rows) :]
+    rows = np.frombuffer(found, dtype="<i4").reshape(num_rows, -1)
+    return (rows[-num_tokens:] if goes_on else rows).astype("<i2").tobytes()

@@ -18,13 +18,16 @@ requests have penalties (`EngineSpec.penalties`) run without. Penalties are adde
 divides afterwards, as SGLang does with overlap; without, it takes them as they lie in a set, which differs from process
 to process.
 
+On a GPU rows are drawn by one kernel (`sampling_kernel`), in plain rounds and verifications; SGLang's routine serves
+those with top-p, top-k or min-p alone, and the kernel gives their log-probabilities, too.
+
 Shape legend: B requests, R rows, V vocabulary, N tokens that one request has emitted.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -48,6 +51,7 @@ def install() -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     HookRegistry.register("sglang.srt.layers.sampler.Sampler._sample_from_probs", sample_by_kind, HookType.AROUND)
+    HookRegistry.register("sglang.srt.layers.sampler.Sampler.forward", sample_in_one_pass, HookType.AROUND)
     made = "sglang.srt.sampling.sampling_batch_info.SamplingBatchInfo.from_schedule_batch"
     HookRegistry.register(made, _count_emitted, HookType.AFTER)
     applied = "sglang.srt.sampling.penaltylib.orchestrator.BatchedPenalizerOrchestrator.apply"
@@ -73,6 +77,52 @@ def sample_by_kind(
             part, _ = original(sampler, probs[some_R], _of_rows(info, some_R), positions[some_R], kind == "simple")
             tokens_R[some_R] = part.to(torch.int32)
     return tokens_R, None
+
+
+def sample_in_one_pass(
+    original: Callable[..., Tensor],
+    sampler: Any,
+    output: Any,
+    info: Any,
+    return_logprob: bool,
+    top_logprobs_nums: Sequence[int],
+    token_ids_logprobs: Sequence[Any],
+    positions: Tensor,
+    **named: Any,
+) -> Tensor:
+    """SGLang's `Sampler.forward` where there is a GPU. What nobody asks of these engines goes the old way: masks of
+    what could be sampled, log-probabilities of other tokens. Returns [R] int32."""
+    logits_RV = output.next_token_logits
+    asked_more = info.sampling_mask_batch_indices is not None or any(of is not None for of in named.values())
+    if return_logprob:
+        asked_more |= any(top_logprobs_nums) or any(of is not None for of in token_ids_logprobs)
+    if not serves(logits_RV) or info.sampling_seed is None or asked_more:
+        return original(
+            *(sampler, output, info, return_logprob, top_logprobs_nums, token_ids_logprobs, positions), **named
+        )
+    from specactor.rollout.sglang import sampling_kernel
+
+    logits_RV = sampler._preprocess_logits(logits_RV, info)
+    drawn = sampling_kernel.draw(logits_RV, info.temperatures, info.sampling_seed, positions, info.top_ks <= 1)
+    tokens_R = drawn.tokens.to(torch.int32)
+    filters = info.need_top_p_sampling or info.need_top_k_sampling or info.need_min_p_sampling
+    kinds = kinds_of(info) if filters and not info.is_all_greedy else []
+    if filtered := [row for row, of in enumerate(kinds) if of == "filtered"]:
+        some_R = torch.tensor(filtered, device=logits_RV.device)
+        of_some = _of_rows(info, some_R)
+        know_kinds(of_some, ["filtered"] * len(filtered))
+        probs = torch.softmax(logits_RV[some_R] / of_some.temperatures, dim=-1)
+        part, _ = sampler._sample_from_probs(probs, of_some, positions[some_R], False)
+        tokens_R[some_R] = part.to(torch.int32)
+    if return_logprob:
+        output.next_token_logprobs = sampling_kernel.logprobs_of(tokens_R, logits_RV, info.temperatures, drawn)
+    sampler._sync_token_ids_across_tp(tokens_R, info)
+    return tokens_R
+
+
+def serves(logits: Tensor) -> bool:
+    """Whether the kernel draws of these logits."""
+    return logits.is_cuda
 
 
 class _Known(NamedTuple):

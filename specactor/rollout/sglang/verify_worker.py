@@ -324,7 +324,7 @@ class Worker(BaseSpecWorker):  # type: ignore[misc]
 
     def _open(self, req: Any) -> None:
         assert self.speculator is not None
-        sampling, begun = req.sampling_params, list(partial_response.of(req))
+        sampling, begun = req.sampling_params, list(partial_response.conversation(req))
         sequence = DraftSequence(
             request_id=req.rid,
             prompt_ids=tuple(req.origin_input_ids)[: len(req.origin_input_ids) - len(begun)],

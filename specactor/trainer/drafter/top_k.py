@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 
     Objective = Callable[[MicroBatch, Tensor], tuple[Tensor, dict[str, Tensor]]]
 
+SURELY_NOT = -60.0
+"""Log-probability of what is not there: finite, since 0 times -inf is not 0."""
+
 
 @torch.no_grad()
 def vocab_parallel_top_k(
@@ -107,6 +110,11 @@ class TopKRecorder:
             ids, logprobs = ids.to(self._device), logprobs.to(self._device)
             dist.all_reduce(ids)
             dist.all_reduce(logprobs)
+        said = ~torch.cat([torch.tensor(s.loss_mask or (True,) * s.response_len).bool() for s in sequences])
+        if said.any():  # by an environment: no policy has a distribution there, and what is said is certain
+            tokens = torch.tensor([token for s in sequences for token in s.token_ids[s.prompt_len :]])
+            ids[said, 0] = tokens[said].to(ids)
+            logprobs[said, 1:] = SURELY_NOT
         parts = zip(torch.split(ids.cpu(), sizes), torch.split(logprobs.cpu(), sizes), strict=True)
         for sequence, (tokens, values) in zip(sequences, parts, strict=True):
             self._known[id(sequence)] = TopK(tokens=tokens.numpy(), logprobs=values.numpy().astype(np.float16))

@@ -106,3 +106,14 @@ class Raises(_Liar):
 
     def lie(self, sequence: DraftSequence, window: int) -> list[int]:
         raise RuntimeError("a drafter's bug")
+
+
+class OfShortPrompts(Memory):
+    """Drafts for prompts of a few tokens alone: those that begin a conversation, if its turns are its text."""
+
+    name = "of-short-prompts"
+    every = 11
+    longest = 4
+
+    def _draft(self, sequence: DraftSequence, window: int) -> list[int]:
+        return super()._draft(sequence, window) if len(sequence.prompt_ids) <= self.longest else []

@@ -41,12 +41,13 @@ def with_seam(items: Sequence[T], expected: Sequence[Trajectory]) -> list[T]:
 def without_the_seam_token(request: RolloutRequest, first: Trajectory) -> RolloutRequest:
     """A wrong version: the engine never sees the last token of the first part."""
     tokens = first.token_ids[:-1]
+    num_rows = len(request.prompt_ids) + len(tokens)
     return replace(
         request,
         begun=Begun(
             token_ids=tokens,
             logprobs=first.logprobs[:-1],
             spans=(VersionSpan(version=0, start=0, end=len(tokens)),),
-            routed_experts=first.routed_experts[: len(first.routed_experts) * len(tokens) // len(first.token_ids)],
+            routed_experts=first.routed_experts[: len(first.routed_experts) * (num_rows - 1) // num_rows],
         ),
     )

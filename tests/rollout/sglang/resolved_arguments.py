@@ -25,7 +25,7 @@ def main(model_dir: str) -> None:
 
     load_plugins()
     found = {}
-    for mode in ("off", "coupled", "auto", "SGLang's default"):
+    for mode in ("off", "coupled", "auto", "SGLang's default", "coupled, tiles"):
         spec = EngineSpec(
             index=0,
             model_dir=model_dir,
@@ -33,12 +33,13 @@ def main(model_dir: str) -> None:
             devices=("GPU-0",),
             context_length=128,
             log_file="log",
-            speculation=SpeculationConfig(mode="coupled" if mode.startswith("SGLang") else mode),
+            speculation=SpeculationConfig(mode=mode if mode in ("off", "auto") else "coupled"),
         )
         arguments = server_args(spec, gpu=True, memory_release=True)
         if mode.startswith("SGLang"):  # what it does where nothing is said
             del arguments["cuda_graph_backend_prefill"]
-        resolved = ServerArgs(**arguments | {"attention_backend": "triton"})
+        attention = "tiles" if mode.endswith("tiles") else "triton"
+        resolved = ServerArgs(**arguments | {"attention_backend": attention})
         resolved.resolve_once()
         resolved.check_server_args()
         view = resolved_view(resolved)
@@ -47,6 +48,7 @@ def main(model_dir: str) -> None:
             "decode": str(graphs.decode.backend),
             "prefill": str(graphs.prefill.backend),
             "rows": view.speculative_num_draft_tokens,
+            "attention": [view.attention_backend, view.disable_radix_cache],
         }
     print(json.dumps({"arguments": found, "graphs": graphs_of(width=9), "memory": memory_by_call()}))
 

@@ -6,6 +6,7 @@ import json
 import runpy
 import subprocess
 import sys
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -58,6 +59,12 @@ def test_sglang_has_every_argument(gpu: bool) -> None:
     assert set(server_args(spec(COUPLED), gpu=gpu, memory_release=gpu)) <= set(known)
 
 
+def test_an_engine_that_awaits_weights_reads_those_of_its_draft_model_alone() -> None:
+    waits = server_args(replace(spec(COUPLED), awaits_weights=True), gpu=True, memory_release=True)
+    assert (waits["load_format"], waits["speculative_draft_load_format"]) == ("dummy", "auto")
+    assert "load_format" not in server_args(spec(COUPLED), gpu=True, memory_release=True)
+
+
 @pytest.fixture(scope="module")
 def on_hopper(model_dir: str) -> dict[str, Any]:
     done = subprocess.run(
@@ -77,7 +84,13 @@ def test_engines_have_graphs_of_decoding_and_none_of_prefills(on_hopper: dict[st
     resolved = on_hopper["arguments"]
     for mode in ("off", "coupled", "auto"):
         assert (resolved[mode]["decode"], resolved[mode]["prefill"]) == ("full", "disabled")
-    assert resolved["SGLang's default"] == {"decode": "full", "prefill": "breakable", "rows": 9}
+    default = resolved["SGLang's default"]
+    assert (default["decode"], default["prefill"], default["rows"]) == ("full", "breakable", 9)
+
+
+def test_sglang_takes_attention_in_tiles_for_a_deterministic_engine_on_gpus(on_hopper: dict[str, Any]) -> None:
+    tiles, triton = (on_hopper["arguments"][mode] for mode in ("coupled, tiles", "coupled"))
+    assert tiles == triton | {"attention": ["tiles", triton["attention"][1]]}
 
 
 def test_a_graph_of_wider_requests_would_take_a_row_without_an_error(on_hopper: dict[str, Any]) -> None:

@@ -375,9 +375,10 @@ def test_wrong_versions_of_the_seam(speculating: Engine) -> None:
 # Routing replay
 
 
-def experts(trajectory: Trajectory) -> np.ndarray[Any, np.dtype[np.int32]]:
-    found = np.frombuffer(trajectory.routed_experts, dtype="<i4")
-    return found.reshape(len(trajectory.token_ids), LAYERS, EXPERTS_PER_TOKEN)
+def experts(trajectory: Trajectory) -> np.ndarray[Any, np.dtype[np.int16]]:
+    found = np.frombuffer(trajectory.routed_experts, dtype="<i2")
+    num_rows = len(trajectory.prompt_ids) + len(trajectory.token_ids) - 1
+    return found.reshape(num_rows, LAYERS, EXPERTS_PER_TOKEN)
 
 
 def test_experts_of_every_emitted_token(speculating: Engine, engine: Engine) -> None:

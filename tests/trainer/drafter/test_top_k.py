@@ -114,3 +114,18 @@ def test_the_recorder_sees_micro_batches_on_their_way() -> None:
     assert [len(of.tokens) for of in known] == [3, 2]
     recorder.updated(sequences)
     assert not np.concatenate([of.tokens for of in recorder.take(sequences)]).any(), "it is empty again"
+
+
+def test_what_an_environment_said_is_certain() -> None:
+    """No policy has a distribution there: the token itself has all of the probability."""
+    logits_TV = case(8, 6, 2, seed=5)["logits"]
+    recorder = TopKRecorder(3, temperature=1.0, vocab_size=6, device=torch.device("cpu"), group=None)
+    observed = recorder.around(lambda batch, logits_1TV: (logits_1TV.sum(), {}))
+    observed(FakeBatch(torch.tensor([0, 3]), torch.tensor([0, 3])), logits_TV[None, :4])  # type: ignore[arg-type]
+    sequence = TrainSequence(token_ids=(1, 2, 5, 0, 4), prompt_len=1, loss_mask=(True, False, False, True))
+    recorder.updated([sequence])
+    [known] = recorder.take([sequence])
+    want = logits_TV[[0, 3]].log_softmax(-1).topk(3)
+    assert known.tokens[[0, 3]].tolist() == want.indices.tolist()
+    assert known.tokens[[1, 2], 0].tolist() == [5, 0]
+    assert known.logprobs[[1, 2]].tolist() == [[0.0, -60.0, -60.0]] * 2

@@ -13,7 +13,7 @@ def recipe() -> Config:
     base = quickstart.recipe()
     return replace(
         base,
-        name="ppo_kl",
+        name="grpo_kl",
         algorithm=AlgorithmConfig(advantage="grpo", loss="ppo_clip", aggregation="token_mean", kl="k3", kl_coef=0.01),
         train=replace(base.train, updates_per_step=4),
     )

@@ -1,4 +1,4 @@
-"""KL estimates and weights against the engine's bias: exact expectations over a small vocabulary."""
+"""KL estimates: exact expectations over a small vocabulary."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from specactor.trainer.losses import KlKind, kl_T, tis_weights_T
+from specactor.trainer.losses import KlKind, kl_T
 from tests.trainer.loss_cases import VOCAB, Table, finite_difference, log_softmax
 
 Kl = Callable[[Tensor, Tensor, KlKind], Tensor]
@@ -80,43 +80,3 @@ def test_k3_is_accurate_near_the_reference_and_finite_far_from_it() -> None:
     near = kl_T(torch.tensor([-1.0]), torch.tensor([-1.001]), "k3").item()
     assert near == pytest.approx(0.5e-6, rel=0.2)
     assert kl_T(torch.tensor([-500.0]), torch.tensor([-1.0]), "k3").isfinite().all()
-
-
-# --- truncated importance sampling
-
-
-def check_tis(weights: Callable[[Tensor, Tensor, float], Tensor]) -> None:
-    trainer_T = torch.tensor([-1.0, -1.0, -3.0, -0.1], dtype=torch.float64, requires_grad=True)
-    engine_T = torch.tensor([-1.0, -1.2, -1.0, -500.0], dtype=torch.float64, requires_grad=True)
-    got_T = weights(trainer_T, engine_T, 2.0)
-    assert got_T.tolist() == pytest.approx([1.0, math.exp(0.2), math.exp(-2.0), 2.0])
-    assert not got_T.requires_grad
-
-
-def test_tis_weights() -> None:
-    check_tis(tis_weights_T)
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        lambda trainer, engine, cap: (trainer - engine).exp().clamp(max=cap),
-        lambda trainer, engine, cap: tis_weights_T(engine, trainer, cap),
-        lambda trainer, engine, cap: (trainer - engine).detach().exp().clamp(1 / cap, cap),
-    ],
-    ids=["not detached", "swapped", "bounded from below"],
-)
-def test_wrong_tis_weights_are_caught(wrong: Callable[[Tensor, Tensor, float], Tensor]) -> None:
-    with pytest.raises(AssertionError):
-        check_tis(wrong)
-
-
-def test_tis_undoes_the_engines_bias() -> None:
-    """Over what the engine samples, the weighted mean of any function is its mean under the trainer's policy."""
-    generator = torch.Generator().manual_seed(0)
-    engine_V, trainer_V = (
-        torch.log_softmax(torch.randn(VOCAB, generator=generator, dtype=torch.float64), -1) for _ in range(2)
-    )
-    value_V = torch.randn(VOCAB, generator=generator, dtype=torch.float64)
-    weighted = (engine_V.exp() * tis_weights_T(trainer_V, engine_V, math.inf) * value_V).sum().item()
-    assert weighted == pytest.approx((trainer_V.exp() * value_V).sum().item())

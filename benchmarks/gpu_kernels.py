@@ -1,0 +1,90 @@
+"""Our own kernels on this machine's GPU, beside the CPU: tokens, and bits of rows alone and in company. Prints JSON.
+
+python -m benchmarks.gpu_kernels {cuda,cpu}; cpu: in small, in Triton's interpreter (TRITON_INTERPRET=1)
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import torch
+from torch.nn.functional import pad
+
+from specactor.cpu import sglang_ops
+from specactor.cpu.sglang_ops import TILE
+from specactor.rollout.sglang import sampling_kernel, tile_kernel
+
+Case = dict[str, int | float]
+
+
+def sampling(device: str, *, rows: int, vocab: int) -> Case:
+    """`differ`: rows with another token than the CPU's; `bits`: rows whose log-probability is another one alone."""
+    torch.manual_seed(0)
+    logits, temperatures = torch.randn(rows, vocab) * 4, torch.full((rows, 1), 0.7)
+    seeds, positions = torch.randint(2**62, (rows,)), torch.randint(40_000, (rows,))
+    wanted = sglang_ops.sample_with_noise(logits / temperatures, seeds, positions).view(-1)
+    given = [x.to(device) for x in (logits, temperatures, seeds, positions, torch.zeros(rows, dtype=torch.bool))]
+    drawn = sampling_kernel.draw(*given)
+    together = sampling_kernel.logprobs_of(drawn.tokens, given[0], given[1], drawn)
+    bits = 0
+    for row in range(0, rows, max(1, rows // 16)):
+        own = [x[row : row + 1] for x in given]
+        alone = sampling_kernel.draw(*own)
+        bits += not torch.equal(
+            sampling_kernel.logprobs_of(alone.tokens, own[0], own[1], alone), together[row : row + 1]
+        )
+    return {"rows": rows, "differ": int((drawn.tokens.cpu() != wanted).sum()), "bits": bits}
+
+
+def tiles(device: str, dtype: torch.dtype, *, group: int, dim: int, lengths: tuple[int, ...]) -> Case:
+    """`differ`: rows that are not softmax attention's; `bits`: rows that have others in a tile of eight than alone."""
+    torch.manual_seed(group)
+    width = max(lengths) + TILE
+    k, v = torch.randn(2, len(lengths) * width, 1, dim).to(device, dtype)
+    slots = torch.randperm(len(k), device=device).view(len(lengths), width)
+    q = torch.randn(len(lengths), group, dim).to(device, dtype)
+    parts = torch.empty(len(lengths) * TILE, group, -(-width // tile_kernel.SPLIT), dim, device=device)
+
+    def attend(q: torch.Tensor, readers: list[int], seen: list[int]) -> torch.Tensor:
+        indices = torch.cat([slots[r, :n] for r, n in zip(readers, seen, strict=True)])
+        indptr = pad(torch.tensor(seen, device=device).cumsum(0), (1, 0)).int()
+        sizes, out = tile_kernel.tile_sizes(torch.tensor(readers, device=device)), torch.empty_like(q)
+        log_totals = torch.empty_like(parts[..., 0])
+        tile_kernel.tile_attention(q, k, v, out, indptr, indices, sizes, parts, log_totals, dim**-0.5)
+        return out
+
+    every = list(range(len(lengths)))
+    alone = attend(q, every, list(lengths))
+    differ = 0
+    for r, n in enumerate(lengths):
+        keys, values = (x[slots[r, :n], 0].double() for x in (k, v))
+        exact = (q[r].double() @ keys.T * dim**-0.5).softmax(-1) @ values
+        differ += float((alone[r].double() - exact).abs().max()) > (1e-4 if dtype == torch.float32 else 2e-2)
+    bits = 0
+    for at in range(TILE):
+        company = torch.randn(len(lengths), TILE, group, dim).to(device, dtype)
+        company[:, at] = q
+        readers = [r for r in every for _ in range(TILE)]
+        seen = [max(1, n - at + i) if i != at else n for n in lengths for i in range(TILE)]
+        found = attend(company.flatten(0, 1), readers, seen).view(len(lengths), TILE, group, dim)
+        bits += sum(not torch.equal(one, other) for one, other in zip(found[:, at], alone, strict=True))
+    return {"rows": TILE * len(lengths), "differ": differ, "bits": bits}
+
+
+def main(device: str) -> None:
+    if device == "cuda":
+        found = {"sampling": sampling(device, rows=256, vocab=151_936)}
+        lengths = (1, 63, 64, 65, 255, 256, 257, 1000, 8191)
+        for group in (1, 2, 4, 8):
+            for dtype in (torch.bfloat16, torch.float32):
+                name = f"tiles of {group} heads, {dtype}".replace("torch.", "")
+                found[name] = tiles(device, dtype, group=group, dim=128, lengths=lengths)
+    else:
+        found = {"sampling": sampling(device, rows=4, vocab=3000)}
+        found["tiles of 2 heads, float32"] = tiles(device, torch.float32, group=2, dim=16, lengths=(1, 257))
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,84 @@
+"""Messages as tokens, by a model's chat template. What a policy has sampled is never put through the template again.
+
+Invariants: what is said between two responses has the tokens that the template puts between two turns of the assistant;
+a text of an environment cannot become a special token, whatever it spells.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeGuard
+
+from transformers import PreTrainedTokenizerBase
+
+from specactor.errors import DataError
+
+Message = Mapping[str, Any]
+"""``role`` and ``content``, and what else the template knows."""
+
+_ANSWER, _MARK = "specactoranswer", "specactorcontent{}end"
+"""Stand for texts while a template is rendered; letters and digits, which no template changes."""
+
+
+def prompt_text(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]) -> str:
+    """The messages, up to where the assistant's response begins. Raises DataError where no template makes a text."""
+    if tokenizer.chat_template is None:
+        raise DataError("messages: the model's tokenizer has no chat template. Give texts, or a model that has one.")
+    try:
+        text = tokenizer.apply_chat_template([dict(m) for m in messages], tokenize=False, add_generation_prompt=True)
+    except Exception as error:  # a template raises what it likes
+        raise DataError(
+            f"messages: the model's chat template refuses them: {type(error).__name__}: {error}. Correct the messages."
+        ) from error
+    return str(text)
+
+
+def prompt_ids(tokenizer: PreTrainedTokenizerBase, said: str | Sequence[Message]) -> tuple[int, ...]:
+    """Tokens of what a policy sees first."""
+    if isinstance(said, str):
+        return tuple(tokenizer(said)["input_ids"])
+    return rendered_ids(tokenizer, prompt_text(tokenizer, said))
+
+
+def rendered_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[int, ...]:
+    """Tokens of a text that a template has made: it has its marks, and all that belongs before it."""
+    return _tokens(tokenizer, text, is_template=True)
+
+
+def are_messages(value: object) -> TypeGuard[Sequence[Message]]:
+    """Whether it is one or more messages with a text each."""
+    return (
+        isinstance(value, Sequence)
+        and not isinstance(value, str | bytes)
+        and len(value) > 0
+        and all(isinstance(m, Mapping) and {type(m.get("role")), type(m.get("content"))} == {str} for m in value)
+    )
+
+
+def observation_ids(
+    tokenizer: PreTrainedTokenizerBase, said: str | Sequence[Message], *, last_token: int | None
+) -> tuple[int, ...]:
+    """Tokens of what follows a response, up to where the next one begins.
+
+    Args:
+        last_token: of the response; where it is the end that the template writes, that is not written again.
+    """
+    if isinstance(said, str):
+        return _tokens(tokenizer, said, is_template=False)
+    marked = [{**message, "content": _MARK.format(i)} for i, message in enumerate(said)]
+    before: list[Message] = [{"role": "user", "content": "a"}, {"role": "assistant", "content": _ANSWER}]
+    _, found, after = prompt_text(tokenizer, [*before, *marked]).rpartition(_ANSWER)
+    if not found:
+        raise DataError("chat template: it leaves out what the assistant said. Let environments say texts instead.")
+    parts = re.split(_MARK.format(r"(\d+)"), after)
+    ids: list[int] = []
+    for i, part in enumerate(parts):
+        text = str(said[int(part)]["content"]) if i % 2 else part
+        ids += _tokens(tokenizer, text, is_template=not i % 2)
+    return tuple(ids[1:] if ids and ids[0] == last_token else ids)
+
+
+def _tokens(tokenizer: PreTrainedTokenizerBase, text: str, *, is_template: bool) -> tuple[int, ...]:
+    found = tokenizer(text, add_special_tokens=False, split_special_tokens=not is_template)
+    return tuple(found["input_ids"])

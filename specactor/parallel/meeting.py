@@ -1,0 +1,211 @@
+"""What the ranks of a job tell each other first: which program they run, and by which way their hosts are reached.
+
+Invariants: whatever is wrong is raised on every rank that is there, with one message; what an earlier start of the same
+job left in the launcher's store means nothing to this one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import socket
+import time
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from importlib.metadata import version
+from pathlib import Path
+
+import msgspec
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+from torch.distributed import DistNetworkError, DistStoreError
+
+from specactor.errors import ConfigError, PeerFailedError
+from specactor.parallel import addresses
+from specactor.parallel.failure import Member
+
+MEET_S = 300.0
+"""Longest wait for the last rank: hosts that read their packages from one disk may differ by minutes."""
+CONNECT_S = 30.0
+"""Longest wait for the launcher's store, which was there before this rank."""
+_PACKAGES = ("torch", "megatron-core", "mbridge", "sglang", "transformers")
+_TOKEN = "specactor/token"
+_ASK_AGAIN_S = 1.0
+
+
+class Greeting(msgspec.Struct, frozen=True, kw_only=True):
+    """What one rank tells the others."""
+
+    host: str
+    machine: str
+    address: str
+    """By which it reaches the host of rank 0; empty where it does not."""
+    program: str
+    settings: dict[str, str]
+    """By dotted name."""
+    nonce: str = msgspec.field(default_factory=lambda: uuid.uuid4().hex)
+    """Of this process."""
+
+
+class Verdict(msgspec.Struct, frozen=True, kw_only=True):
+    """What rank 0 makes of all greetings."""
+
+    problem: str
+    hosts: tuple[str, ...]
+    """Name of each rank's host."""
+    machines: tuple[str, ...]
+    addresses: tuple[str, ...]
+    nonces: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Meeting:
+    """All ranks of one start of the job."""
+
+    open_store: Callable[[], Store]
+    """Opens a connection of its own to a store that only this start of the job has."""
+    hosts: tuple[str, ...]
+    """Name of each rank's host."""
+    machines: tuple[str, ...]
+    """Of each rank, what tells its host from others."""
+
+
+def meet(head: str, port: int, *, rank: int, world: int, config: Mapping[str, object]) -> Meeting:
+    """Wait for all ranks; return what they have in common. Sets the interface that gloo uses over several hosts.
+
+    Args:
+        head: host of the launcher's store, which is that of rank 0.
+        config: the resolved settings.
+
+    Raises ConfigError where hosts cannot reach each other, and where two ranks run different programs or settings.
+    """
+    own = Greeting(
+        host=socket.gethostname(),
+        machine=Member.here().machine,
+        address=addresses.towards(head),
+        program=program(),
+        settings=flat(config),
+    )
+    store = _connected(head, port)
+    token, verdict = (_hold if rank == 0 else _join)(store, own, rank, world)
+    if verdict.problem:
+        raise ConfigError(verdict.problem)
+    if len(set(verdict.machines)) > 1 and "GLOO_SOCKET_IFNAME" not in os.environ:
+        os.environ["GLOO_SOCKET_IFNAME"] = _interface(own.host, [head, *verdict.addresses])
+
+    def open_store() -> Store:
+        return PrefixStore(token, _connected(head, port))
+
+    return Meeting(open_store=open_store, hosts=verdict.hosts, machines=verdict.machines)
+
+
+def _hold(store: Store, own: Greeting, rank: int, world: int) -> tuple[str, Verdict]:
+    """Rank 0 asks the others under a name that nobody had before."""
+    token = uuid.uuid4().hex
+    store.set(_TOKEN, token)
+    greetings = [own]
+    for other in range(1, world):
+        try:
+            store.wait([f"{token}/{other}"], timedelta(seconds=MEET_S))
+        except RuntimeError:
+            raise ConfigError.at(
+                "launcher",
+                f"nothing from rank {other} of {world}",
+                f"a word from it within {MEET_S:g} s",
+                "The log of its host says why: it may not have started, or not reach this one.",
+            ) from None
+        greetings.append(msgspec.json.decode(store.get(f"{token}/{other}"), type=Greeting))
+    verdict = Verdict(
+        problem=difference(greetings),
+        hosts=tuple(greeting.host for greeting in greetings),
+        machines=tuple(greeting.machine for greeting in greetings),
+        addresses=tuple(greeting.address for greeting in greetings),
+        nonces=tuple(greeting.nonce for greeting in greetings),
+    )
+    store.set(f"{token}/verdict", msgspec.json.encode(verdict).decode())
+    return token, verdict
+
+
+def _join(store: Store, own: Greeting, rank: int, world: int) -> tuple[str, Verdict]:
+    """The others answer until a verdict names them: what they read first may be of an earlier start."""
+    store.set_timeout(timedelta(seconds=MEET_S))
+    while True:
+        try:
+            token = store.get(_TOKEN).decode()
+            store.set(f"{token}/{rank}", msgspec.json.encode(own).decode())
+            store.wait([f"{token}/verdict"], timedelta(seconds=_ASK_AGAIN_S))
+            verdict = msgspec.json.decode(store.get(f"{token}/verdict"), type=Verdict)
+            if own.nonce in verdict.nonces:
+                return token, verdict
+            time.sleep(_ASK_AGAIN_S)
+        except DistStoreError:  # it was not there in time: another start may have begun meanwhile
+            continue
+        except DistNetworkError as error:
+            raise PeerFailedError(f"meeting: the launcher on the host of rank 0 is gone ({error})") from None
+
+
+def _connected(head: str, port: int) -> Store:
+    """Connect to the launcher's store. Raises ConfigError where there is no way to it."""
+    try:
+        return TCPStore(head, port, is_master=False, timeout=timedelta(seconds=CONNECT_S))
+    except RuntimeError:
+        raise ConfigError.at(
+            "launcher",
+            f"no answer on {socket.gethostname()} from {head}:{port}",
+            "the store that torchrun keeps on the host of rank 0",
+            "That name must lead to that host from all hosts: mend it in DNS or /etc/hosts, or give torchrun there "
+            "--local-addr with an address; and no firewall may stop its ports.",
+        ) from None
+
+
+def _interface(host: str, peers: Sequence[str]) -> str:
+    """Return the network interface on the way to the other hosts."""
+    address = addresses.leading_out(peers)
+    if not address:
+        raise ConfigError.at(
+            "GLOO_SOCKET_IFNAME",
+            "",
+            f"a way from {host} to the other hosts: here there are {addresses.own_addresses()}, and there {peers}",
+            "Set it to the network interface by which the hosts reach each other.",
+        )
+    return addresses.interface_of(address)
+
+
+def difference(greetings: Sequence[Greeting]) -> str:
+    """Say in what the first rank that is unlike rank 0 differs; empty where all are alike."""
+    first = greetings[0]
+    for rank, other in enumerate(greetings):
+        if other.program != first.program:
+            return (
+                f"launcher: got {other.program} on {other.host} (rank {rank}), expected {first.program} as on "
+                f"{first.host} (rank 0). Install one version on all hosts, or start all from a folder that they share."
+            )
+        names = sorted(first.settings.keys() | other.settings.keys())
+        for name in names:
+            ours, theirs = (each.settings.get(name, "nothing") for each in (first, other))
+            if ours != theirs:
+                return (
+                    f"{name}: got {theirs} on {other.host} (rank {rank}), expected {ours} as on {first.host} (rank 0). "
+                    "Start all hosts with the same recipe and the same options."
+                )
+    return ""
+
+
+def program() -> str:
+    """Name what runs: a digest of the project's files, and the versions that decide what is computed."""
+    package = Path(__file__).resolve().parent.parent
+    digest = hashlib.blake2b(digest_size=4)
+    for file in sorted(package.rglob("*.py")):
+        digest.update(f"{file.relative_to(package)}\0".encode() + file.read_bytes())
+    versions = ", ".join(f"{name} {version(name)}" for name in _PACKAGES)
+    return f"specactor {digest.hexdigest()} (python {platform.python_version()}, {versions})"
+
+
+def flat(config: Mapping[str, object], above: str = "") -> dict[str, str]:
+    """Return settings by their dotted names."""
+    found: dict[str, str] = {}
+    for name, value in config.items():
+        found |= flat(value, f"{above}{name}.") if isinstance(value, Mapping) else {f"{above}{name}": repr(value)}
+    return found

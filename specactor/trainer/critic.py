@@ -1,0 +1,120 @@
+"""The critic of PPO (arXiv 1707.06347): a second model of the policy's shape, which gives a value per token.
+
+Its layouts, packing and optimizer are the policy's; its output layer is one number per token. It starts from the
+policy's weights and expects 0 everywhere.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from specactor.config import Config
+from specactor.errors import DataError
+from specactor.parallel.layout import Layout
+from specactor.trainer import model
+from specactor.trainer.losses import gae, value_loss_T, whitened
+from specactor.trainer.microbatch import Estimate, Item, MicroBatch
+from specactor.trainer.model_trainer import ModelTrainer
+from specactor.trainer.objective import Sums, reduce_over_ranks
+from specactor.types import TrainSequence
+
+
+@dataclass(frozen=True, kw_only=True)
+class CriticStats:
+    """Of one RL step; equal on all ranks."""
+
+    loss: float
+    """Mean over the step's updates."""
+    grad_norm: float
+    """Global, before clipping; mean over the step's updates."""
+    explained_variance: float
+    """Share of the returns' variance that the values before the step explain: 1 at best, 0 for a constant."""
+    clip_fraction: float
+    """Share of response tokens whose value had moved as far as it may."""
+
+
+class Critic(ModelTrainer):
+    """The model that expects rewards. All methods are collective."""
+
+    def __init__(self, config: Config, layout: Layout, model_dir: Path) -> None:
+        """Load the weights below the output layer from a Hugging Face folder."""
+        built = model.build(model_dir, dtype=config.model.dtype, train=config.train, scalar=True)
+        super().__init__(config, layout, built)
+
+    @classmethod
+    def of(cls, config: Config, layout: Layout, model_dir: Path) -> Critic | None:
+        """The critic that the recipe asks for, if it does."""
+        return cls(config, layout, model_dir) if config.algorithm.advantage == "gae" else None
+
+    def estimates(self, updates: Sequence[Sequence[TrainSequence]]) -> list[Sequence[Estimate]]:
+        """Values, returns, and advantages that are whitened over all of the step, per update and sequence."""
+        settings = self.config.algorithm.critic
+        if any(sequence.loss_mask for part in updates for sequence in part):
+            raise DataError(
+                "algorithm.advantage: got gae with conversations, expected another: what an environment says has no "
+                "value to learn. Use for example grpo."
+            )
+        values = [own for part in updates for own in self._per_token(part, values_R)]
+        rewards = [sequence.reward for part in updates for sequence in part]
+        advantages, returns = gae(values, rewards, gamma=settings.gamma, decay=settings.gae_lambda)
+        found = map(Estimate, values, whitened(advantages), returns)
+        return [[next(found) for _ in part] for part in updates]
+
+    def learn(self, items: list[Item]) -> tuple[Sums, float]:
+        """One update of the values towards their returns; (this rank's sums, gradient norm)."""
+        sums, grad_norm, _ = self._update(items, self._objective, self.config.algorithm.critic.learning_rate)
+        return sums, grad_norm
+
+    def stats(self, estimates: Sequence[Sequence[Estimate]], learned: Sequence[tuple[Sums, float]]) -> CriticStats:
+        """What the updates of a step did, from what each `learn` returned."""
+        norm = sum(grad_norm for _, grad_norm in learned) / len(learned)
+        total, norm = reduce_over_ranks([sums for sums, _ in learned], norm, self.device)
+        flat = [estimate for part in estimates for estimate in part]
+        returns_T = torch.cat([estimate.returns for estimate in flat])
+        error_T = returns_T - torch.cat([estimate.values for estimate in flat])
+        variance = float(returns_T.var(correction=0))
+        return CriticStats(
+            loss=total.loss / len(learned),
+            grad_norm=norm,
+            explained_variance=1 - float(error_T.var(correction=0)) / variance if variance else math.nan,
+            clip_fraction=total.clipped / total.tokens,
+        )
+
+    def offload(self) -> None:
+        """Of a critic engines need nothing: on a GPU its weights go to host memory, too."""
+        super().offload()
+        for buffer in self._buffers():
+            buffer.offload_to_cpu(move_params=True, move_grads=False)
+
+    def reload(self) -> None:
+        for buffer in self._buffers():
+            buffer.reload_from_cpu(move_params=True, move_grads=False)
+        super().reload()
+
+    def _buffers(self) -> Iterator[Any]:
+        """Megatron's buffers of parameters and gradients; on a CPU none, since nothing is handed over."""
+        if torch.cuda.is_available():
+            for chunk in self.chunks:
+                yield from chunk.buffers + chunk.expert_parallel_buffers
+
+    def _objective(self, batch: MicroBatch, output_1T1: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        new_R = values_R(batch, output_1T1)
+        if batch.values_R is None or batch.returns_R is None:
+            assert batch.num_sequences == 0
+            return new_R.sum(), {}
+        clip = self.config.algorithm.critic.value_clip
+        loss_R, clipped_R = value_loss_T(new_R, batch.values_R, batch.returns_R, clip)
+        loss = (loss_R * batch.weights_R).sum()
+        return loss, {"loss": loss.detach(), "clipped": clipped_R.sum(), "tokens": torch.tensor(len(loss_R))}
+
+
+def values_R(batch: MicroBatch, output_1T1: Tensor) -> Tensor:  # noqa: N802 (ends in the shape that it returns)
+    """Expected reward before each response token, float32."""
+    return output_1T1[0, :, 0].index_select(0, batch.rows_R).float()

@@ -1,0 +1,140 @@
+"""A Megatron model with its optimizer, run over packed micro-batches: what a policy and a critic have in common.
+
+Invariants: every rank calls the same methods with the same sequences; loss, gradients and what is found per token do
+not depend on how sequences are spread over ranks and micro-batches (up to float32 rounding).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from specactor.config import Config
+from specactor.cpu import megatron as cpu_platform
+from specactor.device_memory import HostCopies
+from specactor.parallel.layout import Layout
+from specactor.trainer import model, optimizer, packing
+from specactor.trainer.microbatch import Item, MicroBatch, Shape, build, items_of
+from specactor.trainer.objective import Sums
+from specactor.trainer.routing_replay import RoutingReplay
+from specactor.trainer.shards import share
+from specactor.types import TrainSequence
+
+cpu_platform.install()
+
+from megatron.core import parallel_state  # noqa: E402
+from megatron.core.pipeline_parallel import get_forward_backward_func  # noqa: E402
+
+Objective = Callable[[MicroBatch, Tensor], tuple[Tensor, dict[str, Tensor]]]
+"""(micro-batch, output of the model) -> (loss, what is added to `Sums`)."""
+
+
+class ModelTrainer:
+    """Model, data parallelism and optimizer of this rank; needs `specactor.parallel.groups.init` before."""
+
+    def __init__(self, config: Config, layout: Layout, built: model.Policy) -> None:
+        self.config, self.layout = config, layout
+        self.device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else _CPU
+        self.chunks = optimizer.wrap(built, config.train)
+        self.memory = share(self.chunks)
+        self.optimizer = optimizer.make(self.chunks, built, config.train, config.model.dtype)
+        self._host_copies = HostCopies()
+        self._replay: RoutingReplay | None = None
+        self._shape = Shape(
+            context=layout.context,
+            context_rank=parallel_state.get_context_parallel_rank(),
+            tensor=layout.tensor,
+        )
+
+    def reset_optimizer(self) -> None:
+        """Forget Adam's moments and step count, as between supervised warm-up and reinforcement learning."""
+        optimizer.reset(self.optimizer)
+
+    def offload(self) -> None:
+        """Free a GPU's memory of gradients and optimizer while engines generate; nothing to do on a CPU."""
+        optimizer.offload(self.chunks, self.optimizer, self.config.model.dtype, self._host_copies)
+
+    def reload(self) -> None:
+        """The reverse of `offload`, before the next update."""
+        optimizer.reload(self.chunks, self.optimizer, self.config.model.dtype, self._host_copies)
+
+    def _update(self, items: list[Item], objective: Objective, learning_rate: float) -> tuple[Sums, float, int]:
+        """One optimizer update; (this rank's sums, global gradient norm, micro-batches)."""
+        for chunk in self.chunks:
+            chunk.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        sums = Sums()
+
+        def loss_of(batch: MicroBatch, output_1TV: Tensor) -> Tensor:
+            loss, values = objective(batch, output_1TV)
+            sums.add(values)
+            return loss
+
+        count = self._run(items, loss_of, forward_only=False)
+        optimizer.set_learning_rate(self.optimizer, learning_rate, self.config.train.weight_decay)
+        _, grad_norm, _ = self.optimizer.step()
+        return sums, float(grad_norm), count
+
+    def _run(self, items: list[Item], loss_of: Callable[[MicroBatch, Tensor], Tensor], *, forward_only: bool) -> int:
+        """Megatron's schedule over this rank's micro-batches; returns their number. The last stage calls `loss_of`."""
+        batches = [build([items[i] for i in plan], self._shape, self.device) for plan in self._plan(items)]
+
+        def reduced(batch: MicroBatch, output_1TV: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+            return loss_of(batch, output_1TV), torch.zeros((), dtype=torch.int, device=self.device), {}
+
+        def forward(batches: Iterator[MicroBatch], chunk: Any) -> tuple[Tensor, Callable[..., Any]]:
+            batch = next(batches)
+            with self._replay.forward(batch.experts_TX) if self._replay is not None else nullcontext():
+                output = chunk(batch.tokens_1T, batch.positions_1T, None, packed_seq_params=batch.packed)
+            return output, partial(reduced, batch)
+
+        iterators = [iter(batches) for _ in self.chunks]
+        get_forward_backward_func()(
+            forward_step_func=forward,
+            data_iterator=iterators if len(iterators) > 1 else iterators[0],
+            model=self.chunks if len(self.chunks) > 1 else self.chunks[0],
+            num_microbatches=len(batches),
+            seq_length=batches[0].tokens_1T.shape[1],
+            micro_batch_size=1,
+            forward_only=forward_only,
+        )
+        if self._replay is not None:
+            self._replay.forget()
+        return len(batches)
+
+    def _plan(self, items: list[Item]) -> list[list[int]]:
+        """This data-parallel rank's micro-batches, as indices into `items`."""
+        multiple = self._shape.sequence_multiple
+        lengths = [packing.padded_len(len(item.sequence.token_ids), multiple) for item in items]
+        capacity = self.config.train.tokens_per_microbatch * self.layout.context
+        stages = self.layout.pipeline if len(self.chunks) > 1 else 1
+        plan = packing.balance(lengths, self.layout.data, capacity, multiple_of=stages)
+        return plan[parallel_state.get_data_parallel_rank()]
+
+    @torch.no_grad()
+    def _per_token(
+        self, sequences: Sequence[TrainSequence], values_of: Callable[[MicroBatch, Tensor], Tensor]
+    ) -> list[Tensor]:
+        """Per sequence what `values_of` finds of its response tokens, (R) each, on the CPU, the same on every rank."""
+        found = torch.zeros(sum(s.response_len for s in sequences), dtype=torch.float32)
+        counts = parallel_state.get_tensor_model_parallel_rank() == 0
+
+        def keep(batch: MicroBatch, output_1TV: Tensor) -> Tensor:
+            values_R = values_of(batch, output_1TV)
+            if counts:
+                found[batch.source_R] = values_R.float().cpu()
+            return values_R.sum()
+
+        self._run(items_of(sequences, [0.0] * len(sequences), None, None), keep, forward_only=True)
+        everywhere = found.to(self.device)
+        dist.all_reduce(everywhere)  # every token was found by one rank; the others add zero
+        return list(torch.split(everywhere.cpu(), [s.response_len for s in sequences]))
+
+
+_CPU = torch.device("cpu")

@@ -1,0 +1,109 @@
+"""Experts that the engine chose, taken again in the trainer's passes: rollout routing replay (R3, arXiv 2510.11370).
+
+In a mixture of experts a rounding error may send a token to another expert, and its log-probability far away. With the
+engine's choice the two differ by rounding alone. The weights of the chosen experts are still the trainer's own, and so
+are gradients.
+
+Shapes: T tokens of a micro-batch on this rank, K experts per token, X = layers of the model times K, E experts.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from megatron.core import parallel_state
+from torch import Tensor
+
+from specactor.errors import DataError
+from specactor.trainer.microbatch import ID_BYTES
+from specactor.trainer.model import Policy
+from specactor.types import TrainSequence
+
+
+class RoutingReplay:
+    """What the routers of this rank's chunks take experts from.
+
+    A layer that is computed again in the backward pass gets the experts of its forward pass: each layer meets the
+    micro-batches in one order, forward and backward.
+    """
+
+    def __init__(self, policy: Policy) -> None:
+        config = policy.config
+        config.moe_router_fusion = False  # the fused kernel asks nobody for experts
+        self._width = config.num_layers * config.moe_router_topk
+        self._recomputes = config.recompute_granularity == "full"
+        self._is_divided = config.sequence_parallel
+        self.experts_TX: Tensor | None = None
+        self.is_forward = False
+        self._layers = []
+        for layer in policy.layers():
+            if hasattr(layer.mlp, "router"):
+                layer.mlp.router.router_replay = _Layer(self, layer.layer_number - 1, self._recomputes)
+                self._layers.append(layer.mlp.router.router_replay)
+
+    def check(self, sequences: Sequence[TrainSequence]) -> None:
+        """Raises DataError for a sequence without the experts of each of its tokens but the last."""
+        for i, s in enumerate(sequences):
+            expected = (len(s.token_ids) - 1) * self._width * ID_BYTES
+            if len(s.routed_experts) != expected:
+                raise DataError(
+                    f"sequence {i}: got {len(s.routed_experts)} bytes of routed experts, expected {expected}: "
+                    f"{self._width} of {ID_BYTES} bytes for each of its {len(s.token_ids)} tokens but the last. Switch "
+                    "train.routing_replay off, or let engines return them."
+                )
+
+    @contextmanager
+    def forward(self, experts_TX: Tensor | None) -> Iterator[None]:
+        """Around the forward pass of a chunk over a micro-batch; None: routers are free."""
+        if experts_TX is not None and self._is_divided:
+            size = parallel_state.get_tensor_model_parallel_world_size()
+            experts_TX = experts_TX.chunk(size)[parallel_state.get_tensor_model_parallel_rank()]
+        self.experts_TX, self.is_forward = experts_TX, True
+        try:
+            yield
+        finally:
+            self.experts_TX, self.is_forward = None, False
+
+    def forget(self) -> None:
+        """Drop what no backward pass came for, as after a pass that was forward only."""
+        for layer in self._layers:
+            layer.waiting.clear()
+
+
+class _Layer:
+    """Stands where Megatron's router asks for its top-k."""
+
+    def __init__(self, replay: RoutingReplay, index: int, recomputes: bool) -> None:
+        self._replay, self._index, self._recomputes = replay, index, recomputes
+        self.waiting: deque[Tensor | None] = deque()
+        """What the forward passes took, for the backward passes to come."""
+
+    def get_replay_topk(
+        self,
+        scores_TE: Tensor,
+        topk: int,
+        num_groups: int | None,
+        group_topk: int | None,
+        compute_topk: Callable[..., tuple[Tensor, Tensor]],
+    ) -> tuple[Tensor, Tensor]:
+        """(scores, experts), (T, K) each: the engine's choice where it is known, the router's own elsewhere."""
+        own_TK, ids_TK = compute_topk(scores_TE, topk, num_groups=num_groups, group_topk=group_topk)
+        experts_TX = self._of_this_pass()
+        if experts_TX is None:
+            return own_TK, ids_TK
+        given_TK = experts_TX[:, self._index * topk : (self._index + 1) * topk].long()
+        is_known_T1 = given_TK[:, :1] >= 0
+        # In the order of their scores, as the router's own are: sums over experts then have the same bits.
+        order_TK = scores_TE.detach().gather(1, given_TK.clamp(min=0)).argsort(dim=1, descending=True, stable=True)
+        ids_TK = torch.where(is_known_T1, given_TK.gather(1, order_TK), ids_TK)
+        return scores_TE.gather(1, ids_TK), ids_TK
+
+    def _of_this_pass(self) -> Tensor | None:
+        if not self._replay.is_forward:
+            return self.waiting.popleft()
+        if self._recomputes:
+            self.waiting.append(self._replay.experts_TX)
+        return self._replay.experts_TX

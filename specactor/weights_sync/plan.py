@@ -1,0 +1,257 @@
+"""Which bytes of the trainer's memory go where in an engine rank's parameters. PURE: offsets in, offsets out.
+
+Nobody has to know how Megatron's parameters become Hugging Face's, nor how those become SGLang's. The trainer notes of
+which of its bytes each Hugging Face tensor is made (`Held`), the engine rank what its model's own loader copied from
+each tensor to where (`Copy`), and `chunks` joins the two.
+
+Invariants: every byte of every tensor is held once, and every byte of every parameter is written once, or only ever
+filled; a plan for which that is not so is refused. The bytes of a chunk belong to one memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from specactor.errors import WeightSyncError
+
+PIECE_BYTES = 2**20
+"""Of one copy, and about that of one digest: it fits a core's second-level cache, so a digest costs no second read."""
+
+Ints = npt.NDArray[np.int64]
+
+
+class Span(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """`count` runs of `length` bytes, `step` bytes apart, from byte `at` of a memory on."""
+
+    memory: int
+    at: int
+    step: int
+    length: int
+    count: int
+
+
+class Block(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """A span, and where its runs go: `step` bytes apart from byte `to` on."""
+
+    span: Span
+    to: int
+    step: int
+
+
+class Held(msgspec.Struct, frozen=True, array_like=True):
+    """A Hugging Face tensor, or the part of it that one rank hands over."""
+
+    name: str
+    num_bytes: int  # of the whole tensor
+    blocks: tuple[Block, ...]  # to bytes of the tensor
+
+
+class Chunk(msgspec.Struct, frozen=True, array_like=True):
+    """What has one digest: bytes of one memory, in this order."""
+
+    parameters: tuple[str, ...]  # of the engine rank: where each block goes
+    blocks: tuple[Block, ...]
+
+    @property
+    def spans(self) -> tuple[Span, ...]:
+        return tuple(block.span for block in self.blocks)
+
+
+class Copy(NamedTuple):
+    """What a loader did: a grid of elements of a tensor copied to a grid in a parameter, or filled without a source."""
+
+    tensor: str  # empty for a fill
+    at: int  # first byte in the tensor
+    to: int  # first byte in the parameter
+    item_bytes: int
+    shape: tuple[int, ...]
+    at_steps: tuple[int, ...]  # bytes, per dimension
+    to_steps: tuple[int, ...]
+
+
+class _Runs(NamedTuple):
+    """Contiguous on both sides; int64 [N] each, bytes."""
+
+    to: Ints
+    at: Ints
+    length: Ints
+    memory: Ints
+
+    def pick(self, which: npt.NDArray[np.generic]) -> _Runs:
+        return _Runs(*(column[which] for column in self))
+
+
+def held(index: Ints, own: range, *, memory: int, at: int, item_bytes: int) -> tuple[Block, ...]:
+    """Blocks of a tensor that lie in one shard.
+
+    Args:
+        index: of every element of the tensor, its number among those of all shards one after the other; [N].
+        own: numbers of the elements of the shard, which lies at byte `at` of `memory`.
+    """
+    to = np.flatnonzero((index >= own.start) & (index < own.stop))
+    ones = np.ones_like(to)
+    runs = _Runs(to * item_bytes, at + (index[to] - own.start) * item_bytes, ones * item_bytes, ones * memory)
+    return _blocks(runs)
+
+
+def merged(parts: Sequence[tuple[int, Sequence[Held]]]) -> tuple[Held, ...]:
+    """All ranks' tensors, whole. Raises WeightSyncError where one is not.
+
+    Args:
+        parts: per rank, how many memories it has, and what it holds in them. They are numbered on over the ranks.
+    """
+    found: dict[str, Held] = {}
+    first = 0
+    for num_memories, tensors in parts:
+        for tensor in tensors:
+            blocks = tuple(Block(_moved(b.span, first), b.to, b.step) for b in tensor.blocks)
+            before = found[tensor.name].blocks if tensor.name in found else ()
+            found[tensor.name] = Held(tensor.name, tensor.num_bytes, before + blocks)
+        first += num_memories
+    for tensor in found.values():
+        _check_once(tensor.name, _expanded(tensor.blocks), tensor.num_bytes, [])
+    return tuple(found.values())
+
+
+def _moved(span: Span, by: int) -> Span:
+    return Span(span.memory + by, span.at, span.step, span.length, span.count)
+
+
+def chunks(
+    copies: Mapping[str, Iterable[Copy]], sizes: Mapping[str, int], tensors: Sequence[Held]
+) -> tuple[Chunk, ...]:
+    """The plan of one engine rank. Raises WeightSyncError where its parameters would not be written once.
+
+    Args:
+        copies: by parameter, all that its loader did.
+        sizes: bytes of all parameters.
+        tensors: whole.
+    """
+    sources = {tensor.name: _expanded(tensor.blocks) for tensor in tensors}
+    sources = {name: runs.pick(np.argsort(runs.to)) for name, runs in sources.items()}
+    pieces: list[tuple[str, Block]] = []
+    for parameter, num_bytes in sizes.items():
+        done = list(copies.get(parameter, ()))
+        joined = [_joined(copy, sources.get(copy.tensor)) for copy in done if copy.tensor]
+        runs = _Runs(*(np.concatenate(columns) for columns in zip(*joined, strict=True))) if joined else _NOTHING
+        fills = [_runs_of(copy) for copy in done if not copy.tensor]
+        _check_once(parameter, runs, num_bytes, fills)
+        pieces += [(parameter, piece) for block in _blocks(runs) for piece in _cut(block)]
+    return tuple(_grouped(pieces))
+
+
+_NOTHING = _Runs(*(np.zeros(0, np.int64) for _ in range(4)))
+
+
+def _runs_of(copy: Copy) -> _Runs:
+    """Of a grid, in its order; `at` counts within the tensor."""
+    length = copy.item_bytes
+    grid = [axis for axis in zip(copy.shape, copy.to_steps, copy.at_steps, strict=True) if axis[0] != 1]
+    while grid and grid[-1][1] == grid[-1][2] == length:
+        length *= grid.pop()[0]
+    to, at = np.array([copy.to]), np.array([copy.at])
+    for size, to_step, at_step in grid:
+        to = (to[:, None] + np.arange(size) * to_step).ravel()
+        at = (at[:, None] + np.arange(size) * at_step).ravel()
+    return _Runs(to, at, np.full_like(to, length), np.zeros_like(to))
+
+
+def _joined(copy: Copy, source: _Runs | None) -> _Runs:
+    """From the trainer's memory to the parameter: each run of the copy, cut where the tensor's runs end."""
+    runs = _runs_of(copy)
+    if source is None:
+        raise WeightSyncError(f"{copy.tensor} is loaded by the engine and held by no rank of the trainer")
+    first = np.searchsorted(source.to, runs.at, "right") - 1
+    counts = np.searchsorted(source.to, runs.at + runs.length, "left") - first
+    which = np.repeat(np.arange(len(counts)), counts)
+    of = first[which] + np.arange(len(which)) - np.repeat(np.cumsum(counts) - counts, counts)
+    start = np.maximum(runs.at[which], source.to[of])
+    end = np.minimum(runs.at[which] + runs.length[which], source.to[of] + source.length[of])
+    return _Runs(
+        runs.to[which] + start - runs.at[which], source.at[of] + start - source.to[of], end - start, source.memory[of]
+    )
+
+
+def _check_once(name: str, runs: _Runs, num_bytes: int, fills: list[_Runs]) -> None:
+    """Whether the runs write each byte once, but for those that are only filled."""
+    order = np.argsort(runs.to)
+    start, end = runs.to[order], (runs.to + runs.length)[order]
+    if np.any(start[1:] < end[:-1]):
+        raise WeightSyncError(f"{name} would be written twice from byte {start[1:][start[1:] < end[:-1]][0]} on")
+    start = np.concatenate([runs.to, *(fill.to for fill in fills), [num_bytes]])
+    end = np.concatenate([runs.to + runs.length, *(fill.to + fill.length for fill in fills), [num_bytes]])
+    order = np.argsort(start)
+    reached = np.concatenate([[0], np.maximum.accumulate(end[order])[:-1]])
+    if np.any(start[order] > reached) or end.max() > num_bytes or start.min() < 0:
+        gap = reached[start[order] > reached]
+        raise WeightSyncError(f"{name} would not be written whole: byte {gap[0] if len(gap) else num_bytes} of it")
+
+
+def _expanded(blocks: Sequence[Block]) -> _Runs:
+    table = np.array([(*msgspec.structs.astuple(b.span), b.to, b.step) for b in blocks], np.int64).reshape(-1, 7)
+    count = table[:, 4]
+    memory, at, at_step, length, _, to, to_step = np.repeat(table, count, axis=0).T
+    number = np.arange(len(at)) - np.repeat(np.cumsum(count) - count, count)
+    return _Runs(to + number * to_step, at + number * at_step, length, memory)
+
+
+def _blocks(runs: _Runs) -> tuple[Block, ...]:
+    """As few blocks as evenly spaced runs allow, sorted by memory and then by where they go."""
+    if not len(runs.to):
+        return ()
+    runs = runs.pick(np.lexsort((runs.to, runs.memory)))
+    to, at, length, memory = runs
+    follows = (to[1:] == to[:-1] + length[:-1]) & (at[1:] == at[:-1] + length[:-1]) & (memory[1:] == memory[:-1])
+    starts = np.concatenate([[0], np.flatnonzero(~follows) + 1])
+    to, at, memory, length = to[starts], at[starts], memory[starts], np.add.reduceat(length, starts)
+    alike = (length[1:] == length[:-1]) & (memory[1:] == memory[:-1])
+    to_step, at_step = np.diff(to), np.diff(at)
+    changes = np.ones(len(alike), bool)
+    changes[1:] = (to_step[1:] != to_step[:-1]) | (at_step[1:] != at_step[:-1])
+    begins = [0]
+    for link in np.flatnonzero(changes | ~alike):  # between a run and the next; the first of a block says its steps
+        if not alike[link] or begins[-1] != link:
+            begins.append(int(link) + 1)
+    made = []
+    for begin, end in zip(begins, [*begins[1:], len(to)], strict=True):
+        several = end - begin > 1
+        span = Span(
+            int(memory[begin]),
+            int(at[begin]),
+            int(at_step[begin]) if several else 0,
+            int(length[begin]),
+            end - begin,
+        )
+        made.append(Block(span, int(to[begin]), int(to_step[begin]) if several else 0))
+    return tuple(made)
+
+
+def _cut(block: Block) -> Iterator[Block]:
+    """In pieces of at most `PIECE_BYTES`."""
+    span = block.span
+    rows = max(1, PIECE_BYTES // span.length)
+    for row in range(0, span.count, rows):
+        for byte in range(0, span.length, PIECE_BYTES):
+            length, count = min(PIECE_BYTES, span.length - byte), min(rows, span.count - row)
+            at, to = span.at + row * span.step + byte, block.to + row * block.step + byte
+            yield Block(Span(span.memory, at, span.step, length, count), to, block.step)
+
+
+def _grouped(pieces: Iterable[tuple[str, Block]]) -> Iterator[Chunk]:
+    """Chunks of about `PIECE_BYTES`, each of one memory."""
+    waiting: dict[int, list[tuple[str, Block]]] = {}
+    for parameter, block in pieces:
+        group = waiting.setdefault(block.span.memory, [])
+        group.append((parameter, block))
+        if sum(b.span.length * b.span.count for _, b in group) >= PIECE_BYTES:
+            yield _chunk(waiting.pop(block.span.memory))
+    yield from map(_chunk, waiting.values())
+
+
+def _chunk(group: list[tuple[str, Block]]) -> Chunk:
+    return Chunk(tuple(parameter for parameter, _ in group), tuple(block for _, block in group))

@@ -1,0 +1,106 @@
+"""The job on two hosts: as right as on one, and whatever happens to a host or the link, it comes back by itself."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from pathlib import Path
+
+import pytest
+
+from benchmarks.disturbed_run import compared
+from benchmarks.virtual_hosts import VirtualHosts
+from specactor.data.tokenizer import VOCAB_SIZE
+from specactor.metrics import Value, read_metrics
+from specactor.parallel.failure import RESUME
+from tests.cluster.conftest import ROOT, ClusterJob
+from tests.rollout.conftest import start_script
+
+SHORT_CUT_S = 4.0
+SILENT = "has not answered for 30 s: it died, or the network to it is cut."
+
+
+@pytest.fixture(scope="session")
+def draft_model(base: Path) -> str:
+    """Folder of a draft model that has learned nothing."""
+    folder = str(base / "draft")
+    with start_script(
+        "sglang/make_dense.py", folder, f"vocab_size={VOCAB_SIZE}", "max_position_embeddings=512"
+    ) as process:
+        assert process.wait(240) == 0
+    return folder
+
+
+def test_two_hosts_have_the_metrics_of_one(
+    base: Path, one_host: list[dict[str, Value]], two_hosts: VirtualHosts, draft_model: str
+) -> None:
+    """Also where the second host drafts for the engines of both, and the link is cut for a moment."""
+    drafting = ("--rollout.speculation.mode", "decoupled", "--rollout.speculation.draft-model", draft_model)
+    drafters = ("--rollout.speculation.window", "4", "--parallel.drafters", "1", "--parallel.drafter-hosts", "1")
+    job = ClusterJob(two_hosts, base, "two", *drafting, *drafters)
+    job.wait_for("rollout", 2)
+    two_hosts.cut.add(1)
+    time.sleep(SHORT_CUT_S)
+    two_hosts.cut.discard(1)
+    assert job.wait() == [0, 0], job.output()
+    assert compared(job.folder) == one_host
+    lines = read_metrics(job.folder.root)[1:]
+    assert all(line["speculation/decoupled/processes"] == 1 for line in lines)
+    assert sum(float(str(line["speculation/decoupled/drafted_ahead"])) for line in lines) > 0
+    assert (job.folder.checkpoints / "step-000003").is_dir()
+    assert job.left() == []
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("number", [0, 1])
+def test_a_killed_host_is_overcome_without_a_person(
+    base: Path, one_host: list[dict[str, Value]], two_hosts: VirtualHosts, number: int
+) -> None:
+    """What a scheduler does is to switch the host on again, and to start its share as at first. The ranks meet at the
+    first host."""
+    job = ClusterJob(two_hosts, base, f"killed-{number}", "--resume", "auto", restarts=3)
+    job.wait_for("rollout", 2)
+    two_hosts.kill(number)
+    other = 1 - number
+    lost = f"specactor: rank {other}: n{number}, the host of rank {number}, {SILENT} {RESUME}"
+    job.wait_until(lambda: lost in job.messages(other), "its loss")
+    two_hosts.boot(number)
+    job.start(number)
+    assert job.wait() == [0, 0], job.output()
+    assert (job.messages(other), job.messages(number)) == ([lost], [])
+    assert compared(job.folder) == one_host
+    assert job.left() == []
+
+
+@pytest.mark.deep
+def test_a_cut_link_is_overcome_without_a_person(
+    base: Path, one_host: list[dict[str, Value]], two_hosts: VirtualHosts
+) -> None:
+    """Each host notices by itself, ends its ranks, and meets the other as soon as that can be reached."""
+    job = ClusterJob(two_hosts, base, "cut", "--resume", "auto", restarts=6)
+    job.wait_for("rollout", 2)
+    two_hosts.cut.add(1)
+    lost = f"specactor: rank 0: n1, the host of rank 1, {SILENT} {RESUME}"
+    gone = f"specactor: rank 1: n0, the host of rank 0, {SILENT} {RESUME}"
+    job.wait_until(lambda: (job.messages(0), job.messages(1)) == ([lost], [gone]), "that both notice")
+    two_hosts.cut.discard(1)
+    assert job.wait() == [0, 0], job.output()
+    assert (job.messages(0), job.messages(1)) == ([lost], [gone])
+    assert compared(job.folder) == one_host
+    assert job.left() == []
+
+
+def test_two_versions_of_the_project_are_refused(base: Path, two_hosts: VirtualHosts) -> None:
+    """The second host has the project in a folder of its own, with one more line. So are two settings."""
+    other = base / "other"
+    for folder in ("specactor", "examples"):
+        shutil.copytree(ROOT / folder, other / folder, ignore=shutil.ignore_patterns("__pycache__"))
+    with (other / "specactor" / "types.py").open("a") as file:
+        file.write("# another version\n")
+    job = ClusterJob(two_hosts, base, "versions", environ={1: {"PYTHONPATH": str(other)}})
+    assert all(code != 0 for code in job.wait())
+    [message] = [*job.messages(0), *job.messages(1)]
+    assert "ConfigError: launcher: got specactor " in message
+    assert " on n1 (rank 1), expected specactor " in message
+    assert "Install one version on all hosts" in message
+    assert job.left() == []

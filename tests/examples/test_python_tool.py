@@ -1,0 +1,76 @@
+"""The Python tool keeps what it runs in bounds, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from pathlib import Path
+
+import pytest
+
+from examples import python_tool
+from examples.python_tool import PythonTool, run_python
+from specactor.types import Problem
+
+
+def output(code: str) -> str:
+    return asyncio.run(run_python(code))
+
+
+def processes_with(mark: str) -> list[str]:
+    found = []
+    for line in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            found += [line.parts[2]] if mark in line.read_text() and "RLIMIT_" in line.read_text() else []
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+    return found
+
+
+def test_it_says_what_is_printed_and_how_it_ended() -> None:
+    assert output("print(6 * 7)") == "42\n"
+    assert output("import math\nprint(math.factorial(20))") == "2432902008176640000\n"
+    assert output("1 / 0").endswith("ZeroDivisionError: division by zero\n\n[ended with status 1]")
+    assert "[ended with status 3]" in output("import sys; sys.exit(3)")
+
+
+def test_processor_time_and_memory_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(python_tool, "CHILD", python_tool.CHILD.replace('("CPU", 5)', '("CPU", 1)'))
+    assert "[ended with status" in output("while True: pass")
+    assert "MemoryError" in output("a = bytearray(10**9)")
+
+
+def test_output_is_bounded() -> None:
+    lines = (99 * "a" + "\n") * (python_tool.OUTPUT_BYTES // 100)
+    assert output("while True: print('a' * 99)") == f"{lines}\n[cut after {python_tool.OUTPUT_BYTES} bytes]"
+
+
+def test_wall_time_is_bounded_and_all_that_was_started_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(python_tool, "WALL_S", 3.0)
+    text = output(
+        "import os, time\nos.fork(); os.setsid() if os.getpid() > 1 else 0\nprint('in', flush=True)\ntime.sleep(1e6)"
+    )
+    assert text.startswith("in\n")
+    assert text.endswith("[ended after 3 s]")
+    assert processes_with("RLIMIT_") == []
+
+
+def test_there_is_no_network_and_no_file_to_write(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        code = f"import socket\nsocket.create_connection(('127.0.0.1', {port}), 2)"
+        socket.create_connection(("127.0.0.1", port), 2).close()
+        assert "unreachable" in output(code)
+    assert "File too large" in output(f"print('a', file=open({str(tmp_path / 'a')!r}, 'w'), flush=True)")
+    assert (tmp_path / "a").read_text() == ""
+
+
+def test_code_is_run_and_an_answer_is_scored() -> None:
+    problem = Problem(index=0, prompt="6 * 7?", prompt_ids=(1,), answer="42", verifier="", metadata={})
+
+    async def talk() -> tuple[object, ...]:
+        tool = PythonTool()
+        first = await tool.start(problem)
+        return first[1]["content"], await tool.step("So\n```python\nprint(6 * 7)\n```"), await tool.step("# 42")
+
+    assert asyncio.run(talk()) == ("6 * 7?", [{"role": "user", "content": "42\n"}], 1.0)

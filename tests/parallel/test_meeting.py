@@ -1,0 +1,134 @@
+"""Ranks meet in a real store; hosts that fall silent are missed."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+
+import msgspec
+import pytest
+from torch.distributed import PrefixStore, TCPStore
+
+from specactor.errors import ConfigError
+from specactor.parallel import meeting, silence
+from specactor.parallel.meeting import Greeting, Meeting, difference, flat, meet
+from specactor.parallel.silence import HostWatch
+
+CONFIG = {"name": "x", "train": {"steps": 3, "adam_betas": (0.9, 0.95)}}
+
+
+@pytest.fixture
+def port() -> Iterator[int]:
+    """Of a store as torchrun keeps it."""
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    yield store.port
+    del store  # it serves until here
+
+
+def ask(port: int, rank: int, world: int, config: dict[str, object] = CONFIG) -> Meeting:
+    return meet("127.0.0.1", port, rank=rank, world=world, config=config)
+
+
+def test_all_ranks_meet_in_a_store_of_their_own(port: int) -> None:
+    """Though an earlier start of the same job has left its own there, and its verdict."""
+    with ThreadPoolExecutor(3) as threads:
+        first = list(threads.map(lambda rank: ask(port, rank, 3), range(3)))
+        late = threads.submit(ask, port, 1, 2)  # reads what the first start has left, and must not go on with it
+        time.sleep(0.5)
+        second = [ask(port, 0, 2), late.result(30)]
+    for ranks in (first, second):
+        ranks[0].open_store().set("word", str(len(ranks)))
+        assert [rank.open_store().get("word") for rank in ranks] == [str(len(ranks)).encode()] * len(ranks)
+        assert len({rank.machines for rank in ranks}) == 1
+    assert first[0].open_store().get("word") == b"3"
+
+
+def test_all_ranks_are_told_what_differs(port: int) -> None:
+    other: dict[str, object] = {"name": "x", "train": {"steps": 4, "adam_betas": (0.9, 0.95)}}
+    with ThreadPoolExecutor(2) as threads:
+        asked = [threads.submit(ask, port, rank, 2, config) for rank, config in enumerate((CONFIG, other))]
+        messages = [str(each.exception(30)) for each in asked]
+    host = os.uname().nodename
+    expected = f"train.steps: got 4 on {host} (rank 1), expected 3 as on {host} (rank 0). Start all hosts with the same"
+    assert messages[0] == messages[1]
+    assert messages[0].startswith(expected)
+
+
+def test_programs_are_compared_before_settings() -> None:
+    one = Greeting(host="n0", machine="a", address="", program="specactor 1", settings=flat(CONFIG))
+    assert difference([one, one]) == ""
+    two = msgspec.structs.replace(one, host="n1", program="specactor 2", settings={})
+    assert difference([one, one, two]).startswith(
+        "launcher: got specactor 2 on n1 (rank 2), expected specactor 1 as on n0 (rank 0). Install one version"
+    )
+    missing = msgspec.structs.replace(one, host="n1", settings={"name": "'x'"})
+    assert "train.adam_betas: got nothing on n1 (rank 1), expected (0.9, 0.95)" in difference([one, missing])
+
+
+def test_a_launcher_out_of_reach_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(meeting, "CONNECT_S", 0.5)
+    with pytest.raises(ConfigError, match=r"^launcher: got 'no answer on \S+ from no.such.host.invalid:1', .*--local"):
+        meet("no.such.host.invalid", 1, rank=0, world=1, config={})
+
+
+def test_a_rank_that_never_comes_is_named(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(meeting, "MEET_S", 0.5)
+    with pytest.raises(ConfigError, match=r"^launcher: got 'nothing from rank 1 of 2', .*The log of its host"):
+        ask(port, 0, 2)
+
+
+class Link:
+    """A host's way to the store. While it is cut, what is asked hangs."""
+
+    def __init__(self, port: int) -> None:
+        self.on = threading.Event()
+        self.on.set()
+        self._port = port
+
+    def open(self) -> Link:
+        self._store = PrefixStore("start", TCPStore("127.0.0.1", self._port, is_master=False))
+        return self
+
+    def add(self, key: str, amount: int) -> int:
+        self.on.wait()
+        return self._store.add(key, amount)
+
+
+def test_a_host_that_is_cut_off_is_missed_and_misses_the_first(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that has left in good order is missed by nobody. Hosts have two ranks each, but for the first."""
+    for name, seconds in (("_BEAT_S", 0.05), ("_LOOK_S", 0.3), ("SILENT_S", 3.0)):
+        monkeypatch.setattr(silence, name, seconds)
+    links: list[Link] = [Link(port) for _ in range(3)]
+    missed: list[list[str]] = [[], [], []]
+    hosts, machines = ("a", "b", "b", "c", "c"), ("0", "1", "1", "2", "2")
+
+    def watch(host: int, rank: int) -> HostWatch:
+        of_all = Meeting(open_store=links[host].open, hosts=hosts, machines=machines)  # type: ignore[arg-type]
+        return HostWatch(of_all, rank, missed[host].append)
+
+    with ExitStack() as stack:
+        first, second, third = (stack.enter_context(watch(host, rank)) for host, rank in enumerate((0, 1, 3)))
+        assert not watch(1, 2)._threads, "of a host only the first rank watches"
+        wait_for(lambda: set(first._beats) == {1, 3})
+        second.__exit__(None, None, None)
+        time.sleep(4.0)
+        assert missed == [[], [], []]
+        links[2].on.clear()
+        wait_for(lambda: missed[0] and missed[2])
+        links[2].on.set()
+    lost = "has not answered for 3 s: it died, or the network to it is cut."
+    assert set(missed[0]) == {f"c, the host of rank 3, {lost}"}
+    assert missed[1] == []
+    assert set(missed[2]) == {f"a, the host of rank 0, {lost}"}
+    assert third._stop.is_set()
+
+
+def wait_for(there: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 60
+    while not there():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)

@@ -1,0 +1,115 @@
+"""Environments that tests name by their import path: some talk, the others do what environments should not."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import threading
+from typing import ClassVar
+
+from specactor.types import Problem
+
+released = threading.Event()
+"""Holds up those that block their thread, and those that are slow."""
+
+
+class Talks:
+    """Says the length of each response, in digits, for as many turns as the problem wants; the reward is the turns."""
+
+    closed: ClassVar[list[int]] = []
+
+    async def start(self, problem: Problem) -> str:
+        self.problem, self.turns = problem, 0
+        return problem.prompt
+
+    async def step(self, response: str) -> str | float:
+        self.turns += 1
+        await asyncio.sleep(0)
+        return said(response) if self.turns < int(problem_turns(self.problem)) else float(self.turns)
+
+    async def close(self) -> None:
+        self.closed.append(self.problem.index)
+
+
+def said(response: str) -> str:
+    return f"({len(response)})"
+
+
+def problem_turns(problem: Problem) -> int:
+    return int(str(problem.metadata.get("turns", 1)))
+
+
+class Slow(Talks):
+    """Its first answer comes when `released` is set, and holds its thread until then."""
+
+    async def step(self, response: str) -> str | float:
+        released.wait()
+        return await super().step(response)
+
+
+class Blocks(Slow):
+    """The same, for a test that gives it up."""
+
+
+class BlocksAtTheStart(Talks):
+    async def start(self, problem: Problem) -> str:
+        released.wait()
+        return await super().start(problem)
+
+
+class Hangs(Talks):
+    async def step(self, response: str) -> str | float:
+        await asyncio.sleep(1e6)
+        return 1.0
+
+
+class Raises(Talks):
+    async def step(self, response: str) -> str | float:
+        raise ValueError("a bug of the environment")
+
+
+class Exits(Talks):
+    async def step(self, response: str) -> str | float:
+        sys.exit(3)
+
+
+class Floods(Talks):
+    async def step(self, response: str) -> str | float:
+        return "9" * 10**7
+
+
+class LeavesTasks(Talks):
+    async def step(self, response: str) -> str | float:
+        self.task = asyncio.ensure_future(asyncio.sleep(1e6))
+        return await super().step(response)
+
+
+class Nan(Talks):
+    async def step(self, response: str) -> str | float:
+        return float("nan")
+
+
+class Nothing(Talks):
+    async def step(self, response: str) -> str | float:
+        return None  # type: ignore[return-value]
+
+
+class Mute(Talks):
+    async def start(self, problem: Problem) -> str:
+        return ""
+
+
+class NotAsync:
+    def start(self, problem: Problem) -> str:
+        return ""
+
+    async def step(self, response: str) -> float:
+        return 0.0
+
+
+class WithoutArgument:
+    async def start(self, problem: Problem) -> str:
+        return ""
+
+    async def step(self) -> float:
+        return 0.0

@@ -1,0 +1,55 @@
+"""The kernel that samples on GPUs, in Triton's interpreter, beside what samples on CPUs."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.processes
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[str, Any]:
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", "tests.rollout.sglang.sampling_kernel_cases"],
+        env={**os.environ, "TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return result
+
+
+def test_noise_is_that_of_every_other_path(found: dict[str, Any]) -> None:
+    """Its bits are the CPU's. Of the logarithms the interpreter has NumPy's, which differ from torch's in the last
+    place; a GPU has one library for both."""
+    assert found["noise"]["bits"]
+    assert found["noise"]["error"] < 1e-14
+
+
+def test_tokens_are_the_argmax_of_logits_and_noise(found: dict[str, Any]) -> None:
+    """Any temperature, greedy rows, excluded tokens, vocabularies of any size; a row alone has the same bits."""
+    for case in (*found["drawn"].values(), found["large"]):
+        assert case["others"] == 0
+        assert case["error"] < 1e-6
+        assert case["alone"]
+
+
+def test_wrong_noise_and_a_forgotten_chunk_are_seen(found: dict[str, Any]) -> None:
+    assert all(others > 3 for others in found["wrong"])
+
+
+def test_sglang_s_sampler_gives_the_same_tokens_and_log_probabilities(found: dict[str, Any]) -> None:
+    """Rows of every kind in one batch, and of one kind. SGLang rounds a probability before it takes the logarithm, so
+    that candidates nearer than 1e-6 may change places; none of these rows has such."""
+    for name in ("mixed", "greedy", "plain"):
+        assert found[name]["others"] == 0
+        assert found[name]["error"] < 1e-6

@@ -1,0 +1,64 @@
+"""Attention in tiles as engines on GPUs have it: kernel and backend in Triton's interpreter, and compilation."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.processes
+
+
+def told(script: str, *arguments: str, **environment: str) -> dict[str, Any]:
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", f"tests.rollout.sglang.{script}", *arguments],
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=400,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+@pytest.mark.parametrize(
+    "groups", [("2",), pytest.param(("1", "3", "4", "5", "6", "7", "8"), marks=pytest.mark.deep)], ids=str
+)
+def test_a_row_has_the_same_bits_wherever_it_stands_in_its_tile(groups: tuple[str, ...]) -> None:
+    """Whatever the others hold, however many keys follow; and the values are softmax attention's. Parts of another size
+    and tiles of several requests, which are wrong versions, are seen."""
+    found = told("tile_kernel_cases", *groups, TRITON_INTERPRET="1")
+    for name, (differing, rows, error) in found["cases"].items():
+        assert differing == 0, name
+        assert rows >= 12
+        assert error < (1e-5 if "float32" in name else 2e-3), name
+    assert found["other parts"][0] > 2
+    assert found["mixed tiles"][0] > 2
+    assert found["sizes"] == [8, 0, 0, 0, 0, 0, 0, 0, 1, 1, 2, 0, 1]
+
+
+def test_the_backend_decodes_verifications_with_the_bits_of_plain_rounds() -> None:
+    """SGLang's Triton backend below it, with a chain, a branch and other requests in one batch, also as a graph."""
+    found = told("tile_backend_cases", TRITON_INTERPRET="1")
+    assert found["error"] < 1e-6
+    assert found["same"]
+    assert found["others differ"]
+    assert found["graph"]
+    assert found["sizes"] == [4, 0, 0, 0, 1, 1, 1, 1]
+    assert "pages of several tokens" in found["refused"][0]
+    assert "a sliding window" in found["refused"][1]
+
+
+def test_kernels_compile_for_a_hopper(tmp_path: Path) -> None:
+    """By Triton's compiler and assembler, which need no device."""
+    found = told("compiled_kernels", TRITON_CACHE_DIR=str(tmp_path))
+    assert min(found["bytes"]) > 1000
+    assert found["exact"]
+    assert found["tensor cores"]

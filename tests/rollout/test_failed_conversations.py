@@ -1,0 +1,81 @@
+"""What becomes of the groups of conversations that failed."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from specactor.config import AlgorithmConfig, RolloutConfig
+from specactor.errors import DataError
+from specactor.rollout.collector import RolloutCollector
+from specactor.types import Problem, Trajectory
+
+PROBLEMS = [
+    Problem(index=i, prompt="", prompt_ids=(1,), answer="", verifier="tests.rollout.environments:Talks", metadata={})
+    for i in range(3)
+]
+
+
+def responses(failed: set[int]) -> list[Trajectory]:
+    """Three groups of four; the reward is the number of the response."""
+    return [
+        Trajectory(
+            request_id=str(i),
+            group_id=i // 4,
+            prompt_ids=(1,),
+            token_ids=(2, 3),
+            logprobs=(-1.0, -1.0),
+            finish_reason="stop",
+            spans=(),
+            reward=float(i),
+            failure="mine: step: no answer in time" if i in failed else "",
+        )
+        for i in range(12)
+    ]
+
+
+class Collector(RolloutCollector):
+    """Without engines and ranks."""
+
+    def __init__(self) -> None:
+        self.notes: list[str] = []
+        rollout = RolloutConfig(prompts_per_step=3, group_size=4, max_new_tokens=8)
+        self.config = cast("Any", SimpleNamespace(rollout=rollout, algorithm=AlgorithmConfig()))
+        self.progress = cast("Any", SimpleNamespace(note=self.notes.append))
+        self.collective = cast(
+            "Any",
+            SimpleNamespace(rank=0, world=1, together=lambda name, work: work(), gather=lambda value, kind: [value]),
+        )
+        self.num_failed, self._first_failure = 0, ""
+
+
+def test_a_failed_conversation_is_left_out_of_its_group() -> None:
+    collector = Collector()
+    groups = collector._score_groups(PROBLEMS, responses({1, 4, 5, 6}))
+    assert [(g.problem.index, g.rewards) for g in groups] == [(0, (0.0, 2.0, 3.0)), (2, (8.0, 9.0, 10.0, 11.0))]
+    assert [len(g.trajectories) for g in groups] == [3, 4]
+    assert collector.num_failed == 4
+    assert collector.notes == ["environments: 4 of 12 conversations failed; the first: mine: step: no answer in time"]
+
+
+def test_nothing_is_left_out_where_nothing_failed() -> None:
+    collector = Collector()
+    assert [g.scores for g in collector._score_groups(PROBLEMS, responses(set()))] == [
+        (0.0, 1.0, 2.0, 3.0),
+        (4.0, 5.0, 6.0, 7.0),
+        (8.0, 9.0, 10.0, 11.0),
+    ]
+    assert collector.notes == []
+
+
+def test_a_step_without_groups_ends_the_run_in_one_line() -> None:
+    collector = Collector()
+    groups = collector._score_groups(PROBLEMS, responses(set(range(12)) - {0, 5}))
+    with pytest.raises(DataError) as caught:
+        collector._not_empty(groups)
+    assert str(caught.value) == (
+        "environments: 10 conversations of a step failed, and no group is left to learn from; the first: mine: step: "
+        "no answer in time. Correct the environment, or raise rollout.environment_timeout_s."
+    )

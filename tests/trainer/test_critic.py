@@ -1,0 +1,184 @@
+"""GAE and value losses against plain Python in float64, with wrong versions; resuming with a critic."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from specactor.trainer.losses import gae, value_loss_T, whitened
+
+Gae = Callable[..., tuple[list[Tensor], list[Tensor]]]
+
+
+def reference(values: list[float], reward: float, gamma: float, decay: float) -> list[float]:
+    """The paper's other form, eq. 14 to 16: a weighted mean of k-step advantages, which know each the end."""
+    n = len(values)
+
+    def k_step(t: int, k: int) -> float:
+        """Advantage at t with k rewards and what the critic expects after them."""
+        earned = gamma ** (n - 1 - t) * reward if t + k >= n else 0.0
+        ahead = gamma**k * values[t + k] if t + k < n else 0.0
+        return earned + ahead - values[t]
+
+    def of(t: int) -> float:
+        left = n - t
+        known = sum((1 - decay) * decay ** (k - 1) * k_step(t, k) for k in range(1, left))
+        return known + decay ** (left - 1) * k_step(t, left)  # from the end on, all k-step advantages are alike
+
+    return [of(t) for t in range(n)]
+
+
+def check_gae(estimate: Gae = gae) -> None:
+    rng = random.Random(3)
+    for gamma, decay in ((0.97, 0.9), (1.0, 1.0), (0.9, 0.0), (1.0, 0.95)):
+        values = [[rng.gauss(0, 1) for _ in range(n)] for n in (1, 7, 3, 0, 12)]
+        rewards = [rng.uniform(-1, 1) for _ in values]
+        rows = [torch.tensor(row, dtype=torch.float64) for row in values]
+        advantages, returns = estimate(rows, rewards, gamma=gamma, decay=decay)
+        for got_T, target_T, row, reward in zip(advantages, returns, values, rewards, strict=True):
+            want = reference(row, reward, gamma, decay)
+            assert got_T.tolist() == pytest.approx(want, abs=1e-12)
+            assert target_T.tolist() == pytest.approx([a + v for a, v in zip(want, row, strict=True)], abs=1e-12)
+
+
+def test_gae_equals_the_reference() -> None:
+    check_gae()
+
+
+def test_gae_by_hand() -> None:
+    """Values 0.5, 0.25, 1 and reward 2: temporal differences -0.25 + 0.5 (with gamma 1: V(t+1) - V(t)) and 2 - 1."""
+    values = [torch.tensor([0.5, 0.25, 1.0])]
+    (ones,), (targets,) = gae(values, [2.0], gamma=1.0, decay=1.0)
+    assert ones.tolist() == [1.5, 1.75, 1.0]
+    assert targets.tolist() == [2.0, 2.0, 2.0]
+    (zeros,), _ = gae(values, [2.0], gamma=1.0, decay=0.0)
+    assert zeros.tolist() == [-0.25, 0.75, 1.0]
+    (halves,), _ = gae(values, [2.0], gamma=0.5, decay=0.5)
+    assert halves.tolist() == [-0.375 + 0.25 * (0.25 + 0.25 * 1.0), 0.25 + 0.25 * 1.0, 1.0]
+
+
+def _bootstrapped(values: list[Tensor], rewards: list[float], **kw: float) -> Any:
+    """The last value expects itself again: as if the response went on."""
+    return gae(
+        values, [r + kw["gamma"] * float(v[-1]) if len(v) else r for r, v in zip(rewards, values, strict=True)], **kw
+    )
+
+
+def _without_gamma_in_the_decay(values: list[Tensor], rewards: list[float], *, gamma: float, decay: float) -> Any:
+    return gae(values, rewards, gamma=gamma, decay=decay / gamma)
+
+
+def _returns_without_lambda(values: list[Tensor], rewards: list[float], **kw: float) -> Any:
+    return gae(values, rewards, **kw)[0], gae(values, rewards, **{**kw, "decay": 1.0})[1]
+
+
+def _left_aligned(values: list[Tensor], rewards: list[float], **kw: float) -> Any:
+    """Rewards come after the longest response, not after each."""
+    longest = max(map(len, values))
+    padded = [torch.cat([v, v.new_zeros(longest - len(v))]) for v in values]
+    advantages, returns = gae(padded, rewards, **kw)
+    return [a[: len(v)] for a, v in zip(advantages, values, strict=True)], [
+        r[: len(v)] for r, v in zip(returns, values, strict=True)
+    ]
+
+
+@pytest.mark.parametrize("wrong", [_bootstrapped, _without_gamma_in_the_decay, _returns_without_lambda, _left_aligned])
+def test_a_wrong_gae_is_caught(wrong: Gae) -> None:
+    with pytest.raises(AssertionError):
+        check_gae(wrong)
+
+
+def test_advantages_are_whitened_over_all_tokens_of_the_step() -> None:
+    found = whitened([torch.tensor([1.0, 3.0]), torch.tensor([]), torch.tensor([5.0, 7.0, 9.0])])
+    flat_T = torch.cat(found)
+    assert [len(a_T) for a_T in found] == [2, 0, 3]
+    assert flat_T.mean().item() == pytest.approx(0, abs=1e-6)
+    assert flat_T.std(correction=0).item() == pytest.approx(1, rel=1e-5)
+    assert whitened([torch.tensor([4.0])])[0].tolist() == [0.0]
+
+
+ValueLoss = Callable[[Tensor, Tensor, Tensor, float | None], tuple[Tensor, Tensor]]
+
+
+def check_value_loss(loss_fn: ValueLoss = value_loss_T) -> None:
+    """Value by the published max of two squares, gradient by finite differences."""
+    rng = random.Random(7)
+    new, old, want = ([rng.gauss(0, 1) for _ in range(64)] for _ in range(3))
+    clips: tuple[float | None, ...] = (0.3, 1.0, None)
+    for clip in clips:
+
+        def of(v: float, i: int, clip: float | None = clip) -> float:
+            held = v if clip is None else min(max(v, old[i] - clip), old[i] + clip)
+            return max((v - want[i]) ** 2, (held - want[i]) ** 2) / 2
+
+        values_T = torch.tensor(new, dtype=torch.float64, requires_grad=True)
+        others = (torch.tensor(x, dtype=torch.float64) for x in (old, want))
+        loss_T, clipped_T = loss_fn(values_T, *others, clip)
+        assert loss_T.tolist() == pytest.approx([of(v, i) for i, v in enumerate(new)], abs=1e-12)
+        (gradient_T,) = torch.autograd.grad(loss_T.sum(), values_T)
+        slopes = [(of(v + 1e-6, i) - of(v - 1e-6, i)) / 2e-6 for i, v in enumerate(new)]
+        assert gradient_T.tolist() == pytest.approx(slopes, abs=1e-6)
+        assert clipped_T.tolist() == [s == 0 for s in slopes]
+        assert clipped_T.any() == (clip is not None)
+
+
+def test_value_loss_and_its_gradient() -> None:
+    check_value_loss()
+
+
+def test_value_loss_by_hand() -> None:
+    """From 0 with clip 0.5: a value of 1 stops on its way up to 2, and comes back down to 0."""
+    values_T = torch.tensor([1.0, 1.0, 0.4], requires_grad=True)
+    loss_T, clipped_T = value_loss_T(values_T, torch.zeros(3), torch.tensor([2.0, 0.0, 2.0]), 0.5)
+    (gradient_T,) = torch.autograd.grad(loss_T.sum(), values_T)
+    assert loss_T.tolist() == pytest.approx([1.5**2 / 2, 0.5, 1.6**2 / 2])
+    assert gradient_T.tolist() == pytest.approx([0.0, 1.0, -1.6])
+    assert clipped_T.tolist() == [True, False, False]
+
+
+def _smallest(v_T: Tensor, old_T: Tensor, want_T: Tensor, clip: float | None) -> tuple[Tensor, Tensor]:
+    held_T = v_T if clip is None else old_T + (v_T - old_T).clamp(-clip, clip)
+    return torch.minimum((v_T - want_T) ** 2, (held_T - want_T) ** 2) / 2, held_T != v_T
+
+
+def _always_held(v_T: Tensor, old_T: Tensor, want_T: Tensor, clip: float | None) -> tuple[Tensor, Tensor]:
+    held_T = v_T if clip is None else old_T + (v_T - old_T).clamp(-clip, clip)
+    return (held_T - want_T) ** 2 / 2, held_T != v_T
+
+
+def _held_around_the_return(v_T: Tensor, old_T: Tensor, want_T: Tensor, clip: float | None) -> tuple[Tensor, Tensor]:
+    return value_loss_T(v_T, want_T, old_T, clip)
+
+
+@pytest.mark.parametrize("wrong", [_smallest, _always_held, _held_around_the_return])
+def test_a_wrong_value_loss_is_caught(wrong: ValueLoss) -> None:
+    with pytest.raises(AssertionError):
+        check_value_loss(wrong)
+
+
+# ------------------------------------------------------------------------------------------------------------ resuming
+
+
+def test_a_resumed_run_goes_on_bit_for_bit_with_its_critic(two_ranks: dict[str, Any]) -> None:
+    saved = two_ranks["save ppo"]
+    assert saved["resumed"] == saved["undisturbed"]
+    assert saved["before"][1]["critic"] != saved["undisturbed"][0]["critic"]
+
+
+def test_a_critic_is_loaded_under_another_layout(two_ranks: dict[str, Any]) -> None:
+    for got, expected in zip(
+        two_ranks["ppo EP2 -> TP2xEP2"]["resumed"], two_ranks["save ppo"]["undisturbed"], strict=True
+    ):
+        for name in ("loss", "grad_norm", "explained_variance"):
+            assert got["critic"][name] == pytest.approx(expected["critic"][name], rel=1e-4), name
+
+
+def test_a_checkpoint_without_a_critic_is_refused(one_rank: dict[str, Any]) -> None:
+    error = one_rank["no critic"]["error"]
+    assert "was saved without a critic, expected one with algorithm.advantage = gae" in error
+    assert "\n" not in error
