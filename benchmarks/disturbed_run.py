@@ -35,7 +35,7 @@ _MARK = "SPECACTOR_DISTURBED_RUN"
 _POLL_S = 0.0003  # phases may last a few milliseconds; a rollout lasts longer, and is what precedes them
 _ROLLOUT_POLL_S = 0.02
 _APPEARS_S = 60.0
-_UNCOMPARED = ("time/", "memory/", "speculation/", "drafter/accept_length")
+_UNCOMPARED = ("time/", "memory/", "speculation/", "drafter/accept_length", "sync/buckets")
 _RATES = ("_per_s",)
 
 
@@ -210,7 +210,7 @@ def _living(process: psutil.Process) -> str:
 
 
 def compared(folder: RunFolder) -> list[dict[str, Value]]:
-    """The lines of metrics.jsonl without what a clock or a memory counter says."""
+    """The lines of metrics.jsonl without what a clock or a memory counter says, and by which way weights went."""
     return [
         {k: v for k, v in line.items() if not k.startswith(_UNCOMPARED) and not k.endswith(_RATES)}
         for line in read_metrics(folder.root)

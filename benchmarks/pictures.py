@@ -138,7 +138,7 @@ def main() -> None:
             figure = Figure(figsize=size, layout="constrained")
             draw(figure.add_subplot())
             figure.savefig(PICTURES / f"{name}.svg", metadata={"Date": None})
-    for name in PLOTS:
+    for name in (name for name in PLOTS if (RESULTS / f"{name}.csv").exists()):
         save(name, stored(name), RESULTS)
 
 

@@ -321,6 +321,19 @@ def tiles(axes: Axes, rows: Sequence[Row]) -> None:
     axes.legend(frameon=False)
 
 
+def two_hosts(axes: Axes, rows: Sequence[Row]) -> None:
+    """Seconds of a step, by link and phase."""
+    left = [0.0] * len(rows)
+    names = [row["link"] for row in rows]
+    for name, colour in zip(("rollout, s", "train, s", "checkpoint, s", "sync, s"), COLOURS, strict=False):
+        widths = [number(cell) for cell in column(rows, name)]
+        axes.barh(names, widths, left=left, color=colour, label=name.removesuffix(", s"))
+        left = [a + b for a, b in zip(left, widths, strict=True)]
+    axes.invert_yaxis()
+    axes.set_xlabel("seconds of a step")
+    axes.legend(frameon=False, fontsize=8, loc="upper left", bbox_to_anchor=(1, 1))
+
+
 @dataclass(frozen=True)
 class Plot:
     """Of one page."""
@@ -350,9 +363,10 @@ PLOTS = {
     "draft_protocol": Plot(protocol, "Milliseconds per round", 2.4),
     "keys_once": Plot(tiles, "Speed of tiles over rows"),
     "dead_drafter": Plot(dead, "Speed over plain decoding"),
+    "two_hosts": Plot(two_hosts, "Seconds of a step by link and phase", 2.2),
     "quickstart_speed": Plot(warmed_up, "Rollout speed over plain", 1.8),
 }
-"""By page."""
+"""By page, of which one may not have been measured yet."""
 
 
 def save(name: str, rows: Sequence[Row], folder: Path) -> None:

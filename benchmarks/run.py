@@ -30,6 +30,7 @@ BENCHMARKS = {
     "drafter_kinds": "what draft tokens of small models and of text drafters cost, and what learning them takes",
     "drafter_refresh": "accept_length of a draft model that stays fresh, beside a frozen one",
     "quickstart_speed": "rollouts of the quickstart with a draft model of the warm-up, beside plain ones",
+    "two_hosts": "seconds and bytes per phase of an RL step on two hosts, over several links (needs root)",
     "speculation_speed": "tokens per second of plain SGLang, its own speculation, and ours",
     "keys_once": "attention of a verification with keys read once per row, or once per tile of rows",
     "speculation_speed_profile": "where the time of a round goes, of the contestants of speculation_speed",

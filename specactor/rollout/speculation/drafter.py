@@ -34,9 +34,10 @@ class DraftSequence:
 class Drafter(ABC):
     """A draft method. One object serves all requests of an engine; its methods are called from one thread.
 
-    While decoding is plain, a drafter over text (one that drafts first, and not ahead) hears of requests later, also of
-    those that ended, and of prompts that nobody asks it for perhaps never; others hear of those requests alone that
-    they are asked for. Whatever a drafter is asked for was opened, and the tokens to draft from were committed."""
+    A drafter hears of requests, and of their tokens, just before it is asked: whatever it is asked for was opened, and
+    the tokens to draft from were committed. While decoding is plain, a drafter over text (one that drafts first, and
+    not ahead) hears later of requests that end, and of prompts that nobody asks it for perhaps never; others hear of
+    those requests alone that they are asked for."""
 
     name: str
     drafts_first: bool = True

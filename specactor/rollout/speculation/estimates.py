@@ -16,7 +16,7 @@ from specactor.rollout.speculation.costs import CostTable, OnlineCosts
 from specactor.rollout.speculation.counters import Counts
 from specactor.rollout.speculation.drafter import Drafter, DraftSequence
 from specactor.rollout.speculation.probing import BackOff, Seen
-from specactor.rollout.speculation.verification import Credit, Decision, credits_of
+from specactor.rollout.speculation.verification import Credit, Decision, common, credits_of
 from specactor.rollout.speculation.windows import OFF
 
 NEW_WEIGHTS_WEIGHT = 0.5
@@ -81,7 +81,11 @@ class Estimates:
             drafted, right, total_drafted, total_right = self._tree_round(decision, sequences, accepted)
         else:
             drafted = [len(draft) for draft in decision.drafts] if is_drafted else []
-            right = [len(tokens) for tokens in accepted] if is_drafted else []
+            right = [
+                len(tokens) if draft[: len(tokens)] == tokens else common(draft, tokens)
+                for draft, tokens in zip(decision.drafts, accepted, strict=True)
+                if is_drafted
+            ]
             total_drafted, total_right = sum(drafted), sum(right)
             if is_drafted:
                 self._verified(decision.drafter, decision, sequences, drafted, right)

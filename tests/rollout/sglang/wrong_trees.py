@@ -20,6 +20,7 @@ from torch import Tensor
 from specactor.rollout.sglang import verify_batch as spreading
 from specactor.rollout.sglang import verify_worker
 from specactor.rollout.sglang.verify_batch import Branches, Rows
+from specactor.rollout.sglang.verify_worker import Worker
 from specactor.rollout.speculation.drafter import DraftSequence
 from specactor.rollout.speculation.drafter_set import DrafterSet
 from specactor.rollout.speculation.speculator import Speculator
@@ -179,7 +180,7 @@ def forgets_whose_child_it_is(right: Function, tree: DraftTree, samples: Sequenc
     return path
 
 
-@in_place_of(verify_worker, "_to_tree")
-def parents_are_lost(right: Function, values: Sequence[int]) -> DraftTree:
-    """Only tokens are agreed upon; they are taken for a chain."""
-    return right([*values[: len(values) // 2], *range(len(values) // 2)])
+@in_place_of(Worker, "_drafts")
+def parents_are_lost(right: Function, worker: Any, reqs: Sequence[Any], running: Sequence[Any]) -> list[DraftTree]:
+    """Trees are taken for chains."""
+    return [DraftTree(tree.tokens, tuple(range(len(tree.tokens)))) for tree in right(worker, reqs, running)]
