@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from megatron.core import parallel_state
 from torch import Tensor
 
 from specactor.config import Config
+from specactor.cpu import megatron as cpu_platform
 from specactor.errors import SpecActorError
 from specactor.parallel.layout import Layout
 from specactor.trainer import model
@@ -37,6 +37,10 @@ from specactor.trainer.objective import (
 from specactor.trainer.packing import checked, split
 from specactor.trainer.routing_replay import RoutingReplay
 from specactor.types import TrainSequence
+
+cpu_platform.install()
+
+from megatron.core import parallel_state  # noqa: E402
 
 
 class TrainingDiverged(SpecActorError):  # noqa: N818
