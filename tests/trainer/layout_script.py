@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +62,7 @@ def use(trainer: PolicyTrainer, case: cases.Case) -> None:
 
 
 def step(trainer: PolicyTrainer, rate: float) -> dict[str, Any]:
-    return asdict(trainer.train_step(SEQUENCES, learning_rate=rate))
+    return trainer.train_step(SEQUENCES, learning_rate=rate).numbers()
 
 
 @torch.no_grad()
@@ -154,7 +154,7 @@ def replay(trainer: PolicyTrainer, folder: Path, reset: Callable[[], None]) -> d
         if experts is None:
             trainer._replay.check = lambda sequences: None  # type: ignore[method-assign]
         try:
-            results[name] = asdict(trainer.train_step(batch, learning_rate=0.0))
+            results[name] = trainer.train_step(batch, learning_rate=0.0).numbers()
         except SpecActorError as error:
             results[name] = f"{type(error).__name__}: {error}"
         vars(trainer._replay).pop("check", None)
@@ -173,7 +173,7 @@ def more_checks(trainer: PolicyTrainer, entry: dict[str, Any]) -> dict[str, Any]
     algorithm = replace(cases.CASES["grpo"].algorithm, kl="k3", kl_coef=0.1)
     use(trainer, cases.Case(algorithm, 1, cases.LEARNING_RATE))
     stale = [replace(s, num_stale=s.response_len // 2) for s in SEQUENCES]
-    result["stale"] = asdict(trainer.train_step(stale, learning_rate=0.0))
+    result["stale"] = trainer.train_step(stale, learning_rate=0.0).numbers()
     result["kl"] = [step(trainer, cases.LEARNING_RATE) for _ in range(2)]
     trainer.reset_optimizer()
     result["supervised"] = [trainer.supervised_step(SEQUENCES, learning_rate=3e-3) for _ in range(3)]

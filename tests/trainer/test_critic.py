@@ -167,15 +167,15 @@ def test_a_wrong_value_loss_is_caught(wrong: ValueLoss) -> None:
 def test_a_resumed_run_goes_on_bit_for_bit_with_its_critic(two_ranks: dict[str, Any]) -> None:
     saved = two_ranks["save ppo"]
     assert saved["resumed"] == saved["undisturbed"]
-    assert saved["before"][1]["critic"] != saved["undisturbed"][0]["critic"]
+    assert saved["before"][1]["critic_loss"] != saved["undisturbed"][0]["critic_loss"]
 
 
 def test_a_critic_is_loaded_under_another_layout(two_ranks: dict[str, Any]) -> None:
     for got, expected in zip(
         two_ranks["ppo EP2 -> TP2xEP2"]["resumed"], two_ranks["save ppo"]["undisturbed"], strict=True
     ):
-        for name in ("loss", "grad_norm", "explained_variance"):
-            assert got["critic"][name] == pytest.approx(expected["critic"][name], rel=1e-4), name
+        for name in ("critic_loss", "critic_grad_norm", "critic_explained_variance"):
+            assert got[name] == pytest.approx(expected[name], rel=1e-4), name
 
 
 def test_a_checkpoint_without_a_critic_is_refused(one_rank: dict[str, Any]) -> None:
