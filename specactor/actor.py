@@ -121,7 +121,7 @@ class SpecActor:
     def learnable(self, groups: Sequence[ScoredGroup]) -> list[TrainSequence]:
         """Groups -> sequences with advantages."""
         kind, rewards = self.config.algorithm.advantage, [list(g.rewards) for g in groups]
-        advantages = _advantages(rewards, kind)
+        advantages = self._advantages(rewards, kind)
         return [
             TrainSequence(
                 token_ids=t.prompt_ids + t.token_ids,
@@ -137,6 +137,15 @@ class SpecActor:
             for group_id, (group, of_group) in enumerate(zip(groups, advantages, strict=True))
             for t, advantage, reward in zip(group.trajectories, of_group, group.rewards, strict=True)
         ]
+
+    def _advantages(self, rewards: list[list[float]], kind: str) -> list[list[float]]:
+        """Return the advantage of each response, by group."""
+        if kind == "gae":  # the trainer makes one for each token, with its critic
+            return [[0.0] * len(of_group) for of_group in rewards]
+        if ":" not in kind:
+            return group_advantages(rewards, cast("AdvantageKind", kind))
+        own = self.collective.together("advantages", lambda: hooks.advantages_by(kind, rewards))
+        return self.collective.gather(own, list[list[float]])[0]  # a hook may answer as it likes
 
     def train(self, batch: Sequence[TrainSequence]) -> TrainStats:
         """One or more optimizer updates: the policy moves to its next version."""
@@ -219,12 +228,3 @@ class SpecActor:
         self.rollouts.restore(state)
         if self.distillation is not None and isinstance(kept := state.get("distillation"), dict):
             self.distillation.restore(kept)
-
-
-def _advantages(rewards: list[list[float]], kind: str) -> list[list[float]]:
-    """Return the advantage of each response, by group."""
-    if kind == "gae":  # the trainer makes one for each token, with its critic
-        return [[0.0] * len(of_group) for of_group in rewards]
-    if ":" in kind:
-        return hooks.advantages_by(kind, rewards)
-    return group_advantages(rewards, cast("AdvantageKind", kind))

@@ -97,7 +97,7 @@ def of_environments(groups: Sequence[ScoredGroup], num_failed: int) -> dict[str,
     if not talks and not num_failed:
         return {}
     return {
-        "environment/turns_mean": fmean(t.num_turns for t in talks),
+        "environment/turns_mean": fmean(t.num_turns for t in talks) if talks else 0.0,
         "environment/observations": sum(t.num_turns - 1 for t in talks),
         "environment/observation_tokens": sum(t.loss_mask.count(False) for t in talks),
         "environment/failed": num_failed,

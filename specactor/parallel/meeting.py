@@ -131,7 +131,8 @@ def _hold(store: Store, own: Greeting, rank: int, world: int) -> tuple[str, Verd
 def _join(store: Store, own: Greeting, rank: int, world: int) -> tuple[str, Verdict]:
     """The others answer until a verdict names them: what they read first may be of an earlier start."""
     store.set_timeout(timedelta(seconds=MEET_S))
-    while True:
+    deadline = time.monotonic() + 2 * MEET_S
+    while time.monotonic() < deadline:
         try:
             token = store.get(_TOKEN).decode()
             store.set(f"{token}/{rank}", msgspec.json.encode(own).decode())
@@ -144,6 +145,7 @@ def _join(store: Store, own: Greeting, rank: int, world: int) -> tuple[str, Verd
             continue
         except DistNetworkError as error:
             raise PeerFailedError(f"meeting: the launcher on the host of rank 0 is gone ({error})") from None
+    raise PeerFailedError(f"meeting: got no verdict of rank 0 within {2 * MEET_S:g} s, expected one. See its log.")
 
 
 def _connected(head: str, port: int) -> Store:

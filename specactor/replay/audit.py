@@ -12,6 +12,8 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import torch
+
 from specactor.config import Config
 from specactor.errors import AgreementError
 from specactor.parallel.collective import Collective
@@ -19,8 +21,10 @@ from specactor.progress import Progress
 from specactor.replay.compare import TIES, Finding, first_difference
 from specactor.replay.noise import noise_of
 from specactor.replay.records import SampleRecord, StepRecord
+from specactor.rollout.guarantee import SAME_BITS, guarantee
 from specactor.rollout.pool import EnginePool
 from specactor.rollout.requests import sampling_of
+from specactor.rollout.sglang.engine_client import EngineDied
 from specactor.types import RolloutRequest, ScoredGroup, Trajectory
 
 SHARE = 0.01  # of a step's seconds, what audits may take
@@ -36,7 +40,8 @@ class AuditReport:
     responses: int = 0
     tokens: int = 0
     ties: int = 0  # responses that differ where two tokens score within rounding of each other
-    differences: tuple[str, ...] = ()  # of other responses that differ: where and why
+    differences: int = 0  # other responses that differ
+    told: str = ""  # where the first of them does, and why
 
 
 class Audit:
@@ -47,6 +52,8 @@ class Audit:
         self.pool = pool
         self.collective = collective
         self.progress = progress
+        engine, gpu = config.rollout.engine, torch.cuda.is_available()
+        self._has_same_bits = guarantee(engine, gpu=gpu, dtype=config.model.dtype).promise == SAME_BITS
         self._saved_s = 0.0
         self._token_s = 0.0  # of a round of an audit, on this machine; 0 before the first
 
@@ -60,7 +67,8 @@ class Audit:
 
         Raises AgreementError on all ranks, with rollout.audit stop, when a response differs.
         """
-        if self.config.rollout.audit == "off":
+        rollout = self.config.rollout
+        if rollout.audit == "off" or not (self._has_same_bits or noise_of(rollout)):  # ties would look like faults
             return {}
         self._saved_s += SHARE * step_s
         tokens = self._affordable(groups)
@@ -70,14 +78,14 @@ class Audit:
             chosen = choose(groups, seed=self.config.seed, step=step, version=version)
             report = self.collective.together("audit", lambda: self._own(step, chosen, tokens))
             reports = self.collective.gather(report, AuditReport)
-        found = [text for report in reports for text in report.differences]
-        if found:
-            self._tell(step, found)
+        count = sum(report.differences for report in reports)
+        if count:
+            self._tell(step, count, next(report.told for report in reports if report.told))
         return {
             "audit/responses": sum(report.responses for report in reports),
             "audit/tokens": sum(report.tokens for report in reports),
             "audit/ties": sum(report.ties for report in reports),
-            "audit/differences": len(found),
+            "audit/differences": count,
         }
 
     def _affordable(self, groups: Sequence[ScoredGroup]) -> int:
@@ -95,15 +103,23 @@ class Audit:
             given = [t for t in chosen if (t.group_id + 1) % engines == engine.index]
             if not given or not engine.alive:
                 continue
-            again = engine.generate([self._request(t, tokens) for t in given])
-            findings = [self._compare(step, *pair, tokens) for pair in zip(given, again, strict=True)]
-            ties = sum(f is not None and f.cause == TIES for f in findings)
-            told = tuple(f"{f.where}: {f.cause}. {'; '.join(f.evidence)}" for f in findings if f and f.cause != TIES)
+            try:
+                again = engine.generate([self._request(t, tokens) for t in given])
+            except EngineDied:  # the next sync replaces it
+                continue
+            pairs = list(zip(given, again, strict=True))
+            findings = [self._compare(step, [pair], tokens) for pair in pairs]
+            is_tie = [found is not None and found.cause == TIES for found in findings]
+            # A cause shows in how many differ, so it is looked for in all of them together.
+            others = [pair for pair, tie in zip(pairs, is_tie, strict=True) if not tie]
+            found = self._compare(step, others, tokens)
+            told = f"{found.where}: {found.cause}. {'; '.join(found.evidence)}" if found is not None else ""
             report = AuditReport(
                 responses=report.responses + len(given),
                 tokens=report.tokens + sum(len(t.token_ids) for t in again),
-                ties=report.ties + ties,
-                differences=report.differences + told,
+                ties=report.ties + sum(is_tie),
+                differences=report.differences + sum(f is not None for f in findings) - sum(is_tie),
+                told=report.told or told,
             )
         seconds = time.perf_counter() - began
         self._saved_s -= seconds
@@ -122,23 +138,29 @@ class Audit:
             is_drafted=False,
         )
 
-    def _compare(self, step: int, response: Trajectory, again: Trajectory, tokens: int) -> Finding | None:
-        begun = replace(response, token_ids=response.token_ids[:tokens], logprobs=response.logprobs[:tokens])
-        engines = self.config.parallel.engines
-        config = {"rollout": {"speculation": {"mode": self.config.rollout.speculation.mode}}}
-        ours, theirs = (
-            StepRecord(step=step, samples=(_record(t, response),), config=of, engines=engines)
-            for t, of in ((begun, config), (again, {}))
-        )
-        return first_difference([ours], [theirs], noise=noise_of(self.config.rollout))
+    def _compare(self, step: int, pairs: Sequence[tuple[Trajectory, Trajectory]], tokens: int) -> Finding | None:
+        """Compare beginnings of responses with what was generated again."""
+        ours: list[SampleRecord] = []
+        theirs: list[SampleRecord] = []
+        for response, again in pairs:
+            begun, logprobs = response.token_ids[:tokens], response.logprobs[:tokens]
+            if not self._has_same_bits:  # tokens alone can be compared: what led to them is known to differ a little
+                both = zip(begun, again.token_ids, strict=False)
+                same = next((i for i, (x, y) in enumerate(both) if x != y), len(again.token_ids))
+                logprobs = again.logprobs[:same] + logprobs[same:]
+            ours.append(_record(response, begun, logprobs))
+            theirs.append(_record(response, again.token_ids, again.logprobs))
+        mode, engines = self.config.rollout.speculation.mode, self.config.parallel.engines
+        config = {"rollout": {"speculation": {"mode": mode}}, "model": {"dtype": self.config.model.dtype}}
+        a = StepRecord(step=step, samples=tuple(ours), config=config, engines=engines)
+        b = StepRecord(step=step, samples=tuple(theirs), engines=engines)
+        return first_difference([a], [b], noise=noise_of(self.config.rollout))
 
-    def _tell(self, step: int, found: Sequence[str]) -> None:
-        first = found[0]
-        command = f"specactor replay {self.config.output_dir}/{self.config.name} --step {step}"
+    def _tell(self, step: int, count: int, first: str) -> None:
         message = (
-            f"audit: {len(found)} responses of step {step} differ when an engine begins them again without drafts: "
+            f"audit: {count} responses of step {step} differ when an engine begins them again without drafts: {first}. "
+            f"specactor replay {self.config.output_dir}/{self.config.name} --step {step} runs the step again"
         )
-        message += f"{first}. {command} runs the step again"
         if self.config.rollout.audit == "stop":
             raise AgreementError(f"rollout.audit: {message}. --rollout.audit warn goes on after it.")
         self.progress.note(message)
@@ -150,9 +172,10 @@ def choose(groups: Sequence[ScoredGroup], *, seed: int, step: int, version: int)
     return random.Random(f"audit {seed} {step}").sample(whole, min(RESPONSES, len(whole)))
 
 
-def _record(t: Trajectory, of: Trajectory) -> SampleRecord:
+def _record(of: Trajectory, token_ids: Sequence[int], logprobs: Sequence[float]) -> SampleRecord:
     """What is compared of a response; the rest is equal by what was asked for."""
     return SampleRecord.of(
+        request_id=of.request_id,
         group=of.group_id,
         sample=int(of.request_id.rpartition(".")[2]),
         problem=0,
@@ -160,8 +183,8 @@ def _record(t: Trajectory, of: Trajectory) -> SampleRecord:
         spans=(),
         finish_reason="",
         prompt_ids=of.prompt_ids,
-        token_ids=t.token_ids,
-        logprobs=t.logprobs,
+        token_ids=token_ids,
+        logprobs=logprobs,
         routed_experts=b"",
         score=0.0,
         reward=0.0,

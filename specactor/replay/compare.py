@@ -18,19 +18,21 @@ from typing import Any
 
 import numpy as np
 
-from specactor.replay.records import BLOCK, RankWeights, SampleRecord, StepRecord, by_place
+from specactor.replay.records import BLOCK, RankWeights, SampleRecord, StepRecord, by_request
 
 Noise = Callable[[int, int, int], float]
 """(seed, position in the sequence, token) -> what the engine adds to the token's log-probability."""
 
 TIE = 1e-3
-"""Two candidates whose scores with noise are closer than this may swap by rounding; kernels differ by about 1e-5."""
+"""Two candidates whose scores with noise are closer than this may swap by rounding: float32 kernels differ by 1e-5."""
+TIE_OF_BFLOAT16 = 0.1
+"""The same, where log-probabilities of one token differ by some hundredths from kernel to kernel."""
 TIES = "a kernel's tie"  # the cause of such a difference
 MOST = 0.5  # share of a step's samples that a cause which holds for every token changes at least
 NO_MATTER = (
     *("name", "output_dir", "resume", "checkpoint", "eval.every", "tracking", "parallel.engines"),
     *("parallel.drafters", "parallel.drafter_hosts", "parallel.drafter_network", "parallel.timeout_s"),
-    *("rollout.speculation", "distillation", "weights_sync", "train.steps"),
+    *("rollout.speculation", "rollout.audit", "distillation", "weights_sync", "train.steps"),
 )
 """Settings that change no token and no weight. With train.steps the learning rate may; that is compared itself."""
 TEMPLATE = "prompt template or tokenizer"
@@ -63,12 +65,10 @@ def first_difference(
         noise: of the engines' sampler; without it ties and wrong acceptances are not told apart.
     """
     other = {record.step: record for record in theirs}
-    before: tuple[StepRecord, StepRecord] | None = None
     for a in sorted(ours, key=lambda record: record.step):
-        if (b := other.get(a.step)) is not None:
-            if (found := _compare(a, b, before, noise)) is not None:
-                return found
-            before = a, b
+        b = other.get(a.step)
+        if b is not None and (found := _compare(a, b, noise)) is not None:
+            return found
     return None
 
 
@@ -87,11 +87,9 @@ def settings_that_differ(a: Mapping[str, Any], b: Mapping[str, Any], prefix: str
     return found
 
 
-def _compare(
-    a: StepRecord, b: StepRecord, before: tuple[StepRecord, StepRecord] | None, noise: Noise | None
-) -> Finding | None:
+def _compare(a: StepRecord, b: StepRecord, noise: Noise | None) -> Finding | None:
     for samples in _pairs(a, b):
-        found = _of_inputs(a, b, samples) or _of_responses(a, b, samples, before, noise) or _of_rewards(a, b, samples)
+        found = _of_inputs(a, b, samples) or _of_responses(a, b, samples, noise) or _of_rewards(a, b, samples)
         if found is not None:
             return found
     return _of_training(a, b)
@@ -102,10 +100,10 @@ Pairs = list[tuple[SampleRecord, SampleRecord]]
 
 def _pairs(a: StepRecord, b: StepRecord) -> Iterator[Pairs]:
     """Samples that both have; a replay may have one alone."""
-    x, y = by_place(a.samples), by_place(b.samples)
-    shared = sorted(x.keys() & y.keys())
+    x, y = by_request(a.samples), by_request(b.samples)
+    shared = [request_id for request_id in x if request_id in y]
     if shared:
-        yield [(x[place], y[place]) for place in shared]
+        yield [(x[request_id], y[request_id]) for request_id in shared]
 
 
 def _place(s: SampleRecord, token: int | None = None) -> str:
@@ -143,9 +141,7 @@ def _of_inputs(a: StepRecord, b: StepRecord, pairs: Pairs) -> Finding | None:
     return None
 
 
-def _of_responses(
-    a: StepRecord, b: StepRecord, pairs: Pairs, before: tuple[StepRecord, StepRecord] | None, noise: Noise | None
-) -> Finding | None:
+def _of_responses(a: StepRecord, b: StepRecord, pairs: Pairs, noise: Noise | None) -> Finding | None:
     """Compare what the engines generated from equal requests."""
     differing = [p for p in pairs if any(getattr(p[0], n) != getattr(p[1], n) for n in ("tokens", "logprobs", "spans"))]
     if not differing:
@@ -199,22 +195,24 @@ def _of_engines(
     position = x.prompt_len + at
     gap = scores[0] + noise(x.seed, position, tokens[0]) - scores[1] - noise(y.seed, position, tokens[1])
     told += f"; with the noise of seed {x.seed} token {tokens[0]} scores {gap:+.4f} against token {tokens[1]}"
-    cause = _sampler_cause(a, b, gap, len(differing) / total)
+    # A response's first token comes from its prefill: no verification has part in it.
+    at_once = any(start == 0 for _, _, start in kept)
+    cause = _sampler_cause(a, b, gap, is_usual=len(differing) >= MOST * total, at_once=at_once)
     return Finding(step=a.step, cause=cause, where=where, evidence=(*evidence, told))
 
 
-def _sampler_cause(a: StepRecord, b: StepRecord, gap: float, share: float) -> str:
+def _sampler_cause(a: StepRecord, b: StepRecord, gap: float, *, is_usual: bool, at_once: bool) -> str:
     """Equal tokens and log-probabilities up to a place where two tokens differ: how one of them was chosen."""
-    if abs(gap) < TIE:
+    is_coarse = a.config.get("model", {}).get("dtype") == "bfloat16"
+    if abs(gap) < (TIE_OF_BFLOAT16 if is_coarse else TIE):
         return TIES
     wrong = a if gap < 0 else b
     which = "the first run" if gap < 0 else "the second run"
-    if share >= MOST:
+    speculates = not at_once and wrong.config.get("rollout", {}).get("speculation", {}).get("mode", "off") != "off"
+    if is_usual and not speculates:
         return f"noise: {which} did not sample with its seeds"
-    speculation = wrong.config.get("rollout", {}).get("speculation", {}).get("mode", "off")
-    return (
-        f"{'speculation' if speculation != 'off' else 'sampling'}: {which} emitted a token that its noise does not pick"
-    )
+    who = ("speculation or noise" if is_usual else "speculation") if speculates else "sampling"
+    return f"{who}: {which} emitted a token that its noise does not pick"
 
 
 def _engine_cause(a: StepRecord, b: StepRecord, differing: Pairs, total: int) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 
 from specactor import __version__
 from specactor.parallel.collective import Collective
-from specactor.replay.records import RankWeights, SampleRecord, StepRecord, drop_before, file_of, write
+from specactor.replay.records import RankWeights, SampleRecord, StepRecord, drop_before, file_of, steps_of, write
 from specactor.trainer.policy import PolicyTrainer, TrainStats
 from specactor.types import ScoredGroup, TrainSequence
 from specactor.weights_sync.digest import digest
@@ -42,7 +42,11 @@ class StepRecorder:
         if self.share == "off":
             return
         weights = self._weights()
-        if self.collective.rank == 0 and not file_of(self.run, step).exists():
+        if self.collective.rank:
+            return
+        for later in (s for s in steps_of(self.run) if s > step):
+            file_of(self.run, later).unlink()  # of a history that was left by resuming from an earlier checkpoint
+        if not file_of(self.run, step).exists():
             write(self.run, self._record(step=step, weights=weights))
 
     def stepped(
@@ -62,6 +66,7 @@ class StepRecorder:
         advantages = iter([sequence.advantage for sequence in batch])
         samples = tuple(
             SampleRecord.of(
+                request_id=t.request_id,
                 group=t.group_id,
                 sample=int(t.request_id.rpartition(".")[2]),
                 problem=group.problem.index,

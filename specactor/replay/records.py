@@ -31,6 +31,7 @@ _MAGIC = b"SPAR"
 class SampleRecord(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     """One response."""
 
+    request_id: str  # unique in the step; the same in every run that asks for the response
     group: int  # number of its group in the step that asked for it
     sample: int  # number in its group
     problem: int  # of the problem in its data set
@@ -156,6 +157,6 @@ def drop_before(run: Path, step: int) -> None:
             file_of(run, old).unlink(missing_ok=True)
 
 
-def by_place(samples: Iterable[SampleRecord]) -> dict[tuple[int, int], SampleRecord]:
-    """(group, sample) -> record."""
-    return {(s.group, s.sample): s for s in samples}
+def by_request(samples: Iterable[SampleRecord]) -> dict[str, SampleRecord]:
+    """Request id -> record, in the order of the step."""
+    return {s.request_id: s for s in samples}

@@ -136,8 +136,8 @@ class RolloutCollector:
                 trajectories = self._generate_all(requests, problems)
             with self.progress.phase("reward"):
                 scored = self._score_groups(problems, trajectories)
-            for group in scored:
-                (groups if not dynamic or self._teaches(group) else spare).append(group)
+            for group, kept in zip(scored, self._teaching(scored) if dynamic else [True] * len(scored), strict=True):
+                (groups if kept else spare).append(group)
             if len(groups) == want:
                 break
         return self._not_empty(groups + spare[: want - len(groups)])
@@ -151,10 +151,13 @@ class RolloutCollector:
             )
         return groups
 
-    def _teaches(self, group: ScoredGroup) -> bool:
-        """Whether dynamic sampling keeps the group."""
+    def _teaching(self, groups: Sequence[ScoredGroup]) -> list[bool]:
+        """Return which groups dynamic sampling keeps: as rank 0 has it, since a filter may answer as it likes."""
         name = self.config.algorithm.group_filter
-        return hooks.keeps(name, group) if name else informative(group.rewards)
+        if not name:
+            return [informative(group.rewards) for group in groups]
+        own = self.collective.together("group filter", lambda: [hooks.keeps(name, group) for group in groups])
+        return self.collective.gather(own, list[bool])[0]
 
     def collect_again(self, step: int, group: int, sample: int | None) -> list[ScoredGroup]:
         """Return one group of the step after `step` finished ones, or one response of it, without the others."""

@@ -122,14 +122,14 @@ def checked(sequences: Sequence[TrainSequence]) -> Sequence[TrainSequence]:
 
 
 def split(sequences: Sequence[TrainSequence], updates: int) -> list[Sequence[TrainSequence]]:
-    """Groups in order of appearance, in `updates` shares of nearly equal numbers of groups; no group is torn."""
+    """Groups in order of appearance, in `updates` shares of nearly equal numbers of groups; no group is torn.
+
+    Of fewer groups, as environments that failed may leave, each is a share.
+    """
     if updates == 1:
         return [sequences]
     groups = list(dict.fromkeys(s.group_id for s in sequences))
-    if len(groups) < updates:
-        raise DataError(
-            f"train.updates_per_step: got {updates}, expected at most {len(groups)} groups in the step. Lower it."
-        )
+    updates = min(updates, len(groups))
     bounds = [round(i * len(groups) / updates) for i in range(updates + 1)]
     shares = [set(groups[start:end]) for start, end in pairwise(bounds)]
     return [[s for s in sequences if s.group_id in share] for share in shares]

@@ -210,6 +210,7 @@ class Receiver:
         except (OSError, WeightSyncError) as error:
             return msgspec.msgpack.encode(PlanReply(refusal=str(error)))
         self._plan = _Plan(digest_of(memoryview(payload)), chunks, sizes, memories)
+        self.close()  # the trainer needs its buckets no more
         return msgspec.msgpack.encode(PlanReply(chunks=chunks))
 
     def pull(self, rank: EngineRank, payload: bytes) -> bytes:

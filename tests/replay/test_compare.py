@@ -66,6 +66,7 @@ def sample(step: int, group: int, k: int, made: Made, *, is_whole: bool = True) 
         tokens.append(token)
         logprobs.append(float(values[token].to(torch.float32)))
     return SampleRecord.of(
+        request_id=f"{step}.{group}.{k}",
         group=group,
         sample=k,
         problem=group + made.problem,

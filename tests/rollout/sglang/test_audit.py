@@ -109,7 +109,7 @@ def test_wrong_tokens_are_found_and_verification_is_named(engine: Engine) -> Non
     found = own.look(7, 0, wrong, step_s=1000.0)
     assert found["audit/differences"] > 0
     assert "--step 7 runs the step again" in told.notes[0]
-    assert "speculation: the first run emitted a token that its noise does not pick" in told.notes[0]
+    assert "speculation or noise: the first run emitted a token that its noise does not pick" in told.notes[0]
     own, _ = audit(engine, "stop")
     with pytest.raises(AgreementError, match=r"rollout\.audit: audit: .* responses of step 7 differ"):
         own.look(7, 0, wrong, step_s=1000.0)
