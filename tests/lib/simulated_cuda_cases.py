@@ -9,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
 
 from specactor.cpu import torchvision_ops
@@ -101,7 +102,8 @@ def one_round(device: str, rounds: int = 1) -> list[Any]:
             paths.append(accepted_path(tree, samples[rows.starts[i] : rows.starts[i + 1]]))
             places.keep(req, verify_batch.num_cached(req), tree, paths[-1])
         places.give_back()
-        verify_worker._keep(result, [rows.starts[i] + row for i, path in enumerate(paths) for row in path])
+        kept = [rows.starts[i] + row for i, path in enumerate(paths) for row in path]
+        verify_worker._keep(result, np.array(kept, np.int64))
         found = [batch.seq_lens_cpu.tolist(), paths, samples]
     found += [batch.seq_lens, batch.out_cache_loc, batch.input_ids, pool.req_to_token, result.next_token_ids]
     return [x.cpu().tolist() if isinstance(x, torch.Tensor) else x for x in found]

@@ -42,7 +42,7 @@ def masked() -> list[TrainSequence]:
 
 
 def loss_of(batch: Sequence[TrainSequence], logits_1TV: Tensor, kind: str) -> tuple[Tensor, dict[str, Tensor]]:
-    algorithm = AlgorithmConfig(loss=kind, aggregation="sequence_mean", tis_cap=2.0)  # type: ignore[arg-type]
+    algorithm = AlgorithmConfig(loss=kind, aggregation="sequence_mean")
     weights = token_weights([s.num_learned for s in batch], "sequence_mean", 32)
     micro = build(items_of(batch, weights, None, None), Shape(1, 0, 1), CPU)
     return PolicyObjective(algorithm, 1.0)(micro, logits_1TV)
