@@ -174,6 +174,8 @@ class RolloutCollector:
         with self.progress.phase("eval"):
             found = {name: self._evaluated(data[: self.config.eval.problems]) for name, data in self.eval_data.items()}
             self.stats()  # the next step counts from here
+            # After a resume no evaluation comes before the step: keys left of one would change the step's last bits.
+            self.collective.together("flush", self.pool.flush)
         return found
 
     def _evaluated(self, problems: Sequence[Problem]) -> list[ScoredGroup]:
