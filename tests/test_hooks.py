@@ -163,8 +163,10 @@ def test_an_advantage() -> None:
 
 def test_a_filter_of_groups() -> None:
     algorithm = AlgorithmConfig(dynamic_sampling=True, group_filter="mine:not_hopeless")
-    collector = cast(RolloutCollector, SimpleNamespace(config=SimpleNamespace(algorithm=algorithm)))
-    assert [RolloutCollector._teaches(collector, group(*scores)) for scores in ((0, 0), (1, 1))] == [False, True]
+    alone = SimpleNamespace(together=lambda _, work: work(), gather=lambda value, _: [value])
+    job = SimpleNamespace(config=SimpleNamespace(algorithm=algorithm), collective=alone)
+    groups = [group(*scores) for scores in ((0, 0), (1, 1))]
+    assert RolloutCollector._teaching(cast(RolloutCollector, job), groups) == [False, True]
 
 
 def test_a_loss(one_rank: None) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import time
 from pathlib import Path
 
 import pytest
@@ -46,12 +47,14 @@ def test_output_is_bounded() -> None:
 
 
 def test_wall_time_is_bounded_and_all_that_was_started_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(python_tool, "WALL_S", 3.0)
-    text = output(
-        "import os, time\nos.fork(); os.setsid() if os.getpid() > 1 else 0\nprint('in', flush=True)\ntime.sleep(1e6)"
-    )
-    assert text.startswith("in\n")
-    assert text.endswith("[ended after 3 s]")
+    monkeypatch.setattr(python_tool, "WALL_S", 8.0)  # an interpreter may take seconds to start on a busy machine
+    code = "import os, time\nos.fork(); os.setsid() if os.getpid() > 1 else 0\nprint('in', flush=True)\ntime.sleep(1e6)"
+    text = output(code)
+    assert text.startswith("in")  # two processes print, side by side
+    assert text.endswith("[ended after 8 s]")
+    deadline = time.monotonic() + 60
+    while processes_with("RLIMIT_") and time.monotonic() < deadline:
+        time.sleep(0.1)  # what was killed may be a while in ending
     assert processes_with("RLIMIT_") == []
 
 
