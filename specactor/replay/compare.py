@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -87,23 +87,15 @@ def settings_that_differ(a: Mapping[str, Any], b: Mapping[str, Any], prefix: str
     return found
 
 
-def _compare(a: StepRecord, b: StepRecord, noise: Noise | None) -> Finding | None:
-    for samples in _pairs(a, b):
-        found = _of_inputs(a, b, samples) or _of_responses(a, b, samples, noise) or _of_rewards(a, b, samples)
-        if found is not None:
-            return found
-    return _of_training(a, b)
-
-
 Pairs = list[tuple[SampleRecord, SampleRecord]]
 
 
-def _pairs(a: StepRecord, b: StepRecord) -> Iterator[Pairs]:
-    """Samples that both have; a replay may have one alone."""
+def _compare(a: StepRecord, b: StepRecord, noise: Noise | None) -> Finding | None:
     x, y = by_request(a.samples), by_request(b.samples)
-    shared = [request_id for request_id in x if request_id in y]
-    if shared:
-        yield [(x[request_id], y[request_id]) for request_id in shared]
+    pairs = [(x[request_id], y[request_id]) for request_id in x if request_id in y]  # a replay may have one alone
+    return (
+        _of_inputs(a, b, pairs) or _of_responses(a, b, pairs, noise) or _of_rewards(a, b, pairs) or _of_training(a, b)
+    )
 
 
 def _place(s: SampleRecord, token: int | None = None) -> str:
