@@ -12,7 +12,7 @@ from specactor.metrics import SPECULATION
 from specactor.rollout.resume import num_begun
 from specactor.rollout.speculation.counters import Counts, Figures
 from specactor.trainer.advantages import informative
-from specactor.types import ScoredGroup, TrainSequence
+from specactor.types import ScoredGroup, TrainSequence, Trajectory
 
 if TYPE_CHECKING:  # these import torch, or start processes
     from specactor.rollout.open_groups import OpenGroup
@@ -80,7 +80,7 @@ def of_step(
         **({f"critic/{name}": value for name, value in asdict(stats.critic).items()} if stats.critic else {}),
         "rollout/tokens": sum(t.num_sampled for t in trajectories),
         "rollout/responses": len(lengths),
-        **({"rollout/expert_bytes": experts} if (experts := sum(len(t.routed_experts) for t in trajectories)) else {}),
+        **({"rollout/expert_bytes": experts} if (experts := sum(map(_expert_bytes, trajectories))) else {}),
         "train/tokens": sum(len(s.token_ids) for s in batch),
         "train/sequences": len(batch),
         "train/microbatches": stats.num_microbatches,
@@ -89,6 +89,10 @@ def of_step(
         "sync/buckets": report.num_rounds,
         "sync/gb_per_s": report.gb_per_s,
     }
+
+
+def _expert_bytes(response: Trajectory) -> int:
+    return len(response.routed_experts) * getattr(response.routed_experts, "itemsize", 1)  # an array, or bytes
 
 
 def of_environments(groups: Sequence[ScoredGroup], num_failed: int) -> dict[str, float]:

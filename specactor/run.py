@@ -12,7 +12,7 @@ from pathlib import Path
 from torch._C._distributed_c10d import Store
 from transformers import PreTrainedTokenizerBase
 
-from specactor import hooks, measurements
+from specactor import hooks, measurements, samples
 from specactor.actor import SpecActor
 from specactor.config import Config, DraftTrainingConfig
 from specactor.config.results import set_name
@@ -251,10 +251,14 @@ def _distillation(
 
 
 def _rollout_writer(config: Config, folder: RunFolder, rank: int) -> Callable[[int, Sequence[ScoredGroup]], None]:
-    """Keeps the responses of every step on disk, where that is wanted."""
-    if rank or not config.distillation.keep_rollouts:
-        return lambda step, groups: None
-    return partial(folder.write_rollouts, temperature=config.rollout.temperature)
+    """Keeps the responses of every step on disk, where that is wanted. Called on all ranks; rank 0 writes."""
+
+    def write(step: int, groups: Sequence[ScoredGroup]) -> None:
+        found = samples.whole(groups, wanted=rank == 0)
+        if rank == 0:
+            folder.write_rollouts(step, found, temperature=config.rollout.temperature)
+
+    return write if config.distillation.keep_rollouts else lambda step, groups: None
 
 
 def _problems(config: Config, tokenizer: PreTrainedTokenizerBase) -> tuple[Dataset, dict[str, Dataset]]:

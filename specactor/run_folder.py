@@ -141,7 +141,7 @@ class RunFolder:
                 "prompt_ids": group.problem.prompt_ids,
                 "answer": group.problem.answer,
                 "response": tokenizer.decode(list(trajectory.token_ids), skip_special_tokens=True),
-                "token_ids": trajectory.token_ids,
+                "token_ids": list(trajectory.token_ids),
                 "temperature": temperature,
                 "score": score,
             }

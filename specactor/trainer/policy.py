@@ -101,7 +101,7 @@ class PolicyTrainer(ModelTrainer):
     def train_step(
         self, sequences: Sequence[TrainSequence], *, learning_rate: float, recorder: TopKRecorder | None = None
     ) -> TrainStats:
-        """Learn from the sequences of one RL step; all ranks pass all of them. Collective.
+        """Learn from the sequences of one RL step; all ranks pass all of them, and one has the tokens. Collective.
 
         Makes ``train.updates_per_step`` optimizer updates, each on its share of the groups. Raises DataError for a
         sequence without prompt or an update without response tokens, TrainingDiverged when loss or gradient is not
@@ -110,7 +110,7 @@ class PolicyTrainer(ModelTrainer):
         objective: Objective = self._objective if recorder is None else recorder.around(self._objective)
         if self._replay is not None:
             self._replay.check(sequences)
-        updates = split(checked(sequences), self.config.train.updates_per_step)
+        updates = [self._own(part) for part in split(checked(sequences), self.config.train.updates_per_step)]
         none: list[Sequence[Estimate]] = [()] * len(updates)
         estimates = self.critic.estimates(updates) if self.critic is not None else none
         old = [self._logprobs(part) if len(updates) > 1 else None for part in updates]

@@ -118,3 +118,16 @@ def test_given_experts_are_taken_by_the_token_that_they_are_of(
         with pytest.raises(AssertionError):
             assert_same_step(got[wrong], got["free"])
     assert got["missing"] == expected["missing"]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "names"), [("one_rank", ["single"]), ("two_ranks", list(LAYOUTS_2)), ("four_ranks", list(LAYOUTS_4))]
+)
+def test_tokens_by_owner_learn_what_tokens_everywhere_do(
+    request: pytest.FixtureRequest, ranks: str, names: list[str]
+) -> None:
+    """Bit for bit: every figure, and every parameter of every rank."""
+    for name in names:
+        found = request.getfixturevalue(ranks)[name]["ownership"]
+        assert found["by_owner"] == found["everywhere"], name
+        assert found["exchanged"] != found["everywhere"], name
