@@ -103,7 +103,7 @@ def fetch(samples: Sequence[Sample], wanted: Iterable[int], fields: Sequence[str
         (i, field, value.rank)
         for i in wanted
         for field, name in enumerate(fields)
-        if isinstance(value := getattr(samples[i], name), Elsewhere) and len(value)
+        if isinstance(value := getattr(samples[i], name), Elsewhere)
     ]
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return list(samples)
@@ -112,12 +112,14 @@ def fetch(samples: Sequence[Sample], wanted: Iterable[int], fields: Sequence[str
     for i, field, holder in asked:
         there: Elsewhere = getattr(samples[i], fields[field])
         come[i][fields[field]] = here = array(there.typecode, bytes(there.itemsize * there.size))
-        works.append(dist.irecv(torch.frombuffer(here, dtype=torch.uint8), holder, group, tag=i * len(fields) + field))
+        if here:
+            bytes_of_it = torch.frombuffer(here, dtype=torch.uint8)
+            works.append(dist.irecv(bytes_of_it, holder, group, tag=i * len(fields) + field))
     for rank, of_rank in enumerate(collective.gather(asked, list[tuple[int, int, int]])):
         for i, field, holder in of_rank:
-            if holder == collective.rank:
-                values = torch.frombuffer(getattr(samples[i], fields[field]), dtype=torch.uint8)
-                works.append(dist.isend(values, rank, group, tag=i * len(fields) + field))
+            if holder == collective.rank and (values := getattr(samples[i], fields[field])):
+                bytes_of_it = torch.frombuffer(values, dtype=torch.uint8)
+                works.append(dist.isend(bytes_of_it, rank, group, tag=i * len(fields) + field))
     for work in works:
         assert work is not None, "this rank belongs to the group of all"
         work.wait()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from array import array
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,6 +14,8 @@ from hypothesis import strategies as st
 from specactor.errors import SpecActorError
 from specactor.samples import Elsewhere, experts_of, joined, packed
 from specactor.types import Trajectory
+from tests import samples_script
+from tests.lib.ranks import run_ranks
 
 
 def response(prompt: list[int], tokens: list[int], experts: list[int]) -> Trajectory:
@@ -52,3 +56,22 @@ def test_what_is_elsewhere_is_not_read() -> None:
     for read in (list, tuple, np.array, lambda x: array("H", x), lambda x: x[:2], lambda x: 1 in x):
         with pytest.raises(SpecActorError, match="rank 5 holds"):
             read(there)
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_ranks_hold_what_they_made_and_what_they_fetched(world: int, tmp_path: Path) -> None:
+    run_ranks(world, "tests.samples_script", tmp_path, folder=tmp_path)
+    numbers = range(samples_script.RESPONSES)
+    made = [samples_script.response(i) for i in numbers]
+    lengths = [[2, i, i, len(t.routed_experts) // 2, t.num_sampled] for i, t in enumerate(made)]
+    for rank in range(world):
+        found = json.loads((tmp_path / f"{rank}.json").read_text())
+        own = {i for i in numbers if i % world == rank}
+        wanted = {i for i in numbers if (i // 2) % world == rank}
+        assert found["told"] == lengths, "every rank knows all lengths"
+        assert set(found["here"]) == own
+        assert set(found["tokens"]) == own | wanted, "and nothing else"
+        assert set(found["experts of tokens"]) == own & wanted, "of what scores responses, tokens alone travel"
+        assert set(found["right"]) == own | wanted
+        assert set(found["written"]) == (set(numbers) if rank == 0 else own)
+        assert found["again"]
