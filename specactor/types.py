@@ -93,7 +93,8 @@ class Trajectory:
     group_id: int
     prompt_ids: Sequence[int]
     token_ids: Sequence[int]
-    logprobs: Sequence[float]  # of each token under the policy at the sampling temperature; 0 where `loss_mask` is
+    logprobs: Sequence[float]
+    """Of each token under the policy at the sampling temperature; 0 where `loss_mask` is False."""
     finish_reason: FinishReason
     spans: tuple[VersionSpan, ...]
     seed: int = 0  # of its request
