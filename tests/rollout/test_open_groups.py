@@ -14,6 +14,7 @@ from specactor.errors import CheckpointError
 from specactor.rollout import open_groups
 from specactor.rollout.open_groups import OpenGroup
 from specactor.rollout.resume import going_on, whole
+from specactor.samples import packed
 from specactor.types import RolloutRequest, SamplingParams, Trajectory
 
 SIZE = 2
@@ -125,3 +126,11 @@ def test_a_damaged_state_is_refused() -> None:
     groups = open_groups.opened([], [7], make_requests(0, 1))
     with pytest.raises(CheckpointError, match=r"rollout\.group_size: got 5, expected 2"):
         open_groups.restored(open_groups.state(groups), group_size=5)
+
+
+def test_responses_in_arrays_come_back_from_a_checkpoint() -> None:
+    [request, _] = make_requests(0, 1)
+    kept = packed(respond(request, 2, 0, ends=True))
+    group = OpenGroup(problem=0, requests=(request,), finished={request.request_id: kept})
+    [back] = open_groups.restored(json.loads(json.dumps(open_groups.state([group]))), group_size=1)
+    assert packed(back.finished[request.request_id]) == kept
