@@ -132,7 +132,8 @@ def _status_writer(folder: RunFolder, steps: int, members: Sequence[Member]) -> 
 
 
 def model_shape(config: Config) -> ModelShape:
-    """Of the model that will be trained, before it exists. Raises ConfigError when it cannot be read."""
+    """Return the shape of the model that will be trained, before it exists. Raises ConfigError when it cannot be
+    read."""
     if config.model.tiny is not None:
         return ModelShape.of_tiny(config.model.tiny, VOCAB_SIZE)
     return ModelShape.read(Path(config.model.path))
@@ -232,7 +233,7 @@ def _distillation(
     collective: Collective,
     progress: Progress,
 ) -> Distillation | None:
-    """What keeps the draft model fresh, where that is wanted."""
+    """Return what keeps the draft model fresh, where that is wanted."""
     settings = DraftTrainingConfig.of(config.distillation)
     if settings.refresh == "off":
         return None
@@ -326,7 +327,7 @@ def _own_engines(
 
 
 def _places(config: Config, members: Sequence[Member]) -> list[tuple[int, int]]:
-    """Of each engine, the rank that starts it and its first device there."""
+    """Return for each engine the rank that starts it and its first device there."""
     views, local_ranks = [member.view for member in members], [member.local_rank for member in members]
     size, pooled = config.parallel.engine_tensor, config.lends_devices
     return [

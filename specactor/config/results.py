@@ -55,7 +55,7 @@ class EvalConfig:
 
 
 def set_name(source: str) -> str:
-    """Of a set of problems in metrics: its file's, function's or task's own."""
+    """Return the name of a set of problems in metrics: its file's, function's or task's own."""
     return re.sub(r"[^A-Za-z0-9_-]", "_", PurePosixPath(source.rpartition(":")[2]).stem)
 
 

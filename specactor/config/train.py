@@ -116,5 +116,6 @@ def learning_rate(step: int, train: TrainConfig) -> float:
 
 
 def linear_decay(step: int, steps: int, peak: float) -> float:
-    """From `peak` in step 0 down a line to a tenth of it in step ``steps - 1``: a stage of the supervised warm-up."""
+    """Fall from `peak` in step 0 down a line to a tenth of it in step ``steps - 1``: a stage of the supervised
+    warm-up."""
     return peak * (1 - 0.9 * min(1.0, step / max(1, steps - 1)))

@@ -43,7 +43,7 @@ _ASK_AGAIN_S = 1.0
 
 
 class Greeting(msgspec.Struct, frozen=True, kw_only=True):
-    """What one rank tells the others."""
+    """This is what one rank tells the others."""
 
     host: str
     machine: str
@@ -57,7 +57,7 @@ class Greeting(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Verdict(msgspec.Struct, frozen=True, kw_only=True):
-    """What rank 0 makes of all greetings."""
+    """It is what rank 0 makes of all greetings."""
 
     problem: str
     hosts: tuple[str, ...]

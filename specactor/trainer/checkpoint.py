@@ -157,7 +157,7 @@ def _checkpoints(root: Path) -> list[Path]:
 
 
 def _identity(trainer: PolicyTrainer) -> dict[str, Any]:
-    """What must fit when a checkpoint is loaded."""
+    """Return what must fit when a checkpoint is loaded."""
     from specactor.trainer import optimizer  # Megatron, which who only looks for checkpoints does without
 
     hf = trainer.policy.bridge.hf_config

@@ -213,7 +213,7 @@ def _rates(config: Config) -> Iterator[tuple[int, float]]:
 
 
 def _content(model: Path) -> list[tuple[str, int, str]]:
-    """Of a model's folder: names and sizes of its files, and what the small ones hold."""
+    """Return of a model's folder the names and sizes of its files, and what the small ones hold."""
     small = 2**20
     return [
         (file.name, file.stat().st_size, file.read_bytes().hex() if file.stat().st_size < small else "")
