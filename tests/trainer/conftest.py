@@ -103,7 +103,7 @@ def two_ranks(
     for model in ("dense", "tied"):
         for name, parallel in DENSE_2.items():
             entry = {"check": "layout", "model": str(reference / model), "parallel": parallel, "cases": FEW_CASES}
-            spec[f"{model} {name}"] = entry
+            spec[f"{model} {name}"] = entry | {"critic": model == "dense" or deep}
     for mistake in ("no_gradient_sync", "mean_per_rank"):
         spec[mistake] = {"check": "wrong", "mistake": mistake, "model": moe}
     wrong_critic = {"check": "wrong", "mistake": "critic_per_rank", "model": moe, "parallel": LAYOUTS_2["TP2"]}

@@ -114,9 +114,10 @@ def check_layout(entry: dict[str, Any]) -> dict[str, Any]:
         result[name] = step(trainer, cases.CASES[name].rate)
     if folder.name == "moe":
         result["replay"] = replay(trainer, folder, lambda: restore(trainer, snapshot))
-    restore(trainer, snapshot)
-    result["ppo"] = ppo(trainer, folder)
-    trainer.critic = None
+    if entry.get("critic", True):
+        restore(trainer, snapshot)
+        result["ppo"] = ppo(trainer, folder)
+        trainer.critic = None
     if entry.get("more"):
         restore(trainer, snapshot)
         result |= more_checks(trainer, entry)

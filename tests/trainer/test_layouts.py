@@ -100,7 +100,7 @@ def test_four_ranks_learn_with_a_critic_like_one(
 
 
 @pytest.mark.parametrize("name", DENSE_2)
-@pytest.mark.parametrize("model", ["dense", "tied"])
+@pytest.mark.parametrize("model", ["dense", pytest.param("tied", marks=pytest.mark.deep)])
 def test_critics_of_dense_models_learn_like_one(
     one_rank: dict[str, Any], two_ranks: dict[str, Any], model: str, name: str
 ) -> None:
