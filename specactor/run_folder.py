@@ -30,7 +30,7 @@ class Status:
 
 @dataclass(frozen=True, kw_only=True)
 class Replay:
-    """What is run again of another run."""
+    """This is what is run again of another run."""
 
     step: int
     """The last."""
@@ -59,7 +59,7 @@ class RunFolder:
 
     @property
     def replay(self) -> Path:
-        """Where this run is a replay: the `Replay` that it does."""
+        """Return where this run is a replay: the `Replay` that it does."""
         return self.root / "replay.json"
 
     def read_replay(self) -> Replay | None:
