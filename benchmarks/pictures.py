@@ -1,7 +1,8 @@
 """Draws the pictures of the README and the plots of docs/results/ from stored results: python -m benchmarks.pictures
 
 `speed.svg` shows the rows of docs/results/speculation_speed.csv, `timeline.svg` the trace of a real step that is
-stored as docs/results/decoupled_trace.json, `step.svg` which process has which device in a step (not to scale).
+stored as docs/results/decoupled_trace.json, `step.svg` which process has which device in a step (not to scale),
+`hunt.svg` a response and its replay, from docs/results/replay_hunt.json.
 """
 
 from __future__ import annotations
@@ -82,6 +83,29 @@ def draw_step(axes: Axes) -> None:
     axes.set_xlabel("one RL step (not to scale)")
 
 
+def draw_hunt(axes: Axes, hunt: dict[str, Any]) -> None:
+    """Draw both continuations of a prompt around the first token that differs, and each token's score with noise."""
+    at = hunt["token"]
+    first = max(0, at - 9)
+    for row, (name, tokens, scores) in enumerate(
+        zip(("the run", "its replay"), hunt["texts"], hunt["scores"], strict=True)
+    ):
+        for i, (token, score) in enumerate(
+            zip(tokens[first : at + 8], scores[first : at + 8], strict=True), start=first
+        ):
+            colour = LIGHT if i < at else (TRAINER if row == 0 else ENGINE) if i == at else "white"
+            axes.barh(row, 0.92, left=i - 0.46, height=0.5, color=colour, edgecolor=LIGHT)
+            ink = "white" if i == at else INK
+            axes.text(i, row, token.strip() or repr(token)[1:-1], ha="center", va="center", fontsize=9, color=ink)
+            axes.text(i, row + 0.38, f"{score:+.2f}", ha="center", va="center", fontsize=6, color=INK)
+        axes.text(first - 0.8, row, name, ha="right", va="center", fontsize=8, color=INK)
+    axes.set_xlim(first - 3, at + 8)
+    axes.set_ylim(1.7, -0.6)
+    axes.set_yticks([])
+    axes.set_xlabel(f"token of the response to {hunt['prompt']!r}; below each: log-probability and noise")
+    axes.spines["left"].set_visible(False)
+
+
 def spans(trace: dict[str, Any]) -> list[dict[str, Any]]:
     """Return the events of a stored trace with the names of their processes, in milliseconds from the first round."""
     events = trace["traceEvents"]
@@ -134,6 +158,7 @@ def main() -> None:
             ("speed", (6.4, 3.2), lambda a: draw_speed(a, speeds(stored("speculation_speed")))),
             ("step", (8.6, 3.0), draw_step),
             ("timeline", (8.6, 2.1), lambda a: draw_timeline(a, spans(stored_trace()))),
+            ("hunt", (8.6, 1.8), lambda a: draw_hunt(a, json.loads((RESULTS / "replay_hunt.json").read_text()))),
         ):
             figure = Figure(figsize=size, layout="constrained")
             draw(figure.add_subplot())

@@ -172,7 +172,7 @@ def _plan(run: Path, what: Replay, first: int) -> str:
     start = "the start, with its warm-up" if first == 1 else f"the checkpoint of step {first - 1}"
     alone = f", of step {what.step} {', '.join(what.alone)} alone" if what.alone else ""
     if first == 1 and what.step > 1:
-        start += " since no checkpoint before it is kept (--checkpoint.keep and --checkpoint.every keep more)"
+        start += ", since no checkpoint before it is kept (--checkpoint.keep and --checkpoint.every keep more)"
     return f"{steps} from {start}{alone}; {sum(seconds):.0f} s in the run, and the start of the engines"
 
 

@@ -263,6 +263,27 @@ def test_a_sample_alone_is_compared_alone() -> None:
     assert "group 3, sample 1" in found.where
 
 
+def test_another_layout_trains_alike_but_for_rounding() -> None:
+    """One rank in place of two: what it trains is near; what it samples afterwards is another run, and that is said."""
+    one = [
+        msgspec.structs.replace(
+            r,
+            weights=(RankWeights(place=(0, 0, 0, 0), digests={"w": 1}),),
+            metrics={**r.metrics, "grad_norm": 1.00001, "num_microbatches": 4.0} if r.metrics else {},
+        )
+        for r in RUN
+    ]
+    assert first_difference(RUN, one, noise=gumbel) is None
+    other = [msgspec.structs.replace(r, samples=samples(3, Made(model=1))) if r.step == 3 else r for r in one]
+    found = first_difference(RUN, other, noise=gumbel)
+    assert found is not None
+    assert (found.step, found.cause.partition(":")[0]) == (3, "another layout of ranks")
+    far = [msgspec.structs.replace(r, metrics={**r.metrics, "grad_norm": 1.1}) if r.step == 1 else r for r in one]
+    found = first_difference(RUN, far, noise=gumbel)
+    assert found is not None
+    assert (found.step, found.cause) == (1, "training: loss or gradient")
+
+
 def test_the_noise_is_the_samplers() -> None:
     values = torch.randn(64, dtype=torch.float64)
     for seed, position in ((0, 0), (5, 17), (2**31 - 1, 4096)):
