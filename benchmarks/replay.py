@@ -242,7 +242,10 @@ def hunted(base: Path, left_s: float) -> list[str]:
         "token": found.token,
         "texts": [[text([token]) for token in s.token_ids.tolist()] for s in found.pair],
         "scores": [
-            [p + gumbel(s.seed, s.prompt_len + i, t) for i, (t, p) in enumerate(zip(s.token_ids, s.logprob_values))]
+            [
+                p + gumbel(s.seed, s.prompt_len + i, t)
+                for i, (t, p) in enumerate(zip(s.token_ids, s.logprob_values, strict=True))
+            ]
             for s in found.pair
         ],
     }
