@@ -1,38 +1,59 @@
 """A verification that accepts one wrong token in a thousand, for `benchmarks.replay`. It breaks engines that load it.
 
---rollout.speculation.drafters benchmarks.wrong_verification:one_in_a_thousand
+    --rollout.speculation.drafters benchmarks.wrong_verification:one_in_a_thousand
+
+The token has the log-probability that it should have, so engine and trainer agree on it: nothing but the noise tells.
 """
 
 from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from typing import Any
+
+from sglang.srt.layers.sampler import Sampler
+from torch import Tensor
 
 from specactor.rollout.sglang import verify_worker
+from specactor.rollout.sglang.verify_batch import Rows
 from specactor.rollout.speculation.suffix import SuffixDrafter
 from specactor.rollout.speculation.verification import DraftTree
 
 EVERY = 1000.0  # emitted tokens, on average, to a wrong one
 
 
-class WrongPath:
-    """Keeps the first rejected draft token, too, after as many tokens as it draws."""
+class Fault:
+    """Takes a request's first draft token for the target's sample, after as many emitted tokens as it draws."""
 
     def __init__(self) -> None:
-        self._right = verify_worker.accepted_path
+        self._spread, self._path = verify_worker.spread, verify_worker.accepted_path
+        self._sample = Sampler._sample_from_probs
+        self._rows: Rows | None = None
         self._random = random.Random(7)
         self._left = self._random.expovariate(1 / EVERY)
 
-    def __call__(self, tree: DraftTree, samples: Sequence[int]) -> list[int]:
-        path = self._right(tree, samples)
+    def spread(self, batch: Any, rows: Rows, **named: Any) -> None:
+        self._rows = rows
+        self._spread(batch, rows, **named)
+
+    def sample(self, sampler: Any, probs: Tensor, *rest: Any) -> Any:
+        tokens, masks = self._sample(sampler, probs, *rest)
+        rows, self._rows = self._rows, None
+        for tree, first in zip(rows.trees, rows.starts, strict=False) if rows is not None else ():
+            if self._left <= 0 and tree.tokens and tree.tokens[0] != int(tokens[first]):
+                tokens[first] = tree.tokens[0]
+                self._left = self._random.expovariate(1 / EVERY)
+        return tokens, masks
+
+    def accepted_path(self, tree: DraftTree, samples: Sequence[int]) -> list[int]:
+        path = self._path(tree, samples)
         self._left -= len(path)
-        if self._left > 0 or path[-1] + 1 >= tree.num_rows or not tree.is_chain:
-            return path
-        self._left = self._random.expovariate(1 / EVERY)
-        return [*path, path[-1] + 1]
+        return path
 
 
 def one_in_a_thousand() -> SuffixDrafter:
-    if not isinstance(verify_worker.accepted_path, WrongPath):
-        verify_worker.accepted_path = WrongPath()  # type: ignore[assignment]
+    if not isinstance(getattr(verify_worker.spread, "__self__", None), Fault):  # it is loaded more than once
+        fault = Fault()
+        verify_worker.spread, verify_worker.accepted_path = fault.spread, fault.accepted_path
+        Sampler._sample_from_probs = lambda sampler, *arguments: fault.sample(sampler, *arguments)
     return SuffixDrafter()

@@ -147,10 +147,11 @@ def from_json(plain: Mapping[str, Any]) -> Config:
 
 def keep_imports(run: Path) -> None:
     """Write down from which folders this process imports what is not installed."""
-    installed = tuple(sysconfig.get_paths().values())
+    known = (*sysconfig.get_paths().values(), str(EXAMPLES.parent / "launch"))
     folders = [str(Path(place).absolute()) for place in sys.path if Path(place).is_dir()]
+    own = [folder for folder in folders if not folder.startswith(known) and folder != str(EXAMPLES.parent)]
     run.mkdir(parents=True, exist_ok=True)
-    (run / IMPORTS).write_text(json.dumps([folder for folder in folders if not folder.startswith(installed)]))
+    (run / IMPORTS).write_text(json.dumps(own))
 
 
 def imports_of(run: Path) -> list[str]:
