@@ -326,8 +326,8 @@ def result(rows: dict[str, list[str]], base: Path) -> Result:
         "The quickstart with a short warm-up and 64 responses a step (audits: 256) on two trainer ranks and an engine. "
         "A replay starts at the checkpoint before its step and compares prompts, seeds, tokens, log-probabilities, "
         "scores, rewards and data state with the run's records; of whole steps on as many ranks also losses, weights "
-        "and moments to the bit, on another number up to rounding. Wrong: a verification that takes a draft token for the "
-        "target's sample once in 1,000 emitted tokens; its log-probability is right."
+        "and moments to the bit, on another number up to rounding. Wrong: a verification that takes a draft token for "
+        "the target's sample once in 1,000 emitted tokens; its log-probability is right."
     )
     chances = ", ".join(f"{1 - 0.999 ** of['audited']:.0%}" for of in wrong)
     notes = (

@@ -37,8 +37,8 @@ class Fault:
         self._spread(batch, rows, **named)
 
     def sample(self, sampler: Any, probs: Tensor, *rest: Any) -> Any:
+        rows, self._rows = self._rows, None  # of this call, and not of those that it makes
         tokens, masks = self._sample(sampler, probs, *rest)
-        rows, self._rows = self._rows, None
         for tree, first in zip(rows.trees, rows.starts, strict=False) if rows is not None else ():
             if self._left <= 0 and tree.tokens and tree.tokens[0] != int(tokens[first]):
                 tokens[first] = tree.tokens[0]
