@@ -122,6 +122,17 @@ def test_one_response_is_run_again_with_speculation(finished: Launched) -> None:
 
 
 @pytest.mark.deep
+def test_twenty_responses_are_each_made_alone_with_a_drafter_process(finished: Launched, draft_model: str) -> None:
+    """Of all groups: what the whole step gave. `python -m benchmarks.replay` does so on 1 and 2 ranks."""
+    drafting = ("--rollout.speculation.mode", "decoupled", "--rollout.speculation.draft-model", draft_model)
+    drafting += ("--rollout.speculation.drafters", "decoupled", "suffix", "--parallel.drafters", "1")
+    names = [f"{i % 8}.{(i + i // 8) % 8}" for i in range(20)]
+    done = replayed(finished.folder, "--step", "2", "--sample", *names, *drafting)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "equal: steps 1 to 2, 20 responses" in done.stdout
+
+
+@pytest.mark.deep
 def test_steps_are_run_again_and_a_fault_is_found(finished: Launched) -> None:
     """From the start, on more engines and with speculation: equal, and trained equally. With another rate: not."""
     speculating = ("--rollout.speculation.mode", "coupled", "--rollout.speculation.drafters", "suffix")
