@@ -2,7 +2,7 @@
 
 `speed.svg` shows the rows of docs/results/speculation_speed.csv, `timeline.svg` the trace of a real step that is
 stored as docs/results/decoupled_trace.json, `step.svg` which process has which device in a step (not to scale),
-`hunt.svg` a response and its replay, from docs/results/replay_hunt.json.
+docs/results/replay_hunt.svg a response and its replay.
 """
 
 from __future__ import annotations
@@ -101,6 +101,7 @@ def draw_hunt(axes: Axes, hunt: dict[str, Any]) -> None:
         axes.text(first - 0.8, row, name, ha="right", va="center", fontsize=8, color=INK)
     axes.set_xlim(first - 3, at + 8)
     axes.set_ylim(1.7, -0.6)
+    axes.set_xticks(range(first, at + 8))
     axes.set_yticks([])
     axes.set_xlabel(f"token of the response to {hunt['prompt']!r}; below each: log-probability and noise")
     axes.spines["left"].set_visible(False)
@@ -158,13 +159,22 @@ def main() -> None:
             ("speed", (6.4, 3.2), lambda a: draw_speed(a, speeds(stored("speculation_speed")))),
             ("step", (8.6, 3.0), draw_step),
             ("timeline", (8.6, 2.1), lambda a: draw_timeline(a, spans(stored_trace()))),
-            ("hunt", (8.6, 1.8), lambda a: draw_hunt(a, json.loads((RESULTS / "replay_hunt.json").read_text()))),
         ):
             figure = Figure(figsize=size, layout="constrained")
             draw(figure.add_subplot())
             figure.savefig(PICTURES / f"{name}.svg", metadata={"Date": None})
+    save_hunt()
     for name in (name for name in PLOTS if (RESULTS / f"{name}.csv").exists()):
         save(name, stored(name), RESULTS)
+
+
+def save_hunt() -> None:
+    """Draw what a replay found, if one is stored."""
+    if (stored_hunt := RESULTS / "replay_hunt.json").exists():
+        with rc_context(STYLE):
+            figure = Figure(figsize=(8.6, 1.8), layout="constrained")
+            draw_hunt(figure.add_subplot(), json.loads(stored_hunt.read_text()))
+            figure.savefig(stored_hunt.with_suffix(".svg"), metadata={"Date": None})
 
 
 def stored_trace() -> dict[str, Any]:

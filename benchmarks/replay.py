@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.disturbed_run import ROOT, Job, compared
+from benchmarks.pictures import save_hunt
 from benchmarks.results import RESULTS, Result, publish
 from specactor.metrics import read_metrics
 from specactor.replay import records
@@ -337,8 +338,15 @@ def result(rows: dict[str, list[str]], base: Path) -> Result:
         f"{chances} in these runs; longer steps pay for more. In the last run every response of every step was begun "
         f"again, whatever that took: {alarm['audited']:,} tokens."
     )
+    save_hunt()
     return Result(
-        title="Any sample again", verdict=verdict, intro=intro, columns=COLUMNS, rows=list(rows.values()), notes=notes
+        title="Any sample again",
+        verdict=verdict,
+        intro=intro,
+        columns=COLUMNS,
+        rows=list(rows.values()),
+        notes=notes,
+        picture="![A response and its replay, around the token that differs](replay_hunt.svg)",
     )
 
 
