@@ -1,7 +1,7 @@
 """Any sample again: steps of short runs are replayed on 1 and 2 ranks, with every kind of speculation, whole and in
 responses alone; audits look for a verification that emits one wrong token in a thousand, or for nothing.
 
-    python -m benchmarks.replay --folder DIR [--parts replay audit hunt alarm] [--limit-s 300]
+    python -m benchmarks.replay --folder DIR [--parts replay audit alarm] [--limit-s 300]
 
 What is done stands in DIR, so a call that was ended, or has no time left for another case, is followed by another. The
 page is written when all is done.
@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import random
+import signal
 import subprocess
 import sys
 import time
@@ -34,6 +36,8 @@ RUN = ("--train.steps", "6", "--checkpoint.keep", "6", "--parallel.expert", "1",
 """Two data-parallel ranks: their checkpoints can also be loaded by one."""
 STEPS = (2, 4, 6)
 """Replayed, each from the checkpoint before it."""
+LEAST_S = 70.0  # of a call, to begin another case
+LONGEST_S = 7200.0
 DRAWN = 20  # samples of these steps that are also made alone
 SPECULATION: dict[str, tuple[str, ...]] = {
     "off": ("--rollout.speculation.mode", "off"),
@@ -65,6 +69,7 @@ AUDITS: dict[str, tuple[str, ...]] = {
     "wrong, seed 2": (*WRONG, "--seed", "2"),
     "right, seed 0": (*RIGHT, "--seed", "0"),
 }
+HUNTED = next(iter(AUDITS))  # what it finds is replayed
 ALARM_STEPS = 1000
 ALARM = (
     *("--train.steps", str(ALARM_STEPS), "--resume", "auto", "--checkpoint.every", "50", "--tracking.wandb", "off"),
@@ -86,21 +91,20 @@ def main() -> None:
     base: Path = options.folder.resolve()
     base.mkdir(parents=True, exist_ok=True)
     cases = [case for part in options.parts for case in PARTS[part]()]
-    file, began, longest = base / "rows.json", time.monotonic(), 60.0
+    file, began = base / "rows.json", time.monotonic()
     rows: dict[str, list[str]] = json.loads(file.read_text()) if file.exists() else {}
     for name, make in cases:
         if name in rows:
             continue
-        start = time.monotonic()
-        if start - began + longest > options.limit_s:
+        left_s = options.limit_s - (time.monotonic() - began)
+        if left_s < LEAST_S:
             print(f"{len(rows)} cases are done; call this again", flush=True)
             return
         try:
-            rows[name] = make(base, options.limit_s - (start - began))
+            rows[name] = make(base, left_s)
         except subprocess.TimeoutExpired:
             print(f"{name} goes on when this is called again", flush=True)
             return
-        longest = max(longest, time.monotonic() - start)
         file.write_text(json.dumps(rows, indent=1))
         print(name, rows[name], flush=True)
     if all(name in rows for part in PARTS.values() for name, _ in part()):
@@ -113,11 +117,11 @@ def replays() -> Iterator[Case]:
     for mode, ranks, step in zip(SPECULATION, (1, 2, 2), STEPS, strict=True):
         yield (
             f"alone {ranks} {mode} {step}",
-            lambda base, left_s, m=mode, s=step, r=ranks: replayed(base, "run", r, m, s, drawn(base)[s]),
+            lambda base, left_s, m=mode, s=step, r=ranks: replayed(base, left_s, "run", r, m, s, drawn(base)[s]),
         )
     yield "the killed", lambda base, left_s: recorded(base, "killed", STEPS)
     for mode, step in zip(SPECULATION, STEPS, strict=True):
-        yield f"killed {mode} {step}", lambda base, left_s, m=mode, s=step: replayed(base, "killed", 2, m, s)
+        yield f"killed {mode} {step}", lambda base, left_s, m=mode, s=step: replayed(base, left_s, "killed", 2, m, s)
     for turn in (1, 2):
         yield from crossed(turn)
 
@@ -129,7 +133,7 @@ def crossed(turn: int) -> Iterator[Case]:
             step = STEPS[(turn + i + ranks) % len(STEPS)]
             yield (
                 f"run {ranks} {mode} {step}",
-                lambda base, left_s, m=mode, s=step, r=ranks: replayed(base, "run", r, m, s),
+                lambda base, left_s, m=mode, s=step, r=ranks: replayed(base, left_s, "run", r, m, s),
             )
 
 
@@ -156,7 +160,9 @@ def drawn(base: Path) -> dict[int, list[str]]:
     return {step: [f"{g}.{k}" for s, g, k in chosen if s == step] for step in STEPS}
 
 
-def replayed(base: Path, name: str, ranks: int, mode: str, step: int, alone: Sequence[str] = ()) -> list[str]:
+def replayed(
+    base: Path, left_s: float, name: str, ranks: int, mode: str, step: int, alone: Sequence[str] = ()
+) -> list[str]:
     """Replay a step, or samples of it alone."""
     began, run = time.monotonic(), base / "runs" / name
     further = SPECULATION[mode]
@@ -164,13 +170,13 @@ def replayed(base: Path, name: str, ranks: int, mode: str, step: int, alone: Seq
         further += ("--rollout.speculation.draft-model", str(draft_model(base)))
     command = [sys.executable, "-m", "specactor.cli", "replay", str(run), "--step", str(step), "--nproc", str(ranks)]
     command += ["--sample", *alone] if alone else []
-    done = subprocess.run([*command, *further], cwd=ROOT, capture_output=True, text=True, timeout=330, check=False)
-    if done.returncode not in (0, 1) or "guarantee: same bits" not in done.stdout:
-        raise SystemExit(done.stdout + done.stderr)
-    found = [line for line in done.stdout.splitlines() if line.startswith(("differ at", "cause: "))]
+    code, said = called([*command, *further], left_s)
+    if code not in (0, 1) or "guarantee: same bits" not in said:
+        raise SystemExit(said)
+    found = [line for line in said.splitlines() if line.startswith(("differ at", "cause: "))]
     target = run.with_name(f"{name}.replay-{step:06}")
     what = f"{len(alone)} samples alone" if alone else f"a step{' of the run with killed engines' * (name == 'killed')}"
-    told = "equal" if done.returncode == 0 else "; ".join(found)
+    told = "equal" if code == 0 else "; ".join(found)
     return row(what, str(ranks), mode, str(step), target, told, began, only=step)
 
 
@@ -198,13 +204,15 @@ def draft_model(base: Path) -> Path:
 
 def audits() -> Iterator[Case]:
     for name, options in AUDITS.items():
-        yield name, lambda base, left_s, n=name, o=options: audited(base, n, (*AUDITED, *o))
+        yield name, lambda base, left_s, n=name, o=options: audited(base, n, (*AUDITED, *o), left_s)
+        if name == HUNTED:
+            yield "hunt", hunted
 
 
-def audited(base: Path, name: str, options: Sequence[str]) -> list[str]:
+def audited(base: Path, name: str, options: Sequence[str], left_s: float) -> list[str]:
     """Run the job with audits; count what they found, and their share of the time."""
     began, job = time.monotonic(), Job(base, file_of(name), *options)
-    if job.wait(345):
+    if job.wait(min(left_s, LONGEST_S)):
         raise SystemExit(job.output())
     sums = counted(job.folder.root)
     (base / f"{job.folder.root.name}.json").write_text(json.dumps(sums, indent=1))
@@ -215,19 +223,15 @@ def audited(base: Path, name: str, options: Sequence[str]) -> list[str]:
     return row("a verification that is " + name.partition(",")[0], "2", "coupled", "1-20", job.folder.root, told, began)
 
 
-def hunts() -> Iterator[Case]:
-    yield "hunt", hunted
-
-
 def hunted(base: Path, left_s: float) -> list[str]:
     """Replay, without speculation, the step in which an audit found the fault; keep what was said and shown."""
-    began, run = time.monotonic(), base / "runs" / file_of(next(iter(AUDITS)))
+    began, run = time.monotonic(), base / "runs" / file_of(HUNTED)
     step = json.loads((base / f"{run.name}.json").read_text())["first"]
     command = [sys.executable, "-m", "specactor.cli", "replay", str(run), "--step", str(step)]
     command += [*SPECULATION["off"], "--rollout.audit", "off"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=345, check=False)
-    if done.returncode != 1:
-        raise SystemExit(done.stdout + done.stderr)
+    code, said = called(command, left_s)
+    if code != 1:
+        raise SystemExit(said)
     target = run.with_name(f"{run.name}.replay-{step:06}")
     shared = sorted({*records.steps_of(run)} & {*records.steps_of(target)})
     ours, theirs = ([read(folder, at) for at in shared] for folder in (run, target))
@@ -239,7 +243,7 @@ def hunted(base: Path, left_s: float) -> list[str]:
     log = (base / f"{run.name}.log").read_text().splitlines()
     hunt = {
         "audit": next(line for line in log if "audit: " in line).replace(f"{base}/", ""),
-        "replay": [line.replace(f"{base}/", "") for line in done.stdout.splitlines()],
+        "replay": [line.replace(f"{base}/", "") for line in said.splitlines()],
         "prompt": text(found.pair[0].prompt_ids.tolist()),
         "token": found.token,
         "texts": [[text([token]) for token in s.token_ids.tolist()] for s in found.pair],
@@ -293,7 +297,7 @@ def alarms() -> Iterator[Case]:
 def alarmed(base: Path, left_s: float) -> list[str]:
     """Audit all responses of many steps; the run goes on where an earlier call was ended."""
     began, job = time.monotonic(), Job(base, "alarm", *ALARM, script="benchmarks/audit_everything.py")
-    code = job.wait(min(left_s, 100_000.0))
+    code = job.wait(min(left_s, LONGEST_S))
     if code:
         raise SystemExit(job.output())
     sums = counted(job.folder.root)
@@ -303,7 +307,7 @@ def alarmed(base: Path, left_s: float) -> list[str]:
     return row("audits of all that is right", "2", "coupled", f"1-{sums['steps']}", job.folder.root, told, began)
 
 
-PARTS: dict[str, Callable[[], Iterator[Case]]] = {"replay": replays, "audit": audits, "hunt": hunts, "alarm": alarms}
+PARTS: dict[str, Callable[[], Iterator[Case]]] = {"replay": replays, "audit": audits, "alarm": alarms}
 
 
 def result(rows: dict[str, list[str]], base: Path) -> Result:
