@@ -180,6 +180,19 @@ def replayed(
     return row(what, str(ranks), mode, str(step), target, told, began, only=step)
 
 
+def called(command: Sequence[str], left_s: float) -> tuple[int, str]:
+    """The exit code, and what was said; nothing goes on after the time is over."""
+    with subprocess.Popen(
+        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+    ) as process:
+        try:
+            said, _ = process.communicate(timeout=min(left_s, LONGEST_S))
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)  # ranks end with their launcher
+            raise
+    return process.returncode, said
+
+
 def row(
     what: str, ranks: str, mode: str, steps: str, run: Path, told: str, began: float, *, only: int = 0
 ) -> list[str]:
