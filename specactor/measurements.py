@@ -96,7 +96,7 @@ def _expert_bytes(response: Trajectory) -> int:
 
 
 def of_environments(groups: Sequence[ScoredGroup], num_failed: int) -> dict[str, float]:
-    """What happened between turns in a step; nothing where no environment took part."""
+    """Return what happened between turns in a step; nothing where no environment took part."""
     talks = [t for g in groups for t in g.trajectories if t.reward is not None]
     if not talks and not num_failed:
         return {}
@@ -121,7 +121,7 @@ def of_speculation(counts: Mapping[str, Counts]) -> dict[str, float]:
 
 
 def of_tail(woken: int | None, left: Sequence[OpenGroup] | None, batch: Sequence[TrainSequence]) -> dict[str, float]:
-    """What was done with a step's last requests; and with the groups that were not complete in the end.
+    """Return what was done with a step's last requests; and with the groups that were not complete in the end.
 
     None: no drafter can be woken; the step waits for all groups.
     """
@@ -140,7 +140,8 @@ def of_tail(woken: int | None, left: Sequence[OpenGroup] | None, batch: Sequence
 
 
 def of_drafters(figures: Figures, work: Sequence[tuple[float, int]]) -> dict[str, float]:
-    """What drafters counted themselves in a step. `work`: of each drafter process, seconds of drafting, and drops."""
+    """Return what drafters counted themselves in a step. `work`: of each drafter process, seconds of drafting, and
+    drops."""
     own = {
         f"speculation/{drafter}/{name}": value
         for drafter, counted in figures.items()

@@ -29,7 +29,7 @@ from specactor.types import TrainSequence
 
 @dataclass(frozen=True)
 class Shape:
-    """What divides a micro-batch on this rank."""
+    """This is what divides a micro-batch on this rank."""
 
     context: int
     context_rank: int
@@ -48,7 +48,7 @@ class Shape:
 
 @dataclass(frozen=True, eq=False)
 class Estimate:
-    """What a critic says of one sequence, per response token (response_len each)."""
+    """This is what a critic says of one sequence, per response token (response_len each)."""
 
     values: Tensor
     """Expected reward before the token."""
@@ -187,7 +187,7 @@ def _tokens(items: Sequence[Item], padded: list[int]) -> Tensor:
 
 @dataclass(frozen=True)
 class _Responses:
-    """Of every response token of the micro-batch, in order."""
+    """It holds figures of every response token of the micro-batch, in order."""
 
     row: Tensor
     """Row of the whole micro-batch that predicts it."""

@@ -49,7 +49,7 @@ class TrainingDiverged(SpecActorError):  # noqa: N818
 
 @dataclass(frozen=True, kw_only=True)
 class TrainStats:
-    """Of one `PolicyTrainer.train_step`; equal on all ranks."""
+    """Figures of one `PolicyTrainer.train_step`, equal on all ranks."""
 
     loss: float
     """Mean over the step's updates."""
@@ -223,7 +223,7 @@ class PolicyTrainer(ModelTrainer):
 
 
 def _means(total: Sums, num_updates: int) -> dict[str, Any]:
-    """What `TrainStats` says of the response tokens of a step."""
+    """Return what `TrainStats` says of the response tokens of a step."""
     share = total.weight**2 / (total.weight_squared * total.weighed) if total.weight_squared else 0.0
     return {
         "loss": total.loss / num_updates,

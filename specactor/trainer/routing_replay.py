@@ -23,7 +23,7 @@ from specactor.types import TrainSequence
 
 
 class RoutingReplay:
-    """What the routers of this rank's chunks take experts from.
+    """This is what the routers of this rank's chunks take experts from.
 
     A layer that is computed again in the backward pass gets the experts of its forward pass: each layer meets the
     micro-batches in one order, forward and backward.

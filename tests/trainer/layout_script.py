@@ -119,9 +119,10 @@ def check_layout(entry: dict[str, Any]) -> dict[str, Any]:
     if folder.name == "moe":
         result["replay"] = replay(trainer, folder, lambda: restore(trainer, snapshot))
     result["ownership"] = ownership(trainer, lambda: restore(trainer, snapshot))
-    restore(trainer, snapshot)
-    result["ppo"] = ppo(trainer, folder)
-    trainer.critic = None
+    if entry.get("critic", True):
+        restore(trainer, snapshot)
+        result["ppo"] = ppo(trainer, folder)
+        trainer.critic = None
     if entry.get("more"):
         restore(trainer, snapshot)
         result |= more_checks(trainer, entry)
