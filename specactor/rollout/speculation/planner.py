@@ -68,26 +68,6 @@ class Costs(Protocol):
     def draft_s(self, drafter: str, requests: int) -> Callable[[int], float]: ...
 
 
-class Part(Costs):
-    """What a sample of the requests costs, as its part of a round of all, in which the others do as it does."""
-
-    def __init__(self, costs: Costs, *, sample: int, requests: int) -> None:
-        self._costs, self._sample, self._requests = costs, sample, requests
-
-    def verify_s(self, requests: int, rows: int) -> float:
-        rows = round(rows * self._requests / self._sample)
-        return self._costs.verify_s(self._requests, rows) * self._sample / self._requests
-
-    def verify_curve(self, requests: int, max_rows: int) -> NDArray[np.float64]:
-        rows = np.round(np.arange(requests, max_rows + 1) * (self._requests / self._sample)).astype(np.intp)
-        curve = self._costs.verify_curve(self._requests, int(rows[-1]))
-        return curve[rows - self._requests] * (self._sample / self._requests)
-
-    def draft_s(self, drafter: str, requests: int) -> Callable[[int], float]:
-        of_all = self._costs.draft_s(drafter, self._requests)
-        return lambda depth: of_all(depth) * self._sample / self._requests
-
-
 class Planner:
     """Of one engine: the options of a round, and the decision that follows from a choice among them."""
 
@@ -108,22 +88,18 @@ class Planner:
         drafts: Drafts,
         *,
         max_branches: int = 0,
-        sample_of: int | None = None,
     ) -> dict[str, Option]:
-        """`drafts`: of drafters that draft first. `sample_of`: these are a sample of so many requests, and none has
-        further drafts."""
-        requests = len(sequences)
-        costs = self._costs if sample_of is None else Part(self._costs, sample=requests, requests=sample_of)
+        """`drafts`: of drafters that draft first."""
+        requests, costs = len(sequences), self._costs
         found: dict[str, Option] = {}
         for name, model in self._acceptance.items():
             if name in self._drafter_set.there:
                 choice = of_drafter(name, model, costs, sequences, caps, drafts.get(name))
                 found[name] = self._option(name, choice)
-        if sample_of is None:
-            self._expect(found, requests)
+        self._expect(found, requests)
         ready = [name for name, lists in drafts.items() if any(lists)]
         later = [name for name in found if not self._drafter_set.drafters[name].drafts_first] if requests > 1 else []
-        goes_further = sample_of is None and self._config.fastest_of > 1 and self._config.mode == "auto"
+        goes_further = self._config.fastest_of > 1 and self._config.mode == "auto"
         if ready and len(ready + later) > 1 and (requests > 1 or goes_further):  # one alone is one drafter's
             ids = [sequence.request_id for sequence in sequences]
             found |= self._mixed(ids, caps, drafts, costs, ready, later, max_branches if goes_further else 0)
@@ -142,14 +118,6 @@ class Planner:
         self.current = choice.drafter
         self.owners.promised(choice.tokens_per_s / requests)
         return choice
-
-    def promises(self, options: Mapping[str, Option], sample: int, requests: int) -> float | None:
-        """Seconds that drafting for all would win in a round if all requests were like this sample; None: it would not
-        be begun."""
-        plain_s = self._costs.plain_s(requests) * sample / requests
-        choice = choose(options, requests=sample, plain_s=plain_s, margin=ENTRY_MARGIN)
-        won_s = (plain_s * choice.emitted - choice.round_s * sample) * requests / sample**2
-        return won_s if any(choice.windows) else None
 
     def decision(self, option: Option, choice: Choice, drafts: Drafts, caps: Sequence[int]) -> Decision:
         """What `choice`, of this option, verifies. `caps`: tokens that drafters were asked for."""
