@@ -25,7 +25,7 @@ from specactor.rollout.speculation.drafter import Drafter, DraftSequence
 from specactor.rollout.speculation.drafter_set import LOOK_TRIALS, DrafterSet
 from specactor.rollout.speculation.estimates import Estimates
 from specactor.rollout.speculation.planner import Planner
-from specactor.rollout.speculation.probing import FEW, MAX_REST, Look, Looks
+from specactor.rollout.speculation.probing import MAX_REST, BackOff, Look, Looks
 from specactor.rollout.speculation.verification import Decision, Drafts
 from specactor.rollout.speculation.windows import OFF
 from specactor.trace import Recorder
@@ -52,7 +52,7 @@ class Speculator:
         self.planner = Planner(config, self.drafter_set, self.estimates)
         self._clock = clock
         self._looks = Looks()
-        self._back_off = self.estimates.back_off
+        self._back_off = BackOff()
         self._recorder = Recorder()
         self._fruitless = 0
         """Rounds in a row in which drafts were asked for and there were none, before costs were known."""
@@ -248,8 +248,7 @@ class Speculator:
             self.estimates.acceptance[name].limit(LOOK_TRIALS)  # looks are few, so old evidence makes way
         self._look(sequences, drafts, caps)
         look_s, plain_s = self._clock() - started, self.costs.plain_s(requests)
-        again = requests <= FEW and self._back_off.pays_for(look_s, plain_s=plain_s)
-        self._back_off.looked(look_s=look_s, plain_s=plain_s, again=again)
+        self._back_off.looked(look_s=look_s, plain_s=plain_s, requests=requests)
 
     def _look(
         self, sequences: Sequence[DraftSequence], drafts: Drafts, caps: Sequence[int], decision: Decision | None = None
