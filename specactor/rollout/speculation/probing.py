@@ -8,8 +8,8 @@ after a look, so one that waits for it is taken up again after 1, 2, 4, .. round
 Invariants: what looks cost is bounded. The first comes after LOOK_EVERY plain rounds; then the time between two
 doubles, up to LOOK_AT_LEAST_EVERY rounds, and a look that took long is followed by as many rounds as make
 it LOOK_SHARE of them, up to MAX_REST. New requests bring the next look forward to SOON rounds after them, within that
-share. With FEW requests there are also looks in the next MOST_AGAIN rounds after drafting has paid: there, a round in
-which nobody has a draft is no sign that drafting does not pay. Only the past is used.
+share. With FEW requests there are also looks in the next MOST_AGAIN rounds after drafts were accepted: there, a round
+in which nobody has a draft is no sign that drafting does not pay. Only the past is used.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ MOST_TRIES = 6
 MAX_REST = 4096
 """Rounds between two looks, however long they take."""
 MOST_AGAIN = 8
-"""Looks in every round, with few requests, since drafting paid last."""
+"""Looks in every round, with few requests, since draft tokens were accepted last."""
 PROMISED_ROUNDS = 8
 
 
@@ -102,12 +102,16 @@ class BackOff:
     """When to look again: ever more seldom, and for at most a share of the time."""
 
     def __init__(self) -> None:
+        self._again = 0
         self.restart()
+
+    def paid(self) -> None:
+        """Draft tokens were accepted."""
+        self._again = MOST_AGAIN
 
     def restart(self) -> None:
         """Drafting pays, or may pay now: plain decoding, if it comes again, is looked at soon."""
         self._rounds, self._interval, self._pause, self._least = 0, LOOK_EVERY, LOOK_EVERY, 0
-        self._again = MOST_AGAIN
         self._end_look()
 
     def requests_came(self) -> None:

@@ -153,6 +153,8 @@ class Speculator:
         seconds of the whole round."""
         decision = self._decision
         self.estimates.round(decision, sequences, accepted, round_s=round_s, is_steady=self._is_steady)
+        if any(accepted):
+            self._back_off.paid()
         if decision.drafter != OFF:
             leader = self.drafters[decision.drafter]
             self.drafter_set.call(leader, leader.led, round_s)

@@ -85,13 +85,14 @@ def test_drafts_count_as_far_as_a_request_went() -> None:
 
 def test_a_look_may_be_followed_by_another() -> None:
     rest = BackOff()
+    rest.paid()
     for _ in range(MOST_AGAIN):
         rest.looked(look_s=0.4, plain_s=1.0, requests=1)
         assert not rest.is_long
         assert until_over(rest) == 1
     rest.looked(look_s=0.4, plain_s=1.0, requests=1)
-    assert until_over(rest) >= LOOK_EVERY, "until drafting pays again"
-    rest.restart()
+    assert until_over(rest) >= LOOK_EVERY, "until drafts are accepted again"
+    rest.paid()
     rest.looked(look_s=0.4, plain_s=1.0, requests=FEW + 1)
     assert until_over(rest) >= LOOK_EVERY, "of many requests somebody would have had a draft"
 
