@@ -35,7 +35,7 @@ MOST_TRIES = 6
 """Times that a look is taken up again, since drafts are still on their way."""
 MAX_REST = 4096
 """Rounds between two looks, however long they take."""
-MOST_AGAIN = 8
+MOST_AGAIN = 32
 """Looks in every round, with few requests, since draft tokens were accepted last."""
 PROMISED_ROUNDS = 8
 

@@ -113,8 +113,8 @@ class Seldom(Coin):
 def test_one_request_is_drafted_for_wherever_there_is_a_draft(monkeypatch: pytest.MonkeyPatch) -> None:
     """A round without a draft is no sign that drafting does not pay."""
     speeds = []
-    for share in (probing.WON_SHARE, 0.0):
-        monkeypatch.setattr(probing, "WON_SHARE", share)
+    for again in (probing.MOST_AGAIN, 0):
+        monkeypatch.setattr(probing, "MOST_AGAIN", again)
         world = World(auto(), Seldom(12), requests=1)
         world.look_s = 1e-5
         world.play(100)
