@@ -3,7 +3,7 @@
 Each option's windows are those of the highest predicted speed (`windows`), from the acceptance of its drafters
 and the measured costs of rounds; what drafting took already is charged whatever the windows. `Planner.choose` takes
 the fastest option, or plain decoding, with one hysteresis. Where several drafters can draft, each request takes the one
-that promises most at the engine's pace (Algorithm 2, `reconfiguration.worths`).
+that promises most at the engine's pace (Algorithm 2, `reconfiguration`).
 
 Invariants: where fewer than two drafters can draft, no request is asked for its own; what an option verifies is part of
 what was drafted, or is still to be drafted by one drafter; an option is named after a drafter, or begins with
@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 
 import numpy as np
 
@@ -31,7 +31,7 @@ from specactor.rollout.speculation.drafter_set import DrafterSet
 from specactor.rollout.speculation.estimates import Estimates
 from specactor.rollout.speculation.fastest_of_n import Candidates, Floats, candidates, further
 from specactor.rollout.speculation.probing import Promises
-from specactor.rollout.speculation.reconfiguration import LiveCosts, Offer, worths
+from specactor.rollout.speculation.reconfiguration import PLAIN, DraftPlan, LiveCosts, Offer, reconfigure, worths
 from specactor.rollout.speculation.verification import Decision, Drafts
 from specactor.rollout.speculation.windows import (
     CHANGE_MARGIN,
@@ -253,20 +253,13 @@ class Owners:
     def of(self, ids: Sequence[str], offers: Sequence[Offer]) -> list[str]:
         """Each request's drafter in this round; OFF for none. Survivals of offers are 0 behind the ends of drafts."""
         # Drafters are compared at the windows that are best for them now.
-        worth_DB = np.array([worths(offer, "coupled", pace=self.pace).max(axis=1) for offer in offers])
-        accepts_B = np.max([offer.survival[:, 0] for offer in offers], axis=0) > 0.0
-        names = [offer.drafter for offer in offers]
-        owners: list[str] = []
-        for worth_D, best, accepts, one in zip(
-            worth_DB.T.tolist(), worth_DB.argmax(axis=0).tolist(), accepts_B.tolist(), ids, strict=True
-        ):
-            now = self._drafter.get(one)
-            if now in names:
-                worth = worth_D[names.index(now)]
-                least = worth * (1.0 + MARGIN) if self.pace is None else worth + MARGIN
-                best = best if worth_D[best] > least else names.index(now)
-            owners.append(names[best] if accepts else OFF)
-        return owners
+        window_of = {o.drafter: worths(o, "coupled", pace=self.pace).argmax(axis=1).tolist() for o in offers}
+        current = [
+            _plan(name, window_of[name][i] + 1) if (name := self._drafter.get(one, OFF)) in window_of else PLAIN
+            for i, one in enumerate(ids)
+        ]
+        plans = reconfigure(offers, current, margin=MARGIN, pace=self.pace)
+        return [plan.drafter for plan in plans]
 
     def settle(self, ids: Sequence[str], drafts: Drafts, decision: Decision) -> Counter[tuple[str, str]]:
         """A round was decided; how many requests changed, by (before, after). `drafts`: all that were there."""
@@ -292,6 +285,11 @@ class Owners:
 def reaching(survival_BW: Floats, lengths: Sequence[int]) -> Floats:
     """Survivals of drafts that are so long; 0 behind their ends."""
     return np.where(np.arange(survival_BW.shape[1]) < np.array(lengths)[:, None], survival_BW, 0.0)
+
+
+@cache
+def _plan(drafter: str, window: int) -> DraftPlan:
+    return DraftPlan(mode="coupled", drafter=drafter, window=window)
 
 
 def of_drafter(
