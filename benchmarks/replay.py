@@ -48,18 +48,9 @@ SPECULATION: dict[str, tuple[str, ...]] = {
     ),
 }
 AUDITED = (
-    *(
-        "--rollout.prompts-per-step",
-        "16",
-        "--checkpoint.every",
-        "0",
-        "--tracking.wandb",
-        "off",
-        "--rollout.audit",
-        "warn",
-    ),
-    *("--eval.problems", "0", "--rollout.speculation.mode", "coupled", "--train.steps", "20", "--checkpoint.keep", "4"),
-    *("--resume", "auto"),
+    *("--train.steps", "20", "--rollout.prompts-per-step", "32", "--eval.problems", "0", "--tracking.wandb", "off"),
+    *("--rollout.audit", "warn", "--rollout.speculation.mode", "coupled"),
+    *("--checkpoint.every", "1", "--checkpoint.keep", "20", "--resume", "auto"),
 )
 WRONG = ("--rollout.speculation.drafters", "benchmarks.wrong_verification:one_in_a_thousand")
 RIGHT = ("--rollout.speculation.drafters", "suffix")
