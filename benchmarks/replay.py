@@ -18,6 +18,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -103,16 +104,16 @@ def main() -> None:
 
 
 def replays() -> Iterator[Case]:
-    yield "undisturbed", lambda base, left_s: recorded(base, "run", ())
+    yield "undisturbed", partial(recorded, name="run", struck=())
     yield from crossed(0)
     for mode, ranks, step in zip(SPECULATION, (1, 2, 2), STEPS, strict=True):
         yield (
             f"alone {ranks} {mode} {step}",
-            lambda base, left_s, m=mode, s=step, r=ranks: replayed(base, left_s, "run", r, m, s, drawn(base)[s]),
+            partial(replayed, name="run", ranks=ranks, mode=mode, step=step, alone=True),
         )
-    yield "the killed", lambda base, left_s: recorded(base, "killed", STEPS)
+    yield "the killed", partial(recorded, name="killed", struck=STEPS)
     for mode, step in zip(SPECULATION, STEPS, strict=True):
-        yield f"killed {mode} {step}", lambda base, left_s, m=mode, s=step: replayed(base, left_s, "killed", 2, m, s)
+        yield f"killed {mode} {step}", partial(replayed, name="killed", ranks=2, mode=mode, step=step)
     for turn in (1, 2):
         yield from crossed(turn)
 
@@ -122,19 +123,16 @@ def crossed(turn: int) -> Iterator[Case]:
     for i, mode in enumerate(SPECULATION):
         for ranks in (1, 2):
             step = STEPS[(turn + i + ranks) % len(STEPS)]
-            yield (
-                f"run {ranks} {mode} {step}",
-                lambda base, left_s, m=mode, s=step, r=ranks: replayed(base, left_s, "run", r, m, s),
-            )
+            yield f"run {ranks} {mode} {step}", partial(replayed, name="run", ranks=ranks, mode=mode, step=step)
 
 
-def recorded(base: Path, name: str, struck: Sequence[int]) -> list[str]:
+def recorded(base: Path, left_s: float, *, name: str, struck: Sequence[int]) -> list[str]:
     """Run the job; kill its engine in the rollouts of these steps."""
     began, job = time.monotonic(), Job(base, name, *RUN)
     for step in struck:
         job.wait_for("rollout", step)
         job.kill(job.victim("scheduler"))
-    code = job.wait(330)
+    code = job.wait(min(left_s, LONGEST_S))
     if code:
         raise SystemExit(job.output())
     lines = compared(job.folder)
@@ -152,7 +150,7 @@ def drawn(base: Path) -> dict[int, list[str]]:
 
 
 def replayed(
-    base: Path, left_s: float, name: str, ranks: int, mode: str, step: int, alone: Sequence[str] = ()
+    base: Path, left_s: float, *, name: str, ranks: int, mode: str, step: int, alone: bool = False
 ) -> list[str]:
     """Replay a step, or samples of it alone."""
     began, run = time.monotonic(), base / "runs" / name
@@ -160,13 +158,14 @@ def replayed(
     if mode == "decoupled":
         further += ("--rollout.speculation.draft-model", str(draft_model(base)))
     command = [sys.executable, "-m", "specactor.cli", "replay", str(run), "--step", str(step), "--nproc", str(ranks)]
-    command += ["--sample", *alone] if alone else []
+    names = drawn(base)[step] if alone else []
+    command += ["--sample", *names] if alone else []
     code, said = called([*command, *further], left_s)
     if code not in (0, 1) or "guarantee: same bits" not in said:
         raise SystemExit(said)
     found = [line for line in said.splitlines() if line.startswith(("differ at", "cause: "))]
     target = run.with_name(f"{name}.replay-{step:06}")
-    what = f"{len(alone)} samples alone" if alone else f"a step{' of the run with killed engines' * (name == 'killed')}"
+    what = f"{len(names)} samples alone" if alone else f"a step{' of the run with killed engines' * (name == 'killed')}"
     told = "equal" if code == 0 else "; ".join(found)
     return row(what, str(ranks), mode, str(step), target, told, began, only=step)
 
@@ -208,12 +207,12 @@ def draft_model(base: Path) -> Path:
 
 def audits() -> Iterator[Case]:
     for name, options in AUDITS.items():
-        yield name, lambda base, left_s, n=name, o=options: audited(base, n, (*AUDITED, *o), left_s)
+        yield name, partial(audited, name=name, options=(*AUDITED, *options))
         if name == HUNTED:
             yield "hunt", hunted
 
 
-def audited(base: Path, name: str, options: Sequence[str], left_s: float) -> list[str]:
+def audited(base: Path, left_s: float, *, name: str, options: Sequence[str]) -> list[str]:
     """Run the job with audits; count what they found, and their share of the time."""
     began, job = time.monotonic(), Job(base, file_of(name), *options)
     if job.wait(min(left_s, LONGEST_S)):

@@ -14,11 +14,12 @@ from typing import Any
 from sglang.srt.layers.sampler import Sampler
 from torch import Tensor
 
-from specactor.rollout.sglang import verify_worker
+from specactor.rollout.sglang import verify_worker as right
 from specactor.rollout.sglang.verify_batch import Rows
 from specactor.rollout.speculation.suffix import SuffixDrafter
 from specactor.rollout.speculation.verification import DraftTree
 
+verify_worker: Any = right  # whose functions are replaced
 LIKELY = 1e-3  # a token that nobody would sample betrays itself
 EVERY = 1000.0  # emitted tokens, on average, to a wrong one
 
