@@ -14,12 +14,12 @@ from typing import Any
 from sglang.srt.layers.sampler import Sampler
 from torch import Tensor
 
-from specactor.rollout.sglang import verify_worker as right
+from specactor.rollout.sglang import verify_worker
 from specactor.rollout.sglang.verify_batch import Rows
 from specactor.rollout.speculation.suffix import SuffixDrafter
 from specactor.rollout.speculation.verification import DraftTree
 
-verify_worker: Any = right  # whose functions are replaced
+_worker: Any = verify_worker  # whose imports are replaced
 LIKELY = 1e-3  # a token that nobody would sample betrays itself
 EVERY = 1000.0  # emitted tokens, on average, to a wrong one
 
@@ -28,7 +28,7 @@ class Fault:
     """Takes a request's first draft token for the target's sample, after as many emitted tokens as it draws."""
 
     def __init__(self) -> None:
-        self._spread, self._path = verify_worker.spread, verify_worker.accepted_path
+        self._spread, self._path = _worker.spread, _worker.accepted_path
         self._sample = Sampler._sample_from_probs
         self._rows: Rows | None = None
         self._random = random.Random(7)
@@ -50,14 +50,14 @@ class Fault:
         return tokens, masks
 
     def accepted_path(self, tree: DraftTree, samples: Sequence[int]) -> list[int]:
-        path = self._path(tree, samples)
+        path: list[int] = self._path(tree, samples)
         self._left -= len(path)
         return path
 
 
 def one_in_a_thousand() -> SuffixDrafter:
-    if not isinstance(getattr(verify_worker.spread, "__self__", None), Fault):  # it is loaded more than once
+    if not isinstance(getattr(_worker.spread, "__self__", None), Fault):  # it is loaded more than once
         fault = Fault()
-        verify_worker.spread, verify_worker.accepted_path = fault.spread, fault.accepted_path
+        _worker.spread, _worker.accepted_path = fault.spread, fault.accepted_path
         Sampler._sample_from_probs = lambda sampler, *arguments: fault.sample(sampler, *arguments)
     return SuffixDrafter()

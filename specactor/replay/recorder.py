@@ -7,9 +7,11 @@ import os
 import platform
 from collections.abc import Sequence
 from importlib import metadata
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import xxhash
 
 from specactor import __version__
@@ -24,6 +26,7 @@ from specactor.replay.records import (
     steps_of,
     write,
 )
+from specactor.samples import experts_of, is_here
 from specactor.trainer import optimizer
 from specactor.trainer.policy import PolicyTrainer, TrainStats
 from specactor.types import ScoredGroup, TrainSequence
@@ -80,34 +83,42 @@ class StepRecorder:
         if self.share == "off":
             return
         weights = self._weights() if stats is not None else ()
+        places = [(g, k) for g, group in enumerate(groups) for k in range(len(group.trajectories))]
+        own = {
+            i: self._sample(groups[g], k, batch[i].advantage if batch else 0.0, is_whole=(i + step) % WHOLE_EVERY == 0)
+            for i, (g, k) in enumerate(places)
+            if is_here(groups[g].trajectories[k])
+        }
+        parts = self.collective.gather(own, dict[int, SampleRecord], only_first=True)
         if self.collective.rank:
             return
-        advantages = iter([sequence.advantage for sequence in batch])
-        samples = tuple(
-            SampleRecord.of(
-                request_id=t.request_id,
-                group=t.group_id,
-                sample=int(t.request_id.rpartition(".")[2]),
-                problem=group.problem.index,
-                seed=t.seed,
-                spans=tuple((s.version, s.start, s.end) for s in t.spans),
-                finish_reason=t.finish_reason,
-                prompt_ids=t.prompt_ids,
-                token_ids=t.token_ids,
-                logprobs=t.logprobs,
-                routed_experts=t.routed_experts,
-                score=group.scores[k],
-                reward=group.rewards[k],
-                advantage=next(advantages, 0.0),
-                is_whole=self.share == "full" or (g * len(group.trajectories) + k + step) % WHOLE_EVERY == 0,
-            )
-            for g, group in enumerate(groups)
-            for k, t in enumerate(group.trajectories)
-        )
+        known = dict(chain(*(part.items() for part in parts)))
+        samples = tuple(known[i] for i in range(len(places)))
         metrics = {} if stats is None else stats.numbers()
         record = self._record(data, step=step, version=version, samples=samples, metrics=metrics, weights=weights)
         self.written_bytes = write(self.run, record)
         drop_before(self.run, step - KEPT_STEPS)
+
+    def _sample(self, group: ScoredGroup, k: int, advantage: float, *, is_whole: bool) -> SampleRecord:
+        """Describe response `k` of the group, on a rank that holds it."""
+        t = group.trajectories[k]
+        return SampleRecord.of(
+            request_id=t.request_id,
+            group=t.group_id,
+            sample=int(t.request_id.rpartition(".")[2]),
+            problem=group.problem.index,
+            seed=t.seed,
+            spans=tuple((s.version, s.start, s.end) for s in t.spans),
+            finish_reason=t.finish_reason,
+            prompt_ids=t.prompt_ids,
+            token_ids=t.token_ids,
+            logprobs=t.logprobs,
+            routed_experts=experts_of(t.routed_experts).astype(np.int16).tobytes(),
+            score=group.scores[k],
+            reward=group.rewards[k],
+            advantage=advantage,
+            is_whole=self.share == "full" or is_whole,
+        )
 
     def _record(self, data: object, **rest: Any) -> StepRecord:
         stands = xxhash.xxh3_64_intdigest(json.dumps(data, sort_keys=True).encode())
