@@ -49,18 +49,9 @@ SPECULATION: dict[str, tuple[str, ...]] = {
     ),
 }
 AUDITED = (
-    *(
-        "--rollout.prompts-per-step",
-        "16",
-        "--checkpoint.every",
-        "0",
-        "--tracking.wandb",
-        "off",
-        "--rollout.audit",
-        "warn",
-    ),
-    *("--eval.problems", "0", "--rollout.speculation.mode", "coupled", "--train.steps", "20", "--checkpoint.keep", "4"),
-    *("--resume", "auto"),
+    *("--train.steps", "20", "--rollout.prompts-per-step", "32", "--eval.problems", "0", "--tracking.wandb", "off"),
+    *("--rollout.audit", "warn", "--rollout.speculation.mode", "coupled"),
+    *("--checkpoint.every", "1", "--checkpoint.keep", "20", "--resume", "auto"),
 )
 WRONG = ("--rollout.speculation.drafters", "benchmarks.wrong_verification:one_in_a_thousand")
 RIGHT = ("--rollout.speculation.drafters", "suffix")
@@ -113,14 +104,14 @@ def main() -> None:
 
 
 def replays() -> Iterator[Case]:
-    yield "undisturbed", lambda base, left_s: recorded(base, "run", ())
+    yield "undisturbed", partial(recorded, name="run", struck=())
     yield from crossed(0)
     for mode, ranks, step in zip(SPECULATION, (1, 2, 2), STEPS, strict=True):
         yield (
             f"alone {ranks} {mode} {step}",
-            partial(alone, mode=mode, step=step, ranks=ranks),
+            partial(replayed, name="run", ranks=ranks, mode=mode, step=step, alone=True),
         )
-    yield "the killed", lambda base, left_s: recorded(base, "killed", STEPS)
+    yield "the killed", partial(recorded, name="killed", struck=STEPS)
     for mode, step in zip(SPECULATION, STEPS, strict=True):
         yield f"killed {mode} {step}", partial(replayed, name="killed", ranks=2, mode=mode, step=step)
     for turn in (1, 2):
@@ -132,19 +123,16 @@ def crossed(turn: int) -> Iterator[Case]:
     for i, mode in enumerate(SPECULATION):
         for ranks in (1, 2):
             step = STEPS[(turn + i + ranks) % len(STEPS)]
-            yield (
-                f"run {ranks} {mode} {step}",
-                partial(replayed, name="run", ranks=ranks, mode=mode, step=step),
-            )
+            yield f"run {ranks} {mode} {step}", partial(replayed, name="run", ranks=ranks, mode=mode, step=step)
 
 
-def recorded(base: Path, name: str, struck: Sequence[int]) -> list[str]:
+def recorded(base: Path, left_s: float, *, name: str, struck: Sequence[int]) -> list[str]:
     """Run the job; kill its engine in the rollouts of these steps."""
     began, job = time.monotonic(), Job(base, name, *RUN)
     for step in struck:
         job.wait_for("rollout", step)
         job.kill(job.victim("scheduler"))
-    code = job.wait(330)
+    code = job.wait(min(left_s, LONGEST_S))
     if code:
         raise SystemExit(job.output())
     lines = compared(job.folder)
@@ -161,13 +149,8 @@ def drawn(base: Path) -> dict[int, list[str]]:
     return {step: [f"{g}.{k}" for s, g, k in chosen if s == step] for step in STEPS}
 
 
-def alone(base: Path, left_s: float, *, mode: str, step: int, ranks: int) -> list[str]:
-    """Replay the drawn samples of a step, each alone."""
-    return replayed(base, left_s, "run", ranks, mode, step, drawn(base)[step])
-
-
 def replayed(
-    base: Path, left_s: float, name: str, ranks: int, mode: str, step: int, samples: Sequence[str] = ()
+    base: Path, left_s: float, *, name: str, ranks: int, mode: str, step: int, alone: bool = False
 ) -> list[str]:
     """Replay a step, or samples of it alone."""
     began, run = time.monotonic(), base / "runs" / name
@@ -175,14 +158,15 @@ def replayed(
     if mode == "decoupled":
         further += ("--rollout.speculation.draft-model", str(draft_model(base)))
     command = [sys.executable, "-m", "specactor.cli", "replay", str(run), "--step", str(step), "--nproc", str(ranks)]
-    command += ["--sample", *samples] if samples else []
+    names = drawn(base)[step] if alone else []
+    command += ["--sample", *names] if alone else []
     code, said = called([*command, *further], left_s)
     if code not in (0, 1) or "guarantee: same bits" not in said:
         raise SystemExit(said)
     found = [line for line in said.splitlines() if line.startswith(("differ at", "cause: "))]
     target = run.with_name(f"{name}.replay-{step:06}")
     whole = "a step of the run with killed engines" if name == "killed" else "a step"
-    what = f"{len(samples)} samples alone" if samples else whole
+    what = f"{len(names)} samples alone" if alone else whole
     told = "equal" if code == 0 else "; ".join(found)
     return row(what, str(ranks), mode, str(step), target, told, began, only=step)
 
@@ -229,7 +213,7 @@ def audits() -> Iterator[Case]:
             yield "hunt", hunted
 
 
-def audited(base: Path, left_s: float, name: str, options: Sequence[str]) -> list[str]:
+def audited(base: Path, left_s: float, *, name: str, options: Sequence[str]) -> list[str]:
     """Run the job with audits; count what they found, and their share of the time."""
     began, job = time.monotonic(), Job(base, file_of(name), *options)
     if job.wait(min(left_s, LONGEST_S)):

@@ -20,6 +20,7 @@ from specactor.rollout.speculation.suffix import SuffixDrafter
 from specactor.rollout.speculation.verification import DraftTree
 
 _worker: Any = verify_worker  # whose imports are replaced
+LIKELY = 1e-3  # a token that nobody would sample betrays itself
 EVERY = 1000.0  # emitted tokens, on average, to a wrong one
 
 
@@ -41,7 +42,9 @@ class Fault:
         rows, self._rows = self._rows, None  # of this call, and not of those that it makes
         tokens, masks = self._sample(sampler, probs, *rest)
         for tree, first in zip(rows.trees, rows.starts, strict=False) if rows is not None else ():
-            if self._left <= 0 and tree.tokens and tree.tokens[0] != int(tokens[first]):
+            if self._left > 0 or not tree.tokens or tree.tokens[0] == int(tokens[first]):
+                continue
+            if probs[first, tree.tokens[0]] > LIKELY:
                 tokens[first] = tree.tokens[0]
                 self._left = self._random.expovariate(1 / EVERY)
         return tokens, masks
