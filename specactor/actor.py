@@ -135,7 +135,8 @@ class SpecActor:
                 loss_mask=t.loss_mask,
             )
             for group_id, (group, of_group) in enumerate(zip(groups, advantages, strict=True))
-            for t, advantage, reward in zip(group.trajectories, of_group, group.rewards, strict=True)
+            for first, advantage, reward in zip(group.trajectories, of_group, group.rewards, strict=True)
+            for t in (first, *first.branches)
         ]
 
     def _advantages(self, rewards: list[list[float]], kind: str) -> list[list[float]]:

@@ -98,8 +98,8 @@ def of_environments(groups: Sequence[ScoredGroup], num_failed: int) -> dict[str,
         return {}
     return {
         "environment/turns_mean": fmean(t.num_turns for t in talks) if talks else 0.0,
-        "environment/observations": sum(t.num_turns - 1 for t in talks),
-        "environment/observation_tokens": sum(t.loss_mask.count(False) for t in talks),
+        "environment/observations": sum(t.num_turns - 1 - len(t.branches) for t in talks),
+        "environment/observation_tokens": sum(b.loss_mask.count(False) for t in talks for b in (t, *t.branches)),
         "environment/failed": num_failed,
         "time/environment_s": sum(t.environment_s for t in talks),
     }

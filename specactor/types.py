@@ -104,11 +104,14 @@ class Trajectory:
     """Why the environment could not go on; empty: it did."""
     environment_s: float = 0.0
     """Time that the environment took, over all turns."""
+    branches: tuple[Trajectory, ...] = ()
+    """Further sequences of an agent's session, which share its reward."""
 
     @property
     def num_sampled(self) -> int:
         """Tokens that the policy sampled."""
-        return sum(self.loss_mask) if self.loss_mask else len(self.token_ids)
+        own = sum(self.loss_mask) if self.loss_mask else len(self.token_ids)
+        return own + sum(branch.num_sampled for branch in self.branches)
 
     @property
     def first_turn(self) -> Trajectory:
@@ -120,7 +123,8 @@ class Trajectory:
     def num_turns(self) -> int:
         """Stretches of sampled tokens."""
         mask = self.loss_mask or (True,)
-        return sum(now and not before for before, now in zip((False, *mask), mask, strict=False))
+        own = sum(now and not before for before, now in zip((False, *mask), mask, strict=False))
+        return own + sum(branch.num_turns for branch in self.branches)
 
 
 @dataclass(frozen=True, kw_only=True)

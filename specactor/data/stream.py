@@ -121,6 +121,11 @@ def request_seed(run_seed: int, step: int, problem_index: int, sample_index: int
     return _hash(b"request", run_seed, step, problem_index, sample_index) >> 33
 
 
+def turn_seed(session_seed: int, prompt_ids: Sequence[int], *numbers: int) -> int:
+    """Seed in [0, 2**31) of one turn of an agent's session, by its prompt and what tells it from others of that."""
+    return _hash(b"turn", session_seed, *numbers, *prompt_ids) >> 33
+
+
 def _hash(purpose: bytes, *numbers: int) -> int:
     """64 bits that depend on every number and on nothing else."""
     packed = b"".join(number.to_bytes(8, "little", signed=True) for number in numbers)

@@ -79,7 +79,7 @@ class StepRecorder:
                 routed_experts=t.routed_experts,
                 score=group.scores[k],
                 reward=group.rewards[k],
-                advantage=next(advantages, 0.0),
+                advantage=[next(advantages, 0.0) for _ in (t, *t.branches)][-1],
                 is_whole=self.share == "full" or (g * len(group.trajectories) + k + step) % WHOLE_EVERY == 0,
             )
             for g, group in enumerate(groups)

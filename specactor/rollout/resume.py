@@ -96,6 +96,50 @@ def going_on(request: RolloutRequest, response: Trajectory) -> RolloutRequest:
     )
 
 
+def nothing_of(request: RolloutRequest) -> Trajectory:
+    """Return a response without tokens."""
+    return Trajectory(
+        request_id=request.request_id,
+        group_id=request.group_id,
+        prompt_ids=request.prompt_ids,
+        token_ids=(),
+        logprobs=(),
+        finish_reason="stop",
+        spans=(),
+        seed=request.seed,
+    )
+
+
+def heard(before: Trajectory, turn: Trajectory) -> Trajectory:
+    """Return a conversation after what was sampled in a turn, with the experts that its tokens were sampled from."""
+    start = len(before.token_ids)
+    spans = [replace(s, start=s.start + start, end=s.end + start) for s in turn.spans]
+    return replace(
+        before,
+        token_ids=before.token_ids + turn.token_ids,
+        logprobs=before.logprobs + turn.logprobs,
+        finish_reason=turn.finish_reason,
+        spans=joined((*before.spans, *spans)),
+        loss_mask=before.loss_mask + (True,) * len(turn.token_ids),
+        routed_experts=before.routed_experts + turn.routed_experts[len(before.routed_experts) :],
+    )
+
+
+def said(before: Trajectory, ids: tuple[int, ...]) -> Trajectory:
+    """Return a conversation after what was said between two turns, which is not learned from."""
+    if not ids:
+        return before
+    start = len(before.token_ids)
+    span = VersionSpan(version=before.spans[-1].version, start=start, end=start + len(ids))
+    return replace(
+        before,
+        token_ids=before.token_ids + ids,
+        logprobs=before.logprobs + (0.0,) * len(ids),
+        spans=joined((*before.spans, span)),
+        loss_mask=before.loss_mask + (False,) * len(ids),
+    )
+
+
 def stale_tokens(response: Trajectory, version: int) -> int:
     """Count the tokens, the first ones, that policies before `version` sampled."""
     return sum(span.end - span.start for span in response.spans if span.version != version)
