@@ -172,10 +172,10 @@ class Conversations:
         """Tell the environment of a response, or to start; `answered` is called in another thread, for `take`."""
         conversation = self._open[request_id]
         environment = conversation.environment
-        if isinstance(conversation.session, Session):
-            self._ask_agent(conversation, answered)
+        if conversation.session is not None:
+            self._ask_agent(conversation, cast("Agent", environment), answered)
             return
-        assert hasattr(environment, "step")
+        environment = cast("Environment", environment)
         if response is None:
             coroutine: Callable[[], Awaitable[object]] = lambda: environment.start(conversation.problem)  # noqa: E731
         else:
@@ -193,7 +193,7 @@ class Conversations:
     ) -> None:
         answered(Answer(request_id=request_id, call=call, value=value, error=error))
 
-    def _ask_agent(self, conversation: _Conversation, answered: Callable[[Answer], None]) -> None:
+    def _ask_agent(self, conversation: _Conversation, agent: Agent, answered: Callable[[Answer], None]) -> None:
         """Let the agent begin, or tell of what it has done since it was last asked."""
         name, endpoint = conversation.request.request_id, self._endpoint
         assert endpoint is not None
@@ -213,7 +213,7 @@ class Conversations:
         conversation.key = endpoint.open(take)
         conversation.asked_s = self._clock()
         conversation.deadline_s = conversation.asked_s + self._timeout_s + GRACE_S
-        run = partial(conversation.environment.run, conversation.problem, endpoint.base_url, conversation.key)
+        run = partial(agent.run, conversation.problem, endpoint.base_url, conversation.key)
         self._run(conversation, run, None, ended)
 
     def _run(

@@ -20,7 +20,8 @@ class Talks:
 
     async def run(self, problem: Problem, base_url: str, api_key: str) -> float:
         self.messages: list[Any] = [{"role": "user", "content": problem.prompt}]
-        self.problem, self.answers = problem, []
+        self.problem = problem
+        self.answers: list[Any] = []
         async with AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0) as client:
             self.completions = client.chat.completions
             reward = await self.act()
@@ -55,7 +56,7 @@ class Samples(Talks):
         self.answers += [answer]
         texts = [choice.message.content for choice in answer.choices]
         for text in (texts[2], texts[0]):
-            more = [{"role": "assistant", "content": text}, {"role": "user", "content": "go on"}]
+            more: list[Any] = [{"role": "assistant", "content": text}, {"role": "user", "content": "go on"}]
             self.answers += [await self.completions.create(model="policy", messages=[*self.messages, *more])]
         return 1.0
 

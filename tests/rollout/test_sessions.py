@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import threading
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, cast
 
 import pytest
@@ -153,7 +154,7 @@ class OneNoise(Session):
 
     def ask(self, call: Any) -> Any:
         turns = super().ask(call)
-        return [module.replace(turn, seed=1) for turn in turns]
+        return [replace(turn, seed=1) for turn in turns]
 
 
 class Retokenized(Session):
