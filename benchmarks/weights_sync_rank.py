@@ -13,8 +13,7 @@ import msgspec
 import torch
 
 from benchmarks.recipes import sync_config
-from specactor.parallel import groups
-from specactor.parallel.collective import Collective
+from specactor.parallel.collective import Collective, destroy_groups, init_groups
 from specactor.parallel.layout import ModelShape, check
 from specactor.rollout.pool import EnginePool
 from specactor.rollout.sglang.engine_client import Engine, EngineSpec
@@ -81,7 +80,7 @@ def main() -> None:
     model_dir, options = Path(sys.argv[1]), json.loads(sys.argv[2])
     config = sync_config(str(model_dir), **options)
     layout = check(config, options["world"], ModelShape.read(model_dir))
-    groups.init(layout, config.parallel, seed=0, local_rank=int(os.environ["LOCAL_RANK"]))
+    init_groups(layout, config.parallel, seed=0, local_rank=int(os.environ["LOCAL_RANK"]))
     collective = Collective()
     trainer = PolicyTrainer(config, layout, model_dir)
     specs = [
@@ -139,7 +138,7 @@ def main() -> None:
             }
             print("RESULT " + json.dumps(seen), flush=True)
         sender.close()
-    groups.destroy()
+    destroy_groups()
 
 
 if __name__ == "__main__":

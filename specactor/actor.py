@@ -11,6 +11,7 @@ from typing import cast
 
 from specactor import hooks, measurements
 from specactor.config import Config
+from specactor.config.train import learning_rate
 from specactor.device_memory import DeviceMemory
 from specactor.errors import AgreementError, WeightSyncError
 from specactor.parallel.collective import Collective
@@ -24,7 +25,6 @@ from specactor.trace import Span
 from specactor.trainer.advantages import AdvantageKind, group_advantages
 from specactor.trainer.drafter.refresh import Distillation
 from specactor.trainer.policy import PolicyTrainer, TrainStats
-from specactor.trainer.schedule import learning_rate
 from specactor.types import ScoredGroup, TrainSequence
 from specactor.weights_sync.sender import SyncReport, WeightSender, WeightSource
 

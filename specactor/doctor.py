@@ -22,11 +22,11 @@ from rich.markup import escape
 from rich.table import Table
 
 from specactor.config import Config
+from specactor.config.engine import guarantee
 from specactor.errors import ConfigError
 from specactor.parallel.addresses import own_addresses, within
 from specactor.parallel.devices import Devices, detect
 from specactor.parallel.layout import ModelShape
-from specactor.rollout.guarantee import guarantee
 
 GIB = 2**30
 MIN_DISK_BYTES = 2 * GIB  # room for checkpoints and the exported model of a small run

@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from specactor import hooks, measurements
 from specactor.actor import SpecActor
 from specactor.config import Config, DraftTrainingConfig
+from specactor.config.engine import guarantee
 from specactor.config.results import set_name
 from specactor.data.dataset import Dataset, build_dataset
 from specactor.data.environment import environment_of
@@ -22,8 +23,7 @@ from specactor.data.tokenizer import VOCAB_SIZE, load_tokenizer
 from specactor.device_memory import DeviceMemory
 from specactor.errors import ConfigError, PlanError
 from specactor.metrics import Tracker, read_metrics, rss_bytes
-from specactor.parallel import groups
-from specactor.parallel.collective import Collective
+from specactor.parallel.collective import Collective, destroy_groups, init_groups
 from specactor.parallel.devices import gpu_uuid, gpus, return_unused
 from specactor.parallel.failure import Failures, Member
 from specactor.parallel.layout import (
@@ -45,7 +45,6 @@ from specactor.rollout.collector import RolloutCollector
 from specactor.rollout.decoupled.transport import DrafterAccess
 from specactor.rollout.drafter_pool import DrafterPool
 from specactor.rollout.drafter_start import check_in_engines, start_drafters
-from specactor.rollout.guarantee import guarantee
 from specactor.rollout.pool import EnginePool
 from specactor.rollout.sglang.engine_client import EngineSpec
 from specactor.rollout.tail import tail_policy
@@ -81,9 +80,9 @@ def run(
     for own in gpus()[:1]:
         with suppress(PlanError):  # of a model that is built in another way, nobody can say
             memory_of(config, world, own.memory_bytes).check()
-    device = groups.init(layout, config.parallel, seed=config.seed, local_rank=local_rank, store=store)
+    device = init_groups(layout, config.parallel, seed=config.seed, local_rank=local_rank, store=store)
     with ExitStack() as stack:
-        stack.callback(groups.destroy)
+        stack.callback(destroy_groups)
         collective = Collective()
         gpu = gpu_uuid(device.index) if device.type == "cuda" else ""
         members = collective.gather(Member.here(local_rank, gpu=gpu), Member)

@@ -13,13 +13,11 @@ import pytest
 
 PACKAGE = Path(__file__).resolve().parent.parent / "specactor"
 PLANNER = (
-    "gpu_specs",
     "model_shapes",
     "plans",
     "profile_grid",
     "rooflines",
     "search",
-    "throughput_model",
 )
 PURE = [
     "errors",
@@ -31,14 +29,12 @@ PURE = [
     "rollout.decoupled.protocol",
     "rollout.decoupled.drafter_side",
     "rollout.decoupled.engine_side",
-    "rollout.guarantee",
     "rollout.open_groups",
     "rollout.requests",
     "rollout.sglang.draft_slots",
     "trainer.advantages",
     "trainer.drafter.buffer",
     "trainer.packing",
-    "trainer.schedule",
     "weights_sync.buckets",
     "weights_sync.plan",
     *(f"config.{path.stem}" for path in sorted((PACKAGE / "config").glob("[!_]*.py"))),

@@ -15,13 +15,13 @@ from dataclasses import dataclass, replace
 import torch
 
 from specactor.config import Config
+from specactor.config.engine import SAME_BITS, guarantee
 from specactor.errors import AgreementError
 from specactor.parallel.collective import Collective
 from specactor.progress import Progress
 from specactor.replay.compare import TIES, Finding, first_difference
 from specactor.replay.noise import noise_of
 from specactor.replay.records import SampleRecord, StepRecord
-from specactor.rollout.guarantee import SAME_BITS, guarantee
 from specactor.rollout.pool import EnginePool
 from specactor.rollout.requests import sampling_of
 from specactor.rollout.sglang.engine_client import EngineDied

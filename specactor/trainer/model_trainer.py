@@ -36,7 +36,7 @@ Objective = Callable[[MicroBatch, Tensor], tuple[Tensor, dict[str, Tensor]]]
 
 
 class ModelTrainer:
-    """Model, data parallelism and optimizer of this rank; needs `specactor.parallel.groups.init` before."""
+    """Model, data parallelism and optimizer of this rank; needs `specactor.parallel.collective.init_groups` before."""
 
     def __init__(self, config: Config, layout: Layout, built: model.Policy) -> None:
         self.config, self.layout = config, layout

@@ -32,7 +32,6 @@ from specactor.trainer.drafter.buffer import example_from
 from specactor.trainer.drafter.command import learn
 from specactor.trainer.drafter.train import RefreshStats
 from specactor.trainer.policy import PolicyTrainer
-from specactor.trainer.schedule import linear_decay
 from specactor.types import Problem, TrainSequence
 
 Solver = Callable[[Problem, random.Random, int], str | Sequence[tuple[str, bool]]]
@@ -224,3 +223,8 @@ def _content(model: Path) -> list[tuple[str, int, str]]:
 
 def _hash(*parts: object) -> str:
     return hashlib.blake2b(msgspec.json.encode(parts, order="sorted"), digest_size=8).hexdigest()
+
+
+def linear_decay(step: int, steps: int, peak: float) -> float:
+    """From `peak` in step 0 down a line to a tenth of it in step ``steps - 1``: a stage of the supervised warm-up."""
+    return peak * (1 - 0.9 * min(1.0, step / max(1, steps - 1)))

@@ -13,9 +13,9 @@ from pathlib import Path
 import psutil
 import pytest
 
+from specactor.config.engine import SAME_BITS
 from specactor.cpu.sglang import environment
 from specactor.metrics import METRICS, read_metrics
-from specactor.rollout.guarantee import SAME_BITS
 from specactor.trainer.drafter.rollout_files import read_rollouts
 from tests.end_to_end.conftest import Launched, Launcher
 

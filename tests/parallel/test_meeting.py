@@ -14,9 +14,8 @@ import pytest
 from torch.distributed import PrefixStore, TCPStore
 
 from specactor.errors import ConfigError
-from specactor.parallel import meeting, silence
-from specactor.parallel.meeting import Greeting, Meeting, difference, flat, meet
-from specactor.parallel.silence import HostWatch
+from specactor.parallel import meeting
+from specactor.parallel.meeting import Greeting, HostWatch, Meeting, difference, flat, meet
 
 CONFIG = {"name": "x", "train": {"steps": 3, "adam_betas": (0.9, 0.95)}}
 
@@ -101,7 +100,7 @@ class Link:
 def test_a_host_that_is_cut_off_is_missed_and_misses_the_first(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """One that has left in good order is missed by nobody. Hosts have two ranks each, but for the first."""
     for name, seconds in (("_BEAT_S", 0.05), ("_LOOK_S", 0.3), ("SILENT_S", 3.0)):
-        monkeypatch.setattr(silence, name, seconds)
+        monkeypatch.setattr(meeting, name, seconds)
     links: list[Link] = [Link(port) for _ in range(3)]
     missed: list[list[str]] = [[], [], []]
     hosts, machines = ("a", "b", "b", "c", "c"), ("0", "1", "1", "2", "2")

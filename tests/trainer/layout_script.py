@@ -12,11 +12,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from specactor.parallel import groups
+from specactor.cpu import megatron
+from specactor.parallel.collective import destroy_groups, init_groups
 from specactor.parallel.layout import Layout
 from tests.trainer import policy_cases as cases
 
-groups.cpu_platform.install()
+megatron.install()
 
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
@@ -49,7 +50,7 @@ def make(entry: dict[str, Any]) -> PolicyTrainer:
         expert=p.expert,
         expert_tensor=p.expert_tensor,
     )
-    groups.init(layout, p, seed=0, local_rank=0)
+    init_groups(layout, p, seed=0, local_rank=0)
     return PolicyTrainer(config, layout, Path(entry["model"]))
 
 
@@ -305,7 +306,7 @@ def main() -> None:
     results = {}
     for name, entry in spec.items():
         results[name] = CHECKS[entry["check"]](entry)
-        groups.destroy(keep_process_group=True)
+        destroy_groups(keep_process_group=True)
     gathered = [None] * dist.get_world_size()
     dist.all_gather_object(gathered, json.dumps(results, sort_keys=True))
     if dist.get_rank() == 0:

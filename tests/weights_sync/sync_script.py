@@ -16,9 +16,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from specactor.parallel import groups
+from specactor.cpu import megatron
+from specactor.parallel.collective import destroy_groups, init_groups
 
-groups.cpu_platform.install()
+megatron.install()
 
 
 import torch  # noqa: E402
@@ -55,7 +56,7 @@ def main() -> None:
             results[name] = bench.layout(name, parallel)
             if sys.argv[3] == "1" and name == "EP2":
                 results["faults"] = bench.faults()
-            groups.destroy(keep_process_group=True)
+            destroy_groups(keep_process_group=True)
     if bench.collective.rank == 0:
         Path(sys.argv[4], "results.json").write_text(json.dumps(results))
     dist.barrier()
@@ -90,7 +91,7 @@ class Bench:
         p = config.parallel
         sizes = {key: getattr(p, key) for key in ("tensor", "pipeline", "context", "expert", "expert_tensor")}
         layout = Layout(world=self.collective.world, **sizes)
-        groups.init(layout, p, seed=0, local_rank=0)
+        init_groups(layout, p, seed=0, local_rank=0)
         self.trainer = PolicyTrainer(config, layout, self.model_dir)
         self.trainer.train_step(cases.sequences(len(name)), learning_rate=2e-3)
         before = self.answers()
