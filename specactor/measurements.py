@@ -93,7 +93,7 @@ def of_step(
 
 def of_environments(groups: Sequence[ScoredGroup], num_failed: int) -> dict[str, float]:
     """What happened between turns in a step; nothing where no environment took part."""
-    talks = [t for g in groups for t in g.trajectories if t.reward is not None]
+    talks = [t for g in groups for t in g.trajectories if t.environment_s]
     if not talks and not num_failed:
         return {}
     return {

@@ -221,9 +221,9 @@ WRONG: list[tuple[str, str]] = [
         "1.25.",
     ),
     (
-        "--rollout.oversample 1.5 --algorithm.dynamic-sampling True",
-        "rollout.oversample: got 1.5, expected 1 with algorithm.dynamic_sampling. Both decide which groups are learned "
-        "from: use one of the two.",
+        "--rollout.oversample 1.5 --rollout.partial True --algorithm.dynamic-sampling True",
+        "rollout.partial: got True, expected False with algorithm.dynamic_sampling. The same groups are kept whenever "
+        "a step is run: none goes on in the next.",
     ),
     (
         "--rollout.oversample 1.5 --rollout.partial True --algorithm.correction.level off",

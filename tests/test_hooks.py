@@ -6,6 +6,8 @@ import importlib
 import sys
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -17,7 +19,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from specactor import hooks
-from specactor.config import AlgorithmConfig, DataConfig, SourceConfig
+from specactor.config import AlgorithmConfig, DataConfig, RolloutConfig, SourceConfig
 from specactor.data.dataset import Dataset, build_dataset
 from specactor.data.environment import environment_of
 from specactor.data.tokenizer import load_tokenizer, make_char_tokenizer
@@ -163,10 +165,16 @@ def test_an_advantage() -> None:
 
 def test_a_filter_of_groups() -> None:
     algorithm = AlgorithmConfig(dynamic_sampling=True, group_filter="mine:not_hopeless")
-    alone = SimpleNamespace(together=lambda _, work: work(), gather=lambda value, _: [value])
-    job = SimpleNamespace(config=SimpleNamespace(algorithm=algorithm), collective=alone)
+    job = cast("Any", SimpleNamespace(config=SimpleNamespace(algorithm=algorithm, rollout=RolloutConfig()), _judged={}))
+    job._group = partial(RolloutCollector._group, job)
     groups = [group(*scores) for scores in ((0, 0), (1, 1))]
-    assert RolloutCollector._teaching(cast(RolloutCollector, job), groups) == [False, True]
+    kept = [
+        RolloutCollector._teaches(
+            job, g.problem, [replace(t, reward=score) for t, score in zip(g.trajectories, g.scores, strict=True)]
+        )
+        for g in groups
+    ]
+    assert kept == [False, True]
 
 
 def test_a_loss(one_rank: None) -> None:

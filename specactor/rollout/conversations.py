@@ -104,15 +104,19 @@ class Conversations:
         self._clock = clock
         self._threads: list[threading.Thread] = []
         self._endpoint: Endpoint | None = None
-        self._open = {
-            request.request_id: _Conversation(request=request, problem=problem, environment=found())
-            for request, problem in zip(requests, problems, strict=True)
-            if (found := environment_of(problem.verifier)) is not None
-        }
-        for one in self._open.values():
-            if hasattr(one.environment, "run"):
-                one.session = Session(one.request, tokenizer, max_prompt_tokens=max_prompt_tokens)
+        self._open: dict[str, _Conversation] = {}
+        self.add(requests, problems)
+
+    def add(self, requests: Sequence[RolloutRequest], problems: Sequence[Problem]) -> None:
+        """As when they were made."""
+        for request, problem in zip(requests, problems, strict=True):
+            if (found := environment_of(problem.verifier)) is None:
+                continue
+            one = _Conversation(request=request, problem=problem, environment=found())
+            if hasattr(found, "run"):
+                one.session = Session(request, self._tokenizer, max_prompt_tokens=self._longest)
                 self._endpoint = self._endpoint or Endpoint()
+            self._open[request.request_id] = one
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         wanted = FREE_FILES + FILES_OF_LOOP * len(self._open)
         if soft < wanted:  # of engines and shared memory there are few; of loops as many as conversations
@@ -367,7 +371,11 @@ class Conversations:
         whole = one.so_far or resume.nothing_of(replace(conversation.request, prompt_ids=()))
         mask = () if all(whole.loss_mask) else whole.loss_mask
         return replace(
-            whole, loss_mask=mask, reward=reward, failure=failure, environment_s=round(conversation.spent_s, 6)
+            whole,
+            loss_mask=mask,
+            reward=reward,
+            failure=failure,
+            environment_s=max(1e-6, round(conversation.spent_s, 6)),
         )
 
 

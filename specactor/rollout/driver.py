@@ -21,11 +21,14 @@ from specactor.errors import DataError, EngineError
 from specactor.rollout import resume
 from specactor.rollout.conversations import Answer, Conversations
 from specactor.rollout.drafter_pool import DrafterPool
+from specactor.rollout.refill import Refill
 from specactor.rollout.session import TURN
 from specactor.rollout.sglang.engine_client import Engine, EngineDied
 from specactor.rollout.tail import BorrowedDevices, EngineLoad, Running, WakeWhereItPays
 from specactor.types import RolloutRequest, Trajectory
 
+POLL_S = 0.02
+"""Between two looks at what other ranks have found of their groups."""
 REPORT_TOKENS = 64
 """An engine reports a running request after this many tokens of it."""
 
@@ -58,6 +61,7 @@ class Driver:
         enough_groups: int | None = None,
         drafters: DrafterPool | None = None,
         conversations: Conversations | None = None,
+        refill: Refill | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """
@@ -68,6 +72,7 @@ class Driver:
             enough_groups: the rollout stops when so many groups are complete.
             drafters: sleep on the engines' devices.
             conversations: which requests are those of, and what becomes of their responses.
+            refill: gives further requests as groups become complete, and says when there are enough.
         """
         self.done: dict[str, Trajectory] = {}
         self.stopped: dict[str, RolloutRequest] = {}
@@ -75,8 +80,11 @@ class Driver:
         self._engines = engines
         self._notify = notify
         # Also for an abort that came too early, see `_progressed`.
-        self._report_tokens = report_tokens if policy is not None or enough_groups is not None else 0
+        self._report_tokens = report_tokens if policy or refill or enough_groups is not None else 0
         self._enough = enough_groups
+        self._refill = refill
+        self.added: list[RolloutRequest] = []
+        """What `refill` gave."""
         self._borrowed = BorrowedDevices(engines, drafters, policy, clock=clock)
         self._running: dict[int, dict[str, RolloutRequest]] = {i: {} for i in range(len(engines))}
         self._emitted: dict[str, int] = {}
@@ -112,10 +120,12 @@ class Driver:
         try:
             for engine, part in enumerate(parts):
                 self._begin(engine, part)
-            while self._open_calls or self._thinking:
+            self._draw()
+            while self._open_calls or self._thinking or self._waits:
                 for event in self._next():
                     self._take(event)
                 self._send_turns()
+                self._draw()
         except (EngineError, DataError):
             self._each_engine(lambda engine: engine.abort())
             raise
@@ -139,6 +149,27 @@ class Driver:
                     self._ask(engine, request, None)
         self._send(engine, ready)
 
+    @property
+    def _waits(self) -> bool:
+        """Whether other ranks may still have this one draw something."""
+        all_live = len(self._running) == len(self._engines)
+        return self._refill is not None and all_live and not self._refill.is_over
+
+    def _draw(self) -> None:
+        """Begin what is to take the place of groups that nothing is learned from, or end what nobody needs."""
+        if self._refill is None or not self._running:
+            return
+        new = self._refill.more()
+        self.added += new
+        self._missing.update(request.group_id for request in new)
+        by_group: dict[int, list[RolloutRequest]] = {}
+        for request in new:
+            by_group.setdefault(request.group_id, []).append(request)
+        for group in by_group.values():
+            self._begin(min(self._running, key=lambda i: len(self._running[i])), group)
+        if self._refill.kept is not None and not self._stopping:
+            self._stop()
+
     def _ask(self, engine: int, request: RolloutRequest, response: Trajectory | None) -> None:
         """Hand the environment a response, or let it start; its answer is an event."""
         assert self._conversations is not None
@@ -152,7 +183,8 @@ class Driver:
         """What has happened; waits for something, or until an environment has had its time."""
         conversations, found = self._conversations, []
         try:
-            found.append(self._events.get(timeout=conversations.wait_s() if conversations else None))
+            waits = [conversations.wait_s() if conversations else None, POLL_S if self._refill is not None else None]
+            found.append(self._events.get(timeout=min((s for s in waits if s is not None), default=None)))
             while conversations:  # turns that are there together are sent together
                 found.append(self._events.get_nowait())
         except queue.Empty:
@@ -299,15 +331,21 @@ class Driver:
         self._missing[response.group_id] -= 1
         self._complete += self._missing[response.group_id] == 0
         self._notify(response)
+        if self._refill is not None and not self._stopping:
+            self._refill.done(response)
         if self._enough is not None and self._complete >= self._enough and not self._stopping:
-            self._stopping = True
-            for engine, requests in self._running.items():
-                self._abort(engine, requests)
-            for _, request in [*self._thinking.values(), *self._turns]:
-                if TURN not in request.request_id:
-                    self._drop(request)
-            self._thinking.clear()
-            self._turns.clear()
+            self._stop()
+
+    def _stop(self) -> None:
+        """End all that runs."""
+        self._stopping = True
+        for engine, requests in self._running.items():
+            self._abort(engine, requests)
+        for _, request in [*self._thinking.values(), *self._turns]:
+            if TURN not in request.request_id:
+                self._drop(request)
+        self._thinking.clear()
+        self._turns.clear()
 
     def _abort(self, engine: int, request_ids: Iterable[str]) -> None:
         """Ask the engine to end these; it answers with what there is."""
