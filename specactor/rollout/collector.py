@@ -11,13 +11,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
+from statistics import fmean
 
 from transformers import PreTrainedTokenizerBase
 
 from specactor import hooks
 from specactor.config import Config
 from specactor.data.dataset import Dataset
-from specactor.data.stream import MixedStream, PromptStream
+from specactor.data.stream import CurriculumStream, MixedStream, PromptStream
 from specactor.data.verifiers import score_all
 from specactor.errors import DataError, EngineError
 from specactor.parallel.collective import Collective
@@ -104,9 +105,10 @@ class RolloutCollector:
         self.max_prompt_tokens = max_prompt_tokens
         self.replace_lost = replace_lost
         weights, shuffle = [1.0, *config.data.mix.values()], config.data.shuffle
-        self.prompts: PromptStream | MixedStream = PromptStream(len(train_data), config.seed, shuffle=shuffle)
+        stream: PromptStream | MixedStream = PromptStream(len(train_data), config.seed, shuffle=shuffle)
         if len(weights) > 1:
-            self.prompts = MixedStream(train_data.sizes, weights, config.seed, shuffle=shuffle)
+            stream = MixedStream(train_data.sizes, weights, config.seed, shuffle=shuffle)
+        self.prompts = CurriculumStream(stream, config.seed) if config.data.curriculum else stream
         self.open_groups: list[open_groups.OpenGroup] = []
         """Groups that go on in the next step; equal on all ranks."""
         self.left: list[open_groups.OpenGroup] = []
@@ -122,9 +124,18 @@ class RolloutCollector:
         """Return `rollout.prompts_per_step` scored groups for the step after `step` finished ones."""
         self.num_failed = 0
         if self.config.algorithm.dynamic_sampling:
-            return self._collect_teaching(step)
-        if self.config.rollout.oversample > 1:
-            return self._collect_first(step)
+            groups = self._collect_teaching(step)
+        elif self.config.rollout.oversample > 1:
+            groups = self._collect_first(step)
+        else:
+            groups = self._collect_all(step)
+        if isinstance(self.prompts, CurriculumStream):
+            for group in groups:
+                self.prompts.learn(group.problem.index, fmean(group.scores))
+        return groups
+
+    def _collect_all(self, step: int) -> list[ScoredGroup]:
+        """Return the groups of the next problems."""
         problems = [self.train_data[i] for i in self.prompts.take(self.config.rollout.prompts_per_step)]
         with self.progress.phase("rollout"):
             requests = group_requests(problems, config=self.config.rollout, run_seed=self.config.seed, step=step)
@@ -163,6 +174,9 @@ class RolloutCollector:
             num_used = kept[-1] + 1 if len(kept) == want else refill.most
             self.prompts.restore(begin)
             drawn[:] = [self.train_data[i] for i in self.prompts.take(num_used)]
+        if isinstance(self.prompts, CurriculumStream):  # also of what nothing is learned from
+            for number in range(num_used):
+                self.prompts.learn(drawn[number].index, refill.rates[number])
         others = [number for number in range(num_used) if number not in kept] if len(kept) < want else []
         numbers = [*kept, *others]
         of = {number: [found[r.request_id] for r in requests_of(number)] for number in numbers}
@@ -180,8 +194,9 @@ class RolloutCollector:
             )
         return groups
 
-    def _teaches(self, problem: Problem, responses: Sequence[Trajectory]) -> bool:
-        """Return whether something is learned from a group, as the rank has it whose engine generated it.
+    def _teaches(self, problem: Problem, responses: Sequence[Trajectory]) -> tuple[bool, float]:
+        """Return whether something is learned from a group, as the rank has it whose engine generated it, and the mean
+        of its scores.
 
         Its scores are kept for when all ranks ask for them.
         """
@@ -192,9 +207,9 @@ class RolloutCollector:
         self._judged |= {t.request_id: score for t, score in zip(to_score, scores, strict=True)}
         group = self._group(problem, responses, [self._judged.get(t.request_id, t.reward or 0.0) for t in responses])
         if group is None:
-            return False
+            return False, 0.5  # as if it had not been tried
         name = self.config.algorithm.group_filter
-        return hooks.keeps(name, group) if name else informative(group.rewards)
+        return hooks.keeps(name, group) if name else informative(group.rewards), fmean(group.scores)
 
     def collect_again(self, step: int, group: int, sample: int | None) -> list[ScoredGroup]:
         """Return one group of the step after `step` finished ones, or one response of it, without the others."""

@@ -71,8 +71,8 @@ class Refill:
     requests_of: Callable[[int], Sequence[RolloutRequest]]
     """Of the group of a number."""
     problem_of: Callable[[RolloutRequest], Problem]
-    teaches: Callable[[int, Sequence[Trajectory]], bool]
-    """Whether something is learned from a group."""
+    teaches: Callable[[int, Sequence[Trajectory]], tuple[bool, float]]
+    """Whether something is learned from a group, and its success rate."""
     verdicts: Verdicts
     begin: Callable[[Sequence[RolloutRequest]], None] = lambda requests: None
     """Sees requests before they are given."""
@@ -87,8 +87,16 @@ class Refill:
     @property
     def known(self) -> dict[int, bool]:
         """The verdict on each group that has one."""
-        pairs = (text.split(":") for text in self.verdicts.told)
-        return {int(number): kept == "1" for number, kept in pairs if number != "left"}
+        return {int(words[0]): words[1] == "1" for words in self._words}
+
+    @property
+    def rates(self) -> dict[int, float]:
+        """The success rate of each group that has a verdict."""
+        return {int(words[0]): float(words[2]) for words in self._words}
+
+    @property
+    def _words(self) -> list[list[str]]:
+        return [words for text in self.verdicts.told if len(words := text.split(":")) == 3]
 
     @property
     def kept(self) -> list[int] | None:
@@ -120,7 +128,8 @@ class Refill:
         of_group = self.finished.setdefault(response.group_id, [])
         of_group.append(response)
         if len(of_group) == self.size:
-            self.verdicts.tell(f"{response.group_id}:{int(self.teaches(response.group_id, of_group))}")
+            kept, rate = self.teaches(response.group_id, of_group)
+            self.verdicts.tell(f"{response.group_id}:{int(kept)}:{rate!r}")
             self.verdicts.read()
 
     def leave(self) -> None:

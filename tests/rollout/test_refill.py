@@ -88,9 +88,9 @@ def rollout(
     """One list of engines per rank."""
     store = HashStore() if len(engines) > 1 else None
 
-    def judge(number: int, responses: Sequence[Trajectory]) -> bool:
+    def judge(number: int, responses: Sequence[Trajectory]) -> tuple[bool, float]:
         assert {t.request_id for t in responses} == {r.request_id for r in requests_of(number)}
-        return teaches(number)
+        return teaches(number), number / 100
 
     ranks = [
         Rank(
@@ -140,6 +140,7 @@ def test_the_same_groups_are_kept(setting: str, ahead: int) -> None:
     found = {name: t for rank in ranks for name, t in rank.found.items()}
     for rank in ranks:
         assert rank.refill.kept == KEPT
+        assert {n: rank.refill.rates[n] for n in KEPT} == {n: n / 100 for n in KEPT}
     for request in (r for number in KEPT for r in requests_of(number)):
         assert found[request.request_id].token_ids == expected(request)
     asked = set().union(*(rank.asked for rank in ranks))
