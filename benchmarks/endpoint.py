@@ -12,7 +12,7 @@ import multiprocessing
 import os
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -98,7 +98,7 @@ class Run:
 
 def rollout(pool: EnginePool, tokenizer: PreTrainedTokenizerBase, kind: type, sessions: int) -> Run:
     """All sessions with one kind of them."""
-    sampling = SamplingParams(temperature=1.0, max_new_tokens=CALLS * (TOKENS + 40), stop=("e", "t"))
+    sampling = SamplingParams(temperature=1.0, max_new_tokens=CALLS * (TOKENS + 40), stop=tuple("abcdefghijklmnopqrst"))
     verifier = f"benchmarks.endpoint:{kind.__name__}"
     numbers = range(sessions)
     requests = [
@@ -136,7 +136,7 @@ def engine(folder: Path) -> Iterator[EnginePool]:
         yield pool
 
 
-def table(runs: dict[str, Sequence[Run]], sessions: int) -> Result:
+def table(runs: Mapping[str, Sequence[Run]], sessions: int) -> Result:
     """Return the page; the first turn of each contestant is not counted."""
     requests = sessions * CALLS
     own = {name: [run.cpu_s / requests * 1e3 for run in of[1:]] for name, of in runs.items()}

@@ -131,7 +131,7 @@ class SpecActor:
                 rollout_logprobs=t.logprobs,
                 num_stale=stale_tokens(t, self.version) if self.config.rollout.partial else 0,
                 group_id=group_id,
-                routed_experts=t.routed_experts if self.config.train.routing_replay else b"",
+                routed_experts=t.routed_experts if self.config.train.routing_replay == "r3" else b"",
                 loss_mask=t.loss_mask,
             )
             for group_id, (group, of_group) in enumerate(zip(groups, advantages, strict=True))

@@ -296,7 +296,7 @@ def _own_engines(
 ) -> list[EngineSpec]:
     """The engines that this rank starts, drives and stops."""
     p, engine = config.parallel, config.rollout.engine
-    if config.train.routing_replay:
+    if config.train.routing_replay == "r3":
         engine = replace(engine, extra_args=engine.extra_args | {"enable_return_routed_experts": True})
     machines, devices = [member.machine for member in members], [member.device for member in members]
     # Of all engines, so that every rank refuses a layout that cannot be.

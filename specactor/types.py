@@ -95,7 +95,7 @@ class Trajectory:
     routed_experts: bytes = b""
     """Experts that computed each token of prompt and response but the last, in every layer, as the pass chose them that
     the engine sampled from: int16 [tokens - 1, layers, experts per token], little endian, in C order. Empty unless
-    ``train.routing_replay`` or ``enable_return_routed_experts`` asks for it."""
+    ``train.routing_replay = r3`` or ``enable_return_routed_experts`` asks for it."""
     loss_mask: tuple[bool, ...] = ()
     """Of each token, whether the policy sampled it; False: the environment said it. Empty: all were sampled."""
     reward: float | None = None

@@ -184,7 +184,7 @@ WRONG: list[tuple[str, str]] = [
     ),
     (
         "--train.routing-replay maybe",
-        "train.routing_replay: got 'maybe', expected one of True, False. Its meaning: train_moe.py quickstart --help",
+        "train.routing_replay: got 'maybe', expected one of off, r2, r3. Its meaning: train_moe.py quickstart --help",
     ),
     (
         "--algorithm.correction.bounds 0 0.5",

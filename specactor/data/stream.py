@@ -58,7 +58,8 @@ class PromptStream:
         keys = ("dataset_len", "seed", "shuffle", "epoch", "position")
         if not isinstance(state, Mapping) or any(type(state.get(key)) is not int for key in keys):
             raise CheckpointError(
-                f"data position: got {state!r:.200}, expected integers {', '.join(keys)}. Resume from another checkpoint."
+                f"data position: got {state!r:.200}, expected integers {', '.join(keys)}. "
+                "Resume from another checkpoint."
             )
         for key, own, remedy in (
             ("dataset_len", self.dataset_len, "Resume with the data that the run started with."),

@@ -118,9 +118,9 @@ class Collective:
         control_group()
 
     @property
-    def store(self) -> dist.Store | None:
+    def store(self) -> Store | None:
         """Where ranks may tell each other what is not waited for; None where there is one rank."""
-        found: dist.Store = dist.distributed_c10d._get_default_store()
+        found: Store = dist.distributed_c10d._get_default_store()
         return found if self.world > 1 else None
 
     def gather_bytes(self, payload: bytes) -> list[bytes]:

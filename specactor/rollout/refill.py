@@ -101,7 +101,8 @@ class Refill:
     @property
     def kept(self) -> list[int] | None:
         """The groups to learn from, by number, if they are known; fewer than wanted where too many had to be drawn."""
-        known, found = self.known, []
+        known = self.known
+        found: list[int] = []
         for number in range(self.most):
             if len(found) == self.want or number not in known:
                 break

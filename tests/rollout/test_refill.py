@@ -7,12 +7,21 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 from torch.distributed import HashStore  # type: ignore[attr-defined]
+from transformers import PreTrainedTokenizerBase
 
+from specactor.data.dataset import Dataset
+from specactor.data.tokenizer import load_tokenizer, make_char_tokenizer
+from specactor.progress import Progress
+from specactor.recipes import load
+from specactor.rollout.collector import RolloutCollector
+from specactor.rollout.drafter_pool import DrafterPool
 from specactor.rollout.driver import Driver
+from specactor.rollout.pool import EnginePool
 from specactor.rollout.refill import Refill, Verdicts
 from specactor.rollout.requests import assign
 from specactor.rollout.sglang.engine_client import Engine
@@ -167,3 +176,86 @@ class InOrderOfEnds(Refill):
 def test_a_wrong_rule_is_caught() -> None:
     found = [rollout(SETTINGS["one of them slow"](), ahead=2 * WANT, kind=InOrderOfEnds)[0].refill.kept]
     assert found != [KEPT]
+
+
+def even(response: str, problem: Problem) -> float:
+    """A verifier: half of all groups of two agree."""
+    return float(sum(map(ord, response)) % 2 == 0)
+
+
+@dataclass
+class Ready(Slow):
+    """What a pool needs of an engine besides."""
+
+    index: int = 0
+    ready: bool = True
+    delay_s: float = 0.0
+
+    def generate(self, requests: Sequence[RolloutRequest], **options: Any) -> None:
+        time.sleep(self.delay_s)
+        FakeEngine.generate(self, requests, **options)
+
+
+def collector(engines: list[FakeEngine], tokenizer: PreTrainedTokenizerBase, **settings: str) -> RolloutCollector:
+    """Of one rank, on scripted engines."""
+    words = [word for key, value in settings.items() for word in (f"--{key.replace('__', '.')}", value)]
+    config = load(["dapo", "--rollout.prompts-per-step", "6", "--rollout.group-size", "2", *words])
+    verifier = f"{even.__module__}:{even.__name__}"
+    problems = [
+        Problem(index=i, prompt="", prompt_ids=(1 + i,), answer="", verifier=verifier, metadata={}) for i in range(40)
+    ]
+    pool = EnginePool([])
+    pool.engines = cast("list[Engine]", engines)
+    alone: Any = SimpleNamespace(
+        rank=0, world=1, store=None, together=lambda _, work: work(), gather=lambda x, _: [x], any=bool
+    )
+
+    def replace_lost() -> None:
+        pool.engines = cast("list[Engine]", [Ready() for _ in pool.engines])
+
+    return RolloutCollector(
+        config,
+        pool=pool,
+        drafters=DrafterPool([]),
+        collective=alone,
+        tokenizer=tokenizer,
+        train_data=Dataset(problems),
+        eval_data={},
+        progress=Progress(3, enabled=False),
+        host="",
+        max_prompt_tokens=50,
+        replace_lost=replace_lost,
+    )
+
+
+@pytest.mark.parametrize("oversample", ["1", "2"])
+def test_steps_have_the_same_groups_and_go_on_in_the_same_place(
+    oversample: str, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """Also after a resume, and with a curriculum, which hears of all groups up to the last that is kept."""
+    folder = tmp_path_factory.mktemp("characters")
+    make_char_tokenizer(folder)
+    tokenizer, options = load_tokenizer(folder), {"rollout__oversample": oversample, "data__curriculum": "True"}
+    settings: list[list[FakeEngine]] = [
+        [Ready()],
+        [Ready(delay_s=0.05), Ready(index=1)],
+        [Ready(dies_after=20), Ready(index=1)],
+    ]
+    found = []
+    for engines in settings:
+        own = collector(engines, tokenizer, **options)
+        first = own.collect(0)
+        again = collector([Ready()], tokenizer, **options)
+        again.restore(own.state())
+        second = own.collect(1)
+        assert again.collect(1) == second
+        found.append((first, second, own.state()))
+    assert found[0] == found[1] == found[2]
+    first, second, state = found[0]
+    for groups in (first, second):
+        assert len(groups) == 6
+        assert all(0 < sum(group.scores) < 2 for group in groups)
+        assert [t.reward for g in groups for t in g.trajectories] == [x for g in groups for x in g.scores]
+    rates = cast("Any", state)["prompts"]["rates"]
+    assert len(rates) >= len({g.problem.index for g in (*first, *second)})
+    assert {rate for _, rate in rates} == {0.0, 0.5, 1.0}
