@@ -98,7 +98,7 @@ def main() -> None:
     with EnginePool(specs if collective.rank == 0 else []) as pool:
         collective.together("engine start", pool.wait_ready)
         sender = WeightSender(config.weights_sync, collective)
-        source = RankShards(trainer.policy, trainer.memory)
+        source = RankShards(trainer.policy, trainer.shared_parameters)
         reports, gathers = [], []
         first = sender.push(source, pool.engines, version=1)  # learns the plan, where there can be one
         sender.push(source, pool.engines, version=2)  # warms up

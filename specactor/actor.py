@@ -82,18 +82,18 @@ class SpecActor:
         """This rank's engines."""
         return self.rollouts.pool
 
-    def step(self, learned: Callable[[], None] = lambda: None) -> dict[str, float]:
+    def step(self, save: Callable[[], None] = lambda: None) -> dict[str, float]:
         """One RL step: policy version v -> v + 1. Returns its metrics, but for times and memory; equal on all ranks.
 
         Args:
-            learned: called when policy and draft model have learned, while the trainer has the devices' memory.
+            save: writes a checkpoint if one is due; called while the trainer has the devices' memory.
         """
         step = self.steps_done + 1
         traced = self.progress.recorder.on = step in self.config.tracking.trace
-        self.rollouts.stats(trace=traced)  # what follows is counted from here
+        self.rollouts.take_stats(trace=traced)  # what follows is counted from here
         groups = self.rollouts.collect(self.steps_done)
-        rollout = self.rollouts.stats()
-        self.pool.learn(rollout.counts)
+        rollout = self.rollouts.take_stats()
+        self.pool.update_wake_belief(rollout.counts)
         self.on_groups(step, groups)
         audited = self.audit.look(step, self.version, groups, step_s=self._step_s)
         batch = self.learnable(groups)
@@ -103,7 +103,7 @@ class SpecActor:
             self.recorder.stepped(step, self.version - 1, groups, batch, trained)
         self.steps_done = step
         refreshed = self.refresh(batch)
-        learned()
+        save()
         with self.progress.phase("sync"):
             self.devices.to_weights(self.trainer)
             synced = self.sync()

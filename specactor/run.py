@@ -282,7 +282,7 @@ def _problems(config: Config, tokenizer: PreTrainedTokenizerBase) -> tuple[Datas
 def _weights(trainer: PolicyTrainer, pool: EnginePool, members: Sequence[Member]) -> WeightSource:
     """Ranks of one machine share their buckets; over several machines each owner of engines gathers the model."""
     if len({member.machine for member in members}) == 1:
-        return RankShards(trainer.policy, trainer.memory)
+        return RankShards(trainer.policy, trainer.shared_parameters)
     return GatheredWeights(trainer.policy, owns_engines=bool(pool.engines))
 
 

@@ -88,7 +88,8 @@ class Trajectory:
     group_id: int
     prompt_ids: tuple[int, ...]
     token_ids: tuple[int, ...]
-    logprobs: tuple[float, ...]  # of each token under the policy at the sampling temperature; 0 where `loss_mask` is
+    logprobs: tuple[float, ...]
+    """Of each token under the policy at the sampling temperature; 0 where `loss_mask` is False."""
     finish_reason: FinishReason
     spans: tuple[VersionSpan, ...]
     seed: int = 0  # of its request

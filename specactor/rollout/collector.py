@@ -225,7 +225,7 @@ class RolloutCollector:
         """Return the policy's responses to the held-out problems, by set; one greedy response each, or more."""
         with self.progress.phase("eval"):
             found = {name: self._evaluated(data[: self.config.eval.problems]) for name, data in self.eval_data.items()}
-            self.stats()  # the next step counts from here
+            self.take_stats()  # the next step counts from here
             # After a resume no evaluation comes before the step: keys left of one would change the step's last bits.
             self.collective.together("flush", self.pool.flush)
         return found
@@ -247,7 +247,7 @@ class RolloutCollector:
             for problem, cut in zip(problems, cuts, strict=True)
         ]
 
-    def stats(self, *, trace: bool = False) -> RolloutStats:
+    def take_stats(self, *, trace: bool = False) -> RolloutStats:
         """Return what happened since the last call, equal on all ranks; tell what is wrong with drafters.
 
         Args:

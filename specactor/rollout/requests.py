@@ -28,7 +28,11 @@ def group_requests(
     step: int,
     earlier: Sequence[Problem] = (),
 ) -> list[RolloutRequest]:
-    """`config.group_size` requests per problem, group by group. `earlier`: what the same step has asked for before."""
+    """`config.group_size` requests per problem, group by group. Their ids begin with the number of finished steps.
+
+    Args:
+        earlier: what the same step has asked for before.
+    """
     asked = [problem.index for problem in (*earlier, *problems)]
     sampling = sampling_of(config)
     return [

@@ -57,7 +57,7 @@ class Estimate:
 
 @dataclass(frozen=True)
 class Item:
-    """A sequence with what its tokens weigh; `first` numbers its first response token among all of the step's."""
+    """A sequence with what its tokens weigh; `first` numbers its first response token among all of the update's."""
 
     sequence: TrainSequence
     first: int
@@ -78,7 +78,7 @@ class MicroBatch:
     sequence_R: Tensor
     """Number of the sequence in this micro-batch."""
     source_R: Tensor
-    """Number of the response token among all of the step's."""
+    """Number of the response token among all of the update's."""
     weights_R: Tensor
     advantages_R: Tensor
     rollout_R: Tensor | None

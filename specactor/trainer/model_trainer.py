@@ -42,7 +42,7 @@ class ModelTrainer:
         self.config, self.layout = config, layout
         self.device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else _CPU
         self.chunks = optimizer.wrap(built, config.train)
-        self.memory = share(self.chunks)
+        self.shared_parameters = share(self.chunks)
         self.optimizer = optimizer.make(self.chunks, built, config.train, config.model.dtype)
         self._host_copies = HostCopies()
         self._replay: RoutingReplay | None = None
@@ -78,7 +78,7 @@ class ModelTrainer:
 
         count = self._run(items, loss_of, forward_only=False)
         optimizer.set_learning_rate(self.optimizer, learning_rate, self.config.train.weight_decay)
-        _, grad_norm, _ = self.optimizer.step()
+        _, grad_norm, _ = self.optimizer.step()  # writes parameters where engines of this host read them
         return sums, float(grad_norm), count
 
     def _run(self, items: list[Item], loss_of: Callable[[MicroBatch, Tensor], Tensor], *, forward_only: bool) -> int:

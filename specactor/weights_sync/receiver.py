@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from specactor.errors import WeightSyncError
 from specactor.weights_sync import plan
 from specactor.weights_sync.buckets import Slot
-from specactor.weights_sync.digest import Memory, digest_blocks, digest_of
+from specactor.weights_sync.digest import Memory, copy_and_digest, digest_of
 from specactor.weights_sync.memory import Address, open_address, read_only, unregister
 from specactor.weights_sync.messages import Bucket, CheckReply, Commit, Holding, PlanReply, Pull, PullReply, Round
 
@@ -224,7 +224,7 @@ class Receiver:
             parameters = _flat(rank.model, self._plan.sizes)
             memories = self._plan.memories if message.copy else None
             digests = [
-                digest_blocks([parameters[name] for name in chunk.parameters], chunk.blocks, memories)
+                copy_and_digest([parameters[name] for name in chunk.parameters], chunk.blocks, memories)
                 for chunk in self._plan.chunks
             ]
         except (TypeError, ValueError, WeightSyncError) as error:

@@ -172,7 +172,7 @@ class WeightSender:
                     push.stream(LOAD, source)
                 else:  # the buckets still hold the whole model
                     push.resend()
-                note = self._learn(push, holding)
+                note = self._make_plan(push, holding)
             push.commit()
             push.agree("load")
         finally:
@@ -191,7 +191,7 @@ class WeightSender:
         assert self._plan is not None
         return push.pull(self._plan)
 
-    def _learn(self, push: _Push, holding: Holding | None) -> str:
+    def _make_plan(self, push: _Push, holding: Holding | None) -> str:
         """Make the plan of what the engines just loaded, and prove it on that; why there is none. Collective."""
         self._plan = None
         if self._collective.any(bool(push.problem) or holding is None or holding is self._refused):

@@ -86,7 +86,7 @@ def main(model_dir: str, folder: Path) -> None:
         "changed": before != after and set(before) == set(after),
         "shards_are_the_model": after == whole,
         "restored": restored == after,
-        "in_shared_memory": RankShards(trainer.policy, trainer.memory).held(0) is not None,
+        "in_shared_memory": RankShards(trainer.policy, trainer.shared_parameters).held(0) is not None,
         "losses": [loss, again, repeated],
         "gathers_on_the_host": gathers_on_the_host(),
         "deterministic": arithmetic() | {"megatron": trainer.policy.config.deterministic_mode},

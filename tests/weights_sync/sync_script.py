@@ -112,7 +112,7 @@ class Bench:
         return result
 
     def shards(self) -> RankShards:
-        return RankShards(self.trainer.policy, self.trainer.memory)
+        return RankShards(self.trainer.policy, self.trainer.shared_parameters)
 
     def gathered(self) -> GatheredWeights:
         return GatheredWeights(self.trainer.policy, owns_engines=self.collective.rank == 0)
@@ -231,7 +231,7 @@ class Bench:
             yield
             return
         digests, span = plan.digests(), plan._own[0][0]
-        data = self.trainer.memory[span.memory - min(plan._memories)].data
+        data = self.trainer.shared_parameters[span.memory - min(plan._memories)].data
         data[span.at + 5] ^= 64
         plan.digests = lambda: digests
         yield

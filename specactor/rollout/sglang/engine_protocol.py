@@ -1,4 +1,4 @@
-"""What a trainer rank and the process of one of its engines say to each other, in the frames of `rollout.frames`.
+"""What a trainer rank and the process of one of its engines, its *host*, say to each other, in `rollout.frames`.
 
 A call is answered by any number of `Finished` and `Progress`, and then by exactly one of `Ready`, `Done`, `RankReplies`
 and `Failed`.
