@@ -115,7 +115,6 @@ class Endpoint:
     async def _start(self) -> str:
         app = web.Application(client_max_size=MAX_BODY_BYTES)
         app.router.add_post("/v1/chat/completions", self._complete)
-        app.router.add_get("/v1/models", self._models)
         self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
         await self._runner.setup()
         site = web.TCPSite(self._runner, "127.0.0.1", 0)
@@ -127,14 +126,6 @@ class Endpoint:
         if key not in self._sessions:
             raise Refusal("api_key: not that of a session under way. Use the one that run() was given.", "key", 401)
         return self._sessions[key]
-
-    async def _models(self, request: web.Request) -> web.StreamResponse:
-        try:
-            self._session(request)
-        except Refusal as refusal:
-            return _refused(refusal)
-        model = {"id": MODEL, "object": "model", "created": 0, "owned_by": "specactor"}
-        return _json({"object": "list", "data": [model]})
 
     async def _complete(self, request: web.Request) -> web.StreamResponse:
         try:

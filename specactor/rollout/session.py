@@ -140,8 +140,13 @@ class Session:
         body, own = call.body, self._request.sampling
         self._check(body)
         messages = [_normal(message) for message in body.messages]
+        try:
+            before = tuple(map(_said, messages))
+            hash(before)
+        except (KeyError, TypeError) as error:
+            raise Refusal(f"messages: tool_calls: {error!r:.80}, expected names and arguments, texts both.") from error
         tools = json.dumps(body.tools) if body.tools and body.tool_choice != "none" else ""
-        branch, prompt_ids, said = self._prompt(messages, tools, body)
+        branch, prompt_ids, said = self._prompt(messages, before, tools, body)
         room = self._longest + own.max_new_tokens - len(prompt_ids)
         if branch is not None:
             room = min(room, own.max_new_tokens - len(branch.so_far.token_ids) - len(said))
@@ -172,7 +177,6 @@ class Session:
             taken = branch if branch is not None and choice == 0 else _Branch(so_far=resume.nothing_of(request))
             taken.is_open = True
             self._branches += [] if goes_on else [taken]
-            before = tuple(map(_said, messages))
             turns.append(
                 _Turn(
                     request=request,
@@ -187,10 +191,9 @@ class Session:
         return turns
 
     def _prompt(
-        self, messages: Sequence[dict[str, Any]], tools: str, body: Body
+        self, messages: Sequence[dict[str, Any]], before: tuple[_Said, ...], tools: str, body: Body
     ) -> tuple[_Branch | None, tuple[int, ...], tuple[int, ...]]:
         """Return the branch that the call goes on with, if any; all tokens before the response; and the new ones."""
-        before = tuple(map(_said, messages))
         try:
             for k in range(len(messages) - 1, 0, -1):
                 if (place := self._places.get((tools, *before[:k]))) is not None:
@@ -218,6 +221,8 @@ class Session:
             ("seed", body.seed, abs(body.seed or 0) < 2**63, "64 bits"),
             ("top_logprobs", body.top_logprobs, not body.top_logprobs, "0: engines give those of sampled tokens"),
             ("tool_choice", body.tool_choice, body.tool_choice in (None, "auto", "none"), "auto or none"),
+            ("parallel_tool_calls", body.parallel_tool_calls, body.parallel_tool_calls is not False, "true"),
+            ("tools", body.tools, all(map(_is_tool, body.tools or ())), "functions with a name and parameters"),
             ("stop", body.stop, body.stop is None or all(body.stop), "texts that are not empty"),
         ):
             if not ok:
@@ -269,6 +274,16 @@ def _normal(message: Mapping[str, Any]) -> dict[str, Any]:
         raise Refusal(f"messages: got {message!r:.80}, expected a role and a content, both texts.")
     kept = {key: value for key, value in message.items() if key in ("tool_calls", "tool_call_id", "name") and value}
     return {"role": message["role"], "content": content, **kept}
+
+
+def _is_tool(tool: Mapping[str, Any]) -> bool:
+    function = tool.get("function")
+    return (
+        tool.get("type") == "function"
+        and isinstance(function, dict)
+        and isinstance(function.get("name"), str)
+        and isinstance(function.get("parameters", {}), dict)
+    )
 
 
 def _said(message: Mapping[str, Any]) -> _Said:

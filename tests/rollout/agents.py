@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any, ClassVar
 
+import aiohttp
 from openai import AsyncOpenAI, AuthenticationError, BadRequestError
 
 from specactor.types import Problem
@@ -140,6 +141,41 @@ class Refused(Talks):
                 self.answers.append(error.body["message"] if isinstance(error.body, dict) else None)
         self.answers.append(await self.asked())
         return 1.0
+
+
+class PostsAnything(Talks):
+    """Bodies that are none, or not those of a chat."""
+
+    bodies: ClassVar[list[bytes]] = [
+        b"",
+        b"{",
+        b"[]",
+        b"null",
+        b"\xff",
+        b'{"messages": 3}',
+        b'{"messages": [3]}',
+        b'{"messages": [{}]}',
+        b'{"messages": [{"role": "user", "content": 3}]}',
+        b'{"messages": [{"role": "user", "content": "a"}], "stop": [3]}',
+        b'{"messages": [{"role": "user", "content": "a"}], "n": 1e9}',
+        b'{"messages": [{"role": "user", "content": "a"}], "seed": 99999999999999999999}',
+        b'{"messages": [{"role": "user", "content": "a"}], "tools": [{}]}',
+        b'{"messages": [{"role": "user", "content": "a"}], "tools": [{"type": "function", "function": 3}]}',
+        b'{"messages": [{"role": "assistant", "tool_calls": [{}]}, {"role": "user", "content": "a"}]}',
+        b'{"messages": [{"role": "assistant", "tool_calls": 3}, {"role": "user", "content": "a"}]}',
+        b'{"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": [], "arguments": {}}}]}]}',
+        b'{"messages": [{"role": "user", "content": "\\ud800"}]}',
+    ]
+
+    async def run(self, problem: Problem, base_url: str, api_key: str) -> float:
+        statuses = []
+        async with aiohttp.ClientSession(headers={"Authorization": f"Bearer {api_key}"}) as client:
+            for body in self.bodies:
+                async with client.post(f"{base_url}/chat/completions", data=body) as answer:
+                    statuses.append(answer.status)
+        reward = await super().run(problem, base_url, api_key)
+        self.seen[problem.index].append(statuses)
+        return reward
 
 
 class Full(Talks):

@@ -255,6 +255,13 @@ def test_what_cannot_be_done_is_refused() -> None:
     assert (text(t.token_ids), t.branches) == (last, ())
 
 
+def test_whatever_is_posted_is_refused_and_the_session_goes_on() -> None:
+    [t] = rollout([problem(0, "PostsAnything")])
+    said, statuses = seen()
+    assert statuses == [400] * len(agents.PostsAnything.bodies)
+    assert (text(t.token_ids), t.failure) == (said, "")
+
+
 def test_agents_that_fail_are_told_of_and_the_others_go_on() -> None:
     kinds = ["Talks", "Raises", "Hangs", "AsksNothing", "Full", "LeavesCalls"]
     found = rollout([problem(i, kind) for i, kind in enumerate(kinds)], timeout_s=3.0)
