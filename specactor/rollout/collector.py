@@ -7,7 +7,7 @@ Every rank executes the same lines; a rank's own share (driving its engines, sco
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
@@ -356,12 +356,7 @@ class RolloutCollector:
         finished = [replace(t, reward=self._judged.get(t.request_id, t.reward)) for t in finished]
         self._judged.clear()
         by_id = {t.request_id: t for t in chain(*self.collective.gather(finished, list[Trajectory]))}
-        cut = next((t for t in by_id.values() if t.finish_reason == "abort"), None)
-        if cut is not None:
-            raise EngineError(
-                f"request {cut.request_id}: SGLang aborted it after {len(cut.token_ids)} tokens, expected an end. "
-                "See the engine's log in the run's folder; a larger rollout.engine.max_total_tokens may help."
-            )
+        _check_ends(by_id.values())
         if enough is None:
             return by_id, {}
         return by_id, {r.request_id: r for r in chain(*self.collective.gather(stopped, list[RolloutRequest]))}
@@ -444,3 +439,13 @@ class RolloutCollector:
         if self.config.rollout.partial:
             size = self.config.rollout.group_size
             self.open_groups = open_groups.restored(state.get("open_groups", []), group_size=size)
+
+
+def _check_ends(responses: Iterable[Trajectory]) -> None:
+    """Raises EngineError for a response that its engine has not finished."""
+    cut = next((t for t in responses if t.finish_reason == "abort"), None)
+    if cut is not None:
+        raise EngineError(
+            f"request {cut.request_id}: SGLang aborted it after {len(cut.token_ids)} tokens, expected an end. "
+            "See the engine's log in the run's folder; a larger rollout.engine.max_total_tokens may help."
+        )

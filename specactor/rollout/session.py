@@ -22,7 +22,7 @@ from specactor.data.stream import turn_seed
 from specactor.errors import DataError
 from specactor.rollout import resume
 from specactor.rollout.endpoint import Body, Call, Part, Refusal
-from specactor.types import RolloutRequest, Trajectory
+from specactor.types import RolloutRequest, SamplingParams, Trajectory
 
 TURN = "/"
 """In the name of a request: between the session's and the number of its turn."""
@@ -137,7 +137,7 @@ class Session:
 
     def _turns_of(self, call: Call) -> list[_Turn]:
         """Raises Refusal."""
-        body, own = call.body, self._request.sampling
+        body = call.body
         self._check(body)
         messages = [_normal(message) for message in body.messages]
         try:
@@ -147,19 +147,8 @@ class Session:
             raise Refusal(f"messages: tool_calls: {error!r:.80}, expected names and arguments, texts both.") from error
         tools = json.dumps(body.tools) if body.tools and body.tool_choice != "none" else ""
         branch, prompt_ids, said = self._prompt(messages, before, tools, body)
-        room = self._longest + own.max_new_tokens - len(prompt_ids)
-        if branch is not None:
-            room = min(room, own.max_new_tokens - len(branch.so_far.token_ids) - len(said))
-        if room < 1:
-            self.is_full = True
-            raise Refusal(
-                f"messages: {len(prompt_ids)} tokens leave no room: a conversation may have "
-                f"rollout.max_new_tokens = {own.max_new_tokens} after its prompt. Say less, or end the session.",
-                "context_length_exceeded",
-            )
-        asked = [x for x in (body.max_completion_tokens, body.max_tokens, room, own.max_new_tokens) if x is not None]
-        stop = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
-        sampling = replace(own, max_new_tokens=min(asked), stop=own.stop + stop)
+        so_far = len(branch.so_far.token_ids) + len(said) if branch is not None else 0
+        sampling = self._sampling(body, len(prompt_ids), so_far)
         repeat, self._asked[prompt_ids] = self._asked[prompt_ids], self._asked[prompt_ids] + 1
         turns = []
         for choice in range(body.n or 1):
@@ -189,6 +178,21 @@ class Session:
                 )
             )
         return turns
+
+    def _sampling(self, body: Body, num_prompt: int, so_far: int) -> SamplingParams:
+        """Raises Refusal where there is no room. `so_far`: tokens of the sequence behind its prompt."""
+        own = self._request.sampling
+        room = min(self._longest + own.max_new_tokens - num_prompt, own.max_new_tokens - so_far)
+        if room < 1:
+            self.is_full = True
+            raise Refusal(
+                f"messages: {num_prompt} tokens leave no room: a conversation may have "
+                f"rollout.max_new_tokens = {own.max_new_tokens} after its prompt. Say less, or end the session.",
+                "context_length_exceeded",
+            )
+        asked = [x for x in (body.max_completion_tokens, body.max_tokens, room) if x is not None]
+        stop = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
+        return replace(own, max_new_tokens=min(asked), stop=own.stop + stop)
 
     def _prompt(
         self, messages: Sequence[dict[str, Any]], before: tuple[_Said, ...], tools: str, body: Body
