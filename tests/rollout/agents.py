@@ -23,7 +23,8 @@ class Talks:
         self.messages: list[Any] = [{"role": "user", "content": problem.prompt}]
         self.problem = problem
         self.answers: list[Any] = []
-        async with AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0) as client:
+        # The client's own limit for connecting is 5 s, which a busy machine may need.
+        async with AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0, timeout=600) as client:
             self.completions = client.chat.completions
             reward = await self.act()
         self.seen[problem.index] = self.answers
@@ -126,7 +127,7 @@ class Refused(Talks):
 
     async def run(self, problem: Problem, base_url: str, api_key: str) -> float:
         for key in ("", "wrong", api_key[:-1]):
-            async with AsyncOpenAI(base_url=base_url, api_key=key or "x", max_retries=0) as stranger:
+            async with AsyncOpenAI(base_url=base_url, api_key=key or "x", max_retries=0, timeout=600) as stranger:
                 try:
                     await stranger.chat.completions.create(model="policy", messages=[{"role": "user", "content": "a"}])
                 except AuthenticationError as error:
