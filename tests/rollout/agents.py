@@ -212,6 +212,7 @@ class LeavesCalls(Talks):
     async def act(self) -> float:
         await self.asked()
         self.task = asyncio.ensure_future(self.asked())
+        self.task.add_done_callback(lambda task: task.cancelled() or task.exception())  # which nobody else looks at
         await asyncio.sleep(0.05)
         return 1.0
 
