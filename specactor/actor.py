@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import cast
 
-from specactor import hooks, measurements
+from specactor import hooks, measurements, samples
 from specactor.config import Config
 from specactor.config.train import learning_rate
 from specactor.device_memory import DeviceMemory
@@ -97,6 +97,8 @@ class SpecActor:
         self.on_groups(step, groups)
         audited = self.audit.look(step, self.version, groups, step_s=self._step_s)
         batch = self.learnable(groups)
+        if self.distillation is not None:  # the draft model learns from all of them on every rank
+            batch = samples.fetch(batch, range(len(batch)), samples.OF_SEQUENCE)
         with self.progress.phase("train"):
             self.devices.to_trainer(self.trainer)
             trained = self.train(batch)
@@ -124,7 +126,7 @@ class SpecActor:
         advantages = self._advantages(rewards, kind)
         return [
             TrainSequence(
-                token_ids=t.prompt_ids + t.token_ids,
+                token_ids=samples.joined(t.prompt_ids, t.token_ids),
                 prompt_len=len(t.prompt_ids),
                 advantage=advantage,
                 reward=reward,

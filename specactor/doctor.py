@@ -131,7 +131,7 @@ def _takes(wanted: str, version: str) -> bool:
 
 
 def stack(gpu: bool) -> Finding:
-    """Which of the sets of versions that were tried together is installed."""
+    """Return which of the sets of versions that were tried together is installed."""
     installed = {}
     for name in sorted({name for versions in STACKS.values() for name in versions}):
         with suppress(metadata.PackageNotFoundError):
@@ -150,7 +150,7 @@ def stack(gpu: bool) -> Finding:
 
 
 def tokens(config: Config, *, gpu: bool) -> Finding:
-    """What engines would promise of a request's tokens."""
+    """Return what engines would promise of a request's tokens."""
     arithmetic, promise = guarantee(config.rollout.engine, gpu=gpu, dtype=config.model.dtype)
     return Finding(component="attention", found=f"{arithmetic}: {promise}")
 

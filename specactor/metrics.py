@@ -320,7 +320,7 @@ def _start_wandb(run_dir: Path, config_json: Mapping[str, Any], tracking: Tracki
         try:
             return wandb.init(
                 dir=str(run_dir),
-                project=tracking.project,
+                project=os.environ.get("WANDB_PROJECT", "specactor"),
                 name=run_dir.name,
                 id=run_id,
                 resume="allow" if mode == "online" else None,
@@ -336,7 +336,7 @@ def _start_wandb(run_dir: Path, config_json: Mapping[str, Any], tracking: Tracki
 
 
 def _has_key(wandb: Any) -> bool:
-    """Whether wandb finds credentials, without a prompt and without the network."""
+    """Return whether wandb finds credentials, without a prompt and without the network."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")

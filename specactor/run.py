@@ -12,7 +12,7 @@ from pathlib import Path
 from torch._C._distributed_c10d import Store
 from transformers import PreTrainedTokenizerBase
 
-from specactor import hooks, measurements
+from specactor import hooks, measurements, samples
 from specactor.actor import SpecActor
 from specactor.config import Config, DraftTrainingConfig
 from specactor.config.engine import guarantee
@@ -90,35 +90,32 @@ def run(
         folder = RunFolder.of(config)
         resume = collective.together("run folder", lambda: checkpoint_to_resume(config, folder))
         note_phase = _status_writer(folder, config.train.steps, members) if rank == 0 else None
-        progress = stack.enter_context(
-            Progress(
-                config.train.steps,
-                enabled=rank == 0,
-                quiet=rank != 0,
-                on_phase=note_phase,
-            )
-        )
+        shown = Progress(config.train.steps, enabled=rank == 0, quiet=rank != 0, on_phase=note_phase)
+        progress = stack.enter_context(shown)
         config = _planned(config, members, collective, progress)
         actor = _build(config, layout, folder, collective, members, head, progress, stack)
         if resume is not None:
-            actor.devices.to_trainer(actor.trainer)
-            actor.restore(checkpoint.load(actor.trainer, resume))
-            actor.devices.to_weights(actor.trainer)
-            if actor.distillation is not None:
-                actor.distillation.load(resume)
-            elif told := left_behind(resume, config.rollout.speculation.draft_model):
-                progress.note(told)
-            progress.resume(actor.steps_done)
+            _resume(actor, resume, config, progress)
         tracker = None
         if rank == 0:
-            tracker = stack.enter_context(
-                Tracker(folder.root, to_json(config), config.tracking, resume_step=actor.steps_done)
-            )
+            tracker = Tracker(folder.root, to_json(config), config.tracking, resume_step=actor.steps_done)
+            stack.enter_context(tracker)
         with progress.phase("sync"):
             actor.sync()
         _train(actor, folder, tracker)
         if note_phase is not None:
             note_phase("done", actor.steps_done)
+
+
+def _resume(actor: SpecActor, checkpoint_dir: Path, config: Config, progress: Progress) -> None:
+    actor.devices.to_trainer(actor.trainer)
+    actor.restore(checkpoint.load(actor.trainer, checkpoint_dir))
+    actor.devices.to_weights(actor.trainer)
+    if actor.distillation is not None:
+        actor.distillation.load(checkpoint_dir)
+    elif told := left_behind(checkpoint_dir, config.rollout.speculation.draft_model):
+        progress.note(told)
+    progress.resume(actor.steps_done)
 
 
 def _status_writer(folder: RunFolder, steps: int, members: Sequence[Member]) -> Callable[[str, int], None]:
@@ -132,7 +129,8 @@ def _status_writer(folder: RunFolder, steps: int, members: Sequence[Member]) -> 
 
 
 def model_shape(config: Config) -> ModelShape:
-    """Of the model that will be trained, before it exists. Raises ConfigError when it cannot be read."""
+    """Return the shape of the model that will be trained, before it exists. Raises ConfigError when it cannot be
+    read."""
     if config.model.tiny is not None:
         return ModelShape.of_tiny(config.model.tiny, VOCAB_SIZE)
     return ModelShape.read(Path(config.model.path))
@@ -148,7 +146,7 @@ def _build(
     progress: Progress,
     stack: ExitStack,
 ) -> SpecActor:
-    """Model, data, drafters, engines and trainer."""
+    """Make model, data, drafters, engines and trainer."""
     with progress.phase("data", announce=True):
         start = initial_model(config, collective)
         tokenizer = load_tokenizer(start)
@@ -157,18 +155,7 @@ def _build(
         base = warmed_up_model(config, layout, start, train_data, tokenizer, collective, progress)
         config = with_draft_model(config, base, train_data, tokenizer, collective, progress)
         return_unused()  # the warm-up's trainer is gone
-    drafters, access_of = start_drafters(
-        *(config, collective, members, _places(config, members), stack),
-        head=head,
-        max_position=model_shape(config).max_position,
-        log_dir=folder.engines,
-        note=progress.note,
-    )
-    engines = _own_engines(config, start, folder, collective.rank, members, access_of)
-    tail = tail_policy(config)
-    pool = stack.enter_context(
-        EnginePool(engines, tail=tail, drafters=drafters, restart_limit_s=config.parallel.timeout_s / 2)
-    )
+    pool, drafters = _start_engines(config, start, folder, collective, members, head, progress, stack)
     sender = WeightSender(config.weights_sync, collective)
     stack.callback(sender.close)
     devices = DeviceMemory(collective, pool, is_shared=bool(gpus()))
@@ -213,6 +200,31 @@ def _build(
     return actor
 
 
+def _start_engines(
+    config: Config,
+    start: Path,
+    folder: RunFolder,
+    collective: Collective,
+    members: Sequence[Member],
+    head: str,
+    progress: Progress,
+    stack: ExitStack,
+) -> tuple[EnginePool, DrafterPool]:
+    """Start this rank's engines and drafters, without waiting for them."""
+    drafters, access_of = start_drafters(
+        *(config, collective, members, _places(config, members), stack),
+        head=head,
+        max_position=model_shape(config).max_position,
+        log_dir=folder.engines,
+        note=progress.note,
+    )
+    engines = _own_engines(config, start, folder, collective.rank, members, access_of)
+    pool = EnginePool(
+        engines, tail=tail_policy(config), drafters=drafters, restart_limit_s=config.parallel.timeout_s / 2
+    )
+    return stack.enter_context(pool), drafters
+
+
 def _planned(config: Config, members: Sequence[Member], collective: Collective, progress: Progress) -> Config:
     """Decide who drafts in this job, where measured costs can say."""
     speculation = config.rollout.speculation
@@ -232,7 +244,7 @@ def _distillation(
     collective: Collective,
     progress: Progress,
 ) -> Distillation | None:
-    """What keeps the draft model fresh, where that is wanted."""
+    """Return what keeps the draft model fresh, where that is wanted."""
     settings = DraftTrainingConfig.of(config.distillation)
     if settings.refresh == "off":
         return None
@@ -250,10 +262,14 @@ def _distillation(
 
 
 def _rollout_writer(config: Config, folder: RunFolder, rank: int) -> Callable[[int, Sequence[ScoredGroup]], None]:
-    """Keeps the responses of every step on disk, where that is wanted."""
-    if rank or not config.distillation.keep_rollouts:
-        return lambda step, groups: None
-    return partial(folder.write_rollouts, temperature=config.rollout.temperature)
+    """Keeps the responses of every step on disk, where that is wanted. Called on all ranks; rank 0 writes."""
+
+    def write(step: int, groups: Sequence[ScoredGroup]) -> None:
+        found = samples.whole(groups, wanted=rank == 0)
+        if rank == 0:
+            folder.write_rollouts(step, found, temperature=config.rollout.temperature)
+
+    return write if config.distillation.keep_rollouts else lambda step, groups: None
 
 
 def _problems(config: Config, tokenizer: PreTrainedTokenizerBase) -> tuple[Dataset, dict[str, Dataset]]:
@@ -324,7 +340,7 @@ def _own_engines(
 
 
 def _places(config: Config, members: Sequence[Member]) -> list[tuple[int, int]]:
-    """Of each engine, the rank that starts it and its first device there."""
+    """Return for each engine the rank that starts it and its first device there."""
     views, local_ranks = [member.view for member in members], [member.local_rank for member in members]
     size, pooled = config.parallel.engine_tensor, config.lends_devices
     return [

@@ -30,7 +30,7 @@ class Status:
 
 @dataclass(frozen=True, kw_only=True)
 class Replay:
-    """What is run again of another run."""
+    """This is what is run again of another run."""
 
     step: int
     """The last."""
@@ -59,7 +59,7 @@ class RunFolder:
 
     @property
     def replay(self) -> Path:
-        """Where this run is a replay: the `Replay` that it does."""
+        """Return where this run is a replay: the `Replay` that it does."""
         return self.root / "replay.json"
 
     def read_replay(self) -> Replay | None:
@@ -141,7 +141,7 @@ class RunFolder:
                 "prompt_ids": group.problem.prompt_ids,
                 "answer": group.problem.answer,
                 "response": tokenizer.decode(list(trajectory.token_ids), skip_special_tokens=True),
-                "token_ids": trajectory.token_ids,
+                "token_ids": list(trajectory.token_ids),
                 "temperature": temperature,
                 "score": score,
             }

@@ -120,3 +120,9 @@ def learning_rate(step: int, train: TrainConfig) -> float:
             return low + (peak - low) * (1 + math.cos(math.pi * progress)) / 2
         case _:
             assert_never(train.schedule)
+
+
+def linear_decay(step: int, steps: int, peak: float) -> float:
+    """Fall from `peak` in step 0 down a line to a tenth of it in step ``steps - 1``: a stage of the supervised
+    warm-up."""
+    return peak * (1 - 0.9 * min(1.0, step / max(1, steps - 1)))

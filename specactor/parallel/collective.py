@@ -123,22 +123,25 @@ class Collective:
         found: Store = dist.distributed_c10d._get_default_store()
         return found if self.world > 1 else None
 
-    def gather_bytes(self, payload: bytes) -> list[bytes]:
-        """Return every rank's payload, by rank, on every rank."""
+    def gather_bytes(self, payload: bytes, *, only_first: bool = False) -> list[bytes]:
+        """Return every rank's payload, by rank, on every rank; `only_first`: on rank 0, and nothing elsewhere."""
         sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.world)]
         dist.all_gather(sizes, torch.tensor([len(payload)], dtype=torch.int64), group=control_group())
         lengths = [int(size) for size in sizes]
         room = max(1, *lengths)
         mine = torch.zeros(room, dtype=torch.uint8)
         mine[: len(payload)] = torch.frombuffer(bytearray(payload or b"\0"), dtype=torch.uint8)[: len(payload)]
-        parts = [torch.empty_like(mine) for _ in range(self.world)]
-        dist.all_gather(parts, mine, group=control_group())
-        return [bytes(part[:n].numpy()) for part, n in zip(parts, lengths, strict=True)]
+        parts = [] if only_first and self.rank else [torch.empty_like(mine) for _ in range(self.world)]
+        if only_first:
+            dist.gather(mine, parts or None, group=control_group())
+        else:
+            dist.all_gather(parts, mine, group=control_group())
+        return [bytes(part[:n].numpy()) for part, n in zip(parts, lengths, strict=False)]
 
-    def gather(self, value: T, kind: type[T] | GenericAlias) -> list[T]:
+    def gather(self, value: T, kind: type[T] | GenericAlias, *, only_first: bool = False) -> list[T]:
         """Return every rank's value of type `kind`, by rank. Raises msgspec.ValidationError on foreign data."""
-        decoder = msgspec.msgpack.Decoder(kind)
-        return [decoder.decode(part) for part in self.gather_bytes(msgspec.msgpack.encode(value))]
+        decoder, own = msgspec.msgpack.Decoder(kind), msgspec.msgpack.encode(value)
+        return [decoder.decode(part) for part in self.gather_bytes(own, only_first=only_first)]
 
     def any(self, flag: bool) -> bool:
         total = torch.tensor([int(flag)], dtype=torch.int64)

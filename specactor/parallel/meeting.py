@@ -14,6 +14,7 @@ import hashlib
 import os
 import platform
 import socket
+import sys
 import threading
 import time
 import uuid
@@ -42,7 +43,7 @@ _ASK_AGAIN_S = 1.0
 
 
 class Greeting(msgspec.Struct, frozen=True, kw_only=True):
-    """What one rank tells the others."""
+    """This is what one rank tells the others."""
 
     host: str
     machine: str
@@ -56,7 +57,7 @@ class Greeting(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Verdict(msgspec.Struct, frozen=True, kw_only=True):
-    """What rank 0 makes of all greetings."""
+    """It is what rank 0 makes of all greetings."""
 
     problem: str
     hosts: tuple[str, ...]
@@ -228,9 +229,10 @@ _LEFT = 1 << 40
 
 
 class HostWatch:
-    """A context in which this host is heard of, and lost ones are noticed. The first rank of each host does it.
+    """A context in which this host is heard of, and lost ones are noticed.
 
-    The host of rank 0, where the launcher's store is, watches all; the others watch whether it answers.
+    All ranks of a host beat for it: one may be in a long call that lets no other thread run. The first watches. The
+    host of rank 0, where the launcher's store is, watches all; the others watch whether it answers.
     """
 
     def __init__(self, meeting: Meeting, rank: int, on_silent: Callable[[str], None]) -> None:
@@ -240,10 +242,12 @@ class HostWatch:
         """
         firsts = [meeting.machines.index(machine) for machine in dict.fromkeys(meeting.machines)]
         self._meeting, self._rank, self._on_silent = meeting, rank, on_silent
-        self._heard_s = dict.fromkeys(firsts[1:] if rank == 0 else firsts[:1], time.monotonic())
+        self._first = meeting.machines.index(meeting.machines[rank])
+        watched = [] if rank != self._first else firsts[1:] if rank == 0 else firsts[:1]
+        self._heard_s = dict.fromkeys(watched, time.monotonic())
         self._beats: dict[int, int] = {}
         self._stop = threading.Event()
-        does = (self._beat, self._look) if rank in firsts and len(firsts) > 1 else ()
+        does = () if len(firsts) == 1 else (self._beat, self._look) if watched else (self._beat,)
         self._threads = [threading.Thread(target=each, name=f"hosts-{each.__name__}", daemon=True) for each in does]
 
     def __enter__(self) -> HostWatch:
@@ -257,21 +261,27 @@ class HostWatch:
             thread.join(2 * _BEAT_S)
 
     def _beat(self) -> None:
-        try:
-            store = self._meeting.open_store()
-            going = True
-            while going:
-                going = not self._stop.wait(_BEAT_S)
-                store.add(f"beats/{self._rank}", 1 if going else _LEFT)
-                for rank in tuple(self._heard_s):
-                    beats = store.add(f"beats/{rank}", 0)
-                    if rank == 0 or beats != self._beats.get(rank):
-                        self._heard_s[rank] = time.monotonic()
-                    if beats >= _LEFT:
-                        del self._heard_s[rank]
-                    self._beats[rank] = beats
-        except (RuntimeError, ConfigError):  # the store is gone, and the launcher with it
-            return
+        while not self._stop.is_set():
+            try:
+                self._exchange(self._meeting.open_store())
+            except (RuntimeError, ConfigError) as error:
+                # Where the store is gone for good so is the launcher, and this rank with it; else it is asked again.
+                print(f"specactor: rank {self._rank}: no beat: {error}. It is tried again.", file=sys.stderr)
+                self._stop.wait(_BEAT_S)
+
+    def _exchange(self, store: Store) -> None:
+        """Beat, and take in the beats of others, until the context ends."""
+        going = True
+        while going:
+            going = not self._stop.wait(_BEAT_S)
+            store.add(f"beats/{self._first}", 1 if going or self._rank != self._first else _LEFT)
+            for rank in tuple(self._heard_s):
+                beats = store.add(f"beats/{rank}", 0)
+                if rank == 0 or beats != self._beats.get(rank):
+                    self._heard_s[rank] = time.monotonic()
+                if beats >= _LEFT:
+                    del self._heard_s[rank]
+                self._beats[rank] = beats
 
     def _look(self) -> None:
         before_s = time.monotonic()

@@ -6,12 +6,16 @@ import os
 import platform
 from collections.abc import Sequence
 from importlib import metadata
+from itertools import accumulate, chain
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from specactor import __version__
 from specactor.parallel.collective import Collective
 from specactor.replay.records import RankWeights, SampleRecord, StepRecord, drop_before, file_of, steps_of, write
+from specactor.samples import experts_of, is_here
 from specactor.trainer.policy import PolicyTrainer, TrainStats
 from specactor.types import ScoredGroup, TrainSequence
 from specactor.weights_sync.digest import digest
@@ -61,33 +65,44 @@ class StepRecorder:
         if self.share == "off":
             return
         weights = self._weights() if stats is not None else ()
+        places = [(g, k) for g, group in enumerate(groups) for k in range(len(group.trajectories))]
+        # A session's branches stand behind its first sequence.
+        firsts = [0, *accumulate(1 + len(groups[g].trajectories[k].branches) for g, k in places)]
+        advantages = [batch[first].advantage for first in firsts[:-1]] if batch else [0.0] * len(places)
+        own = {
+            i: self._sample(groups[g], k, advantages[i], is_whole=(i + step) % WHOLE_EVERY == 0)
+            for i, (g, k) in enumerate(places)
+            if is_here(groups[g].trajectories[k])
+        }
+        parts = self.collective.gather(own, dict[int, SampleRecord], only_first=True)
         if self.collective.rank:
             return
-        advantages = iter([sequence.advantage for sequence in batch])
-        samples = tuple(
-            SampleRecord.of(
-                request_id=t.request_id,
-                group=t.group_id,
-                sample=int(t.request_id.rpartition(".")[2]),
-                problem=group.problem.index,
-                seed=t.seed,
-                spans=tuple((s.version, s.start, s.end) for s in t.spans),
-                finish_reason=t.finish_reason,
-                prompt_ids=t.prompt_ids,
-                token_ids=t.token_ids,
-                logprobs=t.logprobs,
-                routed_experts=t.routed_experts,
-                score=group.scores[k],
-                reward=group.rewards[k],
-                advantage=[next(advantages, 0.0) for _ in (t, *t.branches)][-1],
-                is_whole=self.share == "full" or (g * len(group.trajectories) + k + step) % WHOLE_EVERY == 0,
-            )
-            for g, group in enumerate(groups)
-            for k, t in enumerate(group.trajectories)
-        )
+        known = dict(chain(*(part.items() for part in parts)))
+        samples = tuple(known[i] for i in range(len(places)))
         metrics = {} if stats is None else stats.numbers()
         write(self.run, self._record(step=step, version=version, samples=samples, metrics=metrics, weights=weights))
         drop_before(self.run, step - KEPT_STEPS)
+
+    def _sample(self, group: ScoredGroup, k: int, advantage: float, *, is_whole: bool) -> SampleRecord:
+        """Describe response `k` of the group, on a rank that holds it."""
+        t = group.trajectories[k]
+        return SampleRecord.of(
+            request_id=t.request_id,
+            group=t.group_id,
+            sample=int(t.request_id.rpartition(".")[2]),
+            problem=group.problem.index,
+            seed=t.seed,
+            spans=tuple((s.version, s.start, s.end) for s in t.spans),
+            finish_reason=t.finish_reason,
+            prompt_ids=t.prompt_ids,
+            token_ids=t.token_ids,
+            logprobs=t.logprobs,
+            routed_experts=experts_of(t.routed_experts).astype(np.int16).tobytes(),
+            score=group.scores[k],
+            reward=group.rewards[k],
+            advantage=advantage,
+            is_whole=self.share == "full" or is_whole,
+        )
 
     def _record(self, **rest: Any) -> StepRecord:
         return StepRecord(

@@ -15,7 +15,7 @@ from statistics import fmean
 
 from transformers import PreTrainedTokenizerBase
 
-from specactor import hooks
+from specactor import hooks, samples
 from specactor.config import Config
 from specactor.data.dataset import Dataset
 from specactor.data.stream import CurriculumStream, MixedStream, PromptStream
@@ -231,13 +231,13 @@ class RolloutCollector:
         return found
 
     def _evaluated(self, problems: Sequence[Problem]) -> list[ScoredGroup]:
-        samples = self.config.eval.samples
-        requests = held_out_requests(problems, config=self.config.rollout, run_seed=self.config.seed, samples=samples)
+        size = self.config.eval.samples
+        requests = held_out_requests(problems, config=self.config.rollout, run_seed=self.config.seed, samples=size)
         trajectories = self._generate_all(requests, problems)
         self._tell_failures(trajectories)
-        scores = self._score([problem for problem in problems for _ in range(samples)], trajectories)
-        cuts = [slice(i * samples, (i + 1) * samples) for i in range(len(problems))]
-        return [
+        scores = self._score([problem for problem in problems for _ in range(size)], trajectories)
+        cuts = [slice(i * size, (i + 1) * size) for i in range(len(problems))]
+        groups = [
             ScoredGroup(
                 problem=problem,
                 trajectories=tuple(trajectories[cut]),
@@ -246,6 +246,7 @@ class RolloutCollector:
             )
             for problem, cut in zip(problems, cuts, strict=True)
         ]
+        return samples.whole(groups, wanted=self.collective.rank == 0)  # which writes them
 
     def take_stats(self, *, trace: bool = False) -> RolloutStats:
         """Return what happened since the last call, equal on all ranks; tell what is wrong with drafters.
@@ -285,7 +286,7 @@ class RolloutCollector:
             of_pending = [self.train_data[group.problem] for group in groups for _ in group.pending]
             finished, stopped = self._generate(pending, of_pending, enough=share)
             groups, self.left = open_groups.settled([group.after(finished, stopped) for group in groups], want)
-            self.open_groups = self.left if rollout.partial else []
+            self.open_groups = self._everywhere(self.left) if rollout.partial else []
         with self.progress.phase("reward"):
             return self._not_empty(
                 self._score_groups(
@@ -293,8 +294,14 @@ class RolloutCollector:
                 )
             )
 
+    def _everywhere(self, groups: Sequence[open_groups.OpenGroup]) -> list[open_groups.OpenGroup]:
+        """Return the groups with all that finished on every rank: another one's engine may go on with them."""
+        flat = [response for group in groups for response in group.finished.values()]
+        found = iter(samples.fetch(flat, range(len(flat)), samples.OF_RESPONSE))
+        return [replace(group, finished={name: next(found) for name in group.finished}) for group in groups]
+
     def _generate_all(self, requests: Sequence[RolloutRequest], problems: Sequence[Problem]) -> list[Trajectory]:
-        """Return all responses, in the order of the requests, on every rank; each problem has as many."""
+        """Return all responses, in the order of the requests; each problem has as many. See `_generate`."""
         size = len(requests) // len(problems)
         finished, _ = self._generate(requests, [problem for problem in problems for _ in range(size)])
         return [finished[request.request_id] for request in requests]
@@ -307,7 +314,8 @@ class RolloutCollector:
         enough: int | None = None,
         refill: Refill | None = None,
     ) -> tuple[dict[str, Trajectory], dict[str, RolloutRequest]]:
-        """Return finished responses and stopped requests, by id, on every rank. Replace lost engines on the way.
+        """Return finished responses and stopped requests, by id, on every rank; the tokens of responses stay on the
+        rank whose engine gave them (`specactor.samples`). Replace lost engines on the way.
 
         Args:
             problems: one per request.
@@ -341,7 +349,7 @@ class RolloutCollector:
                     refill=refill,
                 )
                 outcome = self.collective.together("rollout", partial(self._leaving, generate, refill))
-                finished += outcome.finished
+                finished += map(samples.packed, outcome.finished)
                 stopped += outcome.stopped
                 missing.subtract(trajectory.group_id for trajectory in outcome.finished)
                 self._drafters_woken += outcome.drafters_woken
@@ -355,7 +363,7 @@ class RolloutCollector:
                     refill.attempt += 1
         finished = [replace(t, reward=self._judged.get(t.request_id, t.reward)) for t in finished]
         self._judged.clear()
-        by_id = {t.request_id: t for t in chain(*self.collective.gather(finished, list[Trajectory]))}
+        by_id = {t.request_id: t for t in samples.told(finished, self.collective)}
         _check_ends(by_id.values())
         if enough is None:
             return by_id, {}
@@ -416,6 +424,8 @@ class RolloutCollector:
     def _score(self, problems: Sequence[Problem], trajectories: Sequence[Trajectory]) -> list[float]:
         """Return the verifier's or environment's score of each response, on every rank; each rank computes a share."""
         rank, world = self.collective.rank, self.collective.world
+        to_read = [i for i in range(rank, len(trajectories), world) if trajectories[i].reward is None]
+        trajectories = samples.fetch(trajectories, to_read, ("token_ids",))
 
         def own_share() -> list[float]:
             share = list(zip(problems, trajectories, strict=True))[rank::world]
@@ -438,7 +448,11 @@ class RolloutCollector:
         self.prompts.restore(state["prompts"])
         if self.config.rollout.partial:
             size = self.config.rollout.group_size
-            self.open_groups = open_groups.restored(state.get("open_groups", []), group_size=size)
+            restored = open_groups.restored(state.get("open_groups", []), group_size=size)
+            self.open_groups = [
+                replace(group, finished={name: samples.packed(t) for name, t in group.finished.items()})
+                for group in restored
+            ]
 
 
 def _check_ends(responses: Iterable[Trajectory]) -> None:

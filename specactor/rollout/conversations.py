@@ -346,7 +346,7 @@ class Conversations:
         conversation.so_far = so_far
         conversation.turn = replace(
             request,
-            prompt_ids=so_far.prompt_ids + so_far.token_ids,
+            prompt_ids=(*so_far.prompt_ids, *so_far.token_ids),
             num_earlier=len(so_far.token_ids),
             sampling=replace(request.sampling, max_new_tokens=room - len(ids)),
         )

@@ -82,7 +82,7 @@ def settled(groups: Sequence[OpenGroup], want: int) -> tuple[list[OpenGroup], li
 
 
 def state(groups: Sequence[OpenGroup]) -> object:
-    return msgspec.to_builtins(list(groups))
+    return msgspec.to_builtins(list(groups), enc_hook=list)  # arrays
 
 
 def restored(state: object, *, group_size: int) -> list[OpenGroup]:

@@ -76,7 +76,7 @@ def held_out_requests(
 
 
 def sampling_of(config: RolloutConfig) -> SamplingParams:
-    """How a run's responses are sampled."""
+    """Return how a run's responses are sampled."""
     return SamplingParams(
         temperature=config.temperature,
         top_p=config.top_p,

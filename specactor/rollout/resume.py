@@ -88,10 +88,10 @@ def going_on(request: RolloutRequest, response: Trajectory) -> RolloutRequest:
     return replace(
         request,
         begun=Begun(
-            token_ids=response.token_ids,
-            logprobs=response.logprobs,
+            token_ids=tuple(response.token_ids),
+            logprobs=tuple(response.logprobs),
             spans=spans,
-            routed_experts=response.routed_experts,
+            routed_experts=bytes(response.routed_experts),
         ),
     )
 
@@ -116,8 +116,8 @@ def heard(before: Trajectory, turn: Trajectory) -> Trajectory:
     spans = [replace(s, start=s.start + start, end=s.end + start) for s in turn.spans]
     return replace(
         before,
-        token_ids=before.token_ids + turn.token_ids,
-        logprobs=before.logprobs + turn.logprobs,
+        token_ids=(*before.token_ids, *turn.token_ids),
+        logprobs=(*before.logprobs, *turn.logprobs),
         finish_reason=turn.finish_reason,
         spans=joined((*before.spans, *spans)),
         loss_mask=before.loss_mask + (True,) * len(turn.token_ids),
@@ -133,8 +133,8 @@ def said(before: Trajectory, ids: tuple[int, ...]) -> Trajectory:
     span = VersionSpan(version=before.spans[-1].version, start=start, end=start + len(ids))
     return replace(
         before,
-        token_ids=before.token_ids + ids,
-        logprobs=before.logprobs + (0.0,) * len(ids),
+        token_ids=(*before.token_ids, *ids),
+        logprobs=(*before.logprobs, *(0.0 for _ in ids)),
         spans=joined((*before.spans, span)),
         loss_mask=before.loss_mask + (False,) * len(ids),
     )

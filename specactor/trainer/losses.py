@@ -242,15 +242,12 @@ def correction_weights_T(
     def sum_S(values_T: Tensor) -> Tensor:
         return sum_over_context(zeros_S.index_add(0, sequence_T, values_T))
 
-    match level:
-        case "token":
-            ratio_T = log_ratio_T.exp()
-        case "sequence":
-            ratio_T = sum_S(log_ratio_T).exp()[sequence_T]
-        case "geometric":
-            ratio_T = (sum_S(log_ratio_T) / sum_S(torch.ones_like(log_ratio_T))).exp()[sequence_T]
-        case _:
-            assert_never(level)
+    ratios: dict[Level, Callable[[], Tensor]] = {
+        "token": lambda: log_ratio_T.exp(),
+        "sequence": lambda: sum_S(log_ratio_T).exp()[sequence_T],
+        "geometric": lambda: (sum_S(log_ratio_T) / sum_S(torch.ones_like(log_ratio_T))).exp()[sequence_T],
+    }
+    ratio_T = ratios[level]()
     low, high = bounds
     outside_T = (ratio_T < low) | (ratio_T > high)
     match action:

@@ -20,6 +20,7 @@ from transformers import PreTrainedTokenizerBase
 
 from specactor.config import Config, DraftTrainingConfig
 from specactor.config.speculation import WARM_UP
+from specactor.config.train import linear_decay
 from specactor.data.dataset import Dataset
 from specactor.data.tiny_model import make_tiny_model
 from specactor.errors import ConfigError
@@ -212,7 +213,7 @@ def _rates(config: Config) -> Iterator[tuple[int, float]]:
 
 
 def _content(model: Path) -> list[tuple[str, int, str]]:
-    """Of a model's folder: names and sizes of its files, and what the small ones hold."""
+    """Return of a model's folder the names and sizes of its files, and what the small ones hold."""
     small = 2**20
     return [
         (file.name, file.stat().st_size, file.read_bytes().hex() if file.stat().st_size < small else "")
@@ -223,8 +224,3 @@ def _content(model: Path) -> list[tuple[str, int, str]]:
 
 def _hash(*parts: object) -> str:
     return hashlib.blake2b(msgspec.json.encode(parts, order="sorted"), digest_size=8).hexdigest()
-
-
-def linear_decay(step: int, steps: int, peak: float) -> float:
-    """From `peak` in step 0 down a line to a tenth of it in step ``steps - 1``: a stage of the supervised warm-up."""
-    return peak * (1 - 0.9 * min(1.0, step / max(1, steps - 1)))

@@ -45,7 +45,7 @@ def copy_with_digest(target: torch.Tensor, source: torch.Tensor) -> int:
 
 
 def digest_of(raw: memoryview | torch.Tensor) -> int:
-    """As `digest`, of bytes: on the host as a memoryview, on a GPU as a contiguous uint8 tensor."""
+    """Return the digest of bytes: on the host as a memoryview, on a GPU as a contiguous uint8 tensor."""
     return int(xxhash.xxh3_64_intdigest(raw)) if isinstance(raw, memoryview) else _device_digest(raw)
 
 

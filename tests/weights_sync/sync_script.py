@@ -1,6 +1,8 @@
 """One trainer rank that pushes weights into real engines under many layouts; rank 0 writes the results as JSON.
 
-torchrun ... -m tests.weights_sync.sync_script MODEL_DIR LAYOUTS_AS_JSON FAULTS(0|1) FOLDER
+torchrun ... -m tests.weights_sync.sync_script MODEL_DIR LAYOUTS_AS_JSON FAULTS(0|1) FOLDER [KILLS]
+
+KILLS: the first case of `kills.CASES` and their end; or which rank is killed, by plan (0|1), and at which exchange.
 """
 
 from __future__ import annotations
@@ -38,6 +40,7 @@ from specactor.types import RolloutRequest, SamplingParams  # noqa: E402
 from specactor.weights_sync import sender as sender_module  # noqa: E402
 from specactor.weights_sync.sender import WeightSender, WeightSource  # noqa: E402
 from tests.trainer import policy_cases as cases  # noqa: E402
+from tests.weights_sync import kills  # noqa: E402
 
 INSPECTION = "specactor.weights_sync.inspection"
 TINY_BUCKET = 2**16
@@ -56,6 +59,11 @@ def main() -> None:
             results[name] = bench.layout(name, parallel)
             if sys.argv[3] == "1" and name == "EP2":
                 results["faults"] = bench.faults()
+            numbers = list(map(int, sys.argv[5:])) if name == "EP2" else []
+            if len(numbers) == 3:
+                kills.end_a_rank(bench, numbers[0], bool(numbers[1]), numbers[2])
+            elif numbers:
+                results["kills"] = kills.campaign(bench, range(*numbers))
             destroy_groups(keep_process_group=True)
     if bench.collective.rank == 0:
         Path(sys.argv[4], "results.json").write_text(json.dumps(results))
@@ -78,7 +86,7 @@ class Bench:
                 dtype="float32",
                 tensor_parallel=index + 1,
                 devices=tuple(range(index + 1)),
-                config=EngineConfig(max_running_requests=8, max_total_tokens=1024, max_restarts=9),
+                config=EngineConfig(max_running_requests=8, max_total_tokens=1024, max_restarts=999),
                 context_length=64,
                 log_file=str(folder / f"engine-{index}.log"),
             )
@@ -137,6 +145,9 @@ class Bench:
 
     def answers(self) -> list[Any]:
         """Greedy tokens with log-probabilities of every engine."""
+        return self.on_engines(self.answers_of)
+
+    def answers_of(self, engine: Engine) -> list[Any]:
         sampling = SamplingParams(temperature=0.0, max_new_tokens=8, ignore_eos=True)
         requests = [
             RolloutRequest(
@@ -144,8 +155,7 @@ class Bench:
             )
             for i in range(2)
         ]
-        found = self.on_engines(lambda engine: engine.generate(requests))
-        return [[(t.token_ids, t.logprobs) for t in trajectories] for trajectories in found]
+        return [(t.token_ids, t.logprobs) for t in engine.generate(requests)]
 
     def on_engines(self, ask: Callable[[Engine], Any]) -> list[Any]:
         return self.collective.together("ask", lambda: [ask(engine) for engine in self.pool.engines if engine.alive])

@@ -96,7 +96,7 @@ class Finished(msgspec.Struct, tag=True, frozen=True, kw_only=True):
 
 
 class News(msgspec.Struct, frozen=True, kw_only=True):
-    """What a running response has got since the last news of it; ``request`` is its index in the call."""
+    """This is what a running response has got since the last news of it; ``request`` is its index in the call."""
 
     request: int
     token_ids: list[int]

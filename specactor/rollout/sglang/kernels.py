@@ -199,7 +199,7 @@ CHUNK = 2048
 
 
 class Drawn(NamedTuple):
-    """Of every row."""
+    """A token of every row, and what its log-probability is made of."""
 
     tokens: Tensor
     """[R] int64."""

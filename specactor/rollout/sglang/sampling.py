@@ -121,12 +121,12 @@ def sample_in_one_pass(
 
 
 def serves(logits: Tensor) -> bool:
-    """Whether the kernel draws of these logits."""
+    """Return whether the kernel draws of these logits."""
     return logits.is_cuda
 
 
 class _Known(NamedTuple):
-    """What was read from the device."""
+    """This is what was read from the device."""
 
     kinds: list[Kind]
     beside: tuple[Tensor, Tensor]
@@ -206,7 +206,8 @@ def _count_emitted(info: Any, _: type, batch: Any, *__: Any) -> None:
 def _apply_in_order(
     original: Callable[..., None], orchestrator: Any, logits: Tensor, repeat: int | None = None
 ) -> None:
-    """What SGLang does with overlap (`SamplingBatchInfo.update_penalties`). Args: logits [B, V], changed in place."""
+    """Do what SGLang does with overlap (`SamplingBatchInfo.update_penalties`). Args: logits [B, V], changed in
+    place."""
     from sglang.srt.sampling.penaltylib.repetition_penalty import apply_scaling_penalties
 
     if repeat is not None:

@@ -51,7 +51,7 @@ class Rounds(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def start_environment(spec: EngineSpec) -> dict[str, str]:
-    """Of the processes of an engine that starts."""
+    """Return the environment of the processes of an engine that starts."""
     return {
         SPECULATION: msgspec.json.encode(spec.speculation).decode(),
         DRAFTERS: msgspec.json.encode(spec.drafters).decode(),
@@ -60,7 +60,7 @@ def start_environment(spec: EngineSpec) -> dict[str, str]:
 
 
 def starting_speculator() -> Speculator | None:
-    """Of a worker that starts."""
+    """Return the speculator of a worker that starts."""
     text = os.environ.get(SPECULATION)
     return make_speculator(msgspec.json.decode(text, type=SpeculationConfig)) if text else None
 

@@ -79,7 +79,7 @@ def backend_class() -> type:
             score_mod: Any = None,
             **_: Any,
         ) -> None:
-            """As SGLang calls its own."""
+            """Attend as SGLang calls its own."""
             if logit_cap or sinks is not None or xai_temperature_len > 0 or score_mod is not None:
                 raise _refused("a model that changes attention's scores")
             lists = (kv_indptr, kv_indices, self._sizes, parts, log_totals)
