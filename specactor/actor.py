@@ -102,7 +102,8 @@ class SpecActor:
         with self.progress.phase("train"):
             self.devices.to_trainer(self.trainer)
             trained = self.train(batch)
-            self.recorder.stepped(step, self.version - 1, groups, batch, trained)
+        with self.progress.phase("record"):
+            self.recorder.stepped(step, self.version - 1, groups, batch, trained, self.rollouts.state())
         self.steps_done = step
         refreshed = self.refresh(batch)
         save()

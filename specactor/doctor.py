@@ -27,6 +27,7 @@ from specactor.errors import ConfigError
 from specactor.parallel.addresses import own_addresses, within
 from specactor.parallel.devices import Devices, detect
 from specactor.parallel.layout import ModelShape
+from specactor.replay.records import reach
 
 GIB = 2**30
 MIN_DISK_BYTES = 2 * GIB  # room for checkpoints and the exported model of a small run
@@ -79,7 +80,7 @@ def examine(config: Config | None, environ: Mapping[str, str]) -> list[Finding]:
     gpu = bool(devices.gpus)
     packages = [*pinned(), stack(gpu), plugin()]
     found = [_python(), *packages, *_hardware(devices), *_optional(devices), *_places(config), loopback()]
-    return [*found, *([tokens(config, gpu=gpu), *_recipe(config)] if config else [])]
+    return [*found, *([tokens(config, gpu=gpu), _replay(config), *_recipe(config)] if config else [])]
 
 
 def report(findings: list[Finding], console: Console) -> int:
@@ -153,6 +154,11 @@ def tokens(config: Config, *, gpu: bool) -> Finding:
     """Return what engines would promise of a request's tokens."""
     arithmetic, promise = guarantee(config.rollout.engine, gpu=gpu, dtype=config.model.dtype)
     return Finding(component="attention", found=f"{arithmetic}: {promise}")
+
+
+def _replay(config: Config) -> Finding:
+    """Say how far back steps of the run can be repeated."""
+    return Finding(component="replay", found=reach(config).removeprefix("replay: "))
 
 
 def _requirement(need: Requirement, version: str, ok: bool) -> Finding:

@@ -38,9 +38,10 @@ from specactor.parallel.layout import (
 from specactor.planning import search
 from specactor.planning.memory import memory_of
 from specactor.progress import Progress, summary_rows
-from specactor.recipes import to_json
+from specactor.recipes import keep_imports, to_json
 from specactor.replay.audit import Audit
 from specactor.replay.recorder import StepRecorder
+from specactor.replay.records import reach
 from specactor.rollout.collector import RolloutCollector
 from specactor.rollout.decoupled.transport import DrafterAccess
 from specactor.rollout.drafter_pool import DrafterPool
@@ -100,6 +101,9 @@ def run(
         if rank == 0:
             tracker = Tracker(folder.root, to_json(config), config.tracking, resume_step=actor.steps_done)
             stack.enter_context(tracker)
+            keep_imports(folder.root)
+            if folder.read_replay() is None:
+                progress.note(reach(config))
         with progress.phase("sync"):
             actor.sync()
         _train(actor, folder, tracker)
@@ -352,7 +356,7 @@ def _places(config: Config, members: Sequence[Member]) -> list[tuple[int, int]]:
 def _train(actor: SpecActor, folder: RunFolder, tracker: Tracker | None) -> None:
     """Step until done; evaluate, log and save when due; export at the end."""
     config, progress = actor.config, actor.progress
-    actor.recorder.started(actor.steps_done)
+    actor.recorder.started(actor.steps_done, actor.rollouts.state())
     replay = actor.collective.together("replay", folder.read_replay)
     if replay is not None:
         _replay(actor, replay, tracker)
@@ -387,12 +391,12 @@ def _train(actor: SpecActor, folder: RunFolder, tracker: Tracker | None) -> None
 
 def _replay(actor: SpecActor, replay: Replay, tracker: Tracker | None) -> None:
     """Step as far as another run is to be run again; records are what comes of it."""
-    while actor.steps_done < replay.step - (replay.group is not None):
+    while actor.steps_done < replay.step - bool(replay.alone):
         metrics = actor.step()
         _log(actor, tracker, actor.steps_done, metrics)
-    if replay.group is not None:
-        groups = actor.rollouts.collect_again(actor.steps_done, replay.group, replay.sample)
-        actor.recorder.stepped(actor.steps_done + 1, actor.version, groups, (), None)
+    if replay.alone:
+        groups = actor.rollouts.collect_again(actor.steps_done, replay.alone)
+        actor.recorder.stepped(actor.steps_done + 1, actor.version, groups, (), None, actor.rollouts.state())
 
 
 def _write_checkpoint(actor: SpecActor, folder: RunFolder, unfinished: list[Callable[[], Path]]) -> None:
@@ -428,6 +432,7 @@ def _log(actor: SpecActor, tracker: Tracker | None, step: int, metrics: dict[str
     metrics["memory/rank_rss_bytes"] = max(rank for rank, _ in memory)
     metrics["memory/engine_rss_bytes"] = sum(of_engines for _, of_engines in memory)
     if tracker is not None:
+        metrics |= {"memory/record_bytes": actor.recorder.written_bytes} if "time/record_s" in metrics else {}
         problems = actor.progress.problems.items()
         texts = {f"speculation/{name}/problems": "; ".join(reasons) for name, reasons in problems}
         tracker.log(step, {**metrics, **texts})

@@ -34,10 +34,8 @@ class Replay:
 
     step: int
     """The last."""
-    group: int | None = None
-    """Of that step, this group alone; it is not learned from."""
-    sample: int | None = None
-    """Of the group, this response alone."""
+    alone: tuple[str, ...] = ()
+    """Of that step, these groups ("3") and responses ("3.1") alone, one after the other; they are not learned from."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +61,10 @@ class RunFolder:
         return self.root / "replay.json"
 
     def read_replay(self) -> Replay | None:
-        return Replay(**json.loads(self.replay.read_text())) if self.replay.exists() else None
+        if not self.replay.exists():
+            return None
+        fields = json.loads(self.replay.read_text())
+        return Replay(step=fields["step"], alone=tuple(fields["alone"]))
 
     @property
     def export(self) -> Path:

@@ -211,15 +211,21 @@ class RolloutCollector:
         name = self.config.algorithm.group_filter
         return hooks.keeps(name, group) if name else informative(group.rewards), fmean(group.scores)
 
-    def collect_again(self, step: int, group: int, sample: int | None) -> list[ScoredGroup]:
-        """Return one group of the step after `step` finished ones, or one response of it, without the others."""
+    def collect_again(self, step: int, alone: Sequence[str]) -> list[ScoredGroup]:
+        """Return groups ("3") or responses ("3.1") of the step after `step` finished ones, each generated alone."""
         problems = [self.train_data[i] for i in self.prompts.take(self.config.rollout.prompts_per_step)]
         requests = group_requests(problems, config=self.config.rollout, run_seed=self.config.seed, step=step)
-        wanted = [r for r in requests if r.group_id == group and r.request_id.endswith(f".{sample}") | (sample is None)]
-        with self.progress.phase("rollout"):
-            trajectories = self._generate_all(wanted, [problems[group]])
-        with self.progress.phase("reward"):
-            return self._score_groups([problems[group]], trajectories)
+        found: list[ScoredGroup] = []
+        for name in alone:
+            group, _, sample = name.partition(".")
+            end = f".{sample}" if sample else ""
+            wanted = [r for r in requests if r.group_id == int(group) and r.request_id.endswith(end)]
+            problem = [problems[int(group)]]
+            with self.progress.phase("rollout"):
+                trajectories = self._generate_all(wanted, problem)
+            with self.progress.phase("reward"):
+                found += self._score_groups(problem, trajectories)
+        return found
 
     def evaluate(self) -> dict[str, list[ScoredGroup]]:
         """Return the policy's responses to the held-out problems, by set; one greedy response each, or more."""
