@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import cast
 
 from specactor.errors import EngineError
 from specactor.types import Begun, FinishReason, RolloutRequest, Trajectory, VersionSpan
@@ -112,7 +113,7 @@ def nothing_of(request: RolloutRequest) -> Trajectory:
 
 def heard(before: Trajectory, turn: Trajectory) -> Trajectory:
     """Return a conversation after what was sampled in a turn, with the experts that its tokens were sampled from."""
-    start = len(before.token_ids)
+    start, experts = len(before.token_ids), cast("bytes", before.routed_experts)  # as engines give them
     spans = [replace(s, start=s.start + start, end=s.end + start) for s in turn.spans]
     return replace(
         before,
@@ -121,7 +122,7 @@ def heard(before: Trajectory, turn: Trajectory) -> Trajectory:
         finish_reason=turn.finish_reason,
         spans=joined((*before.spans, *spans)),
         loss_mask=before.loss_mask + (True,) * len(turn.token_ids),
-        routed_experts=before.routed_experts + turn.routed_experts[len(before.routed_experts) :],
+        routed_experts=experts + cast("bytes", turn.routed_experts)[len(experts) :],
     )
 
 

@@ -205,7 +205,7 @@ class Session:
                     ids = branch.so_far.token_ids[:end]
                     said = chat.observation_ids(self._tokenizer, messages[k:], last_token=ids[-1])
                     goes_on = end == len(branch.so_far.token_ids) and not branch.is_open
-                    return branch if goes_on else None, branch.so_far.prompt_ids + ids + said, said
+                    return branch if goes_on else None, (*branch.so_far.prompt_ids, *ids, *said), said
             prompt_ids = chat.prompt_ids(self._tokenizer, messages, tools=body.tools if tools else None)
         except DataError as error:
             raise Refusal(str(error)) from error
