@@ -6,24 +6,21 @@ import socket
 import threading
 from collections.abc import Sequence
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
-from specactor.actor import SpecActor
 from specactor.data import chat
 from specactor.data.environment import environment_of
 from specactor.data.stream import turn_seed
 from specactor.errors import DataError
-from specactor.recipes import load
 from specactor.rollout import conversations as module
 from specactor.rollout.conversations import Conversations
 from specactor.rollout.driver import Driver
 from specactor.rollout.requests import assign
 from specactor.rollout.session import Session
 from specactor.rollout.sglang.engine_client import Engine
-from specactor.types import Problem, RolloutRequest, SamplingParams, ScoredGroup, Trajectory
+from specactor.types import Problem, RolloutRequest, SamplingParams, Trajectory
 from tests.data.test_chat import END, START, make_tokenizer
 from tests.rollout import agents
 from tests.rollout.driver_cases import FakeEngine, token
@@ -293,17 +290,10 @@ def test_the_endpoint_is_on_the_loopback_and_gone_afterwards() -> None:
         socket.create_connection((host, int(port)))
 
 
-def test_the_example_is_learned_from_in_all_of_its_branches() -> None:
-    """Its three calls are one sequence; those of an agent that edits are several, with one advantage."""
+def test_the_example_is_one_sequence_and_an_agent_that_edits_has_several() -> None:
     problems = [replace(problem(0, ""), verifier="examples.agent:Critical"), problem(1, "Edits")]
     found = rollout(problems)
     assert [(t.num_turns, t.reward, t.failure) for t in found] == [(3, 0.0, ""), (4, 1.0, "")]
-    config = load(["grpo"])
-    actor = cast("Any", SimpleNamespace(config=config, version=0, _advantages=lambda rewards, kind: [[0.5, -0.5]]))
-    group = ScoredGroup(problem=problems[0], trajectories=tuple(found), scores=(0.0, 1.0), rewards=(0.0, 1.0))
-    batch = SpecActor.learnable(actor, [group])
-    assert [(s.advantage, s.reward) for s in batch] == [(0.5, 0.0)] + [(-0.5, 1.0)] * 3
-    assert sum(s.num_learned for s in batch) == sum(t.num_sampled for t in found)
 
 
 def test_what_an_agent_may_not_return_ends_the_run() -> None:
