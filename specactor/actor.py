@@ -134,11 +134,12 @@ class SpecActor:
                 rollout_logprobs=t.logprobs,
                 num_stale=stale_tokens(t, self.version) if self.config.rollout.partial else 0,
                 group_id=group_id,
-                routed_experts=t.routed_experts if self.config.train.routing_replay else b"",
+                routed_experts=t.routed_experts if self.config.train.routing_replay == "r3" else b"",
                 loss_mask=t.loss_mask,
             )
             for group_id, (group, of_group) in enumerate(zip(groups, advantages, strict=True))
-            for t, advantage, reward in zip(group.trajectories, of_group, group.rewards, strict=True)
+            for first, advantage, reward in zip(group.trajectories, of_group, group.rewards, strict=True)
+            for t in (first, *first.branches)
         ]
 
     def _advantages(self, rewards: list[list[float]], kind: str) -> list[list[float]]:

@@ -1,7 +1,7 @@
 """What users may put in the place of ours, by import path: the form of each, and checks of what it returns.
 
-Verifiers and environments stand in a problem's column ``verifier``; the others are settings. A hook of the wrong form
-is found before anything starts; one that raises, or returns what it may not, ends the run with one line.
+Verifiers, environments and agents stand in a problem's column ``verifier``; the others are settings. A hook of the
+wrong form is found before anything starts; one that raises, or returns what it may not, ends the run with one line.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from specactor.config import Config
-from specactor.data.environment import Environment
+from specactor.data.environment import Agent, Environment
 from specactor.data.verifiers import find
 from specactor.errors import ConfigError, DataError
 from specactor.types import Problem, ScoredGroup
@@ -20,7 +20,7 @@ from specactor.types import Problem, ScoredGroup
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["Advantage", "AsyncReward", "DataSource", "Environment", "GroupFilter", "Loss", "Reward"]
+__all__ = ["Advantage", "Agent", "AsyncReward", "DataSource", "Environment", "GroupFilter", "Loss", "Reward"]
 
 
 class Reward(Protocol):

@@ -66,7 +66,7 @@ METRICS: dict[str, str] = {
     "time/engines_s": "seconds of waiting for engines to start, in the line of the first step",
     "rollout/tokens": "response tokens generated",
     "rollout/tokens_per_s": "response tokens per second of generation",
-    "rollout/expert_bytes": "bytes that say which experts the engines chose, with train.routing_replay",
+    "rollout/expert_bytes": "bytes that say which experts the engines chose, with train.routing_replay = r3",
     "rollout/responses": "responses generated",
     "train/tokens": "prompt and response tokens trained on",
     "train/tokens_per_s": "prompt and response tokens per second of training",

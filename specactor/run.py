@@ -285,13 +285,11 @@ def _problems(config: Config, tokenizer: PreTrainedTokenizerBase) -> tuple[Datas
         find_solver(config.warmup.solver)  # a wrong path is found before anything is started
     hooks.check(config)
     talks = next((problem.verifier for part in sets for problem in part if environment_of(problem.verifier)), "")
-    for setting, value, used, why in (
-        ("rollout.partial", True, config.rollout.partial, "What an environment holds is in no checkpoint."),
-        ("train.routing_replay", True, config.train.routing_replay, "Experts of later turns are not carried."),
-        ("algorithm.advantage", "gae", config.algorithm.advantage == "gae", "What it says has no value to learn."),
-    ):
-        if talks and used:
-            raise ConfigError.at(setting, value, f"another value with environments ({talks})", why)
+    if talks and config.rollout.partial:
+        raise ConfigError.at(
+            *("rollout.partial", True, f"another value with environments ({talks})"),
+            "What an environment holds is in no checkpoint.",
+        )
     held_out: dict[str, Dataset] = {}
     sources = {"eval": data.eval_source(count)} if count else {}
     sources |= {set_name(name): data.further_eval_source(name, count) for name in config.eval.sets if count}
@@ -318,7 +316,7 @@ def _own_engines(
 ) -> list[EngineSpec]:
     """The engines that this rank starts, drives and stops."""
     p, engine = config.parallel, config.rollout.engine
-    if config.train.routing_replay:
+    if config.train.routing_replay == "r3":
         engine = replace(engine, extra_args=engine.extra_args | {"enable_return_routed_experts": True})
     machines, devices = [member.machine for member in members], [member.device for member in members]
     # Of all engines, so that every rank refuses a layout that cannot be.

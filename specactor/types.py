@@ -101,20 +101,23 @@ class Trajectory:
     routed_experts: bytes | Sequence[int] = b""
     """Experts that computed each token of prompt and response but the last, in every layer, as the pass chose them that
     the engine sampled from: [tokens - 1, layers, experts per token] in C order; bytes are of int16, little endian.
-    Empty unless ``train.routing_replay`` or ``enable_return_routed_experts`` asks for it."""
+    Empty unless ``train.routing_replay = r3`` or ``enable_return_routed_experts`` asks for it."""
     loss_mask: tuple[bool, ...] = ()
     """Of each token, whether the policy sampled it; False: the environment said it. Empty: all were sampled."""
     reward: float | None = None
-    """What an environment gave; None: a verifier is to score the response."""
+    """What an environment gave, or a verifier while the rollout went on; None: the response is to be scored."""
     failure: str = ""
     """Why the environment could not go on; empty: it did."""
     environment_s: float = 0.0
-    """Time that the environment took, over all turns."""
+    """Time that the environment took, over all turns; 0 where there is none."""
+    branches: tuple[Trajectory, ...] = ()
+    """Further sequences of an agent's session, which share its reward."""
 
     @property
     def num_sampled(self) -> int:
         """Tokens that the policy sampled."""
-        return sum(self.loss_mask) if self.loss_mask else len(self.token_ids)
+        own = sum(self.loss_mask) if self.loss_mask else len(self.token_ids)
+        return own + sum(branch.num_sampled for branch in self.branches)
 
     @property
     def first_turn(self) -> Trajectory:
@@ -126,7 +129,8 @@ class Trajectory:
     def num_turns(self) -> int:
         """Stretches of sampled tokens."""
         mask = self.loss_mask or (True,)
-        return sum(now and not before for before, now in zip((False, *mask), mask, strict=False))
+        own = sum(now and not before for before, now in zip((False, *mask), mask, strict=False))
+        return own + sum(branch.num_turns for branch in self.branches)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,7 +12,7 @@ from specactor.config import RolloutConfig
 from specactor.errors import ConfigError
 from specactor.recipes import load
 
-SETTINGS = 110
+SETTINGS = 111
 """Settings of a run, as `make measure` counts them."""
 WRONG: list[tuple[str, str]] = [
     *(
@@ -184,7 +184,7 @@ WRONG: list[tuple[str, str]] = [
     ),
     (
         "--train.routing-replay maybe",
-        "train.routing_replay: got 'maybe', expected one of True, False. Its meaning: train_moe.py quickstart --help",
+        "train.routing_replay: got 'maybe', expected one of off, r2, r3. Its meaning: train_moe.py quickstart --help",
     ),
     (
         "--algorithm.correction.bounds 0 0.5",
@@ -221,9 +221,9 @@ WRONG: list[tuple[str, str]] = [
         "1.25.",
     ),
     (
-        "--rollout.oversample 1.5 --algorithm.dynamic-sampling True",
-        "rollout.oversample: got 1.5, expected 1 with algorithm.dynamic_sampling. Both decide which groups are learned "
-        "from: use one of the two.",
+        "--rollout.oversample 1.5 --rollout.partial True --algorithm.dynamic-sampling True",
+        "rollout.partial: got True, expected False with algorithm.dynamic_sampling. The same groups are kept whenever "
+        "a step is run: none goes on in the next.",
     ),
     (
         "--rollout.oversample 1.5 --rollout.partial True --algorithm.correction.level off",

@@ -6,6 +6,7 @@ import importlib
 import sys
 import threading
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -17,7 +18,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from specactor import hooks
-from specactor.config import AlgorithmConfig, DataConfig, SourceConfig
+from specactor.config import AlgorithmConfig, DataConfig, RolloutConfig, SourceConfig
 from specactor.data.dataset import Dataset, build_dataset
 from specactor.data.environment import environment_of
 from specactor.data.tokenizer import load_tokenizer, make_char_tokenizer
@@ -28,7 +29,7 @@ from specactor.rollout.collector import RolloutCollector
 from specactor.trainer.losses import token_weights
 from specactor.trainer.microbatch import Shape, build, items_of
 from specactor.trainer.objective import PolicyObjective
-from specactor.types import Problem, ScoredGroup
+from specactor.types import Problem, ScoredGroup, Trajectory
 from tests.rollout.driver_cases import FakeEngine
 from tests.rollout.test_conversations import rollout
 from tests.trainer.policy_cases import VOCAB, sequences
@@ -161,12 +162,29 @@ def test_an_advantage() -> None:
     assert hooks.advantages_by("mine:best_of_group", [[1.0, 0.0], [0.5, 0.5, 2.0]]) == [[0.5, -0.5], [-0.5, -0.5, 1.0]]
 
 
+def response(name: str, reward: float) -> Trajectory:
+    return Trajectory(
+        request_id=name,
+        group_id=0,
+        prompt_ids=(1,),
+        token_ids=(2,),
+        logprobs=(-1.0,),
+        finish_reason="stop",
+        spans=(),
+        reward=reward,
+    )
+
+
 def test_a_filter_of_groups() -> None:
     algorithm = AlgorithmConfig(dynamic_sampling=True, group_filter="mine:not_hopeless")
-    alone = SimpleNamespace(together=lambda _, work: work(), gather=lambda value, _: [value])
-    job = SimpleNamespace(config=SimpleNamespace(algorithm=algorithm), collective=alone)
+    job = cast("Any", SimpleNamespace(config=SimpleNamespace(algorithm=algorithm, rollout=RolloutConfig()), _judged={}))
+    job._group = partial(RolloutCollector._group, job)
     groups = [group(*scores) for scores in ((0, 0), (1, 1))]
-    assert RolloutCollector._teaching(cast(RolloutCollector, job), groups) == [False, True]
+    kept = []
+    for g in groups:
+        own = [response(f"0.0.{i}", score) for i, score in enumerate(g.scores)]
+        kept.append(RolloutCollector._teaches(job, g.problem, own))
+    assert kept == [(False, 0.0), (True, 1.0)]
 
 
 def test_a_loss(one_rank: None) -> None:

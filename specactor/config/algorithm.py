@@ -85,7 +85,7 @@ class AlgorithmConfig:
     correction: CorrectionConfig = field(default_factory=CorrectionConfig)
     critic: CriticConfig = field(default_factory=CriticConfig)
     dynamic_sampling: bool = False
-    """DAPO: leave out groups whose rewards are all equal, and draw further prompts in their place."""
+    """DAPO: leave out groups whose rewards are all equal, and draw further prompts in their place, at once."""
     group_filter: str = ""
     """With dynamic_sampling: module:function (group) -> bool, which says what groups are learned from."""
     overlong_buffer: int = 0

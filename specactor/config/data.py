@@ -60,6 +60,8 @@ class DataConfig:
     becomes 7+4); {{ and }} for braces."""
     shuffle: bool = True
     """False: draw problems in the order of their source, epoch after epoch, as a curriculum in a file needs."""
+    curriculum: bool = False
+    """Draw a problem with the chance 4 p (1 - p), .1 at least, where p is its success rate when it was last tried."""
 
     @property
     def train_source(self) -> SourceConfig:

@@ -35,7 +35,7 @@ class EngineConfig:
     """Times that one engine may be restarted in a run before the run fails."""
     extra_args: dict[str, str | int | float | bool] = field(default_factory=dict)
     """Further SGLang server arguments, by name. With ``enable_return_routed_experts=true`` responses say which
-    experts computed their tokens (``train.routing_replay`` sets it). ``attention_backend=tiles`` reads keys
+    experts computed their tokens (``train.routing_replay = r3`` sets it). ``attention_backend=tiles`` reads keys
     once for up to eight rows of a request; a run keeps its attention backend for good."""
 
     start_timeout_s: ClassVar[float] = 1800.0

@@ -47,6 +47,7 @@ class RolloutConfig:
     and what a difference does: a warning with the command that runs the step again, or the end of the run."""
     oversample: float = 1.0
     """Work at this many times prompts_per_step groups, and stop when prompts_per_step of them are complete; 1: off.
+    With algorithm.dynamic_sampling: when that many of them, in the order of the data, teach something.
     Dropping the others favours prompts with short responses, unless `partial` keeps them. Which groups are complete
     first depends on speed, so a step is not the same again after a resume."""
     partial: bool = False

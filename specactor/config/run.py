@@ -101,10 +101,10 @@ class Config:
             "One micro-batch must hold the longest prompt and response.",
         )
         rule(
-            "rollout.oversample",
-            not (self.algorithm.dynamic_sampling and self.rollout.oversample > 1),
-            "1 with algorithm.dynamic_sampling",
-            "Both decide which groups are learned from: use one of the two.",
+            "rollout.partial",
+            not (self.algorithm.dynamic_sampling and self.rollout.partial),
+            "False with algorithm.dynamic_sampling",
+            "The same groups are kept whenever a step is run: none goes on in the next.",
         )
 
     def _check_rollout(self) -> None:

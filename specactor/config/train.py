@@ -67,8 +67,9 @@ class TrainConfig:
     """Activation recomputation."""
     deterministic: bool = False
     """Equal bits in every repetition on GPUs: Megatron's and PyTorch's deterministic modes, which are slower."""
-    routing_replay: bool = False
-    """Mixtures of experts: the policy's passes take the experts that the engine chose for each token (R3)."""
+    routing_replay: Literal["off", "r2", "r3"] = "off"
+    """Mixtures of experts. r3: the policy's passes take the experts that the engine chose for each token; r2: its
+    updates take those of the pass before them that gave the old log-probabilities (with updates_per_step > 1)."""
     max_logprob_gap: float = 1e-4
     """Largest |engine - trainer| log-probability of a sampled token before the run stops. 1e-4 holds in float32."""
 
@@ -84,6 +85,12 @@ class TrainConfig:
         )
         rule("warmup_steps", self.warmup_steps >= 0, ">= 0", "Use 0 for none.")
         rule("updates_per_step", self.updates_per_step >= 1, ">= 1", "Use 1.")
+        rule(
+            "routing_replay",
+            self.routing_replay != "r2" or self.updates_per_step > 1,
+            "off or r3 with train.updates_per_step = 1",
+            "No pass comes before the only update: its own experts are those of the old log-probabilities.",
+        )
         rule("weight_decay", self.weight_decay >= 0, ">= 0", "Use 0 for none.")
         rule(
             "adam_betas", all(0 <= beta < 1 for beta in self.adam_betas), "in [0, 1) each", "Use for example 0.9 0.95."

@@ -21,12 +21,20 @@ _ANSWER, _MARK = "specactoranswer", "specactorcontent{}end"
 """Stand for texts while a template is rendered; letters and digits, which no template changes."""
 
 
-def prompt_text(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]) -> str:
-    """The messages, up to where the assistant's response begins. Raises DataError where no template makes a text."""
+def prompt_text(
+    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], tools: Sequence[Message] | None = None
+) -> str:
+    """The messages, up to where the assistant's response begins. Raises DataError where no template makes a text.
+
+    Args:
+        tools: that the assistant may call, as the template wants them.
+    """
     if tokenizer.chat_template is None:
         raise DataError("messages: the model's tokenizer has no chat template. Give texts, or a model that has one.")
     try:
-        text = tokenizer.apply_chat_template([dict(m) for m in messages], tokenize=False, add_generation_prompt=True)
+        text = tokenizer.apply_chat_template(
+            [dict(m) for m in messages], tools=tools, tokenize=False, add_generation_prompt=True
+        )
     except Exception as error:  # a template raises what it likes
         raise DataError(
             f"messages: the model's chat template refuses them: {type(error).__name__}: {error}. Correct the messages."
@@ -34,11 +42,13 @@ def prompt_text(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message])
     return str(text)
 
 
-def prompt_ids(tokenizer: PreTrainedTokenizerBase, said: str | Sequence[Message]) -> tuple[int, ...]:
+def prompt_ids(
+    tokenizer: PreTrainedTokenizerBase, said: str | Sequence[Message], *, tools: Sequence[Message] | None = None
+) -> tuple[int, ...]:
     """Tokens of what a policy sees first."""
     if isinstance(said, str):
         return tuple(tokenizer(said)["input_ids"])
-    return rendered_ids(tokenizer, prompt_text(tokenizer, said))
+    return rendered_ids(tokenizer, prompt_text(tokenizer, said, tools))
 
 
 def rendered_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[int, ...]:

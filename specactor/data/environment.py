@@ -2,7 +2,8 @@
 
 An environment is a class on the import path, named where a verifier is named: in a problem's column ``verifier``. One
 object serves one conversation. Its methods run in a thread of their own and in an event loop of their own, so one that
-waits, computes or hangs holds up no other conversation; each call may take ``rollout.environment_timeout_s``.
+waits, computes or hangs holds up no other conversation; each call may take ``rollout.environment_timeout_s``. A class
+with a method ``run`` is an agent: it asks the policy itself.
 """
 
 from __future__ import annotations
@@ -33,27 +34,42 @@ class Environment(Protocol):
         """What the policy sees next, or its reward, any finite number, which ends the conversation."""
 
 
+class Agent(Protocol):
+    """One session of a program that speaks OpenAI's chat completions; ``close`` as above."""
+
+    async def run(self, problem: Problem, base_url: str, api_key: str) -> float:
+        """Ask the policy at `base_url` as it likes; the reward, any finite number, ends the session."""
+
+
+FORMS = {
+    "start": ("self", "problem"),
+    "step": ("self", "response"),
+    "run": ("self", "problem", "base_url", "api_key"),
+}
+
+
 @lru_cache(maxsize=256)
-def environment_of(name: str) -> type[Environment] | None:
+def environment_of(name: str) -> type[Environment] | type[Agent] | None:
     """The class of that name; None where it names a verifier, which scores one response.
 
-    Raises DataError for a class that is no environment.
+    Raises DataError for a class that is neither an environment nor an agent.
     """
     if ":" not in name or not inspect.isclass(found := find(name)):
         return None
-    for method, arguments in (("start", "self, problem"), ("step", "self, response")):
+    for method in ("run",) if hasattr(found, "run") else ("start", "step"):
         function = getattr(found, method, None)
-        if not inspect.iscoroutinefunction(function) or not _takes_one(function):
+        if not inspect.iscoroutinefunction(function) or not _takes(function, FORMS[method]):
             raise DataError(
-                f"got {name!r}, a class without `async def {method}({arguments})`. A class is an environment: see "
-                "specactor.data.environment. Correct it, or name a function, which scores one response."
+                f"got {name!r}, a class without `async def {method}({', '.join(FORMS[method])})`. A class is an "
+                "environment: see specactor.data.environment. Correct it, or name a function, which scores one "
+                "response."
             )
-    return cast("type[Environment]", found)
+    return cast("type[Environment] | type[Agent]", found)
 
 
-def _takes_one(function: Any) -> bool:
+def _takes(function: Any, arguments: Sequence[str]) -> bool:
     try:
-        inspect.signature(function).bind(None, None)
+        inspect.signature(function).bind(*arguments)
     except TypeError:
         return False
     return True
@@ -61,10 +77,12 @@ def _takes_one(function: Any) -> bool:
 
 def checked(name: str, method: str, value: object) -> Said | float:
     """What an environment returned. Raises DataError for what is neither said nor a reward: that is a bug of it."""
-    if isinstance(value, str) or are_messages(value):
+    if method != "run" and (isinstance(value, str) or are_messages(value)):
         return value
-    if method == "step" and isinstance(value, Real) and math.isfinite(value):
+    if method != "start" and isinstance(value, Real) and math.isfinite(value):
         return float(value)
+    if method == "run":
+        raise DataError(f"agent {name}: run returned {value!r:.200}, expected a finite number as reward. Correct it.")
     ending = ", or a finite number as reward" if method == "step" else ""
     raise DataError(
         f"environment {name}: {method} returned {value!r:.200} of type {type(value).__name__}, expected a text, "

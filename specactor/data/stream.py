@@ -58,7 +58,8 @@ class PromptStream:
         keys = ("dataset_len", "seed", "shuffle", "epoch", "position")
         if not isinstance(state, Mapping) or any(type(state.get(key)) is not int for key in keys):
             raise CheckpointError(
-                f"data position: got {state!r}, expected integers {', '.join(keys)}. Resume from another checkpoint."
+                f"data position: got {state!r:.200}, expected integers {', '.join(keys)}. "
+                "Resume from another checkpoint."
             )
         for key, own, remedy in (
             ("dataset_len", self.dataset_len, "Resume with the data that the run started with."),
@@ -116,9 +117,55 @@ class MixedStream:
         return self._offsets[chosen] + self._streams[chosen].take(1)[0]
 
 
+class CurriculumStream:
+    """Indices of another stream, without most of those that taught little when they were last tried: with success rate
+    p an index is taken with the chance 4 p (1 - p), at least `LEAST_CHANCE`; what was never tried is always taken."""
+
+    def __init__(self, stream: PromptStream | MixedStream, seed: int) -> None:
+        self._stream, self._seed = stream, seed
+        self._looks = 0
+        self._rates: dict[int, float] = {}
+
+    def take(self, num_indices: int) -> tuple[int, ...]:
+        taken: list[int] = []
+        while len(taken) < num_indices:
+            [index] = self._stream.take(1)
+            self._looks += 1
+            rate = self._rates.get(index, 0.5)
+            if _hash(b"curriculum", self._seed, self._looks) < max(LEAST_CHANCE, 4 * rate * (1 - rate)) * 2**64:
+                taken.append(index)
+        return tuple(taken)
+
+    def learn(self, index: int, rate: float) -> None:
+        """Note the success rate of a problem that was tried, 0 to 1."""
+        self._rates[index] = min(1.0, max(0.0, rate))
+
+    def state(self) -> dict[str, object]:
+        return {"stream": self._stream.state(), "looks": self._looks, "rates": [*map(list, self._rates.items())]}
+
+    def restore(self, state: object) -> None:
+        """Continue from a `state`. Raises CheckpointError when it is of no curriculum, or of another stream."""
+        if not isinstance(state, Mapping) or not {"stream", "looks", "rates"} <= state.keys():
+            raise CheckpointError(
+                f"data position: got {state!r:.200}, expected that of a curriculum. Resume with the data.curriculum "
+                "that the run started with."
+            )
+        self._stream.restore(state["stream"])
+        self._looks, self._rates = int(state["looks"]), {int(i): float(rate) for i, rate in state["rates"]}
+
+
+LEAST_CHANCE = 0.1
+"""Of a problem that was solved always, or never: it is tried again some time."""
+
+
 def request_seed(run_seed: int, step: int, problem_index: int, sample_index: int) -> int:
     """Seed in [0, 2**31) of one response; a stable hash, so that a resumed run asks for the same tokens again."""
     return _hash(b"request", run_seed, step, problem_index, sample_index) >> 33
+
+
+def turn_seed(session_seed: int, prompt_ids: Sequence[int], *numbers: int) -> int:
+    """Seed in [0, 2**31) of one turn of an agent's session, by its prompt and what tells it from others of that."""
+    return _hash(b"turn", session_seed, *numbers, *prompt_ids) >> 33
 
 
 def _hash(purpose: bytes, *numbers: int) -> int:

@@ -117,6 +117,12 @@ class Collective:
         self.world = dist.get_world_size()
         control_group()
 
+    @property
+    def store(self) -> Store | None:
+        """Where ranks may tell each other what is not waited for; None where there is one rank."""
+        found: Store = dist.distributed_c10d._get_default_store()
+        return found if self.world > 1 else None
+
     def gather_bytes(self, payload: bytes, *, only_first: bool = False) -> list[bytes]:
         """Return every rank's payload, by rank, on every rank; `only_first`: on rank 0, and nothing elsewhere."""
         sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.world)]

@@ -140,8 +140,8 @@ def _check_shape(config: Config, shape: ModelShape) -> None:
     rule("parallel.expert", p.expert == 1 or shape.num_experts > 0, "1 for a dense model", "Use --parallel.expert 1.")
     rule(
         "train.routing_replay",
-        not config.train.routing_replay or shape.num_experts > 0,
-        "False for a dense model",
+        config.train.routing_replay == "off" or shape.num_experts > 0,
+        "off for a dense model",
         "It has no experts to choose from: leave it out.",
     )
     divides = shape.num_experts % p.expert == 0

@@ -7,7 +7,7 @@ import os
 import platform
 from collections.abc import Sequence
 from importlib import metadata
-from itertools import chain
+from itertools import accumulate, chain
 from pathlib import Path
 from typing import Any
 
@@ -84,8 +84,11 @@ class StepRecorder:
             return
         weights = self._weights() if stats is not None else ()
         places = [(g, k) for g, group in enumerate(groups) for k in range(len(group.trajectories))]
+        # A session's branches stand behind its first sequence.
+        firsts = [0, *accumulate(1 + len(groups[g].trajectories[k].branches) for g, k in places)]
+        advantages = [batch[first].advantage for first in firsts[:-1]] if batch else [0.0] * len(places)
         own = {
-            i: self._sample(groups[g], k, batch[i].advantage if batch else 0.0, is_whole=(i + step) % WHOLE_EVERY == 0)
+            i: self._sample(groups[g], k, advantages[i], is_whole=(i + step) % WHOLE_EVERY == 0)
             for i, (g, k) in enumerate(places)
             if is_here(groups[g].trajectories[k])
         }

@@ -7,17 +7,18 @@ Every rank executes the same lines; a rank's own share (driving its engines, sco
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
+from statistics import fmean
 
 from transformers import PreTrainedTokenizerBase
 
 from specactor import hooks, samples
 from specactor.config import Config
 from specactor.data.dataset import Dataset
-from specactor.data.stream import MixedStream, PromptStream
+from specactor.data.stream import CurriculumStream, MixedStream, PromptStream
 from specactor.data.verifiers import score_all
 from specactor.errors import DataError, EngineError
 from specactor.parallel.collective import Collective
@@ -25,15 +26,16 @@ from specactor.progress import Progress
 from specactor.rollout import open_groups
 from specactor.rollout.conversations import Conversations
 from specactor.rollout.drafter_pool import DrafterPool
-from specactor.rollout.pool import EnginePool
+from specactor.rollout.pool import EnginePool, RolloutOutcome
+from specactor.rollout.refill import Refill, Verdicts
 from specactor.rollout.requests import group_requests, held_out_requests
 from specactor.rollout.speculation.counters import Counts, Figures, added, added_figures
 from specactor.trace import Span
 from specactor.trainer.advantages import informative, shape_overlong
 from specactor.types import Problem, RolloutRequest, ScoredGroup, Trajectory
 
-MAX_RESAMPLE_ROUNDS = 3
-"""Times that dynamic sampling draws further prompts in one step. Each costs a rollout; groups may be missing then."""
+MAX_DRAWN = 4
+"""Problems that dynamic sampling draws at most, per group that a step wants; then others fill up what is missing."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,9 +105,10 @@ class RolloutCollector:
         self.max_prompt_tokens = max_prompt_tokens
         self.replace_lost = replace_lost
         weights, shuffle = [1.0, *config.data.mix.values()], config.data.shuffle
-        self.prompts: PromptStream | MixedStream = PromptStream(len(train_data), config.seed, shuffle=shuffle)
+        stream: PromptStream | MixedStream = PromptStream(len(train_data), config.seed, shuffle=shuffle)
         if len(weights) > 1:
-            self.prompts = MixedStream(train_data.sizes, weights, config.seed, shuffle=shuffle)
+            stream = MixedStream(train_data.sizes, weights, config.seed, shuffle=shuffle)
+        self.prompts = CurriculumStream(stream, config.seed) if config.data.curriculum else stream
         self.open_groups: list[open_groups.OpenGroup] = []
         """Groups that go on in the next step; equal on all ranks."""
         self.left: list[open_groups.OpenGroup] = []
@@ -113,34 +116,74 @@ class RolloutCollector:
         self.num_failed = 0
         """Conversations of the last step that failed."""
         self._first_failure = ""
+        self._judged: dict[str, float] = {}
+        """Scores that verifiers gave while the rollout went on, by request."""
         self._drafters_woken = 0
 
     def collect(self, step: int) -> list[ScoredGroup]:
         """Return `rollout.prompts_per_step` scored groups for the step after `step` finished ones."""
         self.num_failed = 0
-        if self.config.rollout.oversample > 1:
-            return self._collect_first(step)
-        want = self.config.rollout.prompts_per_step
-        dynamic = self.config.algorithm.dynamic_sampling
-        rounds = 1 + MAX_RESAMPLE_ROUNDS if dynamic else 1
-        groups: list[ScoredGroup] = []
-        spare: list[ScoredGroup] = []
-        asked: list[Problem] = []
-        for _ in range(rounds):
-            problems = [self.train_data[i] for i in self.prompts.take(want - len(groups))]
-            with self.progress.phase("rollout"):
-                requests = group_requests(
-                    problems, config=self.config.rollout, run_seed=self.config.seed, step=step, earlier=asked
-                )
-                asked += problems
-                trajectories = self._generate_all(requests, problems)
-            with self.progress.phase("reward"):
-                scored = self._score_groups(problems, trajectories)
-            for group, kept in zip(scored, self._teaching(scored) if dynamic else [True] * len(scored), strict=True):
-                (groups if kept else spare).append(group)
-            if len(groups) == want:
-                break
-        return self._not_empty(groups + spare[: want - len(groups)])
+        if self.config.algorithm.dynamic_sampling:
+            groups = self._collect_teaching(step)
+        elif self.config.rollout.oversample > 1:
+            groups = self._collect_first(step)
+        else:
+            groups = self._collect_all(step)
+        if isinstance(self.prompts, CurriculumStream):
+            for group in groups:
+                self.prompts.learn(group.problem.index, fmean(group.scores))
+        return groups
+
+    def _collect_all(self, step: int) -> list[ScoredGroup]:
+        """Return the groups of the next problems."""
+        problems = [self.train_data[i] for i in self.prompts.take(self.config.rollout.prompts_per_step)]
+        with self.progress.phase("rollout"):
+            requests = group_requests(problems, config=self.config.rollout, run_seed=self.config.seed, step=step)
+            trajectories = self._generate_all(requests, problems)
+        with self.progress.phase("reward"):
+            return self._not_empty(self._score_groups(problems, trajectories))
+
+    def _collect_teaching(self, step: int) -> list[ScoredGroup]:
+        """Return the groups that something is learned from; others are replaced while the rollout goes on."""
+        rollout, want = self.config.rollout, self.config.rollout.prompts_per_step
+        begin, drawn = self.prompts.state(), list[Problem]()
+        ahead = open_groups.num_in_flight(want, rollout.oversample)
+        own = {engine.index for engine in self.pool.engines}
+
+        def requests_of(number: int) -> list[RolloutRequest]:
+            drawn.extend(self.train_data[i] for i in self.prompts.take(number + 1 - len(drawn)))
+            earlier, own_problem = drawn[:number], [drawn[number]]
+            return group_requests(own_problem, config=rollout, run_seed=self.config.seed, step=step, earlier=earlier)
+
+        refill = Refill(
+            want=want,
+            ahead=ahead,
+            most=max(ahead, MAX_DRAWN * want),
+            size=rollout.group_size,
+            requests_of=requests_of,
+            problem_of=lambda request: drawn[request.group_id],
+            teaches=lambda number, responses: self._teaches(drawn[number], responses),
+            verdicts=Verdicts(store=self.collective.store, prefix=f"groups/{step}"),
+            is_own=lambda number: number % self.config.parallel.engines in own,
+        )
+        with self.progress.phase("rollout"):
+            found, _ = self._generate([], [], refill=refill)
+            kept = refill.kept
+            assert kept is not None
+            # What was drawn ahead and is not needed is drawn again in the next step.
+            num_used = kept[-1] + 1 if len(kept) == want else refill.most
+            self.prompts.restore(begin)
+            drawn[:] = [self.train_data[i] for i in self.prompts.take(num_used)]
+        if isinstance(self.prompts, CurriculumStream):  # also of what nothing is learned from
+            for number in range(num_used):
+                self.prompts.learn(drawn[number].index, refill.rates[number])
+        others = [number for number in range(num_used) if number not in kept] if len(kept) < want else []
+        numbers = [*kept, *others]
+        of = {number: [found[r.request_id] for r in requests_of(number)] for number in numbers}
+        with self.progress.phase("reward"):
+            groups = self._score_groups([drawn[number] for number in numbers], [t for n in numbers for t in of[n]])
+        refill.verdicts.forget()
+        return self._not_empty(groups[:want])
 
     def _not_empty(self, groups: list[ScoredGroup]) -> list[ScoredGroup]:
         """Return the groups. Raises DataError when environments have left none to learn from."""
@@ -151,18 +194,22 @@ class RolloutCollector:
             )
         return groups
 
-    def _teaching(self, groups: Sequence[ScoredGroup]) -> list[bool]:
-        """Return which groups dynamic sampling keeps: as the rank has it whose engine answered, since a filter may
-        read the responses, and answer as it likes."""
+    def _teaches(self, problem: Problem, responses: Sequence[Trajectory]) -> tuple[bool, float]:
+        """Return whether something is learned from a group, as the rank has it whose engine generated it, and the mean
+        of its scores.
+
+        Its scores are kept for when all ranks ask for them.
+        """
+        responses = sorted(responses, key=lambda t: int(t.request_id.rpartition(".")[2]))
+        to_score = [t for t in responses if t.reward is None]
+        texts = [self.tokenizer.decode(list(t.token_ids), skip_special_tokens=True) for t in to_score]
+        scores = score_all(texts, [problem] * len(to_score))
+        self._judged |= {t.request_id: score for t, score in zip(to_score, scores, strict=True)}
+        group = self._group(problem, responses, [self._judged.get(t.request_id, t.reward or 0.0) for t in responses])
+        if group is None:
+            return False, 0.5  # as if it had not been tried
         name = self.config.algorithm.group_filter
-        if not name:
-            return [informative(group.rewards) for group in groups]
-        here = {i: group for i, group in enumerate(groups) if all(map(samples.is_here, group.trajectories))}
-        own = self.collective.together(
-            "group filter", lambda: {i: hooks.keeps(name, group) for i, group in here.items()}
-        )
-        kept = dict(chain(*(part.items() for part in self.collective.gather(own, dict[int, bool]))))
-        return [kept[i] for i in range(len(groups))]
+        return hooks.keeps(name, group) if name else informative(group.rewards), fmean(group.scores)
 
     def collect_again(self, step: int, alone: Sequence[str]) -> list[ScoredGroup]:
         """Return groups ("3") or responses ("3.1") of the step after `step` finished ones, each generated alone."""
@@ -266,7 +313,12 @@ class RolloutCollector:
         return [finished[request.request_id] for request in requests]
 
     def _generate(
-        self, requests: Sequence[RolloutRequest], problems: Sequence[Problem], *, enough: int | None = None
+        self,
+        requests: Sequence[RolloutRequest],
+        problems: Sequence[Problem],
+        *,
+        enough: int | None = None,
+        refill: Refill | None = None,
     ) -> tuple[dict[str, Trajectory], dict[str, RolloutRequest]]:
         """Return finished responses and stopped requests, by id, on every rank; the tokens of responses stay on the
         rank whose engine gave them (`specactor.samples`). Replace lost engines on the way.
@@ -274,6 +326,7 @@ class RolloutCollector:
         Args:
             problems: one per request.
             enough: requests are stopped when this many groups of this rank are complete; None stops none.
+            refill: gives further requests.
         """
         engines = self.config.parallel.engines
         own = {engine.index for engine in self.pool.engines}
@@ -289,6 +342,8 @@ class RolloutCollector:
             timeout_s=self.config.rollout.environment_timeout_s,
             max_prompt_tokens=self.max_prompt_tokens,
         ) as conversations:
+            if refill is not None:
+                refill.begin = lambda new: conversations.add(new, [refill.problem_of(request) for request in new])
             while True:
                 left = None if enough is None else enough - sum(count == 0 for count in missing.values())
                 generate = partial(
@@ -296,27 +351,41 @@ class RolloutCollector:
                     pending,
                     on_finished=self.progress.response,
                     enough_groups=left,
-                    conversations=conversations if conversations else None,
+                    conversations=conversations if conversations or refill else None,
+                    refill=refill,
                 )
-                outcome = self.collective.together("rollout", generate)
+                outcome = self.collective.together("rollout", partial(self._leaving, generate, refill))
                 finished += map(samples.packed, outcome.finished)
                 stopped += outcome.stopped
                 missing.subtract(trajectory.group_id for trajectory in outcome.finished)
                 self._drafters_woken += outcome.drafters_woken
                 pending = list(outcome.unfinished)
-                if not self.collective.any(bool(pending)):
+                if refill is not None:
+                    refill.verdicts.read()
+                if not self.collective.any(bool(pending) or (refill is not None and refill.kept is None)):
                     break
                 self.replace_lost()
+                if refill is not None:
+                    refill.attempt += 1
+        finished = [replace(t, reward=self._judged.get(t.request_id, t.reward)) for t in finished]
+        self._judged.clear()
         by_id = {t.request_id: t for t in samples.told(finished, self.collective)}
-        cut = next((t for t in by_id.values() if t.finish_reason == "abort"), None)
-        if cut is not None:
-            raise EngineError(
-                f"request {cut.request_id}: SGLang aborted it after {len(cut.token_ids)} tokens, expected an end. "
-                "See the engine's log in the run's folder; a larger rollout.engine.max_total_tokens may help."
-            )
+        _check_ends(by_id.values())
         if enough is None:
             return by_id, {}
         return by_id, {r.request_id: r for r in chain(*self.collective.gather(stopped, list[RolloutRequest]))}
+
+    def _leaving(self, generate: Callable[[], RolloutOutcome], refill: Refill | None) -> RolloutOutcome:
+        """Generate; where this rank cannot go on alone, let others not wait for what it may find."""
+        try:
+            outcome = generate()
+        except BaseException:
+            if refill is not None:
+                refill.leave()
+            raise
+        if refill is not None and self.pool.any_lost():
+            refill.leave()
+        return outcome
 
     def _score_groups(self, problems: Sequence[Problem], trajectories: Sequence[Trajectory]) -> list[ScoredGroup]:
         """Score every response, and shape the scores into rewards; groups keep the order of the problems.
@@ -326,21 +395,28 @@ class RolloutCollector:
         """
         size = len(trajectories) // len(problems)
         scores = self._score([problems[i // size] for i in range(len(trajectories))], trajectories)
-        a, limit = self.config.algorithm, self.config.rollout.max_new_tokens
-        rewards = [
-            shape_overlong(score, len(t.token_ids), limit, a.overlong_buffer, a.overlong_penalty)
-            for score, t in zip(scores, trajectories, strict=True)
-        ]
         self._tell_failures(trajectories)
-        groups: list[ScoredGroup] = []
-        for i, problem in enumerate(problems):
-            kept = [j for j in range(i * size, (i + 1) * size) if not trajectories[j].failure]
-            if len(kept) < size and len(kept) < 2:
-                continue  # nothing to compare
-            of_kept = tuple(tuple(values[j] for j in kept) for values in (scores, rewards))
-            responses = tuple(trajectories[j] for j in kept)
-            groups.append(ScoredGroup(problem=problem, trajectories=responses, scores=of_kept[0], rewards=of_kept[1]))
-        return groups
+        cuts = [slice(i * size, (i + 1) * size) for i in range(len(problems))]
+        found = [self._group(p, trajectories[cut], scores[cut]) for p, cut in zip(problems, cuts, strict=True)]
+        return [group for group in found if group is not None]
+
+    def _group(
+        self, problem: Problem, trajectories: Sequence[Trajectory], scores: Sequence[float]
+    ) -> ScoredGroup | None:
+        """Return the group without what failed; None where nothing is left to compare."""
+        a, limit = self.config.algorithm, self.config.rollout.max_new_tokens
+        kept = [(t, score) for t, score in zip(trajectories, scores, strict=True) if not t.failure]
+        if len(kept) < len(trajectories) and len(kept) < 2:
+            return None
+        return ScoredGroup(
+            problem=problem,
+            trajectories=tuple(t for t, _ in kept),
+            scores=tuple(score for _, score in kept),
+            rewards=tuple(
+                shape_overlong(score, len(t.token_ids), limit, a.overlong_buffer, a.overlong_penalty)
+                for t, score in kept
+            ),
+        )
 
     def _tell_failures(self, trajectories: Sequence[Trajectory]) -> None:
         failures = [t.failure for t in trajectories if t.failure]
@@ -383,3 +459,13 @@ class RolloutCollector:
                 replace(group, finished={name: samples.packed(t) for name, t in group.finished.items()})
                 for group in restored
             ]
+
+
+def _check_ends(responses: Iterable[Trajectory]) -> None:
+    """Raises EngineError for a response that its engine has not finished."""
+    cut = next((t for t in responses if t.finish_reason == "abort"), None)
+    if cut is not None:
+        raise EngineError(
+            f"request {cut.request_id}: SGLang aborted it after {len(cut.token_ids)} tokens, expected an end. "
+            "See the engine's log in the run's folder; a larger rollout.engine.max_total_tokens may help."
+        )

@@ -1,4 +1,4 @@
-"""Conversations of the policy with environments: what happens between two of its turns.
+"""Conversations of the policy with environments and agents: what happens between two of its turns.
 
 A turn is a request whose prompt is the whole conversation so far: token in, token out, and since noise is keyed by
 (seed, position), with the conversation's seed and positions in the whole of it, no token depends on where a turn was
@@ -13,19 +13,24 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import queue
 import resource
 import threading
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import cast
 
 from transformers import PreTrainedTokenizerBase
 
 from specactor.data import chat
-from specactor.data.environment import Environment, Said, checked, environment_of
+from specactor.data.environment import Agent, Environment, Said, checked, environment_of
 from specactor.errors import DataError
-from specactor.rollout.resume import joined
-from specactor.types import Problem, RolloutRequest, Trajectory, VersionSpan
+from specactor.rollout import resume
+from specactor.rollout.endpoint import Call, Endpoint
+from specactor.rollout.session import TURN, Parse, Session
+from specactor.types import Problem, RolloutRequest, Trajectory
 
 GRACE_S = 1.0
 """Beyond its time, until a call that does not heed its cancellation is given up."""
@@ -37,10 +42,10 @@ MAX_CHARACTERS_PER_TOKEN = 64
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """What became of one call of an environment."""
+    """What became of one call of an environment; of an agent, that there is news."""
 
     request_id: str
-    call: int
+    call: int = 0
     value: object = None
     error: BaseException | None = None
 
@@ -50,7 +55,15 @@ class _Conversation:
     request: RolloutRequest
     """As it was asked for."""
     problem: Problem
-    environment: Environment
+    environment: Environment | Agent
+    session: Session | None = None
+    """Of an agent."""
+    calls: queue.SimpleQueue[Call] = field(default_factory=queue.SimpleQueue)
+    """Of an agent, that nobody has seen."""
+    result: Answer | None = None
+    """Of an agent that has ended."""
+    answered: Callable[[Answer], None] = lambda answer: None
+    key: str = ""
     so_far: Trajectory | None = None
     """None: the environment has not started."""
     turn: RolloutRequest | None = None
@@ -90,11 +103,20 @@ class Conversations:
         self._tokenizer, self._timeout_s, self._longest = tokenizer, timeout_s, max_prompt_tokens
         self._clock = clock
         self._threads: list[threading.Thread] = []
-        self._open = {
-            request.request_id: _Conversation(request=request, problem=problem, environment=found())
-            for request, problem in zip(requests, problems, strict=True)
-            if (found := environment_of(problem.verifier)) is not None
-        }
+        self._endpoint: Endpoint | None = None
+        self._open: dict[str, _Conversation] = {}
+        self.add(requests, problems)
+
+    def add(self, requests: Sequence[RolloutRequest], problems: Sequence[Problem]) -> None:
+        """As when they were made."""
+        for request, problem in zip(requests, problems, strict=True):
+            if (found := environment_of(problem.verifier)) is None:
+                continue
+            one = _Conversation(request=request, problem=problem, environment=found())
+            if hasattr(found, "run"):
+                one.session = Session(request, self._tokenizer, max_prompt_tokens=self._longest)
+                self._endpoint = self._endpoint or Endpoint()
+            self._open[request.request_id] = one
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         wanted = FREE_FILES + FILES_OF_LOOP * len(self._open)
         if soft < wanted:  # of engines and shared memory there are few; of loops as many as conversations
@@ -110,6 +132,8 @@ class Conversations:
         until = self._clock() + self._timeout_s + GRACE_S
         for thread in self._threads:
             thread.join(max(0.0, until - self._clock()))
+        if self._endpoint is not None:
+            self._endpoint.close()
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._open
@@ -117,14 +141,45 @@ class Conversations:
     def __len__(self) -> int:
         return len(self._open)
 
-    def turn(self, request_id: str) -> RolloutRequest | None:
-        """The turn that an engine is to generate; None: the environment is to be asked first."""
-        return self._open[request_id].turn
+    def turns(self, request_id: str) -> list[RolloutRequest]:
+        """Those that engines are to generate; without any, the environment is to be asked first."""
+        one = self._open[request_id]
+        return one.session.turns if one.session is not None else [one.turn] if one.turn is not None else []
+
+    def is_agent(self, request_id: str) -> bool:
+        return self._open[request_id].session is not None
+
+    def is_streamed(self, turn: RolloutRequest) -> bool:
+        """Whether an agent wants to hear of the turn before it has ended."""
+        session = self._session(turn.request_id)
+        return session is not None and session.is_streamed(turn.request_id)
+
+    def hear_so_far(self, so_far: Trajectory) -> None:
+        """Pass on what there is of an agent's turn."""
+        if (session := self._session(so_far.request_id)) is not None:
+            session.hear_so_far(so_far)
+
+    def hear(self, response: Trajectory, parse: Parse) -> None:
+        """Answer an agent; its time runs again when all of its calls are answered."""
+        if (session := self._session(response.request_id)) is not None:
+            session.hear(response, parse)
+            if not session.turns:
+                one = self._open[response.request_id.partition(TURN)[0]]
+                one.deadline_s = self._clock() + self._timeout_s + GRACE_S
+
+    def _session(self, turn_id: str) -> Session | None:
+        """Of a turn, unless it is over, or the turn is of no agent."""
+        name, is_agents, _ = turn_id.partition(TURN)
+        return self._open[name].session if is_agents and name in self._open else None
 
     def ask(self, request_id: str, response: Trajectory | None, answered: Callable[[Answer], None]) -> None:
         """Tell the environment of a response, or to start; `answered` is called in another thread, for `take`."""
         conversation = self._open[request_id]
         environment = conversation.environment
+        if conversation.session is not None:
+            self._ask_agent(conversation, cast("Agent", environment), answered)
+            return
+        environment = cast("Environment", environment)
         if response is None:
             coroutine: Callable[[], Awaitable[object]] = lambda: environment.start(conversation.problem)  # noqa: E731
         else:
@@ -134,31 +189,73 @@ class Conversations:
         conversation.call += 1
         call, conversation.asked_s = conversation.call, self._clock()
         conversation.deadline_s = conversation.asked_s + self._timeout_s + GRACE_S
+        self._run(conversation, coroutine, self._timeout_s, partial(self._answer, request_id, call, answered))
+
+    @staticmethod
+    def _answer(
+        request_id: str, call: int, answered: Callable[[Answer], None], value: object, error: BaseException | None
+    ) -> None:
+        answered(Answer(request_id=request_id, call=call, value=value, error=error))
+
+    def _ask_agent(self, conversation: _Conversation, agent: Agent, answered: Callable[[Answer], None]) -> None:
+        """Let the agent begin, or tell of what it has done since it was last asked."""
+        name, endpoint = conversation.request.request_id, self._endpoint
+        assert endpoint is not None
+        conversation.answered = answered
+        if conversation.key:
+            answered(Answer(request_id=name))
+            return
+
+        def take(call: Call) -> None:
+            conversation.calls.put(call)
+            conversation.answered(Answer(request_id=name))
+
+        def ended(value: object, error: BaseException | None) -> None:
+            conversation.result = Answer(request_id=name, value=value, error=error)
+            conversation.answered(Answer(request_id=name))
+
+        conversation.key = endpoint.open(take)
+        conversation.asked_s = self._clock()
+        conversation.deadline_s = conversation.asked_s + self._timeout_s + GRACE_S
+        run = partial(agent.run, conversation.problem, endpoint.base_url, conversation.key)
+        self._run(conversation, run, None, ended)
+
+    def _run(
+        self,
+        conversation: _Conversation,
+        coroutine: Callable[[], Awaitable[object]],
+        timeout_s: float | None,
+        ended: Callable[[object, BaseException | None], None],
+    ) -> None:
+        """Run the coroutine in a thread of its own; `ended` is called there."""
         conversation.busy = True
 
         def work() -> None:
             value, error = None, None
             try:
                 conversation.loop = conversation.loop or asyncio.new_event_loop()
-                value = conversation.loop.run_until_complete(_bounded(coroutine, self._timeout_s))
+                value = conversation.loop.run_until_complete(_bounded(coroutine, timeout_s))
             except BaseException as raised:  # code of others, which may also exit; told by `take`
                 error = raised
             with conversation.lock:
                 conversation.busy = False
-            answered(Answer(request_id=request_id, call=call, value=value, error=error))
+            ended(value, error)
             if conversation.abandoned and conversation.loop is not None:
-                _close(conversation.loop, environment, self._timeout_s)
+                _close(conversation.loop, conversation.environment, self._timeout_s)
 
         threading.Thread(target=work, name="environment", daemon=True).start()
 
-    def take(self, answer: Answer) -> RolloutRequest | Trajectory | None:
-        """The next turn, or the whole conversation; None: the call had been given up.
+    def take(self, answer: Answer) -> RolloutRequest | list[RolloutRequest] | Trajectory | None:
+        """The next turn, or the whole conversation; of an agent, the turns that it asks for. None: the call had been
+        given up.
 
         Raises DataError for what no environment may return.
         """
         conversation = self._open.get(answer.request_id)
         if conversation is None or conversation.call != answer.call:
             return None
+        if conversation.session is not None:
+            return self._take_of_agent(conversation, conversation.session, answer)
         conversation.deadline_s = None
         conversation.spent_s += self._clock() - conversation.asked_s
         name, method = conversation.problem.verifier, "step" if conversation.so_far else "start"
@@ -169,6 +266,27 @@ class Conversations:
         if isinstance(value, float):
             return self._end(conversation, reward=value)
         return self._go_on(conversation, value)
+
+    def _take_of_agent(
+        self, conversation: _Conversation, session: Session, answer: Answer
+    ) -> list[RolloutRequest] | Trajectory:
+        """As `take`."""
+        turns: list[RolloutRequest] = []
+        while not conversation.calls.empty():
+            turns += session.ask(conversation.calls.get())
+        if turns:
+            conversation.deadline_s = None
+        end = conversation.result or (answer if answer.error is not None else None)
+        if end is None:
+            return turns
+        name, reward = conversation.problem.verifier, 0.0
+        if end.error is None:
+            reward = cast("float", checked(name, "run", end.value))
+        elif not session.is_full:
+            why = "no call in time" if isinstance(end.error, TimeoutError) else repr(end.error)
+            return self._end(conversation, failure=f"{name}: run: {why:.300}")
+        failure = "" if session.whole().token_ids else f"{name}: run: it ended without an answer of the policy"
+        return self._end(conversation, reward=reward, failure=failure)
 
     def wait_s(self) -> float | None:
         """Until a call is overdue, if one is under way."""
@@ -187,8 +305,13 @@ class Conversations:
     def drop(self, request_id: str) -> None:
         """The conversation is over, whatever its environment is doing."""
         conversation = self._open.pop(request_id)
+        if conversation.session is not None and self._endpoint is not None:
+            self._endpoint.forget(conversation.key)
+            conversation.session.refuse_open()
         with conversation.lock:
             conversation.abandoned = conversation.busy
+            if conversation.abandoned and conversation.session is not None and conversation.loop is not None:
+                conversation.loop.call_soon_threadsafe(_cancel, conversation.loop)
         if conversation.loop is not None and not conversation.abandoned:
             arguments = (conversation.loop, conversation.environment, self._timeout_s)
             self._threads.append(threading.Thread(target=_close, args=arguments, name="environment", daemon=True))
@@ -198,18 +321,8 @@ class Conversations:
         """Append what was sampled."""
         before = conversation.so_far
         assert before is not None
-        start = len(before.token_ids)
-        spans = [replace(s, start=s.start + start, end=s.end + start) for s in response.spans]
         conversation.turn = None
-        conversation.so_far = replace(
-            before,
-            token_ids=(*before.token_ids, *response.token_ids),
-            logprobs=(*before.logprobs, *response.logprobs),
-            finish_reason=response.finish_reason,
-            spans=joined((*before.spans, *spans)),
-            loss_mask=before.loss_mask + (True,) * len(response.token_ids),
-            routed_experts=response.routed_experts if not start else b"",
-        )
+        conversation.so_far = resume.heard(before, response)
 
     def _go_on(self, conversation: _Conversation, said: Said) -> RolloutRequest | Trajectory:
         """Append what the environment said, and make the next turn of it, if there is room for one."""
@@ -217,7 +330,7 @@ class Conversations:
         if so_far is None:
             ids = self._first(conversation, said)
             conversation.turn = replace(request, prompt_ids=ids)
-            conversation.so_far = _nothing_of(conversation.turn)
+            conversation.so_far = resume.nothing_of(conversation.turn)
             return conversation.turn
         room = request.sampling.max_new_tokens - len(so_far.token_ids)
         texts = [said] if isinstance(said, str) else [str(message["content"]) for message in said]
@@ -229,20 +342,12 @@ class Conversations:
         if not ids:
             conversation.so_far = replace(so_far, finish_reason="length")
             return self._end(conversation, reward=0.0)
-        start, end = len(so_far.token_ids), len(so_far.token_ids) + len(ids)
-        span = VersionSpan(version=so_far.spans[-1].version, start=start, end=end)
-        so_far = replace(
-            so_far,
-            token_ids=(*so_far.token_ids, *ids),
-            logprobs=(*so_far.logprobs, *(0.0 for _ in ids)),
-            spans=joined((*so_far.spans, span)),
-            loss_mask=so_far.loss_mask + (False,) * len(ids),
-        )
+        so_far = resume.said(so_far, ids)
         conversation.so_far = so_far
         conversation.turn = replace(
             request,
             prompt_ids=(*so_far.prompt_ids, *so_far.token_ids),
-            num_earlier=end,
+            num_earlier=len(so_far.token_ids),
             sampling=replace(request.sampling, max_new_tokens=room - len(ids)),
         )
         return conversation.turn
@@ -259,27 +364,22 @@ class Conversations:
 
     def _end(self, conversation: _Conversation, *, reward: float = 0.0, failure: str = "") -> Trajectory:
         self.drop(conversation.request.request_id)
-        whole = conversation.so_far or _nothing_of(replace(conversation.request, prompt_ids=()))
+        one = conversation
+        if one.session is not None:
+            one.spent_s = self._clock() - one.asked_s
+            one.so_far = one.session.whole()
+        whole = one.so_far or resume.nothing_of(replace(conversation.request, prompt_ids=()))
         mask = () if all(whole.loss_mask) else whole.loss_mask
         return replace(
-            whole, loss_mask=mask, reward=reward, failure=failure, environment_s=round(conversation.spent_s, 6)
+            whole,
+            loss_mask=mask,
+            reward=reward,
+            failure=failure,
+            environment_s=max(1e-6, round(conversation.spent_s, 6)),
         )
 
 
-def _nothing_of(request: RolloutRequest) -> Trajectory:
-    return Trajectory(
-        request_id=request.request_id,
-        group_id=request.group_id,
-        prompt_ids=request.prompt_ids,
-        token_ids=(),
-        logprobs=(),
-        finish_reason="stop",
-        spans=(),
-        seed=request.seed,
-    )
-
-
-async def _bounded(coroutine: Callable[[], Awaitable[object]], timeout_s: float) -> object:
+async def _bounded(coroutine: Callable[[], Awaitable[object]], timeout_s: float | None) -> object:
     try:
         async with asyncio.timeout(timeout_s):
             return await coroutine()
@@ -287,7 +387,12 @@ async def _bounded(coroutine: Callable[[], Awaitable[object]], timeout_s: float)
         raise RuntimeError(repr(error)) from error
 
 
-def _close(loop: asyncio.AbstractEventLoop, environment: Environment, timeout_s: float) -> None:
+def _cancel(loop: asyncio.AbstractEventLoop) -> None:
+    for task in asyncio.all_tasks(loop):
+        task.cancel()
+
+
+def _close(loop: asyncio.AbstractEventLoop, environment: Environment | Agent, timeout_s: float) -> None:
     """Let the environment clean up, and end what it has left running."""
     with contextlib.suppress(BaseException):  # code of others; the conversation is over, whatever it does
         if close := getattr(environment, "close", None):

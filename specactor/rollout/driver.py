@@ -21,10 +21,14 @@ from specactor.errors import DataError, EngineError
 from specactor.rollout import resume
 from specactor.rollout.conversations import Answer, Conversations
 from specactor.rollout.drafter_pool import DrafterPool
+from specactor.rollout.refill import Refill
+from specactor.rollout.session import TURN
 from specactor.rollout.sglang.engine_client import Engine, EngineDied
 from specactor.rollout.tail import BorrowedDevices, EngineLoad, Running, WakeWhereItPays
 from specactor.types import RolloutRequest, Trajectory
 
+POLL_S = 0.02
+"""Between two looks at what other ranks have found of their groups."""
 REPORT_TOKENS = 64
 """An engine reports a running request after this many tokens of it."""
 
@@ -57,6 +61,7 @@ class Driver:
         enough_groups: int | None = None,
         drafters: DrafterPool | None = None,
         conversations: Conversations | None = None,
+        refill: Refill | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """
@@ -67,6 +72,7 @@ class Driver:
             enough_groups: the rollout stops when so many groups are complete.
             drafters: sleep on the engines' devices.
             conversations: which requests are those of, and what becomes of their responses.
+            refill: gives further requests as groups become complete, and says when there are enough.
         """
         self.done: dict[str, Trajectory] = {}
         self.stopped: dict[str, RolloutRequest] = {}
@@ -74,8 +80,11 @@ class Driver:
         self._engines = engines
         self._notify = notify
         # Also for an abort that came too early, see `_progressed`.
-        self._report_tokens = report_tokens if policy is not None or enough_groups is not None else 0
+        self._report_tokens = report_tokens if policy or refill or enough_groups is not None else 0
         self._enough = enough_groups
+        self._refill = refill
+        self.added: list[RolloutRequest] = []
+        """What `refill` gave."""
         self._borrowed = BorrowedDevices(engines, drafters, policy, clock=clock)
         self._running: dict[int, dict[str, RolloutRequest]] = {i: {} for i in range(len(engines))}
         self._emitted: dict[str, int] = {}
@@ -111,10 +120,12 @@ class Driver:
         try:
             for engine, part in enumerate(parts):
                 self._begin(engine, part)
-            while self._open_calls or self._thinking:
+            self._draw()
+            while self._open_calls or self._thinking or self._waits:
                 for event in self._next():
                     self._take(event)
                 self._send_turns()
+                self._draw()
         except (EngineError, DataError):
             self._each_engine(lambda engine: engine.abort())
             raise
@@ -131,11 +142,33 @@ class Driver:
         for request in part:
             if self._conversations is None or request.request_id not in self._conversations:
                 ready.append(request)
-            elif turn := self._conversations.turn(request.request_id):  # its engine has died
-                ready.append(turn)
             else:
-                self._ask(engine, request, None)
+                turns = self._conversations.turns(request.request_id)  # some, where its engine has died
+                ready += turns
+                if not turns or self._conversations.is_agent(request.request_id):
+                    self._ask(engine, request, None)
         self._send(engine, ready)
+
+    @property
+    def _waits(self) -> bool:
+        """Whether other ranks may still have this one draw something."""
+        all_live = len(self._running) == len(self._engines)
+        return self._refill is not None and all_live and not self._refill.is_over
+
+    def _draw(self) -> None:
+        """Begin what is to take the place of groups that nothing is learned from, or end what nobody needs."""
+        if self._refill is None or not self._running:
+            return
+        new = self._refill.more()
+        self.added += new
+        self._missing.update(request.group_id for request in new)
+        by_group: dict[int, list[RolloutRequest]] = {}
+        for request in new:
+            by_group.setdefault(request.group_id, []).append(request)
+        for group in by_group.values():
+            self._begin(min(self._running, key=lambda i: len(self._running[i])), group)
+        if self._refill.kept is not None and not self._stopping:
+            self._stop()
 
     def _ask(self, engine: int, request: RolloutRequest, response: Trajectory | None) -> None:
         """Hand the environment a response, or let it start; its answer is an event."""
@@ -150,7 +183,8 @@ class Driver:
         """What has happened; waits for something, or until an environment has had its time."""
         conversations, found = self._conversations, []
         try:
-            found.append(self._events.get(timeout=conversations.wait_s() if conversations else None))
+            waits = [conversations.wait_s() if conversations else None, POLL_S if self._refill is not None else None]
+            found.append(self._events.get(timeout=min((s for s in waits if s is not None), default=None)))
             while conversations:  # turns that are there together are sent together
                 found.append(self._events.get_nowait())
         except queue.Empty:
@@ -160,6 +194,14 @@ class Driver:
         return found
 
     def _send(self, position: int, requests: Sequence[RolloutRequest]) -> None:
+        streamed = [r for r in requests if TURN in r.request_id and self._is_streamed(r)]
+        self._call(position, [request for request in requests if request not in streamed], self._report_tokens)
+        self._call(position, streamed, 1)
+
+    def _is_streamed(self, turn: RolloutRequest) -> bool:
+        return self._conversations is not None and self._conversations.is_streamed(turn)
+
+    def _call(self, position: int, requests: Sequence[RolloutRequest], report_tokens: int) -> None:
         if not requests:
             return
         self._borrowed.give_back(position)
@@ -177,7 +219,7 @@ class Driver:
             error: BaseException | None = None
             try:
                 self._engines[position].generate(
-                    requests, on_finished=finish, on_progress=report, report_tokens=self._report_tokens
+                    requests, on_finished=finish, on_progress=report, report_tokens=report_tokens
                 )
             except BaseException as raised:  # handed to the thread of `run`
                 error = raised
@@ -196,12 +238,15 @@ class Driver:
             if event.error is not None:
                 if not isinstance(event.error, EngineDied):
                     raise event.error
-                self._running.pop(event.engine, None)  # what it still had is lost
+                for lost in self._running.pop(event.engine, {}):
+                    self._thinking.pop(lost.partition(TURN)[0], None)  # an agent, which waits for what is lost
             return
         request, response = event.request, event.response
         self._rounds = max(self._rounds, len(response.token_ids) - resume.num_begun(request))
         if not event.ended:
             self._progressed(event.engine, request, response)
+        elif TURN in request.request_id:
+            self._answer_agent(event.engine, response)
         else:
             self._running.get(event.engine, {}).pop(request.request_id, None)
             talks = self._conversations is not None and request.request_id in self._conversations
@@ -219,14 +264,34 @@ class Driver:
             finished = (len(response.token_ids) for response in self.done.values())
             self._borrowed.lend(self._loads, dry, finished, self._rounds)
 
-    def _answered(self, answer: Answer) -> None:
-        """Keep the next turn to be sent, or the conversation that is over."""
+    def _answer_agent(self, engine: int, response: Trajectory) -> None:
+        """Hand an agent what it asked for, unless its session is over."""
         assert self._conversations is not None
+        running, session = self._running.get(engine, {}), response.request_id.partition(TURN)[0]
+        if response.finish_reason == "abort" and session in self._conversations:
+            raise EngineError(f"request {response.request_id}: SGLang aborted it. See the engine's log.")
+        try:
+            self._conversations.hear(response, self._engines[engine].parse_tools)
+        except EngineDied:  # the turn is lost with the engine
+            return
+        running.pop(response.request_id, None)
+
+    def _answered(self, answer: Answer) -> None:
+        """Keep the next turns to be sent, or the conversation that is over."""
+        assert self._conversations is not None
+        if answer.request_id not in self._thinking:  # over, or lost with its engine and asked again in another rollout
+            return
         found = self._conversations.take(answer)
         if found is None:  # given up, and asked again or over
             return
-        engine, _ = self._thinking.pop(answer.request_id)
+        engine, _ = self._thinking[answer.request_id]
+        if isinstance(found, list):
+            self._turns += [(engine, turn) for turn in found]
+            return
+        del self._thinking[answer.request_id]
         if isinstance(found, Trajectory):
+            for at, running in self._running.items():  # calls that an agent did not wait for
+                self._abort(at, [name for name in running if name.startswith(answer.request_id + TURN)])
             self._keep(found)
         else:
             self._turns.append((engine, found))
@@ -235,8 +300,12 @@ class Driver:
         """To the engines that have the conversations; where one has died to the engine with the least to do. Without
         any they stay what they are until engines are started again."""
         turns, self._turns = self._turns, []
+        for _, turn in turns if not self._running else ():
+            self._thinking.pop(turn.request_id.partition(TURN)[0], None)
         parts: dict[int, list[RolloutRequest]] = {}
         for engine, turn in turns if self._running and not self._stopping else ():
+            if TURN in turn.request_id and turn.request_id.partition(TURN)[0] not in self._thinking:
+                continue  # its session is over
             if engine not in self._running:
                 engine = min(self._running, key=lambda i: len(self._running[i]) + len(parts.get(i, ())))
             parts.setdefault(engine, []).append(turn)
@@ -254,20 +323,29 @@ class Driver:
         if self._stopping and request.request_id not in self._emitted:
             self._abort(engine, [request.request_id])
         self._emitted[request.request_id] = len(so_far.token_ids)
+        if self._conversations is not None:
+            self._conversations.hear_so_far(so_far)
 
     def _keep(self, response: Trajectory) -> None:
         self.done[response.request_id] = response
         self._missing[response.group_id] -= 1
         self._complete += self._missing[response.group_id] == 0
         self._notify(response)
+        if self._refill is not None and not self._stopping:
+            self._refill.done(response)
         if self._enough is not None and self._complete >= self._enough and not self._stopping:
-            self._stopping = True
-            for engine, requests in self._running.items():
-                self._abort(engine, requests)
-            for _, request in [*self._thinking.values(), *self._turns]:
+            self._stop()
+
+    def _stop(self) -> None:
+        """End all that runs."""
+        self._stopping = True
+        for engine, requests in self._running.items():
+            self._abort(engine, requests)
+        for _, request in [*self._thinking.values(), *self._turns]:
+            if TURN not in request.request_id:
                 self._drop(request)
-            self._thinking.clear()
-            self._turns.clear()
+        self._thinking.clear()
+        self._turns.clear()
 
     def _abort(self, engine: int, request_ids: Iterable[str]) -> None:
         """Ask the engine to end these; it answers with what there is."""

@@ -16,6 +16,7 @@ from specactor.errors import EngineError
 from specactor.rollout.conversations import Conversations
 from specactor.rollout.drafter_pool import DrafterPool
 from specactor.rollout.driver import REPORT_TOKENS, Driver
+from specactor.rollout.refill import Refill
 from specactor.rollout.requests import assign, merge
 from specactor.rollout.sglang.engine_client import Engine, EngineDied, EngineSpec
 from specactor.rollout.speculation.counters import Counts, Figures, added, added_figures
@@ -104,11 +105,13 @@ class EnginePool:
         on_finished: Callable[[Trajectory], None] | None = None,
         enough_groups: int | None = None,
         conversations: Conversations | None = None,
+        refill: Refill | None = None,
     ) -> RolloutOutcome:
         """Generates on the engines that are alive; `on_finished` is called in this thread.
 
         Requests of `conversations` begin those, or go on with them where engines died.
 
+        With `refill` it goes on with what that gives, until it is settled.
         With `enough_groups` it stops when of that many groups all requests have finished.
         Raises EngineError when a request cannot be served. Without a living engine all requests come back unfinished.
         """
@@ -123,10 +126,12 @@ class EnginePool:
             enough_groups=enough_groups,
             drafters=self.drafters,
             conversations=conversations,
+            refill=refill,
         )
-        if requests and alive:
+        if (requests or refill) and alive:
             with self.drafters.rollout():
                 driver.run(assign(requests, len(alive)))
+        requests = [*requests, *driver.added]
         finished, rest = merge(requests, driver.done.values())
         return RolloutOutcome(
             finished=finished,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import cast
 
 from specactor.errors import EngineError
 from specactor.types import Begun, FinishReason, RolloutRequest, Trajectory, VersionSpan
@@ -93,6 +94,50 @@ def going_on(request: RolloutRequest, response: Trajectory) -> RolloutRequest:
             spans=spans,
             routed_experts=bytes(response.routed_experts),
         ),
+    )
+
+
+def nothing_of(request: RolloutRequest) -> Trajectory:
+    """Return a response without tokens."""
+    return Trajectory(
+        request_id=request.request_id,
+        group_id=request.group_id,
+        prompt_ids=request.prompt_ids,
+        token_ids=(),
+        logprobs=(),
+        finish_reason="stop",
+        spans=(),
+        seed=request.seed,
+    )
+
+
+def heard(before: Trajectory, turn: Trajectory) -> Trajectory:
+    """Return a conversation after what was sampled in a turn, with the experts that its tokens were sampled from."""
+    start, experts = len(before.token_ids), cast("bytes", before.routed_experts)  # as engines give them
+    spans = [replace(s, start=s.start + start, end=s.end + start) for s in turn.spans]
+    return replace(
+        before,
+        token_ids=(*before.token_ids, *turn.token_ids),
+        logprobs=(*before.logprobs, *turn.logprobs),
+        finish_reason=turn.finish_reason,
+        spans=joined((*before.spans, *spans)),
+        loss_mask=before.loss_mask + (True,) * len(turn.token_ids),
+        routed_experts=experts + cast("bytes", turn.routed_experts)[len(experts) :],
+    )
+
+
+def said(before: Trajectory, ids: tuple[int, ...]) -> Trajectory:
+    """Return a conversation after what was said between two turns, which is not learned from."""
+    if not ids:
+        return before
+    start = len(before.token_ids)
+    span = VersionSpan(version=before.spans[-1].version, start=start, end=start + len(ids))
+    return replace(
+        before,
+        token_ids=(*before.token_ids, *ids),
+        logprobs=(*before.logprobs, *(0.0 for _ in ids)),
+        spans=joined((*before.spans, span)),
+        loss_mask=before.loss_mask + (False,) * len(ids),
     )
 
 

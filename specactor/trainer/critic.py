@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,6 @@ import torch
 from torch import Tensor
 
 from specactor.config import Config
-from specactor.errors import DataError
 from specactor.parallel.layout import Layout
 from specactor.trainer import model
 from specactor.trainer.losses import gae, value_loss_T, whitened
@@ -54,17 +54,19 @@ class Critic(ModelTrainer):
         return cls(config, layout, model_dir) if config.algorithm.advantage == "gae" else None
 
     def estimates(self, updates: Sequence[Sequence[TrainSequence]]) -> list[Sequence[Estimate]]:
-        """Values, returns, and advantages that are whitened over all of the step, per update and sequence."""
+        """Values, returns, and advantages that are whitened over all of the step, per update and sequence.
+
+        What an environment said takes no part: the value before a turn follows on the last one of the turn before.
+        """
         settings = self.config.algorithm.critic
-        if any(sequence.loss_mask for part in updates for sequence in part):
-            raise DataError(
-                "algorithm.advantage: got gae with conversations, expected another: what an environment says has no "
-                "value to learn. Use for example grpo."
-            )
+        sequences = [sequence for part in updates for sequence in part]
+        masks = [torch.tensor(s.loss_mask or (True,) * s.response_len, dtype=torch.bool) for s in sequences]
         values = [own for part in updates for own in self._per_token(part, values_R)]
-        rewards = [sequence.reward for part in updates for sequence in part]
-        advantages, returns = gae(values, rewards, gamma=settings.gamma, decay=settings.gae_lambda)
-        found = map(Estimate, values, whitened(advantages), returns)
+        sampled = [own[mask] for own, mask in zip(values, masks, strict=True)]
+        rewards = [sequence.reward for sequence in sequences]
+        advantages, returns = gae(sampled, rewards, gamma=settings.gamma, decay=settings.gae_lambda)
+        kinds = (sampled, whitened(advantages), returns)
+        found = iter([Estimate(*map(partial(_placed, mask), of)) for mask, *of in zip(masks, *kinds, strict=True)])
         return [[next(found) for _ in part] for part in updates]
 
     def learn(self, items: list[Item]) -> tuple[Sums, float]:
@@ -79,6 +81,7 @@ class Critic(ModelTrainer):
         flat = [estimate for part in estimates for estimate in part]
         returns_T = torch.cat([estimate.returns for estimate in flat])
         error_T = returns_T - torch.cat([estimate.values for estimate in flat])
+        returns_T, error_T = returns_T[returns_T.isfinite()], error_T[returns_T.isfinite()]
         variance = float(returns_T.var(correction=0))
         return CriticStats(
             loss=total.loss / len(learned),
@@ -113,6 +116,13 @@ class Critic(ModelTrainer):
         loss_R, clipped_R = value_loss_T(new_R, batch.values_R, batch.returns_R, clip)
         loss = (loss_R * batch.weights_R).sum()
         return loss, {"loss": loss.detach(), "clipped": clipped_R.sum(), "tokens": torch.tensor(len(loss_R))}
+
+
+def _placed(mask_T: Tensor, values_S: Tensor) -> Tensor:
+    """Values of the tokens that were sampled at their places among all, with nan, which nobody reads, elsewhere."""
+    values_T = torch.full(mask_T.shape, math.nan, dtype=values_S.dtype)
+    values_T[mask_T] = values_S
+    return values_T
 
 
 def values_R(batch: MicroBatch, output_1T1: Tensor) -> Tensor:  # noqa: N802 (ends in the shape that it returns)

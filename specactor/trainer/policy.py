@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -91,7 +91,7 @@ class PolicyTrainer(ModelTrainer):
         self.policy = model.build(model_dir, dtype=config.model.dtype, train=config.train)
         super().__init__(config, layout, self.policy)
         self.critic = critic
-        if config.train.routing_replay:
+        if config.train.routing_replay != "off":
             self._replay = RoutingReplay(self.policy)
         self._objective = PolicyObjective(config.algorithm, config.rollout.temperature)
         self._reference: list[Tensor] = []
@@ -108,12 +108,14 @@ class PolicyTrainer(ModelTrainer):
         finite. A recorder sees the logits of all response tokens.
         """
         objective: Objective = self._objective if recorder is None else recorder.around(self._objective)
-        if self._replay is not None:
+        replay = self._replay if self.config.train.routing_replay == "r2" else None
+        if self._replay is not None and replay is None:
             self._replay.check(sequences)
         updates = [self._own(part) for part in split(checked(sequences), self.config.train.updates_per_step)]
         none: list[Sequence[Estimate]] = [()] * len(updates)
         estimates = self.critic.estimates(updates) if self.critic is not None else none
-        old = [self._logprobs(part) if len(updates) > 1 else None for part in updates]
+        with replay.recording() if replay is not None else nullcontext():
+            old = [self._logprobs(part) if len(updates) > 1 else None for part in updates]
         ref = [self._reference_logprobs(part) if self._reference else None for part in updates]
         sums, grad_norms, num_microbatches, learned = [], [], 0, []
         for part, old_part, ref_part, estimated in zip(updates, old, ref, estimates, strict=True):
@@ -123,7 +125,8 @@ class PolicyTrainer(ModelTrainer):
             items = items_of(part, weights, old_part, ref_part, estimated)
             if self.critic is not None:
                 learned.append(self.critic.learn(items))
-            part_sums, grad_norm, count = self._update(items, objective, learning_rate)
+            with replay.repeating() if replay is not None else nullcontext():
+                part_sums, grad_norm, count = self._update(items, objective, learning_rate)
             if recorder is not None:
                 recorder.updated(part)
             sums.append(part_sums)

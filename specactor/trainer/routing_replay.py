@@ -1,7 +1,9 @@
-"""Experts that the engine chose, taken again in the trainer's passes: rollout routing replay (R3, arXiv 2510.11370).
+"""Experts that were chosen before, taken again in the trainer's passes: those of the engine (R3, arXiv 2510.11370), or
+those of the pass that gave the old log-probabilities (R2, arXiv 2507.18071).
 
 In a mixture of experts a rounding error may send a token to another expert, and its log-probability far away. With the
-engine's choice the two differ by rounding alone. The weights of the chosen experts are still the trainer's own, and so
+engine's choice the two differ by rounding alone; with that of the old pass, a ratio of probabilities says what an
+update has changed. The weights of the chosen experts are still the trainer's own, and so
 are gradients.
 
 Shapes: T tokens of a micro-batch on this rank, K experts per token, X = layers of the model times K, E experts.
@@ -36,7 +38,7 @@ class RoutingReplay:
         self._recomputes = config.recompute_granularity == "full"
         self._is_divided = config.sequence_parallel
         self.experts_TX: Tensor | None = None
-        self.is_forward = False
+        self.is_forward = self.records = self.repeats = False
         self._layers = []
         for layer in policy.layers():
             if hasattr(layer.mlp, "router"):
@@ -67,6 +69,24 @@ class RoutingReplay:
         finally:
             self.experts_TX, self.is_forward = None, False
 
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Around passes that are forward only, whose choice `repeating` takes in the same micro-batches, in order."""
+        self.records = True
+        try:
+            yield
+        finally:
+            self.records = False
+
+    @contextmanager
+    def repeating(self) -> Iterator[None]:
+        """Around an update."""
+        self.repeats = True
+        try:
+            yield
+        finally:
+            self.repeats = False
+
     def forget(self) -> None:
         """Drop what no backward pass came for, as after a pass that was forward only."""
         for layer in self._layers:
@@ -80,6 +100,7 @@ class _Layer:
         self._replay, self._index, self._recomputes = replay, index, recomputes
         self.waiting: deque[Tensor | None] = deque()
         """What the forward passes took, for the backward passes to come."""
+        self._recorded: deque[Tensor] = deque()
 
     def get_replay_topk(
         self,
@@ -89,21 +110,28 @@ class _Layer:
         group_topk: int | None,
         compute_topk: Callable[..., tuple[Tensor, Tensor]],
     ) -> tuple[Tensor, Tensor]:
-        """(scores, experts), (T, K) each: the engine's choice where it is known, the router's own elsewhere."""
+        """(scores, experts), (T, K) each: the choice before where it is known, the router's own elsewhere."""
         own_TK, ids_TK = compute_topk(scores_TE, topk, num_groups=num_groups, group_topk=group_topk)
-        experts_TX = self._of_this_pass()
-        if experts_TX is None:
+        if self._replay.records:
+            self._recorded.append(ids_TK.short())
+        given_TK = self._of_this_pass(topk)
+        if given_TK is None:
             return own_TK, ids_TK
-        given_TK = experts_TX[:, self._index * topk : (self._index + 1) * topk].long()
+        given_TK = given_TK.long()
         is_known_T1 = given_TK[:, :1] >= 0
         # In the order of their scores, as the router's own are: sums over experts then have the same bits.
         order_TK = scores_TE.detach().gather(1, given_TK.clamp(min=0)).argsort(dim=1, descending=True, stable=True)
         ids_TK = torch.where(is_known_T1, given_TK.gather(1, order_TK), ids_TK)
         return scores_TE.gather(1, ids_TK), ids_TK
 
-    def _of_this_pass(self) -> Tensor | None:
+    def _of_this_pass(self, topk: int) -> Tensor | None:
         if not self._replay.is_forward:
             return self.waiting.popleft()
+        given_TK = None
+        if self._replay.repeats:
+            given_TK = self._recorded.popleft()
+        elif self._replay.experts_TX is not None:
+            given_TK = self._replay.experts_TX[:, self._index * topk : (self._index + 1) * topk]
         if self._recomputes:
-            self.waiting.append(self._replay.experts_TX)
-        return self._replay.experts_TX
+            self.waiting.append(given_TK)
+        return given_TK

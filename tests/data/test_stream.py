@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specactor.data.stream import MixedStream, PromptStream, request_seed
+from specactor.data.stream import CurriculumStream, MixedStream, PromptStream, request_seed
 from specactor.errors import CheckpointError, ConfigError
 
 sizes = st.integers(1, 40)
@@ -151,3 +151,40 @@ def test_a_mix_of_other_sets_is_not_resumed() -> None:
             mixed([(3, 1.0), (4, 1.0)]).restore(state)
     with pytest.raises(CheckpointError, match="dataset_len: got 4, expected 5"):
         mixed([(3, 1.0), (5, 1.0)]).restore(mixed([(3, 1.0), (4, 1.0)]).state())
+
+
+def tried(stream: CurriculumStream, rates: dict[int, float]) -> CurriculumStream:
+    for index, rate in rates.items():
+        stream.learn(index, rate)
+    return stream
+
+
+def test_a_curriculum_draws_what_teaches() -> None:
+    """Problem i of 5 is solved in so many of 4 tries; each is drawn as often as its chance says, within 4 sigma."""
+    epochs, rates = 2000, {0: 0.0, 1: 0.25, 2: 0.5, 3: 1.0}
+    stream = tried(CurriculumStream(PromptStream(5, 1), 1), rates)
+    chances = [0.1, 0.75, 1.0, 0.1, 1.0]
+    taken = stream.take(round(epochs * sum(chances)))
+    for index, chance in enumerate(chances):
+        assert abs(taken.count(index) - epochs * chance) <= 4 * (epochs * chance) ** 0.5
+    assert CurriculumStream(PromptStream(5, 1), 1).take(50) == PromptStream(5, 1).take(50)
+
+
+@given(before=takes, after=takes, rates=st.dictionaries(st.integers(0, 6), st.floats(-1, 2), max_size=7))
+def test_a_restored_curriculum_goes_on_as_if_nothing_had_happened(
+    before: list[int], after: list[int], rates: dict[int, float]
+) -> None:
+    undisturbed = tried(CurriculumStream(PromptStream(7, 3), 3), rates)
+    for count in before:
+        undisturbed.take(count)
+    resumed = CurriculumStream(PromptStream(7, 3), 3)
+    resumed.restore(json.loads(json.dumps(undisturbed.state())))
+    assert [resumed.take(count) for count in after] == [undisturbed.take(count) for count in after]
+
+
+def test_a_curriculum_and_a_plain_order_are_not_resumed_as_each_other() -> None:
+    plain, curriculum = PromptStream(3, 3), CurriculumStream(PromptStream(3, 3), 3)
+    with pytest.raises(CheckpointError, match=r"expected that of a curriculum. Resume with the data.curriculum that"):
+        curriculum.restore(plain.state())
+    with pytest.raises(CheckpointError, match="data position: got"):
+        plain.restore(curriculum.state())

@@ -39,7 +39,11 @@ def config_of(name: str, folder: Path) -> Config:
         name=name,
         model=replace(config.model, tiny=TinyModelConfig(num_layers=4, num_experts=experts), dtype=dtype),
         rollout=replace(config.rollout, engine=engine, speculation=speculation, max_new_tokens=24),
-        train=replace(config.train, routing_replay=is_replayed, max_logprob_gap=1e-4 if dtype == "float32" else inf),
+        train=replace(
+            config.train,
+            routing_replay="r3" if is_replayed else "off",
+            max_logprob_gap=1e-4 if dtype == "float32" else inf,
+        ),
         eval=replace(config.eval, problems=0),
     )
 

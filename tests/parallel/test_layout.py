@@ -328,7 +328,7 @@ def test_no_room_for_any_prompt_names_the_limit() -> None:
 
 
 def test_routing_replay_needs_experts() -> None:
-    replayed = load(["quickstart", "--parallel.expert", "1", "--train.routing-replay", "True"])
+    replayed = load(["quickstart", "--parallel.expert", "1", "--train.routing-replay", "r3"])
     assert check(replayed, 1, MOE).world == 1
-    with pytest.raises(ConfigError, match=r"train.routing_replay: got True, expected False for a dense model. It has"):
+    with pytest.raises(ConfigError, match=r"train.routing_replay: got 'r3', expected off for a dense model. It has"):
         check(replayed, 1, DENSE)

@@ -98,3 +98,17 @@ def test_an_engine_is_told_the_tokens_alone() -> None:
     assert bare is not None
     assert (bare.token_ids, bare.logprobs, bare.spans) == ((1, 2), (), ())
     assert resume.bare(REQUEST) is REQUEST
+
+
+def test_tokens_of_a_conversation_have_the_experts_that_they_were_sampled_from() -> None:
+    """Of a later turn, which passes over all that came before, only what is new: also of the last token before it."""
+    turns = [replace(REQUEST, prompt_ids=(7, 8)), replace(REQUEST, prompt_ids=(7, 8, 1, 2, 3, 9))]
+    parts = [
+        resume.whole(turn, token_ids=ids, logprobs=[-1.0] * len(ids), finish_reason="stop", version=0, routed_experts=e)
+        for turn, ids, e in zip(turns, ([1, 2, 3], [4, 5]), (b"abcd", b"ABCDefg"), strict=True)
+    ]
+    first = resume.heard(resume.nothing_of(turns[0]), parts[0])
+    found = resume.heard(resume.said(first, (9,)), parts[1])
+    assert found.routed_experts == b"abcdefg"
+    assert len(found.routed_experts) == len(found.prompt_ids + found.token_ids) - 1
+    assert found.loss_mask == (True, True, True, False, True, True)

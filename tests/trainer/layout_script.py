@@ -199,7 +199,13 @@ def replay(trainer: PolicyTrainer, folder: Path, reset: Callable[[], None]) -> d
         except SpecActorError as error:
             results[name] = f"{type(error).__name__}: {error}"
         vars(trainer._replay).pop("check", None)
-    trainer._replay = None
+    config = trainer.config
+    for name, mode, rate in (("r2, still", "r2", 0.0), ("r2", "r2", 0.02), ("free, moved", "off", 0.02)):
+        reset()
+        trainer.config = replace(config, train=replace(config.train, routing_replay=mode))
+        trainer._replay.check = lambda sequences: None  # type: ignore[method-assign]
+        results[name] = trainer.train_step(SEQUENCES, learning_rate=rate).numbers()
+    trainer.config, trainer._replay = config, None
     for layer in trainer.policy.layers():
         layer.mlp.router.router_replay = None
     return results

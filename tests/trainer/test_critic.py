@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
 from torch import Tensor
 
+from specactor.config import AlgorithmConfig, CriticConfig
+from specactor.trainer.critic import Critic
 from specactor.trainer.losses import gae, value_loss_T, whitened
+from specactor.trainer.microbatch import Estimate
+from specactor.types import TrainSequence
 
 Gae = Callable[..., tuple[list[Tensor], list[Tensor]]]
 
@@ -60,6 +65,37 @@ def test_gae_by_hand() -> None:
     assert zeros.tolist() == [-0.25, 0.75, 1.0]
     (halves,), _ = gae(values, [2.0], gamma=0.5, decay=0.5)
     assert halves.tolist() == [-0.375 + 0.25 * (0.25 + 0.25 * 1.0), 0.25 + 0.25 * 1.0, 1.0]
+
+
+def estimates(values: list[list[float]], masks: list[tuple[bool, ...]], rewards: list[float]) -> list[Estimate]:
+    """What a critic that gave these values makes of conversations."""
+    critic = object.__new__(Critic)
+    critic.config = cast("Any", SimpleNamespace(algorithm=AlgorithmConfig(critic=CriticConfig(gae_lambda=0.9))))
+    critic._per_token = lambda part, of: [torch.tensor(row) for row in values]  # type: ignore[method-assign]
+    sequences = [
+        TrainSequence(token_ids=(1,) * (1 + len(mask)), prompt_len=1, loss_mask=mask, reward=reward)
+        for mask, reward in zip(masks, rewards, strict=True)
+    ]
+    [found] = critic.estimates([sequences])
+    return list(found)
+
+
+def test_what_an_environment_said_takes_no_part_in_advantages() -> None:
+    """Whatever the critic expects there; and what it expects before a turn follows on the turn before."""
+    yes, no = True, False
+    masks, rewards = [(yes, yes, no, no, yes), (yes, yes), (yes, no, yes)], [2.0, 0.0, 1.0]
+    for said in (7.0, -3.0):
+        found = estimates([[0.5, 0.25, said, said, 1.0], [0.1, 0.2], [0.3, said, 0.4]], masks, rewards)
+        rows = [[0.5, 0.25, 1.0], [0.1, 0.2], [0.3, 0.4]]
+        own = [reference(row, reward, 1.0, 0.9) for row, reward in zip(rows, rewards, strict=True)]
+        want = whitened([torch.tensor(row, dtype=torch.float64) for row in own])
+        for estimate, advantages_T, of, row in zip(found, want, own, rows, strict=True):
+            kept = estimate.advantages.isfinite()
+            assert estimate.advantages[kept].tolist() == pytest.approx(advantages_T.tolist(), abs=1e-6)
+            assert estimate.returns[kept].tolist() == pytest.approx(
+                [a + v for a, v in zip(of, row, strict=True)], abs=1e-6
+            )
+        assert [int((~e.returns.isfinite()).sum()) for e in found] == [2, 0, 1]
 
 
 def _bootstrapped(values: list[Tensor], rewards: list[float], **kw: float) -> Any:

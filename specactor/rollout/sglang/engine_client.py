@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import msgspec
 
@@ -182,6 +183,12 @@ class Engine:
                 return
             time.sleep(_FLUSH_PAUSE_S)
         raise EngineError(f"engine {self.index}: flush: requests are still running. Abort them or wait for them first.")
+
+    def parse_tools(self, text: str, tools: Sequence[Mapping[str, Any]]) -> tuple[str, list[tuple[str, str]]]:
+        """Return what a response says beside its calls of tools; the name and arguments, in JSON, of each call."""
+        payload = msgspec.json.encode((text, tools))
+        answer = self.rank_call("parse_tools", payload, timeout_s=_COMMAND_TIMEOUT_S)[0]
+        return msgspec.json.decode(answer, type=tuple[str, list[tuple[str, str]]])
 
     def abort(self) -> None:
         """End all running requests; their `generate` returns them with finish reason ``abort``."""

@@ -41,6 +41,7 @@ class RankContext:
         self.tp_size: int = get_parallel().tp_size
         self.model: torch.nn.Module = scheduler.tp_worker.model_runner.model
         self.draft_worker: Any = scheduler.draft_worker
+        self.tool_call_parser: str | None = scheduler.server_args.tool_call_parser
 
     def flush_cache(self) -> None:
         """`flushed`, or EngineError."""
@@ -80,8 +81,19 @@ def _flush(context: RankContext, payload: bytes) -> bytes:
     return b"flushed" if context.flushed() else b""
 
 
+def _parse_tools(context: RankContext, payload: bytes) -> bytes:
+    """What a response says beside its calls of tools, and these, by the parser that the engine was started with."""
+    from sglang.srt.entrypoints.openai.protocol import Tool
+    from sglang.srt.function_call.function_call_parser import FunctionCallParser
+
+    text, tools = msgspec.json.decode(payload)
+    parser = FunctionCallParser([Tool(**tool) for tool in tools], context.tool_call_parser or "qwen25")
+    rest, calls = parser.parse_non_stream(text)
+    return msgspec.json.encode((rest, [(call.name, call.parameters) for call in calls]))
+
+
 RankFunction = Callable[[RankContext, bytes], bytes]
-RANK_CALLS: dict[str, RankFunction] = {"identify": _identify, "flush": _flush}
+RANK_CALLS: dict[str, RankFunction] = {"identify": _identify, "flush": _flush, "parse_tools": _parse_tools}
 
 
 def find(name: str) -> RankFunction:

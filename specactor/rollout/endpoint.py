@@ -1,0 +1,214 @@
+"""The wire of `rollout.session`: OpenAI's chat completions over HTTP, on the loopback, for agents that are programs.
+
+Invariants: a call is heard only with the key of a session that is open; what a call asks for is done or refused, never
+passed over; when the endpoint is closed no port and no thread of it is left.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import threading
+import time
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+from aiohttp import web
+
+MAX_BODY_BYTES = 2**26
+MODEL = "policy"
+"""The name of what is trained; calls may give any other."""
+
+
+class Body(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """What a call may ask for."""
+
+    messages: list[dict[str, Any]]
+    model: str = MODEL
+    n: int | None = 1
+    stream: bool | None = False
+    stream_options: dict[str, Any] | None = None
+    stop: str | list[str] | None = None
+    seed: int | None = None
+    max_tokens: int | None = None
+    max_completion_tokens: int | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    logprobs: bool | None = False
+    top_logprobs: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    user: str | None = None
+
+
+class Refusal(Exception):  # noqa: N818  (an answer, like an HTTP status)
+    """Why a call has no completion."""
+
+    def __init__(self, message: str, code: str = "invalid_request", status: int = 400) -> None:
+        super().__init__(message)
+        self.code, self.status = code, status
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """Of one choice, what is new since the last part; the last one has a reason why it ended."""
+
+    choice: int
+    delta: dict[str, Any]
+    tokens: list[tuple[str, float]] = field(default_factory=list)
+    """With their log-probabilities."""
+    finish_reason: str | None = None
+    num_prompt: int = 0
+    num_completion: int = 0
+
+
+@dataclass(kw_only=True)
+class Call:
+    """One call under way. `tell` may be called in any thread."""
+
+    body: Body
+    loop: asyncio.AbstractEventLoop
+    answers: asyncio.Queue[Part | Refusal] = field(default_factory=asyncio.Queue)
+
+    def tell(self, answer: Part | Refusal) -> None:
+        if not self.loop.is_closed():
+            self.loop.call_soon_threadsafe(self.answers.put_nowait, answer)
+
+
+class Endpoint:
+    """Hears the calls of all sessions of a rank, in a thread of its own."""
+
+    def __init__(self) -> None:
+        self._sessions: dict[str, Callable[[Call], None]] = {}
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="endpoint", daemon=True)
+        self._thread.start()
+        try:
+            self.base_url = asyncio.run_coroutine_threadsafe(self._start(), self._loop).result()
+        except BaseException:
+            self._end()
+            raise
+
+    def open(self, take: Callable[[Call], None]) -> str:
+        """Return the key of a new session, whose calls `take` is given in the endpoint's thread."""
+        key = secrets.token_urlsafe(32)
+        self._sessions[key] = take
+        return key
+
+    def forget(self, key: str) -> None:
+        self._sessions.pop(key, None)
+
+    def close(self) -> None:
+        asyncio.run_coroutine_threadsafe(self._runner.cleanup(), self._loop).result()
+        self._end()
+
+    def _end(self) -> None:
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    async def _start(self) -> str:
+        app = web.Application(client_max_size=MAX_BODY_BYTES)
+        app.router.add_post("/v1/chat/completions", self._complete)
+        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
+        await self._runner.setup()
+        site = web.TCPSite(self._runner, "127.0.0.1", 0)
+        await site.start()
+        return f"http://127.0.0.1:{self._runner.addresses[0][1]}/v1"
+
+    def _session(self, request: web.Request) -> Callable[[Call], None]:
+        key = request.headers.get("Authorization", "").removeprefix("Bearer ")
+        if key not in self._sessions:
+            raise Refusal("api_key: not that of a session under way. Use the one that run() was given.", "key", 401)
+        return self._sessions[key]
+
+    async def _complete(self, request: web.Request) -> web.StreamResponse:
+        try:
+            take = self._session(request)
+            body = msgspec.json.decode(await request.read(), type=Body)
+            call = Call(body=body, loop=self._loop)
+            take(call)
+            head = {"id": f"chatcmpl-{secrets.token_hex(8)}", "created": int(time.time()), "model": body.model}
+            if body.stream:
+                return await _stream(request, call, head)
+            return _json(await _whole(call, head))
+        except Refusal as refusal:
+            return _refused(refusal)
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            return _refused(Refusal(f"body: {error}. Correct or leave it out."))
+
+
+async def _parts(call: Call) -> AsyncIterator[Part]:
+    """Until every choice has ended. Raises Refusal."""
+    missing = call.body.n or 1
+    while missing:
+        answer = await call.answers.get()
+        if isinstance(answer, Refusal):
+            raise answer
+        missing -= answer.finish_reason is not None
+        yield answer
+
+
+async def _whole(call: Call, head: dict[str, Any]) -> dict[str, Any]:
+    parts = sorted([part async for part in _parts(call)], key=lambda part: part.choice)
+    choices = [
+        {
+            "index": part.choice,
+            "message": {"role": "assistant", "content": None, **part.delta},
+            "logprobs": _logprobs(call, part),
+            "finish_reason": part.finish_reason,
+        }
+        for part in parts
+    ]
+    return {**head, "object": "chat.completion", "choices": choices, "usage": _usage(parts)}
+
+
+async def _stream(request: web.Request, call: Call, head: dict[str, Any]) -> web.StreamResponse:
+    """Server-sent events; the status waits for the first part, which may be a refusal."""
+    head |= {"object": "chat.completion.chunk"}
+    response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
+    begun: set[int] = set()
+    ended: list[Part] = []
+    async for part in _parts(call):
+        if not begun:
+            await response.prepare(request)
+        role = {} if part.choice in begun else {"role": "assistant"}
+        begun.add(part.choice)
+        choice = {"index": part.choice, "delta": role | part.delta, "logprobs": _logprobs(call, part)}
+        event = {**head, "choices": [{**choice, "finish_reason": part.finish_reason}]}
+        await response.write(b"data: " + msgspec.json.encode(event) + b"\n\n")
+        ended += [part] if part.finish_reason else []
+    if (call.body.stream_options or {}).get("include_usage"):
+        event = {**head, "choices": [], "usage": _usage(ended)}
+        await response.write(b"data: " + msgspec.json.encode(event) + b"\n\n")
+    await response.write(b"data: [DONE]\n\n")
+    return response
+
+
+def _logprobs(call: Call, part: Part) -> dict[str, Any] | None:
+    if not call.body.logprobs:
+        return None
+    tokens = [
+        {"token": text, "logprob": logprob, "bytes": list(text.encode()), "top_logprobs": []}
+        for text, logprob in part.tokens
+    ]
+    return {"content": tokens}
+
+
+def _usage(ended: list[Part]) -> dict[str, int]:
+    prompt, completion = ended[0].num_prompt, sum(part.num_completion for part in ended)
+    return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
+
+
+def _refused(refusal: Refusal) -> web.Response:
+    error = {"message": str(refusal), "type": "invalid_request_error", "param": None, "code": refusal.code}
+    return _json({"error": error}, refusal.status)
+
+
+def _json(value: object, status: int = 200) -> web.Response:
+    return web.Response(body=msgspec.json.encode(value), status=status, content_type="application/json")

@@ -1,0 +1,296 @@
+"""A session: the calls of one agent to the policy, as sequences to learn from. Token in, token out.
+
+Invariants: what was sampled stands in one sequence, and is learned from there alone; a call that repeats what was said
+so far goes on with those very tokens; one that does not, or goes on from an earlier place, begins a branch, a sequence
+of its own whose prompt is all that came before; the noise of a turn depends on the session's seed, the turn's prompt,
+how often that was asked for, and the position, so that neither timing nor drafts nor the order of calls that are open
+at once move a token, and no two turns share noise.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from specactor.data import chat
+from specactor.data.stream import turn_seed
+from specactor.errors import DataError
+from specactor.rollout import resume
+from specactor.rollout.endpoint import Body, Call, Part, Refusal
+from specactor.types import RolloutRequest, SamplingParams, Trajectory
+
+TURN = "/"
+"""In the name of a request: between the session's and the number of its turn."""
+Tools = list[tuple[str, str]]
+"""Names of the tools that a response calls, and arguments in JSON."""
+Parse = Callable[[str, Sequence[Mapping[str, Any]]], tuple[str, Tools]]
+"""Finds calls of tools in a text, and what is left of it."""
+_Said = tuple[object, ...]
+"""A message as it is compared with others."""
+
+
+@dataclass(kw_only=True)
+class _Branch:
+    """One sequence."""
+
+    so_far: Trajectory
+    is_open: bool = True
+    """An engine generates its next turn."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Turn:
+    """One choice of a call."""
+
+    request: RolloutRequest
+    call: Call
+    choice: int
+    branch: _Branch
+    said: tuple[int, ...]
+    """Tokens between the branch so far and the response."""
+    before: tuple[_Said, ...]
+    tools: str
+
+
+class Session:
+    """Of one agent. All methods are called from one thread."""
+
+    def __init__(self, request: RolloutRequest, tokenizer: PreTrainedTokenizerBase, *, max_prompt_tokens: int) -> None:
+        """`request`: its name, seed and sampling are the session's. Raises DataError without a chat template."""
+        if tokenizer.chat_template is None:
+            raise DataError("agents: the model's tokenizer has no chat template. Give one to the model's folder.")
+        self._request, self._tokenizer, self._longest = request, tokenizer, max_prompt_tokens
+        self._open: dict[str, _Turn] = {}
+        self._streamed: dict[str, tuple[int, int]] = {}
+        """Characters and tokens that were told of turns which are streamed."""
+        self._branches: list[_Branch] = []
+        self._places: dict[tuple[object, ...], tuple[_Branch, int]] = {}
+        """What was said until a response had ended: the branch, and its tokens until there."""
+        self._asked: Counter[tuple[int, ...]] = Counter()
+        self._num_turns = 0
+        self.is_full = False
+        """A call was refused for want of room."""
+
+    @property
+    def turns(self) -> list[RolloutRequest]:
+        """Those that engines are to generate, or generate."""
+        return [turn.request for turn in self._open.values()]
+
+    def is_streamed(self, request_id: str) -> bool:
+        """Whether parts of the response are wanted; where it may call tools, it is read as a whole."""
+        body = self._open[request_id].call.body
+        return bool(body.stream) and not body.tools
+
+    def ask(self, call: Call) -> list[RolloutRequest]:
+        """Return what engines are to generate for a call; none if it is refused."""
+        try:
+            turns = self._turns_of(call)
+        except Refusal as refusal:
+            call.tell(refusal)
+            return []
+        self._open |= {turn.request.request_id: turn for turn in turns}
+        return [turn.request for turn in turns]
+
+    def hear_so_far(self, so_far: Trajectory) -> None:
+        """Pass on what there is of a response that is streamed, but for characters that may begin a stop."""
+        if not self.is_streamed(so_far.request_id):
+            return
+        turn = self._open[so_far.request_id]
+        text = self._text(turn, so_far).rstrip("\ufffd")
+        self._tell(turn, so_far, text[: len(text) - max((len(s) - 1 for s in turn.request.sampling.stop), default=0)])
+
+    def hear(self, response: Trajectory, parse: Parse) -> None:
+        """Append a whole response, and answer the call."""
+        turn = self._open[response.request_id]
+        text, tools = self._text(turn, response), Tools()
+        if turn.tools:
+            text, tools = parse(text, turn.call.body.tools or ())
+        calls = [
+            {"id": f"call_{turn.request.seed}_{i}", "type": "function", "function": {"name": name, "arguments": given}}
+            for i, (name, given) in enumerate(tools)
+        ]
+        del self._open[response.request_id]
+        own = turn.branch
+        own.so_far, own.is_open = resume.heard(resume.said(own.so_far, turn.said), response), False
+        answer = _normal({"role": "assistant", "content": text, "tool_calls": calls})
+        self._places.setdefault((turn.tools, *turn.before, _said(answer)), (own, len(own.so_far.token_ids)))
+        self._tell(turn, response, text, calls, "tool_calls" if calls else response.finish_reason)
+
+    def refuse_open(self) -> None:
+        """The session is over: nobody will answer its calls."""
+        for turn in self._open.values():
+            turn.call.tell(Refusal("session: it is over.", "session_over", 410))
+        self._open.clear()
+
+    def whole(self) -> Trajectory:
+        """Return the sequences in the order in which they began; the first has the others. Without one, nothing."""
+        found = [branch.so_far for branch in self._branches if branch.so_far.token_ids]
+        if not found:
+            return resume.nothing_of(replace(self._request, prompt_ids=()))
+        first, *others = (replace(t, loss_mask=() if all(t.loss_mask) else t.loss_mask) for t in found)
+        return replace(first, request_id=self._request.request_id, branches=tuple(others))
+
+    def _turns_of(self, call: Call) -> list[_Turn]:
+        """Raises Refusal."""
+        body = call.body
+        self._check(body)
+        messages = [_normal(message) for message in body.messages]
+        try:
+            before = tuple(map(_said, messages))
+            hash(before)
+        except (KeyError, TypeError) as error:
+            raise Refusal(f"messages: tool_calls: {error!r:.80}, expected names and arguments, texts both.") from error
+        tools = json.dumps(body.tools) if body.tools and body.tool_choice != "none" else ""
+        branch, prompt_ids, said = self._prompt(messages, before, tools, body)
+        so_far = len(branch.so_far.token_ids) + len(said) if branch is not None else 0
+        sampling = self._sampling(body, len(prompt_ids), so_far)
+        repeat, self._asked[prompt_ids] = self._asked[prompt_ids], self._asked[prompt_ids] + 1
+        turns = []
+        for choice in range(body.n or 1):
+            key = (choice, 0, repeat) if body.seed is None else (choice, 1, body.seed)
+            request = replace(
+                self._request,
+                request_id=f"{self._request.request_id}{TURN}{self._num_turns}",
+                prompt_ids=prompt_ids,
+                seed=turn_seed(self._request.seed, prompt_ids, *key),
+                sampling=sampling,
+                num_earlier=len(prompt_ids) - len(branch.so_far.prompt_ids) if branch else 0,
+            )
+            self._num_turns += 1
+            goes_on = branch is not None and choice == 0
+            taken = branch if branch is not None and choice == 0 else _Branch(so_far=resume.nothing_of(request))
+            taken.is_open = True
+            self._branches += [] if goes_on else [taken]
+            turns.append(
+                _Turn(
+                    request=request,
+                    call=call,
+                    choice=choice,
+                    branch=taken,
+                    said=said if goes_on else (),
+                    before=before,
+                    tools=tools,
+                )
+            )
+        return turns
+
+    def _sampling(self, body: Body, num_prompt: int, so_far: int) -> SamplingParams:
+        """Raises Refusal where there is no room. `so_far`: tokens of the sequence behind its prompt."""
+        own = self._request.sampling
+        room = min(self._longest + own.max_new_tokens - num_prompt, own.max_new_tokens - so_far)
+        if room < 1:
+            self.is_full = True
+            raise Refusal(
+                f"messages: {num_prompt} tokens leave no room: a conversation may have "
+                f"rollout.max_new_tokens = {own.max_new_tokens} after its prompt. Say less, or end the session.",
+                "context_length_exceeded",
+            )
+        asked = [x for x in (body.max_completion_tokens, body.max_tokens, room) if x is not None]
+        stop = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
+        return replace(own, max_new_tokens=min(asked), stop=own.stop + stop)
+
+    def _prompt(
+        self, messages: Sequence[dict[str, Any]], before: tuple[_Said, ...], tools: str, body: Body
+    ) -> tuple[_Branch | None, tuple[int, ...], tuple[int, ...]]:
+        """Return the branch that the call goes on with, if any; all tokens before the response; and the new ones."""
+        try:
+            for k in range(len(messages) - 1, 0, -1):
+                if (place := self._places.get((tools, *before[:k]))) is not None:
+                    branch, end = place
+                    ids = branch.so_far.token_ids[:end]
+                    said = chat.observation_ids(self._tokenizer, messages[k:], last_token=ids[-1])
+                    goes_on = end == len(branch.so_far.token_ids) and not branch.is_open
+                    return branch if goes_on else None, (*branch.so_far.prompt_ids, *ids, *said), said
+            prompt_ids = chat.prompt_ids(self._tokenizer, messages, tools=body.tools if tools else None)
+        except DataError as error:
+            raise Refusal(str(error)) from error
+        return None, prompt_ids, ()
+
+    def _check(self, body: Body) -> None:
+        """Raises Refusal for what cannot be done."""
+        own = self._request.sampling
+        sampling = ("temperature", "top_p", "presence_penalty", "frequency_penalty")
+        others = [(name, getattr(body, name), getattr(own, name)) for name in sampling] if own.temperature else []
+        limits = [x for x in (body.max_tokens, body.max_completion_tokens) if x is not None]
+        for name, value, ok, expected in (
+            *((name, v, v is None or v == ours, f"{ours} as in the run, or nothing") for name, v, ours in others),
+            ("messages", [], len(body.messages) > 0, "at least one"),
+            ("n", body.n, body.n is None or 1 <= body.n <= 128, "1 to 128"),
+            ("max_tokens", limits, min(limits, default=1) >= 1, "at least 1"),
+            ("seed", body.seed, abs(body.seed or 0) < 2**63, "64 bits"),
+            ("top_logprobs", body.top_logprobs, not body.top_logprobs, "0: engines give those of sampled tokens"),
+            ("tool_choice", body.tool_choice, body.tool_choice in (None, "auto", "none"), "auto or none"),
+            ("parallel_tool_calls", body.parallel_tool_calls, body.parallel_tool_calls is not False, "true"),
+            ("tools", body.tools, all(map(_is_tool, body.tools or ())), "functions with a name and parameters"),
+            ("stop", body.stop, body.stop is None or all(body.stop), "texts that are not empty"),
+        ):
+            if not ok:
+                raise Refusal(f"{name}: got {value!r:.80}, expected {expected}. What is sampled is trained on.")
+
+    def _text(self, turn: _Turn, response: Trajectory) -> str:
+        """Without the text that ended it."""
+        text = str(self._tokenizer.decode(list(response.token_ids), skip_special_tokens=True))
+        ends = [end for stop in turn.request.sampling.stop if (end := text.find(stop)) >= 0]
+        return text[: min(ends)] if ends else text
+
+    def _tell(
+        self, turn: _Turn, response: Trajectory, text: str, calls: Sequence[Mapping[str, Any]] = (), reason: str = ""
+    ) -> None:
+        """Tell what is new of a response; a reason ends it."""
+        characters, tokens = self._streamed.pop(turn.request.request_id, (0, 0))
+        if not reason and len(text) <= characters:
+            self._streamed[turn.request.request_id] = characters, tokens
+            return
+        delta: dict[str, Any] = {"content": text[characters:]} if text or not calls else {}
+        if calls:
+            delta["tool_calls"] = [{"index": i, **call} for i, call in enumerate(calls)]
+        told: list[tuple[str, float]] = []
+        if turn.call.body.logprobs:
+            pairs = zip(response.token_ids[tokens:], response.logprobs[tokens:], strict=True)
+            told = [(str(self._tokenizer.decode([token])), logprob) for token, logprob in pairs]
+        if not reason:
+            self._streamed[turn.request.request_id] = len(text), len(response.token_ids)
+        turn.call.tell(
+            Part(
+                choice=turn.choice,
+                delta=delta,
+                tokens=told,
+                finish_reason=reason or None,
+                num_prompt=len(turn.request.prompt_ids),
+                num_completion=len(response.token_ids),
+            )
+        )
+
+
+def _normal(message: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a message as a chat template wants it: its content a text. Raises Refusal."""
+    content = message.get("content") or ""
+    if isinstance(content, list):
+        if not all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in content):
+            raise Refusal("messages: a content that is no text, expected texts alone.")
+        content = "".join(part["text"] for part in content)
+    if not isinstance(content, str) or not isinstance(message.get("role"), str):
+        raise Refusal(f"messages: got {message!r:.80}, expected a role and a content, both texts.")
+    kept = {key: value for key, value in message.items() if key in ("tool_calls", "tool_call_id", "name") and value}
+    return {"role": message["role"], "content": content, **kept}
+
+
+def _is_tool(tool: Mapping[str, Any]) -> bool:
+    function = tool.get("function")
+    return (
+        tool.get("type") == "function"
+        and isinstance(function, dict)
+        and isinstance(function.get("name"), str)
+        and isinstance(function.get("parameters", {}), dict)
+    )
+
+
+def _said(message: Mapping[str, Any]) -> _Said:
+    """Return what two messages must share to be one; names of calls are the endpoint's own."""
+    calls = [(call["function"]["name"], call["function"]["arguments"]) for call in message.get("tool_calls", ())]
+    return (message["role"], message["content"], message.get("tool_call_id"), *calls)

@@ -1,0 +1,261 @@
+"""Dynamic sampling while a rollout goes on: the same groups are kept, whatever is fast, slow, dead or elsewhere."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+from torch.distributed import HashStore  # type: ignore[attr-defined]
+from transformers import PreTrainedTokenizerBase
+
+from specactor.data.dataset import Dataset
+from specactor.data.tokenizer import load_tokenizer, make_char_tokenizer
+from specactor.progress import Progress
+from specactor.recipes import load
+from specactor.rollout.collector import RolloutCollector
+from specactor.rollout.drafter_pool import DrafterPool
+from specactor.rollout.driver import Driver
+from specactor.rollout.pool import EnginePool
+from specactor.rollout.refill import Refill, Verdicts
+from specactor.rollout.requests import assign
+from specactor.rollout.sglang.engine_client import Engine
+from specactor.types import Problem, RolloutRequest, SamplingParams, Trajectory
+from tests.rollout.driver_cases import FakeEngine, expected
+
+WANT, SIZE = 6, 2
+
+
+def requests_of(number: int) -> list[RolloutRequest]:
+    return [
+        RolloutRequest(
+            request_id=f"0.{number}.{sample}",
+            prompt_ids=(1,),
+            sampling=SamplingParams(temperature=1.0, max_new_tokens=1 + random.Random(number).randrange(40)),
+            seed=100 * number + sample,
+            group_id=number,
+        )
+        for sample in range(SIZE)
+    ]
+
+
+def teaches(number: int) -> bool:
+    return random.Random(1000 + number).random() < 0.4
+
+
+KEPT = [number for number in range(100) if teaches(number)][:WANT]
+"""The rule, by itself."""
+
+
+@dataclass
+class Rank:
+    """One rank, which starts its engines again when one has died."""
+
+    refill: Refill
+    engines: list[FakeEngine]
+    found: dict[str, Trajectory] = field(default_factory=dict)
+    asked: set[int] = field(default_factory=set)
+
+    def run(self, barrier: threading.Barrier) -> None:
+        pending: list[RolloutRequest] = []
+        self.refill.begin = lambda new: self.asked.update(r.group_id for r in new)
+        while True:
+            driver = Driver(cast("list[Engine]", self.engines), notify=lambda t: None, refill=self.refill)
+            driver.run(assign(pending, len(self.engines)))
+            assert not self.found.keys() & driver.done.keys()
+            self.found |= driver.done
+            ended = driver.done | driver.stopped
+            pending = [r for r in (*pending, *driver.added) if r.request_id not in ended]
+            if not all(engine.alive for engine in self.engines):
+                self.refill.leave()
+            barrier.wait()
+            self.refill.verdicts.read()
+            is_over = self.refill.kept is not None
+            barrier.wait()
+            if is_over:
+                return
+            self.engines = [engine if engine.alive else FakeEngine() for engine in self.engines]
+            self.refill.attempt += 1
+
+
+class Slow(FakeEngine):
+    """Takes a while for everything."""
+
+    def generate(self, requests: Sequence[RolloutRequest], **options: Any) -> None:
+        time.sleep(0.02)
+        super().generate(requests, **options)
+
+
+def rollout(
+    engines: list[list[FakeEngine]], *, ahead: int = WANT, most: int = 80, kind: type[Refill] = Refill
+) -> list[Rank]:
+    """One list of engines per rank."""
+    store = HashStore() if len(engines) > 1 else None
+
+    def judge(number: int, responses: Sequence[Trajectory]) -> tuple[bool, float]:
+        assert {t.request_id for t in responses} == {r.request_id for r in requests_of(number)}
+        return teaches(number), number / 100
+
+    ranks = [
+        Rank(
+            kind(
+                want=WANT,
+                ahead=ahead,
+                most=most,
+                size=SIZE,
+                requests_of=requests_of,
+                problem_of=lambda request: cast("Problem", None),
+                teaches=judge,
+                verdicts=Verdicts(store=store, prefix="groups"),
+                is_own=lambda number, i=i: number % len(engines) == i,  # type: ignore[misc]
+            ),
+            own,
+        )
+        for i, own in enumerate(engines)
+    ]
+    barrier = threading.Barrier(len(ranks), timeout=60)
+    threads = [threading.Thread(target=rank.run, args=(barrier,)) for rank in ranks]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for rank in ranks:
+        rank.refill.verdicts.forget()
+    assert store is None or store.num_keys() == 0
+    return ranks
+
+
+SETTINGS = {
+    "one engine": lambda: [[FakeEngine()]],
+    "two engines": lambda: [[FakeEngine(), FakeEngine()]],
+    "one of them slow": lambda: [[Slow(), FakeEngine()]],
+    "one of them dies": lambda: [[FakeEngine(dies_after=20), FakeEngine()]],
+    "two ranks": lambda: [[FakeEngine()], [FakeEngine()]],
+    "two ranks, one slow": lambda: [[FakeEngine()], [Slow()]],
+    "two ranks, a death": lambda: [[FakeEngine(dies_after=15)], [FakeEngine(), FakeEngine()]],
+    "three ranks": lambda: [[FakeEngine()], [Slow()], [FakeEngine(dies_after=30)]],
+}
+
+
+@pytest.mark.parametrize("ahead", [WANT, 2 * WANT])
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_the_same_groups_are_kept(setting: str, ahead: int) -> None:
+    ranks = rollout(SETTINGS[setting](), ahead=ahead)
+    found = {name: t for rank in ranks for name, t in rank.found.items()}
+    for rank in ranks:
+        assert rank.refill.kept == KEPT
+        assert {n: rank.refill.rates[n] for n in KEPT} == {n: n / 100 for n in KEPT}
+    for request in (r for number in KEPT for r in requests_of(number)):
+        assert found[request.request_id].token_ids == expected(request)
+    asked = set().union(*(rank.asked for rank in ranks))
+    assert asked >= set(range(KEPT[-1] + 1))
+    if ahead == WANT:
+        assert asked == set(range(KEPT[-1] + 1)), "nothing is drawn that is not needed"
+
+
+def test_too_few_are_kept_where_too_many_would_have_to_be_drawn() -> None:
+    [rank] = rollout([[FakeEngine()]], most=8)
+    assert rank.refill.kept == [number for number in range(8) if teaches(number)]
+    assert len(rank.refill.kept) < WANT
+
+
+class InOrderOfEnds(Refill):
+    """Keeps those that were complete first."""
+
+    @property
+    def kept(self) -> list[int] | None:
+        found = [number for number, kept in self.known.items() if kept]
+        return found[:WANT] if len(found) >= WANT else None
+
+
+def test_a_wrong_rule_is_caught() -> None:
+    found = [rollout(SETTINGS["one of them slow"](), ahead=2 * WANT, kind=InOrderOfEnds)[0].refill.kept]
+    assert found != [KEPT]
+
+
+def even(response: str, problem: Problem) -> float:
+    """A verifier: half of all groups of two agree."""
+    return float(sum(map(ord, response)) % 2 == 0)
+
+
+@dataclass
+class Ready(Slow):
+    """What a pool needs of an engine besides."""
+
+    index: int = 0
+    ready: bool = True
+    delay_s: float = 0.0
+
+    def generate(self, requests: Sequence[RolloutRequest], **options: Any) -> None:
+        time.sleep(self.delay_s)
+        FakeEngine.generate(self, requests, **options)
+
+
+def collector(engines: list[FakeEngine], tokenizer: PreTrainedTokenizerBase, **settings: str) -> RolloutCollector:
+    """Of one rank, on scripted engines."""
+    words = [word for key, value in settings.items() for word in (f"--{key.replace('__', '.')}", value)]
+    config = load(["dapo", "--rollout.prompts-per-step", "6", "--rollout.group-size", "2", *words])
+    verifier = f"{even.__module__}:{even.__name__}"
+    problems = [
+        Problem(index=i, prompt="", prompt_ids=(1 + i,), answer="", verifier=verifier, metadata={}) for i in range(40)
+    ]
+    pool = EnginePool([])
+    pool.engines = cast("list[Engine]", engines)
+    alone: Any = SimpleNamespace(
+        rank=0, world=1, store=None, together=lambda _, work: work(), gather=lambda x, _: [x], any=bool
+    )
+
+    def replace_lost() -> None:
+        pool.engines = cast("list[Engine]", [Ready() for _ in pool.engines])
+
+    return RolloutCollector(
+        config,
+        pool=pool,
+        drafters=DrafterPool([]),
+        collective=alone,
+        tokenizer=tokenizer,
+        train_data=Dataset(problems),
+        eval_data={},
+        progress=Progress(3, enabled=False),
+        host="",
+        max_prompt_tokens=50,
+        replace_lost=replace_lost,
+    )
+
+
+@pytest.mark.parametrize("oversample", ["1", "2"])
+def test_steps_have_the_same_groups_and_go_on_in_the_same_place(
+    oversample: str, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """Also after a resume, and with a curriculum, which hears of all groups up to the last that is kept."""
+    folder = tmp_path_factory.mktemp("characters")
+    make_char_tokenizer(folder)
+    tokenizer, options = load_tokenizer(folder), {"rollout__oversample": oversample, "data__curriculum": "True"}
+    settings: list[list[FakeEngine]] = [
+        [Ready()],
+        [Ready(delay_s=0.05), Ready(index=1)],
+        [Ready(dies_after=20), Ready(index=1)],
+    ]
+    found = []
+    for engines in settings:
+        own = collector(engines, tokenizer, **options)
+        first = own.collect(0)
+        again = collector([Ready()], tokenizer, **options)
+        again.restore(own.state())
+        second = own.collect(1)
+        assert again.collect(1) == second
+        found.append((first, second, own.state()))
+    assert found[0] == found[1] == found[2]
+    first, second, state = found[0]
+    for groups in (first, second):
+        assert len(groups) == 6
+        assert all(0 < sum(group.scores) < 2 for group in groups)
+        assert [t.reward for g in groups for t in g.trajectories] == [x for g in groups for x in g.scores]
+    rates = cast("Any", state)["prompts"]["rates"]
+    assert len(rates) >= len({g.problem.index for g in (*first, *second)})
+    assert {rate for _, rate in rates} == {0.0, 0.5, 1.0}
