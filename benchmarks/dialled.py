@@ -121,12 +121,17 @@ class Elsewhere:
     def __init__(self, spec: DrafterSpec) -> None:
         self._script = Script.read(spec.model_dir)
 
+        self._seconds: list[int] = []
+
     def extend(self, lanes: Sequence[Lane]) -> list[list[int]]:
-        self._script.spend(len(lanes))
-        return [
-            [self._script.next_token(lane.seed, len(lane.tokens), lane.tokens[-1] if lane.tokens else -1)]
-            for lane in lanes
-        ]
+        script = self._script
+        script.spend(len(lanes))
+        both = [script.choices(lane.seed, len(lane.tokens), lane.tokens[-1] if lane.tokens else -1) for lane in lanes]
+        self._seconds = [second if script.second else -1 for _, second in both]
+        return [[first] for first, _ in both]
+
+    def seconds(self) -> list[int]:
+        return self._seconds
 
     def forget(self, key: Hashable) -> None:
         pass

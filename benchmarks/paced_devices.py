@@ -56,12 +56,10 @@ class Setting:
     tail: bool = False
 
 
-def published(
-    target: str, draft: str, gpu: str, *, devices: int, context: int, most: int, dilation: float, keys_once: bool = False
-) -> Pace:
+def published(target: str, draft: str, gpu: str, *, devices: int, context: int, most: int, dilation: float) -> Pace:
     """Return the pace of an engine on `devices` GPUs by the roofline, and of the draft model on as many, for up to
-    `most` requests."""
-    roofline = Roofline(SHAPES[target], device(gpu), devices=devices, context=context, keys_once=keys_once)
+    `most` requests. Keys are read once per request."""
+    roofline = Roofline(SHAPES[target], device(gpu), devices=devices, context=context, keys_once=True)
     beside = Roofline(SHAPES[draft], device(gpu), devices=devices, context=context)
     table = cost_table(roofline, {draft: beside}, max_window=MAX_WINDOW, max_requests=most)
     return Pace(plain=table.plain, verify=table.verify, draft=table.drafters[draft], dilation=dilation)
@@ -208,7 +206,8 @@ def started(setting: Setting, folder: Path, *, batches: int) -> Iterator[Devices
                 dtype="float32",
                 devices=(index,),
                 config=EngineConfig(
-                    max_running_requests=setting.batch, max_total_tokens=setting.batch * (context + 2 * MAX_WINDOW) + 1024
+                    max_running_requests=setting.batch,
+                    max_total_tokens=setting.batch * (context + 2 * MAX_WINDOW) + 1024,
                 ),
                 speculation=SpeculationConfig(mode="auto", max_window=MAX_WINDOW),
                 context_length=context,

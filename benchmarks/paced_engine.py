@@ -1,8 +1,8 @@
 """What an engine's process does that keeps the pace of another device: SpecActor's own, and then it sleeps.
 
-Every decoding pass computes its real tokens with a tiny model, and returns when the time is over that a cost table gives
-for a pass of so many requests and rows, times a dilation that all devices share. Prefills are not paced: benchmarks take
-them off. The scheduler is forked from this process and inherits the change.
+Every decoding pass computes its real tokens with a tiny model, and returns when the time is over that a cost table
+gives for a pass of so many requests and rows, times a dilation that all devices share. Prefills are not paced:
+benchmarks take them off. The scheduler is forked from this process and inherits the change.
 """
 
 from __future__ import annotations

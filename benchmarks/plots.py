@@ -168,6 +168,14 @@ def decoupled(axes: Axes, rows: Sequence[Row]) -> None:
     axes.set_xlabel("tokens/s over off")
 
 
+def paced(axes: Axes, rows: Sequence[Row]) -> None:
+    """Speed over `off` by setting, a dot per contestant."""
+    names = [name for name in dict.fromkeys(column(rows, "contestant")) if name != "off"]
+    cells = {name: [row["tokens/s over off"] for row in rows if row["contestant"] == name] for name in names}
+    dots(axes, list(dict.fromkeys(column(rows, "setting"))), cells, line=1.0)
+    axes.set_xlabel("tokens/s over off, on as many devices")
+
+
 def rollouts(axes: Axes, rows: Sequence[Row]) -> None:
     """Rollouts in the paper's settings."""
     names = ("auto", "decoupled", "vanilla")
@@ -349,6 +357,7 @@ PLOTS = {
     "equality": Plot(drafts, "Draft tokens that were compared", 3.8),
     "faults": Plot(deaths, "What was killed, when, and how the run went on", 2.6),
     "decoupled_speed": Plot(decoupled, "Speed over plain decoding, every cell", 6.0),
+    "paced": Plot(paced, "Speed over plain decoding at the pace of GPUs"),
     "paper_rollouts": Plot(rollouts, "Simulated rollouts over plain ones", 4.6),
     "speculation_speed_profile": Plot(rounds, "Milliseconds of a round", 5.2),
     "acceptance": Plot(acceptance, "accept_length beside the constant draft temperature"),
