@@ -58,7 +58,7 @@ def settings() -> dict[str, Setting]:
     spread = 0.1
     dense64 = published(**DENSE, most=64, dilation=20.0)  # type: ignore[arg-type]
     found = [
-        Setting(name="80 ms a pass, 20 ms a draft step", pace=flat(0.080, 0.020), batch=8),
+        Setting(name="a draft step takes a quarter of a pass, batch 8", pace=flat(0.080, 0.020, dilation=1.5), batch=8),
         Setting(
             name="32B dense on 4 H100, batch 16",
             pace=published(**DENSE, most=16, dilation=12.0),  # type: ignore[arg-type]
@@ -230,10 +230,10 @@ INTRO = """\
 The shipped engines, drafter process, protocol and planner, on CPUs: a pass computes real tokens of a tiny model and \
 sleeps until the time is over that a roofline of published figures gives for the named model and device, times a \
 dilation; drafters sleep for their steps. A setting has equal groups of devices; each has an engine with its share of \
-the requests, or one of them drafts for the others (`decoupled`). Drafters know the right tokens and are wrong as often \
-as dialled, some requests more than others; where the first choice is wrong, the second is right as often as the cost \
-table says. Medians of batches with 95 % intervals, {repetitions} repetitions of {batches} batches; every response was \
-compared with plain decoding. A turn is a request in a round. Idle is the share of a group's time in which its device \
+the requests, or one of them drafts for the others (`decoupled`). Drafters know the right tokens and are wrong as \
+often as dialled, some requests more than others; where the first choice is wrong, the second is right as often as the \
+cost table says. Medians of batches, with 95 % intervals from six on, {repetitions} repetitions of {batches} batches; \
+every response was compared with plain decoding. A turn is a request in a round. Idle is the share of a group's time in which its device \
 would have nothing to do. Computing and host are this machine's own milliseconds, undilated: the tiny model, and all \
 that is between two passes. Processors beside these processes were busy to {load:.1f} of {cores} cores."""
 

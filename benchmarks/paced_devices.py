@@ -65,15 +65,15 @@ def published(target: str, draft: str, gpu: str, *, devices: int, context: int, 
     return Pace(plain=table.plain, verify=table.verify, draft=table.drafters[draft], dilation=dilation)
 
 
-def flat(pass_s: float, step_s: float) -> Pace:
-    """Return a pace that no number of requests changes, as it is."""
+def flat(pass_s: float, step_s: float, *, dilation: float = 1.0) -> Pace:
+    """Return a pace that no number of requests changes."""
 
     def grid(seconds: Sequence[float]) -> Grid:
         each = tuple(map(float, range(1, len(seconds) + 1)))
         return Grid(requests=(1.0,), per_request=each, seconds=(tuple(seconds),))
 
     steps = grid([step_s * window for window in range(1, MAX_WINDOW + 1)])
-    return Pace(plain=grid([pass_s]), verify=grid([pass_s]), draft=steps, dilation=1.0)
+    return Pace(plain=grid([pass_s]), verify=grid([pass_s]), draft=steps, dilation=dilation)
 
 
 @dataclass(kw_only=True)

@@ -20,7 +20,7 @@ from specactor.rollout.speculation.costs import Grid
 
 PACE = "SPECACTOR_BENCHMARK_PACE"
 """Environment variable: path of a `Pace` as JSON, read once, when an engine starts."""
-PASSES = f"{__name__}:passes"
+PASSES = "paced.passes"
 """Rank call: `Passes` since the last one. No payload."""
 HALF = 0.5
 
@@ -105,8 +105,9 @@ def passes(rank: Any, payload: bytes) -> bytes:
 def run(connection: socket.socket) -> None:
     """Serve, as `engine_server.run` does, at a pace."""
     global _paced
-    from specactor.rollout.sglang import engine_server
+    from specactor.rollout.sglang import engine_server, rank_calls
 
+    rank_calls.RANK_CALLS[PASSES] = passes
     _paced = Paced(Pace.read(os.environ[PACE]))
     _paced.install()
     engine_server.run(connection)
