@@ -65,13 +65,20 @@ def settings() -> dict[str, Setting]:
             batch=16,
             spread=spread,
         ),
-        Setting(name="32B dense on 4 H100, batch 64, 1 engine and 1 drafter", pace=dense64, batch=64, spread=spread),
+        Setting(
+            name="32B dense on 4 H100, batch 64, 1 engine and 1 drafter",
+            pace=dense64,
+            batch=64,
+            spread=spread,
+            tokens=64,
+        ),
         Setting(
             name="32B dense on 4 H100, batch 64, 3 engines and 1 drafter",
             pace=dense64,
             batch=64,
             groups=4,
             spread=spread,
+            tokens=64,
         ),
         Setting(
             name="235B of experts on 8 H200, batch 32",
@@ -232,10 +239,10 @@ sleeps until the time is over that a roofline of published figures gives for the
 dilation; drafters sleep for their steps. A setting has equal groups of devices; each has an engine with its share of \
 the requests, or one of them drafts for the others (`decoupled`). Drafters know the right tokens and are wrong as \
 often as dialled, some requests more than others; where the first choice is wrong, the second is right as often as the \
-cost table says. Medians of batches, with 95 % intervals from six on, {repetitions} repetitions of {batches} batches; \
-every response was compared with plain decoding. A turn is a request in a round. Idle is the share of a group's time in which its device \
-would have nothing to do. Computing and host are this machine's own milliseconds, undilated: the tiny model, and all \
-that is between two passes. Processors beside these processes were busy to {load:.1f} of {cores} cores."""
+cost table says. Medians of batches, with 95 % intervals from six on: {repetitions} repetitions of {batches} batches; \
+every response was compared with plain decoding. A turn is a request in a round. Idle is the share of a group's time \
+in which its device would have nothing to do. Computing and host are this machine's own milliseconds, undilated: the \
+tiny model, and all that is between two passes. When the run began, {load:.1f} processes wanted one of {cores} cores."""
 
 
 def verdict(rows: Sequence[Sequence[str]]) -> str:
@@ -256,14 +263,15 @@ def verdict(rows: Sequence[Sequence[str]]) -> str:
 
 def run(names: Sequence[str], repetitions: int) -> Result:
     known = settings()
-    kept = [list(row.values()) for row in stored("paced")] if (RESULTS / "paced.csv").exists() else []
-    rows_of = {name: [row for row in kept if row[0] == name] for name in known}
     load = os.getloadavg()[1]
+    found: dict[str, list[list[str]]] = {}
     for name in names:
         timeline = RESULTS / "paced_timeline.svg" if name == next(iter(known)) else None
-        rows_of[name] = measured(known[name], repetitions, timeline=timeline)
-        for row in rows_of[name]:
+        found[name] = measured(known[name], repetitions, timeline=timeline)
+        for row in found[name]:
             print("  ".join(row), flush=True)
+    kept = [list(row.values()) for row in stored("paced")] if (RESULTS / "paced.csv").exists() else []
+    rows_of = {name: found.get(name) or [row for row in kept if row[0] == name] for name in known}
     rows = [row for name in known for row in rows_of[name]]
     shown = [known[name] for name in known if rows_of[name]]
     return Result(

@@ -63,7 +63,7 @@ class Child:
 
     def wrong(self, lanes: list[Lane], answers: list[list[int]], asked: str = "reference") -> int:
         """How many of the answers' first tokens differ from the reference's, near ties aside."""
-        right = self(asked, [asdict(lane) for lane in lanes])
+        right = self(asked, [asdict(lane) for lane in lanes]) if lanes else []
         return sum(a[0] != token and gap > NEAR_TIE for a, (token, gap) in zip(answers, right, strict=True))
 
     def close(self) -> None:
