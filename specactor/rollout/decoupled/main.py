@@ -97,7 +97,7 @@ def serve(
 MAX_SAMPLES = 15  # of batches of about equal sizes, the latest
 MIN_SAMPLES = 3
 MUCH = 2.0  # a batch that takes more than so many times as long takes much longer
-FREE = 1.15  # a batch that takes at most so many times as long takes hardly longer
+FREE = 1.06  # a batch that takes at most so many times as long takes hardly longer
 
 
 class Pace:

@@ -48,7 +48,7 @@ def test_lanes_are_free_where_batches_take_as_long_with_them() -> None:
     assert free.free(8, 256) == 120  # twice as many as were tried
     assert free.free(8, 100) == 92
     assert free.free(300, 256) == 0
-    assert paced(lambda lanes: 0.01 + 1e-5 * lanes).free(8, 256) == pytest.approx(150, abs=35)
+    assert paced(lambda lanes: 0.01 + 1e-5 * lanes).free(8, 256) == pytest.approx(60, abs=10)
     assert paced(lambda lanes: 0.01 * lanes).free(1, 256) == 0
     assert Pace().free(8, 256) == 0  # of nothing known
 
