@@ -36,7 +36,7 @@ from specactor.rollout.speculation.counters import Counts
 from specactor.trace import chrome_trace
 
 BATCHES = 2  # of requests, decoded one after the other
-DENSE = {"target": "Qwen2.5-32B", "draft": "Qwen2.5-0.5B", "gpu": "H100", "devices": 4, "context": 4096}
+DENSE = {"target": "Qwen2.5-32B", "gpu": "H100"}
 EXPERTS = {"target": "Qwen3-235B-A22B", "draft": "Qwen3-0.6B", "gpu": "H200", "devices": 8, "context": 4096}
 
 
@@ -55,36 +55,42 @@ CONTESTANTS = {
 
 def settings() -> dict[str, Setting]:
     """Return all, by name."""
-    spread = 0.1
-    dense64 = published(**DENSE, most=64, dilation=20.0)  # type: ignore[arg-type]
+    short = {**DENSE, "draft": "Qwen2.5-1.5B", "devices": 8, "context": 1024}
+    long = {**DENSE, "draft": "Qwen2.5-0.5B", "devices": 4, "context": 4096}
+    at64 = published(**long, most=64, dilation=20.0)  # type: ignore[arg-type]
     found = [
         Setting(name="a draft step takes a quarter of a pass, batch 8", pace=flat(0.080, 0.020, dilation=1.5), batch=8),
+        *(
+            Setting(
+                name=f"32B on 8 H100, 1.5B drafts, 1k context, batch {batch}",
+                pace=published(**short, most=batch, dilation=30.0),  # type: ignore[arg-type]
+                batch=batch,
+                spread=0.1,
+            )
+            for batch in (8, 32)
+        ),
         Setting(
-            name="32B dense on 4 H100, batch 16",
-            pace=published(**DENSE, most=16, dilation=12.0),  # type: ignore[arg-type]
+            name="32B on 4 H100, 0.5B drafts, 4k context, batch 16",
+            pace=published(**long, most=16, dilation=16.0),  # type: ignore[arg-type]
             batch=16,
-            spread=spread,
+            spread=0.1,
+        ),
+        *(
+            Setting(
+                name=f"the same, batch 64, {groups - 1} engines of {groups} when decoupled",
+                pace=at64,
+                batch=64,
+                groups=groups,
+                spread=0.1,
+                tokens=64,
+            )
+            for groups in (2, 4)
         ),
         Setting(
-            name="32B dense on 4 H100, batch 64, 1 engine and 1 drafter",
-            pace=dense64,
-            batch=64,
-            spread=spread,
-            tokens=64,
-        ),
-        Setting(
-            name="32B dense on 4 H100, batch 64, 3 engines and 1 drafter",
-            pace=dense64,
-            batch=64,
-            groups=4,
-            spread=spread,
-            tokens=64,
-        ),
-        Setting(
-            name="235B of experts on 8 H200, batch 32",
+            name="235B of experts on 8 H200, 0.6B drafts, 4k context, batch 32",
             pace=published(**EXPERTS, most=32, dilation=8.0),  # type: ignore[arg-type]
             batch=32,
-            spread=spread,
+            spread=0.1,
         ),
     ]
     return {setting.name: setting for setting in found}
