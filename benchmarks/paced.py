@@ -133,7 +133,7 @@ COLUMNS = (
     "idle, engines",
     "idle, drafter",
     "computing, ms per pass",
-    "host, ms per pass",
+    "between, ms per pass",
 )
 
 
@@ -247,8 +247,9 @@ the requests, or one of them drafts for the others (`decoupled`). Drafters know 
 often as dialled, some requests more than others; where the first choice is wrong, the second is right as often as the \
 cost table says. Medians of batches, with 95 % intervals from six on: {repetitions} repetitions of {batches} batches; \
 every response was compared with plain decoding. A turn is a request in a round. Idle is the share of a group's time \
-in which its device would have nothing to do. Computing and host are this machine's own milliseconds, undilated: the \
-tiny model, and all that is between two passes. When the run began, {load:.1f} processes wanted one of {cores} cores."""
+in which its device would have nothing to do. Computing and `between` are this machine's own milliseconds, undilated: \
+the tiny model, and what is between two passes and after the last of a batch. When the last run began, {load:.1f} \
+processes wanted one of {cores} cores."""
 
 
 def verdict(rows: Sequence[Sequence[str]]) -> str:
@@ -259,10 +260,11 @@ def verdict(rows: Sequence[Sequence[str]]) -> str:
     wins = [name for name, of in by_setting.items() if of.get("decoupled", 0) > of.get("coupled", 0)]
     best = max(by_setting, key=lambda name: by_setting[name].get("decoupled", 0) / by_setting[name].get("coupled", 1))
     gains = [of["decoupled"] / of["decoupled, first choices alone"] for of in by_setting.values() if "decoupled" in of]
+    worth = f"{min(gains):.2f}" + (f" to {max(gains):.2f}" if len(gains) > 1 else "")
     return (
         f"Decoupled drafting is faster than coupled drafting on as many devices in {len(wins)} of {len(by_setting)} "
         f"settings; at best {by_setting[best]['decoupled']:.2f} beside {by_setting[best]['coupled']:.2f} times plain "
-        f"decoding ({best}). Drafting on from second choices makes it {min(gains):.2f} to {max(gains):.2f} times as "
+        f"decoding ({best}). Drafting on from second choices makes it {worth} times as "
         "fast as without."
     )
 

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from statistics import fmean
 
 import msgspec
 import pytest
 
-from benchmarks import paced, paced_devices
+from benchmarks import paced, paced_clock, paced_devices
 from benchmarks.dialled import Script
 from benchmarks.paced_devices import Setting, flat, published, script_of, shortened, started
 from benchmarks.paced_engine import Pace
+from specactor.rollout.speculation.costs import Grid
 
 PASS_S, STEP_S = 0.1, 0.02
 SETTING = Setting(name="small", pace=flat(PASS_S, STEP_S), batch=2, tokens=16)
@@ -65,6 +67,32 @@ def test_the_page_names_who_wins() -> None:
     assert "in 1 of 2 settings" in said
     assert "2.00 beside 1.50 times plain decoding (one)" in said
     assert "1.00 to 1.25 times" in said
+
+
+def test_on_a_clock_second_choices_are_worth_what_the_page_says() -> None:
+    """The shipped ends and the shipped speculator; no machine's speed is in it."""
+    setting = Setting(name="a quarter", pace=flat(0.080, 0.020), batch=8)
+    coupled, first, second = (
+        fmean(play(seed).over_off for seed in range(6))
+        for play in (
+            lambda seed: paced_clock.coupled(setting, seed=seed),
+            lambda seed: paced_clock.decoupled(setting, second=0.0, seed=seed),
+            lambda seed: paced_clock.decoupled(setting, second=0.5, seed=seed),
+        )
+    )
+    assert 1.4 < coupled < 1.69  # of endless batches
+    assert first > 1.05 * coupled
+    assert second > 1.12 * first
+    assert second > 1.95
+
+
+def test_on_a_clock_dear_lanes_have_no_second_choices() -> None:
+    """Where every lane costs, drafting on from second choices must not cost speed."""
+    pace = flat(0.080, 0.020)
+    dear = Grid(requests=(1.0, 64.0), per_request=(1.0,), seconds=((0.005,), (0.320,)))
+    setting = Setting(name="dear", pace=msgspec.structs.replace(pace, draft=dear), batch=8)
+    speeds = [paced_clock.decoupled(setting, second=second).over_off for second in (0.0, 0.5)]
+    assert speeds[1] > 0.95 * speeds[0]
 
 
 @pytest.mark.deep
