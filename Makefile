@@ -18,7 +18,9 @@ export DS_BUILD_OPS = 0
 # Every process imports the project; one in a hundred is the first to compile it.
 export PYTHONDONTWRITEBYTECODE =
 
-PYTEST = $(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder
+# On two cores a third worker works while the ranks and engines of another wait for each other.
+WORKERS ?= 3
+PYTEST = $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 SLICE ?= 0/1
 
 .PHONY: setup quickstart check check-fast check-deep check-cluster lint test bench gpu-check faults measure clean

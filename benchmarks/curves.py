@@ -42,7 +42,7 @@ PHASES = {
 }
 """Phases of an RL step in their order, with the colours of their bars, which are not those of runs."""
 
-NOT_SPENT = ("time/refresh_limit_s",)  # seconds that were granted
+NOT_SPENT = ("time/refresh_limit_s", "time/environment_s")  # granted; of conversations side by side
 
 COLUMNS = (
     "run",
@@ -250,6 +250,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN_DIR", help="folder with metrics.jsonl")
     parser.add_argument("--out", type=Path, required=True, help="path of the results, without .png and .md")
+    parser.add_argument("--note", default="", help="what else a reader must know of these runs")
     options = parser.parse_args(arguments)
     runs = [read_run(folder) for folder in options.runs]
     out: Path = options.out
@@ -257,7 +258,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     figure = draw(runs)
     figure.savefig(out.with_name(out.name + ".png"), dpi=130)
     plt.close(figure)
-    text = table(runs, out.name + ".png")
+    text = table(runs, out.name + ".png") + (f"\n{options.note}\n" if options.note else "")
     out.with_name(out.name + ".md").write_text(
         f"# {out.name.replace('_', ' ').capitalize()}: runs and curves\n\n{text}\nMeasured: {machine()}.\n"
     )

@@ -14,7 +14,7 @@ import random
 from dataclasses import dataclass, field
 from statistics import fmean
 
-from specactor.planning.throughput_model import Pace, coupled_tokens
+from specactor.planning.plans import Pace, coupled_tokens
 from specactor.rollout.decoupled.remote_drafter import Patience
 from specactor.rollout.speculation.acceptance import survival_of
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import msgspec
 import xxhash
 
-from specactor.rollout.decoupled.backend import Lane
+from specactor.rollout.decoupled.continuer import Lane
 from specactor.rollout.decoupled.spec import DrafterSpec
 from specactor.rollout.speculation.drafter import Drafter, DraftSequence
 

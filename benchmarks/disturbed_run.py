@@ -53,7 +53,7 @@ class Belongings:
 class Job:
     """One launch. Rank 0 writes ``status.json``, by which phases are recognised."""
 
-    def __init__(self, base: Path, name: str, *options: str) -> None:
+    def __init__(self, base: Path, name: str, *options: str, script: str = "launch/train_moe.py") -> None:
         self.folder = RunFolder(root=base / "runs" / name)
         self.log = base / f"{name}-{uuid.uuid4().hex[:6]}.log"
         self.belongings = Belongings()
@@ -61,7 +61,7 @@ class Job:
         self.folder.status.unlink(missing_ok=True)
         command = [
             *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"),
-            *(str(ROOT / "launch" / "train_moe.py"), "quickstart", "--name", name, "--output-dir", str(base / "runs")),
+            *(str(ROOT / script), "quickstart", "--name", name, "--output-dir", str(base / "runs")),
             *(*SHORT, *options),
         ]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "WANDB_MODE": "offline", _MARK: self._mark}

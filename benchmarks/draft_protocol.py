@@ -18,7 +18,7 @@ import msgspec
 import numpy as np
 
 from benchmarks.results import Result, publish, spread
-from specactor.rollout.decoupled.backend import Lane
+from specactor.rollout.decoupled.continuer import Lane
 from specactor.rollout.decoupled.main import serve
 from specactor.rollout.decoupled.remote_drafter import Decoupled, connect
 from specactor.rollout.decoupled.spec import Started

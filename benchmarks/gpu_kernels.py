@@ -13,7 +13,7 @@ from torch.nn.functional import pad
 
 from specactor.cpu import sglang_ops
 from specactor.cpu.sglang_ops import TILE
-from specactor.rollout.sglang import sampling_kernel, tile_kernel
+from specactor.rollout.sglang import kernels
 
 Case = dict[str, int | float]
 
@@ -25,15 +25,13 @@ def sampling(device: str, *, rows: int, vocab: int) -> Case:
     seeds, positions = torch.randint(2**62, (rows,)), torch.randint(40_000, (rows,))
     wanted = sglang_ops.sample_with_noise(logits / temperatures, seeds, positions).view(-1)
     given = [x.to(device) for x in (logits, temperatures, seeds, positions, torch.zeros(rows, dtype=torch.bool))]
-    drawn = sampling_kernel.draw(*given)
-    together = sampling_kernel.logprobs_of(drawn.tokens, given[0], given[1], drawn)
+    drawn = kernels.draw(*given)
+    together = kernels.logprobs_of(drawn.tokens, given[0], given[1], drawn)
     bits = 0
     for row in range(0, rows, max(1, rows // 16)):
         own = [x[row : row + 1] for x in given]
-        alone = sampling_kernel.draw(*own)
-        bits += not torch.equal(
-            sampling_kernel.logprobs_of(alone.tokens, own[0], own[1], alone), together[row : row + 1]
-        )
+        alone = kernels.draw(*own)
+        bits += not torch.equal(kernels.logprobs_of(alone.tokens, own[0], own[1], alone), together[row : row + 1])
     return {"rows": rows, "differ": int((drawn.tokens.cpu() != wanted).sum()), "bits": bits}
 
 
@@ -44,14 +42,14 @@ def tiles(device: str, dtype: torch.dtype, *, group: int, dim: int, lengths: tup
     k, v = torch.randn(2, len(lengths) * width, 1, dim).to(device, dtype)
     slots = torch.randperm(len(k), device=device).view(len(lengths), width)
     q = torch.randn(len(lengths), group, dim).to(device, dtype)
-    parts = torch.empty(len(lengths) * TILE, group, -(-width // tile_kernel.SPLIT), dim, device=device)
+    parts = torch.empty(len(lengths) * TILE, group, -(-width // kernels.SPLIT), dim, device=device)
 
     def attend(q: torch.Tensor, readers: list[int], seen: list[int]) -> torch.Tensor:
         indices = torch.cat([slots[r, :n] for r, n in zip(readers, seen, strict=True)])
         indptr = pad(torch.tensor(seen, device=device).cumsum(0), (1, 0)).int()
-        sizes, out = tile_kernel.tile_sizes(torch.tensor(readers, device=device)), torch.empty_like(q)
+        sizes, out = kernels.tile_sizes(torch.tensor(readers, device=device)), torch.empty_like(q)
         log_totals = torch.empty_like(parts[..., 0])
-        tile_kernel.tile_attention(q, k, v, out, indptr, indices, sizes, parts, log_totals, dim**-0.5)
+        kernels.tile_attention(q, k, v, out, indptr, indices, sizes, parts, log_totals, dim**-0.5)
         return out
 
     every = list(range(len(lengths)))

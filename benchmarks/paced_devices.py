@@ -20,9 +20,8 @@ from benchmarks.dialled import SCRIPT, Script
 from benchmarks.paced_engine import PACE, PASSES, Pace, Passes
 from specactor.config import EngineConfig, SpeculationConfig, TinyModelConfig
 from specactor.data.tiny_model import make_tiny_model
-from specactor.planning.gpu_specs import device
 from specactor.planning.model_shapes import SHAPES
-from specactor.planning.rooflines import Roofline, cost_table
+from specactor.planning.rooflines import Roofline, cost_table, device
 from specactor.rollout.decoupled.spec import DrafterSpec
 from specactor.rollout.decoupled.supervisor import DrafterProcess
 from specactor.rollout.decoupled.transport import Address, DrafterAccess, local_endpoint

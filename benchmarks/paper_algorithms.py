@@ -15,7 +15,7 @@ Where the text leaves a choice, or ours differs:
 - w accepted tokens count as w: the token that the target adds is in the next window already, so a verify has w rows.
   Ours commits that token and keeps the rest of the tail if the drafter has the same one, so a verify has w + 1 rows.
 - tau averages tokens per iteration over outcomes. A long run's speed is the ratio of the averages (tokens over
-  iterations), which is lower: p = 0.5, w = 1 gives 0.75 here and 2/3 as a ratio. `throughput_model.py` uses ratios.
+  iterations), which is lower: p = 0.5, w = 1 gives 0.75 here and 2/3 as a ratio. `planning/plans.py` uses ratios.
 - w_max has V' and beta, which depend on w: w goes up while it is within the bound of its own V' and beta.
 - tau of coupled speculation is not printed: it is read as the same sum without the half.
 - Algorithm 2 compares one request alone (b = 1), whatever runs beside it.

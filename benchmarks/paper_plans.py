@@ -13,12 +13,10 @@ from math import ceil
 
 from benchmarks.paper_algorithms import PaperCosts, PaperPlan, plan, tgs_coupled
 from benchmarks.results import Result, publish
-from specactor.planning.gpu_specs import DEVICES, Attained, device
 from specactor.planning.model_shapes import SHAPES
-from specactor.planning.plans import Candidates, Cluster, RolloutPlan
-from specactor.planning.rooflines import from_figures
+from specactor.planning.plans import Candidates, Cluster, RolloutPlan, pipelined
+from specactor.planning.rooflines import DEVICES, Attained, device, from_figures
 from specactor.planning.search import search
-from specactor.planning.throughput_model import pipelined
 from specactor.rollout.speculation.acceptance import survival_of
 from specactor.rollout.speculation.costs import Grid
 from specactor.rollout.speculation.reconfiguration import Mode
@@ -221,7 +219,7 @@ def inputs() -> str:
         f"{peaks}. Attained: {share.matmul:.0%} of FLOP/s in matrix products, {share.weights:.0%} of bandwidth reading "
         f"weights, {share.attention:.0%} reading keys and values, {share.link:.0%} of the link; an all-reduce takes "
         f"{1e6 * share.all_reduce_s:g} us at least, a kernel {1e6 * share.kernel_s:g} us. Messages between drafters "
-        "and verifiers take 100 us; sources: `specactor/planning/gpu_specs.py` "
+        "and verifiers take 100 us; sources: `specactor/planning/rooflines.py` "
         "and `model_shapes.py`."
     )
 

@@ -12,9 +12,8 @@ from itertools import product
 
 from benchmarks.paper_plans import slowed
 from benchmarks.results import Result, publish
-from specactor.planning.gpu_specs import device
 from specactor.planning.model_shapes import SHAPES
-from specactor.planning.rooflines import from_figures
+from specactor.planning.rooflines import device, from_figures
 from specactor.simulator.command import MFU, trained_per_s
 from specactor.simulator.decide import Policy
 from specactor.simulator.requests import Lengths, Method, World

@@ -1,7 +1,8 @@
 """Draws the pictures of the README and the plots of docs/results/ from stored results: python -m benchmarks.pictures
 
 `speed.svg` shows the rows of docs/results/speculation_speed.csv, `timeline.svg` the trace of a real step that is
-stored as docs/results/decoupled_trace.json, `step.svg` which process has which device in a step (not to scale).
+stored as docs/results/decoupled_trace.json, `step.svg` which process has which device in a step (not to scale),
+docs/results/replay_hunt.svg a response and its replay.
 """
 
 from __future__ import annotations
@@ -82,6 +83,30 @@ def draw_step(axes: Axes) -> None:
     axes.set_xlabel("one RL step (not to scale)")
 
 
+def draw_hunt(axes: Axes, hunt: dict[str, Any]) -> None:
+    """Draw both continuations of a prompt around the first token that differs, and each token's score with noise."""
+    at = hunt["token"]
+    first = max(0, at - 9)
+    for row, (name, tokens, scores) in enumerate(
+        zip(("the run", "its replay"), hunt["texts"], hunt["scores"], strict=True)
+    ):
+        for i, (token, score) in enumerate(
+            zip(tokens[first : at + 8], scores[first : at + 8], strict=True), start=first
+        ):
+            colour = LIGHT if i < at else (TRAINER if row == 0 else ENGINE) if i == at else "white"
+            axes.barh(row, 0.92, left=i - 0.46, height=0.5, color=colour, edgecolor=LIGHT)
+            ink = "white" if i == at else INK
+            axes.text(i, row, token.strip() or repr(token)[1:-1], ha="center", va="center", fontsize=9, color=ink)
+            axes.text(i, row + 0.38, f"{score:+.2f}", ha="center", va="center", fontsize=6, color=INK)
+        axes.text(first - 0.8, row, name, ha="right", va="center", fontsize=8, color=INK)
+    axes.set_xlim(first - 3, at + 8)
+    axes.set_ylim(1.7, -0.6)
+    axes.set_xticks(range(first, at + 8))
+    axes.set_yticks([])
+    axes.set_xlabel(f"token of the response to {hunt['prompt']!r}; below each: log-probability and noise")
+    axes.spines["left"].set_visible(False)
+
+
 def spans(trace: dict[str, Any]) -> list[dict[str, Any]]:
     """Return the events of a stored trace with the names of their processes, in milliseconds from the first round."""
     events = trace["traceEvents"]
@@ -138,8 +163,18 @@ def main() -> None:
             figure = Figure(figsize=size, layout="constrained")
             draw(figure.add_subplot())
             figure.savefig(PICTURES / f"{name}.svg", metadata={"Date": None})
+    save_hunt()
     for name in (name for name in PLOTS if (RESULTS / f"{name}.csv").exists()):
         save(name, stored(name), RESULTS)
+
+
+def save_hunt() -> None:
+    """Draw what a replay found, if one is stored."""
+    if (stored_hunt := RESULTS / "replay_hunt.json").exists():
+        with rc_context(STYLE):
+            figure = Figure(figsize=(8.6, 1.8), layout="constrained")
+            draw_hunt(figure.add_subplot(), json.loads(stored_hunt.read_text()))
+            figure.savefig(stored_hunt.with_suffix(".svg"), metadata={"Date": None})
 
 
 def stored_trace() -> dict[str, Any]:

@@ -373,6 +373,17 @@ class Plot:
     height: float = 3.0
 
 
+def owned(axes: Axes, rows: Sequence[Row]) -> None:
+    """Memory of a rank by number of ranks."""
+    ways = list(dict.fromkeys(row["tokens are"] for row in rows))
+    for way, colour in zip(ways, COLOURS, strict=False):
+        own = [row for row in rows if row["tokens are"] == way]
+        memory = [number(row["memory per rank MB"]) for row in own]
+        axes.plot([number(row["Ranks"]) for row in own], memory, "o-", color=colour, markersize=4, label=way)
+    axes.set(xscale="log", yscale="log", xlabel="ranks", ylabel="MB per rank")
+    axes.legend(frameon=False)
+
+
 PLOTS = {
     "speculation_speed": Plot(cells_of_auto, "Speed over plain SGLang, every cell", 3.6),
     "paper_plans": Plot(plans, "Gains of decoupled plans beside coupled ones", 3.4),
@@ -387,6 +398,7 @@ PLOTS = {
     "simulator_fidelity": Plot(fidelity, "Predicted over measured seconds", 3.4),
     "drafter_kinds": Plot(kinds, "Rollout speed over no drafter", 2.2),
     "tail_speed": Plot(tail, "Tail and rollout over plain decoding"),
+    "samples": Plot(owned, "Memory per rank for a step's samples"),
     "weights_sync": Plot(sync, "GB/s of weight sync and of memcpy"),
     "text_drafters": Plot(text, "accept_length by text and drafter"),
     "trainer_speed": Plot(training, "Training speed over plain PyTorch"),

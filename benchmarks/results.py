@@ -18,7 +18,6 @@ from statistics import median
 import psutil  # type: ignore[import-untyped]
 from rich.console import Console
 from rich.table import Table as RichTable
-from scipy.stats import quantile_test
 
 from benchmarks.plots import PLOTS, save
 from specactor.parallel import devices
@@ -132,5 +131,7 @@ def spread(values: Sequence[float], form: str = "{:.2f}") -> str:
 
 def likely(values: Sequence[float], form: str = "{:.2f}") -> str:
     """median (where the true median lies, with a confidence of 95 %). From six values on; fewer do not tell."""
+    from scipy.stats import quantile_test  # takes two seconds
+
     interval = quantile_test(values, p=0.5).confidence_interval(confidence_level=0.95)
     return f"{form.format(median(values))} ({form.format(interval.low)}-{form.format(interval.high)})"

@@ -15,6 +15,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 BENCHMARKS = {
     "weights_sync": "seconds and GB/s of bringing new weights from the trainer to the engines",
+    "samples": "memory and bytes of a step's samples on 2, 8 and 64 ranks, by owner and everywhere",
     "text_drafters": "cost and accept_length of drafters that look things up in text",
     "equality": "speculation on and off, token for token",
     "acceptance": "how often a draft model is right, and how often it could be",

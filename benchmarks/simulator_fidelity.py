@@ -105,7 +105,7 @@ class Bench:
         done = self.engine.generate(requests, timeout_s=LIMIT_S)
         seconds = time.perf_counter() - began
         for response in done:
-            expected = self.expected.setdefault(response.request_id, response.token_ids)
+            expected = self.expected.setdefault(response.request_id, tuple(response.token_ids))
             if response.token_ids != expected:
                 raise SystemExit(f"response {response.request_id} is {response.token_ids}, expected {expected}")
         return seconds

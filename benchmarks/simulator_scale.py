@@ -13,10 +13,9 @@ from statistics import median
 import numpy as np
 
 from benchmarks.results import Result, publish
-from specactor.planning.gpu_specs import device
 from specactor.planning.model_shapes import SHAPES
 from specactor.planning.plans import Candidates, Cluster
-from specactor.planning.rooflines import from_figures
+from specactor.planning.rooflines import device, from_figures
 from specactor.planning.search import search
 from specactor.rollout.speculation.acceptance import AcceptanceModel
 from specactor.rollout.speculation.costs import OnlineCosts

@@ -108,7 +108,7 @@ class Contestant:
                 started = self.clock(self.engine)
                 responses = self.engine.generate(requests, timeout_s=LIMIT_S)
                 seconds += self.clock(self.engine) - started
-                tokens |= {response.request_id: response.token_ids for response in responses}
+                tokens |= {response.request_id: tuple(response.token_ids) for response in responses}
             self._check(tokens, expected)
             if work.repetition >= 0:
                 self.seconds[phase, work.batch, work.repetition] = seconds
@@ -188,7 +188,7 @@ def fixed_lengths(work: Work, expected: dict[str, tuple[int, ...]]) -> Work:
 def reference(engine: Engine, todo: Sequence[Work]) -> dict[str, tuple[int, ...]]:
     """What plain decoding emits, by request."""
     requests = [request for work in todo for phase in work.phases.values() for request in phase]
-    return {t.request_id: t.token_ids for t in engine.generate(requests)}
+    return {t.request_id: tuple(t.token_ids) for t in engine.generate(requests)}
 
 
 # ---------------------------------------------------------------------------------------------------------- engines

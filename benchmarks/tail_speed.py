@@ -216,7 +216,7 @@ class Contest:
         responses = self._engine.generate(
             requests, on_finished=finished, on_progress=progress, report_tokens=REPORT_TOKENS, timeout_s=LIMIT_S
         )
-        tokens = {response.request_id: response.token_ids for response in responses}
+        tokens = {response.request_id: tuple(response.token_ids) for response in responses}
         return tokens, timeline.run(tail_of({name: len(emitted) for name, emitted in tokens.items()}))
 
 

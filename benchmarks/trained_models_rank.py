@@ -11,8 +11,7 @@ import sys
 from benchmarks.trained_models import task_recipe
 from specactor.data.dataset import build_dataset
 from specactor.data.tokenizer import load_tokenizer
-from specactor.parallel import groups
-from specactor.parallel.collective import Collective
+from specactor.parallel.collective import Collective, destroy_groups, init_groups
 from specactor.parallel.layout import check, longest_prompt
 from specactor.progress import Progress
 from specactor.run import model_shape
@@ -23,7 +22,7 @@ def main() -> None:
     config = task_recipe(sys.argv[1])
     shape = model_shape(config)
     layout = check(config, int(os.environ["WORLD_SIZE"]), shape)
-    groups.init(layout, config.parallel, seed=config.seed, local_rank=int(os.environ["LOCAL_RANK"]))
+    init_groups(layout, config.parallel, seed=config.seed, local_rank=int(os.environ["LOCAL_RANK"]))
     collective = Collective()
     start = initial_model(config, collective)
     tokenizer = load_tokenizer(start)
@@ -34,7 +33,7 @@ def main() -> None:
     folder = warmed_up_model(config, layout, start, problems, tokenizer, collective, progress)
     if collective.rank == 0:
         print(f"RESULT {folder}", flush=True)
-    groups.destroy()
+    destroy_groups()
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from pathlib import Path
 from benchmarks import trainer_speed_case as case
 from benchmarks.recipes import benchmark_config
 from specactor.config import AlgorithmConfig, CorrectionConfig, ParallelConfig, TrainConfig
-from specactor.parallel import groups
+from specactor.parallel.collective import destroy_groups, init_groups
 from specactor.parallel.layout import ModelShape, check
 from specactor.trainer.policy import PolicyTrainer
 
@@ -35,7 +35,7 @@ def main() -> None:
         train=TrainConfig(adam_betas=case.ADAM_BETAS, grad_clip=case.GRAD_CLIP),
     )
     layout = check(config, int(os.environ["WORLD_SIZE"]), ModelShape.read(model_dir))
-    groups.init(layout, parallel, seed=0, local_rank=int(os.environ["LOCAL_RANK"]))
+    init_groups(layout, parallel, seed=0, local_rank=int(os.environ["LOCAL_RANK"]))
     trainer = PolicyTrainer(config, layout, model_dir)
     vocab_size = json.loads((model_dir / "config.json").read_text())["vocab_size"]
     batch = case.sequences(vocab_size)
@@ -45,7 +45,7 @@ def main() -> None:
         return trainer.train_step(batch, learning_rate=case.LEARNING_RATE).loss
 
     case.serve(folder, rank=dist.get_rank(), settings=TOKENS_PER_MICROBATCH, step=step, barrier=dist.barrier)
-    groups.destroy()
+    destroy_groups()
 
 
 if __name__ == "__main__":

@@ -115,7 +115,7 @@ def table(runs: Mapping[str, Run], *, steps: int, model_bytes: int) -> Result:
         title="Two hosts beside one",
         verdict=f"A step takes {whole[fast]:.2f} times as long as on one host over {fast}, and {whole[slow]:.2f} times "
         f"over {slow}; {same}. A weight sync sends {synced / model_bytes:.2f} times the model's "
-        f"{model_bytes / 1e6:.1f} MB over the link.",
+        f"{model_bytes / 1e6:.1f} MB over the link, {synced / model_bytes / 2:.2f} times to each host.",
         intro=f"{steps} steps of the quickstart (a warm-up of 50 steps, two engines) on two hosts with one rank each, "
         "which are namespaces of one machine, joined by a link of that rate and one-way delay; beside it one host with "
         "two ranks. Seconds are medians of all steps but the first; bytes on the link are those of both hosts per "

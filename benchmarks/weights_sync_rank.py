@@ -13,8 +13,7 @@ import msgspec
 import torch
 
 from benchmarks.recipes import sync_config
-from specactor.parallel import groups
-from specactor.parallel.collective import Collective
+from specactor.parallel.collective import Collective, destroy_groups, init_groups
 from specactor.parallel.layout import ModelShape, check
 from specactor.rollout.pool import EnginePool
 from specactor.rollout.sglang.engine_client import Engine, EngineSpec
@@ -81,7 +80,7 @@ def main() -> None:
     model_dir, options = Path(sys.argv[1]), json.loads(sys.argv[2])
     config = sync_config(str(model_dir), **options)
     layout = check(config, options["world"], ModelShape.read(model_dir))
-    groups.init(layout, config.parallel, seed=0, local_rank=int(os.environ["LOCAL_RANK"]))
+    init_groups(layout, config.parallel, seed=0, local_rank=int(os.environ["LOCAL_RANK"]))
     collective = Collective()
     trainer = PolicyTrainer(config, layout, model_dir)
     specs = [
@@ -99,7 +98,7 @@ def main() -> None:
     with EnginePool(specs if collective.rank == 0 else []) as pool:
         collective.together("engine start", pool.wait_ready)
         sender = WeightSender(config.weights_sync, collective)
-        source = RankShards(trainer.policy, trainer.memory)
+        source = RankShards(trainer.policy, trainer.shared_parameters)
         reports, gathers = [], []
         first = sender.push(source, pool.engines, version=1)  # learns the plan, where there can be one
         sender.push(source, pool.engines, version=2)  # warms up
@@ -139,7 +138,7 @@ def main() -> None:
             }
             print("RESULT " + json.dumps(seen), flush=True)
         sender.close()
-    groups.destroy()
+    destroy_groups()
 
 
 if __name__ == "__main__":

@@ -72,8 +72,7 @@ def main() -> int:
 
     megatron.install()  # before megatron.core is imported; does nothing where there is a GPU
     from specactor.parallel.failure import failure_guard, launcher_store
-    from specactor.parallel.meeting import meet
-    from specactor.parallel.silence import HostWatch
+    from specactor.parallel.meeting import HostWatch, meet
     from specactor.recipes import to_json
 
     head, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])

@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import cast
 
-from specactor import hooks, measurements
+from specactor import hooks, measurements, samples
 from specactor.config import Config
+from specactor.config.train import learning_rate
 from specactor.device_memory import DeviceMemory
 from specactor.errors import AgreementError, WeightSyncError
 from specactor.parallel.collective import Collective
@@ -24,7 +25,6 @@ from specactor.trace import Span
 from specactor.trainer.advantages import AdvantageKind, group_advantages
 from specactor.trainer.drafter.refresh import Distillation
 from specactor.trainer.policy import PolicyTrainer, TrainStats
-from specactor.trainer.schedule import learning_rate
 from specactor.types import ScoredGroup, TrainSequence
 from specactor.weights_sync.sender import SyncReport, WeightSender, WeightSource
 
@@ -82,28 +82,31 @@ class SpecActor:
         """This rank's engines."""
         return self.rollouts.pool
 
-    def step(self, learned: Callable[[], None] = lambda: None) -> dict[str, float]:
+    def step(self, save: Callable[[], None] = lambda: None) -> dict[str, float]:
         """One RL step: policy version v -> v + 1. Returns its metrics, but for times and memory; equal on all ranks.
 
         Args:
-            learned: called when policy and draft model have learned, while the trainer has the devices' memory.
+            save: writes a checkpoint if one is due; called while the trainer has the devices' memory.
         """
         step = self.steps_done + 1
         traced = self.progress.recorder.on = step in self.config.tracking.trace
-        self.rollouts.stats(trace=traced)  # what follows is counted from here
+        self.rollouts.take_stats(trace=traced)  # what follows is counted from here
         groups = self.rollouts.collect(self.steps_done)
-        rollout = self.rollouts.stats()
-        self.pool.learn(rollout.counts)
+        rollout = self.rollouts.take_stats()
+        self.pool.update_wake_belief(rollout.counts)
         self.on_groups(step, groups)
         audited = self.audit.look(step, self.version, groups, step_s=self._step_s)
         batch = self.learnable(groups)
+        if self.distillation is not None:  # the draft model learns from all of them on every rank
+            batch = samples.fetch(batch, range(len(batch)), samples.OF_SEQUENCE)
         with self.progress.phase("train"):
             self.devices.to_trainer(self.trainer)
             trained = self.train(batch)
-            self.recorder.stepped(step, self.version - 1, groups, batch, trained)
+        with self.progress.phase("record"):
+            self.recorder.stepped(step, self.version - 1, groups, batch, trained, self.rollouts.state())
         self.steps_done = step
         refreshed = self.refresh(batch)
-        learned()
+        save()
         with self.progress.phase("sync"):
             self.devices.to_weights(self.trainer)
             synced = self.sync()
@@ -124,7 +127,7 @@ class SpecActor:
         advantages = self._advantages(rewards, kind)
         return [
             TrainSequence(
-                token_ids=t.prompt_ids + t.token_ids,
+                token_ids=samples.joined(t.prompt_ids, t.token_ids),
                 prompt_len=len(t.prompt_ids),
                 advantage=advantage,
                 reward=reward,

@@ -116,8 +116,8 @@ def replay(argv: list[str]) -> int:
     """Run steps of a run again, or one response of them, and compare them with what the run recorded.
 
     --step N            the last step to run again; steps since the nearest checkpoint are trained again
-    --group G           of step N this group alone; it is not learned from
-    --sample K          of that group this response alone
+    --group G ...       of step N these groups alone, one after the other; they are not learned from
+    --sample G.K ...    these responses of groups alone, likewise
     --nproc N           ranks; by default as many as the run had
     --key.path value    other settings, for example --rollout.speculation.mode off
 
@@ -130,6 +130,8 @@ def replay(argv: list[str]) -> int:
 
 def diff(argv: list[str]) -> int:
     """Compare the records of two runs: the first step, sample, token or tensor that differs, and the cause.
+
+    --out FILE    a page that shows it; by default diff.html in the second folder
 
     Exit code 0: all that both recorded is equal; 1: something differs.
     """
@@ -182,11 +184,11 @@ COMMANDS: dict[str, Command] = {
 }
 """Name -> function of the arguments after the name; its docstring is its help."""
 ARGUMENTS = {
-    "diff": "RUN RUN",
+    "diff": "RUN RUN [--out FILE]",
     "drafter": "init|train|eval [...]",
     "plan": "[RECIPE] [--model NAME|FOLDER] [--devices N] [--requests N] [--cost-table FILE] [...]",
     "profile": "RECIPE [--out FILE] [--limit SECONDS] [--key.path value ...]",
-    "replay": "RUN --step N [--group G [--sample K]] [--nproc N] [--key.path value ...]",
+    "replay": "RUN --step N [--group G ... | --sample G.K ...] [--nproc N] [--key.path value ...]",
     "report": "RUN [--out FILE]",
     "simulate": "[--model NAME|FOLDER] [--devices N] [--modes MODE ...] [...]",
 }

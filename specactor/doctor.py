@@ -22,11 +22,12 @@ from rich.markup import escape
 from rich.table import Table
 
 from specactor.config import Config
+from specactor.config.engine import guarantee
 from specactor.errors import ConfigError
 from specactor.parallel.addresses import own_addresses, within
 from specactor.parallel.devices import Devices, detect
 from specactor.parallel.layout import ModelShape
-from specactor.rollout.guarantee import guarantee
+from specactor.replay.records import reach
 
 GIB = 2**30
 MIN_DISK_BYTES = 2 * GIB  # room for checkpoints and the exported model of a small run
@@ -79,7 +80,7 @@ def examine(config: Config | None, environ: Mapping[str, str]) -> list[Finding]:
     gpu = bool(devices.gpus)
     packages = [*pinned(), stack(gpu), plugin()]
     found = [_python(), *packages, *_hardware(devices), *_optional(devices), *_places(config), loopback()]
-    return [*found, *([tokens(config, gpu=gpu), *_recipe(config)] if config else [])]
+    return [*found, *([tokens(config, gpu=gpu), _replay(config), *_recipe(config)] if config else [])]
 
 
 def report(findings: list[Finding], console: Console) -> int:
@@ -131,7 +132,7 @@ def _takes(wanted: str, version: str) -> bool:
 
 
 def stack(gpu: bool) -> Finding:
-    """Which of the sets of versions that were tried together is installed."""
+    """Return which of the sets of versions that were tried together is installed."""
     installed = {}
     for name in sorted({name for versions in STACKS.values() for name in versions}):
         with suppress(metadata.PackageNotFoundError):
@@ -150,9 +151,14 @@ def stack(gpu: bool) -> Finding:
 
 
 def tokens(config: Config, *, gpu: bool) -> Finding:
-    """What engines would promise of a request's tokens."""
+    """Return what engines would promise of a request's tokens."""
     arithmetic, promise = guarantee(config.rollout.engine, gpu=gpu, dtype=config.model.dtype)
     return Finding(component="attention", found=f"{arithmetic}: {promise}")
+
+
+def _replay(config: Config) -> Finding:
+    """Say how far back steps of the run can be repeated."""
+    return Finding(component="replay", found=reach(config).removeprefix("replay: "))
 
 
 def _requirement(need: Requirement, version: str, ok: bool) -> Finding:

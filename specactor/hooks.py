@@ -24,13 +24,13 @@ __all__ = ["Advantage", "AsyncReward", "DataSource", "Environment", "GroupFilter
 
 
 class Reward(Protocol):
-    """In [0, 1]; a problem's ``verifier``."""
+    """It is in [0, 1]; a problem's ``verifier``."""
 
     def __call__(self, response: str, problem: Problem, /) -> float: ...
 
 
 class AsyncReward(Protocol):
-    """The same, ``async def``: those of a step are awaited together."""
+    """It is a reward as ``async def``: those of a step are awaited together."""
 
     def __call__(self, response: str, problem: Problem, /) -> Awaitable[float]: ...
 
@@ -48,7 +48,7 @@ class Advantage(Protocol):
 
 
 class GroupFilter(Protocol):
-    """Whether a group is learned from; ``algorithm.group_filter``."""
+    """It says whether a group is learned from; ``algorithm.group_filter``."""
 
     def __call__(self, group: ScoredGroup, /) -> bool: ...
 
@@ -87,7 +87,7 @@ def check(config: Config) -> None:
 
 
 def called(setting: str, name: str, function: Callable[..., Any], *arguments: object) -> Any:
-    """What the hook returns. Raises DataError when it raises: code of others may raise anything."""
+    """Return what the hook returns. Raises DataError when it raises: code of others may raise anything."""
     try:
         return function(*arguments)
     except Exception as error:
@@ -129,7 +129,7 @@ def loss_by(name: str, logprobs_T: Tensor, old_logprobs_T: Tensor, advantages_T:
 
 
 def keeps(name: str, group: ScoredGroup) -> bool:
-    """Whether the hook keeps the group. Raises DataError for an answer that is not a bool."""
+    """Return whether the hook keeps the group. Raises DataError for an answer that is not a bool."""
     setting = "algorithm.group_filter"
     kept = called(setting, name, hook(setting, name, "group"), group)
     if not isinstance(kept, bool):

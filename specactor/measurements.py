@@ -12,7 +12,7 @@ from specactor.metrics import SPECULATION
 from specactor.rollout.resume import num_begun
 from specactor.rollout.speculation.counters import Counts, Figures
 from specactor.trainer.advantages import informative
-from specactor.types import ScoredGroup, TrainSequence
+from specactor.types import ScoredGroup, TrainSequence, Trajectory
 
 if TYPE_CHECKING:  # these import torch, or start processes
     from specactor.rollout.open_groups import OpenGroup
@@ -80,7 +80,7 @@ def of_step(
         **({f"critic/{name}": value for name, value in asdict(stats.critic).items()} if stats.critic else {}),
         "rollout/tokens": sum(t.num_sampled for t in trajectories),
         "rollout/responses": len(lengths),
-        **({"rollout/expert_bytes": experts} if (experts := sum(len(t.routed_experts) for t in trajectories)) else {}),
+        **({"rollout/expert_bytes": experts} if (experts := sum(map(_expert_bytes, trajectories))) else {}),
         "train/tokens": sum(len(s.token_ids) for s in batch),
         "train/sequences": len(batch),
         "train/microbatches": stats.num_microbatches,
@@ -91,8 +91,12 @@ def of_step(
     }
 
 
+def _expert_bytes(response: Trajectory) -> int:
+    return len(response.routed_experts) * getattr(response.routed_experts, "itemsize", 1)  # an array, or bytes
+
+
 def of_environments(groups: Sequence[ScoredGroup], num_failed: int) -> dict[str, float]:
-    """What happened between turns in a step; nothing where no environment took part."""
+    """Return what happened between turns in a step; nothing where no environment took part."""
     talks = [t for g in groups for t in g.trajectories if t.reward is not None]
     if not talks and not num_failed:
         return {}
@@ -117,7 +121,7 @@ def of_speculation(counts: Mapping[str, Counts]) -> dict[str, float]:
 
 
 def of_tail(woken: int | None, left: Sequence[OpenGroup] | None, batch: Sequence[TrainSequence]) -> dict[str, float]:
-    """What was done with a step's last requests; and with the groups that were not complete in the end.
+    """Return what was done with a step's last requests; and with the groups that were not complete in the end.
 
     None: no drafter can be woken; the step waits for all groups.
     """
@@ -136,7 +140,8 @@ def of_tail(woken: int | None, left: Sequence[OpenGroup] | None, batch: Sequence
 
 
 def of_drafters(figures: Figures, work: Sequence[tuple[float, int]]) -> dict[str, float]:
-    """What drafters counted themselves in a step. `work`: of each drafter process, seconds of drafting, and drops."""
+    """Return what drafters counted themselves in a step. `work`: of each drafter process, seconds of drafting, and
+    drops."""
     own = {
         f"speculation/{drafter}/{name}": value
         for drafter, counted in figures.items()

@@ -56,6 +56,7 @@ METRICS: dict[str, str] = {
     "time/rollout_s": "seconds of generation",
     "time/reward_s": "seconds of scoring",
     "time/environment_s": "seconds that environments took, summed over conversations, which overlap",
+    "time/record_s": "seconds of recording the step for specactor replay",
     "time/train_s": "seconds of forward, backward and optimizer",
     "time/sync_s": "seconds of the weight sync",
     "time/checkpoint_s": "seconds of saving",
@@ -77,6 +78,7 @@ METRICS: dict[str, str] = {
     "sync/buckets": "buckets sent",
     "memory/rank_rss_bytes": "resident memory of the largest trainer rank",
     "memory/engine_rss_bytes": "resident memory of all engine processes of the job",
+    "memory/record_bytes": "bytes of the step's record on disk; 0 with tracking.record off",
 }
 """Name -> unit and meaning. Shares lie in 0..1."""
 
@@ -320,7 +322,7 @@ def _start_wandb(run_dir: Path, config_json: Mapping[str, Any], tracking: Tracki
         try:
             return wandb.init(
                 dir=str(run_dir),
-                project=tracking.project,
+                project=os.environ.get("WANDB_PROJECT", "specactor"),
                 name=run_dir.name,
                 id=run_id,
                 resume="allow" if mode == "online" else None,
@@ -336,7 +338,7 @@ def _start_wandb(run_dir: Path, config_json: Mapping[str, Any], tracking: Tracki
 
 
 def _has_key(wandb: Any) -> bool:
-    """Whether wandb finds credentials, without a prompt and without the network."""
+    """Return whether wandb finds credentials, without a prompt and without the network."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")

@@ -15,6 +15,7 @@ import importlib
 import importlib.util
 import json
 import sys
+import sysconfig
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -40,6 +41,7 @@ Tree = TypeVar("Tree", bound="DataclassInstance")
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 QUIET_EXIT_S = 3.0
+IMPORTS = "imports.json"  # in the folder of a run: from where its own functions and classes are imported
 Scalar = str | int | float | bool
 USUAL_NAMES = {
     "lr": "train.learning_rate",
@@ -141,6 +143,20 @@ def from_json(plain: Mapping[str, Any]) -> Config:
         raise ConfigError(f"config: {error}. Correct the file, or start from a recipe.") from None
     _refuse_unknown(plain, to_json(config), "")
     return config
+
+
+def keep_imports(run: Path) -> None:
+    """Write down from which folders this process imports what is not installed."""
+    known = (*sysconfig.get_paths().values(), str(EXAMPLES.parent / "launch"))
+    folders = [str(Path(place).absolute()) for place in sys.path if Path(place).is_dir()]
+    own = [folder for folder in folders if not folder.startswith(known) and folder != str(EXAMPLES.parent)]
+    run.mkdir(parents=True, exist_ok=True)
+    (run / IMPORTS).write_text(json.dumps(own))
+
+
+def imports_of(run: Path) -> list[str]:
+    """Return these folders, of a run; none of one that did not write them down."""
+    return list(json.loads((run / IMPORTS).read_text())) if (run / IMPORTS).exists() else []
 
 
 def _whole(tree: Tree) -> Tree:

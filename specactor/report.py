@@ -34,6 +34,8 @@ PHASES = dict(
     reward="#d9a441",
     train="#7fa7c9",
     sync="#c0504d",
+    record="#5b8c5a",
+    audit="#c98bb9",
     refresh="#8c6bb1",
     eval="#b8c4a0",
     checkpoint="#9a9a9a",
@@ -136,10 +138,10 @@ class Run:
 
 
 def page(run: Run) -> str:
-    tables = _table("Recipe", facts(run)) + _table("Results", results(run)) + _table("Seconds", seconds(run))
+    tables = table("Recipe", facts(run)) + table("Results", results(run)) + table("Seconds", seconds(run))
     sections = {"Run": tables, "Training": _figures(run, training())}
     if run.drafters:
-        sections["Speculation"] = _table("Over the run, means over its steps", drafting(run)) + _figures(
+        sections["Speculation"] = table("Over the run, means over its steps", drafting(run)) + _figures(
             run, speculation(run)
         )
     body = f"<header><h1>{escape(run.name)}</h1><p>{escape(run.state)}</p></header>"
@@ -281,7 +283,7 @@ def _number(value: float, over: float = 1.0, *, form: str) -> str:
     return format(value / over, form) if over and math.isfinite(value / over) else "-"
 
 
-def _table(title: str, rows: Rows) -> str:
+def table(title: str, rows: Rows) -> str:
     """A card. Rows of two cells are names and texts; longer ones are numbers, under a heading."""
     if not rows:
         return ""

@@ -12,9 +12,10 @@ from pathlib import Path
 from torch._C._distributed_c10d import Store
 from transformers import PreTrainedTokenizerBase
 
-from specactor import hooks, measurements
+from specactor import hooks, measurements, samples
 from specactor.actor import SpecActor
 from specactor.config import Config, DraftTrainingConfig
+from specactor.config.engine import guarantee
 from specactor.config.results import set_name
 from specactor.data.dataset import Dataset, build_dataset
 from specactor.data.environment import environment_of
@@ -22,8 +23,7 @@ from specactor.data.tokenizer import VOCAB_SIZE, load_tokenizer
 from specactor.device_memory import DeviceMemory
 from specactor.errors import ConfigError, PlanError
 from specactor.metrics import Tracker, read_metrics, rss_bytes
-from specactor.parallel import groups
-from specactor.parallel.collective import Collective
+from specactor.parallel.collective import Collective, destroy_groups, init_groups
 from specactor.parallel.devices import gpu_uuid, gpus, return_unused
 from specactor.parallel.failure import Failures, Member
 from specactor.parallel.layout import (
@@ -38,14 +38,14 @@ from specactor.parallel.layout import (
 from specactor.planning import search
 from specactor.planning.memory import memory_of
 from specactor.progress import Progress, summary_rows
-from specactor.recipes import to_json
+from specactor.recipes import keep_imports, to_json
 from specactor.replay.audit import Audit
 from specactor.replay.recorder import StepRecorder
+from specactor.replay.records import reach
 from specactor.rollout.collector import RolloutCollector
 from specactor.rollout.decoupled.transport import DrafterAccess
 from specactor.rollout.drafter_pool import DrafterPool
 from specactor.rollout.drafter_start import check_in_engines, start_drafters
-from specactor.rollout.guarantee import guarantee
 from specactor.rollout.pool import EnginePool
 from specactor.rollout.sglang.engine_client import EngineSpec
 from specactor.rollout.tail import tail_policy
@@ -81,9 +81,9 @@ def run(
     for own in gpus()[:1]:
         with suppress(PlanError):  # of a model that is built in another way, nobody can say
             memory_of(config, world, own.memory_bytes).check()
-    device = groups.init(layout, config.parallel, seed=config.seed, local_rank=local_rank, store=store)
+    device = init_groups(layout, config.parallel, seed=config.seed, local_rank=local_rank, store=store)
     with ExitStack() as stack:
-        stack.callback(groups.destroy)
+        stack.callback(destroy_groups)
         collective = Collective()
         gpu = gpu_uuid(device.index) if device.type == "cuda" else ""
         members = collective.gather(Member.here(local_rank, gpu=gpu), Member)
@@ -91,35 +91,35 @@ def run(
         folder = RunFolder.of(config)
         resume = collective.together("run folder", lambda: checkpoint_to_resume(config, folder))
         note_phase = _status_writer(folder, config.train.steps, members) if rank == 0 else None
-        progress = stack.enter_context(
-            Progress(
-                config.train.steps,
-                enabled=rank == 0,
-                quiet=rank != 0,
-                on_phase=note_phase,
-            )
-        )
+        shown = Progress(config.train.steps, enabled=rank == 0, quiet=rank != 0, on_phase=note_phase)
+        progress = stack.enter_context(shown)
         config = _planned(config, members, collective, progress)
         actor = _build(config, layout, folder, collective, members, head, progress, stack)
         if resume is not None:
-            actor.devices.to_trainer(actor.trainer)
-            actor.restore(checkpoint.load(actor.trainer, resume))
-            actor.devices.to_weights(actor.trainer)
-            if actor.distillation is not None:
-                actor.distillation.load(resume)
-            elif told := left_behind(resume, config.rollout.speculation.draft_model):
-                progress.note(told)
-            progress.resume(actor.steps_done)
+            _resume(actor, resume, config, progress)
         tracker = None
         if rank == 0:
-            tracker = stack.enter_context(
-                Tracker(folder.root, to_json(config), config.tracking, resume_step=actor.steps_done)
-            )
+            tracker = Tracker(folder.root, to_json(config), config.tracking, resume_step=actor.steps_done)
+            stack.enter_context(tracker)
+            keep_imports(folder.root)
+            if folder.read_replay() is None:
+                progress.note(reach(config))
         with progress.phase("sync"):
             actor.sync()
         _train(actor, folder, tracker)
         if note_phase is not None:
             note_phase("done", actor.steps_done)
+
+
+def _resume(actor: SpecActor, checkpoint_dir: Path, config: Config, progress: Progress) -> None:
+    actor.devices.to_trainer(actor.trainer)
+    actor.restore(checkpoint.load(actor.trainer, checkpoint_dir))
+    actor.devices.to_weights(actor.trainer)
+    if actor.distillation is not None:
+        actor.distillation.load(checkpoint_dir)
+    elif told := left_behind(checkpoint_dir, config.rollout.speculation.draft_model):
+        progress.note(told)
+    progress.resume(actor.steps_done)
 
 
 def _status_writer(folder: RunFolder, steps: int, members: Sequence[Member]) -> Callable[[str, int], None]:
@@ -133,7 +133,8 @@ def _status_writer(folder: RunFolder, steps: int, members: Sequence[Member]) -> 
 
 
 def model_shape(config: Config) -> ModelShape:
-    """Of the model that will be trained, before it exists. Raises ConfigError when it cannot be read."""
+    """Return the shape of the model that will be trained, before it exists. Raises ConfigError when it cannot be
+    read."""
     if config.model.tiny is not None:
         return ModelShape.of_tiny(config.model.tiny, VOCAB_SIZE)
     return ModelShape.read(Path(config.model.path))
@@ -149,7 +150,7 @@ def _build(
     progress: Progress,
     stack: ExitStack,
 ) -> SpecActor:
-    """Model, data, drafters, engines and trainer."""
+    """Make model, data, drafters, engines and trainer."""
     with progress.phase("data", announce=True):
         start = initial_model(config, collective)
         tokenizer = load_tokenizer(start)
@@ -158,18 +159,7 @@ def _build(
         base = warmed_up_model(config, layout, start, train_data, tokenizer, collective, progress)
         config = with_draft_model(config, base, train_data, tokenizer, collective, progress)
         return_unused()  # the warm-up's trainer is gone
-    drafters, access_of = start_drafters(
-        *(config, collective, members, _places(config, members), stack),
-        head=head,
-        max_position=model_shape(config).max_position,
-        log_dir=folder.engines,
-        note=progress.note,
-    )
-    engines = _own_engines(config, start, folder, collective.rank, members, access_of)
-    tail = tail_policy(config)
-    pool = stack.enter_context(
-        EnginePool(engines, tail=tail, drafters=drafters, restart_limit_s=config.parallel.timeout_s / 2)
-    )
+    pool, drafters = _start_engines(config, start, folder, collective, members, head, progress, stack)
     sender = WeightSender(config.weights_sync, collective)
     stack.callback(sender.close)
     devices = DeviceMemory(collective, pool, is_shared=bool(gpus()))
@@ -214,6 +204,31 @@ def _build(
     return actor
 
 
+def _start_engines(
+    config: Config,
+    start: Path,
+    folder: RunFolder,
+    collective: Collective,
+    members: Sequence[Member],
+    head: str,
+    progress: Progress,
+    stack: ExitStack,
+) -> tuple[EnginePool, DrafterPool]:
+    """Start this rank's engines and drafters, without waiting for them."""
+    drafters, access_of = start_drafters(
+        *(config, collective, members, _places(config, members), stack),
+        head=head,
+        max_position=model_shape(config).max_position,
+        log_dir=folder.engines,
+        note=progress.note,
+    )
+    engines = _own_engines(config, start, folder, collective.rank, members, access_of)
+    pool = EnginePool(
+        engines, tail=tail_policy(config), drafters=drafters, restart_limit_s=config.parallel.timeout_s / 2
+    )
+    return stack.enter_context(pool), drafters
+
+
 def _planned(config: Config, members: Sequence[Member], collective: Collective, progress: Progress) -> Config:
     """Decide who drafts in this job, where measured costs can say."""
     speculation = config.rollout.speculation
@@ -233,7 +248,7 @@ def _distillation(
     collective: Collective,
     progress: Progress,
 ) -> Distillation | None:
-    """What keeps the draft model fresh, where that is wanted."""
+    """Return what keeps the draft model fresh, where that is wanted."""
     settings = DraftTrainingConfig.of(config.distillation)
     if settings.refresh == "off":
         return None
@@ -251,10 +266,14 @@ def _distillation(
 
 
 def _rollout_writer(config: Config, folder: RunFolder, rank: int) -> Callable[[int, Sequence[ScoredGroup]], None]:
-    """Keeps the responses of every step on disk, where that is wanted."""
-    if rank or not config.distillation.keep_rollouts:
-        return lambda step, groups: None
-    return partial(folder.write_rollouts, temperature=config.rollout.temperature)
+    """Keeps the responses of every step on disk, where that is wanted. Called on all ranks; rank 0 writes."""
+
+    def write(step: int, groups: Sequence[ScoredGroup]) -> None:
+        found = samples.whole(groups, wanted=rank == 0)
+        if rank == 0:
+            folder.write_rollouts(step, found, temperature=config.rollout.temperature)
+
+    return write if config.distillation.keep_rollouts else lambda step, groups: None
 
 
 def _problems(config: Config, tokenizer: PreTrainedTokenizerBase) -> tuple[Dataset, dict[str, Dataset]]:
@@ -285,7 +304,7 @@ def _problems(config: Config, tokenizer: PreTrainedTokenizerBase) -> tuple[Datas
 def _weights(trainer: PolicyTrainer, pool: EnginePool, members: Sequence[Member]) -> WeightSource:
     """Ranks of one machine share their buckets; over several machines each owner of engines gathers the model."""
     if len({member.machine for member in members}) == 1:
-        return RankShards(trainer.policy, trainer.memory)
+        return RankShards(trainer.policy, trainer.shared_parameters)
     return GatheredWeights(trainer.policy, owns_engines=bool(pool.engines))
 
 
@@ -327,7 +346,7 @@ def _own_engines(
 
 
 def _places(config: Config, members: Sequence[Member]) -> list[tuple[int, int]]:
-    """Of each engine, the rank that starts it and its first device there."""
+    """Return for each engine the rank that starts it and its first device there."""
     views, local_ranks = [member.view for member in members], [member.local_rank for member in members]
     size, pooled = config.parallel.engine_tensor, config.lends_devices
     return [
@@ -339,7 +358,7 @@ def _places(config: Config, members: Sequence[Member]) -> list[tuple[int, int]]:
 def _train(actor: SpecActor, folder: RunFolder, tracker: Tracker | None) -> None:
     """Step until done; evaluate, log and save when due; export at the end."""
     config, progress = actor.config, actor.progress
-    actor.recorder.started(actor.steps_done)
+    actor.recorder.started(actor.steps_done, actor.rollouts.state())
     replay = actor.collective.together("replay", folder.read_replay)
     if replay is not None:
         _replay(actor, replay, tracker)
@@ -374,12 +393,12 @@ def _train(actor: SpecActor, folder: RunFolder, tracker: Tracker | None) -> None
 
 def _replay(actor: SpecActor, replay: Replay, tracker: Tracker | None) -> None:
     """Step as far as another run is to be run again; records are what comes of it."""
-    while actor.steps_done < replay.step - (replay.group is not None):
+    while actor.steps_done < replay.step - bool(replay.alone):
         metrics = actor.step()
         _log(actor, tracker, actor.steps_done, metrics)
-    if replay.group is not None:
-        groups = actor.rollouts.collect_again(actor.steps_done, replay.group, replay.sample)
-        actor.recorder.stepped(actor.steps_done + 1, actor.version, groups, (), None)
+    if replay.alone:
+        groups = actor.rollouts.collect_again(actor.steps_done, replay.alone)
+        actor.recorder.stepped(actor.steps_done + 1, actor.version, groups, (), None, actor.rollouts.state())
 
 
 def _write_checkpoint(actor: SpecActor, folder: RunFolder, unfinished: list[Callable[[], Path]]) -> None:
@@ -415,6 +434,7 @@ def _log(actor: SpecActor, tracker: Tracker | None, step: int, metrics: dict[str
     metrics["memory/rank_rss_bytes"] = max(rank for rank, _ in memory)
     metrics["memory/engine_rss_bytes"] = sum(of_engines for _, of_engines in memory)
     if tracker is not None:
+        metrics |= {"memory/record_bytes": actor.recorder.written_bytes} if "time/record_s" in metrics else {}
         problems = actor.progress.problems.items()
         texts = {f"speculation/{name}/problems": "; ".join(reasons) for name, reasons in problems}
         tracker.log(step, {**metrics, **texts})

@@ -30,14 +30,12 @@ class Status:
 
 @dataclass(frozen=True, kw_only=True)
 class Replay:
-    """What is run again of another run."""
+    """This is what is run again of another run."""
 
     step: int
     """The last."""
-    group: int | None = None
-    """Of that step, this group alone; it is not learned from."""
-    sample: int | None = None
-    """Of the group, this response alone."""
+    alone: tuple[str, ...] = ()
+    """Of that step, these groups ("3") and responses ("3.1") alone, one after the other; they are not learned from."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,11 +57,14 @@ class RunFolder:
 
     @property
     def replay(self) -> Path:
-        """Where this run is a replay: the `Replay` that it does."""
+        """Return where this run is a replay: the `Replay` that it does."""
         return self.root / "replay.json"
 
     def read_replay(self) -> Replay | None:
-        return Replay(**json.loads(self.replay.read_text())) if self.replay.exists() else None
+        if not self.replay.exists():
+            return None
+        fields = json.loads(self.replay.read_text())
+        return Replay(step=fields["step"], alone=tuple(fields["alone"]))
 
     @property
     def export(self) -> Path:
@@ -141,7 +142,7 @@ class RunFolder:
                 "prompt_ids": group.problem.prompt_ids,
                 "answer": group.problem.answer,
                 "response": tokenizer.decode(list(trajectory.token_ids), skip_special_tokens=True),
-                "token_ids": trajectory.token_ids,
+                "token_ids": list(trajectory.token_ids),
                 "temperature": temperature,
                 "score": score,
             }

@@ -5,6 +5,7 @@ Lengths count tokens; times are seconds; log-probabilities are natural logarithm
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -82,20 +83,25 @@ class RolloutRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class Trajectory:
-    """One response; of a conversation all turns, and what its environment said in between."""
+    """One response; of a conversation all turns, and what its environment said in between.
+
+    Ids, log-probabilities and experts are tuples and bytes while it is generated. A step has them in arrays, or not at
+    all: `specactor.samples` says where they are.
+    """
 
     request_id: str
     group_id: int
-    prompt_ids: tuple[int, ...]
-    token_ids: tuple[int, ...]
-    logprobs: tuple[float, ...]  # of each token under the policy at the sampling temperature; 0 where `loss_mask` is
+    prompt_ids: Sequence[int]
+    token_ids: Sequence[int]
+    logprobs: Sequence[float]
+    """Of each token under the policy at the sampling temperature; 0 where `loss_mask` is False."""
     finish_reason: FinishReason
     spans: tuple[VersionSpan, ...]
     seed: int = 0  # of its request
-    routed_experts: bytes = b""
+    routed_experts: bytes | Sequence[int] = b""
     """Experts that computed each token of prompt and response but the last, in every layer, as the pass chose them that
-    the engine sampled from: int16 [tokens - 1, layers, experts per token], little endian, in C order. Empty unless
-    ``train.routing_replay`` or ``enable_return_routed_experts`` asks for it."""
+    the engine sampled from: [tokens - 1, layers, experts per token] in C order; bytes are of int16, little endian.
+    Empty unless ``train.routing_replay`` or ``enable_return_routed_experts`` asks for it."""
     loss_mask: tuple[bool, ...] = ()
     """Of each token, whether the policy sampled it; False: the environment said it. Empty: all were sampled."""
     reward: float | None = None
@@ -137,15 +143,15 @@ class ScoredGroup:
 class TrainSequence:
     """One sequence to learn from: ``token_ids`` = prompt + response; the loss is on the response, or its mask."""
 
-    token_ids: tuple[int, ...]
+    token_ids: Sequence[int]
     prompt_len: int
     advantage: float = 0.0
     """Of all response tokens; not read with a critic, which makes one for each from the reward."""
     reward: float = 0.0
-    rollout_logprobs: tuple[float, ...] = ()  # the engine's, one per response token; empty in supervised training
+    rollout_logprobs: Sequence[float] = ()  # the engine's, one per response token; empty in supervised training
     num_stale: int = 0  # response tokens, the first ones, that older policies sampled
     group_id: int = 0
-    routed_experts: bytes = b""
+    routed_experts: bytes | Sequence[int] = b""
     """As of `Trajectory`; empty: the trainer's routers are free."""
     loss_mask: tuple[bool, ...] = ()
     """Of each response token, whether it is learned from; empty: all are."""

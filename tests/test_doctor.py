@@ -113,6 +113,7 @@ def test_the_doctor_reads_the_model_of_a_recipe(tmp_path: Path) -> None:
     done = specactor("doctor", "qwen3_8b", "--model.path", str(tmp_path), cwd=tmp_path)
     assert done.returncode == 1
     assert "expected a folder with config.json" in done.stdout
+    assert "trained again" in done.stdout, "how far back a replay reaches"
     assert "error: data.train: data/math_train.jsonl is not a file. Correct --data.train." in done.stdout
 
 

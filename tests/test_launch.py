@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import json
 import os
 import re
 import shutil
@@ -9,10 +11,16 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import jsonschema
 import psutil
 import pytest
+import yaml
+
+from specactor.recipes import recipes
 
 LAUNCH = Path(__file__).resolve().parent.parent / "launch"
 TRAIN = str(LAUNCH / "train_moe.py")
@@ -180,3 +188,52 @@ def test_the_slurm_script_starts_every_node(tmp_path: Path) -> None:
     assert "--rdzv-endpoint node7:29542 --rdzv-id 1042" in done.stdout
     assert done.stdout.strip().endswith("qwen3_8b --resume auto")
     assert run_script("slurm.sh", tmp_path, "qwen3_8b").returncode != 0
+
+
+def manifest() -> dict[str, Any]:
+    made: dict[str, Any] = yaml.safe_load((LAUNCH / "jobset.yaml").read_text())
+    jsonschema.validate(made, json.loads((Path(__file__).parent / "lib" / "jobset.schema.json").read_text()))
+    return made
+
+
+def disagreements(made: dict[str, Any]) -> list[str]:
+    """What the schema cannot see: fields of a manifest that must fit each other, and what it starts."""
+    name, [job] = made["metadata"]["name"], made["spec"]["replicatedJobs"]
+    batch = job["template"]["spec"]
+    pod = batch["template"]["spec"]
+    [container] = pod["containers"]
+    variables = {one["name"]: one.get("value") for one in container["env"]}
+    used = set(re.findall(r"\$\{?([A-Z_]+)", (LAUNCH / "multi_node.sh").read_text()))
+    rules = {
+        "hosts": {str(batch["parallelism"]), str(batch["completions"])} == {variables["NODES"]},
+        "head": variables["HEAD"].startswith(f"{name}-{job['name']}-0-0.{name}:"),  # pod 0 of job 0, in the subdomain
+        "replicas": job["replicas"] == 1 and batch["completionMode"] == "Indexed",
+        "one retry is of all": batch["backoffLimit"] == 0 and pod["restartPolicy"] == "Never",
+        "mounts": {one["name"] for one in container["volumeMounts"]} == {one["name"] for one in pod["volumes"]},
+        "variables": set(variables) <= used,
+        "command": (LAUNCH.parent / container["command"][0]).exists(),
+        "recipe": container["args"][0] in recipes(),
+        "resumes": "--resume=auto" in container["args"],
+    }
+    return [rule for rule, holds in rules.items() if not holds]
+
+
+def test_the_manifest_for_kubernetes_is_a_jobset() -> None:
+    assert disagreements(manifest()) == []
+
+
+@pytest.mark.parametrize(
+    ("damage", "rule"),
+    [
+        (lambda job: job["template"]["spec"].update(completions=3), "hosts"),
+        (lambda job: job.update(name="node"), "head"),
+        (
+            lambda job: job["template"]["spec"]["template"]["spec"].update(restartPolicy="OnFailure"),
+            "one retry is of all",
+        ),
+    ],
+)
+def test_a_manifest_whose_fields_do_not_fit_is_seen(damage: Callable[[dict[str, Any]], None], rule: str) -> None:
+    made = copy.deepcopy(manifest())
+    damage(made["spec"]["replicatedJobs"][0])
+    assert disagreements(made) == [rule]

@@ -13,8 +13,8 @@ LOSSES = ("ppo_clip", "gspo", "cispo")
 
 @dataclass(frozen=True, kw_only=True)
 class CorrectionConfig:
-    """What tokens weigh whose probability was another where they were sampled: engines round, policies grow old.
-    The formulas are in ``specactor.trainer.correction``."""
+    """It says what tokens weigh whose probability was another where they were sampled: engines round, policies grow
+    old. The formulas are in ``specactor.trainer.losses``."""
 
     level: Literal["off", "token", "sequence", "geometric"] = "token"
     """What has a ratio exp(trainer - sampled) of probabilities: token: each for itself; sequence: the product over its

@@ -67,11 +67,11 @@ class DataConfig:
 
     @property
     def mixed_sources(self) -> list[SourceConfig]:
-        """Of the further sets to learn from."""
+        """Return the sources of the further sets to learn from."""
         return [self._source(name, size=self._size, seed=0) for name in self.mix]
 
     def further_eval_source(self, name: str, problems: int) -> SourceConfig:
-        """Of so many held-out problems of another set."""
+        """Return the source of so many held-out problems of another set."""
         return self._source(name, size=problems, seed=EVAL_SEED)
 
     def eval_source(self, problems: int) -> SourceConfig:

@@ -55,7 +55,7 @@ class EvalConfig:
 
 
 def set_name(source: str) -> str:
-    """Of a set of problems in metrics: its file's, function's or task's own."""
+    """Return the name of a set of problems in metrics: its file's, function's or task's own."""
     return re.sub(r"[^A-Za-z0-9_-]", "_", PurePosixPath(source.rpartition(":")[2]).stem)
 
 
@@ -64,9 +64,7 @@ class TrackingConfig:
     """Metrics go to ``metrics.jsonl``, and to wandb."""
 
     wandb: Literal["auto", "online", "offline", "off"] = "auto"
-    """auto: online where a key is configured, else offline."""
-    project: str = "specactor"
-    """wandb project."""
+    """auto: online where a key is configured, else offline. The project is that of WANDB_PROJECT, or specactor."""
     record: Literal["off", "sampled", "full"] = "sampled"
     """What is kept of every step for ``specactor replay`` and ``specactor diff``: digests of all samples and weights,
     and tokens and log-probabilities of one sample in 16 (sampled), of all (full), or nothing (off)."""

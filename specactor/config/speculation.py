@@ -29,7 +29,8 @@ class SpeculationConfig:
     """Draft methods: suffix, model, decoupled, or the import path of a class, ``package.module:Name``. Mode decoupled
     puts decoupled before them where it is not named."""
     window: int | None = None
-    """Draft tokens per request and round; None: chosen per request from its past acceptance and measured costs."""
+    """Draft tokens per request and round; None: chosen per request from its past acceptance and measured costs.
+    With a number there is nothing to choose, also in mode auto, which then never decodes plainly."""
     max_window: int = 8
     """Largest window that is ever chosen, and most draft tokens of a tree."""
     fastest_of: int = 1

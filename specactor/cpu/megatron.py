@@ -92,7 +92,7 @@ def _install_experts() -> None:
     module = _module("transformer.moe.moe_utils")
     if not hasattr(module, "te_general_gemm"):
         replace(module, "te_general_gemm", None)
-    experts = importlib.import_module("specactor.cpu.experts")
+    experts = importlib.import_module("specactor.cpu.layers")
     replace(_module("models.backends").LocalSpecProvider, "grouped_mlp_modules", experts.grouped_mlp_modules)
 
 
@@ -112,7 +112,7 @@ def _install_norm() -> None:
 
 
 def _install_attention() -> None:
-    attention = importlib.import_module("specactor.cpu.attention")
+    attention = importlib.import_module("specactor.cpu.layers")
     provider = _module("models.backends").LocalSpecProvider
     replace(provider, "core_attention", lambda self: attention.PackedAttention)
     replace(_module("models.common.embeddings.rope_utils"), "_apply_rotary_pos_emb_thd", attention.rotate_packed)

@@ -98,7 +98,7 @@ def padded_keys(longest: int, queries: int) -> int:
 def key_slots(
     req_to_token: Tensor, req_pool_indices: Tensor, seq_lens: Tensor, longest: int, *, queries: int
 ) -> tuple[Tensor, Tensor]:
-    """Where each request's keys lie in the KV pool, padded to a common length.
+    """Return where each request's keys lie in the KV pool, padded to a common length.
 
     Args: req_to_token [requests, context], req_pool_indices [B], seq_lens [B], longest = max(seq_lens),
     queries = H / N. Returns slots [B * L] (slot 0 for padding) and bias [B, 1, 1, L] (0 for keys, -inf for padding).

@@ -47,7 +47,7 @@ def rendered_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[int, ..
 
 
 def are_messages(value: object) -> TypeGuard[Sequence[Message]]:
-    """Whether it is one or more messages with a text each."""
+    """Return whether it is one or more messages with a text each."""
     return (
         isinstance(value, Sequence)
         and not isinstance(value, str | bytes)

@@ -75,7 +75,7 @@ class Dataset(Sequence[Problem]):
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Draft:
+class _Unchecked:
     where: str
     prompt: str = ""
     answer: str = ""
@@ -90,20 +90,20 @@ def build_dataset(source: SourceConfig, tokenizer: PreTrainedTokenizerBase, *, m
     """All problems of `source` with their tokens. Raises DataError that counts the bad rows and lists the first ones,
     each with its place, field and reason; ConfigError for an unknown task or parameter."""
     name = f"task {source.task}" if source.task else source.path
-    drafts = _task_drafts(source) if source.task else _file_drafts(source, tokenizer)
+    rows = _task_rows(source) if source.task else _file_rows(source, tokenizer)
     problems: list[Problem] = []
     bad: list[str] = []
     num_bad = 0
-    while together := list(islice(drafts, TOKENIZED_TOGETHER)):
-        for draft, ids in zip(together, _tokenize(together, tokenizer), strict=True):
-            problem = _problem(len(problems) + num_bad, draft, ids)
-            reason = draft.reason or _objection(problem, tokenizer, max_prompt_tokens)
+    while together := list(islice(rows, TOKENIZED_TOGETHER)):
+        for row, ids in zip(together, _tokenize(together, tokenizer), strict=True):
+            problem = _problem(len(problems) + num_bad, row, ids)
+            reason = row.reason or _objection(problem, tokenizer, max_prompt_tokens)
             if not reason:
                 problems.append(problem)
                 continue
             num_bad += 1
             if num_bad <= MAX_LISTED:
-                bad.append(f"{name}, {draft.where}: {reason}{'' if reason.endswith('?') else '.'}")
+                bad.append(f"{name}, {row.where}: {reason}{'' if reason.endswith('?') else '.'}")
     if num_bad:
         raise DataError(_report(name, bad, num_bad, num_bad + len(problems)))
     if not problems:
@@ -118,14 +118,14 @@ def _report(name: str, bad: Sequence[str], num_bad: int, num_rows: int) -> str:
     return "\n  ".join([f"{name}: {num_bad} of {num_rows} rows are bad. Correct or remove them.", *bad, *more])
 
 
-def _task_drafts(source: SourceConfig) -> Iterator[_Draft]:
+def _task_rows(source: SourceConfig) -> Iterator[_Unchecked]:
     from specactor.data import reasoning  # takes two seconds, and files do without it
 
     task = reasoning.create_task(source.task, source.params, size=source.size, seed=source.seed)
     for i in range(source.size):
         entry = task[i]
         prompt, reason = _prompt(source, entry["question"], entry["metadata"])
-        yield _Draft(
+        yield _Unchecked(
             where=f"problem {i}",
             prompt=prompt,
             answer=entry["answer"] or "",  # some tasks have no single answer
@@ -135,7 +135,7 @@ def _task_drafts(source: SourceConfig) -> Iterator[_Draft]:
         )
 
 
-def _file_drafts(source: SourceConfig, tokenizer: PreTrainedTokenizerBase) -> Iterator[_Draft]:
+def _file_rows(source: SourceConfig, tokenizer: PreTrainedTokenizerBase) -> Iterator[_Unchecked]:
     for row in called_rows(source.path) if ":" in source.path else read_rows(Path(source.path)):
         metadata = {name: value for name, value in row.columns.items() if name not in COLUMNS}
         reason = row.reason or _wrong_column(row)
@@ -145,9 +145,9 @@ def _file_drafts(source: SourceConfig, tokenizer: PreTrainedTokenizerBase) -> It
         elif not reason:
             prompt, reason = _prompt(source, row.columns["prompt"], metadata)
         if reason:
-            yield _Draft(where=row.where, metadata=metadata, reason=reason)
+            yield _Unchecked(where=row.where, metadata=metadata, reason=reason)
             continue
-        yield _Draft(
+        yield _Unchecked(
             where=row.where,
             prompt=prompt,
             answer=row.columns["answer"],
@@ -203,25 +203,23 @@ class _Text(str):
         return self.replace(" ", "") if spec == COMPACT else str(self)
 
 
-def _tokenize(drafts: Sequence[_Draft], tokenizer: PreTrainedTokenizerBase) -> list[tuple[int, ...]]:
-    """Ids of every prompt; none for a prompt that is not a Unicode text, or of a draft that is bad already."""
-    plain = [
-        "" if draft.reason or draft.is_rendered or not _is_unicode(draft.prompt) else draft.prompt for draft in drafts
-    ]
+def _tokenize(rows: Sequence[_Unchecked], tokenizer: PreTrainedTokenizerBase) -> list[tuple[int, ...]]:
+    """Ids of every prompt; none for a prompt that is not a Unicode text, or of a row that is bad already."""
+    plain = ["" if row.reason or row.is_rendered or not _is_unicode(row.prompt) else row.prompt for row in rows]
     return [
-        chat.rendered_ids(tokenizer, draft.prompt) if draft.is_rendered and _is_unicode(draft.prompt) else tuple(ids)
-        for draft, ids in zip(drafts, tokenizer(plain)["input_ids"], strict=True)
+        chat.rendered_ids(tokenizer, row.prompt) if row.is_rendered and _is_unicode(row.prompt) else tuple(ids)
+        for row, ids in zip(rows, tokenizer(plain)["input_ids"], strict=True)
     ]
 
 
-def _problem(index: int, draft: _Draft, prompt_ids: tuple[int, ...]) -> Problem:
+def _problem(index: int, row: _Unchecked, prompt_ids: tuple[int, ...]) -> Problem:
     return Problem(
         index=index,
-        prompt=draft.prompt,
+        prompt=row.prompt,
         prompt_ids=prompt_ids,
-        answer=draft.answer,
-        verifier=draft.verifier,
-        metadata=draft.metadata,
+        answer=row.answer,
+        verifier=row.verifier,
+        metadata=row.metadata,
     )
 
 

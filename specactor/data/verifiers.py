@@ -82,7 +82,7 @@ def _function(name: str) -> object:
 
 
 def find(name: str) -> object:
-    """What is at ``module:name``. Raises DataError when nothing is."""
+    """Return what is at ``module:name``. Raises DataError when nothing is."""
     module, colon, attribute = name.partition(":")
     if not colon:
         nearest = difflib.get_close_matches(name, BUILT_IN, n=1)
@@ -136,7 +136,8 @@ def _checked(name: str, function: Verifier) -> Verifier:
 
 
 def _as_score(result: object) -> float:
-    """What a verifier returned, as a number: Python's, NumPy's or torch's, bool included. NaN where it is none."""
+    """Return what a verifier returned, as a number: Python's, NumPy's or torch's, bool included. NaN where it is
+    none."""
     try:
         value = result.item() if hasattr(result, "item") else result
         # float() alone would read the text "1", and drop the imaginary part of NumPy's complex numbers

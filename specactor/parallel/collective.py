@@ -1,4 +1,6 @@
-"""What all ranks do together: exchange values, run a phase, fail.
+"""What all ranks do together: join in groups, exchange values, run a phase, fail.
+
+`init_groups` sets up torch.distributed, Megatron's parallel state and random seeds of a trainer rank.
 
 Invariants: every exchange is bounded by the process group's timeout; a busy rank keeps the others alive by a
 heartbeat; when one rank fails in a phase, every rank leaves it with an error; only typed msgspec bytes travel; no
@@ -8,6 +10,7 @@ exchange touches a GPU.
 from __future__ import annotations
 
 import datetime
+import os
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, wait
@@ -17,8 +20,11 @@ from typing import NoReturn, TypeVar
 import msgspec
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import Store
 
+from specactor.config import ParallelConfig
 from specactor.errors import PeerFailedError
+from specactor.parallel.layout import Layout, own_device
 
 T = TypeVar("T")
 
@@ -52,6 +58,57 @@ def leave() -> None:
     dist.destroy_process_group()
 
 
+def init_groups(
+    layout: Layout, parallel: ParallelConfig, *, seed: int, local_rank: int, store: Store | None = None
+) -> torch.device:
+    """Join the job that torchrun started and set up all groups of `layout`; returns this rank's device. Collective.
+
+    The model's tensors go through NCCL with a GPU and gloo without. An existing default process group is used.
+    `local_rank` is this rank's number among those of its launcher, and that of its GPU. Ranks find each other in
+    `store`, by default the launcher's, which must then be new.
+    """
+    from specactor.cpu import megatron as cpu_platform
+
+    cpu_platform.install()
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+    gpu = torch.cuda.is_available()
+    # a wrong number is refused before anything waits for the other ranks.
+    device = torch.device("cuda", own_device(local_rank, torch.cuda.device_count())) if gpu else torch.device("cpu")
+    if not dist.is_initialized():
+        timeout = datetime.timedelta(seconds=parallel.timeout_s)
+        if store is not None:
+            store.set_timeout(timeout)
+        # torch wants both numbers with a store, and neither without
+        rank, world = (int(os.environ["RANK"]), layout.world) if store is not None else (-1, -1)
+        dist.init_process_group("nccl" if gpu else "gloo", timeout=timeout, store=store, rank=rank, world_size=world)
+    control_group(parallel.timeout_s)
+    if gpu:
+        torch.cuda.set_device(device)
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=layout.tensor,
+        pipeline_model_parallel_size=layout.pipeline,
+        virtual_pipeline_model_parallel_size=parallel.virtual_pipeline,
+        context_parallel_size=layout.context,
+        expert_model_parallel_size=layout.expert,
+        expert_tensor_parallel_size=layout.expert_tensor,
+        distributed_timeout_minutes=max(1, round(parallel.timeout_s / 60)),
+    )
+    torch.manual_seed(seed)
+    model_parallel_cuda_manual_seed(seed)
+    return device
+
+
+def destroy_groups(*, keep_process_group: bool = False) -> None:
+    """Leave all groups; with `keep_process_group` another layout can be set up in the same processes."""
+    from megatron.core import parallel_state
+
+    parallel_state.destroy_model_parallel()
+    if not keep_process_group and dist.is_initialized():
+        leave()
+
+
 class Collective:
     """Exchanges over all trainer ranks."""
 
@@ -60,22 +117,25 @@ class Collective:
         self.world = dist.get_world_size()
         control_group()
 
-    def gather_bytes(self, payload: bytes) -> list[bytes]:
-        """Return every rank's payload, by rank, on every rank."""
+    def gather_bytes(self, payload: bytes, *, only_first: bool = False) -> list[bytes]:
+        """Return every rank's payload, by rank, on every rank; `only_first`: on rank 0, and nothing elsewhere."""
         sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.world)]
         dist.all_gather(sizes, torch.tensor([len(payload)], dtype=torch.int64), group=control_group())
         lengths = [int(size) for size in sizes]
         room = max(1, *lengths)
         mine = torch.zeros(room, dtype=torch.uint8)
         mine[: len(payload)] = torch.frombuffer(bytearray(payload or b"\0"), dtype=torch.uint8)[: len(payload)]
-        parts = [torch.empty_like(mine) for _ in range(self.world)]
-        dist.all_gather(parts, mine, group=control_group())
-        return [bytes(part[:n].numpy()) for part, n in zip(parts, lengths, strict=True)]
+        parts = [] if only_first and self.rank else [torch.empty_like(mine) for _ in range(self.world)]
+        if only_first:
+            dist.gather(mine, parts or None, group=control_group())
+        else:
+            dist.all_gather(parts, mine, group=control_group())
+        return [bytes(part[:n].numpy()) for part, n in zip(parts, lengths, strict=False)]
 
-    def gather(self, value: T, kind: type[T] | GenericAlias) -> list[T]:
+    def gather(self, value: T, kind: type[T] | GenericAlias, *, only_first: bool = False) -> list[T]:
         """Return every rank's value of type `kind`, by rank. Raises msgspec.ValidationError on foreign data."""
-        decoder = msgspec.msgpack.Decoder(kind)
-        return [decoder.decode(part) for part in self.gather_bytes(msgspec.msgpack.encode(value))]
+        decoder, own = msgspec.msgpack.Decoder(kind), msgspec.msgpack.encode(value)
+        return [decoder.decode(part) for part in self.gather_bytes(own, only_first=only_first)]
 
     def any(self, flag: bool) -> bool:
         total = torch.tensor([int(flag)], dtype=torch.int64)

@@ -144,12 +144,8 @@ def _check_shape(config: Config, shape: ModelShape) -> None:
         "False for a dense model",
         "It has no experts to choose from: leave it out.",
     )
-    rule(
-        "parallel.expert",
-        shape.num_experts % p.expert == 0,
-        f"a divisor of the model's {shape.num_experts} experts",
-        "Choose a divisor.",
-    )
+    divides = shape.num_experts % p.expert == 0
+    rule("parallel.expert", divides, f"a divisor of the model's {shape.num_experts} experts", "Choose a divisor.")
     rule(
         "parallel.expert_tensor",
         shape.num_experts == 0 or p.expert > 1 or p.expert_tensor == p.tensor,

@@ -1,7 +1,11 @@
-"""What the ranks of a job tell each other first: which program they run, and by which way their hosts are reached.
+"""What the ranks of a job tell each other first, and how hosts that fall silent are noticed.
+
+Ranks tell which program they run, and by which way their hosts are reached. A host that lost power or its network
+closes no connection, so `HostWatch` misses its beats.
 
 Invariants: whatever is wrong is raised on every rank that is there, with one message; what an earlier start of the same
-job left in the launcher's store means nothing to this one.
+job left in the launcher's store means nothing to this one; every wait has a bound, also while a connection hangs; a
+host that has left in good order is not missed; time in which this process itself did not run counts against nobody.
 """
 
 from __future__ import annotations
@@ -10,6 +14,8 @@ import hashlib
 import os
 import platform
 import socket
+import sys
+import threading
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
@@ -17,6 +23,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from importlib.metadata import version
 from pathlib import Path
+from types import TracebackType
 
 import msgspec
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
@@ -36,7 +43,7 @@ _ASK_AGAIN_S = 1.0
 
 
 class Greeting(msgspec.Struct, frozen=True, kw_only=True):
-    """What one rank tells the others."""
+    """This is what one rank tells the others."""
 
     host: str
     machine: str
@@ -50,7 +57,7 @@ class Greeting(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Verdict(msgspec.Struct, frozen=True, kw_only=True):
-    """What rank 0 makes of all greetings."""
+    """It is what rank 0 makes of all greetings."""
 
     problem: str
     hosts: tuple[str, ...]
@@ -211,3 +218,81 @@ def flat(config: Mapping[str, object], above: str = "") -> dict[str, str]:
     for name, value in config.items():
         found |= flat(value, f"{above}{name}.") if isinstance(value, Mapping) else {f"{above}{name}": repr(value)}
     return found
+
+
+SILENT_S = 30.0
+"""A host that has not been heard of for so long is taken to be lost."""
+_BEAT_S = 2.0
+_LOOK_S = 0.5
+_LEFT = 1 << 40
+"""More beats than there will be: the host has left in good order."""
+
+
+class HostWatch:
+    """A context in which this host is heard of, and lost ones are noticed.
+
+    All ranks of a host beat for it: one may be in a long call that lets no other thread run. The first watches. The
+    host of rank 0, where the launcher's store is, watches all; the others watch whether it answers.
+    """
+
+    def __init__(self, meeting: Meeting, rank: int, on_silent: Callable[[str], None]) -> None:
+        """
+        Args:
+            on_silent: is told of a lost host, in a thread; it ends the process.
+        """
+        firsts = [meeting.machines.index(machine) for machine in dict.fromkeys(meeting.machines)]
+        self._meeting, self._rank, self._on_silent = meeting, rank, on_silent
+        self._first = meeting.machines.index(meeting.machines[rank])
+        watched = [] if rank != self._first else firsts[1:] if rank == 0 else firsts[:1]
+        self._heard_s = dict.fromkeys(watched, time.monotonic())
+        self._beats: dict[int, int] = {}
+        self._stop = threading.Event()
+        does = () if len(firsts) == 1 else (self._beat, self._look) if watched else (self._beat,)
+        self._threads = [threading.Thread(target=each, name=f"hosts-{each.__name__}", daemon=True) for each in does]
+
+    def __enter__(self) -> HostWatch:
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._stop.set()
+        for thread in self._threads:
+            thread.join(2 * _BEAT_S)
+
+    def _beat(self) -> None:
+        while not self._stop.is_set():
+            try:
+                self._exchange(self._meeting.open_store())
+            except (RuntimeError, ConfigError) as error:
+                # Where the store is gone for good so is the launcher, and this rank with it; else it is asked again.
+                print(f"specactor: rank {self._rank}: no beat: {error}. It is tried again.", file=sys.stderr)
+                self._stop.wait(_BEAT_S)
+
+    def _exchange(self, store: Store) -> None:
+        """Beat, and take in the beats of others, until the context ends."""
+        going = True
+        while going:
+            going = not self._stop.wait(_BEAT_S)
+            store.add(f"beats/{self._first}", 1 if going or self._rank != self._first else _LEFT)
+            for rank in tuple(self._heard_s):
+                beats = store.add(f"beats/{rank}", 0)
+                if rank == 0 or beats != self._beats.get(rank):
+                    self._heard_s[rank] = time.monotonic()
+                if beats >= _LEFT:
+                    del self._heard_s[rank]
+                self._beats[rank] = beats
+
+    def _look(self) -> None:
+        before_s = time.monotonic()
+        while not self._stop.wait(_LOOK_S):
+            now_s = time.monotonic()
+            late_s, before_s = now_s - before_s - _LOOK_S, now_s
+            for rank, heard_s in tuple(self._heard_s.items()):
+                if late_s > _LOOK_S:
+                    self._heard_s[rank] = heard_s + late_s
+                elif now_s - heard_s > SILENT_S:
+                    self._on_silent(
+                        f"{self._meeting.hosts[rank]}, the host of rank {rank}, has not answered for {SILENT_S:g} s: "
+                        "it died, or the network to it is cut."
+                    )

@@ -23,11 +23,10 @@ from rich.table import Table
 from specactor.config import MAX_WINDOW
 from specactor.config.rules import rules_of
 from specactor.errors import ConfigError
-from specactor.planning.gpu_specs import DEVICES, device
 from specactor.planning.memory import ESTIMATED, PHASES, memory_of, named_shape
 from specactor.planning.model_shapes import DRAFTERS
 from specactor.planning.plans import Candidates, Cluster, RolloutPlan, from_table
-from specactor.planning.rooflines import from_figures
+from specactor.planning.rooflines import DEVICES, device, from_figures
 from specactor.planning.search import search
 from specactor.recipes import load, one_line_errors
 from specactor.rollout import cost_file

@@ -1,15 +1,21 @@
-"""What a plan of a rollout is, and the options that `search` makes it from. PURE: values, checked when made.
+"""What a plan of a rollout is, the options that `search` makes it from, and how many tokens its rounds emit. PURE.
 
-Sizes are bytes, times seconds, counts devices, engines, requests or tokens.
+Sizes are bytes, times seconds, counts devices, engines, requests or tokens. survival_j = P(the first j draft tokens are
+accepted). Shape legend: S states, K windows 0..w.
 
-Invariants: a window of 0 means plain decoding and nothing else does; no count, time or probability is out of range.
+Invariants: a window of 0 means plain decoding and nothing else does; no count, time or probability is out of range; a
+round emits at least 1 token; tokens and share do not fall when survivals rise; with a drafter that takes no time
+`running` is `pipelined`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import isfinite
+from math import floor, isfinite
+
+import numpy as np
+from numpy.typing import NDArray
 
 from specactor.config import MAX_WINDOW
 from specactor.errors import PlanError
@@ -150,3 +156,163 @@ def _windows(token_s: Grid) -> Grid:
     windows = (1.0, MAX_WINDOW + 1.0)
     seconds = tuple(tuple(w * each for w in windows) for (each,) in token_s.seconds)
     return Grid(requests=token_s.requests, per_request=windows, seconds=seconds)
+
+
+AHEAD = 2  # windows that a drafter may be ahead of a commit
+SETTLED = 1e-4  # a round's seconds are found when they change by less than this share
+MAX_ITERATIONS = 50
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pipelined:
+    """Decoupled rounds of one request, on average."""
+
+    ready: float  # share of rounds that verify a window
+    tokens_when_ready: float
+
+    @property
+    def tokens(self) -> float:
+        return 1.0 + self.ready * (self.tokens_when_ready - 1.0)
+
+
+def coupled_tokens(survival: Sequence[float], window: int) -> float:
+    return 1.0 + sum(survival[:window])
+
+
+def pipelined(survival: Sequence[float], window: int) -> Pipelined:
+    """Return decoupled rounds of a window that last until windows are there.
+
+    A request is ready (its window is there) or its drafter starts again from the commit, after a plain step. The entry
+    of `survival` behind the window is extrapolated if missing.
+    """
+    assert 1 <= window <= len(survival), window
+    onward = survival[window] if len(survival) > window else _next(survival[:window])
+    returns, leaves = survival[0], 1.0 - onward
+    ready = returns / (returns + leaves) if returns + leaves > 0 else 1.0
+    return Pipelined(ready=ready, tokens_when_ready=coupled_tokens(survival, window))
+
+
+def _next(survival: Sequence[float]) -> float:
+    """Return the survival of one more position, accepted as often as the last."""
+    last, before = survival[-1], survival[-2] if len(survival) > 1 else 1.0
+    return last * last / before if before > 0 else 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Running:
+    """Decoupled rounds of an engine whose drafter is not waited for, on average."""
+
+    tokens: float  # emitted per round, of a request
+    window: float  # draft tokens verified per round, of a request: those that are there, at most the window
+    ready: float  # share of rounds, of a request, that verify any
+    round_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pace:
+    """Speeds that decide how many draft tokens are there in time."""
+
+    requests: int  # of the verifier's rounds
+    round_s: Grid  # of a verifier over (requests, rows per request), all that the engine does included
+    token_s: float  # of the drafter from token to token of all requests that it serves
+    message_s: float  # from the verifier to the drafter and back
+    most: int  # draft tokens that it may be ahead of a commit, of a request
+
+
+def running(survival: Sequence[float], window: int, pace: Pace) -> Running:
+    """Return rounds that verify what is there at their beginning, up to the window, while nobody waits.
+
+    A request has draft tokens in stock beyond the commit, or is lost: the commit differs from what was drafted, its
+    round is a plain step, and the drafter has that long, less a message both ways and the rest of its current step.
+    """
+    checked(survival)
+    assert 1 <= window <= len(survival), window
+    assert pace.token_s > 0, pace
+    assert pace.most >= 1, pace
+    onward = survival[window] if len(survival) > window else _next(survival[:window])
+    chain = _Chain(
+        goes_on=(*survival[:window], onward),
+        returns=survival[0],
+        pace=pace,
+    )
+    low_s, high_s = 0.0, float("inf")
+    round_s = pace.round_s.at(pace.requests, 1.0)
+    for _ in range(MAX_ITERATIONS):
+        windows_K = chain.windows(round_s)
+        found_s = _mean_round_s(pace, windows_K)
+        if abs(found_s - round_s) <= SETTLED * round_s:
+            break
+        # Longer rounds have more rows, which make them longer: one is between those too short and those too long.
+        low_s, high_s = (round_s, high_s) if found_s > round_s else (low_s, round_s)
+        round_s = found_s if low_s < found_s < high_s else (low_s + high_s) / 2
+    return Running(
+        tokens=1.0 + float(windows_K[1:] @ np.cumsum(survival[:window])),
+        window=float(windows_K @ np.arange(window + 1)),
+        ready=float(1.0 - windows_K[0]),
+        round_s=found_s,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Chain:
+    """Markov chain with states 0, 1, .., most tokens in stock beyond the commit, then lost."""
+
+    goes_on: tuple[float, ...]  # [K]: P(k draft tokens and the one after them are right)
+    returns: float  # P(the first token is right | the last was not): as after any
+    pace: Pace
+
+    def windows(self, round_s: float) -> NDArray[np.float64]:
+        """[K]: P(a round verifies k tokens of a request)."""
+        share_S = _stationary(self._moves(round_s))
+        window = len(self.goes_on) - 1
+        windows_K = np.zeros(window + 1)
+        np.add.at(windows_K, np.minimum(np.arange(self.pace.most + 1), window), share_S[:-1])
+        windows_K[0] += share_S[-1]
+        return windows_K
+
+    def _moves(self, round_s: float) -> NDArray[np.float64]:
+        """[S][S]: P(from this state to that one)."""
+        most, window = self.pace.most, len(self.goes_on) - 1
+        lost = most + 1
+        moves_SS = np.zeros((most + 2, most + 2))
+        drafted = round_s / self.pace.token_s
+        for stock in range(most + 1):
+            k = min(window, stock)
+            for tokens, share in _whole(drafted):
+                after = min(most, stock + tokens) - (k + 1)
+                moves_SS[stock, max(0, after)] += self.goes_on[k] * share
+            moves_SS[stock, lost] += 1.0 - self.goes_on[k]
+        afresh = max(0.0, round_s - self.pace.message_s) / self.pace.token_s
+        moves_SS[lost, lost] += 1.0 - self.returns
+        for tokens, share in _begun(afresh):
+            moves_SS[lost, min(most, tokens) - 1 if tokens else lost] += self.returns * share
+        return moves_SS
+
+
+def _whole(tokens: float) -> tuple[tuple[int, float], ...]:
+    """(whole tokens, share): on average as many."""
+    least = floor(min(tokens, 1e9))
+    return ((least, 1.0 - (tokens - least)), (least + 1, tokens - least)) if tokens < 1e9 else ((least, 1.0),)
+
+
+def _begun(tokens: float) -> tuple[tuple[int, float], ...]:
+    """Return the same for a time that began within a step, which is of no use: floor(tokens - U), U in 0..1."""
+    return tuple((max(0, whole - 1), share) for whole, share in _whole(tokens))
+
+
+def _stationary(moves_SS: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return [S], how often each state is."""
+    states = len(moves_SS)
+    equations = np.vstack([moves_SS.T - np.eye(states), np.ones(states)])
+    share_S: NDArray[np.float64] = np.linalg.lstsq(equations, np.append(np.zeros(states), 1.0), rcond=None)[0]
+    share_S = share_S.clip(0.0)
+    share_S /= share_S.sum()
+    return share_S
+
+
+def _mean_round_s(pace: Pace, windows_K: NDArray[np.float64]) -> float:
+    """Return the mean seconds of a round whose requests have independent windows: over all sums of them."""
+    size = pace.requests * (len(windows_K) - 1) + 1
+    sums = np.fft.irfft(np.fft.rfft(windows_K, 2 * size) ** pace.requests, 2 * size)[:size].clip(0.0)
+    seconds = pace.round_s.along(pace.requests, 1.0 + np.arange(size) / pace.requests)
+    return float(sums @ seconds / sums.sum())

@@ -15,16 +15,20 @@ from typing import TYPE_CHECKING
 from specactor.config import Config
 from specactor.errors import PlanError
 from specactor.planning.plans import (
+    AHEAD,
     Cluster,
     DrafterEngine,
     DrafterOption,
+    Pace,
     Placement,
     RolloutPlan,
     VerifierOption,
+    coupled_tokens,
     fitting,
     from_table,
+    pipelined,
+    running,
 )
-from specactor.planning.throughput_model import AHEAD, Pace, coupled_tokens, pipelined, running
 from specactor.rollout import cost_file
 from specactor.rollout.speculation.acceptance import AcceptanceModel
 from specactor.rollout.speculation.costs import METHOD, CostTable, Grid

@@ -16,13 +16,15 @@ import torch
 from rich.console import Console
 from rich.markup import escape
 
+from specactor import __version__
 from specactor.config import Config
 from specactor.errors import ConfigError, DataError
 from specactor.metrics import read_metrics
-from specactor.recipes import EXAMPLES, from_json
+from specactor.recipes import EXAMPLES, from_json, imports_of
 from specactor.replay import records
 from specactor.replay.compare import Finding, first_difference
 from specactor.replay.noise import noise_of
+from specactor.replay.page import diff_page, text_of
 from specactor.replay.records import StepRecord
 from specactor.run_folder import Replay, RunFolder
 
@@ -34,8 +36,8 @@ def replay(argv: list[str], console: Console) -> int:
     """Run steps of a run again, from the nearest checkpoint, and compare them with what it recorded.
 
     --step N            the last step to run again
-    --group G           of step N this group alone; it is not learned from
-    --sample K          of that group this response alone
+    --group G ...       of step N these groups alone, one after the other; they are not learned from
+    --sample G.K ...    these responses of groups alone, likewise
     --nproc N           ranks; by default as many as the run had
     --key.path value    other settings, for example --rollout.speculation.mode off
 
@@ -44,45 +46,58 @@ def replay(argv: list[str], console: Console) -> int:
     parser = argparse.ArgumentParser(prog="specactor replay", add_help=False, allow_abbrev=False)
     parser.add_argument("run", type=Path)
     parser.add_argument("--step", type=int, required=True)
-    parser.add_argument("--group", type=int)
-    parser.add_argument("--sample", type=int)
+    parser.add_argument("--group", nargs="+", default=[])
+    parser.add_argument("--sample", nargs="+", default=[])
     parser.add_argument("--nproc", type=int)
     options, overrides = parser.parse_known_args(argv)
     source = options.run.resolve()
     recorded, config = records.read(records.file_of(source, options.step)), config_of(source)
-    what = Replay(step=options.step, group=options.group, sample=options.sample)
+    what = Replay(step=options.step, alone=(*options.group, *options.sample))
     check(what, config, recorded)
+    if "--model.path" not in overrides:
+        check_model(config)
     start = _checkpoint_before(source, options.step)
+    imports = imports_of(source)
+    for folder in (folder for folder in imports if not Path(folder).is_dir()):
+        told = "is gone. If the run imported functions or classes of yours from it, put it back, or them on PYTHONPATH."
+        console.print(f"{folder}: {told}", soft_wrap=True, markup=False)
     target = RunFolder(root=source.with_name(f"{source.name}.replay-{options.step:06}"))
     if target.root.exists() and not target.replay.exists():
         raise ConfigError.at("replay", target.root, "no folder, or that of a replay", "Move it away.")
     shutil.rmtree(target.root, ignore_errors=True)
     target.root.mkdir()
     target.replay.write_text(json.dumps(asdict(what)))
-    first = 1 if start is None else _step_of(start) + 1
+    first, was = 1 if start is None else _step_of(start) + 1, _ranks(source)
+    nproc = options.nproc or was
     console.print(_plan(source, what, first), soft_wrap=True)
     command = [
         *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
-        *("--nproc-per-node", str(options.nproc or _ranks(source)), str(TRAIN), str(source / "config.json")),
+        *("--nproc-per-node", str(nproc), str(TRAIN), str(source / "config.json")),
         *("--name", target.root.name, "--output-dir", str(source.parent), "--resume", str(start or "off")),
         *("--checkpoint.every", "0", "--tracking.wandb", "off", "--tracking.record", "full", *overrides),
     ]
-    code = subprocess.run(command, env={"OMP_NUM_THREADS": "1", **os.environ}, check=False).returncode
+    where = os.pathsep.join([*imports, *filter(None, [os.environ.get("PYTHONPATH")])])
+    variables = {"OMP_NUM_THREADS": "1", **os.environ, "PYTHONPATH": where}
+    code = subprocess.run(command, env=variables, check=False).returncode
     if code:
         raise DataError(f"replay: torchrun ended with {code}, expected 0. What it said stands above.")
-    return _say(source, target.root, console, guarantee=_guarantee(config))
+    promise = _guarantee(config) + ("" if nproc == was else f"; {nproc} ranks train as {was} did but for rounding")
+    return _say(source, target.root, console, guarantee=promise)
 
 
 def diff(argv: list[str], console: Console) -> int:
     """Compare two runs, or a run and its replay: the first step, sample, token or tensor that differs, and why.
+
+    --out FILE    where a page shows it; by default diff.html in the second run's folder
 
     Exit code 0: all that both recorded is equal; 1: something differs.
     """
     parser = argparse.ArgumentParser(prog="specactor diff", add_help=False, allow_abbrev=False)
     parser.add_argument("a", type=Path)
     parser.add_argument("b", type=Path)
+    parser.add_argument("--out", type=Path)
     options = parser.parse_args(argv)
-    return _say(options.a, options.b, console)
+    return _say(options.a, options.b, console, out=options.out)
 
 
 def check(what: Replay, config: Config, recorded: StepRecord) -> None:
@@ -93,29 +108,43 @@ def check(what: Replay, config: Config, recorded: StepRecord) -> None:
         )
     if not recorded.samples:
         raise ConfigError.at("--step", what.step, "a step that sampled", "Step 0 has weights alone.")
-    if what.group is None:
-        if what.sample is not None:
-            raise ConfigError.at("--sample", what.sample, "it together with --group", "Name its group, too.")
+    if not what.alone:
         return
     if config.algorithm.dynamic_sampling:
-        raise ConfigError.at("--group", what.group, "none with algorithm.dynamic_sampling", "Replay the whole step.")
-    known = [s.sample for s in recorded.samples if s.group == what.group]
-    if not known or (what.sample is not None and what.sample not in known):
-        groups = max(s.group for s in recorded.samples)
         raise ConfigError.at(
-            "--group and --sample",
-            f"{what.group}, {what.sample}",
-            f"a group of 0..{groups} and a sample of 0..{max(known, default=config.rollout.group_size - 1)}",
-            "The step recorded no other.",
+            "--group and --sample", what.alone, "none with algorithm.dynamic_sampling", "Replay the whole step."
         )
+    known = {f"{s.group}.{s.sample}" for s in recorded.samples}
+    groups = sorted({s.group for s in recorded.samples})
+    for name in what.alone:
+        if name not in known and name not in map(str, groups):
+            raise ConfigError.at(
+                "--group and --sample",
+                name,
+                f"a group of {groups[0]}..{groups[-1]}, or a response of one, as {groups[0]}.0",
+                "The step recorded no other.",
+            )
 
 
 def config_of(run: Path) -> Config:
-    """Return a run's config. Raises DataError where there is none."""
+    """Return a run's config. Raises DataError where there is none that this version reads."""
     try:
         return from_json(json.loads((run / "config.json").read_text()))
     except (OSError, ValueError) as error:
-        raise DataError(f"{run}: got no config.json that can be read ({error}). Give the folder of a run.") from error
+        wrote = {of.libraries.get("specactor") for step in records.steps_of(run)[-1:] for of in _read(run, [step])}
+        told = f", written by specactor {wrote.pop()}; this is {__version__}" if wrote else ""
+        raise DataError(
+            f"{run}: got no config.json that can be read ({error}){told}. "
+            "Give the folder of a run, to the version that wrote it."
+        ) from error
+
+
+def check_model(config: Config) -> None:
+    """Raise ConfigError where the model that a run started from is gone."""
+    if config.model.tiny is None and not (Path(config.model.path) / "config.json").is_file():
+        raise ConfigError.at(
+            "model.path", config.model.path, "the model's folder", "Put it back, or name its copy with --model.path."
+        )
 
 
 def _checkpoint_before(run: Path, step: int) -> Path | None:
@@ -141,8 +170,9 @@ def _plan(run: Path, what: Replay, first: int) -> str:
     ]
     steps = f"steps {first} to {what.step}" if first < what.step else f"step {first}"
     start = "the start, with its warm-up" if first == 1 else f"the checkpoint of step {first - 1}"
-    alone = "" if what.group is None else f", of step {what.step} group {what.group}"
-    alone += "" if what.sample is None else f", sample {what.sample}"
+    alone = f", of step {what.step} {', '.join(what.alone)} alone" if what.alone else ""
+    if first == 1 and what.step > 1:
+        start += ", since no checkpoint before it is kept (--checkpoint.keep and --checkpoint.every keep more)"
     return f"{steps} from {start}{alone}; {sum(seconds):.0f} s in the run, and the start of the engines"
 
 
@@ -152,8 +182,8 @@ def _guarantee(config: Config) -> str:
     return "same law; where two tokens score within rounding of each other, the other one may be emitted"
 
 
-def _say(a: Path, b: Path, console: Console, *, guarantee: str = "") -> int:
-    """Print what two runs have in common, and where they differ first."""
+def _say(a: Path, b: Path, console: Console, *, guarantee: str = "", out: Path | None = None) -> int:
+    """Print what two runs have in common, and where they differ first; write a page of that."""
     shared = sorted({*records.steps_of(a)} & {*records.steps_of(b)})
     if not shared:
         raise DataError(
@@ -161,18 +191,24 @@ def _say(a: Path, b: Path, console: Console, *, guarantee: str = "") -> int:
             "Runs keep them with tracking.record sampled or full."
         )
     ours, theirs = (_read(run, shared) for run in (a, b))
-    found = first_difference(ours, theirs, noise=noise_of(config_of(a).rollout))
+    config = config_of(a)
+    noise = noise_of(config.rollout)
+    found = first_difference(ours, theirs, noise=noise)
     if guarantee:
         console.print(f"guarantee: {guarantee}", soft_wrap=True)
     if found is None:
         places = [{(s.group, s.sample) for s in record.samples} for record in theirs]
         console.print(
             f"equal: steps {shared[0]} to {shared[-1]}, {sum(map(len, places))} responses: prompts, seeds, tokens, "
-            "log-probabilities, scores, rewards, and where they were learned from, advantages, losses and weights",
+            "log-probabilities, scores, rewards, data state, and where they were learned from, advantages, losses, "
+            "weights and optimizer",
             soft_wrap=True,
         )
         return 0
     _print(found, console)
+    file = out or b / "diff.html"
+    file.write_text(diff_page(found, (a.name, b.name), text_of(config), noise), encoding="utf-8")
+    console.print(f"page: {file}", soft_wrap=True, markup=False)
     return DIFFERENT
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -28,6 +28,9 @@ TIE = 1e-3
 TIE_OF_BFLOAT16 = 0.1
 """The same, where log-probabilities of one token differ by some hundredths from kernel to kernel."""
 TIES = "a kernel's tie"  # the cause of such a difference
+OTHER_LAYOUT = "another layout of ranks: gradients are summed in another order, which rounds otherwise"
+ROUNDED, ROUNDING = ("loss", "grad_norm", "entropy"), 1e-3
+"""Metrics that two layouts of ranks give nearly alike, and by how much of their size they may differ."""
 MOST = 0.5  # share of a step's samples that a cause which holds for every token changes at least
 NO_MATTER = (
     *("name", "output_dir", "resume", "checkpoint", "eval.every", "tracking", "parallel.engines"),
@@ -50,10 +53,14 @@ AREAS = (
 class Finding:
     """The first difference of two runs, and its reason."""
 
-    step: int
     cause: str
     where: str  # the sample, token or tensor
-    evidence: tuple[str, ...]
+    evidence: tuple[str, ...] = ()
+    step: int = 0
+    pair: tuple[SampleRecord, SampleRecord] | None = None
+    """The sample in both runs, where it is of a sample."""
+    token: int | None = None
+    """Of the sample, the first that differs, where that is known."""
 
 
 def first_difference(
@@ -65,10 +72,19 @@ def first_difference(
         noise: of the engines' sampler; without it ties and wrong acceptances are not told apart.
     """
     other = {record.step: record for record in theirs}
-    for a in sorted(ours, key=lambda record: record.step):
-        b = other.get(a.step)
-        if b is not None and (found := _compare(a, b, noise)) is not None:
-            return found
+    is_rounded = False  # whether steps before were learned from by another layout of ranks
+    for a in sorted((a for a in ours if a.step in other), key=lambda record: record.step):
+        b = other[a.step]
+        x, y = by_request(a.samples), by_request(b.samples)
+        pairs = [(x[request_id], y[request_id]) for request_id in x if request_id in y]  # a replay may have one alone
+        found = _of_inputs(a, b, pairs)
+        if found is None:
+            found = _of_responses(a, b, pairs, noise) or _of_rewards(a, b, pairs) or _of_training(a, b)
+            if found is not None and is_rounded:
+                found = replace(found, cause=OTHER_LAYOUT, evidence=(*found.evidence, f"else: {found.cause}"))
+        if found is not None:
+            return replace(found, step=a.step)
+        is_rounded |= bool(a.metrics and b.metrics) and not _is_same_layout(a, b)
     return None
 
 
@@ -90,17 +106,12 @@ def settings_that_differ(a: Mapping[str, Any], b: Mapping[str, Any], prefix: str
 Pairs = list[tuple[SampleRecord, SampleRecord]]
 
 
-def _compare(a: StepRecord, b: StepRecord, noise: Noise | None) -> Finding | None:
-    x, y = by_request(a.samples), by_request(b.samples)
-    pairs = [(x[request_id], y[request_id]) for request_id in x if request_id in y]  # a replay may have one alone
-    return (
-        _of_inputs(a, b, pairs) or _of_responses(a, b, pairs, noise) or _of_rewards(a, b, pairs) or _of_training(a, b)
-    )
-
-
-def _place(s: SampleRecord, token: int | None = None) -> str:
+def _of(pair: tuple[SampleRecord, SampleRecord], cause: str, *evidence: str, token: int | None = None) -> Finding:
+    """What differs in a sample."""
+    s = pair[0]
     at = "" if token is None else f", token {token} of {s.num_tokens}"
-    return f"group {s.group}, sample {s.sample} (problem {s.problem}){at}"
+    where = f"group {s.group}, sample {s.sample} (problem {s.problem}){at}"
+    return Finding(cause=cause, where=where, evidence=evidence, pair=pair, token=token)
 
 
 def _because(a: StepRecord, b: StepRecord, *areas: str) -> tuple[str, ...]:
@@ -129,7 +140,10 @@ def _of_inputs(a: StepRecord, b: StepRecord, pairs: Pairs) -> Finding | None:
         if differing:
             x, y = differing[0]
             counted = f"{what} in {len(differing)} of {len(pairs)} samples: {of(x)}, {of(y)}"
-            return Finding(step=a.step, cause=cause, where=_place(x), evidence=(counted, *_because(a, b, *areas)))
+            return _of((x, y), cause, counted, *_because(a, b, *areas))
+    if a.data and b.data and a.data != b.data:
+        told = "equal problems, and the stream stands elsewhere after them"
+        return Finding(cause="data order", where="data state", evidence=(told, *_because(a, b, "data")))
     return None
 
 
@@ -138,19 +152,16 @@ def _of_responses(a: StepRecord, b: StepRecord, pairs: Pairs, noise: Noise | Non
     differing = [p for p in pairs if any(getattr(p[0], n) != getattr(p[1], n) for n in ("tokens", "logprobs", "spans"))]
     if not differing:
         routed = [(x, y) for x, y in pairs if x.routing and y.routing and x.routing != y.routing]
-        if routed:
-            told = f"other experts in {len(routed)} of {len(pairs)} samples, with equal log-probabilities"
-            return Finding(step=a.step, cause="routing record", where=_place(routed[0][0]), evidence=(told,))
-        return None
+        told = f"other experts in {len(routed)} of {len(pairs)} samples, with equal log-probabilities"
+        return _of(routed[0], "routing record", told) if routed else None
     x, y = differing[0]
     share = f"other tokens or log-probabilities in {len(differing)} of {len(pairs)} samples"
     if x.spans != y.spans and x.tokens == y.tokens and x.logprobs == y.logprobs:
-        told = f"policy versions {x.spans}, {y.spans}"
-        return Finding(step=a.step, cause="weight version", where=_place(x), evidence=(share, told))
+        return _of((x, y), "weight version", share, f"policy versions {x.spans}, {y.spans}")
     settings = _because(a, b, "sampling settings")
     sampled = [line for line in settings if line.startswith("rollout.")]
     if sampled:
-        return Finding(step=a.step, cause="sampling settings", where=_place(x), evidence=(share, *sampled))
+        return _of((x, y), "sampling settings", share, *sampled, token=_first_token(x, y))
     return _of_engines(a, b, differing, len(pairs), (share, *settings), noise)
 
 
@@ -162,35 +173,28 @@ def _of_engines(
     if not kept:
         x, y = differing[0]
         block = next(i for i in range(10**9) if _block(x, i) != _block(y, i))
-        where = f"{_place(x)}, tokens {block * BLOCK} to {block * BLOCK + BLOCK - 1}"
-        told = "none of them was kept whole; tracking.record full keeps all"
-        return Finding(
-            step=a.step, cause=_engine_cause(a, b, differing, total), where=where, evidence=(*evidence, told)
-        )
+        told = f"in tokens {block * BLOCK} to {block * BLOCK + BLOCK - 1}"
+        told += "; none of these samples was kept whole: tracking.record full keeps all"
+        return _of((x, y), _engine_cause(a, b, differing, total), *evidence, told)
     # Equal tokens with other log-probabilities show that something else was computed; then other tokens follow of it.
-    computed = [
-        of for of in kept if of[0].token_ids[of[2] :][:1].tolist() == of[1].token_ids[of[2] :][:1].tolist() != []
-    ]
+    computed = [(x, y, at) for x, y, at in kept if x.token_ids[at:][:1].tolist() == y.token_ids[at:][:1].tolist() != []]
     x, y, at = (computed or kept)[0]
-    where = _place(x, at)
     if computed or at >= min(x.num_tokens, y.num_tokens):
         last = [float(s.logprob_values[at]) if at < s.num_tokens else math.nan for s in (x, y)]
         told = f"log-probability {last[0]:.6f}, {last[1]:.6f} there; {x.num_tokens}, {y.num_tokens} tokens in all"
-        return Finding(
-            step=a.step, cause=_engine_cause(a, b, differing, total), where=where, evidence=(*evidence, told)
-        )
+        return _of((x, y), _engine_cause(a, b, differing, total), *evidence, told, token=at)
     tokens = int(x.token_ids[at]), int(y.token_ids[at])
     scores = float(x.logprob_values[at]), float(y.logprob_values[at])
     told = f"token {tokens[0]} ({scores[0]:.4f}), token {tokens[1]} ({scores[1]:.4f}) after equal ones"
     if noise is None:
-        return Finding(step=a.step, cause="sampling", where=where, evidence=(*evidence, told))
+        return _of((x, y), "sampling", *evidence, told, token=at)
     position = x.prompt_len + at
     gap = scores[0] + noise(x.seed, position, tokens[0]) - scores[1] - noise(y.seed, position, tokens[1])
     told += f"; with the noise of seed {x.seed} token {tokens[0]} scores {gap:+.4f} against token {tokens[1]}"
     # A response's first token comes from its prefill: no verification has part in it.
     at_once = any(start == 0 for _, _, start in kept)
     cause = _sampler_cause(a, b, gap, is_usual=len(differing) >= MOST * total, at_once=at_once)
-    return Finding(step=a.step, cause=cause, where=where, evidence=(*evidence, told))
+    return _of((x, y), cause, *evidence, told, token=at)
 
 
 def _sampler_cause(a: StepRecord, b: StepRecord, gap: float, *, is_usual: bool, at_once: bool) -> str:
@@ -247,7 +251,7 @@ def _of_rewards(a: StepRecord, b: StepRecord, pairs: Pairs) -> Finding | None:
             x, y = differing[0]
             told = f"{name} {getattr(x, name)}, {getattr(y, name)}; {len(differing)} of {len(pairs)} samples"
             because = _because(a, b, "reward or environment", "algorithm" if name != "score" else "data")
-            return Finding(step=a.step, cause=cause, where=_place(x), evidence=(told, *because))
+            return _of((x, y), cause, told, *because)
     return None
 
 
@@ -255,34 +259,47 @@ def _of_training(a: StepRecord, b: StepRecord) -> Finding | None:
     """Compare what was learned from equal samples, and the weights that came of it."""
     if copies := _unequal_copies(a) or _unequal_copies(b):
         told = "copies of a parameter differ between data-parallel ranks"
-        return Finding(step=a.step, cause="gradients were not reduced over all ranks", where=copies, evidence=(told,))
-    tensor = _first_tensor(a.weights, b.weights)
-    metrics = [n for n in a.metrics if n in b.metrics and not _same(a.metrics[n], b.metrics[n])]
-    if tensor is None and not metrics:
+        return Finding(cause="gradients were not reduced over all ranks", where=copies, evidence=(told,))
+    is_same_layout = _is_same_layout(a, b)
+    shared = [n for n in a.metrics if n in b.metrics and (is_same_layout or n in (*ROUNDED, "learning_rate", "tokens"))]
+    slack = 0.0 if is_same_layout else ROUNDING
+    metrics = [n for n in shared if not _same(a.metrics[n], b.metrics[n], slack * (n in ROUNDED))]
+    tensor = _first_tensor(a.weights, b.weights) if is_same_layout else None
+    moved = [r for r, (x, y) in enumerate(zip(a.weights, b.weights, strict=False)) if _moved(x, y) and is_same_layout]
+    if tensor is None and not metrics and not moved:
         return None
     changed = tuple(f"{n} {a.metrics[n]!r}, {b.metrics[n]!r}" for n in metrics)
-    where = f"parameter {tensor}" if tensor is not None else "metrics of training"
+    changed += tuple(f"other moments on rank {r}" for r in moved)
+    where = f"parameter {tensor}" if tensor is not None else "metrics of training" if metrics else "optimizer state"
     if not a.samples or not b.samples:
-        cause = "weights at the start: another checkpoint, warm-up or model"
+        cause = f"{'weights' if tensor else 'optimizer'} at the start: another checkpoint, warm-up or model"
     elif "learning_rate" in metrics:
         cause = "learning rate"
     elif {"tokens", "num_microbatches"} & {*metrics}:
         cause = "microbatches: other tokens were learned from"
     elif metrics:
         cause = "training: loss or gradient"
+    elif moved:
+        cause = "optimizer: its moments"
     else:
-        cause = "optimizer, or weights changed outside of training"
-    return Finding(step=a.step, cause=cause, where=where, evidence=(*changed, *_because(a, b, "algorithm")))
+        cause = "weights changed outside of training"
+    return Finding(cause=cause, where=where, evidence=(*changed, *_because(a, b, "algorithm")))
 
 
-def _same(x: float, y: float) -> bool:
-    return x == y or (x != x and y != y)
+def _same(x: float, y: float, slack: float) -> bool:
+    return x == y or (x != x and y != y) or abs(x - y) <= slack * max(abs(x), abs(y), 0.01)
+
+
+def _is_same_layout(a: StepRecord, b: StepRecord) -> bool:
+    return [r.place for r in a.weights] == [r.place for r in b.weights]
+
+
+def _moved(x: RankWeights, y: RankWeights) -> bool:
+    return x.optimizer != y.optimizer and bool(x.optimizer and y.optimizer)  # older records have none
 
 
 def _first_tensor(a: Sequence[RankWeights], b: Sequence[RankWeights]) -> str | None:
-    """The first parameter that differs; None where none does, or the layouts cannot be compared."""
-    if [r.place for r in a] != [r.place for r in b]:
-        return None
+    """The first parameter that differs, of two runs of one layout."""
     for rank, (x, y) in enumerate(zip(a, b, strict=True)):
         for name in x.digests:
             if x.digests[name] != y.digests.get(name):

@@ -2,27 +2,42 @@
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 from collections.abc import Sequence
 from importlib import metadata
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import xxhash
+
 from specactor import __version__
 from specactor.parallel.collective import Collective
-from specactor.replay.records import RankWeights, SampleRecord, StepRecord, drop_before, file_of, steps_of, write
+from specactor.replay.records import (
+    KEPT_STEPS,
+    RankWeights,
+    SampleRecord,
+    StepRecord,
+    drop_before,
+    file_of,
+    steps_of,
+    write,
+)
+from specactor.samples import experts_of, is_here
+from specactor.trainer import optimizer
 from specactor.trainer.policy import PolicyTrainer, TrainStats
 from specactor.types import ScoredGroup, TrainSequence
 from specactor.weights_sync.digest import digest
 
 WHOLE_EVERY = 16  # with `sampled`, of so many samples one is kept whole
-KEPT_STEPS = 2000  # newest steps whose records stay: a sampled step of 2,048 responses of 8k tokens takes 15 MB
 LIBRARIES = ("torch", "sglang", "megatron-core", "transformers", "mbridge", "triton", "transformer-engine", "numpy")
 
 
 class StepRecorder:
-    """Writes a `StepRecord` per step, on rank 0; every rank adds the digests of its own parameters."""
+    """Writes a `StepRecord` per step, on rank 0; every rank adds the digests of its own parameters and moments."""
 
     def __init__(
         self, run: Path, config_json: dict[str, Any], share: str, *, trainer: PolicyTrainer, collective: Collective
@@ -36,9 +51,15 @@ class StepRecorder:
         self.share = share
         self.trainer = trainer
         self.collective = collective
+        self.written_bytes = 0
+        """By the last step, on rank 0."""
 
-    def started(self, step: int) -> None:
-        """Record the weights that the run starts or goes on with, unless that step has its record. Collective."""
+    def started(self, step: int, data: object) -> None:
+        """Record what the run starts or goes on with, unless that step has its record. Collective.
+
+        Args:
+            data: where the data stream stands, as a checkpoint keeps it.
+        """
         if self.share == "off":
             return
         weights = self._weights()
@@ -47,7 +68,7 @@ class StepRecorder:
         for later in (s for s in steps_of(self.run) if s > step):
             file_of(self.run, later).unlink()  # of a history that was left by resuming from an earlier checkpoint
         if not file_of(self.run, step).exists():
-            write(self.run, self._record(step=step, weights=weights))
+            write(self.run, self._record(data, step=step, weights=weights))
 
     def stepped(
         self,
@@ -56,46 +77,56 @@ class StepRecorder:
         groups: Sequence[ScoredGroup],
         batch: Sequence[TrainSequence],
         stats: TrainStats | None,
+        data: object,
     ) -> None:
         """Record a step: what was sampled and, if it was learned from, what training was. Collective."""
         if self.share == "off":
             return
         weights = self._weights() if stats is not None else ()
+        places = [(g, k) for g, group in enumerate(groups) for k in range(len(group.trajectories))]
+        own = {
+            i: self._sample(groups[g], k, batch[i].advantage if batch else 0.0, is_whole=(i + step) % WHOLE_EVERY == 0)
+            for i, (g, k) in enumerate(places)
+            if is_here(groups[g].trajectories[k])
+        }
+        parts = self.collective.gather(own, dict[int, SampleRecord], only_first=True)
         if self.collective.rank:
             return
-        advantages = iter([sequence.advantage for sequence in batch])
-        samples = tuple(
-            SampleRecord.of(
-                request_id=t.request_id,
-                group=t.group_id,
-                sample=int(t.request_id.rpartition(".")[2]),
-                problem=group.problem.index,
-                seed=t.seed,
-                spans=tuple((s.version, s.start, s.end) for s in t.spans),
-                finish_reason=t.finish_reason,
-                prompt_ids=t.prompt_ids,
-                token_ids=t.token_ids,
-                logprobs=t.logprobs,
-                routed_experts=t.routed_experts,
-                score=group.scores[k],
-                reward=group.rewards[k],
-                advantage=next(advantages, 0.0),
-                is_whole=self.share == "full" or (g * len(group.trajectories) + k + step) % WHOLE_EVERY == 0,
-            )
-            for g, group in enumerate(groups)
-            for k, t in enumerate(group.trajectories)
-        )
+        known = dict(chain(*(part.items() for part in parts)))
+        samples = tuple(known[i] for i in range(len(places)))
         metrics = {} if stats is None else stats.numbers()
-        write(self.run, self._record(step=step, version=version, samples=samples, metrics=metrics, weights=weights))
+        record = self._record(data, step=step, version=version, samples=samples, metrics=metrics, weights=weights)
+        self.written_bytes = write(self.run, record)
         drop_before(self.run, step - KEPT_STEPS)
 
-    def _record(self, **rest: Any) -> StepRecord:
-        return StepRecord(
-            config=self.config_json, libraries=libraries(), engines=self.config_json["parallel"]["engines"], **rest
+    def _sample(self, group: ScoredGroup, k: int, advantage: float, *, is_whole: bool) -> SampleRecord:
+        """Describe response `k` of the group, on a rank that holds it."""
+        t = group.trajectories[k]
+        return SampleRecord.of(
+            request_id=t.request_id,
+            group=t.group_id,
+            sample=int(t.request_id.rpartition(".")[2]),
+            problem=group.problem.index,
+            seed=t.seed,
+            spans=tuple((s.version, s.start, s.end) for s in t.spans),
+            finish_reason=t.finish_reason,
+            prompt_ids=t.prompt_ids,
+            token_ids=t.token_ids,
+            logprobs=t.logprobs,
+            routed_experts=experts_of(t.routed_experts).astype(np.int16).tobytes(),
+            score=group.scores[k],
+            reward=group.rewards[k],
+            advantage=advantage,
+            is_whole=self.share == "full" or is_whole,
         )
 
+    def _record(self, data: object, **rest: Any) -> StepRecord:
+        stands = xxhash.xxh3_64_intdigest(json.dumps(data, sort_keys=True).encode())
+        engines = self.config_json["parallel"]["engines"]
+        return StepRecord(config=self.config_json, libraries=libraries(), engines=engines, data=stands, **rest)
+
     def _weights(self) -> tuple[RankWeights, ...]:
-        """Digests of all parameters of all ranks."""
+        """Digests of all parameters and moments of all ranks."""
         from megatron.core import parallel_state
 
         place = (
@@ -104,12 +135,19 @@ class StepRecorder:
             parallel_state.get_expert_model_parallel_rank(),
             parallel_state.get_expert_tensor_parallel_rank(),
         )
+        models = [("", self.trainer.chunks)]
+        moments = [optimizer.digest_of(self.trainer.optimizer)]
+        if self.trainer.critic is not None:
+            models.append(("critic.", self.trainer.critic.chunks))
+            moments.append(optimizer.digest_of(self.trainer.critic.optimizer))
         digests = {
-            f"{i}.{name}" if len(self.trainer.policy.chunks) > 1 else name: digest(parameter)
-            for i, chunk in enumerate(self.trainer.policy.chunks)
-            for name, parameter in chunk.named_parameters()
+            f"{whose}{i}.{name}" if len(chunks) > 1 else whose + name: digest(parameter)
+            for whose, chunks in models
+            for i, chunk in enumerate(chunks)
+            for name, parameter in chunk.module.named_parameters()
         }
-        return tuple(self.collective.gather(RankWeights(place=place, digests=digests), RankWeights))
+        own = RankWeights(place=place, digests=digests, optimizer=xxhash.xxh3_64_intdigest(str(moments).encode()))
+        return tuple(self.collective.gather(own, RankWeights))
 
 
 def libraries() -> dict[str, str]:

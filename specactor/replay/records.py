@@ -1,7 +1,7 @@
 """What a run records of every step, and the files it is kept in.
 
 A record says of each sample where it came from (problem, seed, policy versions), what it is (digests of prompt, tokens
-and log-probabilities) and what was learned from it; of the step, the weights that sampled and those that were learned.
+and log-probabilities) and what was learned from it; of the step, its weights, optimizer and data state afterwards.
 With its config and library versions it stands alone.
 
 Invariants: a file is there whole or not at all; a file that was cut or changed is refused, since its digest is of all
@@ -20,9 +20,11 @@ import msgspec
 import numpy as np
 import xxhash
 
+from specactor.config import Config
 from specactor.errors import DataError
 
 FORMAT = 1
+KEPT_STEPS = 2000  # newest steps whose records stay: a sampled step of 2,048 responses of 8k tokens takes 15 MB
 BLOCK = 32
 """Tokens that one digest stands for: where whole tokens are not kept, a difference is located to so many."""
 _MAGIC = b"SPAR"
@@ -48,7 +50,8 @@ class SampleRecord(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     advantage: float
     prompt_len: int
     whole: bytes = b""
-    """Where the sample is kept whole: token ids (int32), then log-probabilities (float32), of the response."""
+    """Where the sample is kept whole: of the response token ids (int32) and log-probabilities (float32), then those ids
+    of the prompt."""
 
     @classmethod
     def of(
@@ -61,15 +64,16 @@ class SampleRecord(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
         is_whole: bool,
         **rest: Any,
     ) -> SampleRecord:
-        tokens, values = np.array(token_ids, np.int32), np.array(logprobs, np.float32)
+        tokens, prompt = np.array(token_ids, np.int32), np.array(prompt_ids, np.int32)
+        values = np.array(logprobs, np.float32)
         return cls(
             num_tokens=len(tokens),
-            prompt=xxhash.xxh3_64_intdigest(np.array(prompt_ids, np.int32).tobytes()),
+            prompt=xxhash.xxh3_64_intdigest(prompt.tobytes()),
             prompt_len=len(prompt_ids),
             tokens=_blocks(tokens),
             logprobs=_blocks(values),
             routing=xxhash.xxh3_64_intdigest(routed_experts) if routed_experts else 0,
-            whole=tokens.tobytes() + values.tobytes() if is_whole else b"",
+            whole=tokens.tobytes() + values.tobytes() + prompt.tobytes() if is_whole else b"",
             **rest,
         )
 
@@ -81,7 +85,12 @@ class SampleRecord(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     @property
     def logprob_values(self) -> np.ndarray[Any, np.dtype[np.float32]]:
         """Float32 [T]; empty where the sample is not kept whole."""
-        return np.frombuffer(self.whole[4 * self.num_tokens :], np.float32)
+        return np.frombuffer(self.whole[4 * self.num_tokens : 8 * self.num_tokens], np.float32)
+
+    @property
+    def prompt_ids(self) -> np.ndarray[Any, np.dtype[np.int32]]:
+        """Of the prompt; empty where the sample is not kept whole."""
+        return np.frombuffer(self.whole[8 * self.num_tokens :], np.int32)
 
 
 class RankWeights(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
@@ -90,6 +99,7 @@ class RankWeights(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     place: tuple[int, int, int, int]
     """Its rank in tensor, pipeline, expert and expert-tensor parallelism: it says which parameters are copies."""
     digests: dict[str, int]  # of each parameter, by Megatron's name
+    optimizer: int = 0  # digest of the rank's moments and step counts
 
 
 class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -103,6 +113,7 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
     config: dict[str, Any] = {}
     libraries: dict[str, str] = {}  # name -> version of what computes
     engines: int = 1  # engine i generates the groups g with g % engines == i
+    data: int = 0  # digest of where the data stream stands after the step, and of groups that go on
 
 
 def _blocks(values: np.ndarray[Any, Any]) -> bytes:
@@ -148,6 +159,18 @@ def read(file: Path) -> StepRecord:
 def steps_of(run: Path) -> list[int]:
     """Steps that a run has a record of, in order."""
     return sorted(int(file.stem.removeprefix("step-")) for file in (run / "records").glob("step-*.bin"))
+
+
+def reach(config: Config) -> str:
+    """Say how far back a step of a run can be repeated, and what that costs."""
+    every, keep, steps = config.checkpoint.every, config.checkpoint.keep, config.train.steps
+    if config.tracking.record == "off":
+        return "replay: of no step, with tracking.record off"
+    kept = min(keep, steps // every) if every else 0
+    near = f"of the last {min(kept * every, steps)} steps from a checkpoint, with at most {every - 1} trained again; "
+    rest = f"of the {min(steps, KEPT_STEPS):,} steps that have records" if kept * every < steps else ""
+    far = f"{rest} from the start, with all before them; " if rest else ""
+    return f"replay: {near if kept else ''}{far}checkpoint.every {every} and checkpoint.keep {keep} decide that"
 
 
 def drop_before(run: Path, step: int) -> None:

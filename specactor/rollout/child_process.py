@@ -26,7 +26,7 @@ from specactor.rollout.frames import Failed, ProtocolError
 
 END_TIMEOUT_S = 10.0  # longest wait for each way to end it
 _LOG_TAIL_LINES = 20
-_MODULE = "specactor.rollout.child_main"
+_MODULE = "specactor.rollout.process_guard"
 Answer = TypeVar("Answer")
 
 

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 
 from transformers import PreTrainedTokenizerBase
 
-from specactor import hooks
+from specactor import hooks, samples
 from specactor.config import Config
 from specactor.data.dataset import Dataset
 from specactor.data.stream import MixedStream, PromptStream
@@ -152,40 +152,51 @@ class RolloutCollector:
         return groups
 
     def _teaching(self, groups: Sequence[ScoredGroup]) -> list[bool]:
-        """Return which groups dynamic sampling keeps: as rank 0 has it, since a filter may answer as it likes."""
+        """Return which groups dynamic sampling keeps: as the rank has it whose engine answered, since a filter may
+        read the responses, and answer as it likes."""
         name = self.config.algorithm.group_filter
         if not name:
             return [informative(group.rewards) for group in groups]
-        own = self.collective.together("group filter", lambda: [hooks.keeps(name, group) for group in groups])
-        return self.collective.gather(own, list[bool])[0]
+        here = {i: group for i, group in enumerate(groups) if all(map(samples.is_here, group.trajectories))}
+        own = self.collective.together(
+            "group filter", lambda: {i: hooks.keeps(name, group) for i, group in here.items()}
+        )
+        kept = dict(chain(*(part.items() for part in self.collective.gather(own, dict[int, bool]))))
+        return [kept[i] for i in range(len(groups))]
 
-    def collect_again(self, step: int, group: int, sample: int | None) -> list[ScoredGroup]:
-        """Return one group of the step after `step` finished ones, or one response of it, without the others."""
+    def collect_again(self, step: int, alone: Sequence[str]) -> list[ScoredGroup]:
+        """Return groups ("3") or responses ("3.1") of the step after `step` finished ones, each generated alone."""
         problems = [self.train_data[i] for i in self.prompts.take(self.config.rollout.prompts_per_step)]
         requests = group_requests(problems, config=self.config.rollout, run_seed=self.config.seed, step=step)
-        wanted = [r for r in requests if r.group_id == group and r.request_id.endswith(f".{sample}") | (sample is None)]
-        with self.progress.phase("rollout"):
-            trajectories = self._generate_all(wanted, [problems[group]])
-        with self.progress.phase("reward"):
-            return self._score_groups([problems[group]], trajectories)
+        found: list[ScoredGroup] = []
+        for name in alone:
+            group, _, sample = name.partition(".")
+            end = f".{sample}" if sample else ""
+            wanted = [r for r in requests if r.group_id == int(group) and r.request_id.endswith(end)]
+            problem = [problems[int(group)]]
+            with self.progress.phase("rollout"):
+                trajectories = self._generate_all(wanted, problem)
+            with self.progress.phase("reward"):
+                found += self._score_groups(problem, trajectories)
+        return found
 
     def evaluate(self) -> dict[str, list[ScoredGroup]]:
         """Return the policy's responses to the held-out problems, by set; one greedy response each, or more."""
         with self.progress.phase("eval"):
             found = {name: self._evaluated(data[: self.config.eval.problems]) for name, data in self.eval_data.items()}
-            self.stats()  # the next step counts from here
+            self.take_stats()  # the next step counts from here
             # After a resume no evaluation comes before the step: keys left of one would change the step's last bits.
             self.collective.together("flush", self.pool.flush)
         return found
 
     def _evaluated(self, problems: Sequence[Problem]) -> list[ScoredGroup]:
-        samples = self.config.eval.samples
-        requests = held_out_requests(problems, config=self.config.rollout, run_seed=self.config.seed, samples=samples)
+        size = self.config.eval.samples
+        requests = held_out_requests(problems, config=self.config.rollout, run_seed=self.config.seed, samples=size)
         trajectories = self._generate_all(requests, problems)
         self._tell_failures(trajectories)
-        scores = self._score([problem for problem in problems for _ in range(samples)], trajectories)
-        cuts = [slice(i * samples, (i + 1) * samples) for i in range(len(problems))]
-        return [
+        scores = self._score([problem for problem in problems for _ in range(size)], trajectories)
+        cuts = [slice(i * size, (i + 1) * size) for i in range(len(problems))]
+        groups = [
             ScoredGroup(
                 problem=problem,
                 trajectories=tuple(trajectories[cut]),
@@ -194,8 +205,9 @@ class RolloutCollector:
             )
             for problem, cut in zip(problems, cuts, strict=True)
         ]
+        return samples.whole(groups, wanted=self.collective.rank == 0)  # which writes them
 
-    def stats(self, *, trace: bool = False) -> RolloutStats:
+    def take_stats(self, *, trace: bool = False) -> RolloutStats:
         """Return what happened since the last call, equal on all ranks; tell what is wrong with drafters.
 
         Args:
@@ -233,7 +245,7 @@ class RolloutCollector:
             of_pending = [self.train_data[group.problem] for group in groups for _ in group.pending]
             finished, stopped = self._generate(pending, of_pending, enough=share)
             groups, self.left = open_groups.settled([group.after(finished, stopped) for group in groups], want)
-            self.open_groups = self.left if rollout.partial else []
+            self.open_groups = self._everywhere(self.left) if rollout.partial else []
         with self.progress.phase("reward"):
             return self._not_empty(
                 self._score_groups(
@@ -241,8 +253,14 @@ class RolloutCollector:
                 )
             )
 
+    def _everywhere(self, groups: Sequence[open_groups.OpenGroup]) -> list[open_groups.OpenGroup]:
+        """Return the groups with all that finished on every rank: another one's engine may go on with them."""
+        flat = [response for group in groups for response in group.finished.values()]
+        found = iter(samples.fetch(flat, range(len(flat)), samples.OF_RESPONSE))
+        return [replace(group, finished={name: next(found) for name in group.finished}) for group in groups]
+
     def _generate_all(self, requests: Sequence[RolloutRequest], problems: Sequence[Problem]) -> list[Trajectory]:
-        """Return all responses, in the order of the requests, on every rank; each problem has as many."""
+        """Return all responses, in the order of the requests; each problem has as many. See `_generate`."""
         size = len(requests) // len(problems)
         finished, _ = self._generate(requests, [problem for problem in problems for _ in range(size)])
         return [finished[request.request_id] for request in requests]
@@ -250,7 +268,8 @@ class RolloutCollector:
     def _generate(
         self, requests: Sequence[RolloutRequest], problems: Sequence[Problem], *, enough: int | None = None
     ) -> tuple[dict[str, Trajectory], dict[str, RolloutRequest]]:
-        """Return finished responses and stopped requests, by id, on every rank. Replace lost engines on the way.
+        """Return finished responses and stopped requests, by id, on every rank; the tokens of responses stay on the
+        rank whose engine gave them (`specactor.samples`). Replace lost engines on the way.
 
         Args:
             problems: one per request.
@@ -280,7 +299,7 @@ class RolloutCollector:
                     conversations=conversations if conversations else None,
                 )
                 outcome = self.collective.together("rollout", generate)
-                finished += outcome.finished
+                finished += map(samples.packed, outcome.finished)
                 stopped += outcome.stopped
                 missing.subtract(trajectory.group_id for trajectory in outcome.finished)
                 self._drafters_woken += outcome.drafters_woken
@@ -288,7 +307,7 @@ class RolloutCollector:
                 if not self.collective.any(bool(pending)):
                     break
                 self.replace_lost()
-        by_id = {t.request_id: t for t in chain(*self.collective.gather(finished, list[Trajectory]))}
+        by_id = {t.request_id: t for t in samples.told(finished, self.collective)}
         cut = next((t for t in by_id.values() if t.finish_reason == "abort"), None)
         if cut is not None:
             raise EngineError(
@@ -335,6 +354,8 @@ class RolloutCollector:
     def _score(self, problems: Sequence[Problem], trajectories: Sequence[Trajectory]) -> list[float]:
         """Return the verifier's or environment's score of each response, on every rank; each rank computes a share."""
         rank, world = self.collective.rank, self.collective.world
+        to_read = [i for i in range(rank, len(trajectories), world) if trajectories[i].reward is None]
+        trajectories = samples.fetch(trajectories, to_read, ("token_ids",))
 
         def own_share() -> list[float]:
             share = list(zip(problems, trajectories, strict=True))[rank::world]
@@ -357,4 +378,8 @@ class RolloutCollector:
         self.prompts.restore(state["prompts"])
         if self.config.rollout.partial:
             size = self.config.rollout.group_size
-            self.open_groups = open_groups.restored(state.get("open_groups", []), group_size=size)
+            restored = open_groups.restored(state.get("open_groups", []), group_size=size)
+            self.open_groups = [
+                replace(group, finished={name: samples.packed(t) for name, t in group.finished.items()})
+                for group in restored
+            ]

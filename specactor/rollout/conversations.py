@@ -203,8 +203,8 @@ class Conversations:
         conversation.turn = None
         conversation.so_far = replace(
             before,
-            token_ids=before.token_ids + response.token_ids,
-            logprobs=before.logprobs + response.logprobs,
+            token_ids=(*before.token_ids, *response.token_ids),
+            logprobs=(*before.logprobs, *response.logprobs),
             finish_reason=response.finish_reason,
             spans=joined((*before.spans, *spans)),
             loss_mask=before.loss_mask + (True,) * len(response.token_ids),
@@ -233,15 +233,15 @@ class Conversations:
         span = VersionSpan(version=so_far.spans[-1].version, start=start, end=end)
         so_far = replace(
             so_far,
-            token_ids=so_far.token_ids + ids,
-            logprobs=so_far.logprobs + (0.0,) * len(ids),
+            token_ids=(*so_far.token_ids, *ids),
+            logprobs=(*so_far.logprobs, *(0.0 for _ in ids)),
             spans=joined((*so_far.spans, span)),
             loss_mask=so_far.loss_mask + (False,) * len(ids),
         )
         conversation.so_far = so_far
         conversation.turn = replace(
             request,
-            prompt_ids=so_far.prompt_ids + so_far.token_ids,
+            prompt_ids=(*so_far.prompt_ids, *so_far.token_ids),
             num_earlier=end,
             sampling=replace(request.sampling, max_new_tokens=room - len(ids)),
         )

@@ -67,7 +67,8 @@ def opened(
 def share(groups: Sequence[OpenGroup], want: int, *, engines: int, own: Collection[int]) -> int:
     """Return how many groups must become complete on a rank with the engines `own`; shares make `want` or more.
 
-    Group i runs on engine i modulo `engines`. A rank's share of `want` is as large as its share of the engines.
+    Group i runs on the rank that owns engine i modulo `engines`. A rank's share of `want` is as large as its share of
+    the engines.
     """
     wanted = sum(i % engines in own for i in range(want))
     complete = sum(group.complete for i, group in enumerate(groups) if i % engines in own)
@@ -81,7 +82,7 @@ def settled(groups: Sequence[OpenGroup], want: int) -> tuple[list[OpenGroup], li
 
 
 def state(groups: Sequence[OpenGroup]) -> object:
-    return msgspec.to_builtins(list(groups))
+    return msgspec.to_builtins(list(groups), enc_hook=list)  # arrays
 
 
 def restored(state: object, *, group_size: int) -> list[OpenGroup]:

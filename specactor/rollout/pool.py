@@ -135,7 +135,7 @@ class EnginePool:
             drafters_woken=driver.num_woken,
         )
 
-    def learn(self, counts: Mapping[str, Counts]) -> None:
+    def update_wake_belief(self, counts: Mapping[str, Counts]) -> None:
         """Plan the next step with what speculation did in this one, in all engines of the job."""
         if self.tail is not None:
             self.tail = self.tail.after(counts)

@@ -1,17 +1,25 @@
 """The process around an engine or a drafter that leaves nothing behind. POSIX only: no SGLang, no torch.
 
+    python -m specactor.rollout.process_guard MODULE:FUNCTION --fd N
+
+becomes the guard of its own child, the host, which alone imports the module, and calls the function with the inherited
+socket N. The end of that socket's stream is the sign to end. Standard output and error are the log.
+
 Invariants: when the guard has exited, every process below it is gone, with its temporary folder and files in /dev/shm;
 when its owner dies, the guard ends the host within `GRACE_S`; when the guard is killed, so is the host.
 """
 
 from __future__ import annotations
 
+import argparse
 import ctypes
 import fcntl
+import importlib
 import os
 import select
 import shutil
 import signal
+import socket
 import sys
 import tempfile
 import time
@@ -159,3 +167,22 @@ def sweep(pid: int | None = None) -> None:
 def _prctl(option: int, value: int) -> None:
     if ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), f"prctl({option}, {value})")
+
+
+def main() -> None:
+    """Run the child; does not return."""
+    parser = argparse.ArgumentParser(description="Runs a host, and leaves nothing behind.")
+    parser.add_argument("run", help="what the host does, as in package.module:function")
+    parser.add_argument("--fd", type=int, required=True, help="inherited socket to the owner")
+    options = parser.parse_args()
+    os.set_inheritable(options.fd, False)
+
+    def host() -> None:
+        module, _, function = options.run.partition(":")
+        getattr(importlib.import_module(module), function)(socket.socket(fileno=options.fd))
+
+    run_guarded(options.fd, host)
+
+
+if __name__ == "__main__":
+    main()

@@ -28,7 +28,11 @@ def group_requests(
     step: int,
     earlier: Sequence[Problem] = (),
 ) -> list[RolloutRequest]:
-    """`config.group_size` requests per problem, group by group. `earlier`: what the same step has asked for before."""
+    """`config.group_size` requests per problem, group by group. Their ids begin with the number of finished steps.
+
+    Args:
+        earlier: what the same step has asked for before.
+    """
     asked = [problem.index for problem in (*earlier, *problems)]
     sampling = sampling_of(config)
     return [
@@ -72,7 +76,7 @@ def held_out_requests(
 
 
 def sampling_of(config: RolloutConfig) -> SamplingParams:
-    """How a run's responses are sampled."""
+    """Return how a run's responses are sampled."""
     return SamplingParams(
         temperature=config.temperature,
         top_p=config.top_p,

@@ -88,10 +88,10 @@ def going_on(request: RolloutRequest, response: Trajectory) -> RolloutRequest:
     return replace(
         request,
         begun=Begun(
-            token_ids=response.token_ids,
-            logprobs=response.logprobs,
+            token_ids=tuple(response.token_ids),
+            logprobs=tuple(response.logprobs),
             spans=spans,
-            routed_experts=response.routed_experts,
+            routed_experts=bytes(response.routed_experts),
         ),
     )
 

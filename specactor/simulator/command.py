@@ -15,9 +15,9 @@ from rich.table import Table
 
 from specactor.errors import ConfigError
 from specactor.planning.command import Inputs, acceptance_at, candidates, parse
-from specactor.planning.gpu_specs import Device, device
 from specactor.planning.memory import named_shape
 from specactor.planning.model_shapes import TransformerShape
+from specactor.planning.rooflines import Device, device
 from specactor.simulator.decide import Policy, SimulatedMode
 from specactor.simulator.requests import Lengths, Method, World
 from specactor.simulator.rollout import Job, Run, run

@@ -31,8 +31,7 @@ from specactor.rollout.speculation.reconfiguration import (
 )
 from specactor.rollout.speculation.windows import OFF as NO_DRAFTER
 from specactor.rollout.speculation.windows import Choice, Option, choose
-from specactor.simulator.requests import Ints
-from specactor.simulator.rounds import COUPLED, OFF, Remote, round_of
+from specactor.simulator.requests import COUPLED, OFF, Ints, Remote, round_of
 
 SimulatedMode = Literal["off", "coupled", "decoupled", "auto"]
 AHEAD = "decoupled"  # what the plan of requests drafted for elsewhere is called among the choices

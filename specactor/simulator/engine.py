@@ -19,8 +19,7 @@ from specactor.rollout.speculation.costs import Grid
 from specactor.rollout.speculation.fastest_of_n import best_window
 from specactor.rollout.speculation.reconfiguration import MODES, PLAIN, DraftPlan, LiveCosts
 from specactor.simulator.decide import Decider, Decision
-from specactor.simulator.requests import Floats, Ints
-from specactor.simulator.rounds import Beside, Remote, Round, round_of
+from specactor.simulator.requests import Beside, Floats, Ints, Remote, Round, round_of
 
 DONE = 1e-6  # tokens short of its length at which a request has finished
 FIRST_LOOK, LAST_LOOK = 4, 1024

@@ -23,8 +23,19 @@ from specactor.rollout.speculation.fastest_of_n import ranked
 from specactor.rollout.speculation.reconfiguration import LiveCosts
 from specactor.simulator.decide import Decider, Policy, placed
 from specactor.simulator.engine import DONE, Engine, Helper, show
-from specactor.simulator.requests import Floats, Ints, Lengths, Requests, World, draw, survivals
-from specactor.simulator.rounds import DECOUPLED, Beside, Remote, round_of
+from specactor.simulator.requests import (
+    DECOUPLED,
+    Beside,
+    Floats,
+    Ints,
+    Lengths,
+    Remote,
+    Requests,
+    World,
+    draw,
+    round_of,
+    survivals,
+)
 from specactor.types import RolloutRequest, SamplingParams
 
 ROUNDING_S = 1e-6  # by which an event may come early: sums of many small numbers

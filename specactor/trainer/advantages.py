@@ -51,7 +51,8 @@ def group_advantages(rewards_by_group: Sequence[Sequence[float]], kind: Advantag
 
 
 def informative(rewards: Sequence[float]) -> bool:
-    """Whether a group teaches anything: its rewards are not all equal (dynamic sampling, arXiv 2503.14476 eq. 11)."""
+    """Return whether a group teaches anything: its rewards are not all equal (dynamic sampling, arXiv 2503.14476 eq.
+    11)."""
     return any(r != rewards[0] for r in rewards)
 
 

@@ -112,13 +112,17 @@ def write(
             shutil.rmtree(target, ignore_errors=True)
             os.rename(folder, target)
             _fsync(root)
-            found = _checkpoints(root)
-            history = found[: found.index(target) + 1]
-            for other in [*found[len(history) :], *history[:-keep]]:
-                shutil.rmtree(other, ignore_errors=True)
+            _prune(root, target, keep)
         return target
 
     return partial(_on_all, collective, failed, commit)
+
+
+def _prune(root: Path, newest: Path, keep: int) -> None:
+    found = _checkpoints(root)
+    history = found[: found.index(newest) + 1]
+    for other in [*found[len(history) :], *history[:-keep]]:
+        shutil.rmtree(other, ignore_errors=True)
 
 
 def load(trainer: PolicyTrainer, path: Path) -> dict[str, Any]:
@@ -157,7 +161,7 @@ def _checkpoints(root: Path) -> list[Path]:
 
 
 def _identity(trainer: PolicyTrainer) -> dict[str, Any]:
-    """What must fit when a checkpoint is loaded."""
+    """Return what must fit when a checkpoint is loaded."""
     from specactor.trainer import optimizer  # Megatron, which who only looks for checkpoints does without
 
     hf = trainer.policy.bridge.hf_config

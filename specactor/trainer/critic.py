@@ -28,7 +28,7 @@ from specactor.types import TrainSequence
 
 @dataclass(frozen=True, kw_only=True)
 class CriticStats:
-    """Of one RL step; equal on all ranks."""
+    """Figures of one RL step, equal on all ranks."""
 
     loss: float
     """Mean over the step's updates."""
@@ -73,7 +73,7 @@ class Critic(ModelTrainer):
         return sums, grad_norm
 
     def stats(self, estimates: Sequence[Sequence[Estimate]], learned: Sequence[tuple[Sums, float]]) -> CriticStats:
-        """What the updates of a step did, from what each `learn` returned."""
+        """Return what the updates of a step did, from what each `learn` returned."""
         norm = sum(grad_norm for _, grad_norm in learned) / len(learned)
         total, norm = reduce_over_ranks([sums for sums, _ in learned], norm, self.device)
         flat = [estimate for part in estimates for estimate in part]
@@ -88,7 +88,7 @@ class Critic(ModelTrainer):
         )
 
     def offload(self) -> None:
-        """Of a critic engines need nothing: on a GPU its weights go to host memory, too."""
+        """Take it off the device, since engines need nothing of it: on a GPU its weights go to host memory, too."""
         super().offload()
         for buffer in self._buffers():
             buffer.offload_to_cpu(move_params=True, move_grads=False)

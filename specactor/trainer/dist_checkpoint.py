@@ -68,7 +68,7 @@ def _metadata() -> dict[str, Any]:
 
 
 def _sharded(chunks: list[Any], optimizer: Any, *, loading: bool) -> dict[str, Any]:
-    """What is saved, with the place of every local tensor in the whole."""
+    """Return what is saved, with the place of every local tensor in the whole."""
     metadata = _metadata()
     optimizers.fill_state(optimizer)
     keys = ["model"] if len(chunks) == 1 else [f"model{i}" for i in range(len(chunks))]

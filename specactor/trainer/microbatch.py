@@ -17,17 +17,19 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
+import numpy as np
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
+from specactor.samples import experts_of
 from specactor.trainer.packing import padded_len
 from specactor.types import TrainSequence
 
 
 @dataclass(frozen=True)
 class Shape:
-    """What divides a micro-batch on this rank."""
+    """This is what divides a micro-batch on this rank."""
 
     context: int
     context_rank: int
@@ -46,7 +48,7 @@ class Shape:
 
 @dataclass(frozen=True, eq=False)
 class Estimate:
-    """What a critic says of one sequence, per response token (response_len each)."""
+    """This is what a critic says of one sequence, per response token (response_len each)."""
 
     values: Tensor
     """Expected reward before the token."""
@@ -57,7 +59,7 @@ class Estimate:
 
 @dataclass(frozen=True)
 class Item:
-    """A sequence with what its tokens weigh; `first` numbers its first response token among all of the step's."""
+    """A sequence with what its tokens weigh; `first` numbers its first response token among all of the update's."""
 
     sequence: TrainSequence
     first: int
@@ -78,7 +80,7 @@ class MicroBatch:
     sequence_R: Tensor
     """Number of the sequence in this micro-batch."""
     source_R: Tensor
-    """Number of the response token among all of the step's."""
+    """Number of the response token among all of the update's."""
     weights_R: Tensor
     advantages_R: Tensor
     rollout_R: Tensor | None
@@ -127,7 +129,7 @@ def build(items: Sequence[Item], shape: Shape, device: torch.device) -> MicroBat
         lens = [item.sequence.response_len for item in items]
         if not items or any(value is None or len(value) != n for value, n in zip(values, lens, strict=True)):
             return None
-        return torch.cat([torch.as_tensor(value, dtype=torch.float32) for value in values])[mine].to(device)
+        return torch.cat([torch.from_numpy(np.array(value, np.float32)) for value in values])[mine].to(device)
 
     estimates = [item.estimate for item in items]
     advantages_R = per_token([estimate and estimate.advantages for estimate in estimates])
@@ -156,40 +158,36 @@ def build(items: Sequence[Item], shape: Shape, device: torch.device) -> MicroBat
     )
 
 
-ID_BYTES = 2
-"""Of the number of an expert."""
-
-
 def _experts(items: Sequence[Item], padded: list[int], rows_T: Tensor, device: torch.device) -> Tensor | None:
     """The experts of the micro-batch's tokens; None where no sequence says any."""
     table_TX = None
     for item, start in zip(items, accumulate(padded, initial=0), strict=False):
         if item.sequence.routed_experts:
             num_rows = len(item.sequence.token_ids) - 1
-            ids = torch.frombuffer(bytearray(item.sequence.routed_experts), dtype=torch.int16).view(num_rows, -1)
+            ids = torch.from_numpy(experts_of(item.sequence.routed_experts).astype(np.int16)).view(num_rows, -1)
             if table_TX is None:
                 table_TX = torch.full((sum(padded), ids.shape[1]), -1, dtype=torch.int16)
             table_TX[start : start + num_rows] = ids
     return None if table_TX is None else table_TX[rows_T].to(device)
 
 
-def _stale(sequence: TrainSequence) -> list[float]:
+def _stale(sequence: TrainSequence) -> Tensor:
     """Per response token: 1 where an older policy sampled it."""
-    return [float(i < sequence.num_stale) for i in range(sequence.response_len)]
+    return (torch.arange(sequence.response_len) < sequence.num_stale).float()
 
 
 def _tokens(items: Sequence[Item], padded: list[int]) -> Tensor:
     """All tokens of the micro-batch, on whatever rank they will be; padding is token 0."""
-    flat: list[int] = []
-    for item, size in zip(items, padded, strict=False):
-        flat += item.sequence.token_ids
-        flat += [0] * (size - len(item.sequence.token_ids))
-    return torch.tensor(flat or [0] * sum(padded), dtype=torch.int64)
+    tokens = torch.zeros(sum(padded), dtype=torch.int64)
+    for item, start in zip(items, accumulate(padded, initial=0), strict=False):
+        ids = item.sequence.token_ids
+        tokens[start : start + len(ids)] = torch.from_numpy(np.array(ids, np.int64))
+    return tokens
 
 
 @dataclass(frozen=True)
 class _Responses:
-    """Of every response token of the micro-batch, in order."""
+    """It holds figures of every response token of the micro-batch, in order."""
 
     row: Tensor
     """Row of the whole micro-batch that predicts it."""

@@ -61,7 +61,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def has_transformer_engine() -> bool:
-    """Whether the fused layer spec can be used: a GPU and an importable TransformerEngine."""
+    """Return whether the fused layer spec can be used: a GPU and an importable TransformerEngine."""
     return torch.cuda.is_available() and importlib.util.find_spec("transformer_engine") is not None
 
 

@@ -9,12 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from specactor import samples
 from specactor.config import Config
 from specactor.cpu import megatron as cpu_platform
 from specactor.device_memory import HostCopies
@@ -36,13 +38,13 @@ Objective = Callable[[MicroBatch, Tensor], tuple[Tensor, dict[str, Tensor]]]
 
 
 class ModelTrainer:
-    """Model, data parallelism and optimizer of this rank; needs `specactor.parallel.groups.init` before."""
+    """Model, data parallelism and optimizer of this rank; needs `specactor.parallel.collective.init_groups` before."""
 
     def __init__(self, config: Config, layout: Layout, built: model.Policy) -> None:
         self.config, self.layout = config, layout
         self.device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else _CPU
         self.chunks = optimizer.wrap(built, config.train)
-        self.memory = share(self.chunks)
+        self.shared_parameters = share(self.chunks)
         self.optimizer = optimizer.make(self.chunks, built, config.train, config.model.dtype)
         self._host_copies = HostCopies()
         self._replay: RoutingReplay | None = None
@@ -78,12 +80,13 @@ class ModelTrainer:
 
         count = self._run(items, loss_of, forward_only=False)
         optimizer.set_learning_rate(self.optimizer, learning_rate, self.config.train.weight_decay)
-        _, grad_norm, _ = self.optimizer.step()
+        _, grad_norm, _ = self.optimizer.step()  # writes parameters where engines of this host read them
         return sums, float(grad_norm), count
 
     def _run(self, items: list[Item], loss_of: Callable[[MicroBatch, Tensor], Tensor], *, forward_only: bool) -> int:
         """Megatron's schedule over this rank's micro-batches; returns their number. The last stage calls `loss_of`."""
-        batches = [build([items[i] for i in plan], self._shape, self.device) for plan in self._plan(items)]
+        plan = self._plan([item.sequence for item in items])
+        batches = [build([items[i] for i in part], self._shape, self.device) for part in plan]
 
         def reduced(batch: MicroBatch, output_1TV: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
             return loss_of(batch, output_1TV), torch.zeros((), dtype=torch.int, device=self.device), {}
@@ -108,10 +111,14 @@ class ModelTrainer:
             self._replay.forget()
         return len(batches)
 
-    def _plan(self, items: list[Item]) -> list[list[int]]:
-        """This data-parallel rank's micro-batches, as indices into `items`."""
+    def _own(self, sequences: Sequence[TrainSequence]) -> Sequence[TrainSequence]:
+        """The sequences, with the tokens of those that this data-parallel rank packs. Collective."""
+        return samples.fetch(sequences, chain(*self._plan(sequences)), samples.OF_SEQUENCE)
+
+    def _plan(self, sequences: Sequence[TrainSequence]) -> list[list[int]]:
+        """This data-parallel rank's micro-batches, as indices into `sequences`."""
         multiple = self._shape.sequence_multiple
-        lengths = [packing.padded_len(len(item.sequence.token_ids), multiple) for item in items]
+        lengths = [packing.padded_len(len(sequence.token_ids), multiple) for sequence in sequences]
         capacity = self.config.train.tokens_per_microbatch * self.layout.context
         stages = self.layout.pipeline if len(self.chunks) > 1 else 1
         plan = packing.balance(lengths, self.layout.data, capacity, multiple_of=stages)

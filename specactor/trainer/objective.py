@@ -16,9 +16,8 @@ from torch import Tensor
 
 from specactor.config import AlgorithmConfig
 from specactor.hooks import loss_by
-from specactor.trainer.correction import correction_weights_T
 from specactor.trainer.logprobs import vocab_parallel_logprobs
-from specactor.trainer.losses import LossKind, kl_T, policy_loss_T
+from specactor.trainer.losses import LossKind, correction_weights_T, kl_T, policy_loss_T
 from specactor.trainer.microbatch import MicroBatch
 
 

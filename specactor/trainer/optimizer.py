@@ -9,12 +9,14 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+import xxhash
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
 from specactor.config import TrainConfig
 from specactor.device_memory import HostCopies
 from specactor.trainer.model import DTYPES, Policy
+from specactor.weights_sync.digest import digest
 
 DISTRIBUTED = True
 """The optimizer's state is divided among the data-parallel ranks, which costs no time; a plain one is for tests."""
@@ -100,6 +102,18 @@ def fill_state(optimizer: Any) -> None:
             if isinstance(inner, torch.optim.AdamW):
                 state["step"] = torch.tensor(0.0)
             inner.state[parameter] = state
+
+
+def digest_of(optimizer: Any) -> int:
+    """64-bit digest of this rank's moments and step counts."""
+    found: list[object] = []
+    for part in parts(optimizer):
+        for group in part.optimizer.param_groups:
+            for parameter in group["params"]:
+                state = part.optimizer.state.get(parameter, {})
+                found += [digest(state[name]) for name in ("exp_avg", "exp_avg_sq") if name in state]
+                found.append(int(state.get("step", group.get("step") or 0)))  # fused Adams count in the group
+    return int(xxhash.xxh3_64_intdigest(str(found).encode()))
 
 
 def offload(chunks: list[Any], optimizer: Any, dtype: str, copies: HostCopies) -> None:

@@ -49,7 +49,7 @@ class TrainingDiverged(SpecActorError):  # noqa: N818
 
 @dataclass(frozen=True, kw_only=True)
 class TrainStats:
-    """Of one `PolicyTrainer.train_step`; equal on all ranks."""
+    """Figures of one `PolicyTrainer.train_step`, equal on all ranks."""
 
     loss: float
     """Mean over the step's updates."""
@@ -101,7 +101,7 @@ class PolicyTrainer(ModelTrainer):
     def train_step(
         self, sequences: Sequence[TrainSequence], *, learning_rate: float, recorder: TopKRecorder | None = None
     ) -> TrainStats:
-        """Learn from the sequences of one RL step; all ranks pass all of them. Collective.
+        """Learn from the sequences of one RL step; all ranks pass all of them, and one has the tokens. Collective.
 
         Makes ``train.updates_per_step`` optimizer updates, each on its share of the groups. Raises DataError for a
         sequence without prompt or an update without response tokens, TrainingDiverged when loss or gradient is not
@@ -110,7 +110,7 @@ class PolicyTrainer(ModelTrainer):
         objective: Objective = self._objective if recorder is None else recorder.around(self._objective)
         if self._replay is not None:
             self._replay.check(sequences)
-        updates = split(checked(sequences), self.config.train.updates_per_step)
+        updates = [self._own(part) for part in split(checked(sequences), self.config.train.updates_per_step)]
         none: list[Sequence[Estimate]] = [()] * len(updates)
         estimates = self.critic.estimates(updates) if self.critic is not None else none
         old = [self._logprobs(part) if len(updates) > 1 else None for part in updates]
@@ -223,7 +223,7 @@ class PolicyTrainer(ModelTrainer):
 
 
 def _means(total: Sums, num_updates: int) -> dict[str, Any]:
-    """What `TrainStats` says of the response tokens of a step."""
+    """Return what `TrainStats` says of the response tokens of a step."""
     share = total.weight**2 / (total.weight_squared * total.weighed) if total.weight_squared else 0.0
     return {
         "loss": total.loss / num_updates,

@@ -18,13 +18,12 @@ from megatron.core import parallel_state
 from torch import Tensor
 
 from specactor.errors import DataError
-from specactor.trainer.microbatch import ID_BYTES
 from specactor.trainer.model import Policy
 from specactor.types import TrainSequence
 
 
 class RoutingReplay:
-    """What the routers of this rank's chunks take experts from.
+    """This is what the routers of this rank's chunks take experts from.
 
     A layer that is computed again in the backward pass gets the experts of its forward pass: each layer meets the
     micro-batches in one order, forward and backward.
@@ -47,11 +46,12 @@ class RoutingReplay:
     def check(self, sequences: Sequence[TrainSequence]) -> None:
         """Raises DataError for a sequence without the experts of each of its tokens but the last."""
         for i, s in enumerate(sequences):
-            expected = (len(s.token_ids) - 1) * self._width * ID_BYTES
-            if len(s.routed_experts) != expected:
+            got = len(s.routed_experts) // (2 if isinstance(s.routed_experts, bytes) else 1)
+            expected = (len(s.token_ids) - 1) * self._width
+            if got != expected:
                 raise DataError(
-                    f"sequence {i}: got {len(s.routed_experts)} bytes of routed experts, expected {expected}: "
-                    f"{self._width} of {ID_BYTES} bytes for each of its {len(s.token_ids)} tokens but the last. Switch "
+                    f"sequence {i}: got {got} routed experts, expected {expected}: "
+                    f"{self._width} for each of its {len(s.token_ids)} tokens but the last. Switch "
                     "train.routing_replay off, or let engines return them."
                 )
 

@@ -113,8 +113,8 @@ class RankShards:
             ]
 
     def held(self, capacity_bytes: int) -> Holding | None:
-        """Where engines find what this rank hands over, as of now; None on a GPU, or where it would take more than
-        `capacity_bytes` to copy what does not lie in shared memory. It is the same object until a tensor moves."""
+        """Return where engines find what this rank hands over, as of now; None on a GPU, or where it would take more
+        than `capacity_bytes` to copy what does not lie in shared memory. It is the same object until a tensor moves."""
         pointers = [tensor.data_ptr() for _, tensor in self._parameters]
         if pointers != self._pointers:
             self._pointers, self._copied = pointers, []

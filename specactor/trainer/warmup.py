@@ -20,6 +20,7 @@ from transformers import PreTrainedTokenizerBase
 
 from specactor.config import Config, DraftTrainingConfig
 from specactor.config.speculation import WARM_UP
+from specactor.config.train import linear_decay
 from specactor.data.dataset import Dataset
 from specactor.data.tiny_model import make_tiny_model
 from specactor.errors import ConfigError
@@ -32,7 +33,6 @@ from specactor.trainer.drafter.buffer import example_from
 from specactor.trainer.drafter.command import learn
 from specactor.trainer.drafter.train import RefreshStats
 from specactor.trainer.policy import PolicyTrainer
-from specactor.trainer.schedule import linear_decay
 from specactor.types import Problem, TrainSequence
 
 Solver = Callable[[Problem, random.Random, int], str | Sequence[tuple[str, bool]]]
@@ -213,7 +213,7 @@ def _rates(config: Config) -> Iterator[tuple[int, float]]:
 
 
 def _content(model: Path) -> list[tuple[str, int, str]]:
-    """Of a model's folder: names and sizes of its files, and what the small ones hold."""
+    """Return of a model's folder the names and sizes of its files, and what the small ones hold."""
     small = 2**20
     return [
         (file.name, file.stat().st_size, file.read_bytes().hex() if file.stat().st_size < small else "")

@@ -51,7 +51,7 @@ class Part:
 
 @dataclass(frozen=True, kw_only=True)
 class Spread:
-    """How parameters of one kind are held: `copies` equal ones, each in `shards` pieces."""
+    """It says how parameters of one kind are held: `copies` equal ones, each in `shards` pieces."""
 
     copies: int
     shards: int

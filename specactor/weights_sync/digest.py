@@ -45,7 +45,7 @@ def copy_with_digest(target: torch.Tensor, source: torch.Tensor) -> int:
 
 
 def digest_of(raw: memoryview | torch.Tensor) -> int:
-    """As `digest`, of bytes: on the host as a memoryview, on a GPU as a contiguous uint8 tensor."""
+    """Return the digest of bytes: on the host as a memoryview, on a GPU as a contiguous uint8 tensor."""
     return int(xxhash.xxh3_64_intdigest(raw)) if isinstance(raw, memoryview) else _device_digest(raw)
 
 
@@ -71,14 +71,14 @@ def digest_spans(memories: Mapping[int, Memory], spans: Iterable[Span]) -> int:
     return int(state.intdigest())
 
 
-def digest_blocks(parameters: Iterable[Memory], blocks: Iterable[Block], memories: Sequence[Memory] | None) -> int:
-    """The `digest` of the blocks' bytes where they go to, each in its parameter. With memories, they are copied from
-    there first, and hashed while they are in the cache."""
+def copy_and_digest(parameters: Iterable[Memory], blocks: Iterable[Block], copy_from: Sequence[Memory] | None) -> int:
+    """The `digest` of the blocks' bytes where they go to, each in its parameter. With `copy_from`, they are copied
+    from there first, and hashed while they are in the cache."""
     state = xxhash.xxh3_64()
     for parameter, block in zip(parameters, blocks, strict=True):
         target = _grid(parameter, block.to, block.step, block.span)
-        if memories is not None:
-            target[...] = _grid(memories[block.span.memory], block.span.at, block.span.step, block.span)
+        if copy_from is not None:
+            target[...] = _grid(copy_from[block.span.memory], block.span.at, block.span.step, block.span)
         state.update(_dense(target))
     return int(state.intdigest())
 

@@ -44,7 +44,7 @@ class _Rank:
 
 
 def check(weights: DraftWeights) -> str:
-    """What is wrong with the bytes; empty if they are those of their source."""
+    """Return what is wrong with the bytes; empty if they are those of their source."""
     with closing(Receiver()) as receiver:
         try:
             return _problem(receiver.check(_Rank(torch.nn.Module()), msgspec.msgpack.encode(weights.as_round())))
@@ -79,7 +79,7 @@ LOAD = "specactor.rollout.sglang.model_drafter:load_weights"
 
 
 class DraftSender:
-    """Of one rank; keeps its memory between pushes."""
+    """The sender of one rank keeps its memory between pushes."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         """Args: of the weights that draft."""

@@ -23,7 +23,7 @@ def digests(rank: EngineRank, payload: bytes) -> bytes:
 
 
 def digests_of_folder(rank: EngineRank, payload: bytes) -> bytes:
-    """As `digests`, of the parameters that SGLang's own loader makes of a Hugging Face folder (path: `payload`).
+    """Return digests of the parameters that SGLang's own loader makes of a Hugging Face folder (path: `payload`).
 
     The rank holds that folder's weights afterwards; what the loader leaves out becomes NaN. KV caches are
     stale: flush them before generating.

@@ -42,7 +42,7 @@ class SharedBuffer:
         register(self.data)
 
     def address(self) -> Address:
-        """What a reader needs to open it."""
+        """Return what a reader needs to open it."""
         return Address(pid=os.getpid(), fd=self._fd, inode=os.fstat(self._fd).st_ino, num_bytes=self._num_bytes)
 
     def close(self) -> None:
@@ -62,7 +62,7 @@ def open_address(address: Address) -> torch.Tensor:
 
 
 def read_only(address: Address) -> npt.NDArray[np.uint8]:
-    """As `open_address`, for the processor alone, which cannot write them."""
+    """Open an address for the processor alone, which cannot write them."""
     return np.frombuffer(_mapped(address, mmap.PROT_READ), dtype=np.uint8)
 
 

@@ -45,7 +45,7 @@ class Commit(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Holding(msgspec.Struct, frozen=True, kw_only=True):
-    """What one rank of the trainer, or all together, hand over out of memory that others can read."""
+    """This is what one rank of the trainer, or all together, hand over out of memory that others can read."""
 
     addresses: tuple[Address, ...]
     tensors: tuple[Held, ...]
@@ -68,12 +68,12 @@ class DraftWeights(msgspec.Struct, frozen=True, kw_only=True):
     slots: tuple[Slot, ...]
 
     def as_round(self) -> Round:
-        """What it is to the receiver of one model."""
+        """Return what it is to the receiver of one model."""
         return Round(buckets=(Bucket(version=self.draft_version, address=self.address, slots=self.slots),))
 
 
 class CheckReply(msgspec.Struct, frozen=True, kw_only=True):
-    """What one rank found. An empty `problem` means that all is well."""
+    """This is what one rank found. An empty `problem` means that all is well."""
 
     problem: str = ""
 

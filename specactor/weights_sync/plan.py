@@ -52,7 +52,7 @@ class Held(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Chunk(msgspec.Struct, frozen=True, array_like=True):
-    """What has one digest: bytes of one memory, in this order."""
+    """This is what has one digest: bytes of one memory, in this order."""
 
     parameters: tuple[str, ...]  # of the engine rank: where each block goes
     blocks: tuple[Block, ...]
@@ -63,7 +63,8 @@ class Chunk(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Copy(NamedTuple):
-    """What a loader did: a grid of elements of a tensor copied to a grid in a parameter, or filled without a source."""
+    """This is what a loader did: a grid of elements of a tensor copied to a grid in a parameter, or filled without a
+    source."""
 
     tensor: str  # empty for a fill
     at: int  # first byte in the tensor
@@ -149,7 +150,7 @@ _NOTHING = _Runs(*(np.zeros(0, np.int64) for _ in range(4)))
 
 
 def _runs_of(copy: Copy) -> _Runs:
-    """Of a grid, in its order; `at` counts within the tensor."""
+    """Return the runs of a grid, in its order; `at` counts within the tensor."""
     length = copy.item_bytes
     grid = [axis for axis in zip(copy.shape, copy.to_steps, copy.at_steps, strict=True) if axis[0] != 1]
     while grid and grid[-1][1] == grid[-1][2] == length:
@@ -162,7 +163,7 @@ def _runs_of(copy: Copy) -> _Runs:
 
 
 def _joined(copy: Copy, source: _Runs | None) -> _Runs:
-    """From the trainer's memory to the parameter: each run of the copy, cut where the tensor's runs end."""
+    """Join from the trainer's memory to the parameter: each run of the copy, cut where the tensor's runs end."""
     runs = _runs_of(copy)
     if source is None:
         raise WeightSyncError(f"{copy.tensor} is loaded by the engine and held by no rank of the trainer")
@@ -178,7 +179,7 @@ def _joined(copy: Copy, source: _Runs | None) -> _Runs:
 
 
 def _check_once(name: str, runs: _Runs, num_bytes: int, fills: list[_Runs]) -> None:
-    """Whether the runs write each byte once, but for those that are only filled."""
+    """Check whether the runs write each byte once, but for those that are only filled."""
     order = np.argsort(runs.to)
     start, end = runs.to[order], (runs.to + runs.length)[order]
     if np.any(start[1:] < end[:-1]):
@@ -201,7 +202,7 @@ def _expanded(blocks: Sequence[Block]) -> _Runs:
 
 
 def _blocks(runs: _Runs) -> tuple[Block, ...]:
-    """As few blocks as evenly spaced runs allow, sorted by memory and then by where they go."""
+    """Return as few blocks as evenly spaced runs allow, sorted by memory and then by where they go."""
     if not len(runs.to):
         return ()
     runs = runs.pick(np.lexsort((runs.to, runs.memory)))
@@ -232,7 +233,7 @@ def _blocks(runs: _Runs) -> tuple[Block, ...]:
 
 
 def _cut(block: Block) -> Iterator[Block]:
-    """In pieces of at most `PIECE_BYTES`."""
+    """Cut in pieces of at most `PIECE_BYTES`."""
     span = block.span
     rows = max(1, PIECE_BYTES // span.length)
     for row in range(0, span.count, rows):

@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from specactor.errors import WeightSyncError
 from specactor.weights_sync import plan
 from specactor.weights_sync.buckets import Slot
-from specactor.weights_sync.digest import Memory, digest_blocks, digest_of
+from specactor.weights_sync.digest import Memory, copy_and_digest, digest_of
 from specactor.weights_sync.memory import Address, open_address, read_only, unregister
 from specactor.weights_sync.messages import Bucket, CheckReply, Commit, Holding, PlanReply, Pull, PullReply, Round
 
@@ -38,7 +38,7 @@ _FILLS = (torch.ops.aten.fill_.Scalar, torch.ops.aten.fill_.Tensor, torch.ops.at
 
 
 class EngineRank(Protocol):
-    """What the receiver needs of the engine rank that it runs in."""
+    """This is what the receiver needs of the engine rank that it runs in."""
 
     model: torch.nn.Module
     tp_rank: int
@@ -80,7 +80,7 @@ class _WriteAudit(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class _Mismatch(Exception):  # noqa: N818
-    """What is wrong with the tensor at hand."""
+    """This is what is wrong with the tensor at hand."""
 
 
 class _Arrived(NamedTuple):
@@ -112,7 +112,7 @@ def _place(places: _Places, part: torch.Tensor) -> tuple[str, int]:
 
 @dataclass
 class _Watched:
-    """What the loader of a version did to the parameters, for the plan of the next."""
+    """This is what the loader of a version did to the parameters, for the plan of the next."""
 
     parameters: _Places
     sources: _Places = field(default_factory=list)  # what is being loaded
@@ -224,7 +224,7 @@ class Receiver:
             parameters = _flat(rank.model, self._plan.sizes)
             memories = self._plan.memories if message.copy else None
             digests = [
-                digest_blocks([parameters[name] for name in chunk.parameters], chunk.blocks, memories)
+                copy_and_digest([parameters[name] for name in chunk.parameters], chunk.blocks, memories)
                 for chunk in self._plan.chunks
             ]
         except (TypeError, ValueError, WeightSyncError) as error:
@@ -268,8 +268,8 @@ class Receiver:
         return arrived
 
     def _fed(self, tensors: list[_Arrived], audit: _WriteAudit, *, check: bool) -> Iterator[tuple[str, torch.Tensor]]:
-        """To the model's loader, each checked just before and read back just after: both find the bytes in the
-        processor's cache. Creates no tensors, which would cost as much as the copying."""
+        """Hand them to the model's loader, each checked just before and read back just after: both find the bytes in
+        the processor's cache. Creates no tensors, which would cost as much as the copying."""
         for arrived in tensors:
             if check:
                 _check(arrived)
@@ -307,7 +307,8 @@ class Receiver:
 
 
 def _same_bits(target: torch.Tensor, source: torch.Tensor) -> bool:
-    """Whether a copy holds its source, which may be of another device, type or shape: it is brought to the target's."""
+    """Return whether a copy holds its source, which may be of another device, type or shape: it is brought to the
+    target's."""
     if source.device != target.device or source.dtype != target.dtype or source.shape != target.shape:
         source = source.to(target.device, target.dtype).expand_as(target)
     if target.device.type == "cpu" and target.is_contiguous() and source.is_contiguous():

@@ -52,7 +52,7 @@ TIMEOUT_S = 300.0  # longest wait for an engine to take one bucket, which takes 
 
 
 class WeightSource(Protocol):
-    """Where the tensors come from, on every rank."""
+    """It says where the tensors come from, on every rank."""
 
     one_host: bool
     """Whether every engine can open every rank's buckets. If not, a rank's engines take that rank's buckets alone."""
@@ -66,9 +66,9 @@ class WeightSource(Protocol):
         ...
 
     def held(self, capacity_bytes: int) -> Holding | None:
-        """What this rank hands over as it lies in memory that engines can read, current until the next change; None
-        where there is none, or it would take more than `capacity_bytes` besides. The same object while nothing moves.
-        """
+        """Return what this rank hands over as it lies in memory that engines can read, current until the next change;
+        None where there is none, or it would take more than `capacity_bytes` besides. The same object while nothing
+        moves."""
         ...
 
 
@@ -84,7 +84,7 @@ class TargetEngine(Protocol):
 
 
 class RoundState(msgspec.Struct, frozen=True, kw_only=True):
-    """What a rank tells the others after packing a round."""
+    """This is what a rank tells the others after packing a round."""
 
     bucket: Bucket | None  # its bucket, if it packed anything
     last: bool  # whether it has no more rounds
@@ -92,7 +92,7 @@ class RoundState(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PullState(msgspec.Struct, frozen=True, kw_only=True):
-    """What a rank tells the others after a pull."""
+    """This is what a rank tells the others after a pull."""
 
     digests: tuple[int, ...]  # of its own chunks, in the order of the plan
     unplanned: bool  # whether one of its engines has no such plan
@@ -101,7 +101,7 @@ class PullState(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, kw_only=True)
 class SyncReport:
-    """What one push moved. Equal on all ranks but for the time."""
+    """This is what one push moved. Equal on all ranks but for the time."""
 
     num_bytes: int  # of the model's tensors, counted once, however many engines take them
     num_rounds: int  # of buckets; 0 where engines took the weights by the plan
@@ -117,7 +117,7 @@ _Spans = tuple[Span, ...]
 
 
 class _Plan:
-    """How all engines of all ranks pull, as seen by one rank."""
+    """It says how all engines of all ranks pull, as seen by one rank."""
 
     def __init__(
         self,
@@ -141,7 +141,7 @@ class _Plan:
         self._memories = dict(enumerate(map(read_only, holdings[collective.rank].addresses), first))
 
     def digests(self) -> tuple[int, ...]:
-        """Of what this rank holds now."""
+        """Return digests of what this rank holds now."""
         return tuple(digest_spans(self._memories, spans) for spans in self._own)
 
 
@@ -172,7 +172,7 @@ class WeightSender:
                     push.stream(LOAD, source)
                 else:  # the buckets still hold the whole model
                     push.resend()
-                note = self._learn(push, holding)
+                note = self._make_plan(push, holding)
             push.commit()
             push.agree("load")
         finally:
@@ -184,14 +184,14 @@ class WeightSender:
         )
 
     def _pulled(self, push: _Push, holding: Holding | None) -> bool:
-        """Whether all engines of all ranks took the weights by the plan, or one met a problem. Collective, and so also
-        the point from which on no rank changes its weights."""
+        """Return whether all engines of all ranks took the weights by the plan, or one met a problem. Collective, and
+        so also the point from which on no rank changes its weights."""
         if self._collective.any(self._plan is None or self._planned is not holding):
             return False
         assert self._plan is not None
         return push.pull(self._plan)
 
-    def _learn(self, push: _Push, holding: Holding | None) -> str:
+    def _make_plan(self, push: _Push, holding: Holding | None) -> str:
         """Make the plan of what the engines just loaded, and prove it on that; why there is none. Collective."""
         self._plan = None
         if self._collective.any(bool(push.problem) or holding is None or holding is self._refused):
@@ -349,7 +349,7 @@ class _Push:
         self._threads.shutdown(wait=True)
 
     def held(self, source: WeightSource) -> Holding | None:
-        """What the source holds; where its memory cannot be shared, a problem."""
+        """Return what the source holds; where its memory cannot be shared, a problem."""
         try:
             return source.held(self._config.bucket_bytes)
         except OSError as error:
@@ -420,7 +420,7 @@ class _Push:
     def _ask_all(
         self, call: str, message: Holding | Pull, kind: type[T], meanwhile: Callable[[], None] = lambda: None
     ) -> dict[int, list[T]]:
-        """Of this rank's engines that answered, all ranks' answers."""
+        """Return all ranks' answers, of this rank's engines that answered."""
         self._replies = {}
         self._submit(call, message)
         meanwhile()
@@ -447,7 +447,7 @@ class _Push:
 
 
 def _difference(chunks: Sequence[Chunk], digests: Sequence[int], wanted: dict[_Spans, int]) -> str:
-    """Which parameters do not hold what the trainer has; empty if all do."""
+    """Return which parameters do not hold what the trainer has; empty if all do."""
     if len(digests) != len(chunks):
         return f"{len(digests)} of {len(chunks)} digests came back"
     for chunk, digest in zip(chunks, digests, strict=True):

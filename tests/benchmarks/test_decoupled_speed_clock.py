@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.decoupled_speed_clock import Text, coupled, coupled_of_endless, decoupled, decoupled_of_endless
-from specactor.planning.throughput_model import Pace
+from specactor.planning.plans import Pace
 from specactor.rollout.speculation.costs import Grid
 
 FLAT = Grid(requests=(1.0,), per_request=(1.0,), seconds=((0.01,),))

@@ -7,7 +7,7 @@ import time
 import pytest
 
 from benchmarks.dialled import Elsewhere, InEngine, Script
-from specactor.rollout.decoupled.backend import Lane
+from specactor.rollout.decoupled.continuer import Lane
 from specactor.rollout.speculation.drafter import DraftSequence
 
 RIGHT = [i * 7 % 13 for i in range(2000)]

@@ -20,8 +20,14 @@ import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from megatron.core import parallel_state  # noqa: E402
 
-from specactor.cpu.attention import MAX_WASTE, PackedAttention, bucket_lengths, positions, rotate_packed  # noqa: E402
-from specactor.cpu.experts import grouped_linear  # noqa: E402
+from specactor.cpu.layers import (  # noqa: E402
+    MAX_WASTE,
+    PackedAttention,
+    bucket_lengths,
+    grouped_linear,
+    positions,
+    rotate_packed,
+)
 
 LENGTHS = [5, 40, 1, 17, 44, 43, 9, 60]
 HEADS, KV_HEADS, SIZE = 4, 2, 8

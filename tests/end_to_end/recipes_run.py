@@ -89,7 +89,6 @@ def main(folder: Path) -> None:
     import torch.distributed as dist
 
     from specactor import run
-    from specactor.parallel import groups
     from specactor.parallel.failure import Failures
     from specactor.rollout.pool import EnginePool
 
@@ -103,7 +102,7 @@ def main(folder: Path) -> None:
             return nullcontext(pools[0])
 
         run.EnginePool = shared  # type: ignore[misc,assignment]
-        groups.destroy = partial(groups.destroy, keep_process_group=True)  # type: ignore[assignment]
+        run.destroy_groups = partial(run.destroy_groups, keep_process_group=True)  # type: ignore[assignment]
         for name in recipes():
             config = cut(load([name]), folder)
             run.run(config, rank=0, local_rank=0, world=1, head="127.0.0.1", failures=Failures(0, None))

@@ -53,11 +53,10 @@ def main(folder: Path) -> None:
     import torch.distributed as dist
 
     from specactor import run
-    from specactor.parallel import groups
     from specactor.parallel.failure import Failures
 
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    groups.destroy = partial(groups.destroy, keep_process_group=True)  # type: ignore[assignment]
+    run.destroy_groups = partial(run.destroy_groups, keep_process_group=True)  # type: ignore[assignment]
     for name in RUNS:
         config = config_of(name, folder)
         run.run(config, rank=0, local_rank=0, world=1, head="127.0.0.1", failures=Failures(0, None))

@@ -13,9 +13,9 @@ from pathlib import Path
 import psutil
 import pytest
 
+from specactor.config.engine import SAME_BITS
 from specactor.cpu.sglang import environment
 from specactor.metrics import METRICS, read_metrics
-from specactor.rollout.guarantee import SAME_BITS
 from specactor.trainer.drafter.rollout_files import read_rollouts
 from tests.end_to_end.conftest import Launched, Launcher
 
@@ -52,6 +52,7 @@ def phases(trace: Path) -> list[str]:
 def test_a_run_ends_well_and_says_what_it_did(finished: Launched) -> None:
     assert finished.code == 0, finished.output
     assert "held-out accuracy" in finished.output
+    assert "replay: of the last 2 steps from a checkpoint, with at most 0 trained again; " in finished.output
     assert "Warning" not in finished.output
     for phase in ("data", "warm-up", "engines", "export"):
         assert phase in finished.output
@@ -96,7 +97,7 @@ def test_speculation_changes_neither_tokens_nor_rewards_nor_losses(
     names = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
     assert {names[event["pid"]] for event in events if event["name"] == "verify"} == {"engine 0"}
     assert {names[event["pid"]] for event in events if event["name"] == "draft"} == {"engine 0", "drafter 0"}
-    assert phases(trace) == ["rollout", "reward", "train", "refresh", "checkpoint", "sync"]
+    assert phases(trace) == ["rollout", "reward", "train", "record", "refresh", "checkpoint", "sync"]
     assert (drafted.folder / "engines" / "drafter-0.log").exists()
     assert writers(drafted.folder / "engines") == []
 
@@ -110,14 +111,25 @@ def replayed(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
 def test_one_response_is_run_again_with_speculation(finished: Launched) -> None:
     """From the checkpoint of step 1: weights are loaded, nothing is trained, the response is what it was."""
     speculating = ("--rollout.speculation.mode", "coupled", "--rollout.speculation.drafters", "suffix")
-    done = replayed(finished.folder, "--step", "2", "--group", "3", "--sample", "1", *speculating)
+    done = replayed(finished.folder, "--step", "2", "--sample", "3.1", *speculating)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "step 2 from the checkpoint of step 1, of step 2 group 3, sample 1" in done.stdout
+    assert "step 2 from the checkpoint of step 1, of step 2 3.1 alone" in done.stdout
     assert "guarantee: same bits" in done.stdout
     assert "equal: steps 1 to 2, 1 responses" in done.stdout
     refused = replayed(finished.folder, "--step", "2", "--group", "99")
     assert refused.returncode == 2
-    assert "--group and --sample: got '99, None', expected a group of 0..7" in refused.stderr
+    assert "--group and --sample: got '99', expected a group of 0..7" in refused.stderr
+
+
+@pytest.mark.deep
+def test_twenty_responses_are_each_made_alone_with_a_drafter_process(finished: Launched, draft_model: str) -> None:
+    """Of all groups: what the whole step gave. `python -m benchmarks.replay` does so on 1 and 2 ranks."""
+    drafting = ("--rollout.speculation.mode", "decoupled", "--rollout.speculation.draft-model", draft_model)
+    drafting += ("--rollout.speculation.drafters", "decoupled", "suffix", "--parallel.drafters", "1")
+    names = [f"{i % 8}.{(i + i // 8) % 8}" for i in range(20)]
+    done = replayed(finished.folder, "--step", "2", "--sample", *names, *drafting)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "equal: steps 1 to 2, 20 responses" in done.stdout
 
 
 @pytest.mark.deep
@@ -169,7 +181,14 @@ def test_the_run_folder_holds_config_tracking_checkpoint_and_export(finished: La
     summary = json.loads((folder / "summary.json").read_text())
     assert (summary["engine/attention"], summary["engine/guarantee"]) == ("rows", SAME_BITS)
     assert "forked by the warm starter" in (folder / "engines" / "engine-0.log").read_text(), "else it takes 11 s more"
-    assert phases(folder / "traces" / "step-000001.json") == ["rollout", "reward", "train", "checkpoint", "sync"]
+    assert phases(folder / "traces" / "step-000001.json") == [
+        "rollout",
+        "reward",
+        "train",
+        "record",
+        "checkpoint",
+        "sync",
+    ]
 
 
 def test_the_exported_model_answers_greedily_like_the_engine(finished: Launched) -> None:

@@ -1,13 +1,19 @@
-"""Runs under torchrun on two hosts, as far as their ranks know: engines of one, drafters of the other."""
+"""Runs under torchrun on two hosts, as far as their ranks know: engines of one, drafters of the other.
+
+Deep: `test_decoupled_faults` has engines with drafters of two hosts, `tests/cluster` jobs on hosts that are namespaces.
+"""
 
 from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from specactor.metrics import read_metrics
 from tests.end_to_end.conftest import Launched, Launcher
 from tests.end_to_end.test_run import deterministic, writers
 
+pytestmark = pytest.mark.deep
 SCRIPT = Path(__file__).with_name("two_hosts_run.py")
 
 

@@ -16,12 +16,13 @@ from pathlib import Path
 import psutil
 import pytest
 
-from benchmarks.disturbed_run import Job, compared
+from benchmarks.disturbed_run import ROOT, SHORT, Job, compared
 from specactor.data.tokenizer import VOCAB_SIZE
 from specactor.metrics import Value
 from specactor.parallel.failure import RESUME
-from specactor.run_folder import Status
-from tests.lib.ranks import run_alone
+from specactor.rollout.warm_starter import WarmStarter
+from specactor.run_folder import RunFolder, Status
+from tests.lib.ranks import run_alone, torchrun
 
 STEPS = ("--train.steps", "3", "--resume", "auto", "--tracking.wandb", "off")
 LEARNING = (
@@ -54,11 +55,12 @@ def options(base: Path) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(base: Path, options: list[str]) -> list[dict[str, Value]]:
-    job = Job(base, "undisturbed", *options)
-    assert job.wait(RUN_S) == 0, job.output()
-    assert job.left(LEFT_S) == []
-    lines = compared(job.folder)
+def undisturbed(warm_starter: WarmStarter, base: Path, options: list[str]) -> list[dict[str, Value]]:
+    """Its ranks and its engine are forked by processes that have imported what they need; the others' are not."""
+    command = ("quickstart", "--name", "undisturbed", "--output-dir", str(base / "runs"), *SHORT, *options)
+    code, said = torchrun(2, str(ROOT / "launch" / "train_moe.py"), *command, folder=base, WANDB_MODE="offline")
+    assert code == 0, said
+    lines = compared(RunFolder(root=base / "runs" / "undisturbed"))
     assert [line["drafter/version"] for line in lines[1:]] == [1, 2, 2]
     assert lines[1]["drafter/loss"] != lines[2]["drafter/loss"]
     return lines
@@ -128,16 +130,17 @@ def test_an_engine_whose_scheduler_dies_is_replaced(start: Start, undisturbed: l
 @pytest.mark.parametrize(
     "strikes",
     [
-        pytest.param([("rank 1", "refresh", 1), ("launcher", "checkpoint", 2)], id="before and in a checkpoint"),
+        pytest.param([("rank 1", "refresh", 2)], id="refresh"),
+        pytest.param([("rank 1", "refresh", 1), ("launcher", "checkpoint", 2)], id="twice", marks=pytest.mark.deep),
         pytest.param([("everyone", "push", 1), ("rank 1", "train", 2)], id="push", marks=pytest.mark.deep),
     ],
 )
 def test_after_deaths_resuming_gives_the_same_metrics(
     start: Start, undisturbed: list[dict[str, Value]], strikes: list[tuple[str, str, int]]
 ) -> None:
-    """One run, struck each time that it is resumed: at first before there is a checkpoint, while the draft model learns
-    or its weights are brought to the engine. When it is resumed for good its engine dies, and is replaced."""
-    name = f"killed-in-{strikes[0][1]}"
+    """One run, struck each time that it is resumed: while the draft model learns or its weights are brought to the
+    engine, before there is a checkpoint or with one. When it is resumed for good its engine dies, and is replaced."""
+    name = f"killed-in-{'-'.join(f'{phase}-{step}' for _, phase, step in strikes)}"
     for victim, phase, step in strikes:
         job = start(name)
         pid = strike(job, victim, phase, step)

@@ -16,7 +16,7 @@ from specactor.cpu import torchvision_ops
 
 torchvision_ops.install()
 from specactor.config import WeightsSyncConfig  # noqa: E402
-from specactor.cpu import attention  # noqa: E402
+from specactor.cpu import layers  # noqa: E402
 from specactor.device_memory import HostCopies  # noqa: E402
 from specactor.errors import WeightSyncError  # noqa: E402
 from specactor.rollout.sglang import sampling, verify_batch, verify_worker  # noqa: E402
@@ -170,10 +170,10 @@ def learning(device: str) -> tuple[list[Any], list[Any]]:
         rows = int(made.tokens_1T.shape[1])
         heads = torch.randn(rows * ranks, 2, 8, generator=torch.Generator().manual_seed(1)).to(device)
         angles = torch.randn(16, 1, 1, 8, generator=torch.Generator().manual_seed(2)).to(device)
-        turned = attention.rotate_packed(heads[:rows], boundaries, angles, cp_group=Group(ranks))
-        plan = attention.plan_packed(boundaries.tolist(), ranks, ranks - 1, boundaries.device)
+        turned = layers.rotate_packed(heads[:rows], boundaries, angles, cp_group=Group(ranks))
+        plan = layers.plan_packed(boundaries.tolist(), ranks, ranks - 1, boundaries.device)
         scale = SimpleNamespace(softmax_scale=0.3)
-        padded = [attention.PackedAttention._attend(scale, bucket, turned, heads, heads) for bucket in plan.buckets]
+        padded = [layers.PackedAttention._attend(scale, bucket, turned, heads, heads) for bucket in plan.buckets]
         found.append(turned)
         attended.append(torch.cat(padded).index_select(0, plan.output_rows_T).flatten())
     return [x.cpu().tolist() for x in found], [x.cpu().tolist() for x in attended]

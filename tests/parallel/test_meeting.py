@@ -14,9 +14,8 @@ import pytest
 from torch.distributed import PrefixStore, TCPStore
 
 from specactor.errors import ConfigError
-from specactor.parallel import meeting, silence
-from specactor.parallel.meeting import Greeting, Meeting, difference, flat, meet
-from specactor.parallel.silence import HostWatch
+from specactor.parallel import meeting
+from specactor.parallel.meeting import Greeting, HostWatch, Meeting, difference, flat, meet
 
 CONFIG = {"name": "x", "train": {"steps": 3, "adam_betas": (0.9, 0.95)}}
 
@@ -84,10 +83,10 @@ def test_a_rank_that_never_comes_is_named(port: int, monkeypatch: pytest.MonkeyP
 class Link:
     """A host's way to the store. While it is cut, what is asked hangs."""
 
-    def __init__(self, port: int) -> None:
+    def __init__(self, port: int, *, breaks: int = 0) -> None:
         self.on = threading.Event()
         self.on.set()
-        self._port = port
+        self._port, self._breaks = port, breaks
 
     def open(self) -> Link:
         self._store = PrefixStore("start", TCPStore("127.0.0.1", self._port, is_master=False))
@@ -95,13 +94,16 @@ class Link:
 
     def add(self, key: str, amount: int) -> int:
         self.on.wait()
+        if self._breaks:
+            self._breaks -= 1
+            raise RuntimeError("the connection broke")
         return self._store.add(key, amount)
 
 
 def test_a_host_that_is_cut_off_is_missed_and_misses_the_first(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """One that has left in good order is missed by nobody. Hosts have two ranks each, but for the first."""
     for name, seconds in (("_BEAT_S", 0.05), ("_LOOK_S", 0.3), ("SILENT_S", 3.0)):
-        monkeypatch.setattr(silence, name, seconds)
+        monkeypatch.setattr(meeting, name, seconds)
     links: list[Link] = [Link(port) for _ in range(3)]
     missed: list[list[str]] = [[], [], []]
     hosts, machines = ("a", "b", "b", "c", "c"), ("0", "1", "1", "2", "2")
@@ -112,7 +114,7 @@ def test_a_host_that_is_cut_off_is_missed_and_misses_the_first(port: int, monkey
 
     with ExitStack() as stack:
         first, second, third = (stack.enter_context(watch(host, rank)) for host, rank in enumerate((0, 1, 3)))
-        assert not watch(1, 2)._threads, "of a host only the first rank watches"
+        assert [thread.name for thread in watch(1, 2)._threads] == ["hosts-_beat"], "the first rank of a host watches"
         wait_for(lambda: set(first._beats) == {1, 3})
         second.__exit__(None, None, None)
         time.sleep(4.0)
@@ -125,6 +127,22 @@ def test_a_host_that_is_cut_off_is_missed_and_misses_the_first(port: int, monkey
     assert missed[1] == []
     assert set(missed[2]) == {f"a, the host of rank 0, {lost}"}
     assert third._stop.is_set()
+
+
+def test_a_rank_that_is_busy_and_a_connection_that_breaks_lose_no_host(
+    port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first rank of the second host beats never, as in a call that lets no thread run; its other rank's link
+    breaks."""
+    for name, seconds in (("_BEAT_S", 0.05), ("_LOOK_S", 0.1), ("SILENT_S", 1.0)):
+        monkeypatch.setattr(meeting, name, seconds)
+    missed: list[str] = []
+    with ExitStack() as stack:
+        for rank, link in ((0, Link(port)), (2, Link(port, breaks=2))):
+            of_all = Meeting(open_store=link.open, hosts=("a", "b", "b"), machines=("0", "1", "1"))  # type: ignore[arg-type]
+            stack.enter_context(HostWatch(of_all, rank, missed.append))
+        time.sleep(3.0)
+        assert missed == []
 
 
 def wait_for(there: Callable[[], object]) -> None:

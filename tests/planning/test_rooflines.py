@@ -9,14 +9,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specactor.errors import PlanError
-from specactor.planning.gpu_specs import DEVICES, Attained, Device, device
 from specactor.planning.model_shapes import DRAFTERS, SHAPES, TransformerShape
 from specactor.planning.plans import Cluster, from_table
 from specactor.planning.rooflines import (
+    DEVICES,
     PLAIN_BUCKETS,
     WINDOW_BUCKETS,
+    Attained,
+    Device,
     Roofline,
     cost_table,
+    device,
     draft_grid,
     from_figures,
 )

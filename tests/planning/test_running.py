@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from benchmarks.decoupled_speed_clock import decoupled
 from specactor.errors import PlanError
-from specactor.planning.throughput_model import AHEAD, Pace, coupled_tokens, pipelined, running
+from specactor.planning.plans import AHEAD, Pace, coupled_tokens, pipelined, running
 from specactor.rollout.decoupled import drafter_side
 from specactor.rollout.decoupled.remote_drafter import Patience
 from specactor.rollout.speculation.acceptance import survival_of

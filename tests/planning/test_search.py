@@ -15,15 +15,19 @@ from benchmarks.paper_algorithms import PaperCosts
 from benchmarks.paper_algorithms import plan as algorithm_1
 from specactor.errors import PlanError
 from specactor.planning.plans import (
+    AHEAD,
     Cluster,
     DrafterEngine,
     DrafterOption,
     Footprint,
+    Pace,
     RolloutPlan,
     VerifierOption,
+    coupled_tokens,
+    pipelined,
+    running,
 )
 from specactor.planning.search import search
-from specactor.planning.throughput_model import AHEAD, Pace, coupled_tokens, pipelined, running
 from specactor.rollout.speculation.acceptance import survival_of
 from specactor.rollout.speculation.costs import Grid
 from specactor.rollout.speculation.reconfiguration import PLAIN, DraftPlan
@@ -294,6 +298,6 @@ def test_what_cannot_be_is_refused() -> None:
 
 
 def test_the_search_does_not_know_where_costs_come_from() -> None:
-    for module in ("planning.plans", "planning.search", "planning.throughput_model"):
+    for module in ("planning.plans", "planning.search"):
         text = test_structure.file_of(module).read_text()
-        assert not any(f"planning.{other} import" in text for other in ("rooflines", "gpu_specs", "model_shapes"))
+        assert not any(f"planning.{other} import" in text for other in ("rooflines", "model_shapes"))

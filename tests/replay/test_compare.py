@@ -99,7 +99,7 @@ def samples(
 def weights(step: int) -> tuple[RankWeights, ...]:
     """Two data-parallel ranks: the same places, the same digests."""
     digests = {"decoder.layers.0.weight": 10 * step, "decoder.layers.0.mlp.experts.fc1.weight": 10 * step + 1}
-    return tuple(RankWeights(place=(0, 0, 0, 0), digests=dict(digests)) for _ in range(2))
+    return tuple(RankWeights(place=(0, 0, 0, 0), digests=dict(digests), optimizer=step + 1) for _ in range(2))
 
 
 METRICS = {"loss": 0.5, "grad_norm": 1.0, "learning_rate": 1e-3, "tokens": 640.0, "num_microbatches": 2.0}
@@ -109,7 +109,9 @@ def run() -> list[StepRecord]:
     about: dict[str, Any] = {"config": CONFIG, "libraries": {"torch": "2.13.0"}, "engines": 2}
     start = StepRecord(step=0, weights=weights(0), **about)
     steps = [
-        StepRecord(step=s, version=s - 1, samples=samples(s), metrics=dict(METRICS), weights=weights(s), **about)
+        StepRecord(
+            step=s, version=s - 1, samples=samples(s), metrics=dict(METRICS), weights=weights(s), data=s, **about
+        )
         for s in range(1, STEPS)
     ]
     return [start, *steps]
@@ -143,6 +145,11 @@ def one_copy(step: int) -> tuple[RankWeights, ...]:
 def swapped(step: int) -> tuple[RankWeights, ...]:
     name = "decoder.layers.0.mlp.experts.fc1.weight"
     return tuple(RankWeights(place=r.place, digests={**r.digests, name: 77}) for r in weights(step))
+
+
+def other_moments(step: int) -> tuple[RankWeights, ...]:
+    first, second = weights(step)
+    return first, msgspec.structs.replace(second, optimizer=30)
 
 
 def changed(step: int, **fields: Any) -> tuple[SampleRecord, ...]:
@@ -186,7 +193,9 @@ FAULTS: dict[str, tuple[list[StepRecord], int, str]] = {
     "other advantages": (faulty(3, samples=changed(3, advantage=7.0)), 3, "advantages"),
     "a data order that changed": (faulty(2, samples=samples(2, Made(problem=5))), 2, "data order"),
     "another learning rate from a step on": (later("learning_rate", 2e-3), 2, "learning rate"),
-    "a swapped expert": (faulty(2, weights=swapped(2)), 2, "optimizer, or weights changed outside of training"),
+    "a swapped expert": (faulty(2, weights=swapped(2)), 2, "weights changed outside of training"),
+    "other moments of the optimizer": (faulty(2, weights=other_moments(2)), 2, "optimizer: its moments"),
+    "a data stream that stands elsewhere": (faulty(2, data=9), 2, "data order"),
     "other weights at the start": (faulty(0, weights=swapped(0)), 0, "weights at the start"),
     "a lost microbatch": (later("tokens", 320.0), 2, "microbatches"),
     "another loss": (later("loss", 0.75), 2, "training: loss or gradient"),
@@ -252,6 +261,27 @@ def test_a_sample_alone_is_compared_alone() -> None:
     found = first_difference(RUN, replayed, noise=gumbel)
     assert found is not None
     assert "group 3, sample 1" in found.where
+
+
+def test_another_layout_trains_alike_but_for_rounding() -> None:
+    """One rank in place of two: what it trains is near; what it samples afterwards is another run, and that is said."""
+    one = [
+        msgspec.structs.replace(
+            r,
+            weights=(RankWeights(place=(0, 0, 0, 0), digests={"w": 1}),),
+            metrics={**r.metrics, "grad_norm": 1.00001, "num_microbatches": 4.0} if r.metrics else {},
+        )
+        for r in RUN
+    ]
+    assert first_difference(RUN, one, noise=gumbel) is None
+    other = [msgspec.structs.replace(r, samples=samples(3, Made(model=1))) if r.step == 3 else r for r in one]
+    found = first_difference(RUN, other, noise=gumbel)
+    assert found is not None
+    assert (found.step, found.cause.partition(":")[0]) == (3, "another layout of ranks")
+    far = [msgspec.structs.replace(r, metrics={**r.metrics, "grad_norm": 1.1}) if r.step == 1 else r for r in one]
+    found = first_difference(RUN, far, noise=gumbel)
+    assert found is not None
+    assert (found.step, found.cause) == (1, "training: loss or gradient")
 
 
 def test_the_noise_is_the_samplers() -> None:

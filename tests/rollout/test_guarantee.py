@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from specactor.config import EngineConfig
-from specactor.rollout.guarantee import SAME_BITS, SAME_LAW, guarantee
+from specactor.config.engine import SAME_BITS, SAME_LAW, guarantee
 
 
 @pytest.mark.parametrize(

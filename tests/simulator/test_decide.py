@@ -18,7 +18,7 @@ from specactor.rollout.speculation.windows import OFF
 from specactor.simulator import decide as deciding
 from specactor.simulator import engine, rollout
 from specactor.simulator.decide import AHEAD, Decider, Decision, Policy, placed
-from specactor.simulator.rounds import Remote
+from specactor.simulator.requests import Remote
 from tests.simulator.small import W, candidates, cluster, drafting, requests
 
 SEQUENCES = [DraftSequence(request_id=str(i), prompt_ids=()) for i in range(8)]

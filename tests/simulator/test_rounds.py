@@ -10,13 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specactor.planning.plans import RolloutPlan
+from specactor.planning.plans import RolloutPlan, pipelined
 from specactor.planning.search import search
-from specactor.planning.throughput_model import pipelined
 from specactor.rollout.speculation.acceptance import survival_of
 from specactor.rollout.speculation.reconfiguration import ready
-from specactor.simulator.requests import Floats
-from specactor.simulator.rounds import COUPLED, DECOUPLED, OFF, Beside, Remote, Round, round_of
+from specactor.simulator.requests import COUPLED, DECOUPLED, OFF, Beside, Floats, Remote, Round, round_of
 from tests.simulator.small import W, candidates, cluster, drafting, requests, table
 
 RoundOf = Callable[..., Round]

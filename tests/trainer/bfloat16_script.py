@@ -20,7 +20,7 @@ cpu_platform.install()
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 
-from specactor.parallel import groups  # noqa: E402
+from specactor.parallel.collective import destroy_groups, init_groups  # noqa: E402
 from specactor.parallel.layout import Layout  # noqa: E402
 from specactor.trainer import checkpoint, dist_checkpoint  # noqa: E402
 from specactor.trainer.model import DETERMINISTIC, Policy, settle_arithmetic  # noqa: E402
@@ -68,7 +68,7 @@ def main(model_dir: str, folder: Path) -> None:
     model, train = replace(config.model, dtype="bfloat16"), replace(config.train, deterministic=True)
     config = replace(config, model=model, train=train)
     layout = Layout(world=1, tensor=1, pipeline=1, context=1, expert=1, expert_tensor=1)
-    groups.init(layout, config.parallel, seed=0, local_rank=0)
+    init_groups(layout, config.parallel, seed=0, local_rank=0)
     trainer = PolicyTrainer(config, layout, Path(model_dir))
     before = handed_over(trainer.policy)
     loss = trainer.train_step(cases.sequences(), learning_rate=1e-2).loss
@@ -86,7 +86,7 @@ def main(model_dir: str, folder: Path) -> None:
         "changed": before != after and set(before) == set(after),
         "shards_are_the_model": after == whole,
         "restored": restored == after,
-        "in_shared_memory": RankShards(trainer.policy, trainer.memory).held(0) is not None,
+        "in_shared_memory": RankShards(trainer.policy, trainer.shared_parameters).held(0) is not None,
         "losses": [loss, again, repeated],
         "gathers_on_the_host": gathers_on_the_host(),
         "deterministic": arithmetic() | {"megatron": trainer.policy.config.deterministic_mode},
@@ -98,7 +98,7 @@ def main(model_dir: str, folder: Path) -> None:
     settle_arithmetic("float32", deterministic=False)
     result["float32"] = arithmetic()
     print(json.dumps(result))
-    groups.destroy()
+    destroy_groups()
 
 
 if __name__ == "__main__":

@@ -37,7 +37,13 @@ LAYOUTS_4 = {
     "PP2xEP2": {"pipeline": 2, "expert": 2},
     "TP2xCP2": {"tensor": 2, "expert_tensor": 2, "context": 2},
 }
+ALL_IN_ONE = "TP2xEP2 of 4"
+"""Of four ranks, in `make check`: tensors, experts and data at once. The others are deep."""
 DENSE_2 = {"TP2": {"tensor": 2}, "PP2": {"pipeline": 2}}
+
+
+def has_deep(request: pytest.FixtureRequest) -> bool:
+    return any(item.get_closest_marker("deep") for item in request.session.items)
 
 
 def environment() -> dict[str, str]:
@@ -87,7 +93,7 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def two_ranks(
     request: pytest.FixtureRequest, reference: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, Any]:
-    deep = any(item.get_closest_marker("deep") for item in request.session.items)
+    deep = has_deep(request)
     moe, folder = str(reference / "moe"), tmp_path_factory.mktemp("two")
     spec: dict[str, Any] = {
         name: {"check": "layout", "model": moe, "parallel": parallel, "cases": EVERY_CASE if deep else SOME_CASES[name]}
@@ -97,7 +103,7 @@ def two_ranks(
     for model in ("dense", "tied"):
         for name, parallel in DENSE_2.items():
             entry = {"check": "layout", "model": str(reference / model), "parallel": parallel, "cases": FEW_CASES}
-            spec[f"{model} {name}"] = entry
+            spec[f"{model} {name}"] = entry | {"critic": model == "dense" or deep}
     for mistake in ("no_gradient_sync", "mean_per_rank"):
         spec[mistake] = {"check": "wrong", "mistake": mistake, "model": moe}
     wrong_critic = {"check": "wrong", "mistake": "critic_per_rank", "model": moe, "parallel": LAYOUTS_2["TP2"]}
@@ -142,9 +148,13 @@ def one_rank(reference: Path, two_ranks: dict[str, Any], tmp_path_factory: pytes
 
 
 @pytest.fixture(scope="session")
-def four_ranks(reference: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def four_ranks(
+    request: pytest.FixtureRequest, reference: Path, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Any]:
+    """Of the layouts that are asked for."""
     spec = {
         name: {"check": "layout", "model": str(reference / "moe"), "parallel": parallel, "cases": FEW_CASES}
         for name, parallel in LAYOUTS_4.items()
+        if name == ALL_IN_ONE or has_deep(request)
     }
     return launch(4, spec, tmp_path_factory.mktemp("four"))

@@ -7,16 +7,18 @@ from __future__ import annotations
 
 import json
 import sys
+from array import array
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from specactor.parallel import groups
+from specactor.cpu import megatron
+from specactor.parallel.collective import destroy_groups, init_groups
 from specactor.parallel.layout import Layout
 from tests.trainer import policy_cases as cases
 
-groups.cpu_platform.install()
+megatron.install()
 
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
@@ -24,6 +26,7 @@ from megatron.core import parallel_state  # noqa: E402
 from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
 
+from specactor import samples  # noqa: E402
 from specactor.errors import SpecActorError  # noqa: E402
 from specactor.trainer import checkpoint, model, optimizer  # noqa: E402
 from specactor.trainer.critic import Critic  # noqa: E402
@@ -31,6 +34,8 @@ from specactor.trainer.microbatch import items_of  # noqa: E402
 from specactor.trainer.objective import PolicyObjective  # noqa: E402
 from specactor.trainer.policy import PolicyTrainer  # noqa: E402
 from specactor.trainer.routing_replay import RoutingReplay  # noqa: E402
+from specactor.types import TrainSequence  # noqa: E402
+from specactor.weights_sync.digest import digest  # noqa: E402
 
 SEQUENCES = cases.sequences()
 optimizer.ADAM_EPS = cases.ADAM_EPS
@@ -49,7 +54,7 @@ def make(entry: dict[str, Any]) -> PolicyTrainer:
         expert=p.expert,
         expert_tensor=p.expert_tensor,
     )
-    groups.init(layout, p, seed=0, local_rank=0)
+    init_groups(layout, p, seed=0, local_rank=0)
     return PolicyTrainer(config, layout, Path(entry["model"]))
 
 
@@ -113,9 +118,11 @@ def check_layout(entry: dict[str, Any]) -> dict[str, Any]:
         result[name] = step(trainer, cases.CASES[name].rate)
     if folder.name == "moe":
         result["replay"] = replay(trainer, folder, lambda: restore(trainer, snapshot))
-    restore(trainer, snapshot)
-    result["ppo"] = ppo(trainer, folder)
-    trainer.critic = None
+    result["ownership"] = ownership(trainer, lambda: restore(trainer, snapshot))
+    if entry.get("critic", True):
+        restore(trainer, snapshot)
+        result["ppo"] = ppo(trainer, folder)
+        trainer.critic = None
     if entry.get("more"):
         restore(trainer, snapshot)
         result |= more_checks(trainer, entry)
@@ -129,6 +136,40 @@ def ppo(trainer: PolicyTrainer, folder: Path, *, broken: bool = False) -> list[d
     for head in [chunk.module.output_layer for chunk in trainer.critic.chunks if broken]:
         head.weight.sequence_parallel = False
     return [step(trainer, cases.PPO.rate) for _ in range(2)]
+
+
+def ownership(trainer: PolicyTrainer, reset: Callable[[], None]) -> dict[str, Any]:
+    """What a step leaves when all ranks hold all tokens; when each holds some; and when two of them are exchanged."""
+    first, second = (
+        replace(s, token_ids=s.token_ids[:9], prompt_len=2, rollout_logprobs=s.rollout_logprobs[:7])
+        for s in SEQUENCES[:2]
+    )
+    rest = SEQUENCES[2:]
+    exchanged = [replace(a, token_ids=b.token_ids) for a, b in ((first, second), (second, first))]
+    results: dict[str, Any] = {}
+    use(trainer, cases.CASES["grpo_updates"])
+    for name, batch in {
+        "everywhere": [first, second, *rest],
+        "by_owner": scattered([first, second, *rest]),
+        "exchanged": scattered([*exchanged, *rest]),
+    }.items():
+        reset()
+        numbers = trainer.train_step(batch, learning_rate=cases.LEARNING_RATE).numbers()
+        results[name] = numbers, [digest(parameter) for parameter in trainer._parameters()]
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, results)
+    return {name: [of[name] for of in gathered] for name in results}
+
+
+def scattered(sequences: list[TrainSequence]) -> list[TrainSequence]:
+    """The sequences as a step has them whose responses came from engines of all ranks in turn."""
+    found = []
+    for i, s in enumerate(sequences):
+        holder = i % dist.get_world_size()
+        values = {"token_ids": array("H", s.token_ids), "rollout_logprobs": array("f", s.rollout_logprobs)}
+        there = {name: samples.Elsewhere(value.typecode, len(value), holder) for name, value in values.items()}
+        found.append(replace(s, **(values if holder == dist.get_rank() else there)))
+    return found
 
 
 def replay(trainer: PolicyTrainer, folder: Path, reset: Callable[[], None]) -> dict[str, Any]:
@@ -305,7 +346,7 @@ def main() -> None:
     results = {}
     for name, entry in spec.items():
         results[name] = CHECKS[entry["check"]](entry)
-        groups.destroy(keep_process_group=True)
+        destroy_groups(keep_process_group=True)
     gathered = [None] * dist.get_world_size()
     dist.all_gather_object(gathered, json.dumps(results, sort_keys=True))
     if dist.get_rank() == 0:

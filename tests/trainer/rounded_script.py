@@ -62,7 +62,7 @@ def train(root: Path) -> dict[str, float]:
             pairs = zip(sampled, trainer.logprobs(sequences), strict=True)
             gaps = [abs(a - b) for theirs, ours in pairs for a, b in zip(theirs, ours, strict=True)]
             results[f"{name} {kind}"] = sum(gaps) / len(gaps)
-        layouts.groups.destroy(keep_process_group=True)
+        layouts.destroy_groups(keep_process_group=True)
     return results
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from specactor.trainer.correction import Action, Level, correction_weights_T
+from specactor.trainer.losses import Action, Level, correction_weights_T
 
 Weights = Callable[..., tuple[Tensor, Tensor]]
 LEVELS: tuple[Level, ...] = get_args(Level)

@@ -6,7 +6,9 @@ from typing import Any
 
 import pytest
 
-from tests.trainer.conftest import DENSE_2, EVERY_CASE, FEW_CASES, LAYOUTS_2, LAYOUTS_4, SOME_CASES
+from tests.trainer.conftest import ALL_IN_ONE, DENSE_2, EVERY_CASE, FEW_CASES, LAYOUTS_2, LAYOUTS_4, SOME_CASES
+
+OF_FOUR = [pytest.param(name, marks=[] if name == ALL_IN_ONE else [pytest.mark.deep]) for name in LAYOUTS_4]
 
 
 def assert_same_step(got: dict[str, Any], expected: dict[str, Any]) -> None:
@@ -35,7 +37,7 @@ def test_two_ranks_learn_with_a_critic_like_one(one_rank: dict[str, Any], two_ra
 
 
 @pytest.mark.parametrize("case", FEW_CASES)
-@pytest.mark.parametrize("name", LAYOUTS_4)
+@pytest.mark.parametrize("name", OF_FOUR)
 def test_four_ranks_learn_like_one(one_rank: dict[str, Any], four_ranks: dict[str, Any], name: str, case: str) -> None:
     assert_same_step(four_ranks[name][case], one_rank["single"][case])
 
@@ -51,7 +53,7 @@ def test_dense_models_learn_like_one(
 
 def everything(two_ranks: dict[str, Any], four_ranks: dict[str, Any]) -> dict[str, Any]:
     names = [*LAYOUTS_2, *(f"{model} {name}" for model in ("dense", "tied") for name in DENSE_2)]
-    return {name: two_ranks[name] for name in names} | {name: four_ranks[name] for name in LAYOUTS_4}
+    return {name: two_ranks[name] for name in names} | four_ranks
 
 
 def test_logits_equal_transformers(two_ranks: dict[str, Any], four_ranks: dict[str, Any]) -> None:
@@ -89,7 +91,7 @@ def test_a_critic_that_ranks_update_each_for_itself_would_be_noticed(
         assert_same_step(two_ranks["critic_per_rank"]["ppo"][1], one_rank["single"]["ppo"][1])
 
 
-@pytest.mark.parametrize("name", LAYOUTS_4)
+@pytest.mark.parametrize("name", OF_FOUR)
 def test_four_ranks_learn_with_a_critic_like_one(
     one_rank: dict[str, Any], four_ranks: dict[str, Any], name: str
 ) -> None:
@@ -98,7 +100,7 @@ def test_four_ranks_learn_with_a_critic_like_one(
 
 
 @pytest.mark.parametrize("name", DENSE_2)
-@pytest.mark.parametrize("model", ["dense", "tied"])
+@pytest.mark.parametrize("model", ["dense", pytest.param("tied", marks=pytest.mark.deep)])
 def test_critics_of_dense_models_learn_like_one(
     one_rank: dict[str, Any], two_ranks: dict[str, Any], model: str, name: str
 ) -> None:
@@ -106,7 +108,7 @@ def test_critics_of_dense_models_learn_like_one(
         assert_same_step(got, expected)
 
 
-@pytest.mark.parametrize("name", [*LAYOUTS_2, *LAYOUTS_4])
+@pytest.mark.parametrize("name", [*LAYOUTS_2, *OF_FOUR])
 def test_given_experts_are_taken_by_the_token_that_they_are_of(
     one_rank: dict[str, Any], two_ranks: dict[str, Any], four_ranks: dict[str, Any], name: str
 ) -> None:
@@ -118,3 +120,16 @@ def test_given_experts_are_taken_by_the_token_that_they_are_of(
         with pytest.raises(AssertionError):
             assert_same_step(got[wrong], got["free"])
     assert got["missing"] == expected["missing"]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "names"), [("one_rank", ["single"]), ("two_ranks", list(LAYOUTS_2)), ("four_ranks", list(LAYOUTS_4))]
+)
+def test_tokens_by_owner_learn_what_tokens_everywhere_do(
+    request: pytest.FixtureRequest, ranks: str, names: list[str]
+) -> None:
+    """Bit for bit: every figure, and every parameter of every rank."""
+    for name in names:
+        found = request.getfixturevalue(ranks)[name]["ownership"]
+        assert found["by_owner"] == found["everywhere"], name
+        assert found["exchanged"] != found["everywhere"], name

@@ -53,7 +53,7 @@ def test_experts_that_transformers_chose_change_no_bit(one_rank: dict[str, Any],
     for wrong in ("swapped", "shifted"):
         assert steps[wrong]["logprob_gap_mean"] != steps["free"]["logprob_gap_mean"]
         assert steps[wrong] == pytest.approx(one_rank["single"]["replay"][wrong], rel=1e-5, nan_ok=True)
-    assert steps["missing"].startswith("DataError: sequence 11: got 224 bytes of routed experts, expected 240")
+    assert steps["missing"].startswith("DataError: sequence 11: got 112 routed experts, expected 120")
 
 
 @pytest.mark.parametrize("name", [*SINGLE, "dense", "tied"])

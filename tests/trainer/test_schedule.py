@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specactor.config import TrainConfig
-from specactor.trainer.schedule import learning_rate, linear_decay
+from specactor.config.train import learning_rate, linear_decay
 
 
 def rates(**settings: object) -> list[float]:

@@ -1,6 +1,8 @@
 """One trainer rank that pushes weights into real engines under many layouts; rank 0 writes the results as JSON.
 
-torchrun ... -m tests.weights_sync.sync_script MODEL_DIR LAYOUTS_AS_JSON FAULTS(0|1) FOLDER
+torchrun ... -m tests.weights_sync.sync_script MODEL_DIR LAYOUTS_AS_JSON FAULTS(0|1) FOLDER [KILLS]
+
+KILLS: the first case of `kills.CASES` and their end; or which rank is killed, by plan (0|1), and at which exchange.
 """
 
 from __future__ import annotations
@@ -16,9 +18,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from specactor.parallel import groups
+from specactor.cpu import megatron
+from specactor.parallel.collective import destroy_groups, init_groups
 
-groups.cpu_platform.install()
+megatron.install()
 
 
 import torch  # noqa: E402
@@ -37,6 +40,7 @@ from specactor.types import RolloutRequest, SamplingParams  # noqa: E402
 from specactor.weights_sync import sender as sender_module  # noqa: E402
 from specactor.weights_sync.sender import WeightSender, WeightSource  # noqa: E402
 from tests.trainer import policy_cases as cases  # noqa: E402
+from tests.weights_sync import kills  # noqa: E402
 
 INSPECTION = "specactor.weights_sync.inspection"
 TINY_BUCKET = 2**16
@@ -55,7 +59,12 @@ def main() -> None:
             results[name] = bench.layout(name, parallel)
             if sys.argv[3] == "1" and name == "EP2":
                 results["faults"] = bench.faults()
-            groups.destroy(keep_process_group=True)
+            numbers = list(map(int, sys.argv[5:])) if name == "EP2" else []
+            if len(numbers) == 3:
+                kills.end_a_rank(bench, numbers[0], bool(numbers[1]), numbers[2])
+            elif numbers:
+                results["kills"] = kills.campaign(bench, range(*numbers))
+            destroy_groups(keep_process_group=True)
     if bench.collective.rank == 0:
         Path(sys.argv[4], "results.json").write_text(json.dumps(results))
     dist.barrier()
@@ -77,7 +86,7 @@ class Bench:
                 dtype="float32",
                 tensor_parallel=index + 1,
                 devices=tuple(range(index + 1)),
-                config=EngineConfig(max_running_requests=8, max_total_tokens=1024, max_restarts=9),
+                config=EngineConfig(max_running_requests=8, max_total_tokens=1024, max_restarts=999),
                 context_length=64,
                 log_file=str(folder / f"engine-{index}.log"),
             )
@@ -90,7 +99,7 @@ class Bench:
         p = config.parallel
         sizes = {key: getattr(p, key) for key in ("tensor", "pipeline", "context", "expert", "expert_tensor")}
         layout = Layout(world=self.collective.world, **sizes)
-        groups.init(layout, p, seed=0, local_rank=0)
+        init_groups(layout, p, seed=0, local_rank=0)
         self.trainer = PolicyTrainer(config, layout, self.model_dir)
         self.trainer.train_step(cases.sequences(len(name)), learning_rate=2e-3)
         before = self.answers()
@@ -111,7 +120,7 @@ class Bench:
         return result
 
     def shards(self) -> RankShards:
-        return RankShards(self.trainer.policy, self.trainer.memory)
+        return RankShards(self.trainer.policy, self.trainer.shared_parameters)
 
     def gathered(self) -> GatheredWeights:
         return GatheredWeights(self.trainer.policy, owns_engines=self.collective.rank == 0)
@@ -136,6 +145,9 @@ class Bench:
 
     def answers(self) -> list[Any]:
         """Greedy tokens with log-probabilities of every engine."""
+        return self.on_engines(self.answers_of)
+
+    def answers_of(self, engine: Engine) -> list[Any]:
         sampling = SamplingParams(temperature=0.0, max_new_tokens=8, ignore_eos=True)
         requests = [
             RolloutRequest(
@@ -143,8 +155,7 @@ class Bench:
             )
             for i in range(2)
         ]
-        found = self.on_engines(lambda engine: engine.generate(requests))
-        return [[(t.token_ids, t.logprobs) for t in trajectories] for trajectories in found]
+        return [(t.token_ids, t.logprobs) for t in engine.generate(requests)]
 
     def on_engines(self, ask: Callable[[Engine], Any]) -> list[Any]:
         return self.collective.together("ask", lambda: [ask(engine) for engine in self.pool.engines if engine.alive])
@@ -230,7 +241,7 @@ class Bench:
             yield
             return
         digests, span = plan.digests(), plan._own[0][0]
-        data = self.trainer.memory[span.memory - min(plan._memories)].data
+        data = self.trainer.shared_parameters[span.memory - min(plan._memories)].data
         data[span.at + 5] ^= 64
         plan.digests = lambda: digests
         yield

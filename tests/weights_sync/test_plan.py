@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from specactor.errors import WeightSyncError
 from specactor.weights_sync import plan
-from specactor.weights_sync.digest import digest_blocks, digest_spans
+from specactor.weights_sync.digest import copy_and_digest, digest_spans
 from specactor.weights_sync.plan import Block, Chunk, Held, Span, merged
 from tests.weights_sync.plan_model import Loader, Pair, Trainer, whole
 
@@ -108,7 +108,7 @@ def test_every_element_of_an_engine_is_written_once_with_what_its_loader_gives_i
         for chunk in chunks:
             assert len({span.memory for span in chunk.spans}) == 1
             assert max(span.length * span.count for span in chunk.spans) <= max(piece, 1)
-            copied = digest_blocks(flat(loader, chunk), chunk.blocks, memories)
+            copied = copy_and_digest(flat(loader, chunk), chunk.blocks, memories)
             assert copied == digest_spans(dict(enumerate(memories)), chunk.spans)
         for name, value in wanted.items():
             assert np.array_equal(loader.parameters[name], value), name
@@ -150,7 +150,7 @@ def differing(edit: Callable[[list[Held]], list[Held]]) -> list[str]:
     return [
         name
         for chunk in chunks
-        if digest_blocks(flat(loader, chunk), chunk.blocks, None)
+        if copy_and_digest(flat(loader, chunk), chunk.blocks, None)
         != digest_spans(dict(enumerate(memories)), chunk.spans)
         for name in chunk.parameters
     ]

@@ -17,7 +17,7 @@ import torch
 from specactor.config import WeightsSyncConfig
 from specactor.errors import EngineError, WeightSyncError
 from specactor.weights_sync import receiver, sender
-from specactor.weights_sync.digest import digest_blocks, digest_spans
+from specactor.weights_sync.digest import copy_and_digest, digest_spans
 from specactor.weights_sync.memory import SharedBuffer
 from specactor.weights_sync.messages import CHECK, COMMIT, LOAD, PLAN, PULL, Holding, PullReply
 from specactor.weights_sync.plan import Block, Held, Span
@@ -137,11 +137,11 @@ class Job:
         where = self.rng.randrange(ROWS * COLUMNS * 4)
 
         def copy(parameters: Any, blocks: Any, memories: Any) -> int:
-            digest_blocks(parameters, blocks, memories)
+            copy_and_digest(parameters, blocks, memories)
             parameters[0][blocks[0].to + where % blocks[0].span.length] ^= 1 << self.rng.randrange(8)
-            return digest_blocks(parameters, blocks, None)
+            return copy_and_digest(parameters, blocks, None)
 
-        return mock.patch.object(receiver, "digest_blocks", copy)
+        return mock.patch.object(receiver, "copy_and_digest", copy)
 
     def change_meanwhile(self) -> AbstractContextManager[Any]:
         def digest(memories: Any, spans: Any) -> int:
@@ -156,10 +156,10 @@ class Job:
 
         def copy(parameters: Any, blocks: Any, memories: Any) -> int:
             some = int(keep * len(blocks))
-            digest_blocks(parameters[:some], blocks[:some], memories)
-            return digest_blocks(parameters, blocks, None)
+            copy_and_digest(parameters[:some], blocks[:some], memories)
+            return copy_and_digest(parameters, blocks, None)
 
-        return mock.patch.object(receiver, "digest_blocks", copy)
+        return mock.patch.object(receiver, "copy_and_digest", copy)
 
     def answer_of_before(self) -> AbstractContextManager[Any]:
         return mock.patch.object(self.engine, "answer", side_effect=lambda _: self.engine.stale)

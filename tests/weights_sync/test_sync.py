@@ -6,12 +6,15 @@ import json
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from specactor.config import TinyModelConfig
 from specactor.data.tiny_model import make_tiny_model
 from specactor.rollout.warm_starter import WarmStarter
-from tests.lib.ranks import run_ranks
+from tests.lib.ranks import run_ranks, torchrun
+from tests.weights_sync.kills import CASES as CASES_OF_KILLS
+from tests.weights_sync.kills import remaining
 
 LAYOUTS: dict[int, dict[str, dict[str, int]]] = {
     2: {
@@ -27,23 +30,38 @@ LAYOUTS: dict[int, dict[str, dict[str, int]]] = {
         "PP2xEP2": {"pipeline": 2, "expert": 2},
     },
 }
-CASES = [(world, name) for world, layouts in LAYOUTS.items() for name in layouts]
+DOZEN = 12
+CASES = [
+    pytest.param(world, name, marks=[pytest.mark.deep] if world == 4 else [])
+    for world, layouts in LAYOUTS.items()
+    for name in layouts
+]
+"""In `make check` two ranks have every kind of parallelism; two kinds at once need four."""
 VICTIM = "model.layers.1.mlp.experts.3.down_proj.weight"
 
 
 @pytest.fixture(scope="session")
-def results(warm_starter: WarmStarter, tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, Any]]:
+def results(
+    request: pytest.FixtureRequest, warm_starter: WarmStarter, tmp_path_factory: pytest.TempPathFactory
+) -> dict[int, dict[str, Any]]:
+    deep = any(item.get_closest_marker("deep") for item in request.session.items)
     folder = tmp_path_factory.mktemp("sync")
     shape = TinyModelConfig(num_layers=2, hidden_size=128, num_experts=4, expert_size=64)
     make_tiny_model(shape, 0, folder / "model")
-    return {world: run(world, folder) for world in LAYOUTS}
+    return {world: run(world, folder) for world in LAYOUTS if world == 2 or deep}
 
 
 def run(world: int, folder: Path) -> dict[str, Any]:
     """One start of trainer ranks and engines."""
     own = folder / str(world)
     own.mkdir()
-    arguments = (folder / "model", json.dumps(LAYOUTS[world]), int(world == 2), own)
+    arguments = (
+        folder / "model",
+        json.dumps(LAYOUTS[world]),
+        int(world == 2),
+        own,
+        *((0, DOZEN) if world == 2 else ()),
+    )
     run_ranks(world, "tests.weights_sync.sync_script", *arguments, folder=own)
     found: dict[str, Any] = json.loads((own / "results.json").read_text())
     return found
@@ -134,3 +152,56 @@ def test_an_engine_that_pulled_something_else_is_replaced(
 
 def test_a_parameter_that_leaves_the_shared_memory_is_sent_from_where_it_is(results: dict[int, dict[str, Any]]) -> None:
     assert results[2]["faults"]["moved"] == {"rounds": [1, 0], "wrong": []}
+
+
+def assert_survived(kills: list[dict[str, Any]]) -> None:
+    """Every engine has the old version or the new one, or is dead and leaves nothing; then all have the new one."""
+    for kill in kills:
+        assert kill["struck"], kill
+        assert kill["alike"], kill
+        assert "mixture" not in kill["hold"], kill
+        assert len({hold for hold in kill["hold"] if hold != "dead"}) <= 1, kill
+        assert kill["failed"] or "old" not in kill["hold"], kill
+        assert kill["left"] == [], kill
+        assert kill["again"], kill
+    assert kills[-1]["more_memory"] <= 0
+    assert any("old" in kill["hold"] for kill in kills)
+    assert any("dead" in kill["hold"] for kill in kills)
+
+
+def test_a_killed_engine_is_replaced_and_leaves_nothing(results: dict[int, dict[str, Any]]) -> None:
+    assert len(results[2]["kills"]) == DOZEN
+    assert_survived(results[2]["kills"])
+
+
+@pytest.mark.deep
+def test_ninety_six_killed_engines(warm_starter: WarmStarter, tmp_path: Path) -> None:
+    """In every stage of a push by buckets and by plan: before, in and after its call, and each process of an engine."""
+    shape = TinyModelConfig(num_layers=2, hidden_size=128, num_experts=4, expert_size=64)
+    make_tiny_model(shape, 0, tmp_path / "model")
+    layout = json.dumps({"EP2": LAYOUTS[2]["EP2"]})
+    arguments = (tmp_path / "model", layout, 0, tmp_path, DOZEN, len(CASES_OF_KILLS))
+    run_ranks(2, "tests.weights_sync.sync_script", *arguments, folder=tmp_path)
+    kills = json.loads((tmp_path / "results.json").read_text())["kills"]
+    assert len(kills) == len(CASES_OF_KILLS) - DOZEN
+    assert_survived(kills)
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize(
+    ("rank", "by_plan", "exchange"), [(0, False, 1), (1, False, 3), (0, False, 4), (1, True, 1), (0, True, 1)]
+)
+def test_a_killed_rank_takes_its_engines_with_it(
+    warm_starter: WarmStarter, tmp_path: Path, rank: int, by_plan: bool, exchange: int
+) -> None:
+    """In a push, by buckets or by plan: the job ends, and nothing of the engines is left to serve a mixture."""
+    shape = TinyModelConfig(num_layers=2, hidden_size=128, num_experts=4, expert_size=64)
+    make_tiny_model(shape, 0, tmp_path / "model")
+    arguments = (tmp_path / "model", json.dumps({"EP2": LAYOUTS[2]["EP2"]}), 0, tmp_path, rank, int(by_plan), exchange)
+    code, said = torchrun(2, "tests.weights_sync.sync_script", *arguments, folder=tmp_path)
+    assert code != 0
+    assert not (tmp_path / "results.json").exists(), said[-2000:]
+    owned, files = json.loads((tmp_path / "held.json").read_text())
+    assert len(owned) > 4
+    there = [psutil.Process(pid) for pid, _ in owned if psutil.pid_exists(pid)]
+    assert remaining([p for p in there if [p.pid, p.create_time()] in owned], set(files)) == []

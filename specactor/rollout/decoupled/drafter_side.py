@@ -12,7 +12,7 @@ from typing import cast
 
 from specactor.config import MAX_WINDOW
 from specactor.rollout.decoupled import protocol
-from specactor.rollout.decoupled.backend import Lane
+from specactor.rollout.decoupled.continuer import Lane
 from specactor.rollout.decoupled.protocol import Beat, Close, Commits, Drops, Numbering, Open, Pulse, Resend, Tail
 from specactor.rollout.speculation.verification import common
 

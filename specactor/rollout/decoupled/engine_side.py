@@ -35,7 +35,7 @@ class Request:
     number: int
     name: str
     prompt_ids: Sequence[int]
-    output_ids: list[int]  # the engine's own list; it grows
+    output_ids: list[int]  # the list of the `DraftSequence`, which grows (`DrafterSet`)
     seed: int
     temperature: float
     drafter: int | None = None

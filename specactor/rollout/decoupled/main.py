@@ -23,7 +23,7 @@ from types import FrameType
 import msgspec
 
 from specactor.rollout import frames
-from specactor.rollout.decoupled.backend import Branching, Continuer, Renewable, Sleeper
+from specactor.rollout.decoupled.continuer import Branching, Continuer, Renewable, Sleeper
 from specactor.rollout.decoupled.drafter_side import Mirrors
 from specactor.rollout.decoupled.protocol import Drops
 from specactor.rollout.decoupled.spec import (

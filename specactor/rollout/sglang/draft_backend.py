@@ -12,7 +12,7 @@ from collections.abc import Collection, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from specactor.rollout.decoupled.backend import Lane
+from specactor.rollout.decoupled.continuer import Lane
 from specactor.rollout.decoupled.drafter_side import UNKNOWN
 from specactor.rollout.decoupled.spec import DrafterSpec
 from specactor.rollout.sglang.draft_runner import DraftRunner, DraftText, SequenceCache, load_alone
@@ -105,7 +105,7 @@ class DraftBackend:
         return answers
 
     def seconds(self) -> list[int]:
-        """See `backend.Branching`."""
+        """See `continuer.Branching`."""
         return self._seconds
 
     def _meet(self, lane: Lane) -> None:

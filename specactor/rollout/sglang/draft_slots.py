@@ -19,7 +19,7 @@ BLOCK_TOKENS = 32
 
 @dataclass(slots=True)
 class Place:
-    """Of one request."""
+    """The place of one request."""
 
     row: int
     """Of the page table."""
@@ -29,7 +29,7 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Reservation:
-    """What changed so that a request has room."""
+    """This is what changed so that a request has room."""
 
     row: int
     new_blocks: tuple[tuple[int, int], ...]
@@ -39,7 +39,7 @@ class Reservation:
 
 
 class Slots:
-    """Of one pool."""
+    """The slots of one pool."""
 
     def __init__(self, *, num_slots: int, num_rows: int) -> None:
         """Args: slots 1..num_slots and rows 1..num_rows can be given."""

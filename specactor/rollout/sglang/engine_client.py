@@ -86,17 +86,17 @@ class Engine:
 
     @property
     def pid(self) -> int:
-        """Of the guard around it; leader of the session that all its processes are in."""
+        """Return the pid of the guard around it; leader of the session that all its processes are in."""
         return self._process.pid
 
     @property
     def alive(self) -> bool:
-        """Whether it runs and speaks, as far as is known."""
+        """Return whether it runs and speaks, as far as is known."""
         return self._process.alive
 
     @property
     def version(self) -> int:
-        """Of the weights that the engine holds."""
+        """Return the version of the weights that the engine holds."""
         return self._version
 
     def set_version(self, version: int) -> None:
@@ -188,7 +188,7 @@ class Engine:
         self._do(Command(verb="abort"))
 
     def abort_requests(self, request_ids: Sequence[str]) -> None:
-        """As `abort`, of these requests alone; ids of requests that do not run are passed over."""
+        """Abort these requests alone; ids of requests that do not run are passed over."""
         self._do(Abort(request_ids=list(request_ids)))
 
     def pause(self) -> None:
@@ -199,21 +199,22 @@ class Engine:
         self._do(Command(verb="resume"))
 
     def speculation_counts(self) -> dict[str, Counts]:
-        """What speculation did since the last call, per drafter; nothing from an engine that was started without it."""
+        """Return what speculation did since the last call, per drafter; nothing from an engine that was started without
+        it."""
         if self.spec.speculation.mode == "off":
             return {}
         reply = self.rank_call(speculation_calls.REPORT, b"", timeout_s=_COMMAND_TIMEOUT_S)[0]  # rank 0 decides
         return msgspec.json.decode(reply, type=dict[str, Counts])
 
     def speculation_figures(self) -> Figures:
-        """What drafters counted themselves since the last call; see `Drafter.figures`."""
+        """Return what drafters counted themselves since the last call; see `Drafter.figures`."""
         if self.spec.speculation.mode == "off":
             return {}
         reply = self.rank_call(speculation_calls.FIGURES, b"", timeout_s=_COMMAND_TIMEOUT_S)[0]
         return msgspec.json.decode(reply, type=Figures)
 
     def trace(self, *, on: bool) -> list[Span]:
-        """What was recorded since the last call; record from now on, or do not. Nothing without speculation."""
+        """Return what was recorded since the last call; record from now on, or do not. Nothing without speculation."""
         if self.spec.speculation.mode == "off":
             return []
         reply = self.rank_call(speculation_calls.TRACE, b"on" if on else b"off", timeout_s=_COMMAND_TIMEOUT_S)[0]
@@ -365,7 +366,7 @@ def whole_response(request: RolloutRequest, message: Finished, spec: EngineSpec,
 
 
 def response_so_far(request: RolloutRequest, news: News, parts: _Parts, version: int) -> Trajectory:
-    """What a running request has, without its experts; adds the news to `parts`."""
+    """Return what a running request has, without its experts; adds the news to `parts`."""
     tokens, logprobs = parts.setdefault(news.request, ([], []))
     tokens += news.token_ids
     logprobs += news.logprobs

@@ -1,4 +1,4 @@
-"""What a trainer rank and the process of one of its engines say to each other, in the frames of `rollout.frames`.
+"""What a trainer rank and the process of one of its engines, its *host*, say to each other, in `rollout.frames`.
 
 A call is answered by any number of `Finished` and `Progress`, and then by exactly one of `Ready`, `Done`, `RankReplies`
 and `Failed`.
@@ -96,7 +96,7 @@ class Finished(msgspec.Struct, tag=True, frozen=True, kw_only=True):
 
 
 class News(msgspec.Struct, frozen=True, kw_only=True):
-    """What a running response has got since the last news of it; ``request`` is its index in the call."""
+    """This is what a running response has got since the last news of it; ``request`` is its index in the call."""
 
     request: int
     token_ids: list[int]

@@ -17,7 +17,7 @@ _NUMBER, _EARLIER, _UNDRAFTED = "specactor_begun", "specactor_earlier", "specact
 
 
 def tokens(request: RolloutRequest) -> list[int]:
-    """Of the response, what there is."""
+    """Return what there is of the response."""
     return list(request.begun.token_ids) if request.begun else []
 
 
@@ -29,17 +29,17 @@ def marked(request: RolloutRequest) -> dict[str, int] | None:
 
 
 def is_drafted(req: Any) -> bool:
-    """Whether drafters may draft for SGLang's request `req`."""
+    """Return whether drafters may draft for SGLang's request `req`."""
     return _UNDRAFTED not in (req.sampling_params.custom_params or {})
 
 
 def of(req: Any) -> array[int]:
-    """What SGLang's request `req` brought along of its response."""
+    """Return what SGLang's request `req` brought along of its response."""
     return _last(req, _NUMBER)
 
 
 def conversation(req: Any) -> array[int]:
-    """What it brought along of its conversation: earlier turns, and of the response what there is."""
+    """Return what it brought along of its conversation: earlier turns, and of the response what there is."""
     return _last(req, _EARLIER, _NUMBER)
 
 

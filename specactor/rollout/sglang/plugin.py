@@ -41,8 +41,5 @@ def register() -> None:
             messages.COMMIT: receiver.commit,
         }
     )
-    rank_calls.RANK_CALLS.update(
-        {speculation_calls.CONFIGURE: speculation_calls.configure, speculation_calls.REPORT: speculation_calls.report}
-    )
     rank_calls.install()
     verify_worker.register(speculation_calls.starting_speculator)

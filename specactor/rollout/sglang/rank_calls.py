@@ -31,7 +31,7 @@ class Reply(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RankContext:
-    """What a rank call may use."""
+    """This is what a rank call may use."""
 
     def __init__(self, scheduler: Any) -> None:
         from sglang.srt.runtime_context import get_parallel

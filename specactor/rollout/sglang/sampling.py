@@ -18,7 +18,7 @@ requests have penalties (`EngineSpec.penalties`) run without. Penalties are adde
 divides afterwards, as SGLang does with overlap; without, it takes them as they lie in a set, which differs from process
 to process.
 
-On a GPU rows are drawn by one kernel (`sampling_kernel`), in plain rounds and verifications; SGLang's routine serves
+On a GPU rows are drawn by one kernel (`kernels.draw`), in plain rounds and verifications; SGLang's routine serves
 those with top-p, top-k or min-p alone, and the kernel gives their log-probabilities, too.
 
 Shape legend: B requests, R rows, V vocabulary, N tokens that one request has emitted.
@@ -100,10 +100,10 @@ def sample_in_one_pass(
         return original(
             *(sampler, output, info, return_logprob, top_logprobs_nums, token_ids_logprobs, positions), **named
         )
-    from specactor.rollout.sglang import sampling_kernel
+    from specactor.rollout.sglang import kernels
 
     logits_RV = sampler._preprocess_logits(logits_RV, info)
-    drawn = sampling_kernel.draw(logits_RV, info.temperatures, info.sampling_seed, positions, info.top_ks <= 1)
+    drawn = kernels.draw(logits_RV, info.temperatures, info.sampling_seed, positions, info.top_ks <= 1)
     tokens_R = drawn.tokens.to(torch.int32)
     filters = info.need_top_p_sampling or info.need_top_k_sampling or info.need_min_p_sampling
     kinds = kinds_of(info) if filters and not info.is_all_greedy else []
@@ -115,18 +115,18 @@ def sample_in_one_pass(
         part, _ = sampler._sample_from_probs(probs, of_some, positions[some_R], False)
         tokens_R[some_R] = part.to(torch.int32)
     if return_logprob:
-        output.next_token_logprobs = sampling_kernel.logprobs_of(tokens_R, logits_RV, info.temperatures, drawn)
+        output.next_token_logprobs = kernels.logprobs_of(tokens_R, logits_RV, info.temperatures, drawn)
     sampler._sync_token_ids_across_tp(tokens_R, info)
     return tokens_R
 
 
 def serves(logits: Tensor) -> bool:
-    """Whether the kernel draws of these logits."""
+    """Return whether the kernel draws of these logits."""
     return logits.is_cuda
 
 
 class _Known(NamedTuple):
-    """What was read from the device."""
+    """This is what was read from the device."""
 
     kinds: list[Kind]
     beside: tuple[Tensor, Tensor]
@@ -206,7 +206,8 @@ def _count_emitted(info: Any, _: type, batch: Any, *__: Any) -> None:
 def _apply_in_order(
     original: Callable[..., None], orchestrator: Any, logits: Tensor, repeat: int | None = None
 ) -> None:
-    """What SGLang does with overlap (`SamplingBatchInfo.update_penalties`). Args: logits [B, V], changed in place."""
+    """Do what SGLang does with overlap (`SamplingBatchInfo.update_penalties`). Args: logits [B, V], changed in
+    place."""
     from sglang.srt.sampling.penaltylib.repetition_penalty import apply_scaling_penalties
 
     if repeat is not None:

@@ -19,9 +19,10 @@ from specactor.rollout.speculation.drafter import Drafter
 from specactor.rollout.speculation.registry import make_drafters
 from specactor.rollout.speculation.speculator import Speculator
 
-CONFIGURE = "speculation.configure"
-"""Rank call: from the next round on, speculate like this. Payload: a `SpeculationConfig` as JSON."""
-REPORT = "speculation.report"
+CONFIGURE = f"{__name__}:configure"
+"""Rank call: from the next round on, speculate like this. Payload: a `SpeculationConfig` as JSON. For `specactor
+profile`, tests and benchmarks; what a run's setting says comes by `SPECULATION`."""
+REPORT = f"{__name__}:report"
 """Rank call: `Report` since the last one, of rank 0. No payload."""
 FIGURES = f"{__name__}:figures"
 """Rank call: what drafters count themselves, since the last one, of rank 0: `Figures`. No payload."""
@@ -29,7 +30,7 @@ TRACE = f"{__name__}:trace"
 """Rank call: the spans recorded since the last one, of rank 0, as MessagePack. Payload: "on" or "off", from now on."""
 ROUNDS = f"{__name__}:rounds"
 """Rank call: `Rounds` since `CONFIGURE`, of rank 0. No payload."""
-START = "SPECACTOR_SPECULATION"
+SPECULATION = "SPECACTOR_SPECULATION"
 """Environment variable by which an engine's processes get the configuration that they start with."""
 DRAFTERS = "SPECACTOR_DRAFTERS"
 """Environment variable by which they know where drafter processes are: a `DrafterAccess` as JSON."""
@@ -50,17 +51,17 @@ class Rounds(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def start_environment(spec: EngineSpec) -> dict[str, str]:
-    """Of the processes of an engine that starts."""
+    """Return the environment of the processes of an engine that starts."""
     return {
-        START: msgspec.json.encode(spec.speculation).decode(),
+        SPECULATION: msgspec.json.encode(spec.speculation).decode(),
         DRAFTERS: msgspec.json.encode(spec.drafters).decode(),
         "SGLANG_EAGER_INPUT_NO_COPY": "1",  # the buffers are made for one row per request
     }
 
 
 def starting_speculator() -> Speculator | None:
-    """Of a worker that starts."""
-    text = os.environ.get(START)
+    """Return the speculator of a worker that starts."""
+    text = os.environ.get(SPECULATION)
     return make_speculator(msgspec.json.decode(text, type=SpeculationConfig)) if text else None
 
 

@@ -1,4 +1,4 @@
-"""The attention backend `tiles` of engines on GPUs: SGLang's Triton backend, which decodes by `tile_kernel`.
+"""The attention backend `tiles` of engines on GPUs: SGLang's Triton backend, which decodes by `kernels`.
 
 Prefills, the lists of keys and the buffers of CUDA graphs are SGLang's. Not run on a GPU yet.
 """
@@ -25,12 +25,12 @@ def backend_class() -> type:
     """Return a subclass of SGLang's backend, which imports CUDA's kernels."""
     from sglang.srt.layers.attention.triton_backend import TritonAttnBackend
 
-    from specactor.rollout.sglang import tile_kernel
+    from specactor.rollout.sglang import kernels
 
     class TiledAttention(TritonAttnBackend):  # type: ignore[misc]
         def __init__(self, model_runner: Any, **named: Any) -> None:
             super().__init__(model_runner, **named)
-            room = self.max_kv_splits * tile_kernel.SPLIT
+            room = self.max_kv_splits * kernels.SPLIT
             refused = {
                 "latent attention": self.use_mla,
                 "a sliding window": bool(self.sliding_window_size),
@@ -55,7 +55,7 @@ def backend_class() -> type:
         def _arrange(self, batch: Any) -> None:
             if batch.forward_mode.is_decode_or_idle():
                 readers_R = batch.req_pool_indices[: batch.batch_size]
-                self._sizes[: len(readers_R)] = tile_kernel.tile_sizes(readers_R)
+                self._sizes[: len(readers_R)] = kernels.tile_sizes(readers_R)
 
         def _attend(
             self,
@@ -79,11 +79,11 @@ def backend_class() -> type:
             score_mod: Any = None,
             **_: Any,
         ) -> None:
-            """As SGLang calls its own."""
+            """Attend as SGLang calls its own."""
             if logit_cap or sinks is not None or xai_temperature_len > 0 or score_mod is not None:
                 raise _refused("a model that changes attention's scores")
             lists = (kv_indptr, kv_indices, self._sizes, parts, log_totals)
-            tile_kernel.tile_attention(q, keys, values, out, *lists, scale * key_scale, value_scale)
+            kernels.tile_attention(q, keys, values, out, *lists, scale * key_scale, value_scale)
 
     return TiledAttention
 

@@ -35,7 +35,7 @@ _PENALTIES = ("acc_additive_penalties", "acc_scaling_penalties")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Rows:
-    """Where the rows of each request begin, and what they hold."""
+    """It says where the rows of each request begin, and what they hold."""
 
     trees: Sequence[DraftTree]
     starts: list[int]
@@ -54,7 +54,8 @@ class Rows:
 
     @property
     def drafted(self) -> bool:
-        """Whether any request has a draft token. If not, rows are requests, and all the arranging can be spared."""
+        """Return whether any request has a draft token. If not, rows are requests, and all the arranging can be
+        spared."""
         return self.total > len(self.trees)
 
     def plan(self, last_tokens: Sequence[int]) -> NDArray[np.int64]:

@@ -22,7 +22,6 @@ from specactor.config.rules import rules_of
 from specactor.cpu import torchvision_ops
 from specactor.errors import ConfigError, DataError
 
-MAX_INTERMEDIATE = 8192  # width of the dense MLP in place of experts; beyond it only the first are taken
 _MODEL = "model.layers."
 _MLP = ("gate_proj", "up_proj", "down_proj")
 
@@ -223,7 +222,7 @@ def _cut(target: Path, start: TargetStart) -> Any:
             "num_layers", start.num_layers, f"1..{there}, the target's layers", "Start at random for others."
         )
     experts = getattr(config, "num_experts", 0) or 0
-    taken = max(1, min(experts, MAX_INTERMEDIATE // config.moe_intermediate_size)) if experts else 0
+    taken = config.num_experts_per_tok if experts else 0  # so a drafted token costs a layer what the target's costs
     draft = _dense(
         config,
         seed=0,  # every weight is the target's

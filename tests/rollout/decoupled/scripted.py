@@ -6,7 +6,7 @@ import time
 import zlib
 from collections.abc import Hashable, Sequence
 
-from specactor.rollout.decoupled.backend import Lane
+from specactor.rollout.decoupled.continuer import Lane
 
 VOCABULARY = 40
 WRONG = 1000

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from specactor.rollout.decoupled.backend import Lane
+from specactor.rollout.decoupled.continuer import Lane
 from specactor.rollout.decoupled.engine_side import Tails
 from specactor.rollout.decoupled.main import MAX_TURNS, Loop
 from specactor.rollout.decoupled.protocol import Drops

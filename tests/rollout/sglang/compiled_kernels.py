@@ -9,7 +9,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from specactor.rollout.sglang import sampling_kernel, tile_kernel
+from specactor.rollout.sglang import kernels
 
 HOPPER = GPUTarget("cuda", 90, 32)
 PARTS = {"best_scores": "*fp64", "best_tokens": "*i64", "tops": "*fp32", "totals": "*fp32"}
@@ -26,18 +26,18 @@ def main() -> None:
     rows = {"logits": "*fp32", "temperatures": "*fp32", "seeds": "*i64", "positions": "*i64", "greedy": "*i1"}
     sizes = dict.fromkeys(("stride", "vocab", "num_chunks"), "i32")
     drawn = {"token": "*i64", "row_top": "*fp32", "row_log_total": "*fp32", "num_chunks": "i32"}
-    head = {"D": 128, "BLOCK_D": 128, "SPLIT": tile_kernel.SPLIT}
-    tile = {"GROUP": 4, "PLACES": tile_kernel.TILE, "M": 32, **head, "BLOCK": tile_kernel.BLOCK}
+    head = {"D": 128, "BLOCK_D": 128, "SPLIT": kernels.SPLIT}
+    tile = {"GROUP": 4, "PLACES": kernels.TILE, "M": 32, **head, "BLOCK": kernels.BLOCK}
     parts = {"parts": "*fp32", "log_totals": "*fp32"}
     out = {"out": "*bf16", "kv_indptr": "*i32", "value_scale": "fp32", "heads": "i32", "max_parts": "i32"}
-    chunk = compiled(sampling_kernel._draw_chunk, rows | PARTS | sizes, {"CHUNK": sampling_kernel.CHUNK}, 8)
-    attend = compiled(tile_kernel._attend_part, POOL | parts | {"scale": "fp32"} | STRIDES, tile, 4)
-    kernels = [
-        *(chunk, compiled(sampling_kernel._combine, PARTS | drawn, {"CHUNKS": 128}, 1)),
-        *(attend, compiled(tile_kernel._combine, parts | out, head, 1)),
+    chunk = compiled(kernels._draw_chunk, rows | PARTS | sizes, {"CHUNK": kernels.CHUNK}, 8)
+    attend = compiled(kernels._attend_part, POOL | parts | {"scale": "fp32"} | STRIDES, tile, 4)
+    made = [
+        *(chunk, compiled(kernels._combine_chunks, PARTS | drawn, {"CHUNKS": 128}, 1)),
+        *(attend, compiled(kernels._combine_parts, parts | out, head, 1)),
     ]
     found = {
-        "bytes": [len(kernel.asm["cubin"]) for kernel in kernels],
+        "bytes": [len(kernel.asm["cubin"]) for kernel in made],
         # 2^32 - 1, by which a hash is divided, is no number of float32
         "exact": "0d41EFFFFFFFE00000" in chunk.asm["ptx"] and "div.rn.f32" in chunk.asm["ptx"],
         "tensor cores": "mma.sync" in attend.asm["ptx"],

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Hashable, Sequence
 from pathlib import Path
 
-from specactor.rollout.decoupled.backend import Lane
+from specactor.rollout.decoupled.continuer import Lane
 from specactor.rollout.decoupled.spec import DrafterSpec
 from specactor.types import RolloutRequest, Trajectory
 

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from specactor.cpu import sglang_ops, torchvision_ops
-from specactor.rollout.sglang import sampling_kernel
+from specactor.rollout.sglang import kernels
 
 torchvision_ops.install()
 import sglang.srt.layers.sampler as sglang_sampler  # noqa: E402
@@ -28,9 +28,9 @@ RULES["min-p"] = (1.0, TOP_K_ALL, 0.2)
 @triton.jit
 def _bits_and_noise(seeds: Any, positions: Any, bits: Any, noise: Any, vocab: Any, BLOCK: tl.constexpr) -> None:
     row, tokens = tl.program_id(0), tl.arange(0, BLOCK)
-    h = sampling_kernel._hash(tl.load(seeds + row), tl.load(positions + row), tokens)
+    h = kernels._hash(tl.load(seeds + row), tl.load(positions + row), tokens)
     tl.store(bits + row * vocab + tokens, h.to(tl.int64), mask=tokens < vocab)
-    tl.store(noise + row * vocab + tokens, sampling_kernel._noise(h), mask=tokens < vocab)
+    tl.store(noise + row * vocab + tokens, kernels._noise(h), mask=tokens < vocab)
 
 
 def noise_of(seeds: torch.Tensor, positions: torch.Tensor, vocab: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -64,15 +64,13 @@ def drawn(count: int, vocab: int, *, later: int = 0, missing: int = 0) -> dict[s
     versions: `later` positions of noise, `missing` tokens at the end."""
     logits, temperatures, seeds, positions = rows(count, vocab, vocab)
     greedy = torch.arange(count) % 4 == 3
-    found = sampling_kernel.draw(logits[:, : vocab - missing], temperatures, seeds, positions + later, greedy)
+    found = kernels.draw(logits[:, : vocab - missing], temperatures, seeds, positions + later, greedy)
     scaled = logits / temperatures
     _, noise = noise_of(seeds, positions, vocab)
     wanted = (scaled.double() + noise.masked_fill(greedy[:, None], 0.0)).argmax(1)
-    got = sampling_kernel.logprobs_of(found.tokens, logits, temperatures, found)
+    got = kernels.logprobs_of(found.tokens, logits, temperatures, found)
     exact = scaled.double().log_softmax(-1).gather(1, found.tokens[:, None])[:, 0]
-    again = [
-        sampling_kernel.draw(*(x[i : i + 1] for x in (logits, temperatures, seeds, positions, greedy))) for i in (1, 3)
-    ]
+    again = [kernels.draw(*(x[i : i + 1] for x in (logits, temperatures, seeds, positions, greedy))) for i in (1, 3)]
     alone = all(torch.equal(x[[1, 3]], torch.cat(y)) for x, y in zip(found, zip(*again, strict=True), strict=True))
     return {"others": int((found.tokens != wanted).sum()), "error": float((got - exact).abs().max()), "alone": alone}
 

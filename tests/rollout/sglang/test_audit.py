@@ -98,8 +98,8 @@ def generated(engine: Engine, name: str) -> list[ScoredGroup]:
 def test_what_is_right_is_found_right(engine: Engine) -> None:
     own, told = audit(engine, "stop")
     found = own.look(1, 0, generated(engine, "right"), step_s=1000.0)
-    assert found["audit/responses"] == RESPONSES
-    assert found["audit/tokens"] > RESPONSES
+    assert found["audit/responses"] == min(RESPONSES, len(requests()))
+    assert found["audit/tokens"] > found["audit/responses"]
     assert (found["audit/differences"], found["audit/ties"], told.notes) == (0, 0, [])
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.nn.functional import pad
 
-from specactor.rollout.sglang import tile_kernel
+from specactor.rollout.sglang import kernels
 
 LENGTHS = [1, 17, 63, 64, 65, 190, 255, 256, 257, 513, 700]
 BEYOND = 40
@@ -33,11 +33,11 @@ class Pool:
         """Rows as SGLang's backend has them: each has a list of its own keys."""
         indices = torch.cat([self.slots[r, :n] for r, n in zip(readers.tolist(), lengths.tolist(), strict=True)])
         indptr = pad(lengths.cumsum(0), (1, 0)).int()
-        num_parts = -(-(max(LENGTHS) + BEYOND) // tile_kernel.SPLIT)
+        num_parts = -(-(max(LENGTHS) + BEYOND) // kernels.SPLIT)
         parts = torch.full((*q.shape[:2], num_parts, q.shape[2]), torch.nan)
         out = torch.empty_like(q)
-        sizes = tile_kernel.tile_sizes(readers)
-        tile_kernel.tile_attention(q, self.k, self.v, out, indptr, indices, sizes, parts, parts[..., 0].clone(), SCALE)
+        sizes = kernels.tile_sizes(readers)
+        kernels.tile_attention(q, self.k, self.v, out, indptr, indices, sizes, parts, parts[..., 0].clone(), SCALE)
         return out
 
     def exact(self) -> torch.Tensor:
@@ -76,13 +76,14 @@ def main(groups: Sequence[int]) -> None:
         for dtype in (torch.float32, torch.float16):  # the interpreter cannot multiply bfloat16
             pool = Pool(group, dim=24, kv_heads=2 if group == 2 else 1, dtype=dtype)
             error = float((pool.alone.double() - pool.exact()).abs().max())
+            # Nine rows are a full tile and one with a single row.
             wide = group == 2 and dtype is torch.float32
-            bad, rows = differing(pool, (1, 3, 8, 9) if wide else (8,), every if wide else some)
+            bad, rows = differing(pool, (3, 9) if wide else (8,), every if wide else some)
             found["cases"][f"{group} queries per key head, {dtype}"] = [bad, rows, error]
-    tile_kernel.SPLIT = 192  # wrong versions: parts of another size than alone, tiles that mix requests
+    kernels.SPLIT = 192  # wrong versions: parts of another size than alone, tiles that mix requests
     found["other parts"] = differing(pool, (8,), some)
-    tile_kernel.SPLIT, right = 256, tile_kernel.tile_sizes
-    tile_kernel.tile_sizes = lambda readers: right(torch.zeros_like(readers))
+    kernels.SPLIT, right = 256, kernels.tile_sizes
+    kernels.tile_sizes = lambda readers: right(torch.zeros_like(readers))
     found["mixed tiles"] = differing(pool, (3,), some)
     found["sizes"] = right(torch.tensor([5] * 9 + [2, 3, 3, 2])).tolist()
     print(json.dumps(found))

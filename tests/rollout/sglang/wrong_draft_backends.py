@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Hashable
 
-from specactor.rollout.decoupled.backend import Lane
+from specactor.rollout.decoupled.continuer import Lane
 from specactor.rollout.decoupled.spec import DrafterSpec
 from specactor.rollout.sglang.draft_backend import DraftBackend
 from specactor.rollout.sglang.draft_runner import DraftText

@@ -9,7 +9,7 @@ from collections.abc import Callable, Hashable, Sequence
 import pytest
 
 from specactor.rollout.decoupled import engine_side
-from specactor.rollout.decoupled.backend import Lane
+from specactor.rollout.decoupled.continuer import Lane
 from specactor.rollout.decoupled.drafter_side import Mirrors
 from specactor.rollout.decoupled.main import Pace
 from specactor.rollout.decoupled.protocol import Beat, Commits, Header, Open, ToDrafter, encode

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specactor.planning.throughput_model import coupled_tokens, pipelined
+from specactor.planning.plans import coupled_tokens, pipelined
 from specactor.rollout.speculation.acceptance import AcceptanceModel
 from specactor.rollout.speculation.costs import CostTable, Grid
 from specactor.rollout.speculation.reconfiguration import (

@@ -11,11 +11,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from specactor.parallel import groups
+from specactor.cpu import megatron
+from specactor.parallel.collective import destroy_groups, init_groups
 from specactor.parallel.layout import Layout
 from tests.trainer import policy_cases
 
-groups.cpu_platform.install()
+megatron.install()
 
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
@@ -33,7 +34,7 @@ def make(model: Path, parallel: dict[str, Any]) -> PolicyTrainer:
     config = policy_cases.config(str(model), parallel)
     p = config.parallel
     layout = Layout(world=2, tensor=p.tensor, pipeline=p.pipeline, context=1, expert=1, expert_tensor=p.expert_tensor)
-    groups.init(layout, p, seed=0, local_rank=0)
+    init_groups(layout, p, seed=0, local_rank=0)
     return PolicyTrainer(config, layout, model)
 
 
@@ -69,15 +70,15 @@ def main(model: Path, folder: Path) -> None:
     for name, parallel in LAYOUTS.items():
         (folder / name).mkdir(exist_ok=True)
         plain = steps(make(model, parallel))
-        groups.destroy(keep_process_group=True)
+        destroy_groups(keep_process_group=True)
         with_refresh, drafter = steps_with_refresh(make(model, parallel), folder / name)
-        groups.destroy(keep_process_group=True)
+        destroy_groups(keep_process_group=True)
         results[name] = {"plain": plain, "with_refresh": with_refresh, "drafter": drafter}
     everyone: list[Any] = [None, None]
     dist.all_gather_object(everyone, results)
     if dist.get_rank() == 0:
         (folder / "results.json").write_text(json.dumps({"results": results, "alike": everyone[0] == everyone[1]}))
-    groups.destroy()
+    destroy_groups()
 
 
 if __name__ == "__main__":

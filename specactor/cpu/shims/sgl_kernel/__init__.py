@@ -31,7 +31,7 @@ def assign_req_to_token_pool_cpu(rows, req_to_token, starts, ends, slots, _):
 
 
 def copy_all_layer_kv_cache_cpu(data_ptrs, strides, targets, sources):
-    """In every layer's buffer, copy the slots `sources` to `targets`; all are read before any is written."""
+    """Copy the slots `sources` to `targets` in every layer's buffer; all are read before any is written."""
     for base, stride in zip(data_ptrs.tolist(), strides.tolist(), strict=True):
         slots = [ctypes.string_at(base + slot * stride, stride) for slot in sources.tolist()]
         for slot, data in zip(targets.tolist(), slots, strict=True):

@@ -1,9 +1,12 @@
-"""Core attention for Megatron's local layer spec with packed sequences and context parallelism, unlike Megatron's.
+"""Core attention and experts for Megatron's local layer spec.
+
+Attention takes packed sequences and context parallelism, unlike Megatron's; experts need no Python module call per
+expert and token group, and their parameters, names and checkpoints are those of Megatron's `SequentialMLP`.
 
 Shapes: T packed tokens on this rank, H query heads, G key-value heads, D head size, B sequences of a bucket, L and K
-padded query and key lengths.
+padded query and key lengths. Of experts: T tokens sorted by expert, I and O the inner sizes of one linear map, E local
+experts.
 """
-
 # ruff: noqa: N815 - tensor fields carry shape suffixes
 
 from __future__ import annotations
@@ -15,7 +18,10 @@ import torch
 import torch.nn.functional as F
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.mlp import MLPSubmodules
+from megatron.core.transformer.moe.experts import SequentialMLP
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
@@ -195,3 +201,54 @@ def _rotation(
         angles = freqs[:, 0].index_select(0, positions(offset_T, lengths_T, ranks, rank))
         cached = _rotations[cu_seqlens] = ((angles.cos() * mscale).to(dtype), (angles.sin() * mscale).to(dtype))
     return cached  # type: ignore[no-any-return]
+
+
+class GroupedLinear(torch.autograd.Function):
+    """y[t] = W[e(t)] x[t], the first ``counts[0]`` tokens going to expert 0, and so on. Arguments of ``apply``: x_TI,
+    counts (E ints that sum to T), then E weights of shape (O, I). Returns y_TO."""
+
+    @staticmethod
+    def forward(ctx: Any, x_TI: Tensor, counts: list[int], *weights_OI: Tensor) -> Tensor:
+        ctx.save_for_backward(x_TI, *weights_OI)
+        ctx.counts = counts
+        y_TO = x_TI.new_empty(x_TI.shape[0], weights_OI[0].shape[0])
+        for x, y, weight in zip(torch.split(x_TI, counts), torch.split(y_TO, counts), weights_OI, strict=True):
+            torch.mm(x, weight.t(), out=y)
+        return y_TO
+
+    @staticmethod
+    def backward(ctx: Any, grad_TO: Tensor) -> tuple[Tensor | None, ...]:
+        x_TI, *weights_OI = ctx.saved_tensors
+        grad_TO = grad_TO.contiguous()
+        grad_TI = torch.empty_like(x_TI)
+        grads_OI = []
+        tokens = (torch.split(tensor, ctx.counts) for tensor in (x_TI, grad_TI, grad_TO))
+        for x, grad_x, grad_y, weight in zip(*tokens, weights_OI, strict=True):
+            torch.mm(grad_y, weight, out=grad_x)
+            grads_OI.append(grad_y.t() @ x)
+        return grad_TI, None, *grads_OI
+
+
+def grouped_linear(x_TI: Tensor, counts: list[int], weights_OI: list[Tensor]) -> Tensor:
+    y_TO: Tensor = GroupedLinear.apply(x_TI, counts, *weights_OI)  # type: ignore[no-untyped-call]
+    return y_TO
+
+
+class GroupedExperts(SequentialMLP):  # type: ignore[misc]
+    """Gated experts without biases; anything else is left to `SequentialMLP`."""
+
+    def forward(self, tokens_TI: Tensor, tokens_per_expert: Tensor, probs_T: Tensor) -> tuple[Tensor, None]:
+        """tokens_TI sorted by expert, probs_T their router weights -> (outputs_TI, no bias)."""
+        config = self.config
+        if not config.gated_linear_unit or config.add_bias_linear or config.moe_apply_probs_on_input:
+            return super().forward(tokens_TI, tokens_per_expert, probs_T)  # type: ignore[no-any-return]
+        counts = tokens_per_expert.tolist()
+        both = grouped_linear(tokens_TI, counts, [e.linear_fc1.weight for e in self.local_experts])
+        gate, up = both.chunk(2, dim=-1)
+        hidden = (config.activation_func(gate) * up * probs_T[:, None]).to(tokens_TI.dtype)
+        return grouped_linear(hidden, counts, [e.linear_fc2.weight for e in self.local_experts]), None
+
+
+def grouped_mlp_modules(self: Any, moe_use_grouped_gemm: bool, moe_use_legacy_grouped_gemm: bool) -> tuple[Any, Any]:
+    """Return our experts in place of `LocalSpecProvider.grouped_mlp_modules`'."""
+    return GroupedExperts, MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)

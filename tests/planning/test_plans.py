@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from benchmarks.paper_algorithms import tau
 from specactor.errors import PlanError
-from specactor.planning.throughput_model import coupled_tokens, pipelined
+from specactor.planning.plans import coupled_tokens, pipelined
 from specactor.rollout.speculation.acceptance import checked, survival_of
 
 SURVIVAL = st.lists(st.floats(0, 1), min_size=1, max_size=6).map(lambda steps: tuple(accumulate(steps, mul)))

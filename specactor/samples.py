@@ -1,0 +1,137 @@
+"""Who holds the samples of a step. A response stays on the rank whose engine gave it, and goes to ranks that read it.
+
+Invariants: every rank knows of every sample its lengths and what statistics need; the values of a sample are here or
+elsewhere; reading what is elsewhere is an error.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain
+from typing import Any, NoReturn, TypeVar
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from specactor.errors import SpecActorError
+from specactor.parallel.collective import Collective, control_group
+from specactor.types import ScoredGroup, TrainSequence, Trajectory
+
+Sample = TypeVar("Sample", Trajectory, TrainSequence)
+
+OF_RESPONSE = ("prompt_ids", "token_ids", "logprobs", "routed_experts")
+"""The fields of a response that other ranks do not hold."""
+OF_SEQUENCE = ("token_ids", "rollout_logprobs", "routed_experts")
+"""The same of what is learned from."""
+
+
+@dataclass(frozen=True)
+class Elsewhere(Sequence[Any]):
+    """Values that another rank holds; how many they are, and of which type, is known."""
+
+    typecode: str  # of `array.array`
+    size: int
+    rank: int
+
+    @property
+    def itemsize(self) -> int:
+        return array(self.typecode).itemsize
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: object) -> NoReturn:
+        raise SpecActorError(f"samples: {self.size} values are read that rank {self.rank} holds. Fetch them first.")
+
+
+def packed(response: Trajectory) -> Trajectory:
+    """Return the response with arrays in place of tuples, of the smallest types that hold its tokens and experts."""
+    ids = "H" if max(chain(response.prompt_ids, response.token_ids), default=0) < 1 << 16 else "i"
+    experts = experts_of(response.routed_experts)
+    experts = experts.astype(np.uint8 if experts.max(initial=0) < 1 << 8 else np.int16)
+    return replace(
+        response,
+        prompt_ids=array(ids, response.prompt_ids),
+        token_ids=array(ids, response.token_ids),
+        logprobs=array("f", response.logprobs),  # engines compute them in float32
+        routed_experts=array(experts.dtype.char, experts.tobytes()),
+    )
+
+
+def experts_of(routed_experts: bytes | Sequence[int]) -> np.ndarray[Any, Any]:
+    """Return the experts, of bytes as engines give them or of an array."""
+    if isinstance(routed_experts, bytes):
+        return np.frombuffer(routed_experts, np.int16)
+    return np.asarray(routed_experts)
+
+
+def joined(prompt: Sequence[int], response: Sequence[int]) -> Sequence[int]:
+    """Return a sample's tokens, here or elsewhere."""
+    if isinstance(prompt, Elsewhere):
+        return replace(prompt, size=len(prompt) + len(response))
+    return prompt + response  # type: ignore[operator, no-any-return]  # two tuples, or two arrays
+
+
+def told(own: Sequence[Trajectory], collective: Collective) -> list[Trajectory]:
+    """Return the packed responses of all ranks, by rank, those of others without their values. Collective."""
+    nothing = {name: b"" if name == "routed_experts" else () for name in OF_RESPONSE}
+    heads = [
+        (replace(t, **nothing), [(value.typecode, len(value)) for value in (getattr(t, name) for name in OF_RESPONSE)])  # type: ignore[arg-type]
+        for t in own
+    ]
+    found: list[Trajectory] = []
+    for rank, part in enumerate(collective.gather(heads, list[tuple[Trajectory, list[tuple[str, int]]]])):
+        if rank == collective.rank:
+            found += own
+            continue
+        for head, values in part:
+            there = {n: Elsewhere(*value, rank) for n, value in zip(OF_RESPONSE, values, strict=True)}
+            found.append(replace(head, **there))  # type: ignore[arg-type]
+    return found
+
+
+def fetch(samples: Sequence[Sample], wanted: Iterable[int], fields: Sequence[str]) -> list[Sample]:
+    """Return the samples, of those `wanted` on this rank the `fields` here. Collective.
+
+    Each value travels once to each rank that wants it, from the rank that holds it into the array that stays.
+    """
+    asked = [
+        (i, field, value.rank)
+        for i in wanted
+        for field, name in enumerate(fields)
+        if isinstance(value := getattr(samples[i], name), Elsewhere)
+    ]
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return list(samples)
+    collective, group, works = Collective(), control_group(), []
+    come: dict[int, dict[str, Any]] = defaultdict(dict)
+    for i, field, holder in asked:
+        there: Elsewhere = getattr(samples[i], fields[field])
+        come[i][fields[field]] = here = array(there.typecode, bytes(there.itemsize * there.size))
+        if here:
+            bytes_of_it = torch.frombuffer(here, dtype=torch.uint8)
+            works.append(dist.irecv(bytes_of_it, holder, group, tag=i * len(fields) + field))
+    for rank, of_rank in enumerate(collective.gather(asked, list[tuple[int, int, int]])):
+        for i, field, holder in of_rank:
+            if holder == collective.rank and (values := getattr(samples[i], fields[field])):
+                bytes_of_it = torch.frombuffer(values, dtype=torch.uint8)
+                works.append(dist.isend(bytes_of_it, rank, group, tag=i * len(fields) + field))
+    for work in works:
+        assert work is not None, "this rank belongs to the group of all"
+        work.wait()
+    return [replace(sample, **come[i]) if i in come else sample for i, sample in enumerate(samples)]
+
+
+def is_here(response: Trajectory) -> bool:
+    return not isinstance(response.token_ids, Elsewhere)
+
+
+def whole(groups: Sequence[ScoredGroup], *, wanted: bool) -> list[ScoredGroup]:
+    """Return the groups with all their responses here, where this rank wants them. Collective."""
+    flat = [response for group in groups for response in group.trajectories]
+    found = iter(fetch(flat, range(len(flat)) if wanted else (), OF_RESPONSE))
+    return [replace(group, trajectories=tuple(next(found) for _ in group.trajectories)) for group in groups]
