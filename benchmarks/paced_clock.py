@@ -415,6 +415,7 @@ def main() -> None:
             intro=INTRO,
             columns=COLUMNS,
             rows=rows,
+            summary=(COLUMNS, [found for found in rows if found[1] == "0.8"]),
             source="Nothing was measured.",
         ),
     )
