@@ -181,7 +181,8 @@ def replayed(
         raise SystemExit(said)
     found = [line for line in said.splitlines() if line.startswith(("differ at", "cause: "))]
     target = run.with_name(f"{name}.replay-{step:06}")
-    what = f"{len(samples)} samples alone" if samples else f"a step{' of the run with killed engines' * (name == 'killed')}"
+    whole = "a step of the run with killed engines" if name == "killed" else "a step"
+    what = f"{len(samples)} samples alone" if samples else whole
     told = "equal" if code == 0 else "; ".join(found)
     return row(what, str(ranks), mode, str(step), target, told, began, only=step)
 

@@ -75,8 +75,7 @@ def write(
 ) -> Callable[[], Path]:
     """Write ``root/step-<step>`` under another name; the function that is returned makes it whole. Both are collective.
 
-    That removes all but the newest `keep`, and those of later steps: of a history that was left by resuming from an
-    earlier checkpoint.
+    That removes all but the newest `keep`, and those of later steps, which a resume from an earlier one left.
 
     `state` is the caller's, the same on all ranks, of JSON types; `beside` writes further files into the folder, in
     folders of their own, and is called on every rank. Raises CheckpointError where the disk fails.

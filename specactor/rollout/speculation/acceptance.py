@@ -29,6 +29,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise, repeat
 from operator import mul
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -60,54 +61,62 @@ def checked(survival: Sequence[float]) -> tuple[float, ...]:
 
 
 class _Positions:
-    """Forgotten Beta counts of "went on at position j, having come so far", j = 0..size - 1."""
+    """Forgotten Beta counts of "went on at position j, having come so far", j = 0..size - 1, of several kinds."""
 
-    def __init__(self, *, size: int, first: float, decay: float | None, weight: float, memory: float) -> None:
+    def __init__(
+        self, *, kinds: int = 1, size: int, first: float, decay: float | None, weight: float, memory: float
+    ) -> None:
         """`first`: prior mean at position 0, of `weight` trials. `decay`: of the next position's prior mean by the
         estimate at this one; None: all have `first`. `memory`: trials of a position that count."""
         self._first, self._decay, self._weight, self._keep = first, decay, weight, 1.0 - 1.0 / memory
-        self._hits = np.zeros(size)
-        self._trials = np.zeros(size)
+        self._hits = np.zeros((kinds, size))
+        self._trials = np.zeros((kinds, size))
 
-    def means(self, priors: Floats | None = None) -> Floats:
-        """Return the estimates by position. `priors`: prior means, in place of those that follow from the first."""
-        if priors is not None:
-            return (self._hits + self._weight * priors) / (self._trials + self._weight)
+    def means(self) -> Floats:
+        """[size]: the estimates of the only kind, by position."""
         prior, means = self._first, []
-        for hits, trials in zip(self._hits.tolist(), self._trials.tolist(), strict=True):
+        for hits, trials in zip(self._hits[0].tolist(), self._trials[0].tolist(), strict=True):
             means.append((hits + self._weight * prior) / (trials + self._weight))
             if self._decay is not None:
                 prior = self._decay * means[-1]
         return np.array(means)
 
-    def add(self, hits_B: Counts, trials_B: Counts) -> None:
+    def means_from(self, priors: Floats) -> Floats:
+        """[kinds][size]: the estimates with these prior means, in place of those that follow from the first."""
+        means: Floats = (self._hits + self._weight * priors) / (self._trials + self._weight)
+        return means
+
+    def add(self, hits_B: Counts, trials_B: Counts, kind_B: Counts | int = 0) -> None:
         """Count verifies that went on at their first `hits_B` positions, and were looked at in the first `trials_B`.
 
         Verifies of one round are worth the same, whatever their order.
         """
-        size = len(self._hits)
-        trials = _reaching(trials_B, size)
+        trials = self._reaching(trials_B, kind_B)
         kept = self._keep**trials
         worth = np.where(trials > 0, (1.0 - kept) / ((1.0 - self._keep) * np.maximum(trials, 1)), 0.0)
-        self._hits = self._hits * kept + _reaching(hits_B, size) * worth
+        self._hits = self._hits * kept + self._reaching(hits_B, kind_B) * worth
         self._trials = self._trials * kept + trials * worth
+
+    def _reaching(self, lengths_B: Counts, kind_B: Counts | int) -> Counts:
+        """[kinds][size]: how many of these lengths are more than 0, 1, .. size - 1."""
+        kinds, size = self._hits.shape
+        ending = np.bincount(lengths_B + (size + 1) * kind_B, minlength=kinds * (size + 1)).reshape(kinds, size + 1)
+        reaching: Counts = ending[:, :0:-1].cumsum(axis=1)[:, ::-1]
+        return reaching
 
     def overall(self) -> float:
         return float((self._hits.sum() + self._weight * self._first) / (self._trials.sum() + self._weight))
 
     @property
-    def most_trials(self) -> float:
-        return float(self._trials.max())
+    def most_trials(self) -> Floats:
+        """[kinds]"""
+        most: Floats = self._trials.max(axis=1)
+        return most
 
-    def scale(self, weight: float) -> None:
-        self._hits *= weight
-        self._trials *= weight
-
-
-def _reaching(lengths_B: Counts, size: int) -> Counts:
-    """[size]: how many of these lengths are more than 0, 1, .. size - 1."""
-    ending: Counts = np.bincount(lengths_B, minlength=size + 1)
-    return ending[:0:-1].cumsum()[::-1]
+    def scale(self, weight: float | Floats) -> None:
+        """Args: weight, of each kind, or of all."""
+        self._hits = (self._hits.T * weight).T
+        self._trials = (self._trials.T * weight).T
 
 
 @dataclass(kw_only=True, eq=False)
@@ -137,11 +146,10 @@ class AcceptanceModel:
     def __post_init__(self) -> None:
         assert self.max_window >= 1, "use mode off to disable speculation"
         size, weight, memory = self.max_window, self.prior_weight, self.memory
-        self._acceptance, *self._sure = (
-            _Positions(size=size, first=self.prior_rate, decay=self.prior_decay, weight=weight, memory=memory)
-            for _ in range(1 + CONFIDENCES)
-        )
-        self._coverage = _Positions(size=size, first=1.0, decay=None, weight=weight, memory=memory)
+        same: dict[str, Any] = {"size": size, "weight": weight, "memory": memory}
+        self._acceptance = _Positions(first=self.prior_rate, decay=self.prior_decay, **same)
+        self._sure = _Positions(kinds=CONFIDENCES, first=self.prior_rate, decay=None, **same)
+        self._coverage = _Positions(first=1.0, decay=None, **same)
         # (accepted, trials, promised by the drafter's estimates), forgotten, of each request. Row 0: not seen yet.
         self._seen = np.zeros((1, 3))
         self._free: list[int] = []
@@ -219,9 +227,8 @@ class AcceptanceModel:
         rows_N = [self._row_of(request_id) for request_id in request_ids]
         self._seen[rows_N] *= 1.0 - 1.0 / self.request_memory
         self._seen[rows_N] += np.stack([hits_N, trials_N, promised_CW[sure_N, trials_N]], axis=1)
-        for confidence in {*sure_N.tolist()} - {CONFIDENCES}:
-            is_so_N = sure_N == confidence
-            self._sure[confidence].add(hits_N[is_so_N], trials_N[is_so_N])
+        is_told_N = sure_N < CONFIDENCES
+        self._sure.add(hits_N[is_told_N], trials_N[is_told_N], sure_N[is_told_N])
         self._acceptance.add(hits_N, trials_N)
 
     def survival(self, request_id: str, max_window: int, *, drafted: int | None = None) -> list[float]:
@@ -262,17 +269,14 @@ class AcceptanceModel:
     def new_version(self, weight: float) -> None:
         """The drafter or the policy has changed: what was seen is worth `weight` (0..1) of what it was."""
         assert 0 <= weight <= 1, weight  # from nothing known to all as before
-        for positions in self._sure:
-            positions.scale(weight)
+        self._sure.scale(weight)
         self._fade(weight)
 
     def limit(self, trials: float) -> None:
         """All that was seen is worth at most so many trials per position, so that news count; and `SURE` times as many
         for drafts of one confidence, which are much alike whatever the request."""
-        for positions in self._sure:
-            if positions.most_trials > SURE * trials:
-                positions.scale(SURE * trials / positions.most_trials)
-        seen = max(self._acceptance.most_trials, self._coverage.most_trials)
+        self._sure.scale(SURE * trials / np.maximum(self._sure.most_trials, SURE * trials))
+        seen = float(max(self._acceptance.most_trials[0], self._coverage.most_trials[0]))
         self._fade(min(1.0, trials / seen) if seen else 1.0)
 
     def _fade(self, weight: float) -> None:
@@ -286,7 +290,7 @@ class AcceptanceModel:
         """(a by confidence, the last of drafts without one [CONFIDENCES + 1][W]; c [W]; rate)."""
         if self._known is None:
             acceptance_W = self._acceptance.means()
-            a_CW = np.stack([*(positions.means(acceptance_W) for positions in self._sure), acceptance_W])
+            a_CW = np.vstack([self._sure.means_from(acceptance_W), acceptance_W])
             self._known = a_CW, self._coverage.means(), self._acceptance.overall()
         return self._known
 

@@ -84,17 +84,7 @@ class Grid:
 
     def at(self, requests: float, per_request: float) -> float:
         """Seconds there: bilinear inside, see the module's invariants outside."""
-        low, high, t = _bracket(self.requests, requests)
-        left, right, u = _bracket(self.per_request, per_request)
-        first, second = self.seconds[low], self.seconds[high]
-        a = _line(first[left], first[right], u)
-        b = _line(second[left], second[right], u)
-        if t <= 1.0:
-            return a * (1.0 - t) + b * t
-        rise = max(b - a, 0.0)
-        if u > 1.0:  # beyond both axes the slope along one must not fall along the other
-            rise = max(rise, second[right] - first[right])
-        return b + rise * (t - 1.0)
+        return float(self.along(requests, np.array([per_request]))[0])
 
     def along(self, requests: float, per_request_N: NDArray[np.float64]) -> NDArray[np.float64]:
         """`at` of many tokens or windows per request."""
@@ -425,12 +415,8 @@ def _bracket(axis: Sequence[float], x: float) -> tuple[int, int, float]:
     return right - 1, right, (x - axis[right - 1]) / (axis[right] - axis[right - 1])
 
 
-def _line(a: float, b: float, t: float) -> float:
-    """a at t = 0, b at t = 1, exactly; beyond 1 the same slope, but not falling."""
-    return a * (1.0 - t) + b * t if t <= 1.0 else b + max(b - a, 0.0) * (t - 1.0)
-
-
 def _lines(a_N: NDArray[np.float64], b_N: NDArray[np.float64], t_N: NDArray[np.float64]) -> NDArray[np.float64]:
+    """a at t = 0, b at t = 1, exactly; beyond 1 the same slope, but not falling."""
     return np.where(t_N <= 1.0, a_N * (1.0 - t_N) + b_N * t_N, b_N + np.maximum(b_N - a_N, 0.0) * (t_N - 1.0))
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from specactor.trace import Recorder
 
 HISTORY_TOKENS = 1_000_000
-"""Text of earlier responses that a drafter over text keeps, at 140 to 490 bytes per token (see `suffix`)."""
+"""Text of earlier responses that a drafter over text keeps, at 210 to 420 bytes per token (see `suffix`)."""
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -35,9 +35,8 @@ class Drafter(ABC):
     """A draft method. One object serves all requests of an engine; its methods are called from one thread.
 
     A drafter hears of requests, and of their tokens, just before it is asked: whatever it is asked for was opened, and
-    the tokens to draft from were committed. While decoding is plain, a drafter over text (one that drafts first, and
-    not ahead) hears later of requests that end, and of prompts that nobody asks it for perhaps never; others hear of
-    those requests alone that they are asked for."""
+    the tokens to draft from were committed. A drafter over text (one that drafts first, and not ahead) hears of all
+    requests, while decoding is plain when they end; others of those alone that they are asked for."""
 
     name: str
     drafts_first: bool = True

@@ -1,21 +1,18 @@
 """The drafters of an engine: what each is told of its requests, and what it drafts for them.
 
-A drafter gets a copy of its own of each request, which holds the tokens that it was told of, and drafts from that. To
-take in a text costs a drafter over text some microseconds per token, a tenth of plain decoding where many requests run:
-while decoding is plain drafters are told nothing, and then those over text only of the prompts that they are asked for,
-others of the requests that they are asked for alone.
+A drafter gets a copy of its own of each request, which holds the tokens that it was told of, and drafts from that.
+While decoding is plain drafters are told nothing.
 
-Invariants: when a drafter is asked for a request, it knows all of its text up to where it is to draft from; one over
-text also knows the text of all requests with its prompt that was not forgotten. A drafter hears of a request in order
-(open, commit, close) and of each token once. Text that waits is at most `HISTORY_TOKENS`, and the oldest goes first. A
-drafter that raises loses its drafts, and is not asked again after `FAILURES` times; a draft is at most as long as it
-may be, and ends before what is no token. Whatever is wrong with a drafter is counted, and told with a reason.
+Invariants: when a drafter is asked for a request, it knows all of its text up to where it is to draft from. A drafter
+hears of a request in order (open, commit, close) and of each token once; one over text of all requests, others of those
+that they were asked for. A drafter that raises loses its drafts, and is not asked again after `FAILURES` times; a draft
+is at most as long as it may be, and ends before what is no token. Whatever is wrong with a drafter is counted, and told
+with a reason.
 """
 
 from __future__ import annotations
 
 import logging
-from collections import OrderedDict
 from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
@@ -23,7 +20,7 @@ from typing import Literal
 
 from specactor.config import SpeculationConfig
 from specactor.rollout.speculation.counters import Figures
-from specactor.rollout.speculation.drafter import HISTORY_TOKENS, Drafter, DraftSequence
+from specactor.rollout.speculation.drafter import Drafter, DraftSequence
 from specactor.rollout.speculation.estimates import Estimates
 from specactor.rollout.speculation.verification import Decision, Drafts, common, existing
 from specactor.rollout.speculation.windows import OFF
@@ -39,7 +36,6 @@ ABSENT = 5
 """While no drafter is there, they are looked for every 2, 4, 8, .. 2**ABSENT rounds."""
 
 _LOG = logging.getLogger(__name__)
-_Prompt = tuple[int, ...]
 _Kind = Literal["text", "model"]
 """Drafters over text learn from all requests with a prompt; models need only the requests that they draft for."""
 
@@ -50,11 +46,6 @@ class _Request:
     known: dict[_Kind, DraftSequence] = field(default_factory=dict)
     """What drafters know of it: a copy that grows as they are told. Only of the kinds for which it is open."""
 
-    @property
-    def untold(self) -> int:
-        known = self.known.get("text")
-        return len(self.sequence.output_ids) - (len(known.output_ids) if known is not None else 0)
-
 
 class DrafterSet:
     """All drafters of one engine, in order of preference."""
@@ -64,24 +55,14 @@ class DrafterSet:
         drafters: Sequence[Drafter],
         config: SpeculationConfig,
         estimates: Estimates,
-        *,
-        history_tokens: int = HISTORY_TOKENS,
     ) -> None:
-        """Take the drafters.
-
-        Args:
-            estimates: what is known of each, and where what goes wrong with one is counted.
-            history_tokens: text that may wait.
-        """
+        """Args: estimates, what is known of each, and where what goes wrong with one is counted."""
         self.config = config
-        self.history_tokens = history_tokens
         self.vocab_size: int | None = None
         """Tokens from this one on do not exist; None: all do."""
         self.drafters = {drafter.name: drafter for drafter in drafters}
         self.there = set(self.drafters)
         """Those that work and can have drafts, as of the last `find`."""
-        self.is_paused = False
-        """Whether drafters hear of requests later."""
         self._by_kind: dict[_Kind, list[Drafter]] = {"text": [], "model": []}
         for drafter in drafters:
             self._by_kind[_kind(drafter)].append(drafter)
@@ -89,9 +70,6 @@ class DrafterSet:
         self._failures = dict.fromkeys(self.drafters, 0)
         self._problems: set[str] = set()
         self._running: dict[str, _Request] = {}
-        self._ended: OrderedDict[_Prompt, list[_Request]] = OrderedDict()
-        """By prompt, those of which drafters over text are to hear when that prompt is asked for."""
-        self._waiting_tokens = 0
         self._versions: dict[str, int] = {}
         """Of the weights that each drafted with when it was last looked for."""
         self._missed = 0
@@ -105,47 +83,23 @@ class DrafterSet:
 
     def close(self, sequence: DraftSequence) -> None:
         request = self._running.pop(sequence.request_id)
+        self._tell([request], "text")
         if "model" in request.known:
             self._tell([request], "model")
-            self._close(request, "model")
-        if not self.is_paused:
-            self._tell_texts([request])
-            self._close(request, "text")
-        elif self._by_kind["text"]:
-            self._wait(request)
+        for kind, known in request.known.items():
+            for drafter in self._by_kind[kind]:
+                self.call(drafter, drafter.close, known)
 
-    def pause(self) -> None:
-        """Nobody will be asked, until `tell`."""
-        self.is_paused = True
-
-    def tell(self, sequences: Iterable[DraftSequence] | None = None) -> None:
-        """Drafters hear what they do not know of these requests, which may be drafted for now; None: of all."""
-        if sequences is None:
-            self.is_paused = False
-            asked = told = list(self._running.values())
-        else:
-            asked = [self._running[sequence.request_id] for sequence in sequences]
-            told = self._with_prompts_of(asked)
-        self._tell_texts(told)
-        self._tell(asked, "model")
+    def tell(self) -> None:
+        """Drafters hear what they do not know of all requests."""
+        for kind in self._by_kind:
+            self._tell(self._running.values(), kind)
 
     def policy_changed(self) -> None:
         for drafter in self.drafters.values():
             self.call(drafter, drafter.policy_changed)
 
-    def _with_prompts_of(self, requests: Iterable[_Request]) -> list[_Request]:
-        prompts = {request.sequence.prompt_ids for request in requests}
-        return [request for request in self._running.values() if request.sequence.prompt_ids in prompts]
-
-    def _tell_texts(self, requests: Sequence[_Request], *, but: int = 0) -> None:
-        """Drafters over text get what they do not know of these, `but` for their last tokens; and of those with their
-        prompts that have ended."""
-        if self._ended:
-            for prompt in {request.sequence.prompt_ids: None for request in requests}:
-                self._tell_ended(prompt)
-        self._tell(requests, "text", but=but)
-
-    def _tell(self, requests: Sequence[_Request], kind: _Kind, *, but: int = 0) -> None:
+    def _tell(self, requests: Iterable[_Request], kind: _Kind, *, but: int = 0) -> None:
         """Drafters get what they do not know of these, `but` for so many of their last tokens."""
         drafters = self._by_kind[kind]
         for request in requests if drafters else ():
@@ -164,27 +118,6 @@ class DrafterSet:
                             drafter.commit(known, fresh)
                         except Exception as error:
                             self._count_failure(drafter, error)
-
-    def _close(self, request: _Request, kind: _Kind) -> None:
-        known = request.known.pop(kind, None)
-        for drafter in self._by_kind[kind] if known is not None else ():
-            self.call(drafter, drafter.close, known)
-
-    def _wait(self, request: _Request) -> None:
-        """The request has ended; drafters over text hear of it when its prompt is asked for."""
-        self._ended.setdefault(request.sequence.prompt_ids, []).append(request)
-        self._waiting_tokens += request.untold
-        while self._waiting_tokens > self.history_tokens:
-            _, dropped = self._ended.popitem(last=False)
-            for old in dropped:
-                self._waiting_tokens -= old.untold
-                self._close(old, "text")
-
-    def _tell_ended(self, prompt: _Prompt) -> None:
-        for request in self._ended.pop(prompt, ()):
-            self._waiting_tokens -= request.untold
-            self._tell([request], "text")
-            self._close(request, "text")
 
     # --------------------------------------------------------------------------------------------- who can draft
 
@@ -248,36 +181,31 @@ class DrafterSet:
         self.call(drafter, ask)
         return drafts
 
-    def first(self, sequences: Sequence[DraftSequence], windows: Sequence[int], *, ahead: bool | None = None) -> Drafts:
-        """Of all drafters that draft first and work; of those alone that draft ahead, or of the others alone, if
-        `ahead` says so."""
+    def first(self, sequences: Sequence[DraftSequence], windows: Sequence[int]) -> Drafts:
+        """Of all drafters that draft first and work."""
         return {
             name: self.draft(name, sequences, windows)
             for name, drafter in self.drafters.items()
-            if drafter.drafts_first and ahead in (None, drafter.drafts_ahead) and name in self.there
+            if drafter.drafts_first and name in self.there
         }
 
-    def hindsight(self, sequences: Sequence[DraftSequence], windows: Sequence[int]) -> Drafts:
-        """What drafters over text draft from some tokens ago, before they are told of these; what was emitted since
-        shows how good it is.
+    def hindsight(self, sequences: Sequence[DraftSequence], windows: Sequence[int]) -> None:
+        """Learn from what drafters over text draft from some tokens ago, before they are told of these.
 
         Earlier evidence counts little beside it: much of it is of other requests.
         """
-        if not self._by_kind["text"]:
-            return {}
         requests = [self._running[sequence.request_id] for sequence in sequences]
-        self._tell_texts(self._with_prompts_of(requests), but=self.config.max_window)
-        starts = [len(request.known["text"].output_ids) for request in requests]
-        since = [sequence.output_ids[start:] for sequence, start in zip(sequences, starts, strict=True)]
-        asked = [min(window, len(tokens)) for window, tokens in zip(windows, since, strict=True)]
-        drafts = self.first(sequences, asked, ahead=False)
-        for name, lists in drafts.items():
+        self._tell(requests, "text", but=self.config.max_window)
+        for name in [drafter.name for drafter in self._by_kind["text"] if drafter.name in self.there]:
+            starts = [len(request.known["text"].output_ids) for request in requests]
+            since = [sequence.output_ids[start:] for sequence, start in zip(sequences, starts, strict=True)]
+            asked = [min(window, len(tokens)) for window, tokens in zip(windows, since, strict=True)]
+            drafts = self.draft(name, sequences, asked)
             model = self._acceptance[name]
             model.limit(LOOK_TRIALS)
-            agreed = [common(draft, emitted) for draft, emitted in zip(lists, since, strict=True)]
+            agreed = [common(draft, emitted) for draft, emitted in zip(drafts, since, strict=True)]
             ids = [sequence.request_id for sequence in sequences]
-            model.observe_all(ids, [len(draft) for draft in lists], agreed, asked=asked)
-        return drafts
+            model.observe_all(ids, [*map(len, drafts)], agreed, asked=asked)
 
     def fixed(self, sequences: Sequence[DraftSequence], windows: list[int]) -> Decision:
         """The first drafter that has any draft."""

@@ -1,10 +1,10 @@
 """What an engine knows of its drafters and of its rounds, from what has happened so far. PURE: seconds are passed in.
 
 One `AcceptanceModel` per drafter for its drafts alone, and one for where earlier drafts of a request's tree were wrong;
-one `OnlineCosts` for seconds; `BackOff`, when to look at drafts again; and the counts for the metrics.
+one `OnlineCosts` for seconds; and the counts for the metrics.
 
 A round is counted once, under the drafter that leads it, or OFF. Catching up is no part of what drafting costs, and a
-look no part of what plain decoding does; the back-off has both.
+look no part of what plain decoding does.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from specactor.rollout.speculation.acceptance import CONFIDENCES, AcceptanceMode
 from specactor.rollout.speculation.costs import CostTable, OnlineCosts
 from specactor.rollout.speculation.counters import Counts
 from specactor.rollout.speculation.drafter import Drafter, DraftSequence
-from specactor.rollout.speculation.probing import BackOff, Seen
+from specactor.rollout.speculation.probing import Seen
 from specactor.rollout.speculation.verification import Credit, Decision, common, credits_of
 from specactor.rollout.speculation.windows import OFF
 
@@ -31,7 +31,6 @@ class Estimates:
         self.after = {name: AcceptanceModel(max_window=max_window, prior_rate=AFTER_RATE) for name in drafters}
         """Of a draft's own tokens, where all earlier drafts were wrong."""
         self.costs = OnlineCosts(table)
-        self.back_off = BackOff()
         self.counts: dict[str, Counts] = {name: Counts() for name in (OFF, *drafters)}
         self._drafts_first = {name: drafter.drafts_first for name, drafter in drafters.items()}
         self._was_plain = False
@@ -78,7 +77,7 @@ class Estimates:
         requests, is_drafted = len(sequences), decision.drafter != OFF
         self._was_plain = False
         if decision.beside:
-            drafted, right, total_drafted, total_right = self._tree_round(decision, sequences, accepted)
+            drafted, right, total_drafted = self._tree_round(decision, sequences, accepted)
         else:
             drafted = [len(draft) for draft in decision.drafts] if is_drafted else []
             right = [
@@ -86,10 +85,9 @@ class Estimates:
                 for draft, tokens in zip(decision.drafts, accepted, strict=True)
                 if is_drafted
             ]
-            total_drafted, total_right = sum(drafted), sum(right)
+            total_drafted = sum(drafted)
             if is_drafted:
                 self._verified(decision.drafter, decision, sequences, drafted, right)
-        self._weigh(is_drafted, requests, total_right, round_s)
         verify_s = max(round_s - decision.draft_s, 1e-6)
         self.counts[decision.drafter].round(
             drafted,
@@ -112,9 +110,9 @@ class Estimates:
 
     def _tree_round(
         self, decision: Decision, sequences: Sequence[DraftSequence], accepted: Sequence[Sequence[int]]
-    ) -> tuple[list[int], list[int], int, int]:
+    ) -> tuple[list[int], list[int], int]:
         """Count a round of several drafters. Returns what the leading one drafted, and had accepted, for the requests
-        that are its own; and the sums over all drafters and requests."""
+        that are its own; and what all drafted for all."""
         names = [decision.drafter, *decision.beside]
         drafts = list(zip(decision.drafts, *decision.beside.values(), strict=True))
         credits = [credits_of(of_request, right) for of_request, right in zip(drafts, accepted, strict=True)]
@@ -129,9 +127,8 @@ class Estimates:
             drafted, agreed = [len(of_request[k]) for of_request in drafts], [own[k].agreed for own in credits]
             self._verified(name, decision, sequences, drafted, agreed)
         lead = [own[0] for own, k in zip(credits, first, strict=True) if k == 0]
-        every = [credit for own in credits for credit in own]
-        totals = sum(c.drafted for c in every), sum(c.accepted for c in every)
-        return [c.drafted for c in lead], [c.accepted for c in lead], *totals
+        total = sum(credit.drafted for own in credits for credit in own)
+        return [c.drafted for c in lead], [c.accepted for c in lead], total
 
     def _verified(
         self,
@@ -157,12 +154,3 @@ class Estimates:
     def report(self) -> dict[str, Counts]:
         report, self.counts = self.counts, {name: Counts() for name in self.counts}
         return report
-
-    def _weigh(self, is_drafted: bool, requests: int, accepted: int, round_s: float) -> None:
-        if self.costs.table is None:
-            return
-        plain_s = self.costs.plain_s(requests)
-        if is_drafted:
-            self.back_off.won(plain_s * (requests + accepted) / requests - round_s, plain_s=plain_s)
-        else:
-            self.back_off.spent(round_s - plain_s, plain_s=plain_s)

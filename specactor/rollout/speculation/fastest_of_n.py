@@ -1,14 +1,13 @@
-"""Fastest-of-N: add the next draft method while its predicted gain exceeds the margin. PURE: estimates in, names out.
+"""Fastest-of-N: the requests that accept least get further draft methods. PURE: estimates in, names out.
 
 As in Algorithm 3 of 2511.16193 requests come by acceptance ascending, and methods by what they are predicted to buy
-(`ranked`, the paper's draft ladder); here every further method must pay for the rows that it adds to the verify. A
-request's drafts are verified in one tree, in which common beginnings are held once. A draft's *own* tokens, which no
-earlier draft has, are accepted only where the target disagrees with all earlier drafts, so what they bring is estimated
-from rounds in which it did.
+(`ranked`, the paper's draft ladder). A request's drafts are verified in one tree, in which common beginnings are held
+once; every draft token must then pay for its row (`windows.best_windows`), so a further method that brings nothing
+has none. A draft's *own* tokens, which no earlier draft has, are accepted only where the target disagrees with all
+earlier drafts, so what they bring is estimated from rounds in which it did.
 
-Invariants: a request has each method at most once, and at most `most`; a method gets at most `room` requests; only
-drafts that are there count; nothing is added whose predicted gain is `MARGIN` or less. A tree has at most
-`max_window` draft tokens, and all trees at most as many branches as there is room for; a token's probability is at
+Invariants: a request has each method at most once, and at most `most`; only drafts that are there count. A tree has at
+most `max_window` draft tokens, and all trees at most as many branches as there is room for; a token's probability is at
 most its parent's, and those of all that follow one token add up to at most its own.
 
 Shape legend: B requests, W windows 1..max_window.
@@ -29,8 +28,6 @@ from specactor.rollout.speculation.reconfiguration import LiveCosts, Mode, speed
 from specactor.rollout.speculation.verification import Drafts, common, held
 from specactor.rollout.speculation.windows import OFF
 
-MARGIN = 0.02
-"""By which a further method must be predicted to make a request faster; the paper adds them without one."""
 MOST_REQUESTS = 16
 """That get further drafts in a round, at most: looking at a request's trees takes 0.1 ms. Those that accept least."""
 
@@ -84,15 +81,7 @@ def combined(survival_MW: Floats, *, alike: float) -> Floats:
 
 
 def further(
-    owners: Sequence[str],
-    drafts: Drafts,
-    own: Mapping[str, Floats],
-    after: Mapping[str, Floats],
-    *,
-    ranked: Sequence[str],
-    costs: LiveCosts,
-    most: int,
-    room: int,
+    owners: Sequence[str], drafts: Drafts, own: Mapping[str, Floats], *, ranked: Sequence[str], most: int
 ) -> list[list[str]]:
     """Per request all its methods, its own first.
 
@@ -100,95 +89,21 @@ def further(
         owners: whose draft each request has (OFF: none, and it gets none).
         drafts: all that are there.
         own: per method [B][W], survivals of its drafts, 0 behind their ends.
-        after: the same where earlier drafts were wrong.
         ranked: methods, the best first.
         most: methods per request.
-        room: requests that get a method, for each method.
     """
     methods = [[] if name == OFF else [name] for name in owners]
-    if most < 2 or room < 1:
-        return methods
-    gains = Gains(owners, drafts, own, after, costs)
-    promising_B = np.max([gains.bound[name] for name in ranked], axis=0) > 1.0 + MARGIN
-    neediest = sorted(promising_B.nonzero()[0].tolist(), key=lambda i: float(own[owners[i]][i, 0]))[:MOST_REQUESTS]
-    left = dict.fromkeys(ranked, room)
-    for i in neediest:
-        for name in ranked:
-            if name in methods[i] or not drafts[name][i] or not left[name] or len(methods[i]) == most:
-                continue
-            if gains.of(i, methods[i], name) > 1.0 + MARGIN:
-                methods[i].append(name)
-                left[name] -= 1
+    owned = [i for i, name in enumerate(owners) if name != OFF]
+    for i in sorted(owned, key=lambda i: float(own[owners[i]][i, 0]))[:MOST_REQUESTS]:
+        others = [name for name in ranked if name != owners[i] and drafts[name][i]]
+        methods[i] += others[: most - 1]
     return methods
-
-
-class Gains:
-    """Predicted speed with a further method over that without, if all requests did the same."""
-
-    def __init__(
-        self,
-        owners: Sequence[str],
-        drafts: Drafts,
-        own: Mapping[str, Floats],
-        after: Mapping[str, Floats],
-        costs: LiveCosts,
-    ) -> None:
-        assert costs.coupled_draft_s is not None
-        self._owners, self._drafts, self._own, self._after = owners, drafts, own, after
-        self._seconds = np.concatenate([costs.verify_s[:1], costs.verify_s[1:] + costs.coupled_draft_s])
-        """[W + 1]: of rounds with so many draft tokens of each request."""
-        self.bound = {name: self._bounds(name) for name in own}
-        """Per method [B]; as if its draft began wherever the request's own one ends or is wrong."""
-        self._speeds: dict[tuple[object, ...], float] = {}
-
-    def of(self, i: int, methods: Sequence[str], further: str) -> float:
-        """Of one more method for request i, which has these, its own first."""
-        if self.bound[further][i] <= 1.0 + MARGIN:
-            return 1.0
-        there = (methods[0], *sorted(methods[1:]))
-        return self._of_trees(i, (*there, further)) / self._of_trees(i, there)
-
-    def _bounds(self, method: str) -> Floats:
-        """1 for requests whose own draft is that method's, or that have none."""
-        bound_B = np.ones(len(self._owners))
-        for name in self._own:
-            rows = [i for i, owner in enumerate(self._owners) if owner == name != method]
-            if not rows:
-                continue
-            own_BW = self._own[name][rows]
-            ends_B = np.array([len(self._drafts[name][i]) - 1 for i in rows])
-            left_B = 1.0 - own_BW[np.arange(len(rows)), ends_B]
-            more_BW = np.concatenate([own_BW, left_B[:, None] * self._after[method][rows]], axis=1)
-            bound_B[rows] = self._best(more_BW) / self._best(own_BW)
-        return bound_B
-
-    def _best(self, chances_BN: Floats) -> Floats:
-        """[B]: speed of rounds that verify the likeliest tokens, as many as are best. Chances fall along a draft, so
-        the likeliest are the beginnings of drafts."""
-        falling_BW = -np.sort(-chances_BN, axis=1)[:, : len(self._seconds) - 1]
-        tokens_BW = 1.0 + np.cumsum(np.pad(falling_BW, ((0, 0), (1, 0))), axis=1)
-        best_B: Floats = (tokens_BW / self._seconds[: tokens_BW.shape[1]]).max(axis=1)
-        return best_B
-
-    def _of_trees(self, i: int, methods: tuple[str, ...]) -> float:
-        speed = self._speeds.get((i, methods))
-        if speed is None:
-            drafts = [self._drafts[name][i] for name in methods]
-            alone, after = ([table[name][i].tolist() for name in methods] for table in (self._own, self._after))
-            speed = self._speeds[i, methods] = float(
-                self._best(np.concatenate(survivals(drafts, alone, after))[None])[0]
-            )
-        return speed
 
 
 def fitted(drafts: Mapping[str, Sequence[Sequence[int]]], *, max_tokens: int, max_branches: int) -> Drafts:
     """The drafts, as far as the requests' trees can hold them. Drafters without any are left out."""
     names = [name for name, lists in drafts.items() if any(lists)]
     of_requests = list(zip(*(drafts[name] for name in names), strict=True))
-    if max_branches >= (len(names) - 1) * len(of_requests) and all(
-        sum(map(len, of_request)) <= max_tokens for of_request in of_requests
-    ):
-        return {name: [list(draft) for draft in drafts[name]] for name in names}
     out: Drafts = {name: [] for name in names}
     for of_request in of_requests:
         lengths, branches = held(of_request, max_tokens=max_tokens, max_branches=max_branches)
@@ -288,10 +203,6 @@ def candidates(
 
 def _in_order(names: Sequence[str], rows: Sequence[list[float]]) -> tuple[list[float], list[str]]:
     """(probabilities, whose) of all drafts' own tokens, best first; a token never comes before its parent."""
-    filled = [(name, own) for name, own in zip(names, rows, strict=True) if own]
-    if len(filled) == 1:
-        name, own = filled[0]
-        return own, [name] * len(own)
-    pairs = [(-p, name) for name, own in filled for p in own]
+    pairs = [(-p, name) for name, own in zip(names, rows, strict=True) for p in own]
     pairs.sort(key=itemgetter(0))  # stable
     return [-p for p, _ in pairs], [name for _, name in pairs]

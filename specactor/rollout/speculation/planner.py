@@ -3,7 +3,7 @@
 Each option's windows are those of the highest predicted speed (`windows`), from the acceptance of its drafters
 and the measured costs of rounds; what drafting took already is charged whatever the windows. `Planner.choose` takes
 the fastest option, or plain decoding, with one hysteresis. Where several drafters can draft, each request takes the one
-that Algorithm 2 (`reconfiguration`) promises most of.
+that promises most at the engine's pace (Algorithm 2, `reconfiguration`).
 
 Invariants: where fewer than two drafters can draft, no request is asked for its own; what an option verifies is part of
 what was drafted, or is still to be drafted by one drafter; an option is named after a drafter, or begins with
@@ -20,18 +20,16 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, partial
-from typing import Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 
 from specactor.config import SpeculationConfig
 from specactor.rollout.speculation.acceptance import AcceptanceModel
-from specactor.rollout.speculation.costs import CostTable
+from specactor.rollout.speculation.costs import OnlineCosts
 from specactor.rollout.speculation.drafter import DraftSequence
 from specactor.rollout.speculation.drafter_set import DrafterSet
 from specactor.rollout.speculation.estimates import Estimates
-from specactor.rollout.speculation.fastest_of_n import Candidates, Floats, candidates, further, ranked
+from specactor.rollout.speculation.fastest_of_n import Candidates, Floats, candidates, further
 from specactor.rollout.speculation.probing import Promises
 from specactor.rollout.speculation.reconfiguration import PLAIN, DraftPlan, LiveCosts, Offer, reconfigure, worths
 from specactor.rollout.speculation.verification import Decision, Drafts
@@ -40,7 +38,6 @@ from specactor.rollout.speculation.windows import (
     OFF,
     Choice,
     Option,
-    best_window,
     best_windows,
     choose,
     padded,
@@ -58,36 +55,6 @@ FASTEST = "fastest of N"
 """The way in which requests that need it have several."""
 
 
-class Costs(Protocol):
-    """Seconds of rounds, as `OnlineCosts` has them."""
-
-    def verify_s(self, requests: int, rows: int) -> float: ...
-
-    def verify_curve(self, requests: int, max_rows: int) -> NDArray[np.float64]: ...
-
-    def draft_s(self, drafter: str, requests: int) -> Callable[[int], float]: ...
-
-
-class Part(Costs):
-    """What a sample of the requests costs, as its part of a round of all, in which the others do as it does."""
-
-    def __init__(self, costs: Costs, *, sample: int, requests: int) -> None:
-        self._costs, self._sample, self._requests = costs, sample, requests
-
-    def verify_s(self, requests: int, rows: int) -> float:
-        rows = round(rows * self._requests / self._sample)
-        return self._costs.verify_s(self._requests, rows) * self._sample / self._requests
-
-    def verify_curve(self, requests: int, max_rows: int) -> NDArray[np.float64]:
-        rows = np.round(np.arange(requests, max_rows + 1) * (self._requests / self._sample)).astype(np.intp)
-        curve = self._costs.verify_curve(self._requests, int(rows[-1]))
-        return curve[rows - self._requests] * (self._sample / self._requests)
-
-    def draft_s(self, drafter: str, requests: int) -> Callable[[int], float]:
-        of_all = self._costs.draft_s(drafter, self._requests)
-        return lambda depth: of_all(depth) * self._sample / self._requests
-
-
 class Planner:
     """Of one engine: the options of a round, and the decision that follows from a choice among them."""
 
@@ -97,9 +64,6 @@ class Planner:
         self._promises = Promises()
         self._config, self._drafter_set, self._estimates = config, drafter_set, estimates
         self._costs, self._acceptance = estimates.costs, estimates.acceptance
-        self._alone: dict[tuple[str, int], LiveCosts] = {}
-        """Of rounds in which that drafter drafts for all, by drafter and number of requests."""
-        self._alone_of: CostTable | None = None
 
     def options(
         self,
@@ -108,22 +72,18 @@ class Planner:
         drafts: Drafts,
         *,
         max_branches: int = 0,
-        sample_of: int | None = None,
     ) -> dict[str, Option]:
-        """`drafts`: of drafters that draft first. `sample_of`: these are a sample of so many requests, and none has
-        further drafts."""
-        requests = len(sequences)
-        costs = self._costs if sample_of is None else Part(self._costs, sample=requests, requests=sample_of)
+        """`drafts`: of drafters that draft first."""
+        requests, costs = len(sequences), self._costs
         found: dict[str, Option] = {}
         for name, model in self._acceptance.items():
             if name in self._drafter_set.there:
                 choice = of_drafter(name, model, costs, sequences, caps, drafts.get(name))
                 found[name] = self._option(name, choice)
-        if sample_of is None:
-            self._expect(found, requests)
+        self._expect(found, requests)
         ready = [name for name, lists in drafts.items() if any(lists)]
         later = [name for name in found if not self._drafter_set.drafters[name].drafts_first] if requests > 1 else []
-        goes_further = sample_of is None and self._config.fastest_of > 1 and self._config.mode == "auto"
+        goes_further = self._config.fastest_of > 1 and self._config.mode == "auto"
         if ready and len(ready + later) > 1 and (requests > 1 or goes_further):  # one alone is one drafter's
             ids = [sequence.request_id for sequence in sequences]
             found |= self._mixed(ids, caps, drafts, costs, ready, later, max_branches if goes_further else 0)
@@ -142,14 +102,6 @@ class Planner:
         self.current = choice.drafter
         self.owners.promised(choice.tokens_per_s / requests)
         return choice
-
-    def promises(self, options: Mapping[str, Option], sample: int, requests: int) -> float | None:
-        """Seconds that drafting for all would win in a round if all requests were like this sample; None: it would not
-        be begun."""
-        plain_s = self._costs.plain_s(requests) * sample / requests
-        choice = choose(options, requests=sample, plain_s=plain_s, margin=ENTRY_MARGIN)
-        won_s = (plain_s * choice.emitted - choice.round_s * sample) * requests / sample**2
-        return won_s if any(choice.windows) else None
 
     def decision(self, option: Option, choice: Choice, drafts: Drafts, caps: Sequence[int]) -> Decision:
         """What `choice`, of this option, verifies. `caps`: tokens that drafters were asked for."""
@@ -190,7 +142,7 @@ class Planner:
         ids: Sequence[str],
         caps: Sequence[int],
         drafts: Drafts,
-        costs: Costs,
+        costs: OnlineCosts,
         ready: Sequence[str],
         later: Sequence[str],
         max_branches: int,
@@ -224,7 +176,7 @@ class Planner:
             return found
         owners = self.owners.of(ids, offers)
         found[PER_REQUEST] = self._per_request(PER_REQUEST, owners, offers, drafts, costs, lengths, spent_s)
-        trees = self._trees(ids, drafts, owners, alone, own, live, max_branches) if max_branches else None
+        trees = self._trees(ids, drafts, owners, alone, own, max_branches) if max_branches else None
         if trees is not None:
             spent_s = max(spent_s, costs.draft_s(FASTEST, requests)(depth))
             choice = _of_tables(*padded(trees.survivals, most), costs, spent_s=spent_s)
@@ -237,7 +189,7 @@ class Planner:
         owners: Sequence[str],
         offers: Sequence[Offer],
         drafts: Drafts,
-        costs: Costs,
+        costs: OnlineCosts,
         lengths: Mapping[str, Sequence[int]],
         spent_s: float,
         *,
@@ -272,46 +224,20 @@ class Planner:
         owners: Sequence[str],
         alone: Mapping[str, Floats],
         own: Mapping[str, Floats],
-        live: LiveCosts,
         max_branches: int,
     ) -> Candidates | None:
-        """Algorithm 3: those that need it most first, the best method of the ladder first, while it pays."""
-        after = {name: self._estimates.after[name].survivals(ids, covered=True) for name in own}
-        methods = further(
-            owners,
-            drafts,
-            own,
-            {name: reaching(table, np.count_nonzero(own[name], axis=1)) for name, table in after.items()},
-            ranked=self._ranked(list(own), len(ids)),
-            costs=live,
-            most=self._config.fastest_of,
-            room=max_branches,
-        )
+        """Algorithm 3: those that need it most get the best methods of the ladder."""
+        # Drafts that come first cost about the same, so the ladder goes by acceptance.
+        ladder = sorted(own, key=lambda name: (-self._acceptance[name].rate, name))
+        methods = further(owners, drafts, own, ranked=ladder, most=self._config.fastest_of)
         if all(len(of_request) < 2 for of_request in methods):
             return None
         taken = {
             name: [d if name in of_request else [] for d, of_request in zip(drafts[name], methods, strict=True)]
-            for name in own
+            for name in ladder
         }
+        after = {name: self._estimates.after[name].survivals(ids, covered=True) for name in own}
         return candidates(taken, alone, after, max_tokens=self._config.max_window, max_branches=max_branches)
-
-    def _ranked(self, names: Sequence[str], requests: int) -> list[str]:
-        """The best first, at the acceptance of each that was seen so far."""
-        if self._alone_of is not self._costs.table:
-            self._alone, self._alone_of = {}, self._costs.table
-        costs = {name: self._costs_alone(name, requests) for name in names}
-        return ranked({name: self._acceptance[name].rate for name in names}, costs)
-
-    def _costs_alone(self, name: str, requests: int) -> LiveCosts:
-        if (name, requests) not in self._alone:
-            most = self._config.max_window
-            self._alone[name, requests] = LiveCosts(
-                plain_s=self._costs.plain_s(requests),
-                verify_s=self._costs.verify_curve(requests, requests * (1 + most))[::requests],
-                coupled_draft_s=np.array([self._costs.draft_s(name, requests)(w) for w in range(1, most + 1)]),
-                decoupled_draft_s=None,
-            )
-        return self._alone[name, requests]
 
 
 class Owners:
@@ -369,7 +295,7 @@ def _plan(drafter: str, window: int) -> DraftPlan:
 def of_drafter(
     name: str,
     model: AcceptanceModel,
-    costs: Costs,
+    costs: OnlineCosts,
     sequences: Sequence[DraftSequence],
     caps: Sequence[int],
     drafts: Sequence[Sequence[int]] | None,
@@ -381,23 +307,19 @@ def of_drafter(
     if drafts is not None:
         spent_s = draft_s(max(caps))
         draft_s = lambda depth: spent_s  # noqa: E731
-    if requests == 1:
-        drafted = None if drafts is None else lengths[0]
-        survival = model.survival(sequences[0].request_id, caps[0], drafted=drafted)
-        return best_window(survival, verify_s=costs.verify_s, draft_s=draft_s)
     survival_BW = model.survivals([s.request_id for s in sequences], covered=drafts is not None)
     verify_N1 = costs.verify_curve(requests, requests * (1 + model.max_window))
     return best_windows(survival_BW, lengths, verify_N1=verify_N1, draft_s=draft_s)
 
 
-def _of_tables(survival_BW: Floats, lengths: Sequence[int], costs: Costs, *, spent_s: float) -> Choice:
+def _of_tables(survival_BW: Floats, lengths: Sequence[int], costs: OnlineCosts, *, spent_s: float) -> Choice:
     """Of drafts that are there, whosoever they are: their survivals and lengths. `spent_s`: what drafting took."""
     requests, max_window = survival_BW.shape
     verify_N1 = costs.verify_curve(requests, requests * (1 + max_window))
     return best_windows(survival_BW, lengths, verify_N1=verify_N1, draft_s=lambda depth: spent_s)
 
 
-def live_costs(costs: Costs, requests: int, *, draft_W: Floats) -> LiveCosts:
+def live_costs(costs: OnlineCosts, requests: int, *, draft_W: Floats) -> LiveCosts:
     """Seconds of rounds whose drafts take so long by window. Plain decoding is no choice: a window of 0 says the
     same."""
     return LiveCosts(

@@ -8,8 +8,8 @@ after a look, so one that waits for it is taken up again after 1, 2, 4, .. round
 Invariants: what looks cost is bounded. The first comes after LOOK_EVERY plain rounds; then the time between two
 doubles, up to LOOK_AT_LEAST_EVERY rounds, and a look that took long is followed by as many rounds as make
 it LOOK_SHARE of them, up to MAX_REST. New requests bring the next look forward to SOON rounds after them, within that
-share. With FEW requests there are also looks in every round, as long as rounds with drafts have won more than such
-looks cost: then a round in which nobody has a draft is no sign that drafting does not pay. Only the past is used.
+share. With FEW requests there are also looks in the next MOST_AGAIN rounds after drafts were accepted: there, a round
+in which nobody has a draft is no sign that drafting does not pay. Only the past is used.
 """
 
 from __future__ import annotations
@@ -35,11 +35,8 @@ MOST_TRIES = 6
 """Times that a look is taken up again, since drafts are still on their way."""
 MAX_REST = 4096
 """Rounds between two looks, however long they take."""
-MOST = 8.0
-"""Plain rounds' time, won or spent, that is remembered; a round counts for half of it at most: more is a stall, which
-says nothing of drafts."""
-WON_SHARE = 0.5
-"""Of what rounds with drafts have won, what looks in every round may cost."""
+MOST_AGAIN = 32
+"""Looks in every round, with few requests, since draft tokens were accepted last."""
 PROMISED_ROUNDS = 8
 
 
@@ -102,31 +99,15 @@ class Looks:
 
 
 class BackOff:
-    """When to look again: ever more seldom, and for at most a share of the time.
-
-    A round with drafts takes longer than a plain one, and its tokens would have taken plain rounds: the difference is
-    what it won or lost.
-    """
+    """When to look again: ever more seldom, and for at most a share of the time."""
 
     def __init__(self) -> None:
-        self._won = 0.0
-        """Plain rounds' time that pays for looks in every round."""
+        self._again = 0
         self.restart()
 
-    def won(self, seconds: float, *, plain_s: float) -> None:
-        """A round with drafts won so much, or lost if less than 0; or a look says that it would have."""
-        self._add(WON_SHARE * seconds / plain_s)
-
-    def spent(self, seconds: float, *, plain_s: float) -> None:
-        """A round without drafts, in which there was a look, took so much longer than a plain one."""
-        self._add(-max(0.0, seconds) / plain_s)
-
-    def pays_for(self, look_s: float, *, plain_s: float) -> bool:
-        """Whether drafts have won enough for such a look in the next round."""
-        return self._won * plain_s > look_s
-
-    def _add(self, rounds: float) -> None:
-        self._won = min(max(self._won + min(max(rounds, -MOST / 2), MOST / 2), -MOST), MOST)
+    def paid(self) -> None:
+        """Draft tokens were accepted."""
+        self._again = MOST_AGAIN
 
     def restart(self) -> None:
         """Drafting pays, or may pay now: plain decoding, if it comes again, is looked at soon."""
@@ -175,18 +156,19 @@ class BackOff:
         self._rounds += 1
         return self._rounds >= self._pause
 
-    def looked(self, *, look_s: float, plain_s: float, again: bool = False) -> None:
+    def looked(self, *, look_s: float, plain_s: float, requests: int = FEW + 1) -> None:
         """Drafting would not pay in this round.
 
         Args:
             look_s: seconds of the look since `waits`.
             plain_s: seconds of a plain round.
-            again: whether to look in the next round too.
+            requests: with few, it may be another one's turn in the next round.
         """
         self._rounds = 0
         look_s += self._look_s
         self._end_look()
-        if again:
+        if requests <= FEW and self._again:
+            self._again -= 1
             self._pause = 1
             return
         self._least = min(ceil(look_s / (LOOK_SHARE * plain_s)), MAX_REST)

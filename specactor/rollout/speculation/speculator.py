@@ -25,13 +25,11 @@ from specactor.rollout.speculation.drafter import Drafter, DraftSequence
 from specactor.rollout.speculation.drafter_set import LOOK_TRIALS, DrafterSet
 from specactor.rollout.speculation.estimates import Estimates
 from specactor.rollout.speculation.planner import Planner
-from specactor.rollout.speculation.probing import FEW, MAX_REST, Look, Looks
+from specactor.rollout.speculation.probing import MAX_REST, BackOff, Look, Looks
 from specactor.rollout.speculation.verification import Decision, Drafts
 from specactor.rollout.speculation.windows import OFF
 from specactor.trace import Recorder
 
-LOOKED_AT = 16
-"""Requests that a look drafts for, of more."""
 MOST_FRUITLESS = 16
 """Rounds in a row without any draft, before costs are known, after which it is tried as seldom as one looks."""
 
@@ -54,11 +52,12 @@ class Speculator:
         self.planner = Planner(config, self.drafter_set, self.estimates)
         self._clock = clock
         self._looks = Looks()
-        self._back_off = self.estimates.back_off
-        self._num_looks = 0
+        self._back_off = BackOff()
         self._recorder = Recorder()
         self._fruitless = 0
         """Rounds in a row in which drafts were asked for and there were none, before costs were known."""
+        self._is_behind = False
+        """Whether drafters were not told of the last round."""
         self._is_steady = False
         """Whether the drafters have nothing to catch up with in this round, so that its times are those of others."""
         self._decision = Decision(drafter=OFF, windows=[], drafts=[])
@@ -92,7 +91,7 @@ class Speculator:
         started = self._clock()
         self.estimates.looked(self._looks.over())
         if not self._observe(caps):
-            self.drafter_set.pause()
+            self._is_behind = True
             self._decision = self._plain(len(sequences))
             return self._decision
         decision = self._best(sequences, caps, max_branches) if self._is_planned else self._tried(sequences, caps)
@@ -132,7 +131,7 @@ class Speculator:
     def on_plain_round(self, requests: int, *, round_s: float) -> None:
         """A plain round has ended, of those that `plain_rounds_ahead` promised; its seconds."""
         if self.config.window is None or not self.drafter_set.there:
-            self.drafter_set.pause()
+            self._is_behind = True
         if self._may_rest():
             self._back_off.is_due()
         self.drafter_set.listen(self._clock())
@@ -154,6 +153,8 @@ class Speculator:
         seconds of the whole round."""
         decision = self._decision
         self.estimates.round(decision, sequences, accepted, round_s=round_s, is_steady=self._is_steady)
+        if any(accepted):
+            self._back_off.paid()
         if decision.drafter != OFF:
             leader = self.drafters[decision.drafter]
             self.drafter_set.call(leader, leader.led, round_s)
@@ -170,9 +171,8 @@ class Speculator:
 
     def _tried(self, sequences: Sequence[DraftSequence], caps: Sequence[int]) -> Decision:
         """With the fixed window, or one that tells what rounds cost."""
-        self._is_steady = not self.drafter_set.is_paused
         started = self._clock()
-        self.drafter_set.tell()
+        self._tell()
         seldom, window = self._may_rest(), self.config.window
         most = (self.costs.wanted(self.config.max_window) or int(seldom)) if window is None else window
         decision = self.drafter_set.fixed(sequences, [min(cap, most) for cap in caps])
@@ -185,6 +185,10 @@ class Speculator:
             if seldom and not self._back_off.waits(self.drafter_set.expects(), look_s=look_s):
                 self._back_off.looked(look_s=look_s, plain_s=float("inf"))
         return decision
+
+    def _tell(self) -> None:
+        self._is_steady, self._is_behind = not self._is_behind, False
+        self.drafter_set.tell()
 
     def _plain(self, requests: int) -> Decision:
         known = self.costs.table is not None
@@ -211,11 +215,9 @@ class Speculator:
     def _best(self, sequences: Sequence[DraftSequence], caps: list[int], max_branches: int) -> Decision:
         """The drafter and windows of the highest predicted speed."""
         requests, started = len(sequences), self._clock()
-        seldom = requests > LOOKED_AT or self._back_off.is_long
-        if seldom and self._may_rest() and not self._is_promising(sequences, caps):
-            return self._plain(requests)
-        self._is_steady = not self.drafter_set.is_paused
-        self.drafter_set.tell()
+        if self._may_rest() and self._back_off.is_long and not self._back_off.goes_on:
+            self.drafter_set.hindsight(sequences, caps)
+        self._tell()
         drafts = self.drafter_set.first(sequences, caps)
         options = self.planner.options(sequences, caps, drafts, max_branches=max_branches)
         before, choice = self.planner.current, self.planner.choose(options, requests)
@@ -238,28 +240,6 @@ class Speculator:
             self.estimates.counts[after].switches += requests
             self._recorder.instant("rounds", f"{requests} from {before} to {after}", self._clock(), why=reason)
 
-    def _is_promising(self, sequences: Sequence[DraftSequence], caps: Sequence[int]) -> bool:
-        """Look at some of the requests, others every time: whether drafting would pay if all were like them."""
-        requests, started = len(sequences), self._clock()
-        self._num_looks += not self._back_off.goes_on
-        sample = min(requests, LOOKED_AT)
-        apart = requests // sample  # neighbours are of one group
-        first = self._num_looks * (sample * apart + 1)
-        which = [(first + k * apart) % requests for k in range(sample)]
-        some, some_caps = [sequences[i] for i in which], [caps[i] for i in which]
-        known: Drafts = {}
-        if self._back_off.is_long and not self._back_off.goes_on:
-            known = self.drafter_set.hindsight(some, some_caps)
-        self.drafter_set.tell(some)
-        later = self.drafter_set.first(some, some_caps, ahead=True if known else None)
-        options = self.planner.options(some, some_caps, known | later, sample_of=requests)
-        won_s = self.planner.promises(options, sample, requests)
-        if won_s is not None:
-            self._back_off.won(won_s, plain_s=self.costs.plain_s(requests))
-            return True
-        self._look_over(some, later, some_caps, started=started, requests=requests)
-        return False
-
     def _look_over(
         self, sequences: Sequence[DraftSequence], drafts: Drafts, caps: Sequence[int], *, started: float, requests: int
     ) -> None:
@@ -270,8 +250,7 @@ class Speculator:
             self.estimates.acceptance[name].limit(LOOK_TRIALS)  # looks are few, so old evidence makes way
         self._look(sequences, drafts, caps)
         look_s, plain_s = self._clock() - started, self.costs.plain_s(requests)
-        again = requests <= FEW and self._back_off.pays_for(look_s, plain_s=plain_s)
-        self._back_off.looked(look_s=look_s, plain_s=plain_s, again=again)
+        self._back_off.looked(look_s=look_s, plain_s=plain_s, requests=requests)
 
     def _look(
         self, sequences: Sequence[DraftSequence], drafts: Drafts, caps: Sequence[int], decision: Decision | None = None

@@ -1,414 +1,230 @@
 """Drafts from text that was generated before: by the request itself, by its group, in earlier steps, for other prompts.
 
-A group is all requests with equal prompts; its texts are one suffix automaton. A draft is what most often followed the
-longest suffix of the request's text. Where that is shorter than `GROUP_MATCH` and the corpus has a longer one, the
-draft is what followed that last. The corpus is the newest responses to all prompts, of those that have ended: taking
-them in sooner cost time in every round, and on the responses of small models changed accept_length by 1 %.
+A group is all requests with equal prompts. A draft is what most often followed the longest n-gram that ends the
+request's text, of those that its group has; where that is shorter than three tokens and texts of other prompts have a
+longer one, what followed that. Texts are one table of n-grams, which holds for each the place that followed it, and is
+filled and asked for all requests of a round at once.
 
 Invariants, each with a test:
 - a draft has at most the window's tokens, and at most `TOKENS_PER_MATCH` per token of the match that it follows: what
   follows a short match is a guess, and a wrong guess costs the verifier;
-- tokens held: at most `max_tokens`, unless running requests have more than a third of that: then at most twice theirs
-  and the corpus. Groups without a running request go first, the one used longest ago before the others; then ended
-  responses of running groups, oldest first;
+- at most `max_tokens` are held, of whatever length requests are; the oldest half goes when they are reached;
 - the same calls give the same drafts; a new policy changes nothing: what the old one wrote is still a good guess.
 
 Source: SuffixDecoding (arXiv 2411.04975) for the match and for drafts in proportion to it; DAS (arXiv 2511.13841) for
-the earlier responses to a prompt. An automaton in place of suffix trees, and the corpus of n-grams, are ours.
+the earlier responses to a prompt. A table of n-grams in place of suffix trees is ours.
+
+Shape legend: P new tokens, B requests, N the longest n-gram, K kinds of n-grams, W window.
 """
 
 from __future__ import annotations
 
-from array import array
-from collections import OrderedDict, deque
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from itertools import chain, pairwise
 
 import numpy as np
+from numpy.typing import NDArray
 
 from specactor.rollout.speculation.drafter import HISTORY_TOKENS, Drafter, DraftSequence
 
-ROOT = 0
-_NONE = ROOT
-"""No transition leads to the root, so its number marks a missing target."""
-COUNTED = 4
-"""A token is counted for this many contexts, the longest. 4, 8 and 16 gave the same accept_length within 0.5 %."""
-
-
-class SuffixAutomaton:
-    """About 140 bytes per token of ordinary text. Nothing can be removed; build a new one instead."""
-
-    def __init__(self, *, counted: int = COUNTED) -> None:
-        self.num_tokens = 0
-        """Appended so far, over all texts."""
-        self._counted = counted
-        self.num_states = 1
-        # Per state, with room for more:
-        self._length = [0]
-        self._link = [-1]
-        self._token = [-1]  # the last token of its substrings; all end with the same one
-        self._count = [0]  # how often its substrings were seen
-        self._best = [_NONE]  # the target of its most frequent transition
-        self._all: dict[int, dict[int, int]] = {}  # token -> target, for states with more than one transition
-
-    def extend(self, end: int, tokens: Sequence[int]) -> int:
-        """Append to the text that ends at `end`; returns its new end."""
-        length, link, token_of = self._length, self._link, self._token
-        count, best, transitions = self._count, self._best, self._all
-        self.num_tokens += len(tokens)
-        for token in tokens:
-            target = best[end]
-            if token_of[target] != token:
-                target = transitions[end].get(token, _NONE) if end in transitions else _NONE
-            if target == _NONE:
-                target = self._append(end, token)
-            elif length[target] != length[end] + 1:
-                target = self._split(end, target)
-            state, previous, steps = end, _NONE, self._counted
-            while state >= ROOT and steps:
-                favourite = followed = best[state]
-                if token_of[followed] != token:
-                    followed = transitions[state][token]
-                if followed != previous:  # several contexts may share a target
-                    count[followed] += 1
-                    previous = followed
-                if favourite != followed and count[followed] >= count[favourite]:
-                    best[state] = followed
-                state = link[state]
-                steps -= 1
-            end = target
-        return end
-
-    def match(self, end: int) -> tuple[int, int]:
-        """(state, length) of the longest suffix of a text that something followed; (ROOT, 0) when there is none."""
-        best, link = self._best, self._link
-        while best[end] == _NONE and end != ROOT:
-            end = link[end]
-        return end, self._length[end]
-
-    def continuation(self, state: int, window: int, min_length: int = 1) -> list[int]:
-        """At most `window` tokens that followed the substrings of `state`.
-
-        It ends early where no text goes on after the last `min_length` tokens or more.
-        """
-        best, link, length, token_of = self._best, self._link, self._length, self._token
-        tokens: list[int] = []
-        while len(tokens) < window:
-            while best[state] == _NONE and length[state] >= min_length:
-                state = link[state]
-            if length[state] < min_length:
-                break
-            state = best[state]
-            tokens.append(token_of[state])
-        return tokens
-
-    def _append(self, end: int, token: int) -> int:
-        """A state for a substring that is new as a whole, behind the text that ends at `end`."""
-        token_of, best, transitions, link = self._token, self._best, self._all, self._link
-        new = self._add_state(self._length[end] + 1, token)
-        state, found = end, _NONE
-        while state >= ROOT:
-            found = best[state]
-            if found == _NONE:
-                best[state] = new
-            elif token_of[found] == token:
-                break
-            else:
-                targets = transitions.get(state)
-                if targets is None:
-                    transitions[state] = {token_of[found]: found, token: new}
-                elif token in targets:
-                    found = targets[token]
-                    break
-                else:
-                    targets[token] = new
-            state = link[state]
-        if state < ROOT:
-            link[new] = ROOT
-        elif self._length[found] == self._length[state] + 1:
-            link[new] = found
-        else:
-            link[new] = self._split(state, found)
-        return new
-
-    def _split(self, state: int, target: int) -> int:
-        """A state of its own for those substrings of `target` that are a substring of `state` and a token."""
-        best, transitions, link = self._best, self._all, self._link
-        token = self._token[target]
-        part = self._add_state(self._length[state] + 1, token)
-        self._count[part] = self._count[target]
-        best[part] = best[target]
-        if target in transitions:
-            transitions[part] = transitions[target].copy()
-        link[part] = link[target]
-        link[target] = part
-        while state >= ROOT:
-            targets = transitions.get(state)
-            if best[state] == target:
-                best[state] = part
-            elif targets is None or targets.get(token) != target:
-                break
-            if targets is not None:
-                targets[token] = part
-            state = link[state]
-        return part
-
-    def _add_state(self, length: int, token: int) -> int:
-        new = self.num_states
-        if new == len(self._length):
-            room = 16 + new // 8
-            for states, empty in ((self._length, 0), (self._token, -1), (self._count, 0)):
-                states += [empty] * room
-            self._link += [ROOT] * room
-            self._best += [_NONE] * room
-        self._length[new], self._token[new] = length, token
-        self.num_states = new + 1
-        return new
-
-
 TOKENS_PER_MATCH = 2
 """Of 1, 1.5, 2, 3 and no bound, 2 was the fastest or within 1 % of it where a draft token costs 2-10 % of a verify."""
-CORPUS_MIN_N, CORPUS_MAX_N = 2, 5
-"""Of 1, 2 and 3, and of 3, 4, 5 and 8; beyond 5 accept_length grew by less than 0.5 %."""
-GROUP_MATCH = 3
-"""A match of the group that is at least so long is followed, whatever the corpus has."""
-CORPUS_TOKENS = 100_000
-"""Of the corpus, and never more than a quarter of all."""
-
-_END = -1
-"""Ends each text in the corpus; no token."""
-_MASK = 2**64 - 1
-_WEIGHTS = (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB, 0xD6E8FEB86659FD93, 0xA0761D6478BD642F)
-"""Odd numbers. The key of an n-gram is the sum, modulo 2^64, of its tokens (plus 1) times these, the last token first.
+KINDS = ((12, 1), (8, 1), (6, 1), (4, 1), (3, 1), (5, 0), (4, 0), (3, 0), (2, 1), (2, 0), (1, 1))
+"""(tokens, 1: of the group's texts, 0: of all), the first that is found is followed. Those of all beyond 5 gained less
+than 0.5 % of accept_length."""
+VOTES = 16
+"""Texts that went on as the remembered one did outvote at most so many later ones that did not."""
+FIRST_BITS = 14
+"""Of the table's size. It grows with the text, to 16 n-grams per token at least."""
+_N = max(n for n, _ in KINDS)
+_LENGTH_K = np.array([n for n, _ in KINDS])
+_OWN_K = np.array([own for _, own in KINDS], dtype=np.uint64)
+_ROOM_K = np.array([TOKENS_PER_MATCH * n if own or n < 5 else 10**6 for n, own in KINDS])
+_CONFIDENCE_N = np.array([0, 0, 1, 2, 2, 2, 2, 2, *[3] * _N])
+"""How sure one may be of what followed a match, by its length. The first draft token was right in 0.2, 0.4, 0.7 and
+0.95 of cases, on the responses of small models."""
+_WEIGHT_N = np.random.default_rng(0).integers(0, 2**64, _N, dtype=np.uint64) | np.uint64(1)
+"""The key of an n-gram is the sum, modulo 2^64, of its tokens (plus 1) times these, the last first, and of its group.
 Two n-grams of one key would cost a wrong draft, and no more."""
-
-
-class Corpus:
-    """The newest place of every n-gram of `CORPUS_MIN_N` to `CORPUS_MAX_N` tokens in texts that have ended.
-
-    Keys and places are integers, which Python's garbage collector does not visit. A place is the position of the token
-    that followed, counted over all texts that there ever were.
-    """
-
-    def __init__(self) -> None:
-        self._places: dict[int, int] = {}
-        self._tokens = array("q")
-        """All texts that have tokens which can be found, what precedes them included; each ends with `_END`."""
-        self._dropped = 0
-        """Tokens that were before these."""
-        self._texts: deque[tuple[int, int, int]] = deque()
-        """Of each text: where what precedes it begins, where the tokens begin that can be found, and its end."""
-        self.num_tokens = 0
-        """Tokens that can be found."""
-
-    def add(self, context: Sequence[int], tokens: Sequence[int]) -> None:
-        """Add a text. `context` precedes it, and is not found itself."""
-        if not tokens:
-            return
-        start = self._dropped + len(self._tokens)
-        self._tokens.extend((*context, *tokens, _END))
-        self._texts.append((start, start + len(context), start + len(context) + len(tokens)))
-        self.num_tokens += len(tokens)
-        for keys, first, last in self._keys(*self._texts[-1]):
-            self._places.update(zip(keys, range(first, last), strict=True))
-
-    def find(self, context: Sequence[int], window: int, *, longer_than: int = 0) -> tuple[list[int], int]:
-        """At most `window` tokens that followed the end of `context`, by its longest n-gram that is known and has more
-        than `longer_than` tokens; and how long that n-gram is.
-
-        They are at most `TOKENS_PER_MATCH` per token of the n-gram. One of `CORPUS_MAX_N` tokens may be longer than is
-        known, and gives the whole window.
-        """
-        found, length, key, places = -1, 0, 0, self._places
-        for n, (token, weight) in enumerate(zip(reversed(context), _WEIGHTS, strict=False), 1):
-            key = (key + (token + 1) * weight) & _MASK
-            if n < CORPUS_MIN_N or n <= longer_than:
-                continue
-            place = places.get(key, -1)
-            if place < 0:
-                break  # where an n-gram is known, its end is
-            found, length = place, n
-        if found < 0:
-            return [], 0
-        room = window if length == CORPUS_MAX_N else min(window, TOKENS_PER_MATCH * length)
-        start = found - self._dropped
-        draft = self._tokens[start : start + room].tolist()
-        return (draft[: draft.index(_END)] if _END in draft else draft), length
-
-    def shrink(self, max_tokens: int) -> None:
-        """Forget the oldest tokens until `max_tokens` are left."""
-        while self.num_tokens > max_tokens:
-            begin, first, end = self._texts.popleft()
-            left = min(end, first + self.num_tokens - max_tokens)
-            for keys, start, stop in self._keys(begin, first, left):
-                for key, place in zip(keys, range(start, stop), strict=True):
-                    if self._places.get(key) == place:  # else it was seen again since
-                        del self._places[key]
-            self.num_tokens -= left - first
-            if left < end:
-                self._texts.appendleft((begin, left, end))
-            else:
-                del self._tokens[: end + 1 - self._dropped]
-                self._dropped = end + 1
-
-    def _keys(self, begin: int, first: int, end: int) -> Iterator[tuple[list[int], int, int]]:
-        """Yield the keys of the n-grams that the tokens of a text from `first` to `end` follow, and which tokens."""
-        tokens_N = np.array(self._tokens[begin - self._dropped : end - self._dropped], dtype=np.uint64) + np.uint64(1)
-        keys_P = np.zeros(end - begin, dtype=np.uint64)  # of the tokens from `begin` on, each
-        for n, weight in enumerate(_WEIGHTS[: max(0, end - begin - 1)], 1):
-            keys_P[n:] += tokens_N[:-n] * np.uint64(weight)
-            start = max(first, begin + n)
-            if n >= CORPUS_MIN_N and start < end:
-                yield keys_P[start - begin :].tolist(), start, end
-
-
-_CONFIDENCE = (0, 0, 1, 2, 2, 2, 2, 2, 3)
-"""How sure one may be of what followed a match, by its length, and longer ones as the last. The first draft token was
-right in 0.2, 0.4, 0.7 and 0.95 of cases, on the responses of small models."""
-
-
-@dataclass(slots=True)
-class _Request:
-    group: _Group
-    end: int
-    """Of its text in the group's automaton."""
-    context: tuple[int, ...]
-    """The end of its prompt."""
-    output: list[int] = field(default_factory=list)
-
-
-class _Group:
-    """The texts that follow one prompt."""
-
-    def __init__(self, prompt_ids: tuple[int, ...]) -> None:
-        self.prompt_ids = prompt_ids
-        self.running: dict[str, _Request] = {}
-        self.ended: deque[array[int]] = deque()
-        """Responses that have ended, oldest first."""
-        self.num_ended_tokens = 0
-        self._begin()
-
-    @property
-    def num_tokens(self) -> int:
-        return self.automaton.num_tokens
-
-    def _begin(self) -> None:
-        self.automaton = SuffixAutomaton()
-        self.prompt_end = self.automaton.extend(ROOT, self.prompt_ids)
-
-    def end(self, request_id: str) -> None:
-        """The request is no longer running; its text stays."""
-        request = self.running.pop(request_id)
-        if request.output:
-            self.ended.append(array("q", request.output))
-            self.num_ended_tokens += len(request.output)
-
-    def forget(self) -> None:
-        """Drop at least half of what has ended, the oldest first, and build the automaton again."""
-        aim = self.num_ended_tokens // 2
-        while self.num_ended_tokens > aim:
-            self.num_ended_tokens -= len(self.ended.popleft())
-        self._begin()
-        for tokens in self.ended:
-            self.automaton.extend(self.prompt_end, tokens)
-        for request in self.running.values():
-            request.end = self.automaton.extend(self.prompt_end, request.output)
+_BACK_N = np.arange(-1, -_N - 1, -1)
+Keys = NDArray[np.uint64]
+Ints = NDArray[np.signedinteger]
 
 
 class SuffixDrafter(Drafter):
-    """About 140 bytes of memory per token, and up to 500 more per token of the corpus."""
+    """210 to 420 bytes of memory per token held, and 16 per token that may be."""
 
     name = "suffix"
 
     def __init__(self, *, max_tokens: int = HISTORY_TOKENS) -> None:
-        self._corpus_tokens = min(CORPUS_TOKENS, max_tokens // 4)
-        self._group_tokens = max_tokens - self._corpus_tokens
-        self._corpus = Corpus()
-        self._running: dict[str, _Request] = {}
-        self._groups: dict[tuple[int, ...], _Group] = {}  # with running requests
-        self._idle: OrderedDict[tuple[int, ...], _Group] = OrderedDict()  # without; the one used longest ago first
-        self._num_tokens = 0  # of all groups
-        self._num_running_tokens = 0  # of running requests, a prompt once per group
+        assert max_tokens >= 2, max_tokens
+        # By place; place 0 is none.
+        self._token = np.full(max_tokens + 1, -1)
+        self._after = np.zeros(max_tokens + 1, dtype=np.int64)  # the place that follows in the same text
+        self._end = 1
+        # By n-gram; one of another key takes the place of an older one.
+        self._key = np.zeros(1 << FIRST_BITS, dtype=np.uint64)
+        self._place = np.zeros(1 << FIRST_BITS, dtype=np.int32)
+        self._votes = np.zeros(1 << FIRST_BITS, dtype=np.int8)
+        self._shift = np.uint64(64 - FIRST_BITS)
+        # By row; a running request has one.
+        self._context = np.zeros((0, _N), dtype=np.uint64)  # its last tokens (plus 1), the last first; 0: none
+        self._group = np.zeros((0, len(KINDS)), dtype=np.uint64)
+        self._tip = np.zeros(0, dtype=np.int64)
+        self._row: dict[str, int] = {}
+        self._free: list[int] = []
+        self._ended: list[int] = []  # rows whose last tokens may be pending
+        self._pending: dict[int, list[int]] = {}
+        self._num_pending = 0
+        self._prompts: set[tuple[int, ...]] = set()  # whose text is held
 
     @property
     def num_tokens(self) -> int:
-        return self._num_tokens + self._corpus.num_tokens
+        return self._end - 1 + self._num_pending
 
     def open(self, sequence: DraftSequence) -> None:
         self.close(sequence)  # a request that was begun before: its first attempt stays, and foretells the second
+        if not self._free:
+            self._grow()
+        row = self._row[sequence.request_id] = self._free.pop()
         prompt = sequence.prompt_ids
-        group = self._groups.get(prompt)
-        if group is None:
-            group = self._idle.pop(prompt, None)
-            if group is None:
-                group = _Group(prompt)
-                self._num_tokens += group.num_tokens
-            self._groups[prompt] = group
-            self._num_running_tokens += len(prompt)
-        request = _Request(group, group.prompt_end, prompt[-CORPUS_MAX_N:])
-        self._running[sequence.request_id] = group.running[sequence.request_id] = request
-        self._append(request, sequence.output_ids)
+        self._context[row], self._tip[row] = 0, 0
+        self._group[row] = np.uint64(hash(prompt) & 2**64 - 1) * _OWN_K
+        if prompt in self._prompts:
+            last = np.array(prompt[: -_N - 1 : -1], dtype=np.uint64)
+            self._context[row, : len(last)] = last + np.uint64(1)
+        else:
+            self._append(row, prompt)
+            self._prompts.add(prompt)
+        self._append(row, sequence.output_ids)
 
     def commit(self, sequence: DraftSequence, tokens: Sequence[int]) -> None:
-        request = self._running.get(sequence.request_id)
-        if request is not None:
-            self._append(request, tokens)
+        row = self._row.get(sequence.request_id)
+        if row is not None:
+            self._append(row, tokens)
 
     def close(self, sequence: DraftSequence) -> None:
-        request = self._running.pop(sequence.request_id, None)
-        if request is None:
-            return
-        group = request.group
-        group.end(sequence.request_id)
-        self._num_running_tokens -= len(request.output)
-        if not group.running:
-            self._num_running_tokens -= len(group.prompt_ids)
-            self._idle[group.prompt_ids] = self._groups.pop(group.prompt_ids)
-        self._forget()
-        self._corpus.add(request.context, request.output)
-        self._corpus.shrink(self._corpus_tokens)
+        row = self._row.pop(sequence.request_id, None)
+        if row is not None:
+            self._ended.append(row)
 
     def propose(self, sequences: Sequence[DraftSequence], windows: Sequence[int]) -> list[list[int]]:
-        drafts: list[list[int]] = []
-        self.confidence: list[int] = []
-        for sequence, window in zip(sequences, windows, strict=True):
-            request = self._running.get(sequence.request_id) if window else None
-            draft, length = self._draft(request, window) if request is not None else ([], 0)
-            drafts.append(draft)
-            self.confidence.append(_CONFIDENCE[length] if length < len(_CONFIDENCE) else _CONFIDENCE[-1])
-        return drafts
+        self._take_in()
+        row_B = np.array([self._row[sequence.request_id] for sequence in sequences], dtype=np.int64)
+        context_BN = self._context[row_B]
+        key_BK = self._keys(context_BN, self._group[row_B])
+        slot_BK = key_BK >> self._shift
+        place_BK = self._place.take(slot_BK) * (self._key.take(slot_BK) == key_BK)
+        kind_B = (place_BK > 0).argmax(axis=1)
+        # Where a text is shorter than an n-gram, the key is that of the text.
+        length_B = np.minimum(_LENGTH_K.take(kind_B), np.count_nonzero(context_BN, axis=1))
+        room_B = np.minimum(np.minimum(_ROOM_K.take(kind_B), TOKENS_PER_MATCH * length_B), np.array(windows))
+        place_WB = np.empty((max(windows, default=0) + 1, len(row_B)), dtype=np.int64)
+        place_WB[0] = place_BK[np.arange(len(row_B)), kind_B]
+        for before_B, place_B in pairwise(place_WB):
+            self._after.take(before_B, out=place_B)
+        drafted_B = np.minimum(np.count_nonzero(place_WB, axis=0), room_B)
+        self.confidence = _CONFIDENCE_N.take(length_B * (place_WB[0] > 0)).tolist()
+        drafts = self._token.take(place_WB.T).tolist()
+        return [draft[:drafted] for draft, drafted in zip(drafts, drafted_B.tolist(), strict=True)]
 
-    def _draft(self, request: _Request, window: int) -> tuple[list[int], int]:
-        """And how long the match was that it follows."""
-        automaton = request.group.automaton
-        state, length = automaton.match(request.end)
-        if length < GROUP_MATCH:
-            end = request.output[-CORPUS_MAX_N:]
-            if len(end) < CORPUS_MAX_N:
-                end = [*request.context, *end]
-            found = self._corpus.find(end, window, longer_than=length)
-            if found[0]:
-                return found
-            if not length:
-                return [], 0
-        return automaton.continuation(state, min(window, TOKENS_PER_MATCH * length)), length
+    def _append(self, row: int, tokens: Sequence[int]) -> None:
+        if not tokens:
+            return
+        size = len(self._token)
+        if self._end + self._num_pending + len(tokens) > size:
+            tokens = tokens[-(size // 2) :]
+            self._take_in()
+            if self._end + len(tokens) > size:
+                self._forget()
+        pending = self._pending.get(row)
+        if pending is None:
+            self._pending[row] = [*tokens]
+        else:
+            pending += tokens
+        self._num_pending += len(tokens)
 
-    def _append(self, request: _Request, tokens: Sequence[int]) -> None:
-        request.end = request.group.automaton.extend(request.end, tokens)
-        request.output.extend(tokens)
-        self._num_tokens += len(tokens)
-        self._num_running_tokens += len(tokens)
-        if self._num_tokens > self._group_tokens:
-            self._forget()
+    def _take_in(self) -> None:
+        """Enter all pending tokens into the table."""
+        if self._pending:
+            while len(self._key) < 16 * (self._end + self._num_pending):
+                self._widen()
+            self._enter()
+        self._free += self._ended
+        self._ended = []
+
+    def _enter(self) -> None:
+        row_B = np.array([*self._pending])
+        count_B = np.array([*map(len, self._pending.values())])
+        token_P = np.fromiter(chain.from_iterable(self._pending.values()), np.int64, self._num_pending)
+        place_P = np.arange(self._end, self._end + self._num_pending)
+        self._end += self._num_pending
+        self._pending, self._num_pending = {}, 0
+        last_B = count_B.cumsum() - 1
+        first_B = last_B - count_B + 1
+        self._token[place_P] = token_P
+        self._after[place_P] = place_P + 1
+        self._after[place_P[last_B]] = 0
+        tip_B = self._tip[row_B]
+        self._after[tip_B] = place_P[first_B] * (tip_B > 0)
+        self._after[0] = 0
+        self._tip[row_B] = place_P[last_B]
+        # Each text with what came before it, so that all n-grams are laid out.
+        owner_P = np.arange(len(row_B)).repeat(count_B)
+        number_B = np.arange(len(row_B))
+        flat = np.empty(len(token_P) + _N * len(row_B), dtype=np.uint64)
+        at_P = np.arange(len(token_P)) + (owner_P + 1) * _N
+        flat[(first_B + _N * (number_B + 1))[:, None] + _BACK_N] = self._context[row_B]
+        flat[at_P] = token_P.astype(np.uint64) + np.uint64(1)
+        self._context[row_B] = flat[(last_B + _N * (number_B + 1) + 1)[:, None] + _BACK_N]
+        key_PK = self._keys(flat[at_P[:, None] + _BACK_N], self._group[row_B[owner_P]])
+        self._vote(key_PK.ravel(), place_P.repeat(len(KINDS)), token_P.repeat(len(KINDS)))
+
+    def _vote(self, key: Keys, place: Ints, token: Ints) -> None:
+        """These tokens followed these n-grams; a place that is outvoted makes way."""
+        slot = key >> self._shift
+        held = self._place.take(slot) * (self._key.take(slot) == key)
+        votes = self._votes.take(slot) + np.where(self._token.take(held) == token, 1, -1)
+        is_new = (held == 0) | (votes < 0)
+        self._votes[slot] = np.where(is_new, 0, np.minimum(votes, VOTES))
+        slot = slot[is_new]
+        self._key[slot], self._place[slot] = key[is_new], place[is_new]
+
+    @staticmethod
+    def _keys(context_BN: Keys, group_BK: Keys) -> Keys:
+        sum_BN = (context_BN * _WEIGHT_N).cumsum(axis=1)
+        keys_BK: Keys = sum_BN[:, _LENGTH_K - 1] + group_BK
+        return keys_BK
 
     def _forget(self) -> None:
-        """Keep the bound. A group is built again only where most of its text has ended: 3 steps per token dropped."""
-        while self._num_tokens > max(self._group_tokens, 2 * self._num_running_tokens):
-            if self._idle:
-                _, group = self._idle.popitem(last=False)
-                self._num_tokens -= group.num_tokens
-            else:
-                group = max(self._groups.values(), key=lambda group: 2 * group.num_ended_tokens - group.num_tokens)
-                self._num_tokens -= group.num_tokens
-                group.forget()
-                self._num_tokens += group.num_tokens
+        """Drop the older half of all text."""
+        half = len(self._token) // 2
+        kept = self._end - half
+        for of_place in (self._token, self._after):
+            of_place[1:kept] = of_place[half + 1 : self._end]
+        for places in (self._after, self._place, self._tip):
+            np.maximum(places - half, 0, out=places)
+        self._end = kept
+        self._prompts.clear()
+
+    def _widen(self) -> None:
+        """Make the table twice as large."""
+        key, place, votes = self._key, self._place, self._votes
+        self._shift -= np.uint64(1)
+        slot = key >> self._shift
+        for name, held in (("_key", key), ("_place", place), ("_votes", votes)):
+            wide = np.zeros(2 * len(held), dtype=held.dtype)
+            wide[slot] = held
+            setattr(self, name, wide)
+
+    def _grow(self) -> None:
+        """Make room for more running requests."""
+        self._take_in()
+        if self._free:
+            return
+        size = len(self._tip)
+        more = max(16, size)
+        self._free = [*range(size + more - 1, size - 1, -1)]
+        self._context = np.pad(self._context, ((0, more), (0, 0)))
+        self._group = np.pad(self._group, ((0, more), (0, 0)))
+        self._tip = np.pad(self._tip, (0, more))

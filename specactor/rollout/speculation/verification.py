@@ -16,6 +16,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from itertools import takewhile
 from numbers import Integral
 from typing import NamedTuple
@@ -44,14 +45,18 @@ class DraftTree(NamedTuple):
 
     @property
     def is_chain(self) -> bool:
-        return self.parents == tuple(range(len(self.parents)))
+        return self.parents == _line(len(self.parents))
 
 
 NOTHING = DraftTree()
 
 
+_line = cache(lambda length: tuple(range(length)))
+"""The parents of a chain; comparing one with itself takes no time."""
+
+
 def chain(tokens: Sequence[int]) -> DraftTree:
-    return DraftTree(tuple(tokens), tuple(range(len(tokens)))) if tokens else NOTHING
+    return DraftTree(tuple(tokens), _line(len(tokens))) if tokens else NOTHING
 
 
 def merged(drafts: Sequence[Sequence[int]]) -> DraftTree:
@@ -225,6 +230,8 @@ def accepted_path(tree: DraftTree, samples: Sequence[int]) -> list[int]:
 
     Args: samples, one per row. The emitted tokens are the samples of the returned rows: accepted ones, then the bonus.
     """
+    if tree.is_chain:
+        return [*range(1 + common(tree.tokens, samples))]
     path = [0]
     for row, (token, parent) in enumerate(zip(tree.tokens, tree.parents, strict=True), start=1):
         if parent == path[-1] and token == samples[parent]:

@@ -131,25 +131,6 @@ def best_windows(
     )
 
 
-def best_window(
-    survival: Sequence[float], *, verify_s: Callable[[int, int], float], draft_s: Callable[[int], float]
-) -> Choice:
-    """`best_windows` of one request: rows are depths, so there is nothing to order."""
-    prices = _rising(draft_s, len(survival))
-    verify = [verify_s(1, rows) for rows in range(1, len(survival) + 2)]
-    assert min(verify) > 0, verify
-    emitted, best_window, best_emitted, best_speed = 1.0, 0, 1.0, 1.0 / (verify[0] + prices[0])
-    before = 1.0
-    for window, p in enumerate(survival, 1):
-        assert 0.0 <= p <= before, (p, before)
-        before = p
-        emitted += p
-        speed = emitted / (verify[window] + prices[window])
-        if speed > best_speed:
-            best_window, best_emitted, best_speed = window, emitted, speed
-    return Choice(windows=(best_window,), emitted=best_emitted, round_s=verify[best_window] + prices[best_window])
-
-
 def choose(
     options: Mapping[str, Option], *, requests: int, plain_s: float, current: str = OFF, margin: float = CHANGE_MARGIN
 ) -> Choice:

@@ -164,8 +164,8 @@ class Uncensored(AcceptanceModel):
 
     def observe(self, request_id: str, drafted: int, accepted: int, *, asked: int | None = None) -> None:
         for j in range(min(drafted, self.max_window)):
-            self._acceptance._hits[j] += j < accepted
-            self._acceptance._trials[j] += 1
+            self._acceptance._hits[0, j] += j < accepted
+            self._acceptance._trials[0, j] += 1
         self._known = None
 
 

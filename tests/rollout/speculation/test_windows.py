@@ -18,7 +18,6 @@ from specactor.rollout.speculation.acceptance import AcceptanceModel
 from specactor.rollout.speculation.windows import (
     Choice,
     Option,
-    best_window,
     best_windows,
     choose,
     padded,
@@ -58,16 +57,7 @@ def shipped(survivals: Survivals, verify: Sequence[float], draft: Sequence[float
 
 def chosen(survivals: Survivals, verify: Sequence[float], draft: Sequence[float], max_window: int) -> Choice:
     survival_BW, lengths = padded(survivals, max_window)
-    found = best_windows(survival_BW, lengths, verify_N1=np.array(verify), draft_s=draft.__getitem__)
-    if len(survivals) == 1:
-
-        def verify_s(requests: int, rows: int) -> float:
-            return verify[rows - requests]
-
-        one = best_window(survivals[0][:max_window], verify_s=verify_s, draft_s=draft.__getitem__)
-        assert (one.windows, one.round_s) == (found.windows, found.round_s)
-        assert one.emitted == pytest.approx(found.emitted)
-    return found
+    return best_windows(survival_BW, lengths, verify_N1=np.array(verify), draft_s=draft.__getitem__)
 
 
 def stops_early(
@@ -237,8 +227,6 @@ def test_survivals_that_cannot_be_are_refused(bad: list[float]) -> None:
     for survivals in ([bad], [[0.9, 0.8], bad], [bad, [0.5]]):
         with pytest.raises(AssertionError):
             shipped(survivals, [1.0] * 9, [0.0] * 3, 2)
-    with pytest.raises(AssertionError):
-        best_window(bad, verify_s=lambda *_: 1.0, draft_s=lambda _: 0.0)
 
 
 def test_costs_that_cannot_be_are_refused() -> None:
@@ -248,8 +236,6 @@ def test_costs_that_cannot_be_are_refused() -> None:
         shipped([[0.5]], [1.0, 0.0], [0.0] * 2, 1)
     with pytest.raises(AssertionError):
         shipped([[0.5]], [1.0, 1.0], [0.0, -1.0], 1)
-    with pytest.raises(AssertionError):
-        best_window([0.5], verify_s=lambda *_: 0.0, draft_s=lambda _: 0.0)
 
 
 # --- which drafter ----------------------------------------------------------------------------------------------------
