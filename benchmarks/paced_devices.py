@@ -112,9 +112,10 @@ class Devices:
             done = [response for future in futures for response in future.result()]
             seconds = time.perf_counter() - began_s
         for response in done:
-            expected = self.expected.setdefault(response.request_id, response.token_ids)
-            if response.token_ids != expected:
-                raise SystemExit(f"response {response.request_id} is {response.token_ids}, expected {expected}")
+            token_ids = tuple(response.token_ids)
+            expected = self.expected.setdefault(response.request_id, token_ids)
+            if token_ids != expected:
+                raise SystemExit(f"response {response.request_id} is {token_ids}, expected {expected}")
         return seconds
 
     def passes(self) -> Passes:
