@@ -2,7 +2,7 @@
 
 One serves in the engine (`InEngine`), one in a drafter process (`Elsewhere`); both read the `Script` that the
 environment variable SCRIPT, or the drafter's `model_dir`, names. A step computes nothing and takes its time on the
-processor, as a model would.
+processor, as a model would, or asleep, as a device would that the processor waits for.
 """
 
 from __future__ import annotations
@@ -20,12 +20,23 @@ from specactor.rollout.decoupled.spec import DrafterSpec
 from specactor.rollout.speculation.drafter import Drafter, DraftSequence
 
 SCRIPT = "SPECACTOR_BENCHMARK_SCRIPT"
+_spent_s = 0.0
+
+
+def take_spent_s() -> float:
+    """Seconds of steps in this process since the last call."""
+    global _spent_s
+    taken, _spent_s = _spent_s, 0.0
+    return taken
 
 
 class Script(msgspec.Struct, frozen=True, kw_only=True):
     """What a dialled drafter knows."""
 
-    acceptance: float  # P(a draft token is right | those before it are)
+    acceptance: float  # P(a draft token is right | those before it are), mean over requests
+    spread: float = 0.0  # a request's own is up to this much more or less
+    second: float = 0.0  # P(the second choice is right | the first is wrong, and those before it right)
+    sleeps: bool = False
     step_s: list[float]  # seconds of one token for 1, 2, .. requests; more cost as many times as the last
     outputs: dict[str, list[int]]  # by the request's seed
 
@@ -35,24 +46,47 @@ class Script(msgspec.Struct, frozen=True, kw_only=True):
 
     def next_token(self, seed: int, position: int, before: int) -> int:
         """At this output position, after the token `before`; wrong if that is wrong already."""
+        return self.choices(seed, position, before)[0]
+
+    def choices(self, seed: int, position: int, before: int) -> tuple[int, int]:
+        """The first and the second choice."""
         right = self.outputs[str(seed)]
         if position >= len(right):
-            return 0
-        on_track = position == 0 or before == right[position - 1]
-        return right[position] if on_track and self._coin(seed, position) else (right[position] + 1) % 16
+            return 0, 1
+        token = right[position]
+        wrong = (token + 1) % 16, (token + 2) % 16
+        if position and before != right[position - 1]:
+            return wrong
+        coin, own = self._coin(seed, position), self._own(seed)
+        if coin < own:
+            return token, wrong[0]
+        return wrong[0], token if coin < own + (1.0 - own) * self.second else wrong[1]
 
     def rate(self) -> float:
         """Share of all positions but the first where it is right after a right token."""
-        coins = [self._coin(int(seed), at) for seed, right in self.outputs.items() for at in range(1, len(right))]
+        coins = [
+            self._coin(int(seed), at) < self._own(int(seed))
+            for seed, right in self.outputs.items()
+            for at in range(1, len(right))
+        ]
         return sum(coins) / len(coins) if coins else self.acceptance
 
-    def _coin(self, seed: int, position: int) -> bool:
-        return xxhash.xxh32_intdigest(f"{seed}:{position}".encode()) / 2**32 < self.acceptance
+    def _own(self, seed: int) -> float:
+        """The acceptance of one request."""
+        return self.acceptance + self.spread * (2.0 * self._coin(seed, -1) - 1.0)
+
+    def _coin(self, seed: int, position: int) -> float:
+        return xxhash.xxh32_intdigest(f"{seed}:{position}".encode()) / 2**32
 
     def spend(self, requests: int) -> None:
         """The time of one step."""
         known = len(self.step_s)
         seconds = self.step_s[min(requests, known) - 1] * max(1.0, requests / known)
+        global _spent_s
+        _spent_s += seconds
+        if self.sleeps:
+            time.sleep(seconds)
+            return
         end = time.perf_counter() + seconds
         while time.perf_counter() < end:
             pass
@@ -87,12 +121,17 @@ class Elsewhere:
     def __init__(self, spec: DrafterSpec) -> None:
         self._script = Script.read(spec.model_dir)
 
+        self._seconds: list[int] = []
+
     def extend(self, lanes: Sequence[Lane]) -> list[list[int]]:
-        self._script.spend(len(lanes))
-        return [
-            [self._script.next_token(lane.seed, len(lane.tokens), lane.tokens[-1] if lane.tokens else -1)]
-            for lane in lanes
-        ]
+        script = self._script
+        script.spend(len(lanes))
+        both = [script.choices(lane.seed, len(lane.tokens), lane.tokens[-1] if lane.tokens else -1) for lane in lanes]
+        self._seconds = [second if script.second else -1 for _, second in both]
+        return [[first] for first, _ in both]
+
+    def seconds(self) -> list[int]:
+        return self._seconds
 
     def forget(self, key: Hashable) -> None:
         pass

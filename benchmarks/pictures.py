@@ -125,9 +125,9 @@ def spans(trace: dict[str, Any]) -> list[dict[str, Any]]:
     ]
 
 
-def draw_timeline(axes: Axes, events: list[dict[str, Any]]) -> None:
+def draw_timeline(axes: Axes, events: list[dict[str, Any]], *, window_ms: tuple[float, float] = WINDOW_MS) -> None:
     """Draw rounds of an engine above what its drafter process does meanwhile."""
-    begin, end = WINDOW_MS
+    begin, end = window_ms
     for event in events:
         start, ms, name = event["start"], event["ms"], event["name"]
         if not begin <= start < end or event["process"] == "trainer":

@@ -168,6 +168,36 @@ def decoupled(axes: Axes, rows: Sequence[Row]) -> None:
     axes.set_xlabel("tokens/s over off")
 
 
+def paced(axes: Axes, rows: Sequence[Row]) -> None:
+    """Speed over `off` by setting, a dot per contestant."""
+    names = [name for name in dict.fromkeys(column(rows, "contestant")) if name != "off"]
+    cells = {name: [row["tokens/s over off"] for row in rows if row["contestant"] == name] for name in names}
+    dots(axes, list(dict.fromkeys(column(rows, "setting"))), cells, line=1.0)
+    axes.set_xlabel("tokens/s over off, on as many devices")
+
+
+def where(axes: Axes, rows: Sequence[Row]) -> None:
+    """What is fastest, by what decides: the grid at acceptance .8, and models by published figures."""
+    colours = {"off": GREY, "coupled": ENGINE, "decoupled": DRAFTER}
+    for row in rows:
+        is_grid = row["setting"].startswith("draft step")
+        if is_grid and row["acceptance"] != "0.8":
+            continue
+        at = number(row["draft step of a pass"]), number(row["pass with twice the requests"])
+        axes.plot(*at, "s" if is_grid else "o", color=colours[row["fastest"]], markersize=11 if is_grid else 5,
+                  markeredgecolor="white" if is_grid else INK)  # fmt: skip
+        if is_grid:
+            best = max(number(row["coupled"]), number(row["decoupled"]))
+            axes.annotate(f"{best:.2f}", at, xytext=(0, -14), textcoords="offset points", ha="center", fontsize=7)
+    for name, colour in colours.items():
+        axes.plot([], [], "s", color=colour, label=name)
+    axes.set(xscale="log", xlabel="draft step, as a share of a pass", ylabel="pass with twice the requests")
+    axes.set_xticks([1 / 16, 1 / 8, 1 / 4, 1 / 2], ["1/16", "1/8", "1/4", "1/2"])
+    axes.minorticks_off()
+    axes.set_ylim(0.93, None)
+    axes.legend(frameon=False, fontsize=8, loc="upper left", bbox_to_anchor=(1, 1), title="fastest")
+
+
 def rollouts(axes: Axes, rows: Sequence[Row]) -> None:
     """Rollouts in the paper's settings."""
     names = ("auto", "decoupled", "vanilla")
@@ -360,6 +390,8 @@ PLOTS = {
     "equality": Plot(drafts, "Draft tokens that were compared", 3.8),
     "faults": Plot(deaths, "What was killed, when, and how the run went on", 2.6),
     "decoupled_speed": Plot(decoupled, "Speed over plain decoding, every cell", 6.0),
+    "paced_clock": Plot(where, "What is fastest on equal devices; circles are models by published figures", 3.4),
+    "paced": Plot(paced, "Speed over plain decoding at the pace of GPUs"),
     "paper_rollouts": Plot(rollouts, "Simulated rollouts over plain ones", 4.6),
     "speculation_speed_profile": Plot(rounds, "Milliseconds of a round", 5.2),
     "acceptance": Plot(acceptance, "accept_length beside the constant draft temperature"),

@@ -25,6 +25,17 @@ class Lane:
     agreed: int
     """Leading tokens of `tokens` that are what they were in the last call for this key; keys and values of later ones
     may be dropped. 0 in the first call."""
+    branch: int | None = None
+    """Output position from which the lane leaves the request's own tokens, with a second choice. Its keys and values
+    before are those of the request's own lane; what it adds is shown again in every call and need not be kept."""
+
+
+@runtime_checkable
+class Branching(Protocol):
+    """Of continuers that are also asked for lanes with a `branch`."""
+
+    def seconds(self) -> list[int]:
+        """Return, for each lane of the last call, the second choice for the first of its tokens; -1 if unknown."""
 
 
 @runtime_checkable

@@ -20,6 +20,7 @@ SILENT_S = 30.0
 TAILS_EVERY_S = 1e-3  # while more is drafted at once: frames cost more than what is in them
 MAX_SESSIONS = 1024
 AHEAD = 2  # windows: one that the engine can verify now, and one ahead of that
+UNKNOWN = -1  # a second choice that the continuer does not tell
 Key = tuple[int, int]  # session of the engine, number of the request there
 
 
@@ -35,6 +36,8 @@ class Mirror:
     reserved: int = 0  # tokens that count against the bound
     complete: bool = True  # whether no commit is missing
     unsent: bool = False  # there are draft tokens that the engine was not sent
+    branches: dict[int, list[int]] = field(default_factory=dict)
+    """By output position of the drafted tokens: the second choice there, and what may follow it."""
     _stuck: bool = False  # the continuer had nothing to add to these tokens
     _shown_from: int = 0
     _shown: list[int] = field(default_factory=list)  # tokens of the last lane, from `_shown_from` on
@@ -46,6 +49,11 @@ class Mirror:
     @property
     def num_ahead(self) -> int:
         return len(self.tokens) - self.committed
+
+    @property
+    def num_drafted(self) -> int:
+        """Return the draft tokens that it has, those of branches included."""
+        return self.num_ahead + sum(map(len, self.branches.values()))
 
     @property
     def most_held(self) -> int:
@@ -72,43 +80,90 @@ class Mirror:
             agreed=self._shown_from + common(self._shown, self.tokens[self._shown_from :]),
         )
 
-    def extended(self, lane: Lane, draft: Sequence[int]) -> int:
+    def short_branches(self) -> list[tuple[int, int, int]]:
+        """Return (tokens, tokens drafted before, position) of the branches that want another token: those that the
+        next verify may decide, and no longer than a window."""
+        last = self.committed + self.window
+        return [
+            (len(branch), at - self.committed, at)
+            for at, branch in self.branches.items()
+            if at < last and len(branch) <= self.window
+        ]
+
+    def branch_lane(self, at: int) -> Lane:
+        """Return the branch at a position for the next call of the continuer, valid until the mirror changes."""
+        return Lane(
+            key=self.key,
+            prompt_ids=self.opening.prompt_ids,
+            tokens=[*self.tokens[:at], *self.branches[at]],
+            seed=self.opening.seed,
+            temperature=self.opening.temperature,
+            agreed=at,
+            branch=at,
+        )
+
+    def branched(self, at: int, draft: Sequence[int]) -> int:
+        """Append what the continuer answered to the lane of a branch; return how many tokens were kept."""
+        if not draft:
+            del self.branches[at]
+            return 0
+        self.branches[at].append(draft[0])
+        self.unsent = True
+        return 1
+
+    def extended(self, lane: Lane, draft: Sequence[int], second: int = UNKNOWN) -> int:
         """Append what the continuer answered to the last lane; return how many tokens were kept."""
         self._shown_from, self._shown = self.committed, list(lane.tokens[self.committed :])
         tokens = draft[: self._room]
+        branches = tokens and second not in (UNKNOWN, tokens[0])
+        if branches:
+            self.branches[len(self.tokens)] = [second]
         self.tokens += tokens
         self._stuck = not tokens
         self.unsent = self.unsent or bool(tokens)
-        return len(tokens)
+        return len(tokens) + bool(branches)
 
     def commit(self, fresh: Sequence[int], now_s: float) -> int:
         """Commit these tokens after those that are; return how many drafted ones are thrown away."""
-        ahead = self.tokens[self.committed :]
-        agreed = common(ahead, fresh)
-        wasted = 0
+        before = self.num_drafted
+        agreed = common(self.tokens[self.committed :], fresh)
         if agreed < len(fresh):
-            wasted = len(ahead) - agreed
+            self._take_branch(self.committed + agreed, fresh[agreed:])
+            agreed = common(self.tokens[self.committed :], fresh)
+        if agreed < len(fresh):
             self.tokens[self.committed + agreed :] = fresh[agreed:]
-            self.unsent = False
+            self.branches.clear()
         self.committed += len(fresh)
+        self.branches = {at: branch for at, branch in self.branches.items() if at >= self.committed}
+        self.unsent = self.unsent and self.num_ahead > 0
         self._stuck = False
+        wasted = max(0, before - agreed - self.num_drafted)
         if not self.num_ahead:
             self.emptied_s = now_s
         return wasted
 
-    def tail(self, now_s: float) -> Tail:
-        """Return all that is drafted ahead. The engine has it then."""
+    def _take_branch(self, at: int, fresh: Sequence[int]) -> None:
+        """Go on with the second choice at a position, if that is what was committed there."""
+        branch = self.branches.get(at)
+        if branch is None or branch[0] != fresh[0]:
+            return
+        self.tokens[at:] = branch
+        self.branches.clear()
+
+    def tails(self, now_s: float) -> list[Tail]:
+        """Return all that is drafted ahead, the likeliest first. The engine has it then."""
         self.unsent = False
         wait_us = 0
         if self.emptied_s is not None:
             wait_us = max(1, round((now_s - self.emptied_s) * 1e6))
             self.emptied_s = None
-        return Tail(
-            request=self.key[1],
-            base=self.committed,
-            tokens=protocol.pack(self.tokens[self.committed :]),
-            wait_us=wait_us,
-        )
+        request, base = self.key[1], self.committed
+        ahead = self.tokens[base:]
+        paths = [[*ahead[: at - base], *branch] for at, branch in self.branches.items() if len(branch) > 1]
+        return [
+            Tail(request=request, base=base, tokens=protocol.pack(ahead), wait_us=wait_us),
+            *(Tail(request, base, protocol.pack(path[: protocol.MAX_TAIL_TOKENS])) for path in paths),
+        ]
 
 
 @dataclass(slots=True)
@@ -302,11 +357,27 @@ class Mirrors:
             del ready[max_lanes:]
         return [mirror.lane() for mirror in ready]
 
-    def extended(self, lanes: Sequence[Lane], drafts: Sequence[Sequence[int]]) -> None:
-        for lane, draft in zip(lanes, drafts, strict=True):
+    def branches(self, max_lanes: int) -> list[Lane]:
+        """Return branches that want another token: short ones first, then those that are decided first. Valid until the
+        next call of another method."""
+        short = [(*found, mirror) for mirror in self._oldest.values() for found in mirror.short_branches()]
+        if len(short) > max_lanes:
+            short.sort(key=lambda found: found[:2])
+            del short[max(0, max_lanes) :]
+        return [mirror.branch_lane(at) for _, _, at, mirror in short]
+
+    def extended(
+        self, lanes: Sequence[Lane], drafts: Sequence[Sequence[int]], seconds: Sequence[int] | None = None
+    ) -> None:
+        """Append what the continuer answered. `seconds`: its second choices for the first tokens."""
+        for lane, draft, second in zip(lanes, drafts, seconds or [UNKNOWN] * len(lanes), strict=True):
             key = cast(Key, lane.key)
+            mirror, session = self._oldest[key], self._sessions[key[0]]
+            if lane.branch is not None:
+                session.drafted += mirror.branched(lane.branch, draft)
+                continue
             self._unread.discard(key)
-            self._sessions[key[0]].drafted += self._oldest[key].extended(lane, draft)
+            session.drafted += mirror.extended(lane, draft, second)
 
     def forget_all(self) -> None:
         for session in list(self._sessions.values()):
@@ -337,7 +408,7 @@ class Mirrors:
         unsent = [mirror for mirror in peer.mirrors.values() if mirror.unsent and (due or mirror.emptied_s is not None)]
         if unsent and due:
             peer.tails_s = now_s
-        tails = [mirror.tail(now_s) for mirror in unsent]
+        tails = [tail for mirror in unsent for tail in mirror.tails(now_s)]
         for first in range(0, len(tails), protocol.MAX_ROWS):
             records.append(protocol.columns(tails[first : first + protocol.MAX_ROWS], version=version))
         return self._out.frames(records, self.drops, receiver=session)
@@ -365,6 +436,6 @@ class Mirrors:
         self._unread.discard(key)
         session = self._sessions[key[0]]
         del session.mirrors[key[1]]
-        session.wasted += mirror.num_ahead
+        session.wasted += mirror.num_drafted
         self._reserved -= mirror.reserved
         self._forgotten.append(key)

@@ -44,6 +44,7 @@ class Request:
     opened_s: float = float("-inf")
     base: int = 0  # position of the tail's first token
     tokens: bytes | None = None  # the tail, packed: a list is ten times as much to fetch after a verify
+    branches: list[bytes] = field(default_factory=list)  # tails from there that leave it at a second choice
 
 
 @dataclass(slots=True)
@@ -74,7 +75,8 @@ class Tails:
 
     Invariants: no draft token stands on another prefix than the one that it was drafted for; a request is with one
     drafter or none, and only that drafter's tails count; a drafter that does not answer for `SILENT_S` loses its
-    requests to the others, and is sent all that it should hold when it answers again; one tail is kept per request.
+    requests to the others, and is sent all that it should hold when it answers again; a request's tails are those of
+    its drafter's last message.
     """
 
     def __init__(self, session: int, *, engine: str, num_drafters: int, window: int) -> None:
@@ -162,11 +164,19 @@ class Tails:
             known = request.output_ids[request.base :]
             start = len(known)
             if tokens[:start] != known:
-                tokens, request.tokens = [], None
-                stale += 1
+                tokens = self._branch(request, known)
+                stale += not tokens
             drafts.append(tokens[start : start + window])
         self.drops.expect("stale", stale)
         return drafts
+
+    @staticmethod
+    def _branch(request: Request, known: Sequence[int]) -> list[int]:
+        """Go over to the tail that begins with these tokens, where the drafter's first choice was wrong; none may."""
+        head = protocol.pack(known)
+        request.tokens = next((tail for tail in request.branches if tail.startswith(head)), None)
+        request.branches = []
+        return protocol.unpack(request.tokens) if request.tokens is not None else []
 
     # ---------------------------------------------------------------------------------------------------- what arrives
 
@@ -220,13 +230,14 @@ class Tails:
         drafter.closed.clear()
         drafter.arrived.clear()
         for request in drafter.requests.values():
-            request.num_sent, request.tokens = 0, None
+            request.num_sent, request.tokens, request.branches = 0, None, []
             drafter.unopened[request.number] = request
 
     def _tails(self, index: int, records: Sequence[TailColumns]) -> None:
         """Keep the newest tails. One loop without calls, since there are hundreds of requests per round."""
         find = self._drafters[index].requests.get
         late = stale = 0
+        kept = -1  # the last request whose tail was kept
         for number, base, tokens in protocol.newest(records):
             request = find(number)
             if request is None:
@@ -239,9 +250,11 @@ class Tails:
             elif base + len(tokens) // protocol.TOKEN_BYTES <= len(request.output_ids) or (
                 request.tokens is not None and base < request.base
             ):
-                stale += 1
+                stale += number != kept
+            elif number == kept and base == request.base:
+                request.branches.append(tokens)
             else:
-                request.base, request.tokens = base, tokens
+                request.base, request.tokens, request.branches, kept = base, tokens, [], number
         self.drops.expect("late", late)
         self.drops.expect("stale", stale)
 
@@ -365,3 +378,4 @@ class Tails:
         if drafter.unopened.pop(request.number, None) is None or request.num_sent:
             drafter.closed.append(request.number)
         request.drafter = request.tokens = None
+        request.branches = []

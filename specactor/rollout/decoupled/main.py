@@ -23,7 +23,7 @@ from types import FrameType
 import msgspec
 
 from specactor.rollout import frames
-from specactor.rollout.decoupled.continuer import Continuer, Renewable, Sleeper
+from specactor.rollout.decoupled.continuer import Branching, Continuer, Renewable, Sleeper
 from specactor.rollout.decoupled.drafter_side import Mirrors
 from specactor.rollout.decoupled.protocol import Drops
 from specactor.rollout.decoupled.spec import (
@@ -97,13 +97,16 @@ def serve(
 MAX_SAMPLES = 15  # of batches of about equal sizes, the latest
 MIN_SAMPLES = 3
 MUCH = 2.0  # a batch that takes more than so many times as long takes much longer
+FREE = 1.06  # a batch that takes at most so many times as long takes hardly longer
 
 
 class Pace:
     def __init__(self) -> None:
-        self._seconds: dict[int, deque[float]] = {}
+        self._seconds: dict[int, deque[float]] = {}  # of the latest batches, by the logarithm of their lanes
+        self._lanes: dict[int, int] = {}  # of the last of them
 
     def batch(self, lanes: int, seconds: float) -> None:
+        self._lanes[lanes.bit_length()] = lanes
         self._seconds.setdefault(lanes.bit_length(), deque(maxlen=MAX_SAMPLES)).append(seconds)
 
     def is_slower(self, few: int, many: int) -> bool:
@@ -113,6 +116,20 @@ class Pace:
             return False
         known = [of for size, of in self._seconds.items() if first <= size < last and len(of) >= MIN_SAMPLES]
         return any(median(self._seconds[last]) > MUCH * median(of) for of in known)
+
+    def free(self, lanes: int, max_lanes: int) -> int:
+        """Return how many further lanes a batch may have that takes hardly longer with them: of at most twice as many
+        as were tried, by the line through the smallest and the largest batches that are known."""
+        known = sorted(size for size, of in self._seconds.items() if len(of) >= MIN_SAMPLES)
+        if not known:
+            return 0
+        few, many = self._lanes[known[0]], self._lanes[known[-1]]
+        few_s, many_s = median(self._seconds[known[0]]), median(self._seconds[known[-1]])
+        most = min(2 * many, max_lanes) - lanes
+        if many_s > few_s:
+            lane_s = (many_s - few_s) / (many - few)
+            most = min(most, int((FREE - 1.0) * (few_s / lane_s + max(0, lanes - few))))
+        return max(0, most)
 
 
 class Loop:
@@ -198,6 +215,10 @@ class Loop:
             continuer.forget(key)
         self._send(more=self.busy)  # an engine that asks whether anybody is here need not wait for the draft
         lanes = mirrors.wanted(self._max_lanes, slower=self._pace.is_slower)
+        own = len(lanes)
+        branching = continuer if isinstance(continuer, Branching) else None
+        if branching is not None:
+            lanes += mirrors.branches(self._pace.free(own, self._max_lanes))
         if lanes:
             began_s = time.perf_counter()
             drafts = continuer.extend(lanes)
@@ -206,8 +227,8 @@ class Loop:
             self._pace.batch(len(lanes), ended_s - began_s)
             tokens = sum(map(len, drafts))
             self.recorder.span("draft", "draft", began_s, ended_s, requests=len(lanes), tokens=tokens)
-            self._drafted = (len(lanes), tokens)
-            mirrors.extended(lanes, drafts)
+            self._drafted = (own, sum(map(len, drafts[:own])))
+            mirrors.extended(lanes, drafts, branching.seconds() if branching is not None else None)
         self.busy = bool(lanes)
         self._send(more=self.busy)
 

@@ -22,7 +22,7 @@ from specactor.config import MAX_WINDOW
 from specactor.errors import SpecActorError
 
 MAGIC = b"SADP"
-VERSION = 4
+VERSION = 5
 MAX_FRAME_BYTES = 16 << 20
 MAX_TAIL_TOKENS = 2 * MAX_WINDOW  # a window in the hands of the verifier, and a window ahead of it
 MAX_ROWS = 1 << 14  # tails in one record: with all their tokens, less than a frame
@@ -117,7 +117,8 @@ class Tail(NamedTuple):
 
 
 class TailColumns(_Record, frozen=True, tag=20):
-    """Drafter: packed tails in columns, since hundreds of objects cost an engine too much. Requests are in it once."""
+    """Drafter: packed tails in columns, since hundreds of objects cost an engine too much. Of a request's tails, which
+    begin at one position, the first is the likeliest; the others leave it at a second choice."""
 
     requests: bytes  # 8 bytes each
     bases: bytes  # 8 bytes each
@@ -216,7 +217,7 @@ def columns(tails: Sequence[Tail], *, version: int) -> TailColumns:
 
 
 def newest(records: Sequence[TailColumns]) -> Iterator[tuple[int, int, bytes]]:
-    """Return (request, base, packed tokens) of every request's last tail. A drafter sends several between two rounds,
+    """Return (request, base, packed tokens) of every request's last tails. A drafter sends several between two rounds,
     each with all that is ahead, so earlier ones are not looked into."""
     seen: set[int] = set()
     last = b""

@@ -13,11 +13,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from specactor.rollout.decoupled.continuer import Lane
+from specactor.rollout.decoupled.drafter_side import UNKNOWN
 from specactor.rollout.decoupled.spec import DrafterSpec
 from specactor.rollout.sglang.draft_runner import DraftRunner, DraftText, SequenceCache, load_alone
 from specactor.rollout.sglang.draft_slots import BLOCK_TOKENS, Slots
 from specactor.weights_sync import draft_push
 from specactor.weights_sync.messages import DraftWeights
+
+BRANCH = "branch"
+"""Of the keys of places that branches have during a call."""
 
 
 @dataclass(slots=True)
@@ -39,6 +43,8 @@ class DraftBackend:
         """Args: runner: SGLang's, from `draft_runner.load_alone`."""
         self.version = 0
         self._runner = self.runner_type(runner)
+        self._runner.seconds = []
+        self._seconds: list[int] = []
         self._slots = Slots(num_slots=self._runner.num_slots, num_rows=self._runner.num_rows)
         self._known: dict[Hashable, _Known] = {}
 
@@ -83,14 +89,24 @@ class DraftBackend:
         self._known.pop(key, None)
 
     def extend(self, lanes: Sequence[Lane]) -> list[list[int]]:
-        """Draft a token for each lane; none for a text that is too long for the context or the whole pool."""
+        """Draft a token for each lane; none for a text that is too long for the context or the whole pool, and for a
+        branch without room beside all texts."""
         for lane in lanes:
-            self._meet(lane)
+            if lane.branch is None:
+                self._meet(lane)
         answers: list[list[int]] = [[] for _ in lanes]
+        self._seconds = [UNKNOWN] * len(lanes)
         for batch in self._batches(lanes):
-            for i, draft in zip(batch, self._runner.draft(list(batch.values())), strict=True):
-                answers[i] = draft
+            drafts = self._runner.draft(list(batch.values()))
+            for i, draft, second in zip(batch, drafts, self._runner.seconds or [], strict=True):
+                answers[i], self._seconds[i] = draft, second
+        for i in range(len(lanes)):
+            self._slots.free((BRANCH, i))
         return answers
+
+    def seconds(self) -> list[int]:
+        """See `continuer.Branching`."""
+        return self._seconds
 
     def _meet(self, lane: Lane) -> None:
         """Find out what is still seen of a text that may have changed since the last call."""
@@ -106,9 +122,11 @@ class DraftBackend:
     def _batches(self, lanes: Sequence[Lane]) -> Iterator[dict[int, DraftText]]:
         """All lanes that have room, by their index, in as few batches as the pool allows; a batch is computed before
         the next. Who is not asked for loses its place before others do."""
-        asked = {lane.key for lane in lanes}
+        asked = {lane.key for lane in lanes if lane.branch is None}
         batch: dict[int, DraftText] = {}
         for i, lane in enumerate(lanes):
+            if lane.branch is not None:
+                continue
             text = self._place(lane, asked) or self._place(lane, {lanes[j].key for j in batch})
             if text is None and batch:
                 yield batch
@@ -116,8 +134,35 @@ class DraftBackend:
                 text = self._place(lane, ())
             if text is not None:
                 batch[i] = text
+        for i, lane in enumerate(lanes):
+            branch = self._branch(i, lane) if lane.branch is not None else None
+            if branch is not None:
+                batch[i] = branch
         if batch:
             yield batch
+
+    def _branch(self, i: int, lane: Lane) -> DraftText | None:
+        """The text of a branch, with the keys of its request's own text, and a place of its own for this call; None
+        where nothing is free, or the own text lost its place."""
+        assert lane.branch is not None
+        known, row = self._known.get(lane.key), self._slots.row(lane.key)
+        length, total = len(lane.prompt_ids) + lane.branch, len(lane.prompt_ids) + len(lane.tokens)
+        if known is None or row is None or known.cache.cached < length or total > self._runner.context_length:
+            return None
+        if not self._slots.free_rows or not self._slots.free_blocks or total - length > BLOCK_TOKENS:
+            return None
+        reserved = self._slots.reserve((BRANCH, i), 1)
+        assert reserved is not None
+        self._runner.share(row, reserved.row, length=length, block=reserved.new_blocks[0][1])
+        return DraftText(
+            prompt_ids=lane.prompt_ids,
+            output_ids=lane.tokens,
+            seed=lane.seed,
+            temperature=lane.temperature,
+            window=1,
+            row=reserved.row,
+            cache=SequenceCache(cached=length),
+        )
 
     def _place(self, lane: Lane, in_use: Collection[Hashable]) -> DraftText | None:
         """The text with a row of the page table; None where there is no room beside those in use."""

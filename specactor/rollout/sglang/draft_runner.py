@@ -243,6 +243,8 @@ class DraftRunner:
         from sglang.srt.model_executor import forward_batch_info
 
         self._runner = runner
+        self.seconds: list[int] | None = None
+        """Of the last call, per text its second choice for the first token, for whoever sets it to a list before."""
         self._info = forward_batch_info
         self._vocab_size = int(runner.model_config.vocab_size)
         self._device = torch.device(runner.device)
@@ -290,6 +292,14 @@ class DraftRunner:
         slot = slot_range(block).start
         table[row, first:stop] = torch.arange(slot, slot + stop - first, dtype=table.dtype, device=table.device)
 
+    def share(self, row: int, own: int, *, length: int, block: int) -> None:
+        """Let a row of the page table read the first `length` tokens of another; its own lie in this block."""
+        table = self._runner.req_to_token_pool.req_to_token
+        stop = min(length + BLOCK_TOKENS, table.shape[1])
+        table[own, :length] = table[row, :length]
+        slot = slot_range(block).start
+        table[own, length:stop] = torch.arange(slot, slot + stop - length, dtype=table.dtype, device=table.device)
+
     @torch.no_grad()
     def draft(self, texts: Sequence[DraftText]) -> list[list[int]]:
         """What may follow each text: a pass over the tokens that the model has not seen, a row for each, and a pass per
@@ -301,17 +311,26 @@ class DraftRunner:
         order = sorted(range(len(texts)), key=lambda i: -texts[i].window)
         batch = DraftBatch([texts[i] for i in order], self._device, self.draft_temperature)
         with forward_context(ForwardContext(attn_backend=self._runner.attn_backend)):
-            columns = [self._sample(self._catch_up(batch), batch, 0)]
+            logits_BV = self._catch_up(batch)
+            columns = [self._sample(logits_BV, batch, 0)]
+            if self.seconds is not None:
+                others_BV = logits_BV.scatter(1, columns[0].long()[:, None], float("-inf"))
+                second_B = self._sample(others_BV, batch, 0)
             for depth in range(1, batch.texts[0].window):
                 count = batch.count(depth)
                 logits_BV = self._logits(columns[-1][:count], batch.table[:count], batch.base[:count] + depth)
                 columns.append(self._sample(logits_BV, batch, depth))
+        if self.seconds is not None:
+            columns.append(second_B)
         tokens = torch.cat(columns).tolist()  # one wait for the device
         starts = [0, *accumulate(map(len, columns))]
         drafts: list[list[int]] = [[] for _ in texts]
         for b, i in enumerate(order):
             drafts[i] = [tokens[start + b] for start in starts[: texts[i].window]]
             texts[i].cache.fed = drafts[i][:-1]
+        if self.seconds is not None:
+            seconds = dict(zip(order, tokens[starts[-2] :], strict=True))
+            self.seconds = [seconds[i] for i in range(len(texts))]
         return drafts
 
     def _sample(self, logits_BV: Tensor, batch: DraftBatch, depth: int) -> Tensor:

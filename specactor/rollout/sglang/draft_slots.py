@@ -61,6 +61,11 @@ class Slots:
     def free_rows(self) -> int:
         return len(self._free_rows)
 
+    def row(self, key: Hashable) -> int | None:
+        """Return the row of a request's place, if it has one."""
+        place = self._places.get(key)
+        return place.row if place else None
+
     def reserve(self, key: Hashable, tokens: int, *, in_use: Collection[Hashable] = ()) -> Reservation | None:
         """Room for `tokens` positions of a request. None, and nothing changes, where only `in_use` could make room."""
         place = self._places.get(key)

@@ -8,7 +8,7 @@ from itertools import count
 
 from specactor.rollout.decoupled.drafter_side import AHEAD, Mirrors
 from specactor.rollout.decoupled.engine_side import BEAT_EVERY_S, SILENT_S, Tails
-from tests.rollout.decoupled.scripted import Scripted, script
+from tests.rollout.decoupled.scripted import WRONG, Scripted, script
 
 WINDOW = 3
 SESSIONS = count(1)
@@ -44,8 +44,9 @@ class DrafterEnd:
         lanes = mirrors.wanted(4)
         for lane in lanes:
             assert len(lane.prompt_ids) + len(lane.tokens) < mirrors._oldest[lane.key].reserved, "keys beyond the bound"
+        lanes += mirrors.branches(3)
         if lanes:
-            mirrors.extended(lanes, self.continuer.extend(lanes))
+            mirrors.extended(lanes, self.continuer.extend(lanes), self.continuer.seconds())
         return [
             (session, frame)
             for session in mirrors.sessions
@@ -100,7 +101,7 @@ class World:
         text = end.texts[name]
         text.output += script(text.prompt, text.output, right)
         for _ in range(wrong):
-            text.output.append(script(text.prompt, text.output, 1)[0] + 1000)
+            text.output.append(script(text.prompt, text.output, 1)[0] + WRONG)
         end.tails.commit([name])
 
     def close(self, engine: int, name: str) -> None:
@@ -186,6 +187,7 @@ class World:
             for key, mirror in mirrors._oldest.items():
                 held += len(mirror.opening.prompt_ids) + len(mirror.tokens)
                 assert 0 <= mirror.num_ahead <= AHEAD * WINDOW
+                assert all(mirror.committed <= at < len(mirror.tokens) for at in mirror.branches)
                 text = self._text(key)
                 if text is not None:
                     assert list(text.prompt) == list(mirror.opening.prompt_ids)

@@ -9,6 +9,8 @@ from collections.abc import Hashable, Sequence
 from specactor.rollout.decoupled.continuer import Lane
 
 VOCABULARY = 40
+WRONG = 1000
+"""What a wrong token is above the script's, and the second choice above the first: the script goes on after both."""
 
 
 def follower(prompt_ids: Sequence[int], output_ids: Sequence[int]) -> int:
@@ -32,18 +34,29 @@ class Scripted:
     def __init__(self, step_s: float = 0.0) -> None:
         self.seen: dict[Hashable, list[int]] = {}
         self.calls = 0
+        self._seconds: list[int] = []
         self._step_s = step_s
 
     def extend(self, lanes: Sequence[Lane]) -> list[list[int]]:
         self.calls += 1
-        assert len({lane.key for lane in lanes}) == len(lanes)
+        assert len({(lane.key, lane.branch) for lane in lanes}) == len(lanes)
         for lane in lanes:
+            if lane.branch is not None:
+                shown = self.seen[lane.key][: lane.branch]
+                assert list(lane.tokens[: lane.branch]) == shown, "a branch of other tokens"
+                assert len(lane.tokens) > lane.branch == lane.agreed
+                continue
             before = self.seen.get(lane.key, [])
             assert lane.agreed <= len(before), "tokens that it was never shown"
             assert list(lane.tokens[: lane.agreed]) == before[: lane.agreed], "they have changed"
             self.seen[lane.key] = list(lane.tokens)
         time.sleep(self._step_s)
-        return [[follower(lane.prompt_ids, lane.tokens)] for lane in lanes]
+        drafts = [[follower(lane.prompt_ids, lane.tokens)] for lane in lanes]
+        self._seconds = [draft[0] + WRONG for draft in drafts]
+        return drafts
+
+    def seconds(self) -> list[int]:
+        return self._seconds
 
     def forget(self, key: Hashable) -> None:
         self.seen.pop(key, None)

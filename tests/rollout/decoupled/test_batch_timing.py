@@ -41,3 +41,23 @@ def test_a_batch_that_read_prompts_says_nothing(lanes: int) -> None:
     for _ in range(3):
         pace.batch(lanes, 1.0)
     assert not pace.is_slower(4, 64)
+
+
+def test_lanes_are_free_where_batches_take_as_long_with_them() -> None:
+    free = paced(lambda lanes: 0.01)
+    assert free.free(8, 256) == 120  # twice as many as were tried
+    assert free.free(8, 100) == 92
+    assert free.free(300, 256) == 0
+    assert paced(lambda lanes: 0.01 + 1e-5 * lanes).free(8, 256) == pytest.approx(60, abs=10)
+    assert paced(lambda lanes: 0.01 * lanes).free(1, 256) == 0
+    assert Pace().free(8, 256) == 0  # of nothing known
+
+
+def test_a_batch_with_more_lanes_that_takes_longer_is_met_three_times() -> None:
+    pace = Pace()
+    met = 0
+    for _ in range(30):
+        more = pace.free(2, 256)
+        met += more > 0
+        pace.batch(2 + more, 0.01 * (2 + more))
+    assert met <= MIN_SAMPLES

@@ -344,3 +344,30 @@ def test_without_any_drafter() -> None:
         end.tails.close("a")
         assert end.tails.num_requests == 0
         assert end.tails.version == 0
+
+
+def test_a_second_choice_has_its_drafts_at_once() -> None:
+    end = End()
+    end.open("a")
+    end.hear(pulse())
+    end.say()
+    end.hear(tails(*(Tail(1, 0, pack(tokens)) for tokens in ((5, 6, 7), (5, 9, 8, 3), (4, 1, 2)))))
+    assert end.draft("a") == [5, 6, 7]
+    end.commit("a", 5, 9)
+    assert end.draft("a") == [8, 3]
+    end.commit("a", 8)
+    assert end.draft("a") == [3]
+    end.commit("a", 7)
+    assert end.draft("a") == []
+    assert end.tails.drops.counts["stale"] == 1
+
+
+def test_branches_are_those_of_the_last_tail() -> None:
+    end = End()
+    end.open("a")
+    end.hear(pulse())
+    end.say()
+    end.hear(tails(Tail(1, 0, pack((5, 6))), Tail(1, 0, pack((9, 8)))))
+    end.hear(tail(0, 5, 6, 7))
+    end.commit("a", 9)
+    assert end.draft("a") == []

@@ -46,6 +46,26 @@ class AnyTail(Tails):
                 request.base, request.tokens = base, tokens
 
 
+class AnyBranch(Tails):
+    """Goes over to a branch whatever it begins with."""
+
+    @staticmethod
+    def _branch(request: Any, known: Sequence[int]) -> list[int]:
+        request.tokens = request.branches[0] if request.branches else None
+        return protocol.unpack(request.tokens) if request.tokens is not None else []
+
+
+class BranchesKept(Mirrors):
+    """Keeps branches of tokens that were thrown away."""
+
+    def _commit(self, session: Any, request: int, position: int, tokens: Sequence[int], now_s: float) -> None:
+        mirror = session.mirrors.get(request)
+        before = dict(mirror.branches) if mirror is not None else {}
+        super()._commit(session, request, position, tokens, now_s)
+        if mirror is not None and mirror.num_ahead == 0:
+            mirror.branches |= {at: branch for at, branch in before.items() if at > mirror.committed}
+
+
 class ResendIgnored(Tails):
     def _resend(self, index: int, record: Any, now_s: float) -> None:
         pass
@@ -187,8 +207,8 @@ class NoBound(Mirrors):
 
 
 class AheadWithoutBound(Mirrors):
-    def extended(self, lanes: Any, drafts: Any) -> None:
-        super().extended(lanes, drafts)
+    def extended(self, lanes: Any, drafts: Any, seconds: Any = None) -> None:
+        super().extended(lanes, drafts, seconds)
         for lane in lanes:
             if self._oldest[lane.key].num_ahead > 5:
                 lane.tokens.extend([0] * 5)

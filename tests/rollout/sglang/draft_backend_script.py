@@ -4,6 +4,8 @@ A line on stdin is a JSON list, the name of an operation and its arguments; the 
 with ANSWER. Operations:
   new NAME STEPS            forget all, and begin with the backend of this name
   extend LANES              its answers
+  seconds                   its second choices of the last call
+  second LANES              the token of the second score, and by how much that is above the third, as reference
   forget KEY
   reference LANES           per lane, what transformers' logits and the noise give for the next token, and by how much
                             its score is above the second
@@ -17,6 +19,7 @@ with ANSWER. Operations:
 import json
 import sys
 from dataclasses import replace
+from itertools import pairwise
 
 import torch
 from transformers import AutoModelForCausalLM
@@ -33,23 +36,24 @@ def lanes_of(values: list[dict[str, object]]) -> list[Lane]:
     return [replace(Lane(**value), prompt_ids=tuple(value["prompt_ids"])) for value in values]  # type: ignore[arg-type]
 
 
-def references(model: torch.nn.Module, lanes: list[Lane]) -> list[tuple[int, float]]:
+def references(model: torch.nn.Module, lanes: list[Lane], *, choice: int = 0) -> list[tuple[int, float]]:
     texts = [[*lane.prompt_ids, *lane.tokens] for lane in lanes]
     longest = max(map(len, texts))
     with torch.no_grad():
         logits_BTV = model(torch.tensor([text + [0] * (longest - len(text)) for text in texts])).logits
     last = [logits_TV[len(text) - 1] for text, logits_TV in zip(texts, logits_BTV, strict=True)]
-    return [reference(lane, logits_V) for lane, logits_V in zip(lanes, last, strict=True)]
+    return [reference(lane, logits_V, choice) for lane, logits_V in zip(lanes, last, strict=True)]
 
 
-def reference(lane: Lane, logits_V: torch.Tensor) -> tuple[int, float]:
+def reference(lane: Lane, logits_V: torch.Tensor, choice: int) -> tuple[int, float]:
     scores_V = torch.log_softmax(logits_V / (lane.temperature or 1.0), dim=0).double()
     if lane.temperature:
         position = torch.tensor([len(lane.prompt_ids) + len(lane.tokens) - 1])
         words_V = murmur_hash32(torch.tensor([lane.seed]), position, torch.arange(len(scores_V)))[0]
         scores_V = scores_V - (-(words_V.double() / (2**32 - 1)).log()).log()
-    best, second = scores_V.topk(2).values.tolist()
-    return int(scores_V.argmax()), best - second
+    best = scores_V.topk(3)
+    ranked = best.values.tolist()
+    return int(best.indices[choice]), min(a - b for a, b in pairwise(ranked[: choice + 2]))
 
 
 def renew(backend: DraftBackend, source: torch.nn.Module, *, damaged: bool) -> str:
@@ -74,6 +78,10 @@ def main(folder: str, tokens: int, requests: int, context: int) -> None:
                 backend = getattr(wrong_draft_backends, arguments[0])(runner)
             case "extend":
                 answer = backend.extend(lanes_of(arguments[0]))
+            case "seconds":
+                answer = backend.seconds()
+            case "second":
+                answer = references(model, lanes_of(arguments[0]), choice=1)
             case "forget":
                 backend.forget(arguments[0])
             case "reference":

@@ -61,9 +61,9 @@ class Child:
         answers: list[list[int]] = self("extend", [asdict(lane) for lane in lanes])
         return answers
 
-    def wrong(self, lanes: list[Lane], answers: list[list[int]]) -> int:
+    def wrong(self, lanes: list[Lane], answers: list[list[int]], asked: str = "reference") -> int:
         """How many of the answers' first tokens differ from the reference's, near ties aside."""
-        right = self("reference", [asdict(lane) for lane in lanes])
+        right = self(asked, [asdict(lane) for lane in lanes]) if lanes else []
         return sum(a[0] != token and gap > NEAR_TIE for a, (token, gap) in zip(answers, right, strict=True))
 
     def close(self) -> None:
@@ -290,3 +290,46 @@ def test_one_that_slept_drafts_as_before_and_with_weights_that_came_meanwhile(
     assert (mistakes == 0) == forgets
     for t in texts:
         child("forget", t.key)
+
+
+def branched(child: Child, texts: int, steps: int, seed: int) -> tuple[int, int, int]:
+    """Texts that grow, each with a branch somewhere; (branches with an answer, wrong ones, wrong tokens of texts)."""
+    rng = random.Random(seed)
+    running = [text(rng, i) for i in range(texts)]
+    answered = mistakes = others = 0
+    for _ in range(steps):
+        lanes = [t.lane() for t in running]
+        branches = []
+        for t, lane in zip(running, lanes, strict=True):
+            if t.tokens:
+                at = rng.randrange(len(t.tokens))
+                tokens = [*t.tokens[:at], *(rng.randrange(3, VOCAB) for _ in range(rng.randrange(1, 4)))]
+                branches.append(replace(lane, tokens=tokens, agreed=at, branch=at))
+        answers = child.extend([*lanes, *branches])
+        given = [(lane, answer) for lane, answer in zip(branches, answers[texts:], strict=True) if answer]
+        answered += len(given)
+        mistakes += child.wrong([lane for lane, _ in given], [answer for _, answer in given])
+        others += child.wrong(lanes, answers[:texts])
+        others += child.wrong(lanes, [[second] for second in child("seconds")[:texts]], "second")
+        for t, answer in zip(running, answers[:texts], strict=True):
+            t.tokens += answer
+    for t in running:
+        child("forget", t.key)
+    return answered, mistakes, others
+
+
+@pytest.mark.parametrize("name", ["Shared", "SharesATokenMore"])
+def test_branches_go_on_from_their_own_tokens_and_leave_texts_alone(child: Child, name: str) -> None:
+    begin(child, name)
+    answered, mistakes, others = branched(child, texts=3, steps=12, seed=3)
+    assert answered > 20
+    assert (mistakes == 0) == (name == "Shared")
+    assert others == 0
+    assert child("state") == [0, BLOCKS, ROWS]
+
+
+def test_branches_take_no_place_of_texts(child: Child) -> None:
+    """With as many texts as there are rows, none is free."""
+    begin(child)
+    answered, _, others = branched(child, texts=ROWS, steps=3, seed=5)
+    assert (answered, others) == (0, 0)

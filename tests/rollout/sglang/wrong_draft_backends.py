@@ -32,6 +32,16 @@ class IsGreedy(Shared):
     runner_type = GreedyRunner
 
 
+class SharesATokenMore(Shared):
+    """A branch counts a token of the request's own text as its own."""
+
+    def _branch(self, i: int, lane: Lane) -> DraftText | None:
+        text = super()._branch(i, lane)
+        if text is not None:
+            text.cache.cached += 1
+        return text
+
+
 class KeepsWhatWasRolledBack(Shared):
     """Keys and values of tokens that were replaced count as those of the new ones."""
 

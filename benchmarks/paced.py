@@ -1,0 +1,308 @@
+"""Coupled and decoupled drafting at the pace of real devices, on equal numbers of them.
+
+    python -m benchmarks.paced [--settings NAME ...] [--repetitions 3]
+
+The shipped engines, drafter process, protocol and planner run; a pass and a draft step take as long as on the devices
+that a setting names (`paced_engine`, `paced_devices`). Settings that are not run keep their rows of the stored page.
+
+Invariants: every response is what plain decoding emits, which is checked; contestants take turns, and know costs and
+acceptance from a batch that they decoded before; prefills are left out of all times (those of a single token).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import sys
+import tempfile
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+
+from matplotlib import rc_context
+from matplotlib.figure import Figure
+
+from benchmarks.paced_devices import Devices, Setting, flat, published, script_of, shortened, started
+from benchmarks.paced_engine import Passes
+from benchmarks.pictures import draw_timeline, spans
+from benchmarks.plots import STYLE, number
+from benchmarks.results import RESULTS, Result, likely, markdown, publish, stored
+from specactor.rollout.decoupled.supervisor import DrafterProcess
+from specactor.rollout.speculation.counters import Counts
+from specactor.trace import chrome_trace
+
+BATCHES = 2  # of requests, decoded one after the other
+DENSE = {"target": "Qwen2.5-32B", "gpu": "H100"}
+EXPERTS = {"target": "Qwen3-235B-A22B", "draft": "Qwen3-0.6B", "gpu": "H200", "devices": 8, "context": 4096}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Contestant:
+    mode: str
+    seconds: bool = False  # whether its drafter tells its second choices
+
+
+CONTESTANTS = {
+    "coupled": Contestant(mode="coupled"),
+    "decoupled": Contestant(mode="decoupled", seconds=True),
+    "decoupled, first choices alone": Contestant(mode="decoupled"),
+}
+
+
+def settings() -> dict[str, Setting]:
+    """Return all, by name."""
+    short = {**DENSE, "draft": "Qwen2.5-1.5B", "devices": 8, "context": 1024}
+    long = {**DENSE, "draft": "Qwen2.5-0.5B", "devices": 4, "context": 4096}
+    at64 = published(**long, most=64, dilation=20.0)  # type: ignore[arg-type]
+    found = [
+        Setting(name="a draft step takes a quarter of a pass, batch 8", pace=flat(0.080, 0.020, dilation=1.5), batch=8),
+        *(
+            Setting(
+                name=f"32B on 8 H100, 1.5B drafts, 1k context, batch {batch}",
+                pace=published(**short, most=batch, dilation=30.0),  # type: ignore[arg-type]
+                batch=batch,
+                spread=0.1,
+            )
+            for batch in (8, 32)
+        ),
+        Setting(
+            name="32B on 4 H100, 0.5B drafts, 4k context, batch 16",
+            pace=published(**long, most=16, dilation=16.0),  # type: ignore[arg-type]
+            batch=16,
+            spread=0.1,
+        ),
+        *(
+            Setting(
+                name=f"the same, batch 64, {groups - 1} engines of {groups} when decoupled",
+                pace=at64,
+                batch=64,
+                groups=groups,
+                spread=0.1,
+                tokens=64,
+            )
+            for groups in (2, 4)
+        ),
+        Setting(
+            name="235B of experts on 8 H200, 0.6B drafts, 4k context, batch 32",
+            pace=published(**EXPERTS, most=32, dilation=8.0),  # type: ignore[arg-type]
+            batch=32,
+            spread=0.1,
+        ),
+    ]
+    return {setting.name: setting for setting in found}
+
+
+@dataclass(kw_only=True)
+class Seen:
+    """Of one contestant in one setting."""
+
+    ratios: list[float] = field(default_factory=list)  # over off, a batch each
+    counts: Counts = field(default_factory=Counts)
+    passes: Passes = field(default_factory=Passes)
+    drafter_s: float = 0.0
+    timed_s: float = 0.0
+    emitted: int = 0
+
+    def row(self, setting: Setting, name: str) -> list[str]:
+        engines = setting.groups - (name.startswith("decoupled"))
+        turns = max(1, self.emitted - self.counts.accepted)
+        device_s = engines * self.timed_s
+        return [
+            setting.name,
+            name,
+            likely(self.ratios) if len(self.ratios) > 5 else f"{median(self.ratios):.2f}",
+            f"{self.emitted / turns:.2f}",
+            f"{(self.counts.drafted_at[0] if self.counts.drafted_at else 0) / turns:.2f}",
+            f"{1 - self.passes.busy_s / device_s:.2f}",
+            f"{1 - self.drafter_s / self.timed_s:.2f}" if name.startswith("decoupled") else "-",
+            f"{1e3 * self.passes.own_s / self.passes.passes:.1f}",
+            f"{1e3 * max(0.0, device_s - self.passes.busy_s) / self.passes.passes:.1f}",
+        ]
+
+
+COLUMNS = (
+    "setting",
+    "contestant",
+    "tokens/s over off",
+    "tokens per turn",
+    "turns with drafts",
+    "idle, engines",
+    "idle, drafter",
+    "computing, ms per pass",
+    "between, ms per pass",
+)
+
+
+def add(one: Passes, other: Passes) -> Passes:
+    return Passes(**{name: getattr(one, name) + getattr(other, name) for name in Passes.__struct_fields__})
+
+
+def turn(devices: Devices, name: str, off_s: Sequence[float], seen: Seen, process: DrafterProcess) -> None:
+    """Let one contestant decode all batches, after one that teaches."""
+    mode = CONTESTANTS[name].mode
+    devices.begin(mode)
+    prefill_s = devices.decode(shortened(devices.requests[0]), mode)
+    devices.decode(devices.requests[0], mode)
+    devices.counts(), devices.passes(), process.work(trace=False)
+    for batch, plain_s in zip(devices.requests, off_s, strict=True):
+        seconds = devices.decode(batch, mode) - prefill_s
+        seen.ratios.append(plain_s / seconds)
+        seen.timed_s += seconds
+        seen.emitted += sum(r.sampling.max_new_tokens - 1 for r in batch)
+    seen.counts += devices.counts()
+    seen.passes = add(seen.passes, devices.passes())
+    work = process.work(trace=False)
+    seen.drafter_s += work.busy_s if work is not None and mode == "decoupled" else 0.0
+
+
+def off(devices: Devices, seen: Seen) -> list[float]:
+    """Return the seconds of every batch without drafts."""
+    devices.begin("off")
+    prefill_s = devices.decode(shortened(devices.requests[0]), "off")
+    devices.passes()
+    found = [devices.decode(batch, "off") - prefill_s for batch in devices.requests]
+    seen.passes = add(seen.passes, devices.passes())
+    seen.timed_s += sum(found)
+    seen.ratios += [1.0] * len(found)
+    seen.emitted += sum(r.sampling.max_new_tokens - 1 for batch in devices.requests for r in batch)
+    return found
+
+
+def measured(setting: Setting, repetitions: int, *, timeline: Path | None = None) -> list[list[str]]:
+    """Return the rows of a setting."""
+    seen = {name: Seen() for name in ("off", *CONTESTANTS)}
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="paced-")))
+        devices = stack.enter_context(started(setting, folder, batches=BATCHES))
+        for _ in range(repetitions):
+            off_s = off(devices, seen["off"])
+            for name, contestant in CONTESTANTS.items():
+                second = setting.second if contestant.seconds else 0.0
+                with devices.drafter(script_of(setting, second=second)) as process:
+                    turn(devices, name, off_s, seen[name], process)
+                    if timeline is not None and contestant.seconds:
+                        draw(devices, process, timeline)
+                        timeline = None
+    return [of.row(setting, name) for name, of in seen.items()]
+
+
+def draw(devices: Devices, process: DrafterProcess, path: Path) -> None:
+    """Draw half a second of rounds above what the drafter does meanwhile."""
+    devices.trace(on=True)
+    process.work(trace=True)
+    devices.decode(devices.requests[1], "decoupled")
+    work = process.work(trace=False)
+    assert work is not None
+    found = spans(json.loads(chrome_trace({"engine 0": devices.trace(on=False), "drafter 0": work.spans})))
+    with rc_context(STYLE):
+        figure = Figure(figsize=(8.6, 2.1), layout="constrained")
+        draw_timeline(figure.add_subplot(), found, window_ms=(400.0, 1600.0))
+        figure.savefig(path, metadata={"Date": None})
+
+
+def costs(known: Sequence[Setting]) -> str:
+    """The cost table, in milliseconds before dilation."""
+    rows = []
+    for setting in known:
+        engines, each = setting.groups, -(-setting.batch // setting.groups)
+        own = setting.pace
+        rows.append(
+            [
+                setting.name,
+                f"{engines} x {each}",
+                f"{1e3 * own.plain.at(each, 1):.2f}",
+                f"{1e3 * own.verify.at(each, 4):.2f}",
+                f"{1e3 * own.draft.at(each, 1):.2f}",
+                f"{1e3 * own.draft.at(setting.batch, 1):.2f}, {1e3 * own.draft.at(4 * setting.batch, 1):.2f}",
+                f"{setting.acceptance:g} ± {setting.spread:g}",
+                f"{setting.second:g}",
+                f"{own.dilation:g}",
+            ]
+        )
+    return markdown(
+        (
+            "setting",
+            "groups x requests",
+            "plain pass",
+            "4 rows per request",
+            "draft step",
+            "of all requests, and four times as many",
+            "acceptance",
+            "second choice",
+            "dilation",
+        ),
+        rows,
+    )
+
+
+INTRO = """\
+The shipped engines, drafter process, protocol and planner, on CPUs: a pass computes real tokens of a tiny model and \
+sleeps until the time is over that a roofline of published figures gives for the named model and device, times a \
+dilation; drafters sleep for their steps. A setting has equal groups of devices; each has an engine with its share of \
+the requests, or one of them drafts for the others (`decoupled`). Drafters know the right tokens and are wrong as \
+often as dialled, some requests more than others; where the first choice is wrong, the second is right as often as the \
+cost table says. Medians of batches, with 95 % intervals from six on: {repetitions} repetitions of {batches} batches; \
+every response was compared with plain decoding. A turn is a request in a round. Idle is the share of a group's time \
+in which its device would have nothing to do. Computing and `between` are this machine's own milliseconds, undilated: \
+the tiny model, and what is between two passes and after the last of a batch. When the last run began, {load:.1f} \
+processes wanted one of {cores} cores."""
+
+
+def verdict(rows: Sequence[Sequence[str]]) -> str:
+    """Say who wins where."""
+    by_setting: dict[str, dict[str, float]] = {}
+    for setting, name, ratio, *_ in rows:
+        by_setting.setdefault(setting, {})[name] = number(ratio)
+    wins = [name for name, of in by_setting.items() if of.get("decoupled", 0) > of.get("coupled", 0)]
+    best = max(by_setting, key=lambda name: by_setting[name].get("decoupled", 0) / by_setting[name].get("coupled", 1))
+    gains = [of["decoupled"] / of["decoupled, first choices alone"] for of in by_setting.values() if "decoupled" in of]
+    worth = f"{min(gains):.2f}" + (f" to {max(gains):.2f}" if len(gains) > 1 else "")
+    return (
+        f"Decoupled drafting is faster than coupled drafting on as many devices in {len(wins)} of {len(by_setting)} "
+        f"settings; at best {by_setting[best]['decoupled']:.2f} beside {by_setting[best]['coupled']:.2f} times plain "
+        f"decoding ({best}). Drafting on from second choices makes it {worth} times as "
+        "fast as without."
+    )
+
+
+def run(names: Sequence[str], repetitions: int) -> Result:
+    known = settings()
+    load = os.getloadavg()[1]
+    found: dict[str, list[list[str]]] = {}
+    for name in names:
+        timeline = RESULTS / "paced_timeline.svg" if name == next(iter(known)) else None
+        found[name] = measured(known[name], repetitions, timeline=timeline)
+        for row in found[name]:
+            print("  ".join(row), flush=True)
+    kept = [list(row.values()) for row in stored("paced")] if (RESULTS / "paced.csv").exists() else []
+    rows_of = {name: found.get(name) or [row for row in kept if row[0] == name] for name in known}
+    rows = [row for name in known for row in rows_of[name]]
+    shown = [known[name] for name in known if rows_of[name]]
+    return Result(
+        title="Drafting at the pace of GPUs",
+        verdict=verdict(rows),
+        intro=INTRO.format(repetitions=repetitions, batches=BATCHES, load=load, cores=os.cpu_count()),
+        columns=COLUMNS,
+        rows=rows,
+        notes="Costs, in ms before dilation:\n\n"
+        + costs(shown)
+        + "\n\n![Rounds of the first setting, and what its drafter does meanwhile](paced_timeline.svg)",
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--settings", nargs="+", type=int, help="numbers, from 1; default: all")
+    parser.add_argument("--repetitions", type=int, default=3)
+    options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))  # so that engines are stopped
+    names = list(settings())
+    publish("paced", run([names[k - 1] for k in options.settings] if options.settings else names, options.repetitions))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,425 @@
+"""Settings of `paced` on a clock instead of processes: the shipped ends of the protocol, or the shipped speculator.
+
+    python -m benchmarks.paced_clock        docs/results/paced_clock.csv, .md, .svg: which way wins where
+
+What is left out: sockets, the scheduler, all computing. A decoupled engine verifies whatever is there, and waits as
+`Patience` says; a coupled one is decided by the `Speculator`, whose clock this is.
+
+Invariants: equal arguments give equal results; a draft token is accepted if it is what the request emits there.
+"""
+
+from __future__ import annotations
+
+import heapq
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import takewhile
+from statistics import fmean
+
+from benchmarks.dialled import Elsewhere, InEngine, Script
+from benchmarks.paced_devices import MAX_WINDOW, Setting, published
+from benchmarks.paced_engine import Pace as DevicePace
+from benchmarks.results import Result, publish
+from specactor.config import SpeculationConfig
+from specactor.rollout.decoupled.drafter_side import Mirrors
+from specactor.rollout.decoupled.engine_side import Tails
+from specactor.rollout.decoupled.main import MAX_LANES, Pace
+from specactor.rollout.decoupled.remote_drafter import Patience
+from specactor.rollout.speculation.costs import Grid
+from specactor.rollout.speculation.drafter import DraftSequence
+from specactor.rollout.speculation.speculator import Speculator
+
+MESSAGE_S = 5e-4  # from one end to the other
+HOST_S = 3e-3  # between two passes, dilated as the setting is
+IDLE_S = 2e-3  # between two looks of a drafter that has nothing to do
+BEGIN_S = 0.2  # prompts are read, and first windows drafted
+DRAFTER = 1 << 20  # its session
+
+
+@dataclass(frozen=True, kw_only=True)
+class Played:
+    over_off: float
+    empty: float  # share of turns without drafts
+    tokens: float  # per turn
+
+
+@dataclass(kw_only=True)
+class Texts:
+    """What every request emits, and has emitted."""
+
+    right: dict[str, list[int]]
+    output: dict[str, list[int]]
+    turns: int = 0
+    empty: int = 0
+
+    @classmethod
+    def of(cls, names: Sequence[str], tokens: int, seed: int) -> Texts:
+        draw = random.Random(seed)
+        right = {name: [draw.randrange(16) for _ in range(tokens)] for name in names}
+        return cls(right=right, output={name: of[:1] for name, of in right.items()})
+
+    def left(self, name: str) -> int:
+        return len(self.right[name]) - len(self.output[name])
+
+    def verify(self, name: str, draft: Sequence[int]) -> int:
+        """Emit the draft tokens that are right, and one more; return how many were right."""
+        output, right = self.output[name], self.right[name]
+        start = len(output)
+        agreed = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(draft, right[start:], strict=False)))
+        output += right[start : start + agreed + 1]
+        self.turns += 1
+        self.empty += not draft
+        return agreed
+
+    def played(self, setting: Setting, seconds: float) -> Played:
+        each = -(-setting.batch // setting.groups)
+        off_s = (setting.tokens - 1) * (setting.pace.pass_s(each, each) + HOST_S)
+        emitted = sum(map(len, self.output.values())) - len(self.output)
+        return Played(over_off=off_s / seconds, empty=self.empty / self.turns, tokens=emitted / self.turns)
+
+
+def script(setting: Setting, right: dict[str, list[int]], second: float) -> Script:
+    return Script(acceptance=setting.acceptance, spread=setting.spread, second=second, step_s=[0.0], outputs=right)
+
+
+class Continuer(Elsewhere):
+    def __init__(self, known: Script) -> None:
+        self._script, self._seconds = known, []
+
+
+@dataclass(kw_only=True)
+class Drafting:
+    """A drafter process: its turns, without sockets."""
+
+    continuer: Continuer
+    step_s: list[float]
+    mirrors: Mirrors = field(default_factory=lambda: Mirrors(DRAFTER, max_tokens=1 << 40))
+    pace: Pace = field(default_factory=Pace)
+    now_s: float = 0.0
+    inbox: list[tuple[float, int, bytes]] = field(default_factory=list)  # (when it arrives, session, frame)
+    outbox: dict[int, list[tuple[float, bytes]]] = field(default_factory=dict)
+
+    def until(self, end_s: float, *, branches: bool) -> None:
+        """Take turns until then; as in `Loop.turn`."""
+        while self.now_s <= end_s:
+            here = [mail for mail in self.inbox if mail[0] <= self.now_s]
+            self.inbox = [mail for mail in self.inbox if mail[0] > self.now_s]
+            for _, session, frame in here:
+                self.mirrors.receive(session, frame, self.now_s)
+            self.mirrors.forgotten()
+            self._send()
+            lanes = self.mirrors.wanted(MAX_LANES, slower=self.pace.is_slower)
+            if branches:
+                lanes += self.mirrors.branches(self.pace.free(len(lanes), MAX_LANES))
+            if not lanes:
+                self.now_s += IDLE_S
+                continue
+            step_s = self.step_s[len(lanes) - 1]
+            self.pace.batch(len(lanes), step_s)
+            self.now_s += step_s
+            self.mirrors.extended(lanes, self.continuer.extend(lanes), self.continuer.seconds())
+            self._send()
+
+    def _send(self) -> None:
+        for session in self.mirrors.sessions:
+            for frame in self.mirrors.outgoing(session, version=1, now_s=self.now_s):
+                self.outbox.setdefault(session, []).append((self.now_s + MESSAGE_S, frame))
+
+    def mail(self, session: int, now_s: float) -> list[tuple[int, bytes]]:
+        waiting = self.outbox.get(session, [])
+        self.outbox[session] = [mail for mail in waiting if mail[0] > now_s]
+        return [(0, frame) for at_s, frame in waiting if at_s <= now_s]
+
+
+@dataclass(kw_only=True)
+class Verifier:
+    """An engine between two rounds: it sends, takes what has come, and waits as `Patience` says."""
+
+    index: int
+    tails: Tails
+    texts: Texts
+    drafter: Drafting
+    live: list[str]
+    patience: Patience = field(default_factory=Patience)
+    drafts: list[list[int]] = field(default_factory=list)
+    is_waiting: bool = False
+    waits_until_s: float = 0.0
+    expected: float = 0.0
+    missing: int = 0
+    pass_s: float = 0.0  # of the round that goes on; 0: none does
+
+    def ended(self) -> None:
+        """Commit what the round emitted."""
+        agreed = [self.texts.verify(name, draft) for name, draft in zip(self.live, self.drafts, strict=True)]
+        self.patience.rounds(self.pass_s + HOST_S)
+        self.patience.judged([right for right, draft in zip(agreed, self.drafts, strict=True) if draft])
+        self.pass_s = 0.0
+        for name in [name for name in self.live if not self.texts.left(name)]:
+            self.live.remove(name)
+            self.tails.close(name)
+
+    def begin(self, now_s: float) -> None:
+        self.tails.commit(self.live)
+        self.drafter.inbox += [(now_s + MESSAGE_S, self.index + 1, frame) for frame in self.tails.outgoing(0, now_s)]
+        self.missing = len(self._look(now_s))
+        wait_s, self.expected = self.patience.bound(len(self.live), self.missing) if self.missing else (0.0, 0.0)
+        self.waits_until_s = now_s + wait_s
+
+    def waits(self, now_s: float) -> bool:
+        """Take what has come; return whether it waits on."""
+        missing = len(self._look(now_s))
+        if missing and now_s < self.waits_until_s:
+            return True
+        if self.expected:
+            self.patience.kept(self.expected, self.missing - missing)
+        return False
+
+    def _look(self, now_s: float) -> list[str]:
+        """Draft; return the requests that could have drafts and have none."""
+        self.tails.receive(self.drafter.mail(self.index + 1, now_s), now_s)
+        self.tails.tick(now_s)
+        self.patience.answers(self.tails.waits_s)
+        self.tails.waits_s.clear()
+        windows = [min(MAX_WINDOW, self.texts.left(name) - 1) for name in self.live]
+        self.drafts = self.tails.drafts(self.live, windows)
+        return [name for name, d, w in zip(self.live, self.drafts, windows, strict=True) if w and not d]
+
+
+def decoupled(setting: Setting, *, second: float, seed: int = 0) -> Played:
+    """Play a batch on all groups but one, which drafts."""
+    names = [str(1000 * seed + i) for i in range(setting.batch)]
+    texts = Texts.of(names, setting.tokens, seed)
+    drafter = Drafting(continuer=Continuer(script(setting, texts.right, second)), step_s=setting.pace.step_s(MAX_LANES))
+    engines = setting.groups - 1
+    verifiers = []
+    for k in range(engines):
+        tails = Tails(k + 1, engine=f"engine {k}", num_drafters=1, window=MAX_WINDOW)
+        for name in names[k::engines]:
+            tails.open(name, (1,), texts.output[name], int(name), 1.0)
+        drafter.inbox += [(MESSAGE_S, k + 1, frame) for frame in tails.outgoing(0, 0.0)]
+        verifiers.append(Verifier(index=k, tails=tails, texts=texts, drafter=drafter, live=names[k::engines]))
+    due = [(BEGIN_S, k) for k in range(engines)]
+    while due:
+        now_s, k = heapq.heappop(due)
+        verifier = verifiers[k]
+        drafter.until(now_s, branches=second > 0)
+        if verifier.pass_s:
+            verifier.ended()
+        if not verifier.live:
+            continue
+        if not verifier.is_waiting:
+            verifier.begin(now_s)
+        verifier.is_waiting = verifier.waits(now_s)
+        if verifier.is_waiting:
+            heapq.heappush(due, (min(verifier.waits_until_s, now_s + IDLE_S), k))
+            continue
+        rows = len(verifier.live) + sum(map(len, verifier.drafts))
+        verifier.pass_s = setting.pace.pass_s(len(verifier.live), rows)
+        heapq.heappush(due, (now_s + HOST_S + verifier.pass_s, k))
+    return texts.played(setting, now_s - BEGIN_S)
+
+
+class OnClock(InEngine):
+    """Drafts in the engine; its steps move the clock."""
+
+    def __init__(self, setting: Setting, known: Script) -> None:
+        self._script, self._step_s, self.now_s = known, setting.pace.step_s(setting.batch), 0.0
+
+    def propose(self, sequences: Sequence[DraftSequence], windows: Sequence[int]) -> list[list[int]]:
+        for depth in range(max(windows)):
+            self.now_s += self._step_s[sum(window > depth for window in windows) - 1]
+        return super().propose(sequences, windows)
+
+
+def coupled(setting: Setting, *, seed: int = 0) -> Played:
+    """Play the second batch of every group: the first tells what costs and acceptance are. The slowest group counts."""
+    worst_s = 0.0
+    both: list[Texts] = []
+    for group in range(setting.groups):
+        each = len(range(group, setting.batch, setting.groups))
+        texts = [
+            Texts.of([str(1000 * seed + 2 * setting.batch * batch + setting.groups * i + group) for i in range(each)],
+                     setting.tokens, 2 * seed + batch)
+            for batch in range(2)
+        ]  # fmt: skip
+        drafter = OnClock(setting, script(setting, texts[0].right | texts[1].right, 0.0))
+        config = SpeculationConfig(
+            mode="coupled", drafters=("benchmarks.dialled:InEngine",), max_window=MAX_WINDOW, draft_model="there"
+        )
+        speculator = Speculator(config, [drafter], clock=lambda drafter=drafter: drafter.now_s)  # type: ignore[misc]
+        for batch in texts:
+            began_s = drafter.now_s
+            _play(setting, speculator, drafter, batch)
+        worst_s = max(worst_s, drafter.now_s - began_s)
+        both.append(texts[1])
+    merged = Texts(
+        right={}, output={n: o for t in both for n, o in t.output.items()},
+        turns=sum(t.turns for t in both), empty=sum(t.empty for t in both),
+    )  # fmt: skip
+    return merged.played(setting, worst_s)
+
+
+def _play(setting: Setting, speculator: Speculator, drafter: OnClock, texts: Texts) -> None:
+    live = [
+        DraftSequence(request_id=name, prompt_ids=(1,), output_ids=output, seed=int(name), temperature=1.0)
+        for name, output in texts.output.items()
+    ]
+    for sequence in live:
+        speculator.open(sequence)
+    while live:
+        began_s = drafter.now_s
+        limits = [min(MAX_WINDOW, texts.left(s.request_id) - 1) for s in live]
+        decision = speculator.decide(live, limits)
+        if decision.together:
+            speculator.draft(decision.drafter, live, decision.to_draft)
+        drafts = decision.drafts
+        drafter.now_s += HOST_S + setting.pace.pass_s(len(live), len(live) + sum(map(len, drafts)))
+        befores = [len(s.output_ids) for s in live]
+        agreed = [texts.verify(s.request_id, draft) for s, draft in zip(live, drafts, strict=True)]
+        emitted = [s.output_ids[before:] for s, before in zip(live, befores, strict=True)]
+        for s, before in zip(live, befores, strict=True):
+            del s.output_ids[before:]  # it learns before it is told
+        accepted = [draft[:k] for draft, k in zip(drafts, agreed, strict=True)]
+        speculator.learn(live, accepted, round_s=drafter.now_s - began_s)
+        for s, tokens in zip(live, emitted, strict=True):
+            s.output_ids.extend(tokens)
+        for s in [s for s in live if not texts.left(s.request_id)]:
+            live.remove(s)
+            speculator.close(s)
+
+
+# ---------------------------------------------------------------------------------------------------------- the page
+
+SHARES = (1 / 16, 1 / 8, 1 / 4, 1 / 2)
+GROWTHS = (0.0, 0.1, 0.25, 0.5)
+PASS_S = 0.1
+ACCEPTANCES = (0.6, 0.8, 0.9)
+BATCH = 16
+SEEDS = 4
+MODELS = (
+    ("Qwen2.5-32B", "Qwen2.5-0.5B", "H100", 4),
+    ("Qwen2.5-32B", "Qwen2.5-1.5B", "H100", 8),
+    ("Qwen3-32B", "Qwen3-4B", "H100", 8),
+    ("Qwen3-235B-A22B", "Qwen3-0.6B", "H200", 8),
+)
+COLUMNS = (
+    "setting",
+    "acceptance",
+    "draft step of a pass",
+    "pass with twice the requests",
+    "coupled",
+    "decoupled, first choices",
+    "decoupled",
+    "turns without drafts, first choices",
+    "turns without drafts",
+    "fastest",
+)
+
+
+def growing(share: float, growth: float) -> DevicePace:
+    """Return a pace whose pass takes (1 + growth) times as long with twice the requests of a group, and whose draft
+    step is a share of the group's pass, whatever the requests."""
+    each = float(BATCH // 2)
+    sizes = (1.0, each, 4 * each)
+    passes = Grid(
+        requests=sizes,
+        per_request=(1.0,),
+        seconds=tuple((PASS_S * (1.0 - growth + growth * n / each),) for n in sizes),
+    )
+    windows = tuple(map(float, range(1, MAX_WINDOW + 1)))
+    draft = Grid(requests=(1.0,), per_request=windows, seconds=(tuple(share * PASS_S * w for w in windows),))
+    return DevicePace(plain=passes, verify=passes, draft=draft, dilation=1.0)
+
+
+def settings() -> list[Setting]:
+    """Return a grid of two figures that decide, then models by published figures."""
+    found = [
+        Setting(
+            name=f"draft step {share:g} of a pass, {1 + growth:g} times a pass with twice the requests",
+            pace=growing(share, growth),
+            batch=BATCH,
+            acceptance=acceptance,
+            spread=0.05,
+        )
+        for acceptance in ACCEPTANCES
+        for share in SHARES
+        for growth in GROWTHS
+    ]
+    return found + [
+        Setting(
+            name=f"{target}, {draft}, {devices} {gpu}, {context // 1024}k, batch {batch} on {groups} groups",
+            pace=published(target, draft, gpu, devices=devices, context=context, most=batch, dilation=20.0),
+            batch=batch,
+            groups=groups,
+            spread=0.1,
+            tokens=64,
+        )
+        for target, draft, gpu, devices in MODELS
+        for context, batch, groups in ((1024, 8, 2), (4096, 64, 2), (4096, 64, 4))
+    ]
+
+
+def row(setting: Setting) -> list[str]:
+    each = -(-setting.batch // setting.groups)
+    pass_s = setting.pace.pass_s(each, each)
+    plays = (
+        [coupled(setting, seed=seed) for seed in range(SEEDS)],
+        [decoupled(setting, second=0.0, seed=seed) for seed in range(SEEDS)],
+        [decoupled(setting, second=setting.second, seed=seed) for seed in range(SEEDS)],
+    )
+    over = [fmean(play.over_off for play in of) for of in plays]
+    names = ("coupled", "decoupled", "decoupled")
+    fastest = names[over.index(max(over))] if max(over) > 1.0 else "off"
+    return [
+        setting.name,
+        f"{setting.acceptance:g}",
+        f"{setting.pace.step_s(each)[-1] / pass_s:.3f}",
+        f"{setting.pace.pass_s(2 * each, 2 * each) / pass_s:.2f}",
+        *(f"{ratio:.2f}" for ratio in over),
+        *(f"{fmean(play.empty for play in of):.2f}" for of in plays[1:]),
+        fastest,
+    ]
+
+
+INTRO = f"""\
+Played on a clock, not measured: the shipped ends of the decoupled protocol and the shipped speculator of coupled \
+drafting, with dialled drafters; engines, sockets and all computing are left out ([measured](paced.md)). Tokens/s over \
+plain decoding on equal groups of devices, means of {SEEDS} batches with their ends: `coupled`: an engine on every \
+group; `decoupled`: one group drafts for the others. The grid has {BATCH} requests on 2 groups, 96 tokens each; models \
+by published figures, 64 tokens each. Where a first choice is wrong, the second is right in half of the cases. What \
+decides is what a draft step takes of a pass, and how much longer a pass takes with the requests of the group that \
+drafts."""
+
+
+def verdict(rows: Sequence[Sequence[str]]) -> str:
+    wins = [found for found in rows if found[-1] == "decoupled"]
+    worth = [float(found[6]) / float(found[5]) for found in rows]
+    return (
+        f"Decoupled drafting is the fastest way in {len(wins)} of {len(rows)} settings: where a draft step takes an "
+        "eighth of a pass or more, drafts are good, and a pass hardly grows with its requests. Drafting on from second "
+        f"choices makes it {min(worth):.2f} to {max(worth):.2f} times as fast, {fmean(worth):.2f} on average."
+    )
+
+
+def main() -> None:
+    rows = []
+    for setting in settings():
+        rows.append(row(setting))
+        print("  ".join(rows[-1]), flush=True)
+    publish(
+        "paced_clock",
+        Result(
+            title="Where decoupled drafting wins, on a clock",
+            verdict=verdict(rows),
+            intro=INTRO,
+            columns=COLUMNS,
+            rows=rows,
+            summary=(COLUMNS, [found for found in rows if found[1] == "0.8"]),
+            source="Nothing was measured.",
+        ),
+    )
+
+
+if __name__ == "__main__":
+    main()

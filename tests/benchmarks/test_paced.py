@@ -1,0 +1,134 @@
+"""Paced engines and drafters take the time of the devices that they imitate, and the page says what that gave."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from statistics import fmean
+
+import msgspec
+import pytest
+
+from benchmarks import paced, paced_clock, paced_devices
+from benchmarks.dialled import Script
+from benchmarks.paced_devices import Setting, flat, published, script_of, shortened, started
+from benchmarks.paced_engine import Pace
+from specactor.rollout.speculation.costs import Grid
+
+PASS_S, STEP_S = 0.1, 0.02
+SETTING = Setting(name="small", pace=flat(PASS_S, STEP_S), batch=2, tokens=16)
+
+
+def test_a_pace_is_the_roofline_times_the_dilation() -> None:
+    pace = published("Qwen2.5-32B", "Qwen2.5-0.5B", "H100", devices=4, context=4096, most=16, dilation=10.0)
+    assert pace.pass_s(8, 8) == 10.0 * pace.plain.at(8, 1)
+    assert pace.pass_s(8, 20) == 10.0 * pace.verify.at(8, 2.5)
+    assert 0.05 < pace.pass_s(8, 8) < 0.1  # 64 GB of weights at 4 x 2.8 TB/s, and keys
+    assert pace.step_s(16)[0] < 0.1 * pace.pass_s(1, 1)
+    assert msgspec.json.decode(msgspec.json.encode(pace), type=Pace) == pace
+
+
+def test_second_choices_are_right_as_often_as_dialled() -> None:
+    right = [i * 7 % 13 for i in range(4000)]
+    script = Script(acceptance=0.7, second=0.5, step_s=[0.0], outputs={"5": right})
+    both = [script.choices(5, at, right[at - 1]) for at in range(1, len(right))]
+    missed = [second == right[at] for at, (first, second) in enumerate(both, 1) if first != right[at]]
+    assert sum(missed) / len(missed) == pytest.approx(0.5, abs=0.05)
+    assert all(first != second for first, second in both)
+
+
+def test_acceptance_is_spread_over_requests() -> None:
+    right = [i * 7 % 13 for i in range(3000)]
+    rates = [Script(acceptance=0.7, spread=0.2, step_s=[0.0], outputs={str(seed): right}).rate() for seed in range(30)]
+    assert sum(rates) / len(rates) == pytest.approx(0.7, abs=0.06)
+    assert min(rates) < 0.6
+    assert max(rates) > 0.8
+
+
+def test_with_a_tail_few_requests_are_long() -> None:
+    lengths = [
+        r.sampling.max_new_tokens
+        for r in paced_devices.requests(replace(SETTING, batch=256, tail=True, tokens=400), batch=0)
+    ]
+    assert max(lengths) <= 400
+    assert sorted(lengths)[128] < 150 < sorted(lengths)[-8]
+
+
+def test_the_page_names_who_wins() -> None:
+    def row(setting: str, name: str, ratio: str) -> list[str]:
+        return [setting, name, ratio, *["0"] * 6]
+
+    rows = [
+        row(setting, name, ratio)
+        for setting, *ratios in (("one", "1.5", "2.0", "1.6"), ("other", "1.4", "1.2", "1.2"))
+        for name, ratio in zip(paced.CONTESTANTS, ratios, strict=True)
+    ]
+    said = paced.verdict(rows)
+    assert "in 1 of 2 settings" in said
+    assert "2.00 beside 1.50 times plain decoding (one)" in said
+    assert "1.00 to 1.25 times" in said
+
+
+def test_on_a_clock_second_choices_are_worth_what_the_page_says() -> None:
+    """The shipped ends and the shipped speculator; no machine's speed is in it."""
+    setting = Setting(name="a quarter", pace=flat(0.080, 0.020), batch=8)
+    coupled, first, second = (
+        fmean(play(seed).over_off for seed in range(6))
+        for play in (
+            lambda seed: paced_clock.coupled(setting, seed=seed),
+            lambda seed: paced_clock.decoupled(setting, second=0.0, seed=seed),
+            lambda seed: paced_clock.decoupled(setting, second=0.5, seed=seed),
+        )
+    )
+    assert 1.4 < coupled < 1.69  # of endless batches
+    assert first > 1.05 * coupled
+    assert second > 1.12 * first
+    assert second > 1.95
+
+
+def test_on_a_clock_dear_lanes_have_no_second_choices() -> None:
+    """Where every lane costs, drafting on from second choices must not cost speed."""
+    pace = flat(0.080, 0.020)
+    dear = Grid(requests=(1.0, 64.0), per_request=(1.0,), seconds=((0.005,), (0.320,)))
+    setting = Setting(name="dear", pace=msgspec.structs.replace(pace, draft=dear), batch=8)
+    speeds = [paced_clock.decoupled(setting, second=second).over_off for second in (0.0, 0.5)]
+    assert speeds[1] > 0.95 * speeds[0]
+
+
+@pytest.mark.deep
+def test_passes_and_steps_take_their_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On any machine they take no less, and the tokens are those of plain decoding; drafts save passes."""
+    monkeypatch.setattr(paced_devices, "MUCH", 1.0)  # of a busy machine
+    with started(SETTING, tmp_path, batches=1) as devices:
+        [batch] = devices.requests
+        assert devices.decode(batch, "off") >= (SETTING.tokens - 1) * PASS_S
+        plain = devices.passes()
+        assert plain.busy_s >= plain.passes * PASS_S
+        with devices.drafter(replace_acceptance(script_of(SETTING, second=1.0))):
+            for mode in ("coupled", "decoupled"):
+                devices.begin(mode)
+                devices.decode(shortened(batch), mode)
+                devices.decode(batch, mode)  # ends the run for a token that differs
+                assert devices.counts().accepted > 0
+
+
+def test_more_dilation_is_asked_for_where_computing_takes_more_than_half(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Busy:
+        def rank_call(self, name: str, payload: bytes, *, timeout_s: float) -> list[bytes]:
+            return [msgspec.json.encode({"passes": 100, "busy_s": 9.0, "own_s": 6.0, "over_half": 7})]
+
+    devices = paced_devices.Devices(
+        setting=SETTING,
+        engines=[Busy()],
+        endpoint="",
+        folder=tmp_path,
+        requests=[],  # type: ignore[list-item]
+    )
+    with pytest.raises(SystemExit, match=r"in 7 of 100 passes .* Use more dilation than 1"):
+        devices.passes()
+
+
+def replace_acceptance(script: Script) -> Script:
+    return msgspec.structs.replace(script, acceptance=0.9)
