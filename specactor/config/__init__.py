@@ -16,11 +16,12 @@ from specactor.config.parallel import ParallelConfig
 from specactor.config.results import CheckpointConfig, EvalConfig, TrackingConfig
 from specactor.config.rollout import RolloutConfig
 from specactor.config.run import Config
-from specactor.config.speculation import DRAFTERS, MAX_WINDOW, SpeculationConfig
+from specactor.config.speculation import DRAFTERS, EAGLE3_HEAD, MAX_WINDOW, SpeculationConfig
 from specactor.config.train import TrainConfig, WarmupConfig
 
 __all__ = [
     "DRAFTERS",
+    "EAGLE3_HEAD",
     "MAX_WINDOW",
     "AlgorithmConfig",
     "CheckpointConfig",

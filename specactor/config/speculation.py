@@ -14,6 +14,7 @@ from specactor.config.rules import require, rules_of
 MAX_WINDOW = 16  # draft tokens per request and round
 DRAFTERS = "suffix, model, decoupled, or package.module:Class"  # what `rollout.speculation.drafters` may name
 WARM_UP = "warm-up"  # as `rollout.speculation.draft_model`: the one that the warm-up makes
+EAGLE3_HEAD = "LlamaForCausalLMEagle3"  # architecture in the config.json of heads, also published ones
 SGLANG_DRAFTERS = ("eagle", "eagle3", "mtp", "nextn", "standalone")  # SGLang's, refused by name
 
 
@@ -38,7 +39,8 @@ class SpeculationConfig:
     predicted to pay (Fastest-of-N); 1: one, the best for that request."""
     draft_model: str = ""
     """Folder of a dense model in Hugging Face format with the policy's tokenizer, for the drafters ``model`` and
-    ``decoupled``; ``warm-up``: one layer of the warmed-up policy, distilled on the worked solutions of `warmup`."""
+    ``decoupled``, or of an EAGLE-3 head of the policy, for ``model`` alone; ``warm-up``: one layer of the warmed-up
+    policy, distilled on the worked solutions of `warmup`."""
     cost_table: str = ""
     """File that ``specactor profile`` wrote; empty: costs are measured while the engine runs. In mode
     auto the job is also planned by it when it starts: what no plan has is not started."""
@@ -93,7 +95,8 @@ class SpeculationConfig:
             "rollout.speculation.drafters",
             foreign,
             DRAFTERS,
-            f"{INEXACT.removesuffix('Use rollout.speculation.')}A draft model is used with the drafter model.",
+            f"{INEXACT.removesuffix('Use rollout.speculation.')}A draft model, or an EAGLE-3 head, is used with the "
+            "drafter model.",
         )
         rule("drafters", len(set(self.drafters)) == len(self.drafters), "every name once", "Remove the second one.")
         rule(

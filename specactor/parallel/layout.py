@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from specactor.config import Config, ParallelConfig, RolloutConfig, TinyModelConfig
+from specactor.config import EAGLE3_HEAD, Config, ParallelConfig, RolloutConfig, TinyModelConfig
 from specactor.config.rules import require, rules_of
 from specactor.errors import ConfigError
 
@@ -27,6 +27,7 @@ class ModelShape:
     num_experts: int  # 0 for a dense model
     vocab_size: int
     max_position: int
+    is_head: bool = False  # an EAGLE-3 head, and no model by itself
 
     @classmethod
     def of_tiny(cls, tiny: TinyModelConfig, vocab_size: int) -> ModelShape:
@@ -67,6 +68,7 @@ class ModelShape:
             num_experts=raw.get("num_experts") or raw.get("num_local_experts") or 0,
             vocab_size=raw["vocab_size"],
             max_position=raw["max_position_embeddings"],
+            is_head=EAGLE3_HEAD in (raw.get("architectures") or ()),
         )
 
 

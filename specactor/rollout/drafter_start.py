@@ -67,7 +67,16 @@ def make_specs(
     if not places:
         return []
     speculation, engine = config.rollout.speculation, config.rollout.engine
-    context = min(max_position, draft_shape(speculation.draft_model).max_position)
+    draft = draft_shape(speculation.draft_model)
+    if draft.is_head:
+        raise ConfigError.at(
+            "rollout.speculation.draft_model",
+            f"an EAGLE-3 head ({speculation.draft_model})",
+            "a draft model, since decoupled is among the drafters",
+            "A head reads the policy's hidden states, which stay in its engine. Use mode coupled with the drafter "
+            "model, or make a draft model with specactor drafter init.",
+        )
+    context = min(max_position, draft.max_position)
     requests = host.engines * engine.max_running_requests
     kv_tokens = None if host.has_gpus else requests * context  # None: SGLang decides
     if sleeping and host.has_gpus:

@@ -42,6 +42,14 @@ def config(folder: Path, *, drafters: int = 3, **fields: object) -> Config:
     )
 
 
+def test_a_head_does_not_draft_in_a_process_of_its_own(tmp_path: Path) -> None:
+    base = config(tmp_path)
+    file = tmp_path / "config.json"
+    file.write_text(file.read_text().replace("{", '{"architectures": ["LlamaForCausalLMEagle3"], ', 1))
+    with pytest.raises(ConfigError, match="which stay in its engine"):
+        make_specs(base, HOST, max_position=30, log_dir=tmp_path)
+
+
 @pytest.mark.parametrize(
     ("ranks", "placed"),
     [(2, [2, 3, 0]), (4, [0, 1, 2]), (7, [3, 0, 1])],

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from specactor.config import EAGLE3_HEAD
 from specactor.rollout.sglang.draft_slots import BLOCK_TOKENS, slot_range
 from specactor.rollout.speculation.verification import common
 
@@ -84,7 +85,16 @@ def _with_the_draft_model(original: Callable[..., int], configurator: Any, kvc: 
     [draft] = _loaded
     heads = draft.get_num_kv_heads(get_parallel().attn_tp_size)
     per_layer = heads * (draft.head_dim + draft.v_head_dim) * kvc.kv_cache_dtype.itemsize
-    return own + int(draft.num_hidden_layers * per_layer)
+    return own + int(draft.num_hidden_layers * per_layer + num_features(draft) * draft.dtype.itemsize)
+
+
+def num_features(model_config: Any) -> int:
+    """Numbers that the model reads of the target's hidden states at a token; 0: it is no head (`head_runner`)."""
+    config = model_config.hf_config
+    if EAGLE3_HEAD not in (config.architectures or ()):
+        return 0
+    layers = (getattr(config, "eagle_config", None) or {}).get("eagle_aux_hidden_state_layer_ids") or (0, 0, 0)
+    return len(layers) * int(getattr(config, "target_hidden_size", config.hidden_size))
 
 
 def load_alone(
@@ -238,6 +248,10 @@ class DraftRunner:
     """
 
     draft_temperature = DRAFT_TEMPERATURE
+    first_token = 0
+    """The first that it is shown."""
+    keeps_drafts = True
+    """Whether what it has seen of its own drafts counts, as far as the text goes on with the same."""
 
     def __init__(self, runner: Any) -> None:
         from sglang.srt.model_executor import forward_batch_info
@@ -327,7 +341,7 @@ class DraftRunner:
         drafts: list[list[int]] = [[] for _ in texts]
         for b, i in enumerate(order):
             drafts[i] = [tokens[start + b] for start in starts[: texts[i].window]]
-            texts[i].cache.fed = drafts[i][:-1]
+            texts[i].cache.fed = drafts[i][:-1] if self.keeps_drafts else []
         if self.seconds is not None:
             seconds = dict(zip(order, tokens[starts[-2] :], strict=True))
             self.seconds = [seconds[i] for i in range(len(texts))]
@@ -351,7 +365,7 @@ class DraftRunner:
 
     def _catch_up(self, batch: DraftBatch) -> Tensor:
         """[B, V], after the last token of each text, in passes of at most `MAX_ROWS` rows over what was not seen."""
-        starts = [min(text.cache.cached, text.length - 1) for text in batch.texts]
+        starts = [max(self.first_token, min(text.cache.cached, text.length - 1)) for text in batch.texts]
         unseen = [text.since(start) for text, start in zip(batch.texts, starts, strict=True)]
         rows = [
             (token, b, start + j)
@@ -414,5 +428,8 @@ class DraftRunner:
         translator = runner.kv_index_translator
         translator.own_plan(batch).bind(batch, translator)
         runner.attn_backend.init_forward_metadata(batch)
-        hidden: Tensor = runner.model.model(batch.input_ids, batch.positions, batch)
+        hidden: Tensor = self._forward(batch)
         return hidden
+
+    def _forward(self, batch: Any) -> Any:
+        return self._runner.model.model(batch.input_ids, batch.positions, batch)

@@ -1,4 +1,5 @@
-"""The drafter `model`: a small dense model in the scheduler process of every engine rank, and its new weights.
+"""The drafter `model`: a small dense model or an EAGLE-3 head in the scheduler process of every engine rank, and its
+new weights.
 
 Its keys and values lie in buffers of its own, at the slots that the scheduler gave to the target: position p of a
 request is slot `req_to_token[row, p]` in both. So nothing is allocated, moved or freed here.
@@ -23,6 +24,7 @@ import torch
 
 from specactor.errors import EngineError
 from specactor.rollout.sglang.draft_runner import DraftRunner, DraftText, SequenceCache
+from specactor.rollout.sglang.head_runner import HeadRunner, TargetStates
 from specactor.rollout.speculation.drafter import Drafter, DraftSequence
 from specactor.weights_sync import draft_push
 from specactor.weights_sync.messages import CheckReply, DraftWeights
@@ -34,14 +36,16 @@ class ModelDrafter(Drafter):
     name = "model"
     drafts_first = False
     runner_type = DraftRunner
+    head_runner_type = HeadRunner
 
     def __init__(self) -> None:
         self._caches: dict[str, SequenceCache] = {}
         self._version = 0
 
-    def attach(self, runner: Any, find: Callable[[str], Any]) -> None:
-        """Args: SGLang's runner of the draft model; SGLang's request of an id."""
-        self._runner = self.runner_type(runner)
+    def attach(self, runner: Any, find: Callable[[str], Any], states: TargetStates | None = None) -> None:
+        """Args: SGLang's runner of the draft model; SGLang's request of an id; what it reads of the target, if it is an
+        EAGLE-3 head."""
+        self._runner = self.runner_type(runner) if states is None else self.head_runner_type(runner, states)
         self._find = find
 
     @property

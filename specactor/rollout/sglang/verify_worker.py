@@ -28,7 +28,7 @@ from sglang.srt.speculative.spec_info import SpecInput, SpecInputType, Speculati
 from sglang.srt.speculative.spec_registry import CustomSpecAlgo
 
 from specactor.errors import EngineError
-from specactor.rollout.sglang import draft_runner, partial_response
+from specactor.rollout.sglang import draft_runner, head_runner, partial_response
 from specactor.rollout.sglang.model_drafter import ModelDrafter
 from specactor.rollout.sglang.sampling import has_penalties
 from specactor.rollout.sglang.verify_batch import (
@@ -156,6 +156,8 @@ class Worker(BaseSpecWorker):  # type: ignore[misc]
             self._draft_worker = draft_runner.load(
                 server_args, gpu_id=gpu_id, nccl_port=nccl_port, target_worker=target_worker
             )
+        self._target_states: head_runner.TargetStates | None = None
+        """What an EAGLE-3 head reads, once there are pools."""
         self._max_rows = int(get_spec().speculative_num_draft_tokens)
         self._vocab_size = int(target_worker.model_runner.model_config.vocab_size)
         self._ended: float | None = None
@@ -173,14 +175,7 @@ class Worker(BaseSpecWorker):  # type: ignore[misc]
 
     def use(self, speculator: Speculator | None) -> None:
         """Draft like this from the next round on."""
-        for drafter in speculator.drafters.values() if speculator is not None else ():
-            if isinstance(drafter, ModelDrafter):
-                if self._draft_worker is None:
-                    raise EngineError(
-                        "rollout.speculation.drafters: got model, but this engine was started without a draft model. "
-                        "Start it with rollout.speculation.draft_model."
-                    )
-                drafter.attach(self._draft_worker.model_runner, lambda rid: self._running[rid].req)
+        self._attach(speculator)
         if speculator is not None:
             speculator.drafter_set.vocab_size = self._vocab_size
         if self.speculator is not None:
@@ -191,13 +186,28 @@ class Worker(BaseSpecWorker):  # type: ignore[misc]
         self._plain_left = 0
         self.speculator = speculator
 
+    def _attach(self, speculator: Speculator | None) -> None:
+        for drafter in speculator.drafters.values() if speculator is not None else ():
+            if isinstance(drafter, ModelDrafter):
+                if self._draft_worker is None:
+                    raise EngineError(
+                        "rollout.speculation.drafters: got model, but this engine was started without a draft model. "
+                        "Start it with rollout.speculation.draft_model."
+                    )
+                runner, states = self._draft_worker.model_runner, self._target_states
+                drafter.attach(runner, lambda rid: self._running[rid].req, states)
+
     def alloc_memory_pool(self, **pools: Any) -> None:
         super().alloc_memory_pool(**pools)
         self._pool, slots = self._target_worker.get_memory_pool()
         self._branches = Branches(self._pool, page_size=slots.page_size)
+        for draft in self._draft_model_runners():
+            if draft_runner.num_features(draft.model_config):
+                self._target_states = head_runner.prepare(self._target_worker.model_runner, draft)
+                self._attach(self.speculator)
 
     def init_cuda_graphs(self) -> None:
-        if self._draft_worker is not None:
+        if self._draft_worker is not None and self._target_states is None:
             self._draft_worker.init_cuda_graphs()
 
     def _draft_model_runners(self) -> tuple[Any, ...]:

@@ -14,10 +14,12 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from specactor.trainer.drafter import losses
+from specactor.trainer.drafter import head_training, losses
 from specactor.trainer.drafter.buffer import TopK, TrainingExample
+from specactor.trainer.drafter.head import Head
 from specactor.trainer.drafter.top_k import vocab_parallel_top_k
 
 CPU = torch.device("cpu")
@@ -39,23 +41,29 @@ class Acceptance:
 def measure(
     target: Any, draft: Any, examples: Sequence[TrainingExample], *, window: int, seed: int, tokens_per_pass: int = 4096
 ) -> Acceptance:
-    """Measure two causal models of transformers on the CPU, with one vocabulary, on responses of the target."""
+    """Measure on the CPU, on responses of the target. Args: a causal model of transformers; one of the same vocabulary,
+    or an EAGLE-3 head of it."""
     chance = torch.Generator().manual_seed(seed)
-    shared: list[list[bool]] = []
+    shared: list[NDArray[np.bool_]] = []
     overlap = entropy = 0.0
     for members, batch in _passes(examples, tokens_per_pass):
-        logp_NV, logq_NV = (_logprobs(model, batch).double() for model in (target, draft))
-        overlap += float(torch.minimum(logp_NV.exp(), logq_NV.exp()).sum())
+        if isinstance(draft, Head):
+            logp_NV, *by_depth = head_training.logprobs(target, draft, batch, steps=window)
+        else:
+            logp_NV, *by_depth = (_logprobs(model, batch) for model in (target, draft))
+        logp_NV, depths = logp_NV.double(), [logq_NV.double() for logq_NV in by_depth]
+        overlap += float(torch.minimum(logp_NV.exp(), depths[0].exp()).sum())
         entropy += float(torch.special.entr(logp_NV.exp()).sum())
-        drafted_N = (logq_NV + noise_given(logp_NV, batch.targets_N, chance)).argmax(1)
+        noise_NV = noise_given(logp_NV, batch.targets_N, chance)
+        agrees = [(logq_NV + noise_NV).argmax(1) == batch.targets_N for logq_NV in depths]
         sizes = [example.response_len for example in members]
-        shared += [part.tolist() for part in torch.split(drafted_N == batch.targets_N, sizes)]
+        shared += [part.numpy() for part in torch.split(torch.stack(agrees, dim=1), sizes)]
     count = sum(map(len, shared))
     return Acceptance(
         tokens=count,
         window=window,
         accept_length=accept_length(shared, window),
-        shared=sum(map(sum, shared)) / count,
+        shared=sum(float(agrees[:, 0].sum()) for agrees in shared) / count,
         overlap=overlap / count,
         entropy=entropy / count,
     )
@@ -74,19 +82,23 @@ def noise_given(logp_NV: Tensor, tokens_N: Tensor, chance: torch.Generator) -> T
     return below_NV - logp_NV
 
 
-def accept_length(agrees: Sequence[Sequence[bool]], window: int) -> float:
-    """emitted / verifies over responses, of whose tokens it is known whether the draft token would be accepted. A
-    verify accepts the tokens up to the first that disagrees, `window` at most, and adds one, within the response."""
+def accept_length(agrees: Sequence[NDArray[np.bool_]], window: int) -> float:
+    """emitted / verifies over responses. A verify accepts the tokens up to the first that disagrees, `window` at most,
+    and adds one, within the response.
+
+    Args: agrees: of each response [tokens, depths]: whether the draft token would be accepted, by how many were drafted
+    in the same verify before it; as the last beyond them.
+    """
     emitted = verifies = 0
     for response in agrees:
-        at = 0
-        while at < len(response):
+        at, (length, depths) = 0, response.shape
+        while at < length:
             accepted = 0
-            while accepted < window and at + accepted < len(response) and response[at + accepted]:
+            while accepted < window and at + accepted < length and response[at + accepted, min(accepted, depths - 1)]:
                 accepted += 1
             at += accepted + 1
             verifies += 1
-        emitted += len(response)
+        emitted += length
     return emitted / verifies if verifies else 1.0
 
 

@@ -23,6 +23,8 @@ from specactor.errors import ConfigError, DataError
 from specactor.recipes import one_line_errors
 from specactor.trainer.drafter import acceptance, init
 from specactor.trainer.drafter.buffer import TrainingExample
+from specactor.trainer.drafter.head import Head
+from specactor.trainer.drafter.head_training import HeadTrainer
 from specactor.trainer.drafter.rollout_files import example_of, read_rollouts
 from specactor.trainer.drafter.train import DrafterTrainer, RefreshStats
 
@@ -34,14 +36,14 @@ OF_RUNS = ("refresh", "max_time_share", "max_updates", "keep_rollouts", "zero")
 
 @dataclass(frozen=True, kw_only=True)
 class InitOptions:
-    """Make a dense draft model: cut out of the target, or random."""
+    """Make a dense draft model, cut out of the target or random; or an EAGLE-3 head."""
 
     target: Path
     """Folder of the target, in Hugging Face format."""
     out: Path
     """New folder of the draft model."""
-    start: init.TargetStart | init.RandomStart = field(default_factory=init.TargetStart)
-    """start:target-start or start:random-start, and its settings."""
+    start: init.Start = field(default_factory=init.TargetStart)
+    """start:target-start, start:random-start or start:eagle3-start, and its settings."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -162,7 +164,8 @@ def train(options: TrainOptions) -> RefreshStats:
             f"rollouts: got {len(found)} response to learn from, expected at least 2: every {HELD_OUT}th is held out "
             "for eval, from the first on. Give more."
         )
-    target, model = init.read_model(options.target), init.read_model(options.draft)
+    target = init.read_model(options.target)
+    model = init.read_draft(options.draft, target)
     _check_vocabulary(target, model)
     stats = learn(
         target, model, examples, settings, seed=options.seed, limit_s=60 * options.minutes, updates=options.updates
@@ -190,10 +193,11 @@ def learn(
 ) -> RefreshStats:
     """Distil the target into the model, in this process.
 
-    `target` is not used where `settings.top_k` is 0; `limit_s` includes its pass over the examples. With `updates` the
-    learning rate falls to a hundredth over so many; 0: as many as fit, at one rate.
+    `target` is not used where `settings.top_k` is 0 and the model is no head; `limit_s` includes its pass over the
+    examples. With `updates` the learning rate falls to a hundredth over so many; 0: as many as fit, at one rate.
     """
-    trainer = DrafterTrainer(settings, model, seed=seed)
+    head = isinstance(model, Head)
+    trainer = HeadTrainer(settings, model, target, seed=seed) if head else DrafterTrainer(settings, model, seed=seed)
     trainer.buffer.add(examples)
     if not len(trainer.buffer):
         longest = min(settings.tokens_per_microbatch, settings.buffer_tokens)
@@ -204,7 +208,7 @@ def learn(
             "Raise both to the tokens of a prompt with its response.",
         )
     began_s = time.perf_counter()
-    if settings.top_k:  # of what fits the buffer alone
+    if settings.top_k and not head:  # of what fits the buffer alone
         examples_with_top_k = acceptance.with_top_k(
             target,
             trainer.buffer.take(),
@@ -228,7 +232,8 @@ def learn(
 def evaluate(options: EvalOptions) -> acceptance.Acceptance:
     examples = _examples(options.rollouts)
     examples = (examples if options.all else examples[::HELD_OUT])[: options.responses]
-    target, draft = init.read_model(options.target), init.read_model(options.draft)
+    target = init.read_model(options.target)
+    draft = init.read_draft(options.draft, target)
     _check_vocabulary(target, draft)
     return acceptance.measure(target, draft, examples, window=options.window, seed=options.seed)
 

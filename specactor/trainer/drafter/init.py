@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from specactor.config.rules import rules_of
 from specactor.cpu import torchvision_ops
 from specactor.errors import ConfigError, DataError
+from specactor.trainer.drafter.head import Eagle3Start, is_head, make_head, read_head
 
 _MODEL = "model.layers."
 _MLP = ("gate_proj", "up_proj", "down_proj")
@@ -61,7 +62,7 @@ class RandomStart:
         rule("head_dim", self.head_dim % 2 == 0, "an even number", "Rotary embeddings turn pairs.")
 
 
-Start = TargetStart | RandomStart
+Start = TargetStart | RandomStart | Eagle3Start
 
 
 def make_draft_model(target: Path, folder: Path, start: Start) -> int:
@@ -72,7 +73,14 @@ def make_draft_model(target: Path, folder: Path, start: Start) -> int:
             "out", str(folder), "a path that does not exist or an empty folder", "Choose another, or remove it."
         )
     check_out(folder)
-    model = _cut(target, start) if isinstance(start, TargetStart) else _random(target, start)
+    model: Any
+    match start:
+        case TargetStart():
+            model = _cut(target, start)
+        case RandomStart():
+            model = _random(target, start)
+        case Eagle3Start():
+            model = make_head(read_model(target), start)
     write_model(model, folder, tokenizer=target)
     return sum(p.numel() for p in model.parameters())
 
@@ -90,6 +98,11 @@ def read_model(folder: Path, device: torch.device | str = "cpu") -> Any:
     return model.to(device).eval()
 
 
+def read_draft(folder: Path, target: Any) -> Any:
+    """Read a draft model, or an EAGLE-3 head of the target."""
+    return read_head(folder, target) if is_head(folder) else read_model(folder)
+
+
 @torch.no_grad()
 def fill_buffers(model: nn.Module) -> None:
     """Compute the frequencies of rotary embeddings, which no file holds. Where torch stands in for CUDA
@@ -102,7 +115,14 @@ def fill_buffers(model: nn.Module) -> None:
 
 
 def read_fitting(folder: Path, vocab_size: int, device: torch.device | str) -> Any:
-    """Read a run's draft model. Raises ConfigError where it does not fit the policy."""
+    """Read a run's draft model. Raises ConfigError where it does not fit the policy, or does not learn in runs."""
+    if is_head(folder):
+        raise ConfigError.at(
+            "distillation.refresh",
+            "on",
+            f"off, since {folder} is an EAGLE-3 head, which learns offline",
+            "Leave it off, and train the head with specactor drafter train; or use a draft model.",
+        )
     model = read_model(folder, device)
     if model.config.vocab_size != vocab_size:
         raise ConfigError.at(

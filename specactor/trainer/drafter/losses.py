@@ -25,6 +25,7 @@ from specactor.trainer.drafter.buffer import TrainingExample
 class Batch:
     tokens_BT: Tensor
     row_N: Tensor  # which of the B * T positions predict a response token: those before it
+    place_N: Tensor  # of a token in its response, from 0
     targets_N: Tensor
     temperatures_N: Tensor
     top_tokens_NK: Tensor
@@ -78,6 +79,7 @@ def build(examples: Sequence[TrainingExample], device: torch.device) -> Batch:
     return Batch(
         tokens_BT=torch.from_numpy(tokens).to(device),
         row_N=_joined(rows, np.int64, device),
+        place_N=_joined([np.arange(size) for size in sizes], np.int64, device),
         targets_N=_joined([example.token_ids[example.prompt_len :] for example in examples], np.int64, device),
         temperatures_N=_joined([np.full(x.response_len, x.temperature) for x in examples], np.float32, device),
         top_tokens_NK=torch.from_numpy(top_tokens).to(device),

@@ -48,7 +48,7 @@ def test_noise_given_the_token_is_that_of_the_coupling() -> None:
     ],
 )
 def test_accept_length_of_chains(agrees: list[list[bool]], window: int, expected: float) -> None:
-    assert acceptance.accept_length(agrees, window) == pytest.approx(expected)
+    assert acceptance.accept_length([np.array(row)[:, None] for row in agrees], window) == pytest.approx(expected)
 
 
 def test_measure_beside_a_plain_loop() -> None:

@@ -102,6 +102,7 @@ def batch_of(tokens_N: Tensor, top_NK: Tensor, top_logp_NK: Tensor, known_N: Ten
     return losses.Batch(
         tokens_BT=nothing,
         row_N=nothing,
+        place_N=nothing,
         temperatures_N=nothing,
         targets_N=tokens_N,
         top_tokens_NK=top_NK,

@@ -1,0 +1,161 @@
+"""An EAGLE-3 head on SGLang's model runner: a draft model that reads what the target computed.
+
+The head reads pairs: a token of the text, and the target's hidden states, of a few layers, at the token before it. It
+answers with the token after the pair, and with hidden states of its own, which stand in for the target's where a draft
+goes on. The target writes its hidden states into memory at the slots of its keys (`TargetStates`), in every pass that
+it makes: in prefills, plain rounds and verifications. So what is true of keys is true of them: they belong to a prefix
+of tokens, come with the prefix cache, follow an accepted path, and those of rejected tokens are overwritten.
+
+Invariants: those of `draft_runner`, and
+- a pair's key lies at the slot of its token, not of the token before: that slot may be shared with texts that go on
+  with another token. The first token has no pair, so the head's page table is the target's from its second column on;
+- a key that was computed from the head's own hidden states is never read in a later round.
+
+Shape legend: R rows, B texts, V vocabulary, S slots, F features of a token: the hidden states of all layers read.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from specactor.cpu import sglang_ops
+from specactor.errors import EngineError
+from specactor.rollout.sglang.draft_runner import DraftBatch, DraftRunner, num_features
+
+_KV_CACHE = "kv_cache"
+"""SGLang's name of the memory that is given back with the KV pool."""
+
+
+class TargetStates:
+    """Hidden states of the target by slot, of the layers that a head reads."""
+
+    def __init__(self, target: Any, head: Any, *, num_slots: int) -> None:
+        """From now on `target` writes them. Call it before CUDA graphs are captured.
+
+        Args: SGLang's runners of the target and of the head.
+        """
+        model, config = target.model, head.model_config.hf_config
+        if not hasattr(model, "set_eagle3_layers_to_capture"):
+            raise EngineError(
+                f"rollout.speculation.draft_model: got an EAGLE-3 head, which SGLang's {type(model).__name__} gives no "
+                "hidden states. Use a draft model: specactor drafter init."
+            )
+        wanted = num_features(head.model_config)
+        model.set_eagle3_layers_to_capture(
+            (getattr(config, "eagle_config", None) or {}).get("eagle_aux_hidden_state_layer_ids")
+        )
+        model.capture_aux_hidden_states = False  # the hook takes them away again
+        with head.token_to_kv_pool.memory_saver_adapter.region(_KV_CACHE):
+            self._states_SF = torch.zeros(num_slots, wanted, dtype=head.dtype, device=head.device)
+        self._table = target.req_to_token_pool.req_to_token
+        model.model.register_forward_hook(self._write, with_kwargs=True)
+
+    def _write(self, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+        batch = kwargs["forward_batch"] if "forward_batch" in kwargs else args[2]
+        hidden, layers = output
+        self._states_SF[batch.out_cache_loc] = torch.cat(list(layers), dim=-1).to(self._states_SF.dtype)
+        return hidden
+
+    def of(self, table_R: Tensor, positions_R: Tensor) -> Tensor:
+        """[R, F], at these positions of these rows of the page table."""
+        return self._states_SF[self._table[table_R, positions_R]]
+
+
+def prepare(target: Any, head: Any) -> TargetStates:
+    """Give the head what it shares with the target. Call it between the making of pools and of attention backends.
+
+    Args: SGLang's runners.
+    """
+    if (page := head.token_to_kv_pool.page_size) != 1:
+        raise EngineError(
+            f"rollout.speculation.draft_model: got an EAGLE-3 head and pages of {page} tokens, expected 1: its keys "
+            "lie a slot beside the target's. Leave page_size out of rollout.engine.extra_args."
+        )
+    if not _has_embedding(Path(head.model_config.model_path)):
+        own, given = head.model_config.hidden_size, target.model_config.hidden_size
+        if own != given:
+            raise EngineError(
+                f"rollout.speculation.draft_model: got an EAGLE-3 head of {own} hidden sizes without an embedding, "
+                f"expected one of the target's {given}, whose embedding it can share. Give a head with an embedding."
+            )
+        # Not as a module of the head: pushes must not find it among its parameters.
+        del head.model.model.embed_tokens
+        vars(head.model.model)["embed_tokens"] = target.model.model.embed_tokens
+    if head.device == "cpu":  # few rows take other kernels, and a draft must not feel the others of its round
+        head.model.model.fc.forward = functools.partial(_linear, head.model.model.fc)
+    head.req_to_token_pool = copy.copy(target.req_to_token_pool)
+    head.req_to_token_pool.req_to_token = target.req_to_token_pool.req_to_token[:, 1:]
+    head.init_kv_index_translator()
+    return TargetStates(target, head, num_slots=head.token_to_kv_pool.size + page)
+
+
+def _linear(layer: torch.nn.Linear, x: Tensor) -> Tensor:
+    return sglang_ops.linear(x, layer.weight, layer.bias)
+
+
+def _has_embedding(folder: Path) -> bool:
+    from safetensors import safe_open
+
+    for file in folder.glob("*.safetensors"):
+        with safe_open(file, framework="pt") as tensors:
+            if any(name.endswith("embed_tokens.weight") for name in tensors.keys()):  # noqa: SIM118 - it is no mapping
+                return True
+    return False
+
+
+class HeadRunner(DraftRunner):
+    """Drafts with a head. Its passes run without CUDA graphs."""
+
+    first_token = 1
+    keeps_drafts = False
+
+    def __init__(self, runner: Any, states: TargetStates) -> None:
+        super().__init__(runner)
+        self._states = states
+        self._own_BH: Tensor | None = None
+        """Hidden states of the head at the last token of each text; None: it reads the target's."""
+        self._passed_RH: Tensor
+        """Those of the last pass."""
+        ids = runner.model.hot_token_id
+        self._token_ids = None if ids is None else ids.to(self._device)
+        """Of a reduced vocabulary."""
+
+    def _catch_up(self, batch: DraftBatch) -> Tensor:
+        self._own_BH, self._caught_up = None, list[Tensor]()
+        logits_BV = super()._catch_up(batch)
+        self._own_BH = torch.cat(self._caught_up)
+        return logits_BV
+
+    def _logits(self, tokens_R: Tensor, table_R: Tensor, positions_R: Tensor, wanted_B: Tensor | None = None) -> Tensor:
+        logits_BV = super()._logits(tokens_R, table_R, positions_R, wanted_B)
+        if wanted_B is not None:
+            self._caught_up.append(self._passed_RH[wanted_B])
+        else:
+            self._own_BH = self._passed_RH
+        if self._token_ids is None:
+            return logits_BV
+        whole_BV = logits_BV.new_full((len(logits_BV), self._vocab_size), -torch.inf)
+        whole_BV[:, self._token_ids] = logits_BV
+        return whole_BV
+
+    def _batch(self, tokens_R: Tensor, table_R: Tensor, positions_R: Tensor) -> Any:
+        """Pairs, which count from 0, by the positions of their tokens."""
+        return super()._batch(tokens_R, table_R, positions_R - 1)
+
+    def _forward(self, batch: Any) -> Tensor:
+        if self._own_BH is None:
+            states = self._states.of(batch.req_pool_indices, batch.positions)
+        else:
+            states = self._own_BH[: batch.batch_size]
+        batch.spec_info = SimpleNamespace(hidden_states=states)  # attention would take it for a tree before this
+        hidden: Tensor
+        hidden, [self._passed_RH] = super()._forward(batch)
+        batch.spec_info = None
+        return hidden
