@@ -31,6 +31,12 @@ _FORGIVENESS = 1.002  # per round without a wait: trust grows again
 
 
 class Patience:
+    """Says how long a round waits for drafts: w with the largest (E + T m F(w) g) / (R + w), if over 1.05 E / R.
+
+    E: tokens emitted without waiting; T: trust; m: requests without drafts; F: share of answers within w; g: P(first
+    token right); R: median seconds of a round.
+    """
+
     def __init__(self) -> None:
         self._rounds_s: deque[float] = deque(maxlen=MAX_SAMPLES)
         self._answers_s: deque[float] = deque(maxlen=MAX_SAMPLES)

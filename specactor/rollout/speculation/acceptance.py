@@ -275,7 +275,8 @@ class AcceptanceModel:
     def limit(self, trials: float) -> None:
         """All that was seen is worth at most so many trials per position, so that news count; and `SURE` times as many
         for drafts of one confidence, which are much alike whatever the request."""
-        self._sure.scale(SURE * trials / np.maximum(self._sure.most_trials, SURE * trials))
+        most = np.maximum(self._sure.most_trials, 1e-9)  # where nothing was seen, nothing changes
+        self._sure.scale(np.minimum(1.0, SURE * trials / most))
         seen = float(max(self._acceptance.most_trials[0], self._coverage.most_trials[0]))
         self._fade(min(1.0, trials / seen) if seen else 1.0)
 

@@ -26,6 +26,8 @@ AFTER_RATE = 0.3
 
 
 class Estimates:
+    """Knows, of one engine's drafters and rounds, how often drafts are right and what rounds cost."""
+
     def __init__(self, drafters: Mapping[str, Drafter], *, max_window: int, table: CostTable | None = None) -> None:
         self.acceptance = {name: AcceptanceModel(max_window=max_window) for name in drafters}
         self.after = {name: AcceptanceModel(max_window=max_window, prior_rate=AFTER_RATE) for name in drafters}

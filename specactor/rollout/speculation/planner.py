@@ -91,9 +91,9 @@ class Planner:
 
     def choose(self, options: Mapping[str, Option], requests: int) -> Choice:
         """The fastest option, or plain decoding; to begin, drafting must be faster by `ENTRY_MARGIN`."""
-        # In mode coupled drafting is wanted, and plain decoding is no choice.
-        is_auto = self._config.mode == "auto" or not options
-        plain_s = self._costs.plain_s(requests) if is_auto else float("inf")
+        # In modes coupled and decoupled drafting is wanted, and plain decoding is no choice.
+        may_be_plain = self._config.mode == "auto" or not options
+        plain_s = self._costs.plain_s(requests) if may_be_plain else float("inf")
         margin = ENTRY_MARGIN if self.current == OFF else CHANGE_MARGIN
         choice = choose(options, requests=requests, plain_s=plain_s, current=self.current, margin=margin)
         promising = choice.drafter in options and options[choice.drafter].usual > 0

@@ -151,7 +151,7 @@ class BackOff:
     def _end_look(self) -> None:
         self._tries, self._look_s, self._was_long = 0, 0.0, False
 
-    def is_due(self) -> bool:
+    def count_round(self) -> bool:
         """A plain round is to come; whether to look in it."""
         self._rounds += 1
         return self._rounds >= self._pause

@@ -37,6 +37,8 @@ _LOG = logging.getLogger(__name__)
 
 
 class Speculator:
+    """Decides, in an engine, who drafts in the next round, for whom and how far."""
+
     def __init__(
         self,
         config: SpeculationConfig,
@@ -94,24 +96,24 @@ class Speculator:
             self._is_behind = True
             self._decision = self._plain(len(sequences))
             return self._decision
-        decision = self._best(sequences, caps, max_branches) if self._is_planned else self._tried(sequences, caps)
+        decision = self._best(sequences, caps, max_branches) if self._chooses_by_cost else self._tried(sequences, caps)
         decision.draft_s = self._clock() - started
         self._decision = decision
         return decision
 
     def _observe(self, caps: Sequence[int]) -> bool:
-        if self._is_planned and not any(caps):
-            if self._may_rest() and self._back_off.is_due():
+        if self._chooses_by_cost and not any(caps):
+            if self._may_rest() and self._back_off.count_round():
                 self._back_off.looked(look_s=0.0, plain_s=1.0)  # there is nothing to look at
             return False
-        if self._may_rest() and not self._back_off.is_due():
+        if self._may_rest() and not self._back_off.count_round():
             return False
         self.drafter_set.find()
         self.drafter_set.let_wait(self._waited_for())
         return bool(self.drafter_set.there)
 
     @property
-    def _is_planned(self) -> bool:
+    def _chooses_by_cost(self) -> bool:
         return self.config.window is None and self.costs.table is not None
 
     @property
@@ -133,7 +135,7 @@ class Speculator:
         if self.config.window is None or not self.drafter_set.there:
             self._is_behind = True
         if self._may_rest():
-            self._back_off.is_due()
+            self._back_off.count_round()
         self.drafter_set.listen(self._clock())
         self._decision = self._plain(requests)
         self.estimates.plain_round(requests, round_s=round_s, predicted_s=self._decision.predicted_s)

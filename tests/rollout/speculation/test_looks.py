@@ -22,7 +22,7 @@ from specactor.rollout.speculation.probing import (
 def until_over(rest: BackOff) -> int:
     """Plain rounds until the next look, which is in the last of them."""
     for rounds in range(1, 2 * MAX_REST):
-        if rest.is_due():
+        if rest.count_round():
             return rounds
     raise AssertionError("never")
 
