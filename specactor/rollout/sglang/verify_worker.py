@@ -15,6 +15,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -152,7 +153,8 @@ class Worker(BaseSpecWorker):  # type: ignore[misc]
         super().__init__()
         self._target_worker = target_worker
         self._draft_worker = None
-        if get_spec().speculative_draft_model_path is not None:
+        if (folder := get_spec().speculative_draft_model_path) is not None:
+            head_runner.refuse_unfit(Path(folder), server_args)
             self._draft_worker = draft_runner.load(
                 server_args, gpu_id=gpu_id, nccl_port=nccl_port, target_worker=target_worker
             )
