@@ -71,7 +71,7 @@ class TargetStates:
         return self._states_SF[self._table[table_R, positions_R]]
 
 
-def refuse_unfit(folder: Path, server_args: Any) -> None:
+def refuse_unfit(folder: Path, *, hierarchical_cache: bool) -> None:
     """Raise EngineError for a head that SGLang would serve wrongly. Call it before a draft model is loaded."""
     config = json.loads((folder / "config.json").read_bytes())
     if EAGLE3_HEAD not in (config.get("architectures") or ()):
@@ -89,7 +89,7 @@ def refuse_unfit(folder: Path, server_args: Any) -> None:
         (config.get("tie_word_embeddings"), "tied embeddings", "an lm_head of its own", "Give such a head."),
         (no_output, "neither draft_vocab_size nor lm_head", "an lm_head of its own", "Give such a head."),
         (
-            server_args.enable_hierarchical_cache,
+            hierarchical_cache,
             "enable_hierarchical_cache beside it",
             "the prefix cache on the device alone, with which hidden states stay",
             "Leave it out of rollout.engine.extra_args.",

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 from sglang.srt.managers.utils import GenerationBatchResult
-from sglang.srt.runtime_context import get_parallel, get_spec
+from sglang.srt.runtime_context import get_memory, get_parallel, get_spec
 from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
 from sglang.srt.speculative.spec_info import SpecInput, SpecInputType, SpeculativeAlgorithm
 from sglang.srt.speculative.spec_registry import CustomSpecAlgo
@@ -154,7 +154,7 @@ class Worker(BaseSpecWorker):  # type: ignore[misc]
         self._target_worker = target_worker
         self._draft_worker = None
         if (folder := get_spec().speculative_draft_model_path) is not None:
-            head_runner.refuse_unfit(Path(folder), server_args)
+            head_runner.refuse_unfit(Path(folder), hierarchical_cache=get_memory().enable_hierarchical_cache)
             self._draft_worker = draft_runner.load(
                 server_args, gpu_id=gpu_id, nccl_port=nccl_port, target_worker=target_worker
             )

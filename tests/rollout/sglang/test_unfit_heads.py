@@ -22,7 +22,7 @@ def refuse(folder: Path, *, weights: str = "lm_head.weight", hierarchical: bool 
         save_file({weights: torch.zeros(8, 4)}, folder / "model.safetensors")
     else:
         torch.save({"lm_head.weight": torch.zeros(8, 4)}, folder / "pytorch_model.bin")
-    head_runner.refuse_unfit(folder, SimpleNamespace(enable_hierarchical_cache=hierarchical))
+    head_runner.refuse_unfit(folder, hierarchical_cache=hierarchical)
 
 
 @pytest.mark.parametrize(
