@@ -121,6 +121,7 @@ class Elsewhere:
     def __init__(self, spec: DrafterSpec) -> None:
         self._script = Script.read(spec.model_dir)
 
+        self.wants_seconds = True
         self._seconds: list[int] = []
 
     def extend(self, lanes: Sequence[Lane]) -> list[list[int]]:

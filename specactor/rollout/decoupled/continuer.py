@@ -34,6 +34,8 @@ class Lane:
 class Branching(Protocol):
     """Of continuers that are also asked for lanes with a `branch`."""
 
+    wants_seconds: bool  # whether those of the next call are of use; where they are not, they may be unknown
+
     def seconds(self) -> list[int]:
         """Return, for each lane of the last call, the second choice for the first of its tokens; -1 if unknown."""
 

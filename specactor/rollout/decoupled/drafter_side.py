@@ -83,6 +83,8 @@ class Mirror:
     def short_branches(self) -> list[tuple[int, int, int]]:
         """Return (tokens, tokens drafted before, position) of the branches that want another token: those that the
         next verify may decide, and no longer than a window."""
+        if not self.complete:
+            return []
         last = self.committed + self.window
         return [
             (len(branch), at - self.committed, at)
@@ -186,8 +188,9 @@ class Mirrors:
 
     Invariants: a mirror holds what its engine committed, then at most `AHEAD` windows drafted from it alone. Prompts,
     committed and draft tokens, with room for those to be drafted, are at most `max_tokens`: the request heard of
-    longest ago goes first, and comes back when there is room. A request that holds less than a window does not wait for
-    those with more. One that its engine lists no more, or whose engine is silent for `SILENT_S`, is forgotten.
+    longest ago goes first, and comes back when there is room. Branches are not counted: for each drafted token there is
+    at most one, of a window and one token. A request that holds less than a window does not wait for those with more.
+    One that its engine lists no more, or whose engine is silent for `SILENT_S`, is forgotten.
     """
 
     def __init__(self, session: int, *, max_tokens: int, drops: Drops | None = None) -> None:

@@ -217,14 +217,17 @@ class Loop:
         lanes = mirrors.wanted(self._max_lanes, slower=self._pace.is_slower)
         own = len(lanes)
         branching = continuer if isinstance(continuer, Branching) else None
+        began_s = time.perf_counter()  # lanes of branches copy their texts, which is time that they take
         if branching is not None:
-            lanes += mirrors.branches(self._pace.free(own, self._max_lanes))
+            free = self._pace.free(own, self._max_lanes)
+            branching.wants_seconds = free > 0
+            lanes += mirrors.branches(free)
         if lanes:
-            began_s = time.perf_counter()
             drafts = continuer.extend(lanes)
             ended_s = time.perf_counter()
             self._busy_s += ended_s - began_s
-            self._pace.batch(len(lanes), ended_s - began_s)
+            if computed := sum(map(bool, drafts)):  # a lane that was refused took no time
+                self._pace.batch(computed, ended_s - began_s)
             tokens = sum(map(len, drafts))
             self.recorder.span("draft", "draft", began_s, ended_s, requests=len(lanes), tokens=tokens)
             self._drafted = (own, sum(map(len, drafts[:own])))

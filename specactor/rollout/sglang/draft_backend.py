@@ -43,7 +43,7 @@ class DraftBackend:
         """Args: runner: SGLang's, from `draft_runner.load_alone`."""
         self.version = 0
         self._runner = self.runner_type(runner)
-        self._runner.seconds = []
+        self.wants_seconds = True
         self._seconds: list[int] = []
         self._slots = Slots(num_slots=self._runner.num_slots, num_rows=self._runner.num_rows)
         self._known: dict[Hashable, _Known] = {}
@@ -96,9 +96,11 @@ class DraftBackend:
                 self._meet(lane)
         answers: list[list[int]] = [[] for _ in lanes]
         self._seconds = [UNKNOWN] * len(lanes)
+        self._runner.seconds = [] if self.wants_seconds else None
         for batch in self._batches(lanes):
             drafts = self._runner.draft(list(batch.values()))
-            for i, draft, second in zip(batch, drafts, self._runner.seconds or [], strict=True):
+            seconds = [UNKNOWN] * len(drafts) if self._runner.seconds is None else self._runner.seconds
+            for i, draft, second in zip(batch, drafts, seconds, strict=True):
                 answers[i], self._seconds[i] = draft, second
         for i in range(len(lanes)):
             self._slots.free((BRANCH, i))

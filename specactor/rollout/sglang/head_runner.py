@@ -4,7 +4,8 @@ The head reads pairs: a token of the text, and the target's hidden states, of a 
 answers with the token after the pair, and with hidden states of its own, which stand in for the target's where a draft
 goes on. The target writes its hidden states into memory at the slots of its keys (`TargetStates`), in every pass that
 it makes: in prefills, plain rounds and verifications. So what is true of keys is true of them: they belong to a prefix
-of tokens, come with the prefix cache, follow an accepted path, and those of rejected tokens are overwritten.
+of tokens, come with the prefix cache of the device, follow an accepted path, and those of rejected tokens are
+overwritten. A cache that brings keys back from the host, to other slots, would not bring them: it is refused.
 
 Invariants: those of `draft_runner`, and
 - a pair's key lies at the slot of its token, not of the token before: that slot may be shared with texts that go on
@@ -18,6 +19,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,6 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from specactor.config import EAGLE3_HEAD
 from specactor.cpu import sglang_ops
 from specactor.errors import EngineError
 from specactor.rollout.sglang.draft_runner import DraftBatch, DraftRunner, num_features
@@ -49,7 +52,7 @@ class TargetStates:
             )
         wanted = num_features(head.model_config)
         model.set_eagle3_layers_to_capture(
-            (getattr(config, "eagle_config", None) or {}).get("eagle_aux_hidden_state_layer_ids")
+            (getattr(config, "eagle_config", None) or {}).get("eagle_aux_hidden_state_layer_ids") or None
         )
         model.capture_aux_hidden_states = False  # the hook takes them away again
         with head.token_to_kv_pool.memory_saver_adapter.region(_KV_CACHE):
@@ -68,6 +71,37 @@ class TargetStates:
         return self._states_SF[self._table[table_R, positions_R]]
 
 
+def refuse_unfit(folder: Path, *, hierarchical_cache: bool) -> None:
+    """Raise EngineError for a head that SGLang would serve wrongly. Call it before a draft model is loaded."""
+    config = json.loads((folder / "config.json").read_bytes())
+    if EAGLE3_HEAD not in (config.get("architectures") or ()):
+        return
+    eagle, names = config.get("eagle_config") or {}, _tensors(folder)
+    no_output = config.get("draft_vocab_size") is None and "lm_head.weight" not in names
+    for unfit, got, expected, remedy in (
+        (not names, "no *.safetensors", "its weights in such files", "Convert them."),
+        (
+            eagle.get("use_aux_hidden_state", config.get("use_aux_hidden_state")) is False,
+            "use_aux_hidden_state false",
+            "one that reads several layers",
+            "Give such a head.",
+        ),
+        (config.get("tie_word_embeddings"), "tied embeddings", "an lm_head of its own", "Give such a head."),
+        (no_output, "neither draft_vocab_size nor lm_head", "an lm_head of its own", "Give such a head."),
+        (
+            hierarchical_cache,
+            "enable_hierarchical_cache beside it",
+            "the prefix cache on the device alone, with which hidden states stay",
+            "Leave it out of rollout.engine.extra_args.",
+        ),
+    ):
+        if unfit:
+            raise EngineError(
+                f"rollout.speculation.draft_model: got an EAGLE-3 head ({folder}) and {got}, expected {expected}. "
+                f"{remedy}"
+            )
+
+
 def prepare(target: Any, head: Any) -> TargetStates:
     """Give the head what it shares with the target. Call it between the making of pools and of attention backends.
 
@@ -78,7 +112,7 @@ def prepare(target: Any, head: Any) -> TargetStates:
             f"rollout.speculation.draft_model: got an EAGLE-3 head and pages of {page} tokens, expected 1: its keys "
             "lie a slot beside the target's. Leave page_size out of rollout.engine.extra_args."
         )
-    if not _has_embedding(Path(head.model_config.model_path)):
+    if not any(name.endswith("embed_tokens.weight") for name in _tensors(Path(head.model_config.model_path))):
         own, given = head.model_config.hidden_size, target.model_config.hidden_size
         if own != given:
             raise EngineError(
@@ -100,14 +134,15 @@ def _linear(layer: torch.nn.Linear, x: Tensor) -> Tensor:
     return sglang_ops.linear(x, layer.weight, layer.bias)
 
 
-def _has_embedding(folder: Path) -> bool:
+def _tensors(folder: Path) -> set[str]:
+    """Names of a folder's weights."""
     from safetensors import safe_open
 
+    names = set[str]()
     for file in folder.glob("*.safetensors"):
         with safe_open(file, framework="pt") as tensors:
-            if any(name.endswith("embed_tokens.weight") for name in tensors.keys()):  # noqa: SIM118 - it is no mapping
-                return True
-    return False
+            names.update(tensors.keys())
+    return names
 
 
 class HeadRunner(DraftRunner):

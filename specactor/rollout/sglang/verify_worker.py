@@ -15,6 +15,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,7 +23,7 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 from sglang.srt.managers.utils import GenerationBatchResult
-from sglang.srt.runtime_context import get_parallel, get_spec
+from sglang.srt.runtime_context import get_memory, get_parallel, get_spec
 from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
 from sglang.srt.speculative.spec_info import SpecInput, SpecInputType, SpeculativeAlgorithm
 from sglang.srt.speculative.spec_registry import CustomSpecAlgo
@@ -152,7 +153,8 @@ class Worker(BaseSpecWorker):  # type: ignore[misc]
         super().__init__()
         self._target_worker = target_worker
         self._draft_worker = None
-        if get_spec().speculative_draft_model_path is not None:
+        if (folder := get_spec().speculative_draft_model_path) is not None:
+            head_runner.refuse_unfit(Path(folder), hierarchical_cache=get_memory().enable_hierarchical_cache)
             self._draft_worker = draft_runner.load(
                 server_args, gpu_id=gpu_id, nccl_port=nccl_port, target_worker=target_worker
             )

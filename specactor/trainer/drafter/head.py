@@ -208,6 +208,7 @@ def read_head(folder: Path, target: Any) -> Head:
     usual = layers_read(target.config.num_hidden_layers)
     fields.setdefault("eagle_config", {"eagle_aux_hidden_state_layer_ids": usual})
     config = the_transformers().LlamaConfig(**fields)
+    _refuse_others(config)
     weights: dict[str, Tensor] = {}
     for file in sorted(folder.glob("*.safetensors")):
         for name, tensor in load_file(file).items():
@@ -234,6 +235,28 @@ def read_head(folder: Path, target: Any) -> Head:
     if d2t is not None:
         head.token_ids += d2t
     return head.eval()
+
+
+def _refuse_others(config: Any) -> None:
+    """Raise ConfigError for a head of which `Head` would compute something else than the engine serves."""
+    rope, eagle = config.rope_parameters.get("rope_type", "default"), config.eagle_config or {}
+    for other, got, expected in (
+        (rope != "default", f"a head with rope_type {rope}", "rope_type default"),
+        (getattr(config, "norm_output", False), "a head with norm_output", "one that goes on without its norm"),
+        (config.hidden_act != "silu", f"a head with hidden_act {config.hidden_act}", "hidden_act silu"),
+        (
+            not eagle.get("eagle_aux_hidden_state_layer_ids"),
+            "a head with an eagle_config without eagle_aux_hidden_state_layer_ids",
+            "the layers that it reads, by number",
+        ),
+        (
+            eagle.get("use_aux_hidden_state") is False,
+            "a head with use_aux_hidden_state false",
+            "one of several layers",
+        ),
+    ):
+        if other:
+            raise ConfigError.at("draft", got, expected, "An engine may serve it; here, give another head.")
 
 
 def make_head(target: Any, start: Eagle3Start) -> Head:

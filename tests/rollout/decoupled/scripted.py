@@ -30,6 +30,7 @@ class Scripted:
     """Knows what it was shown before, and checks that it is told the truth about that."""
 
     version = 1
+    wants_seconds = True
 
     def __init__(self, step_s: float = 0.0) -> None:
         self.seen: dict[Hashable, list[int]] = {}

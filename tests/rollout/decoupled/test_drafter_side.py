@@ -364,3 +364,16 @@ def test_branches_with_fewest_tokens_and_decided_first_come_first() -> None:
     assert [len(mirror.branches[at]) for at in range(3)] == [2, 2, 1]
     assert [lane.branch for lane in drafter.mirrors.branches(2)] == [2, 0]
     assert drafter.mirrors.branches(0) == []
+
+
+def test_an_incomplete_request_has_no_branch_to_draft() -> None:
+    """A commit is missing: the texts of its branches may be no more."""
+    drafter = Drafter()
+    drafter.hear(beat(), opening())
+    drafter.steps(3, branches=1)
+    [mirror] = drafter.mirrors._oldest.values()
+    assert mirror.short_branches()
+    drafter.hear(Commits(requests=[1], positions=[2], counts=[1], tokens=[3]))
+    assert not mirror.complete
+    assert mirror.branches
+    assert not drafter.mirrors.branches(3)

@@ -54,6 +54,20 @@ class Ticking:
             self.tails.open(f"r{i}", (1, 2), self.outputs[-1], 0, 1.0)
 
 
+class Refusing(Ticking):
+    """Tells second choices where they are wanted, and computes no branch."""
+
+    wants_seconds = True
+    asked: Sequence[int | None] = ()
+
+    def extend(self, lanes: Sequence[Lane]) -> list[list[int]]:
+        self.asked = [lane.branch for lane in lanes]
+        return [[7] if lane.branch is None else [] for lane in lanes]
+
+    def seconds(self) -> list[int]:
+        return [8 if self.wants_seconds else -1 for _ in self.asked]
+
+
 def loop_of(world: Ticking) -> Loop:
     return Loop(world, world, max_tokens=100_000, clock=world.clock)  # type: ignore[arg-type]
 
@@ -157,3 +171,29 @@ def test_what_is_remembered_is_bounded() -> None:
         world.outputs[0].append(7)
         world.tails.commit(["r0"])
     assert len(loop.work(trace=False).turns) == MAX_TURNS
+
+
+def test_lanes_that_were_refused_say_nothing_of_what_lanes_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = Refusing()
+    loop = loop_of(world)
+    counted: list[int] = []
+    monkeypatch.setattr(loop._pace, "free", lambda lanes, max_lanes: 5)
+    monkeypatch.setattr(loop._pace, "batch", lambda lanes, seconds: counted.append(lanes))
+    world.open(2)
+    branches = 0
+    for _ in range(2 * WINDOW):
+        loop.turn()
+        branches += sum(branch is not None for branch in world.asked)
+    assert branches > 0
+    assert set(counted) == {2}
+
+
+def test_second_choices_are_wanted_where_branches_are_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = Refusing()
+    loop = loop_of(world)
+    world.open(2)
+    loop.turn()
+    assert not world.wants_seconds, "nothing is known of what lanes take"
+    monkeypatch.setattr(loop._pace, "free", lambda lanes, max_lanes: 1)
+    loop.turn()
+    assert world.wants_seconds

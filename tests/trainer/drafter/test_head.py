@@ -128,6 +128,31 @@ def test_names_of_other_writers_and_an_embedding_of_its_own(targets: dict[str, P
     assert torch.equal(init.read_draft(folder, target).embedding, after.embedding)
 
 
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}}, "rope_type linear"),
+        ({"rope_parameters": None, "rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_type linear"),
+        ({"norm_output": True}, "norm_output"),
+        ({"hidden_act": "gelu"}, "hidden_act gelu"),
+        ({"eagle_config": {"use_aux_hidden_state": True}}, "eagle_aux_hidden_state_layer_ids"),
+        ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": []}}, "eagle_aux_hidden_state_layer_ids"),
+        (
+            {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1], "use_aux_hidden_state": False}},
+            "use_aux_hidden_state",
+        ),
+    ],
+)
+def test_a_head_that_computes_something_else_is_refused(
+    targets: dict[str, Path], tmp_path: Path, fields: dict[str, object], named: str
+) -> None:
+    folder = made(targets["dense"], tmp_path / "head")
+    config = json.loads((folder / "config.json").read_bytes())
+    (folder / "config.json").write_text(json.dumps(config | fields))
+    with pytest.raises(ConfigError, match=named):
+        init.read_draft(folder, init.read_model(targets["dense"]))
+
+
 def test_init_train_eval(targets: dict[str, Path], rollouts: Path, tmp_path: Path) -> None:
     both = ["--target", str(targets["moe"]), "--rollouts", str(rollouts)]
     first, then = str(tmp_path / "first"), str(tmp_path / "then")
