@@ -8,9 +8,9 @@ after a look, so one that waits for it is taken up again after 1, 2, 4, .. round
 Invariants: what looks cost is bounded. The first comes after LOOK_EVERY plain rounds; then the time between two
 doubles, up to LOOK_AT_LEAST_EVERY rounds, and a look that took long is followed by as many rounds as make
 it LOOK_SHARE of them, up to MAX_REST. New requests bring the next look forward to SOON rounds after them, within that
-share. With FEW requests there are also looks in the next MOST_AGAIN rounds after drafts were accepted, while each takes at most
-AGAIN_SHARE of a round: there, a round
-in which nobody has a draft is no sign that drafting does not pay. Only the past is used.
+share. With FEW requests there are also looks in the next MOST_AGAIN rounds after drafts were accepted, while each takes
+at most AGAIN_SHARE of a round: there, a round in which nobody has a draft is no sign that drafting does not pay. Only
+the past is used.
 """
 
 from __future__ import annotations

@@ -228,7 +228,7 @@ class Speculator:
         sampled = [lists for lists in drafts.values() if len(lists) < requests]
         for lists in sampled:
             lists += [lists[i % some][:cap] for i, cap in enumerate(caps[some:])]
-        options = self.planner.options(sequences, caps, drafts, max_branches=max_branches)
+        options = self.planner.options(sequences, caps, drafts, max_branches=0 if sampled else max_branches)
         before, choice = self.planner.current, self.planner.choose(options, requests)
         for lists in sampled:
             lists[some:] = [[] for _ in caps[some:]]
