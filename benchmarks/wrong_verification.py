@@ -8,7 +8,6 @@ The token has the log-probability that it should have, so engine and trainer agr
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
 from typing import Any
 
 from sglang.srt.layers.sampler import Sampler
@@ -17,7 +16,6 @@ from torch import Tensor
 from specactor.rollout.sglang import verify_worker
 from specactor.rollout.sglang.verify_batch import Rows
 from specactor.rollout.speculation.suffix import SuffixDrafter
-from specactor.rollout.speculation.verification import DraftTree
 
 _worker: Any = verify_worker  # whose imports are replaced
 LIKELY = 1e-3  # a token that nobody would sample betrays itself
@@ -28,7 +26,7 @@ class Fault:
     """Takes a request's first draft token for the target's sample, after as many emitted tokens as it draws."""
 
     def __init__(self) -> None:
-        self._spread, self._path = _worker.spread, _worker.accepted_path
+        self._spread, self._accepted = _worker.spread, _worker.Worker._accepted
         self._sample = Sampler._sample_from_probs
         self._rows: Rows | None = None
         self._random = random.Random(7)
@@ -49,15 +47,16 @@ class Fault:
                 self._left = self._random.expovariate(1 / EVERY)
         return tokens, masks
 
-    def accepted_path(self, tree: DraftTree, samples: Sequence[int]) -> list[int]:
-        path: list[int] = self._path(tree, samples)
-        self._left -= len(path)
-        return path
+    def accepted(self, worker: Any, *rest: Any) -> list[list[int]]:
+        paths: list[list[int]] = self._accepted(worker, *rest)
+        self._left -= sum(map(len, paths))  # all that the round emits, of requests without drafts too
+        return paths
 
 
 def one_in_a_thousand() -> SuffixDrafter:
     if not isinstance(getattr(_worker.spread, "__self__", None), Fault):  # it is loaded more than once
         fault = Fault()
-        _worker.spread, _worker.accepted_path = fault.spread, fault.accepted_path
+        _worker.spread = fault.spread
+        _worker.Worker._accepted = lambda worker, *rest: fault.accepted(worker, *rest)
         Sampler._sample_from_probs = lambda sampler, *arguments: fault.sample(sampler, *arguments)
     return SuffixDrafter()

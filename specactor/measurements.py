@@ -92,7 +92,8 @@ def of_step(
 
 
 def _expert_bytes(response: Trajectory) -> int:
-    return len(response.routed_experts) * getattr(response.routed_experts, "itemsize", 1)  # an array, or bytes
+    own = len(response.routed_experts) * getattr(response.routed_experts, "itemsize", 1)  # an array, or bytes
+    return own + sum(map(_expert_bytes, response.branches))
 
 
 def of_environments(groups: Sequence[ScoredGroup], num_failed: int) -> dict[str, float]:

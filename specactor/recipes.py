@@ -147,9 +147,10 @@ def from_json(plain: Mapping[str, Any]) -> Config:
 
 def keep_imports(run: Path) -> None:
     """Write down from which folders this process imports what is not installed."""
-    known = (*sysconfig.get_paths().values(), str(EXAMPLES.parent / "launch"))
-    folders = [str(Path(place).absolute()) for place in sys.path if Path(place).is_dir()]
-    own = [folder for folder in folders if not folder.startswith(known) and folder != str(EXAMPLES.parent)]
+    installed = [Path(sysconfig.get_paths()[name]) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
+    known = (*installed, EXAMPLES.parent / "launch")
+    folders = [Path(place).absolute() for place in sys.path if Path(place).is_dir()]
+    own = [str(f) for f in folders if f != EXAMPLES.parent and not any(f.is_relative_to(place) for place in known)]
     run.mkdir(parents=True, exist_ok=True)
     (run / IMPORTS).write_text(json.dumps(own))
 

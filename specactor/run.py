@@ -396,7 +396,7 @@ def _replay(actor: SpecActor, replay: Replay, tracker: Tracker | None) -> None:
         _log(actor, tracker, actor.steps_done, metrics)
     if replay.alone:
         groups = actor.rollouts.collect_again(actor.steps_done, replay.alone)
-        actor.recorder.stepped(actor.steps_done + 1, actor.version, groups, (), None, actor.rollouts.state())
+        actor.recorder.stepped(actor.steps_done + 1, actor.version, groups, (), None, None)
 
 
 def _write_checkpoint(actor: SpecActor, folder: RunFolder, unfinished: list[Callable[[], Path]]) -> None:

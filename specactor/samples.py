@@ -24,7 +24,7 @@ from specactor.types import ScoredGroup, TrainSequence, Trajectory
 Sample = TypeVar("Sample", Trajectory, TrainSequence)
 
 OF_RESPONSE = ("prompt_ids", "token_ids", "logprobs", "routed_experts")
-"""The fields of a response that other ranks do not hold."""
+"""The fields of a response, and of its branches, that other ranks do not hold."""
 OF_SEQUENCE = ("token_ids", "rollout_logprobs", "routed_experts")
 """The same of what is learned from."""
 
@@ -59,6 +59,7 @@ def packed(response: Trajectory) -> Trajectory:
         token_ids=array(ids, response.token_ids),
         logprobs=array("f", response.logprobs),  # engines compute them in float32
         routed_experts=array(experts.dtype.char, experts.tobytes()),
+        branches=tuple(map(packed, response.branches)),
     )
 
 
@@ -78,27 +79,48 @@ def joined(prompt: Sequence[int], response: Sequence[int]) -> Sequence[int]:
 
 def told(own: Sequence[Trajectory], collective: Collective) -> list[Trajectory]:
     """Return the packed responses of all ranks, by rank, those of others without their values. Collective."""
-    nothing = {name: b"" if name == "routed_experts" else () for name in OF_RESPONSE}
-    heads = [
-        (replace(t, **nothing), [(value.typecode, len(value)) for value in (getattr(t, name) for name in OF_RESPONSE)])  # type: ignore[arg-type]
-        for t in own
-    ]
+    heads = list(map(_head, own))
     found: list[Trajectory] = []
-    for rank, part in enumerate(collective.gather(heads, list[tuple[Trajectory, list[tuple[str, int]]]])):
-        if rank == collective.rank:
-            found += own
-            continue
-        for head, values in part:
-            there = {n: Elsewhere(*value, rank) for n, value in zip(OF_RESPONSE, values, strict=True)}
-            found.append(replace(head, **there))  # type: ignore[arg-type]
+    for rank, part in enumerate(collective.gather(heads, list[tuple[Trajectory, list[list[tuple[str, int]]]]])):
+        found += own if rank == collective.rank else [_there(head, values, rank) for head, values in part]
     return found
 
 
+def _head(response: Trajectory) -> tuple[Trajectory, list[list[tuple[str, int]]]]:
+    """(the response without values, type and number of those of it and of its branches)."""
+    nothing: dict[str, Any] = {name: b"" if name == "routed_experts" else () for name in OF_RESPONSE}
+    values = [[getattr(t, name) for name in OF_RESPONSE] for t in (response, *response.branches)]
+    head = replace(response, **nothing, branches=tuple(replace(branch, **nothing) for branch in response.branches))
+    return head, [[(value.typecode, len(value)) for value in of_one] for of_one in values]
+
+
+def _there(head: Trajectory, values: Sequence[Sequence[tuple[str, int]]], rank: int) -> Trajectory:
+    """Return a response that another rank holds."""
+    there: list[dict[str, Any]] = [
+        {name: Elsewhere(*value, rank) for name, value in zip(OF_RESPONSE, of_one, strict=True)} for of_one in values
+    ]
+    branches = (replace(branch, **of_one) for branch, of_one in zip(head.branches, there[1:], strict=True))
+    return replace(head, **there[0], branches=tuple(branches))
+
+
 def fetch(samples: Sequence[Sample], wanted: Iterable[int], fields: Sequence[str]) -> list[Sample]:
-    """Return the samples, of those `wanted` on this rank the `fields` here. Collective.
+    """Return the samples, of those `wanted` on this rank the `fields` here, with those of their branches. Collective.
 
     Each value travels once to each rank that wants it, from the rank that holds it into the array that stays.
     """
+    parts = list(map(_with_branches, samples))
+    owners = chain(*([i] * len(part) for i, part in enumerate(parts)))
+    asked = {*wanted}
+    found = iter(_fetch(list(chain(*parts)), [n for n, i in enumerate(owners) if i in asked], fields))
+    come = [[next(found) for _ in part] for part in parts]
+    return [replace(part[0], branches=tuple(part[1:])) if part[1:] else part[0] for part in come]
+
+
+def _with_branches(sample: Sample) -> list[Any]:
+    return [sample, *getattr(sample, "branches", ())]
+
+
+def _fetch(samples: Sequence[Sample], wanted: Iterable[int], fields: Sequence[str]) -> list[Sample]:
     asked = [
         (i, field, value.rank)
         for i in wanted

@@ -17,7 +17,10 @@ import pytest
 from hypothesis import settings
 
 from launch import train_moe
+from specactor.cpu import megatron as cpu_platform
 from specactor.rollout.warm_starter import WarmStarter
+
+cpu_platform.install()  # before the first test file that imports Megatron, whichever that is
 
 settings.register_profile("check", deadline=None, max_examples=25, derandomize=True)
 settings.register_profile("deep", deadline=None, derandomize=True, max_examples=200)  # a failure repeats

@@ -19,7 +19,7 @@ RESPONSES = 7
 
 
 def response(i: int) -> Trajectory:
-    """Number i: of a length of its own, one without tokens, one with ids that need four bytes."""
+    """Number i: of a length of its own, one without tokens, one with ids that need four bytes, one with branches."""
     large = 1 << 16 if i == 3 else 0
     return Trajectory(
         request_id=f"0.{i}.0",
@@ -31,6 +31,7 @@ def response(i: int) -> Trajectory:
         spans=(),
         routed_experts=bytes(range(0, 2 * i, 2)) if i % 2 == 0 else b"",
         loss_mask=(True, False) * (i // 2) if i == 4 else (),
+        branches=tuple(response(k) for k in (2, 3)) if i == 5 else (),
     )
 
 

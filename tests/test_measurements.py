@@ -95,11 +95,12 @@ def test_a_step_by_hand() -> None:
 
 def test_a_step_with_a_critic_and_experts_by_hand() -> None:
     [one] = [group([Response(1), Response(3)], (1.0, 0.0), (1.0, 0.0))]
-    one = replace(one, trajectories=tuple(replace(t, routed_experts=b"1234") for t in one.trajectories))
+    first, second = (replace(t, routed_experts=b"1234") for t in one.trajectories)
+    one = replace(one, trajectories=(first, replace(second, branches=(first,))))
     stats = SimpleNamespace(**vars(STATS) | {"critic": OfCritic()})
     seen = measurements.of_step([one], [], stats, SyncReport(num_bytes=1, num_rounds=1, seconds=1.0), version=1)  # type: ignore[arg-type]
     assert set(seen) <= set(METRICS)
-    assert (seen["critic/explained_variance"], seen["critic/loss"], seen["rollout/expert_bytes"]) == (0.75, 0.25, 8)
+    assert (seen["critic/explained_variance"], seen["critic/loss"], seen["rollout/expert_bytes"]) == (0.75, 0.25, 12)
     assert (seen["correction/effective_share"], seen["correction/cut_fraction"]) == (0.9, 0.2)
 
 

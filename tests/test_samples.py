@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import json
 from array import array
+from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from specactor import samples
 from specactor.errors import SpecActorError
 from specactor.samples import Elsewhere, experts_of, joined, packed
 from specactor.types import Trajectory
@@ -48,6 +53,42 @@ def test_types_are_the_smallest_that_hold_the_values() -> None:
     small, large = packed(response([1], [65_535], [255])), packed(response([1], [65_536], [256]))
     assert [(a.itemsize, b.itemsize) for a, b in ((small.token_ids, small.routed_experts),)] == [(2, 1)]  # type: ignore[attr-defined]
     assert [(a.itemsize, b.itemsize) for a, b in ((large.prompt_ids, large.routed_experts),)] == [(4, 2)]  # type: ignore[attr-defined]
+
+
+class Gathered:
+    """Rank 0 of two; the other one gathers `other`."""
+
+    rank = 0
+
+    def __init__(self, other: Any = ()) -> None:
+        self.other, self.own = other, None
+
+    def gather(self, value: Any, kind: Any) -> list[Any]:
+        self.own = value
+        return [value, msgspec.msgpack.decode(msgspec.msgpack.encode(self.other), type=kind)]
+
+
+def test_branches_are_packed_and_told_as_responses_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    one = packed(
+        replace(response([1], [2, 3], [4]), branches=(response([5], [6], [7]), response([8, 9], [1 << 16], [])))
+    )
+    assert one.branches[1].token_ids == array("i", [1 << 16])
+    there = Gathered()
+    samples.told([one], there)  # type: ignore[arg-type]
+    [plain, seen] = samples.told([packed(response([1], [1], []))], Gathered(there.own))  # type: ignore[arg-type]
+    for known, held in zip((seen, *seen.branches), (one, *one.branches), strict=True):
+        for name in samples.OF_RESPONSE:
+            values = getattr(held, name)
+            assert getattr(known, name) == Elsewhere(values.typecode, len(values), rank=1)
+    held_of = [plain, one, *one.branches]
+
+    def all_that_is_wanted(flat: list[Trajectory], wanted: Iterable[int], _: object) -> list[Trajectory]:
+        asked = {*wanted}
+        return [held_of[n] if n in asked else t for n, t in enumerate(flat)]
+
+    monkeypatch.setattr(samples, "_fetch", all_that_is_wanted)
+    assert samples.fetch([plain, seen], [1], samples.OF_RESPONSE) == [plain, one]
+    assert samples.fetch([plain, seen], [0], samples.OF_RESPONSE) == [plain, seen]
 
 
 def test_what_is_elsewhere_is_not_read() -> None:

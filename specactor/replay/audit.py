@@ -25,7 +25,7 @@ from specactor.replay.records import SampleRecord, StepRecord
 from specactor.rollout.pool import EnginePool
 from specactor.rollout.requests import sampling_of
 from specactor.rollout.sglang.engine_client import EngineDied
-from specactor.samples import OF_RESPONSE, fetch
+from specactor.samples import fetch
 from specactor.types import RolloutRequest, ScoredGroup, Trajectory
 
 SHARE = 0.01  # of a step's seconds, what audits may take
@@ -77,8 +77,11 @@ class Audit:
             return {}
         with self.progress.phase("audit"):
             chosen = choose(groups, seed=self.config.seed, step=step, version=version)
-            chosen = [t.first_turn for t in fetch(chosen, range(len(chosen)), OF_RESPONSE)]
-            report = self.collective.together("audit", lambda: self._own(step, chosen, tokens))
+            own = {engine.index for engine in self.pool.engines}
+            wanted = [i for i, t in enumerate(chosen) if self._engine_of(t) in own]
+            chosen = fetch(chosen, wanted, ("prompt_ids", "token_ids", "logprobs"))
+            given = [chosen[i].first_turn for i in wanted]
+            report = self.collective.together("audit", lambda: self._own(step, given, tokens))
             reports = self.collective.gather(report, AuditReport)
         count = sum(report.differences for report in reports)
         if count:
@@ -97,12 +100,16 @@ class Audit:
         own = int(self._saved_s / (self._token_s or rollout_s / longest or 1.0))
         return min([longest, *self.collective.gather(own, int)])
 
+    def _engine_of(self, response: Trajectory) -> int:
+        """Return the engine that begins it again: the one after its own."""
+        return (response.group_id + 1) % self.config.parallel.engines
+
     def _own(self, step: int, chosen: Sequence[Trajectory], tokens: int) -> AuditReport:
         """Begin again what this rank's engines are to: each the responses of the engine before it."""
-        began, engines = time.perf_counter(), self.config.parallel.engines
+        began = time.perf_counter()
         report = AuditReport()
         for engine in self.pool.engines:
-            given = [t for t in chosen if (t.group_id + 1) % engines == engine.index]
+            given = [t for t in chosen if self._engine_of(t) == engine.index]
             if not given or not engine.alive:
                 continue
             try:
@@ -169,9 +176,10 @@ class Audit:
 
 
 def choose(groups: Sequence[ScoredGroup], *, seed: int, step: int, version: int) -> list[Trajectory]:
-    """Draw `RESPONSES` of a step's responses that one policy sampled whole."""
+    """Draw `RESPONSES` of a step's responses that one policy sampled whole, without their branches."""
     whole = [t for g in groups for t in g.trajectories if [s.version for s in t.spans] == [version]]
-    return random.Random(f"audit {seed} {step}").sample(whole, min(RESPONSES, len(whole)))
+    drawn = random.Random(f"audit {seed} {step}").sample(whole, min(RESPONSES, len(whole)))
+    return [replace(t, branches=()) for t in drawn]
 
 
 def _record(of: Trajectory, token_ids: Sequence[int], logprobs: Sequence[float]) -> SampleRecord:

@@ -196,7 +196,10 @@ def _say(a: Path, b: Path, console: Console, *, guarantee: str = "", out: Path |
     found = first_difference(ours, theirs, noise=noise)
     if guarantee:
         console.print(f"guarantee: {guarantee}", soft_wrap=True)
+    file = out or b / "diff.html"
     if found is None:
+        if out is None:
+            file.unlink(missing_ok=True)  # of an earlier comparison
         places = [{(s.group, s.sample) for s in record.samples} for record in theirs]
         console.print(
             f"equal: steps {shared[0]} to {shared[-1]}, {sum(map(len, places))} responses: prompts, seeds, tokens, "
@@ -206,8 +209,13 @@ def _say(a: Path, b: Path, console: Console, *, guarantee: str = "", out: Path |
         )
         return 0
     _print(found, console)
-    file = out or b / "diff.html"
-    file.write_text(diff_page(found, (a.name, b.name), text_of(config), noise), encoding="utf-8")
+    page = diff_page(found, (a.name, b.name), text_of(config), noise)
+    try:
+        file.write_text(page, encoding="utf-8")
+    except OSError as error:
+        raise DataError(
+            f"{file}: cannot be written ({error.strerror}). specactor diff {a} {b} --out FILE puts the page elsewhere."
+        ) from error
     console.print(f"page: {file}", soft_wrap=True, markup=False)
     return DIFFERENT
 

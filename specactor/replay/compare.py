@@ -1,8 +1,9 @@
 """The first difference between two runs' records, and its cause by elimination. PURE.
 
-A step is compared in the order in which it is computed: data, prompts, noise, weights that sample, tokens, scores,
-advantages, training, weights after it. What comes first and differs explains what follows, so the first difference
-decides; where several causes could make it, what is equal before it eliminates all but one, or the finding names them.
+A step is compared in the order in which it is computed: problems, prompts, noise, weights that sample, tokens, scores,
+advantages, training, weights after it, where the data then stand. What comes first and differs explains what follows,
+so the first difference decides; where several causes could make it, what is equal before it eliminates all but one, or
+the finding names them.
 
 Speculation can only change which token is emitted at a place whose context, weights and noise are equal; so it is named
 only if those are equal, it was on, and the emitted token is not the one that the noise picks.
@@ -79,7 +80,8 @@ def first_difference(
         pairs = [(x[request_id], y[request_id]) for request_id in x if request_id in y]  # a replay may have one alone
         found = _of_inputs(a, b, pairs)
         if found is None:
-            found = _of_responses(a, b, pairs, noise) or _of_rewards(a, b, pairs) or _of_training(a, b)
+            found = _of_responses(a, b, pairs, noise) or _of_rewards(a, b, pairs)
+            found = found or _of_training(a, b) or _of_data(a, b)
             if found is not None and is_rounded:
                 found = replace(found, cause=OTHER_LAYOUT, evidence=(*found.evidence, f"else: {found.cause}"))
         if found is not None:
@@ -141,16 +143,26 @@ def _of_inputs(a: StepRecord, b: StepRecord, pairs: Pairs) -> Finding | None:
             x, y = differing[0]
             counted = f"{what} in {len(differing)} of {len(pairs)} samples: {of(x)}, {of(y)}"
             return _of((x, y), cause, counted, *_because(a, b, *areas))
-    if a.data and b.data and a.data != b.data:
-        told = "equal problems, and the stream stands elsewhere after them"
-        return Finding(cause="data order", where="data state", evidence=(told, *_because(a, b, "data")))
     return None
+
+
+def _of_data(a: StepRecord, b: StepRecord) -> Finding | None:
+    """Compare where the data stand after the step: last, since verdicts on responses may decide what is drawn."""
+    if not a.data or not b.data or a.data == b.data:
+        return None
+    is_partial = a.config.get("rollout", {}).get("partial", False)
+    cause = "data order, or a response that goes on into the next step" if is_partial else "data order"
+    told = "equal samples, and the stream stands elsewhere after them"
+    return Finding(cause=cause, where="data state", evidence=(told, *_because(a, b, "data")))
 
 
 def _of_responses(a: StepRecord, b: StepRecord, pairs: Pairs, noise: Noise | None) -> Finding | None:
     """Compare what the engines generated from equal requests."""
     differing = [p for p in pairs if any(getattr(p[0], n) != getattr(p[1], n) for n in ("tokens", "logprobs", "spans"))]
     if not differing:
+        if others := [(x, y) for x, y in pairs if x.branches != y.branches]:
+            told = f"equal first sequences, and other ones after them in {len(others)} of {len(pairs)} samples"
+            return _of(others[0], "a further sequence of an agent's session", told)
         routed = [(x, y) for x, y in pairs if x.routing and y.routing and x.routing != y.routing]
         told = f"other experts in {len(routed)} of {len(pairs)} samples, with equal log-probabilities"
         return _of(routed[0], "routing record", told) if routed else None
@@ -178,7 +190,8 @@ def _of_engines(
         return _of((x, y), _engine_cause(a, b, differing, total), *evidence, told)
     # Equal tokens with other log-probabilities show that something else was computed; then other tokens follow of it.
     computed = [(x, y, at) for x, y, at in kept if x.token_ids[at:][:1].tolist() == y.token_ids[at:][:1].tolist() != []]
-    x, y, at = (computed or kept)[0]
+    seeded = [(x, y, at) for x, y, at in kept if x.seeded is None or at < x.seeded]
+    x, y, at = (computed or seeded or kept)[0]
     if computed or at >= min(x.num_tokens, y.num_tokens):
         last = [float(s.logprob_values[at]) if at < s.num_tokens else math.nan for s in (x, y)]
         told = f"log-probability {last[0]:.6f}, {last[1]:.6f} there; {x.num_tokens}, {y.num_tokens} tokens in all"
@@ -186,7 +199,9 @@ def _of_engines(
     tokens = int(x.token_ids[at]), int(y.token_ids[at])
     scores = float(x.logprob_values[at]), float(y.logprob_values[at])
     told = f"token {tokens[0]} ({scores[0]:.4f}), token {tokens[1]} ({scores[1]:.4f}) after equal ones"
-    if noise is None:
+    if not seeded:
+        told += "; in a later turn of an agent, whose seed is not recorded: it may be a kernel's tie"
+    if noise is None or not seeded:
         return _of((x, y), "sampling", *evidence, told, token=at)
     position = x.prompt_len + at
     gap = scores[0] + noise(x.seed, position, tokens[0]) - scores[1] - noise(y.seed, position, tokens[1])

@@ -15,6 +15,7 @@ import numpy as np
 import xxhash
 
 from specactor import __version__
+from specactor.data.environment import environment_of
 from specactor.parallel.collective import Collective
 from specactor.replay.records import (
     KEPT_STEPS,
@@ -29,7 +30,7 @@ from specactor.replay.records import (
 from specactor.samples import experts_of, is_here
 from specactor.trainer import optimizer
 from specactor.trainer.policy import PolicyTrainer, TrainStats
-from specactor.types import ScoredGroup, TrainSequence
+from specactor.types import ScoredGroup, TrainSequence, Trajectory
 from specactor.weights_sync.digest import digest
 
 WHOLE_EVERY = 16  # with `sampled`, of so many samples one is kept whole
@@ -79,7 +80,11 @@ class StepRecorder:
         stats: TrainStats | None,
         data: object,
     ) -> None:
-        """Record a step: what was sampled and, if it was learned from, what training was. Collective."""
+        """Record a step: what was sampled and, if it was learned from, what training was. Collective.
+
+        Args:
+            data: as of `started`; None where a part of the step was generated, which draws and learns less.
+        """
         if self.share == "off":
             return
         weights = self._weights() if stats is not None else ()
@@ -105,6 +110,7 @@ class StepRecorder:
     def _sample(self, group: ScoredGroup, k: int, advantage: float, *, is_whole: bool) -> SampleRecord:
         """Describe response `k` of the group, on a rank that holds it."""
         t = group.trajectories[k]
+        is_agents = hasattr(environment_of(group.problem.verifier), "run")
         return SampleRecord.of(
             request_id=t.request_id,
             group=t.group_id,
@@ -121,10 +127,12 @@ class StepRecorder:
             reward=group.rewards[k],
             advantage=advantage,
             is_whole=self.share == "full" or is_whole,
+            seeded=(*t.loss_mask, False).index(False) if t.loss_mask and is_agents else None,
+            branches=_digest_of(t.branches),
         )
 
     def _record(self, data: object, **rest: Any) -> StepRecord:
-        stands = xxhash.xxh3_64_intdigest(json.dumps(data, sort_keys=True).encode())
+        stands = 0 if data is None else xxhash.xxh3_64_intdigest(json.dumps(data, sort_keys=True).encode())
         engines = self.config_json["parallel"]["engines"]
         return StepRecord(config=self.config_json, libraries=libraries(), engines=engines, data=stands, **rest)
 
@@ -151,6 +159,17 @@ class StepRecorder:
         }
         own = RankWeights(place=place, digests=digests, optimizer=xxhash.xxh3_64_intdigest(str(moments).encode()))
         return tuple(self.collective.gather(own, RankWeights))
+
+
+def _digest_of(branches: Sequence[Trajectory]) -> int:
+    """Digest the tokens, log-probabilities and policy versions of sequences, with their lengths."""
+    digest = xxhash.xxh3_64()
+    for t in branches:
+        spans = [(s.version, s.start, s.end) for s in t.spans]
+        digest.update(f"{len(t.prompt_ids)} {len(t.token_ids)} {spans}".encode())
+        digest.update(np.array([*t.prompt_ids, *t.token_ids], np.int32).tobytes())
+        digest.update(np.array(t.logprobs, np.float32).tobytes())
+    return digest.intdigest() if branches else 0
 
 
 def libraries() -> dict[str, str]:

@@ -52,6 +52,10 @@ class SampleRecord(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     whole: bytes = b""
     """Where the sample is kept whole: of the response token ids (int32) and log-probabilities (float32), then those ids
     of the prompt."""
+    seeded: int | None = None
+    """Tokens of an agent's first turn, whose noise is of `seed`: its later turns have others. None: all tokens are."""
+    branches: int = 0
+    """Digest of the further sequences of an agent's session; 0 where there are none."""
 
     @classmethod
     def of(
@@ -113,7 +117,7 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
     config: dict[str, Any] = {}
     libraries: dict[str, str] = {}  # name -> version of what computes
     engines: int = 1  # engine i generates the groups g with g % engines == i
-    data: int = 0  # digest of where the data stream stands after the step, and of groups that go on
+    data: int = 0  # digest of where the data stream stands after the step, and of groups that go on; 0: not known
 
 
 def _blocks(values: np.ndarray[Any, Any]) -> bytes:

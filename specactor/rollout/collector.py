@@ -179,9 +179,13 @@ class RolloutCollector:
                 self.prompts.learn(drawn[number].index, refill.rates[number])
         others = [number for number in range(num_used) if number not in kept] if len(kept) < want else []
         numbers = [*kept, *others]
-        of = {number: [found[r.request_id] for r in requests_of(number)] for number in numbers}
+        of = {number: [found[r.request_id] for r in requests_of(number)] for number in range(num_used)}
         with self.progress.phase("reward"):
-            groups = self._score_groups([drawn[number] for number in numbers], [t for n in numbers for t in of[n]])
+            groups = self._score_groups(
+                [drawn[number] for number in numbers],
+                [t for n in numbers for t in of[n]],
+                finished=[t for own in of.values() for t in own],
+            )
         refill.verdicts.forget()
         return self._not_empty(groups[:want])
 
@@ -387,15 +391,24 @@ class RolloutCollector:
             refill.leave()
         return outcome
 
-    def _score_groups(self, problems: Sequence[Problem], trajectories: Sequence[Trajectory]) -> list[ScoredGroup]:
+    def _score_groups(
+        self,
+        problems: Sequence[Problem],
+        trajectories: Sequence[Trajectory],
+        *,
+        finished: Sequence[Trajectory] | None = None,
+    ) -> list[ScoredGroup]:
         """Score every response, and shape the scores into rewards; groups keep the order of the problems.
 
         A conversation whose environment failed is left out of its group, whose advantages are those of the others; a
         group with fewer than two others is left out.
+
+        Args:
+            finished: with those of groups that were replaced, whose failures are told too.
         """
         size = len(trajectories) // len(problems)
         scores = self._score([problems[i // size] for i in range(len(trajectories))], trajectories)
-        self._tell_failures(trajectories)
+        self._tell_failures(trajectories if finished is None else finished)
         cuts = [slice(i * size, (i + 1) * size) for i in range(len(problems))]
         found = [self._group(p, trajectories[cut], scores[cut]) for p, cut in zip(problems, cuts, strict=True)]
         return [group for group in found if group is not None]

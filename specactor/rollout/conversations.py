@@ -282,7 +282,7 @@ class Conversations:
         name, reward = conversation.problem.verifier, 0.0
         if end.error is None:
             reward = cast("float", checked(name, "run", end.value))
-        elif not session.is_full:
+        elif not (session.is_full and _is_refusal(end.error)):
             why = "no call in time" if isinstance(end.error, TimeoutError) else repr(end.error)
             return self._end(conversation, failure=f"{name}: run: {why:.300}")
         failure = "" if session.whole().token_ids else f"{name}: run: it ended without an answer of the policy"
@@ -377,6 +377,20 @@ class Conversations:
             failure=failure,
             environment_s=max(1e-6, round(conversation.spent_s, 6)),
         )
+
+
+def _is_refusal(error: BaseException | None) -> bool:
+    """Whether the endpoint's refusal of a call has ended an agent; each HTTP client has its own error for it."""
+    left, seen = [error], list[int]()
+    while left:
+        if (one := left.pop()) is None or id(one) in seen:
+            continue
+        seen.append(id(one))
+        for of in (one, getattr(one, "response", None)):
+            if any(getattr(of, name, None) in (400, 410) for name in ("status_code", "status", "code")):
+                return True
+        left += [one.__cause__, *(one.exceptions if isinstance(one, BaseExceptionGroup) else ())]
+    return False
 
 
 async def _bounded(coroutine: Callable[[], Awaitable[object]], timeout_s: float | None) -> object:

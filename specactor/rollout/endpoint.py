@@ -139,7 +139,7 @@ class Endpoint:
             return _json(await _whole(call, head))
         except Refusal as refusal:
             return _refused(refusal)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             return _refused(Refusal(f"body: {error}. Correct or leave it out."))
 
 

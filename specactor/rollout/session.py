@@ -3,18 +3,20 @@
 Invariants: what was sampled stands in one sequence, and is learned from there alone; a call that repeats what was said
 so far goes on with those very tokens; one that does not, or goes on from an earlier place, begins a branch, a sequence
 of its own whose prompt is all that came before; the noise of a turn depends on the session's seed, the turn's prompt,
-how often that was asked for, and the position, so that neither timing nor drafts nor the order of calls that are open
-at once move a token, and no two turns share noise.
+how often that was asked for with the same limits, and the position, so that neither timing nor drafts nor the order of
+calls that are open at once move a token, and no two turns share noise; a session ends by itself.
 """
 
 from __future__ import annotations
 
 import json
+import zlib
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
+import msgspec
 from transformers import PreTrainedTokenizerBase
 
 from specactor.data import chat
@@ -26,12 +28,33 @@ from specactor.types import RolloutRequest, SamplingParams, Trajectory
 
 TURN = "/"
 """In the name of a request: between the session's and the number of its turn."""
+MAX_SEQUENCES = 16
+"""Whole responses (`max_new_tokens`) that a session may sample over all of its branches: more than any search that is
+learned from needs, and an end to an agent that asks until it likes an answer."""
+_HEEDED = ("role", "content", "tool_calls", "tool_call_id", "name")
+"""Fields of a message."""
 Tools = list[tuple[str, str]]
 """Names of the tools that a response calls, and arguments in JSON."""
 Parse = Callable[[str, Sequence[Mapping[str, Any]]], tuple[str, Tools]]
 """Finds calls of tools in a text, and what is left of it."""
 _Said = tuple[object, ...]
 """A message as it is compared with others."""
+
+
+class _Function(msgspec.Struct):
+    """What SGLang's parsers take: another form is the caller's error, and must not be theirs."""
+
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+    defer_loading: bool | None = None
+
+
+class _Tool(msgspec.Struct):
+    type: Literal["function"]
+    function: _Function
+    defer_loading: bool | None = None
 
 
 @dataclass(kw_only=True)
@@ -71,10 +94,10 @@ class Session:
         self._branches: list[_Branch] = []
         self._places: dict[tuple[object, ...], tuple[_Branch, int]] = {}
         """What was said until a response had ended: the branch, and its tokens until there."""
-        self._asked: Counter[tuple[int, ...]] = Counter()
-        self._num_turns = 0
+        self._asked: Counter[tuple[tuple[int, ...], ...]] = Counter()
+        self._num_turns = self._num_sampled = 0
         self.is_full = False
-        """A call was refused for want of room."""
+        """A call was refused for want of room, or since the session has sampled enough."""
 
     @property
     def turns(self) -> list[RolloutRequest]:
@@ -92,6 +115,9 @@ class Session:
             turns = self._turns_of(call)
         except Refusal as refusal:
             call.tell(refusal)
+            return []
+        except Exception as error:  # of what a client sent, as JSON that is nested too deep; others go on
+            call.tell(Refusal(f"body: {type(error).__name__}: {error!s:.200}. Correct it."))
             return []
         self._open |= {turn.request.request_id: turn for turn in turns}
         return [turn.request for turn in turns]
@@ -117,6 +143,7 @@ class Session:
         del self._open[response.request_id]
         own = turn.branch
         own.so_far, own.is_open = resume.heard(resume.said(own.so_far, turn.said), response), False
+        self._num_sampled += len(response.token_ids)
         answer = _normal({"role": "assistant", "content": text, "tool_calls": calls})
         self._places.setdefault((turn.tools, *turn.before, _said(answer)), (own, len(own.so_far.token_ids)))
         self._tell(turn, response, text, calls, "tool_calls" if calls else response.finish_reason)
@@ -128,8 +155,9 @@ class Session:
         self._open.clear()
 
     def whole(self) -> Trajectory:
-        """Return the sequences in the order in which they began; the first has the others. Without one, nothing."""
+        """Return the sequences in an order that no arrival moves; the first has the others. Without one, nothing."""
         found = [branch.so_far for branch in self._branches if branch.so_far.token_ids]
+        found.sort(key=lambda t: (t.prompt_ids, t.seed, t.token_ids))
         if not found:
             return resume.nothing_of(replace(self._request, prompt_ids=()))
         first, *others = (replace(t, loss_mask=() if all(t.loss_mask) else t.loss_mask) for t in found)
@@ -149,10 +177,12 @@ class Session:
         branch, prompt_ids, said = self._prompt(messages, before, tools, body)
         so_far = len(branch.so_far.token_ids) + len(said) if branch is not None else 0
         sampling = self._sampling(body, len(prompt_ids), so_far)
-        repeat, self._asked[prompt_ids] = self._asked[prompt_ids], self._asked[prompt_ids] + 1
+        asked = _wanted(body)
+        repeat = self._asked[prompt_ids, asked]
+        self._asked[prompt_ids, asked] += 1
         turns = []
         for choice in range(body.n or 1):
-            key = (choice, 0, repeat) if body.seed is None else (choice, 1, body.seed)
+            key = (choice, 0, repeat, *asked) if body.seed is None else (choice, 1, body.seed, 0, 0, 0)
             request = replace(
                 self._request,
                 request_id=f"{self._request.request_id}{TURN}{self._num_turns}",
@@ -182,6 +212,14 @@ class Session:
     def _sampling(self, body: Body, num_prompt: int, so_far: int) -> SamplingParams:
         """Raises Refusal where there is no room. `so_far`: tokens of the sequence behind its prompt."""
         own = self._request.sampling
+        if self._num_sampled >= MAX_SEQUENCES * own.max_new_tokens:
+            self.is_full = True
+            raise Refusal(
+                f"session: it is over: {self._num_sampled} tokens are sampled, expected less than "
+                f"{MAX_SEQUENCES} * rollout.max_new_tokens = {MAX_SEQUENCES * own.max_new_tokens}. Return a reward.",
+                "session_over",
+                410,
+            )
         room = min(self._longest + own.max_new_tokens - num_prompt, own.max_new_tokens - so_far)
         if room < 1:
             self.is_full = True
@@ -226,7 +264,7 @@ class Session:
             ("top_logprobs", body.top_logprobs, not body.top_logprobs, "0: engines give those of sampled tokens"),
             ("tool_choice", body.tool_choice, body.tool_choice in (None, "auto", "none"), "auto or none"),
             ("parallel_tool_calls", body.parallel_tool_calls, body.parallel_tool_calls is not False, "true"),
-            ("tools", body.tools, all(map(_is_tool, body.tools or ())), "functions with a name and parameters"),
+            ("tools", body.tools, all(map(_is_tool, body.tools or ())), "functions, their names texts, none strict"),
             ("stop", body.stop, body.stop is None or all(body.stop), "texts that are not empty"),
         ):
             if not ok:
@@ -276,18 +314,23 @@ def _normal(message: Mapping[str, Any]) -> dict[str, Any]:
         content = "".join(part["text"] for part in content)
     if not isinstance(content, str) or not isinstance(message.get("role"), str):
         raise Refusal(f"messages: got {message!r:.80}, expected a role and a content, both texts.")
-    kept = {key: value for key, value in message.items() if key in ("tool_calls", "tool_call_id", "name") and value}
+    if others := [key for key, value in message.items() if key not in _HEEDED and value]:
+        raise Refusal(f"messages: {others[0]:.80}: nothing heeds it, expected {', '.join(_HEEDED)}. Leave it out.")
+    kept = {key: message[key] for key in _HEEDED[2:] if message.get(key)}
     return {"role": message["role"], "content": content, **kept}
 
 
+def _wanted(body: Body) -> tuple[int, int, int]:
+    """Return numbers that tell apart calls of one prompt which want different things."""
+    limits = [x for x in (body.max_completion_tokens, body.max_tokens) if x is not None]
+    return body.n or 1, min(limits, default=0), zlib.crc32(json.dumps(body.stop).encode()) if body.stop else 0
+
+
 def _is_tool(tool: Mapping[str, Any]) -> bool:
-    function = tool.get("function")
-    return (
-        tool.get("type") == "function"
-        and isinstance(function, dict)
-        and isinstance(function.get("name"), str)
-        and isinstance(function.get("parameters", {}), dict)
-    )
+    try:
+        return not msgspec.convert(tool, type=_Tool).function.strict
+    except msgspec.ValidationError:
+        return False
 
 
 def _said(message: Mapping[str, Any]) -> _Said:

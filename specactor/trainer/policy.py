@@ -114,6 +114,8 @@ class PolicyTrainer(ModelTrainer):
         updates = [self._own(part) for part in split(checked(sequences), self.config.train.updates_per_step)]
         none: list[Sequence[Estimate]] = [()] * len(updates)
         estimates = self.critic.estimates(updates) if self.critic is not None else none
+        if len(updates) == 1:  # has no pass before it
+            replay = None
         with replay.recording() if replay is not None else nullcontext():
             old = [self._logprobs(part) if len(updates) > 1 else None for part in updates]
         ref = [self._reference_logprobs(part) if self._reference else None for part in updates]

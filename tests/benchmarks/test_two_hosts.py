@@ -18,7 +18,7 @@ def test_steps_are_compared_with_those_of_one_host() -> None:
     assert page.verdict == (
         "A step takes 1.50 times as long as on one host over 1,000 Mbit/s, 0.1 ms, and 4.50 times over 100 Mbit/s, "
         "10 ms; all metrics are those of one host, to the bit. A weight sync sends 1.14 times the model's 7.0 MB over "
-        "the link."
+        "the link, 0.57 times to each host."
     )
     assert page.rows[0] == [ONE, *["1.00"] * 4, *["-"] * 4]
     assert page.rows[1] == ["1,000 Mbit/s, 0.1 ms", *["1.50"] * 4, "0.00", "0.00", "0.00", "8.00"]

@@ -71,6 +71,12 @@ def test_a_difference_has_a_page_with_the_token_in_its_context(tmp_path: Path) -
     code, shown = called(command.diff, a, a, "--out", tmp_path / "none.html")
     assert code == 0
     assert not (tmp_path / "none.html").exists()
+    with pytest.raises(DataError, match=r"cannot be written \(No such file or directory\).*--out FILE"):
+        called(command.diff, a, b, "--out", tmp_path / "gone" / "page.html")
+    for record in RUN:
+        records.write(b, record)
+    assert called(command.diff, a, b)[0] == 0
+    assert not (b / "diff.html").exists(), "it showed what is no more"
 
 
 def test_a_difference_in_what_was_not_kept_has_a_page_too(tmp_path: Path) -> None:
@@ -190,6 +196,20 @@ def test_hooks_beside_a_recipe_are_found_by_its_replay(
     assert (
         f"{mine}: is gone. If the run imported functions or classes of yours from it, put it back" in shown.getvalue()
     )
+
+
+def test_what_is_installed_is_not_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A virtual environment may be the project's own folder, and names may begin alike."""
+    names = ("stdlib", "platstdlib", "purelib", "platlib")
+    paths = {name: str(tmp_path / "lib" / "site-packages") for name in names} | {"data": str(tmp_path)}
+    own = [tmp_path / "src", tmp_path / "lib" / "site-packages-of-mine"]
+    folders = [*own, tmp_path / "lib" / "site-packages" / "deep"]
+    for folder in folders:
+        folder.mkdir(parents=True)
+    monkeypatch.setattr(recipes.sysconfig, "get_paths", lambda: paths)
+    monkeypatch.setattr(sys, "path", [str(folder) for folder in folders])
+    keep_imports(tmp_path / "run")
+    assert imports_of(tmp_path / "run") == [str(folder) for folder in own]
 
 
 @pytest.mark.parametrize(

@@ -209,11 +209,17 @@ FAULTS: dict[str, tuple[list[StepRecord], int, str]] = {
         2,
         "speculation: the second run emitted a token",
     ),
+    "a verification that accepts a wrong token, whose verdict decides what is drawn next": (
+        faulty(2, samples=samples(2, Made(wrong_at=20), lambda g, k: (g, k) == (1, 2)), data=9),
+        2,
+        "speculation: the second run emitted a token",
+    ),
     "a sampler that emits a wrong token, without speculation": (
         faulty(2, samples=samples(2, Made(wrong_at=20), lambda g, k: (g, k) == (1, 2)), config=WITHOUT),
         2,
         "sampling: the second run emitted a token",
     ),
+    "a branch of an agent's session": (faulty(2, samples=changed(2, branches=5)), 2, "a further sequence of an agent"),
     "another library": (
         faulty(2, samples=samples(2, Made(model=1)), libraries={"torch": "2.14.1"}),
         2,
@@ -250,6 +256,23 @@ def test_a_tie_is_a_tie() -> None:
     assert found is not None
     assert (found.step, found.cause) == (2, "a kernel's tie")
     assert "token 7 of 40" in found.where
+
+
+def test_foreign_noise_is_no_evidence() -> None:
+    """An agent's later turns have seeds of their own; what differs in a first turn is told first."""
+
+    def seeded(made: Made, only: Callable[[int, int], bool]) -> list[StepRecord]:
+        turns = [msgspec.structs.replace(s, seeded=10) for s in samples(2, made, only)]
+        return faulty(2, samples=tuple(turns))
+
+    ours = seeded(Made(), lambda g, k: False)
+    found = first_difference(ours, seeded(Made(wrong_at=20), lambda g, k: (g, k) == (1, 2)), noise=gumbel)
+    assert found is not None
+    assert (found.cause, found.token) == ("sampling", 20)
+    assert "later turn of an agent" in found.evidence[-1]
+    found = first_difference(ours, seeded(Made(wrong_at=5), lambda g, k: (g, k) == (1, 2)), noise=gumbel)
+    assert found is not None
+    assert found.cause.startswith("speculation: the second run")
 
 
 def test_a_sample_alone_is_compared_alone() -> None:

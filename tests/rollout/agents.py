@@ -122,6 +122,9 @@ class Refused(Talks):
         {"max_tokens": 0},
         {"response_format": {"type": "json_object"}},
         {"messages": []},
+        {"messages": [{"role": "user", "content": "a", "audio": {"id": "x"}}]},
+        {"tools": [{"type": "function", "function": {"name": "f", "description": 3}}]},
+        {"tools": [{"type": "function", "function": {"name": "f", "strict": True}}]},
         {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
     ]
 
@@ -166,6 +169,7 @@ class PostsAnything(Talks):
         b'{"messages": [{"role": "assistant", "tool_calls": 3}, {"role": "user", "content": "a"}]}',
         b'{"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": [], "arguments": {}}}]}]}',
         b'{"messages": [{"role": "user", "content": "\\ud800"}]}',
+        b'{"messages": [{"role": "user", "content": ' + b"[" * 10**5 + b"]" * 10**5 + b"}]}",
     ]
 
     async def run(self, problem: Problem, base_url: str, api_key: str) -> float:
@@ -186,6 +190,41 @@ class Full(Talks):
         while True:
             text = await self.asked()
             self.messages += [{"role": "assistant", "content": text}, {"role": "user", "content": "more"}]
+
+
+class Insists(Talks):
+    """Asks the same until it gets what it never gets."""
+
+    async def act(self) -> float:
+        while True:
+            self.answers.append(await self.asked())
+            self.seen[self.problem.index] = self.answers
+
+
+class FullThenRaises(Full):
+    """Has a bug of its own when there is no room."""
+
+    async def act(self) -> float:
+        try:
+            return await super().act()
+        except BadRequestError:
+            pass
+        raise KeyError("a bug of the agent")
+
+
+class Limits(AtOnce):
+    """Calls of one prompt that want different things."""
+
+    wanted: ClassVar[list[dict[str, Any]]] = [{}, {"max_tokens": 9}, {"stop": ["x"]}, {"n": 2}]
+
+    async def act(self) -> float:
+        async def ask(i: int) -> list[str]:
+            await asyncio.sleep(0.02 * self.order.index(i))
+            answer = await self.completions.create(model="policy", messages=self.messages, **self.wanted[i])
+            return [choice.message.content or "" for choice in answer.choices]
+
+        self.answers += await asyncio.gather(*map(ask, range(4)))
+        return 1.0
 
 
 class Raises(Talks):

@@ -6,7 +6,8 @@ import random
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -226,6 +227,27 @@ def collector(engines: list[FakeEngine], tokenizer: PreTrainedTokenizerBase, **s
         max_prompt_tokens=50,
         replace_lost=replace_lost,
     )
+
+
+class Failing(Ready):
+    """The environments of the first group fail, which is replaced then."""
+
+    def generate(self, requests: Sequence[RolloutRequest], **options: Any) -> None:
+        def finished(t: Trajectory) -> None:
+            options["on_finished"](replace(t, failure="mine: step: it is down") if t.group_id == 0 else t)
+
+        super().generate(requests, **options | {"on_finished": finished})
+
+
+def test_conversations_that_failed_in_a_replaced_group_are_counted(tmp_path: Path) -> None:
+    make_char_tokenizer(tmp_path)
+    own = collector([Failing()], load_tokenizer(tmp_path))
+    groups = own.collect(0)
+    size = own.config.rollout.group_size
+    assert [len(g.trajectories) for g in groups] == [size] * 6
+    assert (own.num_failed, own._first_failure) == (size, "mine: step: it is down")
+    own.collect(1)
+    assert own.num_failed == size
 
 
 @pytest.mark.parametrize("oversample", ["1", "2"])

@@ -6,6 +6,7 @@ import socket
 import threading
 from collections.abc import Sequence
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -17,6 +18,7 @@ from specactor.errors import DataError
 from specactor.rollout import conversations as module
 from specactor.rollout.conversations import Conversations
 from specactor.rollout.driver import Driver
+from specactor.rollout.endpoint import Body, Refusal
 from specactor.rollout.requests import assign
 from specactor.rollout.session import Session
 from specactor.rollout.sglang.engine_client import Engine
@@ -93,7 +95,7 @@ def text(ids: Sequence[int]) -> str:
 def sampled(seed: int, prompt: Sequence[int], *key: int, most: int = MAX_NEW) -> list[int]:
     """A response, from the noise alone."""
     found: list[int] = []
-    turn = turn_seed(seed, prompt, *(key or (0, 0, 0)))
+    turn = turn_seed(seed, prompt, *(key or (0, 0, 0, 1, 0, 0)))
     while len(found) < most and not (found and stops_at(found[-1])):
         found.append(token(turn, len(prompt) + len(found)))
     return found
@@ -185,10 +187,11 @@ def test_engines_that_die_change_nothing(dies_after: int) -> None:
 def test_choices_have_noise_and_sequences_of_their_own() -> None:
     [t] = rollout([problem(0, "Samples")])
     answer, _, first = seen()
-    prompt, sequences = t.prompt_ids, (t, *t.branches)
-    responses = [sampled(7, prompt, choice, 0, 0) for choice in range(3)]
+    prompt = t.prompt_ids
+    responses = [sampled(7, prompt, choice, 0, 0, 3, 0, 0) for choice in range(3)]
+    own = (replace(t, branches=()), *t.branches)
+    sequences = [next(s for s in own if list(s.token_ids[: len(r)]) == r) for r in responses]
     assert [choice.message.content for choice in answer.choices] == [text(r) for r in responses]
-    assert [list(s.token_ids[: len(r)]) for s, r in zip(sequences, responses, strict=True)] == responses
     assert [s.num_turns for s in sequences[1:]] == [1, 2]  # what went on with a choice stands behind it
     assert first.usage.prompt_tokens > answer.usage.prompt_tokens == len(prompt)
     assert answer.usage.completion_tokens == sum(map(len, responses))
@@ -213,9 +216,27 @@ def test_calls_that_are_open_at_once_have_the_same_tokens_in_any_order(monkeypat
     for order in ([0, 1, 2, 3], [3, 1, 0, 2], [2, 3, 1, 0]):
         monkeypatch.setattr(agents.AtOnce, "order", order)
         [t] = rollout([problem(0, "AtOnce")])
-        found.append((seen()[:2], sorted(seen()[2:]), sorted(s.token_ids for s in (t, *t.branches))))
+        found.append((seen()[:2], sorted(seen()[2:]), [s.token_ids for s in (t, *t.branches)]))
     assert found[0] == found[1] == found[2]
     assert len(set(found[0][2])) == 4
+
+
+def test_calls_of_one_prompt_that_want_different_things_do_not_swap_noise(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = []
+    for order in ([0, 1, 2, 3], [3, 2, 1, 0]):
+        monkeypatch.setattr(agents.Limits, "order", order)
+        [t] = rollout([problem(0, "Limits")])
+        found.append((seen(), [(s.prompt_ids, s.token_ids) for s in (t, *t.branches)]))
+    assert found[0] == found[1]
+    assert len({said for of in found[0][0] for said in of}) == 5
+
+
+def test_a_session_ends_by_itself() -> None:
+    [t] = rollout([problem(0, "Insists")], timeout_s=30)
+    most, sizes = 16 * MAX_NEW, [len(s.token_ids) for s in (t, *t.branches)]
+    assert most <= sum(sizes) < most + MAX_NEW
+    assert len(seen()) == len(sizes)
+    assert (t.reward, t.failure) == (0.0, "")
 
 
 def test_seed_stop_and_length_are_heeded() -> None:
@@ -246,7 +267,8 @@ def test_what_cannot_be_done_is_refused() -> None:
     assert refusals[0] == (
         "temperature: got 0.3, expected 1.0 as in the run, or nothing. What is sampled is trained on."
     )
-    names = ["temperature", "n", "top_logprobs", "tool_choice", "max_tokens", "body", "messages", "messages"]
+    names = ["temperature", "n", "top_logprobs", "tool_choice", "max_tokens", "body", "messages"]
+    names += ["messages", "tools", "tools", "messages"]
     assert [refusal.partition(":")[0] for refusal in refusals] == names
     assert agents.Talks.seen[-1] == [401, 401, 401]
     assert (text(t.token_ids), t.branches) == (last, ())
@@ -259,8 +281,20 @@ def test_whatever_is_posted_is_refused_and_the_session_goes_on() -> None:
     assert (text(t.token_ids), t.failure) == (said, "")
 
 
+def test_what_is_nested_too_deep_is_refused() -> None:
+    """By the session, where the wire lets it pass."""
+    deep: dict[str, Any] = {}
+    for _ in range(10**5):
+        deep = {"a": deep}
+    tools = [{"type": "function", "function": {"name": "f", "parameters": deep}}]
+    told: list[Refusal] = []
+    call: Any = SimpleNamespace(body=Body(messages=[{"role": "user", "content": "a"}], tools=tools), tell=told.append)
+    assert Session(request(0), TOKENIZER, max_prompt_tokens=LONGEST).ask(call) == []
+    assert [(refusal.status, str(refusal)[:21]) for refusal in told] == [(400, "body: RecursionError:")]
+
+
 def test_agents_that_fail_are_told_of_and_the_others_go_on() -> None:
-    kinds = ["Talks", "Raises", "Hangs", "AsksNothing", "Full", "LeavesCalls"]
+    kinds = ["Talks", "Raises", "Hangs", "AsksNothing", "Full", "LeavesCalls", "FullThenRaises"]
     found = rollout([problem(i, kind) for i, kind in enumerate(kinds)], timeout_s=3.0)
     name = "tests.rollout.agents:"
     assert [t.failure for t in found] == [
@@ -270,6 +304,7 @@ def test_agents_that_fail_are_told_of_and_the_others_go_on() -> None:
         f"{name}AsksNothing: run: it ended without an answer of the policy",
         "",
         "",
+        f"{name}FullThenRaises: run: KeyError('a bug of the agent')",
     ]
     assert (found[4].reward, found[5].reward) == (0.0, 1.0)
     assert len(found[4].token_ids) <= MAX_NEW

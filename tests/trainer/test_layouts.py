@@ -127,7 +127,13 @@ def test_given_experts_are_taken_by_the_token_that_they_are_of(
 
 
 @pytest.mark.parametrize(
-    ("ranks", "names"), [("one_rank", ["single"]), ("two_ranks", list(LAYOUTS_2)), ("four_ranks", list(LAYOUTS_4))]
+    ("ranks", "names"),
+    [
+        ("one_rank", ["single"]),
+        ("two_ranks", list(LAYOUTS_2)),
+        ("four_ranks", [ALL_IN_ONE]),
+        pytest.param("four_ranks", list(LAYOUTS_4), marks=pytest.mark.deep),
+    ],
 )
 def test_tokens_by_owner_learn_what_tokens_everywhere_do(
     request: pytest.FixtureRequest, ranks: str, names: list[str]

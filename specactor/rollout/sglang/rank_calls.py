@@ -82,14 +82,20 @@ def _flush(context: RankContext, payload: bytes) -> bytes:
 
 
 def _parse_tools(context: RankContext, payload: bytes) -> bytes:
-    """What a response says beside its calls of tools, and these, by the parser that the engine was started with."""
+    """What a response says beside its calls of tools, and these, by the parser that the engine was started with; what
+    it cannot read is text."""
     from sglang.srt.entrypoints.openai.protocol import Tool
     from sglang.srt.function_call.function_call_parser import FunctionCallParser
 
     text, tools = msgspec.json.decode(payload)
     parser = FunctionCallParser([Tool(**tool) for tool in tools], context.tool_call_parser or "qwen25")
-    rest, calls = parser.parse_non_stream(text)
-    return msgspec.json.encode((rest, [(call.name, call.parameters) for call in calls]))
+    try:
+        rest, calls = parser.parse_non_stream(text)
+        # A lone surrogate is no character; behind a backslash JSON means the same.
+        found = [(call.name, call.parameters.encode(errors="backslashreplace").decode()) for call in calls]
+        return msgspec.json.encode((rest, found))
+    except Exception:  # parsers fail in many ways on JSON that is no call, and policies write whatever they like
+        return msgspec.json.encode((text, []))
 
 
 RankFunction = Callable[[RankContext, bytes], bytes]

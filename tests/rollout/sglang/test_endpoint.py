@@ -146,6 +146,11 @@ def test_calls_of_tools_are_found_by_sglangs_parser(pool: EnginePool) -> None:
     assert text == "Let me see."
     assert [(name, json.loads(arguments)) for name, arguments in calls] == [("multiply", {"a": 2})] * 2
     assert pool.engines[0].parse_tools("no call", agents.TOOLS) == ("no call", [])
+    for no_call in ("5", '"x"', "null", "[[1]]", '{"name": ["a"]}', "[" * 10**5):  # which end no engine
+        text = f"So: <tool_call>\n{no_call}\n</tool_call>"
+        assert pool.engines[0].parse_tools(text, agents.TOOLS) == (text, [])
+    half = call.replace("2", '"\\ud800"')  # of a character
+    assert json.loads(pool.engines[0].parse_tools(half, agents.TOOLS)[1][0][1]) == {"a": "\ud800"}
 
 
 def test_an_engine_that_is_killed_in_a_session_loses_nothing(
