@@ -90,10 +90,12 @@ class DrafterSet:
             for drafter in self._by_kind[kind]:
                 self.call(drafter, drafter.close, known)
 
-    def tell(self) -> None:
-        """Drafters hear what they do not know of all requests."""
-        for kind in self._by_kind:
-            self._tell(self._running.values(), kind)
+    def tell(self, sequences: Iterable[DraftSequence] | None = None) -> None:
+        """Drafters over text hear what they do not know of all requests, others of these, which may be drafted for now;
+        None: of all."""
+        self._tell(self._running.values(), "text")
+        asked = self._running if sequences is None else [sequence.request_id for sequence in sequences]
+        self._tell([self._running[request_id] for request_id in asked], "model")
 
     def policy_changed(self) -> None:
         for drafter in self.drafters.values():
@@ -181,13 +183,14 @@ class DrafterSet:
         self.call(drafter, ask)
         return drafts
 
-    def first(self, sequences: Sequence[DraftSequence], windows: Sequence[int]) -> Drafts:
-        """Of all drafters that draft first and work."""
-        return {
-            name: self.draft(name, sequences, windows)
-            for name, drafter in self.drafters.items()
-            if drafter.drafts_first and name in self.there
-        }
+    def first(self, sequences: Sequence[DraftSequence], windows: Sequence[int], *, ahead: int | None = None) -> Drafts:
+        """Of all drafters that draft first and work. Those that draft ahead do so for the first `ahead` requests."""
+        found: Drafts = {}
+        for name, drafter in self.drafters.items():
+            if drafter.drafts_first and name in self.there:
+                some = ahead if drafter.drafts_ahead else None
+                found[name] = self.draft(name, sequences[:some], windows[:some])
+        return found
 
     def hindsight(self, sequences: Sequence[DraftSequence], windows: Sequence[int]) -> None:
         """Learn from what drafters over text draft from some tokens ago, before they are told of these.

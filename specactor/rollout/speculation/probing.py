@@ -8,8 +8,9 @@ after a look, so one that waits for it is taken up again after 1, 2, 4, .. round
 Invariants: what looks cost is bounded. The first comes after LOOK_EVERY plain rounds; then the time between two
 doubles, up to LOOK_AT_LEAST_EVERY rounds, and a look that took long is followed by as many rounds as make
 it LOOK_SHARE of them, up to MAX_REST. New requests bring the next look forward to SOON rounds after them, within that
-share. With FEW requests there are also looks in the next MOST_AGAIN rounds after drafts were accepted: there, a round
-in which nobody has a draft is no sign that drafting does not pay. Only the past is used.
+share. With FEW requests there are also looks in the next MOST_AGAIN rounds after drafts were accepted, while each takes
+at most AGAIN_SHARE of a round: there, a round in which nobody has a draft is no sign that drafting does not pay. Only
+the past is used.
 """
 
 from __future__ import annotations
@@ -37,6 +38,8 @@ MAX_REST = 4096
 """Rounds between two looks, however long they take."""
 MOST_AGAIN = 32
 """Looks in every round, with few requests, since draft tokens were accepted last."""
+AGAIN_SHARE = 0.5
+"""Of a plain round, what each of these may take; longer ones are looks like others."""
 PROMISED_ROUNDS = 8
 
 
@@ -167,7 +170,7 @@ class BackOff:
         self._rounds = 0
         look_s += self._look_s
         self._end_look()
-        if requests <= FEW and self._again:
+        if requests <= FEW and self._again and look_s <= AGAIN_SHARE * plain_s:
             self._again -= 1
             self._pause = 1
             return

@@ -30,6 +30,8 @@ from specactor.rollout.speculation.verification import Decision, Drafts
 from specactor.rollout.speculation.windows import OFF
 from specactor.trace import Recorder
 
+LOOKED_AT = 16
+"""Requests that drafters which draft ahead hear of for a look: each costs them work for as long as it runs."""
 MOST_FRUITLESS = 16
 """Rounds in a row without any draft, before costs are known, after which it is tried as seldom as one looks."""
 
@@ -143,7 +145,7 @@ class Speculator:
     def draft(self, drafter: str, sequences: Sequence[DraftSequence], windows: Sequence[int]) -> list[list[int]]:
         """The drafts of a decision that left them to all ranks; those that did not decide must call it too."""
         started = self._clock()
-        self.drafter_set.tell()
+        self.drafter_set.tell(sequences)
         drafts = self.drafter_set.draft(drafter, sequences, windows)
         if self._decision.together:
             self._decision.drafts = drafts
@@ -174,7 +176,7 @@ class Speculator:
     def _tried(self, sequences: Sequence[DraftSequence], caps: Sequence[int]) -> Decision:
         """With the fixed window, or one that tells what rounds cost."""
         started = self._clock()
-        self._tell()
+        self._tell(sequences)
         seldom, window = self._may_rest(), self.config.window
         most = (self.costs.wanted(self.config.max_window) or int(seldom)) if window is None else window
         decision = self.drafter_set.fixed(sequences, [min(cap, most) for cap in caps])
@@ -188,9 +190,9 @@ class Speculator:
                 self._back_off.looked(look_s=look_s, plain_s=float("inf"))
         return decision
 
-    def _tell(self) -> None:
+    def _tell(self, sequences: Sequence[DraftSequence]) -> None:
         self._is_steady, self._is_behind = not self._is_behind, False
-        self.drafter_set.tell()
+        self.drafter_set.tell(sequences)
 
     def _plain(self, requests: int) -> Decision:
         known = self.costs.table is not None
@@ -219,10 +221,17 @@ class Speculator:
         requests, started = len(sequences), self._clock()
         if self._may_rest() and self._back_off.is_long and not self._back_off.goes_on:
             self.drafter_set.hindsight(sequences, caps)
-        self._tell()
-        drafts = self.drafter_set.first(sequences, caps)
-        options = self.planner.options(sequences, caps, drafts, max_branches=max_branches)
+        some = LOOKED_AT if self._may_rest() else requests
+        self._tell(sequences[:some])
+        drafts = self.drafter_set.first(sequences, caps, ahead=some)
+        # Would drafting pay if the others were like those that are looked at? These have no drafts yet.
+        sampled = [lists for lists in drafts.values() if len(lists) < requests]
+        for lists in sampled:
+            lists += [lists[i % some][:cap] for i, cap in enumerate(caps[some:])]
+        options = self.planner.options(sequences, caps, drafts, max_branches=0 if sampled else max_branches)
         before, choice = self.planner.current, self.planner.choose(options, requests)
+        for lists in sampled:
+            lists[some:] = [[] for _ in caps[some:]]
         if choice.drafter != before:
             _LOG.info("speculation: %s", choice.reason)
             self._recorder.instant("rounds", f"switch to {choice.drafter}", self._clock(), why=choice.reason)
@@ -230,6 +239,8 @@ class Speculator:
             self._look_over(sequences, drafts, caps, started=started, requests=requests)
             return self._plain(requests)
         self._back_off.restart()
+        if some < requests:
+            self.drafter_set.tell(sequences)
         decision = self.planner.decision(options[choice.drafter], choice, drafts, caps)
         self._look(sequences, drafts, caps, decision)
         if len(self.drafters) > 1:

@@ -8,6 +8,8 @@ filled and asked for all requests of a round at once.
 Invariants, each with a test:
 - a draft has at most the window's tokens, and at most `TOKENS_PER_MATCH` per token of the match that it follows: what
   follows a short match is a guess, and a wrong guess costs the verifier;
+- at most `AT_ONCE` tokens are entered at once. While nobody verifies its drafts no more are kept for that, so what a
+  look costs does not grow with the rest before it; of each request the newest tokens stay;
 - at most `max_tokens` are held, of whatever length requests are; the oldest half goes when they are reached;
 - the same calls give the same drafts; a new policy changes nothing: what the old one wrote is still a good guess.
 
@@ -34,12 +36,13 @@ KINDS = ((12, 1), (8, 1), (6, 1), (4, 1), (3, 1), (5, 0), (4, 0), (3, 0), (2, 1)
 than 0.5 % of accept_length."""
 VOTES = 16
 """Texts that went on as the remembered one did outvote at most so many later ones that did not."""
+AT_ONCE = 1 << 15
+"""Tokens that wait to be entered, and are entered together, at most."""
 FIRST_BITS = 14
 """Of the table's size. It grows with the text, to 16 n-grams per token at least."""
 _N = max(n for n, _ in KINDS)
 _LENGTH_K = np.array([n for n, _ in KINDS])
 _OWN_K = np.array([own for _, own in KINDS], dtype=np.uint64)
-_ROOM_K = np.array([TOKENS_PER_MATCH * n if own or n < 5 else 10**6 for n, own in KINDS])
 _CONFIDENCE_N = np.array([0, 0, 1, 2, 2, 2, 2, 2, *[3] * _N])
 """How sure one may be of what followed a match, by its length. The first draft token was right in 0.2, 0.4, 0.7 and
 0.95 of cases, on the responses of small models."""
@@ -118,7 +121,7 @@ class SuffixDrafter(Drafter):
         kind_B = (place_BK > 0).argmax(axis=1)
         # Where a text is shorter than an n-gram, the key is that of the text.
         length_B = np.minimum(_LENGTH_K.take(kind_B), np.count_nonzero(context_BN, axis=1))
-        room_B = np.minimum(np.minimum(_ROOM_K.take(kind_B), TOKENS_PER_MATCH * length_B), np.array(windows))
+        room_B = np.minimum(TOKENS_PER_MATCH * length_B, np.array(windows))
         place_WB = np.empty((max(windows, default=0) + 1, len(row_B)), dtype=np.int64)
         place_WB[0] = place_BK[np.arange(len(row_B)), kind_B]
         for before_B, place_B in pairwise(place_WB):
@@ -132,17 +135,37 @@ class SuffixDrafter(Drafter):
         if not tokens:
             return
         size = len(self._token)
+        most = min(AT_ONCE, size // 2)
+        part = max(1, most // 2)
+        if len(tokens) > part:
+            for start in range(0, len(tokens), part):
+                self._append(row, tokens[start : start + part])
+            return
+        if self._num_pending + len(tokens) > most:
+            if self.may_wait:
+                self._take_in()
+            else:
+                self._thin()
         if self._end + self._num_pending + len(tokens) > size:
-            tokens = tokens[-(size // 2) :]
-            self._take_in()
-            if self._end + len(tokens) > size:
-                self._forget()
+            self._forget()
         pending = self._pending.get(row)
         if pending is None:
             self._pending[row] = [*tokens]
         else:
             pending += tokens
         self._num_pending += len(tokens)
+
+    def _thin(self) -> None:
+        """Keep half of what may be pending, the newest tokens of each request. What follows is a text of its own."""
+        share = min(AT_ONCE, len(self._token) // 2) // (2 * len(self._pending))
+        for row, pending in list(self._pending.items()):
+            if len(pending) > share:
+                self._context[row], self._tip[row] = 0, 0
+                del pending[: len(pending) - share]
+                if not pending:
+                    del self._pending[row]
+        self._num_pending = sum(map(len, self._pending.values()))
+        self._prompts.clear()
 
     def _take_in(self) -> None:
         """Enter all pending tokens into the table."""
@@ -219,7 +242,8 @@ class SuffixDrafter(Drafter):
 
     def _grow(self) -> None:
         """Make room for more running requests."""
-        self._take_in()
+        self._free = [row for row in self._ended if row not in self._pending]
+        self._ended = [row for row in self._ended if row in self._pending]
         if self._free:
             return
         size = len(self._tip)

@@ -105,6 +105,18 @@ def test_nothing_is_told_before_somebody_asks_but_what_has_ended_to_drafters_ove
     assert list(scene.ahead.running) == list(scene.text.running) == [two.request_id]
 
 
+def test_who_drafts_ahead_hears_of_what_is_asked_for_and_of_no_other() -> None:
+    scene = Scene()
+    one, two = scene.open(1), scene.open(1)
+    scene.drafter_set.tell([two])
+    assert list(scene.text.running) == [one.request_id, two.request_id]
+    assert list(scene.ahead.running) == [two.request_id]
+    scene.close(one)
+    scene.close(two)
+    assert scene.ahead.running == {}
+    assert len(scene.ahead.ended) == 1
+
+
 def test_drafts_from_some_tokens_ago_are_made_without_knowing_these() -> None:
     """So what was emitted since tells how good they are; then it is told, too."""
     scene = Scene()

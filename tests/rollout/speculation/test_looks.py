@@ -6,6 +6,7 @@ import pytest
 
 from specactor.rollout.speculation.drafter import DraftSequence
 from specactor.rollout.speculation.probing import (
+    AGAIN_SHARE,
     FEW,
     LOOK_AT_LEAST_EVERY,
     LOOK_EVERY,
@@ -95,6 +96,16 @@ def test_a_look_may_be_followed_by_another() -> None:
     rest.paid()
     rest.looked(look_s=0.4, plain_s=1.0, requests=FEW + 1)
     assert until_over(rest) >= LOOK_EVERY, "of many requests somebody would have had a draft"
+
+
+def test_looks_in_every_round_have_a_price() -> None:
+    """A drafter that takes as long as two rounds would make decoding three times as slow."""
+    rest = BackOff()
+    rest.paid()
+    rest.looked(look_s=AGAIN_SHARE, plain_s=1.0, requests=1)
+    assert until_over(rest) == 1
+    rest.looked(look_s=2.0, plain_s=1.0, requests=1)
+    assert until_over(rest) >= 2.0 / LOOK_SHARE
 
 
 def test_what_is_left_of_a_rest_is_what_it_has() -> None:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Sequence
 
 import pytest
 
 from specactor.config import SpeculationConfig
-from specactor.rollout.speculation import drafter_set, probing, speculator
+from specactor.rollout.speculation import drafter_set, probing, speculator, suffix
 from specactor.rollout.speculation.drafter import DraftSequence
 from specactor.rollout.speculation.probing import LOOK_EVERY
 from specactor.rollout.speculation.windows import OFF
+from tests.rollout.speculation import world as world_module
 from tests.rollout.speculation.world import STEP_S, Coin, World, auto, truth
 
 
@@ -123,6 +125,67 @@ def test_one_request_is_drafted_for_wherever_there_is_a_draft(monkeypatch: pytes
     assert speeds[1] < 1.3
 
 
+def test_of_many_requests_a_look_drafts_for_some() -> None:
+    """If the drafter drafts ahead, and so for all that it has heard of; when it has become good, it hears of all."""
+    asked: set[int] = set()
+    opened: set[str] = set()
+
+    class Ahead(Coin):
+        drafts_ahead = True
+
+        def open(self, sequence: DraftSequence) -> None:
+            opened.add(sequence.request_id)
+
+        def propose(self, sequences: Sequence[DraftSequence], windows: Sequence[int]) -> list[list[int]]:
+            asked.add(len(sequences))
+            return super().propose(sequences, windows)
+
+    coin = Ahead(0.0)
+    world = World(auto(), coin, requests=64, row_s=1e-5)
+    world.play(400)  # until costs are known
+    for sequence in world.sequences:
+        world.speculator.close(sequence)
+    world.sequences = [DraftSequence(request_id=f"new {i}", prompt_ids=(2,), seed=i) for i in range(64)]
+    for sequence in world.sequences:
+        world.speculator.open(sequence)
+    asked.clear()
+    opened.clear()
+    world.play(20 * LOOK_EVERY)
+    assert asked == {speculator.LOOKED_AT}
+    assert len(opened) == speculator.LOOKED_AT
+    coin.right = 0.95
+    world.play(40 * LOOK_EVERY)
+    assert 64 in asked
+    assert len(opened) == 64
+    assert world.speculator.report()["coin"].speculative_rounds > 50
+
+
+def test_a_look_enters_so_much_text_however_long_the_rest_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(suffix, "AT_ONCE", 1_024, raising=False)
+    entered = 0
+
+    class Entered(suffix.SuffixDrafter):
+        def _enter(self) -> None:
+            nonlocal entered
+            entered += self._num_pending
+            super()._enter()
+
+    world = World(auto(), Entered(), requests=16)
+    world.play(400)  # drafts are good, and tell what rounds cost; then none is
+    monkeypatch.setattr(world_module, "truth", lambda s, position: zlib.crc32(f"{s.seed} {position}".encode()))
+    world.look_s = 0.01  # so looks are hundreds of rounds apart
+    world.play(1_000)
+    looks = []
+    for _ in range(8_000):
+        before = entered
+        world.play(1)
+        if entered > before:
+            looks.append(entered - before)
+    assert 1 < len(looks) < 8_000 / 256
+    # The last tokens of each request are told after its drafts from some tokens ago.
+    assert 512 < max(looks) <= 1_024 + 16 * world.speculator.config.max_window
+
+
 def rounds_until_noticed() -> int:
     """That the drafts of 64 requests have become good."""
     coin = Coin(0.0)
@@ -139,8 +202,8 @@ def rounds_until_noticed() -> int:
 
 def test_old_evidence_makes_way_for_looks(monkeypatch: pytest.MonkeyPatch) -> None:
     assert rounds_until_noticed() < 400
-    monkeypatch.setattr(drafter_set, "LOOK_TRIALS", float("inf"))
-    monkeypatch.setattr(speculator, "LOOK_TRIALS", float("inf"))
+    monkeypatch.setattr(drafter_set, "LOOK_TRIALS", 1e18)
+    monkeypatch.setattr(speculator, "LOOK_TRIALS", 1e18)
     assert rounds_until_noticed() == 1000
 
 

@@ -260,3 +260,48 @@ class OneGroup(SuffixDrafter):
 def test_the_search_catches_wrong_versions(wrong: type[SuffixDrafter]) -> None:
     with pytest.raises(AssertionError):
         check_found(wrong, seed=0)
+
+
+class Entered(SuffixDrafter):
+    """Counts the tokens that it enters."""
+
+    entered = 0
+
+    def _enter(self) -> None:
+        self.entered += self._num_pending
+        super()._enter()
+
+
+@pytest.mark.parametrize("rest", [10, 1_000, 20_000])
+def test_what_a_look_enters_does_not_grow_with_the_rest_before_it(rest: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rests are counted in tokens of each request; of each the newest are known."""
+    monkeypatch.setattr(suffix, "AT_ONCE", 1_024, raising=False)
+    drafter, rng = Entered(), random.Random(0)
+    drafter.may_wait = False
+    running = [start(drafter, str(i), (i,)) for i in range(8)]
+    draft(drafter, running[0])
+    drafter.entered = 0
+    for number in range(4):
+        drafter.close(start(drafter, f"ended {number}", (number,), range(rest)))
+    for sequence in running:
+        commit(drafter, sequence, [rng.randrange(10**6) for _ in range(rest)] + [1, 2, 3, 4, 1, 2])
+    assert drafter.entered == 0, "nothing is entered before somebody asks"
+    assert drafter.propose(running, [2] * 8) == [[3, 4]] * 8
+    assert 0 < drafter.entered <= 1_024
+
+
+def test_who_is_verified_knows_all_text_and_enters_it_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(suffix, "AT_ONCE", 100)
+    drafter = Entered()
+    start(drafter, "a", output=range(1_000))
+    assert draft(drafter, start(drafter, "b", output=range(5))) == [*range(5, 13)]
+    assert drafter.entered == 1_000 + len(PROMPT) + 5
+
+
+def test_bytes_per_token() -> None:
+    drafter, tokens = SuffixDrafter(max_tokens=100_000), 50_000
+    sequence = start(drafter, "a", output=random.Random(0).choices(range(1_000), k=tokens))
+    draft(drafter, sequence)
+    by_place = drafter._token.nbytes + drafter._after.nbytes
+    assert by_place == 16 * 100_001
+    assert 208 <= (drafter._key.nbytes + drafter._place.nbytes + drafter._votes.nbytes) / tokens <= 420
