@@ -139,9 +139,10 @@ class Bench:
     @cached_property
     def speculating(self) -> Engine:
         """An engine whose speculation can be set; its dialled drafter reads what is right from a file."""
-        os.environ[dialled.SCRIPT] = str(self.folder / "script.json")
         speculation = SpeculationConfig(mode="coupled", max_window=max(self.size.windows))
-        return self._stack.enter_context(running(self.spec(speculation)))
+        return self._stack.enter_context(
+            running(self.spec(speculation), **{dialled.SCRIPT: str(self.folder / "script.json")})
+        )
 
     def close(self) -> None:
         """Give the device back."""

@@ -74,7 +74,7 @@ class Engine:
             Start(spec=spec),
             name=f"engine {spec.index}",
             answers=FROM_HOST,
-            environment=environment | cpu.process_environment(spec.devices) | speculation_calls.start_environment(spec),
+            environment=cpu.process_environment(spec.devices) | environment | speculation_calls.start_environment(spec),
             log_file=spec.log_file,
         )
         self._lock = threading.Lock()
