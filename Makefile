@@ -18,8 +18,8 @@ export DS_BUILD_OPS = 0
 # Every process imports the project; one in a hundred is the first to compile it.
 export PYTHONDONTWRITEBYTECODE =
 
-# On two cores a third worker works while the ranks and engines of another wait for each other.
-WORKERS ?= 3
+# With two cores a third worker saves little, and tests that wait for processes wait longer.
+WORKERS ?= 2
 PYTEST = $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 SLICE ?= 0/1
 
