@@ -18,7 +18,7 @@ export DS_BUILD_OPS = 0
 # Every process imports the project; one in a hundred is the first to compile it.
 export PYTHONDONTWRITEBYTECODE =
 
-# With two cores a third worker saves little, and tests that wait for processes wait longer.
+# One for each core of a small machine; most tests start processes of their own.
 WORKERS ?= 2
 PYTEST = $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 SLICE ?= 0/1

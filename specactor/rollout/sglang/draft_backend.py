@@ -156,15 +156,7 @@ class DraftBackend:
         reserved = self._slots.reserve((BRANCH, i), 1)
         assert reserved is not None
         self._runner.share(row, reserved.row, length=length, block=reserved.new_blocks[0][1])
-        return DraftText(
-            prompt_ids=lane.prompt_ids,
-            output_ids=lane.tokens,
-            seed=lane.seed,
-            temperature=lane.temperature,
-            window=1,
-            row=reserved.row,
-            cache=SequenceCache(cached=length),
-        )
+        return _text(lane, reserved.row, SequenceCache(cached=length))
 
     def _place(self, lane: Lane, in_use: Collection[Hashable]) -> DraftText | None:
         """The text with a row of the page table; None where there is no room beside those in use."""
@@ -180,15 +172,20 @@ class DraftBackend:
             self._runner.place(reserved.row, index, block)
         # an earlier batch of this call may have evicted it
         known = self._known.setdefault(lane.key, _Known(lane.prompt_ids, len(lane.tokens)))
-        return DraftText(
-            prompt_ids=lane.prompt_ids,
-            output_ids=lane.tokens,
-            seed=lane.seed,
-            temperature=lane.temperature,
-            window=1,
-            row=reserved.row,
-            cache=known.cache,
-        )
+        return _text(lane, reserved.row, known.cache)
+
+
+def _text(lane: Lane, row: int, cache: SequenceCache) -> DraftText:
+    """A lane's text, which wants one token, at this row of the page table."""
+    return DraftText(
+        prompt_ids=lane.prompt_ids,
+        output_ids=lane.tokens,
+        seed=lane.seed,
+        temperature=lane.temperature,
+        window=1,
+        row=row,
+        cache=cache,
+    )
 
 
 def _same(one: Sequence[int], other: Sequence[int]) -> bool:
