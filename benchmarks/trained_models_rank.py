@@ -8,14 +8,18 @@ from __future__ import annotations
 import os
 import sys
 
-from benchmarks.trained_models import task_recipe
-from specactor.data.dataset import build_dataset
-from specactor.data.tokenizer import load_tokenizer
-from specactor.parallel.collective import Collective, destroy_groups, init_groups
-from specactor.parallel.layout import check, longest_prompt
-from specactor.progress import Progress
-from specactor.run import model_shape
-from specactor.trainer.warmup import initial_model, warmed_up_model
+from specactor.cpu import megatron
+
+megatron.install()  # before megatron.core is imported, as in launch/train_moe.py
+
+from benchmarks.trained_models import task_recipe  # noqa: E402
+from specactor.data.dataset import build_dataset  # noqa: E402
+from specactor.data.tokenizer import load_tokenizer  # noqa: E402
+from specactor.parallel.collective import Collective, destroy_groups, init_groups  # noqa: E402
+from specactor.parallel.layout import check, longest_prompt  # noqa: E402
+from specactor.progress import Progress  # noqa: E402
+from specactor.run import model_shape  # noqa: E402
+from specactor.trainer.warmup import initial_model, warmed_up_model  # noqa: E402
 
 
 def main() -> None:
