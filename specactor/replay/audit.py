@@ -29,7 +29,7 @@ from specactor.samples import fetch
 from specactor.types import RolloutRequest, ScoredGroup, Trajectory
 
 SHARE = 0.01  # of a step's seconds, what audits may take
-RESPONSES = 32  # begun again at once: a round of 64 takes half as long again as one of 1, and sees 64 times as much
+RESPONSES = 256  # begun again at once: a round of many takes little longer than one of few, and sees more
 FEWEST_TOKENS = 16
 """Of each, at least: shorter beginnings see too little for the time of their prefill. The time is saved up for them."""
 
