@@ -17,7 +17,8 @@ def noise_of(rollout: RolloutConfig) -> Noise | None:
 
 
 def gumbel(seed: int, position: int, token: int) -> float:
-    """What `specactor.cpu.sglang_ops.sample_with_noise` adds to one token's log-probability."""
-    word = murmur_hash32(torch.tensor([seed]), torch.tensor([position]), torch.tensor([token]))
+    """What `specactor.cpu.sglang_ops.sample_with_noise` adds to the log-probability of a token at this position."""
+    before = torch.tensor([position - 1])  # SGLang's key: the position of the token that the pass was given
+    word = murmur_hash32(torch.tensor([seed]), before, torch.tensor([token]))
     uniform = int(word.item()) / (2**32 - 1)
     return -math.log(max(2.0**-32, -math.log(uniform) if uniform else math.inf))
