@@ -206,7 +206,8 @@ class Audit:
 def choose(groups: Sequence[ScoredGroup], *, seed: int, step: int, version: int) -> list[Part]:
     """Draw some of a step's responses that one policy sampled whole, without their branches."""
     whole = [t for g in groups for t in g.trajectories if [s.version for s in t.spans] == [version]]
-    drawing, parts, context = random.Random(f"audit {seed} {step}"), [], 0
+    drawing, context = random.Random(f"audit {seed} {step}"), 0
+    parts: list[Part] = []
     for i, response in enumerate(drawing.sample(whole, min(RESPONSES, len(whole)))):
         context += len(response.prompt_ids) + len(response.token_ids)
         if context > CONTEXT and parts:
