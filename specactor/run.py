@@ -16,7 +16,7 @@ from specactor import hooks, measurements, samples
 from specactor.actor import SpecActor
 from specactor.config import Config, DraftTrainingConfig
 from specactor.config.engine import guarantee
-from specactor.config.results import set_name
+from specactor.config.run import set_name
 from specactor.data.dataset import Dataset, build_dataset
 from specactor.data.environment import environment_of
 from specactor.data.tokenizer import VOCAB_SIZE, load_tokenizer

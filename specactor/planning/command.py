@@ -29,8 +29,8 @@ from specactor.planning.plans import Candidates, Cluster, RolloutPlan, from_tabl
 from specactor.planning.rooflines import DEVICES, device, from_figures
 from specactor.planning.search import search
 from specactor.recipes import load, one_line_errors
-from specactor.rollout import cost_file
 from specactor.rollout.speculation.acceptance import survival_of
+from specactor.rollout.speculation.costs import CostTable
 
 PROG = "specactor plan"
 NUMBERS = ("x off", "tok/s/device", "verifiers", "drafters", "idle", "requests")  # columns
@@ -119,7 +119,7 @@ def candidates(inputs: Inputs, *, max_requests: int, processes: bool) -> Candida
             max_requests=max_requests,
             sizes=inputs.engine_devices,
         )
-    table = cost_file.read(inputs.cost_table)
+    table = CostTable.read(inputs.cost_table)
     known = table.methods if processes else tuple(table.drafters)
     names = inputs.drafters or known
     if unknown := sorted(set(names) - set(known)):

@@ -40,7 +40,6 @@ from specactor.planning.profile_grid import (
     cost_table,
     without_waits,
 )
-from specactor.rollout import cost_file
 from specactor.rollout.decoupled.spec import DrafterSpec
 from specactor.rollout.decoupled.supervisor import DrafterProcess
 from specactor.rollout.decoupled.transport import Address, DrafterAccess
@@ -87,7 +86,7 @@ def run(config: Config, *, out: Path | None, limit_s: float, console: Console) -
             table, errors = _profile(config, engine, sizes, limit_s, console)
             if drafter is not None:
                 table = _with_process(table, config, engine, drafter, sizes, limit_s * PROCESS_SHARE, console)
-    cost_file.write(file, table)
+    table.write(file)
     _show(errors, console)
     console.print(f"Use it with --rollout.speculation.cost-table {file}", soft_wrap=True, highlight=False)
     return file

@@ -15,8 +15,8 @@ import torch
 from specactor.cpu.sglang_ops import sample_with_noise
 from specactor.errors import DataError
 from specactor.replay import records
+from specactor.replay.audit import gumbel
 from specactor.replay.compare import first_difference
-from specactor.replay.noise import gumbel
 from specactor.replay.records import RankWeights, SampleRecord, StepRecord
 
 VOCABULARY, GROUPS, SAMPLES, TOKENS, STEPS = 50, 4, 4, 40, 4

@@ -14,8 +14,7 @@ import pytest
 from examples import quickstart
 from specactor.config import EngineConfig
 from specactor.errors import AgreementError
-from specactor.replay.audit import RESPONSES, Audit, choose
-from specactor.replay.noise import gumbel
+from specactor.replay.audit import RESPONSES, Audit, choose, gumbel
 from specactor.rollout.sglang.engine_client import Engine, EngineSpec, running
 from specactor.types import Problem, RolloutRequest, ScoredGroup, Trajectory
 from tests.rollout.conftest import request
