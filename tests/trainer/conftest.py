@@ -41,6 +41,8 @@ ALL_IN_ONE = "TP2xEP2 of 4"
 """Of four ranks, in `make check`: tensors, experts and data at once. The others are deep."""
 DENSE_2 = {"TP2": {"tensor": 2}, "PP2": {"pipeline": 2}}
 
+OPTIMIZER_STATES = ("float32", "bfloat16", "host")
+
 
 def has_deep(request: pytest.FixtureRequest) -> bool:
     return any(item.get_closest_marker("deep") for item in request.session.items)
@@ -110,6 +112,9 @@ def two_ranks(
     spec["critic_per_rank"] = wrong_critic
     for name in ("TP2", "EP2", "PP2xVPP2", "DP2"):
         spec[f"save {name}"] = {"check": "save", "model": moe, "parallel": LAYOUTS_2[name], "root": str(folder / name)}
+    for state in OPTIMIZER_STATES:
+        entry = {"check": "optimizer", "state": state, "model": moe, "root": str(folder / state)}
+        spec[f"optimizer {state}"] = entry
     spec["save ppo"] = spec["save EP2"] | {"critic": True, "root": str(folder / "ppo")}
     tp2, ep2 = str(folder / "TP2" / "step-000002"), str(folder / "EP2" / "step-000002")
     spec["TP2 -> PP2"] = {"check": "load", "model": moe, "parallel": LAYOUTS_2["PP2"], "path": tp2}
