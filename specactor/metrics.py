@@ -46,6 +46,7 @@ METRICS: dict[str, str] = {
     "policy/learning_rate": "of the step's last optimizer update",
     "agreement/logprob_gap_max": "largest |engine - trainer| log-probability of a sampled token, nats",
     "agreement/logprob_gap_mean": "mean |engine - trainer| log-probability of the sampled tokens, nats",
+    "agreement/logprob_gap_share": "share of the sampled tokens that are further apart than train.max_logprob_gap",
     "correction/effective_share": "effective sample size of the weights of algorithm.correction, per response token",
     "correction/cut_fraction": "share of response tokens whose weight the bounds of algorithm.correction changed",
     "critic/loss": "half the squared error of the critic's values, per response token; with algorithm.advantage = gae, "

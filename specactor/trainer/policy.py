@@ -62,6 +62,8 @@ class TrainStats:
     logprob_gap_max: float
     logprob_gap_mean: float
     """|trainer - engine| of the sampled tokens before the step; nan without rollout log-probabilities."""
+    logprob_gap_share: float
+    """Share of these tokens that are further apart than train.max_logprob_gap."""
     effective_share: float
     """Effective sample size over response tokens, (sum w)^2 / sum w^2 / tokens, of the correction's weights w; nan
     without correction."""
@@ -93,10 +95,15 @@ class PolicyTrainer(ModelTrainer):
         self.critic = critic
         if config.train.routing_replay != "off":
             self._replay = RoutingReplay(self.policy)
-        self._objective = PolicyObjective(config.algorithm, config.rollout.temperature)
+        self._objective = PolicyObjective(config.algorithm, config.rollout.temperature, config.train.max_logprob_gap)
         self._reference: list[Tensor] = []
         if config.algorithm.kl != "off":
             self.take_reference()
+
+    @property
+    def routes_freely(self) -> bool:
+        """Return whether a token may take other experts here than it took in the engine."""
+        return bool(self.policy.config.num_moe_experts) and self.config.train.routing_replay != "r3"
 
     def train_step(
         self, sequences: Sequence[TrainSequence], *, learning_rate: float, recorder: TopKRecorder | None = None
@@ -236,6 +243,7 @@ def _means(total: Sums, num_updates: int) -> dict[str, Any]:
         "clip_fraction": total.clipped / total.tokens,
         "logprob_gap_max": total.gap_max if total.gap_tokens else math.nan,
         "logprob_gap_mean": total.gap / total.gap_tokens if total.gap_tokens else math.nan,
+        "logprob_gap_share": total.gap_apart / total.gap_tokens if total.gap_tokens else math.nan,
         "effective_share": share if total.weighed else math.nan,
         "cut_fraction": total.cut / total.weighed if total.weighed else math.nan,
         "kl": total.kl / total.tokens,

@@ -61,7 +61,7 @@ def make(entry: dict[str, Any]) -> PolicyTrainer:
 
 def use(trainer: PolicyTrainer, case: cases.Case) -> None:
     trainer.config = cases.with_case(trainer.config, case)
-    trainer._objective = PolicyObjective(case.algorithm, cases.TEMPERATURE)
+    trainer._objective = PolicyObjective(case.algorithm, cases.TEMPERATURE, cases.MAX_GAP)
     trainer._reference = []
     if case.algorithm.kl != "off":
         trainer.take_reference()

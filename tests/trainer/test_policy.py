@@ -90,6 +90,8 @@ def test_statistics(one_rank: dict[str, Any]) -> None:
     ]
     assert stats["logprob_gap_max"] == pytest.approx(max(gaps), abs=1e-5)
     assert stats["logprob_gap_mean"] == pytest.approx(sum(gaps) / len(gaps), abs=1e-5)
+    assert 0 < stats["logprob_gap_share"] < 1
+    assert stats["logprob_gap_share"] == pytest.approx(sum(gap > cases.MAX_GAP for gap in gaps) / len(gaps))
     assert stats["tokens"] == len(gaps)
     assert stats["clip_fraction"] == 0.0
     assert 0 < stats["entropy"] < math.log(cases.VOCAB)
