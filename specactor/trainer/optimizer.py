@@ -24,20 +24,34 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 """Adam's names of them."""
 DISTRIBUTED = True
 """The optimizer's state is divided among the data-parallel ranks, which costs no time; a plain one is for tests."""
+OVERLAP = has_transformer_engine()
+"""Gradients of a bucket of parameters are summed over ranks while those of others are computed. Without
+TransformerEngine an expert without tokens may have no gradient, for which its bucket would wait."""
+BUCKET_SIZE: int | None = None
+"""Parameters of one bucket; None: Megatron's own choice, at least 40 million."""
 ADAM_EPS = 1e-8
 """Added to Adam's denominator: PyTorch's and Megatron's default."""
 
 
 def wrap(policy: Policy, train: TrainConfig) -> list[Any]:
-    """The chunks in Megatron's DistributedDataParallel, with float32 gradient buffers."""
+    """The chunks in Megatron's DistributedDataParallel, with float32 gradient buffers.
+
+    Parameters are gathered at once: after a step's last update engines read them.
+    """
     config = DistributedDataParallelConfig(
-        use_distributed_optimizer=DISTRIBUTED, grad_reduce_in_fp32=True, overlap_grad_reduce=False
+        use_distributed_optimizer=DISTRIBUTED,
+        grad_reduce_in_fp32=True,
+        overlap_grad_reduce=OVERLAP,
+        bucket_size=BUCKET_SIZE,
     )
     wrapped = [
         DistributedDataParallel(policy.config, config, chunk, disable_bucketing=index > 0)
         for index, chunk in enumerate(policy.chunks)
     ]
     policy.config.finalize_model_grads_func = _finalize
+    if OVERLAP:  # no gradient is sent before the last micro-batch has added to it
+        waiting = [chunk.no_sync for chunk in wrapped]
+        policy.config.no_sync_func = waiting if len(waiting) > 1 else waiting[0]
     return wrapped
 
 

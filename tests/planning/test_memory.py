@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
+from pathlib import Path
 from typing import Literal
 
 import pytest
@@ -16,6 +18,7 @@ from specactor.planning.memory import PHASES, Memory, host_memory_of, memory_of,
 from specactor.planning.model_shapes import SHAPES
 from specactor.recipes import load, recipes, to_json
 
+ROOT = Path(__file__).parents[2]
 H100 = 80e9
 MOE = SHAPES["Qwen3-30B-A3B"]
 
@@ -88,6 +91,16 @@ def test_where_the_optimizer_is_decides_what_fits(state: str, device_bytes: int,
     on_host = sum(of_host.rows[name]["train"] for name in ("optimizer", "gradients") if name in of_host.rows)
     assert on_host == pytest.approx(host_bytes * MOE.params, rel=0.02)
     assert of_devices.fits == (state != "float32")
+
+
+def test_the_page_says_what_is_predicted() -> None:
+    said = (ROOT / "docs" / "gpu.md").read_text().partition("## Predicted peaks")[2].partition("\n## ")[0]
+    rows = re.findall(r"\| (qwen\w+) \| (\d+) \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \|", said)
+    assert len(rows) == 5
+    for name, devices, *peaks in rows:
+        words = [] if name == "qwen3_8b" else ["--parallel.engines", str(int(devices) // 4)]
+        memory = memory_of(load([name, *words]), int(devices), H100)
+        assert [f"{memory.of(phase) / 1e9:.1f}" for phase in PHASES] == peaks
 
 
 def test_one_node_differs_from_eight_in_what_it_must() -> None:

@@ -42,6 +42,8 @@ ALL_IN_ONE = "TP2xEP2 of 4"
 DENSE_2 = {"TP2": {"tensor": 2}, "PP2": {"pipeline": 2}}
 
 OPTIMIZER_STATES = ("float32", "bfloat16", "host")
+OVERLAPPING = ("DP2", "PP2xVPP2", "EP2")
+"""The last is deep."""
 
 
 def has_deep(request: pytest.FixtureRequest) -> bool:
@@ -115,6 +117,8 @@ def two_ranks(
     for state in OPTIMIZER_STATES:
         entry = {"check": "optimizer", "state": state, "model": moe, "root": str(folder / state)}
         spec[f"optimizer {state}"] = entry
+    for name in OVERLAPPING if deep else OVERLAPPING[:2]:
+        spec[f"overlap {name}"] = {"check": "overlap", "model": moe, "parallel": LAYOUTS_2[name]}
     spec["save ppo"] = spec["save EP2"] | {"critic": True, "root": str(folder / "ppo")}
     tp2, ep2 = str(folder / "TP2" / "step-000002"), str(folder / "EP2" / "step-000002")
     spec["TP2 -> PP2"] = {"check": "load", "model": moe, "parallel": LAYOUTS_2["PP2"], "path": tp2}

@@ -345,6 +345,7 @@ CHECKS = {
     "errors": check_errors,
     "keep": check_keep,
     "optimizer": optimizer_cases.check,
+    "overlap": optimizer_cases.check_overlap,
 }
 
 

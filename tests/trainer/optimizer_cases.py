@@ -138,3 +138,37 @@ def check(entry: dict[str, Any]) -> dict[str, Any]:
     result |= {name: [ranks[0][name] for ranks in every] for name in same}
     result["away"] = {name: max(ranks[1][name] for ranks in every) for name in result["away"]}
     return result
+
+
+def check_overlap(entry: dict[str, Any]) -> dict[str, Any]:
+    """Steps of several micro-batches with gradients that are summed at the end, in many buckets meanwhile, and so that
+    those of the first micro-batch are sent before others are there. Nothing is clipped: the norm is a sum in another
+    order."""
+    parallel = entry.get("parallel", {})
+    config = cases.config(entry["model"], parallel, {"grad_clip": 1e9, "tokens_per_microbatch": 64})
+    sizes = {"expert": 1, "pipeline": 1, "tensor": 1, "context": 1} | {
+        k: v for k, v in parallel.items() if k != "virtual_pipeline"
+    }
+    layout = Layout(world=int(entry["world"]), expert_tensor=1, **sizes)
+    init_groups(layout, config.parallel, seed=0, local_rank=0)
+    found: dict[str, Any] = {}
+    for name, overlap, bucket in (
+        ("at the end", False, None),
+        ("in buckets", True, 5000),
+        ("wrong", True, 5000),
+    ):
+        with mock.patch.multiple(optimizer, OVERLAP=overlap, BUCKET_SIZE=bucket):
+            trainer = PolicyTrainer(config, layout, Path(entry["model"]))
+        if name == "wrong":
+            trainer.policy.config.no_sync_func = None
+        try:
+            stats = [trainer.train_step(cases.sequences(i), learning_rate=RATE) for i in range(3)]
+        except (AssertionError, RuntimeError) as error:
+            found[name] = f"{type(error).__name__}: {error}"
+            continue
+        found[name] = [digest(parameter) for parameter in trainer._parameters()]
+        found[f"buckets, {name}"] = sum(len(buffer.buckets) for chunk in trainer.chunks for buffer in chunk.buffers)
+        found[f"micro-batches, {name}"] = stats[-1].num_microbatches
+    every: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(every, found)
+    return {"ranks": every}

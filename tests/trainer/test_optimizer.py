@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.trainer.conftest import OPTIMIZER_STATES
+from tests.trainer.conftest import OPTIMIZER_STATES, OVERLAPPING
 
 
 def of(two_ranks: dict[str, Any], state: str) -> dict[str, Any]:
@@ -43,3 +43,15 @@ def test_another_precision_or_place_is_refused(two_ranks: dict[str, Any], state:
     now = "host" if state == "float32" else "float32"
     assert f"was saved with train.optimizer_state = {state}, expected {now}" in of(two_ranks, state)["refused"]
     assert of(two_ranks, state)["refused"].startswith("CheckpointError: ")
+
+
+@pytest.mark.parametrize("name", [*OVERLAPPING[:2], pytest.param(OVERLAPPING[2], marks=pytest.mark.deep)])
+def test_gradients_that_are_summed_meanwhile_have_the_same_bits(two_ranks: dict[str, Any], name: str) -> None:
+    """After three updates. Wrong: sums that begin after the first of several micro-batches, which Megatron notices
+    only because it waits for each bucket once."""
+    for rank in two_ranks[f"overlap {name}"]["ranks"]:
+        assert rank["in buckets"] == rank["at the end"]
+        assert rank["micro-batches, in buckets"] > 1
+        assert "AssertionError" in rank["wrong"]
+    assert two_ranks[f"overlap {name}"]["ranks"][0]["buckets, in buckets"] > 5
+    assert two_ranks[f"overlap {name}"]["ranks"][0]["buckets, at the end"] <= 2
