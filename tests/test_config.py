@@ -12,7 +12,7 @@ from specactor.config import RolloutConfig
 from specactor.errors import ConfigError
 from specactor.recipes import load
 
-SETTINGS = 111
+SETTINGS = 112
 """Settings of a run, as `make measure` counts them."""
 WRONG: list[tuple[str, str]] = [
     *(
@@ -348,6 +348,11 @@ WRONG: list[tuple[str, str]] = [
     (
         "--algorithm.loss ppo",
         "algorithm.loss: got 'ppo', expected one of ppo_clip, gspo, cispo, or module:function. See --help for each.",
+    ),
+    (
+        "--train.optimizer-state host",
+        "train.optimizer_state: got 'host', expected float32 with model.dtype = float32. In float32 the main weights "
+        "are the model's own, which neither round nor leave the device.",
     ),
     (
         "--train.adam-betas 0.9 1.0",

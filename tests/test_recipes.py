@@ -29,7 +29,8 @@ SHAPES = {
         num_layers=36, num_heads=32, num_kv_heads=8, num_experts=0, vocab_size=151_936, max_position=40_960
     ),
 }
-WORLDS = {"qwen3_30b_a3b": 64, "qwen3_8b": 8}
+SHAPES["qwen3_30b_a3b_node"] = SHAPES["qwen3_30b_a3b"]
+WORLDS = {"qwen3_30b_a3b": 64, "qwen3_30b_a3b_node": 8, "qwen3_8b": 8}
 
 
 def shape(config: Config) -> ModelShape:

@@ -186,6 +186,7 @@ class Config:
         check_values(self)
         self._check_name_and_seed()
         self._check_groups()
+        self._check_optimizer()
         self._check_rollout()
         self._check_drafting()
         self._check_sizes()
@@ -238,6 +239,14 @@ class Config:
             not (self.algorithm.dynamic_sampling and self.rollout.partial),
             "False with algorithm.dynamic_sampling",
             "The same groups are kept whenever a step is run: none goes on in the next.",
+        )
+
+    def _check_optimizer(self) -> None:
+        rules_of(self)(
+            "train.optimizer_state",
+            self.train.optimizer_state == "float32" or self.model.dtype == "bfloat16",
+            f"float32 with model.dtype = {self.model.dtype}",
+            "In float32 the main weights are the model's own, which neither round nor leave the device.",
         )
 
     def _check_rollout(self) -> None:

@@ -65,6 +65,9 @@ class TrainConfig:
     """Largest global gradient norm."""
     tokens_per_microbatch: int = 8192
     """Packed tokens of one forward pass on one rank."""
+    optimizer_state: Literal["float32", "bfloat16", "host"] = "float32"
+    """Where a bfloat16 model's Adam keeps its moments: in float32; rounded to bfloat16 after each update; or, with the
+    main weights, in host memory, where it then computes (Megatron's CPU offload), on GPUs that cannot hold them."""
     recompute: Literal["none", "selective", "full"] = "none"
     """Activation recomputation."""
     deterministic: bool = False

@@ -120,8 +120,9 @@ def away_and_back(device: str, *, waits: bool) -> list[Any]:
     """The optimizer's tensors in host memory for two rollouts; what is on the host meanwhile, and after all. A wrong
     version waits for nothing."""
     parameter = Parameter(torch.arange(6.0).to(device))
+    of_the_model = torch.ones(2, dtype=torch.bfloat16).to(device)
     inner = SimpleNamespace(
-        param_groups=[{"params": [parameter]}],
+        param_groups=[{"params": [parameter, Parameter(of_the_model)]}],
         state={parameter: {"exp_avg": torch.full((6,), 2.5).to(device), "step": torch.tensor(3.0)}},
     )
     copies = HostCopies()
@@ -133,6 +134,7 @@ def away_and_back(device: str, *, waits: bool) -> list[Any]:
         for _ in range(2):
             copies.offload([inner])
             seen.append([parameter.data.device.type, parameter.data.tolist()])
+            assert inner.param_groups[0]["params"][1].data is of_the_model, "updates would not reach the model"
             copies.reload([inner], torch.device(device))
             parameter.data = parameter.data + 1
     finally:

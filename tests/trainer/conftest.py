@@ -44,6 +44,10 @@ DENSE_2 = {"TP2": {"tensor": 2}, "PP2": {"pipeline": 2}}
 DENSE = [("dense", "TP2"), ("tied", "PP2")]
 """Models without experts, in `make check`: one whose embeddings are tied has them on both stages. The rest is deep."""
 
+OPTIMIZER_STATES = ("float32", "bfloat16", "host")
+OVERLAPPING = ("DP2", "PP2xVPP2", "EP2")
+"""The last is deep."""
+
 
 def has_deep(request: pytest.FixtureRequest) -> bool:
     return any(item.get_closest_marker("deep") for item in request.session.items)
@@ -112,6 +116,11 @@ def two_ranks(
     spec["critic_per_rank"] = wrong_critic
     for name in ("TP2", "EP2", "PP2xVPP2", "DP2"):
         spec[f"save {name}"] = {"check": "save", "model": moe, "parallel": LAYOUTS_2[name], "root": str(folder / name)}
+    for state in OPTIMIZER_STATES:
+        entry = {"check": "optimizer", "state": state, "model": moe, "root": str(folder / state)}
+        spec[f"optimizer {state}"] = entry
+    for name in OVERLAPPING if deep else OVERLAPPING[:2]:
+        spec[f"overlap {name}"] = {"check": "overlap", "model": moe, "parallel": LAYOUTS_2[name]}
     spec["save ppo"] = spec["save EP2"] | {"critic": True, "root": str(folder / "ppo")}
     tp2, ep2 = str(folder / "TP2" / "step-000002"), str(folder / "EP2" / "step-000002")
     spec["TP2 -> PP2"] = {"check": "load", "model": moe, "parallel": LAYOUTS_2["PP2"], "path": tp2}
