@@ -20,6 +20,7 @@ LAYOUTS: dict[int, dict[str, dict[str, int]]] = {
     2: {
         "TP2": {"tensor": 2, "expert_tensor": 2},
         "PP2": {"pipeline": 2},
+        "PP2xVPP2": {"pipeline": 2, "virtual_pipeline": 2},
         "CP2": {"context": 2},
         "DP2": {},
         "TP2xEP2": {"tensor": 2, "expert": 2},
@@ -46,7 +47,7 @@ def results(
 ) -> dict[int, dict[str, Any]]:
     deep = any(item.get_closest_marker("deep") for item in request.session.items)
     folder = tmp_path_factory.mktemp("sync")
-    shape = TinyModelConfig(num_layers=2, hidden_size=128, num_experts=4, expert_size=64)
+    shape = TinyModelConfig(num_layers=4, hidden_size=128, num_experts=4, expert_size=64)
     make_tiny_model(shape, 0, folder / "model")
     return {world: run(world, folder) for world in LAYOUTS if world == 2 or deep}
 
