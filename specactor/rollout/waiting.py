@@ -102,8 +102,9 @@ class Waiting:
             groups = self.lists[engine]
             end = len(groups) - self._add(f"{engine}/end", 0)
             found += [request for group in groups[self._fronts[engine] : end] for request in group]
-            for name in ("taken", "end") if self.store is not None else ():
-                self.store.delete_key(f"{self.prefix}/{engine}/{name}")
+            if self.store is not None:
+                for name in ("taken", "end"):
+                    self.store.delete_key(f"{self.prefix}/{engine}/{name}")
         self.lists = {}
         return self._given(found)
 
