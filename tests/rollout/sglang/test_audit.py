@@ -127,7 +127,7 @@ def test_an_audit_takes_a_hundredth_of_the_time(engine: Engine) -> None:
 
 def test_responses_are_drawn_by_the_seed_and_of_one_policy(engine: Engine) -> None:
     own = generated(engine, "right")
-    chosen = [t.request_id for t in choose(own, seed=1, step=2, version=0)]
-    assert chosen == [t.request_id for t in choose(own, seed=1, step=2, version=0)]
-    assert chosen != [t.request_id for t in choose(own, seed=1, step=3, version=0)]
+    chosen = [part.response.request_id for part in choose(own, seed=1, step=2, version=0)]
+    assert chosen == [part.response.request_id for part in choose(own, seed=1, step=2, version=0)]
+    assert chosen != [part.response.request_id for part in choose(own, seed=1, step=3, version=0)]
     assert choose(own, seed=1, step=2, version=5) == []
