@@ -57,8 +57,11 @@ class WeightSource(Protocol):
 
     one_host: bool
     """Whether every engine can open every rank's buckets. If not, a rank's engines take that rank's buckets alone."""
-    on_device: SharedCopy | None
-    """What is held and lies on a GPU; None where it lies in the memory that engines read."""
+
+    @property
+    def on_device(self) -> SharedCopy | None:
+        """What is held and lies on a GPU; None where it lies in the memory that engines read."""
+        ...
 
     def rounds(self, capacity_bytes: int) -> Iterator[Iterable[tuple[str, torch.Tensor]]]:
         """Per round, the (Hugging Face name, whole tensor) that this rank hands over.
