@@ -256,8 +256,10 @@ def _distillation(
     return Distillation(
         config,
         collective,
-        recorder=trainer.top_k_recorder(settings.top_k) if settings.top_k else None,
-        vocab_size=int(trainer.policy.bridge.hf_config.vocab_size),
+        recorder_of=lambda layers: trainer.top_k_recorder(
+            settings.top_k, layers=layers, max_tokens=settings.buffer_tokens
+        ),
+        policy=trainer.policy.bridge.hf_config,
         engines=lambda: [engine for engine in pool.engines if engine.alive] if in_engine else [],
         processes=drafters,
         note=progress.note,

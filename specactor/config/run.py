@@ -13,7 +13,7 @@ from specactor.config.engine import WeightsSyncConfig
 from specactor.config.parallel import ParallelConfig
 from specactor.config.rollout import RolloutConfig
 from specactor.config.rules import check_values, rules_of
-from specactor.config.speculation import WARM_UP
+from specactor.config.speculation import MADE_BY_WARM_UP
 from specactor.config.train import DistillationConfig, TrainConfig, WarmupConfig
 
 
@@ -295,7 +295,7 @@ class Config:
         refresh, drafting = self.distillation.refresh, self.rollout.speculation
         rule(
             "rollout.speculation.draft_model",
-            drafting.draft_model != WARM_UP or bool(self.warmup.solver),
+            drafting.draft_model not in MADE_BY_WARM_UP or bool(self.warmup.solver),
             "a folder where warmup.solver is empty",
             "Make a draft model with specactor drafter init, or set warmup.solver.",
         )

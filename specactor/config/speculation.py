@@ -13,7 +13,8 @@ from specactor.config.rules import require, rules_of
 
 MAX_WINDOW = 16  # draft tokens per request and round
 DRAFTERS = "suffix, model, decoupled, or package.module:Class"  # what `rollout.speculation.drafters` may name
-WARM_UP = "warm-up"  # as `rollout.speculation.draft_model`: the one that the warm-up makes
+WARM_UP, WARM_UP_HEAD = "warm-up", "warm-up-head"
+MADE_BY_WARM_UP = (WARM_UP, WARM_UP_HEAD)  # as `rollout.speculation.draft_model`: what the warm-up makes
 EAGLE3_HEAD = "LlamaForCausalLMEagle3"  # architecture in the config.json of heads, also published ones
 SGLANG_DRAFTERS = ("eagle", "eagle3", "mtp", "nextn", "standalone")  # SGLang's, refused by name
 
@@ -40,7 +41,7 @@ class SpeculationConfig:
     draft_model: str = ""
     """Folder of a dense model in Hugging Face format with the policy's tokenizer, for the drafters ``model`` and
     ``decoupled``, or of an EAGLE-3 head of the policy, for ``model`` alone; ``warm-up``: one layer of the warmed-up
-    policy, distilled on the worked solutions of `warmup`."""
+    policy, distilled on the worked solutions of `warmup`; ``warm-up-head``: a head, likewise."""
     cost_table: str = ""
     """File that ``specactor profile`` wrote; empty: costs are measured while the engine runs. In mode
     auto the job is also planned by it when it starts: what no plan has is not started."""

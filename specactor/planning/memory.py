@@ -11,12 +11,12 @@ import json
 import math
 import sys
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
 from specactor.config import Config
-from specactor.config.speculation import WARM_UP
+from specactor.config.speculation import MADE_BY_WARM_UP, WARM_UP_HEAD
 from specactor.errors import ConfigError
 from specactor.parallel.layout import Layout, ModelShape, check
 from specactor.planning.model_shapes import SHAPES, TransformerShape
@@ -96,7 +96,13 @@ def of_job(
         # Its keys and values are in the same pool (`draft_runner`); its weights are there before the pool is made.
         drafter = draft.weights_bytes / config.parallel.engine_tensor
         rows["draft model"] = dict.fromkeys(("rollout", "sync"), drafter)
-        rows["keys and values"] = dict.fromkeys(("rollout", "sync"), max(0.0, static - weights - drafter))
+        pool = max(0.0, static - weights - drafter)
+        # So are the hidden states that a head reads.
+        states = width * draft.reads
+        of_states = pool * states / (shape.kv_bytes_per_token + draft.kv_bytes_per_token + states)
+        rows["keys and values"] = dict.fromkeys(("rollout", "sync"), pool - of_states)
+        if states:
+            rows["hidden states"] = dict.fromkeys(("rollout", "sync"), of_states)
     return Memory(rows=rows, device_bytes=device_bytes)
 
 
@@ -153,8 +159,11 @@ def memory_of(config: Config, ranks: int, device_bytes: float) -> Memory:
     a model whose shape is not known."""
     layout, shape = _layout(config, ranks)
     speculation = config.rollout.speculation
-    drafts = speculation.mode != "off" and "model" in speculation.drafters and speculation.draft_model != WARM_UP
-    draft = named_shape(speculation.draft_model, "rollout.speculation.draft_model") if drafts else None
+    draft = None
+    if speculation.mode != "off" and "model" in speculation.drafters:
+        name = speculation.draft_model
+        made = name in MADE_BY_WARM_UP
+        draft = _made(shape, name) if made else named_shape(name, "rollout.speculation.draft_model")
     return of_job(config, layout, shape, device_bytes, draft)
 
 
@@ -174,6 +183,19 @@ def _layout(config: Config, ranks: int) -> tuple[Layout, TransformerShape]:
         max_position=sys.maxsize,
     )
     return check(config, ranks, sizes), shape
+
+
+def _made(policy: TransformerShape, name: str) -> TransformerShape:
+    """What the warm-up makes of a policy: one dense layer, or a head."""
+    return replace(
+        policy,
+        name=name,
+        layers=1,
+        intermediate=policy.intermediate or policy.experts_per_token * policy.expert_intermediate,
+        experts=0,
+        experts_per_token=0,
+        reads=min(3, policy.layers) * policy.hidden if name == WARM_UP_HEAD else 0,
+    )
 
 
 def _own_shape(config: Config) -> TransformerShape:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from specactor.config import Config
-from specactor.config.speculation import WARM_UP
+from specactor.config.speculation import MADE_BY_WARM_UP
 from specactor.errors import ConfigError
 from specactor.parallel import addresses
 from specactor.parallel.collective import Collective
@@ -139,7 +139,8 @@ def draft_shape(folder: str) -> ModelShape:
 def check_in_engines(config: Config, policy: ModelShape) -> None:
     """Raise ConfigError for a draft model that engines of this policy cannot run beside it."""
     speculation = config.rollout.speculation
-    if speculation.mode == "off" or "model" not in speculation.drafters or speculation.draft_model == WARM_UP:
+    made = speculation.draft_model in MADE_BY_WARM_UP
+    if speculation.mode == "off" or "model" not in speculation.drafters or made:
         return  # what the warm-up cuts out of the policy fits
     draft = draft_shape(speculation.draft_model)
     for name, own, needed in (

@@ -133,3 +133,23 @@ def test_plan_prints_a_recipes_memory(capsys: pytest.CaptureFixture[str]) -> Non
     assert "It fits in 141 GB; activations, logits, overhead are estimates." in said
     show_memory(["qwen3_30b_a3b", "--devices", "8", "--parallel.engines", "2"], Console(width=100))
     assert "It does not fit in 80 GB" in capsys.readouterr().out
+
+
+def test_a_head_is_counted_with_what_it_reads() -> None:
+    """Its weights, and in the pool of keys and values the policy's states at every token."""
+    config = load(["qwen3_30b_a3b"])
+    head = replace(MOE, name="head", layers=1, intermediate=6144, experts=0, experts_per_token=0, reads=3 * MOE.hidden)
+    alone, drafting = (of_job(config, layout(8, expert=8), MOE, H100, draft).rows for draft in (None, head))
+    states, pool = drafting["hidden states"]["rollout"], drafting["keys and values"]["rollout"]
+    tensor = config.parallel.engine_tensor
+    assert states + pool + head.weights_bytes / tensor == pytest.approx(alone["keys and values"]["rollout"])
+    assert states / pool == pytest.approx(2 * 3 * MOE.hidden / (MOE.kv_bytes_per_token + head.kv_bytes_per_token))
+
+
+@pytest.mark.parametrize(
+    ("kind", "rows"), [("warm-up", {"draft model"}), ("warm-up-head", {"draft model", "hidden states"})]
+)
+def test_what_the_warm_up_will_make_is_counted(kind: str, rows: set[str]) -> None:
+    words = ["--rollout.speculation.mode", "coupled", "--rollout.speculation.drafters", "model"]
+    found = memory_of(load(["quickstart", *words, "--rollout.speculation.draft-model", kind]), 2, H100).rows
+    assert {"draft model", "hidden states"} & set(found) == rows
