@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -64,9 +64,13 @@ class Memory:
 
 
 def of_job(
-    config: Config, layout: Layout, shape: TransformerShape, device_bytes: float, draft: TransformerShape | None = None
+    config: Config,
+    layout: Layout,
+    shape: TransformerShape,
+    device_bytes: float,
+    drafts: Sequence[TransformerShape] = (),
 ) -> Memory:
-    """Return the memory of a device that has a trainer rank and an engine rank; `draft` drafts in every engine."""
+    """Return the memory of a device that has a trainer rank and an engine rank; `drafts` draft in every engine."""
     width = BYTES[config.model.dtype]
     dense, experts = parameters(shape, layout)
     held = dense + experts
@@ -93,9 +97,9 @@ def of_job(
     if config.algorithm.advantage == "gae":
         # Its weights leave the device, too; its output layer is one row, which nobody misses.
         rows["critic"] = dict(rows["optimizer"]) | {"train": (width + GRADIENT_BYTES) * held + optimizer}
-    if draft is not None:
-        # Its keys and values are in the same pool (`draft_runner`); its weights are there before the pool is made.
-        drafter = draft.weights_bytes / config.parallel.engine_tensor
+    if drafts:
+        # Their keys and values are in the same pool (`draft_runner`); weights are there before the pool is made.
+        drafter = sum(draft.weights_bytes for draft in drafts) / config.parallel.engine_tensor
         rows["draft model"] = dict.fromkeys(("rollout", "sync"), drafter)
         rows["keys and values"] = dict.fromkeys(("rollout", "sync"), max(0.0, static - weights - drafter))
     return Memory(rows=rows, device_bytes=device_bytes)
@@ -135,9 +139,9 @@ def memory_of(config: Config, ranks: int, device_bytes: float) -> Memory:
         max_position=sys.maxsize,
     )
     speculation = config.rollout.speculation
-    drafts = speculation.mode != "off" and "model" in speculation.drafters and speculation.draft_model != WARM_UP
-    draft = named_shape(speculation.draft_model, "rollout.speculation.draft_model") if drafts else None
-    return of_job(config, check(config, ranks, sizes), shape, device_bytes, draft)
+    held = speculation.in_engines.values() if speculation.mode != "off" else ()
+    drafts = [named_shape(folder, "rollout.speculation.draft_model") for folder in held if folder != WARM_UP]
+    return of_job(config, check(config, ranks, sizes), shape, device_bytes, drafts)
 
 
 def _own_shape(config: Config) -> TransformerShape:

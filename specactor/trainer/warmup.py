@@ -116,7 +116,7 @@ def with_draft_model(
     Rank 0 cuts a layer out of the policy and trains it on worked solutions; one that is cached is taken.
     """
     rollout = config.rollout
-    if rollout.speculation.mode == "off" or rollout.speculation.draft_model != WARM_UP:
+    if rollout.speculation.mode == "off" or rollout.speculation.first_draft_model != WARM_UP:
         return config
     learning = (
         DRAFT_UPDATES,
@@ -135,7 +135,7 @@ def with_draft_model(
     if not folder.exists():
         progress.note(f"a draft model learns for {DRAFT_LIMIT_S:.0f} s at most")
     collective.together("draft model", make)
-    speculation = replace(rollout.speculation, draft_model=str(folder))
+    speculation = rollout.speculation.with_first(str(folder))
     return replace(config, rollout=replace(rollout, speculation=speculation))
 
 

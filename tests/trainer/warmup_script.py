@@ -59,14 +59,14 @@ def main(root: Path, *wanted: str) -> None:
     examples = [example_from(sequence, None, version=0, temperature=1.0) for sequence in solved]
     init.make_draft_model(policy, start, init.TargetStart())
     # The same model as target and draft: how peaked it is on solutions that it was not shown.
-    models = [init.read_model(Path(made[0].draft_model)), init.read_model(start)]
+    models = [init.read_model(Path(made[0].first_draft_model)), init.read_model(start)]
     nothing = cast(Any, None)
     others = [load(["quickstart", *words]) for words in ([], [*wanted[:4], "--rollout.speculation.draft-model", "x"])]
     print(
         json.dumps(
             {
-                "folders": [speculation.draft_model for speculation in made],
-                "else_as_asked": replace(made[0], draft_model="warm-up") == config.rollout.speculation,
+                "folders": [speculation.first_draft_model for speculation in made],
+                "else_as_asked": replace(made[0], draft_model=("warm-up",)) == config.rollout.speculation,
                 "told": told.read_text().count("a draft model learns"),
                 "not_learned": [
                     tokenizer.decode(
