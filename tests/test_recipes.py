@@ -149,6 +149,14 @@ def test_json_of_an_older_version_gets_the_defaults() -> None:
     assert to_json(from_json(plain)) == to_json(config)
 
 
+@pytest.mark.parametrize(("was", "now"), [("", ()), ("folder", ("folder",))])
+def test_json_from_before_there_could_be_several_draft_models(was: str, now: tuple[str, ...]) -> None:
+    plain = to_json(load(["quickstart"]))
+    plain["rollout"]["speculation"]["draft_model"] = was
+    assert from_json(plain).rollout.speculation.draft_model == now
+    assert plain["rollout"]["speculation"]["draft_model"] == was
+
+
 def test_json_that_no_run_wrote() -> None:
     plain = to_json(load(["quickstart"]))
     with pytest.raises(ConfigError, match=r"config: unknown key train.step. Did you mean train.steps\?"):

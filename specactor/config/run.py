@@ -293,9 +293,16 @@ class Config:
             "With parallel.engines >= 2 it may be 0: then an engine that has run dry lends its device.",
         )
         refresh, drafting = self.distillation.refresh, self.rollout.speculation
+        kinds = drafting.in_processes
+        rule(
+            "parallel.drafters",
+            not kinds or self.parallel.drafters >= len(kinds) or list(kinds) == ["decoupled"],
+            f">= {len(kinds)}, one for each of {', '.join(kinds)}",
+            "Engines that have run dry lend their devices to the first draft model alone.",
+        )
         rule(
             "rollout.speculation.draft_model",
-            drafting.draft_model not in MADE_BY_WARM_UP or bool(self.warmup.solver),
+            drafting.first_draft_model not in MADE_BY_WARM_UP or bool(self.warmup.solver),
             "a folder where warmup.solver is empty",
             "Make a draft model with specactor drafter init, or set warmup.solver.",
         )
@@ -303,7 +310,7 @@ class Config:
             "distillation.refresh",
             refresh == "off" or (drafting.mode != "off" and bool({"model", "decoupled"} & {*drafting.draft_methods})),
             f"off with rollout.speculation.mode {drafting.mode} and drafters {drafting.draft_methods}",
-            "Only a draft model learns: name model or decoupled among rollout.speculation.drafters.",
+            "Only the first draft model learns: name model or decoupled among rollout.speculation.drafters.",
         )
 
     def _check_sizes(self) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -65,9 +65,13 @@ class Memory:
 
 
 def of_job(
-    config: Config, layout: Layout, shape: TransformerShape, device_bytes: float, draft: TransformerShape | None = None
+    config: Config,
+    layout: Layout,
+    shape: TransformerShape,
+    device_bytes: float,
+    drafts: Sequence[TransformerShape] = (),
 ) -> Memory:
-    """Return the memory of a device that has a trainer rank and an engine rank; `draft` drafts in every engine."""
+    """Return the memory of a device that has a trainer rank and an engine rank; `drafts` draft in every engine."""
     width = BYTES[config.model.dtype]
     dense, experts = parameters(shape, layout)
     held = dense + experts
@@ -92,14 +96,15 @@ def of_job(
     if config.algorithm.advantage == "gae":
         # Its weights leave the device, too; its output layer is one row, which nobody misses.
         rows["critic"] = dict(rows["optimizer"]) | {"train": (width + GRADIENT_BYTES) * held + optimizer}
-    if draft is not None:
-        # Its keys and values are in the same pool (`draft_runner`); its weights are there before the pool is made.
-        drafter = draft.weights_bytes / config.parallel.engine_tensor
+    if drafts:
+        # Their keys and values are in the same pool (`draft_runner`); weights are there before the pool is made.
+        drafter = sum(draft.weights_bytes for draft in drafts) / config.parallel.engine_tensor
         rows["draft model"] = dict.fromkeys(("rollout", "sync"), drafter)
         pool = max(0.0, static - weights - drafter)
         # So are the hidden states that a head reads.
-        states = width * draft.reads
-        of_states = pool * states / (shape.kv_bytes_per_token + draft.kv_bytes_per_token + states)
+        states = width * sum(draft.reads for draft in drafts)
+        keys = sum(of.kv_bytes_per_token for of in (shape, *drafts))
+        of_states = pool * states / (keys + states)
         rows["keys and values"] = dict.fromkeys(("rollout", "sync"), pool - of_states)
         if states:
             rows["hidden states"] = dict.fromkeys(("rollout", "sync"), of_states)
@@ -159,12 +164,12 @@ def memory_of(config: Config, ranks: int, device_bytes: float) -> Memory:
     a model whose shape is not known."""
     layout, shape = _layout(config, ranks)
     speculation = config.rollout.speculation
-    draft = None
-    if speculation.mode != "off" and "model" in speculation.drafters:
-        name = speculation.draft_model
-        made = name in MADE_BY_WARM_UP
-        draft = _made(shape, name) if made else named_shape(name, "rollout.speculation.draft_model")
-    return of_job(config, layout, shape, device_bytes, draft)
+    held = speculation.in_engines.values() if speculation.mode != "off" else ()
+    drafts = [
+        _made(shape, name) if name in MADE_BY_WARM_UP else named_shape(name, "rollout.speculation.draft_model")
+        for name in held
+    ]
+    return of_job(config, layout, shape, device_bytes, drafts)
 
 
 def host_memory_of(config: Config, ranks: int, devices: int) -> Memory:

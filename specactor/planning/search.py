@@ -257,9 +257,9 @@ def planned(config: Config, table: CostTable, *, machines: int) -> tuple[Config,
     if modes == {"off"}:
         speculation = replace(speculation, mode="off")
     elif "decoupled" not in modes and others:
-        # Engines load the draft model that is named, so none is where only text is drafted from.
-        model = "" if set(others) == {"suffix"} else speculation.draft_model
-        speculation = replace(speculation, drafters=others, draft_model=model)
+        # Engines load the draft models that are named, so none are where only text is drafted from.
+        models = () if set(others) == {"suffix"} else speculation.draft_model
+        speculation = replace(speculation, drafters=others, draft_model=models)
     parallel = config.parallel
     if rollout.speculation.is_decoupled and not speculation.is_decoupled:
         parallel = replace(parallel, drafters=0, drafter_hosts=(), drafter_network="")

@@ -45,7 +45,7 @@ def config() -> Config:
         base.rollout.speculation,
         mode="auto",
         drafters=("suffix", "decoupled"),
-        draft_model="d",
+        draft_model=("d",),
         cost_table="costs.json",
     )
     rollout = replace(base.rollout, speculation=speculation)
@@ -65,7 +65,7 @@ def test_no_process_is_started_that_no_plan_has(config: Config) -> None:
     assert found.parallel.drafters == 0
     assert found.rollout.speculation.drafters == ("suffix",)
     assert found.rollout.speculation.mode == "auto"
-    assert found.rollout.speculation.draft_model == "", "engines would load what nobody drafts with"
+    assert found.rollout.speculation.draft_model == (), "engines would load what nobody drafts with"
     assert "coupled suffix" in text
     assert "no drafter process is started" in text
 

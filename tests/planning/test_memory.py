@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal
@@ -14,7 +15,7 @@ from specactor.config import Config
 from specactor.errors import ConfigError
 from specactor.parallel.layout import Layout
 from specactor.planning.command import show_memory
-from specactor.planning.memory import PHASES, Memory, host_memory_of, memory_of, of_job
+from specactor.planning.memory import PHASES, Memory, Phase, host_memory_of, memory_of, of_job
 from specactor.planning.model_shapes import SHAPES
 from specactor.recipes import load, recipes, to_json
 
@@ -51,6 +52,22 @@ def test_in_float32_the_optimizer_stays() -> None:
     float32 = replace(config, model=replace(config.model, dtype="float32"))
     rows = of_job(float32, layout(64, tensor=4, expert=8), MOE, H100).rows
     assert set(rows["optimizer"]) == set(PHASES)
+
+
+def test_draft_models_in_an_engine_are_added_up() -> None:
+    base = load(["qwen3_30b_a3b"])
+    names, ranks = ("Qwen3-0.6B", "Qwen3-4B"), base.parallel.engine_tensor
+
+    def rows(*folders: str) -> Mapping[str, Mapping[Phase, float]]:
+        drafters = ("model", "model:2")[: len(folders)]
+        speculation = replace(base.rollout.speculation, drafters=drafters, draft_model=folders)
+        return memory_of(replace(base, rollout=replace(base.rollout, speculation=speculation)), 64, H100).rows
+
+    one, two = rows(*names[:1]), rows(*names)
+    assert one["draft model"]["rollout"] == pytest.approx(SHAPES[names[0]].weights_bytes / ranks)
+    assert two["draft model"]["rollout"] == pytest.approx(sum(SHAPES[name].weights_bytes for name in names) / ranks)
+    pool, smaller = (of["keys and values"]["rollout"] + of["draft model"]["rollout"] for of in (one, two))
+    assert smaller == pytest.approx(pool)
 
 
 @pytest.mark.parametrize("name", ["tensor", "pipeline", "expert", "context"])
