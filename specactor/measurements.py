@@ -28,8 +28,8 @@ def accuracy(scores: Sequence[float]) -> float:
 
 
 def of_evaluation(sets: Mapping[str, Sequence[ScoredGroup]]) -> dict[str, float]:
-    """Accuracy on every held-out set; avg@n is the accuracy over all n samples of a problem. Beside it stands pass@k, for
-    powers of two, and for n itself: eval.samples is the way to any other k."""
+    """Accuracy on every held-out set; avg@n is the accuracy over all n samples of a problem. Beside it stands pass@k,
+    for powers of two, and for n itself: eval.samples is the way to any other k."""
     found: dict[str, float] = {}
     for name, groups in sets.items():
         key = f"accuracy/{name}"
