@@ -16,14 +16,15 @@ so two sources share no problem as long as each has fewer than this."""
 
 @dataclass(frozen=True, kw_only=True)
 class SourceConfig:
-    """Problems come from a reasoning-gym task, or a JSONL or parquet file."""
+    """Problems come from a reasoning-gym task, a JSONL or parquet file, or a folder of Hugging Face's datasets."""
 
     task: str = ""
     """Name of a reasoning-gym task, for example count_bits."""
     params: dict[str, str | int | float | bool] = field(default_factory=dict)
     """Parameters of the reasoning-gym task."""
     path: str = ""
-    """A .jsonl or .parquet file with columns prompt, answer and verifier, or module:function that returns such rows."""
+    """A .jsonl or .parquet file, or a folder of datasets, with columns prompt, answer and verifier, or module:function
+    that returns such rows."""
     size: int = 10_000
     """Number of problems drawn from a task."""
     seed: int = 0
@@ -46,8 +47,9 @@ class DataConfig:
     """Problems to learn from, and problems held out."""
 
     train: str
-    """Problems to learn from: a .jsonl or .parquet file with columns prompt, answer and verifier, module:function that
-    returns such rows, or the name of a reasoning-gym task, for example count_bits."""
+    """Problems to learn from: a .jsonl or .parquet file, or a folder that Hugging Face's datasets saved to disk, with
+    columns prompt, answer and verifier (./NAME where it has neither dot nor slash), module:function that returns such
+    rows, or the name of a reasoning-gym task, for example count_bits."""
     mix: dict[str, float] = field(default_factory=dict)
     """Further sets to learn from, named likewise, and how many of their problems are drawn per problem of train."""
     eval: str = ""

@@ -1,6 +1,6 @@
-"""Problems of a task or a file, all checked before anything is trained.
+"""Problems of a task, a file or a folder of Hugging Face's datasets, all checked before anything is trained.
 
-A file has the columns prompt, answer and verifier, all of them text; every further column goes to `Problem.metadata`.
+Its columns are prompt, answer and verifier, all of them text; every further column goes to `Problem.metadata`.
 In place of a prompt there may be ``messages``, which go through the model's chat template.
 The verifier reasoning-gym needs the column ``entry`` (a whole reasoning-gym entry), and takes ``task`` and ``params``.
 """
@@ -19,6 +19,7 @@ from typing import Any, overload
 
 import msgspec
 import pyarrow
+import pyarrow.ipc
 import pyarrow.parquet
 from transformers import PreTrainedTokenizerBase
 
@@ -32,6 +33,7 @@ from specactor.types import Problem
 COLUMNS = ("prompt", "answer", "verifier")
 MAX_LISTED = 5  # bad rows that one error lists; all are counted
 TOKENIZED_TOGETHER = 1024
+END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"  # of Arrow: a file without it was cut, maybe between two batches
 
 
 class Dataset(Sequence[Problem]):
@@ -267,7 +269,7 @@ def _is_unicode(text: str) -> bool:
 class Row:
     """One row of a file. Either `columns` or `reason` is meant."""
 
-    where: str  # ``line 3`` of a text file, ``row 3`` of a parquet file; both count from 1
+    where: str  # ``line 3`` of a text file, ``row 3`` of a parquet file or a folder; both count from 1
     columns: dict[str, Any]
     reason: str = ""  # why the row cannot be read; empty for a good one
 
@@ -296,9 +298,13 @@ def called_rows(name: str) -> Iterator[Row]:
 
 def read_rows(path: Path) -> Iterator[Row]:
     """All rows in order; blank lines are left out. Raises DataError when the file as a whole cannot be read."""
+    if path.is_dir():
+        return _folder_rows(path)
     readers = {".jsonl": _jsonl_rows, ".parquet": _parquet_rows}
     if path.suffix not in readers:
-        raise DataError(f"{path}: got {path.suffix!r}, expected a .jsonl or .parquet file. Convert it.")
+        raise DataError(
+            f"{path}: got {path.suffix!r}, expected a .jsonl or .parquet file, or a folder that is there. Convert it."
+        )
     if not path.is_file():
         raise DataError(f"{path}: no such file. Check the path; it is relative to the folder where the run starts.")
     return readers[path.suffix](path)
@@ -329,14 +335,52 @@ def _jsonl_row(where: str, line: bytes) -> Row:
 
 
 def _parquet_rows(path: Path) -> Iterator[Row]:
-    """A missing value (null) counts as a missing column."""
     try:
         with pyarrow.parquet.ParquetFile(path) as file:
-            number = 0
-            for batch in file.iter_batches(batch_size=1024):
-                for values in batch.to_pylist():
-                    number += 1
-                    columns = {name: value for name, value in values.items() if value is not None}
-                    yield Row(where=f"row {number}", columns=columns)
+            yield from _rows_of(file.iter_batches(batch_size=1024), 0)
     except (pyarrow.ArrowException, OSError) as error:
         raise DataError(f"{path}: not a readable parquet file. Write it again. pyarrow says: {error}.") from error
+
+
+def _folder_rows(path: Path) -> Iterator[Row]:
+    """Rows of a folder that the save_to_disk of Hugging Face's datasets wrote: Arrow streams, named in state.json."""
+    number = 0
+    for file in _arrow_files(path):
+        try:
+            with pyarrow.memory_map(str(file)) as mapped:
+                mapped.seek(max(0, mapped.size() - len(END_OF_STREAM)))
+                if mapped.read() != END_OF_STREAM:
+                    raise pyarrow.ArrowInvalid("it ends in the middle")
+                mapped.seek(0)
+                for row in _rows_of(pyarrow.ipc.open_stream(mapped), number):
+                    number += 1
+                    yield row
+        except (pyarrow.ArrowException, OSError) as error:
+            raise DataError(f"{file}: not a whole Arrow stream. Save the data again. pyarrow says: {error}.") from error
+
+
+def _arrow_files(path: Path) -> list[Path]:
+    if (path / "dataset_dict.json").is_file():
+        splits = ", ".join(sorted(str(entry.parent) for entry in path.glob("*/state.json")))
+        raise DataError(f"{path}: a folder of splits, expected one of them. Name one of {splits}.")
+    try:
+        state = json.loads((path / "state.json").read_text("utf-8"))
+        files = [path / entry["filename"] for entry in state["_data_files"]]
+        chosen = state.get("_indices_data_files")
+    except (OSError, ValueError, TypeError, LookupError, AttributeError) as error:
+        raise DataError(
+            f"{path}: got a folder without a readable state.json ({type(error).__name__}), expected one that the "
+            "save_to_disk of Hugging Face's datasets wrote. Save the data so, or name a .jsonl or .parquet file."
+        ) from error
+    if chosen:
+        raise DataError(f"{path}: has rows chosen by an index, expected plain ones. Call flatten_indices, and save it.")
+    return files
+
+
+def _rows_of(batches: Iterable[pyarrow.RecordBatch], number: int) -> Iterator[Row]:
+    """Rows after the first `number`. A missing value (null) counts as a missing column."""
+    for batch in batches:
+        for values in batch.to_pylist():
+            number += 1
+            columns = {name: value for name, value in values.items() if value is not None}
+            yield Row(where=f"row {number}", columns=columns)

@@ -7,6 +7,7 @@ import json
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 import reasoning_gym
@@ -22,9 +23,8 @@ def create_task(task: str, params: Mapping[str, object], *, size: int, seed: int
     """A reasoning-gym data set of `size` entries; entry i is drawn with seed + i. Raises ConfigError for an unknown
     task or parameter (with the nearest known one) and for refused values."""
     if task not in DATASETS:
-        raise ConfigError.at(
-            "data.train, data.eval", task, "the name of a reasoning-gym task", _did_you_mean(task, DATASETS)
-        )
+        remedy = f"A folder is named ./{task}." if Path(task).exists() else _did_you_mean(task, DATASETS)
+        raise ConfigError.at("data.train, data.eval", task, "the name of a reasoning-gym task", remedy)
     known = [item.name for item in fields(DATASETS[task][1])]
     for name in params:
         if name in ("size", "seed"):

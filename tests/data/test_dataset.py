@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import pyarrow
+import pyarrow.ipc
 import pyarrow.parquet
 import pytest
 import reasoning_gym
 from transformers import PreTrainedTokenizerBase
 
-from specactor.config import SourceConfig
+from specactor.config import DataConfig, SourceConfig
 from specactor.data.chat import prompt_ids
 from specactor.data.dataset import MAX_LISTED, Dataset, build_dataset
+from specactor.data.stream import MixedStream
 from specactor.errors import ConfigError, DataError
 from tests.data.test_chat import TOKENIZER
 
@@ -138,6 +140,117 @@ def test_parquet_and_jsonl_give_the_same_problems(tmp_path: Path, tokenizer: Pre
     assert from_lines.digest == from_table.digest
     assert [problem.index for problem in from_table] == list(range(1500))
     assert from_table[1400].prompt == "1400+1="
+
+
+SAVED = Path(__file__).parent / "saved"
+"""Five rows in two files, as datasets 5.2.0 saved them."""
+
+
+def save_folder(folder: Path, *shards: list[dict[str, object]]) -> Path:
+    """A folder as the save_to_disk of datasets writes it; its own are read beside it."""
+    folder.mkdir()
+    names = [f"data-{i:05d}-of-{len(shards):05d}.arrow" for i in range(len(shards))]
+    for name, rows in zip(names, shards, strict=True):
+        table = pyarrow.Table.from_pylist(rows)
+        with pyarrow.ipc.new_stream(folder / name, table.schema) as stream:
+            stream.write_table(table, max_chunksize=2)
+    (folder / "state.json").write_text(json.dumps({"_data_files": [{"filename": name} for name in names]}))
+    (folder / "dataset_info.json").write_text("{}")
+    return folder
+
+
+def test_a_folder_of_datasets_gives_the_problems_of_its_rows(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    rows = [{"prompt": f"{n}+1=", "answer": str(n + 1), "verifier": "number", "level": n % 3} for n in range(5)]
+    want = build(tokenizer, path=str(write_lines(tmp_path / "a.jsonl", *rows)))
+    ours = save_folder(tmp_path / "ours", rows[:3], rows[3:])
+    assert build(tokenizer, path=str(SAVED)).digest == build(tokenizer, path=str(ours)).digest == want.digest
+
+
+def test_messages_of_a_folder_and_missing_values(tmp_path: Path) -> None:
+    row = {"answer": "4", "verifier": "exact", "messages": [{"role": "user", "content": "2+2?"}]}
+    [first] = build(TOKENIZER, path=str(save_folder(tmp_path / "a", [row])))
+    assert first.prompt_ids == prompt_ids(TOKENIZER, row["messages"])  # type: ignore[arg-type]
+    folder = save_folder(tmp_path / "b", [row], [{**row, "answer": None}])
+    with pytest.raises(DataError) as caught:
+        build(TOKENIZER, path=str(folder))
+    assert str(caught.value) == f"{folder}, row 2: answer: missing, expected a text. Add it."
+
+
+def test_folders_are_mixed_with_files(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    other = write_lines(tmp_path / "b.jsonl", GOOD, GOOD)
+    config = DataConfig(train=str(SAVED), eval="e.jsonl", mix={str(other): 0.5})
+    sources = (config.train_source, *config.mixed_sources)
+    data = Dataset.of([build_dataset(s, tokenizer, max_prompt_tokens=100) for s in sources])
+    stream = MixedStream(data.sizes, [1.0, 0.5], 3)
+    taken = [data[i].prompt for i in stream.take(9)]
+    assert (data.sizes, taken.count("2+2="), len({*taken} - {"2+2="})) == ((5, 2), 3, 5)
+
+
+def _cut(folder: Path, num_bytes: int) -> Path:
+    file = folder / "data-00001-of-00002.arrow"
+    file.write_bytes(file.read_bytes()[:-num_bytes])
+    return folder
+
+
+def _with_state(folder: Path, text: str) -> Path:
+    (folder / "state.json").write_text(text)
+    return folder
+
+
+def _of_splits(folder: Path) -> Path:
+    folder.rename(folder.with_name("train"))
+    (folder / "..").resolve().joinpath("dataset_dict.json").write_text('{"splits": ["train"]}')
+    return folder.parent
+
+
+BAD_FOLDERS: dict[str, tuple[Callable[[Path], Path], str]] = {
+    "cut between batches": (lambda f: _cut(f, 8), "pyarrow says: it ends in the middle."),
+    "cut in a batch": (lambda f: _cut(f, 100), "data-00001-of-00002.arrow: not a whole Arrow stream. Save the data"),
+    "all cut": (lambda f: _cut(f, 10**6), "data-00001-of-00002.arrow: not a whole Arrow stream. Save the data again."),
+    "a file is missing": (
+        lambda f: (f / "data-00000-of-00002.arrow").unlink() or f,
+        "data-00000-of-00002.arrow: not a whole Arrow stream. Save the data again. pyarrow says: [Errno 2]",
+    ),
+    "another folder": (
+        lambda f: (f / "state.json").unlink() or f,
+        "got a folder without a readable state.json (FileNotFoundError), expected one that the save_to_disk of Hugging "
+        "Face's datasets wrote. Save the data so, or name a .jsonl or .parquet file.",
+    ),
+    "a broken state": (lambda f: _with_state(f, "{"), "without a readable state.json (JSONDecodeError), expected"),
+    "a state of something else": (lambda f: _with_state(f, "{}"), "without a readable state.json (KeyError), expected"),
+    "a list for a state": (lambda f: _with_state(f, "[]"), "without a readable state.json (TypeError), expected"),
+    "no rows": (lambda f: _with_state(f, '{"_data_files": []}'), "got no rows, expected at least one. Check the path."),
+    "chosen rows": (
+        lambda f: _with_state(f, '{"_data_files": [], "_indices_data_files": [{"filename": "i.arrow"}]}'),
+        "has rows chosen by an index, expected plain ones. Call flatten_indices, and save it.",
+    ),
+    "splits": (_of_splits, "a folder of splits, expected one of them. Name one of "),
+}
+
+
+@pytest.mark.parametrize(("spoil", "message"), BAD_FOLDERS.values(), ids=BAD_FOLDERS)
+def test_a_bad_folder_is_one_line(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerBase, spoil: Callable[[Path], Path], message: str
+) -> None:
+    folder = spoil(save_folder(tmp_path / "rows", [GOOD] * 3, [GOOD] * 4))
+    with pytest.raises(DataError) as caught:
+        build(tokenizer, path=str(folder))
+    assert str(caught.value).startswith(str(folder))
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_folder_named_like_a_task(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_folder(tmp_path / "mathematics", [GOOD])
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=r"got 'mathematics', expected .* A folder is named \./mathematics\."):
+        build_dataset(DataConfig(train="mathematics").train_source, tokenizer, max_prompt_tokens=9)
+    source = DataConfig(train="./mathematics", eval="e.jsonl").train_source
+    assert len(build_dataset(source, tokenizer, max_prompt_tokens=9)) == 1
 
 
 def test_the_digest_tells_data_apart(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -286,7 +399,7 @@ def test_files_that_cannot_be_read(tmp_path: Path, tokenizer: PreTrainedTokenize
     (tmp_path / "empty.jsonl").write_text("\n\n")
     for name, message in {
         "torn.parquet": "torn.parquet: not a readable parquet file. Write it again. pyarrow says: ",
-        "table.csv": "table.csv: got '.csv', expected a .jsonl or .parquet file. Convert it.",
+        "table.csv": "table.csv: got '.csv', expected a .jsonl or .parquet file, or a folder that is there.",
         "empty.jsonl": "empty.jsonl: got no rows, expected at least one. Check the path.",
         "missing.jsonl": "missing.jsonl: no such file. Check the path; it is relative to",
     }.items():
