@@ -28,22 +28,23 @@ def accuracy(scores: Sequence[float]) -> float:
 
 
 def of_evaluation(sets: Mapping[str, Sequence[ScoredGroup]]) -> dict[str, float]:
-    """Accuracy on every held-out set; avg@k is the accuracy over all k samples of a problem."""
+    """Accuracy on every held-out set; avg@n is the accuracy over all n samples of a problem. Beside it stands pass@k,
+    for powers of two, and for n itself: eval.samples is the way to any other k."""
     found: dict[str, float] = {}
     for name, groups in sets.items():
         key = f"accuracy/{name}"
         found[key] = accuracy([score for group in groups for score in group.scores])
-        samples, k = len(groups[0].scores), 2
-        while k <= samples:
+        samples = len(groups[0].scores)
+        for k in (*(2**i for i in range(1, (samples - 1).bit_length())), *([samples] if samples > 1 else [])):
             found[f"{key}/pass@{k}"] = fmean(pass_at(k, group.scores) for group in groups)
-            k *= 2
     return found
 
 
 def pass_at(k: int, scores: Sequence[float]) -> float:
-    """Chance that of k of these responses, drawn without replacement, one is right (arXiv 2107.03374 eq. 1)."""
-    wrong = sum(score < SOLVED for score in scores)
-    return 1.0 - math.comb(wrong, k) / math.comb(len(scores), k)
+    """Chance that of k of these n responses, 1 <= k <= n, drawn without replacement, one is right: that of k fresh ones
+    without bias (arXiv 2107.03374 eq. 1). It is counted in integers, and so rounded once, whatever n and k."""
+    wrong, draws = sum(score < SOLVED for score in scores), math.comb(len(scores), k)
+    return (draws - math.comb(wrong, k)) / draws
 
 
 def of_step(

@@ -12,7 +12,7 @@ from specactor.config import RolloutConfig
 from specactor.errors import ConfigError
 from specactor.recipes import load
 
-SETTINGS = 111
+SETTINGS = 112
 """Settings of a run, as `make measure` counts them."""
 WRONG: list[tuple[str, str]] = [
     *(
@@ -170,6 +170,10 @@ WRONG: list[tuple[str, str]] = [
             ("learning-rate 0", "learning_rate: got 0.0, expected > 0. Use for example 1e-5."),
             ("learning-rate inf", "learning_rate: got inf, expected a finite number. See --help for its meaning."),
             ("warmup-steps -1", "warmup_steps: got -1, expected >= 0. Use 0 for none."),
+            (
+                "level sequence",
+                "level: got 'sequence', expected one of token, turn. Its meaning: train_moe.py quickstart --help",
+            ),
             ("gamma 0", "gamma: got 0.0, expected in (0, 1]. Use 1 where only the reward counts."),
             ("gamma 1.1", "gamma: got 1.1, expected in (0, 1]. Use 1 where only the reward counts."),
             ("gae-lambda -0.1", "gae_lambda: got -0.1, expected in [0, 1]. Use for example 1 or 0.95."),

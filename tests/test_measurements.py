@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from types import SimpleNamespace
 
 import pytest
@@ -150,6 +153,51 @@ def test_pass_at_k_is_the_share_of_draws_with_a_right_one() -> None:
         "accuracy/hard/pass@2": 0.5,
         "accuracy/hard/pass@4": 1.0,
     }
+
+
+@pytest.mark.parametrize(
+    ("samples", "wanted"), [(1, []), (2, [2]), (3, [2, 3]), (8, [2, 4, 8]), (9, [2, 4, 8, 9]), (12, [2, 4, 8, 12])]
+)
+def test_pass_at_k_is_told_of_powers_of_two_and_of_all_samples(samples: int, wanted: list[int]) -> None:
+    """Of each set by itself, whatever the others solve."""
+    sets = {
+        name: [group([Response(1)] * samples, s, s) for s in scores]
+        for name, scores in (("eval", [(1.0,) + (0.0,) * (samples - 1)]), ("hard", [(0.0,) * samples] * 2))
+    }
+    found = measurements.of_evaluation(sets)
+    for name, right in (("eval", 1), ("hard", 0)):
+        told = {int(key.rpartition("@")[2]): v for key, v in found.items() if key.startswith(f"accuracy/{name}/pass@")}
+        assert told == {k: pytest.approx(right * k / samples) for k in wanted}
+
+
+PassAt = Callable[[int, list[float]], float]
+
+
+def check_pass_at(estimate: PassAt) -> None:
+    """Against products of fractions, which the paper's own program computes, as exact rationals."""
+    for n, right in ((7, 2), (64, 1), (1000, 3), (4096, 1), (4096, 4095), (300, 0), (300, 300)):
+        for k in sorted({1, 2, 3, n // 2, n - 1, n}):
+            none = math.prod((Fraction(n - right - i, n - i) for i in range(k)), start=Fraction(1))
+            assert estimate(k, [1.0] * right + [0.0] * (n - right)) == float(1 - max(none, Fraction(0)))
+
+
+def test_pass_at_k_is_exact_for_many_samples() -> None:
+    check_pass_at(measurements.pass_at)
+
+
+def _biased(k: int, scores: list[float]) -> float:
+    return 1 - (1 - sum(scores) / len(scores)) ** k
+
+
+def _rounded_twice(k: int, scores: list[float]) -> float:
+    wrong = len(scores) - int(sum(scores))
+    return 1 - math.comb(wrong, k) / math.comb(len(scores), k)
+
+
+@pytest.mark.parametrize("wrong", [_biased, _rounded_twice])
+def test_a_wrong_pass_at_k_is_caught(wrong: PassAt) -> None:
+    with pytest.raises(AssertionError):
+        check_pass_at(wrong)
 
 
 def test_rates_come_from_the_seconds_of_their_phase() -> None:

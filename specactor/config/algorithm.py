@@ -43,10 +43,12 @@ class CriticConfig:
     """Of its own optimizer; all else is as in train."""
     warmup_steps: int = 0
     """RL steps in which it learns alone, before the policy does."""
+    level: Literal["token", "turn"] = "token"
+    """What a step of gamma and lambda is: a token, or a turn of a conversation, whose tokens share one advantage."""
     gamma: float = 1.0
-    """Worth of what is earned a token later."""
+    """Worth of what is earned a step later."""
     gae_lambda: float = 1.0
-    """Weight of what follows against what the critic expects: 1: the reward itself; 0: the next token's value."""
+    """Weight of what follows against what the critic expects: 1: the reward itself; 0: the next step's value."""
     value_clip: float | None = 0.2
     """Farthest that a value learns to move in a step; None: as far as it will."""
 

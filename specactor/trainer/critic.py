@@ -19,7 +19,7 @@ from torch import Tensor
 from specactor.config import Config
 from specactor.parallel.layout import Layout
 from specactor.trainer import model
-from specactor.trainer.losses import gae, value_loss_T, whitened
+from specactor.trainer.losses import gae, gae_of_turns, turn_numbers, value_loss_T, whitened
 from specactor.trainer.microbatch import Estimate, Item, MicroBatch
 from specactor.trainer.model_trainer import ModelTrainer
 from specactor.trainer.objective import Sums, reduce_over_ranks
@@ -64,7 +64,8 @@ class Critic(ModelTrainer):
         values = [own for part in updates for own in self._per_token(part, values_R)]
         sampled = [own[mask] for own, mask in zip(values, masks, strict=True)]
         rewards = [sequence.reward for sequence in sequences]
-        advantages, returns = gae(sampled, rewards, gamma=settings.gamma, decay=settings.gae_lambda)
+        estimate = partial(gae_of_turns, turns=list(map(turn_numbers, masks))) if settings.level == "turn" else gae
+        advantages, returns = estimate(sampled, rewards, gamma=settings.gamma, decay=settings.gae_lambda)
         kinds = (sampled, whitened(advantages), returns)
         found = iter([Estimate(*map(partial(_placed, mask), of)) for mask, *of in zip(masks, *kinds, strict=True)])
         return [[next(found) for _ in part] for part in updates]

@@ -160,6 +160,34 @@ def gae(
     return advantages, [a_T + own_T for a_T, own_T in zip(advantages, values, strict=True)]
 
 
+def gae_of_turns(
+    values: Sequence[Tensor], rewards: Sequence[float], *, turns: Sequence[Tensor], gamma: float, decay: float
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Return (advantages, returns) of the tokens of every response, float64, where a step is a whole turn (turn-PPO,
+    arXiv 2512.17008).
+
+    The value of a turn is the one before its first token, `gamma` and `decay` act from turn to turn, and the last turn
+    earns the reward. All tokens of a turn have its advantage, and its return is what their values are to become. A
+    response of one turn has the reward less the value of its prompt, whatever gamma and lambda are.
+
+    Args:
+        turns: per response, the number of each token's turn, from 0 on without a gap.
+    """
+    lengths = [torch.bincount(turns_T) for turns_T in turns]
+    firsts = [own_T[of_K.cumsum(0) - of_K] for own_T, of_K in zip(values, lengths, strict=True)]
+    advantages, returns = (
+        [of_K[turns_T] for of_K, turns_T in zip(found, turns, strict=True)]
+        for found in gae(firsts, rewards, gamma=gamma, decay=decay)
+    )
+    return advantages, returns
+
+
+def turn_numbers(mask_T: Tensor) -> Tensor:
+    """Return the turn of each token that was sampled, from 0 on: what is said in between ends one."""
+    before_T = torch.cat([mask_T.new_zeros(1), mask_T[:-1]])
+    return ((mask_T & ~before_T).cumsum(0) - 1)[mask_T]
+
+
 def whitened(advantages: Sequence[Tensor]) -> list[Tensor]:
     """Return the advantages less their mean, in units of their standard deviation, over all tokens of all responses."""
     flat_T = torch.cat([*advantages])

@@ -122,6 +122,7 @@ def check_layout(entry: dict[str, Any]) -> dict[str, Any]:
     if entry.get("critic", True):
         restore(trainer, snapshot)
         result["ppo"] = ppo(trainer, folder)
+        result["ppo_turns"] = over_turns(trainer)
         trainer.critic = None
     if entry.get("more"):
         restore(trainer, snapshot)
@@ -136,6 +137,14 @@ def ppo(trainer: PolicyTrainer, folder: Path, *, broken: bool = False) -> list[d
     for head in [chunk.module.output_layer for chunk in trainer.critic.chunks if broken]:
         head.weight.sequence_parallel = False
     return [step(trainer, cases.PPO.rate) for _ in range(2)]
+
+
+def over_turns(trainer: PolicyTrainer) -> dict[str, Any]:
+    """A further step of the critic, whose values are not zero any more, on conversations."""
+    assert trainer.critic is not None
+    use(trainer, cases.TURNS)
+    trainer.critic.config = trainer.config
+    return trainer.train_step(cases.conversations(), learning_rate=cases.TURNS.rate).numbers()
 
 
 def ownership(trainer: PolicyTrainer, reset: Callable[[], None]) -> dict[str, Any]:

@@ -46,6 +46,17 @@ def sequences(seed: int = 0) -> list[TrainSequence]:
     return made
 
 
+def conversations(seed: int = 0) -> list[TrainSequence]:
+    """The same sequences in turns of 1 to 6 tokens, between which 1 to 3 are not learned from."""
+    rng, made = random.Random(seed), []
+    for sequence in sequences(seed):
+        mask: list[bool] = []
+        while len(mask) < sequence.response_len:
+            mask += [True] * rng.randint(1, 6) + [False] * rng.randint(1, 3)
+        made.append(replace(sequence, loss_mask=tuple(mask[: sequence.response_len])))
+    return made
+
+
 @dataclass(frozen=True)
 class Case:
     """One way to learn; `rate` 0 leaves the weights as they are."""
@@ -90,6 +101,8 @@ PPO = Case(
     LEARNING_RATE,
 )
 """With a critic; two steps of it."""
+TURNS = replace(PPO, algorithm=replace(PPO.algorithm, critic=replace(PPO.algorithm.critic, level="turn")))
+"""The same over turns, with `conversations`."""
 
 
 def config(model_dir: str, parallel: dict[str, Any], train: dict[str, Any] | None = None) -> Config:

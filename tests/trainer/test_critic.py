@@ -13,7 +13,7 @@ from torch import Tensor
 
 from specactor.config import AlgorithmConfig, CriticConfig
 from specactor.trainer.critic import Critic
-from specactor.trainer.losses import gae, value_loss_T, whitened
+from specactor.trainer.losses import gae, gae_of_turns, turn_numbers, value_loss_T, whitened
 from specactor.trainer.microbatch import Estimate
 from specactor.types import TrainSequence
 
@@ -67,10 +67,13 @@ def test_gae_by_hand() -> None:
     assert halves.tolist() == [-0.375 + 0.25 * (0.25 + 0.25 * 1.0), 0.25 + 0.25 * 1.0, 1.0]
 
 
-def estimates(values: list[list[float]], masks: list[tuple[bool, ...]], rewards: list[float]) -> list[Estimate]:
+def estimates(
+    values: list[list[float]], masks: list[tuple[bool, ...]], rewards: list[float], **settings: Any
+) -> list[Estimate]:
     """What a critic that gave these values makes of conversations."""
     critic = object.__new__(Critic)
-    critic.config = cast("Any", SimpleNamespace(algorithm=AlgorithmConfig(critic=CriticConfig(gae_lambda=0.9))))
+    algorithm = AlgorithmConfig(critic=CriticConfig(gae_lambda=0.9, **settings))
+    critic.config = cast("Any", SimpleNamespace(algorithm=algorithm))
     critic._per_token = lambda part, of: [torch.tensor(row) for row in values]  # type: ignore[method-assign]
     sequences = [
         TrainSequence(token_ids=(1,) * (1 + len(mask)), prompt_len=1, loss_mask=mask, reward=reward)
@@ -127,6 +130,106 @@ def _left_aligned(values: list[Tensor], rewards: list[float], **kw: float) -> An
 def test_a_wrong_gae_is_caught(wrong: Gae) -> None:
     with pytest.raises(AssertionError):
         check_gae(wrong)
+
+
+# ---------------------------------------------------------------------------------------------------------- over turns
+
+GaeOfTurns = Callable[..., tuple[list[Tensor], list[Tensor]]]
+
+
+def check_gae_of_turns(estimate: GaeOfTurns = gae_of_turns, numbers: Callable[[Tensor], Tensor] = turn_numbers) -> None:
+    """Random conversations, turn by turn in Python: a step's value is the first of a turn, `reference` knows the rest.
+    Some begin or end with what an environment said; one has no token, one no sampled token."""
+    rng = random.Random(5)
+    shapes = [[(3, 2), (1, 1), (4, 0)], [(5, 0)], [(0, 2), (2, 3)], [(1, 1), (1, 1), (1, 1)], [], [(0, 2)]]
+    for gamma, decay in ((0.97, 0.9), (1.0, 1.0), (0.9, 0.0), (1.0, 0.95)):
+        masks, sampled, want, targets, rewards = [], [], [], [], []
+        for shape in shapes:
+            turns = [[rng.gauss(0, 1) for _ in range(own)] for own, _ in shape if own]
+            reward = rng.uniform(-1, 1)
+            steps = reference([turn[0] for turn in turns], reward, gamma, decay)
+            masks.append([flag for own, said in shape for flag in [True] * own + [False] * said])
+            sampled.append([value for turn in turns for value in turn])
+            want.append([a for a, turn in zip(steps, turns, strict=True) for _ in turn])
+            targets.append([a + turn[0] for a, turn in zip(steps, turns, strict=True) for _ in turn])
+            rewards.append(reward)
+        advantages, returns = estimate(
+            [torch.tensor(row, dtype=torch.float64) for row in sampled],
+            rewards,
+            turns=[numbers(torch.tensor(mask, dtype=torch.bool)) for mask in masks],
+            gamma=gamma,
+            decay=decay,
+        )
+        for got, of in ((advantages, want), (returns, targets)):
+            assert [row_T.tolist() for row_T in got] == [pytest.approx(row, abs=1e-12) for row in of]
+
+
+def test_gae_of_turns_equals_the_reference() -> None:
+    check_gae_of_turns()
+
+
+def test_gae_of_turns_by_hand() -> None:
+    """Turns of two and one tokens, reward 2: the second turn is worth 2 - 1, the first 0.5 * 1 - 0.5 and half of half
+    of that. The values 9 and 0.25 are within a turn, and count nowhere."""
+    values, turns = [torch.tensor([0.5, 9.0, 1.0]), torch.tensor([0.75, 0.25])], [[0, 0, 1], [0, 0]]
+    numbers = [torch.tensor(row) for row in turns]
+    (talk, single), (of_talk, of_single) = gae_of_turns(values, [2.0, 1.0], turns=numbers, gamma=0.5, decay=0.5)
+    assert (talk.tolist(), of_talk.tolist()) == ([0.25, 0.25, 1.0], [0.75, 0.75, 2.0])
+    assert (single.tolist(), of_single.tolist()) == ([0.25, 0.25], [1.0, 1.0])
+
+
+def test_turns_of_one_token_are_tokens() -> None:
+    values = [torch.randn(n, dtype=torch.float64) for n in (1, 5, 0)]
+    turns = [torch.arange(len(own)) for own in values]
+    of_turns = gae_of_turns(values, [1.0, -1.0, 0.5], turns=turns, gamma=0.9, decay=0.8)
+    of_tokens = gae(values, [1.0, -1.0, 0.5], gamma=0.9, decay=0.8)
+    assert [[t.tolist() for t in part] for part in of_turns] == [[t.tolist() for t in part] for part in of_tokens]
+
+
+def test_a_critic_over_turns_gives_each_turn_one_advantage() -> None:
+    """From values and masks to whitened advantages, by the reference; what the environment said is left out."""
+    yes, no = True, False
+    masks, rewards = [(yes, yes, no, no, yes), (yes, yes), (yes, no, yes)], [2.0, 0.0, 1.0]
+    values = [[0.5, 0.25, 7.0, 7.0, 1.0], [0.1, 0.2], [0.3, 7.0, 0.4]]
+    found = estimates(values, masks, rewards, level="turn")
+    steps = [reference(row, r, 1.0, 0.9) for row, r in zip([[0.5, 1.0], [0.1], [0.3, 0.4]], rewards, strict=True)]
+    own = [[steps[0][0]] * 2 + [steps[0][1]], [steps[1][0]] * 2, steps[2]]
+    want = whitened([torch.tensor(row, dtype=torch.float64) for row in own])
+    for estimate, advantages_T in zip(found, want, strict=True):
+        kept = estimate.advantages.isfinite()
+        assert estimate.advantages[kept].tolist() == pytest.approx(advantages_T.tolist(), abs=1e-6)
+    assert found[0].returns[[0, 1, 4]].tolist() == pytest.approx([steps[0][0] + 0.5] * 2 + [2.0], abs=1e-6)
+    assert [int((~e.returns.isfinite()).sum()) for e in found] == [2, 0, 1]
+
+
+def _value_of_the_last_token(values: list[Tensor], rewards: list[float], *, turns: list[Tensor], **kw: float) -> Any:
+    """A turn is judged by what was expected at its end."""
+    last = [torch.cumsum(torch.bincount(t), 0) - 1 for t in turns]
+    found = gae([own[at] for own, at in zip(values, last, strict=True)], rewards, **kw)
+    return [[row[t] for row, t in zip(part, turns, strict=True)] for part in found]
+
+
+def _tokens(values: list[Tensor], rewards: list[float], *, turns: list[Tensor], **kw: float) -> Any:
+    return gae(values, rewards, **kw)
+
+
+def _every_token_its_own_return(values: list[Tensor], rewards: list[float], *, turns: list[Tensor], **kw: float) -> Any:
+    advantages, _ = gae_of_turns(values, rewards, turns=turns, **kw)
+    return advantages, [a + own for a, own in zip(advantages, values, strict=True)]
+
+
+@pytest.mark.parametrize("wrong", [_value_of_the_last_token, _tokens, _every_token_its_own_return])
+def test_a_wrong_gae_of_turns_is_caught(wrong: GaeOfTurns) -> None:
+    with pytest.raises(AssertionError):
+        check_gae_of_turns(wrong)
+
+
+def test_turns_that_run_into_each_other_are_caught() -> None:
+    with pytest.raises(AssertionError):
+        check_gae_of_turns(numbers=lambda mask_T: torch.zeros(int(mask_T.sum()), dtype=torch.int64))
+
+
+# ------------------------------------------------------------------------------------------------- whitening and losses
 
 
 def test_advantages_are_whitened_over_all_tokens_of_the_step() -> None:

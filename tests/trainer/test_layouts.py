@@ -34,6 +34,7 @@ def test_two_ranks_learn_like_one(one_rank: dict[str, Any], two_ranks: dict[str,
 def test_two_ranks_learn_with_a_critic_like_one(one_rank: dict[str, Any], two_ranks: dict[str, Any], name: str) -> None:
     for got, expected in zip(two_ranks[name]["ppo"], one_rank["single"]["ppo"], strict=True):
         assert_same_step(got, expected)
+    assert_same_step(two_ranks[name]["ppo_turns"], one_rank["single"]["ppo_turns"])
 
 
 @pytest.mark.parametrize("case", FEW_CASES)
@@ -97,6 +98,7 @@ def test_four_ranks_learn_with_a_critic_like_one(
 ) -> None:
     for got, expected in zip(four_ranks[name]["ppo"], one_rank["single"]["ppo"], strict=True):
         assert_same_step(got, expected)
+    assert_same_step(four_ranks[name]["ppo_turns"], one_rank["single"]["ppo_turns"])
 
 
 @pytest.mark.parametrize("name", DENSE_2)
