@@ -13,7 +13,7 @@ from specactor import hooks, measurements, samples
 from specactor.config import Config
 from specactor.config.train import learning_rate
 from specactor.device_memory import DeviceMemory
-from specactor.errors import AgreementError, WeightSyncError
+from specactor.errors import WeightSyncError
 from specactor.parallel.collective import Collective
 from specactor.progress import Progress
 from specactor.replay.audit import Audit
@@ -161,14 +161,9 @@ class SpecActor:
         elif still and self.steps_done == still:
             self.trainer.reset_optimizer()  # moments of gradients that moved nothing
         stats = self.trainer.train_step(batch, learning_rate=rate, recorder=recorder)
-        fresh = any(sequence.num_stale < sequence.response_len for sequence in batch)
-        if fresh and not stats.logprob_gap_max <= self.config.train.max_logprob_gap:  # nan is no agreement either
-            raise AgreementError(
-                f"train.max_logprob_gap: at step {self.steps_done + 1} the engine and the trainer differ by "
-                f"{stats.logprob_gap_max:.2e} in the log-probability of a sampled token, more than "
-                f"{self.config.train.max_logprob_gap:.2e}. In float32 this means wrong weights or a wrong model in one "
-                "of them; in bfloat16 allow more with --train.max-logprob-gap, and keep algorithm.correction on."
-            )
+        if any(sequence.num_stale < sequence.response_len for sequence in batch):
+            bound, free = self.config.train.max_logprob_gap, self.trainer.routes_freely
+            measurements.check_agreement(stats, step=self.steps_done + 1, bound=bound, routes_freely=free)
         self.version += 1
         return stats
 
@@ -213,11 +208,12 @@ class SpecActor:
         """Return the metrics of speculation, and of what was done with the step's last requests."""
         rollout = self.config.rollout
         woken = stats.drafters_woken if self.config.lends_devices else None
+        moved = stats.groups_moved if self.config.parallel.engines > 1 else None
         left = self.rollouts.left if rollout.oversample > 1 else None
         return (
             measurements.of_speculation(stats.counts)
             | measurements.of_drafters(stats.figures, stats.drafter_work)
-            | measurements.of_tail(woken, left, batch)
+            | measurements.of_tail(woken, moved, left, batch)
         )
 
     def state(self) -> dict[str, object]:

@@ -8,6 +8,7 @@ from dataclasses import asdict
 from statistics import fmean, pstdev
 from typing import TYPE_CHECKING
 
+from specactor.errors import AgreementError
 from specactor.metrics import SPECULATION
 from specactor.rollout.resume import num_begun
 from specactor.rollout.speculation.counters import Counts, Figures
@@ -21,6 +22,9 @@ if TYPE_CHECKING:  # these import torch, or start processes
 
 SOLVED = 0.999
 """A response counts as correct from this score on."""
+ROUTED_APART = 0.01
+"""Share of the sampled tokens that may be further apart than `train.max_logprob_gap` where rounding chooses experts: it
+happens to one in 200,000; wrong weights show in nearly all."""
 
 
 def accuracy(scores: Sequence[float]) -> float:
@@ -76,6 +80,7 @@ def of_step(
         "policy/learning_rate": stats.learning_rate,
         "agreement/logprob_gap_max": stats.logprob_gap_max,
         "agreement/logprob_gap_mean": stats.logprob_gap_mean,
+        "agreement/logprob_gap_share": stats.logprob_gap_share,
         "correction/effective_share": stats.effective_share,
         "correction/cut_fraction": stats.cut_fraction,
         **({f"critic/{name}": value for name, value in asdict(stats.critic).items()} if stats.critic else {}),
@@ -122,12 +127,14 @@ def of_speculation(counts: Mapping[str, Counts]) -> dict[str, float]:
     }
 
 
-def of_tail(woken: int | None, left: Sequence[OpenGroup] | None, batch: Sequence[TrainSequence]) -> dict[str, float]:
+def of_tail(
+    woken: int | None, moved: int | None, left: Sequence[OpenGroup] | None, batch: Sequence[TrainSequence]
+) -> dict[str, float]:
     """Return what was done with a step's last requests; and with the groups that were not complete in the end.
 
-    None: no drafter can be woken; the step waits for all groups.
+    None: no drafter can be woken; there is no engine to move groups to; the step waits for all groups.
     """
-    found: dict[str, float] = {}
+    found: dict[str, float] = {} if moved is None else {"tail/groups_moved": moved}
     if woken is not None:
         found["tail/drafters_woken"] = woken
     if left is not None:
@@ -195,3 +202,23 @@ def of_time(metrics: Mapping[str, float], seconds: Mapping[str, float]) -> dict[
         for name, (tokens, phase) in rates.items()
         if tokens in metrics and seconds.get(phase)
     }
+
+
+def check_agreement(stats: TrainStats, *, step: int, bound: float, routes_freely: bool) -> None:
+    """Compare the log-probabilities of engine and trainer.
+
+    Args:
+        bound: `train.max_logprob_gap`.
+        routes_freely: rounding may choose other experts in the trainer than in the engine.
+
+    Raises AgreementError when more tokens are further apart than the bound than may be.
+    """
+    allowed = ROUTED_APART if routes_freely else 0.0
+    if stats.logprob_gap_share <= allowed:  # nan is no agreement either
+        return
+    raise AgreementError(
+        f"train.max_logprob_gap: at step {step} the engine and the trainer differ by up to {stats.logprob_gap_max:.2e} "
+        f"in the log-probabilities of sampled tokens, by more than {bound:.2e} in {stats.logprob_gap_share:.2%} of "
+        f"them, more than {allowed:.0%}. In float32 this means wrong weights or a wrong model in one of them; in "
+        "bfloat16 allow more with --train.max-logprob-gap, and keep algorithm.correction on."
+    )

@@ -354,7 +354,7 @@ def _gap(axes: Axes, run: Run) -> None:
     _curves([("", GAP, "C0", "-")], bottom=None)(axes, run)
     bound = run.setting("train.max_logprob_gap")
     if isinstance(bound, int | float) and 0 < bound < math.inf:
-        axes.axhline(bound, color="black", ls="--", lw=1, label="a run stops above")
+        axes.axhline(bound, color="black", ls="--", lw=1, label="train.max_logprob_gap")
         shown.append(bound)
     axes.set_yscale("log")
     axes.set_ylim(10 ** math.floor(math.log10(min(shown))), 2 * 10 ** math.ceil(math.log10(max(shown)) - 1e-9))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from types import SimpleNamespace
@@ -12,6 +13,7 @@ from types import SimpleNamespace
 import pytest
 
 from specactor import measurements
+from specactor.errors import AgreementError
 from specactor.metrics import METRICS, TAIL
 from specactor.rollout.open_groups import OpenGroup
 from specactor.rollout.speculation.counters import added_figures
@@ -36,6 +38,7 @@ STATS = SimpleNamespace(  # a TrainStats; its module would bring Megatron into t
     clip_fraction=0.1,
     logprob_gap_max=1e-6,
     logprob_gap_mean=1e-7,
+    logprob_gap_share=0.0,
     effective_share=0.9,
     cut_fraction=0.2,
     kl=0.0,
@@ -233,13 +236,30 @@ def test_what_was_done_with_the_last_requests() -> None:
         TrainSequence(token_ids=(1,) * 4, prompt_len=1, num_stale=2),
         TrainSequence(token_ids=(1, 2), prompt_len=1),
     ]
-    seen = measurements.of_tail(5, left, batch)
+    seen = measurements.of_tail(5, 6, left, batch)
     assert {name.removeprefix("tail/") for name in seen} == set(TAIL)
-    assert seen["tail/drafters_woken"] == 5
+    assert (seen["tail/drafters_woken"], seen["tail/groups_moved"]) == (5, 6)
     assert (seen["tail/open_groups"], seen["tail/open_requests"], seen["tail/open_tokens"]) == (1, 2, 3)
     assert seen["tail/stale_tokens"] == 2
-    assert measurements.of_tail(None, None, batch) == {}
+    assert measurements.of_tail(None, None, None, batch) == {}
 
 
 def test_nearly_full_marks_count_as_correct_and_parts_do_not() -> None:
     assert measurements.accuracy([1.0, 0.9995, 0.99, 0.0]) == 0.5
+
+
+@pytest.mark.parametrize(
+    ("share", "free", "agrees"),
+    [
+        (0.0, False, True),
+        (0.001, True, True),  # two experts of a mixture scored within rounding of each other
+        (0.001, False, False),
+        (0.02, True, False),
+        (math.nan, True, False),
+    ],
+)
+def test_log_probabilities_that_are_apart_are_an_error(share: float, free: bool, agrees: bool) -> None:
+    stats = SimpleNamespace(logprob_gap_share=share, logprob_gap_max=0.5)
+    said = r"train\.max_logprob_gap: at step 3 .* by up to 5\.00e-01"
+    with nullcontext() if agrees else pytest.raises(AgreementError, match=said):
+        measurements.check_agreement(stats, step=3, bound=1e-4, routes_freely=free)  # type: ignore[arg-type]

@@ -31,6 +31,7 @@ class Sums:
     kl: float = 0.0
     gap: float = 0.0
     gap_tokens: float = 0.0
+    gap_apart: float = 0.0
     tokens: float = 0.0
     weight: float = 0.0
     weight_squared: float = 0.0
@@ -81,6 +82,8 @@ class PolicyObjective:
 
     algorithm: AlgorithmConfig
     temperature: float
+    max_gap: float = math.inf
+    """Tokens whose |trainer - engine| is above it are counted."""
 
     def __call__(self, batch: MicroBatch, logits_1TV: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         algorithm = self.algorithm
@@ -108,6 +111,7 @@ class PolicyObjective:
                 gap_R = gap_R[batch.stale_R == 0]
             if len(gap_R):
                 sums |= {"gap": gap_R.sum(), "gap_max": gap_R.max(), "gap_tokens": torch.tensor(len(gap_R))}
+                sums["gap_apart"] = (~(gap_R <= self.max_gap)).sum()  # nan is no agreement either
             weights_R, weighed = self._correction(batch, old_R, batch.rollout_R)
             loss_R = loss_R * weights_R
             sums |= weighed

@@ -36,6 +36,7 @@ from specactor.trainer.policy import PolicyTrainer  # noqa: E402
 from specactor.trainer.routing_replay import RoutingReplay  # noqa: E402
 from specactor.types import TrainSequence  # noqa: E402
 from specactor.weights_sync.digest import digest  # noqa: E402
+from tests.trainer import optimizer_cases  # noqa: E402
 
 SEQUENCES = cases.sequences()
 optimizer.ADAM_EPS = cases.ADAM_EPS
@@ -60,7 +61,7 @@ def make(entry: dict[str, Any]) -> PolicyTrainer:
 
 def use(trainer: PolicyTrainer, case: cases.Case) -> None:
     trainer.config = cases.with_case(trainer.config, case)
-    trainer._objective = PolicyObjective(case.algorithm, cases.TEMPERATURE)
+    trainer._objective = PolicyObjective(case.algorithm, cases.TEMPERATURE, cases.MAX_GAP)
     trainer._reference = []
     if case.algorithm.kl != "off":
         trainer.take_reference()
@@ -352,6 +353,8 @@ CHECKS = {
     "load": check_load,
     "errors": check_errors,
     "keep": check_keep,
+    "optimizer": optimizer_cases.check,
+    "overlap": optimizer_cases.check_overlap,
 }
 
 

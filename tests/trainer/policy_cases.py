@@ -22,6 +22,7 @@ from specactor.types import TrainSequence
 VOCAB = 96
 LEARNING_RATE = 2e-3
 TEMPERATURE = 0.8
+MAX_GAP = 0.5  # nats
 NUM_SEQUENCES = 12
 ADAM_EPS = 1e-4
 """A rounding error of a tiny gradient must not decide a step of full size."""
