@@ -63,7 +63,8 @@ class DataConfig:
     shuffle: bool = True
     """False: draw problems in the order of their source, epoch after epoch, as a curriculum in a file needs."""
     curriculum: bool = False
-    """Draw a problem with the chance 4 p (1 - p), .1 at least, where p is its success rate when it was last tried."""
+    """Draw a problem with the chance 4 p (1 - p), .1 at least, where p is its success rate when it was last tried: its
+    mean score, in the range of those of its set where they are not within 0..1."""
 
     @property
     def train_source(self) -> SourceConfig:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import random
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
 
@@ -119,26 +120,42 @@ class MixedStream:
 
 class CurriculumStream:
     """Indices of another stream, without most of those that taught little when they were last tried: with success rate
-    p an index is taken with the chance 4 p (1 - p), at least `LEAST_CHANCE`; what was never tried is always taken."""
+    p an index is taken with the chance 4 p (1 - p), at least `LEAST_CHANCE`; what was never tried is always taken.
 
-    def __init__(self, stream: PromptStream | MixedStream, seed: int) -> None:
+    p is where a problem's mean score lies in the range of its set: 0..1, or wider where means lie outside of it, as
+    those of environments may. The range is that of the means which the state has, so a resumed stream has it, too.
+    """
+
+    def __init__(self, stream: PromptStream | MixedStream, seed: int, *, sizes: Sequence[int] = ()) -> None:
+        """`sizes`: of the sets that the indices are of, one behind the other, where there are several."""
         self._stream, self._seed = stream, seed
+        self._ends = [*accumulate(sizes)]
         self._looks = 0
         self._rates: dict[int, float] = {}
 
     def take(self, num_indices: int) -> tuple[int, ...]:
         taken: list[int] = []
+        ranges = self._ranges()
         while len(taken) < num_indices:
             [index] = self._stream.take(1)
             self._looks += 1
-            rate = self._rates.get(index, 0.5)
+            low, high = ranges[bisect_right(self._ends, index)]
+            rate = (self._rates[index] - low) / (high - low) if index in self._rates else 0.5
             if _hash(b"curriculum", self._seed, self._looks) < max(LEAST_CHANCE, 4 * rate * (1 - rate)) * 2**64:
                 taken.append(index)
         return tuple(taken)
 
-    def learn(self, index: int, rate: float) -> None:
-        """Note the success rate of a problem that was tried, 0 to 1."""
-        self._rates[index] = min(1.0, max(0.0, rate))
+    def learn(self, index: int, mean: float) -> None:
+        """Note the mean score of a problem that was tried."""
+        self._rates[index] = mean
+
+    def _ranges(self) -> dict[int, tuple[float, float]]:
+        """Return lowest and highest mean of each set, 0 and 1 among them."""
+        ranges = dict.fromkeys(range(len(self._ends) + 1), (0.0, 1.0))
+        for index, mean in self._rates.items():
+            low, high = ranges[of_set := bisect_right(self._ends, index)]
+            ranges[of_set] = min(low, mean), max(high, mean)
+        return ranges
 
     def state(self) -> dict[str, object]:
         return {"stream": self._stream.state(), "looks": self._looks, "rates": [*map(list, self._rates.items())]}

@@ -112,7 +112,9 @@ class RolloutCollector:
         stream: PromptStream | MixedStream = PromptStream(len(train_data), config.seed, shuffle=shuffle)
         if len(weights) > 1:
             stream = MixedStream(train_data.sizes, weights, config.seed, shuffle=shuffle)
-        self.prompts = CurriculumStream(stream, config.seed) if config.data.curriculum else stream
+        self.prompts: PromptStream | MixedStream | CurriculumStream = stream
+        if config.data.curriculum:
+            self.prompts = CurriculumStream(stream, config.seed, sizes=train_data.sizes)
         self.open_groups: list[open_groups.OpenGroup] = []
         """Groups that go on in the next step; equal on all ranks."""
         self.left: list[open_groups.OpenGroup] = []

@@ -170,14 +170,33 @@ def test_a_curriculum_draws_what_teaches() -> None:
     assert CurriculumStream(PromptStream(5, 1), 1).take(50) == PromptStream(5, 1).take(50)
 
 
-@given(before=takes, after=takes, rates=st.dictionaries(st.integers(0, 6), st.floats(-1, 2), max_size=7))
+def drawn_like(scores: dict[int, float], rates: dict[int, float], sizes: tuple[int, ...] = (5,)) -> bool:
+    """Whether problems with these mean scores are drawn as those of one set with these success rates."""
+    total = sum(sizes)
+    stream = tried(CurriculumStream(PromptStream(total, 1), 1, sizes=sizes), scores)
+    return stream.take(200) == tried(CurriculumStream(PromptStream(total, 1), 1), rates).take(200)
+
+
+def test_scores_outside_of_0_to_1_are_success_rates_in_the_range_of_their_set() -> None:
+    """-1 and 1, as environments give them; costs; points of up to 8; and two sets, each of its own range."""
+    rates = {0: 0.0, 1: 0.25, 2: 0.5, 3: 1.0}
+    assert drawn_like({0: -1, 1: -0.5, 2: 0, 3: 1}, rates)
+    assert drawn_like({0: -3, 1: -2, 2: -1, 3: 1}, rates)
+    assert drawn_like({0: 0, 1: 2, 2: 4, 3: 8}, rates)
+    assert drawn_like({0: 0, 1: 0.25, 2: 0.5}, {0: 0, 1: 0.25, 2: 0.5}), "within 0..1 nothing is stretched"
+    assert drawn_like({0: 2, 1: 4, 2: 8, 3: 0.5, 4: 0.25}, {0: 0.25, 1: 0.5, 2: 1.0, 3: 0.5, 4: 0.25}, sizes=(3, 2))
+    assert not drawn_like({0: -1, 1: -0.5, 2: 0, 3: 1}, {0: 0, 1: 0, 2: 0, 3: 1}), "held within 0..1"
+    assert not drawn_like({0: 2, 1: 4, 2: 8, 3: 0.5}, {0: 0.25, 1: 0.5, 2: 1.0, 3: 0.0625}, sizes=(3, 2)), "one range"
+
+
+@given(before=takes, after=takes, rates=st.dictionaries(st.integers(0, 6), st.floats(-9, 9), max_size=7))
 def test_a_restored_curriculum_goes_on_as_if_nothing_had_happened(
     before: list[int], after: list[int], rates: dict[int, float]
 ) -> None:
-    undisturbed = tried(CurriculumStream(PromptStream(7, 3), 3), rates)
+    undisturbed = tried(CurriculumStream(PromptStream(7, 3), 3, sizes=(3, 4)), rates)
     for count in before:
         undisturbed.take(count)
-    resumed = CurriculumStream(PromptStream(7, 3), 3)
+    resumed = CurriculumStream(PromptStream(7, 3), 3, sizes=(3, 4))
     resumed.restore(json.loads(json.dumps(undisturbed.state())))
     assert [resumed.take(count) for count in after] == [undisturbed.take(count) for count in after]
 
