@@ -8,6 +8,7 @@ log-probabilities must be equal, too; the rest lie anywhere, since there are few
 
 from __future__ import annotations
 
+import math
 import random
 import time
 from collections.abc import Sequence
@@ -15,13 +16,13 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from specactor.config import Config
+from specactor.config import Config, RolloutConfig
 from specactor.config.engine import SAME_BITS, guarantee
+from specactor.cpu.sglang_ops import murmur_hash32
 from specactor.errors import AgreementError
 from specactor.parallel.collective import Collective
 from specactor.progress import Progress
-from specactor.replay.compare import TIES, Finding, first_difference
-from specactor.replay.noise import noise_of
+from specactor.replay.compare import TIES, Finding, Noise, first_difference
 from specactor.replay.records import SampleRecord, StepRecord
 from specactor.rollout.pool import EnginePool
 from specactor.rollout.requests import sampling_of
@@ -205,7 +206,8 @@ class Audit:
 def choose(groups: Sequence[ScoredGroup], *, seed: int, step: int, version: int) -> list[Part]:
     """Draw some of a step's responses that one policy sampled whole, without their branches."""
     whole = [t for g in groups for t in g.trajectories if [s.version for s in t.spans] == [version]]
-    drawing, parts, context = random.Random(f"audit {seed} {step}"), [], 0
+    drawing, context = random.Random(f"audit {seed} {step}"), 0
+    parts: list[Part] = []
     for i, response in enumerate(drawing.sample(whole, min(RESPONSES, len(whole)))):
         context += len(response.prompt_ids) + len(response.token_ids)
         if context > CONTEXT and parts:
@@ -234,3 +236,16 @@ def _record(of: Trajectory, token_ids: Sequence[int], logprobs: Sequence[float])
         advantage=0.0,
         is_whole=True,
     )
+
+
+def noise_of(rollout: RolloutConfig) -> Noise | None:
+    """Return the noise of a run's responses; None with top-p, top-k or min-p, where its key is a token's rank."""
+    return gumbel if (rollout.top_p, rollout.top_k, rollout.min_p) == (1.0, -1, 0.0) else None
+
+
+def gumbel(seed: int, position: int, token: int) -> float:
+    """What `specactor.cpu.sglang_ops.sample_with_noise` adds to the log-probability of a token at this position."""
+    before = torch.tensor([position - 1])  # SGLang's key: the position of the token that the pass was given
+    word = murmur_hash32(torch.tensor([seed]), before, torch.tensor([token]))
+    uniform = int(word.item()) / (2**32 - 1)
+    return -math.log(max(2.0**-32, -math.log(uniform) if uniform else math.inf))

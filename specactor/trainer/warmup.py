@@ -118,7 +118,7 @@ def with_draft_model(
     is taken.
     """
     rollout = config.rollout
-    if rollout.speculation.mode == "off" or rollout.speculation.draft_model not in MADE_BY_WARM_UP:
+    if rollout.speculation.mode == "off" or rollout.speculation.first_draft_model not in MADE_BY_WARM_UP:
         return config
     learning = (
         DRAFT_UPDATES,
@@ -126,7 +126,7 @@ def with_draft_model(
         DRAFT_TOKENS,
         asdict(DraftTrainingConfig.of(config.distillation)),
         rollout.temperature,
-        *([WARM_UP_HEAD] if rollout.speculation.draft_model == WARM_UP_HEAD else []),
+        *([WARM_UP_HEAD] if rollout.speculation.first_draft_model == WARM_UP_HEAD else []),
     )
     folder = Path(config.output_dir, WARM_UPS) / f"draft-{_hash(_content(policy), config.seed, learning)}"
 
@@ -138,7 +138,7 @@ def with_draft_model(
     if not folder.exists():
         progress.note(f"a draft model learns for {DRAFT_LIMIT_S:.0f} s at most")
     collective.together("draft model", make)
-    speculation = replace(rollout.speculation, draft_model=str(folder))
+    speculation = rollout.speculation.with_first(str(folder))
     return replace(config, rollout=replace(rollout, speculation=speculation))
 
 
@@ -158,7 +158,7 @@ def _distil(
     init.quiet()
     with tempfile.TemporaryDirectory() as place:
         start = Path(place) / "start"
-        is_head = config.rollout.speculation.draft_model == WARM_UP_HEAD
+        is_head = config.rollout.speculation.first_draft_model == WARM_UP_HEAD
         init.make_draft_model(policy, start, Eagle3Start() if is_head else init.TargetStart())
         target = init.read_model(policy) if is_head else None
         model = init.read_draft(start, target)

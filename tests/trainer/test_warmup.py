@@ -37,5 +37,5 @@ def test_a_draft_model_is_made_once_and_knows_the_worked_solutions(tmp_path: Pat
 
 
 def test_it_takes_worked_solutions() -> None:
-    with pytest.raises(ConfigError, match=r"rollout\.speculation\.draft_model: got 'warm-up', expected a folder where"):
+    with pytest.raises(ConfigError, match=r"speculation\.draft_model: got \('warm-up',\), expected a folder where"):
         load(["quickstart", *WANTED, "--warmup.solver", ""])

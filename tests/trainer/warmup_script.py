@@ -62,7 +62,7 @@ def main(root: Path, *wanted: str) -> None:
     init.make_draft_model(policy, start, Eagle3Start() if head else init.TargetStart())
     # The same model as target and draft: how peaked it is on solutions that it was not shown.
     target = init.read_model(policy)
-    models = [init.read_draft(Path(made[0].draft_model), target), init.read_draft(start, target)]
+    models = [init.read_draft(Path(made[0].first_draft_model), target), init.read_draft(start, target)]
     policies = [target, target] if head else models
     measured = [acceptance.measure(of, m, examples, window=4, seed=0) for of, m in zip(policies, models, strict=True)]
     nothing = cast(Any, None)
@@ -70,8 +70,8 @@ def main(root: Path, *wanted: str) -> None:
     print(
         json.dumps(
             {
-                "folders": [speculation.draft_model for speculation in made],
-                "else_as_asked": replace(made[0], draft_model=wanted[-1]) == config.rollout.speculation,
+                "folders": [speculation.first_draft_model for speculation in made],
+                "else_as_asked": replace(made[0], draft_model=(wanted[-1],)) == config.rollout.speculation,
                 "told": told.read_text().count("a draft model learns"),
                 "not_learned": [
                     tokenizer.decode(

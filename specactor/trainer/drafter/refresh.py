@@ -86,7 +86,7 @@ class Distillation:
         self.config = DraftTrainingConfig.of(config.distillation)
         self._collective = collective
         self._temperature = config.rollout.temperature
-        self._folder = Path(config.rollout.speculation.draft_model)
+        self._folder = Path(config.rollout.speculation.first_draft_model)
         self._engines, self._processes = engines, processes
         self._note, self._clock = note, clock
         self._held: WeakKeyDictionary[TargetEngine, int] = WeakKeyDictionary()
