@@ -12,8 +12,8 @@ import torch
 
 from specactor.config import EngineConfig, SpeculationConfig
 from specactor.rollout.sglang.engine_client import Engine, EngineSpec, running
-from specactor.trainer.drafter.init import read_model
-from specactor.weights_sync.draft_push import DraftSender
+from specactor.trainer.drafter.init import read_draft, read_model
+from specactor.weights_sync.draft_push import DraftSender, push_to_engine
 from tests.lib.ranks import run_alone
 from tests.rollout.conftest import request, two_ranks_are_deep
 from tests.rollout.sglang.asking import assert_same, differs, in_background, probe, wait_for_tokens
@@ -22,6 +22,7 @@ from tests.rollout.sglang.test_model_drafter import (
     accept_rate,
     accepted_if_right,
     batch,
+    counts_by_drafter,
     counts_of,
     policy_digests,
     pushes_to,
@@ -202,6 +203,52 @@ def test_beside_other_drafters_and_plain_rounds_it_changes_no_token(strangers: E
     for _ in range(3):
         strangers.flush()
         assert_same(strangers.generate(requests), plain)  # prompts in parts, which may be others, round differently
+
+
+@two_ranks_are_deep("knowing")
+def test_in_auto_a_head_is_a_candidate_beside_others(knowing: Engine, toy: tuple[str, str]) -> None:
+    """After a drafter that is hardly ever right. How often it drafts depends on what rounds cost here."""
+    requests = batch(1.0)
+    configure(knowing, OFF)
+    knowing.flush()
+    plain = facts(knowing.generate(requests))
+    constant = "tests.rollout.sglang.drafters:Constant"
+    configure(knowing, replace(speculation(toy[1], None), mode="auto", drafters=(constant, f"{WRONG}:Shared")))
+    knowing.flush()
+    counts_by_drafter(knowing)
+    assert facts(knowing.generate(requests)) == plain
+    counts = counts_by_drafter(knowing)
+    assert counts["model"].accepted >= 0.999 * counts["model"].drafted > 0
+    assert (counts["model"].failures, counts["constant"].failures) == (0, 0)
+
+
+def test_a_push_to_a_head_of_a_reduced_vocabulary(strangers: Engine, random_head: str, model_dir: str) -> None:
+    """As a run makes it, of the parameters alone: which tokens it drafts, and the policy's embedding, stay."""
+    with torch.random.fork_rng(devices=[]):
+        model = read_draft(Path(random_head), read_model(Path(model_dir)))
+    sender, requests = DraftSender(torch.float32), batch(1.0)
+    configure(strangers, OFF)
+    strangers.flush()
+    plain, policy = facts(strangers.generate(requests)), policy_digests(strangers)
+    before = counts_of(strangers, speculation(random_head, 3), requests)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(-1.0)
+    weights = sender.pack(model.named_parameters(), version=1)
+    assert push_to_engine(strangers, weights, timeout_s=60) == ""
+    configure(strangers, speculation(random_head, 3))
+    report(strangers)
+    strangers.flush()
+    assert facts(strangers.generate(requests)) == plain
+    after = report(strangers)
+    assert after.failures == 0
+    assert after.accepted != before.accepted
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(-1.0)
+    assert push_to_engine(strangers, sender.pack(model.named_parameters(), version=2), timeout_s=60) == ""
+    sender.close()
+    assert policy_digests(strangers) == policy
 
 
 @two_ranks_are_deep("strangers")
