@@ -100,7 +100,7 @@ def sampled(
             devices=(0,),
             config=EngineConfig(max_running_requests=RUNNING, max_total_tokens=16_384),
             speculation=SpeculationConfig(
-                mode="coupled", drafters=("model",), window=WINDOW, max_window=WINDOW, draft_model=str(draft)
+                mode="coupled", drafters=("model",), window=WINDOW, max_window=WINDOW, draft_model=(str(draft),)
             ),
             context_length=512,
             log_file=str(Path(folder) / "engine.log"),

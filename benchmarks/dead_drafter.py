@@ -43,7 +43,7 @@ MAX_NEW_TOKENS = 96
 CONTEXT = 160
 AIM = 0.97
 LIMIT_S = 300.0
-REMOTE = SpeculationConfig(mode="decoupled", drafters=("decoupled",), draft_model="with the drafter")
+REMOTE = SpeculationConfig(mode="decoupled", drafters=("decoupled",), draft_model=("with the drafter",))
 WAYS = {
     "off": SpeculationConfig(),
     "window 4": replace(REMOTE, window=4),

@@ -131,7 +131,7 @@ def speculation(mode: str, drafter: str = "suffix", window: int | None = None) -
         drafters=drafters.get(mode, (drafter,)),
         window=window,
         max_window=MAX_WINDOW,
-        draft_model="there",
+        draft_model=("there",),
     )
 
 
@@ -152,7 +152,7 @@ def bench(models: Models, batches: Sequence[int], folder: Path) -> Iterator[Benc
                 config=EngineConfig(
                     max_running_requests=largest, max_total_tokens=largest * (CONTEXT + 3 * (MAX_WINDOW + 1)) + 1024
                 ),
-                speculation=replace(speculation("coupled", "model"), mode="auto", draft_model=str(models.draft)),
+                speculation=replace(speculation("coupled", "model"), mode="auto", draft_model=(str(models.draft),)),
                 context_length=CONTEXT,
                 log_file=str(folder / f"engine-{index}.log"),
                 drafters=access if index == 0 else DrafterAccess(engine="second"),

@@ -35,7 +35,7 @@ _MARK = "SPECACTOR_DISTURBED_RUN"
 _POLL_S = 0.0003  # phases may last a few milliseconds; a rollout lasts longer, and is what precedes them
 _ROLLOUT_POLL_S = 0.02
 _APPEARS_S = 60.0
-_UNCOMPARED = ("time/", "memory/", "speculation/", "drafter/accept_length", "sync/buckets")
+_UNCOMPARED = ("time/", "memory/", "speculation/", "drafter/accept_length", "drafter/pushed_bytes", "sync/buckets")
 _RATES = ("_per_s",)
 
 
@@ -87,13 +87,46 @@ class Job:
         raise RuntimeError(f"{phase} of step {step} was not reached within {timeout_s:g} s:\n{self.output()}")
 
     def record(self) -> None:
-        """Add what the run holds now to its belongings."""
-        mine, known = self.belongings, {p.pid for p in self.belongings.processes}
-        for process in psutil.process_iter():
+        """Add what the run holds now to its belongings. It stands still meanwhile: however long this takes on a busy
+        machine, the phase that follows has not begun, and nothing starts or ends."""
+        stopped: set[psutil.Process] = set()
+        try:
+            while new := set(self._find()) - stopped:  # what these had started before they stood still
+                for process in new:
+                    with contextlib.suppress(psutil.NoSuchProcess):
+                        process.suspend()
+                self.belongings.processes |= new
+                stopped |= new
+            self._list()
+        finally:
+            for process in stopped:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.resume()
+
+    def _find(self) -> list[psutil.Process]:
+        """The run's processes. A pid or a session of a process that ended may by now be another one's."""
+        living = {p.pid: p for p in self.belongings.processes if p.is_running()}
+        sessions = {sid for sid in self.belongings.sessions if sid in living or not psutil.pid_exists(sid)}
+        found = []
+        for pid in psutil.pids():
+            with contextlib.suppress(psutil.Error, OSError):
+                process = living.get(pid) or psutil.Process(pid)
+                if (
+                    pid in living
+                    or pid == self.launcher.pid
+                    or process.ppid() in living
+                    or os.getsid(pid) in sessions
+                    or process.environ().get(_MARK) == self._mark
+                ):
+                    found.append(process)
+        return found
+
+    def _list(self) -> None:
+        """Add the run's processes and what they hold to its belongings."""
+        mine = self.belongings
+        for process in self._find():
+            mine.processes.add(process)
             try:
-                if process.pid not in known and not self._owns(process):
-                    continue
-                mine.processes.add(process)
                 if process.pid == os.getsid(process.pid):
                     mine.sessions.add(process.pid)
                 mine.listening |= set(_listening(process.net_connections("inet"), process.pid))
@@ -115,7 +148,7 @@ class Job:
 
     def end(self) -> None:
         """Kill whatever is left of the run: for runs that failed their test."""
-        self.record()
+        self._list()
         for process in self.belongings.processes:
             if process.is_running():
                 process.kill()
@@ -163,13 +196,8 @@ class Job:
             time.sleep(_ROLLOUT_POLL_S)
         raise RuntimeError(f"no {name} within {_APPEARS_S:g} s:\n{self.output()}")
 
-    def _owns(self, process: psutil.Process) -> bool:
-        if process.pid == self.launcher.pid or process.ppid() in {p.pid for p in self.belongings.processes}:
-            return True
-        return os.getsid(process.pid) in self.belongings.sessions or process.environ().get(_MARK) == self._mark
-
     def _left(self) -> list[str]:
-        self.record()
+        self._list()
         mine = self.belongings
         alive = [about for process in mine.processes if (about := _living(process))]
         pids = {str(p.pid) for p in mine.processes}

@@ -206,7 +206,7 @@ def speculation(drafter: str, draft: Path) -> SpeculationConfig:
         drafters=(drafter or "model",),
         window=WINDOW,
         max_window=WINDOW,
-        draft_model=str(draft),
+        draft_model=(str(draft),),
     )
 
 

@@ -123,7 +123,7 @@ def counts(engine: Engine) -> Counts:
 
 def cases(draft: Path) -> dict[tuple[str, str], SpeculationConfig]:
     """(drafter, windows) -> how to speculate."""
-    base = SpeculationConfig(mode="coupled", max_window=MAX_WINDOW, draft_model=str(draft))
+    base = SpeculationConfig(mode="coupled", max_window=MAX_WINDOW, draft_model=(str(draft),))
     found = {
         (name, str(window)): replace(base, drafters=(name,), window=window) for name in DRAFTERS for window in WINDOWS
     }

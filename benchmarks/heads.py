@@ -65,7 +65,7 @@ def speculation(draft: Path, mode: str) -> SpeculationConfig:
         drafters=("benchmarks.heads:Timed",),
         window=WINDOW,
         max_window=WINDOW,
-        draft_model=str(draft),
+        draft_model=(str(draft),),
     )
 
 

@@ -130,7 +130,7 @@ def slope(of: Iterable[tuple[int, int, float]]) -> tuple[float, float, float]:
         y[of_one] -= y[of_one].mean()
     random = np.random.default_rng(0)
 
-    def fitted(at: np.ndarray) -> float:  # type: ignore[type-arg]
+    def fitted(at: np.ndarray) -> float:
         spread = float((x[at] ** 2).sum())
         return 1000 * float((x[at] * y[at]).sum()) / spread if spread else 0.0
 
@@ -144,7 +144,8 @@ def result(base: Path) -> Result:
     with (base / "looks.csv").open() as file:
         every = [(int(step), role, int(pid), what, float(value)) for step, role, pid, what, value in csv.reader(file)]
     lines = [line for line in read_metrics(base / "runs" / NAME) if int(str(line["step"])) > 0]
-    rows, grown = [], []
+    rows: list[list[str]] = []
+    grown: list[str] = []
     for what, (unit, scale) in UNITS.items():
         for role in ROLES if what != "shared memory" else ("all",):
             of = [(s, pid, v / scale) for s, r, pid, w, v in every if (r, w) == (role, what) and s >= SETTLED]

@@ -245,7 +245,7 @@ def coupled(setting: Setting, *, seed: int = 0) -> Played:
         ]  # fmt: skip
         drafter = OnClock(setting, script(setting, texts[0].right | texts[1].right, 0.0))
         config = SpeculationConfig(
-            mode="coupled", drafters=("benchmarks.dialled:InEngine",), max_window=MAX_WINDOW, draft_model="there"
+            mode="coupled", drafters=("benchmarks.dialled:InEngine",), max_window=MAX_WINDOW, draft_model=("there",)
         )
         speculator = Speculator(config, [drafter], clock=lambda drafter=drafter: drafter.now_s)  # type: ignore[misc]
         for batch in texts:

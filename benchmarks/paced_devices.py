@@ -92,7 +92,7 @@ class Devices:
     def begin(self, mode: str) -> None:
         """Engines of this mode know nothing of costs and acceptance; the others decode plainly."""
         drafter = "decoupled" if mode == "decoupled" else "benchmarks.dialled:InEngine"
-        config = SpeculationConfig(mode=mode, drafters=(drafter,), max_window=MAX_WINDOW, draft_model="there")  # type: ignore[arg-type]
+        config = SpeculationConfig(mode=mode, drafters=(drafter,), max_window=MAX_WINDOW, draft_model=("there",))  # type: ignore[arg-type]
         for engine in self.engines:
             wanted = config if engine in self.of(mode) else replace(config, mode="off")
             engine.rank_call(CONFIGURE, msgspec.json.encode(wanted), timeout_s=60)

@@ -373,6 +373,18 @@ class Plot:
     height: float = 3.0
 
 
+def endpoint(axes: Axes, rows: Sequence[Row]) -> None:
+    """Processor time of a request."""
+    dots(axes, column(rows, "contestant"), {"": column(rows, "processor ms per request")})
+    axes.set(xlim=(0, None), xlabel="processor ms per request in the trainer rank")
+
+
+def heads(axes: Axes, rows: Sequence[Row]) -> None:
+    """Speed over plain decoding."""
+    dots(axes, column(rows, "drafter"), {"": column(rows, "tokens/s over plain")}, line=1.0)
+    axes.set_xlabel("tokens/s over plain")
+
+
 def owned(axes: Axes, rows: Sequence[Row]) -> None:
     """Memory of a rank by number of ranks."""
     ways = list(dict.fromkeys(row["tokens are"] for row in rows))
@@ -398,6 +410,8 @@ PLOTS = {
     "simulator_fidelity": Plot(fidelity, "Predicted over measured seconds", 3.4),
     "drafter_kinds": Plot(kinds, "Rollout speed over no drafter", 2.2),
     "tail_speed": Plot(tail, "Tail and rollout over plain decoding"),
+    "endpoint": Plot(endpoint, "Processor time of a request in process and over HTTP", 1.6),
+    "heads": Plot(heads, "Speed over plain decoding", 1.6),
     "samples": Plot(owned, "Memory per rank for a step's samples"),
     "weights_sync": Plot(sync, "GB/s of weight sync and of memcpy"),
     "text_drafters": Plot(text, "accept_length by text and drafter"),

@@ -27,9 +27,9 @@ from benchmarks.pictures import save_hunt
 from benchmarks.results import RESULTS, Result, publish
 from specactor.metrics import read_metrics
 from specactor.replay import records
+from specactor.replay.audit import gumbel
 from specactor.replay.command import config_of
 from specactor.replay.compare import first_difference
-from specactor.replay.noise import gumbel
 from specactor.replay.page import text_of
 from specactor.run_folder import WARM_UPS, RunFolder
 

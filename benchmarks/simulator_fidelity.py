@@ -119,7 +119,7 @@ def _short(request: RolloutRequest) -> RolloutRequest:
 
 def speculation(setting: Setting | None, models: Models, costs_file: str = "") -> SpeculationConfig:
     """Of a setting; None: what the engine is started with."""
-    whole = SpeculationConfig(mode="auto", drafters=DRAFTERS, max_window=MAX_WINDOW, draft_model=str(models.draft))
+    whole = SpeculationConfig(mode="auto", drafters=DRAFTERS, max_window=MAX_WINDOW, draft_model=(str(models.draft),))
     if setting is None:
         return whole
     if not setting.drafters:

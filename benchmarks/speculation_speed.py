@@ -49,8 +49,8 @@ LIMIT_S = 300.0  # longest wait for one cell
 OURS: dict[str, SpeculationConfig | None] = {
     "off": None,
     "suffix": SpeculationConfig(mode="coupled", drafters=("suffix",)),
-    "model": SpeculationConfig(mode="coupled", drafters=("model",), draft_model="made later"),
-    "auto": SpeculationConfig(mode="auto", drafters=("suffix", "model"), draft_model="made later"),
+    "model": SpeculationConfig(mode="coupled", drafters=("model",), draft_model=("made later",)),
+    "auto": SpeculationConfig(mode="auto", drafters=("suffix", "model"), draft_model=("made later",)),
 }
 """Contestants that share one engine; off: it is able to speculate, and does not."""
 BUILTINS: dict[str, dict[str, str | int | float | bool]] = {
@@ -221,7 +221,7 @@ def start(index: int, models: Models, batch: int, folder: Path, **overrides: obj
 def contestants(models: Models, batch: int, folder: Path, names: Sequence[str]) -> Iterator[list[Contestant]]:
     """Their engines run until the end of the context."""
     ways = {
-        name: replace(way or SpeculationConfig(), max_window=MAX_WINDOW, draft_model=str(models.draft))
+        name: replace(way or SpeculationConfig(), max_window=MAX_WINDOW, draft_model=(str(models.draft),))
         for name, way in OURS.items()
     }
     with ExitStack() as stack:

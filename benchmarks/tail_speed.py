@@ -63,12 +63,12 @@ DRAFTERS = ("suffix", "examples.custom_drafter:LastFollower", "model")  # of `au
 
 SINGLES = {
     f"{drafter}, {kind}": SpeculationConfig(
-        mode="coupled", drafters=(drafter,), window=window, max_window=MAX_WINDOW, draft_model="made later"
+        mode="coupled", drafters=(drafter,), window=window, max_window=MAX_WINDOW, draft_model=("made later",)
     )
     for drafter in DRAFTERS
     for kind, window in ((f"window {WINDOW}", WINDOW), ("chosen", None))
 }
-ONE_EACH = SpeculationConfig(mode="auto", drafters=DRAFTERS, max_window=MAX_WINDOW, draft_model="made later")
+ONE_EACH = SpeculationConfig(mode="auto", drafters=DRAFTERS, max_window=MAX_WINDOW, draft_model=("made later",))
 CONTESTANTS = {
     OFF: SpeculationConfig(),
     **SINGLES,
@@ -153,7 +153,7 @@ def engine_of(models: Models, law: Law) -> Iterator[Engine]:
                 max_total_tokens=sum(law.lengths(REQUESTS, 0)) + REQUESTS * (MAX_PROMPT + 3 * (MAX_WINDOW + 1)) + 1024,
                 extra_args={"disable_radix_cache": True},
             ),
-            speculation=replace(ONE_EACH, draft_model=str(models.draft)),
+            speculation=replace(ONE_EACH, draft_model=(str(models.draft),)),
             context_length=context,
             log_file=str(Path(folder) / "engine.log"),
         )
@@ -194,7 +194,7 @@ class Contest:
     def _switch(self, name: str) -> None:
         config = CONTESTANTS[name]
         if config.mode != "off":
-            config = replace(config, draft_model=str(self._models.draft))
+            config = replace(config, draft_model=(str(self._models.draft),))
         message = host.Switch(name=name, config=config)
         self._engine.rank_call(host.SWITCH, msgspec.json.encode(message), timeout_s=60)
         self._counts()

@@ -42,7 +42,9 @@ def recipe() -> Config:
             max_new_tokens=8192,
             audit="warn",
             engine=EngineConfig(max_running_requests=256, memory_fraction=0.8),
-            speculation=SpeculationConfig(mode="auto", drafters=("suffix", "model"), draft_model="models/Qwen3-0.6B"),
+            speculation=SpeculationConfig(
+                mode="auto", drafters=("suffix", "model"), draft_model=("models/Qwen3-0.6B",)
+            ),
         ),
         algorithm=AlgorithmConfig(
             loss="gspo",

@@ -209,11 +209,12 @@ class SpecActor:
         """Return the metrics of speculation, and of what was done with the step's last requests."""
         rollout = self.config.rollout
         woken = stats.drafters_woken if self.config.lends_devices else None
+        moved = stats.groups_moved if self.config.parallel.engines > 1 else None
         left = self.rollouts.left if rollout.oversample > 1 else None
         return (
             measurements.of_speculation(stats.counts)
             | measurements.of_drafters(stats.figures, stats.drafter_work)
-            | measurements.of_tail(woken, left, batch)
+            | measurements.of_tail(woken, moved, left, batch)
         )
 
     def state(self) -> dict[str, object]:

@@ -107,7 +107,8 @@ def _tensors(optimizers: Sequence[Any]) -> Iterator[tuple[tuple[int, str], Tenso
     """Per tensor of the optimizers: a key, the tensor, and a function that puts another in its place."""
     for optimizer in optimizers:
         for parameter in (p for group in optimizer.param_groups for p in group["params"]):
-            yield (id(parameter), "weight"), parameter.data, partial(setattr, parameter, "data")
+            if parameter.data.dtype == torch.float32:  # one of bfloat16 is a view of the model's own, which stays
+                yield (id(parameter), "weight"), parameter.data, partial(setattr, parameter, "data")
             state = optimizer.state.get(parameter, {})
             for name, value in [*state.items()]:
                 if isinstance(value, Tensor):

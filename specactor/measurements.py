@@ -126,12 +126,14 @@ def of_speculation(counts: Mapping[str, Counts]) -> dict[str, float]:
     }
 
 
-def of_tail(woken: int | None, left: Sequence[OpenGroup] | None, batch: Sequence[TrainSequence]) -> dict[str, float]:
+def of_tail(
+    woken: int | None, moved: int | None, left: Sequence[OpenGroup] | None, batch: Sequence[TrainSequence]
+) -> dict[str, float]:
     """Return what was done with a step's last requests; and with the groups that were not complete in the end.
 
-    None: no drafter can be woken; the step waits for all groups.
+    None: no drafter can be woken; there is no engine to move groups to; the step waits for all groups.
     """
-    found: dict[str, float] = {}
+    found: dict[str, float] = {} if moved is None else {"tail/groups_moved": moved}
     if woken is not None:
         found["tail/drafters_woken"] = woken
     if left is not None:

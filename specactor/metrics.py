@@ -150,13 +150,14 @@ AUDIT: dict[str, str] = {
 """Last part of ``audit/...`` -> unit and meaning, in steps that an audit had time for, with rollout.audit."""
 TAIL: dict[str, str] = {
     "drafters_woken": "times that the drafter on the device of an engine that had run dry was to be woken",
+    "groups_moved": "groups that waited for an engine of one rank, and that another rank with room began",
     "open_groups": "groups not complete when the rollout stopped, with rollout.oversample: dropped, or with "
     "rollout.partial carried to the next step",
     "open_requests": "their responses that had not finished",
     "open_tokens": "tokens of these",
     "stale_tokens": "response tokens trained on that older policies sampled, with rollout.partial",
 }
-"""Last part of ``tail/...`` -> unit and meaning, with devices that engines lend and rollout.oversample."""
+"""Last part of ``tail/...`` -> unit and meaning, with lent devices, several engines and rollout.oversample."""
 DRAFTER_TIMES: dict[str, str] = {
     "time/refresh_s": "seconds of refreshing the draft model: learning and pushing",
     "time/refresh_limit_s": "seconds that learning was granted",

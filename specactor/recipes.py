@@ -135,6 +135,10 @@ def to_json(config: Config) -> dict[str, Any]:
 
 def from_json(plain: Mapping[str, Any]) -> Config:
     """The config that `to_json` was given. Raises ConfigError for unknown keys, wrong types and invalid settings."""
+    plain = json.loads(json.dumps(plain))
+    speculation = plain.get("rollout", {}).get("speculation", {})
+    if isinstance(speculation.get("draft_model"), str):  # until there could be several
+        speculation["draft_model"] = list(filter(None, [speculation["draft_model"]]))
     try:
         config = _whole(msgspec.convert(plain, Config))
     except msgspec.ValidationError as error:

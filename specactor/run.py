@@ -16,7 +16,7 @@ from specactor import hooks, measurements, samples
 from specactor.actor import SpecActor
 from specactor.config import Config, DraftTrainingConfig
 from specactor.config.engine import guarantee
-from specactor.config.results import set_name
+from specactor.config.run import set_name
 from specactor.data.dataset import Dataset, build_dataset
 from specactor.data.environment import environment_of
 from specactor.data.tokenizer import VOCAB_SIZE, load_tokenizer
@@ -45,7 +45,7 @@ from specactor.replay.records import reach
 from specactor.rollout.collector import RolloutCollector
 from specactor.rollout.decoupled.transport import DrafterAccess
 from specactor.rollout.drafter_pool import DrafterPool
-from specactor.rollout.drafter_start import check_in_engines, start_drafters
+from specactor.rollout.drafter_start import check_in_engines, check_tokenizers, start_drafters
 from specactor.rollout.grading import Grading
 from specactor.rollout.pool import EnginePool
 from specactor.rollout.sglang.engine_client import EngineSpec
@@ -79,6 +79,7 @@ def run(
     policy = model_shape(config)
     layout = check(config, world, policy)
     check_in_engines(config, policy)
+    check_tokenizers(config)
     for own in gpus()[:1]:
         with suppress(PlanError):  # of a model that is built in another way, nobody can say
             memory_of(config, world, own.memory_bytes).check()
@@ -118,7 +119,7 @@ def _resume(actor: SpecActor, checkpoint_dir: Path, config: Config, progress: Pr
     actor.devices.to_weights(actor.trainer)
     if actor.distillation is not None:
         actor.distillation.load(checkpoint_dir)
-    elif told := left_behind(checkpoint_dir, config.rollout.speculation.draft_model):
+    elif told := left_behind(checkpoint_dir, config.rollout.speculation.first_draft_model):
         progress.note(told)
     progress.resume(actor.steps_done)
 
@@ -259,12 +260,14 @@ def _distillation(
     settings = DraftTrainingConfig.of(config.distillation)
     if settings.refresh == "off":
         return None
-    in_engine = config.rollout.speculation.drafts_in_engine
+    in_engine = "model" in config.rollout.speculation.in_engines
     return Distillation(
         config,
         collective,
-        recorder=trainer.top_k_recorder(settings.top_k) if settings.top_k else None,
-        vocab_size=int(trainer.policy.bridge.hf_config.vocab_size),
+        recorder_of=lambda layers: trainer.top_k_recorder(
+            settings.top_k, layers=layers, max_tokens=settings.buffer_tokens
+        ),
+        policy=trainer.policy.bridge.hf_config,
         engines=lambda: [engine for engine in pool.engines if engine.alive] if in_engine else [],
         processes=drafters,
         note=progress.note,

@@ -12,7 +12,7 @@ from specactor.config import RolloutConfig
 from specactor.errors import ConfigError
 from specactor.recipes import load
 
-SETTINGS = 111
+SETTINGS = 112
 """Settings of a run, as `make measure` counts them."""
 WRONG: list[tuple[str, str]] = [
     *(
@@ -125,13 +125,56 @@ WRONG: list[tuple[str, str]] = [
     ),
     (
         "--rollout.speculation.mode decoupled --parallel.drafters 1",
-        "rollout.speculation.draft_model: got '', expected a folder, since decoupled is among the drafters. Name a "
+        "rollout.speculation.draft_model: got (), expected a folder, since decoupled is among the drafters. Name a "
         "model, or take decoupled out of rollout.speculation.drafters and mode.",
     ),
     (
         "--rollout.speculation.mode decoupled --rollout.speculation.draft-model x",
         "parallel.drafters: got 0, expected >= 1, since decoupled is among the drafters. With parallel.engines >= 2 it "
         "may be 0: then an engine that has run dry lends its device.",
+    ),
+    (
+        "--rollout.speculation.mode coupled --rollout.speculation.drafters model model:3 "
+        "--rollout.speculation.draft-model x y",
+        "rollout.speculation.drafters: got ('model', 'model:3'), expected model for the first of 2 in "
+        "rollout.speculation.draft_model, model:2 for the second. Name a draft model for model:3, or take it out.",
+    ),
+    (
+        "--rollout.speculation.mode coupled --rollout.speculation.drafters model:1 --rollout.speculation.draft-model x",
+        "rollout.speculation.drafters: got ('model:1',), expected model for the first of 1 in "
+        "rollout.speculation.draft_model, model:2 for the second. Name a draft model for model:1, or take it out.",
+    ),
+    (
+        "--rollout.speculation.draft-model x ./x",
+        "rollout.speculation.draft_model: got ('x', './x'), expected every folder once. Remove the second one.",
+    ),
+    (
+        "--rollout.speculation.draft-model x warm-up",
+        "rollout.speculation.draft_model: got ('x', 'warm-up'), expected warm-up as the first alone. Put it there.",
+    ),
+    (
+        "--rollout.speculation.mode coupled --rollout.speculation.drafters decoupled:2 "
+        "--rollout.speculation.draft-model x y",
+        "rollout.speculation.drafters: got ('decoupled:2',), expected no decoupled in rollout.speculation.mode "
+        "coupled. Use mode decoupled, or auto.",
+    ),
+    (
+        "--rollout.speculation.mode decoupled --rollout.speculation.drafters decoupled decoupled:2 "
+        "--rollout.speculation.draft-model x y --parallel.drafters 1",
+        "parallel.drafters: got 1, expected >= 2, one for each of decoupled, decoupled:2. Engines that have run dry "
+        "lend their devices to the first draft model alone.",
+    ),
+    (
+        "--rollout.speculation.mode auto --rollout.speculation.drafters decoupled:2 --rollout.speculation.draft-model "
+        "x y --parallel.engines 2",
+        "parallel.drafters: got 0, expected >= 1, one for each of decoupled:2. Engines that have run dry lend their "
+        "devices to the first draft model alone.",
+    ),
+    (
+        "--rollout.speculation.mode coupled --rollout.speculation.drafters model:2 --rollout.speculation.draft-model "
+        "x y --distillation.refresh every_step",
+        "distillation.refresh: got 'every_step', expected off with rollout.speculation.mode coupled and drafters "
+        "('model:2',). Only the first draft model learns: name model or decoupled among rollout.speculation.drafters.",
     ),
     (
         "--parallel.drafters 2",
@@ -309,12 +352,12 @@ WRONG: list[tuple[str, str]] = [
     (
         "--distillation.refresh every_step",
         "distillation.refresh: got 'every_step', expected off with rollout.speculation.mode off and drafters "
-        "('suffix',). Only a draft model learns: name model or decoupled among rollout.speculation.drafters.",
+        "('suffix',). Only the first draft model learns: name model or decoupled among rollout.speculation.drafters.",
     ),
     (
         "--distillation.refresh every_step --rollout.speculation.mode coupled",
         "distillation.refresh: got 'every_step', expected off with rollout.speculation.mode coupled and drafters "
-        "('suffix',). Only a draft model learns: name model or decoupled among rollout.speculation.drafters.",
+        "('suffix',). Only the first draft model learns: name model or decoupled among rollout.speculation.drafters.",
     ),
     (
         "--distillation.max-time-share 0",
@@ -348,6 +391,11 @@ WRONG: list[tuple[str, str]] = [
     (
         "--algorithm.loss ppo",
         "algorithm.loss: got 'ppo', expected one of ppo_clip, gspo, cispo, or module:function. See --help for each.",
+    ),
+    (
+        "--train.optimizer-state host",
+        "train.optimizer_state: got 'host', expected float32 with model.dtype = float32. In float32 the main weights "
+        "are the model's own, which neither round nor leave the device.",
     ),
     (
         "--train.adam-betas 0.9 1.0",

@@ -29,7 +29,8 @@ SHAPES = {
         num_layers=36, num_heads=32, num_kv_heads=8, num_experts=0, vocab_size=151_936, max_position=40_960
     ),
 }
-WORLDS = {"qwen3_30b_a3b": 64, "qwen3_8b": 8}
+SHAPES["qwen3_30b_a3b_node"] = SHAPES["qwen3_30b_a3b"]
+WORLDS = {"qwen3_30b_a3b": 64, "qwen3_30b_a3b_node": 8, "qwen3_8b": 8}
 
 
 def shape(config: Config) -> ModelShape:
@@ -146,6 +147,14 @@ def test_json_of_an_older_version_gets_the_defaults() -> None:
     del plain["tracking"], plain["train"]["schedule"]
     assert from_json(plain) == config
     assert to_json(from_json(plain)) == to_json(config)
+
+
+@pytest.mark.parametrize(("was", "now"), [("", ()), ("folder", ("folder",))])
+def test_json_from_before_there_could_be_several_draft_models(was: str, now: tuple[str, ...]) -> None:
+    plain = to_json(load(["quickstart"]))
+    plain["rollout"]["speculation"]["draft_model"] = was
+    assert from_json(plain).rollout.speculation.draft_model == now
+    assert plain["rollout"]["speculation"]["draft_model"] == was
 
 
 def test_json_that_no_run_wrote() -> None:

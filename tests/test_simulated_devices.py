@@ -58,6 +58,18 @@ def test_weights_reach_an_engine_on_another_device(found: dict[str, Any]) -> Non
     assert "row.0 changed while it was loaded" in message
 
 
+def test_an_engine_on_another_device_pulls_by_a_plan(found: dict[str, Any]) -> None:
+    """After a first push by buckets, in one wait for each device; a byte that changes on the way ends the engine."""
+    *pushes, damaged = found["pulls"]
+    for i, (weight, num_rounds, note, _) in enumerate(pushes):
+        assert weight == [[10.0**i * (row + 4 * column) for column in range(3)] for row in range(4)]
+        assert (num_rounds, note) == (int(i == 0), "")
+    assert pushes[1][3] == pushes[2][3] == 2, "each side's digests"
+    message, killed = damaged
+    assert killed
+    assert "weight arrived with a wrong digest" in message
+
+
 def test_digests_are_made_on_a_device(found: dict[str, Any]) -> None:
     assert found["digests"] == [True, False]
 

@@ -1,20 +1,153 @@
-"""A whole run: the tree of all sections, and the rules across them. PURE."""
+"""A whole run: its model, what it measures and leaves behind, the tree of all sections, the rules across them. PURE."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import re
+from dataclasses import dataclass, field, fields
+from pathlib import PurePosixPath
+from typing import ClassVar, Literal
 
 from specactor.config.algorithm import AlgorithmConfig
 from specactor.config.data import EVAL_SEED, DataConfig, is_file
-from specactor.config.distillation import DistillationConfig
 from specactor.config.engine import WeightsSyncConfig
-from specactor.config.model import ModelConfig
 from specactor.config.parallel import ParallelConfig
-from specactor.config.results import CheckpointConfig, EvalConfig, TrackingConfig
 from specactor.config.rollout import RolloutConfig
 from specactor.config.rules import check_values, rules_of
-from specactor.config.speculation import WARM_UP
-from specactor.config.train import TrainConfig, WarmupConfig
+from specactor.config.speculation import MADE_BY_WARM_UP
+from specactor.config.train import DistillationConfig, TrainConfig, WarmupConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class TinyModelConfig:
+    """Shape of a Qwen3-MoE model that is made on the spot, with random weights."""
+
+    num_layers: int = 4
+    """Transformer layers; every one is a mixture of experts."""
+    hidden_size: int = 128
+    """Width of the residual stream, which attention heads divide among them; two share a key-value head."""
+    num_experts: int = 8
+    """Experts per layer."""
+    expert_size: int = 128
+    """Width of one expert's hidden layer."""
+    head_dim: ClassVar[int] = 32
+    experts_per_token: ClassVar[int] = 2
+    max_position: ClassVar[int] = 512
+    """Longest sequence in tokens."""
+
+    @property
+    def num_heads(self) -> int:
+        return self.hidden_size // self.head_dim
+
+    @property
+    def num_kv_heads(self) -> int:
+        return max(1, self.num_heads // 2)
+
+    def __post_init__(self) -> None:
+        rule = rules_of(self, "model.tiny")
+        for item in fields(self):
+            rule(item.name, getattr(self, item.name) >= 1, ">= 1", "Leave it out for the default.")
+        rule(
+            "num_experts",
+            self.num_experts >= self.experts_per_token,
+            f">= {self.experts_per_token}",
+            "So many experts compute each token.",
+        )
+        rule(
+            "hidden_size",
+            self.hidden_size == self.head_dim or self.hidden_size % (2 * self.head_dim) == 0,
+            f"{self.head_dim}, or a multiple of {2 * self.head_dim}",
+            f"Heads are {self.head_dim} wide, and two share a key-value head.",
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """The policy. Either a Hugging Face folder (``path``), or a tiny model made on the spot (``tiny``)."""
+
+    path: str = ""
+    """Folder with config.json, *.safetensors and a tokenizer, in Hugging Face format."""
+    tiny: TinyModelConfig | None = None
+    """Make this model instead of reading one."""
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    """Of the weights that compute; the optimizer keeps float32."""
+
+    def __post_init__(self) -> None:
+        rule = rules_of(self, "model")
+        rule(
+            "path",
+            bool(self.path) != (self.tiny is not None),
+            "exactly one of model.path and model.tiny",
+            "Give the folder of a Hugging Face model with --model.path, or let the recipe make a tiny one.",
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointConfig:
+    """Megatron distributed checkpoints of the whole training state."""
+
+    every: int = 10
+    """Save after every this many RL steps, and after the last; 0: only after the last."""
+    keep: int = 2
+    """Newest checkpoints that are kept."""
+    export: bool = True
+    """Write the final policy in Hugging Face format."""
+
+    def __post_init__(self) -> None:
+        rule = rules_of(self, "checkpoint")
+        rule("every", self.every >= 0, ">= 0", "Use 0 to save only at the end.")
+        rule("keep", self.keep >= 1, ">= 1", "At least the newest must be kept.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalConfig:
+    """Accuracy on held-out problems, before and after RL."""
+
+    problems: int = 256
+    """Held-out problems per evaluation, of each set; 0: no evaluation."""
+    sets: tuple[str, ...] = ()
+    """Further sets of held-out problems, named as data.eval is."""
+    samples: int = 1
+    """Responses per problem; 1: one, greedily; more: sampled as in training, for avg@k and pass@k."""
+    every: int = 0
+    """Also evaluate after every this many RL steps; 0: only before and after."""
+
+    def __post_init__(self) -> None:
+        rule = rules_of(self, "eval")
+        rule("problems", self.problems >= 0, ">= 0", "Use 0 for no evaluation.")
+        rule("every", self.every >= 0, ">= 0", "Use 0 for before and after only.")
+        rule("samples", self.samples >= 1, ">= 1", "Use 1 for greedy responses.")
+        names = [set_name(name) for name in self.sets]
+        rule(
+            "sets",
+            len(set(names)) == len(names) and not {"", "eval"} & {*names},
+            "sets with names of their own",
+            "The name of a set is that of its file, function or task; rename one.",
+        )
+
+
+def set_name(source: str) -> str:
+    """Return the name of a set of problems in metrics: its file's, function's or task's own."""
+    return re.sub(r"[^A-Za-z0-9_-]", "_", PurePosixPath(source.rpartition(":")[2]).stem)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrackingConfig:
+    """Metrics go to ``metrics.jsonl``, and to wandb."""
+
+    wandb: Literal["auto", "online", "offline", "off"] = "auto"
+    """auto: online where a key is configured, else offline. The project is that of WANDB_PROJECT, or specactor."""
+    record: Literal["off", "sampled", "full"] = "sampled"
+    """What is kept of every step for ``specactor replay`` and ``specactor diff``: digests of all samples and weights,
+    and tokens and log-probabilities of one sample in 16 (sampled), of all (full), or nothing (off)."""
+    trace: tuple[int, ...] = ()
+    """RL steps, from 1, of which the run's folder gets a trace for ui.perfetto.dev: the trainer's phases, and the
+    rounds of engines with speculation and of drafter processes."""
+
+    def __post_init__(self) -> None:
+        rule = rules_of(self, "tracking")
+        rule(
+            "trace", all(step >= 1 for step in self.trace), "steps >= 1", "The first RL step is 1. Use () for no trace."
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,6 +186,7 @@ class Config:
         check_values(self)
         self._check_name_and_seed()
         self._check_groups()
+        self._check_optimizer()
         self._check_rollout()
         self._check_drafting()
         self._check_sizes()
@@ -107,6 +241,14 @@ class Config:
             "The same groups are kept whenever a step is run: none goes on in the next.",
         )
 
+    def _check_optimizer(self) -> None:
+        rules_of(self)(
+            "train.optimizer_state",
+            self.train.optimizer_state == "float32" or self.model.dtype == "bfloat16",
+            f"float32 with model.dtype = {self.model.dtype}",
+            "In float32 the main weights are the model's own, which neither round nor leave the device.",
+        )
+
     def _check_rollout(self) -> None:
         """Check that what engines sample can be learned from."""
         rule = rules_of(self)
@@ -151,9 +293,16 @@ class Config:
             "With parallel.engines >= 2 it may be 0: then an engine that has run dry lends its device.",
         )
         refresh, drafting = self.distillation.refresh, self.rollout.speculation
+        kinds = drafting.in_processes
+        rule(
+            "parallel.drafters",
+            not kinds or self.parallel.drafters >= len(kinds) or list(kinds) == ["decoupled"],
+            f">= {len(kinds)}, one for each of {', '.join(kinds)}",
+            "Engines that have run dry lend their devices to the first draft model alone.",
+        )
         rule(
             "rollout.speculation.draft_model",
-            drafting.draft_model != WARM_UP or bool(self.warmup.solver),
+            drafting.first_draft_model not in MADE_BY_WARM_UP or bool(self.warmup.solver),
             "a folder where warmup.solver is empty",
             "Make a draft model with specactor drafter init, or set warmup.solver.",
         )
@@ -161,7 +310,7 @@ class Config:
             "distillation.refresh",
             refresh == "off" or (drafting.mode != "off" and bool({"model", "decoupled"} & {*drafting.draft_methods})),
             f"off with rollout.speculation.mode {drafting.mode} and drafters {drafting.draft_methods}",
-            "Only a draft model learns: name model or decoupled among rollout.speculation.drafters.",
+            "Only the first draft model learns: name model or decoupled among rollout.speculation.drafters.",
         )
 
     def _check_sizes(self) -> None:

@@ -5,7 +5,9 @@ Draft methods of SGLang are refused by name; any other name stands for a drafter
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import re
+from dataclasses import dataclass, replace
+from pathlib import PurePath
 from typing import Literal
 
 from specactor.config.engine import INEXACT
@@ -13,9 +15,28 @@ from specactor.config.rules import require, rules_of
 
 MAX_WINDOW = 16  # draft tokens per request and round
 DRAFTERS = "suffix, model, decoupled, or package.module:Class"  # what `rollout.speculation.drafters` may name
-WARM_UP = "warm-up"  # as `rollout.speculation.draft_model`: the one that the warm-up makes
+WARM_UP, WARM_UP_HEAD = "warm-up", "warm-up-head"
+MADE_BY_WARM_UP = (WARM_UP, WARM_UP_HEAD)  # as `rollout.speculation.draft_model`: what the warm-up makes
 EAGLE3_HEAD = "LlamaForCausalLMEagle3"  # architecture in the config.json of heads, also published ones
 SGLANG_DRAFTERS = ("eagle", "eagle3", "mtp", "nextn", "standalone")  # SGLang's, refused by name
+
+
+def of_draft_model(drafter: str) -> tuple[str, int] | None:
+    """Return (model or decoupled, place in `rollout.speculation.draft_model` from 1 on) of a drafter that drafts with a
+    draft model; None for any other."""
+    found = re.fullmatch(r"(model|decoupled)(?::(\d+))?", drafter)
+    return (found[1], int(found[2] or 1)) if found else None
+
+
+def kind_of(drafter: str) -> str:
+    """Return model or decoupled for a drafter that drafts with a draft model, and an empty text for any other."""
+    found = of_draft_model(drafter)
+    return found[0] if found else ""
+
+
+def drafter_of(kind: str, place: int) -> str:
+    """Return the name of the drafter: the first draft model's has no number."""
+    return kind if place == 1 else f"{kind}:{place}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,8 +48,9 @@ class SpeculationConfig:
     of their own (parallel.drafters) have drafted ahead; auto: drafters, or off, whichever is predicted to be
     faster, request by request and round by round."""
     drafters: tuple[str, ...] = ("suffix",)
-    """Draft methods: suffix, model, decoupled, or the import path of a class, ``package.module:Name``. Mode decoupled
-    puts decoupled before them where it is not named."""
+    """Draft methods: suffix, model, decoupled, or the import path of a class, ``package.module:Name``. ``model:2`` and
+    ``decoupled:2`` draft with the second of `draft_model`, and so on. Mode decoupled puts decoupled before them where
+    none is named."""
     window: int | None = None
     """Draft tokens per request and round; None: chosen per request from its past acceptance and measured costs.
     With a number there is nothing to choose, also in mode auto, which then never decodes plainly."""
@@ -37,10 +59,12 @@ class SpeculationConfig:
     fastest_of: int = 1
     """In mode auto, draft methods that one request may have at once, in a tree, where few requests run and it is
     predicted to pay (Fastest-of-N); 1: one, the best for that request."""
-    draft_model: str = ""
-    """Folder of a dense model in Hugging Face format with the policy's tokenizer, for the drafters ``model`` and
-    ``decoupled``, or of an EAGLE-3 head of the policy, for ``model`` alone; ``warm-up``: one layer of the warmed-up
-    policy, distilled on the worked solutions of `warmup`."""
+    draft_model: tuple[str, ...] = ()
+    """Folders of dense models in Hugging Face format with the policy's tokenizer, the first for the drafters ``model``
+    and ``decoupled``, the second for ``model:2`` and ``decoupled:2``, and so on; one may be an EAGLE-3 head of the
+    policy, for drafters ``model`` alone. As the first, ``warm-up``: one layer of the warmed-up policy, distilled on the
+    worked solutions of `warmup`, and ``warm-up-head``: a head, likewise. The first alone is kept fresh by
+    `distillation`."""
     cost_table: str = ""
     """File that ``specactor profile`` wrote; empty: costs are measured while the engine runs. In mode
     auto the job is also planned by it when it starts: what no plan has is not started."""
@@ -48,7 +72,7 @@ class SpeculationConfig:
     @property
     def draft_methods(self) -> tuple[str, ...]:
         """All drafters of an engine, the first to be preferred."""
-        named = self.mode != "decoupled" or "decoupled" in self.drafters
+        named = self.mode != "decoupled" or any(kind_of(name) == "decoupled" for name in self.drafters)
         return self.drafters if named else ("decoupled", *self.drafters)
 
     @property
@@ -59,14 +83,36 @@ class SpeculationConfig:
     @property
     def is_decoupled(self) -> bool:
         """Return whether processes of their own draft."""
-        return self.mode != "off" and "decoupled" in self.draft_methods
+        return bool(self.in_processes)
 
     @property
-    def drafts_in_engine(self) -> bool:
-        """Return whether engines hold the draft model."""
-        return bool(self.draft_model) and (not self.is_decoupled or "model" in self.drafters)
+    def in_processes(self) -> dict[str, str]:
+        """Return the folders that drafter processes draft with, by drafter."""
+        return {} if self.mode == "off" else self._named("decoupled")
+
+    @property
+    def in_engines(self) -> dict[str, str]:
+        """Return the folders of the draft models that engines hold, by drafter."""
+        if self.is_decoupled:
+            return self._named("model")
+        return {drafter_of("model", place): folder for place, folder in enumerate(self.draft_model, 1)}
+
+    @property
+    def first_draft_model(self) -> str:
+        """Return the folder of the one that is kept fresh, and that the warm-up makes; empty where there is none."""
+        return self.draft_model[0] if self.draft_model else ""
+
+    def with_first(self, folder: str) -> SpeculationConfig:
+        """Return the same with another first draft model."""
+        return replace(self, draft_model=(folder, *self.draft_model[1:]))
+
+    def _named(self, kind: str) -> dict[str, str]:
+        places = {name: found[1] for name in self.draft_methods if (found := of_draft_model(name)) and found[0] == kind}
+        return {name: self.draft_model[place - 1] for name, place in places.items()}
 
     def __post_init__(self) -> None:
+        if isinstance(self.draft_model, str):  # as recipes wrote it when there was one
+            object.__setattr__(self, "draft_model", (self.draft_model,) if self.draft_model else ())
         rule = rules_of(self, "rollout.speculation")
         rule(
             "max_window",
@@ -101,14 +147,33 @@ class SpeculationConfig:
         rule("drafters", len(set(self.drafters)) == len(self.drafters), "every name once", "Remove the second one.")
         rule(
             "drafters",
-            self.mode != "coupled" or "decoupled" not in self.drafters,
+            self.mode != "coupled" or all(kind_of(name) != "decoupled" for name in self.drafters),
             "no decoupled in rollout.speculation.mode coupled",
             "Use mode decoupled, or auto.",
         )
-        for name in ("model", "decoupled"):
+        self._check_draft_models()
+
+    def _check_draft_models(self) -> None:
+        rule = rules_of(self, "rollout.speculation")
+        folders = [PurePath(folder) for folder in self.draft_model]
+        rule("draft_model", len({*folders}) == len(folders), "every folder once", "Remove the second one.")
+        rule("draft_model", all(self.draft_model), "folders", "Leave the setting out for none.")
+        rule("draft_model", WARM_UP not in self.draft_model[1:], f"{WARM_UP} as the first alone", "Put it there.")
+        for name in self.draft_methods:
+            found = of_draft_model(name)
+            if found is None:
+                continue
             rule(
                 "draft_model",
-                name not in self.draft_methods or bool(self.draft_model),
+                bool(self.draft_model),
                 f"a folder, since {name} is among the drafters",
                 f"Name a model, or take {name} out of rollout.speculation.drafters and mode.",
+            )
+            kind, place = found
+            rule(
+                "drafters",
+                name == drafter_of(kind, place) and place <= len(self.draft_model),
+                f"{kind} for the first of {len(self.draft_model)} in rollout.speculation.draft_model, {kind}:2 for the "
+                "second",
+                f"Name a draft model for {name}, or take it out.",
             )

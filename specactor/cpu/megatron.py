@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -49,6 +50,9 @@ def install() -> None:
     if not has_gpu:
         _install_rng()
         _install_splits()
+        _install_host_optimizer()
+    # It compares the version of TransformerEngine, of which there is none here.
+    replace(_module("optimizer.optimizer_config"), "is_te_min_version", lambda *_: False)
     _install_experts()
     _install_norm()
     _install_attention()
@@ -85,6 +89,20 @@ def _install_splits() -> None:
 
     for module in ("moe_utils", "token_dispatcher"):
         replace(_module(f"transformer.moe.{module}"), "maybe_move_tensor_to_cpu", to_numpy)
+
+
+def _install_host_optimizer() -> None:
+    """Let the optimizer that computes on the host take the model's tensors for those of a device: others have no copy
+    there, and upstream then fails when it looks for one."""
+    owner = _module("optimizer.cpu_offloading.hybrid_optimizer").HybridDeviceOptimizer
+    divide = owner._get_sub_optimizer_param_groups
+
+    def divide_as_on_a_device(self: Any, offload_fraction: float) -> Any:
+        own = {id(parameter) for group in self.param_groups for parameter in group["params"]}
+        with mock.patch.object(torch.Tensor, "is_cuda", property(lambda tensor: id(tensor) in own)):
+            return divide(self, offload_fraction)
+
+    replace(owner, "_get_sub_optimizer_param_groups", divide_as_on_a_device)
 
 
 def _install_experts() -> None:

@@ -52,7 +52,9 @@ class ModelShape:
                 "Give the folder of a model in Hugging Face format.",
             )
         try:
-            return cls._of(json.loads(file.read_text()))
+            raw = json.loads(file.read_text())
+            _refuse_mtp(raw, file)
+            return cls._of(raw)
         except (json.JSONDecodeError, KeyError) as error:
             problem = f"{type(error).__name__}: {error}"
             raise ConfigError.at(
@@ -69,6 +71,23 @@ class ModelShape:
             vocab_size=raw["vocab_size"],
             max_position=raw["max_position_embeddings"],
             is_head=EAGLE3_HEAD in (raw.get("architectures") or ()),
+        )
+
+
+_MTP_LAYERS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "mtp_num_layers", "num_mtp_layers")
+
+
+def _refuse_mtp(raw: dict[str, Any], file: Path) -> None:
+    """Raise ConfigError for layers that predict further tokens: they would neither learn nor draft."""
+    names = [name for name in raw.get("architectures") or () if name.endswith(("MTP", "NextN"))]
+    names += [f"{name} {raw[name]}" for name in _MTP_LAYERS if raw.get(name)]
+    if names:
+        raise ConfigError.at(
+            "model.path",
+            f"multi-token prediction (MTP) layers, {names[0]} in {file}",
+            "a model without",
+            "Remove them from a copy's config.json: the policy is the same. For drafts make an EAGLE-3 head: specactor "
+            "drafter init ... start:eagle3-start.",
         )
 
 

@@ -23,14 +23,14 @@ from rich.table import Table
 from specactor.config import MAX_WINDOW
 from specactor.config.rules import rules_of
 from specactor.errors import ConfigError
-from specactor.planning.memory import ESTIMATED, PHASES, memory_of, named_shape
+from specactor.planning.memory import ESTIMATED, PHASES, Memory, host_memory_of, memory_of, named_shape
 from specactor.planning.model_shapes import DRAFTERS
 from specactor.planning.plans import Candidates, Cluster, RolloutPlan, from_table
 from specactor.planning.rooflines import DEVICES, device, from_figures
 from specactor.planning.search import search
 from specactor.recipes import load, one_line_errors
-from specactor.rollout import cost_file
 from specactor.rollout.speculation.acceptance import survival_of
+from specactor.rollout.speculation.costs import CostTable
 
 PROG = "specactor plan"
 NUMBERS = ("x off", "tok/s/device", "verifiers", "drafters", "idle", "requests")  # columns
@@ -119,7 +119,7 @@ def candidates(inputs: Inputs, *, max_requests: int, processes: bool) -> Candida
             max_requests=max_requests,
             sizes=inputs.engine_devices,
         )
-    table = cost_file.read(inputs.cost_table)
+    table = CostTable.read(inputs.cost_table)
     known = table.methods if processes else tuple(table.drafters)
     names = inputs.drafters or known
     if unknown := sorted(set(names) - set(known)):
@@ -162,19 +162,25 @@ def show_memory(argv: Sequence[str], console: Console) -> None:
     options, rest = parser.parse_known_args(argv)
     config, gpu = load(rest), device(options.device)
     found = memory_of(config, options.devices, gpu.memory_bytes)
-    table = Table(title=f"{config.name}: GB on each of {options.devices} {gpu.name}", title_justify="left", box=SIMPLE)
-    for column in ("", *PHASES):
-        table.add_column(column, justify="right" if column else "left")
-    for name, row in found.rows.items():
-        table.add_row(name, *(f"{row[phase] / 1e9:.1f}" if phase in row else "-" for phase in PHASES))
-    table.add_section()
-    table.add_row("in all", *(f"{found.of(phase) / 1e9:.1f}" for phase in PHASES))
-    console.print(table)
+    of_host = host_memory_of(config, options.devices, gpu.node_devices)
+    console.print(_memory_table(f"{config.name}: GB on each of {options.devices} {gpu.name}", found))
+    console.print(_memory_table(f"GB in the memory of a host with {min(options.devices, gpu.node_devices)}", of_host))
     verdict = "It fits" if found.fits else "It does not fit"
     console.print(
         f"{verdict} in {gpu.memory_bytes / 1e9:.0f} GB; {', '.join(ESTIMATED)} are estimates.", highlight=False
     )
     found.check()
+
+
+def _memory_table(title: str, memory: Memory) -> Table:
+    table = Table(title=title, title_justify="left", box=SIMPLE)
+    for column in ("", *PHASES):
+        table.add_column(column, justify="right" if column else "left")
+    for name, row in memory.rows.items():
+        table.add_row(name, *(f"{row[phase] / 1e9:.1f}" if phase in row else "-" for phase in PHASES))
+    table.add_section()
+    table.add_row("in all", *(f"{memory.of(phase) / 1e9:.1f}" for phase in PHASES))
+    return table
 
 
 def acceptance_at(words: Sequence[str], drafter: str) -> float:

@@ -1,4 +1,4 @@
-"""What takes the memory of a job's fullest device, by phase of a step: a recipe's numbers in, bytes out.
+"""What takes the memory of a job's fullest device and host, by phase of a step: a recipe's numbers in, bytes out.
 
 Invariants: no phase leaves out what another that holds the same tensors counts; more devices never make a row larger.
 
@@ -8,14 +8,15 @@ Source: Megatron-core's distributed optimizer. Activations and `OVERHEAD_BYTES` 
 from __future__ import annotations
 
 import json
+import math
 import sys
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
 from specactor.config import Config
-from specactor.config.speculation import WARM_UP
+from specactor.config.speculation import MADE_BY_WARM_UP, WARM_UP_HEAD
 from specactor.errors import ConfigError
 from specactor.parallel.layout import Layout, ModelShape, check
 from specactor.planning.model_shapes import SHAPES, TransformerShape
@@ -24,7 +25,7 @@ Phase = Literal["rollout", "train", "sync"]
 PHASES: tuple[Phase, ...] = ("rollout", "train", "sync")
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 GRADIENT_BYTES = 4  # float32 buffers (`trainer.optimizer.wrap`)
-ADAM_BYTES = 8  # both moments, float32
+ADAM_BYTES = {"float32": 8, "bfloat16": 4, "host": 8}  # both moments, by train.optimizer_state
 MAIN_WEIGHT_BYTES = 4  # beside parameters that are not float32 themselves
 LOGIT_BYTES = 10  # of one logit of a micro-batch: in bfloat16, in float32 for the loss, and its gradient
 LAYER_BYTES = 34  # per token and channel of a layer, fused attention: arXiv 2205.05198, table 2
@@ -64,15 +65,17 @@ class Memory:
 
 
 def of_job(
-    config: Config, layout: Layout, shape: TransformerShape, device_bytes: float, draft: TransformerShape | None = None
+    config: Config,
+    layout: Layout,
+    shape: TransformerShape,
+    device_bytes: float,
+    drafts: Sequence[TransformerShape] = (),
 ) -> Memory:
-    """Return the memory of a device that has a trainer rank and an engine rank; `draft` drafts in every engine."""
+    """Return the memory of a device that has a trainer rank and an engine rank; `drafts` draft in every engine."""
     width = BYTES[config.model.dtype]
     dense, experts = parameters(shape, layout)
     held = dense + experts
-    expert_copies = layout.world // (layout.expert * layout.expert_tensor * layout.pipeline)
-    adam = ADAM_BYTES + (MAIN_WEIGHT_BYTES if width < 4 else 0)
-    optimizer = adam * (dense / (layout.data * layout.context) + experts / expert_copies)
+    optimizer = optimizer_bytes(config, shape, layout) if config.train.optimizer_state != "host" else 0.0
     tokens = config.train.tokens_per_microbatch / layout.context
     engine = config.rollout.engine
     static = engine.memory_fraction * device_bytes
@@ -93,12 +96,46 @@ def of_job(
     if config.algorithm.advantage == "gae":
         # Its weights leave the device, too; its output layer is one row, which nobody misses.
         rows["critic"] = dict(rows["optimizer"]) | {"train": (width + GRADIENT_BYTES) * held + optimizer}
-    if draft is not None:
-        # Its keys and values are in the same pool (`draft_runner`); its weights are there before the pool is made.
-        drafter = draft.weights_bytes / config.parallel.engine_tensor
+    if drafts:
+        # Their keys and values are in the same pool (`draft_runner`); weights are there before the pool is made.
+        drafter = sum(draft.weights_bytes for draft in drafts) / config.parallel.engine_tensor
         rows["draft model"] = dict.fromkeys(("rollout", "sync"), drafter)
-        rows["keys and values"] = dict.fromkeys(("rollout", "sync"), max(0.0, static - weights - drafter))
+        pool = max(0.0, static - weights - drafter)
+        # So are the hidden states that a head reads.
+        states = width * sum(draft.reads for draft in drafts)
+        keys = sum(of.kv_bytes_per_token for of in (shape, *drafts))
+        of_states = pool * states / (keys + states)
+        rows["keys and values"] = dict.fromkeys(("rollout", "sync"), pool - of_states)
+        if states:
+            rows["hidden states"] = dict.fromkeys(("rollout", "sync"), of_states)
     return Memory(rows=rows, device_bytes=device_bytes)
+
+
+def of_host(config: Config, layout: Layout, shape: TransformerShape, devices: int) -> Memory:
+    """Return what a job holds in memory of a host of so many `devices`, whatever that has."""
+    width, held, ranks = BYTES[config.model.dtype], sum(parameters(shape, layout)), min(devices, layout.world)
+    learning = 1 + (config.algorithm.advantage == "gae")
+    optimizer = learning * ranks * optimizer_bytes(config, shape, layout)
+    gradients = GRADIENT_BYTES / (ADAM_BYTES["host"] + MAIN_WEIGHT_BYTES) * optimizer  # copies, for Adam to read
+    on_host = config.train.optimizer_state == "host"
+    rows: dict[str, dict[Phase, float]] = {
+        # In bfloat16 it is in locked memory, which is kept, while engines have the devices.
+        "optimizer": dict.fromkeys(PHASES, optimizer) if width < 4 else {},
+        "gradients": dict.fromkeys(PHASES, gradients) if on_host else {},
+        "reference": dict.fromkeys(PHASES, width * held * ranks) if config.algorithm.kl != "off" else {},
+        "buckets": dict.fromkeys(PHASES, 2.0 * config.weights_sync.bucket_bytes * ranks),
+        # Gathered by ranks that hold a whole model between them, which are of one host where it has as many devices.
+        "checkpoint": {"train": learning * (ADAM_BYTES["float32"] + MAIN_WEIGHT_BYTES) * shape.params},
+    }
+    return Memory(rows={name: row for name, row in rows.items() if row}, device_bytes=math.inf)
+
+
+def optimizer_bytes(config: Config, shape: TransformerShape, layout: Layout) -> float:
+    """Return the bytes of Adam's moments and main weights of one rank, wherever they are."""
+    dense, experts = parameters(shape, layout)
+    expert_copies = layout.world // (layout.expert * layout.expert_tensor * layout.pipeline)
+    each = ADAM_BYTES[config.train.optimizer_state] + (MAIN_WEIGHT_BYTES if config.model.dtype != "float32" else 0)
+    return each * (dense / (layout.data * layout.context) + experts / expert_copies)
 
 
 def parameters(shape: TransformerShape, layout: Layout) -> tuple[float, float]:
@@ -125,6 +162,22 @@ def activations(config: Config, layout: Layout, shape: TransformerShape, tokens:
 def memory_of(config: Config, ranks: int, device_bytes: float) -> Memory:
     """Return the memory of a recipe's devices, one per rank. Raises ConfigError for an impossible layout, PlanError for
     a model whose shape is not known."""
+    layout, shape = _layout(config, ranks)
+    speculation = config.rollout.speculation
+    held = speculation.in_engines.values() if speculation.mode != "off" else ()
+    drafts = [
+        _made(shape, name) if name in MADE_BY_WARM_UP else named_shape(name, "rollout.speculation.draft_model")
+        for name in held
+    ]
+    return of_job(config, layout, shape, device_bytes, drafts)
+
+
+def host_memory_of(config: Config, ranks: int, devices: int) -> Memory:
+    """Return the memory of a host with so many `devices` of a recipe; raises as `memory_of`."""
+    return of_host(config, *_layout(config, ranks), devices)
+
+
+def _layout(config: Config, ranks: int) -> tuple[Layout, TransformerShape]:
     shape = _own_shape(config)
     sizes = ModelShape(
         num_layers=shape.layers,
@@ -134,10 +187,20 @@ def memory_of(config: Config, ranks: int, device_bytes: float) -> Memory:
         vocab_size=shape.vocab,
         max_position=sys.maxsize,
     )
-    speculation = config.rollout.speculation
-    drafts = speculation.mode != "off" and "model" in speculation.drafters and speculation.draft_model != WARM_UP
-    draft = named_shape(speculation.draft_model, "rollout.speculation.draft_model") if drafts else None
-    return of_job(config, check(config, ranks, sizes), shape, device_bytes, draft)
+    return check(config, ranks, sizes), shape
+
+
+def _made(policy: TransformerShape, name: str) -> TransformerShape:
+    """What the warm-up makes of a policy: one dense layer, or a head."""
+    return replace(
+        policy,
+        name=name,
+        layers=1,
+        intermediate=policy.intermediate or policy.experts_per_token * policy.expert_intermediate,
+        experts=0,
+        experts_per_token=0,
+        reads=min(3, policy.layers) * policy.hidden if name == WARM_UP_HEAD else 0,
+    )
 
 
 def _own_shape(config: Config) -> TransformerShape:

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from specactor.config import EAGLE3_HEAD
 from specactor.errors import PlanError
 
 
@@ -32,6 +33,7 @@ class TransformerShape:
     experts_per_token: int = 0
     expert_intermediate: int = 0
     param_bytes: int = 2
+    reads: int = 0  # numbers of the target's hidden states at a token; > 0: an EAGLE-3 head, of one layer
 
     def __post_init__(self) -> None:
         sizes = {"layers": self.layers, "hidden": self.hidden, "heads": self.heads, "kv_heads": self.kv_heads}
@@ -45,7 +47,8 @@ class TransformerShape:
 
     @property
     def attention_params(self) -> int:
-        return self.hidden * self.head_dim * 2 * (self.heads + self.kv_heads)
+        inputs = 2 if self.reads else 1  # a token's embedding beside hidden states
+        return self.hidden * self.head_dim * ((1 + inputs) * self.heads + 2 * inputs * self.kv_heads)
 
     @property
     def mlp_params(self) -> int:
@@ -63,13 +66,14 @@ class TransformerShape:
     @property
     def params(self) -> int:
         layer = self.attention_params + self.mlp_params + self.experts * self.expert_params
-        return self.layers * layer + self.head_params * (1 if self.tied else 2)
+        ends = 1 if self.tied or self.reads else 2  # a head's embedding is its target's
+        return self.layers * layer + self.head_params * ends + self.reads * self.hidden
 
     @property
     def active_params(self) -> int:
         """Return the parameters that one token is multiplied with; of the embedding it takes a row."""
         layer = self.attention_params + self.mlp_params + self.experts_per_token * self.expert_params
-        return self.layers * layer + self.head_params
+        return self.layers * layer + self.head_params + self.reads * self.hidden
 
     @property
     def weights_bytes(self) -> int:
@@ -99,7 +103,10 @@ class TransformerShape:
                 "specactor profile and give it with --cost-table."
             )
         try:
-            heads = config["num_attention_heads"]
+            heads, reads = config["num_attention_heads"], 0
+            if is_head := EAGLE3_HEAD in (config.get("architectures") or ()):
+                layers = (config.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids") or (0, 0, 0)
+                reads = len(layers) * config.get("target_hidden_size", config["hidden_size"])
             return cls(
                 name=name,
                 layers=config["num_hidden_layers"],
@@ -108,7 +115,8 @@ class TransformerShape:
                 kv_heads=config.get("num_key_value_heads", heads),
                 head_dim=config.get("head_dim") or config["hidden_size"] // heads,
                 intermediate=0 if experts else config["intermediate_size"],
-                vocab=config["vocab_size"],
+                vocab=(config.get("draft_vocab_size") if is_head else None) or config["vocab_size"],
+                reads=reads,
                 tied=bool(config.get("tie_word_embeddings", False)),
                 experts=experts,
                 experts_per_token=config["num_experts_per_tok"] if experts else 0,

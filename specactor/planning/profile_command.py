@@ -25,6 +25,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from specactor.config import Config, RolloutConfig, SpeculationConfig
+from specactor.config.speculation import kind_of
 from specactor.data.tiny_model import make_tiny_model
 from specactor.errors import ConfigError, PlanError
 from specactor.parallel.devices import gpus, numbers
@@ -40,7 +41,6 @@ from specactor.planning.profile_grid import (
     cost_table,
     without_waits,
 )
-from specactor.rollout import cost_file
 from specactor.rollout.decoupled.spec import DrafterSpec
 from specactor.rollout.decoupled.supervisor import DrafterProcess
 from specactor.rollout.decoupled.transport import Address, DrafterAccess
@@ -87,7 +87,7 @@ def run(config: Config, *, out: Path | None, limit_s: float, console: Console) -
             table, errors = _profile(config, engine, sizes, limit_s, console)
             if drafter is not None:
                 table = _with_process(table, config, engine, drafter, sizes, limit_s * PROCESS_SHARE, console)
-    cost_file.write(file, table)
+    table.write(file)
     _show(errors, console)
     console.print(f"Use it with --rollout.speculation.cost-table {file}", soft_wrap=True, highlight=False)
     return file
@@ -98,8 +98,9 @@ def _check(config: Config) -> None:
     if config.model.tiny is None:
         ModelShape.read(Path(config.model.path))
     speculation = _profiled(config.rollout.speculation)
-    if "model" in speculation.drafters:
-        draft_shape(speculation.draft_model)
+    for name, folder in speculation.in_engines.items():
+        if name in speculation.drafters:
+            draft_shape(folder)
     found = len(gpus())
     if 0 < found < config.parallel.engine_tensor:
         raise ConfigError.at(
@@ -113,7 +114,7 @@ def _check(config: Config) -> None:
 
 def _profiled(speculation: SpeculationConfig) -> SpeculationConfig:
     """Return the settings for the engine alone; drafter processes are measured afterwards."""
-    drafters = tuple(name for name in speculation.drafters if name != METHOD) or ("suffix",)
+    drafters = tuple(name for name in speculation.drafters if kind_of(name) != METHOD) or ("suffix",)
     return replace(speculation, mode="coupled", drafters=drafters, fastest_of=1, cost_table="")
 
 
@@ -122,7 +123,8 @@ def _drafter_spec(config: Config, context: int, folder: Path) -> DrafterSpec | N
     rollout, methods = config.rollout, config.rollout.speculation.draft_methods
     if METHOD not in methods:
         return None
-    auto = replace(rollout.speculation, mode="auto", drafters=methods)
+    drafters = tuple(name for name in methods if name == METHOD or kind_of(name) != METHOD)
+    auto = replace(rollout.speculation, mode="auto", drafters=drafters)
     alone = replace(
         config,
         rollout=replace(rollout, speculation=auto),

@@ -29,7 +29,6 @@ from specactor.planning.plans import (
     pipelined,
     running,
 )
-from specactor.rollout import cost_file
 from specactor.rollout.speculation.acceptance import AcceptanceModel
 from specactor.rollout.speculation.costs import METHOD, CostTable, Grid
 from specactor.rollout.speculation.reconfiguration import PLAIN, DraftPlan
@@ -240,7 +239,7 @@ def _best(plans: Iterable[RolloutPlan | None]) -> list[RolloutPlan]:
 
 def shared_table(file: str, ranks: Collective) -> CostTable:
     """Read the table on rank 0 alone: hosts whose files differ would make different plans of one job."""
-    text = ranks.together("cost table", lambda: cost_file.read(file).to_json() if ranks.rank == 0 else "")
+    text = ranks.together("cost table", lambda: CostTable.read(file).to_json() if ranks.rank == 0 else "")
     return CostTable.from_json(ranks.gather(text, str)[0])
 
 
@@ -258,9 +257,9 @@ def planned(config: Config, table: CostTable, *, machines: int) -> tuple[Config,
     if modes == {"off"}:
         speculation = replace(speculation, mode="off")
     elif "decoupled" not in modes and others:
-        # Engines load the draft model that is named, so none is where only text is drafted from.
-        model = "" if set(others) == {"suffix"} else speculation.draft_model
-        speculation = replace(speculation, drafters=others, draft_model=model)
+        # Engines load the draft models that are named, so none are where only text is drafted from.
+        models = () if set(others) == {"suffix"} else speculation.draft_model
+        speculation = replace(speculation, drafters=others, draft_model=models)
     parallel = config.parallel
     if rollout.speculation.is_decoupled and not speculation.is_decoupled:
         parallel = replace(parallel, drafters=0, drafter_hosts=(), drafter_network="")

@@ -1,12 +1,14 @@
-"""The audit: a few of a step's responses, drawn by the run's seed, are begun again by another engine, undrafted.
+"""The audit: parts of a step's responses, drawn by the run's seed, are generated again by another engine, undrafted.
 
-What is sampled from equal weights, prompts and seeds is equal up to kernels' rounding, so a difference is a fault of an
-engine or of verification, and is located like one between two runs. The beginnings are as long as `SHARE` of the run's
-time pays for; which responses they are of does not depend on time.
+What is sampled from equal weights, contexts and seeds is equal up to kernels' rounding, so a difference is a fault of
+an engine or of verification, and is located like one between two runs. Parts are as long as `SHARE` of the run's time
+pays for; which responses they are of does not depend on time. Every other part is the beginning of its response, whose
+log-probabilities must be equal, too; the rest lie anywhere, since there are few drafts for the first tokens.
 """
 
 from __future__ import annotations
 
+import math
 import random
 import time
 from collections.abc import Sequence
@@ -14,24 +16,26 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from specactor.config import Config
+from specactor.config import Config, RolloutConfig
 from specactor.config.engine import SAME_BITS, guarantee
+from specactor.cpu.sglang_ops import murmur_hash32
 from specactor.errors import AgreementError
 from specactor.parallel.collective import Collective
 from specactor.progress import Progress
-from specactor.replay.compare import TIES, Finding, first_difference
-from specactor.replay.noise import noise_of
+from specactor.replay.compare import TIES, Finding, Noise, first_difference
 from specactor.replay.records import SampleRecord, StepRecord
 from specactor.rollout.pool import EnginePool
 from specactor.rollout.requests import sampling_of
+from specactor.rollout.resume import going_on
 from specactor.rollout.sglang.engine_client import EngineDied
 from specactor.samples import fetch
-from specactor.types import RolloutRequest, ScoredGroup, Trajectory
+from specactor.types import RolloutRequest, ScoredGroup, Trajectory, VersionSpan
 
 SHARE = 0.01  # of a step's seconds, what audits may take
-RESPONSES = 256  # begun again at once: a round of many takes little longer than one of few, and sees more
+RESPONSES = 256  # looked at together: a round of many takes little longer than one of few, and sees more
+CONTEXT = 2**16  # tokens that these have, at most: what is before a part is read again
 FEWEST_TOKENS = 16
-"""Of each, at least: shorter beginnings see too little for the time of their prefill. The time is saved up for them."""
+"""Of each, at least: shorter parts see too little for the time of their prefill. The time is saved up for them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +47,19 @@ class AuditReport:
     ties: int = 0  # responses that differ where two tokens score within rounding of each other
     differences: int = 0  # other responses that differ
     told: str = ""  # where the first of them does, and why
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """What is generated again of a response."""
+
+    response: Trajectory
+    place: float
+    """0: its beginning; 1: its end; between them, that share of the way."""
+
+    def start(self, tokens: int) -> int:
+        """Return where the part begins if it is this long."""
+        return int(self.place * max(0, len(self.response.token_ids) - tokens))
 
 
 class Audit:
@@ -76,11 +93,11 @@ class Audit:
         if tokens < FEWEST_TOKENS:
             return {}
         with self.progress.phase("audit"):
-            chosen = choose(groups, seed=self.config.seed, step=step, version=version)
+            drawn = choose(groups, seed=self.config.seed, step=step, version=version)
             own = {engine.index for engine in self.pool.engines}
-            wanted = [i for i, t in enumerate(chosen) if self._engine_of(t) in own]
-            chosen = fetch(chosen, wanted, ("prompt_ids", "token_ids", "logprobs"))
-            given = [chosen[i].first_turn for i in wanted]
+            wanted = [i for i, part in enumerate(drawn) if self._engine_of(part.response) in own]
+            come = fetch([part.response for part in drawn], wanted, ("prompt_ids", "token_ids", "logprobs"))
+            given = [replace(drawn[i], response=come[i].first_turn) for i in wanted]
             report = self.collective.together("audit", lambda: self._own(step, given, tokens))
             reports = self.collective.gather(report, AuditReport)
         count = sum(report.differences for report in reports)
@@ -94,26 +111,26 @@ class Audit:
         }
 
     def _affordable(self, groups: Sequence[ScoredGroup]) -> int:
-        """Tokens of each response that the saved time pays for; the same on all ranks."""
+        """Tokens of each part that the saved time pays for; the same on all ranks."""
         longest = max(len(t.token_ids) for group in groups for t in group.trajectories)
         rollout_s = self.progress.spent().get("rollout", 0.0)
         own = int(self._saved_s / (self._token_s or rollout_s / longest or 1.0))
         return min([longest, *self.collective.gather(own, int)])
 
     def _engine_of(self, response: Trajectory) -> int:
-        """Return the engine that begins it again: the one after its own."""
+        """Return the engine that generates it again: the one after its own."""
         return (response.group_id + 1) % self.config.parallel.engines
 
-    def _own(self, step: int, chosen: Sequence[Trajectory], tokens: int) -> AuditReport:
-        """Begin again what this rank's engines are to: each the responses of the engine before it."""
+    def _own(self, step: int, chosen: Sequence[Part], tokens: int) -> AuditReport:
+        """Generate again what this rank's engines are to: each parts of what the engine before it generated."""
         began = time.perf_counter()
         report = AuditReport()
         for engine in self.pool.engines:
-            given = [t for t in chosen if self._engine_of(t) == engine.index]
+            given = [part for part in chosen if self._engine_of(part.response) == engine.index]
             if not given or not engine.alive:
                 continue
             try:
-                again = engine.generate([self._request(t, tokens) for t in given])
+                again = engine.generate([self._request(part, tokens) for part in given])
             except EngineDied:  # the next sync replaces it
                 continue
             pairs = list(zip(given, again, strict=True))
@@ -125,7 +142,7 @@ class Audit:
             told = f"{found.where}: {found.cause}. {'; '.join(found.evidence)}" if found is not None else ""
             report = AuditReport(
                 responses=report.responses + len(given),
-                tokens=report.tokens + sum(len(t.token_ids) for t in again),
+                tokens=report.tokens + sum(len(t.token_ids) - part.start(tokens) for part, t in pairs),
                 ties=report.ties + sum(is_tie),
                 differences=report.differences + sum(f is not None for f in findings) - sum(is_tie),
                 told=report.told or told,
@@ -136,24 +153,35 @@ class Audit:
             self._token_s = seconds / tokens
         return report
 
-    def _request(self, response: Trajectory, tokens: int) -> RolloutRequest:
+    def _request(self, part: Part, tokens: int) -> RolloutRequest:
+        response, start = part.response, part.start(tokens)
         sampling = sampling_of(self.config.rollout)
-        return RolloutRequest(
+        request = RolloutRequest(
             request_id=f"audit.{response.request_id}",
             prompt_ids=tuple(response.prompt_ids),
-            sampling=replace(sampling, max_new_tokens=min(tokens, len(response.token_ids))),
+            sampling=replace(sampling, max_new_tokens=min(start + tokens, len(response.token_ids))),
             seed=response.seed,
             group_id=response.group_id,
             is_drafted=False,
         )
+        before = replace(
+            response,
+            token_ids=response.token_ids[:start],
+            logprobs=response.logprobs[:start],
+            spans=(VersionSpan(version=response.spans[0].version, start=0, end=start),),
+            routed_experts=b"none is read",
+        )
+        return going_on(request, before)
 
-    def _compare(self, step: int, pairs: Sequence[tuple[Trajectory, Trajectory]], tokens: int) -> Finding | None:
-        """Compare beginnings of responses with what was generated again."""
+    def _compare(self, step: int, pairs: Sequence[tuple[Part, Trajectory]], tokens: int) -> Finding | None:
+        """Compare parts of responses with what was generated again."""
         ours: list[SampleRecord] = []
         theirs: list[SampleRecord] = []
-        for response, again in pairs:
-            begun, logprobs = response.token_ids[:tokens], response.logprobs[:tokens]
-            if not self._has_same_bits:  # tokens alone can be compared: what led to them is known to differ a little
+        for part, again in pairs:
+            response, start = part.response, part.start(tokens)
+            end = start + tokens  # what is before the part is equal: it was given
+            begun, logprobs = response.token_ids[:end], response.logprobs[:end]
+            if start or not self._has_same_bits:  # a prefill's keys, and other kernels', differ a little: tokens alone
                 both = zip(begun, again.token_ids, strict=False)
                 same = next((i for i, (x, y) in enumerate(both) if x != y), len(again.token_ids))
                 logprobs = (*again.logprobs[:same], *logprobs[same:])
@@ -167,19 +195,26 @@ class Audit:
 
     def _tell(self, step: int, count: int, first: str) -> None:
         message = (
-            f"audit: {count} responses of step {step} differ when an engine begins them again without drafts: {first}. "
-            f"specactor replay {self.config.output_dir}/{self.config.name} --step {step} runs the step again"
+            f"audit: {count} responses of step {step} differ when an engine generates them again without drafts: "
+            f"{first}. specactor replay {self.config.output_dir}/{self.config.name} --step {step} runs the step again"
         )
         if self.config.rollout.audit == "stop":
             raise AgreementError(f"rollout.audit: {message}. --rollout.audit warn goes on after it.")
         self.progress.note(message)
 
 
-def choose(groups: Sequence[ScoredGroup], *, seed: int, step: int, version: int) -> list[Trajectory]:
-    """Draw `RESPONSES` of a step's responses that one policy sampled whole, without their branches."""
+def choose(groups: Sequence[ScoredGroup], *, seed: int, step: int, version: int) -> list[Part]:
+    """Draw some of a step's responses that one policy sampled whole, without their branches."""
     whole = [t for g in groups for t in g.trajectories if [s.version for s in t.spans] == [version]]
-    drawn = random.Random(f"audit {seed} {step}").sample(whole, min(RESPONSES, len(whole)))
-    return [replace(t, branches=()) for t in drawn]
+    drawing, context = random.Random(f"audit {seed} {step}"), 0
+    parts: list[Part] = []
+    for i, response in enumerate(drawing.sample(whole, min(RESPONSES, len(whole)))):
+        context += len(response.prompt_ids) + len(response.token_ids)
+        if context > CONTEXT and parts:
+            break
+        place = drawing.random() if i % 2 else 0.0
+        parts.append(Part(response=replace(response, branches=()), place=place))
+    return parts
 
 
 def _record(of: Trajectory, token_ids: Sequence[int], logprobs: Sequence[float]) -> SampleRecord:
@@ -201,3 +236,16 @@ def _record(of: Trajectory, token_ids: Sequence[int], logprobs: Sequence[float])
         advantage=0.0,
         is_whole=True,
     )
+
+
+def noise_of(rollout: RolloutConfig) -> Noise | None:
+    """Return the noise of a run's responses; None with top-p, top-k or min-p, where its key is a token's rank."""
+    return gumbel if (rollout.top_p, rollout.top_k, rollout.min_p) == (1.0, -1, 0.0) else None
+
+
+def gumbel(seed: int, position: int, token: int) -> float:
+    """What `specactor.cpu.sglang_ops.sample_with_noise` adds to the log-probability of a token at this position."""
+    before = torch.tensor([position - 1])  # SGLang's key: the position of the token that the pass was given
+    word = murmur_hash32(torch.tensor([seed]), before, torch.tensor([token]))
+    uniform = int(word.item()) / (2**32 - 1)
+    return -math.log(max(2.0**-32, -math.log(uniform) if uniform else math.inf))

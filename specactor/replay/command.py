@@ -22,8 +22,8 @@ from specactor.errors import ConfigError, DataError
 from specactor.metrics import read_metrics
 from specactor.recipes import EXAMPLES, from_json, imports_of
 from specactor.replay import records
+from specactor.replay.audit import noise_of
 from specactor.replay.compare import Finding, first_difference
-from specactor.replay.noise import noise_of
 from specactor.replay.page import diff_page, text_of
 from specactor.replay.records import StepRecord
 from specactor.run_folder import Replay, RunFolder

@@ -31,6 +31,7 @@ from specactor.rollout.pool import EnginePool, RolloutOutcome
 from specactor.rollout.refill import Refill, Verdicts
 from specactor.rollout.requests import group_requests, held_out_requests
 from specactor.rollout.speculation.counters import Counts, Figures, added, added_figures
+from specactor.rollout.waiting import Waiting, held_back
 from specactor.trace import Span
 from specactor.trainer.advantages import informative, shape_overlong
 from specactor.types import Problem, RolloutRequest, ScoredGroup, Trajectory
@@ -54,6 +55,8 @@ class RolloutStats:
     """Per drafter process, its seconds of drafting, and how many frames, requests and connections it dropped."""
     drafters_woken: int
     """Drafter processes that were woken on devices of engines that had run dry."""
+    groups_moved: int
+    """Groups that a rank began in place of another one, whose engines were full."""
     spans: dict[str, dict[str, list[Span]]]
     """What happened when, by host and process; clocks of two hosts have nothing to do with each other."""
 
@@ -69,6 +72,7 @@ class RolloutStats:
             figures=added_figures(part.figures for part in parts),
             drafter_work=[work for part in parts for work in part.drafter_work],
             drafters_woken=sum(part.drafters_woken for part in parts),
+            groups_moved=sum(part.groups_moved for part in parts),
             spans=spans,
         )
 
@@ -119,14 +123,13 @@ class RolloutCollector:
         """Groups that go on in the next step; equal on all ranks."""
         self.left: list[open_groups.OpenGroup] = []
         """Groups that the last step began and did not learn from."""
-        self.num_failed = 0
-        """Conversations of the last step that failed."""
-        self.num_unscored = 0
-        """Responses of the last step whose verifier failed."""
+        self.num_failed = self.num_unscored = 0
+        """Conversations of the last step that failed, and responses whose verifier did."""
         self._first_failure = ""
         self._warned: set[str] = set()
         """Verifiers, and the kinds of failures, that were told of."""
-        self._drafters_woken = 0
+        self._drafters_woken = self._groups_moved = 0
+        self._num_rollouts = 0  # equal on all ranks
 
     def collect(self, step: int) -> list[ScoredGroup]:
         """Return `rollout.prompts_per_step` scored groups for the step after `step` finished ones."""
@@ -207,10 +210,7 @@ class RolloutCollector:
 
     def _teaches(self, problem: Problem, responses: Sequence[Trajectory]) -> tuple[bool, float]:
         """Return whether something is learned from a group, as the rank has it whose engine generated it, and the mean
-        of its scores.
-
-        All of them have been scored.
-        """
+        of its scores."""
         responses = sorted(responses, key=lambda t: int(t.request_id.rpartition(".")[2]))
         group = self._group(problem, [self.grading.scored(t) for t in responses])
         if group is None:
@@ -273,6 +273,7 @@ class RolloutCollector:
 
     def _own_stats(self, trace: bool) -> RolloutStats:
         woken, self._drafters_woken = self._drafters_woken, 0
+        moved, self._groups_moved = self._groups_moved, 0
         speculates = self.config.rollout.speculation.mode != "off"
         work = self.drafters.work(trace=trace)
         spans = self.pool.trace(on=trace) if speculates and self.config.tracking.trace else {}
@@ -281,6 +282,7 @@ class RolloutCollector:
             figures=self.pool.speculation_figures() if speculates else {},
             drafter_work=[(of.busy_s, sum(of.drops.values())) for of in work.values()],
             drafters_woken=woken,
+            groups_moved=moved,
             spans={self.host: spans | {name: of.spans for name, of in work.items()}},
         )
 
@@ -339,22 +341,26 @@ class RolloutCollector:
         """
         engines = self.config.parallel.engines
         own = {engine.index for engine in self.pool.engines}
-        mine = [pair for pair in zip(requests, problems, strict=True) if pair[0].group_id % engines in own]
-        pending = [request for request, _ in mine]
+        of = {request.request_id: problem for request, problem in zip(requests, problems, strict=True)}
+        self._num_rollouts += 1
+        slots = self.config.rollout.engine.max_running_requests
+        lists = held_back(requests, engines=engines, slots=slots) if enough is None else {}
+        store, prefix = self.collective.store, f"waiting/{self._num_rollouts}"
+        waiting = Waiting(lists=lists, own=own, slots=slots, store=store, prefix=prefix)
+        pending = [request for request in waiting.without(requests) if request.group_id % engines in own]
         finished: list[Trajectory] = []
         stopped: list[RolloutRequest] = []
         missing = Counter(request.group_id for request in pending)
-        problem_of = {request.request_id: problem for request, problem in mine}
 
         def hear(response: Trajectory) -> None:
             self.progress.response(response)
-            problem = refill.problem_of(response) if refill is not None else problem_of[response.request_id]
+            problem = refill.problem_of(response) if refill is not None else of[response.request_id]
             self.grading.add(response, problem, self.tokenizer)
 
         self.grading.begin()
         conversations = Conversations(
             pending,
-            [problem for _, problem in mine],
+            [of[request.request_id] for request in pending],
             self.tokenizer,
             timeout_s=self.config.rollout.environment_timeout_s,
             max_prompt_tokens=self.max_prompt_tokens,
@@ -363,6 +369,7 @@ class RolloutCollector:
             if refill is not None:
                 refill.when_scored = self.grading.when_scored
                 refill.begin = lambda new: conversations.add(new, [refill.problem_of(request) for request in new])
+            waiting.begin = lambda new: conversations.add(new, [of[request.request_id] for request in new])
             while True:
                 left = None if enough is None else enough - sum(count == 0 for count in missing.values())
                 generate = partial(
@@ -370,15 +377,16 @@ class RolloutCollector:
                     pending,
                     on_finished=hear,
                     enough_groups=left,
-                    conversations=conversations if conversations or refill else None,
+                    conversations=conversations if conversations or refill or waiting.lists else None,
                     refill=refill,
+                    waiting=waiting,
                 )
                 outcome = self.collective.together("rollout", partial(self._leaving, generate, refill))
                 finished += outcome.finished
                 stopped += outcome.stopped
                 missing.subtract(trajectory.group_id for trajectory in outcome.finished)
                 self._drafters_woken += outcome.drafters_woken
-                pending = list(outcome.unfinished)
+                pending = [*outcome.unfinished, *waiting.left()]
                 if refill is not None:
                     refill.verdicts.read()
                 if not self.collective.any(bool(pending) or (refill is not None and refill.kept is None)):
@@ -386,6 +394,7 @@ class RolloutCollector:
                 self.replace_lost()
                 if refill is not None:
                     refill.attempt += 1
+        self._groups_moved += waiting.num_moved
         with self.progress.phase(phases[1]):
             finished = self.collective.together("reward", lambda: list(map(self.grading.scored, finished)))
         by_id = {t.request_id: t for t in samples.told([*map(samples.packed, finished)], self.collective)}

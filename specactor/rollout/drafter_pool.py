@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 
 from specactor.rollout.decoupled.spec import DrafterSpec, Work
 from specactor.rollout.decoupled.supervisor import DrafterProcess
+from specactor.rollout.speculation.costs import METHOD
 
 if TYPE_CHECKING:
     from specactor.weights_sync.messages import DraftWeights
@@ -84,7 +85,7 @@ class DrafterPool:
     def want(self, version: int) -> bool:
         """Return whether any of them drafts with older weights, and could take these."""
         with self._lock:
-            return any(drafter.wants(version) for drafter in self.drafters)
+            return any(drafter.wants(version) for drafter in self._learning())
 
     def renew(self, weights: DraftWeights) -> tuple[list[str], float]:
         """Bring new weights to those that draft with older ones, all at once, and wait for `PUSH_LIMIT_S` at most.
@@ -95,7 +96,7 @@ class DrafterPool:
             return drafter.renew(weights, timeout_s=PUSH_LIMIT_S), time.monotonic() - began_s
 
         with self._lock:
-            wanting = [drafter for drafter in self.drafters if drafter.wants(weights.draft_version)]
+            wanting = [drafter for drafter in self._learning() if drafter.wants(weights.draft_version)]
             with ThreadPoolExecutor(max_workers=max(1, len(wanting))) as threads:
                 said = list(threads.map(bring, wanting))
         answered_s = max((spent_s for _, spent_s in said if spent_s < PUSH_LIMIT_S), default=0.0)
@@ -104,7 +105,7 @@ class DrafterPool:
     def oldest_version(self) -> int | None:
         """Return the oldest version of the weights that running drafters draft with."""
         with self._lock:
-            return min((drafter.version for drafter in self.drafters if drafter.alive), default=None)
+            return min((drafter.version for drafter in self._learning() if drafter.alive), default=None)
 
     @contextlib.contextmanager
     def rollout(self) -> Iterator[None]:
@@ -142,6 +143,10 @@ class DrafterPool:
             for drafter in self._on(engine):
                 if drafter.awake:
                     drafter.sleep(timeout_s=0.0)
+
+    def _learning(self) -> list[DrafterProcess]:
+        """Return those of the first draft model: others stay as they are."""
+        return [drafter for drafter in self.drafters if drafter.spec.drafter == METHOD]
 
     def _on(self, engine: int) -> list[DrafterProcess]:
         return [drafter for drafter in self.drafters if drafter.spec.engine == engine]

@@ -6,15 +6,17 @@ learn the drafters' keys; no two drafters of a job have one number; errors of th
 
 from __future__ import annotations
 
+import json
 import socket
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from itertools import cycle, islice
 from pathlib import Path
 
 from specactor.config import Config
-from specactor.config.speculation import WARM_UP
+from specactor.config.speculation import MADE_BY_WARM_UP
 from specactor.errors import ConfigError
 from specactor.parallel import addresses
 from specactor.parallel.collective import Collective
@@ -49,7 +51,7 @@ class Offer:
     """One rank's message to all: the drafters that it starts, if any."""
 
     host: View
-    endpoints: tuple[str, ...] = ()
+    endpoints: dict[str, str] = field(default_factory=dict)  # its drafter's name of each
     keys: EngineKeys | None = None
 
 
@@ -66,38 +68,45 @@ def make_specs(
     ]
     if not places:
         return []
-    speculation, engine = config.rollout.speculation, config.rollout.engine
-    draft = draft_shape(speculation.draft_model)
-    if draft.is_head:
-        raise ConfigError.at(
-            "rollout.speculation.draft_model",
-            f"an EAGLE-3 head ({speculation.draft_model})",
-            "a draft model, since decoupled is among the drafters",
-            "A head reads the policy's hidden states, which stay in its engine. Use mode coupled with the drafter "
-            "model, or make a draft model with specactor drafter init.",
-        )
-    context = min(max_position, draft.max_position)
-    requests = host.engines * engine.max_running_requests
-    kv_tokens = None if host.has_gpus else requests * context  # None: SGLang decides
-    if sleeping and host.has_gpus:
-        if engine.max_total_tokens is None:
+    engine, models = config.rollout.engine, config.rollout.speculation.in_processes
+    contexts = {}
+    for name, folder in models.items():
+        draft = draft_shape(folder)
+        if draft.is_head:
             raise ConfigError.at(
-                "rollout.engine.max_total_tokens",
-                None,
-                "a number of tokens where drafters sleep on the GPUs of engines",
-                "Both caches have so much room: leave memory for a second one, or set parallel.drafters.",
+                "rollout.speculation.draft_model",
+                f"an EAGLE-3 head ({folder})",
+                f"a draft model, since {name} is among the drafters",
+                "A head reads the policy's hidden states, which stay in its engine. Use mode coupled with the drafter "
+                "model, or make a draft model with specactor drafter init.",
             )
-        kv_tokens = engine.max_total_tokens
+        contexts[name] = min(max_position, draft.max_position)
+    requests = host.engines * engine.max_running_requests
+    if sleeping and host.has_gpus and engine.max_total_tokens is None:
+        raise ConfigError.at(
+            "rollout.engine.max_total_tokens",
+            None,
+            "a number of tokens where drafters sleep on the GPUs of engines",
+            "Both caches have so much room: leave memory for a second one, or set parallel.drafters.",
+        )
+
+    def kv_tokens(context: int) -> int | None:
+        if host.has_gpus:
+            return engine.max_total_tokens if sleeping else None  # None: SGLang decides
+        return requests * context
+
+    names = list(islice(cycle(models), len(places)))  # in turn
     return [
         DrafterSpec(
             index=index,
+            drafter=name,
             endpoint=endpoint(),
-            model_dir=str(Path(speculation.draft_model).resolve()),
+            model_dir=str(Path(models[name]).resolve()),
             dtype=config.model.dtype,
             device=device,
             engine=of,
-            context_length=context,
-            kv_tokens=kv_tokens,
+            context_length=contexts[name],
+            kv_tokens=kv_tokens(contexts[name]),
             max_requests=requests,
             memory_fraction=engine.memory_fraction,
             random_seed=config.seed,
@@ -105,7 +114,7 @@ def make_specs(
             start_timeout_s=engine.start_timeout_s,
             max_restarts=engine.max_restarts,
         )
-        for index, device, of in places
+        for name, (index, device, of) in zip(names, places, strict=True)
     ]
 
 
@@ -137,22 +146,53 @@ def draft_shape(folder: str) -> ModelShape:
 
 
 def check_in_engines(config: Config, policy: ModelShape) -> None:
-    """Raise ConfigError for a draft model that engines of this policy cannot run beside it."""
+    """Raise ConfigError for draft models that engines of this policy cannot run beside it."""
     speculation = config.rollout.speculation
-    if speculation.mode == "off" or "model" not in speculation.drafters or speculation.draft_model == WARM_UP:
-        return  # what the warm-up cuts out of the policy fits
-    draft = draft_shape(speculation.draft_model)
-    for name, own, needed in (
-        ("positions", draft.max_position, policy.max_position),
-        ("tokens in its vocabulary", draft.vocab_size, policy.vocab_size),
-    ):
-        if own < needed:
+    models = [*speculation.in_engines.values()] if speculation.mode != "off" else []
+    shapes = {folder: draft_shape(folder) for folder in models if folder not in MADE_BY_WARM_UP}  # which fit
+    for folder, draft in shapes.items():
+        for name, own, needed in (
+            ("positions", draft.max_position, policy.max_position),
+            ("tokens in its vocabulary", draft.vocab_size, policy.vocab_size),
+        ):
+            if own < needed:
+                raise ConfigError.at(
+                    "rollout.speculation.draft_model",
+                    f"{own} {name} ({folder})",
+                    f"at least the policy's {needed}",
+                    "Make one with specactor drafter init.",
+                )
+    heads = [folder for folder, draft in shapes.items() if draft.is_head]
+    if len(heads) > 1:
+        raise ConfigError.at(
+            "rollout.speculation.draft_model", heads, "at most one EAGLE-3 head", "Leave the others out."
+        )
+
+
+def check_tokenizers(config: Config) -> None:
+    """Raise ConfigError for a draft model whose tokenizer is known to be another than the policy's."""
+    speculation = config.rollout.speculation
+    if speculation.mode == "off" or config.model.tiny is not None:
+        return
+    policy = _vocabulary(Path(config.model.path))
+    for folder in {*speculation.in_engines.values(), *speculation.in_processes.values()}:
+        own = _vocabulary(Path(folder))
+        if own and policy and own != policy:
+            differs = sum(policy.get(token) != i for token, i in own.items()) or len(policy) - len(own)
             raise ConfigError.at(
                 "rollout.speculation.draft_model",
-                f"{own} {name} ({speculation.draft_model})",
-                f"at least the policy's {needed}",
-                "Make one with specactor drafter init.",
+                f"another tokenizer ({folder}: {differs} tokens differ)",
+                "the policy's",
+                "Its tokens would mean something else. Make one with specactor drafter init.",
             )
+
+
+def _vocabulary(folder: Path) -> Mapping[str, int]:
+    """Return the ids of tokens, as far as a folder says them; nothing else is known of it."""
+    file = folder / "tokenizer.json"
+    found = json.loads(file.read_bytes()) if file.is_file() else {}
+    vocabulary = found.get("model", {}).get("vocab")
+    return vocabulary if isinstance(vocabulary, dict) else {}
 
 
 def host_of(config: Config, view: View) -> View:
@@ -186,7 +226,7 @@ def offer(specs: Sequence[DrafterSpec], host: View) -> tuple[list[DrafterSpec], 
     if not specs:
         return [], Offer(host=host)
     engine_keys, drafter_keys = make_keys()
-    endpoints = tuple(spec.endpoint for spec in specs)
+    endpoints = {spec.endpoint: spec.drafter for spec in specs}
     message = Offer(host=host, endpoints=endpoints, keys=engine_keys)
     return [replace(spec, keys=drafter_keys) for spec in specs], message
 
@@ -197,7 +237,9 @@ def access(config: Config, offers: Sequence[Offer], *, host: View, engine: int) 
     elsewhere = [each for each in offers if each.host != host and config.parallel.drafter_hosts]
     return DrafterAccess(
         drafters=tuple(
-            Address(endpoint=endpoint, keys=each.keys) for each in there + elsewhere for endpoint in each.endpoints
+            Address(endpoint=endpoint, keys=each.keys, drafter=drafter)
+            for each in there + elsewhere
+            for endpoint, drafter in each.endpoints.items()
         ),
         engine=f"engine-{engine}",
         may_be_none=config.lends_devices,

@@ -25,6 +25,7 @@ from specactor.rollout.refill import Refill
 from specactor.rollout.session import TURN
 from specactor.rollout.sglang.engine_client import Engine, EngineDied
 from specactor.rollout.tail import BorrowedDevices, EngineLoad, Running, WakeWhereItPays
+from specactor.rollout.waiting import Waiting
 from specactor.types import RolloutRequest, Trajectory
 
 POLL_S = 0.02
@@ -64,6 +65,7 @@ class Driver:
         drafters: DrafterPool | None = None,
         conversations: Conversations | None = None,
         refill: Refill | None = None,
+        waiting: Waiting | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """
@@ -75,6 +77,7 @@ class Driver:
             drafters: sleep on the engines' devices.
             conversations: which requests are those of, and what becomes of their responses.
             refill: gives further requests as groups become complete, and says when there are enough.
+            waiting: gives further groups as engines have room.
         """
         self.done: dict[str, Trajectory] = {}
         self.stopped: dict[str, RolloutRequest] = {}
@@ -85,8 +88,9 @@ class Driver:
         self._report_tokens = report_tokens if policy or refill or enough_groups is not None else 0
         self._enough = enough_groups
         self._refill = refill
+        self._waiting = waiting
         self.added: list[RolloutRequest] = []
-        """What `refill` gave."""
+        """What `refill` and `waiting` gave."""
         self._borrowed = BorrowedDevices(engines, drafters, policy, clock=clock)
         self._running: dict[int, dict[str, RolloutRequest]] = {i: {} for i in range(len(engines))}
         self._emitted: dict[str, int] = {}
@@ -123,11 +127,13 @@ class Driver:
             for engine, part in enumerate(parts):
                 self._begin(engine, part)
             self._draw()
+            self._fill()
             while self._open_calls or self._thinking or self._waits or (self._unscored and not self._stopping):
                 for event in self._next():
                     self._take(event)
                 self._send_turns()
                 self._draw()
+                self._fill()
         except (EngineError, DataError):
             self._each_engine(lambda engine: engine.abort())
             raise
@@ -161,16 +167,29 @@ class Driver:
         """Begin what is to take the place of groups that nothing is learned from, or end what nobody needs."""
         if self._refill is None or not self._running:
             return
-        new = self._refill.more()
-        self.added += new
-        self._missing.update(request.group_id for request in new)
         by_group: dict[int, list[RolloutRequest]] = {}
-        for request in new:
+        for request in self._refill.more():
             by_group.setdefault(request.group_id, []).append(request)
         for group in by_group.values():
-            self._begin(min(self._running, key=lambda i: len(self._running[i])), group)
+            self._begin_new(min(self._running, key=lambda i: len(self._running[i])), group)
         if self._refill.kept is not None and not self._stopping:
             self._stop()
+
+    def _fill(self) -> None:
+        """Begin groups that have waited, where an engine has room."""
+        while self._waiting is not None and self._running:
+            busy = Counter({i: len(requests) for i, requests in self._running.items()})
+            busy.update(engine for engine, _ in self._thinking.values() if engine in busy)
+            engine = min(busy, key=lambda i: busy[i])
+            group = self._waiting.take(busy[engine])
+            if not group:
+                return
+            self._begin_new(engine, group)
+
+    def _begin_new(self, engine: int, group: Sequence[RolloutRequest]) -> None:
+        self.added += group
+        self._missing.update(request.group_id for request in group)
+        self._begin(engine, group)
 
     def _ask(self, engine: int, request: RolloutRequest, response: Trajectory | None) -> None:
         """Hand the environment a response, or let it start; its answer is an event."""
@@ -269,7 +288,7 @@ class Driver:
         if dry:  # seldom, and there may be many conversations
             waited_for = {engine for engine, _ in self._thinking.values()}
             dry = [engine for engine in dry if engine not in waited_for]
-        if dry and not self._stopping:
+        if dry and not self._stopping and (self._waiting is None or self._waiting.is_over):
             finished = (len(response.token_ids) for response in self.done.values())
             self._borrowed.lend(self._loads, dry, finished, self._rounds)
 

@@ -21,6 +21,7 @@ from specactor.rollout.requests import assign, merge
 from specactor.rollout.sglang.engine_client import Engine, EngineDied, EngineSpec
 from specactor.rollout.speculation.counters import Counts, Figures, added, added_figures
 from specactor.rollout.tail import WakeWhereItPays
+from specactor.rollout.waiting import Waiting
 from specactor.trace import Span
 from specactor.types import RolloutRequest, Trajectory
 
@@ -106,12 +107,13 @@ class EnginePool:
         enough_groups: int | None = None,
         conversations: Conversations | None = None,
         refill: Refill | None = None,
+        waiting: Waiting | None = None,
     ) -> RolloutOutcome:
         """Generates on the engines that are alive; `on_finished` is called in this thread.
 
         Requests of `conversations` begin those, or go on with them where engines died.
 
-        With `refill` it goes on with what that gives, until it is settled.
+        With `refill` it goes on with what that gives, until it is settled; with `waiting` until that is empty.
         With `enough_groups` it stops when of that many groups all requests have finished.
         Raises EngineError when a request cannot be served. Without a living engine all requests come back unfinished.
         """
@@ -127,8 +129,9 @@ class EnginePool:
             drafters=self.drafters,
             conversations=conversations,
             refill=refill,
+            waiting=waiting,
         )
-        if (requests or refill) and alive:
+        if (requests or refill or (waiting and waiting.lists)) and alive:
             with self.drafters.rollout():
                 driver.run(assign(requests, len(alive)))
         requests = [*requests, *driver.added]

@@ -169,6 +169,7 @@ def _identity(trainer: PolicyTrainer) -> dict[str, Any]:
         "virtual_pipeline": trainer.config.parallel.virtual_pipeline,
         "model": {name: getattr(hf, name, None) for name in _MODEL_FIELDS} | {"dtype": trainer.config.model.dtype},
         "distributed_optimizer": optimizer.DISTRIBUTED,
+        "optimizer_state": trainer.config.train.optimizer_state,
         "critic": trainer.critic is not None,
         "attention": trainer.config.rollout.engine.attention,
     }
@@ -216,6 +217,13 @@ def _check_identity(saved: dict[str, Any], now: dict[str, Any], path: Path) -> N
         raise CheckpointError(
             f"{path}: was saved with distributed_optimizer = {saved['distributed_optimizer']}, expected "
             f"{now['distributed_optimizer']}. Use the version that wrote it."
+        )
+    before = saved.get("optimizer_state", "float32")  # older checkpoints have none
+    if before != now["optimizer_state"]:
+        raise CheckpointError(
+            f"{path}: was saved with train.optimizer_state = {before}, expected {now['optimizer_state']}: the updates "
+            "would be those of two optimizers, since each rounds differently. Go on with the one it was saved with, or "
+            "train its exported model in a new run."
         )
     if now["critic"] and not saved.get("critic", False):
         raise CheckpointError(

@@ -98,6 +98,7 @@ def load(chunks: list[Any], optimizer: Any, folder: Path) -> None:
         for key, chunk in zip(keys, chunks, strict=True):
             chunk.load_state_dict(state[key], strict=False)  # TransformerEngine's extra states may be absent
         optimizer.load_state_dict(state["optimizer"])
+        optimizers.settle_loaded(optimizer)
     except _LOAD_ERRORS as error:
         first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise CheckpointError(

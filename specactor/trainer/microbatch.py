@@ -67,6 +67,8 @@ class Item:
     old_logprobs: Tensor | None = None
     ref_logprobs: Tensor | None = None
     estimate: Estimate | None = None
+    first_token: int = 0
+    """It numbers its first token among all of the update's."""
 
 
 @dataclass(frozen=True)
@@ -74,6 +76,8 @@ class MicroBatch:
     tokens_1T: Tensor
     positions_1T: Tensor
     packed: PackedSeqParams
+    text_T: Tensor
+    """Number of each position's token among all of the update's, on the CPU; -1 in padding."""
     rows_R: Tensor
     """Which of the T positions predict a response token."""
     targets_R: Tensor
@@ -105,10 +109,13 @@ def items_of(
 ) -> list[Item]:
     """Items of one update; `weights` are per token, `old` and `ref` log-probabilities per sequence (response_len)."""
     firsts = accumulate((s.response_len for s in sequences), initial=0)
+    first_tokens = accumulate((len(s.token_ids) for s in sequences), initial=0)
     none = [None] * len(sequences)
     return [
         Item(*of_sequence)
-        for of_sequence in zip(sequences, firsts, weights, old or none, ref or none, estimates or none, strict=False)
+        for of_sequence in zip(
+            *(sequences, firsts, weights, old or none, ref or none, estimates or none, first_tokens), strict=False
+        )
     ]
 
 
@@ -117,7 +124,7 @@ def build(items: Sequence[Item], shape: Shape, device: torch.device) -> MicroBat
     lengths = [len(item.sequence.token_ids) for item in items]
     padded = [padded_len(length, shape.sequence_multiple) for length in lengths] or [shape.total_multiple]
     padded[-1] += -sum(padded) % shape.total_multiple
-    tokens = _tokens(items, padded)
+    tokens, text = _tokens(items, padded)
     rows_T, positions_T = _local_rows(padded, shape)
     where = _responses(items, padded, rows_T)
     mine = where.mine
@@ -137,6 +144,7 @@ def build(items: Sequence[Item], shape: Shape, device: torch.device) -> MicroBat
         tokens_1T=tokens[rows_T][None].to(device),
         positions_1T=positions_T[None].to(device),
         packed=_packed(padded, device),
+        text_T=text[rows_T],
         rows_R=where.local_row[mine].to(device),
         targets_R=tokens[where.row[mine] + 1].to(device),
         sequence_R=where.sequence[mine].to(device),
@@ -176,13 +184,15 @@ def _stale(sequence: TrainSequence) -> Tensor:
     return (torch.arange(sequence.response_len) < sequence.num_stale).float()
 
 
-def _tokens(items: Sequence[Item], padded: list[int]) -> Tensor:
-    """All tokens of the micro-batch, on whatever rank they will be; padding is token 0."""
+def _tokens(items: Sequence[Item], padded: list[int]) -> tuple[Tensor, Tensor]:
+    """All tokens of the micro-batch, on whatever rank they will be, and their numbers; padding is 0, number -1."""
     tokens = torch.zeros(sum(padded), dtype=torch.int64)
+    text = torch.full_like(tokens, -1)
     for item, start in zip(items, accumulate(padded, initial=0), strict=False):
         ids = item.sequence.token_ids
         tokens[start : start + len(ids)] = torch.from_numpy(np.array(ids, np.int64))
-    return tokens
+        text[start : start + len(ids)] = torch.arange(item.first_token, item.first_token + len(ids))
+    return tokens, text
 
 
 @dataclass(frozen=True)

@@ -94,6 +94,12 @@ class Policy:
         """Megatron's transformer layers of this rank, in order."""
         return (layer for chunk in self.chunks for layer in unwrap_model(chunk).decoder.layers)
 
+    def modules_of(self, layer: int) -> Iterator[Any]:
+        """What puts a layer out on this rank, if anything does; -1 is the embedding."""
+        if layer >= 0:
+            return (module for module in self.layers() if module.layer_number - 1 == layer)
+        return (chunk.embedding for chunk in map(unwrap_model, self.chunks) if chunk.pre_process)
+
     def for_bridge(self) -> list[Any]:
         """The chunks under the names that mbridge knows: without the wrapper that Megatron puts around bfloat16."""
         if not (self.local_spec or self.scalar):

@@ -7,7 +7,7 @@ not depend on how sequences are spread over ranks and micro-batches (up to float
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -35,6 +35,12 @@ from megatron.core.pipeline_parallel import get_forward_backward_func  # noqa: E
 
 Objective = Callable[[MicroBatch, Tensor], tuple[Tensor, dict[str, Tensor]]]
 """(micro-batch, output of the model) -> (loss, what is added to `Sums`)."""
+Watch = Callable[[MicroBatch], AbstractContextManager[None]]
+"""What encloses the forward pass of a chunk over a micro-batch."""
+
+
+def unwatched(_: MicroBatch) -> AbstractContextManager[None]:
+    return nullcontext()
 
 
 class ModelTrainer:
@@ -66,7 +72,9 @@ class ModelTrainer:
         """The reverse of `offload`, before the next update."""
         optimizer.reload(self.chunks, self.optimizer, self.config.model.dtype, self._host_copies)
 
-    def _update(self, items: list[Item], objective: Objective, learning_rate: float) -> tuple[Sums, float, int]:
+    def _update(
+        self, items: list[Item], objective: Objective, learning_rate: float, watch: Watch = unwatched
+    ) -> tuple[Sums, float, int]:
         """One optimizer update; (this rank's sums, global gradient norm, micro-batches)."""
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
@@ -78,12 +86,19 @@ class ModelTrainer:
             sums.add(values)
             return loss
 
-        count = self._run(items, loss_of, forward_only=False)
+        count = self._run(items, loss_of, forward_only=False, watch=watch)
         optimizer.set_learning_rate(self.optimizer, learning_rate, self.config.train.weight_decay)
         _, grad_norm, _ = self.optimizer.step()  # writes parameters where engines of this host read them
         return sums, float(grad_norm), count
 
-    def _run(self, items: list[Item], loss_of: Callable[[MicroBatch, Tensor], Tensor], *, forward_only: bool) -> int:
+    def _run(
+        self,
+        items: list[Item],
+        loss_of: Callable[[MicroBatch, Tensor], Tensor],
+        *,
+        forward_only: bool,
+        watch: Watch = unwatched,
+    ) -> int:
         """Megatron's schedule over this rank's micro-batches; returns their number. The last stage calls `loss_of`."""
         plan = self._plan([item.sequence for item in items])
         batches = [build([items[i] for i in part], self._shape, self.device) for part in plan]
@@ -93,7 +108,8 @@ class ModelTrainer:
 
         def forward(batches: Iterator[MicroBatch], chunk: Any) -> tuple[Tensor, Callable[..., Any]]:
             batch = next(batches)
-            with self._replay.forward(batch.experts_TX) if self._replay is not None else nullcontext():
+            replayed = self._replay.forward(batch.experts_TX) if self._replay is not None else nullcontext()
+            with replayed, watch(batch):
                 output = chunk(batch.tokens_1T, batch.positions_1T, None, packed_seq_params=batch.packed)
             return output, partial(reduced, batch)
 

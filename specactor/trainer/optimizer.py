@@ -12,28 +12,46 @@ import torch
 import xxhash
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
+from torch import Tensor
 
 from specactor.config import TrainConfig
 from specactor.device_memory import HostCopies
-from specactor.trainer.model import DTYPES, Policy
+from specactor.trainer.model import DTYPES, Policy, has_transformer_engine
 from specactor.weights_sync.digest import digest
 
+MOMENTS = ("exp_avg", "exp_avg_sq")
+"""Adam's names of them."""
 DISTRIBUTED = True
 """The optimizer's state is divided among the data-parallel ranks, which costs no time; a plain one is for tests."""
+OVERLAP = has_transformer_engine()
+"""Gradients of a bucket of parameters are summed over ranks while those of others are computed. Without
+TransformerEngine an expert without tokens may have no gradient, for which its bucket would wait."""
+BUCKET_SIZE: int | None = None
+"""Parameters of one bucket; None: Megatron's own choice, at least 40 million."""
 ADAM_EPS = 1e-8
 """Added to Adam's denominator: PyTorch's and Megatron's default."""
 
 
 def wrap(policy: Policy, train: TrainConfig) -> list[Any]:
-    """The chunks in Megatron's DistributedDataParallel, with float32 gradient buffers."""
+    """The chunks in Megatron's DistributedDataParallel, with float32 gradient buffers.
+
+    Parameters are gathered at once: after a step's last update engines read them.
+    """
     config = DistributedDataParallelConfig(
-        use_distributed_optimizer=DISTRIBUTED, grad_reduce_in_fp32=True, overlap_grad_reduce=False
+        use_distributed_optimizer=DISTRIBUTED,
+        grad_reduce_in_fp32=True,
+        overlap_grad_reduce=OVERLAP,
+        bucket_size=BUCKET_SIZE,
     )
     wrapped = [
         DistributedDataParallel(policy.config, config, chunk, disable_bucketing=index > 0)
         for index, chunk in enumerate(policy.chunks)
     ]
     policy.config.finalize_model_grads_func = _finalize
+    if OVERLAP:  # no gradient is sent before the last micro-batch has added to it
+        waiting = [chunk.no_sync for chunk in wrapped]
+        policy.config.no_sync_func = waiting if len(waiting) > 1 else waiting[0]
     return wrapped
 
 
@@ -57,14 +75,73 @@ def make(chunks: list[Any], policy: Policy, train: TrainConfig, dtype: str) -> A
             bf16=dtype == "bfloat16",
             params_dtype=DTYPES[dtype],
             use_distributed_optimizer=DISTRIBUTED,
+            **_state_settings(train.optimizer_state, fused=has_transformer_engine()),
         ),
         chunks,
     )
     policy.config.grad_scale_func = optimizer.scale_loss
+    if train.optimizer_state == "bfloat16" and not has_transformer_engine():
+        for part in parts(optimizer):
+            part.optimizer = RoundedAdamW(part.optimizer.param_groups)
+    for part in parts(optimizer):
+        for group in part.optimizer.param_groups if train.optimizer_state == "host" else ():
+            # Classes, which a checkpoint that is read without unpickling cannot hold; nobody reads them there.
+            del group["cpu_optimizer_cls"], group["gpu_optimizer_cls"]
     for inner in torch_adams(optimizer):
         for group in inner.param_groups:
             group["foreach"], group["fused"] = False, True  # one kernel per tensor instead of eight
     return optimizer
+
+
+def _state_settings(state: str, *, fused: bool) -> dict[str, Any]:
+    """Return what Megatron is told of where moments and main weights are; `fused`: TransformerEngine has the Adam."""
+    if state == "host":
+        return {
+            "use_precision_aware_optimizer": True,  # else the device keeps float32 main weights, too
+            "optimizer_cpu_offload": True,
+            "optimizer_offload_fraction": 1.0,
+            "overlap_cpu_optimizer_d2h_h2d": True,
+        }
+    if state == "bfloat16" and fused:
+        return {
+            "use_precision_aware_optimizer": True,
+            "exp_avg_dtype": torch.bfloat16,
+            "exp_avg_sq_dtype": torch.bfloat16,
+            # Checkpoints take main weights whole: of their lower halves, which would save 2 bytes, they make no sense.
+            "store_param_remainders": False,
+        }
+    return {}
+
+
+class RoundedAdamW(torch.optim.AdamW):
+    """AdamW that keeps its moments in bfloat16, as TransformerEngine's does: a step computes in float32, with moments
+    that are rounded after it."""
+
+    @torch.no_grad()
+    def step(self, closure: object = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            beta1, beta2 = group["betas"]
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                state = self.state[parameter] or _empty_state(self, parameter)
+                state["step"] += 1
+                count = float(state["step"])
+                first = state["exp_avg"].float().lerp_(parameter.grad, 1 - beta1)
+                second = (
+                    state["exp_avg_sq"].float().mul_(beta2).addcmul_(parameter.grad, parameter.grad, value=1 - beta2)
+                )
+                state["exp_avg"].copy_(first)
+                state["exp_avg_sq"].copy_(second)
+                size = second.div_(1 - beta2**count).sqrt_().add_(group["eps"])
+                parameter.mul_(1 - group["lr"] * group["weight_decay"])
+                parameter.addcdiv_(first, size, value=-group["lr"] / (1 - beta1**count))
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        """Torch gives moments the type of their parameter; these values fit into bfloat16 again without loss."""
+        super().load_state_dict(state_dict)
+        for state in self.state.values():
+            state |= {name: state[name].bfloat16() for name in MOMENTS if name in state}
 
 
 def parts(optimizer: Any) -> list[Any]:
@@ -86,7 +163,13 @@ def set_learning_rate(optimizer: Any, learning_rate: float, weight_decay: float)
 def reset(optimizer: Any) -> None:
     """Forget moments and step counts."""
     for part in parts(optimizer):
-        part.optimizer.state.clear()
+        if _keeps_weights(part):  # in its state, beside the moments
+            for state in part.optimizer.state.values():
+                for name in (*MOMENTS, "step"):
+                    if name in state:
+                        state[name].zero_()
+        else:
+            part.optimizer.state.clear()
         for group in part.optimizer.param_groups:
             group.pop("step", None)  # where the fused Adams count
 
@@ -95,13 +178,41 @@ def fill_state(optimizer: Any) -> None:
     """Give an optimizer that has made no step yet its state, so that it can be saved, or loaded into."""
     for part in parts(optimizer):
         inner = part.optimizer
-        for parameter in (p for group in inner.param_groups for p in group["params"]):
-            if inner.state[parameter]:
-                continue
-            state = {"exp_avg": torch.zeros_like(parameter), "exp_avg_sq": torch.zeros_like(parameter)}
-            if isinstance(inner, torch.optim.AdamW):
-                state["step"] = torch.tensor(0.0)
-            inner.state[parameter] = state
+        on_host = isinstance(inner, HybridDeviceOptimizer)
+        for own in inner.sub_optimizers if on_host else [inner]:
+            for parameter in (p for group in own.param_groups for p in group["params"]):
+                if not own.state[parameter]:
+                    _empty_state(own, parameter)
+        if on_host:
+            inner._sync_sub_optimizers_state_to_hdo()
+
+
+def settle_loaded(optimizer: Any) -> None:
+    """Copy moments of which the optimizer on the host took parts of a checkpoint's whole tensors, which would stay."""
+    for part in parts(optimizer):
+        if isinstance(part.optimizer, HybridDeviceOptimizer):
+            for state in part.optimizer.state.values():
+                state |= {name: state[name].clone() for name in MOMENTS}
+            part.optimizer._sync_sub_optimizers_state_to_hdo()
+
+
+def _empty_state(inner: Any, parameter: Tensor) -> dict[str, Tensor]:
+    """Return the state that a parameter has before its first step, and put it there."""
+    if hasattr(inner, "initialize_state"):  # TransformerEngine's, which knows the types
+        inner.initialize_state(parameter, False)
+        found: dict[str, Tensor] = inner.state[parameter]
+        return found
+    dtype = torch.bfloat16 if isinstance(inner, RoundedAdamW) else parameter.dtype
+    state = {name: torch.zeros_like(parameter, dtype=dtype) for name in MOMENTS}
+    if isinstance(inner, torch.optim.AdamW):
+        state["step"] = torch.tensor(0.0)
+    inner.state[parameter] = state
+    return state
+
+
+def _keeps_weights(part: Any) -> bool:
+    """Whether main weights are the inner optimizer's own, and its parameters the model's."""
+    return bool(part.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8)
 
 
 def digest_of(optimizer: Any) -> int:
@@ -111,7 +222,7 @@ def digest_of(optimizer: Any) -> int:
         for group in part.optimizer.param_groups:
             for parameter in group["params"]:
                 state = part.optimizer.state.get(parameter, {})
-                found += [digest(state[name]) for name in ("exp_avg", "exp_avg_sq") if name in state]
+                found += [digest(state[name]) for name in MOMENTS if name in state]
                 found.append(int(state.get("step", group.get("step") or 0)))  # fused Adams count in the group
     return int(xxhash.xxh3_64_intdigest(str(found).encode()))
 

@@ -21,11 +21,12 @@ from specactor.errors import SpecActorError
 from specactor.parallel.layout import Layout
 from specactor.trainer import model
 from specactor.trainer.critic import Critic, CriticStats
+from specactor.trainer.drafter.states import StateRecorder
 from specactor.trainer.drafter.top_k import TopKRecorder
 from specactor.trainer.export import export_hf
 from specactor.trainer.losses import token_weights
 from specactor.trainer.microbatch import Estimate, MicroBatch, items_of
-from specactor.trainer.model_trainer import ModelTrainer, Objective
+from specactor.trainer.model_trainer import ModelTrainer, Objective, unwatched
 from specactor.trainer.objective import (
     PolicyObjective,
     Sums,
@@ -135,7 +136,8 @@ class PolicyTrainer(ModelTrainer):
             if self.critic is not None:
                 learned.append(self.critic.learn(items))
             with replay.repeating() if replay is not None else nullcontext():
-                part_sums, grad_norm, count = self._update(items, objective, learning_rate)
+                watch = recorder.begin(part) if recorder is not None else unwatched
+                part_sums, grad_norm, count = self._update(items, objective, learning_rate, watch)
             if recorder is not None:
                 recorder.updated(part)
             sums.append(part_sums)
@@ -183,14 +185,27 @@ class PolicyTrainer(ModelTrainer):
         """Make the weights of this moment the reference of the KL penalty (at first: those of `model_dir`)."""
         self._reference = [p.detach().to("cpu", copy=True) for p in self._parameters()]
 
-    def top_k_recorder(self, top_k: int) -> TopKRecorder:
-        """A recorder of the policy's top-k log-probabilities, for `train_step`."""
+    def top_k_recorder(self, top_k: int, *, layers: Sequence[int] = (), max_tokens: int = 0) -> TopKRecorder:
+        """A recorder of the policy's top-k log-probabilities, for `train_step`; and of the outputs of these layers (-1:
+        the embedding) at so many tokens."""
+        states = None
+        if layers:
+            parts = self.layout.tensor if self.policy.config.sequence_parallel else 1
+            states = StateRecorder(
+                layers,
+                self.policy.modules_of,
+                hidden_size=self.policy.config.hidden_size,
+                max_tokens=max_tokens,
+                device=self.device,
+                part=(parallel_state.get_tensor_model_parallel_rank(), parts),
+            )
         return TopKRecorder(
             top_k,
             temperature=self.config.rollout.temperature,
             vocab_size=int(self.policy.bridge.hf_config.vocab_size),
             device=self.device,
             group=parallel_state.get_tensor_model_parallel_group(),
+            states=states,
         )
 
     def offload(self) -> None:

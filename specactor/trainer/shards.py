@@ -4,7 +4,8 @@ On one host, `RankShards`: each parameter is handed over by exactly one of the r
 pipeline stages, experts' ranks or data-parallel copies; only tensor-parallel shards are gathered. Over several hosts,
 `GatheredWeights`: every owner of engines gathers and hands over everything.
 
-On CPUs the parameters themselves lie in memory that engines can read (`share`); `RankShards.held` says where.
+On CPUs the parameters themselves lie in memory that engines can read (`share`); on GPUs they are copied there.
+`RankShards.held` says where.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from torch import Tensor
 from specactor.trainer.model import Policy
 from specactor.weights_sync import plan
 from specactor.weights_sync.buckets import Part, Spread, aligned, rounds
+from specactor.weights_sync.device_pull import SharedCopy, room_bytes
 from specactor.weights_sync.memory import SharedBuffer
 from specactor.weights_sync.messages import Holding
 
@@ -47,6 +49,7 @@ class GatheredWeights:
     """A `WeightSource` over several hosts: the whole model on each rank that owns engines."""
 
     one_host = False
+    on_device = None
 
     def __init__(self, policy: Policy, *, owns_engines: bool) -> None:
         self._policy, self._owns_engines = policy, owns_engines
@@ -84,9 +87,8 @@ class RankShards:
     def __init__(self, policy: Policy, memory: Sequence[SharedBuffer] = ()) -> None:
         """Args: what `share` made of the policy's parameters."""
         self._memory = list(memory)
-        self._copied: list[tuple[Tensor, Tensor]] = []
-        """(target, source) of tensors that are not in shared memory, and so are copied there."""
-        self._side: SharedBuffer | None = None
+        self._copied: SharedCopy | None = None
+        """Of tensors that are not in shared memory."""
         self._holding: Holding | None = None
         self._pointers: list[int] = []
         self._bridge = policy.bridge
@@ -112,33 +114,38 @@ class RankShards:
                 (names[name], tensor) for name, tensor in chunk.state_dict().items() if "expert_bias" in name
             ]
 
+    @property
+    def on_device(self) -> SharedCopy | None:
+        """Those of a GPU that `held` has copied; then all are."""
+        return self._copied if self._parameters[0][1].device.type != "cpu" else None
+
     def held(self, capacity_bytes: int) -> Holding | None:
-        """Return where engines find what this rank hands over, as of now; None on a GPU, or where it would take more
-        than `capacity_bytes` to copy what does not lie in shared memory. It is the same object until a tensor moves."""
-        pointers = [tensor.data_ptr() for _, tensor in self._parameters]
-        if pointers != self._pointers:
-            self._pointers, self._copied = pointers, []
+        """Return where engines find what this rank hands over, as of now; None where it would take more than
+        `capacity_bytes` to copy what does not lie in shared memory, on a GPU more than the host has free. It is the
+        same object until a tensor of the host moves."""
+        pointers = [tensor.data_ptr() for _, tensor in self._parameters if tensor.device.type == "cpu"]
+        if pointers != self._pointers or self._holding is None:
+            self._pointers = pointers
             self._holding = self._hold(capacity_bytes)
-        for target, source in self._copied:
-            target.copy_(source)
+        if self._copied is not None and self._holding is not None:
+            self._copied.refresh()
         return self._holding
 
     def _hold(self, capacity_bytes: int) -> Holding | None:
         mine = [(*pair, self._place(pair[1])) for pair in self._parameters_of_own()]
-        room = sum(aligned(tensor.nbytes) for _, tensor, place in mine if place is None)
-        if room > capacity_bytes or any(tensor.device.type != "cpu" for _, tensor, _ in mine):
+        others = [tensor for _, tensor, place in mine if place is None]
+        devices = {tensor.device.type for _, tensor, _ in mine}
+        if devices - {"cpu"}:
+            capacity_bytes = room_bytes(dist.get_world_size())  # one host has all ranks
+        if len(devices) > 1 or sum(aligned(tensor.nbytes) for tensor in others) > capacity_bytes:
             return None
-        self._side = SharedBuffer(max(1, room))
+        self._copied = SharedCopy(others)
+        starts = iter(self._copied.starts)
         tensors: list[plan.Held] = []
-        used = 0
         for name, tensor, place in mine:
-            if place is None:
-                there = self._side.data[used : used + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-                self._copied.append((there, tensor.detach()))
-                place = (len(self._memory), used)
-                used += aligned(tensor.nbytes)
-            tensors += self._tensors_of(name, tensor, memory=place[0], at=place[1])
-        addresses = tuple(buffer.address() for buffer in (*self._memory, self._side))
+            memory, at = place or (len(self._memory), next(starts))
+            tensors += self._tensors_of(name, tensor, memory=memory, at=at)
+        addresses = tuple(buffer.address() for buffer in (*self._memory, self._copied.buffer))
         return Holding(addresses=addresses, tensors=tuple(tensors))
 
     def _parameters_of_own(self) -> Iterator[tuple[str, Tensor]]:

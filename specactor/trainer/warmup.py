@@ -19,7 +19,7 @@ import msgspec
 from transformers import PreTrainedTokenizerBase
 
 from specactor.config import Config, DraftTrainingConfig
-from specactor.config.speculation import WARM_UP
+from specactor.config.speculation import MADE_BY_WARM_UP, WARM_UP_HEAD
 from specactor.config.train import linear_decay
 from specactor.data.dataset import Dataset
 from specactor.data.tiny_model import make_tiny_model
@@ -31,6 +31,7 @@ from specactor.run_folder import WARM_UPS
 from specactor.trainer.drafter import init
 from specactor.trainer.drafter.buffer import example_from
 from specactor.trainer.drafter.command import learn
+from specactor.trainer.drafter.head import Eagle3Start
 from specactor.trainer.drafter.train import RefreshStats
 from specactor.trainer.policy import PolicyTrainer
 from specactor.types import Problem, TrainSequence
@@ -113,10 +114,11 @@ def with_draft_model(
 ) -> Config:
     """Return the config with the folder of a draft model where it asks for one of the warm-up's. Collective.
 
-    Rank 0 cuts a layer out of the policy and trains it on worked solutions; one that is cached is taken.
+    Rank 0 cuts a layer out of the policy, or makes a head for it, and trains it on worked solutions; one that is cached
+    is taken.
     """
     rollout = config.rollout
-    if rollout.speculation.mode == "off" or rollout.speculation.draft_model != WARM_UP:
+    if rollout.speculation.mode == "off" or rollout.speculation.first_draft_model not in MADE_BY_WARM_UP:
         return config
     learning = (
         DRAFT_UPDATES,
@@ -124,6 +126,7 @@ def with_draft_model(
         DRAFT_TOKENS,
         asdict(DraftTrainingConfig.of(config.distillation)),
         rollout.temperature,
+        *([WARM_UP_HEAD] if rollout.speculation.first_draft_model == WARM_UP_HEAD else []),
     )
     folder = Path(config.output_dir, WARM_UPS) / f"draft-{_hash(_content(policy), config.seed, learning)}"
 
@@ -135,7 +138,7 @@ def with_draft_model(
     if not folder.exists():
         progress.note(f"a draft model learns for {DRAFT_LIMIT_S:.0f} s at most")
     collective.together("draft model", make)
-    speculation = replace(rollout.speculation, draft_model=str(folder))
+    speculation = rollout.speculation.with_first(str(folder))
     return replace(config, rollout=replace(rollout, speculation=speculation))
 
 
@@ -155,9 +158,11 @@ def _distil(
     init.quiet()
     with tempfile.TemporaryDirectory() as place:
         start = Path(place) / "start"
-        init.make_draft_model(policy, start, init.TargetStart())
-        model = init.read_model(start)
-        stats = learn(None, model, examples, settings, seed=config.seed, limit_s=DRAFT_LIMIT_S, updates=DRAFT_UPDATES)
+        is_head = config.rollout.speculation.first_draft_model == WARM_UP_HEAD
+        init.make_draft_model(policy, start, Eagle3Start() if is_head else init.TargetStart())
+        target = init.read_model(policy) if is_head else None
+        model = init.read_draft(start, target)
+        stats = learn(target, model, examples, settings, seed=config.seed, limit_s=DRAFT_LIMIT_S, updates=DRAFT_UPDATES)
         init.write_model(model, folder, tokenizer=start)
     return stats
 

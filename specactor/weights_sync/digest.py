@@ -50,14 +50,23 @@ def digest_of(raw: memoryview | torch.Tensor) -> int:
 
 
 def _device_digest(flat: torch.Tensor) -> int:
-    """The digest of a GPU tensor, in pieces that bound the extra memory to 64 MiB."""
+    return read_totals([device_total(flat)])[0]
+
+
+def device_total(flat: torch.Tensor) -> torch.Tensor:
+    """Return the digest of a GPU tensor, there, computed in pieces that bound the extra memory to 64 MiB."""
     total = torch.zeros((), dtype=torch.int64, device=flat.device)
     piece = 8 * 2**20
     for start in range(0, flat.numel(), piece):
         words = flat[start : start + piece].to(torch.int64)
         index = torch.arange(start, start + words.numel(), device=flat.device, dtype=torch.int64)
         total += (words * (2 * index + 1)).sum()
-    return int(total.item()) & (2**64 - 1)
+    return total
+
+
+def read_totals(totals: Sequence[torch.Tensor]) -> tuple[int, ...]:
+    """Return digests that lie on a GPU, in one wait for it."""
+    return tuple(total & (2**64 - 1) for total in torch.stack(list(totals)).tolist()) if totals else ()
 
 
 Memory = npt.NDArray[np.uint8]

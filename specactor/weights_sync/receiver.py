@@ -22,7 +22,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from specactor.errors import WeightSyncError
-from specactor.weights_sync import plan
+from specactor.weights_sync import device_pull, plan
 from specactor.weights_sync.buckets import Slot
 from specactor.weights_sync.digest import Memory, copy_and_digest, digest_of
 from specactor.weights_sync.memory import Address, open_address, read_only, unregister
@@ -143,7 +143,8 @@ class _Plan:
     key: int
     chunks: tuple[plan.Chunk, ...]
     sizes: dict[str, int]
-    memories: list[Memory]
+    memories: list[Memory] | list[torch.Tensor]
+    """The latter on a GPU."""
 
 
 class Receiver:
@@ -197,7 +198,8 @@ class Receiver:
     def plan(self, rank: EngineRank, payload: bytes) -> bytes:
         """Answer all ranks' `Holding`, after a whole version was loaded: how to copy the next one."""
         everything = msgspec.msgpack.decode(payload, type=Holding)
-        self._plan, watched = None, self._watched
+        self._forget_plan()
+        watched = self._watched
         try:
             if watched.parameters != _places(rank.model.named_parameters()):
                 raise WeightSyncError("the engine's parameters moved while they were loaded")
@@ -206,7 +208,8 @@ class Receiver:
             sizes = {name: p.numel() * p.element_size() for name, p in rank.model.named_parameters()}
             chunks = plan.chunks(watched.copies, sizes, everything.tensors)
             _flat(rank.model, sizes)
-            memories = [read_only(address) for address in everything.addresses]
+            on_host = next(rank.model.parameters()).device.type == "cpu"
+            memories: Any = [(read_only if on_host else open_address)(address) for address in everything.addresses]
         except (OSError, WeightSyncError) as error:
             return msgspec.msgpack.encode(PlanReply(refusal=str(error)))
         self._plan = _Plan(digest_of(memoryview(payload)), chunks, sizes, memories)
@@ -221,16 +224,27 @@ class Receiver:
         if message.copy and self._open_version != message.version:
             self._begin(rank, message.version)
         try:
-            parameters = _flat(rank.model, self._plan.sizes)
-            memories = self._plan.memories if message.copy else None
-            digests = [
-                copy_and_digest([parameters[name] for name in chunk.parameters], chunk.blocks, memories)
-                for chunk in self._plan.chunks
-            ]
+            digests = self._digests(_flat(rank.model, self._plan.sizes), self._plan, copies=message.copy)
         except (TypeError, ValueError, WeightSyncError) as error:
             return msgspec.msgpack.encode(PullReply(problem=str(error)))
         self._pulled = message.copy
-        return msgspec.msgpack.encode(PullReply(digests=tuple(digests)))
+        return msgspec.msgpack.encode(PullReply(digests=digests))
+
+    @staticmethod
+    def _digests(parameters: dict[str, torch.Tensor], own: _Plan, *, copies: bool) -> tuple[int, ...]:
+        memories: Any = own.memories if copies else None
+        if any(raw.device.type != "cpu" for raw in parameters.values()):
+            return device_pull.pull(parameters, own.chunks, memories)
+        flat = {name: raw.numpy() for name, raw in parameters.items()}
+        return tuple(
+            copy_and_digest([flat[name] for name in chunk.parameters], chunk.blocks, memories) for chunk in own.chunks
+        )
+
+    def _forget_plan(self) -> None:
+        for memory in self._plan.memories if self._plan is not None else ():
+            if isinstance(memory, torch.Tensor):
+                unregister(memory)
+        self._plan = None
 
     def commit(self, rank: EngineRank, payload: bytes) -> bytes:
         """Answer a `Commit`: is the whole model at this version? Drops the caches of the old one."""
@@ -317,11 +331,11 @@ def _same_bits(target: torch.Tensor, source: torch.Tensor) -> bool:
     return torch.equal(target, source)
 
 
-def _flat(model: torch.nn.Module, sizes: dict[str, int]) -> dict[str, Memory]:
+def _flat(model: torch.nn.Module, sizes: dict[str, int]) -> dict[str, torch.Tensor]:
     """The bytes of every parameter. Raises WeightSyncError where they are not those of the plan."""
     found = {}
     for name, parameter in model.named_parameters():
         if not parameter.is_contiguous() or parameter.numel() * parameter.element_size() != sizes.get(name):
             raise WeightSyncError(f"{name} of shape {tuple(parameter.shape)} does not lie in memory as it was loaded")
-        found[name] = parameter.detach().view(-1).view(torch.uint8).numpy()
+        found[name] = parameter.detach().view(-1).view(torch.uint8)
     return found

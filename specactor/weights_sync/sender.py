@@ -4,7 +4,7 @@ Engines of this host copy the weights by a plan out of the trainer's memory, whi
 The plan is learned from a first push, and from any that finds an engine without it, as follows: in every round each
 rank packs the parameters that it hands over into one of its two buckets of shared memory; then all ranks exchange what
 they packed, and each engine's owner asks the engine's ranks to take the buckets, while the next round is packed into
-the others. All pushes go that way where there is no plan: over several hosts, and on GPUs.
+the others. All pushes go that way where there is no plan, as over several hosts.
 
 Invariants: a rank has at most two buckets; in a push by buckets nothing is loaded anywhere before all tensors were
 checked on all engine ranks, so a corrupt stream leaves the engines at their old version; in one by the plan every
@@ -27,6 +27,7 @@ from specactor.config import WeightsSyncConfig
 from specactor.errors import EngineError, WeightSyncError
 from specactor.parallel.collective import Collective
 from specactor.weights_sync.buckets import Slot, aligned
+from specactor.weights_sync.device_pull import SharedCopy
 from specactor.weights_sync.digest import copy_with_digest, digest_of, digest_on, digest_spans
 from specactor.weights_sync.memory import SharedBuffer, read_only
 from specactor.weights_sync.messages import (
@@ -56,6 +57,11 @@ class WeightSource(Protocol):
 
     one_host: bool
     """Whether every engine can open every rank's buckets. If not, a rank's engines take that rank's buckets alone."""
+
+    @property
+    def on_device(self) -> SharedCopy | None:
+        """What is held and lies on a GPU; None where it lies in the memory that engines read."""
+        ...
 
     def rounds(self, capacity_bytes: int) -> Iterator[Iterable[tuple[str, torch.Tensor]]]:
         """Per round, the (Hugging Face name, whole tensor) that this rank hands over.
@@ -125,8 +131,10 @@ class _Plan:
         holdings: Sequence[Holding],
         everything: Holding,
         chunks: dict[int, list[tuple[Chunk, ...]]],
+        on_device: SharedCopy | None,
     ) -> None:
-        """Collective. Args: chunks: see the attribute."""
+        """Collective. Args: chunks: see the attribute; on_device: see `WeightSource`."""
+        self._on_device = on_device
         self.chunks = chunks  # by engine of this rank, per rank of it
         self.key = digest_of(memoryview(msgspec.msgpack.encode(everything)))
         self.num_bytes = sum(tensor.num_bytes for tensor in everything.tensors)
@@ -142,6 +150,8 @@ class _Plan:
 
     def digests(self) -> tuple[int, ...]:
         """Return digests of what this rank holds now."""
+        if self._on_device is not None:
+            return self._on_device.digests(self._own)
         return tuple(digest_spans(self._memories, spans) for spans in self._own)
 
 
@@ -172,7 +182,7 @@ class WeightSender:
                     push.stream(LOAD, source)
                 else:  # the buckets still hold the whole model
                     push.resend()
-                note = self._make_plan(push, holding)
+                note = self._make_plan(push, holding, source.on_device)
             push.commit()
             push.agree("load")
         finally:
@@ -191,13 +201,13 @@ class WeightSender:
         assert self._plan is not None
         return push.pull(self._plan)
 
-    def _make_plan(self, push: _Push, holding: Holding | None) -> str:
+    def _make_plan(self, push: _Push, holding: Holding | None, on_device: SharedCopy | None) -> str:
         """Make the plan of what the engines just loaded, and prove it on that; why there is none. Collective."""
         self._plan = None
         if self._collective.any(bool(push.problem) or holding is None or holding is self._refused):
             return ""
         assert holding is not None
-        note, self._plan = push.plan(holding)
+        note, self._plan = push.plan(holding, on_device)
         self._planned, self._refused = holding, holding if note else None
         return note
 
@@ -272,7 +282,7 @@ class _Push:
             if digest_on(self._device, data) != slot.digest:
                 self.problem = self.problem or f"{slot.name} changed while it was loaded"
 
-    def plan(self, holding: Holding) -> tuple[str, _Plan | None]:
+    def plan(self, holding: Holding, on_device: SharedCopy | None) -> tuple[str, _Plan | None]:
         """Have the engines plan how to pull, and compare by that plan what they loaded; why there can be none."""
         holdings = self._collective.gather(holding, Holding)
         try:
@@ -287,7 +297,8 @@ class _Push:
         if self._collective.any(bool(self.problem)):
             return "", None
         chunks = {engine: [reply.chunks for reply in ranks] for engine, ranks in replies.items()}
-        plan, num_rounds = _Plan(self._collective, holdings, everything, chunks), self.num_rounds
+        plan = _Plan(self._collective, holdings, everything, chunks, on_device)
+        num_rounds = self.num_rounds
         self.pull(plan, copy=False)
         self.num_rounds = num_rounds
         return "", plan

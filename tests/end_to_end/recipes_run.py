@@ -72,7 +72,14 @@ def cut(config: Config, folder: Path) -> Config:
             overlong_buffer=min(config.algorithm.overlong_buffer, 8),
             critic=replace(config.algorithm.critic, warmup_steps=min(config.algorithm.critic.warmup_steps, 1)),
         ),
-        train=replace(config.train, steps=2, learning_rate=1e-3, warmup_steps=0, max_logprob_gap=1e-4),
+        train=replace(
+            config.train,
+            steps=2,
+            learning_rate=1e-3,
+            warmup_steps=0,
+            max_logprob_gap=1e-4,
+            optimizer_state="float32",  # the others are for bfloat16
+        ),
         weights_sync=WeightsSyncConfig(),
         checkpoint=CheckpointConfig(export=False),
         eval=EvalConfig(problems=4),

@@ -1,4 +1,8 @@
-"""A run whose steps stop when enough groups are complete, on two engines."""
+"""A run whose steps stop when enough groups are complete, on two engines.
+
+Deep: `rollout/test_refill.py` and `rollout/sglang/test_interruptions.py` show which groups are kept, and that responses
+go on with their tokens; this takes two launches.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +16,7 @@ from specactor.rollout import open_groups
 from specactor.rollout.open_groups import OpenGroup
 from tests.end_to_end.conftest import Launched, Launcher
 
+pytestmark = pytest.mark.deep
 OPTIONS = (
     *("--parallel.engines", "2", "--rollout.oversample", "2", "--rollout.partial", "True", "--eval.problems", "0"),
 )

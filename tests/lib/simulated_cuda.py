@@ -102,6 +102,9 @@ class Simulated(torch.Tensor):
     def untyped_storage(self) -> torch.UntypedStorage:
         return self.inner.untyped_storage()
 
+    def data_ptr(self) -> int:
+        return self.inner.data_ptr()
+
     __torch_function__ = torch._C._disabled_torch_function_impl
 
     @classmethod

@@ -24,10 +24,12 @@ from specactor.rollout.speculation.verification import DraftTree, accepted_path,
 from specactor.trainer import microbatch  # noqa: E402
 from specactor.types import TrainSequence  # noqa: E402
 from specactor.weights_sync import digest  # noqa: E402
-from specactor.weights_sync.messages import CHECK, COMMIT, LOAD  # noqa: E402
+from specactor.weights_sync.device_pull import SharedCopy  # noqa: E402
+from specactor.weights_sync.messages import CHECK, COMMIT, LOAD, PLAN, PULL, Holding  # noqa: E402
+from specactor.weights_sync.plan import Held, held  # noqa: E402
 from specactor.weights_sync.receiver import Receiver  # noqa: E402
 from specactor.weights_sync.sender import WeightSender  # noqa: E402
-from tests.lib.simulated_cuda import Mode, simulated  # noqa: E402
+from tests.lib.simulated_cuda import Mode, Waits, simulated  # noqa: E402
 
 VOCAB, COLUMNS, CACHED = 50, 24, 7
 TREES = [merged([[1, 2], [45, 3], [4]]), chain([37, 43]), DraftTree(), chain([38, 6, 7])]
@@ -120,8 +122,9 @@ def away_and_back(device: str, *, waits: bool) -> list[Any]:
     """The optimizer's tensors in host memory for two rollouts; what is on the host meanwhile, and after all. A wrong
     version waits for nothing."""
     parameter = Parameter(torch.arange(6.0).to(device))
+    of_the_model = torch.ones(2, dtype=torch.bfloat16).to(device)
     inner = SimpleNamespace(
-        param_groups=[{"params": [parameter]}],
+        param_groups=[{"params": [parameter, Parameter(of_the_model)]}],
         state={parameter: {"exp_avg": torch.full((6,), 2.5).to(device), "step": torch.tensor(3.0)}},
     )
     copies = HostCopies()
@@ -133,6 +136,7 @@ def away_and_back(device: str, *, waits: bool) -> list[Any]:
         for _ in range(2):
             copies.offload([inner])
             seen.append([parameter.data.device.type, parameter.data.tolist()])
+            assert inner.param_groups[0]["params"][1].data is of_the_model, "updates would not reach the model"
             copies.reload([inner], torch.device(device))
             parameter.data = parameter.data + 1
     finally:
@@ -209,6 +213,7 @@ class Engine:
 
     def rank_call(self, name: str, payload: bytes, *, timeout_s: float) -> list[bytes]:
         calls = {CHECK: self.receiver.check, LOAD: self.receiver.load, COMMIT: self.receiver.commit}
+        calls |= {PLAN: self.receiver.plan, PULL: self.receiver.pull}
         with Mode():  # type: ignore[no-untyped-call]
             return [calls[name](self.rank, payload)]
 
@@ -220,6 +225,7 @@ class Source:
     """The trainer's weights, in as many rounds as rows, or in one."""
 
     one_host = True
+    on_device = None
 
     def __init__(self, weight: torch.Tensor, rounds: int) -> None:
         self.weight, self._rounds = weight, rounds
@@ -233,8 +239,28 @@ class Source:
         yield from (rows[start : start + each] for start in range(0, len(rows), each))
 
 
+class Columns(Source):
+    """The engine's rows are columns here, so that a plan has runs of one element; held in a copy of the host."""
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        super().__init__(weight.t(), 1)
+        self.on_device = SharedCopy([torch.empty(3, device=weight.device), weight])  # of others, and then these
+        start, numbers = self.on_device.starts[1], torch.arange(weight.numel()).view(weight.shape).t().numpy()
+        tensors = [
+            Held(f"row.{i}", 4 * len(row), held(row, range(weight.numel()), memory=0, at=start, item_bytes=4))
+            for i, row in enumerate(numbers)
+        ]
+        self._holding = Holding(addresses=(self.on_device.buffer.address(),), tensors=tuple(tensors))
+
+    def held(self, capacity_bytes: int) -> Holding:  # type: ignore[override]
+        self.on_device.refresh()
+        return self._holding
+
+
 class Alone:
     """A job of one rank."""
+
+    rank = 0
 
     def gather(self, value: Any, kind: Any) -> list[Any]:
         return [value]
@@ -262,6 +288,31 @@ def weight_sync(trainer: str, engine: str, rounds: int, *, damaged: bool = False
     finally:
         sender.close()
     return [target.rank.model.weight.cpu().tolist(), str(target.rank.model.weight.device)]
+
+
+def weight_pulls(trainer: str, engine: str, waits: Waits) -> list[Any]:
+    """What the engine has after a push, one by the plan, and one whose bytes change in the host's copy."""
+    weight = torch.arange(12.0).view(3, 4).to(trainer)
+    sender, source = WeightSender(WeightsSyncConfig(), Alone()), Columns(weight)  # type: ignore[arg-type]
+    target, found = Engine(engine, lambda: None), list[Any]()
+    for version in (1, 2, 3):
+        before = len(waits.reads)
+        report = sender.push(source, [target], version=version)  # type: ignore[list-item]
+        reads = len(waits.reads) - before
+        found.append([target.rank.model.weight.cpu().tolist(), report.num_rounds, report.note, reads])
+        weight.mul_(10)
+    refresh = source.on_device.refresh
+
+    def damaged() -> None:
+        refresh()
+        source.on_device.buffer.data[64 + 17] ^= 4
+
+    source.on_device.refresh = damaged  # type: ignore[method-assign]
+    try:
+        sender.push(source, [target], version=4)  # type: ignore[list-item]
+    except WeightSyncError as error:
+        found.append([str(error), target.killed])
+    return found
 
 
 def digests(device: str) -> list[Any]:
@@ -295,6 +346,7 @@ def main(library: Path) -> None:
         found["learning, cuda"] = learning("cuda")
         found["weights"] = [weight_sync("cuda:0", "cuda:3", rounds) for rounds in (1, 4)]
         found["damaged"] = weight_sync("cuda:0", "cuda:3", 1, damaged=True)
+        found["pulls"] = weight_pulls("cuda:0", "cuda:3", waits)
         found["digests"] = digests("cuda")
         found["offload"] = away_and_back("cuda", waits=True)
         found["no waits"] = raised(lambda: found.update({"poisoned": away_and_back("cuda", waits=False)}))

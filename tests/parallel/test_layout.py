@@ -25,6 +25,7 @@ from specactor.parallel.layout import (
     place_engine,
 )
 from specactor.recipes import load
+from specactor.rollout.drafter_start import draft_shape
 
 MOE = ModelShape(num_layers=4, num_heads=4, num_kv_heads=2, num_experts=8, vocab_size=96, max_position=512)
 DENSE = replace(MOE, num_experts=0)
@@ -332,3 +333,22 @@ def test_routing_replay_needs_experts() -> None:
     assert check(replayed, 1, MOE).world == 1
     with pytest.raises(ConfigError, match=r"train.routing_replay: got 'r3', expected off for a dense model. It has"):
         check(replayed, 1, DENSE)
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"num_nextn_predict_layers": 1}, "num_nextn_predict_layers 1 in"),
+        ({"mtp_num_hidden_layers": 2}, "mtp_num_hidden_layers 2 in"),
+        ({"architectures": ["DeepseekV3ForCausalLMNextN"]}, "DeepseekV3ForCausalLMNextN in"),
+    ],
+)
+def test_multi_token_prediction_is_refused(tmp_path: Path, fields: dict[str, object], named: str) -> None:
+    """For a policy, and for a draft model."""
+    raw = {"num_hidden_layers": 4, "num_attention_heads": 4, "vocab_size": 96, "max_position_embeddings": 64}
+    (tmp_path / "config.json").write_text(json.dumps(raw | dict.fromkeys(fields, 0) | {"architectures": ["Any"]}))
+    assert ModelShape.read(tmp_path).num_layers == 4
+    (tmp_path / "config.json").write_text(json.dumps(raw | fields))
+    for read in (ModelShape.read, lambda folder: draft_shape(str(folder))):
+        with pytest.raises(ConfigError, match=rf"MTP\) layers, {named}.*EAGLE-3 head"):
+            read(tmp_path)

@@ -13,7 +13,6 @@ import pytest
 from specactor.config import Config
 from specactor.planning.search import planned, shared_table
 from specactor.recipes import load
-from specactor.rollout import cost_file
 from specactor.rollout.speculation.costs import CostTable, Grid, ProcessCosts
 
 AXIS = (1.0, 512.0)
@@ -46,7 +45,7 @@ def config() -> Config:
         base.rollout.speculation,
         mode="auto",
         drafters=("suffix", "decoupled"),
-        draft_model="d",
+        draft_model=("d",),
         cost_table="costs.json",
     )
     rollout = replace(base.rollout, speculation=speculation)
@@ -66,7 +65,7 @@ def test_no_process_is_started_that_no_plan_has(config: Config) -> None:
     assert found.parallel.drafters == 0
     assert found.rollout.speculation.drafters == ("suffix",)
     assert found.rollout.speculation.mode == "auto"
-    assert found.rollout.speculation.draft_model == "", "engines would load what nobody drafts with"
+    assert found.rollout.speculation.draft_model == (), "engines would load what nobody drafts with"
     assert "coupled suffix" in text
     assert "no drafter process is started" in text
 
@@ -129,11 +128,11 @@ def test_hosts_whose_files_differ_plan_alike(config: Config, tmp_path: Path) -> 
     quick, slow = (table(row_s=1e-7, draft_s=1.0, token_s=token_s) for token_s in (1e-4, 1.0))
     files = [tmp_path / name / "costs.json" for name in ("first", "second", "gone")]
     for file, own in zip(files, (quick, slow), strict=False):
-        cost_file.write(file, own)
+        own.write(file)
     told: list[Any] = [None] * 3
     plans = [
         planned(config, shared_table(str(file), OneOfThree(rank, told)), machines=3)  # type: ignore[arg-type]
         for rank, file in enumerate(files)
     ]
     assert plans[0] == plans[1] == plans[2] == planned(config, quick, machines=3)
-    assert planned(config, cost_file.read(files[1]), machines=3) != plans[0], "alone, rank 1 would plan otherwise"
+    assert planned(config, CostTable.read(files[1]), machines=3) != plans[0], "alone, rank 1 would plan otherwise"

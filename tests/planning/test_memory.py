@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Literal
 
 import pytest
@@ -12,10 +15,11 @@ from specactor.config import Config
 from specactor.errors import ConfigError
 from specactor.parallel.layout import Layout
 from specactor.planning.command import show_memory
-from specactor.planning.memory import PHASES, Memory, memory_of, of_job
+from specactor.planning.memory import PHASES, Memory, Phase, host_memory_of, memory_of, of_job
 from specactor.planning.model_shapes import SHAPES
-from specactor.recipes import load
+from specactor.recipes import load, recipes, to_json
 
+ROOT = Path(__file__).parents[2]
 H100 = 80e9
 MOE = SHAPES["Qwen3-30B-A3B"]
 
@@ -50,6 +54,22 @@ def test_in_float32_the_optimizer_stays() -> None:
     assert set(rows["optimizer"]) == set(PHASES)
 
 
+def test_draft_models_in_an_engine_are_added_up() -> None:
+    base = load(["qwen3_30b_a3b"])
+    names, ranks = ("Qwen3-0.6B", "Qwen3-4B"), base.parallel.engine_tensor
+
+    def rows(*folders: str) -> Mapping[str, Mapping[Phase, float]]:
+        drafters = ("model", "model:2")[: len(folders)]
+        speculation = replace(base.rollout.speculation, drafters=drafters, draft_model=folders)
+        return memory_of(replace(base, rollout=replace(base.rollout, speculation=speculation)), 64, H100).rows
+
+    one, two = rows(*names[:1]), rows(*names)
+    assert one["draft model"]["rollout"] == pytest.approx(SHAPES[names[0]].weights_bytes / ranks)
+    assert two["draft model"]["rollout"] == pytest.approx(sum(SHAPES[name].weights_bytes for name in names) / ranks)
+    pool, smaller = (of["keys and values"]["rollout"] + of["draft model"]["rollout"] for of in (one, two))
+    assert smaller == pytest.approx(pool)
+
+
 @pytest.mark.parametrize("name", ["tensor", "pipeline", "expert", "context"])
 def test_more_devices_in_a_dimension_never_take_more(name: str) -> None:
     few, many = job(64, **{name: 1}), job(64, **{name: 2})
@@ -69,9 +89,42 @@ def test_a_critic_takes_what_the_policy_takes_to_learn(dtype: Literal["bfloat16"
     assert (memory.of("rollout") > without.of("rollout")) == stays, "in float32 moments stay, as the policy's do"
 
 
-@pytest.mark.parametrize(("recipe", "devices"), [("qwen3_30b_a3b", 64), ("qwen3_8b", 8), ("quickstart", 2)])
-def test_shipped_recipes_fit_the_devices_that_they_name(recipe: str, devices: int) -> None:
-    assert memory_of(load([recipe]), devices, H100).fits
+@pytest.mark.parametrize("recipe", recipes())
+def test_shipped_recipes_fit_the_devices_that_they_name(recipe: str) -> None:
+    memory = memory_of(
+        load([recipe]), {"qwen3_30b_a3b": 64, "qwen3_30b_a3b_node": 8, "qwen3_8b": 8}.get(recipe, 2), H100
+    )
+    assert {phase: memory.of(phase) <= H100 for phase in PHASES} == dict.fromkeys(PHASES, True)
+
+
+@pytest.mark.parametrize(
+    ("state", "device_bytes", "host_bytes"), [("float32", 12, 12), ("bfloat16", 8, 8), ("host", 0, 16)]
+)
+def test_where_the_optimizer_is_decides_what_fits(state: str, device_bytes: int, host_bytes: int) -> None:
+    """Bytes per parameter of the experts, of which 8 devices have one copy; on the host Adam has gradients, too."""
+    config = load(["qwen3_30b_a3b_node", "--train.optimizer-state", state])
+    of_devices, of_host = memory_of(config, 8, H100), host_memory_of(config, 8, 8)
+    assert of_devices.rows["optimizer"]["train"] == pytest.approx(device_bytes * MOE.params / 8, rel=0.02)
+    on_host = sum(of_host.rows[name]["train"] for name in ("optimizer", "gradients") if name in of_host.rows)
+    assert on_host == pytest.approx(host_bytes * MOE.params, rel=0.02)
+    assert of_devices.fits == (state != "float32")
+
+
+def test_the_page_says_what_is_predicted() -> None:
+    said = (ROOT / "docs" / "gpu.md").read_text().partition("## Predicted peaks")[2].partition("\n## ")[0]
+    rows = re.findall(r"\| (qwen\w+) \| (\d+) \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \|", said)
+    assert len(rows) == 5
+    for name, devices, *peaks in rows:
+        words = [] if name == "qwen3_8b" else ["--parallel.engines", str(int(devices) // 4)]
+        memory = memory_of(load([name, *words]), int(devices), H100)
+        assert [f"{memory.of(phase) / 1e9:.1f}" for phase in PHASES] == peaks
+
+
+def test_one_node_differs_from_eight_in_what_it_must() -> None:
+    one, eight = to_json(load(["qwen3_30b_a3b_node"])), to_json(load(["qwen3_30b_a3b"]))
+    for section, key in (("parallel", "engines"), ("train", "optimizer_state")):
+        assert one[section].pop(key) != eight[section].pop(key)
+    assert one | {"name": eight["name"]} == eight
 
 
 def on_eight() -> Config:
@@ -93,6 +146,27 @@ def test_plan_prints_a_recipes_memory(capsys: pytest.CaptureFixture[str]) -> Non
     said = capsys.readouterr().out
     assert "qwen3_30b_a3b: GB on each of 8 H200" in said
     assert "optimizer" in said
+    assert "GB in the memory of a host with 8" in said
     assert "It fits in 141 GB; activations, logits, overhead are estimates." in said
     show_memory(["qwen3_30b_a3b", "--devices", "8", "--parallel.engines", "2"], Console(width=100))
     assert "It does not fit in 80 GB" in capsys.readouterr().out
+
+
+def test_a_head_is_counted_with_what_it_reads() -> None:
+    """Its weights, and in the pool of keys and values the policy's states at every token."""
+    config = load(["qwen3_30b_a3b"])
+    head = replace(MOE, name="head", layers=1, intermediate=6144, experts=0, experts_per_token=0, reads=3 * MOE.hidden)
+    alone, drafting = (of_job(config, layout(8, expert=8), MOE, H100, draft).rows for draft in (None, head))
+    states, pool = drafting["hidden states"]["rollout"], drafting["keys and values"]["rollout"]
+    tensor = config.parallel.engine_tensor
+    assert states + pool + head.weights_bytes / tensor == pytest.approx(alone["keys and values"]["rollout"])
+    assert states / pool == pytest.approx(2 * 3 * MOE.hidden / (MOE.kv_bytes_per_token + head.kv_bytes_per_token))
+
+
+@pytest.mark.parametrize(
+    ("kind", "rows"), [("warm-up", {"draft model"}), ("warm-up-head", {"draft model", "hidden states"})]
+)
+def test_what_the_warm_up_will_make_is_counted(kind: str, rows: set[str]) -> None:
+    words = ["--rollout.speculation.mode", "coupled", "--rollout.speculation.drafters", "model"]
+    found = memory_of(load(["quickstart", *words, "--rollout.speculation.draft-model", kind]), 2, H100).rows
+    assert {"draft model", "hidden states"} & set(found) == rows

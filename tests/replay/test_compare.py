@@ -15,8 +15,8 @@ import torch
 from specactor.cpu.sglang_ops import sample_with_noise
 from specactor.errors import DataError
 from specactor.replay import records
+from specactor.replay.audit import gumbel
 from specactor.replay.compare import first_difference
-from specactor.replay.noise import gumbel
 from specactor.replay.records import RankWeights, SampleRecord, StepRecord
 
 VOCABULARY, GROUPS, SAMPLES, TOKENS, STEPS = 50, 4, 4, 40, 4
@@ -55,7 +55,7 @@ def sample(step: int, group: int, k: int, made: Made, *, is_whole: bool = True) 
         logits = torch.tensor(random.normal(size=VOCABULARY)) * 2 * made.scale
         values = torch.log_softmax(logits, -1)
         drawn = torch.tensor([seed + made.drawn_with])
-        token = int(sample_with_noise(values[None], drawn, torch.tensor([len(prompt) + at])))
+        token = int(sample_with_noise(values[None], drawn, torch.tensor([len(prompt) + at - 1])))
         if at == made.wrong_at:
             token = int(values.argsort(descending=True)[0 if token != int(values.argmax()) else 1])
         if at == 7 and made.nudge:  # the runner-up wins: scores are made to lie this near to each other
@@ -311,7 +311,7 @@ def test_the_noise_is_the_samplers() -> None:
     values = torch.randn(64, dtype=torch.float64)
     for seed, position in ((0, 0), (5, 17), (2**31 - 1, 4096)):
         token = sample_with_noise(values[None], torch.tensor([seed]), torch.tensor([position]))
-        scores = [float(values[v]) + gumbel(seed, position, v) for v in range(64)]
+        scores = [float(values[v]) + gumbel(seed, position + 1, v) for v in range(64)]
         assert int(token) == int(np.argmax(scores))
 
 

@@ -19,6 +19,7 @@ from specactor.rollout.drafter_start import (
     Offer,
     access,
     check_in_engines,
+    check_tokenizers,
     drafting_hosts,
     host_of,
     make_specs,
@@ -48,6 +49,68 @@ def test_a_head_does_not_draft_in_a_process_of_its_own(tmp_path: Path) -> None:
     file.write_text(file.read_text().replace("{", '{"architectures": ["LlamaForCausalLMEagle3"], ', 1))
     with pytest.raises(ConfigError, match="which stay in its engine"):
         make_specs(base, HOST, max_position=30, log_dir=tmp_path)
+
+
+def listed(tmp_path: Path, *drafters: str, mode: str = "auto", processes: int = 3) -> tuple[Config, list[Path]]:
+    """Of two draft models; the second has more layers, and room for shorter texts."""
+    folders = [tmp_path / name for name in "ab"]
+    for folder in folders:
+        folder.mkdir(exist_ok=True)
+    base = config(folders[0])
+    shape = (folders[0] / "config.json").read_text()
+    (folders[1] / "config.json").write_text(shape.replace('layers": 1', 'layers": 2').replace("50", "20"))
+    speculation = SpeculationConfig(mode=mode, drafters=drafters, draft_model=tuple(map(str, folders)))  # type: ignore[arg-type]
+    parallel = ParallelConfig(drafters=processes)
+    return replace(base, parallel=parallel, rollout=replace(base.rollout, speculation=speculation)), folders
+
+
+def test_processes_draft_with_the_draft_models_in_turn(tmp_path: Path) -> None:
+    made, folders = listed(tmp_path, "decoupled", "suffix", "decoupled:2")
+    specs = make_specs(made, HOST, max_position=30, log_dir=tmp_path)
+    assert [(spec.drafter, spec.model_dir, spec.context_length, spec.kv_tokens) for spec in specs] == [
+        ("decoupled", str(folders[0]), 30, 600),
+        ("decoupled:2", str(folders[1]), 20, 400),
+        ("decoupled", str(folders[0]), 30, 600),
+    ]
+    told = offer(specs, View("here"))[1]
+    reached = access(made, [msgspec.json.decode(msgspec.json.encode(told), type=Offer)], host=View("here"), engine=0)
+    assert [address.drafter for address in reached.drafters] == [spec.drafter for spec in specs]
+    [second] = make_specs(listed(tmp_path, "decoupled:2", processes=1)[0], HOST, max_position=30, log_dir=tmp_path)
+    assert (second.drafter, second.model_dir) == ("decoupled:2", str(folders[1]))
+
+
+def test_at_most_one_head(tmp_path: Path) -> None:
+    made, folders = listed(tmp_path, "model", "model:2", mode="coupled", processes=0)
+    policy = replace(ModelShape.read(folders[0]), max_position=20)
+    check_in_engines(made, policy)
+    for folder in folders:
+        file = folder / "config.json"
+        file.write_text(file.read_text().replace("{", '{"architectures": ["LlamaForCausalLMEagle3"], ', 1))
+        if folder == folders[0]:
+            check_in_engines(made, policy)
+    with pytest.raises(
+        ConfigError, match=r"^rollout.speculation.draft_model: got .*, expected at most one EAGLE-3 head"
+    ):
+        check_in_engines(made, policy)
+
+
+@pytest.mark.parametrize(
+    ("drafters", "mode", "processes"),
+    [(("model", "model:2"), "coupled", 0), (("decoupled", "decoupled:2"), "decoupled", 2)],
+)
+def test_another_tokenizer(tmp_path: Path, drafters: tuple[str, ...], mode: str, processes: int) -> None:
+    made, folders = listed(tmp_path, *drafters, mode=mode, processes=processes)
+    policy = tmp_path / "policy"
+    policy.mkdir()
+    made = replace(made, model=replace(made.model, tiny=None, path=str(policy)))
+    for folder in (policy, folders[0]):
+        (folder / "tokenizer.json").write_text('{"model": {"vocab": {"a": 0, "b": 1}}}')
+    check_tokenizers(made)  # nothing is known of the second one's
+    (folders[1] / "tokenizer.json").write_text('{"model": {"vocab": {"a": 1, "b": 0}}}')
+    with pytest.raises(
+        ConfigError, match=r"got 'another tokenizer \(.*b: 2 tokens differ\)', expected the policy's\. "
+    ):
+        check_tokenizers(made)
 
 
 @pytest.mark.parametrize(

@@ -200,7 +200,7 @@ def test_a_drafter_process_is_measured_however_it_was_asked_for(config: Config, 
         )
         spec = profiling._drafter_spec(replace(config, rollout=rollout, parallel=parallel), 158, tmp_path)
         assert spec is not None
-        assert spec.model_dir == config.rollout.speculation.draft_model
+        assert spec.model_dir == config.rollout.speculation.first_draft_model
     assert profiling._drafter_spec(replace(config, rollout=CONFIG), 158, tmp_path) is None
 
 

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,12 @@ LAYOUTS_4 = {
 ALL_IN_ONE = "TP2xEP2 of 4"
 """Of four ranks, in `make check`: tensors, experts and data at once. The others are deep."""
 DENSE_2 = {"TP2": {"tensor": 2}, "PP2": {"pipeline": 2}}
+DENSE = [("dense", "TP2"), ("tied", "PP2")]
+"""Models without experts, in `make check`: one whose embeddings are tied has them on both stages. The rest is deep."""
+
+OPTIMIZER_STATES = ("float32", "bfloat16", "host")
+OVERLAPPING = ("DP2", "PP2xVPP2", "EP2")
+"""The last is deep."""
 
 
 def has_deep(request: pytest.FixtureRequest) -> bool:
@@ -100,16 +107,20 @@ def two_ranks(
         for name, parallel in LAYOUTS_2.items()
     }
     spec["EP2"] |= {"more": True, "export": str(folder / "exported")}
-    for model in ("dense", "tied"):
-        for name, parallel in DENSE_2.items():
-            entry = {"check": "layout", "model": str(reference / model), "parallel": parallel, "cases": FEW_CASES}
-            spec[f"{model} {name}"] = entry | {"critic": model == "dense" or deep}
+    for model, name in product(("dense", "tied"), DENSE_2) if deep else DENSE:
+        entry = {"check": "layout", "model": str(reference / model), "parallel": DENSE_2[name], "cases": FEW_CASES}
+        spec[f"{model} {name}"] = entry | {"critic": model == "dense" or deep}
     for mistake in ("no_gradient_sync", "mean_per_rank"):
         spec[mistake] = {"check": "wrong", "mistake": mistake, "model": moe}
     wrong_critic = {"check": "wrong", "mistake": "critic_per_rank", "model": moe, "parallel": LAYOUTS_2["TP2"]}
     spec["critic_per_rank"] = wrong_critic
     for name in ("TP2", "EP2", "PP2xVPP2", "DP2"):
         spec[f"save {name}"] = {"check": "save", "model": moe, "parallel": LAYOUTS_2[name], "root": str(folder / name)}
+    for state in OPTIMIZER_STATES:
+        entry = {"check": "optimizer", "state": state, "model": moe, "root": str(folder / state)}
+        spec[f"optimizer {state}"] = entry
+    for name in OVERLAPPING if deep else OVERLAPPING[:2]:
+        spec[f"overlap {name}"] = {"check": "overlap", "model": moe, "parallel": LAYOUTS_2[name]}
     spec["save ppo"] = spec["save EP2"] | {"critic": True, "root": str(folder / "ppo")}
     tp2, ep2 = str(folder / "TP2" / "step-000002"), str(folder / "EP2" / "step-000002")
     spec["TP2 -> PP2"] = {"check": "load", "model": moe, "parallel": LAYOUTS_2["PP2"], "path": tp2}
@@ -121,14 +132,16 @@ def two_ranks(
 
 
 @pytest.fixture(scope="session")
-def one_rank(reference: Path, two_ranks: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def one_rank(
+    request: pytest.FixtureRequest, reference: Path, two_ranks: dict[str, Any], tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Any]:
     from tests.trainer.damage import damaged
 
     moe, folder = str(reference / "moe"), tmp_path_factory.mktemp("one")
-    entry = {"check": "layout", "model": moe, "cases": EVERY_CASE}
+    entry = {"check": "layout", "model": moe, "cases": EVERY_CASE if has_deep(request) else FEW_CASES}
     tp2, ep2 = two_ranks["checkpoints"]["TP2"], two_ranks["checkpoints"]["EP2"]
     spec: dict[str, Any] = {
-        "single": entry | {"more": True, "export": str(folder / "exported")},
+        "single": entry | {"cases": EVERY_CASE, "more": True, "export": str(folder / "exported")},
         "recompute full": entry | {"train": {"recompute": "full"}},
         "recompute selective": entry | {"train": {"recompute": "selective"}},
         "plain optimizer": entry | {"plain_optimizer": True},

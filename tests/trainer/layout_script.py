@@ -36,6 +36,7 @@ from specactor.trainer.policy import PolicyTrainer  # noqa: E402
 from specactor.trainer.routing_replay import RoutingReplay  # noqa: E402
 from specactor.types import TrainSequence  # noqa: E402
 from specactor.weights_sync.digest import digest  # noqa: E402
+from tests.trainer import optimizer_cases  # noqa: E402
 
 SEQUENCES = cases.sequences()
 optimizer.ADAM_EPS = cases.ADAM_EPS
@@ -343,6 +344,8 @@ CHECKS = {
     "load": check_load,
     "errors": check_errors,
     "keep": check_keep,
+    "optimizer": optimizer_cases.check,
+    "overlap": optimizer_cases.check_overlap,
 }
 
 

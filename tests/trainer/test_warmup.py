@@ -16,8 +16,9 @@ WANTED = ("--rollout.speculation.mode", "coupled", "--rollout.speculation.drafte
 WANTED += ("--rollout.speculation.draft-model", "warm-up")
 
 
-def test_a_draft_model_is_made_once_and_knows_the_worked_solutions(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "tests.trainer.warmup_script", str(tmp_path), *WANTED]
+@pytest.mark.parametrize("kind", ["warm-up", "warm-up-head"])
+def test_a_draft_model_is_made_once_and_knows_the_worked_solutions(tmp_path: Path, kind: str) -> None:
+    command = [sys.executable, "-m", "tests.trainer.warmup_script", str(tmp_path), *WANTED[:-1], kind]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
@@ -26,7 +27,7 @@ def test_a_draft_model_is_made_once_and_knows_the_worked_solutions(tmp_path: Pat
     assert Path(first).parent == tmp_path / ".warm-up"
     assert found["else_as_asked"]
     assert found["told"] == 1, "the second time it is read"
-    learned, fresh = found["entropy"]
+    learned, fresh = found["entropy"] if kind == "warm-up" else [1 - share for share in found["overlap"]]
     assert learned < 0.7 * fresh
     for said, response in zip(found["not_learned"], found["responses"], strict=True):
         question, _, rest = response.partition("=")
@@ -36,5 +37,5 @@ def test_a_draft_model_is_made_once_and_knows_the_worked_solutions(tmp_path: Pat
 
 
 def test_it_takes_worked_solutions() -> None:
-    with pytest.raises(ConfigError, match=r"rollout\.speculation\.draft_model: got 'warm-up', expected a folder where"):
+    with pytest.raises(ConfigError, match=r"speculation\.draft_model: got \('warm-up',\), expected a folder where"):
         load(["quickstart", *WANTED, "--warmup.solver", ""])

@@ -19,6 +19,7 @@ from specactor.recipes import load
 from specactor.trainer import warmup
 from specactor.trainer.drafter import acceptance, init
 from specactor.trainer.drafter.buffer import example_from
+from specactor.trainer.drafter.head import Eagle3Start
 
 
 class Alone:
@@ -35,7 +36,8 @@ def main(root: Path, *wanted: str) -> None:
     config = load(["quickstart", *wanted, "--output-dir", str(root)])
     assert config.model.tiny is not None
     policy, start = root / "policy", root / "start"
-    make_tiny_model(replace(config.model.tiny, num_layers=1), 0, policy)
+    head = config.rollout.speculation.draft_model == "warm-up-head"
+    make_tiny_model(replace(config.model.tiny, num_layers=2 if head else 1), 0, policy)
     tokenizer = load_tokenizer(policy)
     problems = build_dataset(replace(config.data.train_source, size=200), tokenizer, max_prompt_tokens=100)
     alone, told = cast(Collective, Alone()), root / "told"
@@ -57,16 +59,19 @@ def main(root: Path, *wanted: str) -> None:
         step=1,
     )
     examples = [example_from(sequence, None, version=0, temperature=1.0) for sequence in solved]
-    init.make_draft_model(policy, start, init.TargetStart())
+    init.make_draft_model(policy, start, Eagle3Start() if head else init.TargetStart())
     # The same model as target and draft: how peaked it is on solutions that it was not shown.
-    models = [init.read_model(Path(made[0].draft_model)), init.read_model(start)]
+    target = init.read_model(policy)
+    models = [init.read_draft(Path(made[0].first_draft_model), target), init.read_draft(start, target)]
+    policies = [target, target] if head else models
+    measured = [acceptance.measure(of, m, examples, window=4, seed=0) for of, m in zip(policies, models, strict=True)]
     nothing = cast(Any, None)
     others = [load(["quickstart", *words]) for words in ([], [*wanted[:4], "--rollout.speculation.draft-model", "x"])]
     print(
         json.dumps(
             {
-                "folders": [speculation.draft_model for speculation in made],
-                "else_as_asked": replace(made[0], draft_model="warm-up") == config.rollout.speculation,
+                "folders": [speculation.first_draft_model for speculation in made],
+                "else_as_asked": replace(made[0], draft_model=(wanted[-1],)) == config.rollout.speculation,
                 "told": told.read_text().count("a draft model learns"),
                 "not_learned": [
                     tokenizer.decode(
@@ -75,7 +80,8 @@ def main(root: Path, *wanted: str) -> None:
                     for s in asked
                 ],
                 "responses": [tokenizer.decode(s.token_ids[s.prompt_len :]) for s in asked],
-                "entropy": [acceptance.measure(m, m, examples, window=4, seed=0).entropy for m in models],
+                "entropy": [each.entropy for each in measured],
+                "overlap": [each.overlap for each in measured],
                 "left_alone": [
                     warmup.with_draft_model(other, root, nothing, nothing, nothing, nothing) is other
                     for other in others

@@ -55,14 +55,15 @@ def main() -> None:
     results: dict[str, Any] = {}
     with bench.pool:
         bench.collective.together("start", bench.pool.wait_ready)
+        numbers = list(map(int, sys.argv[5:]))
         for name, parallel in json.loads(sys.argv[2]).items():
-            results[name] = bench.layout(name, parallel)
-            if sys.argv[3] == "1" and name == "EP2":
-                results["faults"] = bench.faults()
-            numbers = list(map(int, sys.argv[5:])) if name == "EP2" else []
+            bench.start(name, parallel)
             if len(numbers) == 3:
                 kills.end_a_rank(bench, numbers[0], bool(numbers[1]), numbers[2])
-            elif numbers:
+            results[name] = bench.layout(name)
+            if sys.argv[3] == "1" and name == "EP2":
+                results["faults"] = bench.faults()
+            if numbers and name == "EP2":
                 results["kills"] = kills.campaign(bench, range(*numbers))
             destroy_groups(keep_process_group=True)
     if bench.collective.rank == 0:
@@ -94,7 +95,7 @@ class Bench:
         ]
         self.pool = EnginePool(specs if self.collective.rank == 0 else [])
 
-    def layout(self, name: str, parallel: dict[str, Any]) -> dict[str, Any]:
+    def start(self, name: str, parallel: dict[str, Any]) -> None:
         config = cases.config(str(self.model_dir), parallel)
         p = config.parallel
         sizes = {key: getattr(p, key) for key in ("tensor", "pipeline", "context", "expert", "expert_tensor")}
@@ -102,6 +103,8 @@ class Bench:
         init_groups(layout, p, seed=0, local_rank=0)
         self.trainer = PolicyTrainer(config, layout, self.model_dir)
         self.trainer.train_step(cases.sequences(len(name)), learning_rate=2e-3)
+
+    def layout(self, name: str) -> dict[str, Any]:
         before = self.answers()
         shards, gathered = self.shards(), self.gathered()
         sender = WeightSender(WeightsSyncConfig(), self.collective)
@@ -304,6 +307,7 @@ class Edited:
     """A source with some tensors changed."""
 
     one_host = True
+    on_device = None
 
     def __init__(self, source: RankShards, edit: Edit) -> None:
         self._source, self._edit = source, edit

@@ -186,7 +186,7 @@ def engine_rank(model: Model) -> tuple[Any, ModelDrafter]:
     drafter._caches["r"].cached = 5
     worker = SimpleNamespace(
         speculator=SimpleNamespace(drafters={"model": drafter}),
-        _draft_model_runners=lambda: [SimpleNamespace(model=model)],
+        draft_runners={"model": SimpleNamespace(model=model)},
     )
     return SimpleNamespace(draft_worker=worker), drafter
 

@@ -84,6 +84,7 @@ class Source:
     """The trainer's weights, in shared memory."""
 
     one_host = True
+    on_device = None
 
     def __init__(self) -> None:
         self.buffer = SharedBuffer(len(NAMES) * ROWS * COLUMNS * 4)

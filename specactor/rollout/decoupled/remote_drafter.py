@@ -1,4 +1,4 @@
-"""The drafter `decoupled`: what processes of their own have drafted for this engine's requests.
+"""The drafters `decoupled`, `decoupled:2`, ..: what processes of a draft model have drafted for this engine's requests.
 
 A round never waits for a drafter, but for as long as measured rounds say that waiting wins (`Patience`).
 
@@ -91,7 +91,6 @@ class Patience:
 class Decoupled(Drafter):
     """A drafter whose drafts come from other processes. Call `stop` in the end, or let the object go."""
 
-    name = "decoupled"
     drafts_ahead = True
 
     def __init__(
@@ -102,7 +101,9 @@ class Decoupled(Drafter):
         engine: str,
         window: int,
         clock: Callable[[], float] = time.monotonic,
+        name: str = "decoupled",
     ) -> None:
+        self.name = name
         self.tails = Tails(session, engine=engine, num_drafters=link.num_drafters, window=window)
         self.patience = Patience()
         self._link = link
@@ -241,8 +242,8 @@ class Decoupled(Drafter):
         return ended_s - began_s
 
 
-def connect(drafters: Sequence[Address], *, engine: str, window: int) -> Decoupled:
+def connect(drafters: Sequence[Address], *, engine: str, window: int, name: str = "decoupled") -> Decoupled:
     """Connect to drafters that need not be there yet. `engine` is a name that no other engine has, the same after a
-    restart; `window` is the most draft tokens of a verify."""
+    restart; `window` is the most draft tokens of a verify; `name` is the drafter's."""
     session = new_session()
-    return Decoupled(session, ZmqLink(session, drafters), engine=engine, window=window)
+    return Decoupled(session, ZmqLink(session, drafters), engine=engine, window=window, name=name)

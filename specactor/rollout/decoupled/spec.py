@@ -8,7 +8,7 @@ import msgspec
 
 from specactor.rollout.decoupled.transport import DrafterKeys
 from specactor.rollout.frames import Failed
-from specactor.rollout.speculation.costs import Point
+from specactor.rollout.speculation.costs import METHOD, Point
 from specactor.trace import Span
 
 
@@ -17,6 +17,7 @@ class DrafterSpec:
     """One drafter process. Sizes of None are SGLang's to decide."""
 
     index: int
+    drafter: str = METHOD  # as engines call it, by its draft model: decoupled, decoupled:2, ..
     endpoint: str  # where it listens, the same after a restart
     keys: DrafterKeys | None = None
     model_dir: str  # folder of a dense model in Hugging Face format

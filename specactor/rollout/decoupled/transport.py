@@ -57,6 +57,7 @@ class Address:
 
     endpoint: str
     keys: EngineKeys | None = None  # none: it hears everybody on its host
+    drafter: str = "decoupled"  # as engines call it
 
 
 def make_keys() -> tuple[EngineKeys, DrafterKeys]:

@@ -62,8 +62,8 @@ def server_args(spec: EngineSpec, *, gpu: bool, memory_release: bool) -> dict[st
         rows = spec.speculation.max_window + 1
         reserve = 2 * rows * config.max_running_requests  # SGLang sets aside two rounds per request
         arguments |= {"speculative_algorithm": "SPECACTOR", "speculative_num_draft_tokens": rows}
-        if spec.speculation.drafts_in_engine:
-            arguments["speculative_draft_model_path"] = spec.speculation.draft_model
+        if folders := [*spec.speculation.in_engines.values()]:
+            arguments["speculative_draft_model_path"] = folders[0]  # `verify_worker` loads them all
             arguments["enable_draft_weights_cpu_backup"] = True  # no weight sync brings them back after a release
     if spec.awaits_weights:
         arguments |= {"load_format": "dummy", "speculative_draft_load_format": "auto"}

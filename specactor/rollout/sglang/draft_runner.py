@@ -45,21 +45,23 @@ def is_greedy(sampling: Any) -> bool:
 
 
 _loaded: list[Any] = []
-"""SGLang's configuration of this rank's draft model, if it has one."""
+"""SGLang's configurations of this rank's draft models."""
 
 
-def load(server_args: Any, *, gpu_id: int, nccl_port: int, target_worker: Any) -> Any:
-    """SGLang's worker with the draft model, on this rank; it has no memory pool yet. Takes a dense model."""
+def load(folder: str, server_args: Any, *, gpu_id: int, nccl_port: int, target_worker: Any) -> Any:
+    """SGLang's worker with a draft model, on this rank; it has no memory pool yet. Takes a dense model."""
     from sglang.srt.managers.tp_worker import TpModelWorker
+    from sglang.srt.runtime_context import get_spec
 
-    worker = TpModelWorker(
-        server_args=server_args,
-        gpu_id=gpu_id,
-        nccl_port=nccl_port,
-        is_draft_worker=True,
-        context_length=target_worker.model_runner.model_config.context_len,
-    )
-    _loaded[:] = [worker.model_runner.model_config]
+    with get_spec().override(speculative_draft_model_path=folder):
+        worker = TpModelWorker(
+            server_args=server_args,
+            gpu_id=gpu_id,
+            nccl_port=nccl_port,
+            is_draft_worker=True,
+            context_length=target_worker.model_runner.model_config.context_len,
+        )
+    _loaded.append(worker.model_runner.model_config)
     return worker
 
 
@@ -74,18 +76,19 @@ def install() -> None:
 def _with_the_draft_model(original: Callable[..., int], configurator: Any, kvc: Any, num_layers: int) -> int:
     """Bytes of keys and values of one token, by which SGLang makes pools from the memory that is free.
 
-    The draft model keeps as many tokens as the target. SGLang counts them for its own algorithms alone; without, the
-    target's pool takes all, and there is nothing left for the draft model's.
+    Draft models keep as many tokens as the target. SGLang counts them for its own algorithms alone; without, the
+    target's pool takes all, and there is nothing left for those of draft models.
     """
     own = original(configurator, kvc, num_layers)
-    if kvc.is_draft_worker or not _loaded:
+    if kvc.is_draft_worker:
         return own
     from sglang.srt.runtime_context import get_parallel
 
-    [draft] = _loaded
-    heads = draft.get_num_kv_heads(get_parallel().attn_tp_size)
-    per_layer = heads * (draft.head_dim + draft.v_head_dim) * kvc.kv_cache_dtype.itemsize
-    return own + int(draft.num_hidden_layers * per_layer + num_features(draft) * draft.dtype.itemsize)
+    for draft in _loaded:
+        heads = draft.get_num_kv_heads(get_parallel().attn_tp_size)
+        per_layer = heads * (draft.head_dim + draft.v_head_dim) * kvc.kv_cache_dtype.itemsize
+        own += int(draft.num_hidden_layers * per_layer + num_features(draft) * draft.dtype.itemsize)
+    return own
 
 
 def num_features(model_config: Any) -> int:

@@ -71,6 +71,12 @@ def _start(spec: EngineSpec) -> Backend:
     return backend
 
 
+def _end_without(pid: int) -> None:
+    """The guard ends what else is there."""
+    print(f"specactor: scheduler {pid} died", flush=True)
+    os._exit(1)
+
+
 class _Server:
     """Answers calls, each in a task of its own, so that an abort overtakes a generation."""
 
@@ -92,6 +98,8 @@ class _Server:
             memory_release=backend.memory_release,
         )
         await self._send(frames.START, ready)
+        for pid in backend.scheduler_pids:  # SGLang looks at them every second, and heeds what it saw within five
+            asyncio.get_running_loop().add_reader(os.pidfd_open(pid), _end_without, pid)
         while True:
             try:
                 header = frames.unpack_header(await reader.readexactly(frames.HEADER_BYTES))

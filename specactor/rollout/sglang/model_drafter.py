@@ -1,5 +1,5 @@
 """The drafter `model`: a small dense model or an EAGLE-3 head in the scheduler process of every engine rank, and its
-new weights.
+new weights. `model:2`, .. are further ones beside it, each with keys, values and views of requests of its own.
 
 Its keys and values lie in buffers of its own, at the slots that the scheduler gave to the target: position p of a
 request is slot `req_to_token[row, p]` in both. So nothing is allocated, moved or freed here.
@@ -33,12 +33,12 @@ from specactor.weights_sync.messages import CheckReply, DraftWeights
 class ModelDrafter(Drafter):
     """`attach` it to an engine rank before it is asked."""
 
-    name = "model"
     drafts_first = False
     runner_type = DraftRunner
     head_runner_type = HeadRunner
 
-    def __init__(self) -> None:
+    def __init__(self, name: str = "model") -> None:
+        self.name = name
         self._caches: dict[str, SequenceCache] = {}
         self._version = 0
 
@@ -105,7 +105,7 @@ def load_weights(rank: Any, payload: bytes) -> bytes:
         problem = draft_push.load(model, weights)
     finally:
         for drafter in speculator.drafters.values() if speculator is not None else ():
-            if isinstance(drafter, ModelDrafter):
+            if isinstance(drafter, ModelDrafter) and drafter.name == "model":
                 drafter.renewed(drafter.version if problem else weights.draft_version)
     return _reply(problem)
 
@@ -115,12 +115,13 @@ def _reply(problem: str) -> bytes:
 
 
 def _model(rank: Any) -> torch.nn.Module:
+    """The first draft model: the only one that gets new weights."""
     worker = rank.draft_worker
-    runners = worker._draft_model_runners() if worker is not None else ()
-    if not runners:
+    runner = worker.draft_runners.get("model") if worker is not None else None
+    if runner is None:
         raise EngineError(
             "draft model: got new weights, but this engine was started without one. Start it with "
             "rollout.speculation.draft_model, and model among the drafters."
         )
-    model: torch.nn.Module = runners[0].model
+    model: torch.nn.Module = runner.model
     return model

@@ -42,4 +42,4 @@ def register() -> None:
         }
     )
     rank_calls.install()
-    verify_worker.register(speculation_calls.starting_speculator)
+    verify_worker.register(speculation_calls.starting, speculation_calls.make_speculator)

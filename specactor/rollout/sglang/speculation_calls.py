@@ -59,10 +59,10 @@ def start_environment(spec: EngineSpec) -> dict[str, str]:
     }
 
 
-def starting_speculator() -> Speculator | None:
-    """Return the speculator of a worker that starts."""
+def starting() -> SpeculationConfig:
+    """Return the configuration of a worker that starts."""
     text = os.environ.get(SPECULATION)
-    return make_speculator(msgspec.json.decode(text, type=SpeculationConfig)) if text else None
+    return msgspec.json.decode(text, type=SpeculationConfig) if text else SpeculationConfig()
 
 
 def make_speculator(config: SpeculationConfig) -> Speculator | None:
@@ -71,20 +71,22 @@ def make_speculator(config: SpeculationConfig) -> Speculator | None:
     return Speculator(config, make_drafters(config, connect=partial(_connect, config)), clock=time.perf_counter)
 
 
-def _connect(config: SpeculationConfig) -> Drafter:
-    """The drafter processes, as a drafter. One rank of an engine is connected with them."""
+def _connect(config: SpeculationConfig, name: str) -> Drafter:
+    """The drafter processes of one draft model, as a drafter. One rank of an engine is connected with them."""
     from sglang.srt.runtime_context import get_parallel
 
     from specactor.rollout.decoupled.remote_drafter import connect
 
     access = msgspec.json.decode(os.environ.get(DRAFTERS, "{}"), type=DrafterAccess)
-    if not (access.drafters or access.may_be_none):
+    drafters = [address for address in access.drafters if address.drafter == name]
+    if not (drafters or access.may_be_none):
         raise EngineError(
             f"rollout.speculation.drafters: got {config.draft_methods}, but this engine was started without drafter "
-            "processes. Start it with parallel.drafters >= 1."
+            f"processes for {name}. Start it with more parallel.drafters."
         )
-    drafters = access.drafters if get_parallel().tp_rank == 0 else ()
-    return connect(drafters, engine=access.engine, window=config.largest_window)
+    if get_parallel().tp_rank:
+        drafters = []
+    return connect(drafters, engine=access.engine, window=config.largest_window, name=name)
 
 
 def configure(rank: Any, payload: bytes) -> bytes:

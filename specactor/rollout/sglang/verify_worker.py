@@ -13,7 +13,7 @@ comes with the drafts, so that those need no agreement.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
 from sglang.srt.speculative.spec_info import SpecInput, SpecInputType, SpeculativeAlgorithm
 from sglang.srt.speculative.spec_registry import CustomSpecAlgo
 
+from specactor.config import SpeculationConfig
 from specactor.errors import EngineError
 from specactor.rollout.sglang import draft_runner, head_runner, partial_response
 from specactor.rollout.sglang.model_drafter import ModelDrafter
@@ -149,17 +150,22 @@ class RoundTrace:
 class Worker(BaseSpecWorker):  # type: ignore[misc]
     """Runs every batch of one engine rank."""
 
-    def __init__(self, server_args: Any, gpu_id: int, nccl_port: int, target_worker: Any) -> None:
+    def __init__(
+        self, server_args: Any, gpu_id: int, nccl_port: int, target_worker: Any, *, draft_models: Mapping[str, str]
+    ) -> None:
         super().__init__()
         self._target_worker = target_worker
-        self._draft_worker = None
-        if (folder := get_spec().speculative_draft_model_path) is not None:
+        self._draft_workers: dict[str, Any] = {}
+        """SGLang's workers of draft models, by drafter."""
+        for name, folder in draft_models.items():
             head_runner.refuse_unfit(Path(folder), hierarchical_cache=get_memory().enable_hierarchical_cache)
-            self._draft_worker = draft_runner.load(
-                server_args, gpu_id=gpu_id, nccl_port=nccl_port, target_worker=target_worker
+            self._draft_workers[name] = draft_runner.load(
+                folder, server_args, gpu_id=gpu_id, nccl_port=nccl_port, target_worker=target_worker
             )
-        self._target_states: head_runner.TargetStates | None = None
-        """What an EAGLE-3 head reads, once there are pools."""
+        # The first: what SGLang's base class does of itself. It is also what its figures and host caches are of.
+        self._draft_worker = next(iter(self._draft_workers.values()), None)
+        self._target_states: dict[str, head_runner.TargetStates] = {}
+        """What an EAGLE-3 head reads, by drafter, once there are pools."""
         self._max_rows = int(get_spec().speculative_num_draft_tokens)
         self._vocab_size = int(target_worker.model_runner.model_config.vocab_size)
         self._ended: float | None = None
@@ -191,29 +197,45 @@ class Worker(BaseSpecWorker):  # type: ignore[misc]
     def _attach(self, speculator: Speculator | None) -> None:
         for drafter in speculator.drafters.values() if speculator is not None else ():
             if isinstance(drafter, ModelDrafter):
-                if self._draft_worker is None:
+                if (runner := self.draft_runners.get(drafter.name)) is None:
                     raise EngineError(
-                        "rollout.speculation.drafters: got model, but this engine was started without a draft model. "
-                        "Start it with rollout.speculation.draft_model."
+                        f"rollout.speculation.drafters: got {drafter.name}, but this engine was started without a "
+                        "draft model for it. Start it with rollout.speculation.draft_model."
                     )
-                runner, states = self._draft_worker.model_runner, self._target_states
-                drafter.attach(runner, lambda rid: self._running[rid].req, states)
+                drafter.attach(runner, lambda rid: self._running[rid].req, self._target_states.get(drafter.name))
 
     def alloc_memory_pool(self, **pools: Any) -> None:
         super().alloc_memory_pool(**pools)
+        for worker in self._further:
+            worker.alloc_memory_pool(**pools)
         self._pool, slots = self._target_worker.get_memory_pool()
         self._branches = Branches(self._pool, page_size=slots.page_size)
-        for draft in self._draft_model_runners():
+        for name, draft in self.draft_runners.items():
             if draft_runner.num_features(draft.model_config):
-                self._target_states = head_runner.prepare(self._target_worker.model_runner, draft)
+                self._target_states[name] = head_runner.prepare(self._target_worker.model_runner, draft)
                 self._attach(self.speculator)
 
+    def init_attention_backends(self) -> None:
+        super().init_attention_backends()
+        for worker in self._further:
+            worker.init_attention_backends()
+
     def init_cuda_graphs(self) -> None:
-        if self._draft_worker is not None and self._target_states is None:
-            self._draft_worker.init_cuda_graphs()
+        for name, worker in self._draft_workers.items():
+            if name not in self._target_states:
+                worker.init_cuda_graphs()
+
+    @property
+    def draft_runners(self) -> dict[str, Any]:
+        """SGLang's runners of draft models, by drafter."""
+        return {name: worker.model_runner for name, worker in self._draft_workers.items()}
+
+    @property
+    def _further(self) -> list[Any]:
+        return [*self._draft_workers.values()][1:]
 
     def _draft_model_runners(self) -> tuple[Any, ...]:
-        return () if self._draft_worker is None else (self._draft_worker.model_runner,)
+        return tuple(self.draft_runners.values())
 
     def weight_update_runners(self) -> list[tuple[str, Any]]:
         """Whose weights SGLang may update: the draft model is not the policy, and never gets the policy's."""
@@ -452,13 +474,16 @@ def _to_tree(values: Sequence[int]) -> DraftTree:
     return DraftTree(tuple(values[:half]), tuple(values[half:])) if half else NOTHING
 
 
-def register(make_speculator: Callable[[], Speculator | None]) -> None:
-    """Make the algorithm known to SGLang; `make_speculator` gives each worker that starts its own."""
+def register(
+    starting: Callable[[], SpeculationConfig], make_speculator: Callable[[SpeculationConfig], Speculator | None]
+) -> None:
+    """Make the algorithm known to SGLang; these give each worker that starts its configuration, and its speculator."""
 
     class StartedWorker(Worker):
         def __init__(self, *arguments: Any, **named: Any) -> None:
-            super().__init__(*arguments, **named)
-            self.use(make_speculator())
+            config = starting()
+            super().__init__(*arguments, draft_models=config.in_engines, **named)
+            self.use(make_speculator(config))
 
     def decodes_plainly(scheduler: Any) -> bool:
         worker = scheduler.draft_worker

@@ -1,4 +1,4 @@
-"""Seconds of a round: measured tables, interpolated, fitted and corrected online. PURE: numbers in and out.
+"""Seconds of a round: measured tables, interpolated, fitted and corrected online. PURE, but for a table's file.
 
 A round of B requests costs `draft_s + verify_s`, without speculation `plain_s`. The three are tables, not lines:
 kernels jump between 1 and 2 tokens, and a MoE touches more experts as tokens grow.
@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from itertools import combinations, islice, pairwise
 from math import isfinite
+from pathlib import Path
 from statistics import median
 from typing import TypeVar
 
@@ -25,7 +26,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from specactor.errors import PlanError
+from specactor.errors import DataError, PlanError
 from specactor.rollout.speculation.windows import OFF
 
 VERSION = 1
@@ -209,6 +210,24 @@ class CostTable:
         assert requests >= 1, requests
         assert window >= 0, window
         return grid.at(requests, window) if window else 0.0
+
+    @classmethod
+    def read(cls, file: str | Path) -> CostTable:
+        """Read what `write` wrote. Raises DataError where there is no file, and PlanError for what is no table."""
+        try:
+            return cls.from_json(Path(file).read_bytes())
+        except OSError as error:
+            raise DataError(
+                f"cost_table: got {str(file)!r}, expected a file that specactor profile wrote ({error.strerror}). "
+                "Run specactor profile RECIPE."
+            ) from None
+
+    def write(self, file: Path) -> None:
+        """Write the table; it appears under its name only when it is whole."""
+        file.parent.mkdir(parents=True, exist_ok=True)
+        fresh = file.with_name(f"{file.name}.tmp")
+        fresh.write_text(self.to_json() + "\n")
+        fresh.replace(file)
 
     def to_json(self) -> str:
         return msgspec.json.format(msgspec.json.encode(self)).decode()

@@ -10,37 +10,38 @@ from collections.abc import Callable, Sequence
 from itertools import cycle, islice
 
 from specactor.config import DRAFTERS, SpeculationConfig
+from specactor.config.speculation import of_draft_model
 from specactor.errors import ConfigError
 from specactor.rollout.speculation.drafter import Drafter, DraftSequence
 
 
-def make_drafters(config: SpeculationConfig, *, connect: Callable[[], Drafter] | None = None) -> list[Drafter]:
+def make_drafters(config: SpeculationConfig, *, connect: Callable[[str], Drafter] | None = None) -> list[Drafter]:
     """The drafters that a configuration names. Raises ConfigError for a name that is not known or cannot be loaded.
 
-    `connect` gives the drafter `decoupled`; without it there are no drafter processes.
+    `connect` gives the drafter `decoupled`, or one of its further names; without it there are no drafter processes.
     """
-    return [_make(name, config, connect) for name in config.draft_methods]
+    return [_make(name, connect) for name in config.draft_methods]
 
 
-def _make(name: str, config: SpeculationConfig, connect: Callable[[], Drafter] | None) -> Drafter:
+def _make(name: str, connect: Callable[[str], Drafter] | None) -> Drafter:
+    kind, _ = of_draft_model(name) or ("", 0)
     module, _, attribute = name.partition(":")
+    if kind == "model":
+        from specactor.rollout.sglang.model_drafter import ModelDrafter
+
+        return ModelDrafter(name)
+    if kind == "decoupled":
+        if connect is None:
+            raise ConfigError.at(
+                "rollout.speculation.drafters", name, "drafters in the engine", "Here are no drafter processes."
+            )
+        return connect(name)
     if attribute:
         return _imported(name, module, attribute)
-    match name:
-        case "suffix":
-            from specactor.rollout.speculation.suffix import SuffixDrafter
+    if name == "suffix":
+        from specactor.rollout.speculation.suffix import SuffixDrafter
 
-            return SuffixDrafter()
-        case "model":
-            from specactor.rollout.sglang.model_drafter import ModelDrafter
-
-            return ModelDrafter()
-        case "decoupled":
-            if connect is None:
-                raise ConfigError.at(
-                    "rollout.speculation.drafters", name, "drafters in the engine", "Here are no drafter processes."
-                )
-            return connect()
+        return SuffixDrafter()
     raise ConfigError.at(
         "rollout.speculation.drafters",
         name,

@@ -18,8 +18,7 @@ import logging
 from collections.abc import Callable, Collection, Sequence
 
 from specactor.config import SpeculationConfig
-from specactor.rollout import cost_file
-from specactor.rollout.speculation.costs import OnlineCosts
+from specactor.rollout.speculation.costs import CostTable, OnlineCosts
 from specactor.rollout.speculation.counters import Counts
 from specactor.rollout.speculation.drafter import Drafter, DraftSequence
 from specactor.rollout.speculation.drafter_set import LOOK_TRIALS, DrafterSet
@@ -50,7 +49,7 @@ class Speculator:
     ) -> None:
         self.config = config
         self.drafters = {drafter.name: drafter for drafter in drafters}
-        table = cost_file.read(config.cost_table) if config.cost_table else None
+        table = CostTable.read(config.cost_table) if config.cost_table else None
         self.estimates = Estimates(self.drafters, max_window=config.max_window, table=table)
         self.drafter_set = DrafterSet(drafters, config, self.estimates)
         self.planner = Planner(config, self.drafter_set, self.estimates)

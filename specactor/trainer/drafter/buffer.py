@@ -4,7 +4,7 @@ Invariants: the buffer never exceeds `max_tokens`; the oldest policy version lea
 shortest response; what is drawn depends on the seed, the draw's number and the content; a restored state has equal
 bits.
 
-Shape legend: L tokens, R of the response, K top-k.
+Shape legend: L tokens, R of the response, K top-k, F numbers of several layers.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
+from torch import Tensor
 
 from specactor.errors import DataError
 from specactor.types import TrainSequence
@@ -37,13 +38,16 @@ class TrainingExample:
     version: int  # of the policy that generated it
     temperature: float = 1.0
     top_k: TopK | None = None
+    states: Tensor | None = None  # [L, F] the policy's hidden states, for a head; they are never stored
 
     @property
     def response_len(self) -> int:
         return len(self.token_ids) - self.prompt_len
 
 
-def example_from(sequence: TrainSequence, top_k: TopK | None, *, version: int, temperature: float) -> TrainingExample:
+def example_from(
+    sequence: TrainSequence, top_k: TopK | None, *, version: int, temperature: float, states: Tensor | None = None
+) -> TrainingExample:
     """Make an example of what the policy learned from; `version` is that of the policy that generated it."""
     return TrainingExample(
         token_ids=np.array(sequence.token_ids, np.int32),
@@ -51,6 +55,7 @@ def example_from(sequence: TrainSequence, top_k: TopK | None, *, version: int, t
         version=version,
         temperature=temperature,
         top_k=top_k,
+        states=states,
     )
 
 
@@ -79,7 +84,8 @@ def cut(example: TrainingExample, num_tokens: int) -> TrainingExample:
     top_k, kept = example.top_k, num_tokens - example.prompt_len
     if top_k is not None:
         top_k = TopK(tokens=top_k.tokens[:kept].copy(), logprobs=top_k.logprobs[:kept].copy())
-    return replace(example, token_ids=example.token_ids[:num_tokens].copy(), top_k=top_k)
+    states = None if example.states is None else example.states[:num_tokens].clone()
+    return replace(example, token_ids=example.token_ids[:num_tokens].copy(), top_k=top_k, states=states)
 
 
 class DraftBuffer:

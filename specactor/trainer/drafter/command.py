@@ -197,7 +197,9 @@ def learn(
     examples. With `updates` the learning rate falls to a hundredth over so many; 0: as many as fit, at one rate.
     """
     head = isinstance(model, Head)
-    trainer = HeadTrainer(settings, model, target, seed=seed) if head else DrafterTrainer(settings, model, seed=seed)
+    trainer = (
+        HeadTrainer(settings, model, seed=seed, target=target) if head else DrafterTrainer(settings, model, seed=seed)
+    )
     trainer.buffer.add(examples)
     if not len(trainer.buffer):
         longest = min(settings.tokens_per_microbatch, settings.buffer_tokens)

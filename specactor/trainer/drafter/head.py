@@ -167,13 +167,19 @@ class Head(nn.Module):
         """[W] int64: the target's ids of the tokens that it can draft."""
         self.token_ids: Tensor
         self.owns_embedding = owns_embedding
+        self.layers_learned = self.layers if owns_embedding else [-1, *self.layers]
+        """Of the policy, what it learns from in a run: also the embedding that they share, which learns, too."""
         self.register_buffer("embedding", embedding.detach(), persistent=False)
         self.embedding: Tensor
 
-    def forward(self, tokens_BT: Tensor, features_BTF: Tensor, *, steps: int) -> Iterator[Tensor]:
+    def forward(
+        self, tokens_BT: Tensor, features_BTF: Tensor, embedded_BTH: Tensor | None = None, *, steps: int
+    ) -> Iterator[Tensor]:
         """Give [B, T, W] logits of every step: those at a position are of the token after it. In step k the first
-        k + 1 positions have none: what is there has no meaning."""
-        embedded = functional.embedding(tokens_BT[:, 1:], self.embedding)
+        k + 1 positions have none: what is there has no meaning. `embedded_BTH` are the tokens in another embedding."""
+        if embedded_BTH is None:
+            embedded_BTH = functional.embedding(tokens_BT, self.embedding)
+        embedded = embedded_BTH[:, 1:]
         hidden = self.fc(features_BTF[:, :-1])
         keys: list[tuple[Tensor, Tensor]] = []
         for _ in range(steps):
@@ -196,8 +202,9 @@ class Head(nn.Module):
         self.config.save_pretrained(folder)
 
 
-def read_head(folder: Path, target: Any) -> Head:
-    """Read a head of this target, of transformers. Raises ConfigError where it does not fit."""
+def read_head(folder: Path, target: Any, embedding: Tensor) -> Head:
+    """Read a head of a target of this transformers' config, with this embedding [V, H] if it shares it. Raises
+    ConfigError where it does not fit."""
     from safetensors.torch import load_file
 
     from specactor.trainer.drafter.init import the_transformers
@@ -205,7 +212,7 @@ def read_head(folder: Path, target: Any) -> Head:
     fields = json.loads((folder / "config.json").read_bytes())
     fields.setdefault("draft_vocab_size", fields["vocab_size"])
     fields.setdefault("target_hidden_size", fields["hidden_size"])
-    usual = layers_read(target.config.num_hidden_layers)
+    usual = layers_read(target.num_hidden_layers)
     fields.setdefault("eagle_config", {"eagle_aux_hidden_state_layer_ids": usual})
     config = the_transformers().LlamaConfig(**fields)
     _refuse_others(config)
@@ -218,15 +225,14 @@ def read_head(folder: Path, target: Any) -> Head:
     d2t = weights.pop("d2t", None)
     weights.pop("t2d", None)
     own = weights.pop(_EMBEDDING, None)
-    embedding = target.get_input_embeddings().weight if own is None else own
-    if (config.target_hidden_size, config.vocab_size) != (target.config.hidden_size, target.config.vocab_size):
+    if (config.target_hidden_size, config.vocab_size) != (target.hidden_size, target.vocab_size):
         raise ConfigError.at(
             "draft",
             f"a head of a target with {config.target_hidden_size} hidden sizes and {config.vocab_size} tokens",
-            f"one of {target.config.hidden_size} and {target.config.vocab_size}",
+            f"one of {target.hidden_size} and {target.vocab_size}",
             "Make one with specactor drafter init.",
         )
-    head = Head(config, embedding, owns_embedding=own is not None)
+    head = Head(config, embedding if own is None else own, owns_embedding=own is not None)
     try:
         head.load_state_dict(weights)
     except RuntimeError as error:

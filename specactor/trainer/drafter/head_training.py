@@ -1,19 +1,26 @@
-"""An EAGLE-3 head learns offline: the target is run beside it, for its hidden states and its distribution.
+"""An EAGLE-3 head learns: offline from the target, which is run beside it for its hidden states and distribution; in a
+run from those that the policy's own update computed.
 
-Shape legend: T tokens, N response tokens, V vocabulary, W vocabulary of the head.
+Shape legend: T tokens, N response tokens, V vocabulary, W vocabulary of the head, K top-k, F numbers of several layers.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.nn import functional
 
 from specactor.config import DraftTrainingConfig
+from specactor.config.rules import rules_of
 from specactor.trainer.drafter import losses
 from specactor.trainer.drafter.head import Head, features_of
+from specactor.trainer.drafter.top_k import SURELY_NOT
 from specactor.trainer.drafter.train import DrafterTrainer
+from specactor.trainer.drafter.updates import PlainUpdater
 
 STEPS = 4  # drafted tokens that a head learns from at every position
 DECAY = 0.8  # weight of a step beside the one before it, which more drafts reach
@@ -33,25 +40,76 @@ def logprobs(target: Any, head: Head, batch: losses.Batch, *, steps: int) -> lis
 
 
 class HeadTrainer(DrafterTrainer):
-    """A head with its optimizer and buffer, in one process."""
+    """A head with its optimizer and buffer. Offline, in one process, it learns from the target, which is run beside it;
+    in a run from what the policy's own passes left in its examples, and an example is needed once."""
 
-    def __init__(self, config: DraftTrainingConfig, head: Head, target: Any, *, seed: int) -> None:
-        """Take a causal model of transformers as target."""
-        super().__init__(config, head, seed=seed)
+    def __init__(
+        self,
+        config: DraftTrainingConfig,
+        head: Head,
+        *,
+        seed: int,
+        group: dist.ProcessGroup | None = None,
+        target: Any = None,
+    ) -> None:
+        """Take a causal model of transformers as target. Collective. Raises ConfigError with ZeRO."""
+        rules_of(config, "distillation")(
+            "zero", config.zero == "off", "off with an EAGLE-3 head", "It is small: ZeRO has nothing to divide."
+        )
+        super().__init__(config, head, seed=seed, group=group)
         self._head, self._target = head, target
+        vocab, known = len(head.embedding), len(head.token_ids)
+        self._column_V = torch.full((vocab,), known, device=self.device)
+        """Of the head's logits, for each of the target's tokens; one beyond the last: it cannot draft that one."""
+        self._column_V[head.token_ids] = torch.arange(known, device=self.device)
 
     def _loss(self, batch: losses.Batch) -> tuple[Tensor, Tensor]:
-        """Mean over the steps of KL(target, head), of as much of the target as the head's vocabulary covers."""
+        """Mean over the steps of KL(policy, head), of as much of the policy as the head's vocabulary covers."""
+        weights = [DECAY**step for step in range(STEPS)]
+        loss, first, overlap = torch.zeros((), device=self.device), None, torch.zeros((), device=self.device)
+        by_step = self._from_target(batch) if self._target is not None else self._from_policy(batch)
+        for weight, (kl_N, overlap_N) in zip(weights, by_step, strict=True):
+            loss = loss + weight / sum(weights) * kl_N.sum()
+            if first is None:
+                first, overlap = kl_N.detach().sum(), overlap_N.sum()
+        known = (batch.place_N > 0).sum().double()
+        assert first is not None
+        sums = [loss.detach().double(), first.double(), overlap.double(), known]
+        return loss, torch.stack([*sums, known.new_tensor(float(len(batch.place_N)))])
+
+    def _from_target(self, batch: losses.Batch) -> Iterator[tuple[Tensor, Tensor]]:
+        """(KL [N], overlap [N]) of every step, over the vocabulary."""
         logp_NV, *by_step = logprobs(self._target, self._head, batch, steps=STEPS)
         p_NV = logp_NV.exp()
-        weights = [DECAY**step for step in range(STEPS)]
-        loss, first = logp_NV.new_zeros(()), by_step[0].detach()
-        for weight, logq_NV in zip(weights, by_step, strict=True):
-            loss = loss + weight / sum(weights) * _kl(p_NV, logp_NV, logq_NV).sum()
-        known = (batch.place_N > 0).sum().double()
-        sums = [loss.detach().double(), _kl(p_NV, logp_NV, first).sum().double()]
-        sums += [torch.minimum(p_NV, first.exp()).sum().double(), known]
-        return loss, torch.stack([*sums, known.new_tensor(float(len(p_NV)))])
+        for logq_NV in by_step:
+            yield _kl(p_NV, logp_NV, logq_NV), torch.minimum(p_NV, logq_NV.detach().exp()).sum(1)
+
+    def _from_policy(self, batch: losses.Batch) -> Iterator[tuple[Tensor, Tensor]]:
+        """The same, over the policy's top-k and all others as one."""
+        states_BTF, size = batch.states_BTF, self._head.config.target_hidden_size
+        if states_BTF is None:  # an empty micro-batch
+            num = len(self._head.layers_learned) * size
+            states_BTF = torch.zeros((*batch.tokens_BT.shape, num), device=self.device)
+        embedded = None
+        if not self._head.owns_embedding:
+            embedded, states_BTF = states_BTF[..., :size], states_BTF[..., size:]
+        columns_NK, logp_NK = self._column_V[batch.top_tokens_NK], batch.top_logp_NK
+        num_known = len(self._head.token_ids)
+        unknown_NK = columns_NK == num_known
+        # what is certain to be lost, since the head cannot draft it, is no distance
+        lost_N = (logp_NK.exp() * (logp_NK - SURELY_NOT)).where(unknown_NK, torch.zeros_like(logp_NK)).sum(1)
+        assert isinstance(self._updater, PlainUpdater)
+        for step, logits in enumerate(self._updater.replica(batch.tokens_BT, states_BTF, embedded, steps=STEPS)):
+            logq_NW = losses.draft_logprobs(logits.flatten(0, 1).index_select(0, batch.row_N), batch.temperatures_N)
+            if num_known < len(self._column_V):
+                logq_NW = functional.pad(logq_NW, (0, 1), value=SURELY_NOT)
+            reached_N = batch.place_N > step
+            if not columns_NK.shape[1]:  # an empty micro-batch takes part in the reduction
+                yield 0.0 * logits.sum()[None], logits.new_zeros(1)
+                continue
+            kl_N = losses.forward_kl(logq_NW, columns_NK, logp_NK) - lost_N
+            overlap_N = losses.overlap(logq_NW.detach(), columns_NK, logp_NK)
+            yield kl_N.where(reached_N, torch.zeros_like(kl_N)), overlap_N.where(reached_N, torch.zeros_like(kl_N))
 
 
 def _kl(p_NV: Tensor, logp_NV: Tensor, logq_NV: Tensor) -> Tensor:

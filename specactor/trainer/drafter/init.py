@@ -100,7 +100,9 @@ def read_model(folder: Path, device: torch.device | str = "cpu") -> Any:
 
 def read_draft(folder: Path, target: Any) -> Any:
     """Read a draft model, or an EAGLE-3 head of the target."""
-    return read_head(folder, target) if is_head(folder) else read_model(folder)
+    if not is_head(folder):
+        return read_model(folder)
+    return read_head(folder, target.config, target.get_input_embeddings().weight)
 
 
 @torch.no_grad()
@@ -114,16 +116,12 @@ def fill_buffers(model: nn.Module) -> None:
                 module.get_buffer(name).copy_(buffer)
 
 
-def read_fitting(folder: Path, vocab_size: int, device: torch.device | str) -> Any:
-    """Read a run's draft model. Raises ConfigError where it does not fit the policy, or does not learn in runs."""
+def read_fitting(folder: Path, policy: Any, device: torch.device | str) -> Any:
+    """Read a run's draft model, or head: without an embedding that it shares, since the policy's own passes say what is
+    in that. Raises ConfigError where it does not fit the policy, of which this is transformers' config."""
     if is_head(folder):
-        raise ConfigError.at(
-            "distillation.refresh",
-            "on",
-            f"off, since {folder} is an EAGLE-3 head, which learns offline",
-            "Leave it off, and train the head with specactor drafter train; or use a draft model.",
-        )
-    model = read_model(folder, device)
+        return read_head(folder, policy, torch.empty(policy.vocab_size, 0)).to(device)
+    model, vocab_size = read_model(folder, device), policy.vocab_size
     if model.config.vocab_size != vocab_size:
         raise ConfigError.at(
             "rollout.speculation.draft_model",

@@ -2,7 +2,8 @@
 
 Invariant: an example's loss does not depend on its neighbours.
 
-Shape legend: B examples, T tokens of the longest of them, N response tokens of all of them, V vocabulary, K top-k.
+Shape legend: B examples, T tokens of the longest of them, N response tokens of all of them, V vocabulary, K top-k, F
+numbers of the policy's hidden states.
 """
 
 # ruff: noqa: N815 - tensor fields carry shape suffixes
@@ -17,6 +18,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from specactor.trainer.drafter.buffer import TrainingExample
 
@@ -31,6 +33,7 @@ class Batch:
     top_tokens_NK: Tensor
     top_logp_NK: Tensor
     has_top_k_N: Tensor
+    states_BTF: Tensor | None = None  # the policy's, for a head
 
 
 def plan_micro_batches(lengths: Sequence[int], ranks: int, capacity: int) -> list[list[list[int]]]:
@@ -76,6 +79,7 @@ def build(examples: Sequence[TrainingExample], device: torch.device) -> Batch:
             top_tokens[there], top_logp[there] = example.top_k.tokens, example.top_k.logprobs
             known[there] = True
         start += size
+    states = [example.states for example in examples if example.states is not None]
     return Batch(
         tokens_BT=torch.from_numpy(tokens).to(device),
         row_N=_joined(rows, np.int64, device),
@@ -85,6 +89,7 @@ def build(examples: Sequence[TrainingExample], device: torch.device) -> Batch:
         top_tokens_NK=torch.from_numpy(top_tokens).to(device),
         top_logp_NK=torch.from_numpy(top_logp).to(device),
         has_top_k_N=torch.from_numpy(known).to(device),
+        states_BTF=pad_sequence(states, batch_first=True).float().to(device) if states else None,
     )
 
 

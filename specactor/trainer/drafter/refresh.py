@@ -17,6 +17,7 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 from safetensors import SafetensorError
+from torch import Tensor
 
 from specactor.config import Config, DraftTrainingConfig
 from specactor.errors import CheckpointError, PeerFailedError, SpecActorError
@@ -24,6 +25,8 @@ from specactor.parallel.collective import Collective
 from specactor.rollout.drafter_pool import DrafterPool
 from specactor.trainer.drafter import init
 from specactor.trainer.drafter.buffer import TopK, example_from
+from specactor.trainer.drafter.head import Head
+from specactor.trainer.drafter.head_training import HeadTrainer
 from specactor.trainer.drafter.top_k import TopKRecorder
 from specactor.trainer.drafter.train import Clock, DrafterTrainer, RefreshStats
 from specactor.types import TrainSequence
@@ -66,20 +69,24 @@ class Distillation:
         config: Config,
         collective: Collective,
         *,
-        recorder: TopKRecorder | None,
-        vocab_size: int,
+        recorder_of: Callable[[Sequence[int]], TopKRecorder | None],
+        policy: Any,
         engines: Callable[[], Sequence[TargetEngine]],
         processes: DrafterPool,
         note: Callable[[str], None] = lambda text: None,
         device: torch.device | str = "cpu",
         clock: Clock = time.perf_counter,
     ) -> None:
-        """Read the draft model. Collective. Raises ConfigError for one that does not fit the policy's `vocab_size`.
-        `engines` returns this rank's that hold a draft model; `processes` are its drafter processes; `note` prints."""
-        self.config, self.recorder = DraftTrainingConfig.of(config.distillation), recorder
+        """Read the draft model. Collective. Raises ConfigError for one that does not fit the policy.
+
+        Args: `recorder_of` makes the recorder of the policy's distributions, and of the outputs of these layers, from
+        which a head learns; `policy` is transformers' config; `engines` returns this rank's that hold a draft model;
+        `processes` are its drafter processes; `note` prints.
+        """
+        self.config = DraftTrainingConfig.of(config.distillation)
         self._collective = collective
         self._temperature = config.rollout.temperature
-        self._folder = Path(config.rollout.speculation.draft_model)
+        self._folder = Path(config.rollout.speculation.first_draft_model)
         self._engines, self._processes = engines, processes
         self._note, self._clock = note, clock
         self._held: WeakKeyDictionary[TargetEngine, int] = WeakKeyDictionary()
@@ -87,9 +94,11 @@ class Distillation:
         self._account = TimeAccount()
         self._unpushed: tuple[float, float] | None = None  # share and seconds of a refresh without a push
         init.quiet()
-        model = collective.together("draft model", lambda: init.read_fitting(self._folder, vocab_size, device))
+        model = collective.together("draft model", lambda: init.read_fitting(self._folder, policy, device))
         group = dist.group.WORLD if collective.world > 1 else None
-        self.drafter = DrafterTrainer(self.config, model, seed=config.seed, group=group)
+        self.recorder = recorder_of(model.layers_learned if isinstance(model, Head) else ())
+        kind = HeadTrainer if isinstance(model, Head) else DrafterTrainer
+        self.drafter = kind(self.config, model, seed=config.seed, group=group)
         self._sender = DraftSender(getattr(torch, config.model.dtype))
 
     def refresh(
@@ -103,11 +112,14 @@ class Distillation:
         limit_s = self._collective.gather(limit_s, float)[0]  # ranks have clocks of their own
         stats, failed = self._learn(limit_s) if limit_s and not is_last else (None, False)
         self._unpushed = share_s, self._clock() - began_s
+        num_tokens = self.drafter.buffer.num_tokens
+        if isinstance(self.drafter, HeadTrainer):
+            self.drafter.buffer.take()  # hidden states of older policies are not worth their memory
         metrics: dict[str, float] = {
             "drafter/version": self.drafter.version,
             "drafter/refreshed": int(stats is not None and stats.updates > 0),
             "drafter/failed": int(failed),
-            "drafter/buffer_tokens": self.drafter.buffer.num_tokens,
+            "drafter/buffer_tokens": num_tokens,
             "drafter/cut_responses": num_cut,
             "time/refresh_limit_s": limit_s,
         }
@@ -204,15 +216,18 @@ class Distillation:
     def _remember(self, sequences: Sequence[TrainSequence], version: int) -> int:
         """Put the step's responses into the buffer; returns how many of them were cut."""
         known: Sequence[TopK | None] = [None] * len(sequences)
+        states: Sequence[Tensor | None] = [None] * len(sequences)
         if self.recorder is not None:
             known = self.recorder.take(sequences)
+            states = states if self.recorder.states is None else self.recorder.states.take(sequences)
+        for_head = isinstance(self.drafter, HeadTrainer)
         buffer = self.drafter.buffer
         before = buffer.too_long
         examples, num_cut = buffer.fitting(
             [
-                example_from(sequence, top_k, version=version, temperature=self._temperature)
-                for sequence, top_k in zip(sequences, known, strict=True)
-                if sequence.response_len
+                example_from(sequence, top_k, version=version, temperature=self._temperature, states=of_policy)
+                for sequence, top_k, of_policy in zip(sequences, known, states, strict=True)
+                if sequence.response_len and not (for_head and of_policy is None)
             ]
         )
         buffer.add(examples)

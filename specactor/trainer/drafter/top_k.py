@@ -7,6 +7,7 @@ top-k, R response positions of a micro-batch.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -15,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from specactor.trainer.drafter.buffer import TopK
+from specactor.trainer.drafter.states import StateRecorder
 from specactor.trainer.logprobs import CHUNK_ELEMENTS
 
 if TYPE_CHECKING:
@@ -76,9 +78,18 @@ class TopKRecorder:
     """
 
     def __init__(
-        self, k: int, *, temperature: float, vocab_size: int, device: torch.device, group: dist.ProcessGroup | None
+        self,
+        k: int,
+        *,
+        temperature: float,
+        vocab_size: int,
+        device: torch.device,
+        group: dist.ProcessGroup | None,
+        states: StateRecorder | None = None,
     ) -> None:
-        """Start empty. `vocab_size` is of all ranks; `group` shares it (None: every rank holds all)."""
+        """Start empty. `vocab_size` is of all ranks; `group` shares it (None: every rank holds all); `states` are
+        recorded beside."""
+        self.states = states
         self._k, self._temperature, self._group = k, temperature, group
         self._vocab_size, self._device = vocab_size, device
         self._counts = group is None or dist.get_rank(group) == 0  # the others have the same
@@ -97,6 +108,13 @@ class TopKRecorder:
 
         return observed
 
+    def begin(self, sequences: Sequence[TrainSequence]) -> Callable[[MicroBatch], AbstractContextManager[None]]:
+        """Tell of the sequences of the next update; return what encloses its forward passes."""
+        if self.states is None:
+            return lambda _: nullcontext()
+        self.states.begin(sequences)
+        return self.states.forward
+
     def updated(self, sequences: Sequence[TrainSequence]) -> None:
         """Remember the top-k of all response tokens of an update, which has learned from these. Collective."""
         sizes = [sequence.response_len for sequence in sequences]
@@ -106,6 +124,8 @@ class TopKRecorder:
         for source_R, ids_RK, logprobs_RK in self._micro_batches:
             ids[source_R], logprobs[source_R] = ids_RK, logprobs_RK
         self._micro_batches = []
+        if self.states is not None:
+            self.states.end(sequences)
         if dist.is_initialized():  # each token was seen by one rank (context and data parallelism), others add zero
             ids, logprobs = ids.to(self._device), logprobs.to(self._device)
             dist.all_reduce(ids)

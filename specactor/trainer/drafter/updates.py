@@ -41,10 +41,11 @@ class PlainUpdater:
 
     def __init__(self, model: nn.Module, config: DistillationConfig, group: dist.ProcessGroup | None) -> None:
         self._model = model
-        self._replica: nn.Module = model
+        self.replica: nn.Module = model
+        """What is called in forward passes whose gradients are to be reduced."""
         if group is not None and group.size() > 1:
             # its buffers never change
-            self._replica = DistributedDataParallel(model, process_group=group, forward_sync_buffers=False)
+            self.replica = DistributedDataParallel(model, process_group=group, forward_sync_buffers=False)
         self._parameters = dict(model.named_parameters())
         self._adam = torch.optim.AdamW(
             list(self._parameters.values()),
@@ -55,13 +56,13 @@ class PlainUpdater:
 
     def micro_step(self, last: bool) -> AbstractContextManager[Any]:
         """Enclose forward and backward pass of a micro-batch; gradients are reduced in the last of an update."""
-        if last or not isinstance(self._replica, DistributedDataParallel):
+        if last or not isinstance(self.replica, DistributedDataParallel):
             return nullcontext()
-        return self._replica.no_sync()
+        return self.replica.no_sync()
 
     def logits(self, tokens_BT: Tensor) -> Tensor:
         """Return [B, T, V]."""
-        return cast(Tensor, self._replica(input_ids=tokens_BT, use_cache=False).logits)
+        return cast(Tensor, self.replica(input_ids=tokens_BT, use_cache=False).logits)
 
     def backward(self, loss: Tensor, last: bool) -> None:
         loss.backward()  # type: ignore[no-untyped-call]
@@ -117,7 +118,7 @@ class PlainUpdater:
         """Write the optimizer's state; called on every rank."""
         from safetensors.torch import save_file
 
-        if not isinstance(self._replica, DistributedDataParallel) or dist.get_rank() == 0:
+        if not isinstance(self.replica, DistributedDataParallel) or dist.get_rank() == 0:
             state = self.optimizer_state()
             save_file({name: value.cpu().contiguous() for name, value in state.items()}, folder / OPTIMIZER)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from statistics import fmean
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,7 +14,7 @@ import pytest
 from examples import quickstart
 from specactor.config import EngineConfig
 from specactor.errors import AgreementError
-from specactor.replay.audit import RESPONSES, Audit, choose
+from specactor.replay.audit import RESPONSES, Audit, choose, gumbel
 from specactor.rollout.sglang.engine_client import Engine, EngineSpec, running
 from specactor.types import Problem, RolloutRequest, ScoredGroup, Trajectory
 from tests.rollout.conftest import request
@@ -103,6 +104,20 @@ def test_what_is_right_is_found_right(engine: Engine) -> None:
     assert (found["audit/differences"], found["audit/ties"], told.notes) == (0, 0, [])
 
 
+def test_the_noise_of_a_finding_is_that_of_the_engine(engine: Engine) -> None:
+    """The largest of all tokens' scores has a mean of 0.577 (Gumbel); with other noise it is that and log p."""
+    responses = [t for group in generated(engine, "right") for t in group.trajectories]
+    found = {}
+    for off in (-1, 0, 1):
+        found[off] = fmean(
+            p + gumbel(t.seed, len(t.prompt_ids) + i + off, token)
+            for t in responses
+            for i, (token, p) in enumerate(zip(t.token_ids, t.logprobs, strict=True))
+        )
+    assert found[0] == pytest.approx(0.577, abs=0.4)
+    assert max(found[-1], found[1]) < -1
+
+
 def test_wrong_tokens_are_found_and_verification_is_named(engine: Engine) -> None:
     wrong = generated(engine, "emits_the_rejected")
     own, told = audit(engine, "warn")
@@ -127,7 +142,7 @@ def test_an_audit_takes_a_hundredth_of_the_time(engine: Engine) -> None:
 
 def test_responses_are_drawn_by_the_seed_and_of_one_policy(engine: Engine) -> None:
     own = generated(engine, "right")
-    chosen = [t.request_id for t in choose(own, seed=1, step=2, version=0)]
-    assert chosen == [t.request_id for t in choose(own, seed=1, step=2, version=0)]
-    assert chosen != [t.request_id for t in choose(own, seed=1, step=3, version=0)]
+    chosen = [part.response.request_id for part in choose(own, seed=1, step=2, version=0)]
+    assert chosen == [part.response.request_id for part in choose(own, seed=1, step=2, version=0)]
+    assert chosen != [part.response.request_id for part in choose(own, seed=1, step=3, version=0)]
     assert choose(own, seed=1, step=2, version=5) == []

@@ -339,6 +339,7 @@ def test_wrong_versions_are_caught_where_modes_switch(near: Setting, version: st
 # Last, since it takes another engine
 
 
+@pytest.mark.deep  # as drafters that are; faults/test_faults.py kills engines, too
 def test_an_engine_that_is_killed_and_started_again(near: Setting) -> None:
     near.start(decoupled())
     near.run_until_drafted()

@@ -221,6 +221,7 @@ def test_logits_equal_those_of_transformers_parts(strangers: Engine, random_head
         torch.testing.assert_close(torch.tensor(logits), expected, atol=1e-5, rtol=1e-5)
 
 
+@two_ranks_are_deep("strangers")
 def test_other_weights_of_the_policy_in_mid_response(strangers: Engine, random_head: str) -> None:
     """The response goes on as if plain decoding had changed there."""
     wanted = [request(0, new=100)]
@@ -246,6 +247,7 @@ def test_other_weights_of_the_policy_in_mid_response(strangers: Engine, random_h
     assert differs(answers, [old]) == (held < 100)
 
 
+@two_ranks_are_deep("strangers")
 def test_memory_for_states_is_taken_from_the_pools(strangers: Engine, random_head: str) -> None:
     """Of a token: keys and values of the target and of the head, and the hidden states that it reads."""
     configure(strangers, speculation(random_head, 3))

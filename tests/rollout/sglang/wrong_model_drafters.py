@@ -31,7 +31,7 @@ def _kv_bytes(rank: Any, _: bytes) -> bytes:
 
     runner = rank._scheduler.tp_worker.model_runner
     cell = create_memory_pool_configurator(runner.kv_cache_configurator)._cell_size
-    return msgspec.json.encode([cell, taken(runner), taken(rank.draft_worker._draft_model_runners()[0])])
+    return msgspec.json.encode([cell, taken(runner), sum(map(taken, rank.draft_worker._draft_model_runners()))])
 
 
 rank_calls.RANK_CALLS[KV_BYTES] = _kv_bytes

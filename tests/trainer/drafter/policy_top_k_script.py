@@ -25,15 +25,26 @@ from specactor.trainer.drafter.buffer import TopK, TrainingExample, example_from
 from specactor.trainer.drafter.train import DrafterTrainer  # noqa: E402
 from specactor.trainer.policy import PolicyTrainer  # noqa: E402
 from tests.trainer.drafter import cases  # noqa: E402
-from tests.trainer.drafter.policy_cases import SEQUENCES, TOP_K, UPDATES, draft_model  # noqa: E402
+from tests.trainer.drafter.policy_cases import (  # noqa: E402
+    LAYERS,
+    ROOM,
+    SEQUENCES,
+    TOP_K,
+    UPDATES,
+    draft_model,
+    head_model,
+    learned,
+)
 
-LAYOUTS = {"TP2": {"tensor": 2, "expert_tensor": 2}, "DP2": {}, "PP2": {"pipeline": 2}}
+LAYOUTS = {"TP2": {"tensor": 2, "expert_tensor": 2}, "DP2": {}, "PP2": {"pipeline": 2}, "CP2": {"context": 2}}
 
 
 def make(model: Path, parallel: dict[str, Any]) -> PolicyTrainer:
     config = policy_cases.config(str(model), parallel)
     p = config.parallel
-    layout = Layout(world=2, tensor=p.tensor, pipeline=p.pipeline, context=1, expert=1, expert_tensor=p.expert_tensor)
+    layout = Layout(
+        world=2, tensor=p.tensor, pipeline=p.pipeline, context=p.context, expert=1, expert_tensor=p.expert_tensor
+    )
     init_groups(layout, p, seed=0, local_rank=0)
     return PolicyTrainer(config, layout, model)
 
@@ -50,9 +61,12 @@ def steps(trainer: PolicyTrainer) -> list[dict[str, Any]]:
 
 
 def steps_with_refresh(trainer: PolicyTrainer, folder: Path) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    recorder = trainer.top_k_recorder(TOP_K)
+    recorder = trainer.top_k_recorder(TOP_K, layers=LAYERS, max_tokens=ROOM)
     first = asdict(trainer.train_step(SEQUENCES, learning_rate=2e-3, recorder=recorder))
     known = recorder.take(SEQUENCES)
+    assert recorder.states is not None
+    states = recorder.states.take(SEQUENCES)
+    of_head = learned(head_model(), known, states, dist.group.WORLD)
     drafter = DrafterTrainer(cases.config(), draft_model(), seed=0, group=dist.group.WORLD)
     drafter.buffer.add(examples_of(known))
     before = torch.get_rng_state()
@@ -60,8 +74,9 @@ def steps_with_refresh(trainer: PolicyTrainer, folder: Path) -> tuple[list[dict[
     moved = not torch.equal(before, torch.get_rng_state())
     if dist.get_rank() == 0:
         (folder / "buffer").write_bytes(drafter.buffer.state())
+        torch.save(states, folder / "states.pt")
     second = asdict(trainer.train_step(SEQUENCES, learning_rate=2e-3))
-    return [first, second], {"losses": stats.losses, "moved": moved}
+    return [first, second], {"losses": stats.losses, "moved": moved, "head": of_head}
 
 
 def main(model: Path, folder: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -81,8 +82,8 @@ class World:
         self.it = Distillation(
             self.config,
             collective,
-            recorder=None,
-            vocab_size=cases.VOCAB,
+            recorder_of=lambda layers: None,
+            policy=SimpleNamespace(vocab_size=cases.VOCAB),
             engines=lambda: self.engines,
             processes=self.processes,
             note=self.notes.append,

@@ -12,6 +12,7 @@ from safetensors import safe_open
 
 from specactor.config import DraftTrainingConfig
 from specactor.errors import ConfigError
+from specactor.planning.memory import named_shape
 from specactor.trainer.drafter import acceptance, command, head, head_training, init, losses
 from specactor.trainer.drafter.rollout_files import RolloutLine, example_of, write_rollouts
 from specactor.trainer.drafter.train import DrafterTrainer
@@ -109,7 +110,7 @@ def test_it_drafts_the_most_frequent_tokens(targets: dict[str, Path], tmp_path: 
     file = tmp_path / "r.jsonl"
     write_rollouts(file, [RolloutLine(prompt_ids=[30, 30, 30], token_ids=[7, 9, 9, 5, 7])])
     init.make_draft_model(targets["moe"], tmp_path / "head", head.Eagle3Start(draft_vocab=4, rollouts=(file,)))
-    assert head.read_head(tmp_path / "head", init.read_model(targets["moe"])).token_ids.tolist() == [0, 5, 7, 9]
+    assert init.read_draft(tmp_path / "head", init.read_model(targets["moe"])).token_ids.tolist() == [0, 5, 7, 9]
 
 
 def test_names_of_other_writers_and_an_embedding_of_its_own(targets: dict[str, Path], tmp_path: Path) -> None:
@@ -173,7 +174,7 @@ def test_its_loss_is_the_distance_from_the_target(targets: dict[str, Path], roll
     target = init.read_model(targets["moe"])
     model = init.read_draft(made(targets["moe"], tmp_path / "head"), target)
     examples = [replace(example_of(line), temperature=0.7) for line in sampled(targets["moe"], 3)]
-    trainer = head_training.HeadTrainer(DraftTrainingConfig(), model, target, seed=0)
+    trainer = head_training.HeadTrainer(DraftTrainingConfig(), model, seed=0, target=target)
     assert isinstance(trainer, DrafterTrainer)
     batch = losses.build(examples, torch.device("cpu"))
     loss, sums = trainer._loss(batch)
@@ -209,8 +210,6 @@ def test_what_does_not_fit_is_refused(targets: dict[str, Path], tmp_path: Path) 
     folder = made(targets["moe"], tmp_path / "head")
     with pytest.raises(ConfigError, match=r"start.draft_vocab: got 5, expected 0, or > 0 with rollouts"):
         head.Eagle3Start(draft_vocab=5)
-    with pytest.raises(ConfigError, match="which learns offline"):
-        init.read_fitting(folder, VOCAB, "cpu")
     small = init.read_model(targets["dense"])
     small.config.hidden_size = 16
     with pytest.raises(ConfigError, match="a head of a target with 32 hidden sizes"):
@@ -227,3 +226,15 @@ def test_what_does_not_fit_is_refused(targets: dict[str, Path], tmp_path: Path) 
 )
 def test_a_head_reads_low_middle_and_high_layers(num_layers: int, expected: list[int]) -> None:
     assert head.layers_read(num_layers) == expected
+
+
+@pytest.mark.parametrize("vocab", [0, 20])
+def test_plans_count_its_weights(targets: dict[str, Path], rollouts: Path, tmp_path: Path, vocab: int) -> None:
+    start = head.Eagle3Start(draft_vocab=vocab, rollouts=(rollouts,))
+    init.make_draft_model(targets["moe"], tmp_path / "head", start)
+    read, shape = (
+        init.read_draft(tmp_path / "head", init.read_model(targets["moe"])),
+        named_shape(str(tmp_path / "head")),
+    )
+    assert shape.params == sum(p.numel() for p in read.parameters() if p.dim() == 2)
+    assert shape.reads == read.fc.in_features

@@ -17,9 +17,9 @@ from tests.lib.ranks import run_ranks
 from tests.trainer import policy_cases
 from tests.trainer.drafter import cases
 from tests.trainer.drafter.conftest import SHAPE
-from tests.trainer.drafter.policy_cases import SEQUENCES, TOP_K, UPDATES, draft_model
+from tests.trainer.drafter.policy_cases import ROOM, SEQUENCES, TOP_K, UPDATES, draft_model, head_model, learned
 
-LAYOUTS = ["TP2", "DP2", "PP2"]
+LAYOUTS = ["TP2", "DP2", "PP2", "CP2"]
 
 
 @pytest.fixture(scope="module")
@@ -94,3 +94,45 @@ def test_the_draft_model_learns_beside_the_policy_as_it_does_alone(
     alone.buffer.add(buffer(folder, layout).examples)
     stats = alone.refresh(limit_s=1e9, clock=lambda: 0.0, max_updates=UPDATES)
     assert results[layout]["drafter"]["losses"] == pytest.approx(stats.losses, abs=1e-5)
+
+
+def outputs(model: Any, tokens: list[int]) -> torch.Tensor:
+    """[T, F] of the embedding and of both layers."""
+    found: list[torch.Tensor] = []
+    watched = [model.model.embed_tokens, *model.model.layers]
+    hooks = [module.register_forward_hook(lambda _, __, output: found.append(output)) for module in watched]
+    with torch.no_grad():
+        model(input_ids=torch.tensor([tokens]))
+    for hook in hooks:
+        hook.remove()
+    return torch.cat([each[0] if isinstance(each, tuple) else each for each in found], dim=-1)[0]
+
+
+def assert_states(states: list[Any], model: Any, *, late: int = 0) -> None:
+    for s, kept in zip(SEQUENCES, states, strict=True):
+        if kept is not None:
+            want = outputs(model, list(s.token_ids))
+            torch.testing.assert_close(kept.float()[late:], want[: len(want) - late], rtol=8e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_states_are_those_of_the_policy_before_the_update(layout: str, folder: Path, model: Any) -> None:
+    """Of embedding and layers, at every token, of the longest responses that there is room for."""
+    states = torch.load(folder / layout / "states.pt")
+    assert_states(states, model)
+    kept = [s for s, there in zip(SEQUENCES, states, strict=True) if there is not None]
+    left_out = [s for s, there in zip(SEQUENCES, states, strict=True) if there is None]
+    room = ROOM - sum(len(s.token_ids) for s in kept)
+    assert left_out
+    assert 0 <= room < min(len(s.token_ids) for s in left_out)
+    with pytest.raises(AssertionError):
+        assert_states(states, model, late=1)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_head_learns_beside_the_policy_as_it_does_alone(layout: str, folder: Path, results: dict[str, Any]) -> None:
+    known = [example.top_k for example in buffer(folder, layout).examples]
+    alone = learned(head_model(), known, torch.load(folder / layout / "states.pt"))
+    for ours, theirs in zip(results[layout]["drafter"]["head"], alone, strict=True):
+        assert ours == pytest.approx(list(theirs), abs=1e-4)
+    assert alone[0][-1] < alone[0][0]

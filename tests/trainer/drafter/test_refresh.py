@@ -8,6 +8,7 @@ import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -230,7 +231,12 @@ def test_a_checkpoint_without_a_draft_model_starts_it_anew(world: World, tmp_pat
 def test_a_draft_model_of_another_vocabulary_is_refused(collective: Collective, draft_dir: Path) -> None:
     with pytest.raises(ConfigError, match="got '48 tokens', expected the policy's 96 tokens"):
         Distillation(
-            config(draft_dir), collective, recorder=None, vocab_size=96, engines=lambda: [], processes=Processes()
+            config(draft_dir),
+            collective,
+            recorder_of=lambda layers: None,
+            policy=SimpleNamespace(vocab_size=96),
+            engines=lambda: [],
+            processes=Processes(),
         )
 
 

@@ -1,0 +1,57 @@
+"""Where Adam keeps its state: the same updates up to what is rounded, in checkpoints bit for bit, and never mixed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.trainer.conftest import OPTIMIZER_STATES, OVERLAPPING
+
+
+def of(two_ranks: dict[str, Any], state: str) -> dict[str, Any]:
+    found: dict[str, Any] = two_ranks[f"optimizer {state}"]
+    return found
+
+
+@pytest.mark.parametrize("state", OPTIMIZER_STATES)
+def test_updates_are_those_of_adam_in_float64_with_the_same_rounding(two_ranks: dict[str, Any], state: str) -> None:
+    """Three updates of 1e-2 on two ranks. Moments of the other precision move a weight by 7e-5; in bfloat16 float32
+    and float64 may round one to neighbours, which is worth 3e-6."""
+    found = of(two_ranks, state)
+    right, wrong = ("bfloat16", "float32") if state == "bfloat16" else ("float32", "bfloat16")
+    assert found["away"][right] < (1e-5 if state == "bfloat16" else 1e-6)
+    assert found["away"][wrong] > 3e-5
+    classes = {"float32": "AdamW", "bfloat16": "RoundedAdamW", "host": "HybridDeviceOptimizer"}
+    assert found["classes"] == [classes[state]]
+    assert ("torch.bfloat16 cpu" in found["types"]) == (state == "bfloat16")
+
+
+@pytest.mark.parametrize("state", OPTIMIZER_STATES)
+def test_a_resumed_run_goes_on_bit_for_bit(two_ranks: dict[str, Any], state: str) -> None:
+    """In moments, main weights and metrics. Wrong: moments that stay float32 when loaded; main weights that do not
+    come back."""
+    found = of(two_ranks, state)
+    assert found["loaded"] == found["resumed"] == [True, True]
+    if state != "float32":
+        assert found["wrong"] == [False, False]
+    assert found["reset"] == [True, True], "moments are forgotten, main weights are not"
+
+
+@pytest.mark.parametrize("state", OPTIMIZER_STATES)
+def test_another_precision_or_place_is_refused(two_ranks: dict[str, Any], state: str) -> None:
+    now = "host" if state == "float32" else "float32"
+    assert f"was saved with train.optimizer_state = {state}, expected {now}" in of(two_ranks, state)["refused"]
+    assert of(two_ranks, state)["refused"].startswith("CheckpointError: ")
+
+
+@pytest.mark.parametrize("name", [*OVERLAPPING[:2], pytest.param(OVERLAPPING[2], marks=pytest.mark.deep)])
+def test_gradients_that_are_summed_meanwhile_have_the_same_bits(two_ranks: dict[str, Any], name: str) -> None:
+    """After three updates. Wrong: sums that begin after the first of several micro-batches, which Megatron notices
+    only because it waits for each bucket once."""
+    for rank in two_ranks[f"overlap {name}"]["ranks"]:
+        assert rank["in buckets"] == rank["at the end"]
+        assert rank["micro-batches, in buckets"] > 1
+        assert "AssertionError" in rank["wrong"]
+    assert two_ranks[f"overlap {name}"]["ranks"][0]["buckets, in buckets"] > 5
+    assert two_ranks[f"overlap {name}"]["ranks"][0]["buckets, at the end"] <= 2
