@@ -39,11 +39,6 @@ from tests.rollout.driver_cases import token
 PROMPTS, SIZE, SLOTS, LONGEST = 16, 2, 4, 30
 
 
-def even(response: str, problem: Problem) -> float:
-    """A verifier."""
-    return float(len(response) % 2 == 0)
-
-
 def length_of(request: RolloutRequest) -> int:
     return 1 + request.seed % LONGEST
 
@@ -124,7 +119,7 @@ def rollout(collective: Collective, folder: Path, options: dict[str, Any]) -> di
 
     words = f"--rollout.prompts-per-step {PROMPTS} --rollout.group-size {SIZE} --parallel.engines {world}"
     words += f" --rollout.engine.max-running-requests {SLOTS} --algorithm.dynamic-sampling False"
-    verifier = f"{even.__module__}:{even.__name__}"
+    verifier = "tests.rollout.verifiers:even"
     problems = [
         Problem(index=i, prompt="", prompt_ids=(1 + i,), answer="", verifier=verifier, metadata={})
         for i in range(PROMPTS)
