@@ -114,6 +114,7 @@ class SpecActor:
         self._sync_s, self._step_s = spent.get("sync", 0.0), sum(spent.values())
         metrics = measurements.of_step(groups, batch, trained, synced, version=self.version)
         metrics |= measurements.of_environments(groups, self.rollouts.num_failed)
+        metrics["reward/failed"] = self.rollouts.num_unscored
         metrics |= self.of_rollout(rollout, batch) | refreshed | self._pushed | audited
         if traced:
             self.progress.recorder.on = False

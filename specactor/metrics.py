@@ -27,6 +27,7 @@ Value = float | int | str
 METRICS: dict[str, str] = {
     "reward/mean": "mean reward of the step's responses",
     "reward/std": "standard deviation of the rewards of the step's responses",
+    "reward/failed": "responses whose verifier raised, ended or gave no finite number in time; they are left out",
     "reward/uninformative_groups": "share of groups whose rewards are all equal",
     "accuracy/train": "share of the step's responses that are right",
     "accuracy/eval": "share of held-out problems answered right, greedily; of all samples with eval.samples (avg@k)",
@@ -55,7 +56,7 @@ METRICS: dict[str, str] = {
     "critic/explained_variance": "share of the returns' variance that the values before the step explain",
     "critic/clip_fraction": "share of response tokens whose value had moved by algorithm.critic.value_clip",
     "time/rollout_s": "seconds of generation",
-    "time/reward_s": "seconds of scoring",
+    "time/reward_s": "seconds of scoring, without what is scored while the rollout goes on",
     "time/environment_s": "seconds that environments took, summed over conversations, which overlap",
     "time/record_s": "seconds of recording the step for specactor replay",
     "time/train_s": "seconds of forward, backward and optimizer",

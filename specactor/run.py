@@ -46,6 +46,7 @@ from specactor.rollout.collector import RolloutCollector
 from specactor.rollout.decoupled.transport import DrafterAccess
 from specactor.rollout.drafter_pool import DrafterPool
 from specactor.rollout.drafter_start import check_in_engines, check_tokenizers, start_drafters
+from specactor.rollout.grading import Grading
 from specactor.rollout.pool import EnginePool
 from specactor.rollout.sglang.engine_client import EngineSpec
 from specactor.rollout.tail import tail_policy
@@ -172,10 +173,16 @@ def _build(
     distillation = _distillation(config, trainer, pool, drafters, collective, progress)
     if distillation is not None:
         stack.callback(distillation.close)
+    grading = Grading(
+        timeout_s=config.rollout.environment_timeout_s,
+        log_file=str((folder.engines / f"verifiers-{collective.rank}.log").resolve()),
+    )
+    stack.callback(grading.close)
     rollouts = RolloutCollector(
         config,
         pool=pool,
         drafters=drafters,
+        grading=grading,
         collective=collective,
         tokenizer=tokenizer,
         train_data=train_data,

@@ -105,9 +105,9 @@ class Trajectory:
     loss_mask: tuple[bool, ...] = ()
     """Of each token, whether the policy sampled it; False: the environment said it. Empty: all were sampled."""
     reward: float | None = None
-    """What an environment gave, or a verifier while the rollout went on; None: the response is to be scored."""
+    """What an environment or a verifier gave; None: the response is to be scored."""
     failure: str = ""
-    """Why the environment could not go on; empty: it did."""
+    """Why the environment could not go on, or the verifier gave no score; empty: it did."""
     environment_s: float = 0.0
     """Time that the environment took, over all turns; 0 where there is none."""
     branches: tuple[Trajectory, ...] = ()

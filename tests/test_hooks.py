@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
 import sys
-import threading
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -22,10 +20,11 @@ from specactor.config import AlgorithmConfig, DataConfig, RolloutConfig, SourceC
 from specactor.data.dataset import Dataset, build_dataset
 from specactor.data.environment import environment_of
 from specactor.data.tokenizer import load_tokenizer, make_char_tokenizer
-from specactor.data.verifiers import get_verifier, score_all
-from specactor.errors import ConfigError, DataError, SpecActorError
+from specactor.data.verifiers import get_verifier
+from specactor.errors import ConfigError, SpecActorError
 from specactor.recipes import load
 from specactor.rollout.collector import RolloutCollector
+from specactor.rollout.grading import Grading
 from specactor.trainer.losses import token_weights
 from specactor.trainer.microbatch import Shape, build, items_of
 from specactor.trainer.objective import PolicyObjective
@@ -36,7 +35,6 @@ from tests.trainer.policy_cases import VOCAB, sequences
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "hooks.py"
 BAD = """
-import asyncio
 def rows_that_raise():
     yield {"prompt": "1=", "answer": "1", "verifier": "exact"}
     raise OSError("no such table")
@@ -64,8 +62,6 @@ def nan_reward(response, problem):
     return float("nan")
 async def late_nan(response, problem):
     return float("nan")
-async def waits_for_nobody(response, problem):
-    await asyncio.Event().wait()
 not_a_function = 3
 """
 
@@ -135,20 +131,9 @@ def test_a_data_source(tokenizer: PreTrainedTokenizerBase) -> None:
 
 def test_rewards(tokenizer: PreTrainedTokenizerBase) -> None:
     names = ["mine:close_enough", "mine:asked_elsewhere", "exact"] * 50
-    scores = score_all(["20"] * 150, [problem(name) for name in names])
-    assert scores == [0.5, 0.5, 0.0] * 50
-
-
-def test_asynchronous_rewards_wait_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each waits until all others have begun."""
-    barrier = threading.Barrier(40, timeout=60)
-
-    async def meets(response: str, problem: Problem) -> float:
-        barrier.wait()
-        return 1.0
-
-    monkeypatch.setattr(importlib.import_module("bad"), "meets", meets, raising=False)
-    assert score_all(["a"] * 40, [problem("bad:meets")] * 40) == [1.0] * 40
+    with Grading(timeout_s=120, most=1) as grading:
+        verdicts = [grading.submit("20", problem(name)) for name in names]
+        assert [verdict.result(240).score for verdict in verdicts] == [0.5, 0.5, 0.0] * 50
 
 
 def test_an_environment(tokenizer: PreTrainedTokenizerBase) -> None:
@@ -177,7 +162,8 @@ def response(name: str, reward: float) -> Trajectory:
 
 def test_a_filter_of_groups() -> None:
     algorithm = AlgorithmConfig(dynamic_sampling=True, group_filter="mine:not_hopeless")
-    job = cast("Any", SimpleNamespace(config=SimpleNamespace(algorithm=algorithm, rollout=RolloutConfig()), _judged={}))
+    config = SimpleNamespace(algorithm=algorithm, rollout=RolloutConfig())
+    job = cast("Any", SimpleNamespace(config=config, grading=Grading(timeout_s=1)))
     job._group = partial(RolloutCollector._group, job)
     groups = [group(*scores) for scores in ((0, 0), (1, 1))]
     kept = []
@@ -272,11 +258,11 @@ BAD_HOOKS: dict[str, tuple[Any, str]] = {
         "data source bad:not_a_function: a int, expected a function without arguments.",
     ),
     "nan reward": (
-        lambda t: score_all(["1"], [problem("bad:nan_reward")]),
+        lambda t: get_verifier("bad:nan_reward")("1", problem("bad:nan_reward")),
         "verifier bad:nan_reward: problem 0 (answer '21'): it returned nan",
     ),
     "late nan": (
-        lambda t: score_all(["1"], [problem("bad:late_nan")]),
+        lambda t: get_verifier("bad:late_nan")("1", problem("bad:late_nan")),
         "verifier bad:late_nan: problem 0 (answer '21'): it returned nan",
     ),
     "a reward of one argument": (
@@ -292,12 +278,6 @@ def test_a_bad_hook_is_one_line(call: Any, message: str, tokenizer: PreTrainedTo
         call(tokenizer)
     assert str(caught.value).startswith(message)
     assert "\n" not in str(caught.value)
-
-
-def test_a_reward_that_waits_for_ever_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("specactor.data.verifiers.MAX_SCORE_S", 1.0)
-    with pytest.raises(DataError, match="no score within 1 s"):
-        score_all(["1"], [problem("bad:waits_for_nobody")])
 
 
 def test_examples_and_ours_have_the_forms_that_are_documented() -> None:

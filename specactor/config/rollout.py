@@ -39,7 +39,7 @@ class RolloutConfig:
     max_new_tokens: int = 128
     """Longest response in tokens; of a conversation with an environment, all turns and what is said in between."""
     environment_timeout_s: float = 60.0
-    """Longest that an environment may take for one answer; then its conversation has failed."""
+    """Longest that an environment or a verifier may take for one answer; then its response has failed."""
     engine: EngineConfig = field(default_factory=EngineConfig)
     speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
     audit: Literal["off", "warn", "stop"] = "off"
@@ -87,7 +87,12 @@ class RolloutConfig:
             "stop_token_ids", min(self.stop_token_ids, default=0) >= 0, ">= 0 each", "Use ids of the model's tokenizer."
         )
         rule("max_new_tokens", self.max_new_tokens >= 1, ">= 1", "Ask for at least one token.")
-        rule("environment_timeout_s", self.environment_timeout_s > 0, "> 0", "Give environments time to answer.")
+        rule(
+            "environment_timeout_s",
+            self.environment_timeout_s > 0,
+            "> 0",
+            "Give environments time to answer.",
+        )
 
     @property
     def has_penalties(self) -> bool:

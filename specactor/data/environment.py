@@ -16,7 +16,7 @@ from numbers import Real
 from typing import Any, Protocol, cast
 
 from specactor.data.chat import Message, are_messages
-from specactor.data.verifiers import find
+from specactor.data.verifiers import find, is_remote
 from specactor.errors import DataError
 from specactor.types import Problem
 
@@ -54,7 +54,7 @@ def environment_of(name: str) -> type[Environment] | type[Agent] | None:
 
     Raises DataError for a class that is neither an environment nor an agent.
     """
-    if ":" not in name or not inspect.isclass(found := find(name)):
+    if ":" not in name or is_remote(name) or not inspect.isclass(found := find(name)):
         return None
     for method in ("run",) if hasattr(found, "run") else ("start", "step"):
         function = getattr(found, method, None)

@@ -1,4 +1,4 @@
-"""Scores of responses, by the name of a verifier (docs/guide.md). A score is in [0, 1]; 1 is a solved problem.
+"""Scores of responses, by the name of a verifier (docs/guide.md). A score is any finite number; 1 is a solved problem.
 
 **The answer of a response** (exact, number, reasoning-gym) is the text after its last '#', without blanks around it; of
 a response without '#' it is the whole text without blanks around it. So `1246a623b...1h#7` answers 7, as does
@@ -6,7 +6,7 @@ a response without '#' it is the whole text without blanks around it. So `1246a6
 are equal, 0.333 and 1/3 are not; math-verify looks for the answer by its own rules (boxed, $...$, last).
 
 A response that cannot be read as what the verifier compares scores 0. A verifier that fails in any other way is a
-DataError that names the problem: a wrong reward must not train a model silently.
+DataError that names the problem: its response is left out, told and counted.
 """
 
 from __future__ import annotations
@@ -17,27 +17,20 @@ import importlib
 import inspect
 import math
 import re
-import threading
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Coroutine
 from decimal import Decimal
 from fractions import Fraction
 from functools import lru_cache
 from numbers import Real
 
-from specactor.data import math_answers
+from specactor.data import math_answers, remote
 from specactor.errors import DataError
 from specactor.types import Problem
 
 Verifier = Callable[[str, Problem], float]
 
-TOGETHER = 64
-"""Asynchronous verifiers that are awaited at a time."""
-
 MAX_NUMBER_LENGTH = 200
 """Characters of the longest text that is read as a number."""
-MAX_SCORE_S = 60.0
-"""Longest wait for one score."""
 NUMBER = re.compile(r"([+-]?(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)?(?:\.[0-9]*)?(?:[eE][+-]?[0-9]{1,3})?)(?:/([0-9]+))?")
 
 
@@ -47,11 +40,13 @@ def answer_of(response: str, problem: Problem) -> str:
 
 
 @lru_cache(maxsize=256)
-def get_verifier(name: str) -> Verifier:
-    """The scoring function of that name. Raises DataError when there is none; the function raises it as said above."""
-    if name in BUILT_IN:
-        return _checked(name, BUILT_IN[name])
-    function = find(name)
+def get_verifier(name: str, timeout_s: float | None = None) -> Verifier:
+    """The scoring function of that name. Raises DataError when there is none; the function raises it as said above.
+
+    Args:
+        timeout_s: of one that is asynchronous; nothing here bounds the others (`specactor.rollout.grading` does).
+    """
+    function = _function(name)
     if not callable(function):
         raise DataError(f"got {name!r}, which is a {type(function).__name__}, expected a function. Name another.")
     try:
@@ -60,25 +55,29 @@ def get_verifier(name: str) -> Verifier:
         raise DataError(f"got {name!r}, expected a function (response, problem). It failed with: {error}.") from error
     except ValueError:  # of a function in C nobody can say
         pass
-    if inspect.iscoroutinefunction(function):
-        return _checked(name, lambda response, problem: asyncio.run(function(response, problem)))
-    return _checked(name, function)
+    if not is_async(name):
+        return _checked(name, function)
+    return _checked(name, lambda response, problem: asyncio.run(_in_time(function(response, problem), timeout_s)))
 
 
-def score_all(responses: Sequence[str], problems: Sequence[Problem]) -> list[float]:
-    """The verifiers' scores: one after the other, but for asynchronous ones, which wait for something, together."""
-    waits = [inspect.iscoroutinefunction(_function(problem.verifier)) for problem in problems]
-    with ThreadPoolExecutor(max_workers=TOGETHER) as threads:
-        scores: list[float | Future[float]] = []
-        for response, problem, is_async in zip(responses, problems, waits, strict=True):
-            verify = get_verifier(problem.verifier)
-            scores.append(threads.submit(verify, response, problem) if is_async else verify(response, problem))
-        return [score.result() if isinstance(score, Future) else score for score in scores]
+def is_async(name: str) -> bool:
+    """Whether the verifier of that name waits for something: many can be asked at once."""
+    return inspect.iscoroutinefunction(_function(name))
+
+
+async def _in_time(score: Coroutine[object, object, float], timeout_s: float | None) -> float:
+    return await asyncio.wait_for(score, timeout_s)
 
 
 @lru_cache(maxsize=256)
 def _function(name: str) -> object:
+    if is_remote(name):
+        return remote.verifier(name)
     return BUILT_IN[name] if name in BUILT_IN else find(name)
+
+
+def is_remote(name: str) -> bool:
+    return name.startswith(("http://", "https://"))
 
 
 def find(name: str) -> object:
@@ -115,21 +114,18 @@ def _checked(name: str, function: Verifier) -> Verifier:
     def verify(response: str, problem: Problem) -> float:
         who = f"verifier {name}: problem {problem.index} (answer {problem.answer[:80]!r})"
         try:
-            score = _bounded(function, response, problem)
-        except TimeoutError:
+            score = function(response, problem)
+        except BaseException as error:  # code of others, which may raise anything, and exit
             raise DataError(
-                f"{who}: no score within {MAX_SCORE_S:g} s, on the response {response[:200]!r}. "
-                "Correct the verifier, or remove the problem."
-            ) from None
-        except Exception as error:  # code of others, which may raise anything; the run must say on which problem
-            raise DataError(
-                f"{who}: it raised {type(error).__name__}: {error}, on the response {response[:200]!r}. "
+                f"{who}: it raised {type(error).__name__}: {error!s:.300}, on the response {response[:200]!r}. "
                 "Correct the verifier, or remove the problem."
             ) from error
         value = _as_score(score)
-        if not 0.0 <= value <= 1.0:
-            got = f"{score!r:.200}, which is of type {type(score).__name__}" if math.isnan(value) else repr(score)
-            raise DataError(f"{who}: it returned {got}, expected a number in [0, 1]. Correct the verifier.")
+        if not math.isfinite(value):
+            raise DataError(
+                f"{who}: it returned {score!r:.200}, which is of type {type(score).__name__}, expected a finite "
+                "number. Correct the verifier."
+            )
         return value
 
     return verify
@@ -144,29 +140,6 @@ def _as_score(result: object) -> float:
         return float(value) if isinstance(value, Real | Decimal) else math.nan
     except (ValueError, RuntimeError, OverflowError):  # several values, or more than a float can hold
         return math.nan
-
-
-def _bounded(function: Verifier, response: str, problem: Problem) -> float:
-    """The function's result. Raises what it raises, and TimeoutError when it does not come back: others wait for us."""
-    if function in (_exact, _same_number):
-        return function(response, problem)
-    results: list[float] = []
-    errors: list[Exception] = []
-
-    def call() -> None:
-        try:
-            results.append(function(response, problem))
-        except Exception as error:  # handed to the caller's thread, which raises it
-            errors.append(error)
-
-    thread = threading.Thread(target=call, name="verifier", daemon=True)
-    thread.start()
-    thread.join(MAX_SCORE_S)
-    if errors:
-        raise errors[0]
-    if not results:
-        raise TimeoutError
-    return results[0]
 
 
 def _exact(response: str, problem: Problem) -> float:
@@ -207,3 +180,5 @@ BUILT_IN: dict[str, Verifier] = {
     "math-verify": _math,
     "reasoning-gym": _reasoning,
 }
+IN_PROCESS = ("exact", "number")
+"""Bounded by themselves, however long a response is; all others are asked in processes that can be ended."""

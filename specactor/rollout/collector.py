@@ -6,6 +6,7 @@ Every rank executes the same lines; a rank's own share (driving its engines, sco
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -19,13 +20,13 @@ from specactor import hooks, samples
 from specactor.config import Config
 from specactor.data.dataset import Dataset
 from specactor.data.stream import CurriculumStream, MixedStream, PromptStream
-from specactor.data.verifiers import score_all
 from specactor.errors import DataError, EngineError
 from specactor.parallel.collective import Collective
 from specactor.progress import Progress
 from specactor.rollout import open_groups
 from specactor.rollout.conversations import Conversations
 from specactor.rollout.drafter_pool import DrafterPool
+from specactor.rollout.grading import Grading
 from specactor.rollout.pool import EnginePool, RolloutOutcome
 from specactor.rollout.refill import Refill, Verdicts
 from specactor.rollout.requests import group_requests, held_out_requests
@@ -35,6 +36,9 @@ from specactor.trace import Span
 from specactor.trainer.advantages import informative, shape_overlong
 from specactor.types import Problem, RolloutRequest, ScoredGroup, Trajectory
 
+PHASES = ("rollout", "reward")
+OF_VERIFIER = re.compile(r"[^:]+: verifier \S+:")
+"""How the failure of a verifier begins: its kind, and whose it is."""
 MAX_DRAWN = 4
 """Problems that dynamic sampling draws at most, per group that a step wants; then others fill up what is missing."""
 
@@ -82,6 +86,7 @@ class RolloutCollector:
         *,
         pool: EnginePool,
         drafters: DrafterPool,
+        grading: Grading,
         collective: Collective,
         tokenizer: PreTrainedTokenizerBase,
         train_data: Dataset,
@@ -100,6 +105,7 @@ class RolloutCollector:
         self.config = config
         self.pool = pool
         self.drafters = drafters
+        self.grading = grading
         self.collective = collective
         self.tokenizer = tokenizer
         self.train_data = train_data
@@ -119,17 +125,17 @@ class RolloutCollector:
         """Groups that go on in the next step; equal on all ranks."""
         self.left: list[open_groups.OpenGroup] = []
         """Groups that the last step began and did not learn from."""
-        self.num_failed = 0
-        """Conversations of the last step that failed."""
+        self.num_failed = self.num_unscored = 0
+        """Conversations of the last step that failed, and responses whose verifier did."""
         self._first_failure = ""
-        self._judged: dict[str, float] = {}
-        """Scores that verifiers gave while the rollout went on, by request."""
+        self._warned: set[str] = set()
+        """Verifiers, and the kinds of failures, that were told of."""
         self._drafters_woken = self._groups_moved = 0
         self._num_rollouts = 0  # equal on all ranks
 
     def collect(self, step: int) -> list[ScoredGroup]:
         """Return `rollout.prompts_per_step` scored groups for the step after `step` finished ones."""
-        self.num_failed = 0
+        self.num_failed = self.num_unscored = 0
         if self.config.algorithm.dynamic_sampling:
             groups = self._collect_teaching(step)
         elif self.config.rollout.oversample > 1:
@@ -144,9 +150,8 @@ class RolloutCollector:
     def _collect_all(self, step: int) -> list[ScoredGroup]:
         """Return the groups of the next problems."""
         problems = [self.train_data[i] for i in self.prompts.take(self.config.rollout.prompts_per_step)]
-        with self.progress.phase("rollout"):
-            requests = group_requests(problems, config=self.config.rollout, run_seed=self.config.seed, step=step)
-            trajectories = self._generate_all(requests, problems)
+        requests = group_requests(problems, config=self.config.rollout, run_seed=self.config.seed, step=step)
+        trajectories = self._generate_all(requests, problems)
         with self.progress.phase("reward"):
             return self._not_empty(self._score_groups(problems, trajectories))
 
@@ -173,14 +178,13 @@ class RolloutCollector:
             verdicts=Verdicts(store=self.collective.store, prefix=f"groups/{step}"),
             is_own=lambda number: number % self.config.parallel.engines in own,
         )
-        with self.progress.phase("rollout"):
-            found, _ = self._generate([], [], refill=refill)
-            kept = refill.kept
-            assert kept is not None
-            # What was drawn ahead and is not needed is drawn again in the next step.
-            num_used = kept[-1] + 1 if len(kept) == want else refill.most
-            self.prompts.restore(begin)
-            drawn[:] = [self.train_data[i] for i in self.prompts.take(num_used)]
+        found, _ = self._generate([], [], refill=refill)
+        kept = refill.kept
+        assert kept is not None
+        # What was drawn ahead and is not needed is drawn again in the next step.
+        num_used = kept[-1] + 1 if len(kept) == want else refill.most
+        self.prompts.restore(begin)
+        drawn[:] = [self.train_data[i] for i in self.prompts.take(num_used)]
         if isinstance(self.prompts, CurriculumStream):  # also of what nothing is learned from
             for number in range(num_used):
                 self.prompts.learn(drawn[number].index, refill.rates[number])
@@ -197,26 +201,20 @@ class RolloutCollector:
         return self._not_empty(groups[:want])
 
     def _not_empty(self, groups: list[ScoredGroup]) -> list[ScoredGroup]:
-        """Return the groups. Raises DataError when environments have left none to learn from."""
+        """Return the groups. Raises DataError when environments and verifiers have left none to learn from."""
         if not groups:
             raise DataError(
-                f"environments: {self.num_failed} conversations of a step failed, and no group is left to learn from; "
-                f"the first: {self._first_failure}. Correct the environment, or raise rollout.environment_timeout_s."
+                f"environments and verifiers: {self.num_failed + self.num_unscored} responses of a step failed, and no "
+                f"group is left to learn from; the first: {self._first_failure}. Correct what failed, or raise "
+                "rollout.environment_timeout_s."
             )
         return groups
 
     def _teaches(self, problem: Problem, responses: Sequence[Trajectory]) -> tuple[bool, float]:
         """Return whether something is learned from a group, as the rank has it whose engine generated it, and the mean
-        of its scores.
-
-        Its scores are kept for when all ranks ask for them.
-        """
+        of its scores."""
         responses = sorted(responses, key=lambda t: int(t.request_id.rpartition(".")[2]))
-        to_score = [t for t in responses if t.reward is None]
-        texts = [self.tokenizer.decode(list(t.token_ids), skip_special_tokens=True) for t in to_score]
-        scores = score_all(texts, [problem] * len(to_score))
-        self._judged |= {t.request_id: score for t, score in zip(to_score, scores, strict=True)}
-        group = self._group(problem, responses, [self._judged.get(t.request_id, t.reward or 0.0) for t in responses])
+        group = self._group(problem, [self.grading.scored(t) for t in responses])
         if group is None:
             return False, 0.5  # as if it had not been tried
         name = self.config.algorithm.group_filter
@@ -232,16 +230,15 @@ class RolloutCollector:
             end = f".{sample}" if sample else ""
             wanted = [r for r in requests if r.group_id == int(group) and r.request_id.endswith(end)]
             problem = [problems[int(group)]]
-            with self.progress.phase("rollout"):
-                trajectories = self._generate_all(wanted, problem)
+            trajectories = self._generate_all(wanted, problem)
             with self.progress.phase("reward"):
                 found += self._score_groups(problem, trajectories)
         return found
 
     def evaluate(self) -> dict[str, list[ScoredGroup]]:
         """Return the policy's responses to the held-out problems, by set; one greedy response each, or more."""
+        found = {name: self._evaluated(data[: self.config.eval.problems]) for name, data in self.eval_data.items()}
         with self.progress.phase("eval"):
-            found = {name: self._evaluated(data[: self.config.eval.problems]) for name, data in self.eval_data.items()}
             self.take_stats()  # the next step counts from here
             # After a resume no evaluation comes before the step: keys left of one would change the step's last bits.
             self.collective.together("flush", self.pool.flush)
@@ -250,9 +247,9 @@ class RolloutCollector:
     def _evaluated(self, problems: Sequence[Problem]) -> list[ScoredGroup]:
         size = self.config.eval.samples
         requests = held_out_requests(problems, config=self.config.rollout, run_seed=self.config.seed, samples=size)
-        trajectories = self._generate_all(requests, problems)
+        trajectories = self._generate_all(requests, problems, phases=("eval", "eval"))
         self._tell_failures(trajectories)
-        scores = self._score([problem for problem in problems for _ in range(size)], trajectories)
+        scores = [t.reward or 0.0 for t in trajectories]
         cuts = [slice(i * size, (i + 1) * size) for i in range(len(problems))]
         groups = [
             ScoredGroup(
@@ -296,16 +293,15 @@ class RolloutCollector:
         rollout, want = self.config.rollout, self.config.rollout.prompts_per_step
         num_fresh = open_groups.num_in_flight(want, rollout.oversample) - len(self.open_groups)
         problems = [self.train_data[i] for i in self.prompts.take(num_fresh)]
-        with self.progress.phase("rollout"):
-            requests = group_requests(problems, config=rollout, run_seed=self.config.seed, step=step)
-            groups = open_groups.opened(self.open_groups, [problem.index for problem in problems], requests)
-            own = {engine.index for engine in self.pool.engines}
-            share = open_groups.share(groups, want, engines=self.config.parallel.engines, own=own)
-            pending = [r for group in groups for r in group.pending]
-            of_pending = [self.train_data[group.problem] for group in groups for _ in group.pending]
-            finished, stopped = self._generate(pending, of_pending, enough=share)
-            groups, self.left = open_groups.settled([group.after(finished, stopped) for group in groups], want)
-            self.open_groups = self._everywhere(self.left) if rollout.partial else []
+        requests = group_requests(problems, config=rollout, run_seed=self.config.seed, step=step)
+        groups = open_groups.opened(self.open_groups, [problem.index for problem in problems], requests)
+        own = {engine.index for engine in self.pool.engines}
+        share = open_groups.share(groups, want, engines=self.config.parallel.engines, own=own)
+        pending = [r for group in groups for r in group.pending]
+        of_pending = [self.train_data[group.problem] for group in groups for _ in group.pending]
+        finished, stopped = self._generate(pending, of_pending, enough=share)
+        groups, self.left = open_groups.settled([group.after(finished, stopped) for group in groups], want)
+        self.open_groups = self._everywhere(self.left) if rollout.partial else []
         with self.progress.phase("reward"):
             return self._not_empty(
                 self._score_groups(
@@ -319,10 +315,12 @@ class RolloutCollector:
         found = iter(samples.fetch(flat, range(len(flat)), samples.OF_RESPONSE))
         return [replace(group, finished={name: next(found) for name in group.finished}) for group in groups]
 
-    def _generate_all(self, requests: Sequence[RolloutRequest], problems: Sequence[Problem]) -> list[Trajectory]:
+    def _generate_all(
+        self, requests: Sequence[RolloutRequest], problems: Sequence[Problem], *, phases: tuple[str, str] = PHASES
+    ) -> list[Trajectory]:
         """Return all responses, in the order of the requests; each problem has as many. See `_generate`."""
         size = len(requests) // len(problems)
-        finished, _ = self._generate(requests, [problem for problem in problems for _ in range(size)])
+        finished, _ = self._generate(requests, [problem for problem in problems for _ in range(size)], phases=phases)
         return [finished[request.request_id] for request in requests]
 
     def _generate(
@@ -332,6 +330,7 @@ class RolloutCollector:
         *,
         enough: int | None = None,
         refill: Refill | None = None,
+        phases: tuple[str, str] = PHASES,
     ) -> tuple[dict[str, Trajectory], dict[str, RolloutRequest]]:
         """Return finished responses and stopped requests, by id, on every rank; the tokens of responses stay on the
         rank whose engine gave them (`specactor.samples`). Replace lost engines on the way.
@@ -340,6 +339,7 @@ class RolloutCollector:
             problems: one per request.
             enough: requests are stopped when this many groups of this rank are complete; None stops none.
             refill: gives further requests.
+            phases: of generating, and of waiting for verifiers, which score responses as they come.
         """
         engines = self.config.parallel.engines
         own = {engine.index for engine in self.pool.engines}
@@ -353,14 +353,23 @@ class RolloutCollector:
         finished: list[Trajectory] = []
         stopped: list[RolloutRequest] = []
         missing = Counter(request.group_id for request in pending)
-        with Conversations(
+
+        def hear(response: Trajectory) -> None:
+            self.progress.response(response)
+            problem = refill.problem_of(response) if refill is not None else of[response.request_id]
+            self.grading.add(response, problem, self.tokenizer)
+
+        self.grading.begin()
+        conversations = Conversations(
             pending,
             [of[request.request_id] for request in pending],
             self.tokenizer,
             timeout_s=self.config.rollout.environment_timeout_s,
             max_prompt_tokens=self.max_prompt_tokens,
-        ) as conversations:
+        )
+        with self.progress.phase(phases[0]), conversations:
             if refill is not None:
+                refill.when_scored = self.grading.when_scored
                 refill.begin = lambda new: conversations.add(new, [refill.problem_of(request) for request in new])
             waiting.begin = lambda new: conversations.add(new, [of[request.request_id] for request in new])
             while True:
@@ -368,14 +377,14 @@ class RolloutCollector:
                 generate = partial(
                     self.pool.generate,
                     pending,
-                    on_finished=self.progress.response,
+                    on_finished=hear,
                     enough_groups=left,
                     conversations=conversations if conversations or refill or waiting.lists else None,
                     refill=refill,
                     waiting=waiting,
                 )
                 outcome = self.collective.together("rollout", partial(self._leaving, generate, refill))
-                finished += map(samples.packed, outcome.finished)
+                finished += outcome.finished
                 stopped += outcome.stopped
                 missing.subtract(trajectory.group_id for trajectory in outcome.finished)
                 self._drafters_woken += outcome.drafters_woken
@@ -388,9 +397,9 @@ class RolloutCollector:
                 if refill is not None:
                     refill.attempt += 1
         self._groups_moved += waiting.num_moved
-        finished = [replace(t, reward=self._judged.get(t.request_id, t.reward)) for t in finished]
-        self._judged.clear()
-        by_id = {t.request_id: t for t in samples.told(finished, self.collective)}
+        with self.progress.phase(phases[1]):
+            finished = self.collective.together("reward", lambda: list(map(self.grading.scored, finished)))
+        by_id = {t.request_id: t for t in samples.told([*map(samples.packed, finished)], self.collective)}
         _check_ends(by_id.values())
         if enough is None:
             return by_id, {}
@@ -415,27 +424,24 @@ class RolloutCollector:
         *,
         finished: Sequence[Trajectory] | None = None,
     ) -> list[ScoredGroup]:
-        """Score every response, and shape the scores into rewards; groups keep the order of the problems.
+        """Shape the scores into rewards; groups keep the order of the problems.
 
-        A conversation whose environment failed is left out of its group, whose advantages are those of the others; a
-        group with fewer than two others is left out.
+        A response whose environment or verifier failed is left out of its group, whose advantages are those of the
+        others; a group with fewer than two others is left out.
 
         Args:
             finished: with those of groups that were replaced, whose failures are told too.
         """
         size = len(trajectories) // len(problems)
-        scores = self._score([problems[i // size] for i in range(len(trajectories))], trajectories)
         self._tell_failures(trajectories if finished is None else finished)
         cuts = [slice(i * size, (i + 1) * size) for i in range(len(problems))]
-        found = [self._group(p, trajectories[cut], scores[cut]) for p, cut in zip(problems, cuts, strict=True)]
+        found = [self._group(p, trajectories[cut]) for p, cut in zip(problems, cuts, strict=True)]
         return [group for group in found if group is not None]
 
-    def _group(
-        self, problem: Problem, trajectories: Sequence[Trajectory], scores: Sequence[float]
-    ) -> ScoredGroup | None:
+    def _group(self, problem: Problem, trajectories: Sequence[Trajectory]) -> ScoredGroup | None:
         """Return the group without what failed; None where nothing is left to compare."""
         a, limit = self.config.algorithm, self.config.rollout.max_new_tokens
-        kept = [(t, score) for t, score in zip(trajectories, scores, strict=True) if not t.failure]
+        kept = [(t, t.reward or 0.0) for t in trajectories if not t.failure]
         if len(kept) < len(trajectories) and len(kept) < 2:
             return None
         return ScoredGroup(
@@ -450,28 +456,19 @@ class RolloutCollector:
 
     def _tell_failures(self, trajectories: Sequence[Trajectory]) -> None:
         failures = [t.failure for t in trajectories if t.failure]
-        self.num_failed += len(failures)
-        if failures:
+        if failures and not self.num_failed + self.num_unscored:
             self._first_failure = failures[0]
+        of_verifiers = [(failure, found[0]) for failure in failures if (found := OF_VERIFIER.match(failure))]
+        for failure, kind in of_verifiers:
+            if kind not in self._warned:
+                self._warned.add(kind)
+                self.progress.note(f"{failure}. Its response is left out; more of the kind are counted: reward/failed")
+        self.num_unscored += len(of_verifiers)
+        self.num_failed += len(failures) - len(of_verifiers)
+        if failures := [failure for failure in failures if not OF_VERIFIER.match(failure)]:
             self.progress.note(
                 f"environments: {len(failures)} of {len(trajectories)} conversations failed; the first: {failures[0]}"
             )
-
-    def _score(self, problems: Sequence[Problem], trajectories: Sequence[Trajectory]) -> list[float]:
-        """Return the verifier's or environment's score of each response, on every rank; each rank computes a share."""
-        rank, world = self.collective.rank, self.collective.world
-        to_read = [i for i in range(rank, len(trajectories), world) if trajectories[i].reward is None]
-        trajectories = samples.fetch(trajectories, to_read, ("token_ids",))
-
-        def own_share() -> list[float]:
-            share = list(zip(problems, trajectories, strict=True))[rank::world]
-            to_score = [(problem, t) for problem, t in share if t.reward is None]
-            texts = [self.tokenizer.decode(list(t.token_ids), skip_special_tokens=True) for _, t in to_score]
-            scores = iter(score_all(texts, [problem for problem, _ in to_score]))
-            return [next(scores) if t.reward is None else t.reward for _, t in share]
-
-        shares = self.collective.gather(self.collective.together("reward", own_share), list[float])
-        return [shares[i % world][i // world] for i in range(len(trajectories))]
 
     def state(self) -> dict[str, object]:
         """Return what a checkpoint keeps: the position in the prompts, and the open groups."""
@@ -485,10 +482,12 @@ class RolloutCollector:
         if self.config.rollout.partial:
             size = self.config.rollout.group_size
             restored = open_groups.restored(state.get("open_groups", []), group_size=size)
-            self.open_groups = [
-                replace(group, finished={name: samples.packed(t) for name, t in group.finished.items()})
-                for group in restored
-            ]
+            self.open_groups = [replace(group, finished=_scored(group.finished)) for group in restored]
+
+
+def _scored(finished: Mapping[str, Trajectory]) -> dict[str, Trajectory]:
+    """Return the responses in arrays; what an earlier version has not scored is generated again."""
+    return {name: samples.packed(t) for name, t in finished.items() if t.reward is not None}
 
 
 def _check_ends(responses: Iterable[Trajectory]) -> None:

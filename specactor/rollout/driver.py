@@ -47,6 +47,8 @@ class _Event:
     error: BaseException | None = None
     answer: Answer | None = None
     """Of an environment, to `request`."""
+    is_scored: bool = False
+    """The response has been kept, and can be judged now."""
 
 
 class Driver:
@@ -100,7 +102,7 @@ class Driver:
         """Conversations whose environment is asked, with the engine that they are on."""
         self._turns: list[tuple[int, RolloutRequest]] = []
         """To be sent, with the engine that has the conversation."""
-        self._open_calls = 0
+        self._open_calls = self._unscored = 0
         self._missing: Counter[int] = Counter()
         self._complete = 0
         self._stopping = False
@@ -126,7 +128,7 @@ class Driver:
                 self._begin(engine, part)
             self._draw()
             self._fill()
-            while self._open_calls or self._thinking or self._waits:
+            while self._open_calls or self._thinking or self._waits or (self._unscored and not self._stopping):
                 for event in self._next():
                     self._take(event)
                 self._send_turns()
@@ -252,6 +254,11 @@ class Driver:
         if event.answer is not None:
             self._answered(event.answer)
             return
+        if event.is_scored and event.response is not None and self._refill is not None:
+            self._unscored -= 1
+            if not self._stopping:
+                self._refill.done(event.response)
+            return
         if event.request is None or event.response is None:
             self._open_calls -= 1
             if event.error is not None:
@@ -277,8 +284,10 @@ class Driver:
                 self.stopped[request.request_id] = resume.going_on(request, response)
             else:
                 self._keep(response)
-        waited_for = {engine for engine, _ in self._thinking.values()}
-        dry = [engine for engine, requests in self._running.items() if not requests and engine not in waited_for]
+        dry = [engine for engine, requests in self._running.items() if not requests]
+        if dry:  # seldom, and there may be many conversations
+            waited_for = {engine for engine, _ in self._thinking.values()}
+            dry = [engine for engine in dry if engine not in waited_for]
         if dry and not self._stopping and (self._waiting is None or self._waiting.is_over):
             finished = (len(response.token_ids) for response in self.done.values())
             self._borrowed.lend(self._loads, dry, finished, self._rounds)
@@ -351,7 +360,9 @@ class Driver:
         self._complete += self._missing[response.group_id] == 0
         self._notify(response)
         if self._refill is not None and not self._stopping:
-            self._refill.done(response)
+            self._unscored += 1
+            scored = _Event(-1, response=response, is_scored=True)
+            self._refill.when_scored(response, lambda: self._events.put(scored))
         if self._enough is not None and self._complete >= self._enough and not self._stopping:
             self._stop()
 

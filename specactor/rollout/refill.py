@@ -70,12 +70,14 @@ class Refill:
     """Responses of a group."""
     requests_of: Callable[[int], Sequence[RolloutRequest]]
     """Of the group of a number."""
-    problem_of: Callable[[RolloutRequest], Problem]
+    problem_of: Callable[[RolloutRequest | Trajectory], Problem]
     teaches: Callable[[int, Sequence[Trajectory]], tuple[bool, float]]
     """Whether something is learned from a group, and its success rate."""
     verdicts: Verdicts
     begin: Callable[[Sequence[RolloutRequest]], None] = lambda requests: None
     """Sees requests before they are given."""
+    when_scored: Callable[[Trajectory, Callable[[], None]], None] = lambda response, then: then()
+    """Calls the second, maybe in another thread, when the first can be judged."""
     is_own: Callable[[int], bool] = lambda number: True
     """Whether this rank's engines generate the group."""
     attempt: int = 0
@@ -125,7 +127,7 @@ class Refill:
         return new
 
     def done(self, response: Trajectory) -> None:
-        """Judge the response's group, if it is whole."""
+        """Judge the response's group, if it is whole; the response has been scored."""
         of_group = self.finished.setdefault(response.group_id, [])
         of_group.append(response)
         if len(of_group) == self.size:

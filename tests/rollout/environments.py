@@ -48,7 +48,27 @@ class Slow(Talks):
 
 
 class Blocks(Slow):
-    """The same, for a test that gives it up."""
+    """The same, for a test that gives it up; then it answers, late."""
+
+    answered: ClassVar[list[int]] = []
+
+    async def step(self, response: str) -> str | float:
+        said = await super().step(response)
+        self.answered.append(self.problem.index)
+        return said
+
+
+class Lasts(Talks):
+    """Goes on until one that was given up has answered."""
+
+    async def start(self, problem: Problem) -> str:
+        await asyncio.sleep(8)
+        return await super().start(problem)
+
+    async def step(self, response: str) -> str | float:
+        while not Blocks.answered:
+            await asyncio.sleep(0.05)
+        return await super().step(response)
 
 
 class BlocksAtTheStart(Talks):

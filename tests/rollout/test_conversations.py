@@ -37,6 +37,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> PreTrainedTokenizerBa
 @pytest.fixture(autouse=True)
 def _held() -> Iterator[None]:
     environments.released.clear()
+    environments.Blocks.answered.clear()
     yield
     environments.released.set()
 
@@ -214,10 +215,18 @@ def test_a_slow_environment_holds_up_nobody_else(tokenizer: PreTrainedTokenizerB
 
 
 def test_whatever_environments_do_no_conversation_is_lost(tokenizer: PreTrainedTokenizerBase) -> None:
-    kinds = ("Talks", "Talks", *GIVEN_UP, *BROKEN, "Floods", "LeavesTasks", "Talks")
+    kinds = ("Talks", "Talks", *GIVEN_UP, *BROKEN, "Floods", "LeavesTasks", "Lasts")
     problems = [problem(i, kinds[i // 5 % 10]) for i in range(200)]
     engines = [FakeEngine(stops_at=stops_at, dies_after=200), FakeEngine(stops_at=stops_at)]
-    each = by_index(rollout(problems, tokenizer, engines=engines, timeout_s=10.0))
+    given_up: list[Trajectory] = []
+
+    def notify(t: Trajectory) -> None:
+        given_up.extend([t] if "Blocks" in t.failure else [])
+        if len(given_up) == 40:  # all that hold their threads: they answer now, while others go on
+            environments.released.set()
+
+    each = by_index(rollout(problems, tokenizer, engines=engines, timeout_s=10.0, notify=notify))
+    assert environments.Blocks.answered, "in the rollout"
     assert set(each) == set(range(200))
     for p in problems:
         kind, t = p.verifier.partition(":")[2], each[p.index]
@@ -232,8 +241,8 @@ def test_whatever_environments_do_no_conversation_is_lost(tokenizer: PreTrainedT
         else:
             assert differing([p], [t], tokenizer) == 0
     assert 5 in environments.Talks.closed
-    environments.released.set()
     assert no_thread_is_left()
+    assert len(environments.Blocks.answered) == 20
 
 
 def test_enough_groups_end_conversations_that_wait_for_their_environments(tokenizer: PreTrainedTokenizerBase) -> None:

@@ -48,7 +48,8 @@ class Collector(RolloutCollector):
             "Any",
             SimpleNamespace(rank=0, world=1, together=lambda name, work: work(), gather=lambda value, kind: [value]),
         )
-        self.num_failed, self._first_failure = 0, ""
+        self.num_failed = self.num_unscored = 0
+        self._first_failure, self._warned = "", set()
 
 
 def test_a_failed_conversation_is_left_out_of_its_group() -> None:
@@ -76,6 +77,6 @@ def test_a_step_without_groups_ends_the_run_in_one_line() -> None:
     with pytest.raises(DataError) as caught:
         collector._not_empty(groups)
     assert str(caught.value) == (
-        "environments: 10 conversations of a step failed, and no group is left to learn from; the first: mine: step: "
-        "no answer in time. Correct the environment, or raise rollout.environment_timeout_s."
+        "environments and verifiers: 10 responses of a step failed, and no group is left to learn from; the first: "
+        "mine: step: no answer in time. Correct what failed, or raise rollout.environment_timeout_s."
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,6 +22,7 @@ from specactor.recipes import load
 from specactor.rollout.collector import RolloutCollector
 from specactor.rollout.drafter_pool import DrafterPool
 from specactor.rollout.driver import Driver
+from specactor.rollout.grading import Grading
 from specactor.rollout.pool import EnginePool
 from specactor.rollout.refill import Refill, Verdicts
 from specactor.rollout.requests import assign
@@ -179,9 +180,10 @@ def test_a_wrong_rule_is_caught() -> None:
     assert found != [KEPT]
 
 
-def even(response: str, problem: Problem) -> float:
-    """A verifier: half of all groups of two agree."""
-    return float(sum(map(ord, response)) % 2 == 0)
+@pytest.fixture(scope="module")
+def grading() -> Iterator[Grading]:
+    with Grading(timeout_s=60) as found:
+        yield found
 
 
 @dataclass
@@ -197,11 +199,13 @@ class Ready(Slow):
         FakeEngine.generate(self, requests, **options)
 
 
-def collector(engines: list[FakeEngine], tokenizer: PreTrainedTokenizerBase, **settings: str) -> RolloutCollector:
+def collector(
+    engines: list[FakeEngine], tokenizer: PreTrainedTokenizerBase, grading: Grading, **settings: str
+) -> RolloutCollector:
     """Of one rank, on scripted engines."""
     words = [word for key, value in settings.items() for word in (f"--{key.replace('__', '.')}", value)]
     config = load(["dapo", "--rollout.prompts-per-step", "6", "--rollout.group-size", "2", *words])
-    verifier = f"{even.__module__}:{even.__name__}"
+    verifier = "tests.rollout.verifiers:even"
     problems = [
         Problem(index=i, prompt="", prompt_ids=(1 + i,), answer="", verifier=verifier, metadata={}) for i in range(40)
     ]
@@ -218,6 +222,7 @@ def collector(engines: list[FakeEngine], tokenizer: PreTrainedTokenizerBase, **s
         config,
         pool=pool,
         drafters=DrafterPool([]),
+        grading=grading,
         collective=alone,
         tokenizer=tokenizer,
         train_data=Dataset(problems),
@@ -239,9 +244,9 @@ class Failing(Ready):
         super().generate(requests, **options | {"on_finished": finished})
 
 
-def test_conversations_that_failed_in_a_replaced_group_are_counted(tmp_path: Path) -> None:
+def test_conversations_that_failed_in_a_replaced_group_are_counted(tmp_path: Path, grading: Grading) -> None:
     make_char_tokenizer(tmp_path)
-    own = collector([Failing()], load_tokenizer(tmp_path))
+    own = collector([Failing()], load_tokenizer(tmp_path), grading)
     groups = own.collect(0)
     size = own.config.rollout.group_size
     assert [len(g.trajectories) for g in groups] == [size] * 6
@@ -252,7 +257,7 @@ def test_conversations_that_failed_in_a_replaced_group_are_counted(tmp_path: Pat
 
 @pytest.mark.parametrize("oversample", ["1", "2"])
 def test_steps_have_the_same_groups_and_go_on_in_the_same_place(
-    oversample: str, tmp_path_factory: pytest.TempPathFactory
+    oversample: str, grading: Grading, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     """Also after a resume, and with a curriculum, which hears of all groups up to the last that is kept."""
     folder = tmp_path_factory.mktemp("characters")
@@ -265,9 +270,9 @@ def test_steps_have_the_same_groups_and_go_on_in_the_same_place(
     ]
     found = []
     for engines in settings:
-        own = collector(engines, tokenizer, **options)
+        own = collector(engines, tokenizer, grading, **options)
         first = own.collect(0)
-        again = collector([Ready()], tokenizer, **options)
+        again = collector([Ready()], tokenizer, grading, **options)
         again.restore(own.state())
         second = own.collect(1)
         assert again.collect(1) == second

@@ -29,6 +29,7 @@ from specactor.recipes import load
 from specactor.rollout import collector as module
 from specactor.rollout.collector import RolloutCollector
 from specactor.rollout.drafter_pool import DrafterPool
+from specactor.rollout.grading import Grading
 from specactor.rollout.pool import EnginePool
 from specactor.rollout.resume import whole
 from specactor.rollout.sglang.engine_client import Engine, EngineDied
@@ -36,11 +37,6 @@ from specactor.types import Problem, RolloutRequest, Trajectory
 from tests.rollout.driver_cases import token
 
 PROMPTS, SIZE, SLOTS, LONGEST = 16, 2, 4, 30
-
-
-def even(response: str, problem: Problem) -> float:
-    """A verifier."""
-    return float(len(response) % 2 == 0)
 
 
 def length_of(request: RolloutRequest) -> int:
@@ -123,7 +119,7 @@ def rollout(collective: Collective, folder: Path, options: dict[str, Any]) -> di
 
     words = f"--rollout.prompts-per-step {PROMPTS} --rollout.group-size {SIZE} --parallel.engines {world}"
     words += f" --rollout.engine.max-running-requests {SLOTS} --algorithm.dynamic-sampling False"
-    verifier = f"{even.__module__}:{even.__name__}"
+    verifier = "tests.rollout.verifiers:even"
     problems = [
         Problem(index=i, prompt="", prompt_ids=(1 + i,), answer="", verifier=verifier, metadata={})
         for i in range(PROMPTS)
@@ -132,6 +128,7 @@ def rollout(collective: Collective, folder: Path, options: dict[str, Any]) -> di
         load(["dapo", *words.split()]),
         pool=pool,
         drafters=DrafterPool([]),
+        grading=Grading(timeout_s=60),
         collective=collective,
         tokenizer=load_tokenizer(folder / "tokenizer"),
         train_data=Dataset(problems),

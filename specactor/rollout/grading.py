@@ -1,0 +1,234 @@
+"""Scores responses beside the rollout, as soon as each is complete, in processes that can be ended.
+
+Invariants: every response that was handed over gets one verdict in bounded time, whatever its verifier does; a verifier
+that raises, hangs, exits or returns no finite number costs its own response, not those of others; after `close`
+nothing of any process is left.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import sys
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, field, replace
+
+import msgspec
+from transformers import PreTrainedTokenizerBase
+
+from specactor.cpu import sglang as cpu
+from specactor.data.verifiers import IN_PROCESS, get_verifier, is_async
+from specactor.errors import EngineError
+from specactor.rollout.child_process import Call, ChildProcess
+from specactor.rollout.workers import ANSWERS, TOGETHER, Answer, Ask, Job, Scored, Start, sendable
+from specactor.types import Problem, Trajectory
+
+MAX_WORKERS = 8
+"""Processes of a rank: so many verifiers that hang at once hold up the others."""
+GROW_S = 2.0
+"""Another process is started for responses that wait, after this long since the last: most verifiers need one."""
+START_S = 60.0
+GRACE_S = 1.0
+"""Beyond its time, until the process of a verifier that has not answered is ended."""
+MAX_HUNG = 8
+"""A verifier that has hung so often in a row is not asked again in this rollout."""
+
+
+@dataclass(kw_only=True)
+class _Asked:
+    job: Job
+    is_async: bool
+    verdict: Future[Scored] = field(default_factory=Future)
+    alone: bool = False
+    """It was beside one that ended its process, and must not be again."""
+
+    def fail(self, kind: str, why: str) -> None:
+        self.verdict.set_result(Scored(job=0, failure=f"{kind}: verifier {self.job.problem.verifier}: {why}"))
+
+
+class Grading:
+    """The verifiers' processes of one rank, started when first needed."""
+
+    def __init__(self, *, timeout_s: float, log_file: str = os.devnull, most: int = MAX_WORKERS) -> None:
+        """`timeout_s`: longest that a verifier may take for one response."""
+        self._timeout_s, self._log_file, self._most = timeout_s, log_file, most
+        self._changed = threading.Condition()
+        self._waiting: deque[_Asked] = deque()
+        self._idle, self._grown_s, self._closed = 0, -math.inf, False
+        self._verdicts: dict[str, Future[Scored]] = {}
+        """Of this rollout's responses, by request."""
+        self._hung: Counter[str] = Counter()
+        self._threads: list[threading.Thread] = []
+        self._children: list[ChildProcess[Answer]] = []
+
+    def __enter__(self) -> Grading:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def submit(self, response: str, problem: Problem) -> Future[Scored]:
+        """Have it scored; the verdict comes from another thread."""
+        asked = _Asked(job=Job(response, problem), is_async=False)
+        if problem.verifier in IN_PROCESS:
+            asked.verdict.set_result(Scored(job=0, score=get_verifier(problem.verifier)(response, problem)))
+            return asked.verdict
+        try:
+            asked.is_async = is_async(problem.verifier)
+            asked.job = Job(response, replace(problem, metadata=sendable(problem.metadata)))
+            msgspec.msgpack.encode(asked.job)
+        except Exception as error:  # a module that no longer imports; metadata of a function's rows
+            asked.fail(type(error).__name__, f"problem {problem.index}: it cannot be asked: {error!s:.200}")
+            return asked.verdict
+        with self._changed:
+            self._waiting.append(asked)
+            self._grow()
+            self._changed.notify()
+        return asked.verdict
+
+    def begin(self) -> None:
+        """A rollout begins: verifiers that hung in the last one are asked again."""
+        self._hung.clear()
+        self._verdicts.clear()
+
+    def add(self, response: Trajectory, problem: Problem, tokenizer: PreTrainedTokenizerBase) -> None:
+        """A response of this rollout is complete. Conversations have their reward."""
+        if response.reward is None and not response.failure and response.finish_reason != "abort":
+            text = tokenizer.decode(list(response.token_ids), skip_special_tokens=True)
+            self._verdicts[response.request_id] = self.submit(text, problem)
+
+    def when_scored(self, response: Trajectory, then: Callable[[], None]) -> None:
+        """Call `then`, maybe in another thread, when `scored` would not wait."""
+        if response.request_id in self._verdicts:
+            self._verdicts[response.request_id].add_done_callback(lambda _: then())
+        else:
+            then()
+
+    def scored(self, response: Trajectory) -> Trajectory:
+        """Return the response with its verdict, which is waited for."""
+        if response.request_id not in self._verdicts:
+            return response
+        found = self._verdicts[response.request_id].result()
+        return replace(response, reward=found.score, failure=found.failure)
+
+    def close(self) -> None:
+        """End all processes. What waits has failed; may be called again."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+            children, waiting = list(self._children), list(self._waiting)
+            self._waiting.clear()
+        for asked in waiting:
+            asked.fail("closed", "the run has ended")
+        for child in children:
+            child.kill()
+        for thread in self._threads:
+            thread.join()
+
+    def _grow(self) -> None:
+        """Start another thread with a process where responses wait; the lock is held."""
+        now, begun = time.monotonic(), len(self._threads)
+        if self._waiting and not self._idle and begun < self._most and now - self._grown_s >= GROW_S:
+            self._grown_s = now
+            self._threads.append(threading.Thread(target=self._work, name=f"grading-{begun}", daemon=True))
+            self._threads[-1].start()
+
+    def _work(self) -> None:
+        """Thread: has one process, and asks it one question after the other."""
+        child: ChildProcess[Answer] | None = None
+        while asked := self._next():
+            left = dict(enumerate(asked))
+            kind = why = ""
+            try:
+                child = child or self._started()
+                with child.call(Ask([one.job for one in asked], self._timeout_s)) as call:
+                    deadline = time.monotonic() + self._timeout_s + GRACE_S
+                    while left:
+                        answer = self._answer(call, deadline)
+                        self._hung[asked[answer.job].job.problem.verifier] = 0
+                        left.pop(answer.job).verdict.set_result(answer)
+                continue
+            except TimeoutError:
+                kind, why = "no answer in time", f"no answer within {self._timeout_s:g} s"
+            except (EngineError, LookupError) as error:  # it died, did not start, or answers what nobody asked
+                kind, why = "its process ended", f"its process ended ({error!s:.200})".replace("\n", " ")
+            self._end(child)
+            child = None
+            self._settle(list(left.values()), len(asked) == 1, kind, why)
+
+    def _settle(self, left: list[_Asked], is_one: bool, kind: str, why: str) -> None:
+        """What one has ended costs that one; of several nobody knows which, so that each is asked again alone."""
+        with self._changed:
+            if not is_one and not self._closed:
+                self._waiting.extend(replace(one, alone=True) for one in left)
+                self._changed.notify_all()
+                return
+        for one in left:
+            name, problem = one.job.problem.verifier, one.job.problem
+            self._hung[name] += kind == "no answer in time"
+            one.fail(kind, f"problem {problem.index} (answer {problem.answer[:80]!r}): {why}")
+
+    def _next(self) -> list[_Asked]:
+        """Return what to ask next, asynchronous ones together; nothing at the end."""
+        with self._changed:
+            while not self._closed:
+                self._idle += 1
+                self._changed.wait_for(lambda: self._waiting or self._closed)
+                self._idle -= 1
+                found: list[_Asked] = []
+                while self._waiting and len(found) < TOGETHER:
+                    one = self._waiting[0]
+                    if self._hung[one.job.problem.verifier] >= MAX_HUNG:
+                        self._waiting.popleft().fail("no answer in time", f"it hung {MAX_HUNG} times in a row")
+                    elif not found or (one.is_async and not one.alone and found[0].is_async):
+                        found.append(self._waiting.popleft())
+                        if one.alone or not one.is_async:
+                            break
+                    else:
+                        break
+                if found:
+                    self._grow()
+                    return found
+            return []
+
+    def _answer(self, call: Call[Answer], deadline: float) -> Scored:
+        """The next verdict; meanwhile others get processes of their own. Raises TimeoutError, and EngineError."""
+        while True:
+            try:
+                answer = call.next(min(GROW_S / 4, max(0.0, deadline - time.monotonic())))
+            except TimeoutError:
+                if time.monotonic() >= deadline:
+                    raise
+                with self._changed:
+                    self._grow()
+                continue
+            if isinstance(answer, Scored) and math.isfinite(answer.score):
+                return answer
+            raise EngineError(f"it answered {answer!r:.200}")
+
+    def _started(self) -> ChildProcess[Answer]:
+        with self._changed:
+            if self._closed:
+                raise EngineError("the run has ended")
+            child: ChildProcess[Answer] = ChildProcess(
+                "specactor.rollout.workers:serve",
+                Start(path=[str(folder) for folder in sys.path]),
+                name="verifiers",
+                answers=ANSWERS,
+                environment=cpu.process_environment(()),
+                log_file=self._log_file,
+            )
+            self._children.append(child)
+        child.wait_ready(START_S)
+        return child
+
+    def _end(self, child: ChildProcess[Answer] | None) -> None:
+        if child is not None:
+            child.kill()
+            with contextlib.suppress(ValueError):
+                self._children.remove(child)

@@ -1,0 +1,242 @@
+"""Verifiers that raise, hang, exit and lie: each costs its own response, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+import reasoning_gym
+
+from specactor.data.verifiers import get_verifier
+from specactor.errors import DataError
+from specactor.rollout import grading as module
+from specactor.rollout.grading import Grading
+from specactor.rollout.process_guard import descendants
+from specactor.rollout.workers import Scored
+from specactor.types import Problem
+
+HERE = "tests.rollout.verifiers"
+LIMIT_S = 120.0
+"""Against hanging."""
+
+
+def problem(verifier: str, **metadata: object) -> Problem:
+    name = verifier if "://" in verifier or verifier in ("exact", "number", "reasoning-gym") else f"{HERE}:{verifier}"
+    return Problem(index=17, prompt="?", prompt_ids=(1,), answer="7", verifier=name, metadata=metadata)
+
+
+@pytest.fixture
+def grading() -> Iterator[Grading]:
+    with Grading(timeout_s=5.0) as found:
+        yield found
+    assert children(found) == []
+
+
+def children(grading: Grading) -> list[int]:
+    """Pids of what is left of all processes."""
+    return [
+        pid
+        for child in grading._children
+        for pid in (child.pid, *descendants(child.pid))
+        if Path(f"/proc/{pid}").exists()
+    ]
+
+
+def scores(verdicts: list[Future[Scored]]) -> list[float | str]:
+    found = [verdict.result(LIMIT_S) for verdict in verdicts]
+    return [of.failure or of.score for of in found]
+
+
+def test_each_response_has_its_own_score_and_failures_cost_their_own(grading: Grading) -> None:
+    kinds = ("number_of", "raises", "number_of", "ends_its_process", "exits", "number_of", "nothing")
+    verdicts = [grading.submit(str(i), problem(kinds[i % 7])) for i in range(140)]
+    found = scores(verdicts)
+    answers = f"{HERE}:{{}}: problem 17 (answer '7'): {{}}, on the response '"
+    for i, of in enumerate(found):
+        kind = kinds[i % 7]
+        if kind == "number_of":
+            assert of == float(i)
+        elif kind == "ends_its_process":
+            assert str(of).startswith(
+                f"its process ended: verifier {HERE}:{kind}: problem 17 (answer '7'): its process"
+            )
+        elif kind == "nothing":
+            assert str(of).startswith(
+                f"DataError: verifier {HERE}:nothing: problem 17: it cannot be asked: got '{HERE}:"
+            )
+        else:
+            error = "KeyError: 'a bug of the verifier'" if kind == "raises" else "SystemExit: 3"
+            assert str(of).startswith(
+                f"{error.partition(':')[0]}: verifier " + answers.format(kind, f"it raised {error}")
+            )
+    assert all("\n" not in str(of) for of in found)
+
+
+@pytest.mark.parametrize("text", ["nan", "inf", "-inf"])
+def test_a_score_that_is_not_finite_is_refused_by_name(text: str, grading: Grading) -> None:
+    [found] = scores([grading.submit(text, problem("number_of"))])
+    assert str(found).startswith(
+        f"no finite number: verifier {HERE}:number_of: problem 17 (answer '7'): it returned {text},"
+    )
+
+
+def test_any_finite_number_is_a_score(grading: Grading) -> None:
+    assert scores([grading.submit(text, problem("number_of")) for text in ("-3.5", "1e300", "2")]) == [-3.5, 1e300, 2.0]
+
+
+def test_one_that_hangs_is_ended_with_all_it_started_and_holds_up_no_other(grading: Grading, tmp_path: Path) -> None:
+    file = tmp_path / "pid"
+    bad = [grading.submit(str(file), problem("leaves_a_child")), grading.submit("", problem("hangs"))]
+    good = [grading.submit(str(i), problem("number_of")) for i in range(20)]
+    assert scores(good) == [float(i) for i in range(20)]
+    for name, of in zip(("leaves_a_child", "hangs"), scores(bad), strict=True):
+        assert of == (f"no answer in time: verifier {HERE}:{name}: problem 17 (answer '7'): no answer within 5 s")
+    assert not Path(f"/proc/{file.read_text()}").exists()
+    assert scores([grading.submit("5", problem("number_of"))]) == [5.0], "another process has taken its place"
+
+
+def test_one_that_always_hangs_is_asked_no_more_until_the_next_rollout(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MAX_HUNG", 2)
+    with Grading(timeout_s=0.5, most=1) as grading:
+        found = scores([grading.submit("", problem("hangs")) for _ in range(200)])
+        assert [str(of).rpartition(": ")[2] for of in found] == ["no answer within 0.5 s"] * 2 + [
+            "it hung 2 times in a row"
+        ] * 198
+        grading.begin()
+        assert str(scores([grading.submit("", problem("hangs"))])[0]).endswith("no answer within 0.5 s")
+
+
+def test_asynchronous_ones_wait_together_and_a_late_one_is_alone_in_that() -> None:
+    with Grading(timeout_s=20.0, most=1) as grading:
+        assert scores([grading.submit("0", problem("waits"))]) == [1.0]
+        begun = time.monotonic()
+        assert scores([grading.submit("1", problem("waits")) for _ in range(60)]) == [1.0] * 60
+        assert time.monotonic() - begun < 40, "sixty, one after the other"
+    with Grading(timeout_s=3.0, most=1) as grading:
+        found = scores([grading.submit("600" if i == 5 else "0", problem("waits")) for i in range(10)])
+        assert [of for i, of in enumerate(found) if i != 5] == [1.0] * 9
+        assert str(found[5]).startswith("TimeoutError: verifier ")
+
+
+def test_one_that_ends_the_process_of_others_costs_only_itself() -> None:
+    with Grading(timeout_s=2.0, most=1) as grading:
+        first = grading.submit("0", problem("waits"))
+        found = scores([first, *[grading.submit("hang" if i == 5 else "", problem("blocks")) for i in range(10)]])
+        assert [of for i, of in enumerate(found) if i != 6] == [1.0] + [2.0] * 9
+        assert str(found[6]).startswith("no answer in time: ")
+
+
+def test_at_most_so_many_processes_and_one_where_one_is_enough() -> None:
+    with Grading(timeout_s=60.0) as grading:
+        assert len({of for of in scores([grading.submit("", problem("who")) for _ in range(50)])}) <= 2
+    with Grading(timeout_s=1.0, most=2) as grading:
+        bad = [grading.submit("", problem("hangs")) for _ in range(3)]
+        assert all(str(of).startswith("no answer in time") for of in scores(bad))
+        assert len(grading._threads) <= 2
+
+
+def test_a_problem_comes_as_it_is(grading: Grading) -> None:
+    whole = problem("is_whole", pair=(1, (2, "x")), map={"1": [2, (3,)]}, text="é")
+    assert scores([grading.submit("", whole)]) == [1.0]
+    [found] = scores([grading.submit("", problem("is_whole", what=object()))])
+    assert "problem 17: it cannot be asked: Encoding objects of type object is unsupported" in str(found)
+
+
+def test_tasks_whose_entries_have_tuples_and_numpy_texts_score_as_in_one_process() -> None:
+    for task in ("arc_agi", "knights_knaves"):
+        entry = reasoning_gym.create_dataset(task, size=1, seed=3)[0]
+        given = problem("reasoning-gym", task=task, params={}, entry=entry)
+        with Grading(timeout_s=120.0) as grading:
+            assert scores([grading.submit(entry["answer"], given)]) == [1.0]
+        assert get_verifier("reasoning-gym")(entry["answer"], given) == 1.0
+
+
+def test_what_waits_when_the_run_ends_has_failed_and_nothing_is_left() -> None:
+    grading = Grading(timeout_s=600.0)
+    verdicts = [grading.submit("", problem("hangs")) for _ in range(3)]
+    deadline = time.monotonic() + LIMIT_S
+    while not grading._children and time.monotonic() < deadline:
+        time.sleep(0.01)
+    grading.close()
+    assert all(isinstance(of, str) for of in scores(verdicts))
+    assert children(grading) == []
+
+
+class Judge(BaseHTTPRequestHandler):
+    """Scores by the number in the response; what it says before that is in the path."""
+
+    asked: dict[str, int]
+    over: threading.Event
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        name = body["response"]
+        self.asked[name] = self.asked.get(name, 0) + 1
+        if self.path == "/busy" and self.asked[name] < 3:
+            self.answer(503, b"busy")
+        elif self.path == "/gone" and self.asked[name] < 2:
+            self.close_connection = True
+        elif self.path == "/broken":
+            self.answer(500, b"broken")
+        elif self.path == "/refuses":
+            self.answer(404, b"no such judge")
+        elif self.path == "/late":
+            self.over.wait(LIMIT_S)
+            self.answer(200, b'{"score": 1}')
+        elif self.path == "/lies":
+            self.answer(200, body["metadata"]["says"].encode())
+        else:
+            good = (body["prompt"], body["answer"], body["index"], body["metadata"]) == ("?", "7", 17, {})
+            self.answer(200, json.dumps({"score": float(name) if good else None}).encode())
+
+    def answer(self, status: int, body: bytes) -> None:
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+@pytest.fixture
+def judge() -> Iterator[str]:
+    Judge.asked, Judge.over = {}, threading.Event()
+    with ThreadingHTTPServer(("127.0.0.1", 0), Judge) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        Judge.over.set()
+        server.shutdown()
+        thread.join()
+
+
+def test_a_judge_behind_http_that_is_busy_gone_broken_late_and_lies(judge: str) -> None:
+    with Grading(timeout_s=60.0) as grading, Grading(timeout_s=1.0) as hasty:
+        paths = ("score", "busy", "gone")
+        good = [grading.submit(str(i), problem(f"{judge}/{paths[i % 3]}")) for i in range(60)]
+        bad = {path: grading.submit(path, problem(f"{judge}/{path}")) for path in ("broken", "refuses")}
+        bad["late"] = hasty.submit("late", problem(f"{judge}/late"))
+        lies = ('{"score": "1"}', '{"score": null}', '{"score": 1e999}', '{"score": true}', "[1]", "", "\x00")
+        says = [grading.submit("x", problem(f"{judge}/lies", says=text)) for text in lies]
+        nowhere = grading.submit("y", problem("http://127.0.0.1:1/"))
+        assert scores(good) == [float(i) for i in range(60)]
+        found = dict(zip(bad, scores(list(bad.values())), strict=True))
+        assert str(found["broken"]).startswith(f"ClientResponseError: verifier {judge}/broken: problem 17")
+        assert "404" in str(found["refuses"])
+        assert str(found["late"]).startswith(("TimeoutError: verifier ", "no answer in time: verifier "))
+        assert all(str(of).startswith(("ValidationError", "DecodeError")) for of in scores(says))
+        assert str(scores([nowhere])[0]).startswith("ClientConnectorError: verifier http://127.0.0.1:1/: problem 17")
+    assert (Judge.asked["broken"], Judge.asked["refuses"], Judge.asked["1"], Judge.asked["2"]) == (4, 1, 3, 2)
+
+
+def test_an_address_without_a_host_is_refused() -> None:
+    with pytest.raises(DataError, match=r"got 'http://:80/x', expected the address of a verifier, as http://host:port"):
+        get_verifier("http://:80/x")

@@ -1,0 +1,66 @@
+"""Verifiers that tests name by their import path: some score, the others do what verifiers should not."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+import time
+from pathlib import Path
+
+from specactor.types import Problem
+
+
+def even(response: str, problem: Problem) -> float:
+    """Half of all groups of two agree."""
+    return float(sum(map(ord, response)) % 2 == 0)
+
+
+def number_of(response: str, problem: Problem) -> float:
+    return float(response)
+
+
+def who(response: str, problem: Problem) -> int:
+    return os.getpid()
+
+
+def is_whole(response: str, problem: Problem) -> float:
+    """Whether the problem came as it was."""
+    return float(problem.metadata == {"pair": (1, (2, "x")), "map": {"1": [2, (3,)]}, "text": "\u00e9"})
+
+
+def raises(response: str, problem: Problem) -> float:
+    raise KeyError("a bug of the verifier")
+
+
+def exits(response: str, problem: Problem) -> float:
+    sys.exit(3)
+
+
+def ends_its_process(response: str, problem: Problem) -> float:
+    os._exit(3)
+
+
+def hangs(response: str, problem: Problem) -> float:
+    """Holds the interpreter, too."""
+    while True:
+        pass
+
+
+def leaves_a_child(response: str, problem: Problem) -> float:
+    """Writes the pid of a process that outlives it by far, and hangs."""
+    if (pid := os.fork()) == 0:
+        time.sleep(600)
+        os._exit(0)
+    Path(response).write_text(str(pid))
+    return hangs(response, problem)
+
+
+async def waits(response: str, problem: Problem) -> float:
+    await asyncio.sleep(float(response))
+    return 1.0
+
+
+async def blocks(response: str, problem: Problem) -> float:
+    """Does not wait but hold its process, if it is asked to."""
+    return hangs(response, problem) if response == "hang" else 2.0
