@@ -150,7 +150,8 @@ WRONG: list[tuple[str, str]] = [
     ),
     (
         "--rollout.speculation.draft-model x warm-up",
-        "rollout.speculation.draft_model: got ('x', 'warm-up'), expected warm-up as the first alone. Put it there.",
+        "rollout.speculation.draft_model: got ('x', 'warm-up'), expected warm-up and warm-up-head as the first alone. "
+        "Put it there.",
     ),
     (
         "--rollout.speculation.mode coupled --rollout.speculation.drafters decoupled:2 "

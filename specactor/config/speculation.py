@@ -158,7 +158,13 @@ class SpeculationConfig:
         folders = [PurePath(folder) for folder in self.draft_model]
         rule("draft_model", len({*folders}) == len(folders), "every folder once", "Remove the second one.")
         rule("draft_model", all(self.draft_model), "folders", "Leave the setting out for none.")
-        rule("draft_model", WARM_UP not in self.draft_model[1:], f"{WARM_UP} as the first alone", "Put it there.")
+        made = " and ".join(MADE_BY_WARM_UP)
+        rule(
+            "draft_model",
+            not {*MADE_BY_WARM_UP} & {*self.draft_model[1:]},
+            f"{made} as the first alone",
+            "Put it there.",
+        )
         for name in self.draft_methods:
             found = of_draft_model(name)
             if found is None:

@@ -16,7 +16,7 @@ from itertools import cycle, islice
 from pathlib import Path
 
 from specactor.config import Config
-from specactor.config.speculation import MADE_BY_WARM_UP
+from specactor.config.speculation import MADE_BY_WARM_UP, WARM_UP_HEAD
 from specactor.errors import ConfigError
 from specactor.parallel import addresses
 from specactor.parallel.collective import Collective
@@ -162,7 +162,7 @@ def check_in_engines(config: Config, policy: ModelShape) -> None:
                     f"at least the policy's {needed}",
                     "Make one with specactor drafter init.",
                 )
-    heads = [folder for folder, draft in shapes.items() if draft.is_head]
+    heads = [folder for folder in models if folder == WARM_UP_HEAD or (folder in shapes and shapes[folder].is_head)]
     if len(heads) > 1:
         raise ConfigError.at(
             "rollout.speculation.draft_model", heads, "at most one EAGLE-3 head", "Leave the others out."
