@@ -3,7 +3,7 @@
 torchrun ... -m tests.rollout.waiting_script FOLDER SETTINGS_AS_JSON
 
 SETTINGS: by name, milliseconds per token of each rank's engine; after how many requests it dies (0: never); whether
-groups move.
+groups move; how many requests the last rank's engine must have ended before the first one's begins any.
 """
 
 from __future__ import annotations
@@ -43,6 +43,13 @@ def length_of(request: RolloutRequest) -> int:
     return 1 + request.seed % LONGEST
 
 
+def until(is_so: Callable[[], bool]) -> None:
+    for _ in range(6000):  # looks, and not time: a machine may stand still
+        if is_so():
+            return
+        time.sleep(0.01)
+
+
 @dataclass
 class PacedEngine:
     """It runs as many requests at once as it has slots; others queue, as in an engine."""
@@ -50,6 +57,8 @@ class PacedEngine:
     index: int
     token_s: float
     dies_after: int = 0
+    begin: Callable[[], None] = lambda: None
+    ended: Callable[[], None] = lambda: None
     alive: bool = True
     ready: bool = True
     busy_s: float = 0.0
@@ -74,6 +83,7 @@ class PacedEngine:
 
     def _serve(self, request: RolloutRequest, on_finished: Callable[[Trajectory], None]) -> None:
         with self.slots:
+            self.begin()
             if not self.alive:
                 return
             count = length_of(request)
@@ -84,6 +94,7 @@ class PacedEngine:
                 self.busy_s += count * self.token_s
                 self.num_ended += 1
                 self.alive = self.num_ended != self.dies_after
+                self.ended()
             tokens = [token(request.seed, position) for position in range(count)]
             on_finished(whole(request, token_ids=tokens, logprobs=[-1.0] * count, finish_reason="stop", version=0))
 
@@ -110,6 +121,10 @@ def rollout(collective: Collective, folder: Path, options: dict[str, Any]) -> di
     """What all ranks got, on rank 0."""
     rank, world, store = collective.rank, collective.world, cast("Any", collective.store)
     engine = PacedEngine(rank, options["token_ms"][rank] / 1000, options["dies_after"][rank])
+    if options.get("after") and rank == 0:
+        engine.begin = lambda: until(lambda: store.add("ended", 0) >= options["after"])
+    if options.get("after") and rank == world - 1:
+        engine.ended = lambda: store.add("ended", 1)
     pool = EnginePool([])
     pool.engines = cast("list[Engine]", [engine])
 
@@ -150,7 +165,7 @@ def rollout(collective: Collective, folder: Path, options: dict[str, Any]) -> di
         "busy_s": collective.gather(engine.busy_s / SLOTS, float),
         "owned": collective.gather(own, list[str]),
         "moved": rollouts.take_stats().groups_moved,
-        "keys": store.num_keys() - keys,
+        "keys": store.num_keys() - keys - bool(options.get("after")),
         "responses": [
             [t.request_id, t.seed, list(t.token_ids)]
             for group in samples.whole(groups, wanted=rank == 0)
