@@ -199,9 +199,14 @@ def _rate(copy: Callable[[], object], num_bytes: int) -> float:
     return num_bytes / median(seconds) / GB
 
 
+INTERPRETED = {"TRITON_INTERPRET": "1", "OPENBLAS_CORETYPE": "Nehalem"}
+"""NumPy multiplies for Triton's interpreter. Of OpenBLAS's kernels for newer cores not all give a row of a product the
+same bits in every place."""
+
+
 def kernels(bench: Bench) -> Found:
     """Return by kernel how many rows have another token or value, and other bits in company."""
-    interpreted = {} if bench.on_gpu else {"TRITON_INTERPRET": "1"}
+    interpreted = {} if bench.on_gpu else INTERPRETED
     command = [sys.executable, "-W", "ignore", "-m", "benchmarks.gpu_kernels", "cuda" if bench.on_gpu else "cpu"]
     done = subprocess.run(
         command, cwd=ROOT, env={**os.environ, **interpreted}, capture_output=True, text=True, check=False

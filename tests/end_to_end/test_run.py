@@ -8,6 +8,7 @@ import os
 import shutil
 import subprocess
 import sys
+from itertools import groupby
 from pathlib import Path
 
 import psutil
@@ -43,10 +44,12 @@ def writers(folder: Path) -> list[str]:
 
 
 def phases(trace: Path) -> list[str]:
-    """What the trainer did in a traced step."""
+    """What the trainer did in a traced step, one after the other."""
     events = json.loads(trace.read_text())["traceEvents"]
     [pid] = [event["pid"] for event in events if event["name"] == "process_name" and event["args"]["name"] == "trainer"]
-    return [event["name"] for event in events if event["pid"] == pid and event["ph"] == "X"]
+    return [
+        name for name, _ in groupby(event["name"] for event in events if event["pid"] == pid and event["ph"] == "X")
+    ]
 
 
 def test_a_run_ends_well_and_says_what_it_did(finished: Launched) -> None:

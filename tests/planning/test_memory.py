@@ -156,7 +156,7 @@ def test_a_head_is_counted_with_what_it_reads() -> None:
     """Its weights, and in the pool of keys and values the policy's states at every token."""
     config = load(["qwen3_30b_a3b"])
     head = replace(MOE, name="head", layers=1, intermediate=6144, experts=0, experts_per_token=0, reads=3 * MOE.hidden)
-    alone, drafting = (of_job(config, layout(8, expert=8), MOE, H100, draft).rows for draft in (None, head))
+    alone, drafting = (of_job(config, layout(8, expert=8), MOE, H100, drafts).rows for drafts in ((), (head,)))
     states, pool = drafting["hidden states"]["rollout"], drafting["keys and values"]["rollout"]
     tensor = config.parallel.engine_tensor
     assert states + pool + head.weights_bytes / tensor == pytest.approx(alone["keys and values"]["rollout"])

@@ -40,13 +40,14 @@ def grading() -> Iterator[Grading]:
 
 
 def children(grading: Grading) -> list[int]:
-    """Pids of what is left of all processes."""
-    return [
-        pid
-        for child in grading._children
-        for pid in (child.pid, *descendants(child.pid))
-        if Path(f"/proc/{pid}").exists()
-    ]
+    """Pids of what is left of all processes: those that the warm starter forked are its own to reap."""
+    deadline = time.monotonic() + LIMIT_S
+    while True:
+        pids = [pid for child in grading._children for pid in (child.pid, *descendants(child.pid))]
+        left = [pid for pid in pids if Path(f"/proc/{pid}").exists()]
+        if not left or time.monotonic() > deadline:
+            return left
+        time.sleep(0.05)
 
 
 def scores(verdicts: list[Future[Scored]]) -> list[float | str]:

@@ -36,7 +36,7 @@ def main(root: Path, *wanted: str) -> None:
     config = load(["quickstart", *wanted, "--output-dir", str(root)])
     assert config.model.tiny is not None
     policy, start = root / "policy", root / "start"
-    head = config.rollout.speculation.draft_model == "warm-up-head"
+    head = config.rollout.speculation.first_draft_model == "warm-up-head"
     make_tiny_model(replace(config.model.tiny, num_layers=2 if head else 1), 0, policy)
     tokenizer = load_tokenizer(policy)
     problems = build_dataset(replace(config.data.train_source, size=200), tokenizer, max_prompt_tokens=100)

@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from benchmarks.gpu import INTERPRETED
+
 pytestmark = pytest.mark.processes
 
 
@@ -34,7 +36,7 @@ def told(script: str, *arguments: str, **environment: str) -> dict[str, Any]:
 def test_a_row_has_the_same_bits_wherever_it_stands_in_its_tile(groups: tuple[str, ...]) -> None:
     """Whatever the others hold, however many keys follow; and the values are softmax attention's. Parts of another size
     and tiles of several requests, which are wrong versions, are seen."""
-    found = told("tile_kernel_cases", *groups, TRITON_INTERPRET="1")
+    found = told("tile_kernel_cases", *groups, **INTERPRETED)
     for name, (differing, rows, error) in found["cases"].items():
         assert differing == 0, name
         assert rows >= 12
@@ -46,7 +48,7 @@ def test_a_row_has_the_same_bits_wherever_it_stands_in_its_tile(groups: tuple[st
 
 def test_the_backend_decodes_verifications_with_the_bits_of_plain_rounds() -> None:
     """SGLang's Triton backend below it, with a chain, a branch and other requests in one batch, also as a graph."""
-    found = told("tile_backend_cases", TRITON_INTERPRET="1")
+    found = told("tile_backend_cases", **INTERPRETED)
     assert found["error"] < 1e-6
     assert found["same"]
     assert found["others differ"]
