@@ -103,7 +103,8 @@ class SpecActor:
             self.devices.to_trainer(self.trainer)
             trained = self.train(batch)
         with self.progress.phase("record"):
-            self.recorder.stepped(step, self.version - 1, groups, batch, trained, self.rollouts.state())
+            data, suspect = self.rollouts.state(), audited.get("audit/differences", 0) > 0
+            self.recorder.stepped(step, self.version - 1, groups, batch, trained, data, is_suspect=suspect)
         self.steps_done = step
         refreshed = self.refresh(batch)
         save()

@@ -29,6 +29,7 @@ TIE = 1e-3
 TIE_OF_BFLOAT16 = 0.1
 """The same, where log-probabilities of one token differ by some hundredths from kernel to kernel."""
 TIES = "a kernel's tie"  # the cause of such a difference
+SOME = "arithmetic of engines"  # where few responses differ
 OTHER_LAYOUT = "another layout of ranks: gradients are summed in another order, which rounds otherwise"
 ROUNDED, ROUNDING = ("loss", "grad_norm", "entropy"), 1e-3
 """Metrics that two layouts of ranks give nearly alike, and by how much of their size they may differ."""
@@ -187,7 +188,8 @@ def _of_engines(
         block = next(i for i in range(10**9) if _block(x, i) != _block(y, i))
         told = f"in tokens {block * BLOCK} to {block * BLOCK + BLOCK - 1}"
         told += "; none of these samples was kept whole: tracking.record full keeps all"
-        return _of((x, y), _engine_cause(a, b, differing, total), *evidence, told)
+        cause = _engine_cause(a, b, differing, total)
+        return _of((x, y), f"sampling or {cause}" if cause == SOME else cause, *evidence, told)
     # Equal tokens with other log-probabilities show that something else was computed; then other tokens follow of it.
     computed = [(x, y, at) for x, y, at in kept if x.token_ids[at:][:1].tolist() == y.token_ids[at:][:1].tolist() != []]
     seeded = [(x, y, at) for x, y, at in kept if x.seeded is None or at < x.seeded]
@@ -234,7 +236,7 @@ def _engine_cause(a: StepRecord, b: StepRecord, differing: Pairs, total: int) ->
         engines = {x.group % a.engines for x, _ in differing}
         if len(engines) == 1:
             return f"weights or arithmetic of engine {engines.pop()}"
-    return "weights or arithmetic of engines" if len(differing) >= MOST * total else "arithmetic of engines"
+    return "weights or arithmetic of engines" if len(differing) >= MOST * total else SOME
 
 
 def _first_token(x: SampleRecord, y: SampleRecord) -> int | None:

@@ -79,10 +79,13 @@ class StepRecorder:
         batch: Sequence[TrainSequence],
         stats: TrainStats | None,
         data: object,
+        *,
+        is_suspect: bool = False,
     ) -> None:
         """Record a step: what was sampled and, if it was learned from, what training was. Collective.
 
         Args:
+            is_suspect: an audit found a difference: all samples are kept whole, so that a replay shows the token.
             data: as of `started`; None where a part of the step was generated, which draws and learns less.
         """
         if self.share == "off":
@@ -93,7 +96,7 @@ class StepRecorder:
         firsts = [0, *accumulate(1 + len(groups[g].trajectories[k].branches) for g, k in places)]
         advantages = [batch[first].advantage for first in firsts[:-1]] if batch else [0.0] * len(places)
         own = {
-            i: self._sample(groups[g], k, advantages[i], is_whole=(i + step) % WHOLE_EVERY == 0)
+            i: self._sample(groups[g], k, advantages[i], is_whole=is_suspect or (i + step) % WHOLE_EVERY == 0)
             for i, (g, k) in enumerate(places)
             if is_here(groups[g].trajectories[k])
         }

@@ -331,3 +331,12 @@ def test_a_record_comes_back_and_a_damaged_one_is_refused(tmp_path: Path) -> Non
         records.read(file)
     with pytest.raises(DataError, match="cannot be read"):
         records.read(records.file_of(tmp_path, 3))
+
+
+def test_a_few_that_were_not_kept_whole_are_blamed_on_neither_sampler_nor_engine_alone() -> None:
+    ours = [msgspec.structs.replace(r, samples=samples(r.step, is_whole=False), engines=1) for r in RUN]
+    other = samples(2, Made(wrong_at=5), lambda g, k: (g, k) == (1, 2), is_whole=False)
+    theirs = [msgspec.structs.replace(r, samples=other) if r.step == 2 else r for r in ours]
+    found = first_difference(ours, theirs, noise=gumbel)
+    assert found is not None
+    assert (found.step, found.token, found.cause) == (2, None, "sampling or arithmetic of engines")

@@ -46,7 +46,9 @@ def response(name: str, *tokens: int, mask: tuple[bool, ...] = (), branches: tup
     )
 
 
-def step_of(folder: Path, session: Trajectory, verifier: str, data: object) -> records.StepRecord:
+def step_of(
+    folder: Path, session: Trajectory, verifier: str, data: object, *, is_suspect: bool = False
+) -> records.StepRecord:
     """The record of the session and a plain response after it."""
     problem = Problem(index=0, prompt="", prompt_ids=(1, 2), answer="", verifier=verifier, metadata={})
     both = packed(session), packed(response("0.0.1", 9))
@@ -58,7 +60,7 @@ def step_of(folder: Path, session: Trajectory, verifier: str, data: object) -> r
     ]
     config = {"parallel": {"engines": 1}}
     recorder = StepRecorder(folder, config, "sampled", trainer=None, collective=Alone())  # type: ignore[arg-type]
-    recorder.stepped(1, 0, [group], batch, None, data)
+    recorder.stepped(1, 0, [group], batch, None, data, is_suspect=is_suspect)
     return records.read(records.file_of(folder, 1))
 
 
@@ -88,3 +90,9 @@ def test_a_session_is_recorded_with_its_branches(changes: dict[str, Any], tmp_pa
 def test_a_part_says_nothing_of_where_the_data_stand(tmp_path: Path) -> None:
     assert step_of(tmp_path, SESSION, "exact", None).data == 0
     assert step_of(tmp_path, SESSION, "exact", {"prompts": 1}).data != 0
+
+
+def test_a_step_in_which_an_audit_found_something_is_kept_whole(tmp_path: Path) -> None:
+    for is_suspect in (False, True):
+        record = step_of(tmp_path, SESSION, "exact", None, is_suspect=is_suspect)
+        assert [bool(s.whole) for s in record.samples] == [is_suspect, is_suspect]
