@@ -156,7 +156,9 @@ def test_a_signal_to_the_multi_node_script_ends_torchrun(tmp_path: Path, number:
         echo $$ >> {tmp_path}/pids; while :; do sleep 0.05; done"""
     fake(tmp_path / "bin", "torchrun", torchrun)
     job = {"NODES": "2", "HEAD": "h:1", "GPUS": "1", "MAX_RESTARTS": "3", "PATH": f"{tmp_path / 'bin'}:/usr/bin:/bin"}
-    script = subprocess.Popen(["bash", str(LAUNCH / "multi_node.sh"), "quickstart"], env=job)
+    # What was started in the background ignores SIGINT, and so would all that it starts.
+    command = ["env", "--default-signal=INT", "bash", str(LAUNCH / "multi_node.sh"), "quickstart"]
+    script = subprocess.Popen(command, env=job)
     deadline = time.monotonic() + 60
     while not (tmp_path / "pids").exists() or not (tmp_path / "pids").read_text().strip():
         assert time.monotonic() < deadline
