@@ -24,7 +24,7 @@ SOLVED = 0.999
 """A response counts as correct from this score on."""
 ROUTED_APART = 0.01
 """Share of the sampled tokens that may be further apart than `train.max_logprob_gap` where rounding chooses experts: it
-happens to one in 200,000; wrong weights show in nearly all."""
+was seen in one of 256,000; wrong weights show in nearly all."""
 
 
 def accuracy(scores: Sequence[float]) -> float:

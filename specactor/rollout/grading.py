@@ -92,12 +92,12 @@ class Grading:
         return asked.verdict
 
     def begin(self) -> None:
-        """A rollout begins: verifiers that hung in the last one are asked again."""
+        """Begin a rollout: verifiers that hung in the last one are asked again."""
         self._hung.clear()
         self._verdicts.clear()
 
     def add(self, response: Trajectory, problem: Problem, tokenizer: PreTrainedTokenizerBase) -> None:
-        """A response of this rollout is complete. Conversations have their reward."""
+        """Have a complete response of this rollout scored; conversations come with their reward."""
         if response.reward is None and not response.failure and response.finish_reason != "abort":
             text = tokenizer.decode(list(response.token_ids), skip_special_tokens=True)
             self._verdicts[response.request_id] = self.submit(text, problem)
@@ -139,7 +139,7 @@ class Grading:
             self._threads[-1].start()
 
     def _work(self) -> None:
-        """Thread: has one process, and asks it one question after the other."""
+        """Ask a process of this thread's own one question after the other."""
         child: ChildProcess[Answer] | None = None
         while asked := self._next():
             left = dict(enumerate(asked))
@@ -197,7 +197,7 @@ class Grading:
             return []
 
     def _answer(self, call: Call[Answer], deadline: float) -> Scored:
-        """The next verdict; meanwhile others get processes of their own. Raises TimeoutError, and EngineError."""
+        """Return the next verdict; others get processes of their own meanwhile. Raises TimeoutError, EngineError."""
         while True:
             try:
                 answer = call.next(min(GROW_S / 4, max(0.0, deadline - time.monotonic())))

@@ -73,7 +73,7 @@ class Waiting:
 
     @property
     def is_over(self) -> bool:
-        """Whether there is nothing to take any more."""
+        """Return whether there is nothing to take any more."""
         return len(self._over) >= len(self.lists)
 
     def take(self, running: int) -> Group:
