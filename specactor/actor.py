@@ -103,8 +103,9 @@ class SpecActor:
             self.devices.to_trainer(self.trainer)
             trained = self.train(batch)
         with self.progress.phase("record"):
-            data, suspect = self.rollouts.state(), audited.get("audit/differences", 0) > 0
+            data, suspect = self.rollouts.state(), self.audit.is_suspect(audited, trained)
             self.recorder.stepped(step, self.version - 1, groups, batch, trained, data, is_suspect=suspect)
+        audited |= self.audit.of_training(step, trained)
         self.steps_done = step
         refreshed = self.refresh(batch)
         save()
@@ -138,6 +139,8 @@ class SpecActor:
                 group_id=group_id,
                 routed_experts=t.routed_experts if self.config.train.routing_replay == "r3" else b"",
                 loss_mask=t.loss_mask,
+                seed=t.seed,
+                num_seeded=self.audit.num_seeded(group, t),
             )
             for group_id, (group, of_group) in enumerate(zip(groups, advantages, strict=True))
             for first, advantage, reward in zip(group.trajectories, of_group, group.rewards, strict=True)

@@ -146,8 +146,11 @@ AUDIT: dict[str, str] = {
     "tokens": "tokens of these",
     "ties": "of these responses, those that differ where two tokens score within rounding of each other",
     "differences": "of these responses, those that differ otherwise",
+    "scored": "sampled tokens that the trainer compared with what their noise picks",
+    "unpicked": "of these tokens, those that it does not pick",
 }
-"""Last part of ``audit/...`` -> unit and meaning, in steps that an audit had time for, with rollout.audit."""
+"""Last part of ``audit/...`` -> unit and meaning, with rollout.audit; the first four in steps that an audit had time
+for, the others with neither top-p, top-k nor min-p."""
 TAIL: dict[str, str] = {
     "drafters_woken": "times that the drafter on the device of an engine that had run dry was to be woken",
     "groups_moved": "groups that waited for an engine of one rank, and that another rank with room began",

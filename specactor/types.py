@@ -122,8 +122,13 @@ class Trajectory:
     @property
     def first_turn(self) -> Trajectory:
         """Without what an environment said, and what came after that."""
-        end = (*self.loss_mask, False).index(False)
+        end = self.first_turn_len
         return replace(self, token_ids=self.token_ids[:end], logprobs=self.logprobs[:end]) if self.loss_mask else self
+
+    @property
+    def first_turn_len(self) -> int:
+        """Tokens before an environment says something."""
+        return (*self.loss_mask, False).index(False) if self.loss_mask else len(self.token_ids)
 
     @property
     def num_turns(self) -> int:
@@ -159,6 +164,8 @@ class TrainSequence:
     """As of `Trajectory`; empty: the trainer's routers are free."""
     loss_mask: tuple[bool, ...] = ()
     """Of each response token, whether it is learned from; empty: all are."""
+    seed: int = 0
+    num_seeded: int = 0  # response tokens, the first ones, that are compared with what the noise of the seed picks
 
     @property
     def response_len(self) -> int:

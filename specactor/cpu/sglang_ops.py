@@ -52,7 +52,7 @@ def _hash_words(seed: Tensor, positions: Tensor, scrambled_columns: _Words) -> _
     state_B = _absorb(np.zeros(len(seed_B), np.uint32), _scramble(seed_B.astype(np.uint32)))
     state_B = _absorb(state_B, _scramble((seed_B >> 32).astype(np.uint32)))
     state_B = _absorb(state_B, _scramble(positions.numpy().astype(np.uint32)))
-    h_BV = _absorb(state_B[:, None], scrambled_columns[None, :]) ^ np.uint32(16)
+    h_BV = _absorb(state_B[:, None], np.atleast_2d(scrambled_columns)) ^ np.uint32(16)
     h_BV = (h_BV ^ (h_BV >> np.uint32(16))) * np.uint32(0x85EBCA6B)
     h_BV = (h_BV ^ (h_BV >> np.uint32(13))) * np.uint32(0xC2B2AE35)
     return h_BV ^ (h_BV >> np.uint32(16))
@@ -75,10 +75,20 @@ def sample_with_noise(logprobs: Tensor, seed: Tensor, positions: Tensor) -> Tens
     use. Source: Gumbel-max trick; the noise is in float64 so that its tail is not cut.
     """
     words_BV = _hash_words(seed, positions, _scrambled_columns(logprobs.shape[1]))
-    x_BV = torch.from_numpy(words_BV.astype(np.float64)).div_(_U32_MAX)
-    x_BV.log_().clamp_(min=torch.finfo(torch.float64).min, max=-(2.0**-32)).neg_()
-    x_BV.log_().neg_().add_(logprobs)
-    return x_BV.argmax(dim=1, keepdim=True)
+    return _gumbel(words_BV).add_(logprobs).argmax(dim=1, keepdim=True)
+
+
+def noise_of(seed: Tensor, positions: Tensor, tokens: Tensor) -> Tensor:
+    """What `sample_with_noise` adds to the log-probabilities of these tokens.
+
+    Args: seed [B], positions [B], of the token that the pass was given, tokens [B, K]. Returns float64 [B, K].
+    """
+    return _gumbel(_hash_words(seed, positions, _scramble(tokens.numpy().astype(np.uint32))))
+
+
+def _gumbel(words: _Words) -> Tensor:
+    x = torch.from_numpy(words.astype(np.float64)).div_(_U32_MAX)
+    return x.log_().clamp_(min=torch.finfo(torch.float64).min, max=-(2.0**-32)).neg_().log_().neg_()
 
 
 def round_up(count: int, block: int) -> int:

@@ -1,24 +1,29 @@
-"""The audit: parts of a step's responses, drawn by the run's seed, are generated again by another engine, undrafted.
+"""The audit: the trainer compares every token with its noise, and engines generate some responses again, undrafted.
 
-What is sampled from equal weights, contexts and seeds is equal up to kernels' rounding, so a difference is a fault of
-an engine or of verification, and is located like one between two runs. Parts are as long as `SHARE` of the run's time
-pays for; which responses they are of does not depend on time. Every other part is the beginning of its response, whose
-log-probabilities must be equal, too; the rest lie anywhere, since there are few drafts for the first tokens.
+An engine samples the token whose log-probability plus noise is largest. The noise follows from seed and position, and
+the trainer has the log-probabilities anyway: it sees whether another token should have been emitted.
+
+What is sampled from equal weights, contexts and seeds is equal up to kernels' rounding, so a difference between a
+response and one of another engine is a fault of an engine or of verification, and is located like one between two runs.
+Parts of responses, drawn by the run's seed, are as long as `SHARE` of the run's time pays for; which responses they are
+of does not depend on time. Every other part is the beginning of its response, whose log-probabilities must be equal,
+too; the rest lie anywhere, since there are few drafts for the first tokens.
 """
 
 from __future__ import annotations
 
-import math
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import torch
 
 from specactor.config import Config, RolloutConfig
 from specactor.config.engine import SAME_BITS, guarantee
-from specactor.cpu.sglang_ops import murmur_hash32
+from specactor.cpu.sglang_ops import noise_of as noise_at
+from specactor.data.environment import environment_of
 from specactor.errors import AgreementError
 from specactor.parallel.collective import Collective
 from specactor.progress import Progress
@@ -31,6 +36,11 @@ from specactor.rollout.sglang.engine_client import EngineDied
 from specactor.samples import fetch
 from specactor.types import RolloutRequest, ScoredGroup, Trajectory, VersionSpan
 
+if TYPE_CHECKING:  # it imports Megatron
+    from specactor.trainer.policy import TrainStats
+
+UNPICKED = {"float32": 0.0, "bfloat16": 1e-4}
+"""Share of the tokens that their noise may not pick, by dtype: kernels differ, by more in bfloat16."""
 SHARE = 0.01  # of a step's seconds, what audits may take
 RESPONSES = 256  # looked at together: a round of many takes little longer than one of few, and sees more
 CONTEXT = 2**16  # tokens that these have, at most: what is before a part is read again
@@ -70,8 +80,9 @@ class Audit:
         self.pool = pool
         self.collective = collective
         self.progress = progress
-        engine, gpu = config.rollout.engine, torch.cuda.is_available()
+        rollout, engine, gpu = config.rollout, config.rollout.engine, torch.cuda.is_available()
         self._has_same_bits = guarantee(engine, gpu=gpu, dtype=config.model.dtype).promise == SAME_BITS
+        self._may_score = rollout.audit != "off" and noise_of(rollout) is not None
         self._saved_s = 0.0
         self._token_s = 0.0  # of a round of an audit, on this machine; 0 before the first
 
@@ -102,13 +113,41 @@ class Audit:
             reports = self.collective.gather(report, AuditReport)
         count = sum(report.differences for report in reports)
         if count:
-            self._tell(step, count, next(report.told for report in reports if report.told))
+            first = next(report.told for report in reports if report.told)
+            who = f"{count} responses of step {step} differ when an engine generates them again without drafts"
+            self._tell(step, f"{who}: {first}")
         return {
             "audit/responses": sum(report.responses for report in reports),
             "audit/tokens": sum(report.tokens for report in reports),
             "audit/ties": sum(report.ties for report in reports),
             "audit/differences": count,
         }
+
+    def num_seeded(self, group: ScoredGroup, response: Trajectory) -> int:
+        """Return how many of its first tokens the trainer is to check: of an agent's, the first turn's."""
+        if not self._may_score:
+            return 0
+        is_agents = hasattr(environment_of(group.problem.verifier), "run")
+        return response.first_turn_len if is_agents else len(response.token_ids)
+
+    def of_training(self, step: int, stats: TrainStats) -> dict[str, float]:
+        """Return the metrics of what the trainer checked in this step.
+
+        Raises AgreementError, with rollout.audit stop, when its noise picks other tokens.
+        """
+        if not self._may_score:
+            return {}
+        if self._is_wrong(stats):
+            what = f"{stats.unpicked} of {stats.scored} tokens of step {step} are not those that their noise picks"
+            self._tell(step, f"{what}, by the trainer's log-probabilities: speculation or sampling emitted others")
+        return {"audit/scored": stats.scored, "audit/unpicked": stats.unpicked}
+
+    def is_suspect(self, looked: Mapping[str, float], stats: TrainStats) -> bool:
+        """Return whether this step's audit found something, by what `look` and the trainer say."""
+        return looked.get("audit/differences", 0) > 0 or self._is_wrong(stats)
+
+    def _is_wrong(self, stats: TrainStats) -> bool:
+        return stats.unpicked > UNPICKED[self.config.model.dtype] * stats.scored
 
     def _affordable(self, groups: Sequence[ScoredGroup]) -> int:
         """Tokens of each part that the saved time pays for; the same on all ranks."""
@@ -193,11 +232,9 @@ class Audit:
         b = StepRecord(step=step, samples=tuple(theirs), engines=engines)
         return first_difference([a], [b], noise=noise_of(self.config.rollout))
 
-    def _tell(self, step: int, count: int, first: str) -> None:
-        message = (
-            f"audit: {count} responses of step {step} differ when an engine generates them again without drafts: "
-            f"{first}. specactor replay {self.config.output_dir}/{self.config.name} --step {step} runs the step again"
-        )
+    def _tell(self, step: int, what: str) -> None:
+        run = f"{self.config.output_dir}/{self.config.name}"
+        message = f"audit: {what}. specactor replay {run} --step {step} runs the step again"
         if self.config.rollout.audit == "stop":
             raise AgreementError(f"rollout.audit: {message}. --rollout.audit warn goes on after it.")
         self.progress.note(message)
@@ -246,6 +283,4 @@ def noise_of(rollout: RolloutConfig) -> Noise | None:
 def gumbel(seed: int, position: int, token: int) -> float:
     """What `specactor.cpu.sglang_ops.sample_with_noise` adds to the log-probability of a token at this position."""
     before = torch.tensor([position - 1])  # SGLang's key: the position of the token that the pass was given
-    word = murmur_hash32(torch.tensor([seed]), before, torch.tensor([token]))
-    uniform = int(word.item()) / (2**32 - 1)
-    return -math.log(max(2.0**-32, -math.log(uniform) if uniform else math.inf))
+    return noise_at(torch.tensor([seed]), before, torch.tensor([[token]])).item()

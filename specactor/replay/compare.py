@@ -33,6 +33,7 @@ SOME = "arithmetic of engines"  # where few responses differ
 OTHER_LAYOUT = "another layout of ranks: gradients are summed in another order, which rounds otherwise"
 ROUNDED, ROUNDING = ("loss", "grad_norm", "entropy"), 1e-3
 """Metrics that two layouts of ranks give nearly alike, and by how much of their size they may differ."""
+AUDITED = ("scored", "unpicked")  # metrics of training that say nothing where rollout.audit is off
 MOST = 0.5  # share of a step's samples that a cause which holds for every token changes at least
 NO_MATTER = (
     *("name", "output_dir", "resume", "checkpoint", "eval.every", "tracking", "parallel.engines"),
@@ -278,7 +279,8 @@ def _of_training(a: StepRecord, b: StepRecord) -> Finding | None:
         told = "copies of a parameter differ between data-parallel ranks"
         return Finding(cause="gradients were not reduced over all ranks", where=copies, evidence=(told,))
     is_same_layout = _is_same_layout(a, b)
-    shared = [n for n in a.metrics if n in b.metrics and (is_same_layout or n in (*ROUNDED, "learning_rate", "tokens"))]
+    both = [n for n in a.metrics if n in b.metrics and n not in AUDITED]
+    shared = [n for n in both if is_same_layout or n in (*ROUNDED, "learning_rate", "tokens")]
     slack = 0.0 if is_same_layout else ROUNDING
     metrics = [n for n in shared if not _same(a.metrics[n], b.metrics[n], slack * (n in ROUNDED))]
     tensor = _first_tensor(a.weights, b.weights) if is_same_layout else None

@@ -130,7 +130,7 @@ class StepRecorder:
             reward=group.rewards[k],
             advantage=advantage,
             is_whole=self.share == "full" or is_whole,
-            seeded=(*t.loss_mask, False).index(False) if t.loss_mask and is_agents else None,
+            seeded=t.first_turn_len if t.loss_mask and is_agents else None,
             branches=_digest_of(t.branches),
         )
 

@@ -92,6 +92,8 @@ class MicroBatch:
     """1 where an older policy sampled the token; None: nowhere."""
     old_R: Tensor | None
     ref_R: Tensor | None
+    seeds_R: Tensor | None
+    """Of the noise that the token was sampled with, on the CPU; -1 where it is not compared; None: nowhere."""
     values_R: Tensor | None
     returns_R: Tensor | None
     experts_TX: Tensor | None
@@ -159,6 +161,9 @@ def build(items: Sequence[Item], shape: Shape, device: torch.device) -> MicroBat
         else None,
         old_R=per_token([item.old_logprobs for item in items]),
         ref_R=per_token([item.ref_logprobs for item in items]),
+        seeds_R=torch.cat([_seeds(item.sequence) for item in items])[mine]
+        if any(item.sequence.num_seeded for item in items)
+        else None,
         values_R=per_token([estimate and estimate.values for estimate in estimates]),
         returns_R=per_token([estimate and estimate.returns for estimate in estimates]),
         experts_TX=_experts(items, padded, rows_T, device),
@@ -182,6 +187,12 @@ def _experts(items: Sequence[Item], padded: list[int], rows_T: Tensor, device: t
 def _stale(sequence: TrainSequence) -> Tensor:
     """Per response token: 1 where an older policy sampled it."""
     return (torch.arange(sequence.response_len) < sequence.num_stale).float()
+
+
+def _seeds(sequence: TrainSequence) -> Tensor:
+    """Per response token the seed of its noise, or -1."""
+    within = torch.arange(sequence.response_len)
+    return torch.where((within >= sequence.num_stale) & (within < sequence.num_seeded), sequence.seed, -1)
 
 
 def _tokens(items: Sequence[Item], padded: list[int]) -> tuple[Tensor, Tensor]:

@@ -15,10 +15,17 @@ from megatron.core import parallel_state
 from torch import Tensor
 
 from specactor.config import AlgorithmConfig
+from specactor.cpu.sglang_ops import noise_of
 from specactor.hooks import loss_by
+from specactor.trainer.drafter.top_k import vocab_parallel_top_k
 from specactor.trainer.logprobs import vocab_parallel_logprobs
 from specactor.trainer.losses import LossKind, correction_weights_T, kl_T, policy_loss_T
 from specactor.trainer.microbatch import MicroBatch
+
+CANDIDATES = 16  # likeliest tokens, among which is nearly always the one that the noise picks
+ROWS_AT_ONCE = 1024  # of logits that are copied for it
+SLACK = {"float32": 1e-3, "bfloat16": 2.0}
+"""Nats by which another token must score more than the sampled one: engine and trainer round differently."""
 
 
 @dataclass(kw_only=True)
@@ -37,6 +44,8 @@ class Sums:
     weight_squared: float = 0.0
     weighed: float = 0.0
     cut: float = 0.0
+    scored: float = 0.0
+    unpicked: float = 0.0
     gap_max: float = 0.0
 
     def add(self, values: dict[str, Tensor]) -> None:
@@ -76,6 +85,31 @@ def response_logprobs(batch: MicroBatch, logits_1TV: Tensor, temperature: float)
     return vocab_parallel_logprobs(logits_RV, batch.targets_R, temperature=temperature, group=group)
 
 
+@torch.no_grad()
+def compare_with_noise(
+    batch: MicroBatch, seeds_R: Tensor, logits_1TV: Tensor, temperature: float, group: dist.ProcessGroup | None
+) -> Tensor:
+    """Compare sampled tokens with those that their noise picks from the trainer's logits.
+
+    Returns for each of the R tokens that has a seed by how many nats the best of the others scores more: if by more
+    than rounding, then the engine did not emit what it sampled.
+    """
+    seeded_S = (seeds_R >= 0).nonzero()[:, 0]
+    apart = [torch.zeros(0, dtype=torch.float64)]
+    for part_C in torch.split(seeded_S, ROWS_AT_ONCE):
+        here_C = part_C.to(logits_1TV.device)
+        rows_C, targets_C = batch.rows_R[here_C], batch.targets_R[here_C]
+        logits_CV = logits_1TV[0].index_select(0, rows_C)
+        own_C, _ = vocab_parallel_logprobs(logits_CV, targets_C, temperature=temperature, group=group)
+        ids_CK, logprobs_CK = vocab_parallel_top_k(logits_CV, CANDIDATES, temperature=temperature, group=group)
+        # SGLang's key is the position of the token that the pass was given, and so that of the row.
+        positions_C = batch.positions_1T[0, rows_C].cpu()
+        noise_CK = noise_of(seeds_R[part_C], positions_C, torch.cat([targets_C[:, None], ids_CK], dim=1).cpu())
+        scores_CK = noise_CK + torch.cat([own_C[:, None], logprobs_CK], dim=1).cpu()
+        apart.append(scores_CK[:, 1:].amax(dim=1) - scores_CK[:, 0])
+    return torch.cat(apart)
+
+
 @dataclass(frozen=True)
 class PolicyObjective:
     """The reinforcement-learning loss; a callable (micro-batch, logits) -> (loss, named sums)."""
@@ -84,6 +118,7 @@ class PolicyObjective:
     temperature: float
     max_gap: float = math.inf
     """Tokens whose |trainer - engine| is above it are counted."""
+    slack: float = SLACK["float32"]
 
     def __call__(self, batch: MicroBatch, logits_1TV: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         algorithm = self.algorithm
@@ -105,6 +140,10 @@ class PolicyObjective:
                 sum_over_context=sum_over_context,
             )
         sums = {"entropy": entropy_R.sum(), "clipped": clipped_R.sum(), "tokens": torch.tensor(len(loss_R))}
+        if batch.seeds_R is not None:
+            group = parallel_state.get_tensor_model_parallel_group()
+            apart_S = compare_with_noise(batch, batch.seeds_R, logits_1TV, self.temperature, group)
+            sums |= {"scored": torch.tensor(len(apart_S)), "unpicked": (apart_S > self.slack).sum()}
         if batch.rollout_R is not None:
             gap_R = (old_R - batch.rollout_R).abs()
             if batch.stale_R is not None:  # of another policy: there is nothing to agree on

@@ -28,6 +28,7 @@ from specactor.trainer.losses import token_weights
 from specactor.trainer.microbatch import Estimate, MicroBatch, items_of
 from specactor.trainer.model_trainer import ModelTrainer, Objective, unwatched
 from specactor.trainer.objective import (
+    SLACK,
     PolicyObjective,
     Sums,
     constant_weight,
@@ -74,6 +75,10 @@ class TrainStats:
     """Mean per response token of the estimate of KL(policy || reference); 0 with algorithm.kl = off."""
     tokens: int
     """Response tokens learned from."""
+    scored: int
+    """Tokens of the first update that were compared with what their noise picks."""
+    unpicked: int
+    """Those of them that it does not pick."""
     num_microbatches: int
     """Per rank, in all updates of the step."""
     learning_rate: float
@@ -96,7 +101,8 @@ class PolicyTrainer(ModelTrainer):
         self.critic = critic
         if config.train.routing_replay != "off":
             self._replay = RoutingReplay(self.policy)
-        self._objective = PolicyObjective(config.algorithm, config.rollout.temperature, config.train.max_logprob_gap)
+        algorithm, temperature, gap = config.algorithm, config.rollout.temperature, config.train.max_logprob_gap
+        self._objective = PolicyObjective(algorithm, temperature, gap, SLACK[config.model.dtype])
         self._reference: list[Tensor] = []
         if config.algorithm.kl != "off":
             self.take_reference()
@@ -119,7 +125,10 @@ class PolicyTrainer(ModelTrainer):
         replay = self._replay if self.config.train.routing_replay == "r2" else None
         if self._replay is not None and replay is None:
             self._replay.check(sequences)
-        updates = [self._own(part) for part in split(checked(sequences), self.config.train.updates_per_step)]
+        first, *rest = split(checked(sequences), self.config.train.updates_per_step)
+        # After an update the weights are not those that sampled.
+        unseeded = [[replace(sequence, num_seeded=0) for sequence in part] for part in rest]
+        updates = [self._own(part) for part in (first, *unseeded)]
         none: list[Sequence[Estimate]] = [()] * len(updates)
         estimates = self.critic.estimates(updates) if self.critic is not None else none
         if len(updates) == 1:  # has no pass before it
@@ -263,6 +272,8 @@ def _means(total: Sums, num_updates: int) -> dict[str, Any]:
         "cut_fraction": total.cut / total.weighed if total.weighed else math.nan,
         "kl": total.kl / total.tokens,
         "tokens": round(total.tokens),
+        "scored": round(total.scored),
+        "unpicked": round(total.unpicked),
     }
 
 

@@ -118,6 +118,7 @@ def check_layout(entry: dict[str, Any]) -> dict[str, Any]:
         use(trainer, cases.CASES[name])
         result[name] = step(trainer, cases.CASES[name].rate)
     if folder.name == "moe":
+        result["picked"] = picked(trainer, folder, entry, lambda: restore(trainer, snapshot))
         result["replay"] = replay(trainer, folder, lambda: restore(trainer, snapshot))
     result["ownership"] = ownership(trainer, lambda: restore(trainer, snapshot))
     if entry.get("critic", True):
@@ -129,6 +130,32 @@ def check_layout(entry: dict[str, Any]) -> dict[str, Any]:
         restore(trainer, snapshot)
         result |= more_checks(trainer, entry)
     return result
+
+
+def picked(
+    trainer: PolicyTrainer, folder: Path, entry: dict[str, Any], reset: Callable[[], None]
+) -> dict[str, tuple[float, float]]:
+    """(tokens that were compared with their noise, tokens that it does not pick): the last of `cases.REPLACED`."""
+    use(trainer, cases.CASES["grpo"])
+    sampled = json.loads((folder.parent / "reference.json").read_text())["sampled"]
+    whole = [
+        replace(s, token_ids=tuple(ids), rollout_logprobs=(), seed=i, num_seeded=s.response_len)
+        for i, (s, ids) in enumerate(zip(SEQUENCES, sampled, strict=True))
+    ]
+    right = [*whole[:-1], replace(whole[-1], num_stale=2, num_seeded=5)]
+    batches = {"replaced": [cases.with_another_last(s) if s.seed in cases.REPLACED else s for s in right]}
+    if entry.get("more"):
+        batches |= {
+            "right": right,
+            "other_seeds": [replace(s, seed=s.seed + 1) for s in right],
+            "other_places": [replace(s, token_ids=s.token_ids[1:], prompt_len=s.prompt_len - 1) for s in right],
+        }
+    found = {}
+    for name, batch in batches.items():
+        reset()
+        stats = trainer.train_step(batch, learning_rate=0.0)
+        found[name] = stats.scored, stats.unpicked
+    return found
 
 
 def ppo(trainer: PolicyTrainer, folder: Path, *, broken: bool = False) -> list[dict[str, Any]]:

@@ -24,6 +24,8 @@ LEARNING_RATE = 2e-3
 TEMPERATURE = 0.8
 MAX_GAP = 0.5  # nats
 NUM_SEQUENCES = 12
+REPLACED = (1, 4, 7)
+"""Sequences that get another last token than the policy sampled; a token before it would change those that follow."""
 ADAM_EPS = 1e-4
 """A rounding error of a tiny gradient must not decide a step of full size."""
 
@@ -45,6 +47,11 @@ def sequences(seed: int = 0) -> list[TrainSequence]:
             )
         )
     return made
+
+
+def with_another_last(sequence: TrainSequence) -> TrainSequence:
+    *others, last = sequence.token_ids
+    return replace(sequence, token_ids=(*others, (last + 1) % VOCAB))
 
 
 def conversations(seed: int = 0) -> list[TrainSequence]:

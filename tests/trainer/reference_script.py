@@ -19,6 +19,7 @@ import torch  # noqa: E402
 from safetensors.torch import save_file  # noqa: E402
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM  # noqa: E402  # noqa: E402
 
+from specactor.cpu.sglang_ops import sample_with_noise  # noqa: E402
 from specactor.types import TrainSequence  # noqa: E402
 from tests.trainer import policy_cases as cases  # noqa: E402
 
@@ -49,6 +50,7 @@ def main(root: Path) -> None:
         save_file({"logits_RV": all_logits(root / name)}, root / f"{name}.logits")
     save_file(all_experts(root / "moe"), root / "moe.experts")
     results: dict[str, Any] = {name: learn(root / "moe", case) for name, case in cases.CASES.items()}
+    results["sampled"] = all_sampled(root / "moe")
     results["ppo"] = learn_with_critic(root / "moe")
     (root / "reference.json").write_text(json.dumps(results))
 
@@ -85,6 +87,20 @@ def all_experts(folder: Path) -> dict[str, torch.Tensor]:
         by_layer = model(torch.tensor([s.token_ids]), output_router_logits=True).router_logits
         chosen = [logits.topk(MOE["num_experts_per_tok"], sorted=False).indices.sort().values for logits in by_layer]
         found[str(i)] = torch.stack(chosen, dim=1)[:-1].to(torch.int16)
+    return found
+
+
+@torch.no_grad()
+def all_sampled(folder: Path) -> list[list[int]]:
+    """The sequences' prompts with responses that the policy samples, each with its number as the seed."""
+    model, found = load(folder), []
+    for seed, s in enumerate(cases.sequences()):
+        ids = list(s.token_ids[: s.prompt_len])
+        while len(ids) < len(s.token_ids):
+            scaled = model(torch.tensor([ids])).logits[0, -1:].double() / cases.TEMPERATURE
+            token = sample_with_noise(scaled.log_softmax(-1), torch.tensor([seed]), torch.tensor([len(ids) - 1]))
+            ids.append(int(token))
+        found.append(ids)
     return found
 
 

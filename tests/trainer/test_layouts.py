@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from tests.trainer import policy_cases as cases
 from tests.trainer.conftest import ALL_IN_ONE, DENSE, DENSE_2, EVERY_CASE, FEW_CASES, LAYOUTS_2, LAYOUTS_4, SOME_CASES
 
 OF_FOUR = [pytest.param(name, marks=[] if name == ALL_IN_ONE else [pytest.mark.deep]) for name in LAYOUTS_4]
@@ -72,6 +73,20 @@ def test_exported_weights_are_the_loaded_ones_bit_for_bit(
 ) -> None:
     wrong = {name: result["wrong_weights"] for name, result in everything(two_ranks, four_ranks).items()}
     assert not any(wrong.values()), wrong
+
+
+def test_tokens_that_their_noise_does_not_pick_are_counted_in_every_layout(
+    one_rank: dict[str, Any], two_ranks: dict[str, Any], four_ranks: dict[str, Any]
+) -> None:
+    compared = sum(s.response_len for s in cases.sequences()[:-1]) + 5 - 2
+    layouts = [one_rank["single"], *everything(two_ranks, four_ranks).values()]
+    found = [of["picked"] for of in layouts if "picked" in of]
+    assert len(found) > 5
+    assert {tuple(of["replaced"]) for of in found} == {(compared, len(cases.REPLACED))}
+    [more] = [of for of in found if len(of) > 1 and of is not one_rank["single"]["picked"]]
+    assert more["right"] == [compared, 0]
+    for wrong in ("other_seeds", "other_places"):
+        assert more[wrong][1] > compared / 2, "most tokens are sampled, not certain"
 
 
 def test_other_methods_agree_with_one_rank(one_rank: dict[str, Any], two_ranks: dict[str, Any]) -> None:
