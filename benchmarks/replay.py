@@ -375,7 +375,7 @@ def result(rows: dict[str, list[str]], base: Path) -> Result:
         f"Recording takes {right[0]['record_ms']:.1f} ms a step, {right[0]['record_share']:.2%} of its time, and "
         f"{right[0]['bytes_per_token']:.2f} bytes per token, with one response in 16 kept whole. The trainer "
         f"compares every token with its noise, in {compared:.2%} of the time or less. That engines generate some of "
-        "them again, when a hundredth of the time has paid for it, sees such a fault among n tokens with a chance of "
+        "them again, when .5 % of the time has paid for it, sees such a fault among n tokens with a chance of "
         f"1 - 0.999^n: {chances} in these runs. In the last run every response of every step was begun again, whatever "
         f"that took: {alarm['audited']:,} tokens; and all {alarm['scored']:,} were compared with their noise."
     )

@@ -60,6 +60,7 @@ def cut(config: Config, folder: Path) -> Config:
         warmup=WarmupConfig(),
         rollout=replace(
             config.rollout,
+            audit="stop",
             prompts_per_step=4,
             group_size=4,
             max_new_tokens=NEW_TOKENS,

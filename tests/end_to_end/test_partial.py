@@ -19,6 +19,7 @@ from tests.end_to_end.conftest import Launched, Launcher
 pytestmark = pytest.mark.deep
 OPTIONS = (
     *("--parallel.engines", "2", "--rollout.oversample", "2", "--rollout.partial", "True", "--eval.problems", "0"),
+    *("--rollout.audit", "stop"),
 )
 
 
@@ -55,3 +56,6 @@ def test_steps_stop_and_go_on_across_a_resume(partial: Launched, launcher: Launc
         assert float(str(lines[2]["tail/stale_tokens"])) > 0
     gaps = [float(str(line["agreement/logprob_gap_max"])) for line in lines]
     assert max(gaps) < 1e-4
+    for line in lines:
+        fresh = float(str(line["rollout/tokens"])) - float(str(line["tail/stale_tokens"]))
+        assert (line["audit/scored"], line["audit/unpicked"]) == (fresh, 0)

@@ -35,6 +35,10 @@ def test_a_recipe_takes_two_steps(name: str, lines: dict[str, list[dict[str, flo
         assert first["reward/std"] > 0
         assert first["policy/grad_norm"] > 0
     assert max(line["agreement/logprob_gap_max"] for line in (first, second)) < 1e-4
+    updates = load([name]).train.updates_per_step
+    for line in (first, second):
+        assert line["audit/scored"] >= line["rollout/tokens"] / updates / 2, "those of the first update"
+        assert line["audit/unpicked"] == 0
 
 
 def test_dapo_draws_further_prompts_for_groups_of_equal_rewards(lines: dict[str, list[dict[str, float]]]) -> None:

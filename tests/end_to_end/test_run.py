@@ -21,7 +21,7 @@ from specactor.trainer.drafter.rollout_files import read_rollouts
 from tests.end_to_end.conftest import Launched, Launcher
 
 REFERENCE = Path(__file__).with_name("greedy_reference.py")
-TIMES = ("time/", "memory/", "speculation/", "drafter/")
+TIMES = ("time/", "memory/", "speculation/", "drafter/", "audit/")
 RATES = ("_per_s",)
 
 
@@ -72,7 +72,8 @@ def test_speculation_changes_neither_tokens_nor_rewards_nor_losses(
     seen = ("--tracking.trace", "2", "--parallel.drafters", "1")
     learning = ("--distillation.refresh", "every_step", "--distillation.max-time-share", "inf")
     learning += ("--distillation.max-updates", "2", "--distillation.keep-rollouts", "True")
-    drafted = launcher.run("speculating", *speculation, *drafters, *window, *seen, *learning)
+    audited = ("--rollout.audit", "stop")
+    drafted = launcher.run("speculating", *speculation, *drafters, *window, *seen, *learning, *audited)
     assert drafted.code == 0, drafted.output
     assert deterministic(drafted.folder) == deterministic(finished.folder)
     responses = [
@@ -81,6 +82,9 @@ def test_speculation_changes_neither_tokens_nor_rewards_nor_losses(
     assert responses[0] == responses[1]
     lines = read_metrics(drafted.folder)[1:]
     assert any(float(str(line.get("speculation/suffix/accepted", 0))) > 0 for line in lines)
+    assert [(line["audit/scored"], line["audit/unpicked"]) for line in lines] == [
+        (n["rollout/tokens"], 0) for n in lines
+    ]
     problem = "Raises: RuntimeError: a drafter's bug"
     assert drafted.output.count(f"drafter raises: {problem}. That costs speed") == 1, "told once, by all engines"
     told = [str(line.get("speculation/raises/problems", "")) for line in read_metrics(drafted.folder)]
@@ -100,7 +104,8 @@ def test_speculation_changes_neither_tokens_nor_rewards_nor_losses(
     names = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
     assert {names[event["pid"]] for event in events if event["name"] == "verify"} == {"engine 0"}
     assert {names[event["pid"]] for event in events if event["name"] == "draft"} == {"engine 0", "drafter 0"}
-    assert phases(trace) == ["rollout", "reward", "train", "record", "refresh", "checkpoint", "sync"]
+    done = [phase for phase in phases(trace) if phase != "audit"]  # of responses, if there was time
+    assert done == ["rollout", "reward", "train", "record", "refresh", "checkpoint", "sync"]
     assert (drafted.folder / "engines" / "drafter-0.log").exists()
     assert writers(drafted.folder / "engines") == []
 

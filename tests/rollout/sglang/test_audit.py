@@ -66,14 +66,15 @@ def groups(responses: list[Trajectory]) -> list[ScoredGroup]:
     ]
 
 
-def audit(engine: Engine, action: str) -> tuple[Audit, Told]:
+def audit(engine: Engine | None, action: str, dtype: str = "float32", **rollout: Any) -> tuple[Audit, Told]:
     base, told = quickstart.recipe(), Told()
     config = replace(
         base,
-        rollout=replace(base.rollout, audit=action, speculation=version("right")),  # type: ignore[arg-type]
+        model=replace(base.model, dtype=dtype),  # type: ignore[arg-type]
+        rollout=replace(base.rollout, audit=action, speculation=version("right"), **rollout),  # type: ignore[arg-type]
         parallel=replace(base.parallel, engines=1, expert=1),
     )
-    pool = SimpleNamespace(engines=[replaced(engine)])
+    pool = SimpleNamespace(engines=[replaced(engine)] if engine is not None else [])
     return Audit(config, pool=pool, collective=Alone(), progress=told), told  # type: ignore[arg-type]
 
 
@@ -130,12 +131,12 @@ def test_wrong_tokens_are_found_and_verification_is_named(engine: Engine) -> Non
         own.look(7, 0, wrong, step_s=1000.0)
 
 
-def test_an_audit_takes_a_hundredth_of_the_time(engine: Engine) -> None:
+def test_an_audit_takes_its_share_of_the_time(engine: Engine) -> None:
     """Steps whose share pays for few tokens save it up."""
     own, _ = audit(engine, "stop")
     right = generated(engine, "right")
     longest = max(len(t.token_ids) for group in right for t in group.trajectories)
-    looks = [bool(own.look(step, 0, right, step_s=30.0 / longest)) for step in range(1, 100)]
+    looks = [bool(own.look(step, 0, right, step_s=60.0 / longest)) for step in range(1, 100)]
     assert not looks[0]
     assert 0 < sum(looks) < len(looks), "each pays for 0.3 tokens at first"
 
@@ -146,3 +147,48 @@ def test_responses_are_drawn_by_the_seed_and_of_one_policy(engine: Engine) -> No
     assert chosen == [part.response.request_id for part in choose(own, seed=1, step=2, version=0)]
     assert chosen != [part.response.request_id for part in choose(own, seed=1, step=3, version=0)]
     assert choose(own, seed=1, step=2, version=5) == []
+
+
+def trained(scored: int, unpicked: int) -> Any:
+    return SimpleNamespace(scored=scored, unpicked=unpicked)
+
+
+def test_tokens_that_their_noise_does_not_pick_are_told_or_end_the_run() -> None:
+    own, told = audit(None, "warn")
+    assert own.of_training(1, trained(10_000, 0)) == {"audit/scored": 10_000, "audit/unpicked": 0}
+    assert (own.is_suspect({}, trained(10_000, 0)), told.notes) == (False, [])
+    assert own.of_training(3, trained(10_000, 1))["audit/unpicked"] == 1
+    assert own.is_suspect({}, trained(10_000, 1))
+    assert told.notes[0].startswith("audit: 1 of 10000 tokens of step 3 are not those that their noise picks")
+    assert "--step 3 runs the step again" in told.notes[0]
+    own, _ = audit(None, "stop")
+    with pytest.raises(AgreementError, match=r"rollout\.audit: audit: 1 of 10000 tokens"):
+        own.of_training(3, trained(10_000, 1))
+
+
+def test_in_bfloat16_one_token_in_ten_thousand_may_be_another() -> None:
+    own, _ = audit(None, "stop", "bfloat16")
+    own.of_training(1, trained(10_000, 1))
+    with pytest.raises(AgreementError):
+        own.of_training(2, trained(10_000, 2))
+
+
+def test_what_of_a_response_the_trainer_compares() -> None:
+    of_agent = Problem(index=0, prompt="", prompt_ids=(1,), answer="", verifier="examples.agent:Critical", metadata={})
+    response = Trajectory(
+        request_id="0.0.0",
+        group_id=0,
+        prompt_ids=(1,),
+        token_ids=(5,) * 6,
+        logprobs=(0.0,) * 6,
+        finish_reason="stop",
+        spans=(),
+        loss_mask=(True, True, False, True, True, True),
+    )
+    alone = ScoredGroup(problem=of_agent, trajectories=(response,), scores=(0.0,), rewards=(0.0,))
+    own, _ = audit(None, "warn")
+    assert own.num_seeded(alone, response) == 2, "an agent's later turns have seeds of their own"
+    other = replace(alone, problem=replace(of_agent, verifier="exact"))
+    assert own.num_seeded(other, response) == 6
+    for without in (audit(None, "off"), audit(None, "warn", top_k=5)):
+        assert without[0].num_seeded(other, response) == 0
