@@ -77,7 +77,7 @@ ALARM = (
     *("--rollout.max-new-tokens", "24", "--eval.problems", "0", "--rollout.audit", "stop"),
     *("--rollout.speculation.mode", "coupled", *RIGHT, "--rollout.speculation.window", "4"),
 )
-"""The smallest model. Of every step all responses are begun again: a hundredth of its time would pay for few tokens."""
+"""The smallest model. Of every step all responses are begun again: a share of its time would pay for few tokens."""
 COLUMNS = ("what", "ranks", "speculation", "step", "responses", "tokens", "result", "seconds")
 Case = tuple[str, Callable[[Path, float], list[str]]]
 

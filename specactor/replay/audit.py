@@ -42,8 +42,8 @@ if TYPE_CHECKING:  # it imports Megatron
 UNPICKED = {"float32": 0.0, "bfloat16": 1e-4}
 """Share of the tokens that their noise may not pick, by dtype: kernels differ, by more in bfloat16."""
 SHARE = 0.005  # of the seconds of steps, for audits; one may take twice what was predicted
-RESPONSES = 256  # looked at together: a round of many takes little longer than one of few, and sees more
-CONTEXT = 2**16  # tokens that these have, at most: what is before a part is read again
+RESPONSES = 64  # looked at together, at most
+CONTEXT = 2**14  # tokens that these have, at most: what is before a part is read again
 FEWEST_TOKENS = 16
 """Of each, at least: shorter parts see too little for the time of their prefill. The time is saved up for them."""
 
