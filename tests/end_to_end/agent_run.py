@@ -88,6 +88,7 @@ def config_of(name: str, folder: Path) -> Config:
         data=DataConfig(train=f"{MODULE}:train", eval=f"{MODULE}:held_out"),
         rollout=replace(
             config.rollout,
+            audit="warn",
             prompts_per_step=2,
             max_new_tokens=64,
             environment_timeout_s=600,  # interpreters start, on a busy machine

@@ -72,3 +72,10 @@ def test_wrong_noise_of_drafts_is_caught(runs: Path) -> None:
     found = first_difference(recorded(runs / "plain"), recorded(runs / "wrong"))
     assert found is not None
     assert found.step == 1
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_the_audit_sees_the_first_turns_of_sessions(runs: Path, name: str) -> None:
+    lines = read_metrics(runs / name)[1:]
+    assert all(0 < float(str(line["audit/scored"])) < float(str(line["rollout/tokens"])) for line in lines)
+    assert (sum(float(str(line["audit/unpicked"])) for line in lines) > 0) == (name == "wrong")
