@@ -245,6 +245,15 @@ def test_whatever_environments_do_no_conversation_is_lost(tokenizer: PreTrainedT
     assert len(environments.Blocks.answered) == 20
 
 
+def test_what_environments_leave_running_ends_with_them(tokenizer: PreTrainedTokenizerBase) -> None:
+    problems = [problem(i, "LeavesGenerators" if i % 2 else "LeavesTasks") for i in range(20)]
+    assert differing(problems, rollout(problems, tokenizer), tokenizer) == 0
+    assert no_thread_is_left()
+    assert environments.LeavesTasks.left, "some"
+    assert all(task.cancelled() for task in environments.LeavesTasks.left)
+    assert set(environments.LeavesTasks.ended) == set(range(1, 20, 2))
+
+
 def test_enough_groups_end_conversations_that_wait_for_their_environments(tokenizer: PreTrainedTokenizerBase) -> None:
     problems = [problem(i, "Slow" if i < 8 else "Talks") for i in range(40)]
     requests = [request(p.index) for p in problems]
