@@ -17,10 +17,13 @@ import queue
 import resource
 import threading
 import time
+import weakref
+from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import cast
+from itertools import takewhile
+from typing import Any, cast
 
 from transformers import PreTrainedTokenizerBase
 
@@ -103,6 +106,8 @@ class Conversations:
         self._tokenizer, self._timeout_s, self._longest = tokenizer, timeout_s, max_prompt_tokens
         self._clock = clock
         self._threads: list[threading.Thread] = []
+        self._deadlines: deque[tuple[float, str]] = deque()
+        """In the order of time, since all calls have as long; one that its conversation has no more says nothing."""
         self._endpoint: Endpoint | None = None
         self._open: dict[str, _Conversation] = {}
         self.add(requests, problems)
@@ -164,8 +169,7 @@ class Conversations:
         if (session := self._session(response.request_id)) is not None:
             session.hear(response, parse)
             if not session.turns:
-                one = self._open[response.request_id.partition(TURN)[0]]
-                one.deadline_s = self._clock() + self._timeout_s + GRACE_S
+                self._give_time(self._open[response.request_id.partition(TURN)[0]])
 
     def _session(self, turn_id: str) -> Session | None:
         """Of a turn, unless it is over, or the turn is of no agent."""
@@ -187,8 +191,7 @@ class Conversations:
             text = self._tokenizer.decode(list(response.token_ids), skip_special_tokens=True)
             coroutine = lambda: environment.step(text)  # noqa: E731
         conversation.call += 1
-        call, conversation.asked_s = conversation.call, self._clock()
-        conversation.deadline_s = conversation.asked_s + self._timeout_s + GRACE_S
+        call, conversation.asked_s = conversation.call, self._give_time(conversation)
         self._run(conversation, coroutine, self._timeout_s, partial(self._answer, request_id, call, answered))
 
     @staticmethod
@@ -215,8 +218,7 @@ class Conversations:
             conversation.answered(Answer(request_id=name))
 
         conversation.key = endpoint.open(take)
-        conversation.asked_s = self._clock()
-        conversation.deadline_s = conversation.asked_s + self._timeout_s + GRACE_S
+        conversation.asked_s = self._give_time(conversation)
         run = partial(agent.run, conversation.problem, endpoint.base_url, conversation.key)
         self._run(conversation, run, None, ended)
 
@@ -233,7 +235,7 @@ class Conversations:
         def work() -> None:
             value, error = None, None
             try:
-                conversation.loop = conversation.loop or asyncio.new_event_loop()
+                conversation.loop = conversation.loop or _new_loop()
                 value = conversation.loop.run_until_complete(_bounded(coroutine, timeout_s))
             except BaseException as raised:  # code of others, which may also exit; told by `take`
                 error = raised
@@ -288,19 +290,28 @@ class Conversations:
         failure = "" if session.whole().token_ids else f"{name}: run: it ended without an answer of the policy"
         return self._end(conversation, reward=reward, failure=failure)
 
+    def _give_time(self, conversation: _Conversation) -> float:
+        """Return the time, which is that of a call that begins now."""
+        now = self._clock()
+        conversation.deadline_s = now + self._timeout_s + GRACE_S
+        self._deadlines.append((conversation.deadline_s, conversation.request.request_id))
+        return now
+
+    def _is_due(self, deadline_s: float, name: str) -> bool:
+        return name in self._open and self._open[name].deadline_s == deadline_s
+
     def wait_s(self) -> float | None:
         """Until a call is overdue, if one is under way."""
-        deadlines = [c.deadline_s for c in self._open.values() if c.deadline_s is not None]
-        return max(0.0, min(deadlines) - self._clock()) if deadlines else None
+        while self._deadlines and not self._is_due(*self._deadlines[0]):
+            self._deadlines.popleft()
+        return max(0.0, self._deadlines[0][0] - self._clock()) if self._deadlines else None
 
     def overdue(self) -> list[Answer]:
         """In the name of calls whose environments block their threads."""
         now = self._clock()
-        return [
-            Answer(request_id=name, call=c.call, error=TimeoutError())
-            for name, c in self._open.items()
-            if c.deadline_s is not None and c.deadline_s <= now
-        ]
+        past = [at for at in takewhile(lambda at: at[0] <= now, self._deadlines) if self._is_due(*at)]
+        names = dict.fromkeys(name for _, name in past)
+        return [Answer(request_id=name, call=self._open[name].call, error=TimeoutError()) for name in names]
 
     def drop(self, request_id: str) -> None:
         """The conversation is over, whatever its environment is doing."""
@@ -401,9 +412,26 @@ async def _bounded(coroutine: Callable[[], Awaitable[object]], timeout_s: float 
         raise RuntimeError(repr(error)) from error
 
 
-def _cancel(loop: asyncio.AbstractEventLoop) -> None:
-    for task in asyncio.all_tasks(loop):
-        task.cancel()
+class _Tasks(weakref.WeakSet["asyncio.Task[Any]"]):
+    """Those of one loop. `asyncio.all_tasks` looks through the tasks of all loops, which are as many as sessions."""
+
+    def __call__(self, loop: asyncio.AbstractEventLoop, coroutine: Any, **options: Any) -> asyncio.Task[Any]:
+        """As a task factory."""
+        self.add(task := asyncio.Task(coroutine, loop=loop, **options))
+        return task
+
+
+def _new_loop() -> asyncio.AbstractEventLoop:
+    loop = asyncio.new_event_loop()
+    loop.set_task_factory(_Tasks())
+    return loop
+
+
+def _cancel(loop: asyncio.AbstractEventLoop) -> list[asyncio.Task[Any]]:
+    """Return the tasks that are to end now."""
+    own = loop.get_task_factory()
+    tasks = own if isinstance(own, _Tasks) else asyncio.all_tasks(loop)  # an environment may have set its own
+    return [task for task in tasks if task.cancel()]
 
 
 def _close(loop: asyncio.AbstractEventLoop, environment: Environment | Agent, timeout_s: float) -> None:
@@ -412,9 +440,8 @@ def _close(loop: asyncio.AbstractEventLoop, environment: Environment | Agent, ti
         if close := getattr(environment, "close", None):
             loop.run_until_complete(_bounded(close, timeout_s))
     with contextlib.suppress(BaseException):
-        tasks = asyncio.all_tasks(loop)
-        for task in tasks:
-            task.cancel()
-        loop.run_until_complete(asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), timeout_s))
-        loop.run_until_complete(loop.shutdown_asyncgens())
+        if tasks := _cancel(loop):
+            loop.run_until_complete(asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), timeout_s))
+    with contextlib.suppress(BaseException):
+        loop.run_until_complete(asyncio.wait_for(loop.shutdown_asyncgens(), timeout_s))
     loop.close()

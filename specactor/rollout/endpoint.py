@@ -1,7 +1,7 @@
 """The wire of `rollout.session`: OpenAI's chat completions over HTTP, on the loopback, for agents that are programs.
 
 Invariants: a call is heard only with the key of a session that is open; what a call asks for is done or refused, never
-passed over; when the endpoint is closed no port and no thread of it is left.
+passed over; when the endpoint is closed no port, no thread and no task of it is left.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ class Endpoint:
         self._sessions.pop(key, None)
 
     def close(self) -> None:
-        asyncio.run_coroutine_threadsafe(self._runner.cleanup(), self._loop).result()
+        asyncio.run_coroutine_threadsafe(self._stop(), self._loop).result()
         self._end()
 
     def _end(self) -> None:
@@ -120,6 +120,14 @@ class Endpoint:
         site = web.TCPSite(self._runner, "127.0.0.1", 0)
         await site.start()
         return f"http://127.0.0.1:{self._runner.addresses[0][1]}/v1"
+
+    async def _stop(self) -> None:
+        await self._runner.cleanup()
+        left = asyncio.all_tasks() - {asyncio.current_task()}  # calls whose clients have hung up
+        for task in left:
+            task.cancel()
+        if left:
+            await asyncio.wait(left, timeout=1.0)
 
     def _session(self, request: web.Request) -> Callable[[Call], None]:
         key = request.headers.get("Authorization", "").removeprefix("Bearer ")

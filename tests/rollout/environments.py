@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import sys
 import threading
+from collections.abc import AsyncIterator
 from typing import ClassVar
 
 from specactor.types import Problem
@@ -99,9 +100,27 @@ class Floods(Talks):
 
 
 class LeavesTasks(Talks):
+    """And a generator that nobody has read to its end."""
+
+    left: ClassVar[list[asyncio.Task[None]]] = []
+    ended: ClassVar[list[int]] = []
+
     async def step(self, response: str) -> str | float:
-        self.task = asyncio.ensure_future(asyncio.sleep(1e6))
+        self.left.append(asyncio.ensure_future(asyncio.sleep(1e6)))
         return await super().step(response)
+
+
+class LeavesGenerators(LeavesTasks):
+    async def step(self, response: str) -> str | float:
+        self.generator = self.numbers()
+        await anext(self.generator)
+        return await Talks.step(self, response)
+
+    async def numbers(self) -> AsyncIterator[int]:
+        try:
+            yield 1
+        finally:
+            self.ended.append(self.problem.index)
 
 
 class Nan(Talks):

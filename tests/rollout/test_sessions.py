@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 import socket
 import threading
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from types import SimpleNamespace
@@ -18,7 +21,7 @@ from specactor.errors import DataError
 from specactor.rollout import conversations as module
 from specactor.rollout.conversations import Conversations
 from specactor.rollout.driver import Driver
-from specactor.rollout.endpoint import Body, Refusal
+from specactor.rollout.endpoint import Body, Endpoint, Refusal
 from specactor.rollout.requests import assign
 from specactor.rollout.session import Session
 from specactor.rollout.sglang.engine_client import Engine
@@ -323,6 +326,20 @@ def test_the_endpoint_is_on_the_loopback_and_gone_afterwards() -> None:
         socket.create_connection((host, int(port))).close()
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection((host, int(port)))
+
+
+def test_a_client_that_hangs_up_leaves_no_task_behind() -> None:
+    endpoint, heard = Endpoint(), threading.Event()
+    key = endpoint.open(lambda call: heard.set())
+    host, _, port = endpoint.base_url.removeprefix("http://").removesuffix("/v1").partition(":")
+    body = json.dumps({"messages": []})
+    with socket.create_connection((host, int(port))) as client:
+        head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: {host}\r\nAuthorization: Bearer {key}\r\n"
+        client.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n{body}".encode())
+        assert heard.wait(60)
+    time.sleep(0.1)  # until it has heard that
+    endpoint.close()
+    assert asyncio.all_tasks(endpoint._loop) == set()
 
 
 def test_the_example_is_one_sequence_and_an_agent_that_edits_has_several() -> None:
