@@ -35,7 +35,11 @@ from specactor.recipes import load, recipes
 from specactor.types import Problem
 
 NEW_TOKENS = 12
+PROMPTS, GROUP = 4, 4
+RESPONSES = PROMPTS * GROUP
 MODULE = "tests.end_to_end.recipes_run"
+FAILING = "rloo"
+"""The recipe whose verifier has a bug."""
 
 
 def digits(response: str, problem: Problem) -> float:
@@ -43,9 +47,17 @@ def digits(response: str, problem: Problem) -> float:
     return sum(c.isdigit() for c in response) / max(1, len(response)) if int(problem.answer) % 2 else 0.5
 
 
+def often_raises(response: str, problem: Problem) -> float:
+    """The same, with a bug that every third response of a problem meets or so."""
+    return 1 / (sum(map(ord, response)) % 3) and digits(response, problem)
+
+
+VERIFIERS = {"custom_reward": "examples.custom_reward:score", FAILING: f"{MODULE}:often_raises"}
+
+
 def cut(config: Config, folder: Path) -> Config:
     """The recipe at the size of a test."""
-    verifier = "examples.custom_reward:score" if config.name == "custom_reward" else f"{MODULE}:digits"
+    verifier = VERIFIERS.get(config.name, f"{MODULE}:digits")
     numbers = random.Random(0).sample(range(10, 100), 60)
     files = [folder / f"{config.name}-{part}.jsonl" for part in ("train", "eval")]
     for file, part in zip(files, (numbers[4:], numbers[:4]), strict=True):
@@ -61,8 +73,8 @@ def cut(config: Config, folder: Path) -> Config:
         rollout=replace(
             config.rollout,
             audit="stop",
-            prompts_per_step=4,
-            group_size=4,
+            prompts_per_step=PROMPTS,
+            group_size=GROUP,
             max_new_tokens=NEW_TOKENS,
             engine=EngineConfig(max_running_requests=16, max_total_tokens=2048),
             speculation=SpeculationConfig(),

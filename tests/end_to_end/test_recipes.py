@@ -10,6 +10,7 @@ import pytest
 from specactor.metrics import read_metrics
 from specactor.recipes import load, recipes
 from tests.end_to_end.conftest import ROOT
+from tests.end_to_end.recipes_run import FAILING, RESPONSES
 
 NAMES = sorted(recipes())
 
@@ -39,6 +40,15 @@ def test_a_recipe_takes_two_steps(name: str, lines: dict[str, list[dict[str, flo
     for line in (first, second):
         assert line["audit/scored"] >= line["rollout/tokens"] / updates / 2, "those of the first update"
         assert line["audit/unpicked"] == 0
+
+
+def test_a_verifier_with_a_bug_costs_the_responses_that_meet_it(lines: dict[str, list[dict[str, float]]]) -> None:
+    for name in NAMES:
+        for line in lines[name]:
+            failed = line["reward/failed"]
+            assert (failed > 0) == (name == FAILING)
+            assert line["rollout/responses"] == line["train/sequences"]
+            assert line["rollout/responses"] <= RESPONSES - failed
 
 
 def test_dapo_draws_further_prompts_for_groups_of_equal_rewards(lines: dict[str, list[dict[str, float]]]) -> None:

@@ -55,7 +55,28 @@ def scores(verdicts: list[Future[Scored]]) -> list[float | str]:
     return [of.failure or of.score for of in found]
 
 
+class Neighbours:
+    """Gives each response the verdict of the one before it of the same verifier: a mistake put in on purpose."""
+
+    def __init__(self, grading: Grading) -> None:
+        self._grading, self._before = grading, {}  # type: ignore[var-annotated]
+
+    def submit(self, response: str, problem: Problem) -> Future[Scored]:
+        own = self._grading.submit(response, problem)
+        before, self._before[problem.verifier] = self._before.get(problem.verifier, own), own
+        return before
+
+
+def test_the_score_of_another_response_is_noticed(grading: Grading) -> None:
+    with pytest.raises(AssertionError):
+        each_has_its_own(Neighbours(grading))
+
+
 def test_each_response_has_its_own_score_and_failures_cost_their_own(grading: Grading) -> None:
+    each_has_its_own(grading)
+
+
+def each_has_its_own(grading: Grading | Neighbours) -> None:
     kinds = ("number_of", "raises", "number_of", "ends_its_process", "exits", "number_of", "nothing")
     verdicts = [grading.submit(str(i), problem(kinds[i % 7])) for i in range(140)]
     found = scores(verdicts)
