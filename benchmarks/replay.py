@@ -208,7 +208,9 @@ def draft_model(base: Path) -> Path:
     """A draft model that is cut out of the policy."""
     out = base / "draft"
     if not out.exists():
-        [target] = (base / "runs" / WARM_UPS).glob("model-*/config.json")
+        models = (base / "runs" / WARM_UPS).glob("model-*/config.json")
+        # The run that looks for alarms has a smaller one.
+        target = max(models, key=lambda file: json.loads(file.read_text())["num_hidden_layers"])
         command = [sys.executable, "-m", "specactor.cli", "drafter", "init"]
         subprocess.run([*command, "--target", str(target.parent), "--out", str(out)], cwd=ROOT, check=True)
     return out
