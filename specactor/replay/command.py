@@ -74,7 +74,8 @@ def replay(argv: list[str], console: Console) -> int:
         *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
         *("--nproc-per-node", str(nproc), str(TRAIN), str(source / "config.json")),
         *("--name", target.root.name, "--output-dir", str(source.parent), "--resume", str(start or "off")),
-        *("--checkpoint.every", "0", "--tracking.wandb", "off", "--tracking.record", "full", *overrides),
+        *("--checkpoint.every", "0", "--tracking.wandb", "off", "--tracking.record", "full"),
+        *("--rollout.audit", "off", *overrides),  # which would end it at the fault that is looked for
     ]
     where = os.pathsep.join([*imports, *filter(None, [os.environ.get("PYTHONPATH")])])
     variables = {"OMP_NUM_THREADS": "1", **os.environ, "PYTHONPATH": where}

@@ -4,19 +4,17 @@ Engines are called in threads, which only put events into one queue; everything 
 `run`, one event after the other.
 
 Invariants: a request runs on one engine; it is delivered once, lost with its engine, or stopped; no call is open when
-`run` returns or raises; an engine has at most as many calls open as it runs requests, and what is beyond waits here
-rather than there. No code of an environment runs in the threads of these calls: one that hangs keeps the one thread
-that its conversation has, see `conversations`, until its trajectory says that there was no answer in time.
+`run` returns or raises.
 """
 
 from __future__ import annotations
 
 import contextlib
 import queue
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from specactor.errors import DataError, EngineError
@@ -109,11 +107,7 @@ class Driver:
         self._complete = 0
         self._stopping = False
         self._events: queue.SimpleQueue[_Event] = queue.SimpleQueue()
-        self._threads = [
-            ThreadPoolExecutor(engine.spec.config.max_running_requests, thread_name_prefix=f"calls-{position}")
-            for position, engine in enumerate(engines)
-        ]
-        """Of each engine's calls."""
+        self._threads: list[threading.Thread] = []
 
     @property
     def num_woken(self) -> int:
@@ -147,8 +141,8 @@ class Driver:
             self._each_engine(lambda engine: engine.kill())
             raise
         finally:
-            for threads in self._threads:
-                threads.shutdown(cancel_futures=True)
+            for thread in self._threads:
+                thread.join()
 
     def _begin(self, engine: int, part: Sequence[RolloutRequest]) -> None:
         """Send what can be sent, and ask the environments of the others to start."""
@@ -253,7 +247,8 @@ class Driver:
             self._events.put(_Event(position, ended=True, error=error))
 
         self._open_calls += 1
-        self._threads[position].submit(call)
+        self._threads.append(threading.Thread(target=call, name=f"calls-{position}", daemon=True))
+        self._threads[-1].start()
 
     def _take(self, event: _Event) -> None:
         if event.answer is not None:

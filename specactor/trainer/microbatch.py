@@ -69,6 +69,8 @@ class Item:
     estimate: Estimate | None = None
     first_token: int = 0
     """It numbers its first token among all of the update's."""
+    is_compared: bool = True
+    """Whether its tokens are compared with their noise: not after an update, when the weights are not the sampler's."""
 
 
 @dataclass(frozen=True)
@@ -162,7 +164,7 @@ def build(items: Sequence[Item], shape: Shape, device: torch.device) -> MicroBat
         old_R=per_token([item.old_logprobs for item in items]),
         ref_R=per_token([item.ref_logprobs for item in items]),
         seeds_R=torch.cat([_seeds(item.sequence) for item in items])[mine]
-        if any(item.sequence.num_seeded for item in items)
+        if any(item.sequence.num_seeded and item.is_compared for item in items)
         else None,
         values_R=per_token([estimate and estimate.values for estimate in estimates]),
         returns_R=per_token([estimate and estimate.returns for estimate in estimates]),

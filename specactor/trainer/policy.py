@@ -125,10 +125,7 @@ class PolicyTrainer(ModelTrainer):
         replay = self._replay if self.config.train.routing_replay == "r2" else None
         if self._replay is not None and replay is None:
             self._replay.check(sequences)
-        first, *rest = split(checked(sequences), self.config.train.updates_per_step)
-        # After an update the weights are not those that sampled.
-        unseeded = [[replace(sequence, num_seeded=0) for sequence in part] for part in rest]
-        updates = [self._own(part) for part in (first, *unseeded)]
+        updates = [self._own(part) for part in split(checked(sequences), self.config.train.updates_per_step)]
         none: list[Sequence[Estimate]] = [()] * len(updates)
         estimates = self.critic.estimates(updates) if self.critic is not None else none
         if len(updates) == 1:  # has no pass before it
@@ -136,12 +133,15 @@ class PolicyTrainer(ModelTrainer):
         with replay.recording() if replay is not None else nullcontext():
             old = [self._logprobs(part) if len(updates) > 1 else None for part in updates]
         ref = [self._reference_logprobs(part) if self._reference else None for part in updates]
-        sums, grad_norms, num_microbatches, learned = [], [], 0, []
+        sums: list[Sums] = []
+        grad_norms, num_microbatches, learned = [], 0, []
         for part, old_part, ref_part, estimated in zip(updates, old, ref, estimates, strict=True):
             lens = [s.num_learned for s in part]
             algorithm = self.config.algorithm
             weights = token_weights(lens, algorithm.aggregation, self.config.rollout.max_new_tokens)
             items = items_of(part, weights, old_part, ref_part, estimated)
+            if sums:  # an update was made
+                items = [replace(item, is_compared=False) for item in items]
             if self.critic is not None:
                 learned.append(self.critic.learn(items))
             with replay.repeating() if replay is not None else nullcontext():

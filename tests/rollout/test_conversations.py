@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, cast
@@ -244,38 +243,6 @@ def test_whatever_environments_do_no_conversation_is_lost(tokenizer: PreTrainedT
     assert 5 in environments.Talks.closed
     assert no_thread_is_left()
     assert len(environments.Blocks.answered) == 20
-
-
-class Crowded(FakeEngine):
-    """Counts the calls that are open; one stays open for a while."""
-
-    open_now = most_open = 0
-
-    def generate(self, requests: Sequence[RolloutRequest], **options: Any) -> None:
-        with self.lock:
-            self.open_now += 1
-            self.most_open = max(self.most_open, self.open_now)
-        time.sleep(0.01)
-        super().generate(requests, **options)
-        with self.lock:
-            self.open_now -= 1
-
-
-@pytest.mark.parametrize("slots", [1, 1000])
-def test_an_engine_has_as_many_calls_as_it_runs_requests(slots: int, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Also beside environments that hang, of which there are more."""
-    problems = [problem(i, "Hangs" if i % 10 == 0 else "Talks") for i in range(200)]
-    engines = [Crowded(stops_at=stops_at), Crowded(stops_at=stops_at)]
-    for engine in engines:
-        engine.spec.config.max_running_requests = slots
-    found = rollout(problems, tokenizer, engines=engines, timeout_s=3.0)
-    others = [t for t in found if not t.failure]
-    assert {t.failure.partition("step: ")[2] for t in found} == {"", "no answer in time"}
-    assert len(others) == 180
-    assert differing([p for p in problems if p.index % 10], others, tokenizer) == 0
-    assert all(engine.most_open <= slots for engine in engines)
-    assert slots == 1 or max(engine.most_open for engine in engines) > 1, "else the bound would not be seen"
-    assert no_thread_is_left()
 
 
 def test_what_environments_leave_running_ends_with_them(tokenizer: PreTrainedTokenizerBase) -> None:

@@ -155,6 +155,13 @@ def picked(
         reset()
         stats = trainer.train_step(batch, learning_rate=0.0)
         found[name] = stats.scored, stats.unpicked
+    if entry.get("more"):
+        reset()
+        use(trainer, cases.CASES["grpo_updates"])
+        recorder = trainer.top_k_recorder(2)  # knows sequences as objects
+        stats = trainer.train_step(right, learning_rate=cases.LEARNING_RATE, recorder=recorder)
+        assert len(recorder.take(right)) == len(right)
+        found["several updates"] = stats.scored, stats.unpicked
     return found
 
 

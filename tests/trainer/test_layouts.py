@@ -85,6 +85,8 @@ def test_tokens_that_their_noise_does_not_pick_are_counted_in_every_layout(
     assert {tuple(of["replaced"]) for of in found} == {(compared, len(cases.REPLACED))}
     [more] = [of for of in found if len(of) > 1 and of is not one_rank["single"]["picked"]]
     assert more["right"] == [compared, 0]
+    first = sum(s.response_len for s in cases.sequences() if s.group_id == 0)
+    assert more["several updates"] == [first, 0], "after an update the weights are not the sampler's"
     for wrong in ("other_seeds", "other_places"):
         assert more[wrong][1] > compared / 2, "most tokens are sampled, not certain"
 
