@@ -133,14 +133,12 @@ class PolicyTrainer(ModelTrainer):
         with replay.recording() if replay is not None else nullcontext():
             old = [self._logprobs(part) if len(updates) > 1 else None for part in updates]
         ref = [self._reference_logprobs(part) if self._reference else None for part in updates]
-        sums: list[Sums] = []
-        grad_norms, num_microbatches, learned = [], 0, []
+        sums, grad_norms, num_microbatches, learned = [], [], 0, []
         for part, old_part, ref_part, estimated in zip(updates, old, ref, estimates, strict=True):
-            lens = [s.num_learned for s in part]
-            algorithm = self.config.algorithm
-            weights = token_weights(lens, algorithm.aggregation, self.config.rollout.max_new_tokens)
+            aggregation, longest = self.config.algorithm.aggregation, self.config.rollout.max_new_tokens
+            weights = token_weights([s.num_learned for s in part], aggregation, longest)
             items = items_of(part, weights, old_part, ref_part, estimated)
-            if sums:  # an update was made
+            if part is not updates[0]:
                 items = [replace(item, is_compared=False) for item in items]
             if self.critic is not None:
                 learned.append(self.critic.learn(items))
