@@ -150,7 +150,7 @@ AUDIT: dict[str, str] = {
     "unpicked": "of these tokens, those that it does not pick",
 }
 """Last part of ``audit/...`` -> unit and meaning, with rollout.audit; the first four in steps that an audit had time
-for, the others without penalties, top-p, top-k and min-p."""
+for, the others without top-p and top-k."""
 TAIL: dict[str, str] = {
     "drafters_woken": "times that the drafter on the device of an engine that had run dry was to be woken",
     "groups_moved": "groups that waited for an engine of one rank, and that another rank with room began",

@@ -343,7 +343,6 @@ def _own_engines(
             drafters=access_of(index),
             context_length=model_shape(config).max_position,
             reserved_tokens=reserved_tokens(config.rollout),
-            penalties=config.rollout.has_penalties,
             awaits_weights=True,
             log_file=str((folder.engines / f"engine-{index}.log").resolve()),
             random_seed=config.seed,

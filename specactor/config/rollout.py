@@ -24,14 +24,6 @@ class RolloutConfig:
     """Sample from the most likely tokens that hold this much probability; 1: from all."""
     top_k: int = -1
     """Sample from this many most likely tokens; -1: from all."""
-    min_p: float = 0.0
-    """Sample from tokens at least this many times as likely as the likeliest; 0: from all."""
-    frequency_penalty: float = 0.0
-    """Taken off a token's logit for every time that the response has it. Penalties switch drafting off."""
-    presence_penalty: float = 0.0
-    """Taken off a token's logit once the response has it."""
-    repetition_penalty: float = 1.0
-    """Divides a token's positive logit, multiplies a negative one, once the response has it."""
     stop: tuple[str, ...] = ()
     """Texts that end a response; the token that completes one is its last."""
     stop_token_ids: tuple[int, ...] = ()
@@ -66,10 +58,6 @@ class RolloutConfig:
         )
         rule("top_p", 0 < self.top_p <= 1, "in (0, 1]", "Use 1.0 to keep the whole distribution.")
         rule("top_k", self.top_k == -1 or self.top_k >= 1, "-1 or >= 1", "Use -1 to keep the whole distribution.")
-        rule("min_p", 0 <= self.min_p <= 1, "in [0, 1]", "Use 0 to keep all tokens.")
-        for name in ("frequency_penalty", "presence_penalty"):
-            rule(name, -2 <= getattr(self, name) <= 2, "in [-2, 2]", "Use 0 for no penalty.")
-        rule("repetition_penalty", 0 < self.repetition_penalty <= 2, "in (0, 2]", "Use 1 for no penalty.")
         rule(
             "oversample",
             1 <= self.oversample <= 10,
@@ -93,8 +81,3 @@ class RolloutConfig:
             "> 0",
             "Give environments time to answer.",
         )
-
-    @property
-    def has_penalties(self) -> bool:
-        """Return whether a token's distribution depends on how often tokens were emitted."""
-        return (self.frequency_penalty, self.presence_penalty, self.repetition_penalty) != (0.0, 0.0, 1.0)

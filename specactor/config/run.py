@@ -258,17 +258,6 @@ class Config:
             "another with rollout.partial",
             "Tokens of older policies need importance sampling: set it, for example to token.",
         )
-        penalties = {
-            f"rollout.{name}": getattr(self.rollout, name)
-            for name, off in (("frequency_penalty", 0), ("presence_penalty", 0), ("repetition_penalty", 1))
-            if getattr(self.rollout, name) != off
-        }
-        rule(
-            "train.max_logprob_gap",
-            not penalties or self.train.max_logprob_gap == float("inf"),
-            f"inf with {', '.join(penalties)}",
-            "The engine's log-probabilities hold the penalties, the trainer's do not: leave the penalties out.",
-        )
 
     def _check_drafting(self) -> None:
         """Check that drafters, their devices and their training go together."""
