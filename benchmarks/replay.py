@@ -73,7 +73,7 @@ HUNTED = next(iter(AUDITS))  # what it finds is replayed
 ALARM_STEPS = 1000
 ALARM = (
     *("--train.steps", str(ALARM_STEPS), "--resume", "auto", "--checkpoint.every", "50", "--tracking.wandb", "off"),
-    *("--model.tiny.num-layers", "1", "--rollout.prompts-per-step", "2", "--rollout.group-size", "4"),
+    *("--model.path", "tiny:1", "--rollout.prompts-per-step", "2", "--rollout.group-size", "4"),
     *("--rollout.max-new-tokens", "24", "--eval.problems", "0", "--rollout.audit", "stop"),
     *("--rollout.speculation.mode", "coupled", *RIGHT, "--rollout.speculation.window", "4"),
 )

@@ -45,7 +45,6 @@ class SpecActor:
         progress: Progress,
         distillation: Distillation | None,
         on_trace: Callable[[int, Sequence[Mapping[str, Sequence[Span]]]], None],
-        on_groups: Callable[[int, Sequence[ScoredGroup]], None],
         recorder: StepRecorder,
         audit: Audit,
     ) -> None:
@@ -53,7 +52,6 @@ class SpecActor:
         Args:
             distillation: what keeps the draft model fresh, if anything does.
             on_trace: takes the spans of a traced step, per host and process.
-            on_groups: takes the scored responses of each step.
             recorder: keeps what makes a step repeatable.
             audit: has responses begun again by other engines.
         """
@@ -67,7 +65,6 @@ class SpecActor:
         self.progress = progress
         self.distillation = distillation
         self.on_trace = on_trace
-        self.on_groups = on_groups
         self.recorder = recorder
         self.audit = audit
         self.steps_done = 0
@@ -94,7 +91,6 @@ class SpecActor:
         groups = self.rollouts.collect(self.steps_done)
         rollout = self.rollouts.take_stats()
         self.pool.update_wake_belief(rollout.counts)
-        self.on_groups(step, groups)
         audited = self.audit.look(step, self.version, groups, step_s=self._step_s)
         batch = self.learnable(groups)
         if self.distillation is not None:  # the draft model learns from all of them on every rank

@@ -12,11 +12,10 @@ from pathlib import Path
 from torch._C._distributed_c10d import Store
 from transformers import PreTrainedTokenizerBase
 
-from specactor import hooks, measurements, samples
+from specactor import hooks, measurements
 from specactor.actor import SpecActor
 from specactor.config import Config, DraftTrainingConfig
 from specactor.config.engine import guarantee
-from specactor.config.run import set_name
 from specactor.data.dataset import Dataset, build_dataset
 from specactor.data.environment import environment_of
 from specactor.data.tokenizer import VOCAB_SIZE, load_tokenizer
@@ -57,7 +56,6 @@ from specactor.trainer.drafter.refresh import Distillation, left_behind
 from specactor.trainer.policy import PolicyTrainer
 from specactor.trainer.shards import GatheredWeights, RankShards
 from specactor.trainer.warmup import find_solver, initial_model, warmed_up_model, with_draft_model
-from specactor.types import ScoredGroup
 from specactor.weights_sync.sender import WeightSender, WeightSource
 
 
@@ -203,7 +201,6 @@ def _build(
         progress=progress,
         distillation=distillation,
         on_trace=folder.write_traces if collective.rank == 0 else lambda step, spans: None,
-        on_groups=_rollout_writer(config, folder, collective.rank),
         recorder=StepRecorder(
             folder.root, to_json(config), config.tracking.record, trainer=trainer, collective=collective
         ),
@@ -258,7 +255,7 @@ def _distillation(
 ) -> Distillation | None:
     """Return what keeps the draft model fresh, where that is wanted."""
     settings = DraftTrainingConfig.of(config.distillation)
-    if settings.refresh == "off":
+    if settings.refresh == 0:
         return None
     in_engine = "model" in config.rollout.speculation.in_engines
     return Distillation(
@@ -273,17 +270,6 @@ def _distillation(
         note=progress.note,
         device=trainer.device,
     )
-
-
-def _rollout_writer(config: Config, folder: RunFolder, rank: int) -> Callable[[int, Sequence[ScoredGroup]], None]:
-    """Keeps the responses of every step on disk, where that is wanted. Called on all ranks; rank 0 writes."""
-
-    def write(step: int, groups: Sequence[ScoredGroup]) -> None:
-        found = samples.whole(groups, wanted=rank == 0)
-        if rank == 0:
-            folder.write_rollouts(step, found, temperature=config.rollout.temperature)
-
-    return write if config.distillation.keep_rollouts else lambda step, groups: None
 
 
 def _problems(config: Config, tokenizer: PreTrainedTokenizerBase) -> tuple[Dataset, dict[str, Dataset]]:
@@ -301,9 +287,7 @@ def _problems(config: Config, tokenizer: PreTrainedTokenizerBase) -> tuple[Datas
             "What an environment holds is in no checkpoint.",
         )
     held_out: dict[str, Dataset] = {}
-    sources = {"eval": data.eval_source(count)} if count else {}
-    sources |= {set_name(name): data.further_eval_source(name, count) for name in config.eval.sets if count}
-    for name, source in sources.items():
+    for name, source in (data.eval_sources(count) if count else {}).items():
         held_out[name] = Dataset(build_dataset(source, tokenizer, max_prompt_tokens=room)[:count])
         sets = [part.without(held_out[name]) for part in sets]
     return Dataset.of(sets) if len(sets) > 1 else sets[0], held_out

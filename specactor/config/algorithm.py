@@ -80,40 +80,22 @@ class AlgorithmConfig:
     """Lower end of the clip range; see clip_high."""
     clip_high: float = 0.2
     """Ratios are clipped to [1 - clip_low, 1 + clip_high]; DAPO's clip-higher sets clip_high > clip_low."""
-    kl: Literal["off", "k1", "k3"] = "off"
-    """Penalty towards the model that the run started from."""
     kl_coef: float = 0.0
-    """Weight of the penalty."""
+    """Weight of a KL penalty towards the model that the run started from (k3, as GRPO has it); 0: none."""
     correction: CorrectionConfig = field(default_factory=CorrectionConfig)
     critic: CriticConfig = field(default_factory=CriticConfig)
-    dynamic_sampling: bool = False
-    """DAPO: leave out groups whose rewards are all equal, and draw further prompts in their place, at once."""
-    group_filter: str = ""
-    """With dynamic_sampling: module:function (group) -> bool, which says what groups are learned from."""
+    dynamic_sampling: str = "off"
+    """off; unequal: leave out groups whose rewards are all equal, and draw further prompts in their place, at once
+    (DAPO); or module:function (group) -> bool of yours, which says what groups are learned from."""
     overlong_buffer: int = 0
-    """DAPO: the reward falls linearly over the last this many tokens before max_new_tokens; 0: off."""
-    overlong_penalty: float = 1.0
-    """Reward lost at max_new_tokens when overlong_buffer > 0."""
+    """DAPO: the reward falls linearly over the last this many tokens before max_new_tokens, by 1; 0: off."""
 
     def __post_init__(self) -> None:
         rule = rules_of(self, "algorithm")
-        for name, known in (("advantage", ADVANTAGES), ("loss", LOSSES)):
+        for name, known in (("advantage", ADVANTAGES), ("loss", LOSSES), ("dynamic_sampling", ("off", "unequal"))):
             ok = getattr(self, name) in known or ":" in getattr(self, name)
             rule(name, ok, f"one of {', '.join(known)}, or module:function", "See --help for each.")
         rule("clip_low", 0 < self.clip_low < 1, "in (0, 1)", "Use for example 0.2.")
         rule("clip_high", self.clip_high > 0, "> 0", "Use for example 0.2, or DAPO's 0.28.")
         rule("kl_coef", self.kl_coef >= 0, ">= 0", "Use 0 for no penalty.")
-        rule(
-            "kl_coef",
-            (self.kl == "off") == (self.kl_coef == 0),
-            f"{'0' if self.kl == 'off' else '> 0'} with algorithm.kl = {self.kl}",
-            "Set both, or neither.",
-        )
-        rule("overlong_penalty", self.overlong_penalty >= 0, ">= 0", "It is subtracted from the reward.")
         rule("overlong_buffer", self.overlong_buffer >= 0, ">= 0", "Use 0 for off.")
-        rule(
-            "group_filter",
-            not self.group_filter or (self.dynamic_sampling and ":" in self.group_filter),
-            "module:function with algorithm.dynamic_sampling",
-            "Set dynamic_sampling, which draws further prompts for groups that are left out.",
-        )

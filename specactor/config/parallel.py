@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from ipaddress import ip_network
+from typing import ClassVar
 
 from specactor.config.rules import rules_of
 
@@ -44,8 +45,10 @@ class ParallelConfig:
     drafter_network: str = ""
     """With drafter_hosts, the network by which hosts reach each other, as in 10.1.0.0/16; empty: the one by which they
     reach the host of rank 0."""
-    timeout_s: float = 600.0
-    """Longest wait in one collective."""
+
+    timeout_s: ClassVar[float] = 1800.0
+    """Longest wait in one collective: other ranks may read or write a large model. A rank that died is noticed at once,
+    a host that fell silent after half a minute."""
 
     def __post_init__(self) -> None:
         rule = rules_of(self, "parallel")
@@ -64,7 +67,6 @@ class ParallelConfig:
             "a network such as 10.1.0.0/16, with parallel.drafter_hosts",
             "Leave it out to have it found.",
         )
-        rule("timeout_s", self.timeout_s > 0, "> 0", "Give seconds, for example 600.")
         rule(
             "virtual_pipeline",
             self.virtual_pipeline is None or (self.virtual_pipeline >= 2 and self.pipeline >= 2),

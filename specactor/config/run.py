@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field, fields
-from pathlib import PurePosixPath
+from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
 from specactor.config.algorithm import AlgorithmConfig
@@ -22,13 +21,11 @@ class TinyModelConfig:
     """Shape of a Qwen3-MoE model that is made on the spot, with random weights."""
 
     num_layers: int = 4
-    """Transformer layers; every one is a mixture of experts."""
+    """Every one is a mixture of experts."""
     hidden_size: int = 128
-    """Width of the residual stream, which attention heads divide among them; two share a key-value head."""
+    """Width of the residual stream, 32 or a multiple of 64: heads divide it, and two share a key-value head."""
     num_experts: int = 8
-    """Experts per layer."""
     expert_size: int = 128
-    """Width of one expert's hidden layer."""
     head_dim: ClassVar[int] = 32
     experts_per_token: ClassVar[int] = 2
     max_position: ClassVar[int] = 512
@@ -42,43 +39,28 @@ class TinyModelConfig:
     def num_kv_heads(self) -> int:
         return max(1, self.num_heads // 2)
 
-    def __post_init__(self) -> None:
-        rule = rules_of(self, "model.tiny")
-        for item in fields(self):
-            rule(item.name, getattr(self, item.name) >= 1, ">= 1", "Leave it out for the default.")
-        rule(
-            "num_experts",
-            self.num_experts >= self.experts_per_token,
-            f">= {self.experts_per_token}",
-            "So many experts compute each token.",
-        )
-        rule(
-            "hidden_size",
-            self.hidden_size == self.head_dim or self.hidden_size % (2 * self.head_dim) == 0,
-            f"{self.head_dim}, or a multiple of {2 * self.head_dim}",
-            f"Heads are {self.head_dim} wide, and two share a key-value head.",
-        )
+
+TINY = re.compile(r"tiny(?::([1-9]\d*))?")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """The policy. Either a Hugging Face folder (``path``), or a tiny model made on the spot (``tiny``)."""
+    """The policy."""
 
-    path: str = ""
-    """Folder with config.json, *.safetensors and a tokenizer, in Hugging Face format."""
-    tiny: TinyModelConfig | None = None
-    """Make this model instead of reading one."""
+    path: str
+    """Folder with config.json, *.safetensors and a tokenizer, in Hugging Face format; or tiny, or tiny:LAYERS: a small
+    mixture of experts that is made on the spot, with random weights."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Of the weights that compute; the optimizer keeps float32."""
 
+    @property
+    def tiny(self) -> TinyModelConfig | None:
+        """Return the model that is made on the spot, if one is."""
+        found = TINY.fullmatch(self.path)
+        return TinyModelConfig(num_layers=int(found[1] or TinyModelConfig.num_layers)) if found else None
+
     def __post_init__(self) -> None:
-        rule = rules_of(self, "model")
-        rule(
-            "path",
-            bool(self.path) != (self.tiny is not None),
-            "exactly one of model.path and model.tiny",
-            "Give the folder of a Hugging Face model with --model.path, or let the recipe make a tiny one.",
-        )
+        rules_of(self, "model")("path", bool(self.path), "the folder of a model, or tiny", "Give it with --model.path.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,8 +86,6 @@ class EvalConfig:
 
     problems: int = 256
     """Held-out problems per evaluation, of each set; 0: no evaluation."""
-    sets: tuple[str, ...] = ()
-    """Further sets of held-out problems, named as data.eval is."""
     samples: int = 1
     """Responses per problem; 1: one, greedily; more: sampled as in training, for avg@k and pass@k."""
     every: int = 0
@@ -116,18 +96,6 @@ class EvalConfig:
         rule("problems", self.problems >= 0, ">= 0", "Use 0 for no evaluation.")
         rule("every", self.every >= 0, ">= 0", "Use 0 for before and after only.")
         rule("samples", self.samples >= 1, ">= 1", "Use 1 for greedy responses.")
-        names = [set_name(name) for name in self.sets]
-        rule(
-            "sets",
-            len(set(names)) == len(names) and not {"", "eval"} & {*names},
-            "sets with names of their own",
-            "The name of a set is that of its file, function or task; rename one.",
-        )
-
-
-def set_name(source: str) -> str:
-    """Return the name of a set of problems in metrics: its file's, function's or task's own."""
-    return re.sub(r"[^A-Za-z0-9_-]", "_", PurePosixPath(source.rpartition(":")[2]).stem)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -212,7 +180,7 @@ class Config:
         )
         rule(
             "rollout.group_size",
-            self.rollout.group_size >= 2 or not self.algorithm.dynamic_sampling,
+            self.rollout.group_size >= 2 or self.algorithm.dynamic_sampling == "off",
             ">= 2 with algorithm.dynamic_sampling",
             "Rewards of a group are compared, and of one they are all equal.",
         )
@@ -236,7 +204,7 @@ class Config:
         )
         rule(
             "rollout.partial",
-            not (self.algorithm.dynamic_sampling and self.rollout.partial),
+            not (self.algorithm.dynamic_sampling != "off" and self.rollout.partial),
             "False with algorithm.dynamic_sampling",
             "The same groups are kept whenever a step is run: none goes on in the next.",
         )
@@ -297,8 +265,8 @@ class Config:
         )
         rule(
             "distillation.refresh",
-            refresh == "off" or (drafting.mode != "off" and bool({"model", "decoupled"} & {*drafting.draft_methods})),
-            f"off with rollout.speculation.mode {drafting.mode} and drafters {drafting.draft_methods}",
+            refresh == 0 or (drafting.mode != "off" and bool({"model", "decoupled"} & {*drafting.draft_methods})),
+            f"0 with rollout.speculation.mode {drafting.mode} and drafters {drafting.draft_methods}",
             "Only the first draft model learns: name model or decoupled among rollout.speculation.drafters.",
         )
 

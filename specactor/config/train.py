@@ -49,12 +49,10 @@ class TrainConfig:
     """RL steps of the whole run."""
     learning_rate: float = 1e-6
     """Highest learning rate."""
-    min_learning_rate: float = 0.0
-    """Learning rate at the end of a linear or cosine schedule."""
     warmup_steps: int = 0
     """RL steps over which the learning rate rises linearly."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """Of the learning rate after its linear rise."""
+    """Of the learning rate after its linear rise; linear and cosine fall to 0."""
     updates_per_step: int = 1
     """Optimizer updates per RL step; the step's groups are split among them."""
     weight_decay: float = 0.0
@@ -84,12 +82,6 @@ class TrainConfig:
         rule = rules_of(self, "train")
         rule("steps", self.steps >= 0, ">= 0", "Use 0 to stop after the warm-up.")
         rule("learning_rate", self.learning_rate > 0, "> 0", "Use for example 1e-6.")
-        rule(
-            "min_learning_rate",
-            0 <= self.min_learning_rate <= self.learning_rate,
-            f"between 0 and train.learning_rate = {self.learning_rate}",
-            "Lower it.",
-        )
         rule("warmup_steps", self.warmup_steps >= 0, ">= 0", "Use 0 for none.")
         rule("updates_per_step", self.updates_per_step >= 1, ">= 1", "Use 1.")
         rule(
@@ -108,13 +100,13 @@ class TrainConfig:
 
 
 def learning_rate(step: int, train: TrainConfig) -> float:
-    """Return the rate of RL step `step`, 0 <= step < train.steps (the minimum beyond). It follows from the step alone.
+    """Return the rate of RL step `step`, 0 <= step < train.steps (its end beyond). It follows from the step alone.
 
     It rises linearly, reaching `learning_rate` in the last of the `warmup_steps`; it is `learning_rate` in the step
-    after those; then it stays, or falls along a line or half a cosine towards `min_learning_rate`, which it would
-    reach at step `train.steps`: no step is spent at a minimum of 0.
+    after those; then it stays, or falls along a line or half a cosine towards 0, which it would reach at step
+    `train.steps`: no step is spent there.
     """
-    peak, low = train.learning_rate, train.min_learning_rate
+    peak = train.learning_rate
     if step < train.warmup_steps:
         return peak * (step + 1) / train.warmup_steps
     progress = min(1.0, (step - train.warmup_steps) / max(1, train.steps - train.warmup_steps))
@@ -122,9 +114,9 @@ def learning_rate(step: int, train: TrainConfig) -> float:
         case "constant":
             return peak
         case "linear":
-            return low + (peak - low) * (1 - progress)
+            return peak * (1 - progress)
         case "cosine":
-            return low + (peak - low) * (1 + math.cos(math.pi * progress)) / 2
+            return peak * (1 + math.cos(math.pi * progress)) / 2
         case _:
             assert_never(train.schedule)
 
@@ -139,19 +131,16 @@ def linear_decay(step: int, steps: int, peak: float) -> float:
 class DistillationConfig:
     """Distillation of the draft model on what the policy has just produced. It changes speed, never tokens."""
 
-    refresh: Literal["off", "every_step"] = "off"
-    """When the draft model learns: never, or after every RL step."""
-    max_time_share: float = 0.03
-    """Longest refresh, as a share of the last RL step's time. Above 1, or inf, where max_updates alone bounds it."""
+    refresh: float = 0.0
+    """How long the draft model learns after an RL step, as a share of the step's time, for example 0.03; 0: it does not
+    learn. Above 1, or inf, where max_updates alone bounds it."""
     max_updates: int = 0
     """Optimizer updates of one refresh at most; 0: as many as fit its time. With a number that always fits (say with
-    max_time_share inf), the draft model's weights are reproducible."""
+    refresh inf), the draft model's weights are reproducible."""
     tokens_per_update: int = 8192
     """Of an optimizer update, all ranks together."""
     learning_rate: float = 1e-3
     """Of AdamW, after the warm-up."""
-    keep_rollouts: bool = False
-    """Write the responses of every RL step to the run's folder, for specactor drafter train. Works with refresh off."""
     zero: Literal["off", "1", "2", "3", "1_offload", "2_offload", "3_offload"] = "off"
     """off: PyTorch's DistributedDataParallel; else DeepSpeed ZeRO of that stage, with _offload its optimizer's state
     in host memory."""
@@ -170,12 +159,11 @@ class DistillationConfig:
         for name in ("tokens_per_update", "learning_rate"):
             rule(name, getattr(self, name) > 0, "> 0", SEE_HELP)
         rule("max_updates", self.max_updates >= 0, ">= 0", SEE_HELP)
-        rule("max_time_share", self.max_time_share > 0, "> 0", 'Use refresh="off" to spend none.')
         rule(
-            "max_time_share",
-            self.max_time_share <= 1 or self.max_updates > 0,
-            "<= 1 with max_updates 0",
-            "Set max_updates, which bounds a refresh then.",
+            "refresh",
+            0 <= self.refresh <= 1 or (self.refresh > 1 and self.max_updates > 0),
+            "a share from 0 to 1, or more with max_updates",
+            "Use for example 0.03, or 0 for none.",
         )
 
 

@@ -111,7 +111,7 @@ def check(what: Replay, config: Config, recorded: StepRecord) -> None:
         raise ConfigError.at("--step", what.step, "a step that sampled", "Step 0 has weights alone.")
     if not what.alone:
         return
-    if config.algorithm.dynamic_sampling:
+    if config.algorithm.dynamic_sampling != "off":
         raise ConfigError.at(
             "--group and --sample", what.alone, "none with algorithm.dynamic_sampling", "Replay the whole step."
         )

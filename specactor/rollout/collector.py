@@ -114,12 +114,12 @@ class RolloutCollector:
         self.host = host
         self.max_prompt_tokens = max_prompt_tokens
         self.replace_lost = replace_lost
-        weights, shuffle = [1.0, *config.data.mix.values()], config.data.shuffle
+        weights, shuffle = [1.0, *config.data.mix.values()], config.data.order != "source"
         stream: PromptStream | MixedStream = PromptStream(len(train_data), config.seed, shuffle=shuffle)
         if len(weights) > 1:
             stream = MixedStream(train_data.sizes, weights, config.seed, shuffle=shuffle)
         self.prompts: PromptStream | MixedStream | CurriculumStream = stream
-        if config.data.curriculum:
+        if config.data.order == "curriculum":
             self.prompts = CurriculumStream(stream, config.seed, sizes=train_data.sizes)
         self.open_groups: list[open_groups.OpenGroup] = []
         """Groups that go on in the next step; equal on all ranks."""
@@ -136,7 +136,7 @@ class RolloutCollector:
     def collect(self, step: int) -> list[ScoredGroup]:
         """Return `rollout.prompts_per_step` scored groups for the step after `step` finished ones."""
         self.num_failed = self.num_unscored = 0
-        if self.config.algorithm.dynamic_sampling:
+        if self.config.algorithm.dynamic_sampling != "off":
             groups = self._collect_teaching(step)
         elif self.config.rollout.oversample > 1:
             groups = self._collect_first(step)
@@ -217,8 +217,8 @@ class RolloutCollector:
         group = self._group(problem, [self.grading.scored(t) for t in responses])
         if group is None:
             return False, 0.5  # as if it had not been tried
-        name = self.config.algorithm.group_filter
-        return hooks.keeps(name, group) if name else informative(group.rewards), fmean(group.scores)
+        name = self.config.algorithm.dynamic_sampling
+        return hooks.keeps(name, group) if ":" in name else informative(group.rewards), fmean(group.scores)
 
     def collect_again(self, step: int, alone: Sequence[str]) -> list[ScoredGroup]:
         """Return groups ("3") or responses ("3.1") of the step after `step` finished ones, each generated alone."""
@@ -448,10 +448,7 @@ class RolloutCollector:
             problem=problem,
             trajectories=tuple(t for t, _ in kept),
             scores=tuple(score for _, score in kept),
-            rewards=tuple(
-                shape_overlong(score, len(t.token_ids), limit, a.overlong_buffer, a.overlong_penalty)
-                for t, score in kept
-            ),
+            rewards=tuple(shape_overlong(score, len(t.token_ids), limit, a.overlong_buffer) for t, score in kept),
         )
 
     def _tell_failures(self, trajectories: Sequence[Trajectory]) -> None:

@@ -49,7 +49,7 @@ def config() -> Config:
         cost_table="costs.json",
     )
     rollout = replace(base.rollout, speculation=speculation)
-    distillation = replace(base.distillation, refresh="off")
+    distillation = replace(base.distillation, refresh=0.0)
     parallel = replace(base.parallel, engines=2, drafters=1)
     return replace(base, rollout=rollout, parallel=parallel, distillation=distillation)
 
@@ -94,7 +94,7 @@ def test_where_only_the_last_request_gains_drafting_stays_on(config: Config) -> 
 
 
 def test_a_draft_model_that_learns_is_kept(config: Config) -> None:
-    learning = replace(config, distillation=replace(config.distillation, refresh="every_step"))
+    learning = replace(config, distillation=replace(config.distillation, refresh=0.03))
     found, text = planned(learning, table(row_s=1e-7, draft_s=1.0, token_s=1.0), machines=1)
     assert found == learning
     assert "plan: off" in text
