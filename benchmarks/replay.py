@@ -33,9 +33,8 @@ from specactor.data.tokenizer import VOCAB_SIZE
 from specactor.metrics import read_metrics
 from specactor.replay import records
 from specactor.replay.audit import gumbel
-from specactor.replay.command import config_of
+from specactor.replay.command import config_of, text_of
 from specactor.replay.compare import first_difference
-from specactor.replay.page import text_of
 from specactor.run_folder import WARM_UPS, RunFolder
 from specactor.trainer.microbatch import Shape, build, items_of
 from specactor.trainer.objective import compare_with_noise

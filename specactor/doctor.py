@@ -22,7 +22,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from specactor.config import Config
-from specactor.config.engine import guarantee
+from specactor.config.rollout import guarantee
 from specactor.errors import ConfigError
 from specactor.parallel.addresses import own_addresses, within
 from specactor.parallel.devices import Devices, detect

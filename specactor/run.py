@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from specactor import hooks, measurements
 from specactor.actor import SpecActor
 from specactor.config import Config, DraftTrainingConfig
-from specactor.config.engine import guarantee
+from specactor.config.rollout import guarantee
 from specactor.data.dataset import Dataset, build_dataset
 from specactor.data.environment import environment_of
 from specactor.data.tokenizer import VOCAB_SIZE, load_tokenizer

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import PurePath
 from typing import Literal
 
-from specactor.config.engine import INEXACT
+from specactor.config.rollout import INEXACT
 from specactor.config.rules import require, rules_of
 
 MAX_WINDOW = 16  # draft tokens per request and round

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from specactor.config import Config, RolloutConfig
-from specactor.config.engine import SAME_BITS, guarantee
+from specactor.config.rollout import SAME_BITS, guarantee
 from specactor.cpu.sglang_ops import noise_of as noise_at
 from specactor.data.environment import environment_of
 from specactor.errors import AgreementError

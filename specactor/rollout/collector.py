@@ -23,7 +23,7 @@ from specactor.data.stream import CurriculumStream, MixedStream, PromptStream
 from specactor.errors import DataError, EngineError
 from specactor.parallel.collective import Collective
 from specactor.progress import Progress
-from specactor.rollout import open_groups
+from specactor.rollout import resume
 from specactor.rollout.conversations import Conversations
 from specactor.rollout.drafter_pool import DrafterPool
 from specactor.rollout.grading import Grading
@@ -121,9 +121,9 @@ class RolloutCollector:
         self.prompts: PromptStream | MixedStream | CurriculumStream = stream
         if config.data.order == "curriculum":
             self.prompts = CurriculumStream(stream, config.seed, sizes=train_data.sizes)
-        self.open_groups: list[open_groups.OpenGroup] = []
+        self.open_groups: list[resume.OpenGroup] = []
         """Groups that go on in the next step; equal on all ranks."""
-        self.left: list[open_groups.OpenGroup] = []
+        self.left: list[resume.OpenGroup] = []
         """Groups that the last step began and did not learn from."""
         self.num_failed = self.num_unscored = 0
         """Conversations of the last step that failed, and responses whose verifier did."""
@@ -159,7 +159,7 @@ class RolloutCollector:
         """Return the groups that something is learned from; others are replaced while the rollout goes on."""
         rollout, want = self.config.rollout, self.config.rollout.prompts_per_step
         begin, drawn = self.prompts.state(), list[Problem]()
-        ahead = open_groups.num_in_flight(want, rollout.oversample)
+        ahead = resume.num_in_flight(want, rollout.oversample)
         own = {engine.index for engine in self.pool.engines}
 
         def requests_of(number: int) -> list[RolloutRequest]:
@@ -291,16 +291,16 @@ class RolloutCollector:
     def _collect_first(self, step: int) -> list[ScoredGroup]:
         """Return the groups that are complete first, of more than are wanted; drop the others, or keep them open."""
         rollout, want = self.config.rollout, self.config.rollout.prompts_per_step
-        num_fresh = open_groups.num_in_flight(want, rollout.oversample) - len(self.open_groups)
+        num_fresh = resume.num_in_flight(want, rollout.oversample) - len(self.open_groups)
         problems = [self.train_data[i] for i in self.prompts.take(num_fresh)]
         requests = group_requests(problems, config=rollout, run_seed=self.config.seed, step=step)
-        groups = open_groups.opened(self.open_groups, [problem.index for problem in problems], requests)
+        groups = resume.opened(self.open_groups, [problem.index for problem in problems], requests)
         own = {engine.index for engine in self.pool.engines}
-        share = open_groups.share(groups, want, engines=self.config.parallel.engines, own=own)
+        share = resume.share(groups, want, engines=self.config.parallel.engines, own=own)
         pending = [r for group in groups for r in group.pending]
         of_pending = [self.train_data[group.problem] for group in groups for _ in group.pending]
         finished, stopped = self._generate(pending, of_pending, enough=share)
-        groups, self.left = open_groups.settled([group.after(finished, stopped) for group in groups], want)
+        groups, self.left = resume.settled([group.after(finished, stopped) for group in groups], want)
         self.open_groups = self._everywhere(self.left) if rollout.partial else []
         with self.progress.phase("reward"):
             return self._not_empty(
@@ -309,7 +309,7 @@ class RolloutCollector:
                 )
             )
 
-    def _everywhere(self, groups: Sequence[open_groups.OpenGroup]) -> list[open_groups.OpenGroup]:
+    def _everywhere(self, groups: Sequence[resume.OpenGroup]) -> list[resume.OpenGroup]:
         """Return the groups with all that finished on every rank: another one's engine may go on with them."""
         flat = [response for group in groups for response in group.finished.values()]
         found = iter(samples.fetch(flat, range(len(flat)), samples.OF_RESPONSE))
@@ -471,14 +471,14 @@ class RolloutCollector:
         """Return what a checkpoint keeps: the position in the prompts, and the open groups."""
         state: dict[str, object] = {"prompts": self.prompts.state()}
         if self.config.rollout.partial:
-            state["open_groups"] = open_groups.state(self.open_groups)
+            state["open_groups"] = resume.state(self.open_groups)
         return state
 
     def restore(self, state: dict[str, object]) -> None:
         self.prompts.restore(state["prompts"])
         if self.config.rollout.partial:
             size = self.config.rollout.group_size
-            restored = open_groups.restored(state.get("open_groups", []), group_size=size)
+            restored = resume.restored(state.get("open_groups", []), group_size=size)
             self.open_groups = [replace(group, finished=_scored(group.finished)) for group in restored]
 
 

@@ -14,10 +14,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from specactor.config.engine import SAME_BITS
+from specactor.config.rollout import SAME_BITS
 from specactor.cpu.sglang import environment
 from specactor.metrics import METRICS, read_metrics
-from specactor.trainer.drafter.rollout_files import read_rollouts
+from specactor.trainer.drafter.buffer import read_rollouts
 from tests.end_to_end.conftest import Launched, Launcher
 
 REFERENCE = Path(__file__).with_name("greedy_reference.py")

@@ -22,10 +22,9 @@ from specactor.config.rules import check_values, rules_of
 from specactor.errors import ConfigError, DataError
 from specactor.recipes import one_line_errors
 from specactor.trainer.drafter import acceptance, init
-from specactor.trainer.drafter.buffer import TrainingExample
+from specactor.trainer.drafter.buffer import TrainingExample, example_of, read_rollouts
 from specactor.trainer.drafter.head import Head
 from specactor.trainer.drafter.head_training import HeadTrainer
-from specactor.trainer.drafter.rollout_files import example_of, read_rollouts
 from specactor.trainer.drafter.train import DrafterTrainer, RefreshStats
 
 PROG = "specactor drafter"

@@ -15,9 +15,8 @@ from rich.console import Console
 from specactor.errors import ConfigError, DataError
 from specactor.run_folder import RunFolder
 from specactor.trainer.drafter import acceptance, command, init
-from specactor.trainer.drafter.buffer import TrainingExample
+from specactor.trainer.drafter.buffer import RolloutLine, TrainingExample, read_rollouts, write_rollouts
 from specactor.trainer.drafter.init import read_model
-from specactor.trainer.drafter.rollout_files import RolloutLine, read_rollouts, write_rollouts
 from specactor.types import Problem, ScoredGroup, Trajectory
 from tests.trainer.drafter.cases import VOCAB
 

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from specactor.errors import ConfigError, DataError
 from specactor.trainer.drafter import init
+from specactor.trainer.drafter.buffer import RolloutLine, read_rollouts, write_rollouts
 from specactor.trainer.drafter.init import RandomStart, TargetStart, make_draft_model, read_model
-from specactor.trainer.drafter.rollout_files import RolloutLine, read_rollouts, write_rollouts
 
 
 def logits(model: Any, layers: list[int] | None = None) -> Tensor:
