@@ -168,19 +168,12 @@ def _build(
             lambda: PolicyTrainer(config, layout, base, critic=Critic.of(config, layout, base)),
             others=[("drafter start", drafters.wait_ready)],
         )
-    distillation = _distillation(config, trainer, pool, drafters, collective, progress)
-    if distillation is not None:
-        stack.callback(distillation.close)
-    grading = Grading(
-        timeout_s=config.rollout.environment_timeout_s,
-        log_file=str((folder.engines / f"verifiers-{collective.rank}.log").resolve()),
-    )
-    stack.callback(grading.close)
+    distillation = _distillation(config, trainer, pool, drafters, collective, progress, stack)
     rollouts = RolloutCollector(
         config,
         pool=pool,
         drafters=drafters,
-        grading=grading,
+        grading=_grading(config, folder, collective, stack),
         collective=collective,
         tokenizer=tokenizer,
         train_data=train_data,
@@ -207,6 +200,14 @@ def _build(
         audit=Audit(config, pool=pool, collective=collective, progress=progress),
     )
     return actor
+
+
+def _grading(config: Config, folder: RunFolder, collective: Collective, stack: ExitStack) -> Grading:
+    """Return what scores this rank's responses."""
+    log_file = (folder.engines / f"verifiers-{collective.rank}.log").resolve()
+    grading = Grading(timeout_s=config.rollout.environment_timeout_s, log_file=str(log_file))
+    stack.callback(grading.close)
+    return grading
 
 
 def _start_engines(
@@ -252,13 +253,14 @@ def _distillation(
     drafters: DrafterPool,
     collective: Collective,
     progress: Progress,
+    stack: ExitStack,
 ) -> Distillation | None:
     """Return what keeps the draft model fresh, where that is wanted."""
     settings = DraftTrainingConfig.of(config.distillation)
     if settings.refresh == 0:
         return None
     in_engine = "model" in config.rollout.speculation.in_engines
-    return Distillation(
+    distillation = Distillation(
         config,
         collective,
         recorder_of=lambda layers: trainer.top_k_recorder(
@@ -270,6 +272,8 @@ def _distillation(
         note=progress.note,
         device=trainer.device,
     )
+    stack.callback(distillation.close)
+    return distillation
 
 
 def _problems(config: Config, tokenizer: PreTrainedTokenizerBase) -> tuple[Dataset, dict[str, Dataset]]:

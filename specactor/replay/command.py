@@ -46,13 +46,7 @@ def replay(argv: list[str], console: Console) -> int:
 
     Steps between the checkpoint and N are trained again. Exit code 0: all is equal; 1: something differs, and what.
     """
-    parser = argparse.ArgumentParser(prog="specactor replay", add_help=False, allow_abbrev=False)
-    parser.add_argument("run", type=Path)
-    parser.add_argument("--step", type=int, required=True)
-    parser.add_argument("--group", nargs="+", default=[])
-    parser.add_argument("--sample", nargs="+", default=[])
-    parser.add_argument("--nproc", type=int)
-    options, overrides = parser.parse_known_args(argv)
+    options, overrides = _parser().parse_known_args(argv)
     source = options.run.resolve()
     recorded, config = records.read(records.file_of(source, options.step)), config_of(source)
     what = Replay(step=options.step, alone=(*options.group, *options.sample))
@@ -87,6 +81,16 @@ def replay(argv: list[str], console: Console) -> int:
         raise DataError(f"replay: torchrun ended with {code}, expected 0. What it said stands above.")
     promise = _guarantee(config) + ("" if nproc == was else f"; {nproc} ranks train as {was} did but for rounding")
     return _say(source, target.root, console, guarantee=promise)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="specactor replay", add_help=False, allow_abbrev=False)
+    parser.add_argument("run", type=Path)
+    parser.add_argument("--step", type=int, required=True)
+    parser.add_argument("--group", nargs="+", default=[])
+    parser.add_argument("--sample", nargs="+", default=[])
+    parser.add_argument("--nproc", type=int)
+    return parser
 
 
 def diff(argv: list[str], console: Console) -> int:

@@ -6,6 +6,7 @@ import json
 import os
 import platform
 from collections.abc import Sequence
+from dataclasses import KW_ONLY, dataclass
 from importlib import metadata
 from itertools import accumulate, chain
 from pathlib import Path
@@ -37,23 +38,19 @@ WHOLE_EVERY = 16  # with `sampled`, of so many samples one is kept whole
 LIBRARIES = ("torch", "sglang", "megatron-core", "transformers", "mbridge", "triton", "transformer-engine", "numpy")
 
 
+@dataclass(eq=False)
 class StepRecorder:
     """Writes a `StepRecord` per step, on rank 0; every rank adds the digests of its own parameters and moments."""
 
-    def __init__(
-        self, run: Path, config_json: dict[str, Any], share: str, *, trainer: PolicyTrainer, collective: Collective
-    ) -> None:
-        """
-        Args:
-            share: `sampled`, `full` or `off`, as tracking.record has it.
-        """
-        self.run = run
-        self.config_json = config_json
-        self.share = share
-        self.trainer = trainer
-        self.collective = collective
-        self.written_bytes = 0
-        """By the last step, on rank 0."""
+    run: Path
+    config_json: dict[str, Any]
+    share: str
+    """`sampled`, `full` or `off`, as tracking.record has it."""
+    _: KW_ONLY
+    trainer: PolicyTrainer
+    collective: Collective
+    written_bytes: int = 0
+    """By the last step, on rank 0."""
 
     def started(self, step: int, data: object) -> None:
         """Record what the run starts or goes on with, unless that step has its record. Collective.

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, replace
 from functools import partial
 from itertools import chain
 from statistics import fmean
@@ -77,50 +77,36 @@ class RolloutStats:
         )
 
 
+@dataclass(eq=False)
 class RolloutCollector:
     """The engines and drafters of all ranks, the prompts, and the groups that go on in the next step."""
 
-    def __init__(
-        self,
-        config: Config,
-        *,
-        pool: EnginePool,
-        drafters: DrafterPool,
-        grading: Grading,
-        collective: Collective,
-        tokenizer: PreTrainedTokenizerBase,
-        train_data: Dataset,
-        eval_data: Mapping[str, Dataset],
-        progress: Progress,
-        host: str,
-        max_prompt_tokens: int,
-        replace_lost: Callable[[], object],
-    ) -> None:
-        """
-        Args:
-            host: the name of this rank's host.
-            max_prompt_tokens: that an environment may start with.
-            replace_lost: starts lost engines again, with the policy's weights; called on all ranks together.
-        """
-        self.config = config
-        self.pool = pool
-        self.drafters = drafters
-        self.grading = grading
-        self.collective = collective
-        self.tokenizer = tokenizer
-        self.train_data = train_data
-        self.eval_data = eval_data
-        self.progress = progress
-        self.host = host
-        self.max_prompt_tokens = max_prompt_tokens
-        self.replace_lost = replace_lost
+    config: Config
+    _: KW_ONLY
+    pool: EnginePool
+    drafters: DrafterPool
+    grading: Grading
+    collective: Collective
+    tokenizer: PreTrainedTokenizerBase
+    train_data: Dataset
+    eval_data: Mapping[str, Dataset]
+    progress: Progress
+    host: str
+    """Name of this rank's host."""
+    max_prompt_tokens: int
+    """Longest prompt that an environment may start with."""
+    replace_lost: Callable[[], object]
+    """It starts lost engines again, with the policy's weights; called on all ranks together."""
+
+    def __post_init__(self) -> None:
+        config, data = self.config, self.train_data
         weights, shuffle = [1.0, *config.data.mix.values()], config.data.order != "source"
-        stream: PromptStream | MixedStream = PromptStream(len(train_data), config.seed, shuffle=shuffle)
+        stream: PromptStream | MixedStream = PromptStream(len(data), config.seed, shuffle=shuffle)
         if len(weights) > 1:
-            stream = MixedStream(train_data.sizes, weights, config.seed, shuffle=shuffle)
+            stream = MixedStream(data.sizes, weights, config.seed, shuffle=shuffle)
         self.prompts: PromptStream | MixedStream | CurriculumStream = stream
         if config.data.order == "curriculum":
-            self.prompts = CurriculumStream(stream, config.seed, sizes=train_data.sizes)
+            self.prompts = CurriculumStream(stream, config.seed, sizes=data.sizes)
         self.open_groups: list[resume.OpenGroup] = []
         """Groups that go on in the next step; equal on all ranks."""
         self.left: list[resume.OpenGroup] = []
@@ -341,23 +327,17 @@ class RolloutCollector:
             refill: gives further requests.
             phases: of generating, and of waiting for verifiers, which score responses as they come.
         """
-        engines = self.config.parallel.engines
-        own = {engine.index for engine in self.pool.engines}
         of = {request.request_id: problem for request, problem in zip(requests, problems, strict=True)}
         self._num_rollouts += 1
-        slots = self.config.rollout.engine.max_running_requests
-        lists = held_back(requests, engines=engines, slots=slots) if enough is None else {}
-        store, prefix = self.collective.store, f"waiting/{self._num_rollouts}"
-        waiting = Waiting(lists=lists, own=own, slots=slots, store=store, prefix=prefix)
-        pending = [request for request in waiting.without(requests) if request.group_id % engines in own]
-        finished: list[Trajectory] = []
-        stopped: list[RolloutRequest] = []
-        missing = Counter(request.group_id for request in pending)
+        waiting = self._held_back(requests if enough is None else [])
+        pending = [r for r in waiting.without(requests) if r.group_id % self.config.parallel.engines in waiting.own]
+
+        def problem_of(known: RolloutRequest | Trajectory) -> Problem:
+            return of[known.request_id] if refill is None else refill.problem_of(known)
 
         def hear(response: Trajectory) -> None:
             self.progress.response(response)
-            problem = refill.problem_of(response) if refill is not None else of[response.request_id]
-            self.grading.add(response, problem, self.tokenizer)
+            self.grading.add(response, problem_of(response), self.tokenizer)
 
         self.grading.begin()
         conversations = Conversations(
@@ -367,35 +347,11 @@ class RolloutCollector:
             timeout_s=self.config.rollout.environment_timeout_s,
             max_prompt_tokens=self.max_prompt_tokens,
         )
+        waiting.begin = lambda new: conversations.add(new, list(map(problem_of, new)))
+        if refill is not None:
+            refill.begin, refill.when_scored = waiting.begin, self.grading.when_scored
         with self.progress.phase(phases[0]), conversations:
-            if refill is not None:
-                refill.when_scored = self.grading.when_scored
-                refill.begin = lambda new: conversations.add(new, [refill.problem_of(request) for request in new])
-            waiting.begin = lambda new: conversations.add(new, [of[request.request_id] for request in new])
-            while True:
-                left = None if enough is None else enough - sum(count == 0 for count in missing.values())
-                generate = partial(
-                    self.pool.generate,
-                    pending,
-                    on_finished=hear,
-                    enough_groups=left,
-                    conversations=conversations if conversations or refill or waiting.lists else None,
-                    refill=refill,
-                    waiting=waiting,
-                )
-                outcome = self.collective.together("rollout", partial(self._leaving, generate, refill))
-                finished += outcome.finished
-                stopped += outcome.stopped
-                missing.subtract(trajectory.group_id for trajectory in outcome.finished)
-                self._drafters_woken += outcome.drafters_woken
-                pending = [*outcome.unfinished, *waiting.left()]
-                if refill is not None:
-                    refill.verdicts.read()
-                if not self.collective.any(bool(pending) or (refill is not None and refill.kept is None)):
-                    break
-                self.replace_lost()
-                if refill is not None:
-                    refill.attempt += 1
+            finished, stopped = self._until_over(pending, hear, enough, conversations, refill, waiting)
         self._groups_moved += waiting.num_moved
         with self.progress.phase(phases[1]):
             finished = self.collective.together("reward", lambda: list(map(self.grading.scored, finished)))
@@ -404,6 +360,54 @@ class RolloutCollector:
         if enough is None:
             return by_id, {}
         return by_id, {r.request_id: r for r in chain(*self.collective.gather(stopped, list[RolloutRequest]))}
+
+    def _held_back(self, requests: Sequence[RolloutRequest]) -> Waiting:
+        """Return what waits until engines have room."""
+        slots = self.config.rollout.engine.max_running_requests
+        return Waiting(
+            lists=held_back(requests, engines=self.config.parallel.engines, slots=slots),
+            own={engine.index for engine in self.pool.engines},
+            slots=slots,
+            store=self.collective.store,
+            prefix=f"waiting/{self._num_rollouts}",
+        )
+
+    def _until_over(
+        self,
+        pending: list[RolloutRequest],
+        hear: Callable[[Trajectory], None],
+        enough: int | None,
+        conversations: Conversations,
+        refill: Refill | None,
+        waiting: Waiting,
+    ) -> tuple[list[Trajectory], list[RolloutRequest]]:
+        """Generate, with new engines in place of those that are lost; return what finished, and what was stopped."""
+        finished: list[Trajectory] = []
+        stopped: list[RolloutRequest] = []
+        missing = Counter(request.group_id for request in pending)
+        while True:
+            generate = partial(
+                self.pool.generate,
+                pending,
+                on_finished=hear,
+                enough_groups=None if enough is None else enough - sum(count == 0 for count in missing.values()),
+                conversations=conversations if conversations or refill or waiting.lists else None,
+                refill=refill,
+                waiting=waiting,
+            )
+            outcome = self.collective.together("rollout", partial(self._leaving, generate, refill))
+            finished += outcome.finished
+            stopped += outcome.stopped
+            missing.subtract(trajectory.group_id for trajectory in outcome.finished)
+            self._drafters_woken += outcome.drafters_woken
+            pending = [*outcome.unfinished, *waiting.left()]
+            if refill is not None:
+                refill.verdicts.read()
+            if not self.collective.any(bool(pending) or (refill is not None and refill.kept is None)):
+                return finished, stopped
+            self.replace_lost()
+            if refill is not None:
+                refill.attempt += 1
 
     def _leaving(self, generate: Callable[[], RolloutOutcome], refill: Refill | None) -> RolloutOutcome:
         """Generate; where this rank cannot go on alone, let others not wait for what it may find."""
