@@ -12,13 +12,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar, Literal, NamedTuple
 
 from specactor.config.rules import require, rules_of
-from specactor.config.speculation import SpeculationConfig
-
-INEXACT = (
-    "SGLang's own speculation does not keep the text: on a GPU it accepts drafts by coins that plain decoding does not "
-    "toss, on a CPU it takes the likeliest token at any temperature. Use rollout.speculation."
-)
-"""Why SGLang's own speculation is refused, and the way out."""
+from specactor.config.speculation import INEXACT, SpeculationConfig
 
 
 @dataclass(frozen=True, kw_only=True)
