@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, closing, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -160,8 +160,7 @@ def _build(
         config = with_draft_model(config, base, train_data, tokenizer, collective, progress)
         return_unused()  # the warm-up's trainer is gone
     pool, drafters = _start_engines(config, start, folder, collective, members, head, progress, stack)
-    sender = WeightSender(config.weights_sync, collective)
-    stack.callback(sender.close)
+    sender = stack.enter_context(closing(WeightSender(config.weights_sync, collective)))
     devices = DeviceMemory(collective, pool, is_shared=bool(gpus()))
     with progress.phase("engines", announce=True):
         trainer = devices.start(
@@ -194,9 +193,7 @@ def _build(
         progress=progress,
         distillation=distillation,
         on_trace=folder.write_traces if collective.rank == 0 else lambda step, spans: None,
-        recorder=StepRecorder(
-            folder.root, to_json(config), config.tracking.record, trainer=trainer, collective=collective
-        ),
+        recorder=StepRecorder(config, folder.root, trainer=trainer, collective=collective),
         audit=Audit(config, pool=pool, collective=collective, progress=progress),
     )
     return actor
