@@ -57,6 +57,7 @@ REMOVED: dict[str, tuple[tuple[object, ...], str]] = {
     "model.tiny": ((None,), "Use --model.path tiny, or tiny:LAYERS."),
     "data.shuffle": ((True,), "Use --data.order source."),
     "data.curriculum": ((False,), "Use --data.order curriculum."),
+    "parallel.drafter_network": (("",), "Set GLOO_SOCKET_IFNAME to the interface by which the hosts reach each other."),
     "parallel.timeout_s": ((600.0, 1800, 1800.0), "Ranks wait for each other for half an hour."),
     "rollout.min_p": ((0.0,), "Use --rollout.top-p."),
     "rollout.frequency_penalty": ((0.0,), "The trainer's log-probabilities have no penalties."),

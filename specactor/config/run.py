@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
-from ipaddress import ip_network
 from typing import ClassVar, Literal
 
 from specactor.config.data import EVAL_SEED, DataConfig, is_file
@@ -48,9 +47,6 @@ class ParallelConfig:
     """Empty: each host has drafter processes, for its own engines. Else those that have them, by number (0 has rank 0,
     others follow in the order of ranks), for the engines of all hosts, by load. Then they listen on TCP where there are
     several hosts, and both ends prove CURVE keys that are made for the run."""
-    drafter_network: str = ""
-    """With drafter_hosts, the network by which hosts reach each other, as in 10.1.0.0/16; empty: the one by which they
-    reach the host of rank 0."""
 
     timeout_s: ClassVar[float] = 1800.0
     """Longest wait in one collective: other ranks may read or write a large model. A rank that died is noticed at once,
@@ -68,25 +64,11 @@ class ParallelConfig:
             "Leave it out to give each host drafters of its own.",
         )
         rule(
-            "drafter_network",
-            self.drafter_network == "" or (bool(self.drafter_hosts) and _is_network(self.drafter_network)),
-            "a network such as 10.1.0.0/16, with parallel.drafter_hosts",
-            "Leave it out to have it found.",
-        )
-        rule(
             "virtual_pipeline",
             self.virtual_pipeline is None or (self.virtual_pipeline >= 2 and self.pipeline >= 2),
             ">= 2, with parallel.pipeline >= 2",
             "Leave it out, or use pipeline parallelism.",
         )
-
-
-def _is_network(text: str) -> bool:
-    try:
-        ip_network(text)
-    except ValueError:
-        return False
-    return True
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -262,7 +262,7 @@ def planned(config: Config, table: CostTable, *, machines: int) -> tuple[Config,
         speculation = replace(speculation, drafters=others, draft_model=models)
     parallel = config.parallel
     if rollout.speculation.is_decoupled and not speculation.is_decoupled:
-        parallel = replace(parallel, drafters=0, drafter_hosts=(), drafter_network="")
+        parallel = replace(parallel, drafters=0, drafter_hosts=())
         text += "; no drafter process is started"
     return replace(config, parallel=parallel, rollout=replace(rollout, speculation=speculation)), text
 

@@ -317,10 +317,7 @@ def _endpoints(
         return local_endpoint
     seen = collective.gather(addresses.towards(head), str)
     there = [address for view, address in zip(views, seen, strict=True) if address and view != views[collective.rank]]
-    network, peers = config.parallel.drafter_network, [head, *there]
-    address = collective.together(
-        "drafter address", lambda: addresses.own_address(network, peers=peers) if starts else ""
-    )
+    address = collective.together("drafter address", lambda: addresses.own_address([head, *there]) if starts else "")
     return stack.enter_context(Ports(address)).take
 
 

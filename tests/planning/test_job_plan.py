@@ -71,9 +71,9 @@ def test_no_process_is_started_that_no_plan_has(config: Config) -> None:
 
 
 def test_a_network_of_drafters_goes_with_them(config: Config) -> None:
-    parallel = replace(config.parallel, drafter_hosts=(0, 1), drafter_network="10.1.0.0/16")
+    parallel = replace(config.parallel, drafter_hosts=(0, 1))
     found, _ = planned(replace(config, parallel=parallel), table(row_s=1e-7, draft_s=1e-6, token_s=1.0), machines=2)
-    assert (found.parallel.drafters, found.parallel.drafter_hosts, found.parallel.drafter_network) == (0, (), "")
+    assert (found.parallel.drafters, found.parallel.drafter_hosts) == (0, ())
 
 
 def test_where_drafts_never_pay_nobody_drafts(config: Config) -> None:
