@@ -35,8 +35,7 @@ LONG = (
     *("--rollout.max-new-tokens", "24", "--eval.problems", "0", "--rollout.audit", "stop"),
     *("--rollout.speculation.mode", "coupled", "--rollout.speculation.drafters", "model", "suffix"),
     *("--rollout.speculation.draft-model", "warm-up", "--rollout.speculation.window", "4"),
-    *("--distillation.refresh", "0.03", "--distillation.max-updates", "1"),
-    *("--distillation.max-time-share", "inf"),
+    *("--distillation.refresh", "inf", "--distillation.max-updates", "1"),
 )
 SCRIPT = "benchmarks/audit_everything.py"
 NAME = "long"
