@@ -30,7 +30,7 @@ def launch(
     rollout lasts for some hundred rounds, and the second one has none. Args: draft methods besides the drafters."""
     speculation = ("--rollout.speculation.mode", "decoupled", "--rollout.speculation.draft-model", draft_model)
     drafters = ("--rollout.speculation.drafters", "decoupled", *methods, "--rollout.speculation.window", "4")
-    lent = ("--parallel.engines", "2", "--rollout.engine.max-running-requests", "4")
+    lent = ("--parallel.engines", "2", "--rollout.engine.max-running-requests", "2")
     short = ("--train.steps", "1", "--checkpoint.export", "False")
     run = launcher.run(name, *speculation, *drafters, *lent, *short, *options, script=SCRIPT)
     assert run.code == 0, run.output
