@@ -169,7 +169,7 @@ def test_of_the_records_of_a_run_what_is_kept_whole_is_read(tmp_path: Path) -> N
         for version in (1, 2, 2, 3)
     ]
     records.file_of(tmp_path, 1).write_bytes(b"cut")
-    with pytest.raises(DataError, match="step-000001.bin: got a record that was cut or changed"):
+    with pytest.raises(DataError, match=r"step-000001\.bin: got a record that was cut or changed"):
         read_rollouts([tmp_path / "records"])
 
 
