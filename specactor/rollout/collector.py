@@ -363,14 +363,10 @@ class RolloutCollector:
 
     def _held_back(self, requests: Sequence[RolloutRequest]) -> Waiting:
         """Return what waits until engines have room."""
-        slots = self.config.rollout.engine.max_running_requests
-        return Waiting(
-            lists=held_back(requests, engines=self.config.parallel.engines, slots=slots),
-            own={engine.index for engine in self.pool.engines},
-            slots=slots,
-            store=self.collective.store,
-            prefix=f"waiting/{self._num_rollouts}",
-        )
+        slots, prefix = self.config.rollout.engine.max_running_requests, f"waiting/{self._num_rollouts}"
+        lists = held_back(requests, engines=self.config.parallel.engines, slots=slots)
+        own = {engine.index for engine in self.pool.engines}
+        return Waiting(lists=lists, own=own, slots=slots, store=self.collective.store, prefix=prefix)
 
     def _until_over(
         self,
