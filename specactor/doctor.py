@@ -280,7 +280,7 @@ def loopback() -> Finding:
 def _recipe(config: Config) -> list[Finding]:
     """Return whether the model and the data files of a recipe can be read."""
     findings = []
-    if config.model.path:
+    if config.model.tiny is None:
         try:
             shape = ModelShape.read(Path(config.model.path))
             kind = f"{shape.num_experts} experts" if shape.num_experts else "dense"

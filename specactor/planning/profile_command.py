@@ -175,7 +175,7 @@ def _profile(
         measured = measure(engine, config.rollout, chosen, sizes, limit_s=limit_s, on_cell=advance)
     table = cost_table(
         measured,
-        model=config.model.path or f"tiny model of {config.name}",
+        model=config.model.path,
         device=f"{config.parallel.engine_tensor} x {gpus()[0].name if gpus() else f'core of {os.cpu_count()}'}",
         date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
     )
