@@ -27,6 +27,7 @@ from specactor.errors import ConfigError
 from specactor.parallel.devices import Devices, detect
 from specactor.parallel.layout import ModelShape
 from specactor.replay.records import reach
+from specactor.trainer import fusions
 
 GIB = 2**30
 MIN_DISK_BYTES = 2 * GIB  # room for checkpoints and the exported model of a small run
@@ -79,6 +80,8 @@ def examine(config: Config | None, environ: Mapping[str, str]) -> list[Finding]:
     gpu = bool(devices.gpus)
     packages = [*pinned(), stack(gpu), plugin()]
     found = [_python(), *packages, *_hardware(devices), *_optional(devices), *_places(config), loopback()]
+    if config and gpu:
+        found.append(joined_kernels(config, devices.has("transformer_engine")))
     return [*found, *([tokens(config, gpu=gpu), _replay(config), *_recipe(config)] if config else [])]
 
 
@@ -155,6 +158,15 @@ def tokens(config: Config, *, gpu: bool) -> Finding:
     return Finding(component="attention", found=f"{arithmetic}: {promise}")
 
 
+def joined_kernels(config: Config, transformer_engine: bool) -> Finding:
+    """Return which operations the trainer computes in one kernel, and which not."""
+    present = fusions.present() | {"transformer_engine": transformer_engine}
+    fields = fusions.fields(present, gpu=True, dtype=config.model.dtype, deterministic=config.train.deterministic)
+    on, off = fusions.told(fields)
+    # What is off by choice has no remedy; `_optional` has those of packages.
+    return Finding(component="fusions", found=on, used=f"separate kernels for {off}" if off else "")
+
+
 def _replay(config: Config) -> Finding:
     """Say how far back steps of the run can be repeated."""
     return Finding(component="replay", found=reach(config).removeprefix("replay: "))
@@ -205,7 +217,10 @@ def _optional(devices: Devices) -> list[Finding]:
             "PyTorch layers",
             "pip install --no-build-isolation 'transformer-engine[core_cu13,pytorch]>=2.9,<2.12'",
         ),
-        "apex": ("PyTorch's AdamW", "build NVIDIA's apex from its source; the one on PyPI is another project"),
+        "apex": (
+            "TransformerEngine's or PyTorch's Adam",
+            "build NVIDIA's apex from its source; the one on PyPI is another project",
+        ),
         "sgl_kernel": ("PyTorch reference of its operators", "pip install sglang-kernel"),
         "deepspeed": ("not needed", "pip install 'specactor[deepspeed]'"),
         "torch_memory_saver": ("engine memory stays allocated during training", "pip install torch-memory-saver"),

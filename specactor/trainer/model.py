@@ -26,6 +26,7 @@ from torch import Tensor
 from specactor.config import TrainConfig
 from specactor.cpu import megatron as cpu_platform
 from specactor.errors import ConfigError
+from specactor.trainer import fusions
 
 cpu_platform.install()
 
@@ -196,9 +197,13 @@ def _make_bridge(model_dir: Path, dtype: torch.dtype, local_spec: bool, train: T
         settings |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     elif train.recompute == "selective":
         settings |= {"recompute_granularity": "selective"}
+    settings |= fusions.fields(
+        fusions.present(),
+        gpu=torch.cuda.is_available(),
+        dtype="bfloat16" if dtype is torch.bfloat16 else "float32",
+        deterministic=train.deterministic,
+    )
     if local_spec:
-        fusions = ("masked_softmax_fusion", "bias_activation_fusion", "bias_dropout_fusion", "persist_layer_norm")
-        settings |= dict.fromkeys((*fusions, "gradient_accumulation_fusion"), False)
         settings |= {"use_cpu_initialization": True, "moe_grouped_gemm": False, "moe_shared_expert_overlap": False}
     bridge.set_extra_args(**settings)
     if local_spec:

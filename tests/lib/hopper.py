@@ -5,13 +5,11 @@ Call `install` before sglang is imported, in a process of its own.
 
 from __future__ import annotations
 
-import importlib.machinery
 import os
-import sys
-import types
-from typing import Any
 
 import torch
+
+from tests.lib import gpu_packages
 
 MEMORY_MIB = 81559
 
@@ -28,18 +26,6 @@ class Properties:
     regs_per_multiprocessor = 65536
     shared_memory_per_block_optin = 232448
     gcnArchName = ""  # noqa: N815  (torch's name)
-
-
-class Kernels(types.ModuleType):
-    """A module of SGLang's kernels that can be imported; a kernel that is called says which it was."""
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return Kernels(f"{self.__name__}.{name}")
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        raise NotImplementedError(self.__name__)
 
 
 def install(count: int = 8) -> None:
@@ -66,13 +52,7 @@ def install(count: int = 8) -> None:
         "empty_cache": None,
     }.items():
         setattr(torch.cuda, name, lambda *args, value=value, **kwargs: value)
-    parts = ("", ".kvcacheio", ".scalar_type", ".utils", ".elementwise", ".flash_attn", ".quantization")
-    for name in (f"sgl_kernel{part}" for part in parts):
-        module = Kernels(name)
-        module.__spec__ = importlib.machinery.ModuleSpec(name, None)
-        module.__path__ = []
-        module.__version__ = "0.4.10"
-        sys.modules[name] = module
+    gpu_packages.stand_in("sglang-kernel")
     import sglang.srt.arg_groups.memory_hook as hook
     import sglang.srt.utils.common as common
 
